@@ -1,0 +1,181 @@
+//! What a query leaves open: the rows that fast memory did not hold, and the bags that wait for them.
+//! All memory is taken once; a list that is full says so before a bag is begun, never half-way through it.
+
+use crate::cache::RowKey;
+
+/// What became of a row that missed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowState {
+    /// Not fetched: the miss policy lets the default row answer.
+    Pending,
+    /// Not fetched because the deadline came first: the default row answers.
+    Late,
+    /// Read from flash, checked, current.
+    Fresh,
+    /// The table has no such key: the default row answers.
+    Absent,
+    /// The page that holds it failed its check or could not be read: the default row answers.
+    Damaged,
+}
+
+/// One row to fetch, once, however often the batch asks for it.
+#[derive(Clone, Copy, Debug)]
+pub struct Miss {
+    /// The row.
+    pub row: RowKey,
+    /// Where its bytes go.
+    pub slot: u32,
+    /// The flash page that holds it; for the caller to fill in and to sort by.
+    pub page: u32,
+}
+
+/// The rest of a bag whose pooling stopped at its first missing row.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenBag {
+    /// Number of the feature.
+    pub feature: u16,
+    /// Number of the sample.
+    pub sample: u32,
+    /// Rows pooled before the first miss.
+    pub(crate) done: u32,
+    /// Range in `refs`: one entry for each row still to pool, in order.
+    pub(crate) first_ref: u32,
+    pub(crate) refs: u32,
+}
+
+/// Stands in `refs` for a key known not to be in its table.
+pub(crate) const ABSENT: u32 = u32::MAX;
+const NO_SLOT: u32 = u32::MAX;
+
+/// The miss list and the staging rows of one request.
+pub struct Misses {
+    row_bytes_max: usize,
+    capacity: usize,
+    staging: Box<[u8]>,
+    states: Vec<RowState>,
+    list: Vec<Miss>,
+    /// Open addressing from row to position in `list`; twice `capacity` entries.
+    positions: Box<[u32]>,
+    pub(crate) refs: Vec<u32>,
+    pub(crate) bags: Vec<OpenBag>,
+    lookups: u64,
+}
+
+impl Misses {
+    /// Room for `capacity` lookups that wait, rows of up to `row_bytes_max` bytes.
+    pub fn new(capacity: usize, row_bytes_max: usize) -> Self {
+        let capacity = capacity.max(1);
+        Self {
+            row_bytes_max,
+            capacity,
+            staging: vec![0; capacity * row_bytes_max].into(),
+            states: Vec::with_capacity(capacity),
+            list: Vec::with_capacity(capacity),
+            positions: vec![NO_SLOT; (2 * capacity).next_power_of_two()].into(),
+            refs: Vec::with_capacity(capacity),
+            bags: Vec::with_capacity(capacity),
+            lookups: 0,
+        }
+    }
+
+    /// All bytes held by a list of that size.
+    pub fn bytes(capacity: usize, row_bytes_max: usize) -> usize {
+        let capacity = capacity.max(1);
+        capacity * (row_bytes_max + 1 + size_of::<Miss>() + 4 + size_of::<OpenBag>())
+            + 4 * (2 * capacity).next_power_of_two()
+    }
+
+    /// Forgets everything; keeps the memory.
+    pub fn clear(&mut self) {
+        if !self.list.is_empty() {
+            self.positions.fill(NO_SLOT);
+        }
+        self.states.clear();
+        self.list.clear();
+        self.refs.clear();
+        self.bags.clear();
+        self.lookups = 0;
+    }
+
+    /// Whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.bags.is_empty()
+    }
+
+    /// Whether a bag of `keys` more lookups is sure to fit.
+    pub(crate) fn has_room(&self, keys: usize) -> bool {
+        self.refs.len() + keys <= self.capacity
+    }
+
+    /// Lookups that missed, duplicates counted.
+    pub fn lookups(&self) -> u64 {
+        self.lookups
+    }
+
+    /// The distinct rows to fetch.
+    pub fn list(&self) -> &[Miss] {
+        &self.list
+    }
+
+    /// The same, to be reordered.
+    pub fn list_mut(&mut self) -> &mut [Miss] {
+        &mut self.list
+    }
+
+    /// The bags that wait.
+    pub fn bags(&self) -> &[OpenBag] {
+        &self.bags
+    }
+
+    /// The staged bytes of `slot`, `[row_bytes_max]`.
+    pub fn row(&self, slot: u32) -> &[u8] {
+        let start = slot as usize * self.row_bytes_max;
+        &self.staging[start..start + self.row_bytes_max]
+    }
+
+    /// The same, to be written.
+    pub fn row_mut(&mut self, slot: u32) -> &mut [u8] {
+        let start = slot as usize * self.row_bytes_max;
+        &mut self.staging[start..start + self.row_bytes_max]
+    }
+
+    /// What became of the row in `slot`.
+    pub fn state(&self, slot: u32) -> RowState {
+        self.states[slot as usize]
+    }
+
+    /// Records what became of the row in `slot`.
+    pub fn set_state(&mut self, slot: u32, state: RowState) {
+        self.states[slot as usize] = state;
+    }
+
+    fn new_slot(&mut self, state: RowState) -> u32 {
+        self.states.push(state);
+        (self.states.len() - 1) as u32
+    }
+
+    /// Keeps a copy of a row that hit, for a bag that waits for an earlier one.
+    pub(crate) fn keep(&mut self, bytes: &[u8]) {
+        let slot = self.new_slot(RowState::Fresh);
+        self.row_mut(slot)[..bytes.len()].copy_from_slice(bytes);
+        self.refs.push(slot);
+    }
+
+    /// Adds one lookup of a missing row; asked for twice, it is fetched once.
+    pub(crate) fn miss(&mut self, row: RowKey) {
+        self.lookups += 1;
+        let mask = self.positions.len() - 1;
+        let mut at = row.hash() as usize & mask;
+        while self.positions[at] != NO_SLOT {
+            let known = self.list[self.positions[at] as usize];
+            if known.row == row {
+                return self.refs.push(known.slot);
+            }
+            at = (at + 1) & mask;
+        }
+        let slot = self.new_slot(RowState::Pending);
+        self.positions[at] = self.list.len() as u32;
+        self.list.push(Miss { row, slot, page: 0 });
+        self.refs.push(slot);
+    }
+}

@@ -1,0 +1,71 @@
+//! The memory budget: what a model may take, and the sum of what it does take, line by line.
+
+use serde::Deserialize;
+use std::fmt;
+
+/// What a model may use. Every field is a maximum, taken when the model is opened and never exceeded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Budget {
+    /// All memory of the model together.
+    pub memory_bytes_max: u64,
+    /// The embedding caches.
+    pub cache_bytes_max: u64,
+    /// The tables that are kept whole.
+    pub resident_bytes_max: u64,
+    /// Requests served at once.
+    pub workers: u32,
+    /// Samples in a request.
+    pub batch_max: u32,
+    /// Lookups of one worker that may wait for flash at once; a request with more is served in several rounds.
+    pub misses_max: u32,
+    /// Threads that one run of the dense network may use.
+    pub dense_threads: u32,
+}
+
+impl Default for Budget {
+    /// A desk: 64 MiB of cache, 64 MiB of resident tables, one worker, batches of 256.
+    fn default() -> Self {
+        Self {
+            memory_bytes_max: 1 << 30,
+            cache_bytes_max: 64 << 20,
+            resident_bytes_max: 64 << 20,
+            workers: 1,
+            batch_max: 256,
+            misses_max: 16 << 10,
+            dense_threads: 1,
+        }
+    }
+}
+
+/// The memory that a model takes, one line for each user of it.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryPlan {
+    lines: Vec<(&'static str, u64)>,
+}
+
+impl MemoryPlan {
+    /// Adds a line.
+    pub(crate) fn add(&mut self, what: &'static str, bytes: u64) {
+        self.lines.push((what, bytes));
+    }
+
+    /// What takes memory, and how many bytes.
+    pub fn lines(&self) -> &[(&'static str, u64)] {
+        &self.lines
+    }
+
+    /// The sum.
+    pub fn total(&self) -> u64 {
+        self.lines.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+impl fmt::Display for MemoryPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (what, bytes) in &self.lines {
+            writeln!(f, "{bytes:>14}  {what}")?;
+        }
+        write!(f, "{:>14}  total", self.total())
+    }
+}

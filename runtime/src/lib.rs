@@ -1,0 +1,30 @@
+//! Hatchback: the inference runtime that serves recommendation models with huge embedding tables in a car.
+//!
+//! The request flow is [`score`]: a [`batch`] of dense features and sparse keys becomes scores with a status.
+//! Below it lie the opened [`model`], the [`flash`] directory, its [`segment`]s and their [`page`]s; beside it
+//! the [`bundle`] in which a model arrives and the [`manifest`] and [`schema`] that describe it.
+//!
+//! The crate has no knowledge of the machine it runs on: directories, budgets ([`target`]) and time are
+//! arguments.
+
+#![forbid(unsafe_code)]
+
+pub mod batch;
+pub mod budget;
+pub mod bundle;
+pub mod commit;
+pub mod flash;
+pub mod limits;
+pub mod manifest;
+pub mod model;
+pub mod page;
+pub mod sample;
+pub mod schema;
+pub mod score;
+pub mod segment;
+pub mod target;
+
+pub use hatchback_kernels::cache::{RowKey, mix, unmix};
+pub use hatchback_kernels::codec::{Codec, RowFault, RowFormat, choose_unit_exp};
+pub use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
+pub use hatchback_kernels::query::{Pooling, Status};

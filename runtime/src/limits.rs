@@ -1,0 +1,41 @@
+//! Every maximum of the runtime, in one place, cross-checked at compile time.
+
+use hatchback_kernels::codec::ROW_BYTES_MAX;
+
+/// Bytes of a page: the unit of every read from flash and of every checksum in a segment.
+pub const PAGE_BYTES: usize = 4096;
+/// Bytes of a page before its payload.
+pub const PAGE_HEADER_BYTES: usize = 16;
+/// Raw bytes of a chunk of a bundle; the last chunk of a blob may be shorter.
+pub const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes of an encoded manifest.
+pub const MANIFEST_BYTES_MAX: usize = 64 << 20;
+/// Bytes of the dense network's ONNX file.
+pub const DENSE_BYTES_MAX: u64 = 256 << 20;
+/// Bytes of an encoded probe set.
+pub const PROBE_BYTES_MAX: u64 = 64 << 20;
+/// Keys of one table's hot list.
+pub const HOT_KEYS_MAX: usize = 1 << 22;
+/// Tables in a model.
+pub const TABLES_MAX: usize = 4096;
+/// Sparse features in a model.
+pub const FEATURES_MAX: usize = 4096;
+/// Dense features in a model.
+pub const DENSE_FEATURES_MAX: usize = 1 << 16;
+/// Values in a row.
+pub const DIM_MAX: usize = 4096;
+/// Keys of one feature in one sample.
+pub const HOTNESS_MAX: usize = 4096;
+/// Samples in one request.
+pub const BATCH_MAX: usize = 1 << 16;
+/// Bytes of a name (model, table, feature, network input).
+pub const NAME_BYTES_MAX: usize = 120;
+/// Bytes of one sample as JSON.
+pub const SAMPLE_BYTES_MAX: usize = 16 << 20;
+
+const _: () = assert!(CHUNK_BYTES.is_multiple_of(PAGE_BYTES), "a chunk holds whole pages");
+const _: () =
+    assert!(PAGE_HEADER_BYTES + 8 + ROW_BYTES_MAX <= PAGE_BYTES, "a page holds a key and the widest row");
+const _: () =
+    assert!(TABLES_MAX <= u16::MAX as usize && FEATURES_MAX <= u16::MAX as usize, "u16 numbers them");
+const _: () = assert!((BATCH_MAX * HOTNESS_MAX) as u64 <= u32::MAX as u64, "u32 offsets hold a batch");

@@ -1,0 +1,207 @@
+//! The manifest of a bundle: which generation it is, the schema, and every blob's chunks with their hashes.
+//! Encoded as a format number, then postcard. Never trusts what it decodes before `check`.
+
+use crate::limits::{CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PROBE_BYTES_MAX};
+use crate::schema::{Schema, SchemaError};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// The format of this manifest.
+pub const MANIFEST_FORMAT: u32 = 1;
+
+/// A SHA-256 hash.
+pub type Hash = [u8; 32];
+
+/// The SHA-256 of `bytes`.
+pub fn sha256(bytes: &[u8]) -> Hash {
+    Sha256::digest(bytes).into()
+}
+
+/// One consistent state of a model: dense network, all tables and schema together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Generation {
+    /// Which model this is a state of.
+    pub lineage: String,
+    /// Grows with every release of the lineage.
+    pub sequence: u64,
+}
+
+impl std::fmt::Display for Generation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}@{}", self.lineage, self.sequence)
+    }
+}
+
+/// A stored piece of a blob; compressed (zstd) exactly where it is stored in fewer bytes than it has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunk {
+    /// Bytes in the bundle.
+    pub stored: u32,
+    /// Bytes of content.
+    pub raw: u32,
+    /// SHA-256 of the stored bytes.
+    pub sha256: Hash,
+}
+
+/// A byte string cut into chunks. The chunks of all blobs lie in the bundle in manifest order.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Blob {
+    /// Its pieces, in order.
+    pub chunks: Vec<Chunk>,
+}
+
+impl Blob {
+    /// Bytes of content.
+    pub fn raw_bytes(&self) -> u64 {
+        self.chunks.iter().map(|c| u64::from(c.raw)).sum()
+    }
+
+    /// Bytes in the bundle.
+    pub fn stored_bytes(&self) -> u64 {
+        self.chunks.iter().map(|c| u64::from(c.stored)).sum()
+    }
+}
+
+/// The blobs of one table.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TableBlobs {
+    /// Its rows: a segment file.
+    pub segment: u32,
+    /// Its most used keys, most used first (u64, little-endian).
+    pub hot: Option<u32>,
+}
+
+/// What a bundle holds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Which state of which model.
+    pub generation: Generation,
+    /// For a delta the sequence that it starts from; `None` for a snapshot.
+    pub parent: Option<u64>,
+    /// How the model is put together.
+    pub schema: Schema,
+    /// All blobs, in file order.
+    pub blobs: Vec<Blob>,
+    /// The blobs of each table.
+    pub tables: Vec<TableBlobs>,
+    /// The blob with the ONNX file.
+    pub dense: u32,
+    /// The blob with the probe set.
+    pub probe: Option<u32>,
+}
+
+/// Why a manifest is refused.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ManifestError {
+    /// Written by a later or unknown format.
+    #[error("format: {0} is not {MANIFEST_FORMAT}, the one this version reads")]
+    Format(u32),
+    /// The bytes do not decode.
+    #[error("does not decode ({0})")]
+    Decode(String),
+    /// The schema is not consistent.
+    #[error("schema: {0}")]
+    Schema(#[from] SchemaError),
+    /// A field is out of range.
+    #[error("{field}: {problem}")]
+    Field {
+        /// Which field.
+        field: String,
+        /// Its value and what is wrong.
+        problem: String,
+    },
+}
+
+fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, ManifestError> {
+    Err(ManifestError::Field { field: field.into(), problem: problem.into() })
+}
+
+impl Manifest {
+    /// Format number, then postcard.
+    pub fn encode(&self) -> Result<Vec<u8>, ManifestError> {
+        let mut bytes = MANIFEST_FORMAT.to_le_bytes().to_vec();
+        bytes.extend(postcard::to_allocvec(self).map_err(|e| ManifestError::Decode(e.to_string()))?);
+        Ok(bytes)
+    }
+
+    /// Decodes and checks.
+    ///
+    /// # Errors
+    /// The bytes are not a manifest of this format, or one whose fields contradict each other.
+    pub fn decode(bytes: &[u8]) -> Result<Self, ManifestError> {
+        let Some((format, body)) = bytes.split_first_chunk::<4>() else {
+            return fault("format", format!("{} bytes are too few", bytes.len()));
+        };
+        let format = u32::from_le_bytes(*format);
+        if format != MANIFEST_FORMAT {
+            return Err(ManifestError::Format(format));
+        }
+        if bytes.len() > MANIFEST_BYTES_MAX {
+            return fault("length", format!("{} bytes, over {MANIFEST_BYTES_MAX}", bytes.len()));
+        }
+        let (manifest, rest): (Self, _) =
+            postcard::take_from_bytes(body).map_err(|e| ManifestError::Decode(e.to_string()))?;
+        if !rest.is_empty() {
+            return fault("length", format!("{} bytes follow the manifest", rest.len()));
+        }
+        manifest.check()?;
+        Ok(manifest)
+    }
+
+    fn check(&self) -> Result<(), ManifestError> {
+        let lineage = &self.generation.lineage;
+        let printable = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if lineage.is_empty()
+            || lineage.len() > crate::limits::NAME_BYTES_MAX
+            || !lineage.chars().all(printable)
+        {
+            return fault(
+                "lineage",
+                format!("`{}` is not 1..=120 of [A-Za-z0-9._-]", lineage.escape_debug()),
+            );
+        }
+        self.schema.check()?;
+        if self.tables.len() != self.schema.tables.len() {
+            let n = self.schema.tables.len();
+            return fault("tables", format!("{} entries for {n} tables", self.tables.len()));
+        }
+        for (i, blob) in self.blobs.iter().enumerate() {
+            check_chunks(i, blob)?;
+        }
+        for (i, table) in self.tables.iter().enumerate() {
+            self.check_blob(&format!("tables[{i}].segment"), table.segment, u64::MAX)?;
+            if let Some(hot) = table.hot {
+                self.check_blob(&format!("tables[{i}].hot"), hot, 8 * crate::limits::HOT_KEYS_MAX as u64)?;
+            }
+        }
+        self.check_blob("dense", self.dense, DENSE_BYTES_MAX)?;
+        self.probe.map_or(Ok(()), |probe| self.check_blob("probe", probe, PROBE_BYTES_MAX))
+    }
+
+    fn check_blob(&self, field: &str, index: u32, bytes_max: u64) -> Result<(), ManifestError> {
+        match self.blobs.get(index as usize).map(Blob::raw_bytes) {
+            None => fault(field, format!("{index} of {} blobs", self.blobs.len())),
+            Some(bytes) if bytes > bytes_max => fault(field, format!("{bytes} bytes, over {bytes_max}")),
+            Some(_) => Ok(()),
+        }
+    }
+}
+
+/// All chunks but the last are full, and none is stored in more bytes than it has.
+fn check_chunks(i: usize, blob: &Blob) -> Result<(), ManifestError> {
+    for (c, chunk) in blob.chunks.iter().enumerate() {
+        let field = || format!("blobs[{i}].chunks[{c}]");
+        let last = c + 1 == blob.chunks.len();
+        if chunk.raw as usize > CHUNK_BYTES || chunk.raw == 0 || (!last && chunk.raw as usize != CHUNK_BYTES)
+        {
+            return fault(field() + ".raw", format!("{} bytes, chunks have {CHUNK_BYTES}", chunk.raw));
+        }
+        if chunk.stored > chunk.raw || chunk.stored == 0 {
+            return fault(
+                field() + ".stored",
+                format!("{} bytes for {} of content", chunk.stored, chunk.raw),
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,377 @@
+//! A model opened for serving: one generation's tables, caches and dense network. Read-only and shared by
+//! all workers; a request that began on it ends on it.
+
+use crate::batch::Batch;
+use crate::budget::{Budget, MemoryPlan};
+use crate::flash::{Flash, FlashError};
+use crate::limits::{BATCH_MAX, PAGE_BYTES};
+use crate::manifest::Generation;
+use crate::schema::{InputSource, KeySpace, Placement, Schema};
+use crate::segment::{Segment, SegmentError};
+use hatchback_kernels::cache::{Cache, RowKey};
+use hatchback_kernels::codec::RowFormat;
+use hatchback_kernels::dense::{DenseEngine, DenseError};
+use hatchback_kernels::misses::{Miss, Misses};
+use hatchback_kernels::query::Status;
+use hatchback_kernels::resident::Resident;
+use std::path::Path;
+
+/// Why a model cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The flash directory is not usable.
+    #[error(transparent)]
+    Flash(#[from] FlashError),
+    /// A segment is not usable.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
+    /// The dense network is not usable.
+    #[error(transparent)]
+    Dense(#[from] DenseError),
+    /// The budget cannot hold the model.
+    #[error("budget.{field} = {value}: {problem}")]
+    Budget {
+        /// The field to change.
+        field: &'static str,
+        /// Its value.
+        value: u64,
+        /// What does not fit.
+        problem: String,
+    },
+}
+
+/// Where a table's rows are looked for.
+pub(crate) enum Store {
+    Resident(Resident),
+    /// Number of the cache in `Model::caches`.
+    Cached {
+        cache: usize,
+        segment: Segment,
+    },
+}
+
+/// One table as it is served.
+pub(crate) struct ServedTable {
+    pub format: RowFormat,
+    pub store: Store,
+}
+
+/// A model ready to serve.
+pub struct Model {
+    generation: Generation,
+    schema: Schema,
+    budget: Budget,
+    pub(crate) tables: Vec<ServedTable>,
+    pub(crate) caches: Vec<Cache>,
+    pub(crate) dense: DenseEngine,
+    /// For each feature its network input and its first column there.
+    pub(crate) columns: Vec<(usize, usize)>,
+    plan: MemoryPlan,
+}
+
+/// A table as the model reports it.
+#[derive(Clone, Debug)]
+pub struct TableReport {
+    /// `resident` or `cached`, as decided for this budget.
+    pub placement: Placement,
+    /// Bytes of the segment file.
+    pub flash_bytes: u64,
+    /// Bytes in fast memory apart from the cache: the whole table, or the segment's index.
+    pub memory_bytes: u64,
+}
+
+impl Model {
+    /// Opens the live generation under `directory` within `budget`.
+    ///
+    /// # Errors
+    /// Something on flash is missing or damaged, or the budget is too small.
+    pub fn open(directory: &Path, budget: Budget) -> Result<Self, OpenError> {
+        Self::from_flash(&Flash::open(directory)?, budget)
+    }
+
+    /// The same, on a directory that is open already.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
+        let schema = flash.manifest().schema.clone();
+        check_budget(&schema, &budget)?;
+        let widths: Vec<(&str, usize)> =
+            schema.network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
+        let (output, activation) = (&schema.network.output, schema.network.activation);
+        let dense =
+            DenseEngine::load(flash.dense()?, &widths, output, activation, budget.dense_threads as usize)?;
+        let resident = choose_resident(&schema, &budget)?;
+        let caches = make_caches(&schema, &resident, &budget)?;
+        let tables = open_tables(flash, &schema, &resident, &caches)?;
+        let columns = columns_of(&schema);
+        let generation = flash.manifest().generation.clone();
+        let plan = MemoryPlan::default();
+        let mut model = Self { generation, schema, budget, tables, caches, dense, columns, plan };
+        model.plan = model.sum_memory();
+        if model.plan.total() > budget.memory_bytes_max {
+            let problem = format!("the model takes {} bytes:\n{}", model.plan.total(), model.plan);
+            return Err(OpenError::Budget {
+                field: "memory_bytes_max",
+                value: budget.memory_bytes_max,
+                problem,
+            });
+        }
+        model.preload(flash)?;
+        Ok(model)
+    }
+
+    /// What is served.
+    pub fn generation(&self) -> &Generation {
+        &self.generation
+    }
+
+    /// How the model is put together.
+    pub fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
+    /// What the model was opened within.
+    pub fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// Where the memory goes.
+    pub fn memory(&self) -> &MemoryPlan {
+        &self.plan
+    }
+
+    /// Values in a sample's score.
+    pub fn outputs(&self) -> usize {
+        self.dense.outputs()
+    }
+
+    /// Rows that the embedding caches hold at most.
+    pub fn cache_slots(&self) -> usize {
+        self.caches.iter().map(Cache::slots).sum()
+    }
+
+    /// How table `number` is served.
+    pub fn table_report(&self, number: usize) -> TableReport {
+        match &self.tables[number].store {
+            Store::Resident(table) => {
+                let (flash_bytes, memory_bytes) = (0, table.bytes() as u64);
+                TableReport { placement: Placement::Resident, flash_bytes, memory_bytes }
+            }
+            Store::Cached { segment, .. } => TableReport {
+                placement: Placement::Cached,
+                flash_bytes: segment.file_bytes(),
+                memory_bytes: segment.index_bytes() as u64,
+            },
+        }
+    }
+
+    /// An empty batch of the size that the budget allows.
+    pub fn batch(&self) -> Batch {
+        Batch::new(&self.schema, self.budget.batch_max as usize)
+    }
+
+    fn sum_memory(&self) -> MemoryPlan {
+        let mut plan = MemoryPlan::default();
+        let workers = u64::from(self.budget.workers);
+        let batch = self.budget.batch_max as usize;
+        let sum = |f: &dyn Fn(&Store) -> usize| self.tables.iter().map(|t| f(&t.store)).sum::<usize>() as u64;
+        plan.add("embedding caches", self.caches.iter().map(|c| c.bytes() as u64).sum());
+        plan.add("resident tables", sum(&|s| if let Store::Resident(r) = s { r.bytes() } else { 0 }));
+        plan.add(
+            "segment indexes",
+            sum(&|s| if let Store::Cached { segment, .. } = s { segment.index_bytes() } else { 0 }),
+        );
+        plan.add("dense network weights (as f32)", 4 * self.dense.parameters() as u64);
+        let waiting = self.budget.misses_max as usize;
+        let misses = Misses::bytes(waiting, self.staging_row_bytes()) + waiting * size_of::<Miss>();
+        plan.add("miss lists and staging rows, all workers", workers * misses as u64);
+        let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
+        plan.add("dense network inputs, all workers", workers * (4 * batch * widths) as u64);
+        let per_sample = size_of::<Status>() + 4 * self.outputs();
+        plan.add(
+            "scores, statuses and page buffers, all workers",
+            workers * (batch * per_sample + PAGE_BYTES) as u64,
+        );
+        plan.add("batches, all workers", workers * Batch::bytes(&self.schema, batch) as u64);
+        plan
+    }
+
+    /// The widest row that can wait in a miss list.
+    pub(crate) fn staging_row_bytes(&self) -> usize {
+        self.tables.iter().map(|t| t.format.row_bytes()).max().unwrap_or(0)
+    }
+
+    /// Puts the trainer's most used keys into the caches, up to each table's fair share.
+    fn preload(&self, flash: &Flash) -> Result<(), OpenError> {
+        let cached: u64 = self.cached_rows();
+        for (number, table) in self.tables.iter().enumerate() {
+            let Store::Cached { cache, segment } = &table.store else { continue };
+            let cache = &self.caches[*cache];
+            let share = cache.slots() as u128 * u128::from(segment.rows()) / u128::from(cached.max(1));
+            let mut keys = flash.hot_keys(number)?;
+            // A set overflows before all slots are taken; three quarters go in almost surely.
+            keys.truncate((share * 3 / 4) as usize);
+            preload_table(number, segment, cache, &keys);
+        }
+        Ok(())
+    }
+
+    fn cached_rows(&self) -> u64 {
+        let rows =
+            |t: &ServedTable| if let Store::Cached { segment, .. } = &t.store { segment.rows() } else { 0 };
+        self.tables.iter().map(rows).sum()
+    }
+}
+
+/// Reads the pages of `keys` in file order and inserts those keys' rows. A bad page costs its rows' warmth only.
+fn preload_table(number: usize, segment: &Segment, cache: &Cache, keys: &[u64]) {
+    let mut places: Vec<(u32, u64)> = keys.iter().filter_map(|&k| Some((segment.locate(k)?, k))).collect();
+    places.sort_unstable();
+    let mut page = [0; PAGE_BYTES];
+    for places in places.chunk_by(|a, b| a.0 == b.0) {
+        let checked =
+            segment.read_page(places[0].0, &mut page).and_then(|()| segment.check(places[0].0, &page));
+        match checked {
+            Err(e) => log::error!("{e}"),
+            Ok(checked) => places.iter().for_each(|&(_, key)| {
+                if let Some(row) = segment.row(&checked, key) {
+                    cache.insert(RowKey { table: number as u16, key }, row);
+                }
+            }),
+        }
+    }
+}
+
+fn check_budget(schema: &Schema, budget: &Budget) -> Result<(), OpenError> {
+    let refuse =
+        |field, value: u32, problem: String| Err(OpenError::Budget { field, value: value.into(), problem });
+    let hotness = schema.features.iter().map(|f| f.hotness_max).max().unwrap_or(0);
+    if budget.batch_max == 0 || budget.batch_max as usize > BATCH_MAX {
+        refuse("batch_max", budget.batch_max, format!("is not in 1..={BATCH_MAX}"))
+    } else if budget.misses_max < hotness {
+        refuse("misses_max", budget.misses_max, format!("a bag of this model has up to {hotness} keys"))
+    } else if budget.workers == 0 || budget.dense_threads == 0 {
+        refuse("workers", budget.workers, "workers and dense_threads are at least 1".to_owned())
+    } else {
+        Ok(())
+    }
+}
+
+/// Decides which tables are resident: those that must be, then the smallest automatic ones that fit.
+fn choose_resident(schema: &Schema, budget: &Budget) -> Result<Vec<bool>, OpenError> {
+    let bytes = |i: usize| {
+        let table = &schema.tables[i];
+        let hashes = if table.keys == KeySpace::Sparse { 8 * table.rows } else { 0 };
+        table.row_bytes_total().saturating_add(hashes)
+    };
+    let must = |i: &usize| schema.tables[*i].placement == Placement::Resident;
+    let mut used: u64 = (0..schema.tables.len()).filter(must).map(bytes).sum();
+    if used > budget.resident_bytes_max {
+        let problem = format!("the tables placed `resident` take {used} bytes");
+        return Err(OpenError::Budget {
+            field: "resident_bytes_max",
+            value: budget.resident_bytes_max,
+            problem,
+        });
+    }
+    let mut resident: Vec<bool> = (0..schema.tables.len()).map(|i| must(&i)).collect();
+    let mut automatic: Vec<usize> =
+        (0..schema.tables.len()).filter(|&i| schema.tables[i].placement == Placement::Auto).collect();
+    automatic.sort_by_key(|&i| (bytes(i), i));
+    for i in automatic {
+        // One table may take a quarter of the budget at most: beyond that its cold rows waste it.
+        if used + bytes(i) > budget.resident_bytes_max || bytes(i) > budget.resident_bytes_max / 4 {
+            break;
+        }
+        used += bytes(i);
+        resident[i] = true;
+    }
+    Ok(resident)
+}
+
+/// One cache for each row width, the budget split by the bytes of the rows behind each.
+fn make_caches(schema: &Schema, resident: &[bool], budget: &Budget) -> Result<Vec<Cache>, OpenError> {
+    let mut widths: Vec<(usize, u64)> = Vec::new();
+    for (table, _) in schema.tables.iter().zip(resident).filter(|(_, r)| !**r) {
+        let row_bytes = table.codec.row_bytes(table.dim as usize);
+        match widths.iter_mut().find(|(w, _)| *w == row_bytes) {
+            Some((_, bytes)) => *bytes = bytes.saturating_add(table.row_bytes_total()),
+            None => widths.push((row_bytes, table.row_bytes_total())),
+        }
+    }
+    let all: u128 = widths.iter().map(|(_, bytes)| u128::from(*bytes)).sum();
+    widths
+        .iter()
+        .map(|&(row_bytes, bytes)| {
+            let share = (u128::from(budget.cache_bytes_max) * u128::from(bytes) / all.max(1)) as usize;
+            Cache::new(row_bytes, share).ok_or_else(|| OpenError::Budget {
+                field: "cache_bytes_max",
+                value: budget.cache_bytes_max,
+                problem: format!(
+                    "the share of the rows of {row_bytes} bytes, {share} bytes, holds not one set"
+                ),
+            })
+        })
+        .collect()
+}
+
+fn open_tables(
+    flash: &Flash,
+    schema: &Schema,
+    resident: &[bool],
+    caches: &[Cache],
+) -> Result<Vec<ServedTable>, OpenError> {
+    let mut tables = Vec::with_capacity(schema.tables.len());
+    for (number, table) in schema.tables.iter().enumerate() {
+        let segment = flash.segment(number)?;
+        let format = table.format().ok_or_else(|| SegmentError::Field {
+            path: segment.path().to_owned(),
+            field: "unit_exp",
+            problem: format!("table `{}` does not fit its codec", table.name),
+        })?;
+        let store = if resident[number] {
+            Store::Resident(load_resident(&segment, table.keys, format)?)
+        } else {
+            let cache = caches.iter().position(|c| c.row_bytes() == format.row_bytes());
+            Store::Cached { cache: cache.unwrap_or_default(), segment }
+        };
+        tables.push(ServedTable { format, store });
+    }
+    Ok(tables)
+}
+
+/// Reads a whole table. A damaged page of a resident table refuses the start: its rows would be gone for
+/// every request.
+fn load_resident(segment: &Segment, keys: KeySpace, format: RowFormat) -> Result<Resident, OpenError> {
+    let mut rows = Vec::with_capacity(segment.rows() as usize * format.row_bytes());
+    let mut hashes = Vec::with_capacity(if keys == KeySpace::Sparse { segment.rows() as usize } else { 0 });
+    let mut damaged = None;
+    segment.scan(
+        |hash, row| {
+            rows.extend_from_slice(row);
+            if keys == KeySpace::Sparse {
+                hashes.push(hash);
+            }
+        },
+        |e| damaged = Some(e),
+    )?;
+    match (damaged, keys) {
+        (Some(e), _) => Err(e.into()),
+        (None, KeySpace::Index) => Ok(Resident::indexed(format.row_bytes(), rows.into())),
+        (None, KeySpace::Sparse) => Ok(Resident::hashed(format.row_bytes(), hashes.into(), rows.into())),
+    }
+}
+
+fn columns_of(schema: &Schema) -> Vec<(usize, usize)> {
+    let mut columns = vec![(0, 0); schema.features.len()];
+    for (number, input) in schema.network.inputs.iter().enumerate() {
+        let InputSource::Features(features) = &input.source else { continue };
+        let mut column = 0;
+        for &f in features {
+            columns[usize::from(f)] = (number, column);
+            column += schema.feature_width(usize::from(f));
+        }
+    }
+    columns
+}

@@ -1,0 +1,192 @@
+//! One 4 KiB page: self-checking (CRC-32C) and self-identifying (segment, number, kind). Bytes in FORMAT.md.
+//! Never reads a file.
+
+use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
+
+/// The bytes of a page.
+pub type PageBytes = [u8; PAGE_BYTES];
+
+/// What a page holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum PageKind {
+    /// Rows of an index table, in key order, without keys.
+    Index = 1,
+    /// Rows of a sparse table: ascending key hashes, then the rows.
+    Hashed = 2,
+    /// The top 32 bits of the first hash of each hashed page.
+    Fences = 3,
+    /// The last page of a segment: what the segment is.
+    Trailer = 4,
+}
+
+/// Why a page must not be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PageFault {
+    /// The checksum does not match: bits changed, or the page was never wholly written.
+    #[error("checksum is {found:#010x}, the bytes give {computed:#010x}")]
+    Checksum {
+        /// Stored in the page.
+        found: u32,
+        /// Computed from the page.
+        computed: u32,
+    },
+    /// The page belongs to another segment.
+    #[error("belongs to segment {0:#010x}")]
+    Segment(u32),
+    /// The page belongs elsewhere in its segment: a read or a write went astray.
+    #[error("says it is page {0}")]
+    Number(u32),
+    /// The page holds something else.
+    #[error("is of kind {0}")]
+    Kind(u16),
+    /// More entries than a page holds, or none.
+    #[error("claims {0} entries")]
+    Count(u16),
+    /// Key hashes do not ascend strictly: unsorted or duplicate keys.
+    #[error("key hashes do not ascend at entry {0}")]
+    Order(usize),
+}
+
+fn u32_at(page: &PageBytes, at: usize) -> u32 {
+    u32::from_le_bytes([page[at], page[at + 1], page[at + 2], page[at + 3]])
+}
+
+fn u16_at(page: &PageBytes, at: usize) -> u16 {
+    u16::from_le_bytes([page[at], page[at + 1]])
+}
+
+/// The little-endian u64 at `at` of a slice that is long enough.
+pub(crate) fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+/// Fills in the header of a page whose payload is in place, checksum last.
+pub fn seal(page: &mut PageBytes, segment: u32, number: u32, kind: PageKind, count: usize) {
+    page[4..8].copy_from_slice(&segment.to_le_bytes());
+    page[8..12].copy_from_slice(&number.to_le_bytes());
+    page[12..14].copy_from_slice(&(count as u16).to_le_bytes());
+    page[14..16].copy_from_slice(&(kind as u16).to_le_bytes());
+    let checksum = crc32c::crc32c(&page[4..]);
+    page[..4].copy_from_slice(&checksum.to_le_bytes());
+}
+
+/// A page that passed its checks: its bytes are those that were sealed, and it is the page asked for.
+#[derive(Clone, Copy)]
+pub struct Page<'a> {
+    bytes: &'a PageBytes,
+    count: usize,
+}
+
+impl<'a> Page<'a> {
+    /// Checks a page that should be number `number` of `segment`, of kind `kind`, with at most `count_max`
+    /// entries.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn check(
+        bytes: &'a PageBytes,
+        segment: u32,
+        number: u32,
+        kind: PageKind,
+        count_max: usize,
+    ) -> Result<Self, PageFault> {
+        let (found, computed) = (u32_at(bytes, 0), crc32c::crc32c(&bytes[4..]));
+        let count = u16_at(bytes, 12);
+        if found != computed {
+            Err(PageFault::Checksum { found, computed })
+        } else if u32_at(bytes, 4) != segment {
+            Err(PageFault::Segment(u32_at(bytes, 4)))
+        } else if u32_at(bytes, 8) != number {
+            Err(PageFault::Number(u32_at(bytes, 8)))
+        } else if u16_at(bytes, 14) != kind as u16 {
+            Err(PageFault::Kind(u16_at(bytes, 14)))
+        } else if count == 0 || usize::from(count) > count_max {
+            Err(PageFault::Count(count))
+        } else {
+            Ok(Self { bytes, count: usize::from(count) })
+        }
+    }
+
+    /// Entries in the page.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// What follows the header.
+    pub fn payload(&self) -> &'a [u8] {
+        &self.bytes[PAGE_HEADER_BYTES..]
+    }
+
+    /// The key hash of entry `i` of a hashed page.
+    pub fn hash(&self, i: usize) -> u64 {
+        u64_at(self.payload(), 8 * i)
+    }
+
+    /// The position of `hash` in a hashed page.
+    pub fn position(&self, hash: u64) -> Option<usize> {
+        let (mut low, mut high) = (0, self.count);
+        while low < high {
+            let middle = (low + high) / 2;
+            match self.hash(middle).cmp(&hash) {
+                std::cmp::Ordering::Less => low = middle + 1,
+                std::cmp::Ordering::Greater => high = middle,
+                std::cmp::Ordering::Equal => return Some(middle),
+            }
+        }
+        None
+    }
+
+    /// Row `i` of a page of `kind`, rows of `row_bytes`.
+    pub fn row(&self, kind: PageKind, row_bytes: usize, i: usize) -> &'a [u8] {
+        let start = if kind == PageKind::Hashed { 8 * self.count } else { 0 } + i * row_bytes;
+        &self.payload()[start..start + row_bytes]
+    }
+
+    /// Checks that the hashes ascend strictly, from above `after`.
+    ///
+    /// # Errors
+    /// The first entry that does not.
+    pub fn check_order(&self, after: Option<u64>) -> Result<(), PageFault> {
+        let mut last = after;
+        for i in 0..self.count {
+            if last.is_some_and(|l| self.hash(i) <= l) {
+                return Err(PageFault::Order(i));
+            }
+            last = Some(self.hash(i));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_flipped_bit_is_found() {
+        let mut page = [7u8; PAGE_BYTES];
+        seal(&mut page, 0xabcd, 3, PageKind::Index, 30);
+        assert_eq!(Page::check(&page, 0xabcd, 3, PageKind::Index, 30).map(|p| p.count()), Ok(30));
+        for bit in 0..PAGE_BYTES * 8 {
+            page[bit / 8] ^= 1 << (bit % 8);
+            assert!(Page::check(&page, 0xabcd, 3, PageKind::Index, 30).is_err(), "bit {bit}");
+            page[bit / 8] ^= 1 << (bit % 8);
+        }
+    }
+
+    #[test]
+    fn a_whole_page_in_the_wrong_place_is_found() {
+        let mut page = [0u8; PAGE_BYTES];
+        seal(&mut page, 1, 2, PageKind::Hashed, 4);
+        let fault = |s, n, k, c| Page::check(&page, s, n, k, c).err();
+        assert_eq!(fault(9, 2, PageKind::Hashed, 4), Some(PageFault::Segment(1)));
+        assert_eq!(fault(1, 9, PageKind::Hashed, 4), Some(PageFault::Number(2)));
+        assert_eq!(fault(1, 2, PageKind::Index, 4), Some(PageFault::Kind(2)));
+        assert_eq!(fault(1, 2, PageKind::Hashed, 3), Some(PageFault::Count(4)));
+        let page = Page::check(&page, 1, 2, PageKind::Hashed, 4).unwrap();
+        assert_eq!(page.check_order(None), Err(PageFault::Order(1)), "four equal keys");
+    }
+}

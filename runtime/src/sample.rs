@@ -1,0 +1,148 @@
+//! Samples: one line of JSON each for people and tools, a compact set for the probe in a bundle.
+//! Checked against the schema on the way in; never scored here.
+
+use crate::limits::{PROBE_BYTES_MAX, SAMPLE_BYTES_MAX};
+use crate::schema::Schema;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// The format of an encoded probe set.
+pub const PROBE_FORMAT: u32 = 1;
+
+/// One row of features, with what is known of its outcome.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// The dense features, in schema order.
+    pub dense: Vec<f32>,
+    /// The keys of each sparse feature, in schema order.
+    pub sparse: Vec<Vec<u64>>,
+    /// The outcome, 0 or 1.
+    pub label: Option<f32>,
+    /// The score that the trainer's own framework gives.
+    pub score: Option<f32>,
+}
+
+/// A sample as a line of JSON.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Line {
+    #[serde(default)]
+    dense: Vec<f32>,
+    #[serde(default)]
+    sparse: BTreeMap<String, Vec<u64>>,
+    label: Option<f32>,
+    score: Option<f32>,
+}
+
+/// Why a sample is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SampleError {
+    /// Not the JSON of a sample.
+    #[error("{0}")]
+    Json(String),
+    /// A field does not fit the schema.
+    #[error("{field}: {problem}")]
+    Field {
+        /// Which field.
+        field: String,
+        /// Its value and what is wrong.
+        problem: String,
+    },
+}
+
+/// Why a probe set is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("probe set: {0}")]
+pub struct ProbeError(String);
+
+fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, SampleError> {
+    Err(SampleError::Field { field: field.into(), problem: problem.into() })
+}
+
+impl Sample {
+    /// Reads one line: `{"dense": [..], "sparse": {"feature": [keys..]}, "label": 0, "score": 0.5}`. A
+    /// feature that is not named has an empty bag.
+    ///
+    /// # Errors
+    /// The line is not such an object or does not fit the schema.
+    pub fn from_json(line: &str, schema: &Schema) -> Result<Self, SampleError> {
+        if line.len() > SAMPLE_BYTES_MAX {
+            return fault("length", format!("{} bytes, over {SAMPLE_BYTES_MAX}", line.len()));
+        }
+        let mut parsed: Line = serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
+        let sparse =
+            schema.features.iter().map(|f| parsed.sparse.remove(&f.name).unwrap_or_default()).collect();
+        if let Some(name) = parsed.sparse.keys().next() {
+            return fault("sparse", format!("the model has no feature `{}`", name.escape_debug()));
+        }
+        let sample = Self { dense: parsed.dense, sparse, label: parsed.label, score: parsed.score };
+        sample.check(schema)?;
+        Ok(sample)
+    }
+
+    /// Checks the sample against a schema.
+    ///
+    /// # Errors
+    /// The first field that does not fit.
+    pub fn check(&self, schema: &Schema) -> Result<(), SampleError> {
+        if self.dense.len() != schema.dense_features.len() {
+            return fault(
+                "dense",
+                format!("{} values, the model takes {}", self.dense.len(), schema.dense_features.len()),
+            );
+        }
+        if let Some(i) = self.dense.iter().position(|v| !v.is_finite()) {
+            return fault(
+                format!("dense[{i}]"),
+                format!("`{}` is {}", schema.dense_features[i], self.dense[i]),
+            );
+        }
+        if self.sparse.len() != schema.features.len() {
+            return fault(
+                "sparse",
+                format!("{} features, the model takes {}", self.sparse.len(), schema.features.len()),
+            );
+        }
+        for (bag, feature) in self.sparse.iter().zip(&schema.features) {
+            if bag.len() > feature.hotness_max as usize {
+                let problem = format!("{} keys, at most {} fit", bag.len(), feature.hotness_max);
+                return fault(format!("sparse.{}", feature.name), problem);
+            }
+        }
+        Ok(())
+    }
+
+    /// Encodes a set: a format number, then postcard.
+    ///
+    /// # Errors
+    /// The set is too large.
+    pub fn encode_set(samples: &[Self]) -> Result<Vec<u8>, ProbeError> {
+        let mut bytes = PROBE_FORMAT.to_le_bytes().to_vec();
+        bytes.extend(postcard::to_allocvec(samples).map_err(|e| ProbeError(e.to_string()))?);
+        if bytes.len() as u64 > PROBE_BYTES_MAX {
+            return Err(ProbeError(format!("{} bytes, over {PROBE_BYTES_MAX}", bytes.len())));
+        }
+        Ok(bytes)
+    }
+
+    /// Decodes a set.
+    ///
+    /// # Errors
+    /// The bytes are not a set of this format.
+    pub fn decode_set(bytes: &[u8]) -> Result<Vec<Self>, ProbeError> {
+        let Some((format, body)) = bytes.split_first_chunk::<4>() else {
+            return Err(ProbeError(format!("{} bytes are too few", bytes.len())));
+        };
+        if u32::from_le_bytes(*format) != PROBE_FORMAT {
+            let format = u32::from_le_bytes(*format);
+            return Err(ProbeError(format!(
+                "format {format} is not {PROBE_FORMAT}, the one this version reads"
+            )));
+        }
+        match postcard::take_from_bytes::<Vec<Self>>(body) {
+            Ok((samples, [])) => Ok(samples),
+            Ok((_, rest)) => Err(ProbeError(format!("{} bytes follow the set", rest.len()))),
+            Err(e) => Err(ProbeError(format!("does not decode ({e})"))),
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! `pack`: a trainer's files become a bundle. Two passes over each table's source, in memory bounded by one
+//! block and one sort partition: the first learns ranges and refuses bad rows before anything is written,
+//! the second encodes.
+
+use crate::import::{RowBlock, Rows};
+use crate::sort::RowSorter;
+use crate::spec::{CodecChoice, DefaultRow, ModelSpec, NamedRow, TableSpec};
+use anyhow::{Context, Result, ensure};
+use hatchback::bundle::{BlobWriter, BundleWriter};
+use hatchback::limits::{DENSE_BYTES_MAX, HOT_KEYS_MAX};
+use hatchback::manifest::{Generation, Manifest, TableBlobs};
+use hatchback::sample::Sample;
+use hatchback::schema::{KeySpace, Placement, Schema, Table};
+use hatchback::segment::{SegmentKind, SegmentWriter};
+use hatchback::{DenseEngine, RowFormat, choose_unit_exp};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+
+/// Takes some rows: keys and values `[keys, dim]`.
+pub type TakeBlock<'a> = &'a mut dyn FnMut(&[u64], &[f32]) -> Result<()>;
+
+/// Where the rows of a table come from. It is read twice.
+pub trait RowSource {
+    /// Rows in the table.
+    fn rows(&self) -> u64;
+    /// Whether rows carry keys of their own; otherwise a row's key is its position.
+    fn has_keys(&self) -> bool;
+    /// How often each row was used in training, in row order, if that is known.
+    fn counts(&self) -> Result<Option<Vec<u64>>>;
+    /// Hands all rows over, some at a time.
+    fn each_block(&self, take: TakeBlock<'_>) -> Result<()>;
+}
+
+impl RowSource for Rows {
+    fn rows(&self) -> u64 {
+        self.rows()
+    }
+
+    fn has_keys(&self) -> bool {
+        self.has_keys()
+    }
+
+    fn counts(&self) -> Result<Option<Vec<u64>>> {
+        Ok(self.counts()?)
+    }
+
+    fn each_block(&self, take: TakeBlock<'_>) -> Result<()> {
+        let (mut blocks, mut block) = (self.blocks()?, RowBlock::default());
+        while blocks.next(&mut block)? {
+            take(&block.keys, &block.rows)?;
+        }
+        Ok(())
+    }
+}
+
+/// Choices that the command line makes for all tables.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Overrides {
+    /// In place of each table's codec.
+    pub codec: Option<CodecChoice>,
+    /// In place of each table's placement.
+    pub placement: Option<Placement>,
+}
+
+/// What was packed.
+#[derive(Debug)]
+pub struct Packed {
+    /// What the bundle holds.
+    pub generation: Generation,
+    /// How it is put together.
+    pub schema: Schema,
+    /// Bytes of the bundle file.
+    pub bytes: u64,
+}
+
+/// Packs the model that `spec_path` describes into the bundle `out`. `progress` is told the rows read, of
+/// twice `rows` in total.
+///
+/// # Errors
+/// A file is missing or wrong; nothing stands at `out` then.
+pub fn pack_file(
+    spec_path: &Path,
+    out: &Path,
+    overrides: Overrides,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
+    let spec = ModelSpec::load(spec_path)?;
+    let base = spec_path.parent().unwrap_or(Path::new("."));
+    let mut sources: Vec<Box<dyn RowSource>> = Vec::new();
+    for table in &spec.tables {
+        let rows = table.source.open(base, table.dim).with_context(|| format!("table `{}`", table.name))?;
+        sources.push(Box::new(rows));
+    }
+    pack(&spec, &sources, base, out, overrides, progress)
+}
+
+/// Packs `spec` with the rows of `sources`, one for each table.
+///
+/// # Errors
+/// As `pack_file`.
+pub fn pack(
+    spec: &ModelSpec,
+    sources: &[Box<dyn RowSource>],
+    base: &Path,
+    out: &Path,
+    overrides: Overrides,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
+    let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
+    let mut advance = |rows: u64| progress(rows, total);
+    let mut tables = Vec::new();
+    for (table, source) in spec.tables.iter().zip(sources) {
+        let learnt =
+            learn(table, source.as_ref(), &mut advance).with_context(|| format!("table `{}`", table.name))?;
+        tables.push(learnt.table(table, source.rows(), overrides)?);
+    }
+    let schema = spec.schema(tables)?;
+    let onnx = read_network(spec, &schema, base)?;
+    let probe = read_probe(spec, &schema, base)?;
+    let generation = Generation { lineage: spec.name.clone(), sequence: spec.sequence };
+
+    let mut bundle = BundleWriter::create(out)?;
+    let mut blobs = Vec::new();
+    for (number, source) in sources.iter().enumerate() {
+        let name = &schema.tables[number].name;
+        let table = write_table(&mut bundle, &generation, &schema, number, source.as_ref(), &mut advance);
+        blobs.push(table.with_context(|| format!("table `{name}`"))?);
+    }
+    let dense = write_blob(&mut bundle, &onnx)?;
+    let probe = probe.map(|bytes| write_blob(&mut bundle, &bytes)).transpose()?;
+    let manifest = Manifest {
+        generation: generation.clone(),
+        parent: None,
+        schema: schema.clone(),
+        blobs: Vec::new(),
+        tables: blobs,
+        dense,
+        probe,
+    };
+    let bytes = bundle.finish(manifest)?;
+    Ok(Packed { generation, schema, bytes })
+}
+
+/// What the first pass over a table finds.
+#[derive(Debug, Default)]
+struct Learnt {
+    magnitude_max: f32,
+    range_min: f32,
+    sums: Vec<f64>,
+}
+
+fn learn(table: &TableSpec, source: &dyn RowSource, advance: &mut dyn FnMut(u64)) -> Result<Learnt> {
+    let mut learnt = Learnt { range_min: f32::INFINITY, sums: vec![0.0; table.dim], ..Learnt::default() };
+    source.each_block(&mut |keys, values| {
+        for row in values.chunks_exact(table.dim) {
+            let (low, high) =
+                row.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &v| (l.min(v), h.max(v)));
+            learnt.magnitude_max = learnt.magnitude_max.max(low.abs()).max(high.abs());
+            if high > low {
+                learnt.range_min = learnt.range_min.min(high - low);
+            }
+            learnt.sums.iter_mut().zip(row).for_each(|(s, v)| *s += f64::from(*v));
+        }
+        advance(keys.len() as u64);
+        Ok(())
+    })?;
+    if learnt.range_min == f32::INFINITY {
+        learnt.range_min = 0.0;
+    }
+    Ok(learnt)
+}
+
+impl Learnt {
+    fn table(&self, spec: &TableSpec, rows: u64, overrides: Overrides) -> Result<Table> {
+        let codec = overrides.codec.unwrap_or(spec.codec).resolve(rows, spec.dim);
+        let default_row = match &spec.default {
+            DefaultRow::Zeros | DefaultRow::Named(NamedRow::Zeros) => vec![0.0; spec.dim],
+            DefaultRow::Named(NamedRow::Mean) => {
+                self.sums.iter().map(|s| (s / rows.max(1) as f64) as f32).collect()
+            }
+            DefaultRow::Values(values) => values.clone(),
+        };
+        Ok(Table {
+            name: spec.name.clone(),
+            dim: u32::try_from(spec.dim)?,
+            keys: spec.keys,
+            rows,
+            codec,
+            unit_exp: choose_unit_exp(codec, self.magnitude_max, self.range_min),
+            placement: overrides.placement.unwrap_or(spec.placement),
+            miss: spec.miss,
+            default_row,
+        })
+    }
+}
+
+/// Reads the ONNX file and proves that the schema fits it.
+fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Vec<u8>> {
+    let path = base.join(&spec.network.onnx);
+    let bytes = std::fs::metadata(&path).with_context(|| path.display().to_string())?.len();
+    ensure!(bytes <= DENSE_BYTES_MAX, "{}: {bytes} bytes, over {DENSE_BYTES_MAX}", path.display());
+    let onnx = std::fs::read(&path).with_context(|| path.display().to_string())?;
+    let network = &schema.network;
+    let widths: Vec<(&str, usize)> =
+        network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
+    DenseEngine::load(onnx.clone(), &widths, &network.output, network.activation, 1)
+        .with_context(|| path.display().to_string())?;
+    Ok(onnx)
+}
+
+fn read_probe(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Option<Vec<u8>>> {
+    let Some(probe) = &spec.probe else { return Ok(None) };
+    let samples = read_samples(&base.join(&probe.samples), schema)?;
+    Ok(Some(Sample::encode_set(&samples)?))
+}
+
+/// Reads a file of samples, one line of JSON each.
+///
+/// # Errors
+/// The file cannot be read, or a line is not a sample of the schema; the error names the line.
+pub fn read_samples(path: &Path, schema: &Schema) -> Result<Vec<Sample>> {
+    let file = std::fs::File::open(path).with_context(|| path.display().to_string())?;
+    let mut samples = Vec::new();
+    for (number, line) in BufReader::new(file).lines().enumerate() {
+        let at = || format!("{}: line {}", path.display(), number + 1);
+        let line = line.with_context(at)?;
+        if !line.trim().is_empty() {
+            samples.push(Sample::from_json(&line, schema).with_context(at)?);
+        }
+    }
+    Ok(samples)
+}
+
+fn write_blob(bundle: &mut BundleWriter, content: &[u8]) -> Result<u32> {
+    let (number, mut blob) = bundle.blob();
+    blob.write_all(content)?;
+    blob.end()?;
+    Ok(number)
+}
+
+fn write_table(
+    bundle: &mut BundleWriter,
+    generation: &Generation,
+    schema: &Schema,
+    number: usize,
+    source: &dyn RowSource,
+    advance: &mut dyn FnMut(u64),
+) -> Result<TableBlobs> {
+    let table = &schema.tables[number];
+    let kind = SegmentKind::new(generation, number, table).context("the unit does not fit the codec")?;
+    let format = kind.format();
+    let (segment, blob) = bundle.blob();
+    let writer = SegmentWriter::new(blob, kind);
+    let in_order = table.keys == KeySpace::Index && !source.has_keys();
+    let writer = if in_order {
+        write_in_order(writer, format, source, advance)?
+    } else {
+        write_sorted(writer, format, table, source, advance)?
+    };
+    let (blob, rows) = writer.finish()?;
+    ensure!(rows == table.rows, "{rows} rows instead of {}", table.rows);
+    blob.end()?;
+    let hot = hot_keys(source)?;
+    let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
+    Ok(TableBlobs { segment, hot })
+}
+
+type Writer<'a> = SegmentWriter<BlobWriter<'a>>;
+
+/// Encodes every row of `source` and hands it to `take`.
+fn each_row(
+    format: RowFormat,
+    source: &dyn RowSource,
+    advance: &mut dyn FnMut(u64),
+    mut take: impl FnMut(u64, &[u8]) -> Result<()>,
+) -> Result<()> {
+    let mut bytes = vec![0; format.row_bytes()];
+    source.each_block(&mut |keys, values| {
+        for (&key, row) in keys.iter().zip(values.chunks_exact(format.dim())) {
+            format.encode(row, &mut bytes).with_context(|| format!("key {key}"))?;
+            take(key, &bytes)?;
+        }
+        advance(keys.len() as u64);
+        Ok(())
+    })
+}
+
+fn write_in_order<'a>(
+    mut writer: Writer<'a>,
+    format: RowFormat,
+    source: &dyn RowSource,
+    advance: &mut dyn FnMut(u64),
+) -> Result<Writer<'a>> {
+    each_row(format, source, advance, |key, row| Ok(writer.push(key, row)?))?;
+    Ok(writer)
+}
+
+fn write_sorted<'a>(
+    mut writer: Writer<'a>,
+    format: RowFormat,
+    table: &Table,
+    source: &dyn RowSource,
+    advance: &mut dyn FnMut(u64),
+) -> Result<Writer<'a>> {
+    let mut sorter = RowSorter::new(table.keys, table.rows, format.row_bytes())?;
+    each_row(format, source, advance, |key, row| sorter.push(key, row))?;
+    sorter.finish(|key, row| Ok(writer.push(key, row)?))?;
+    Ok(writer)
+}
+
+/// The most used keys, most used first, as little-endian u64; empty if the trainer gave no counts.
+fn hot_keys(source: &dyn RowSource) -> Result<Vec<u8>> {
+    let Some(counts) = source.counts()? else { return Ok(Vec::new()) };
+    let (mut heap, mut at) = (BinaryHeap::new(), 0);
+    source.each_block(&mut |keys, _| {
+        for (&key, &count) in keys.iter().zip(&counts[at..]) {
+            if count > 0 {
+                heap.push(Reverse((count, Reverse(key))));
+            }
+            if heap.len() > HOT_KEYS_MAX {
+                heap.pop();
+            }
+        }
+        at += keys.len();
+        Ok(())
+    })?;
+    // `Reverse` sorts the most used to the front.
+    Ok(heap.into_sorted_vec().iter().flat_map(|Reverse((_, Reverse(key)))| key.to_le_bytes()).collect())
+}

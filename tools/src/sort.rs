@@ -1,0 +1,133 @@
+//! Puts the rows of a table into segment order in bounded memory: rows are spilled to partitions by the top
+//! of their order, then each partition is sorted by itself. Never changes a row.
+
+use anyhow::{Context, Result, bail};
+use hatchback::mix;
+use hatchback::schema::KeySpace;
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+
+/// Rows of up to this many bytes together are sorted in memory.
+const PARTITION_BYTES: u64 = 64 << 20;
+/// Open files at most; beyond `PARTITIONS_MAX * PARTITION_BYTES` partitions grow instead.
+const PARTITIONS_MAX: u64 = 128;
+
+/// Rows on their way into segment order.
+pub struct RowSorter {
+    keys: KeySpace,
+    rows_expected: u64,
+    row_bytes: usize,
+    partitions: Vec<BufWriter<File>>,
+}
+
+impl RowSorter {
+    /// A sorter for `rows` rows of `row_bytes`, of a table with these `keys`.
+    ///
+    /// # Errors
+    /// The temporary files cannot be created.
+    pub fn new(keys: KeySpace, rows: u64, row_bytes: usize) -> Result<Self> {
+        let bytes = rows.saturating_mul(row_bytes as u64 + 8);
+        let n = bytes.div_ceil(PARTITION_BYTES).clamp(1, PARTITIONS_MAX);
+        let partition = || Ok(BufWriter::with_capacity(1 << 16, tempfile::tempfile()?));
+        let partitions = (0..n).map(|_| partition()).collect::<Result<_>>().context("a temporary file")?;
+        Ok(Self { keys, rows_expected: rows, row_bytes, partitions })
+    }
+
+    fn order(keys: KeySpace, key: u64) -> u64 {
+        match keys {
+            KeySpace::Index => key,
+            KeySpace::Sparse => mix(key),
+        }
+    }
+
+    /// Adds a row.
+    ///
+    /// # Errors
+    /// The key is not in `0..rows` of an index table, or the temporary file cannot be written.
+    pub fn push(&mut self, key: u64, row: &[u8]) -> Result<()> {
+        let order = u128::from(Self::order(self.keys, key));
+        let span = match self.keys {
+            KeySpace::Index if key >= self.rows_expected => {
+                bail!("key {key} is not in 0..{}, the rows of this `index` table", self.rows_expected)
+            }
+            KeySpace::Index => u128::from(self.rows_expected),
+            KeySpace::Sparse => 1 << 64,
+        };
+        let partition = (order * self.partitions.len() as u128 / span) as usize;
+        let out = &mut self.partitions[partition];
+        out.write_all(&key.to_le_bytes())?;
+        Ok(out.write_all(row)?)
+    }
+
+    /// Hands all rows to `take`, in order.
+    ///
+    /// # Errors
+    /// A key is there twice, or `take` refuses a row.
+    pub fn finish(self, mut take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
+        for partition in self.partitions {
+            let mut file = partition.into_inner().map_err(std::io::IntoInnerError::into_error)?;
+            file.seek(SeekFrom::Start(0))?;
+            let mut records = Vec::new();
+            BufReader::new(file).read_to_end(&mut records)?;
+            let record = |i: &u32| &records[*i as usize * (8 + self.row_bytes)..][..8 + self.row_bytes];
+            let mut order: Vec<(u64, u32)> = (0..(records.len() / (8 + self.row_bytes)) as u32)
+                .map(|i| (Self::order(self.keys, key_of(record(&i))), i))
+                .collect();
+            order.sort_unstable();
+            if let Some(twice) = order.windows(2).find(|w| w[0].0 == w[1].0) {
+                bail!("key {} is there twice", key_of(record(&twice[0].1)));
+            }
+            for (_, i) in &order {
+                take(key_of(record(i)), &record(i)[8..])?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn key_of(record: &[u8]) -> u64 {
+    let mut key = [0; 8];
+    key.copy_from_slice(&record[..8]);
+    u64::from_le_bytes(key)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sorted(keys: KeySpace, input: &[u64]) -> Result<Vec<u64>> {
+        let mut sorter = RowSorter::new(keys, input.len() as u64, 3)?;
+        // Force several partitions, as a table of several GB has.
+        sorter.partitions = (0..5).map(|_| BufWriter::new(tempfile::tempfile().unwrap())).collect();
+        for key in input {
+            sorter.push(*key, &[*key as u8; 3])?;
+        }
+        let mut out = Vec::new();
+        sorter.finish(|key, row| {
+            assert_eq!(row, [key as u8; 3]);
+            out.push(key);
+            Ok(())
+        })?;
+        Ok(out)
+    }
+
+    #[test]
+    fn orders_across_partitions() {
+        let scattered: Vec<u64> = (0..1000u64).map(|i| i * 7919 % 1000).collect();
+        assert_eq!(sorted(KeySpace::Index, &scattered).unwrap(), (0..1000).collect::<Vec<_>>());
+        let sparse: Vec<u64> = scattered.iter().map(|k| k << 40 | k).collect();
+        let out = sorted(KeySpace::Sparse, &sparse).unwrap();
+        assert!(out.is_sorted_by_key(|k| mix(*k)) && out.len() == 1000);
+    }
+
+    #[test]
+    fn refuses_wrong_keys() {
+        assert!(sorted(KeySpace::Index, &[0, 3, 1]).unwrap_err().to_string().contains("key 3"));
+        assert!(
+            sorted(KeySpace::Index, &[0, 1, 1]).unwrap_err().to_string().contains("key 1 is there twice")
+        );
+        assert!(
+            sorted(KeySpace::Sparse, &[9, 1, 9]).unwrap_err().to_string().contains("key 9 is there twice")
+        );
+    }
+}

@@ -1,0 +1,35 @@
+"""The command line: `python3 -m hatchback_trainer coupon|families|criteo --out DIR`."""
+
+import argparse
+
+import torch
+
+from . import coupon, criteo, families
+
+
+def arguments():
+    parser = argparse.ArgumentParser(prog="hatchback_trainer", description="Makes models for `hatchback pack`.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("coupon", help="train a DLRM on the in-vehicle coupon data and export it")
+    one.add_argument("--data", required=True, metavar="CSV", help="in-vehicle-coupon-recommendation.csv")
+    one.add_argument("--out", required=True, metavar="DIR")
+    one = commands.add_parser("families", help="export a tiny random model of each family, for tests")
+    one.add_argument("--out", required=True, metavar="DIR")
+    one = commands.add_parser("criteo", help="export a DLRM dense network of Criteo's shape, random weights")
+    one.add_argument("--out", required=True, metavar="DIR")
+    one.add_argument("--mlperf", action="store_true", help="the full MLPerf shape (dim 128, 2.4 M parameters)")
+    return parser.parse_args()
+
+
+def main():
+    torch.set_num_threads(1)  # more threads change the order of additions, and so the last bits
+    args = arguments()
+    if args.command == "coupon":
+        coupon.train_and_export(args.data, args.out)
+    elif args.command == "families":
+        families.export_all(args.out)
+    else:
+        criteo.export(args.out, criteo.MLPERF if args.mlperf else criteo.SMALL)
+
+
+main()

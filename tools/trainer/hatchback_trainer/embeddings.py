@@ -1,0 +1,98 @@
+"""The embedding part of a model in PyTorch: look keys up, pool each bag, lay the vectors out as the network's inputs.
+
+This is the reference for what the runtime does from its cache. It is used for training and for the scores in sample
+files, and it is never exported: in the car the tables are not part of the ONNX graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass
+class Batch:
+    """B samples as tensors. A bag's rows are `rows[offsets[b]:offsets[b + 1]]`; row number `table.rows` = default row."""
+
+    dense: torch.Tensor  # f32 [B, nd]
+    rows: dict  # feature name -> i64 [keys of all B bags]
+    offsets: dict  # feature name -> i64 [B + 1]
+
+
+def row_numbers(table):
+    """Key -> row number in this table, as a function; keys not in the table get `table.rows`, the default row."""
+    if table.keys is None:
+        return lambda key: min(key, table.rows)
+    row_of = {key: row for row, key in enumerate(table.keys)}
+    return lambda key: row_of.get(key, table.rows)
+
+
+def make_batch(schema, samples):
+    rows, offsets = {}, {}
+    for feature in schema.features:
+        row_of = row_numbers(schema.table(feature.table))
+        bags = [[row_of(key) for key in sample.sparse.get(feature.name, ())] for sample in samples]
+        rows[feature.name] = torch.tensor([row for bag in bags for row in bag], dtype=torch.int64)
+        offsets[feature.name] = torch.tensor([0] + [len(bag) for bag in bags]).cumsum(0)
+    dense = torch.tensor([sample.dense for sample in samples], dtype=torch.float32)
+    return Batch(dense, rows, offsets)
+
+
+def default_row(table, weight):
+    """`[1, dim]`."""
+    if table.default == "zeros":
+        return weight.new_zeros(1, table.dim)
+    if table.default == "mean":
+        return weight.mean(dim=0, keepdim=True)
+    return weight.new_tensor([table.default])
+
+
+def side_by_side(weight, rows, offsets, hotness_max):
+    """Pooling "none": each bag's rows one after the other, then zeros: `[B, hotness_max * dim]`."""
+    bags = len(offsets) - 1
+    bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())  # which bag a key is in
+    place = torch.arange(len(rows)) - offsets[bag]  # where in its bag
+    out = weight.new_zeros(bags, hotness_max, weight.shape[1])
+    return out.index_put((bag, place), weight[rows]).flatten(1)
+
+
+def pool(weight, rows, offsets, feature):
+    """`[B, width]`. An empty bag gives zeros, whatever the pooling; a key that occurs twice counts twice."""
+    if feature.pooling == "none":
+        return side_by_side(weight, rows, offsets, feature.hotness_max)
+    return F.embedding_bag(rows, weight, offsets, mode=feature.pooling, include_last_offset=True)
+
+
+class Embeddings(nn.Module):
+    """All tables of a schema, f32 `[rows, dim]` each, random at first."""
+
+    def __init__(self, schema, std):
+        super().__init__()
+        self.schema = schema
+        self.weights = nn.ParameterDict(
+            {table.name: nn.Parameter(torch.randn(table.rows, table.dim) * std) for table in schema.tables}
+        )
+
+    def pooled(self, batch, name):
+        """One feature's vectors, `[B, width]`."""
+        feature = self.schema.feature(name)
+        weight = self.weights[feature.table]
+        weight = torch.cat([weight, default_row(self.schema.table(feature.table), weight)])
+        return pool(weight, batch.rows[name], batch.offsets[name], feature)
+
+    def forward(self, batch):
+        """The network's inputs, in the order of `schema.inputs`: `[B, nd]`, `[B, T, D]` or `[B, sum of widths]`."""
+        inputs = []
+        for one in self.schema.inputs:
+            vectors = [self.pooled(batch, name) for name in one.features]
+            join = torch.stack if one.stacked else torch.cat
+            inputs.append(join(vectors, dim=1) if vectors else batch.dense)
+        return inputs
+
+
+def scores(embeddings, network, samples):
+    """PyTorch's own sigmoid scores, a list of B floats."""
+    with torch.no_grad():
+        logit = network(*embeddings(make_batch(embeddings.schema, samples)))  # [B, 1]
+    return torch.sigmoid(logit).squeeze(1).tolist()

@@ -1,0 +1,66 @@
+"""Writes a trained model as the four files `hatchback pack` reads: dense.onnx, tables.safetensors, model.toml, probe.jsonl.
+
+The scores written are PyTorch's. It never trains, quantises, signs or packs.
+"""
+
+from pathlib import Path
+
+import torch
+
+from . import safetensors
+from .samples import write_lines
+from .schema import model_toml
+
+OPSET = 13  # what TensorRT 8 reads
+
+
+def export_dense(network, shapes, path):
+    """The dense network as ONNX. `shapes`: input name -> its shape without the batch axis."""
+    network.eval()
+    torch.onnx.export(
+        network,
+        tuple(torch.zeros(2, *shape) for shape in shapes.values()),
+        str(path),
+        input_names=list(shapes),
+        output_names=["logit"],
+        dynamic_axes={name: {0: "batch"} for name in [*shapes, "logit"]},
+        opset_version=OPSET,
+        do_constant_folding=True,
+    )
+
+
+def input_shapes(schema):
+    """Input name -> shape without the batch axis: [nd], [T, D] or [sum of widths]."""
+    shapes = {}
+    for one in schema.inputs:
+        widths = [schema.width(schema.feature(name)) for name in one.features]
+        dense = [len(schema.dense_features)]
+        shapes[one.name] = dense if not widths else [len(widths), widths[0]] if one.stacked else [sum(widths)]
+    return shapes
+
+
+def as_i64(keys):
+    """u64 keys as an I64 tensor `[rows]` of the same bits: safetensors has U64, torch has not."""
+    return torch.tensor([key - (1 << 64) if key >= 1 << 63 else key for key in keys])
+
+
+def export_tables(schema, embeddings, counts, path):
+    """F32 `[rows, dim]` a table; I64 `[rows]` for `<table>.keys` (sparse tables) and `<table>.counts`."""
+    tensors = {}
+    for table in schema.tables:
+        tensors[table.name] = embeddings.weights[table.name].detach()
+        if table.keys is not None:
+            tensors[f"{table.name}.keys"] = as_i64(table.keys)
+        if table.counted:
+            tensors[f"{table.name}.counts"] = counts[table.name]
+    safetensors.write(path, tensors)
+
+
+def export_model(embeddings, network, probe, out, counts=None):
+    """A whole model into the folder `out`. `probe`: samples that already have their scores."""
+    schema, out = embeddings.schema, Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    export_dense(network, input_shapes(schema), out / "dense.onnx")
+    export_tables(schema, embeddings, counts, out / "tables.safetensors")
+    (out / "model.toml").write_text(model_toml(schema), encoding="utf-8", newline="\n")
+    write_lines(out / "probe.jsonl", probe)

@@ -1,0 +1,46 @@
+"""One request as a line of JSON, with the label and the score PyTorch gave it.
+
+`{"dense": [0.5, -1.0], "sparse": {"visits": [1, 7, 7]}, "label": 1, "score": 0.4375123}`; a feature that is missing
+from "sparse" is an empty bag. Nothing here knows what a key or a dense value means.
+"""
+
+import json
+import struct
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Sample:
+    dense: list  # nd floats, in the order of Schema.dense_features
+    sparse: dict = field(default_factory=dict)  # feature name -> list of keys
+    label: int | None = None
+    score: float | None = None
+
+
+def shortest(value):
+    """`value` rounded to float32, as the float whose decimal form is the shortest that reads back as that float32."""
+    single = struct.pack("<f", value)
+    for digits in range(1, 10):
+        text = f"{value:.{digits}g}"
+        if struct.pack("<f", float(text)) == single:
+            break
+    return float(text)
+
+
+def to_line(sample):
+    fields = {"dense": sample.dense, "sparse": sample.sparse}
+    if sample.label is not None:
+        fields["label"] = sample.label
+    if sample.score is not None:
+        fields["score"] = shortest(sample.score)
+    return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+def write_lines(path, samples):
+    with open(path, "w", encoding="ascii", newline="\n") as file:
+        file.writelines(map(to_line, samples))
+
+
+def read_lines(path):
+    with open(path, encoding="ascii") as file:
+        return [Sample(**json.loads(line)) for line in file]

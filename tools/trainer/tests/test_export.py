@@ -1,0 +1,153 @@
+"""Checks what the exporter writes: the same bytes each time, the safetensors layout, model.toml, sample lines.
+
+Standard library and torch only; whether the runtime gives the same scores is checked on the Rust side.
+Run in tools/trainer: `python3 -m unittest discover tests`.
+"""
+
+import ctypes
+import hashlib
+import json
+import struct
+import sys
+import tempfile
+import tomllib
+import unittest
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hatchback_trainer import families, safetensors  # noqa: E402
+from hatchback_trainer.embeddings import default_row, pool  # noqa: E402
+from hatchback_trainer.metrics import auc, logloss  # noqa: E402
+from hatchback_trainer.models import DotInteraction  # noqa: E402
+from hatchback_trainer.samples import shortest  # noqa: E402
+from hatchback_trainer.schema import Feature, Table  # noqa: E402
+
+SIZES = {"F32": 4, "I64": 8}
+
+
+def digests(folder):
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*.*"))}
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "probe.jsonl").read_text().splitlines()]
+
+
+class Exported(unittest.TestCase):
+    """The four families, written once to a temporary folder."""
+
+    @classmethod
+    def setUpClass(cls):
+        torch.set_num_threads(1)
+        cls.temporary = tempfile.TemporaryDirectory()
+        cls.out = Path(cls.temporary.name)
+        families.export_all(cls.out)
+        cls.folders = [cls.out / family for family in families.FAMILIES]
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.temporary.cleanup()
+
+    def models(self):
+        for folder in self.folders:
+            yield folder, tomllib.loads((folder / "model.toml").read_text())
+
+    def test_export_is_deterministic(self):
+        with tempfile.TemporaryDirectory() as again:
+            families.export_all(again)
+            self.assertEqual(digests(self.out), digests(Path(again)))
+        self.assertEqual(len(digests(self.out)), 4 * len(self.folders))
+
+    def test_tensors_are_contiguous_aligned_and_fill_the_file(self):
+        for folder, _ in self.models():
+            header, data_bytes = safetensors.read_header(folder / "tables.safetensors")
+            at = 0
+            for tensor in header.values():
+                begin, end = tensor["data_offsets"]
+                size = SIZES[tensor["dtype"]]
+                self.assertEqual((begin, begin % size), (at, 0))
+                self.assertEqual(end - begin, size * torch.Size(tensor["shape"]).numel())
+                at = end
+            self.assertEqual(at, data_bytes)
+
+    def test_toml_names_tensors_that_exist(self):
+        for folder, model in self.models():
+            header, _ = safetensors.read_header(folder / "tables.safetensors")
+            for table in model["table"]:
+                source = table["source"]
+                rows, dim = header[source["tensor"]]["shape"]
+                self.assertEqual(dim, table["dim"])
+                self.assertEqual("keys" in source, table["keys"] == "sparse")
+                for name in ("keys", "counts"):
+                    if name in source:
+                        self.assertEqual(header[source[name]], header[source[name]] | {"dtype": "I64", "shape": [rows]})
+
+    def test_every_feature_feeds_one_input(self):
+        for _, model in self.models():
+            fed = [name for one in model["network"]["input"] for name in one.get("features", [])]
+            self.assertEqual(sorted(fed), sorted(feature["name"] for feature in model["feature"]))
+            self.assertLessEqual({f["table"] for f in model["feature"]}, {t["name"] for t in model["table"]})
+
+    def test_samples_fit_the_schema(self):
+        for folder, model in self.models():
+            hotness = {feature["name"]: feature["hotness_max"] for feature in model["feature"]}
+            for sample in lines(folder):
+                self.assertEqual(len(sample["dense"]), len(model["dense_features"]))
+                for name, bag in sample["sparse"].items():
+                    self.assertLessEqual(len(bag), hotness[name])
+                self.assertTrue(0 < sample["score"] < 1)
+
+    def test_samples_have_the_hard_cases(self):
+        for folder, model in self.models():
+            samples = lines(folder)
+            bags = [bag for sample in samples for bag in sample["sparse"].values()]
+            self.assertEqual(samples[0]["score"], samples[1]["score"], "missing and empty bags must be the same")
+            self.assertTrue(any(len(set(bag)) < len(bag) for bag in bags), "a key twice in a bag")
+            self.assertTrue(any(value < 0 for sample in samples for value in sample["dense"]))
+            if any(table["keys"] == "sparse" for table in model["table"]):
+                self.assertTrue(any(key >= 1 << 63 for bag in bags for key in bag), "a key above i64")
+
+
+class Parts(unittest.TestCase):
+    def test_safetensors_bytes(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "t.safetensors"
+            safetensors.write(path, {"row": torch.tensor([[0.5, -2.0]]), "row.keys": torch.tensor([-1])})
+            raw = path.read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        self.assertEqual(length % 8, 0)
+        self.assertEqual(list(json.loads(raw[8 : 8 + length])), ["row.keys", "row"])
+        self.assertEqual(struct.unpack("<Qff", raw[8 + length :]), ((1 << 64) - 1, 0.5, -2.0))
+
+    def test_pooling(self):
+        weight = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+        rows, offsets = torch.tensor([1, 0, 0]), torch.tensor([0, 0, 3])  # an empty bag, then [1, 0, 0]
+        expected = {"sum": [5.0, 10.0], "mean": [5 / 3, 10 / 3], "none": [3.0, 6.0, 1.0, 2.0, 1.0, 2.0, 0.0, 0.0]}
+        for pooling, values in expected.items():
+            out = pool(weight, rows, offsets, Feature("f", "t", pooling, 4))
+            torch.testing.assert_close(out, torch.tensor([[0.0] * len(values), values]))
+
+    def test_default_row(self):
+        weight = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+        for default, row in (("zeros", [0.0, 0.0]), ("mean", [2.0, 4.0]), ((7.0, 8.0), [7.0, 8.0])):
+            self.assertEqual(default_row(Table("t", 2, 2, default=default), weight).tolist(), [row])
+
+    def test_interaction_is_the_lower_triangle(self):
+        x = torch.tensor([[[1.0, 0.0], [2.0, 1.0], [3.0, 5.0]]])
+        self.assertEqual(DotInteraction(3)(x).tolist(), [[2.0, 3.0, 11.0]])  # (1,0) (2,0) (2,1)
+
+    def test_shortest_reads_back_as_the_same_float32(self):
+        for value in (0.1, 1 / 3, 0.4375123, 1e-30):
+            self.assertEqual(ctypes.c_float(shortest(value)).value, ctypes.c_float(value).value)
+        self.assertEqual(repr(shortest(ctypes.c_float(0.1).value)), "0.1")
+
+    def test_metrics(self):
+        self.assertEqual(auc([0, 1, 0, 1], [0.1, 0.4, 0.4, 0.8]), 0.875)  # one pair of four is a tie
+        self.assertAlmostEqual(logloss([0, 1], [0.5, 0.5]), 0.6931471805599453)
+
+
+if __name__ == "__main__":
+    unittest.main()
