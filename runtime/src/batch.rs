@@ -5,11 +5,12 @@ use crate::sample::{Sample, SampleError};
 use crate::schema::Schema;
 use hatchback_kernels::query::Bags;
 
-/// Samples to score together. Holding one proves that every sample fits the schema it was made with.
+/// Samples to score together. Holding one proves that all samples have the shape of the schema it was made with.
 #[derive(Clone, Debug)]
 pub struct Batch {
     capacity: usize,
     size: usize,
+    dense_features: usize,
     dense: Vec<f32>,
     features: Vec<Jagged>,
 }
@@ -18,6 +19,8 @@ pub struct Batch {
 struct Jagged {
     keys: Vec<u64>,
     offsets: Vec<u32>,
+    /// Keys in the longest bag.
+    longest: usize,
 }
 
 /// Why a sample does not go into a batch.
@@ -26,6 +29,14 @@ pub enum BatchError {
     /// The batch holds as many samples as it has room for.
     #[error("the batch holds its maximum of {0} samples")]
     Full(usize),
+    /// The sample fits a schema that is not the one that the batch was made with.
+    #[error("the batch was made for {features} sparse and {dense} dense features")]
+    Schema {
+        /// Sparse features of the batch.
+        features: usize,
+        /// Dense features of the batch.
+        dense: usize,
+    },
     /// The sample does not fit the schema.
     #[error(transparent)]
     Sample(#[from] SampleError),
@@ -37,11 +48,12 @@ impl Batch {
         let jagged = |hotness: u32| {
             let mut offsets = Vec::with_capacity(capacity + 1);
             offsets.push(0);
-            Jagged { keys: Vec::with_capacity(capacity * hotness as usize), offsets }
+            Jagged { keys: Vec::with_capacity(capacity * hotness as usize), offsets, longest: 0 }
         };
         Self {
             capacity,
             size: 0,
+            dense_features: schema.dense_features.len(),
             dense: Vec::with_capacity(capacity * schema.dense_features.len()),
             features: schema.features.iter().map(|f| jagged(f.hotness_max)).collect(),
         }
@@ -60,6 +72,7 @@ impl Batch {
         for feature in &mut self.features {
             feature.keys.clear();
             feature.offsets.truncate(1);
+            feature.longest = 0;
         }
     }
 
@@ -72,10 +85,14 @@ impl Batch {
             return Err(BatchError::Full(self.capacity));
         }
         sample.check(schema)?;
+        if sample.sparse.len() != self.features.len() || sample.dense.len() != self.dense_features {
+            return Err(BatchError::Schema { features: self.features.len(), dense: self.dense_features });
+        }
         self.dense.extend_from_slice(&sample.dense);
         for (feature, bag) in self.features.iter_mut().zip(&sample.sparse) {
             feature.keys.extend_from_slice(bag);
             feature.offsets.push(feature.keys.len() as u32);
+            feature.longest = feature.longest.max(bag.len());
         }
         self.size += 1;
         Ok(())
@@ -99,6 +116,11 @@ impl Batch {
     /// Sparse features that the batch was made for.
     pub fn features(&self) -> usize {
         self.features.len()
+    }
+
+    /// Keys in the longest bag of feature `f`.
+    pub fn hotness(&self, f: usize) -> usize {
+        self.features[f].longest
     }
 
     /// The keys of feature `f`.

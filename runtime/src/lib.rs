@@ -7,7 +7,7 @@
 //! The crate has no knowledge of the machine it runs on: directories, budgets ([`target`]) and time are
 //! arguments.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod batch;
 pub mod budget;
@@ -18,11 +18,13 @@ pub mod limits;
 pub mod manifest;
 pub mod model;
 pub mod page;
+pub mod reader;
 pub mod sample;
 pub mod schema;
 pub mod score;
 pub mod segment;
 pub mod target;
+mod uring;
 
 pub use hatchback_kernels::cache::{RowKey, mix, unmix};
 pub use hatchback_kernels::codec::{Codec, RowFault, RowFormat, choose_unit_exp};

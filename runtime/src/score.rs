@@ -196,7 +196,11 @@ impl Worker {
         } else if batch.dense().len() != batch.size() * schema.dense_features.len() {
             refuse("dense", format!("{} values for {} samples", batch.dense().len(), batch.size()))
         } else {
-            Ok(())
+            let too_hot = |&f: &usize| batch.hotness(f) > schema.features[f].hotness_max as usize;
+            match (0..batch.features()).find(too_hot) {
+                Some(f) => refuse("hotness", format!("feature {f} has a bag of {} keys", batch.hotness(f))),
+                None => Ok(()),
+            }
         }
     }
 

@@ -2,7 +2,17 @@
 
 #![forbid(unsafe_code)]
 
+pub mod demo;
+pub mod eval;
 pub mod import;
+pub mod inspect;
+pub mod keys;
+pub mod metrics;
 pub mod pack;
+pub mod plot;
+pub mod report;
+pub mod run;
+pub mod serve;
 pub mod sort;
 pub mod spec;
+pub mod synthetic;

@@ -1,1 +1,81 @@
-fn main() {}
+//! `hatchback`: the program for the datacenter and the desk. Only reads the command line; the work is in the
+//! library's modules, one a command.
+
+#![forbid(unsafe_code)]
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use hatchback::schema::Placement;
+use hatchback_tools::pack::{Overrides, pack_file};
+use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::{demo, eval, inspect, report, run, serve};
+use std::path::PathBuf;
+
+/// Recommendation models with huge embedding tables, from the trainer into the car
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Demo(demo::DemoArgs),
+    Pack(PackArgs),
+    Inspect(inspect::InspectArgs),
+    Run(run::RunArgs),
+    Eval(eval::EvalArgs),
+}
+
+/// Packs a trainer's files into a bundle
+#[derive(clap::Args)]
+struct PackArgs {
+    /// The model.toml that describes them
+    model: PathBuf,
+    /// The bundle
+    #[arg(short, long)]
+    out: PathBuf,
+    /// In place of every table's codec
+    #[arg(long)]
+    codec: Option<CodecChoice>,
+    /// In place of every table's placement
+    #[arg(long, value_parser = placement)]
+    placement: Option<Placement>,
+}
+
+fn placement(name: &str) -> Result<Placement, String> {
+    match name {
+        "resident" => Ok(Placement::Resident),
+        "cached" => Ok(Placement::Cached),
+        "auto" => Ok(Placement::Auto),
+        _ => Err("is none of resident, cached, auto".to_owned()),
+    }
+}
+
+fn pack(args: &PackArgs) -> Result<()> {
+    let bar = serve::progress_bar(0, "packing", "{human_pos}/{human_len} rows");
+    let overrides = Overrides { codec: args.codec, placement: args.placement };
+    let packed = pack_file(&args.model, &args.out, overrides, &mut |rows, total| {
+        bar.set_length(total);
+        bar.inc(rows);
+    });
+    bar.finish_and_clear();
+    let packed = packed?;
+    let rows = packed.schema.tables.iter().map(|t| t.rows).sum();
+    let (tables, rows) = (packed.schema.tables.len(), report::count(rows));
+    let size = report::bytes(packed.bytes);
+    println!("{}: {} with {tables} tables, {rows} rows, {size}", args.out.display(), packed.generation);
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
+    match Cli::parse().command {
+        Command::Demo(args) => demo::run(&args),
+        Command::Pack(args) => pack(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Run(args) => run::run(&args),
+        Command::Eval(args) => eval::run(&args),
+    }
+}

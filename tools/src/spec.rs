@@ -68,7 +68,7 @@ pub struct InputSpec {
 }
 
 /// A codec, or the choice left to `pack`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum CodecChoice {
     /// f16 for small tables (they end up resident), u8 for the others.

@@ -1,0 +1,178 @@
+//! `eval`: a labelled set through the whole request path: AUC, logloss, hit rates, statuses, latencies, and
+//! how far the scores are from those that the trainer recorded.
+
+use crate::metrics::{Latencies, Percentiles, auc, logloss};
+use crate::pack::read_samples;
+use crate::plot::{self, Window};
+use crate::report;
+use crate::serve::{self, ServeArgs};
+use anyhow::{Result, ensure};
+use clap::Args;
+use hatchback::model::Model;
+use hatchback::sample::Sample;
+use hatchback::Status;
+use serde::Serialize;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Scores a labelled set and measures quality and latency
+#[derive(Args, Debug)]
+pub struct EvalArgs {
+    #[command(flatten)]
+    serve: ServeArgs,
+    /// Samples with labels, one line of JSON each [default: the bundle's probe set]
+    #[arg(long)]
+    samples: Option<PathBuf>,
+    /// Samples scored together
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Writes the report as JSON (`-`: standard output)
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Writes latency and hit rate over time as SVG
+    #[arg(long)]
+    plot: Option<PathBuf>,
+}
+
+/// What an evaluation finds.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Evaluation {
+    /// The generation served.
+    pub generation: String,
+    /// Samples scored.
+    pub samples: usize,
+    /// AUC of our scores; absent unless both labels occur.
+    pub auc: Option<f64>,
+    /// Mean logloss of our scores.
+    pub logloss: Option<f64>,
+    /// AUC of the trainer's recorded scores.
+    pub reference_auc: Option<f64>,
+    /// Mean logloss of the trainer's recorded scores.
+    pub reference_logloss: Option<f64>,
+    /// Largest difference from a recorded score.
+    pub score_difference_max: Option<f64>,
+    /// Share of the lookups of cached tables that the cache answered.
+    pub hit_rate: f64,
+    /// What the rows were.
+    pub status: Status,
+    /// All lookups.
+    pub lookups: u64,
+    /// Pages read from flash.
+    pub pages: u64,
+    /// Latency of a request.
+    pub latency: Percentiles,
+    /// Latency and hit rate over time.
+    #[serde(skip)]
+    pub windows: Vec<Window>,
+    /// Our scores, first output, in order.
+    #[serde(skip)]
+    pub scores: Vec<f32>,
+}
+
+/// Windows over which latency and hit rate are shown.
+const WINDOWS: usize = 40;
+
+/// Scores `samples` on one worker, `batch` at a time.
+///
+/// # Errors
+/// A sample does not fit the model, or the dense network failed.
+pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<Evaluation> {
+    let (mut worker, mut request) = (serve::worker(model), model.batch());
+    let batch = batch.clamp(1, model.budget().batch_max as usize);
+    let mut found = Evaluation { generation: model.generation().to_string(), ..Evaluation::default() };
+    let mut all = Latencies::default();
+    let start = Instant::now();
+    for window in samples.chunks(samples.len().div_ceil(WINDOWS).next_multiple_of(batch).max(1)) {
+        let (before, mut latencies) = (worker.counters(), Latencies::default());
+        for group in window.chunks(batch) {
+            request.clear();
+            group.iter().try_for_each(|sample| request.push(model.schema(), sample))?;
+            let sent = Instant::now();
+            let scores = worker.score(&request, None)?;
+            latencies.record(sent.elapsed());
+            found.scores.extend(scores.values.iter().step_by(model.outputs()));
+            found.status.add(&scores.status());
+        }
+        all.add(&latencies);
+        let (seconds, counters) = (start.elapsed().as_secs_f64(), worker.counters().since(&before));
+        found.windows.push(Window::new(seconds, &latencies.percentiles(), &counters));
+    }
+    let counters = worker.counters();
+    found.samples = samples.len();
+    (found.hit_rate, found.lookups, found.pages) = (counters.hit_rate(), counters.lookups, counters.pages);
+    found.latency = all.percentiles();
+    found.judge(samples);
+    Ok(found)
+}
+
+impl Evaluation {
+    /// Compares the scores with labels and recorded scores, where all samples have them.
+    fn judge(&mut self, samples: &[Sample]) {
+        let labels: Option<Vec<f32>> = samples.iter().map(|s| s.label).collect();
+        let reference: Option<Vec<f32>> = samples.iter().map(|s| s.score).collect();
+        if let Some(labels) = &labels {
+            (self.auc, self.logloss) = (auc(&self.scores, labels), logloss(&self.scores, labels));
+        }
+        if let (Some(labels), Some(reference)) = (&labels, &reference) {
+            (self.reference_auc, self.reference_logloss) = (auc(reference, labels), logloss(reference, labels));
+        }
+        if let Some(reference) = &reference {
+            let difference = self.scores.iter().zip(reference).map(|(a, b)| f64::from((a - b).abs()));
+            self.score_difference_max = Some(difference.fold(0.0, f64::max));
+        }
+    }
+
+    /// The report for people.
+    pub fn table(&self) -> comfy_table::Table {
+        let mut table = report::table(&[&self.generation, "Hatchback", "trainer"]);
+        let digits = |v: Option<f64>| v.map_or("-".to_owned(), |v| format!("{v:.5}"));
+        let mut row = |what: &str, ours: String, theirs: String| {
+            table.add_row([what.to_owned(), ours, theirs]);
+        };
+        row("samples", report::count(self.samples as u64), String::new());
+        row("AUC", digits(self.auc), digits(self.reference_auc));
+        row("logloss", digits(self.logloss), digits(self.reference_logloss));
+        let difference = self.score_difference_max.map_or("-".to_owned(), |d| format!("{d:.2e}"));
+        row("largest score difference", difference, String::new());
+        row("hit rate, cached tables", report::percent(self.hit_rate), String::new());
+        for (what, n) in [
+            ("lookups fresh", self.status.fresh),
+            ("lookups defaulted", self.status.defaulted),
+            ("lookups absent", self.status.absent),
+            ("lookups damaged", self.status.damaged),
+        ] {
+            row(what, report::count(n.into()), String::new());
+        }
+        row("pages read from flash", report::count(self.pages), String::new());
+        for (what, us) in [("p50", self.latency.p50_us), ("p99", self.latency.p99_us), ("max", self.latency.max_us)] {
+            row(&format!("latency {what}"), format!("{us:.1} µs"), String::new());
+        }
+        table
+    }
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// The model or the samples are refused.
+pub fn run(args: &EvalArgs) -> Result<()> {
+    let flash = args.serve.flash()?;
+    let samples = match &args.samples {
+        Some(path) => read_samples(path, &flash.manifest().schema)?,
+        None => flash.probe()?,
+    };
+    ensure!(!samples.is_empty(), "there are no samples: name some with --samples");
+    let model = Arc::new(Model::from_flash(&flash, args.serve.budget()?)?);
+    let found = evaluate(&model, &samples, args.batch)?;
+    if let Some(path) = &args.plot {
+        plot::over_time(path, &format!("{}: latency and hit rate", found.generation), &found.windows)?;
+    }
+    match &args.json {
+        Some(path) => report::write_json(path, &found),
+        None => {
+            println!("{}\n{}", found.table(), serve::memory_table(&model));
+            Ok(())
+        }
+    }
+}

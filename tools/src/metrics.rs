@@ -1,0 +1,134 @@
+//! Quality and latency measures: AUC, logloss, percentiles. Never scores anything.
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+use std::time::Duration;
+
+/// Area under the ROC curve by ranks (Mann-Whitney), ties counted half; `None` without both labels.
+pub fn auc(scores: &[f32], labels: &[f32]) -> Option<f64> {
+    let mut order: Vec<usize> = (0..scores.len()).collect();
+    order.sort_by(|&a, &b| scores[a].total_cmp(&scores[b]));
+    let positives = labels.iter().filter(|l| **l > 0.5).count() as f64;
+    let negatives = labels.len() as f64 - positives;
+    if positives == 0.0 || negatives == 0.0 {
+        return None;
+    }
+    let (mut rank, mut sum) = (0.0, 0.0);
+    for tied in order.chunk_by(|&a, &b| scores[a] == scores[b]) {
+        let n = tied.len() as f64;
+        let middle = rank + (n + 1.0) / 2.0;
+        sum += middle * tied.iter().filter(|&&i| labels[i] > 0.5).count() as f64;
+        rank += n;
+    }
+    Some((sum - positives * (positives + 1.0) / 2.0) / (positives * negatives))
+}
+
+/// Mean negative log likelihood, scores clamped to `1e-7..=1 - 1e-7`; `None` for no samples.
+pub fn logloss(scores: &[f32], labels: &[f32]) -> Option<f64> {
+    let loss = |(&score, &label): (&f32, &f32)| {
+        let p = f64::from(score).clamp(1e-7, 1.0 - 1e-7);
+        -(f64::from(label) * p.ln() + (1.0 - f64::from(label)) * (1.0 - p).ln())
+    };
+    (!scores.is_empty()).then(|| scores.iter().zip(labels).map(loss).sum::<f64>() / scores.len() as f64)
+}
+
+/// Latencies of requests, kept to three digits.
+pub struct Latencies {
+    nanos: Histogram<u64>,
+}
+
+/// The figures that reports give.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Percentiles {
+    /// Requests measured.
+    pub requests: u64,
+    /// Half are faster, µs.
+    pub p50_us: f64,
+    /// 90 % are faster, µs.
+    pub p90_us: f64,
+    /// 99 % are faster, µs.
+    pub p99_us: f64,
+    /// 99.9 % are faster, µs.
+    pub p999_us: f64,
+    /// The slowest, µs.
+    pub max_us: f64,
+}
+
+impl Default for Latencies {
+    fn default() -> Self {
+        let nanos = Histogram::new_with_bounds(1, 1 << 40, 3);
+        // The bounds are constants that the library accepts.
+        Self { nanos: nanos.unwrap_or_else(|e| unreachable!("{e}")) }
+    }
+}
+
+impl Latencies {
+    /// Adds one request.
+    pub fn record(&mut self, time: Duration) {
+        self.nanos.saturating_record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX).max(1));
+    }
+
+    /// Adds another thread's requests.
+    pub fn add(&mut self, other: &Self) {
+        // Both have the same bounds, so nothing can be out of range.
+        let _ = self.nanos.add(&other.nanos);
+    }
+
+    /// The figures so far.
+    pub fn percentiles(&self) -> Percentiles {
+        let at = |q| self.nanos.value_at_quantile(q) as f64 / 1e3;
+        Percentiles {
+            requests: self.nanos.len(),
+            p50_us: at(0.5),
+            p90_us: at(0.9),
+            p99_us: at(0.99),
+            p999_us: at(0.999),
+            max_us: self.nanos.max() as f64 / 1e3,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn auc_is_the_share_of_ordered_pairs(samples in prop::collection::vec((0u8..20, prop::bool::ANY), 2..60)) {
+            let scores: Vec<f32> = samples.iter().map(|s| f32::from(s.0)).collect();
+            let labels: Vec<f32> = samples.iter().map(|s| f32::from(u8::from(s.1))).collect();
+            let (mut won, mut pairs) = (0.0, 0.0);
+            for (i, p) in samples.iter().enumerate().filter(|(_, s)| s.1) {
+                for (j, n) in samples.iter().enumerate().filter(|(_, s)| !s.1) {
+                    let _ = (i, j);
+                    pairs += 1.0;
+                    won += match p.0.cmp(&n.0) {
+                        std::cmp::Ordering::Greater => 1.0,
+                        std::cmp::Ordering::Equal => 0.5,
+                        std::cmp::Ordering::Less => 0.0,
+                    };
+                }
+            }
+            match auc(&scores, &labels) {
+                None => prop_assert_eq!(pairs, 0.0),
+                Some(a) => prop_assert!((a - won / pairs).abs() < 1e-9),
+            }
+        }
+    }
+
+    #[test]
+    fn logloss_of_certainty_is_bounded() {
+        assert!((logloss(&[0.5, 0.5], &[0.0, 1.0]).unwrap() - 2f64.ln()).abs() < 1e-9);
+        assert!(logloss(&[1.0], &[0.0]).unwrap() < 17.0);
+        assert_eq!(logloss(&[], &[]), None);
+    }
+
+    #[test]
+    fn percentiles_of_a_ramp() {
+        let mut latencies = Latencies::default();
+        (1..=1000).for_each(|us| latencies.record(Duration::from_micros(us)));
+        let p = latencies.percentiles();
+        assert!((p.p50_us - 500.0).abs() < 2.0 && (p.p99_us - 990.0).abs() < 2.0 && p.requests == 1000);
+    }
+}
