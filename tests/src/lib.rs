@@ -1,1 +1,15 @@
-//! x
+//! What crosses crates. The library holds what the test files share: a plain [`reference`] of the request flow,
+//! small random [`models`], a [`rewrite`]r that makes hostile bundles with valid hashes, and the one list of all
+//! [`parsers`]. Never part of the product.
+
+#![forbid(unsafe_code)]
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+pub mod goldens;
+pub mod models;
+pub mod mutate;
+pub mod onnx;
+pub mod parsers;
+pub mod random;
+pub mod reference;
+pub mod rewrite;

@@ -1,0 +1,131 @@
+//! Whole inputs for each parser: what mutations and fuzzers start from.
+
+use crate::models::{FeaturePlan, ModelPlan, TablePlan};
+use crate::parsers::{golden_generation, golden_tables, join};
+use hatchback::flash::LiveRecord;
+use hatchback::manifest::sha256;
+use hatchback::mix;
+use hatchback::sample::Sample;
+use hatchback::schema::{KeySpace, Schema};
+use hatchback::segment::{SegmentKind, SegmentWriter};
+use hatchback_tools::spec::CodecChoice;
+use std::path::PathBuf;
+
+/// A file of the repository.
+pub fn file(path: &str) -> Vec<u8> {
+    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    std::fs::read(root.join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+fn layout(path: &str) -> Vec<u8> {
+    file(&format!("tests/data/layouts/{path}"))
+}
+
+fn layouts(paths: &[&str]) -> Vec<u8> {
+    let files: Vec<Vec<u8>> = paths.iter().map(|p| layout(p)).collect();
+    join(&files.iter().map(Vec::as_slice).collect::<Vec<_>>())
+}
+
+/// A model small enough to mutate whole.
+fn plan() -> ModelPlan {
+    let tables = vec![
+        TablePlan { counts: true, ..TablePlan::cached(KeySpace::Sparse, 300, 4, CodecChoice::U8) },
+        TablePlan::cached(KeySpace::Index, 40, 6, CodecChoice::F32),
+    ];
+    let features = vec![FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(0) }, FeaturePlan::one_hot(1)];
+    ModelPlan { name: "golden".to_owned(), sequence: 1, seed: 1, dense: 2, tables, features }
+}
+
+/// The schema that sample lines are read against.
+pub fn schema() -> Schema {
+    plan().pack().schema
+}
+
+fn segments() -> Vec<Vec<u8>> {
+    let segment = |(number, table): (usize, &hatchback::schema::Table)| {
+        let kind = SegmentKind::new(&golden_generation(), number, table).unwrap();
+        let format = kind.format();
+        let mut keys: Vec<u64> = (0..table.rows).collect();
+        if table.keys == KeySpace::Sparse {
+            keys.sort_by_key(|&key| mix(key));
+        }
+        let mut writer = SegmentWriter::new(Vec::new(), kind);
+        let mut row = vec![0; format.row_bytes()];
+        for key in keys {
+            format.encode(&[key as f32 / 8.0; 8], &mut row).unwrap();
+            writer.push(key, &row).unwrap();
+        }
+        writer.finish().unwrap().0
+    };
+    golden_tables().iter().enumerate().map(segment).collect()
+}
+
+fn lines(path: &str) -> Vec<Vec<u8>> {
+    file(path).split(|b| *b == b'\n').take(40).map(<[u8]>::to_vec).collect()
+}
+
+fn sample_lines() -> Vec<Vec<u8>> {
+    vec![
+        br#"{"dense":[0.5,-1e3],"sparse":{"f0":[1,2,18446744073709551615],"f1":[7]},"label":1,"score":0.25}"#
+            .to_vec(),
+        br#"{"dense":[0,0]}"#.to_vec(),
+        br#"{"dense":[1.5,2],"sparse":{"f1":[]},"label":null}"#.to_vec(),
+    ]
+}
+
+fn probe_sets() -> Vec<Vec<u8>> {
+    let samples: Vec<Sample> = (0..20).map(|id| plan().sample(id)).collect();
+    vec![Sample::encode_set(&samples).unwrap(), Sample::encode_set(&[]).unwrap()]
+}
+
+/// Whole inputs for the parser of that name.
+pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
+    let families = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
+    match parser {
+        "manifest" | "bundle" | "live_record" => {
+            let packed = plan().pack();
+            let bundle = std::fs::read(&packed.bundle).unwrap();
+            let manifest = crate::rewrite::Parts::read(&packed.bundle).manifest;
+            let encoded = manifest.encode().unwrap();
+            let record = LiveRecord { generation: manifest.generation, manifest: sha256(&encoded) };
+            vec![match parser {
+                "manifest" => encoded,
+                "bundle" => bundle,
+                _ => record.encode(),
+            }]
+        }
+        "segment" => segments(),
+        "page" => segments().iter().flat_map(|s| s.chunks(4096).map(<[u8]>::to_vec)).collect(),
+        "sample" => {
+            let others = families.iter().flat_map(|f| lines(&format!("tests/data/families/{f}/probe.jsonl")));
+            sample_lines().into_iter().chain(others).collect()
+        }
+        "probe_set" => probe_sets(),
+        "model_spec" => {
+            families.iter().map(|f| file(&format!("tests/data/families/{f}/model.toml"))).collect()
+        }
+        "target" => {
+            ["base", "cpu", "drive-orin", "x86-cuda"].map(|t| file(&format!("targets/{t}.toml"))).to_vec()
+        }
+        "safetensors" => vec![layout("safetensors/model.safetensors")],
+        "npy" => vec![
+            layouts(&["npy/keys.npy", "npy/a.npy"]),
+            layouts(&["npy/keys.npy", "npy/v2.npy"]),
+            layouts(&["npy/counts.npy", "npy/half.npy"]),
+        ],
+        "hugectr" => {
+            let files = ["key", "meta", "emb_vector"].map(|name| format!("hugectr/localized/{name}"));
+            vec![layouts(&[&files[0], &files[1], &files[2]])]
+        }
+        "sok" => vec![layouts(&["sok/emb_user_0-key", "sok/meta_info", "sok/emb_user_0-weight"])],
+        "embedding_collection" => {
+            ["0", "1"]
+                .map(|e| {
+                    let at = |name: &str| format!("embedding_collection_{e}/{name}");
+                    layouts(&[&at("meta_data"), &at("key1"), &at("weight1")])
+                })
+                .to_vec()
+        }
+        other => panic!("no golden input for `{other}`"),
+    }
+}

@@ -1,0 +1,345 @@
+//! Random small models: a plan becomes rows, a schema, a network whose output is its inputs, and a bundle. Never
+//! scores anything.
+
+use crate::onnx;
+use crate::random::Random;
+use hatchback::batch::Batch;
+use hatchback::budget::Budget;
+use hatchback::bundle::BundleReader;
+use hatchback::flash::Flash;
+use hatchback::model::{Model, OpenError};
+use hatchback::sample::Sample;
+use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema};
+use hatchback::{Activation, Pooling};
+use hatchback_tools::import::Source;
+use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack};
+use hatchback_tools::spec::{
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec, TableSpec,
+};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tempfile::TempDir;
+
+/// What a model is made from; the same plan always makes the same model.
+#[derive(Clone, Debug)]
+pub struct ModelPlan {
+    /// The lineage.
+    pub name: String,
+    /// The generation.
+    pub sequence: u64,
+    /// Where rows and samples come from.
+    pub seed: u64,
+    /// Dense features.
+    pub dense: usize,
+    /// The tables.
+    pub tables: Vec<TablePlan>,
+    /// The features.
+    pub features: Vec<FeaturePlan>,
+}
+
+/// One table of a plan.
+#[derive(Clone, Debug)]
+pub struct TablePlan {
+    /// Which keys there are.
+    pub keys: KeySpace,
+    /// How many.
+    pub rows: u64,
+    /// Values in a row.
+    pub dim: usize,
+    /// How rows are encoded.
+    pub codec: CodecChoice,
+    /// Where rows live.
+    pub placement: Placement,
+    /// What a miss does.
+    pub miss: MissPolicy,
+    /// Whether the default row is of zeros; else it has values far from every row.
+    pub default_zeros: bool,
+    /// Whether the trainer counted lookups, so that the bundle carries a hot list.
+    pub counts: bool,
+}
+
+impl TablePlan {
+    /// A cached table that waits for its misses, with a default row far from every row and no hot list.
+    pub fn cached(keys: KeySpace, rows: u64, dim: usize, codec: CodecChoice) -> Self {
+        let (placement, miss) = (Placement::Cached, MissPolicy::Wait);
+        Self { keys, rows, dim, codec, placement, miss, default_zeros: false, counts: false }
+    }
+}
+
+/// One feature of a plan.
+#[derive(Clone, Debug)]
+pub struct FeaturePlan {
+    /// Its table.
+    pub table: usize,
+    /// How a bag becomes a vector.
+    pub pooling: Pooling,
+    /// Most keys in a bag.
+    pub hotness_max: u32,
+    /// Whether it feeds the second network input instead of the first.
+    pub second_input: bool,
+}
+
+impl FeaturePlan {
+    /// A feature of one key that feeds the first input.
+    pub fn one_hot(table: usize) -> Self {
+        Self { table, pooling: Pooling::Sum, hotness_max: 1, second_input: false }
+    }
+}
+
+/// The rows of one table in memory, in the order in which a trainer would hand them over.
+#[derive(Clone, Debug)]
+pub struct TableRows {
+    /// Keys, one a row; `None` where a row's key is its position.
+    pub keys: Option<Vec<u64>>,
+    /// Values, `[rows, dim]`.
+    pub values: Vec<f32>,
+    /// Values in a row.
+    pub dim: usize,
+    /// Lookups of each row in training.
+    pub counts: Option<Vec<u64>>,
+}
+
+impl TableRows {
+    /// Every key with its row.
+    pub fn each(&self) -> impl Iterator<Item = (u64, &[f32])> {
+        let rows = self.values.chunks_exact(self.dim);
+        rows.enumerate().map(|(i, row)| (self.keys.as_ref().map_or(i as u64, |keys| keys[i]), row))
+    }
+
+    /// All keys.
+    pub fn all_keys(&self) -> Vec<u64> {
+        self.each().map(|(key, _)| key).collect()
+    }
+}
+
+impl RowSource for TableRows {
+    fn rows(&self) -> u64 {
+        (self.values.len() / self.dim) as u64
+    }
+
+    fn has_keys(&self) -> bool {
+        self.keys.is_some()
+    }
+
+    fn counts(&self) -> anyhow::Result<Option<Vec<u64>>> {
+        Ok(self.counts.clone())
+    }
+
+    /// In blocks of odd sizes.
+    fn each_block(&self, take: TakeBlock<'_>) -> anyhow::Result<()> {
+        for (keys, values) in self.all_keys().chunks(13).zip(self.values.chunks(13 * self.dim)) {
+            take(keys, values)?;
+        }
+        Ok(())
+    }
+}
+
+impl ModelPlan {
+    /// The rows of table `t`.
+    pub fn rows(&self, t: usize) -> TableRows {
+        let (plan, mut random) = (&self.tables[t], Random::of(self.seed, t as u64));
+        let mut keys: Vec<u64> = match plan.keys {
+            KeySpace::Index => (0..plan.rows).collect(),
+            KeySpace::Sparse => sparse_keys(plan.rows, &mut random),
+        };
+        // An index table may come with keys of its own, in any order.
+        let with_keys = plan.keys == KeySpace::Sparse || random.one_in(3);
+        if with_keys {
+            (1..keys.len()).for_each(|i| keys.swap(i, random.below(i as u64 + 1) as usize));
+        }
+        let scale = *random.pick(&[1e-3, 0.1, 1.0, 1.0, 30.0]);
+        let values = (0..plan.rows).flat_map(|_| random_row(plan.dim, scale, &mut random)).collect();
+        let counts = plan.counts.then(|| (0..plan.rows).map(|_| random.below(50)).collect());
+        TableRows { keys: with_keys.then_some(keys), values, dim: plan.dim, counts }
+    }
+
+    /// Sample number `id`: empty and full bags, duplicates, and keys that the tables do not have.
+    pub fn sample(&self, id: u64) -> Sample {
+        let mut random = Random::of(self.seed, 1 << 32 | id);
+        let dense = (0..self.dense).map(|_| 10.0 * random.signed()).collect();
+        let sparse = self.features.iter().map(|f| self.bag(f, &mut random)).collect();
+        Sample { dense, sparse, label: Some(random.below(2) as f32), score: None }
+    }
+
+    fn bag(&self, feature: &FeaturePlan, random: &mut Random) -> Vec<u64> {
+        let table = &self.tables[feature.table];
+        // The keys are drawn first, so that they are those of `rows`.
+        let keys = sparse_keys(table.rows, &mut Random::of(self.seed, feature.table as u64));
+        let most = u64::from(feature.hotness_max);
+        let n = if random.one_in(3) { most } else { random.below(most + 1) };
+        let mut bag: Vec<u64> = Vec::new();
+        for _ in 0..n {
+            let key = match (random.below(10), table.keys, bag.last()) {
+                (0, _, Some(&last)) => last,
+                (1, KeySpace::Index, _) => *random.pick(&[table.rows, table.rows + 7, 1 << 33, u64::MAX]),
+                (1, KeySpace::Sparse, _) => random.bits(),
+                (_, KeySpace::Index, _) => random.below(table.rows),
+                (_, KeySpace::Sparse, _) => *random.pick(&keys),
+            };
+            bag.push(key);
+        }
+        bag
+    }
+
+    /// What `model.toml` would say. The network's inputs are `dense`, `a` and `b`, each left out when empty.
+    pub fn spec(&self) -> ModelSpec {
+        let name = |f: usize| format!("f{f}");
+        let input = |input: &str, second: bool| InputSpec {
+            name: input.to_owned(),
+            dense: false,
+            features: (0..self.features.len())
+                .filter(|&f| self.features[f].second_input == second)
+                .map(name)
+                .collect(),
+        };
+        let dense = InputSpec { name: "dense".to_owned(), dense: true, features: Vec::new() };
+        let inputs = [(self.dense > 0).then_some(dense), Some(input("a", false)), Some(input("b", true))];
+        let inputs = inputs.into_iter().flatten().filter(|i| i.dense || !i.features.is_empty()).collect();
+        let feature = |(f, plan): (usize, &FeaturePlan)| FeatureSpec {
+            name: name(f),
+            table: format!("t{}", plan.table),
+            pooling: plan.pooling,
+            hotness_max: plan.hotness_max,
+        };
+        ModelSpec {
+            format: 1,
+            name: self.name.clone(),
+            sequence: self.sequence,
+            dense_features: (0..self.dense).map(|d| format!("d{d}")).collect(),
+            network: NetworkSpec {
+                onnx: "dense.onnx".into(),
+                output: "out".to_owned(),
+                activation: Activation::None,
+                inputs,
+            },
+            tables: self.tables.iter().enumerate().map(table_spec).collect(),
+            features: self.features.iter().enumerate().map(feature).collect(),
+            probe: Some(ProbeSpec { samples: "probe.jsonl".into() }),
+        }
+    }
+
+    /// Packs the model into a folder of its own.
+    pub fn pack(&self) -> Packed {
+        let folder = tempfile::tempdir().unwrap();
+        let spec = self.spec();
+        let rows: Vec<TableRows> = (0..self.tables.len()).map(|t| self.rows(t)).collect();
+        let widths: Vec<(String, usize)> =
+            spec.network.inputs.iter().map(|i| (i.name.clone(), self.input_width(i))).collect();
+        std::fs::write(folder.path().join("dense.onnx"), onnx::concat(&widths, "out")).unwrap();
+        std::fs::write(folder.path().join("probe.jsonl"), "").unwrap();
+        let sources: Vec<Box<dyn RowSource>> =
+            rows.iter().map(|r| Box::new(r.clone()) as Box<dyn RowSource>).collect();
+        let bundle = folder.path().join("model.bundle");
+        let packed =
+            pack(&spec, &sources, folder.path(), &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+        Packed { bundle, schema: packed.schema, rows, folder }
+    }
+
+    fn input_width(&self, input: &InputSpec) -> usize {
+        let width = |name: &String| {
+            let feature = &self.features[name[1..].parse::<usize>().unwrap()];
+            let rows = if feature.pooling == Pooling::None { feature.hotness_max as usize } else { 1 };
+            rows * self.tables[feature.table].dim
+        };
+        if input.dense { self.dense } else { input.features.iter().map(width).sum() }
+    }
+}
+
+fn table_spec((t, plan): (usize, &TablePlan)) -> TableSpec {
+    let far = |column: usize| 1000.0 + 100.0 * t as f32 + column as f32;
+    TableSpec {
+        name: format!("t{t}"),
+        dim: plan.dim,
+        keys: plan.keys,
+        codec: plan.codec,
+        placement: plan.placement,
+        miss: plan.miss,
+        default: match plan.default_zeros {
+            true => DefaultRow::Zeros,
+            false => DefaultRow::Values((0..plan.dim).map(far).collect()),
+        },
+        source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },
+    }
+}
+
+/// Distinct keys, the extremes among them.
+fn sparse_keys(n: u64, random: &mut Random) -> Vec<u64> {
+    let mut keys: Vec<u64> = vec![0, u64::MAX, 1 << 63];
+    keys.truncate(n as usize);
+    while (keys.len() as u64) < n {
+        let key = if random.one_in(4) { random.below(1 << 40) } else { random.bits() };
+        if !keys.contains(&key) {
+            keys.push(key);
+        }
+    }
+    keys
+}
+
+/// A row of values of one magnitude; some rows are constant, some values are zeros of either sign.
+fn random_row(dim: usize, scale: f32, random: &mut Random) -> Vec<f32> {
+    let constant = random.one_in(12).then(|| scale * random.signed());
+    let value = |random: &mut Random| match random.below(16) {
+        0 => 0.0,
+        1 => -0.0,
+        _ => scale * random.signed(),
+    };
+    (0..dim).map(|_| constant.unwrap_or_else(|| value(random))).collect()
+}
+
+/// A packed model.
+pub struct Packed {
+    /// The bundle file.
+    pub bundle: PathBuf,
+    /// The schema as packed.
+    pub schema: Schema,
+    /// The rows that went in.
+    pub rows: Vec<TableRows>,
+    folder: TempDir,
+}
+
+impl Packed {
+    /// The folder of the bundle, removed when this is dropped.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Lays the bundle on a flash directory beside it and returns that directory.
+    pub fn install(&self) -> PathBuf {
+        let flash = self.folder.path().join("flash");
+        install(&flash, &self.bundle);
+        flash
+    }
+}
+
+/// Lays the bundle at `bundle` on `flash`.
+pub fn install(flash: &Path, bundle: &Path) {
+    Flash::install(flash, &mut BundleReader::open(bundle).unwrap(), |_| {}).unwrap();
+}
+
+/// The smallest budget for requests of `batch_max` samples: the least miss list that holds a bag, one set of
+/// cache for each row width or little more.
+pub fn tiny_budget(schema: &Schema, batch_max: u32) -> Budget {
+    let misses_max = schema.features.iter().map(|f| f.hotness_max).max().unwrap();
+    Budget { cache_bytes_max: 256, batch_max, misses_max, ..Budget::default() }
+}
+
+/// Opens the model with the least cache, from `budget` up in steps of two, that has room for a set of each
+/// row width.
+pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
+    loop {
+        match Model::open(flash, budget) {
+            Ok(model) => return Arc::new(model),
+            Err(OpenError::Budget { field: "cache_bytes_max", .. }) if budget.cache_bytes_max < 1 << 30 => {
+                budget.cache_bytes_max *= 2;
+            }
+            Err(e) => panic!("{e}"),
+        }
+    }
+}
+
+/// A batch of `samples`.
+pub fn batch_of(model: &Model, samples: &[Sample]) -> Batch {
+    let mut batch = model.batch();
+    samples.iter().for_each(|s| batch.push(model.schema(), s).unwrap());
+    batch
+}

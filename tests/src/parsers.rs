@@ -1,0 +1,333 @@
+//! The one list of everything that reads bytes from outside. None may panic, hang or take memory without bound, on
+//! any bytes. Used by the smoke test here and by the fuzz targets in `fuzz/`.
+//!
+//! Where a checksum or a hash stands in front of a parser, the bytes go in twice: as they are, and with every checksum
+//! made valid, so that what lies behind is reached. Layouts of several files come as one string of bytes, [`split`].
+
+use crate::goldens;
+use crate::rewrite::{self, Parts};
+use hatchback::bundle::{BundleError, BundleReader};
+use hatchback::flash::LiveRecord;
+use hatchback::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
+use hatchback::manifest::{Generation, Manifest};
+use hatchback::page::{Page, PageBytes, PageKind};
+use hatchback::sample::Sample;
+use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
+use hatchback::segment::{SegmentCheck, SegmentKind};
+use hatchback::target::Target;
+use hatchback::{Codec, DenseEngine};
+use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
+use hatchback_tools::spec::ModelSpec;
+use std::path::Path;
+use tempfile::TempDir;
+
+/// Reads bytes; the outcome does not matter.
+pub type Parser = fn(&[u8]);
+
+/// Every parser by its name, which is also the name of its fuzz target.
+pub const PARSERS: &[(&str, Parser)] = &[
+    ("manifest", manifest),
+    ("bundle", bundle),
+    ("live_record", live_record),
+    ("segment", segment),
+    ("page", page),
+    ("sample", sample),
+    ("probe_set", probe_set),
+    ("model_spec", model_spec),
+    ("target", target),
+    ("safetensors", safetensors),
+    ("npy", npy),
+    ("hugectr", hugectr),
+    ("sok", sok),
+    ("embedding_collection", embedding_collection),
+];
+
+/// A folder with these files, on memory where there is one: a parser is not a test of the disk.
+fn files(files: &[(&str, &[u8])]) -> TempDir {
+    let memory = Path::new("/dev/shm");
+    let folder =
+        if memory.is_dir() { tempfile::tempdir_in(memory).unwrap() } else { tempfile::tempdir().unwrap() };
+    files.iter().for_each(|(name, bytes)| std::fs::write(folder.path().join(name), bytes).unwrap());
+    folder
+}
+
+/// Several files in one string of bytes: each but the last has its length in front, two bytes, little-endian.
+pub fn join(files: &[&[u8]]) -> Vec<u8> {
+    let (last, first) = files.split_last().unwrap();
+    let with_length = |f: &&[u8]| [&(f.len() as u16).to_le_bytes(), *f].concat();
+    let mut joined: Vec<u8> = first.iter().flat_map(with_length).collect();
+    joined.extend_from_slice(last);
+    joined
+}
+
+/// The inverse of [`join`], on any bytes.
+pub fn split<const N: usize>(mut bytes: &[u8]) -> [&[u8]; N] {
+    std::array::from_fn(|i| {
+        let length = match bytes.split_first_chunk() {
+            Some((length, rest)) if i + 1 < N => {
+                bytes = rest;
+                usize::from(u16::from_le_bytes(*length)).min(bytes.len())
+            }
+            _ => bytes.len(),
+        };
+        let (file, rest) = bytes.split_at(length);
+        bytes = rest;
+        file
+    })
+}
+
+/// A bundle's manifest. What decodes encodes to something that decodes to the same.
+pub fn manifest(bytes: &[u8]) {
+    if let Ok(manifest) = Manifest::decode(bytes) {
+        assert_eq!(Manifest::decode(&manifest.encode().unwrap()).as_ref(), Ok(&manifest));
+    }
+}
+
+/// A bundle file: opened, every blob read, every segment checked.
+pub fn bundle(bytes: &[u8]) {
+    read_bundle(bytes);
+    if let Some(parts) = Parts::parse(bytes) {
+        read_bundle(&parts.bytes());
+    }
+}
+
+fn read_bundle(bytes: &[u8]) {
+    let folder = files(&[("b", bytes)]);
+    let Ok(mut bundle) = BundleReader::open(&folder.path().join("b")) else { return };
+    let manifest = bundle.manifest().clone();
+    for blob in 0..manifest.blobs.len() as u32 {
+        let _ = bundle.read_blob(blob, |_| Ok::<(), BundleError>(()));
+    }
+    for (number, table) in manifest.tables.iter().enumerate() {
+        let declared = &manifest.schema.tables[number];
+        let kind = SegmentKind::new(&manifest.generation, number, declared).expect("a checked schema");
+        let mut check = SegmentCheck::new(Path::new("segment"), kind, declared.rows);
+        let _ = bundle.read_blob(table.segment, |chunk| {
+            let _ = check.take(chunk);
+            Ok::<(), BundleError>(())
+        });
+        let _ = check.finish();
+    }
+    if let Some(Ok(set)) = manifest.probe.map(|blob| bundle.blob(blob)) {
+        let _ = Sample::decode_set(&set);
+    }
+}
+
+/// The live generation record.
+pub fn live_record(bytes: &[u8]) {
+    let _ = LiveRecord::decode(bytes);
+    let mut fixed = bytes.to_vec();
+    if let Some((header, body)) = fixed.split_at_mut_checked(16) {
+        header[12..].copy_from_slice(&crc32c::crc32c(body).to_le_bytes());
+        if let Ok(record) = LiveRecord::decode(&fixed) {
+            assert_eq!(LiveRecord::decode(&record.encode()), Ok(record));
+        }
+    }
+}
+
+/// The table that the golden segments are of.
+pub fn golden_table(keys: KeySpace, codec: Codec, rows: u64) -> Table {
+    Table {
+        name: "t".to_owned(),
+        dim: 8,
+        keys,
+        rows,
+        codec,
+        unit_exp: 0,
+        placement: Placement::Cached,
+        miss: MissPolicy::Wait,
+        default_row: vec![0.0; 8],
+    }
+}
+
+/// The tables whose segments the parser tries.
+pub fn golden_tables() -> [Table; 4] {
+    [
+        golden_table(KeySpace::Sparse, Codec::U8, 600),
+        golden_table(KeySpace::Index, Codec::F32, 300),
+        golden_table(KeySpace::Sparse, Codec::F16, 5),
+        golden_table(KeySpace::Index, Codec::U4, 1500),
+    ]
+}
+
+/// The generation that the golden segments are of.
+pub fn golden_generation() -> Generation {
+    Generation { lineage: "golden".to_owned(), sequence: 1 }
+}
+
+/// A segment as it comes out of a bundle.
+pub fn segment(bytes: &[u8]) {
+    check_segment(bytes);
+    let (pages, rest) = bytes.as_chunks::<PAGE_BYTES>();
+    let mut pages = pages.to_vec();
+    pages.iter_mut().for_each(rewrite::reseal);
+    check_segment(&pages.concat());
+    check_segment(&[&pages.concat(), rest].concat());
+}
+
+fn check_segment(bytes: &[u8]) {
+    for (number, table) in golden_tables().iter().enumerate() {
+        let kind = SegmentKind::new(&golden_generation(), number, table).unwrap();
+        let mut check = SegmentCheck::new(Path::new("segment"), kind, table.rows);
+        if check.take(bytes).is_ok() {
+            let _ = check.finish();
+        }
+    }
+}
+
+/// One page, of every kind. What passes the check can be read to its last entry.
+pub fn page(bytes: &[u8]) {
+    let mut page = [0; PAGE_BYTES];
+    let n = bytes.len().min(PAGE_BYTES);
+    page[..n].copy_from_slice(&bytes[..n]);
+    check_page(&page);
+    rewrite::reseal(&mut page);
+    check_page(&page);
+}
+
+fn check_page(bytes: &PageBytes) {
+    let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+    let payload = PAGE_BYTES - PAGE_HEADER_BYTES;
+    for (kind, entry) in
+        [(PageKind::Index, 32), (PageKind::Hashed, 8 + 12), (PageKind::Fences, 4), (PageKind::Trailer, 4080)]
+    {
+        let Ok(page) = Page::check(bytes, word(4), word(8), kind, payload / entry) else { continue };
+        let _ = page.check_order(None).and(page.check_order(Some(page.hash(0))));
+        for i in 0..page.count() {
+            match kind {
+                PageKind::Index => assert_eq!(page.row(kind, 32, i).len(), 32),
+                PageKind::Hashed => {
+                    assert_eq!(page.row(kind, 12, i).len(), 12);
+                    let _ = page.position(page.hash(i));
+                }
+                PageKind::Fences | PageKind::Trailer => assert!(4 * i < page.payload().len()),
+            }
+        }
+    }
+}
+
+/// A sample as a line of JSON, against the schema of a golden model.
+pub fn sample(bytes: &[u8]) {
+    thread_local!(static SCHEMA: Schema = goldens::schema());
+    SCHEMA.with(|schema| {
+        if let Ok(sample) = Sample::from_json(&String::from_utf8_lossy(bytes), schema) {
+            sample.check(schema).expect("what is read has been checked");
+        }
+    });
+}
+
+/// An encoded probe set.
+pub fn probe_set(bytes: &[u8]) {
+    if let Ok(samples) = Sample::decode_set(bytes) {
+        assert_eq!(Sample::decode_set(&Sample::encode_set(&samples).unwrap()).unwrap().len(), samples.len());
+    }
+}
+
+/// `model.toml`, as far as it goes without rows.
+pub fn model_spec(bytes: &[u8]) {
+    let folder = files(&[("model.toml", bytes)]);
+    let Ok(spec) = ModelSpec::load(&folder.path().join("model.toml")) else { return };
+    let table = |t: &hatchback_tools::spec::TableSpec| Table {
+        name: t.name.clone(),
+        dim: t.dim as u32,
+        keys: t.keys,
+        placement: t.placement,
+        miss: t.miss,
+        default_row: vec![0.0; t.dim.min(1 << 16)],
+        codec: t.codec.resolve(100, t.dim.min(1 << 16)),
+        ..golden_table(t.keys, Codec::F32, 100)
+    };
+    if let Ok(schema) = spec.schema(spec.tables.iter().map(table).collect()) {
+        schema.check().expect("what is made has been checked");
+    }
+    for table in &spec.tables {
+        let _ = table.source.open(folder.path(), table.dim);
+    }
+}
+
+/// A target, beside the `base.toml` of the tree.
+pub fn target(bytes: &[u8]) {
+    let base = include_bytes!("../../targets/base.toml");
+    let folder = files(&[("t.toml", bytes), ("base.toml", base)]);
+    let _ = Target::load(&folder.path().join("t.toml"));
+}
+
+/// Opens a table and reads it to its end, keys, values and counts; whatever width it turns out to have.
+fn import(folder: &TempDir, source: &Source) {
+    match source.open(folder.path(), 4) {
+        Ok(rows) => read_rows(&rows),
+        Err(ImportError::Dim { dim, .. }) => {
+            if let Ok(rows) = source.open(folder.path(), dim as usize) {
+                read_rows(&rows);
+            }
+        }
+        Err(_) => {}
+    }
+}
+
+fn read_rows(rows: &Rows) {
+    if let Ok(Some(counts)) = rows.counts() {
+        assert_eq!(counts.len() as u64, rows.rows());
+    }
+    let (Ok(mut blocks), mut block, mut seen) = (rows.blocks(), RowBlock::default(), 0) else { return };
+    loop {
+        match blocks.next(&mut block) {
+            Ok(true) => {
+                assert_eq!(block.rows.len(), block.keys.len() * rows.dim());
+                assert!(block.rows.iter().all(|v| v.is_finite()));
+                seen += block.keys.len() as u64;
+            }
+            Ok(false) => return assert_eq!(seen, rows.rows()),
+            Err(_) => return,
+        }
+    }
+}
+
+/// A safetensors file with the tensors of the golden one, and one without keys.
+pub fn safetensors(bytes: &[u8]) {
+    let folder = files(&[("m", bytes)]);
+    for (tensor, keys, counts) in
+        [("plain", None, None), ("sparse.rows", Some("sparse.keys"), Some("sparse.counts"))]
+    {
+        let [keys, counts] = [keys, counts].map(|name: Option<&str>| name.map(str::to_owned));
+        import(&folder, &Source::Safetensors { path: "m".into(), tensor: tensor.to_owned(), keys, counts });
+    }
+}
+
+/// Two NumPy arrays, values and keys.
+pub fn npy(bytes: &[u8]) {
+    let [keys, values] = split(bytes);
+    let folder = files(&[("k", keys), ("v", values)]);
+    for keys in [None, Some("k".into())] {
+        import(&folder, &Source::Npy { path: "v".into(), counts: keys.clone(), keys });
+    }
+}
+
+/// A HugeCTR folder: `key`, `meta`, `emb_vector`.
+pub fn hugectr(bytes: &[u8]) {
+    let [key, meta, values] = split(bytes);
+    let folder = files(&[("key", key), ("meta", meta), ("emb_vector", values)]);
+    import(&folder, &Source::Hugectr { path: "".into() });
+}
+
+/// A dump of the Sparse Operation Kit: key, `meta_info`, weight.
+pub fn sok(bytes: &[u8]) {
+    let [key, meta, weight] = split(bytes);
+    let folder = files(&[("emb_user_0-key", key), ("meta_info", meta), ("emb_user_0-weight", weight)]);
+    import(&folder, &Source::Sok { path: "".into(), table: "emb/user:0".to_owned() });
+    std::fs::remove_file(folder.path().join("meta_info")).unwrap();
+    import(&folder, &Source::Sok { path: "".into(), table: "emb/user:0".to_owned() });
+}
+
+/// A folder of a HugeCTR EmbeddingCollection: `meta_data`, `key1`, `weight1`.
+pub fn embedding_collection(bytes: &[u8]) {
+    let [meta, key, weight] = split(bytes);
+    let folder = files(&[("meta_data", meta), ("key1", key), ("weight1", weight)]);
+    import(&folder, &Source::EmbeddingCollection { path: "".into(), table: 1 });
+}
+
+/// The dense network's ONNX file. Not in the list: rten, not this tree, parses it.
+pub fn onnx(bytes: &[u8]) {
+    let inputs = [("dense", 2), ("a", 34)];
+    let _ = DenseEngine::load(bytes.to_vec(), &inputs, "out", hatchback::Activation::None, 1);
+}

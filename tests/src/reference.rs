@@ -1,0 +1,145 @@
+//! The request flow, stated plainly: tables are maps of decoded rows, a bag is pooled in key order. Shares the row
+//! codec and the schema with the product and nothing else.
+
+use crate::models::TableRows;
+use hatchback::Pooling;
+use hatchback::Status;
+use hatchback::sample::Sample;
+use hatchback::schema::{InputSource, Schema};
+use std::collections::HashMap;
+
+/// What a model must answer.
+pub struct Reference {
+    schema: Schema,
+    tables: Vec<HashMap<u64, Vec<f32>>>,
+}
+
+impl Reference {
+    /// The reference of a model of `schema` with these `rows`, a table each.
+    pub fn new(schema: &Schema, rows: &[TableRows]) -> Self {
+        let tables = schema.tables.iter().zip(rows).map(|(table, rows)| {
+            let format = table.format().unwrap();
+            let mut bytes = vec![0; format.row_bytes()];
+            let mut decoded = |row: &[f32]| {
+                let mut values = vec![0.0; row.len()];
+                format.encode(row, &mut bytes).unwrap();
+                format.decode(&bytes, &mut values);
+                values
+            };
+            rows.each().map(|(key, row)| (key, decoded(row))).collect()
+        });
+        Self { tables: tables.collect(), schema: schema.clone() }
+    }
+
+    /// The decoded row of `key`, if table `t` has it.
+    pub fn row(&self, t: usize, key: u64) -> Option<&[f32]> {
+        self.tables[t].get(&key).map(Vec::as_slice)
+    }
+
+    /// The network's inputs for `sample`, side by side, where every row was found that is there.
+    pub fn output(&self, sample: &Sample) -> Vec<f32> {
+        self.output_without(sample, &|_, _| false)
+    }
+
+    /// The same where the rows that `lost(table, key)` names are answered with the default row.
+    pub fn output_without(&self, sample: &Sample, lost: &dyn Fn(usize, u64) -> bool) -> Vec<f32> {
+        let mut out = Vec::new();
+        for input in &self.schema.network.inputs {
+            match &input.source {
+                InputSource::Dense => out.extend_from_slice(&sample.dense),
+                InputSource::Features(features) => {
+                    for &f in features {
+                        let f = usize::from(f);
+                        out.extend(self.pool(f, &sample.sparse[f], lost));
+                    }
+                }
+            }
+        }
+        out
+    }
+
+    /// What a sample's status must be where every row was fetched: a key is fresh or absent.
+    pub fn status(&self, sample: &Sample) -> Status {
+        self.status_without(sample, &|_, _| false)
+    }
+
+    /// The same where the pages of the rows that `damaged(table, key)` names cannot be read.
+    pub fn status_without(&self, sample: &Sample, damaged: &dyn Fn(usize, u64) -> bool) -> Status {
+        let mut status = Status::default();
+        for (f, bag) in sample.sparse.iter().enumerate() {
+            let t = usize::from(self.schema.features[f].table);
+            for &key in bag {
+                match self.row(t, key) {
+                    _ if damaged(t, key) => status.damaged += 1,
+                    Some(_) => status.fresh += 1,
+                    None => status.absent += 1,
+                }
+            }
+        }
+        status
+    }
+
+    /// Where the vector of feature `f` begins in the output.
+    pub fn column(&self, f: usize) -> usize {
+        let mut column = 0;
+        for input in &self.schema.network.inputs {
+            let InputSource::Features(features) = &input.source else {
+                column += self.schema.dense_features.len();
+                continue;
+            };
+            for &other in features {
+                if usize::from(other) == f {
+                    return column;
+                }
+                column += self.width(usize::from(other));
+            }
+        }
+        panic!("feature {f} feeds no input")
+    }
+
+    /// Values that feature `f` adds to the output.
+    pub fn width(&self, f: usize) -> usize {
+        let feature = &self.schema.features[f];
+        let dim = self.schema.tables[usize::from(feature.table)].dim as usize;
+        if feature.pooling == Pooling::None { dim * feature.hotness_max as usize } else { dim }
+    }
+
+    fn pool(&self, f: usize, bag: &[u64], lost: &dyn Fn(usize, u64) -> bool) -> Vec<f32> {
+        let feature = &self.schema.features[f];
+        let t = usize::from(feature.table);
+        let table = &self.schema.tables[t];
+        let row = |key: u64| match self.row(t, key) {
+            Some(row) if !lost(t, key) => row,
+            _ => &table.default_row,
+        };
+        let mut out = vec![0.0; self.width(f)];
+        for (position, &key) in bag.iter().enumerate() {
+            let start = if feature.pooling == Pooling::None { position * table.dim as usize } else { 0 };
+            for (column, value) in row(key).iter().enumerate() {
+                out[start + column] += value;
+            }
+        }
+        if feature.pooling == Pooling::Mean && !bag.is_empty() {
+            out.iter_mut().for_each(|v| *v /= bag.len() as f32);
+        }
+        out
+    }
+}
+
+/// Area under the ROC curve by its definition: the share of pairs of a positive and a negative sample in which
+/// the positive scores higher, ties counted half.
+pub fn auc(scores: &[f32], labels: &[f32]) -> f64 {
+    let (mut won, mut pairs) = (0.0, 0.0);
+    for (i, _) in labels.iter().enumerate().filter(|(_, l)| **l > 0.5) {
+        for (j, _) in labels.iter().enumerate().filter(|(_, l)| **l <= 0.5) {
+            pairs += 1.0;
+            won += if scores[i] > scores[j] { 1.0 } else { 0.5 * f64::from(u8::from(scores[i] == scores[j])) };
+        }
+    }
+    won / pairs
+}
+
+/// Whether both are the same to the bit.
+pub fn same_bits(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits())
+}

@@ -1,0 +1,70 @@
+//! Every parser on seeded damage to whole inputs: none panics, none hangs. The long run is `fuzz/`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback_tests::goldens::goldens;
+use hatchback_tests::mutate::mutated;
+use hatchback_tests::parsers::{PARSERS, Parser};
+use hatchback_tests::random::Random;
+use std::collections::BTreeSet;
+use std::panic::catch_unwind;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Cases of each parser.
+const CASES: u64 = 2000;
+/// No parser may take longer than this for its cases; it then gets fewer.
+const TIME_MAX: Duration = Duration::from_secs(4);
+/// One case may never take longer than this: a small input that costs much is an attack of its own.
+const CASE_TIME_MAX: Duration = Duration::from_secs(2);
+
+fn one(name: &str, parser: Parser, seed: u64, goldens: &[Vec<u8>]) {
+    let mut random = Random::of(seed, 0xf022);
+    let golden = random.pick(goldens).clone();
+    let bytes = mutated(&golden, goldens, &mut random);
+    let begin = Instant::now();
+    if catch_unwind(|| parser(&bytes)).is_err() {
+        panic!("parser `{name}` panicked: replay with HATCHBACK_FUZZ_SEED={seed}");
+    }
+    let time = begin.elapsed();
+    assert!(time < CASE_TIME_MAX, "parser `{name}`, HATCHBACK_FUZZ_SEED={seed}: {time:?}");
+}
+
+/// Set `HATCHBACK_FUZZ_SEED` to replay one case of every parser.
+#[test]
+fn no_parser_panics() {
+    let replay = std::env::var("HATCHBACK_FUZZ_SEED").ok().map(|seed| seed.parse::<u64>().unwrap());
+    for (name, parser) in PARSERS {
+        let goldens = goldens(name);
+        // What is whole, and nothing at all.
+        goldens.iter().for_each(|golden| parser(golden));
+        parser(&[]);
+        if let Some(seed) = replay {
+            one(name, *parser, seed, &goldens);
+            continue;
+        }
+        let begin = Instant::now();
+        let mut cases = 0;
+        while cases < CASES && begin.elapsed() < TIME_MAX {
+            one(name, *parser, cases, &goldens);
+            cases += 1;
+        }
+        println!("{name}: {cases} cases in {:.1} s", begin.elapsed().as_secs_f64());
+    }
+}
+
+#[test]
+fn every_parser_has_a_fuzz_target_that_calls_it() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/fuzz_targets");
+    let names = |path: std::path::PathBuf| path.file_stem().unwrap().to_string_lossy().into_owned();
+    let targets: BTreeSet<String> =
+        std::fs::read_dir(&folder).unwrap().map(|entry| names(entry.unwrap().path())).collect();
+    let parsers: BTreeSet<String> = PARSERS.iter().map(|(name, _)| (*name).to_owned()).collect();
+    assert_eq!(targets, parsers);
+    let manifest = std::fs::read_to_string(folder.join("../Cargo.toml")).unwrap();
+    for name in parsers {
+        let target = std::fs::read_to_string(folder.join(format!("{name}.rs"))).unwrap();
+        assert!(target.contains(&format!("parsers::{name}(bytes)")), "{name}");
+        assert!(manifest.contains(&format!("name = \"{name}\"")), "{name}");
+    }
+}

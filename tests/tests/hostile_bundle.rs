@@ -1,0 +1,736 @@
+//! Bundles from an attacker and flash that went bad, one test an attack. Each is refused with an error that names the
+//! file and the field, and what was live before stays live and scores the same.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::Pooling;
+use hatchback::budget::Budget;
+use hatchback::bundle::{BundleError, BundleReader};
+use hatchback::flash::{Flash, FlashError, LiveRecord};
+use hatchback::limits::{CHUNK_BYTES, FEATURES_MAX, HOTNESS_MAX, MANIFEST_BYTES_MAX};
+use hatchback::manifest::{Manifest, sha256};
+use hatchback::model::Model;
+use hatchback::page::PageBytes;
+use hatchback::sample::Sample;
+use hatchback::schema::{Feature, InputSource, KeySpace, Placement};
+use hatchback::score::{SystemClock, Worker};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_of, install};
+use hatchback_tests::random::Random;
+use hatchback_tests::rewrite::{Parts, TRAILER_BYTES, count, kind, pages_of, renumber, reseal};
+use hatchback_tools::spec::CodecChoice;
+use std::path::PathBuf;
+use std::sync::Arc;
+use tempfile::TempDir;
+
+/// Table numbers: rows by hash in u8, rows by position in f32 (resident), rows by hash in f16 with a hot list.
+const HASHED: usize = 0;
+const INDEXED: usize = 1;
+const HOT: usize = 2;
+
+fn plan(lineage: &str, sequence: u64) -> ModelPlan {
+    let tables = vec![
+        TablePlan::cached(KeySpace::Sparse, 1200, 20, CodecChoice::U8),
+        TablePlan {
+            placement: Placement::Resident,
+            ..TablePlan::cached(KeySpace::Index, 500, 8, CodecChoice::F32)
+        },
+        TablePlan { counts: true, ..TablePlan::cached(KeySpace::Sparse, 300, 6, CodecChoice::F16) },
+    ];
+    let feature = |table| FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(table) };
+    let features = (0..3).map(feature).collect();
+    // Content differs from generation to generation.
+    ModelPlan { name: lineage.to_owned(), sequence, seed: sequence, dense: 2, tables, features }
+}
+
+/// A car with generation 5 live, and generation 6 on its way.
+struct Victim {
+    folder: TempDir,
+    flash: PathBuf,
+    live: Vec<u8>,
+    scores: Vec<u32>,
+    next: Parts,
+}
+
+impl Victim {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let flash = folder.path().join("flash");
+        install(&flash, &plan("victim", 5).pack().bundle);
+        let next = Parts::read(&plan("victim", 6).pack().bundle);
+        let live = std::fs::read(flash.join("live")).unwrap();
+        let mut victim = Self { folder, flash, live, scores: Vec::new(), next };
+        victim.scores = victim.score();
+        victim
+    }
+
+    fn score(&self) -> Vec<u32> {
+        let model = Arc::new(Model::open(&self.flash, Budget::default()).unwrap());
+        let samples: Vec<Sample> = (0..60).map(|id| plan("victim", 5).sample(id)).collect();
+        let batch = batch_of(&model, &samples);
+        let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
+        let scores = worker.score(&batch, None).unwrap();
+        assert_eq!(scores.status().damaged, 0);
+        scores.values.iter().map(|v| v.to_bits()).collect()
+    }
+
+    fn bundle(&self) -> PathBuf {
+        self.folder.path().join("attack.bundle")
+    }
+
+    fn install(&self, bundle: &[u8]) -> Result<Flash, FlashError> {
+        std::fs::write(self.bundle(), bundle).unwrap();
+        Flash::install(&self.flash, &mut BundleReader::open(&self.bundle())?, |_| {})
+    }
+
+    /// Installs these bytes: refused, with an error that names a file and all of `texts`.
+    fn refuses(&self, bundle: &[u8], texts: &[&str]) {
+        let error = self.install(bundle).err().unwrap_or_else(|| panic!("installed: {texts:?}")).to_string();
+        let root = self.folder.path().display().to_string();
+        assert!(error.starts_with(&root), "names no file: {error}");
+        texts.iter().for_each(|text| assert!(error.contains(text), "no `{text}` in: {error}"));
+        assert_eq!(std::fs::read(self.flash.join("live")).unwrap(), self.live, "{error}");
+    }
+
+    /// Generation 6, changed, every hash valid.
+    fn attacked(&self, change: impl FnOnce(&mut Parts)) -> Vec<u8> {
+        let mut parts = self.next.clone();
+        change(&mut parts);
+        parts.bytes()
+    }
+
+    fn refuses_manifest(&self, change: impl FnOnce(&mut Manifest), texts: &[&str]) {
+        self.refuses(&self.attacked(|p| change(&mut p.manifest)), texts);
+    }
+
+    fn refuses_segment(&self, table: usize, edit: impl FnOnce(&mut Vec<PageBytes>), texts: &[&str]) {
+        self.refuses(&self.attacked(|p| p.edit_segment(table, edit)), texts);
+    }
+}
+
+impl Drop for Victim {
+    /// What was live serves as before, and the true generation 6 still gets in.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            return;
+        }
+        assert!(self.score() == self.scores, "other scores");
+        let flash = self.install(&self.next.clone().bytes()).unwrap();
+        assert_eq!(flash.manifest().generation.sequence, 6);
+        assert!(self.score() != self.scores);
+    }
+}
+
+#[test]
+fn truncated_at_every_length() {
+    let victim = Victim::new();
+    let bundle = victim.next.clone().bytes();
+    std::fs::write(victim.bundle(), &bundle).unwrap();
+    let file = std::fs::File::options().write(true).open(victim.bundle()).unwrap();
+    for length in (0..bundle.len() as u64).rev() {
+        file.set_len(length).unwrap();
+        match BundleReader::open(&victim.bundle()) {
+            Err(BundleError::Field { field, .. }) => assert!(["length", "trailer"].contains(&field.as_str())),
+            other => panic!("{length} of {} bytes: {:?}", bundle.len(), other.err()),
+        }
+    }
+    victim.refuses(&bundle[..bundle.len() - 1], &["attack.bundle", "trailer: is missing"]);
+    victim.refuses(&[], &["attack.bundle", "length: 0 bytes"]);
+    victim.refuses(&[&bundle[..], &[0]].concat(), &["trailer: is missing"]);
+    // The manifest and the trailer of a longer file.
+    let without_a_byte = [&bundle[..16], &bundle[17..]].concat();
+    victim.refuses(&without_a_byte, &["trailer.manifest_at"]);
+}
+
+#[test]
+fn every_flipped_bit() {
+    let victim = Victim::new();
+    let mut bundle = victim.next.clone().bytes();
+    let mut random = Random::new(1);
+    let (header, trailer) = (0..16 * 8, (bundle.len() - TRAILER_BYTES) * 8..bundle.len() * 8);
+    let anywhere = (0..250).map(|_| random.below(bundle.len() as u64 * 8) as usize);
+    let bits: Vec<usize> = header.chain(trailer).chain(anywhere).collect();
+    for bit in bits {
+        bundle[bit / 8] ^= 1 << (bit % 8);
+        victim.refuses(&bundle, &["attack.bundle"]);
+        bundle[bit / 8] ^= 1 << (bit % 8);
+    }
+}
+
+#[test]
+fn wrong_format_numbers() {
+    let victim = Victim::new();
+    victim.refuses(&victim.attacked(|p| p.header[8] = 2), &["attack.bundle", "format: 2 is not 1"]);
+    victim.refuses(&victim.attacked(|p| p.header[15] = 1), &["format: 72057594037927937 is not 1"]);
+    victim.refuses(&victim.attacked(|p| p.header[0] = b'h'), &["magic"]);
+    let mut manifest = victim.next.manifest.encode().unwrap();
+    manifest[0] = 2;
+    victim.refuses(&victim.next.bytes_with(&manifest), &["attack.bundle: manifest: format: 2 is not 1"]);
+    victim.refuses(&victim.next.bytes_with(&[1, 0, 0]), &["manifest: format: 3 bytes are too few"]);
+    victim.refuses(&victim.next.bytes_with(&[]), &["manifest: format: 0 bytes are too few"]);
+}
+
+#[test]
+fn manifest_lengths_that_lie() {
+    let victim = Victim::new();
+    let bundle = victim.next.clone().bytes();
+    let with = |at: u64, length: u64| {
+        let mut bundle = bundle.clone();
+        let trailer = bundle.len() - TRAILER_BYTES;
+        bundle[trailer..trailer + 8].copy_from_slice(&at.to_le_bytes());
+        bundle[trailer + 8..trailer + 16].copy_from_slice(&length.to_le_bytes());
+        bundle
+    };
+    let end = (bundle.len() - TRAILER_BYTES) as u64;
+    let over = MANIFEST_BYTES_MAX as u64 + 1;
+    for length in [over, u64::MAX, u64::MAX - end] {
+        victim.refuses(&with(end.wrapping_sub(length), length), &["trailer.manifest_bytes", "over"]);
+    }
+    for (at, length) in [(end, 1), (0, end), (15, end - 15), (u64::MAX, 0), (u64::MAX, 1), (end - 9, 8)] {
+        victim.refuses(&with(at, length), &["trailer.manifest_at"]);
+    }
+    victim.refuses(&with(16, end - 16), &["manifest: does not match its hash"]);
+}
+
+#[test]
+fn a_manifest_with_trailing_bytes() {
+    let victim = Victim::new();
+    let mut manifest = victim.next.manifest.encode().unwrap();
+    manifest.push(0);
+    victim.refuses(&victim.next.bytes_with(&manifest), &["manifest: length: 1 bytes follow the manifest"]);
+    manifest.truncate(manifest.len() - 2);
+    victim.refuses(&victim.next.bytes_with(&manifest), &["manifest: does not decode"]);
+}
+
+#[test]
+fn a_chunk_that_does_not_match_its_hash() {
+    let victim = Victim::new();
+    for blob in 0..victim.next.stored.len() {
+        let mut parts = victim.next.clone();
+        parts.rehash();
+        let Some(chunk) = parts.stored[blob].first_mut() else { continue };
+        chunk[0] ^= 1;
+        let bundle = parts.bytes_with(&parts.manifest.encode().unwrap());
+        victim.refuses(&bundle, &["attack.bundle", &format!("blobs[{blob}].chunks[0]"), "hash"]);
+    }
+}
+
+#[test]
+fn chunks_that_overlap_the_manifest_or_leave_a_hole() {
+    let victim = Victim::new();
+    let last = victim.next.stored.len() - 1;
+    let mut parts = victim.next.clone();
+    parts.stored[last].push(vec![7; 100]);
+    victim.refuses(&parts.clone().bytes_with(&parts.manifest.encode().unwrap()), &["blobs: chunks end at"]);
+    parts.stored[last].clear();
+    victim.refuses(&parts.bytes_with(&parts.manifest.encode().unwrap()), &["blobs: chunks end at"]);
+}
+
+/// A chunk that expands beyond what it says, to less, or that is no zstd at all.
+#[test]
+fn a_zip_bomb() {
+    let victim = Victim::new();
+    let dense = victim.next.manifest.dense as usize;
+    let compressed = |bytes: usize| zstd::bulk::compress(&vec![0; bytes], 19).unwrap();
+    let chunk = |stored: Vec<u8>, raw: usize| {
+        victim.attacked(|p| {
+            p.manifest.blobs[dense].chunks[0].raw = raw as u32;
+            p.stored[dense] = vec![stored];
+        })
+    };
+    let field = format!("blobs[{dense}].chunks[0]");
+    let bomb = compressed(256 << 20);
+    victim.refuses(&chunk(bomb.clone(), CHUNK_BYTES), &[&field, "does not decompress"]);
+    let many_frames = compressed(CHUNK_BYTES).repeat(64);
+    victim.refuses(&chunk(many_frames, CHUNK_BYTES), &[&field, "does not decompress"]);
+    let short = format!("decompresses to {} bytes instead of {CHUNK_BYTES}", CHUNK_BYTES - 1);
+    victim.refuses(&chunk(compressed(CHUNK_BYTES - 1), CHUNK_BYTES), &[&field, &short]);
+    victim.refuses(&chunk(vec![0x28; 99], CHUNK_BYTES), &[&field, "does not decompress"]);
+    // What it says it expands to is itself too much.
+    victim.refuses(&chunk(bomb.clone(), CHUNK_BYTES + 1), &[&field, ".raw"]);
+    victim.refuses(&chunk(bomb.clone(), u32::MAX as usize), &[&field, ".raw"]);
+    victim.refuses(&chunk(bomb, 100), &[&field, ".stored"]);
+    victim.refuses(&chunk(vec![], 100), &[&field, ".stored: 0 bytes"]);
+    victim.refuses(&chunk(vec![], 0), &[&field, ".raw: 0 bytes"]);
+}
+
+#[test]
+fn a_chunk_swapped_for_another_valid_chunk() {
+    let victim = Victim::new();
+    let blob = |table: usize| victim.next.manifest.tables[table].segment as usize;
+    let swap = |a: usize, b: usize| {
+        victim.attacked(|p| {
+            p.manifest.blobs.swap(a, b);
+            p.stored.swap(a, b);
+        })
+    };
+    victim.refuses(&swap(blob(HASHED), blob(HOT)), &["t0000.seg: page 0: belongs to segment"]);
+    victim.refuses(&swap(blob(HASHED), blob(INDEXED)), &["t0000.seg: page 0: belongs to segment"]);
+    let dense = victim.next.manifest.dense as usize;
+    victim.refuses(&swap(blob(HASHED), dense), &["t0000.seg: length"]);
+    victim.refuses(&swap(dense, blob(HOT)), &["t0002.seg"]);
+    // The bytes alone, under the hashes of the true ones.
+    let mut parts = victim.next.clone();
+    parts.stored.swap(blob(HASHED), blob(HOT));
+    let lengths = parts.bytes_with(&parts.manifest.encode().unwrap());
+    victim.refuses(&lengths, &["blobs[0].chunks[0]: content does not match its hash"]);
+}
+
+#[test]
+fn duplicate_keys() {
+    let victim = Victim::new();
+    let twice = |pages: &mut Vec<PageBytes>| {
+        pages[1].copy_within(16 + 8 * 4..16 + 8 * 5, 16 + 8 * 5);
+        reseal(&mut pages[1]);
+    };
+    victim.refuses_segment(HASHED, twice, &["t0000.seg: page 1: key hashes do not ascend at entry 5"]);
+    let a_page_twice = |pages: &mut Vec<PageBytes>| {
+        pages[2] = pages[1];
+        renumber(pages, 10, 1);
+    };
+    victim.refuses_segment(HASHED, a_page_twice, &["t0000.seg: page 2: key hashes do not ascend at entry 0"]);
+}
+
+#[test]
+fn unsorted_keys() {
+    let victim = Victim::new();
+    let swap_keys = |pages: &mut Vec<PageBytes>| {
+        (0..8).for_each(|i| pages[0].swap(16 + i, 24 + i));
+        reseal(&mut pages[0]);
+    };
+    victim.refuses_segment(HASHED, swap_keys, &["t0000.seg: page 0: key hashes do not ascend at entry 1"]);
+    let swap_pages = |pages: &mut Vec<PageBytes>| {
+        pages.swap(1, 2);
+        renumber(pages, 10, 1);
+    };
+    victim.refuses_segment(HASHED, swap_pages, &["t0000.seg: page 2: key hashes do not ascend at entry 0"]);
+}
+
+/// Keys whose hashes share the prefix that a fence holds, on two pages: a fence could find only one of them.
+#[test]
+fn a_hash_prefix_on_two_pages() {
+    let victim = Victim::new();
+    let split = |pages: &mut Vec<PageBytes>| {
+        let last = 16 + 8 * (count(&pages[0]) - 1);
+        let mut prefix = [0; 4];
+        prefix.copy_from_slice(&pages[0][last + 4..last + 8]);
+        pages[1][16..20].fill(0xff);
+        pages[1][20..24].copy_from_slice(&prefix);
+        reseal(&mut pages[1]);
+    };
+    victim.refuses_segment(HASHED, split, &["t0000.seg: fences: hash prefix"]);
+}
+
+#[test]
+fn rows_that_are_not_numbers() {
+    let victim = Victim::new();
+    // u8: the scale stands behind 20 codes, the bias behind the scale.
+    for (at, column) in [(20, 20), (22, 21)] {
+        for bits in [0x7e00u16, 0x7c00, 0xfc00] {
+            let edit = |pages: &mut Vec<PageBytes>| {
+                let row = 16 + 8 * count(&pages[3]) + 24 * 7;
+                pages[3][row + at..row + at + 2].copy_from_slice(&bits.to_le_bytes());
+                reseal(&mut pages[3]);
+            };
+            let text = format!("t0000.seg: page 3: row 7: column {column} holds");
+            victim.refuses_segment(HASHED, edit, &[&text, "not finite"]);
+        }
+    }
+    for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let edit = |pages: &mut Vec<PageBytes>| {
+            pages[2][16 + 32 * 9 + 12..][..4].copy_from_slice(&value.to_le_bytes());
+            reseal(&mut pages[2]);
+        };
+        let text = format!("t0001.seg: page 2: row 9: column 3 holds {value}");
+        victim.refuses_segment(INDEXED, edit, &[&text]);
+    }
+    let half = |pages: &mut Vec<PageBytes>| {
+        let row = 16 + 8 * count(&pages[0]);
+        pages[0][row + 11] = 0x7c;
+        pages[0][row + 10] = 1;
+        reseal(&mut pages[0]);
+    };
+    victim.refuses_segment(HOT, half, &["t0002.seg: page 0: row 0: column 5 holds NaN"]);
+    victim.refuses_manifest(|m| m.schema.tables[0].default_row[3] = f32::NAN, &["table[0].default_row"]);
+}
+
+fn fence_page(pages: &[PageBytes]) -> usize {
+    pages.iter().position(|p| kind(p) == 3).unwrap()
+}
+
+#[test]
+fn fences_that_lie() {
+    let victim = Victim::new();
+    for fence in [0, 5, 9] {
+        let edit = |pages: &mut Vec<PageBytes>| {
+            let page = fence_page(pages);
+            pages[page][16 + 4 * fence] ^= 1;
+            reseal(&mut pages[page]);
+        };
+        victim.refuses_segment(HASHED, edit, &[&format!("t0000.seg: fences: fence {fence} is not")]);
+    }
+    let recount = |to: u8| {
+        move |pages: &mut Vec<PageBytes>| {
+            let page = fence_page(pages);
+            pages[page][12] = to;
+            reseal(&mut pages[page]);
+        }
+    };
+    victim.refuses_segment(HASHED, recount(9), &["t0000.seg: fences: 9 for 10 pages"]);
+    victim.refuses_segment(HASHED, recount(11), &["t0000.seg: fences: fence 10 is not"]);
+    let none = |pages: &mut Vec<PageBytes>| {
+        pages.remove(fence_page(pages));
+        renumber(pages, 10, 0);
+    };
+    victim.refuses_segment(HASHED, none, &["t0000.seg: fences: 0 for 10 pages"]);
+    // An index table has none.
+    let uninvited = |pages: &mut Vec<PageBytes>| {
+        let mut page = pages[0];
+        page[14] = 3;
+        pages.insert(pages.len() - 1, page);
+        renumber(pages, 4, 1);
+    };
+    victim.refuses_segment(INDEXED, uninvited, &["t0001.seg: fences: fence 0 is not"]);
+}
+
+/// Every fence right and every count right, but not where a reader looks for them.
+#[test]
+fn fences_between_the_rows() {
+    let victim = Victim::new();
+    let edit = |pages: &mut Vec<PageBytes>| {
+        let at = fence_page(pages);
+        let (mut first, rest) = (pages[at], &mut pages[at]);
+        rest.copy_within(20.., 16);
+        rest[12] = 9;
+        first[12] = 1;
+        pages.insert(1, first);
+        renumber(pages, 10, 2);
+    };
+    victim.refuses_segment(HASHED, edit, &["t0000.seg: fences: page 2 holds rows and follows fences"]);
+}
+
+#[test]
+fn a_page_from_another_segment() {
+    let victim = Victim::new();
+    let foreign = pages_of(&victim.next.content(victim.next.manifest.tables[HOT].segment))[0];
+    victim.refuses_segment(HASHED, |p| p[0] = foreign, &["t0000.seg: page 0: belongs to segment"]);
+    // The live generation's page of the same table, in its right place.
+    let live = std::fs::read(victim.flash.join("g000000000005").join("t0000.seg")).unwrap();
+    victim.refuses_segment(HASHED, |p| p[4] = pages_of(&live)[4], &["t0000.seg: page 4: belongs to segment"]);
+    victim.refuses_segment(HASHED, |p| p[4] = p[5], &["t0000.seg: page 4: says it is page 5"]);
+    // The whole segment of the live generation.
+    victim.refuses(
+        &victim.attacked(|p| p.set_content(p.manifest.tables[HASHED].segment, &live)),
+        &["t0000.seg: page 0: belongs to segment"],
+    );
+}
+
+#[test]
+fn row_counts_that_lie() {
+    let victim = Victim::new();
+    for (table, rows) in [(HASHED, 1199), (HASHED, 1201), (INDEXED, 499), (INDEXED, 501), (HOT, u64::MAX)] {
+        let text = format!("t{table:04}.seg: rows: {} instead of {rows}", [1200, 500, 300][table]);
+        victim.refuses_manifest(|m| m.schema.tables[table].rows = rows, &[&text]);
+    }
+    victim.refuses_manifest(|m| m.schema.tables[0].rows = 0, &["manifest: schema: table[0].rows: is 0"]);
+    let claim = |entries: u16| {
+        move |pages: &mut Vec<PageBytes>| {
+            pages[1][12..14].copy_from_slice(&entries.to_le_bytes());
+            reseal(&mut pages[1]);
+        }
+    };
+    for entries in [0, 128, 4096, u16::MAX] {
+        let text = format!("t0000.seg: page 1: claims {entries} entries");
+        victim.refuses_segment(HASHED, claim(entries), &[&text]);
+    }
+    victim.refuses_segment(HASHED, claim(3), &["t0000.seg"]);
+    victim.refuses_segment(INDEXED, claim(100), &["t0001.seg: rows: page 2 follows a page that is not full"]);
+    // A page left out, the trailer changed to fit.
+    let without_a_page = |pages: &mut Vec<PageBytes>| {
+        pages.remove(1);
+        renumber(pages, 3, 0);
+    };
+    victim.refuses_segment(INDEXED, without_a_page, &["t0001.seg"]);
+}
+
+#[test]
+fn trailers_that_lie() {
+    let victim = Victim::new();
+    // Every field, and the bytes behind the last one, which are zero.
+    for at in (16..66).chain([100, 4095]) {
+        let edit = |pages: &mut Vec<PageBytes>| {
+            let trailer = pages.last_mut().unwrap();
+            trailer[at] ^= 1;
+            reseal(trailer);
+        };
+        victim.refuses_segment(HASHED, edit, &["t0000.seg: trailer"]);
+    }
+    let append = |pages: &mut Vec<PageBytes>| pages.push([0; 4096]);
+    victim.refuses_segment(HASHED, append, &["t0000.seg: length: pages follow the trailer"]);
+    let cut = |pages: &mut Vec<PageBytes>| pages.truncate(pages.len() - 1);
+    victim.refuses_segment(HASHED, cut, &["t0000.seg: length: the segment ends before its trailer"]);
+    victim.refuses_segment(HASHED, |pages| pages.clear(), &["t0000.seg: length"]);
+    let blob = victim.next.manifest.tables[HASHED].segment;
+    let mut odd = victim.next.content(blob);
+    odd.push(0);
+    victim.refuses(
+        &victim.attacked(|p| p.set_content(blob, &odd)),
+        &["t0000.seg: length: 1 bytes follow the last whole page"],
+    );
+}
+
+#[test]
+fn blob_numbers_out_of_range() {
+    let victim = Victim::new();
+    let n = victim.next.manifest.blobs.len() as u32;
+    for index in [n, u32::MAX] {
+        let of = format!("{index} of {n} blobs");
+        let refused = |change: &dyn Fn(&mut Manifest), field: &str| {
+            victim.refuses_manifest(change, &[&format!("manifest: {field}: {of}")]);
+        };
+        refused(&|m| m.tables[1].segment = index, "tables[1].segment");
+        refused(&|m| m.tables[2].hot = Some(index), "tables[2].hot");
+        refused(&|m| m.dense = index, "dense");
+        refused(&|m| m.probe = Some(index), "probe");
+    }
+    victim.refuses_manifest(|m| drop(m.tables.pop()), &["manifest: tables: 2 entries for 3 tables"]);
+}
+
+#[test]
+fn a_lineage_with_path_tricks() {
+    let victim = Victim::new();
+    let long = "x".repeat(121);
+    for lineage in ["../x", "/etc/passwd", "a/b", "a\\b", "", "a\0b", "a\nb", "ü", "%2e%2e", "a b", &long] {
+        let escaped = format!("manifest: lineage: `{}`", lineage.escape_debug());
+        victim.refuses_manifest(|m| m.generation.lineage = lineage.to_owned(), &[&escaped]);
+    }
+}
+
+#[test]
+fn schemas_that_contradict_themselves() {
+    let victim = Victim::new();
+    let refused = |change: &dyn Fn(&mut Manifest), text: &str| {
+        victim.refuses_manifest(change, &["attack.bundle: manifest: schema: ", text]);
+    };
+    refused(&|m| m.schema.features[1].table = 3, "feature[1].table: 3 of 3 tables");
+    refused(&|m| m.schema.features[1].table = u16::MAX, "feature[1].table: 65535 of 3 tables");
+    refused(&|m| m.schema.features[2].hotness_max = 0, "feature[2].hotness_max: 0 is not in");
+    refused(&|m| m.schema.features[2].hotness_max = HOTNESS_MAX as u32 + 1, "feature[2].hotness_max: 4097");
+    refused(&|m| m.schema.features[2].hotness_max = u32::MAX, "feature[2].hotness_max");
+    refused(&|m| m.schema.tables[0].dim = 0, "table[0].dim: 0 is not in");
+    refused(&|m| m.schema.tables[0].dim = u32::MAX, "table[0].dim");
+    refused(&|m| m.schema.tables[1].dim = 1017, "table[1].dim: 1017 takes 4068 bytes a row, over 4064");
+    refused(&|m| m.schema.tables[0].dim = 19, "table[0].default_row: is not 19 finite values");
+    refused(&|m| m.schema.tables[0].unit_exp = 65, "table[0].unit_exp: 65 does not fit u8");
+    refused(&|m| m.schema.tables[0].unit_exp = i8::MIN, "table[0].unit_exp: -128 does not fit u8");
+    refused(&|m| m.schema.tables[1].unit_exp = 1, "table[1].unit_exp: 1 does not fit f32");
+    refused(&|m| m.schema.tables[1].name = "t0".to_owned(), "table[1].name: `t0` is there twice");
+    refused(&|m| m.schema.features[1].name = String::new(), "feature[1].name");
+    refused(&|m| m.schema.features[1].name = "a\nb".to_owned(), "feature[1].name: `a\\nb`");
+    refused(&|m| m.schema.dense_features[1] = "x".repeat(121), "dense_features[1].name");
+    refused(&|m| drop(m.schema.network.inputs.remove(0)), "network.input: 0 inputs take the 2 dense features");
+    refused(&|m| drop(m.schema.network.inputs.pop()), "feature[0]: `f0` feeds 0 inputs");
+    let feed = |features: Vec<u16>| {
+        move |m: &mut Manifest| m.schema.network.inputs[1].source = InputSource::Features(features.clone())
+    };
+    refused(&feed(vec![0, 1, 2, 9]), "network.input[1].features: no feature 9");
+    refused(&feed(vec![0, 1, 2, 2]), "feature[2]: `f2` feeds 2 inputs");
+    refused(&feed(vec![]), "network.input[1].features: is empty");
+    // Within every limit of a feature, yet gigabytes for each sample.
+    let wide = |m: &mut Manifest| {
+        let more = |i| Feature {
+            name: format!("wide{i}"),
+            table: 0,
+            pooling: Pooling::None,
+            hotness_max: HOTNESS_MAX as u32,
+        };
+        m.schema.features.extend((3..FEATURES_MAX).map(more));
+        let all = (0..FEATURES_MAX as u16).collect();
+        m.schema.network.inputs[1].source = InputSource::Features(all);
+    };
+    refused(&wide, "network.input[1]: is wider than");
+}
+
+/// A manifest that is consistent by itself but not with the rows that come with it.
+#[test]
+fn a_schema_that_does_not_fit_the_rows() {
+    let victim = Victim::new();
+    let refused = |table: usize, change: &dyn Fn(&mut hatchback::schema::Table)| {
+        let file = format!("t{table:04}.seg: ");
+        victim.refuses_manifest(|m| change(&mut m.schema.tables[table]), &[&file]);
+    };
+    refused(INDEXED, &|t| t.keys = KeySpace::Sparse);
+    refused(HASHED, &|t| t.keys = KeySpace::Index);
+    refused(HASHED, &|t| t.codec = hatchback::Codec::U4);
+    refused(HASHED, &|t| t.unit_exp = 1);
+    refused(HOT, &|t| t.codec = hatchback::Codec::F32);
+    refused(INDEXED, &|t| (t.dim, t.default_row) = (7, vec![0.0; 7]));
+    refused(INDEXED, &|t| (t.dim, t.default_row) = (1000, vec![0.0; 1000]));
+    victim.refuses_manifest(|m| m.generation.sequence = 7, &["t0000.seg: page 0: belongs to segment"]);
+}
+
+#[test]
+fn a_network_that_does_not_fit_the_schema() {
+    let victim = Victim::new();
+    let refused = |change: &dyn Fn(&mut Parts), text: &str| {
+        victim.refuses(&victim.attacked(change), &["dense.onnx: ", text]);
+    };
+    let dense = victim.next.manifest.dense;
+    refused(&|p| p.set_content(dense, b"no network"), "dense network");
+    refused(&|p| p.set_content(dense, b""), "dense network");
+    refused(&|p| p.manifest.schema.network.output = "logit".to_owned(), "no output named `logit`");
+    refused(&|p| p.manifest.schema.network.inputs[0].name = "x".to_owned(), "dense network: input `dense`");
+    refused(&|p| p.manifest.schema.dense_features.push("more".to_owned()), "the schema feeds 3");
+}
+
+#[test]
+fn a_probe_set_that_does_not_decode() {
+    let victim = Victim::new();
+    let probe = victim.next.manifest.probe.unwrap();
+    for (set, text) in [
+        (&[9, 0, 0, 0, 0][..], "format 9 is not 1"),
+        (&[1, 0, 0], "3 bytes are too few"),
+        (&[1, 0, 0, 0], "does not decode"),
+        (&[1, 0, 0, 0, 0, 0], "1 bytes follow the set"),
+        (&[1, 0, 0, 0, 0xff, 0xff, 0xff, 0xff, 0x7f], "does not decode"),
+    ] {
+        victim.refuses(
+            &victim.attacked(|p| p.set_content(probe, set)),
+            &["attack.bundle: probe set: ", text],
+        );
+    }
+}
+
+#[test]
+fn a_delta_is_no_snapshot() {
+    let victim = Victim::new();
+    victim.refuses_manifest(|m| m.parent = Some(5), &["attack.bundle: is a delta from sequence 5"]);
+}
+
+#[test]
+fn another_lineage() {
+    let victim = Victim::new();
+    let other = std::fs::read(plan("other", 6).pack().bundle).unwrap();
+    victim.refuses(&other, &["flash: holds victim@5, the bundle is other@6"]);
+}
+
+#[test]
+fn a_sequence_that_is_not_newer() {
+    let victim = Victim::new();
+    for sequence in [0, 4, 5] {
+        let plan = ModelPlan { seed: 99, ..plan("victim", sequence) };
+        let old = std::fs::read(plan.pack().bundle).unwrap();
+        let text = format!("victim@5 is live with other content; victim@{sequence} needs a higher sequence");
+        victim.refuses(&old, &["flash: ", &text]);
+    }
+    // The live generation itself is no attack.
+    let same = std::fs::read(plan("victim", 5).pack().bundle).unwrap();
+    assert_eq!(victim.install(&same).unwrap().manifest().generation.sequence, 5);
+}
+
+/// A live record that is not whole is never taken for an empty flash, and never written over.
+#[test]
+fn a_torn_live_record() {
+    let victim = Victim::new();
+    let path = victim.flash.join("live");
+    let good = victim.next.clone().bytes();
+    std::fs::write(victim.bundle(), &good).unwrap();
+    let refused = |record: &[u8]| {
+        std::fs::write(&path, record).unwrap();
+        let texts = [
+            Flash::open(&victim.flash).err().unwrap().to_string(),
+            Model::open(&victim.flash, Budget::default()).err().unwrap().to_string(),
+            victim.install(&good).err().unwrap().to_string(),
+        ];
+        let file = path.display().to_string();
+        texts.iter().for_each(|text| assert!(text.starts_with(&file), "{text}"));
+        assert_eq!(std::fs::read(&path).unwrap(), record, "written over");
+    };
+    (0..victim.live.len()).for_each(|length| refused(&victim.live[..length]));
+    for bit in 0..victim.live.len() * 8 {
+        let mut record = victim.live.clone();
+        record[bit / 8] ^= 1 << (bit % 8);
+        refused(&record);
+    }
+    refused(&[&victim.live[..], &[0]].concat());
+    refused(&[0; 4096]);
+    std::fs::write(&path, &victim.live).unwrap();
+}
+
+#[test]
+fn a_live_record_that_names_what_is_not_there() {
+    let victim = Victim::new();
+    let path = victim.flash.join("live");
+    let refused = |change: &dyn Fn(&mut LiveRecord), text: &str| {
+        let mut record = LiveRecord::decode(&victim.live).unwrap();
+        change(&mut record);
+        std::fs::write(&path, record.encode()).unwrap();
+        let error = Model::open(&victim.flash, Budget::default()).err().unwrap().to_string();
+        assert!(error.contains(text), "{error}");
+    };
+    refused(&|r| r.generation.sequence = 9, "g000000000009/manifest: No such file");
+    refused(&|r| r.manifest[0] ^= 1, "g000000000005/manifest: manifest: does not match its hash");
+    std::fs::remove_file(&path).unwrap();
+    let error = Flash::open(&victim.flash).err().unwrap().to_string();
+    assert!(error.contains("flash: live: no generation is live here"), "{error}");
+    std::fs::write(&path, &victim.live).unwrap();
+}
+
+#[test]
+fn a_manifest_missing_or_damaged_on_flash() {
+    let victim = Victim::new();
+    let path = victim.flash.join("g000000000005").join("manifest");
+    let whole = std::fs::read(&path).unwrap();
+    let error = || Model::open(&victim.flash, Budget::default()).err().unwrap().to_string();
+    for bit in [0, 9, 8 * 100, 8 * whole.len() - 1] {
+        let mut damaged = whole.clone();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        std::fs::write(&path, damaged).unwrap();
+        assert!(error().contains("g000000000005/manifest: manifest: does not match its hash"));
+    }
+    // One that its live record vouches for, of a format that this version does not know.
+    let mut later = whole.clone();
+    later[0] = 2;
+    std::fs::write(&path, &later).unwrap();
+    let mut record = LiveRecord::decode(&victim.live).unwrap();
+    record.manifest = sha256(&later);
+    std::fs::write(victim.flash.join("live"), record.encode()).unwrap();
+    assert!(error().contains("g000000000005/manifest: format: 2 is not 1"));
+    std::fs::write(victim.flash.join("live"), &victim.live).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert!(error().contains("g000000000005/manifest: No such file"));
+    std::fs::write(&path, &whole).unwrap();
+}
+
+#[test]
+fn files_missing_on_flash() {
+    let victim = Victim::new();
+    for name in ["t0000.seg", "t0001.seg", "t0002.hot", "dense.onnx"] {
+        let path = victim.flash.join("g000000000005").join(name);
+        let whole = std::fs::read(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let error = Model::open(&victim.flash, Budget::default()).err().unwrap().to_string();
+        assert!(error.contains(&format!("g000000000005/{name}: No such file")), "{error}");
+        std::fs::write(&path, &whole).unwrap();
+    }
+}
+
+/// Random edits anywhere in the manifest, every hash valid: refused, or a model that opens or says why not.
+#[test]
+fn random_manifests_never_panic() {
+    let victim = Victim::new();
+    let mut random = Random::new(7);
+    let encoded = victim.next.manifest.encode().unwrap();
+    for _ in 0..400 {
+        let mut manifest = encoded.clone();
+        for _ in 0..=random.below(3) {
+            let at = 4 + random.below(manifest.len() as u64 - 4) as usize;
+            manifest[at] = random.bits() as u8;
+        }
+        let scratch = tempfile::tempdir().unwrap();
+        std::fs::write(victim.bundle(), victim.next.bytes_with(&manifest)).unwrap();
+        let Ok(mut bundle) = BundleReader::open(&victim.bundle()) else { continue };
+        if Flash::install(scratch.path(), &mut bundle, |_| {}).is_ok() {
+            let _ = Model::open(scratch.path(), Budget::default());
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! What a request does about rows that are not in fast memory: `wait`, `deadline`, `default`. Every lookup is
+//! answered with the right row and counted fresh, or with the default row and counted as what it is.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::Status;
+use hatchback::budget::Budget;
+use hatchback::model::Model;
+use hatchback::sample::Sample;
+use hatchback::schema::{KeySpace, MissPolicy, Placement};
+use hatchback::score::{Clock, SystemClock, Worker};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
+use hatchback_tests::random::Random;
+use hatchback_tests::reference::{Reference, same_bits};
+use hatchback_tools::spec::CodecChoice;
+use proptest::prelude::*;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// One microsecond later each time it is asked.
+#[derive(Default)]
+struct SteppingClock(AtomicU64);
+
+impl Clock for SteppingClock {
+    fn now(&self) -> Duration {
+        Duration::from_micros(self.0.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+fn worker_on(flash: &Path) -> Worker {
+    let model = Arc::new(Model::open(flash, Budget::default()).unwrap());
+    Worker::new(model, Arc::new(SteppingClock::default()))
+}
+
+/// Tables of these policies, two one-hot features on each.
+fn plan(policies: &[(MissPolicy, KeySpace)], seed: u64) -> ModelPlan {
+    let codecs = [CodecChoice::U8, CodecChoice::F32, CodecChoice::F16, CodecChoice::U4];
+    let table = |(i, &(miss, keys)): (usize, &(MissPolicy, KeySpace))| TablePlan {
+        miss,
+        ..TablePlan::cached(keys, 700, 20 + i, codecs[i % 4])
+    };
+    let tables: Vec<TablePlan> = policies.iter().enumerate().map(table).collect();
+    let features = (0..2 * tables.len()).map(|f| FeaturePlan::one_hot(f % policies.len())).collect();
+    ModelPlan { name: "policies".to_owned(), sequence: 1, seed, dense: 1, tables, features }
+}
+
+/// How one sample's lookups were answered, as its scores tell.
+#[derive(Debug, Default, PartialEq)]
+struct Answers {
+    /// With the table's own row.
+    fresh: u32,
+    /// With the default row though the table has the key, under `default` and under `deadline`.
+    defaulted: u32,
+    late: u32,
+    /// Keys that no table has, by what may be known of them: sure, under `default`, under `deadline`.
+    absent: u32,
+    absent_under_default: u32,
+    absent_under_deadline: u32,
+}
+
+/// Reads the answers off the scores: each lookup's columns hold its row or the default row, to the bit.
+fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f32]) -> Answers {
+    let (schema, mut answers) = (worker.model().schema(), Answers::default());
+    for (f, bag) in sample.sparse.iter().enumerate() {
+        let t = usize::from(schema.features[f].table);
+        let (table, columns) = (&schema.tables[t], &scores[reference.column(f)..][..reference.width(f)]);
+        let Some(&key) = bag.first() else {
+            assert!(columns.iter().all(|v| *v == 0.0), "an empty bag is zeros");
+            continue;
+        };
+        // Pooling starts from zero, which turns a negative zero into a positive one.
+        let row: Option<Vec<f32>> = reference.row(t, key).map(|row| row.iter().map(|v| 0.0 + v).collect());
+        let is_default = same_bits(columns, &table.default_row);
+        assert!(is_default || row.as_ref().is_some_and(|row| same_bits(columns, row)), "feature {f}, key {key}");
+        let count = match (row, table.miss, table.keys) {
+            (Some(_), _, _) if !is_default => &mut answers.fresh,
+            (Some(_), MissPolicy::Wait, _) => panic!("feature {f}, key {key} did not wait"),
+            (Some(_), MissPolicy::Default, _) => &mut answers.defaulted,
+            (Some(_), MissPolicy::Deadline, _) => &mut answers.late,
+            (None, MissPolicy::Wait, _) | (None, _, KeySpace::Index) => &mut answers.absent,
+            (None, MissPolicy::Default, _) => &mut answers.absent_under_default,
+            (None, MissPolicy::Deadline, _) => &mut answers.absent_under_deadline,
+        };
+        *count += 1;
+    }
+    answers
+}
+
+/// The status must be what the scores show. Whether a key is absent is only known once it was looked for.
+fn check_status(status: &Status, answers: &Answers) {
+    let Answers { fresh, defaulted, late, absent, absent_under_default, absent_under_deadline } = *answers;
+    assert_eq!(status.fresh, fresh, "{answers:?}");
+    assert_eq!(status.damaged, 0);
+    let given_up = status.defaulted - defaulted - absent_under_default;
+    assert!((late..=late + absent_under_deadline).contains(&given_up), "{status:?} {answers:?}");
+    assert_eq!(status.absent + given_up, absent + absent_under_deadline + late, "{status:?} {answers:?}");
+    assert_eq!(status.late, given_up > 0, "{status:?} {answers:?}");
+}
+
+/// Scores `samples` and checks each; returns the whole status.
+fn score(worker: &mut Worker, reference: &Reference, samples: &[Sample], deadline: Option<u64>) -> Status {
+    let batch = batch_of(&Arc::clone(worker.model()), samples);
+    let scores = worker.score(&batch, deadline.map(Duration::from_micros)).unwrap();
+    let (values, statuses) = (scores.values.to_vec(), scores.statuses.to_vec());
+    let outputs = values.len() / samples.len();
+    for ((sample, status), scores) in samples.iter().zip(&statuses).zip(values.chunks(outputs)) {
+        check_status(status, &answers(worker, reference, sample, scores));
+    }
+    statuses.iter().fold(Status::default(), |mut sum, s| {
+        sum.add(s);
+        sum
+    })
+}
+
+/// Samples of one key a feature, all of them in their tables.
+fn known_samples(packed: &Packed, n: u64, seed: u64) -> Vec<Sample> {
+    let mut random = Random::new(seed);
+    let keys: Vec<Vec<u64>> = packed.rows.iter().map(|r| r.all_keys()).collect();
+    let bag = |f: &hatchback::schema::Feature, random: &mut Random| {
+        vec![*random.pick(&keys[usize::from(f.table)])]
+    };
+    let sample = |_| Sample {
+        dense: vec![0.5],
+        sparse: packed.schema.features.iter().map(|f| bag(f, &mut random)).collect(),
+        label: None,
+        score: None,
+    };
+    (0..n).map(sample).collect()
+}
+
+fn policies() -> impl Strategy<Value = Vec<(MissPolicy, KeySpace)>> {
+    let policy = prop::sample::select(vec![MissPolicy::Wait, MissPolicy::Deadline, MissPolicy::Default]);
+    let keys = prop::sample::select(vec![KeySpace::Index, KeySpace::Sparse]);
+    prop::collection::vec((policy, keys), 1..5)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 80, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Any policies together, a deadline that comes at any page, keys that are absent among the others.
+    #[test]
+    fn every_answer_is_counted_as_what_it_is(
+        policies in policies(),
+        seed in any::<u64>(),
+        requests in prop::collection::vec((0..30u64, prop::option::of(0..60u64), any::<bool>()), 1..6),
+    ) {
+        let plan = plan(&policies, seed);
+        let packed = plan.pack();
+        let reference = Reference::new(&packed.schema, &packed.rows);
+        let mut worker = worker_on(&packed.install());
+        for (first, deadline, behind) in requests {
+            let samples: Vec<Sample> = (first..first + 8).map(|id| plan.sample(id)).collect();
+            score(&mut worker, &reference, &samples, deadline);
+            if behind {
+                worker.fetch_behind();
+            }
+        }
+    }
+}
+
+const MIXED: [(MissPolicy, KeySpace); 5] = [
+    (MissPolicy::Wait, KeySpace::Sparse),
+    (MissPolicy::Deadline, KeySpace::Index),
+    (MissPolicy::Default, KeySpace::Sparse),
+    (MissPolicy::Deadline, KeySpace::Sparse),
+    (MissPolicy::Wait, KeySpace::Index),
+];
+
+#[test]
+fn wait_takes_as_long_as_it_takes() {
+    let packed = plan(&[MIXED[0], MIXED[4]], 1).pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let mut worker = worker_on(&packed.install());
+    // The deadline is over before the request begins.
+    let status = score(&mut worker, &reference, &known_samples(&packed, 40, 1), Some(0));
+    assert_eq!(status, Status { fresh: 160, ..Status::default() });
+}
+
+#[test]
+fn default_answers_at_once_and_the_next_request_is_fresh() {
+    let packed = plan(&[(MissPolicy::Default, KeySpace::Sparse), (MissPolicy::Default, KeySpace::Index)], 2);
+    let packed = packed.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let mut worker = worker_on(&packed.install());
+    let samples = known_samples(&packed, 40, 2);
+    let status = score(&mut worker, &reference, &samples, None);
+    assert_eq!(status, Status { defaulted: 160, ..Status::default() });
+    assert_eq!(worker.counters().pages, 0, "the answer waited for flash");
+    let distinct = worker.counters().misses;
+    assert_eq!(worker.fetch_behind() as u64, distinct);
+    let fetched = worker.counters();
+    let status = score(&mut worker, &reference, &samples, None);
+    assert_eq!(status, Status { fresh: 160, ..Status::default() });
+    assert_eq!(worker.counters().since(&fetched).pages, 0);
+    assert_eq!(worker.fetch_behind(), 0);
+}
+
+/// The list of what is fetched behind has room for one miss list; what did not fit is fetched behind a later one.
+#[test]
+fn a_short_miss_list_fetches_behind_bit_by_bit() {
+    let packed = plan(&[(MissPolicy::Default, KeySpace::Sparse)], 3).pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let budget = Budget { misses_max: 16, ..Budget::default() };
+    let model = Arc::new(Model::open(&packed.install(), budget).unwrap());
+    let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
+    let samples = known_samples(&packed, 40, 3);
+    let mut fresh = vec![score(&mut worker, &reference, &samples, None).fresh];
+    while fresh.last() != Some(&80) {
+        assert!((1..=16).contains(&worker.fetch_behind()));
+        fresh.push(score(&mut worker, &reference, &samples, None).fresh);
+    }
+    assert!(fresh.is_sorted_by(|a, b| a < b) && fresh.len() > 4, "{fresh:?}");
+}
+
+#[test]
+fn the_deadline_cuts_exactly_where_it_comes() {
+    let packed = plan(&MIXED, 4).pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let (flash, samples) = (packed.install(), known_samples(&packed, 12, 4));
+    // Two features on each table.
+    let (waiting, on_time, defaulting) = (2 * 2 * 12, 2 * 2 * 12, 2 * 12);
+    let at = |deadline: Option<u64>| {
+        let mut worker = worker_on(&flash);
+        let status = score(&mut worker, &reference, &samples, deadline);
+        (status, worker.counters().pages)
+    };
+    let (status, pages_waiting) = at(Some(0));
+    let nothing = Status { fresh: waiting, defaulted: on_time + defaulting, late: true, ..Status::default() };
+    assert_eq!(status, nothing);
+    let (status, pages_all) = at(None);
+    let all = Status { fresh: waiting + on_time, defaulted: defaulting, ..Status::default() };
+    assert_eq!(status, all);
+    assert!(pages_all > pages_waiting + 10);
+    // The clock ticks once a page: each page that is not waited for costs the deadline one.
+    for deadline in 0..pages_all + 3 {
+        let (status, pages) = at(Some(deadline));
+        assert_eq!(pages, deadline.clamp(pages_waiting, pages_all), "deadline {deadline}");
+        assert_eq!(status.late, deadline < pages_all);
+        assert_eq!(status == nothing, deadline <= pages_waiting);
+        assert_eq!(status == all, deadline >= pages_all);
+    }
+}
+
+#[test]
+fn what_was_late_is_fetched_behind() {
+    let packed = plan(&MIXED, 5).pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let mut worker = worker_on(&packed.install());
+    let samples = known_samples(&packed, 30, 5);
+    assert!(score(&mut worker, &reference, &samples, Some(0)).late);
+    assert!(worker.fetch_behind() > 0);
+    let fetched = worker.counters();
+    // The deadline is over again, and nothing is waited for.
+    let status = score(&mut worker, &reference, &samples, Some(0));
+    assert_eq!(status, Status { fresh: 300, ..Status::default() });
+    assert_eq!(worker.counters().since(&fetched).pages, 0);
+}
+
+/// A resident table has nothing to wait for, whatever its policy says.
+#[test]
+fn resident_tables_never_default() {
+    let mut plan = plan(&MIXED, 6);
+    plan.tables.iter_mut().for_each(|t| t.placement = Placement::Resident);
+    let packed = plan.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let mut worker = worker_on(&packed.install());
+    let status = score(&mut worker, &reference, &known_samples(&packed, 30, 6), Some(0));
+    assert_eq!(status, Status { fresh: 300, ..Status::default() });
+    assert_eq!(worker.counters().cached_lookups, 0);
+}
