@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod demo;
 pub mod eval;
 pub mod import;

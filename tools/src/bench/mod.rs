@@ -1,0 +1,111 @@
+//! `bench NAME`: measurements that print their bars. Each name has a file here; this one holds what their
+//! reports share. Never judges a run by another machine's figures.
+
+mod load;
+mod request;
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+use serde::Serialize;
+
+pub use load::{Load, Lookups, Measured};
+pub use request::{Point, RequestArgs};
+
+/// Measures on this machine
+#[derive(Args, Debug)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    command: BenchCommand,
+}
+
+/// What is measured.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Measures whole requests over key distributions, cache sizes and batch sizes
+    Request(RequestArgs),
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// A model is refused or a file cannot be read or written.
+pub fn run(args: &BenchArgs) -> Result<()> {
+    match &args.command {
+        BenchCommand::Request(args) => request::run(args),
+    }
+}
+
+/// A figure that the design demands.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Bar {
+    /// What is measured, with its unit.
+    pub name: String,
+    /// What was found.
+    pub value: f64,
+    /// What is demanded.
+    pub bar: f64,
+    /// Whether it is met.
+    pub holds: bool,
+}
+
+/// Where a measurement was made.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Machine {
+    /// Version of this program.
+    pub version: &'static str,
+    /// Instruction set and system that it was built for.
+    pub platform: String,
+    /// What the processor calls itself.
+    pub cpu: String,
+    /// Hardware threads that this program may use.
+    pub cores: usize,
+}
+
+impl Machine {
+    /// This machine.
+    pub fn this() -> Self {
+        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            platform: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
+            cpu: cpu_name(&cpuinfo).unwrap_or("unknown").to_owned(),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+        }
+    }
+}
+
+/// The first `model name` of x86 or `Model` of Arm boards.
+fn cpu_name(cpuinfo: &str) -> Option<&str> {
+    let field = |wanted: &str| {
+        let mut fields = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        fields.find(|(name, _)| name.trim() == wanted).map(|(_, value)| value.trim())
+    };
+    field("model name").or_else(|| field("Model"))
+}
+
+/// What `--json` writes.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report<P> {
+    /// The name of the measurement.
+    pub bench: &'static str,
+    /// Where it was made.
+    pub machine: Machine,
+    /// The model.
+    pub model: String,
+    /// The demanded figures.
+    pub bars: Vec<Bar>,
+    /// All figures.
+    pub points: Vec<P>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processors_are_named() {
+        assert_eq!(cpu_name("processor\t: 0\nmodel name\t: A: B\nmodel name\t: C\n"), Some("A: B"));
+        assert_eq!(cpu_name("processor : 0\nModel : Board\n"), Some("Board"));
+        assert_eq!(cpu_name(""), None);
+    }
+}

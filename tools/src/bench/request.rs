@@ -1,0 +1,485 @@
+//! `bench request`: latency, throughput and hit rate of whole requests, swept over key distributions, cache
+//! sizes and batch sizes. Every cache size opens the model anew; never compares with another runtime.
+
+use super::load::{Load, Lookups, Measured};
+use super::{Machine, Report};
+use crate::keys::{BagSizes, Distribution, Workload};
+use crate::metrics::Percentiles;
+use crate::plot::{self, Axis, Panel, Series};
+use crate::report;
+use crate::serve::{self, ServeArgs};
+use crate::synthetic::pack_criteo;
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use hatchback::budget::Budget;
+use hatchback::flash::Flash;
+use hatchback::model::Model;
+use indicatif::ProgressBar;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// Measures whole requests over key distributions, cache sizes and batch sizes
+#[derive(Args, Debug)]
+pub struct RequestArgs {
+    /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
+    model: Option<PathBuf>,
+    /// Key distributions: uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS (per cent), histogram:FILE (samples)
+    #[arg(long, value_delimiter = ',')]
+    keys: Vec<Distribution>,
+    /// Samples in a request [default: 1,8,64]
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    batch: Vec<u32>,
+    /// Embedding cache, MiB [default: 1,16,64; quick: 1,4]
+    #[arg(long, value_delimiter = ',')]
+    cache_mib: Vec<f64>,
+    /// Measured time of a point [default: 5; quick: 1]
+    #[arg(long)]
+    seconds: Option<f64>,
+    /// Workers, a thread each
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    threads: u32,
+    /// Keys in a bag
+    #[arg(long, value_enum, default_value_t)]
+    bags: BagSizes,
+    /// A smaller synthetic model, fewer points, less time
+    #[arg(long)]
+    quick: bool,
+    /// Rows of the largest tables of the synthetic model [default: 400000; quick: 40000]
+    #[arg(long)]
+    rows_max: Option<u64>,
+    /// Tables kept whole, MiB [default: the target's]
+    #[arg(long)]
+    resident_mib: Option<f64>,
+    /// A target file that gives the budget; without one nothing bounds the sum
+    #[arg(long)]
+    target: Option<PathBuf>,
+    /// Where the model is laid on flash [default: beside the bundle, or a temporary folder]
+    #[arg(long)]
+    flash: Option<PathBuf>,
+    /// Writes all figures as JSON (`-`: standard output, without the tables)
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Draws latency by batch size and hit rate by cache size as SVG
+    #[arg(long)]
+    plot: Option<PathBuf>,
+}
+
+/// The figures of one distribution, cache size and batch size.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Point {
+    /// The distribution.
+    pub keys: String,
+    /// The embedding cache, MiB.
+    pub cache_mib: f64,
+    /// Rows that it holds at most.
+    pub cache_rows: usize,
+    /// Samples in a request.
+    pub batch: u32,
+    /// Workers.
+    pub threads: u32,
+    /// Measured time.
+    pub seconds: f64,
+    /// Requests a second, all workers.
+    pub requests_per_s: f64,
+    /// Samples a second, all workers.
+    pub samples_per_s: f64,
+    /// Lookups a second, all workers.
+    pub lookups_per_s: f64,
+    /// Latency of a request.
+    pub latency: Percentiles,
+    /// Share of the lookups of cached tables that the cache answered.
+    pub hit_rate: f64,
+    /// Whether the hit rate had settled before the measurement.
+    pub steady: bool,
+    /// Flash pages read a request.
+    pub pages_per_request: f64,
+    /// What the rows were.
+    pub lookups: Lookups,
+}
+
+/// What the command line leaves open, filled in.
+struct Sweep {
+    keys: Vec<Distribution>,
+    batches: Vec<u32>,
+    caches_mib: Vec<f64>,
+    time: Duration,
+    window: Duration,
+    warm_up_windows_max: usize,
+}
+
+/// Sorted, so that the last is the largest; each once.
+fn ascending<T: PartialOrd + Copy>(given: &[T], default: &[T]) -> Vec<T> {
+    let mut values = if given.is_empty() { default } else { given }.to_vec();
+    values.sort_by(|a, b| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal));
+    values.dedup();
+    values
+}
+
+impl RequestArgs {
+    fn sweep(&self) -> Result<Sweep> {
+        let skewed = Distribution::PowerLaw { alpha: crate::keys::ALPHA };
+        let hot = Distribution::HotKey { lookups: 0.9, keys: 0.01 };
+        let keys = match (self.keys.is_empty(), self.quick) {
+            (false, _) => self.keys.clone(),
+            (true, true) => vec![skewed, Distribution::Uniform],
+            (true, false) => vec![skewed, hot, Distribution::Uniform],
+        };
+        let seconds = self.seconds.unwrap_or(if self.quick { 1.0 } else { 5.0 });
+        ensure!(seconds > 0.0 && seconds <= 86_400.0, "--seconds: {seconds} is not above 0, at most a day");
+        let wrong = self.cache_mib.iter().find(|mib| !(**mib > 0.0 && mib.is_finite()));
+        ensure!(wrong.is_none(), "--cache-mib: {} is not above 0", wrong.unwrap_or(&0.0));
+        let (caches, window_ms): (&[f64], _) =
+            if self.quick { (&[1.0, 4.0], 100) } else { (&[1.0, 16.0, 64.0], 250) };
+        let time = Duration::from_secs_f64(seconds);
+        Ok(Sweep {
+            keys,
+            batches: ascending(&self.batch, &[1, 8, 64]),
+            caches_mib: ascending(&self.cache_mib, caches),
+            time,
+            window: Duration::from_millis(window_ms).min(time),
+            warm_up_windows_max: if self.quick { 24 } else { 80 },
+        })
+    }
+
+    /// How the model is opened; the cache size is filled in for each.
+    fn serve(&self, made: Option<&TempDir>, batch_max: u32) -> Result<ServeArgs> {
+        let temporary = made.map(|folder| folder.path().join("flash"));
+        let model = self.model.clone().or_else(|| made.map(bundle_in)).context("no model")?;
+        Ok(ServeArgs {
+            model,
+            flash: self.flash.clone().or(temporary),
+            target: self.target.clone(),
+            cache_mib: None,
+            resident_mib: self.resident_mib,
+            batch_max: Some(batch_max),
+        })
+    }
+
+    fn budget(&self, serve: &ServeArgs) -> Result<Budget> {
+        let mut budget = serve.budget()?;
+        budget.workers = self.threads;
+        if self.target.is_none() {
+            budget.memory_bytes_max = u64::MAX;
+        }
+        Ok(budget)
+    }
+}
+
+fn bundle_in(folder: &TempDir) -> PathBuf {
+    folder.path().join("synthetic-criteo.hatch")
+}
+
+/// Packs the synthetic model into a temporary folder.
+fn make_synthetic(rows_max: u64) -> Result<TempDir> {
+    let folder = tempfile::tempdir().context("a temporary folder")?;
+    let bar = serve::progress_bar(0, "packing", "{human_pos}/{human_len} rows");
+    let packed = pack_criteo(rows_max, &bundle_in(&folder), &mut |rows, total| {
+        bar.set_length(total);
+        bar.inc(rows);
+    });
+    bar.finish_and_clear();
+    packed.map(|_| folder)
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// The model is refused, or a file cannot be read or written.
+pub fn run(args: &RequestArgs) -> Result<()> {
+    let sweep = args.sweep()?;
+    let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
+    let made = if args.model.is_none() { Some(make_synthetic(rows_max)?) } else { None };
+    let batch_max = sweep.batches.last().copied().unwrap_or(1);
+    let mut serve = args.serve(made.as_ref(), batch_max)?;
+    let flash = serve.flash()?;
+    let (machine, model) = (Machine::this(), flash.manifest().generation.to_string());
+    let bar = serve::progress_bar(sweep.points(), "measuring", "{pos}/{len} points");
+    let mut points = Vec::new();
+    for keys in &sweep.keys {
+        let workload = Workload::new(&flash, keys, args.bags, 0)?;
+        for &cache_mib in &sweep.caches_mib {
+            serve.cache_mib = Some(cache_mib);
+            points.extend(sweep.measure(&flash, args.budget(&serve)?, &workload, &bar)?);
+        }
+    }
+    bar.finish_and_clear();
+    let report = Report { bench: "request", machine, model, bars: Vec::new(), points };
+    args.publish(&report, &flash)
+}
+
+impl RequestArgs {
+    fn publish(&self, report: &Report<Point>, flash: &Flash) -> Result<()> {
+        if let Some(path) = &self.plot {
+            let threads =
+                if self.threads == 1 { "1 thread".to_owned() } else { format!("{} threads", self.threads) };
+            plot::panels(path, &format!("Requests to {}, {threads}", report.model), &charts(&report.points))?;
+        }
+        if self.json.as_deref() != Some(Path::new("-")) {
+            print_report(report, flash);
+        }
+        self.json.as_ref().map_or(Ok(()), |path| report::write_json(path, report))
+    }
+}
+
+impl Sweep {
+    fn points(&self) -> u64 {
+        (self.keys.len() * self.caches_mib.len() * self.batches.len()) as u64
+    }
+
+    /// The points of one distribution and cache size: the model is opened, warmed up with the largest
+    /// batches, and measured with each batch size after one window of it.
+    fn measure(
+        &self,
+        flash: &Flash,
+        budget: Budget,
+        workload: &Workload,
+        bar: &ProgressBar,
+    ) -> Result<Vec<Point>> {
+        let model = Arc::new(Model::from_flash(flash, budget)?);
+        let mut load = Load::new(&model, workload, budget.workers as usize, self.window);
+        let steady = load.warm_up(budget.batch_max as usize, self.warm_up_windows_max)?;
+        let mut points = Vec::new();
+        for &batch in &self.batches {
+            load.window(batch as usize)?;
+            let found = load.measure(batch as usize, self.time)?;
+            points.push(Point::new(&found, &model, workload.distribution().to_string(), batch, steady));
+            bar.inc(1);
+        }
+        Ok(points)
+    }
+}
+
+impl Point {
+    fn new(found: &Measured, model: &Model, keys: String, batch: u32, steady: bool) -> Self {
+        let (latency, seconds) = (found.latencies.percentiles(), found.time.as_secs_f64());
+        Self {
+            keys,
+            cache_mib: model.budget().cache_bytes_max as f64 / f64::from(1 << 20),
+            cache_rows: model.cache_slots(),
+            batch,
+            threads: model.budget().workers,
+            seconds,
+            requests_per_s: latency.requests as f64 / seconds,
+            samples_per_s: found.samples as f64 / seconds,
+            lookups_per_s: found.counters.lookups as f64 / seconds,
+            latency,
+            hit_rate: found.counters.hit_rate(),
+            steady,
+            pages_per_request: found.counters.pages as f64 / latency.requests.max(1) as f64,
+            lookups: found.lookups,
+        }
+    }
+
+    /// Lookups that were not answered with the model's own row.
+    fn not_fresh(&self) -> u64 {
+        self.lookups.defaulted + self.lookups.absent + self.lookups.damaged
+    }
+
+    fn cells(&self) -> [String; 13] {
+        let per_s = |n: f64| report::count(n.round() as u64);
+        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
+        [
+            self.keys.clone(),
+            format!("{} MiB", self.cache_mib),
+            self.batch.to_string(),
+            per_s(self.requests_per_s),
+            per_s(self.samples_per_s),
+            per_s(self.lookups_per_s),
+            us(self.latency.p50_us),
+            us(self.latency.p90_us),
+            us(self.latency.p99_us),
+            us(self.latency.p999_us),
+            format!("{}{}", if self.steady { "" } else { "~" }, report::percent(self.hit_rate)),
+            format!("{:.2}", self.pages_per_request),
+            report::count(self.not_fresh()),
+        ]
+    }
+}
+
+const HEADS: [&str; 13] = [
+    "keys",
+    "cache",
+    "batch",
+    "requests/s",
+    "samples/s",
+    "lookups/s",
+    "p50",
+    "p90",
+    "p99",
+    "p99.9",
+    "hit rate",
+    "pages/request",
+    "not fresh",
+];
+
+fn print_report(report: &Report<Point>, flash: &Flash) {
+    let (machine, tables) = (&report.machine, &flash.manifest().schema.tables);
+    let rows = report::count(tables.iter().map(|t| t.rows).sum());
+    let (bytes, n) = (report::bytes(flash.bytes()), tables.len());
+    println!("{}: {n} tables, {rows} rows, {bytes} on flash", report.model);
+    println!("{}, {} cores, {}, version {}", machine.cpu, machine.cores, machine.platform, machine.version);
+    let mut table = report::table(&HEADS);
+    table.add_rows(report.points.iter().map(Point::cells));
+    println!("{table}");
+    println!("Closed loop; the hit rate is that of lookups of cached tables.");
+    if report.points.iter().any(|p| !p.steady) {
+        println!("~ The hit rate was still changing when the measurement began.");
+    }
+}
+
+/// A distribution as the legend has room for it: of a histogram the file's name.
+fn short(keys: &str) -> &str {
+    let file = keys.strip_prefix("histogram:").map(Path::new).and_then(Path::file_name);
+    file.and_then(|name| name.to_str()).unwrap_or(keys)
+}
+
+/// Latency by batch size with the largest cache, and hit rate by cache size with the largest batches: each
+/// where there is more than one size, the first of them in any case.
+fn charts(points: &[Point]) -> Vec<Panel> {
+    let batches = ascending(&points.iter().map(|p| f64::from(p.batch)).collect::<Vec<_>>(), &[]);
+    let caches = ascending(&points.iter().map(|p| p.cache_mib).collect::<Vec<_>>(), &[]);
+    let (Some(&batch), Some(&cache)) = (batches.last(), caches.last()) else { return Vec::new() };
+    let mut keys: Vec<&str> = points.iter().map(|p| p.keys.as_str()).collect();
+    keys.dedup();
+    let line = |color: usize, name: &str, dashed, of: &dyn Fn(&Point) -> Option<(f64, f64)>| {
+        let own = points.iter().filter(|p| p.keys == keys[color]);
+        let keys = short(keys[color]);
+        Series {
+            name: format!("{keys} {name}").trim_end().to_owned(),
+            color,
+            dashed,
+            points: own.filter_map(of).collect(),
+        }
+    };
+    let by_batch = |p: &Point, us| (p.cache_mib == cache).then_some((f64::from(p.batch), us));
+    let by_cache = |p: &Point| (f64::from(p.batch) == batch).then_some((p.cache_mib, 100.0 * p.hit_rate));
+    let latency = (0..keys.len()).flat_map(|c| {
+        [
+            line(c, "p50", false, &|p| by_batch(p, p.latency.p50_us)),
+            line(c, "p99", true, &|p| by_batch(p, p.latency.p99_us)),
+        ]
+    });
+    let latency = Panel {
+        x: Axis::log("samples in a request").at(&batches),
+        y: Axis::log(&format!("latency, µs ({cache} MiB)")),
+        series: latency.collect(),
+    };
+    let hits = Panel {
+        x: Axis::log("embedding cache, MiB").at(&caches),
+        y: Axis::linear(&format!("hit rate, % (batch {batch})")),
+        series: (0..keys.len()).map(|c| line(c, "", false, &by_cache)).collect(),
+    };
+    match (batches.len(), caches.len()) {
+        (2.., 2..) => vec![latency, hits],
+        (_, 2..) => vec![hits],
+        _ => vec![latency],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{CommandFactory, FromArgMatches, Parser};
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: RequestArgs,
+    }
+
+    fn parse(line: &str) -> Result<RequestArgs, clap::Error> {
+        let matches = Line::command().try_get_matches_from(line.split_whitespace())?;
+        Ok(Line::from_arg_matches(&matches)?.args)
+    }
+
+    #[test]
+    fn lists_parse_and_sort() {
+        Line::command().debug_assert();
+        let args = parse("request --keys uniform,hotkey:90/1 --batch 64,1,64 --cache-mib 4,0.5 --seconds 2")
+            .unwrap();
+        let sweep = args.sweep().unwrap();
+        assert_eq!((sweep.keys.len(), sweep.batches, sweep.caches_mib), (2, vec![1, 64], vec![0.5, 4.0]));
+        assert!(parse("request --keys zipf").unwrap_err().to_string().contains("powerlaw[:ALPHA]"));
+        assert!(parse("request --batch 0").is_err() && parse("request --threads 0").is_err());
+        for wrong in ["--seconds 0", "--seconds nan", "--cache-mib -1", "--cache-mib nan"] {
+            let line = format!("request {}", wrong.replace(' ', "="));
+            let named = wrong.split(' ').next().unwrap_or_default();
+            let error = parse(&line).unwrap().sweep().err().unwrap().to_string();
+            assert!(error.contains(named), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_short_run_gives_every_point() {
+        let folder = tempfile::tempdir().unwrap();
+        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
+        let line = format!(
+            "request --quick --rows-max 2000 --keys uniform,powerlaw --batch 8,32 --cache-mib 0.2 \
+             --seconds 0.01 --threads 2 --json {} --plot {}",
+            json.display(),
+            plot.display()
+        );
+        run(&parse(&line).unwrap()).unwrap();
+        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert!(report["bars"].as_array().unwrap().is_empty());
+        let points = report["points"].as_array().unwrap();
+        assert_eq!(points.len(), 4);
+        for point in points {
+            let requests = point["latency"]["requests"].as_u64().unwrap();
+            let per_request = 35 * point["batch"].as_u64().unwrap();
+            assert_eq!(point["lookups"]["fresh"].as_u64(), Some(per_request * requests));
+            assert!(point["hit_rate"].as_f64().unwrap() > 0.0 && point["seconds"].as_f64().unwrap() >= 0.01);
+        }
+        let chart = std::fs::read_to_string(&plot).unwrap();
+        assert!(chart.contains("uniform p50") && chart.contains("powerlaw:1.05 p99"));
+    }
+
+    #[test]
+    fn charts_show_what_varies() {
+        let point = |keys: &str, cache_mib, batch| {
+            let lookups = Lookups::default();
+            let latency = Percentiles { p50_us: f64::from(batch), p99_us: 1000.0, ..Percentiles::default() };
+            let (keys, hit_rate, steady) = (keys.to_owned(), cache_mib / 10.0, true);
+            let (seconds, requests_per_s, samples_per_s, lookups_per_s) = (1.0, 1.0, 1.0, 1.0);
+            let (cache_rows, threads, pages_per_request) = (1, 1, 0.0);
+            Point {
+                keys,
+                cache_mib,
+                cache_rows,
+                batch,
+                threads,
+                seconds,
+                requests_per_s,
+                samples_per_s,
+                lookups_per_s,
+                latency,
+                hit_rate,
+                steady,
+                pages_per_request,
+                lookups,
+            }
+        };
+        let all = |caches: &[f64], batches: &[u32]| -> Vec<Point> {
+            let sizes = caches.iter().flat_map(|c| batches.iter().map(move |b| (*c, *b)));
+            let sizes: Vec<_> = sizes.collect();
+            ["uniform", "histogram:/a/b.jsonl"]
+                .iter()
+                .flat_map(|k| sizes.iter().map(|s| point(k, s.0, s.1)))
+                .collect()
+        };
+        let both = charts(&all(&[1.0, 4.0], &[1, 8]));
+        assert_eq!((both.len(), both[0].series.len(), both[1].series.len()), (2, 4, 2));
+        assert_eq!(both[0].series[0].points, [(1.0, 1.0), (8.0, 8.0)]);
+        assert_eq!(both[1].series[1].points, [(1.0, 10.0), (4.0, 40.0)]);
+        assert_eq!(
+            (both[0].series[3].name.as_str(), both[1].series[0].name.as_str()),
+            ("b.jsonl p99", "uniform")
+        );
+        assert!(charts(&all(&[1.0, 4.0], &[8]))[0].y.label.contains("hit rate"));
+        assert!(charts(&all(&[4.0], &[8]))[0].y.label.contains("latency"));
+        assert!(charts(&[]).is_empty());
+    }
+}
