@@ -1,6 +1,6 @@
 //! Whole inputs for each parser: what mutations and fuzzers start from.
 
-use crate::models::{FeaturePlan, ModelPlan, TablePlan};
+use crate::models::{FeaturePlan, ModelPlan, TablePlan, repository};
 use crate::parsers::{golden_generation, golden_tables, join};
 use hatchback::flash::LiveRecord;
 use hatchback::manifest::sha256;
@@ -9,12 +9,10 @@ use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
 use hatchback::segment::{SegmentKind, SegmentWriter};
 use hatchback_tools::spec::CodecChoice;
-use std::path::PathBuf;
 
 /// A file of the repository.
 pub fn file(path: &str) -> Vec<u8> {
-    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
-    std::fs::read(root.join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+    std::fs::read(repository(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
 fn layout(path: &str) -> Vec<u8> {
@@ -118,14 +116,12 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             vec![layouts(&[&files[0], &files[1], &files[2]])]
         }
         "sok" => vec![layouts(&["sok/emb_user_0-key", "sok/meta_info", "sok/emb_user_0-weight"])],
-        "embedding_collection" => {
-            ["0", "1"]
-                .map(|e| {
-                    let at = |name: &str| format!("embedding_collection_{e}/{name}");
-                    layouts(&[&at("meta_data"), &at("key1"), &at("weight1")])
-                })
-                .to_vec()
-        }
+        "embedding_collection" => ["0", "1"]
+            .map(|e| {
+                let at = |name: &str| format!("embedding_collection_{e}/{name}");
+                layouts(&[&at("meta_data"), &at("key1"), &at("weight1")])
+            })
+            .to_vec(),
         other => panic!("no golden input for `{other}`"),
     }
 }

@@ -13,3 +13,4 @@ pub mod parsers;
 pub mod random;
 pub mod reference;
 pub mod rewrite;
+pub mod victim;

@@ -1,5 +1,5 @@
-//! Random small models: a plan becomes rows, a schema, a network whose output is its inputs, and a bundle. Never
-//! scores anything.
+//! Models to test with. Random small ones: a plan becomes rows, a schema, a network whose output is its inputs, and a
+//! bundle. And those of the repository.
 
 use crate::onnx;
 use crate::random::Random;
@@ -10,9 +10,10 @@ use hatchback::flash::Flash;
 use hatchback::model::{Model, OpenError};
 use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema};
-use hatchback::{Activation, Pooling};
+use hatchback::score::Worker;
+use hatchback::{Activation, Pooling, Status};
 use hatchback_tools::import::Source;
-use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack};
+use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack, pack_file};
 use hatchback_tools::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec, TableSpec,
 };
@@ -342,4 +343,40 @@ pub fn batch_of(model: &Model, samples: &[Sample]) -> Batch {
     let mut batch = model.batch();
     samples.iter().for_each(|s| batch.push(model.schema(), s).unwrap());
     batch
+}
+
+/// A model of the repository, packed and laid on a flash directory of its own.
+pub struct Installed {
+    /// The flash directory.
+    pub flash: PathBuf,
+    /// The schema as packed.
+    pub schema: Schema,
+    _folder: TempDir,
+}
+
+/// Packs and installs the model that `spec` describes, a path from the root of the repository.
+pub fn install_spec(spec: &str, codec: Option<CodecChoice>, placement: Option<Placement>) -> Installed {
+    let folder = tempfile::tempdir().unwrap();
+    let (bundle, flash) = (folder.path().join("model.bundle"), folder.path().join("flash"));
+    let overrides = Overrides { codec, placement };
+    let packed = pack_file(&repository(spec), &bundle, overrides, &mut |_, _| {}).unwrap();
+    install(&flash, &bundle);
+    Installed { flash, schema: packed.schema, _folder: folder }
+}
+
+/// A path of the repository.
+pub fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+}
+
+/// Scores `samples` on `worker` in batches of `size`: all scores, the whole status.
+pub fn score_all(worker: &mut Worker, samples: &[Sample], size: usize) -> (Vec<f32>, Status) {
+    let (mut all, mut status) = (Vec::new(), Status::default());
+    for samples in samples.chunks(size) {
+        let batch = batch_of(&Arc::clone(worker.model()), samples);
+        let scores = worker.score(&batch, None).unwrap();
+        all.extend_from_slice(scores.values);
+        status.add(&scores.status());
+    }
+    (all, status)
 }

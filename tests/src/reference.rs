@@ -133,7 +133,8 @@ pub fn auc(scores: &[f32], labels: &[f32]) -> f64 {
     for (i, _) in labels.iter().enumerate().filter(|(_, l)| **l > 0.5) {
         for (j, _) in labels.iter().enumerate().filter(|(_, l)| **l <= 0.5) {
             pairs += 1.0;
-            won += if scores[i] > scores[j] { 1.0 } else { 0.5 * f64::from(u8::from(scores[i] == scores[j])) };
+            won +=
+                if scores[i] > scores[j] { 1.0 } else { 0.5 * f64::from(u8::from(scores[i] == scores[j])) };
         }
     }
     won / pairs

@@ -73,7 +73,10 @@ fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f3
         // Pooling starts from zero, which turns a negative zero into a positive one.
         let row: Option<Vec<f32>> = reference.row(t, key).map(|row| row.iter().map(|v| 0.0 + v).collect());
         let is_default = same_bits(columns, &table.default_row);
-        assert!(is_default || row.as_ref().is_some_and(|row| same_bits(columns, row)), "feature {f}, key {key}");
+        assert!(
+            is_default || row.as_ref().is_some_and(|row| same_bits(columns, row)),
+            "feature {f}, key {key}"
+        );
         let count = match (row, table.miss, table.keys) {
             (Some(_), _, _) if !is_default => &mut answers.fresh,
             (Some(_), MissPolicy::Wait, _) => panic!("feature {f}, key {key} did not wait"),
@@ -118,9 +121,8 @@ fn score(worker: &mut Worker, reference: &Reference, samples: &[Sample], deadlin
 fn known_samples(packed: &Packed, n: u64, seed: u64) -> Vec<Sample> {
     let mut random = Random::new(seed);
     let keys: Vec<Vec<u64>> = packed.rows.iter().map(|r| r.all_keys()).collect();
-    let bag = |f: &hatchback::schema::Feature, random: &mut Random| {
-        vec![*random.pick(&keys[usize::from(f.table)])]
-    };
+    let bag =
+        |f: &hatchback::schema::Feature, random: &mut Random| vec![*random.pick(&keys[usize::from(f.table)])];
     let sample = |_| Sample {
         dense: vec![0.5],
         sparse: packed.schema.features.iter().map(|f| bag(f, &mut random)).collect(),
@@ -137,7 +139,7 @@ fn policies() -> impl Strategy<Value = Vec<(MissPolicy, KeySpace)>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 80, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Any policies together, a deadline that comes at any page, keys that are absent among the others.
     #[test]

@@ -25,8 +25,12 @@ fn table() -> impl Strategy<Value = TablePlan> {
     let rows = prop_oneof![1..4u64, 1..600u64];
     let dim = prop_oneof![1..41usize, Just(1), Just(16), Just(17), Just(32)];
     let codec = prop::sample::select(vec![Auto, F32, F16, U8, U4]);
-    let placement =
-        prop::sample::select(vec![Placement::Resident, Placement::Cached, Placement::Cached, Placement::Auto]);
+    let placement = prop::sample::select(vec![
+        Placement::Resident,
+        Placement::Cached,
+        Placement::Cached,
+        Placement::Auto,
+    ]);
     (keys, rows, dim, codec, placement, any::<[bool; 2]>()).prop_map(
         |(keys, rows, dim, codec, placement, [default_zeros, counts])| TablePlan {
             keys,
@@ -93,7 +97,7 @@ fn check(worker: &mut Worker, reference: &Reference, samples: &[Sample]) -> Resu
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 160, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// On one worker, request after request, with the least cache and the least miss list.
     #[test]
@@ -182,6 +186,30 @@ fn what_fits_the_cache_is_read_once() {
     assert_eq!(worker.counters().since(&first).pages, 0);
 }
 
+/// A few rows of a width of their own beside many of another: their share of the cache is still a set.
+#[test]
+fn a_small_table_beside_a_large_one_has_its_cache() {
+    let mut plan = small_plan(1, &[2]);
+    plan.tables.push(TablePlan::cached(KeySpace::Sparse, 20_000, 64, CodecChoice::F32));
+    plan.tables.push(TablePlan::cached(KeySpace::Index, 3, 1, CodecChoice::F16));
+    plan.features.extend([FeaturePlan::one_hot(1), FeaturePlan::one_hot(2)]);
+    let packed = plan.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let (flash, batch_max) = (packed.install(), 8);
+    let budget = Budget { cache_bytes_max: 64 << 10, ..tiny_budget(&packed.schema, batch_max) };
+    let model = Arc::new(Model::open(&flash, budget).unwrap());
+    assert!(model.memory().lines()[0].1 <= budget.cache_bytes_max);
+    let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
+    let samples: Vec<Sample> = (0..8).map(|id| plan.sample(id)).collect();
+    check(&mut worker, &reference, &samples).unwrap();
+    // Less than a set for each width is refused.
+    let least = [16, 256, 8].map(|row_bytes| 16 * (row_bytes + 16) + 2).iter().sum::<u64>();
+    let open = |cache_bytes_max| Model::open(&flash, Budget { cache_bytes_max, ..budget }).err();
+    assert!(open(least).is_none());
+    let error = open(least - 1).unwrap().to_string();
+    assert_eq!(error, "budget.cache_bytes_max = 5253: one set for each of 3 row widths takes 5254 bytes");
+}
+
 fn request_error(worker: &mut Worker, batch: &hatchback::batch::Batch) -> (&'static str, String) {
     match worker.score(batch, None) {
         Err(ScoreError::Request { field, problem }) => (field, problem),
@@ -191,7 +219,8 @@ fn request_error(worker: &mut Worker, batch: &hatchback::batch::Batch) -> (&'sta
 
 fn small_plan(dense: usize, hotness: &[u32]) -> ModelPlan {
     let tables = vec![TablePlan::cached(KeySpace::Index, 300, 4, CodecChoice::F32)];
-    let feature = |h: &u32| FeaturePlan { pooling: Pooling::None, hotness_max: *h, ..FeaturePlan::one_hot(0) };
+    let feature =
+        |h: &u32| FeaturePlan { pooling: Pooling::None, hotness_max: *h, ..FeaturePlan::one_hot(0) };
     let features = hotness.iter().map(feature).collect();
     ModelPlan { name: "small".to_owned(), sequence: 1, seed: 1, dense, tables, features }
 }

@@ -1,0 +1,113 @@
+//! The four model families as the trainer's package wrote them, end to end: our scores against PyTorch's.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::sample::Sample;
+use hatchback::schema::{KeySpace, Placement};
+use hatchback::score::{SystemClock, Worker};
+use hatchback_tests::models::{
+    Installed, install_spec, open_with_least_cache, repository, score_all, tiny_budget,
+};
+use hatchback_tests::reference::same_bits;
+use hatchback_tools::pack::read_samples;
+use hatchback_tools::spec::CodecChoice;
+use std::sync::Arc;
+
+const FAMILIES: [&str; 4] = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
+const BATCHES: [usize; 3] = [1, 7, 32];
+
+fn installed(family: &str, codec: CodecChoice, placement: Option<Placement>) -> Installed {
+    install_spec(&format!("tests/data/families/{family}/model.toml"), Some(codec), placement)
+}
+
+fn probe(family: &str, installed: &Installed) -> Vec<Sample> {
+    let path = repository(&format!("tests/data/families/{family}/probe.jsonl"));
+    read_samples(&path, &installed.schema).unwrap()
+}
+
+/// With a cache of a few sets and the shortest miss list.
+fn worker(installed: &Installed) -> Worker {
+    let mut budget = tiny_budget(&installed.schema, 32);
+    budget.resident_bytes_max = 1 << 20;
+    let model = open_with_least_cache(&installed.flash, budget);
+    Worker::new(model, Arc::new(SystemClock::default()))
+}
+
+fn furthest(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+/// What the rows of `probe` must be counted as: an index key beyond the table and an unknown sparse key are absent.
+fn absent_at_least(installed: &Installed, samples: &[Sample]) -> u32 {
+    let features = &installed.schema.features;
+    let beyond = |(f, bag): (usize, &Vec<u64>)| {
+        let table = &installed.schema.tables[usize::from(features[f].table)];
+        bag.iter().filter(|&&key| table.keys == KeySpace::Index && key >= table.rows).count() as u32
+    };
+    samples.iter().flat_map(|s| s.sparse.iter().enumerate().map(beyond)).sum()
+}
+
+#[test]
+fn scores_are_pytorchs_under_every_placement_and_batch_size() {
+    for family in FAMILIES {
+        let (mut statuses, mut all): (Vec<_>, Vec<Vec<f32>>) = (Vec::new(), Vec::new());
+        for placement in [None, Some(Placement::Resident), Some(Placement::Cached)] {
+            let installed = installed(family, CodecChoice::F32, placement);
+            let samples = probe(family, &installed);
+            assert!(samples.len() >= 32 && samples.iter().all(|s| s.score.is_some()));
+            let expected: Vec<f32> = samples.iter().filter_map(|s| s.score).collect();
+            for size in BATCHES {
+                let mut worker = worker(&installed);
+                let (scores, status) = score_all(&mut worker, &samples, size);
+                let off = furthest(&scores, &expected);
+                println!("{family}, {placement:?}, batch {size}: at most {off:.1e} from PyTorch");
+                assert!(off <= 1e-4);
+                assert_eq!((status.defaulted, status.damaged, status.late), (0, 0, false));
+                assert!(status.absent >= absent_at_least(&installed, &samples) && status.fresh > 0);
+                let cached = worker.counters().cached_lookups > 0;
+                assert!(placement.is_none_or(|p| cached == (p == Placement::Cached)));
+                statuses.push(status);
+                all.push(scores);
+            }
+        }
+        assert!(statuses.iter().all(|s| *s == statuses[0]), "{family}: {statuses:?}");
+        // The dense network may round otherwise at another batch size, but not under another placement.
+        for (i, scores) in all.iter().enumerate() {
+            assert!(same_bits(scores, &all[i % BATCHES.len()]), "{family}: placement changes the bits");
+            assert!(furthest(scores, &all[0]) <= 1e-6, "{family}: the batch size changes the scores");
+        }
+    }
+}
+
+/// How far a score may move when the rows are stored in fewer bits.
+#[test]
+fn coarser_codecs_stay_within_their_bounds() {
+    for (codec, bound) in [(CodecChoice::F16, 5e-4), (CodecChoice::U8, 5e-3), (CodecChoice::U4, 5e-2)] {
+        for family in FAMILIES {
+            let mut scores: Vec<Vec<f32>> = Vec::new();
+            for placement in [Placement::Resident, Placement::Cached] {
+                let installed = installed(family, codec, Some(placement));
+                let samples = probe(family, &installed);
+                let expected: Vec<f32> = samples.iter().filter_map(|s| s.score).collect();
+                let (all, status) = score_all(&mut worker(&installed), &samples, 32);
+                let off = furthest(&all, &expected);
+                println!("{family}, {codec:?}, {placement:?}: at most {off:.1e} from PyTorch");
+                assert!(off <= bound, "{family}, {codec:?}: {off}");
+                assert_eq!((status.defaulted, status.damaged), (0, 0));
+                scores.push(all);
+            }
+            assert!(same_bits(&scores[0], &scores[1]), "{family}, {codec:?}: placement changes the bits");
+        }
+    }
+}
+
+/// The probe set travels in the bundle and comes back from flash as it was written.
+#[test]
+fn the_probe_set_comes_back_from_flash() {
+    for family in FAMILIES {
+        let installed = installed(family, CodecChoice::F32, None);
+        let flash = hatchback::flash::Flash::open(&installed.flash).unwrap();
+        assert_eq!(flash.probe().unwrap(), probe(family, &installed));
+    }
+}
