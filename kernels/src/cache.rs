@@ -71,11 +71,15 @@ impl Cache {
     /// Bytes that one slot takes beside its row: tag, sequence, table, key and use count.
     pub const SLOT_OVERHEAD_BYTES: usize = 1 + 4 + 2 + 8 + 1;
 
+    /// Bytes of the smallest cache for rows of `row_bytes`: one set.
+    pub fn set_bytes(row_bytes: usize) -> usize {
+        WAYS * (row_bytes.next_multiple_of(8) + Self::SLOT_OVERHEAD_BYTES) + 2
+    }
+
     /// A cache of at most `bytes_max` bytes for rows of `row_bytes`; `None` if not even one set fits.
     pub fn new(row_bytes: usize, bytes_max: usize) -> Option<Self> {
         let words_per_row = row_bytes.div_ceil(8);
-        let set_bytes = WAYS * (words_per_row * 8 + Self::SLOT_OVERHEAD_BYTES) + 2;
-        let sets = bytes_max / set_bytes;
+        let sets = bytes_max / Self::set_bytes(row_bytes);
         let slots = sets * WAYS;
         (sets > 0).then(|| Self {
             row_bytes,

@@ -102,7 +102,8 @@ pub const UNIT_EXP_MAX: i8 = 64;
 impl RowFormat {
     /// The format of rows of `dim` values; `None` if the unit exponent is out of range for the codec.
     pub fn new(codec: Codec, dim: usize, unit_exp: i8) -> Option<Self> {
-        let in_range = if codec.is_quantized() { unit_exp.abs() <= UNIT_EXP_MAX } else { unit_exp == 0 };
+        let max = if codec.is_quantized() { UNIT_EXP_MAX } else { 0 };
+        let in_range = (-max..=max).contains(&unit_exp);
         in_range.then(|| Self { codec, dim, unit: 2f32.powi(i32::from(unit_exp)) })
     }
 

@@ -14,7 +14,9 @@ use crate::bundle::{BundleError, BundleReader};
 use crate::commit;
 use crate::manifest::{Generation, Hash, Manifest, ManifestError, sha256};
 use crate::sample::{ProbeError, Sample};
+use crate::schema::Schema;
 use crate::segment::{Segment, SegmentCheck, SegmentError, SegmentKind};
+use hatchback_kernels::dense::{DenseEngine, DenseError};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -56,6 +58,14 @@ pub enum FlashError {
         path: PathBuf,
         /// What is wrong.
         source: ProbeError,
+    },
+    /// The dense network does not load or does not fit the schema.
+    #[error("{path}: {source}", path = path.display())]
+    Dense {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: DenseError,
     },
     /// A field of a file on flash is wrong.
     #[error("{path}: {field}: {problem}", path = path.display())]
@@ -313,6 +323,14 @@ fn refuse(directory: &Path, bundle: &BundleReader, held: Option<&LiveRecord>) ->
     }
 }
 
+/// Loads the dense network and proves that the schema fits it.
+pub(crate) fn load_dense(schema: &Schema, onnx: Vec<u8>, threads: usize) -> Result<DenseEngine, DenseError> {
+    let network = &schema.network;
+    let widths: Vec<(&str, usize)> =
+        network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
+    DenseEngine::load(onnx, &widths, &network.output, network.activation, threads)
+}
+
 /// Writes all files of a generation, each checked on the way and durable at the end.
 fn write_generation(
     target: &Path,
@@ -334,7 +352,10 @@ fn write_generation(
             copy_blob(bundle, hot, &target.join(hot_name(number)), |_| Ok(()))?;
         }
     }
-    copy_blob(bundle, manifest.dense, &target.join("dense.onnx"), |_| Ok(()))?;
+    let path = target.join("dense.onnx");
+    copy_blob(bundle, manifest.dense, &path, |_| Ok(()))?;
+    load_dense(&manifest.schema, bundle.blob(manifest.dense)?, 1)
+        .map_err(|source| FlashError::Dense { path, source })?;
     if let Some(probe) = manifest.probe {
         let path = target.join("probe");
         let set = bundle.blob(probe)?;

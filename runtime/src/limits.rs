@@ -26,6 +26,8 @@ pub const DENSE_FEATURES_MAX: usize = 1 << 16;
 pub const DIM_MAX: usize = 4096;
 /// Keys of one feature in one sample.
 pub const HOTNESS_MAX: usize = 4096;
+/// Values a sample of one input of the dense network.
+pub const INPUT_WIDTH_MAX: usize = 1 << 20;
 /// Samples in one request.
 pub const BATCH_MAX: usize = 1 << 16;
 /// Bytes of a name (model, table, feature, network input).

@@ -3,7 +3,7 @@
 
 use crate::batch::Batch;
 use crate::budget::{Budget, MemoryPlan};
-use crate::flash::{Flash, FlashError};
+use crate::flash::{Flash, FlashError, load_dense};
 use crate::limits::{BATCH_MAX, PAGE_BYTES};
 use crate::manifest::Generation;
 use crate::schema::{InputSource, KeySpace, Placement, Schema};
@@ -96,11 +96,7 @@ impl Model {
     pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
         let schema = flash.manifest().schema.clone();
         check_budget(&schema, &budget)?;
-        let widths: Vec<(&str, usize)> =
-            schema.network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
-        let (output, activation) = (&schema.network.output, schema.network.activation);
-        let dense =
-            DenseEngine::load(flash.dense()?, &widths, output, activation, budget.dense_threads as usize)?;
+        let dense = load_dense(&schema, flash.dense()?, budget.dense_threads as usize)?;
         let resident = choose_resident(&schema, &budget)?;
         let caches = make_caches(&schema, &resident, &budget)?;
         let tables = open_tables(flash, &schema, &resident, &caches)?;
@@ -300,20 +296,21 @@ fn make_caches(schema: &Schema, resident: &[bool], budget: &Budget) -> Result<Ve
             None => widths.push((row_bytes, table.row_bytes_total())),
         }
     }
+    // A set for each, however few its rows are beside the others'; the rest in proportion.
+    let least: u64 = widths.iter().map(|&(row_bytes, _)| Cache::set_bytes(row_bytes) as u64).sum();
+    let too_small = || OpenError::Budget {
+        field: "cache_bytes_max",
+        value: budget.cache_bytes_max,
+        problem: format!("one set for each of {} row widths takes {least} bytes", widths.len()),
+    };
+    let spare = budget.cache_bytes_max.checked_sub(least).ok_or_else(too_small)?;
     let all: u128 = widths.iter().map(|(_, bytes)| u128::from(*bytes)).sum();
+    let share = |bytes: u64| (u128::from(spare) * u128::from(bytes) / all.max(1)) as usize;
     widths
         .iter()
-        .map(|&(row_bytes, bytes)| {
-            let share = (u128::from(budget.cache_bytes_max) * u128::from(bytes) / all.max(1)) as usize;
-            Cache::new(row_bytes, share).ok_or_else(|| OpenError::Budget {
-                field: "cache_bytes_max",
-                value: budget.cache_bytes_max,
-                problem: format!(
-                    "the share of the rows of {row_bytes} bytes, {share} bytes, holds not one set"
-                ),
-            })
-        })
-        .collect()
+        .map(|&(row_bytes, bytes)| Cache::new(row_bytes, Cache::set_bytes(row_bytes) + share(bytes)))
+        .collect::<Option<_>>()
+        .ok_or_else(too_small)
 }
 
 fn open_tables(

@@ -1,6 +1,8 @@
 //! The schema: what a model takes and how it is put together. Plain data with one check; never touches rows.
 
-use crate::limits::{DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, NAME_BYTES_MAX, TABLES_MAX};
+use crate::limits::{
+    DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_WIDTH_MAX, NAME_BYTES_MAX, TABLES_MAX,
+};
 use hatchback_kernels::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::dense::Activation;
 use hatchback_kernels::query::Pooling;
@@ -223,9 +225,13 @@ impl Schema {
             let n = self.dense_features.len();
             return fault("network.input", format!("{dense} inputs take the {n} dense features"));
         }
-        match fed.iter().position(|&n| n != 1) {
-            Some(f) => {
-                fault(format!("feature[{f}]"), format!("`{}` feeds {} inputs", self.features[f].name, fed[f]))
+        if let Some(f) = fed.iter().position(|&n| n != 1) {
+            let name = &self.features[f].name;
+            return fault(format!("feature[{f}]"), format!("`{name}` feeds {} inputs", fed[f]));
+        }
+        match self.network.inputs.iter().map(|i| self.input_width(i)).position(|w| w > INPUT_WIDTH_MAX) {
+            Some(i) => {
+                fault(format!("network.input[{i}]"), format!("is wider than {INPUT_WIDTH_MAX} values"))
             }
             None => Ok(()),
         }

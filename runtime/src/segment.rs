@@ -303,6 +303,9 @@ impl SegmentCheck {
 
     fn take_rows(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
         let (kind, capacity) = (self.kind.page_kind(), self.kind.rows_per_page());
+        if self.pages != self.data_pages {
+            return self.field("fences", format!("page {} holds rows and follows fences", self.pages));
+        }
         let checked =
             Page::check(page, self.kind.id, self.pages, kind, capacity).map_err(|e| self.page_error(e))?;
         if kind == PageKind::Hashed {
