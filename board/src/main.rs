@@ -7,6 +7,8 @@ mod server;
 
 use anyhow::{Result, bail, ensure};
 use clap::{Parser, Subcommand};
+use hatchback::disk;
+use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::score::{SystemClock, Worker};
 use hatchback::target::{DeviceKind, Target};
@@ -53,7 +55,7 @@ fn main() -> Result<()> {
             cli.target.display()
         );
     }
-    let model = Arc::new(Model::open(&cli.flash, target.budget)?);
+    let model = Arc::new(Model::open(&disk::system(), &cli.flash, target.budget)?);
     log::info!("serving {} for {}", model.generation(), target.triple);
     log::info!("memory, all taken now:\n{}", model.memory());
     match cli.command {
@@ -64,7 +66,7 @@ fn main() -> Result<()> {
 
 /// Scores the probe set, one sample a request, as it would arrive.
 fn check(flash: &std::path::Path, model: &Arc<Model>, tolerance: f32) -> Result<()> {
-    let probe = hatchback::flash::Flash::open(flash)?.probe()?;
+    let probe = Flash::open(&disk::system(), flash)?.probe()?;
     let mut worker = Worker::new(Arc::clone(model), Arc::new(SystemClock::default()));
     let (mut batch, mut difference, mut compared) = (model.batch(), 0f32, 0);
     for sample in &probe {

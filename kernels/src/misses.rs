@@ -25,8 +25,8 @@ pub struct Miss {
     pub row: RowKey,
     /// Where its bytes go.
     pub slot: u32,
-    /// The flash page that holds it; for the caller to fill in and to sort by.
-    pub page: u32,
+    /// Where it lies on flash; for the caller to fill in and to sort by.
+    pub place: u64,
 }
 
 /// The rest of a bag whose pooling stopped at its first missing row.
@@ -175,7 +175,7 @@ impl Misses {
         }
         let slot = self.new_slot(RowState::Pending);
         self.positions[at] = self.list.len() as u32;
-        self.list.push(Miss { row, slot, page: 0 });
+        self.list.push(Miss { row, slot, place: 0 });
         self.refs.push(slot);
     }
 }

@@ -19,6 +19,8 @@ pub struct Budget {
     pub batch_max: u32,
     /// Lookups of one worker that may wait for flash at once; a request with more is served in several rounds.
     pub misses_max: u32,
+    /// Page reads of one worker that may be in flight at once; the device's queue depth is enough.
+    pub reads_max: u32,
     /// Threads that one run of the dense network may use.
     pub dense_threads: u32,
 }
@@ -33,6 +35,7 @@ impl Default for Budget {
             workers: 1,
             batch_max: 256,
             misses_max: 16 << 10,
+            reads_max: 64,
             dense_threads: 1,
         }
     }

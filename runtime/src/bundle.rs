@@ -3,11 +3,12 @@
 //! decompressed. Never holds more than one chunk and the manifest in memory.
 
 use crate::commit;
+use crate::disk::{Disk, Output, SystemDisk};
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use crate::manifest::{Blob, Chunk, Manifest, ManifestError, sha256};
 use crate::page::u64_at;
 use std::fs::File;
-use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 /// The format of the file around the chunks.
@@ -61,8 +62,9 @@ pub(crate) fn field_error(path: &Path, field: impl Into<String>, problem: impl I
 /// Writes a bundle. Until `finish` nothing stands under its name.
 pub struct BundleWriter {
     path: PathBuf,
-    part: PathBuf,
-    file: BufWriter<File>,
+    /// `None` once the file is published.
+    file: Option<Box<dyn Output>>,
+    written: u64,
     blobs: Vec<Blob>,
     chunk: Vec<u8>,
 }
@@ -73,14 +75,20 @@ impl BundleWriter {
     /// # Errors
     /// The file cannot be created.
     pub fn create(path: &Path) -> Result<Self, BundleError> {
-        let part = commit::part_of(path);
-        let mut file = BufWriter::new(File::create(&part).map_err(io_error(&part))?);
+        let file = SystemDisk.create(&commit::part_of(path)).map_err(io_error(path))?;
+        let chunk = Vec::with_capacity(CHUNK_BYTES);
+        let mut writer =
+            Self { path: path.to_owned(), file: Some(file), written: 0, blobs: Vec::new(), chunk };
         let mut header = [0; HEADER_BYTES as usize];
         header[..8].copy_from_slice(MAGIC);
         header[8..12].copy_from_slice(&BUNDLE_FORMAT.to_le_bytes());
-        file.write_all(&header).map_err(io_error(&part))?;
-        let chunk = Vec::with_capacity(CHUNK_BYTES);
-        Ok(Self { path: path.to_owned(), part, file, blobs: Vec::new(), chunk })
+        writer.put(&header).map_err(io_error(path))?;
+        Ok(writer)
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.written += bytes.len() as u64;
+        self.file.as_mut().map_or(Ok(()), |file| file.write_all(bytes))
     }
 
     /// Begins the next blob; its content is what is written to the result. Returns its number with it.
@@ -96,7 +104,8 @@ impl BundleWriter {
         let compressed = zstd::bulk::compress(&self.chunk, ZSTD_LEVEL)?;
         // Where it saves under a sixteenth the car had better not decompress.
         let stored = if compressed.len() < self.chunk.len() / 16 * 15 { &compressed } else { &self.chunk };
-        self.file.write_all(stored)?;
+        self.written += stored.len() as u64;
+        self.file.as_mut().map_or(Ok(()), |file| file.write_all(stored))?;
         let chunk =
             Chunk { stored: stored.len() as u32, raw: self.chunk.len() as u32, sha256: sha256(stored) };
         if let Some(blob) = self.blobs.last_mut() {
@@ -120,30 +129,31 @@ impl BundleWriter {
         let refused = |source| BundleError::Manifest { path: self.path.clone(), source };
         let bytes = manifest.encode().map_err(refused)?;
         Manifest::decode(&bytes).map_err(refused)?;
-        let end = self.write_end(&bytes).map_err(io_error(&self.part))?;
-        commit::publish(&self.part, &self.path).map_err(io_error(&self.path))?;
-        Ok(end)
+        self.write_end(&bytes).map_err(io_error(&self.path))?;
+        if let Some(part) = self.file.take() {
+            commit::publish(&SystemDisk, &self.path, part).map_err(io_error(&self.path))?;
+        }
+        Ok(self.written)
     }
 
-    fn write_end(&mut self, manifest: &[u8]) -> io::Result<u64> {
-        let at = self.file.stream_position()?;
-        self.file.write_all(manifest)?;
+    fn write_end(&mut self, manifest: &[u8]) -> io::Result<()> {
+        let at = self.written;
+        self.put(manifest)?;
         let mut trailer = [0; TRAILER_BYTES as usize];
         trailer[..8].copy_from_slice(&at.to_le_bytes());
         trailer[8..16].copy_from_slice(&(manifest.len() as u64).to_le_bytes());
         trailer[16..48].copy_from_slice(&sha256(manifest));
         trailer[48..].copy_from_slice(END_MAGIC);
-        self.file.write_all(&trailer)?;
-        self.file.flush()?;
-        self.file.get_ref().sync_all()?;
-        self.file.stream_position()
+        self.put(&trailer)
     }
 }
 
 impl Drop for BundleWriter {
     fn drop(&mut self) {
-        // After `finish` there is no such file any more.
-        let _ = std::fs::remove_file(&self.part);
+        if self.file.take().is_some() {
+            // A bundle that was not finished; what is left of it is of no use.
+            let _ = SystemDisk.remove_file(&commit::part_of(&self.path));
+        }
     }
 }
 

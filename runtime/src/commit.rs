@@ -1,8 +1,8 @@
-//! The only way state reaches flash: write beside, fsync, rename, fsync the directory. After a power cut a
+//! The only way state reaches flash: write beside, sync, rename, sync the directory. After a power cut a
 //! file is wholly the old one or wholly the new one.
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use crate::disk::{Disk, Output};
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// Where the next content of `path` is written before it is published.
@@ -12,31 +12,29 @@ pub fn part_of(path: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// Makes `part`, already fsynced, stand at `path`.
-///
-/// # Errors
-/// The rename or the fsync of the directory failed.
-pub fn publish(part: &Path, path: &Path) -> io::Result<()> {
-    fs::rename(part, path)?;
-    sync_directory(path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))
+/// The directory that `path` is in.
+fn directory_of(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Makes names created or removed in `directory` durable.
+/// Makes what was written to `part_of(path)` durable and then stand at `path`.
 ///
 /// # Errors
-/// The directory cannot be synced.
-pub fn sync_directory(directory: &Path) -> io::Result<()> {
-    File::open(directory)?.sync_all()
+/// The content could not be made durable; `path` is then as it was or, if only the last sync failed, may be
+/// either after a power cut.
+pub fn publish(disk: &dyn Disk, path: &Path, mut part: Box<dyn Output>) -> io::Result<()> {
+    part.sync()?;
+    drop(part);
+    disk.rename(&part_of(path), path)?;
+    disk.sync_dir(directory_of(path))
 }
 
 /// Replaces the content of `path`.
 ///
 /// # Errors
-/// The content could not be made durable; `path` is then as it was.
-pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
-    let part = part_of(path);
-    let mut file = File::create(&part)?;
-    file.write_all(content)?;
-    file.sync_all()?;
-    publish(&part, path)
+/// As `publish`.
+pub fn replace(disk: &dyn Disk, path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut part = disk.create(&part_of(path))?;
+    part.write_all(content)?;
+    publish(disk, path, part)
 }

@@ -1,30 +1,32 @@
 //! The flash directory: the generations that lie on flash and the one record that says which is live.
-//! Nothing becomes live before all of it is written, checked and durable. Never deletes the live generation.
+//! Nothing becomes live before all of it is written, checked and durable. Never changes a segment that a
+//! live or retained generation uses.
 //!
 //! ```text
-//! DIR/live                     the live generation record
-//! DIR/g000000000001/manifest   one folder a generation
-//! DIR/g000000000001/t0000.seg  the rows of table 0
-//! DIR/g000000000001/t0000.hot  its most used keys
+//! DIR/live                          the live record
+//! DIR/g000000000001/manifest        one folder a generation that arrived
+//! DIR/g000000000001/t0000-0000.seg  the rows of table 0 (a base, or in a delta what changed)
+//! DIR/g000000000001/t0000-0001.seg  the same after a compaction
+//! DIR/g000000000001/t0000.hot       its most used keys
 //! DIR/g000000000001/dense.onnx
 //! DIR/g000000000001/probe
 //! ```
 
 use crate::bundle::{BundleError, BundleReader};
 use crate::commit;
-use crate::manifest::{Generation, Hash, Manifest, ManifestError, sha256};
+use crate::disk::Disk;
+use crate::live::{LiveError, LiveRecord, SegmentRef, State, TableState};
+use crate::manifest::{Generation, Manifest, ManifestError, sha256};
 use crate::sample::{ProbeError, Sample};
-use crate::schema::Schema;
-use crate::segment::{Segment, SegmentCheck, SegmentError, SegmentKind};
-use hatchback_kernels::dense::{DenseEngine, DenseError};
-use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use crate::schema::{Schema, Table};
+use crate::segment::{Counts, Part, Segment, SegmentError, SegmentKind};
+use crate::segment_check::SegmentCheck;
+use crate::table_rows::TableRows;
+use hatchback_kernels::dense::DenseError;
+use std::collections::BTreeSet;
+use std::io;
 use std::path::{Path, PathBuf};
-
-const LIVE_MAGIC: &[u8; 8] = b"HATCHLIV";
-/// The format of the live record.
-pub const LIVE_FORMAT: u32 = 1;
+use std::sync::Arc;
 
 /// Why a flash directory cannot be used or a bundle cannot be laid on it.
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +45,14 @@ pub enum FlashError {
     /// A segment is refused.
     #[error(transparent)]
     Segment(#[from] SegmentError),
+    /// The live record is refused.
+    #[error("{path}: {source}", path = path.display())]
+    Live {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: LiveError,
+    },
     /// A manifest on flash is refused.
     #[error("{path}: {source}", path = path.display())]
     Manifest {
@@ -97,84 +107,51 @@ pub enum FlashError {
         /// What the bundle holds.
         offered: Generation,
     },
-    /// The bundle is a delta, which only sync applies.
-    #[error("{path}: is a delta from sequence {parent}; only a snapshot can be laid on flash", path = path.display())]
-    Delta {
+    /// The bundle is a delta from a generation that is not live.
+    #[error("{path}: is a delta from sequence {parent}, {live} is live", path = path.display())]
+    Parent {
         /// The bundle.
         path: PathBuf,
         /// The sequence it starts from.
         parent: u64,
+        /// What is live.
+        live: String,
+    },
+    /// A delta's table is not put together as the live one is.
+    #[error("{path}: table `{table}`: {field} differs from the live generation's", path = path.display())]
+    Schema {
+        /// The bundle.
+        path: PathBuf,
+        /// Which table.
+        table: String,
+        /// What differs.
+        field: &'static str,
+    },
+    /// There is no room. Nothing was written.
+    #[error("{path}: {needed} bytes are needed, {free} are free", path = path.display())]
+    Space {
+        /// The flash directory.
+        path: PathBuf,
+        /// Bytes to be written.
+        needed: u64,
+        /// Bytes free.
+        free: u64,
     },
 }
 
-fn io_error(path: &Path) -> impl FnOnce(io::Error) -> FlashError + '_ {
+pub(crate) fn io_error(path: &Path) -> impl FnOnce(io::Error) -> FlashError + '_ {
     move |source| FlashError::Io { path: path.to_owned(), source }
 }
 
-/// The live generation record: a magic, a format number, a CRC-32C, then postcard.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LiveRecord {
-    /// What is live.
-    pub generation: Generation,
-    /// SHA-256 of its manifest file.
-    pub manifest: Hash,
-}
-
-impl LiveRecord {
-    /// The bytes of the record.
-    pub fn encode(&self) -> Vec<u8> {
-        // Two strings and an integer always encode; an empty body would be refused by `decode`.
-        let body = postcard::to_allocvec(self).unwrap_or_default();
-        let mut bytes = LIVE_MAGIC.to_vec();
-        bytes.extend(LIVE_FORMAT.to_le_bytes());
-        bytes.extend(crc32c::crc32c(&body).to_le_bytes());
-        bytes.extend(body);
-        bytes
-    }
-
-    /// Reads a record back.
-    ///
-    /// # Errors
-    /// Which field is wrong and how.
-    pub fn decode(bytes: &[u8]) -> Result<Self, (&'static str, String)> {
-        let (Some(header), Some(body)) = (bytes.get(..16), bytes.get(16..)) else {
-            return Err(("length", format!("{} bytes are too few", bytes.len())));
-        };
-        let word =
-            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
-        if &header[..8] != LIVE_MAGIC {
-            Err(("magic", "is not a live record".to_owned()))
-        } else if word(8) != LIVE_FORMAT {
-            Err(("format", format!("{} is not {LIVE_FORMAT}, the one this version reads", word(8))))
-        } else if word(12) != crc32c::crc32c(body) {
-            Err(("checksum", "does not match".to_owned()))
-        } else {
-            postcard::from_bytes(body).map_err(|e| ("record", format!("does not decode ({e})")))
-        }
-    }
-}
+/// Space left alone when a bundle is laid on flash: for records, folders and the file system's own needs.
+const SPARE_BYTES: u64 = 1 << 20;
 
 /// An open flash directory and its live generation.
 pub struct Flash {
+    disk: Arc<dyn Disk>,
     directory: PathBuf,
+    record: LiveRecord,
     manifest: Manifest,
-    manifest_bytes: u64,
-}
-
-fn generation_directory(directory: &Path, generation: &Generation) -> PathBuf {
-    directory.join(format!("g{:012}", generation.sequence))
-}
-
-fn read_live(directory: &Path) -> Result<Option<LiveRecord>, FlashError> {
-    let path = directory.join("live");
-    match fs::read(&path) {
-        Ok(bytes) => match LiveRecord::decode(&bytes) {
-            Ok(live) => Ok(Some(live)),
-            Err((field, problem)) => Err(FlashError::Field { path, field, problem }),
-        },
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(io_error(&path)(e)),
-    }
 }
 
 impl Flash {
@@ -182,48 +159,70 @@ impl Flash {
     ///
     /// # Errors
     /// Nothing is live there, or the record or the manifest is damaged.
-    pub fn open(directory: &Path) -> Result<Self, FlashError> {
-        let Some(live) = read_live(directory)? else {
+    pub fn open(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Self, FlashError> {
+        let Some(record) = read_live(disk.as_ref(), directory)? else {
             let problem = "no generation is live here".to_owned();
             return Err(FlashError::Field { path: directory.to_owned(), field: "live", problem });
         };
-        let path = generation_directory(directory, &live.generation).join("manifest");
-        let bytes = fs::read(&path).map_err(io_error(&path))?;
-        if sha256(&bytes) != live.manifest {
+        let path = folder_of(directory, record.live.generation.sequence).join("manifest");
+        let bytes = disk.read(&path).map_err(io_error(&path))?;
+        if sha256(&bytes) != record.live.manifest {
             let problem = "does not match its hash in the live record".to_owned();
             return Err(FlashError::Field { path, field: "manifest", problem });
         }
         let manifest = Manifest::decode(&bytes).map_err(|source| FlashError::Manifest { path, source })?;
-        Ok(Self { directory: directory.to_owned(), manifest, manifest_bytes: bytes.len() as u64 })
+        if manifest.schema.tables.len() != record.live.tables.len() {
+            let problem = format!("{} for {} tables", record.live.tables.len(), manifest.schema.tables.len());
+            return Err(FlashError::Field { path: directory.join("live"), field: "tables", problem });
+        }
+        Ok(Self { disk: Arc::clone(disk), directory: directory.to_owned(), record, manifest })
     }
 
-    /// Lays a snapshot bundle on flash and makes it live; does nothing if it is live already. `progress` is
-    /// told the bytes of content written.
+    /// Lays a bundle on flash and makes it live: a snapshot as it is, a delta over the live generation it
+    /// starts from. Does nothing if it is live already. `progress` is told the bytes of content written.
     ///
     /// # Errors
-    /// The bundle is refused or cannot be written; what was live stays live.
+    /// The bundle is refused, there is no room, or it cannot be written; what was live stays live.
     pub fn install(
+        disk: &Arc<dyn Disk>,
         directory: &Path,
         bundle: &mut BundleReader,
         progress: impl FnMut(u64),
     ) -> Result<Self, FlashError> {
-        let record = LiveRecord {
-            generation: bundle.manifest().generation.clone(),
-            manifest: sha256(bundle.manifest_bytes()),
+        disk.create_dir(directory).map_err(io_error(directory))?;
+        let held = match read_live(disk.as_ref(), directory)? {
+            None => None,
+            Some(_) => Some(Self::open(disk, directory)?),
         };
-        fs::create_dir_all(directory).map_err(io_error(directory))?;
-        let held = read_live(directory)?;
-        if held.as_ref() == Some(&record) {
-            return Self::open(directory);
+        let hash = sha256(bundle.manifest_bytes());
+        if held.as_ref().is_some_and(|h| h.record.live.manifest == hash) {
+            return Self::open(disk, directory);
         }
         refuse(directory, bundle, held.as_ref())?;
-        let target = generation_directory(directory, &record.generation);
-        write_generation(&target, bundle, progress)?;
-        commit::sync_directory(directory).map_err(io_error(directory))?;
-        let live = directory.join("live");
-        commit::replace(&live, &record.encode()).map_err(io_error(&live))?;
-        remove_others(directory, &target, held.map(|h| generation_directory(directory, &h.generation)));
-        Self::open(directory)
+        let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+        check_space(disk.as_ref(), directory, needed)?;
+        let folder = folder_of(directory, bundle.manifest().generation.sequence);
+        let counts = Incoming { disk: disk.as_ref(), folder: &folder, progress }.write(bundle)?;
+        disk.sync_dir(directory).map_err(io_error(directory))?;
+        let live = next_state(bundle.manifest(), hash, &counts, held.as_ref());
+        let record = LiveRecord { live, previous: held.map(|h| h.record.live) };
+        write_live(disk.as_ref(), directory, &record)?;
+        let flash = Self::open(disk, directory)?;
+        flash.reclaim();
+        Ok(flash)
+    }
+
+    /// Makes the generation before the live one live again.
+    ///
+    /// # Errors
+    /// There is none, or the record cannot be written.
+    pub fn rollback(self) -> Result<Self, FlashError> {
+        let Some(previous) = self.record.previous.clone() else {
+            let problem = "there is no generation to go back to".to_owned();
+            return Err(FlashError::Field { path: self.directory, field: "previous", problem });
+        };
+        write_live(self.disk.as_ref(), &self.directory, &LiveRecord { live: previous, previous: None })?;
+        Self::open(&self.disk, &self.directory)
     }
 
     /// The flash directory.
@@ -231,23 +230,54 @@ impl Flash {
         &self.directory
     }
 
+    /// What is live, and what was before.
+    pub fn record(&self) -> &LiveRecord {
+        &self.record
+    }
+
     /// The live generation's manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
+    pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
+        &self.disk
+    }
+
     fn file(&self, name: &str) -> PathBuf {
-        generation_directory(&self.directory, &self.manifest.generation).join(name)
+        folder_of(&self.directory, self.manifest.generation.sequence).join(name)
+    }
+
+    /// What the segment `of` of table `number` must be, and where it lies.
+    pub(crate) fn segment_place(
+        &self,
+        number: usize,
+        of: SegmentRef,
+        part: Part,
+    ) -> Result<(PathBuf, SegmentKind), FlashError> {
+        let path = folder_of(&self.directory, of.sequence).join(segment_name(number, of.serial));
+        let generation =
+            Generation { lineage: self.manifest.generation.lineage.clone(), sequence: of.sequence };
+        let kind = kind_of(&generation, of.serial, &self.manifest.schema, number, part, &path)?;
+        Ok((path, kind))
+    }
+
+    pub(crate) fn segment(&self, number: usize, of: SegmentRef, part: Part) -> Result<Segment, FlashError> {
+        let (path, kind) = self.segment_place(number, of, part)?;
+        let file = self.disk.open_pages(&path).map_err(io_error(&path))?;
+        Ok(Segment::open(&path, file, kind)?)
     }
 
     /// Opens the rows of table `number`.
     ///
     /// # Errors
-    /// The segment is missing, damaged in its index, or not the table's.
-    pub fn segment(&self, number: usize) -> Result<Segment, FlashError> {
-        let path = self.file(&segment_name(number));
-        let kind = kind_of(&self.manifest, number, &path)?;
-        Ok(Segment::open(&path, kind, self.manifest.schema.tables[number].rows)?)
+    /// A segment is missing, damaged in its index, or not the table's.
+    pub fn table(&self, number: usize) -> Result<TableRows, FlashError> {
+        let state = &self.record.live.tables[number];
+        let base = self.segment(number, state.base, Part::Base)?;
+        let deltas =
+            state.deltas.iter().map(|d| self.segment(number, *d, Part::Delta)).collect::<Result<_, _>>()?;
+        Ok(TableRows::new(base, deltas)?)
     }
 
     /// The most used keys of table `number`, most used first; empty if the trainer gave none.
@@ -284,114 +314,262 @@ impl Flash {
 
     fn read(&self, name: &str) -> Result<Vec<u8>, FlashError> {
         let path = self.file(name);
-        fs::read(&path).map_err(io_error(&path))
+        self.disk.read(&path).map_err(io_error(&path))
+    }
+
+    /// Replaces the live record by one with the same generation, and reclaims what no longer counts.
+    pub(crate) fn replace_state(&mut self, live: State) -> Result<(), FlashError> {
+        let record = LiveRecord { live, previous: self.record.previous.clone() };
+        write_live(self.disk.as_ref(), &self.directory, &record)?;
+        self.record = record;
+        self.reclaim();
+        Ok(())
+    }
+
+    /// Refuses where there is no room for `bytes` more.
+    pub(crate) fn check_space(&self, bytes: u64) -> Result<(), FlashError> {
+        check_space(self.disk.as_ref(), &self.directory, bytes)
+    }
+
+    /// Removes what neither the live generation nor the one before uses: old generations, merged segments,
+    /// and what an interrupted install or compaction left. What cannot be removed costs space, not
+    /// correctness: it is reported and left.
+    pub fn reclaim(&self) {
+        let used = self.used_files();
+        let folders = self.disk.list(&self.directory).unwrap_or_default();
+        let is_generation =
+            |p: &&PathBuf| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with('g'));
+        for folder in folders.iter().filter(is_generation) {
+            let files = self.disk.list(folder).unwrap_or_default();
+            let (keep, drop): (Vec<_>, Vec<_>) = files.into_iter().partition(|f| used.contains(f));
+            let removed = drop.iter().try_for_each(|f| self.disk.remove_file(f));
+            let removed =
+                removed.and_then(|()| if keep.is_empty() { self.disk.remove_dir(folder) } else { Ok(()) });
+            if let Err(e) = removed {
+                log::warn!("{}: not reclaimed: {e}", folder.display());
+            }
+        }
+    }
+
+    fn used_files(&self) -> BTreeSet<PathBuf> {
+        let mut used = BTreeSet::new();
+        for state in std::iter::once(&self.record.live).chain(&self.record.previous) {
+            let folder = folder_of(&self.directory, state.generation.sequence);
+            used.extend(["manifest", "dense.onnx", "probe"].map(|name| folder.join(name)));
+            for (number, table) in state.tables.iter().enumerate() {
+                used.insert(folder.join(hot_name(number)));
+                for of in std::iter::once(&table.base).chain(&table.deltas) {
+                    used.insert(
+                        folder_of(&self.directory, of.sequence).join(segment_name(number, of.serial)),
+                    );
+                }
+            }
+        }
+        used
     }
 
     /// Bytes of the live generation on flash.
-    pub fn bytes(&self) -> u64 {
-        self.manifest_bytes + self.manifest.blobs.iter().map(|b| b.raw_bytes()).sum::<u64>()
+    ///
+    /// # Errors
+    /// A segment cannot be opened.
+    pub fn bytes(&self) -> Result<u64, FlashError> {
+        let blob = |b: u32| self.manifest.blobs[b as usize].raw_bytes();
+        let hot: u64 = self.manifest.tables.iter().filter_map(|t| t.hot).map(blob).sum();
+        let rest = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob) + hot;
+        (0..self.manifest.tables.len()).try_fold(rest, |sum, i| Ok(sum + self.table(i)?.file_bytes()))
     }
 }
 
-fn segment_name(number: usize) -> String {
-    format!("t{number:04}.seg")
+fn folder_of(directory: &Path, sequence: u64) -> PathBuf {
+    directory.join(format!("g{sequence:012}"))
+}
+
+fn segment_name(number: usize, serial: u32) -> String {
+    format!("t{number:04}-{serial:04}.seg")
 }
 
 fn hot_name(number: usize) -> String {
     format!("t{number:04}.hot")
 }
 
-fn kind_of(manifest: &Manifest, number: usize, path: &Path) -> Result<SegmentKind, FlashError> {
-    SegmentKind::new(&manifest.generation, number, &manifest.schema.tables[number]).ok_or_else(|| {
+fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<LiveRecord>, FlashError> {
+    let path = directory.join("live");
+    match disk.read(&path) {
+        Ok(bytes) => LiveRecord::decode(&bytes).map(Some).map_err(|source| FlashError::Live { path, source }),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(io_error(&path)(e)),
+    }
+}
+
+fn write_live(disk: &dyn Disk, directory: &Path, record: &LiveRecord) -> Result<(), FlashError> {
+    let path = directory.join("live");
+    commit::replace(disk, &path, &record.encode()).map_err(io_error(&path))
+}
+
+fn kind_of(
+    generation: &Generation,
+    serial: u32,
+    schema: &Schema,
+    number: usize,
+    part: Part,
+    path: &Path,
+) -> Result<SegmentKind, FlashError> {
+    SegmentKind::new(generation, serial, number, &schema.tables[number], part).ok_or_else(|| {
         let problem = format!("table {number} does not fit its codec");
         FlashError::Field { path: path.to_owned(), field: "unit_exp", problem }
     })
 }
 
-fn refuse(directory: &Path, bundle: &BundleReader, held: Option<&LiveRecord>) -> Result<(), FlashError> {
-    if let Some(parent) = bundle.manifest().parent {
-        return Err(FlashError::Delta { path: bundle.path().to_owned(), parent });
-    }
-    let Some(held) = held.map(|h| h.generation.clone()) else { return Ok(()) };
+fn refuse(directory: &Path, bundle: &BundleReader, held: Option<&Flash>) -> Result<(), FlashError> {
     let (path, offered) = (directory.to_owned(), bundle.manifest().generation.clone());
+    let parent = bundle.manifest().parent;
+    let Some(live) = held else {
+        return match parent {
+            None => Ok(()),
+            Some(parent) => {
+                Err(FlashError::Parent { path: bundle.path().to_owned(), parent, live: "nothing".to_owned() })
+            }
+        };
+    };
+    let held = live.manifest.generation.clone();
     if held.lineage != offered.lineage {
-        Err(FlashError::Lineage { path, held, offered })
-    } else if held.sequence >= offered.sequence {
-        Err(FlashError::NotNewer { path, held, offered })
-    } else {
-        Ok(())
+        return Err(FlashError::Lineage { path, held, offered });
+    }
+    if held.sequence >= offered.sequence {
+        return Err(FlashError::NotNewer { path, held, offered });
+    }
+    match parent {
+        None => Ok(()),
+        Some(parent) if parent != held.sequence => {
+            Err(FlashError::Parent { path: bundle.path().to_owned(), parent, live: held.to_string() })
+        }
+        Some(_) => same_tables(bundle, &live.manifest.schema),
     }
 }
 
-/// Loads the dense network and proves that the schema fits it.
-pub(crate) fn load_dense(schema: &Schema, onnx: Vec<u8>, threads: usize) -> Result<DenseEngine, DenseError> {
-    let network = &schema.network;
-    let widths: Vec<(&str, usize)> =
-        network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
-    DenseEngine::load(onnx, &widths, &network.output, network.activation, threads)
+type Same = fn(&Table, &Table) -> bool;
+
+/// A delta's rows must mean what the live rows mean.
+fn same_tables(bundle: &BundleReader, live: &Schema) -> Result<(), FlashError> {
+    let offered = &bundle.manifest().schema;
+    let differ = |table: &str, field| {
+        Err(FlashError::Schema { path: bundle.path().to_owned(), table: table.to_owned(), field })
+    };
+    if offered.tables.len() != live.tables.len() {
+        return differ("", "the number of tables");
+    }
+    for (ours, theirs) in live.tables.iter().zip(&offered.tables) {
+        let checks: [(&str, Same); 5] = [
+            ("name", |a, b| a.name == b.name),
+            ("dim", |a, b| a.dim == b.dim),
+            ("keys", |a, b| a.keys == b.keys),
+            ("codec", |a, b| a.codec == b.codec),
+            ("unit_exp", |a, b| a.unit_exp == b.unit_exp),
+        ];
+        if let Some((field, _)) = checks.iter().find(|(_, same)| !same(ours, theirs)) {
+            return differ(&ours.name, field);
+        }
+    }
+    Ok(())
 }
 
-/// Writes all files of a generation, each checked on the way and durable at the end.
-fn write_generation(
-    target: &Path,
-    bundle: &mut BundleReader,
-    mut progress: impl FnMut(u64),
-) -> Result<(), FlashError> {
-    fs::create_dir_all(target).map_err(io_error(target))?;
-    let manifest = bundle.manifest().clone();
-    for (number, table) in manifest.tables.iter().enumerate() {
-        let path = target.join(segment_name(number));
-        let kind = kind_of(&manifest, number, &path)?;
-        let mut check = SegmentCheck::new(&path, kind, manifest.schema.tables[number].rows);
-        copy_blob(bundle, table.segment, &path, |chunk| {
-            progress(chunk.len() as u64);
-            Ok(check.take(chunk)?)
+fn check_space(disk: &dyn Disk, directory: &Path, bytes: u64) -> Result<(), FlashError> {
+    let needed = bytes.saturating_add(SPARE_BYTES);
+    let free = disk.free_bytes(directory).map_err(io_error(directory))?;
+    if needed <= free { Ok(()) } else { Err(FlashError::Space { path: directory.to_owned(), needed, free }) }
+}
+
+/// The state after a bundle whose segments hold `counts`. A delta that leaves a table alone adds nothing to it.
+fn next_state(
+    manifest: &Manifest,
+    hash: crate::manifest::Hash,
+    counts: &[Counts],
+    held: Option<&Flash>,
+) -> State {
+    let sequence = manifest.generation.sequence;
+    let arrived = SegmentRef { sequence, serial: 0 };
+    let over = held.filter(|_| manifest.parent.is_some()).map(|h| &h.record.live.tables);
+    let table = |number: usize| match over {
+        None => TableState { base: arrived, deltas: Vec::new() },
+        Some(tables) => {
+            let mut table = tables[number].clone();
+            if counts[number].rows + counts[number].deletes > 0 {
+                table.deltas.push(arrived);
+            }
+            table
+        }
+    };
+    let tables = (0..manifest.tables.len()).map(table).collect();
+    State { generation: manifest.generation.clone(), manifest: hash, tables }
+}
+
+/// A generation being written to its folder, each part checked on the way and durable at the end.
+struct Incoming<'a, P> {
+    disk: &'a dyn Disk,
+    folder: &'a Path,
+    progress: P,
+}
+
+impl<P: FnMut(u64)> Incoming<'_, P> {
+    /// Writes everything; returns what each table's segment holds.
+    fn write(mut self, bundle: &mut BundleReader) -> Result<Vec<Counts>, FlashError> {
+        self.disk.create_dir(self.folder).map_err(io_error(self.folder))?;
+        let manifest = bundle.manifest().clone();
+        let counts =
+            (0..manifest.tables.len()).map(|i| self.table(bundle, &manifest, i)).collect::<Result<_, _>>()?;
+        let onnx = bundle.blob(manifest.dense)?;
+        let refused = |source| FlashError::Dense { path: bundle.path().to_owned(), source };
+        manifest.schema.load_dense(onnx, 1).map_err(refused)?;
+        self.copy(bundle, manifest.dense, "dense.onnx", |_| Ok(()))?;
+        if let Some(probe) = manifest.probe {
+            let set = bundle.blob(probe)?;
+            let path = || bundle.path().to_owned();
+            Sample::decode_set(&set).map_err(|source| FlashError::Probe { path: path(), source })?;
+            self.copy(bundle, probe, "probe", |_| Ok(()))?;
+        }
+        let path = self.folder.join("manifest");
+        commit::replace(self.disk, &path, bundle.manifest_bytes()).map_err(io_error(&path))?;
+        Ok(counts)
+    }
+
+    fn table(
+        &mut self,
+        bundle: &mut BundleReader,
+        manifest: &Manifest,
+        number: usize,
+    ) -> Result<Counts, FlashError> {
+        let (blobs, table) = (&manifest.tables[number], &manifest.schema.tables[number]);
+        let part = if manifest.parent.is_some() { Part::Delta } else { Part::Base };
+        let name = segment_name(number, 0);
+        let path = self.folder.join(&name);
+        let kind = kind_of(&manifest.generation, 0, &manifest.schema, number, part, &path)?;
+        let mut check = SegmentCheck::new(&path, kind);
+        self.copy(bundle, blobs.segment, &name, |chunk| Ok(check.take(chunk)?))?;
+        let counts = check.finish()?;
+        if part == Part::Base && counts.rows != table.rows {
+            let problem = format!("{} instead of {}", counts.rows, table.rows);
+            return Err(FlashError::Field { path, field: "rows", problem });
+        }
+        if let Some(hot) = blobs.hot {
+            self.copy(bundle, hot, &hot_name(number), |_| Ok(()))?;
+        }
+        Ok(counts)
+    }
+
+    fn copy(
+        &mut self,
+        bundle: &mut BundleReader,
+        blob: u32,
+        name: &str,
+        mut check: impl FnMut(&[u8]) -> Result<(), FlashError>,
+    ) -> Result<(), FlashError> {
+        let path = self.folder.join(name);
+        let mut file = self.disk.create(&path).map_err(io_error(&path))?;
+        bundle.read_blob(blob, |chunk| {
+            check(chunk)?;
+            (self.progress)(chunk.len() as u64);
+            file.write_all(chunk).map_err(io_error(&path))
         })?;
-        check.finish()?;
-        if let Some(hot) = table.hot {
-            copy_blob(bundle, hot, &target.join(hot_name(number)), |_| Ok(()))?;
-        }
-    }
-    let path = target.join("dense.onnx");
-    copy_blob(bundle, manifest.dense, &path, |_| Ok(()))?;
-    load_dense(&manifest.schema, bundle.blob(manifest.dense)?, 1)
-        .map_err(|source| FlashError::Dense { path, source })?;
-    if let Some(probe) = manifest.probe {
-        let path = target.join("probe");
-        let set = bundle.blob(probe)?;
-        Sample::decode_set(&set)
-            .map_err(|source| FlashError::Probe { path: bundle.path().to_owned(), source })?;
-        copy_blob(bundle, probe, &path, |_| Ok(()))?;
-    }
-    let path = target.join("manifest");
-    commit::replace(&path, bundle.manifest_bytes()).map_err(io_error(&path))
-}
-
-fn copy_blob(
-    bundle: &mut BundleReader,
-    blob: u32,
-    path: &Path,
-    mut check: impl FnMut(&[u8]) -> Result<(), FlashError>,
-) -> Result<(), FlashError> {
-    let mut file = BufWriter::new(File::create(path).map_err(io_error(path))?);
-    bundle.read_blob(blob, |chunk| {
-        check(chunk)?;
-        file.write_all(chunk).map_err(io_error(path))
-    })?;
-    let file = file.into_inner().map_err(|e| io_error(path)(e.into_error()))?;
-    file.sync_all().map_err(io_error(path))
-}
-
-/// Reclaims generations that are neither live nor the one before. A folder that cannot be removed costs
-/// space, not correctness: it is reported and left.
-fn remove_others(directory: &Path, live: &Path, previous: Option<PathBuf>) {
-    let Ok(entries) = fs::read_dir(directory) else { return };
-    for path in entries.flatten().map(|e| e.path()) {
-        let is_generation =
-            path.is_dir() && path.file_name().is_some_and(|n| n.to_string_lossy().starts_with('g'));
-        let is_old = is_generation && path != live && Some(&path) != previous.as_ref();
-        if is_old && let Err(e) = fs::remove_dir_all(&path) {
-            log::warn!("{}: not removed: {e}", path.display());
-        }
+        file.sync().map_err(io_error(&path))
     }
 }

@@ -3,18 +3,22 @@
 
 use crate::batch::Batch;
 use crate::budget::{Budget, MemoryPlan};
-use crate::flash::{Flash, FlashError, load_dense};
-use crate::limits::{BATCH_MAX, PAGE_BYTES};
+use crate::disk::Disk;
+use crate::flash::{Flash, FlashError};
+use crate::limits::BATCH_MAX;
 use crate::manifest::Generation;
-use crate::schema::{InputSource, KeySpace, Placement, Schema};
-use crate::segment::{Segment, SegmentError};
-use hatchback_kernels::cache::{Cache, RowKey};
+use crate::reader::{PageReader, ReadMethod};
+use crate::schema::{InputSource, KeySpace, Placement, Schema, Table};
+use crate::segment::SegmentError;
+use crate::table_rows::{Place, TableRows};
+use hatchback_kernels::cache::{Cache, RowKey, mix};
 use hatchback_kernels::codec::RowFormat;
 use hatchback_kernels::dense::{DenseEngine, DenseError};
 use hatchback_kernels::misses::{Miss, Misses};
 use hatchback_kernels::query::Status;
 use hatchback_kernels::resident::Resident;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Why a model cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -46,7 +50,7 @@ pub(crate) enum Store {
     /// Number of the cache in `Model::caches`.
     Cached {
         cache: usize,
-        segment: Segment,
+        rows: TableRows,
     },
 }
 
@@ -74,9 +78,9 @@ pub struct Model {
 pub struct TableReport {
     /// `resident` or `cached`, as decided for this budget.
     pub placement: Placement,
-    /// Bytes of the segment file.
+    /// Bytes of its segment files.
     pub flash_bytes: u64,
-    /// Bytes in fast memory apart from the cache: the whole table, or the segment's index.
+    /// Bytes in fast memory apart from the cache: the whole table, or the index of its rows on flash.
     pub memory_bytes: u64,
 }
 
@@ -85,8 +89,8 @@ impl Model {
     ///
     /// # Errors
     /// Something on flash is missing or damaged, or the budget is too small.
-    pub fn open(directory: &Path, budget: Budget) -> Result<Self, OpenError> {
-        Self::from_flash(&Flash::open(directory)?, budget)
+    pub fn open(disk: &Arc<dyn Disk>, directory: &Path, budget: Budget) -> Result<Self, OpenError> {
+        Self::from_flash(&Flash::open(disk, directory)?, budget)
     }
 
     /// The same, on a directory that is open already.
@@ -96,7 +100,7 @@ impl Model {
     pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
         let schema = flash.manifest().schema.clone();
         check_budget(&schema, &budget)?;
-        let dense = load_dense(&schema, flash.dense()?, budget.dense_threads as usize)?;
+        let dense = schema.load_dense(flash.dense()?, budget.dense_threads as usize)?;
         let resident = choose_resident(&schema, &budget)?;
         let caches = make_caches(&schema, &resident, &budget)?;
         let tables = open_tables(flash, &schema, &resident, &caches)?;
@@ -154,10 +158,10 @@ impl Model {
                 let (flash_bytes, memory_bytes) = (0, table.bytes() as u64);
                 TableReport { placement: Placement::Resident, flash_bytes, memory_bytes }
             }
-            Store::Cached { segment, .. } => TableReport {
+            Store::Cached { rows, .. } => TableReport {
                 placement: Placement::Cached,
-                flash_bytes: segment.file_bytes(),
-                memory_bytes: segment.index_bytes() as u64,
+                flash_bytes: rows.file_bytes(),
+                memory_bytes: rows.index_bytes() as u64,
             },
         }
     }
@@ -175,20 +179,19 @@ impl Model {
         plan.add("embedding caches", self.caches.iter().map(|c| c.bytes() as u64).sum());
         plan.add("resident tables", sum(&|s| if let Store::Resident(r) = s { r.bytes() } else { 0 }));
         plan.add(
-            "segment indexes",
-            sum(&|s| if let Store::Cached { segment, .. } = s { segment.index_bytes() } else { 0 }),
+            "indexes of the segments and overlays of their deltas",
+            sum(&|s| if let Store::Cached { rows, .. } = s { rows.index_bytes() } else { 0 }),
         );
         plan.add("dense network weights (as f32)", 4 * self.dense.parameters() as u64);
         let waiting = self.budget.misses_max as usize;
         let misses = Misses::bytes(waiting, self.staging_row_bytes()) + waiting * size_of::<Miss>();
         plan.add("miss lists and staging rows, all workers", workers * misses as u64);
+        let reads = PageReader::bytes(self.budget.reads_max as usize);
+        plan.add("page buffers, all workers", workers * reads as u64);
         let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
         plan.add("dense network inputs, all workers", workers * (4 * batch * widths) as u64);
         let per_sample = size_of::<Status>() + 4 * self.outputs();
-        plan.add(
-            "scores, statuses and page buffers, all workers",
-            workers * (batch * per_sample + PAGE_BYTES) as u64,
-        );
+        plan.add("scores and statuses, all workers", workers * (batch * per_sample) as u64);
         plan.add("batches, all workers", workers * Batch::bytes(&self.schema, batch) as u64);
         plan
     }
@@ -200,41 +203,53 @@ impl Model {
 
     /// Puts the trainer's most used keys into the caches, up to each table's fair share.
     fn preload(&self, flash: &Flash) -> Result<(), OpenError> {
-        let cached: u64 = self.cached_rows();
+        let cached = self.cached_rows();
+        let mut reader = PageReader::new(self.budget.reads_max as usize, ReadMethod::Auto);
         for (number, table) in self.tables.iter().enumerate() {
-            let Store::Cached { cache, segment } = &table.store else { continue };
+            let Store::Cached { cache, rows } = &table.store else { continue };
             let cache = &self.caches[*cache];
-            let share = cache.slots() as u128 * u128::from(segment.rows()) / u128::from(cached.max(1));
+            let share = cache.slots() as u128 * u128::from(rows.base_rows()) / u128::from(cached.max(1));
             let mut keys = flash.hot_keys(number)?;
             // A set overflows before all slots are taken; three quarters go in almost surely.
             keys.truncate((share * 3 / 4) as usize);
-            preload_table(number, segment, cache, &keys);
+            preload_table(number, rows, cache, &keys, &mut reader);
         }
         Ok(())
     }
 
     fn cached_rows(&self) -> u64 {
         let rows =
-            |t: &ServedTable| if let Store::Cached { segment, .. } = &t.store { segment.rows() } else { 0 };
+            |t: &ServedTable| if let Store::Cached { rows, .. } = &t.store { rows.base_rows() } else { 0 };
         self.tables.iter().map(rows).sum()
     }
 }
 
 /// Reads the pages of `keys` in file order and inserts those keys' rows. A bad page costs its rows' warmth only.
-fn preload_table(number: usize, segment: &Segment, cache: &Cache, keys: &[u64]) {
-    let mut places: Vec<(u32, u64)> = keys.iter().filter_map(|&k| Some((segment.locate(k)?, k))).collect();
+fn preload_table(number: usize, rows: &TableRows, cache: &Cache, keys: &[u64], reader: &mut PageReader) {
+    let mut places: Vec<(Place, u64)> = keys.iter().filter_map(|&k| Some((rows.locate(k)?, k))).collect();
     places.sort_unstable();
-    let mut page = [0; PAGE_BYTES];
-    for places in places.chunk_by(|a, b| a.0 == b.0) {
-        let checked =
-            segment.read_page(places[0].0, &mut page).and_then(|()| segment.check(places[0].0, &page));
-        match checked {
-            Err(e) => log::error!("{e}"),
-            Ok(checked) => places.iter().for_each(|&(_, key)| {
-                if let Some(row) = segment.row(&checked, key) {
-                    cache.insert(RowKey { table: number as u16, key }, row);
-                }
-            }),
+    let groups: Vec<&[(Place, u64)]> = places.chunk_by(|a, b| a.0 == b.0).collect();
+    let mut begun = 0;
+    while begun < groups.len() || reader.in_flight() > 0 {
+        while begun < groups.len() && reader.has_room() {
+            let place = groups[begun][0].0;
+            reader.begin(rows.segment(place).file(), place.page, begun as u64);
+            begun += 1;
+        }
+        let done = reader.next(None, |group, page| {
+            let group = groups[group as usize];
+            let (place, segment) = (group[0].0, rows.segment(group[0].0));
+            match segment.check_read(place.page, page) {
+                Err(e) => log::error!("{e}"),
+                Ok(page) => group.iter().for_each(|&(_, key)| {
+                    if let Some(row) = segment.row(&page, key) {
+                        cache.insert(RowKey { table: number as u16, key }, row);
+                    }
+                }),
+            }
+        });
+        if !done {
+            return log::error!("table {number}: the reader failed; the rest of its hot rows stay cold");
         }
     }
 }
@@ -321,17 +336,17 @@ fn open_tables(
 ) -> Result<Vec<ServedTable>, OpenError> {
     let mut tables = Vec::with_capacity(schema.tables.len());
     for (number, table) in schema.tables.iter().enumerate() {
-        let segment = flash.segment(number)?;
+        let rows = flash.table(number)?;
         let format = table.format().ok_or_else(|| SegmentError::Field {
-            path: segment.path().to_owned(),
+            path: flash.directory().to_owned(),
             field: "unit_exp",
             problem: format!("table `{}` does not fit its codec", table.name),
         })?;
         let store = if resident[number] {
-            Store::Resident(load_resident(&segment, table.keys, format)?)
+            Store::Resident(load_resident(&rows, table, format)?)
         } else {
             let cache = caches.iter().position(|c| c.row_bytes() == format.row_bytes());
-            Store::Cached { cache: cache.unwrap_or_default(), segment }
+            Store::Cached { cache: cache.unwrap_or_default(), rows }
         };
         tables.push(ServedTable { format, store });
     }
@@ -340,24 +355,33 @@ fn open_tables(
 
 /// Reads a whole table. A damaged page of a resident table refuses the start: its rows would be gone for
 /// every request.
-fn load_resident(segment: &Segment, keys: KeySpace, format: RowFormat) -> Result<Resident, OpenError> {
-    let mut rows = Vec::with_capacity(segment.rows() as usize * format.row_bytes());
-    let mut hashes = Vec::with_capacity(if keys == KeySpace::Sparse { segment.rows() as usize } else { 0 });
-    let mut damaged = None;
-    segment.scan(
-        |hash, row| {
-            rows.extend_from_slice(row);
-            if keys == KeySpace::Sparse {
-                hashes.push(hash);
+fn load_resident(rows: &TableRows, table: &Table, format: RowFormat) -> Result<Resident, OpenError> {
+    // Positions serve an index table only while it is whole and in key order.
+    let indexed = table.keys == KeySpace::Index && rows.changed() == 0;
+    let (mut bytes, mut hashes, mut damaged) = (Vec::new(), Vec::new(), None);
+    rows.scan(
+        |order, row| {
+            bytes.extend_from_slice(row);
+            if !indexed {
+                hashes.push(if table.keys == KeySpace::Index { mix(order) } else { order });
             }
         },
         |e| damaged = Some(e),
     )?;
-    match (damaged, keys) {
-        (Some(e), _) => Err(e.into()),
-        (None, KeySpace::Index) => Ok(Resident::indexed(format.row_bytes(), rows.into())),
-        (None, KeySpace::Sparse) => Ok(Resident::hashed(format.row_bytes(), hashes.into(), rows.into())),
+    match damaged {
+        Some(e) => Err(e.into()),
+        None if indexed => Ok(Resident::indexed(format.row_bytes(), bytes.into())),
+        None => Ok(sorted_resident(format.row_bytes(), &hashes, &bytes)),
     }
+}
+
+fn sorted_resident(row_bytes: usize, hashes: &[u64], rows: &[u8]) -> Resident {
+    let mut order: Vec<usize> = (0..hashes.len()).collect();
+    order.sort_unstable_by_key(|&i| hashes[i]);
+    let sorted_hashes = order.iter().map(|&i| hashes[i]).collect();
+    let sorted_rows =
+        order.iter().flat_map(|&i| &rows[i * row_bytes..(i + 1) * row_bytes]).copied().collect();
+    Resident::hashed(row_bytes, sorted_hashes, sorted_rows)
 }
 
 fn columns_of(schema: &Schema) -> Vec<(usize, usize)> {

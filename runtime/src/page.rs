@@ -12,12 +12,30 @@ pub type PageBytes = [u8; PAGE_BYTES];
 pub enum PageKind {
     /// Rows of an index table, in key order, without keys.
     Index = 1,
-    /// Rows of a sparse table: ascending key hashes, then the rows.
+    /// Rows with the orders of their keys, strictly ascending, in front.
     Hashed = 2,
     /// The top 32 bits of the first hash of each hashed page.
     Fences = 3,
     /// The last page of a segment: what the segment is.
     Trailer = 4,
+    /// The orders of all keys of a delta's rows, once more, so that opening it needs no rows.
+    Keys = 5,
+    /// The orders of the keys that a delta deletes.
+    Deletes = 6,
+}
+
+impl PageKind {
+    /// The kind with this number.
+    fn of(number: u16) -> Option<Self> {
+        [Self::Index, Self::Hashed, Self::Fences, Self::Trailer, Self::Keys, Self::Deletes]
+            .into_iter()
+            .find(|k| *k as u16 == number)
+    }
+}
+
+/// The kind that a page claims, before anything about it is checked.
+pub fn claimed_kind(page: &PageBytes) -> Option<PageKind> {
+    PageKind::of(u16_at(page, 14))
 }
 
 /// Why a page must not be used.
@@ -43,8 +61,8 @@ pub enum PageFault {
     /// More entries than a page holds, or none.
     #[error("claims {0} entries")]
     Count(u16),
-    /// Key hashes do not ascend strictly: unsorted or duplicate keys.
-    #[error("key hashes do not ascend at entry {0}")]
+    /// Keys do not ascend strictly: they are unsorted or one is there twice.
+    #[error("keys do not ascend at entry {0}")]
     Order(usize),
 }
 
@@ -110,6 +128,11 @@ impl<'a> Page<'a> {
         }
     }
 
+    /// A page that passed `check` before and was not written to since.
+    pub(crate) fn checked(bytes: &'a PageBytes, count: usize) -> Self {
+        Self { bytes, count }
+    }
+
     /// Entries in the page.
     pub fn count(&self) -> usize {
         self.count
@@ -120,17 +143,17 @@ impl<'a> Page<'a> {
         &self.bytes[PAGE_HEADER_BYTES..]
     }
 
-    /// The key hash of entry `i` of a hashed page.
-    pub fn hash(&self, i: usize) -> u64 {
+    /// The order of entry `i` of a page of keys or of hashed rows.
+    pub fn order(&self, i: usize) -> u64 {
         u64_at(self.payload(), 8 * i)
     }
 
-    /// The position of `hash` in a hashed page.
-    pub fn position(&self, hash: u64) -> Option<usize> {
+    /// The position of `order` in a page of hashed rows.
+    pub fn position(&self, order: u64) -> Option<usize> {
         let (mut low, mut high) = (0, self.count);
         while low < high {
             let middle = (low + high) / 2;
-            match self.hash(middle).cmp(&hash) {
+            match self.order(middle).cmp(&order) {
                 std::cmp::Ordering::Less => low = middle + 1,
                 std::cmp::Ordering::Greater => high = middle,
                 std::cmp::Ordering::Equal => return Some(middle),
@@ -145,17 +168,17 @@ impl<'a> Page<'a> {
         &self.payload()[start..start + row_bytes]
     }
 
-    /// Checks that the hashes ascend strictly, from above `after`.
+    /// Checks that the orders ascend strictly, from above `after`.
     ///
     /// # Errors
     /// The first entry that does not.
     pub fn check_order(&self, after: Option<u64>) -> Result<(), PageFault> {
         let mut last = after;
         for i in 0..self.count {
-            if last.is_some_and(|l| self.hash(i) <= l) {
+            if last.is_some_and(|l| self.order(i) <= l) {
                 return Err(PageFault::Order(i));
             }
-            last = Some(self.hash(i));
+            last = Some(self.order(i));
         }
         Ok(())
     }

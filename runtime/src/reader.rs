@@ -74,7 +74,7 @@ pub struct PageReader {
 }
 
 enum Backend {
-    Ring(Ring),
+    Ring(Box<Ring>),
     Threads(Pool),
 }
 
@@ -82,13 +82,17 @@ impl PageReader {
     /// A reader with up to `depth` reads in flight.
     pub fn new(depth: usize, method: ReadMethod) -> Self {
         let depth = depth.max(1);
-        let ring = if method == ReadMethod::Auto { Ring::new(depth) } else { Err(io::Error::other("not asked for")) };
+        let ring = if method == ReadMethod::Auto {
+            Ring::new(depth)
+        } else {
+            Err(io::Error::other("not asked for"))
+        };
         let backend = ring.map_or_else(
             |e| {
                 log::info!("pages are read by threads, not by io_uring: {e}");
                 Backend::Threads(Pool::new(depth))
             },
-            Backend::Ring,
+            |ring| Backend::Ring(Box::new(ring)),
         );
         let in_place = VecDeque::with_capacity(depth);
         Self { backend, in_place, in_place_page: Box::new(AlignedPage::zeroed()), depth }
@@ -250,7 +254,11 @@ mod tests {
         Arc::new(Plain(Arc::new(file), system))
     }
 
-    fn read_everything(mut reader: PageReader, file: &Arc<dyn PageFile>, pages: u32) -> BTreeMap<u64, Result<u8, io::ErrorKind>> {
+    fn read_everything(
+        mut reader: PageReader,
+        file: &Arc<dyn PageFile>,
+        pages: u32,
+    ) -> BTreeMap<u64, Result<u8, io::ErrorKind>> {
         let (mut begun, mut found) = (0, BTreeMap::new());
         while begun < pages || reader.in_flight() > 0 {
             while begun < pages && reader.has_room() {
@@ -268,7 +276,9 @@ mod tests {
 
     #[test]
     fn every_method_reads_every_page_once_and_reports_the_end() {
-        for (method, system) in [(ReadMethod::Auto, true), (ReadMethod::Threads, true), (ReadMethod::Auto, false)] {
+        for (method, system) in
+            [(ReadMethod::Auto, true), (ReadMethod::Threads, true), (ReadMethod::Auto, false)]
+        {
             let file = file_of(200, system);
             let found = read_everything(PageReader::new(7, method), &file, 202);
             for n in 0..200u64 {

@@ -3,8 +3,9 @@
 use crate::limits::{
     DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_WIDTH_MAX, NAME_BYTES_MAX, TABLES_MAX,
 };
+use hatchback_kernels::cache::mix;
 use hatchback_kernels::codec::{Codec, ROW_BYTES_MAX, RowFormat};
-use hatchback_kernels::dense::Activation;
+use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
 use hatchback_kernels::query::Pooling;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -17,6 +18,17 @@ pub enum KeySpace {
     Index,
     /// Any u64.
     Sparse,
+}
+
+impl KeySpace {
+    /// What rows are ordered by on flash; equal for equal keys only.
+    #[inline]
+    pub fn order(self, key: u64) -> u64 {
+        match self {
+            Self::Index => key,
+            Self::Sparse => mix(key),
+        }
+    }
 }
 
 /// Where a table's rows live while they are served.
@@ -257,6 +269,17 @@ impl Schema {
                 features.iter().map(|&f| self.feature_width(usize::from(f))).sum()
             }
         }
+    }
+
+    /// Loads the dense network and proves that this schema fits it.
+    ///
+    /// # Errors
+    /// The file does not load, or its inputs and outputs are not the schema's.
+    pub fn load_dense(&self, onnx: Vec<u8>, threads: usize) -> Result<DenseEngine, DenseError> {
+        let network = &self.network;
+        let widths: Vec<(&str, usize)> =
+            network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
+        DenseEngine::load(onnx, &widths, &network.output, network.activation, threads)
     }
 
     /// Most lookups of one sample.

@@ -3,21 +3,22 @@
 //! it never waits for another worker and never allocates for the lookup.
 
 use crate::batch::Batch;
-use crate::limits::PAGE_BYTES;
 use crate::model::{Model, Store};
 use crate::page::{Page, PageBytes};
+use crate::reader::{PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, MissPolicy};
-use crate::segment::Segment;
+use crate::table_rows::{Place, TableRows};
 use hatchback_kernels::cache::{Cache, RowKey};
 use hatchback_kernels::dense::DenseError;
 use hatchback_kernels::misses::{Miss, Misses, RowState};
 use hatchback_kernels::query::{Feature, Input, Rows, Status};
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Stands for a key that no page can hold.
-const NO_PAGE: u32 = u32::MAX;
+const NO_PLACE: u64 = u64::MAX;
 
 /// The time as the request flow sees it: monotonic, from any start.
 pub trait Clock: Send + Sync {
@@ -132,7 +133,9 @@ pub struct Worker {
     widths: Vec<usize>,
     scores: Vec<f32>,
     statuses: Vec<Status>,
-    page: Box<PageBytes>,
+    reader: PageReader,
+    /// Tells the reads of this request from those that an earlier one no longer waits for.
+    round: u32,
     counters: Counters,
 }
 
@@ -149,7 +152,8 @@ impl Worker {
             widths,
             scores: vec![0.0; batch * model.outputs()],
             statuses: vec![Status::default(); batch],
-            page: Box::new([0; PAGE_BYTES]),
+            reader: PageReader::new(budget.reads_max as usize, ReadMethod::Auto),
+            round: 0,
             counters: Counters::default(),
             clock,
             model,
@@ -251,94 +255,156 @@ impl Worker {
         self.misses.clear();
     }
 
-    /// Goes through the missing rows page by page: first what must be waited for, then what the deadline
+    /// Fetches the missing rows, many pages in flight: first what must be waited for, then what the deadline
     /// allows. The rest is noted for `fetch_behind`.
     fn fetch(&mut self, model: &Model, deadline: Option<Duration>) {
         for miss in self.misses.list_mut() {
-            miss.page = model.segment(miss.row.table).and_then(|s| s.locate(miss.row.key)).unwrap_or(NO_PAGE);
+            miss.place = model.locate(miss.row).map_or(NO_PLACE, Place::pack);
         }
-        let order = |m: &Miss| (model.miss_policy(m.row.table) as u8, m.row.table, m.page);
+        let order = |m: &Miss| (model.miss_policy(m.row.table) as u8, m.row.table, m.place);
         self.misses.list_mut().sort_unstable_by_key(order);
         self.counters.misses += self.misses.list().len() as u64;
         self.counters.missed_lookups += self.misses.lookups();
-        let (mut at, end) = (0, self.misses.list().len());
-        while at < end {
-            let first = order(&self.misses.list()[at]);
-            let n = self.misses.list()[at..].iter().take_while(|m| order(m) == first).count();
-            let late = deadline.is_some_and(|d| self.clock.now() >= d);
-            match model.miss_policy(first.1) {
-                MissPolicy::Default => self.leave(at..at + n, RowState::Pending),
-                MissPolicy::Deadline if late => self.leave(at..at + n, RowState::Late),
-                _ => self.read(model, at..at + n),
+        self.round = self.round.wrapping_add(1);
+        let mut state = Fetch { next: 0, must: 0, may: 0 };
+        loop {
+            self.begin_reads(model, deadline, &mut state);
+            if state.must + state.may == 0 {
+                return;
             }
-            at += n;
+            // Once only reads remain that the deadline may cut, it cuts the wait for them.
+            let cut = deadline.filter(|_| state.must == 0 && state.next == self.misses.list().len());
+            let wait = cut.map(|d| d.saturating_sub(self.clock.now()));
+            if !self.finish_read(model, wait, &mut state) {
+                return self.leave_unread(model, cut.is_some());
+            }
         }
+    }
+
+    /// Begins reads in order until the reader is full or nothing is left to begin.
+    fn begin_reads(&mut self, model: &Model, deadline: Option<Duration>, state: &mut Fetch) {
+        while state.next < self.misses.list().len() && self.reader.has_room() {
+            let range = state.next..state.next + group_len(&self.misses.list()[state.next..]);
+            let Miss { row, place, .. } = self.misses.list()[range.start];
+            let late = || deadline.is_some_and(|d| self.clock.now() >= d);
+            state.next = range.end;
+            match model.miss_policy(row.table) {
+                _ if place == NO_PLACE => self.set_states(range, RowState::Absent),
+                MissPolicy::Default => self.leave(range, RowState::Pending),
+                MissPolicy::Deadline if late() => self.leave(range, RowState::Late),
+                policy => {
+                    let place = Place::unpack(place);
+                    let token = u64::from(self.round) << 32 | range.start as u64;
+                    self.reader.begin(model.rows(row.table).segment(place).file(), place.page, token);
+                    *state.count(policy) += 1;
+                }
+            }
+        }
+    }
+
+    /// Takes one page in; returns whether one came within `wait`.
+    fn finish_read(&mut self, model: &Model, wait: Option<Duration>, state: &mut Fetch) -> bool {
+        let Self { reader, misses, counters, round, .. } = self;
+        reader.next(wait, |token, page| {
+            // A page that a request before this one no longer waited for.
+            if (token >> 32) as u32 != *round {
+                return;
+            }
+            let start = token as u32 as usize;
+            let range = start..start + group_len(&misses.list()[start..]);
+            *state.count(model.miss_policy(misses.list()[start].row.table)) -= 1;
+            stage(model, misses, range, page, counters);
+        })
+    }
+
+    /// Gives up the reads that are still outstanding: the deadline has come, or the reader failed.
+    fn leave_unread(&mut self, model: &Model, late: bool) {
+        for i in 0..self.misses.list().len() {
+            let miss = self.misses.list()[i];
+            let policy = model.miss_policy(miss.row.table);
+            if self.misses.state(miss.slot) == RowState::Pending && policy != MissPolicy::Default {
+                let state = if late { RowState::Late } else { RowState::Damaged };
+                self.leave(i..i + 1, state);
+            }
+        }
+    }
+
+    fn set_states(&mut self, range: Range<usize>, state: RowState) {
+        range.for_each(|i| self.misses.set_state(self.misses.list()[i].slot, state));
     }
 
     fn leave(&mut self, range: Range<usize>, state: RowState) {
-        for i in range {
-            let miss = self.misses.list()[i];
-            self.misses.set_state(miss.slot, state);
-            if self.behind.len() < self.behind.capacity() {
-                self.behind.push(miss);
-            }
-        }
-    }
-
-    /// Reads the one page that holds the misses in `range` and stages their rows.
-    fn read(&mut self, model: &Model, range: Range<usize>) {
-        let Miss { row: RowKey { table, .. }, page: number, .. } = self.misses.list()[range.start];
-        let (Some(segment), true) = (model.segment(table), number != NO_PAGE) else {
-            return range.for_each(|i| self.misses.set_state(self.misses.list()[i].slot, RowState::Absent));
-        };
-        let page = read_checked(segment, number, &mut self.page, &mut self.counters);
-        for i in range {
-            let miss = self.misses.list()[i];
-            let state = match page.as_ref().map(|p| segment.row(p, miss.row.key)) {
-                None => RowState::Damaged,
-                Some(None) => RowState::Absent,
-                Some(Some(bytes)) => {
-                    self.misses.row_mut(miss.slot)[..bytes.len()].copy_from_slice(bytes);
-                    model.cache(table).insert(miss.row, bytes);
-                    RowState::Fresh
-                }
-            };
-            self.misses.set_state(miss.slot, state);
-        }
+        self.set_states(range.clone(), state);
+        let room = self.behind.capacity() - self.behind.len();
+        self.behind.extend(self.misses.list()[range].iter().take(room));
     }
 
     /// Fetches, after the answer is out, the rows that the last requests answered with defaults, so that the
     /// next request finds them in the cache. Returns how many went in.
     pub fn fetch_behind(&mut self) -> usize {
         let model = Arc::clone(&self.model);
-        let mut inserted = 0;
-        for misses in self.behind.chunk_by(|a, b| (a.row.table, a.page) == (b.row.table, b.page)) {
-            let (table, number) = (misses[0].row.table, misses[0].page);
-            let (Some(segment), true) = (model.segment(table), number != NO_PAGE) else { continue };
-            let Some(page) = read_checked(segment, number, &mut self.page, &mut self.counters) else {
-                continue;
-            };
-            for miss in misses {
-                if let Some(bytes) = segment.row(&page, miss.row.key) {
-                    model.cache(table).insert(miss.row, bytes);
-                    inserted += 1;
-                }
+        let (mut next, mut waiting, mut inserted) = (0, 0, 0);
+        self.round = self.round.wrapping_add(1);
+        self.behind.sort_unstable_by_key(|m| (m.row.table, m.place));
+        loop {
+            while next < self.behind.len() && self.reader.has_room() {
+                let Miss { row, place, .. } = self.behind[next];
+                let token = u64::from(self.round) << 32 | next as u64;
+                let place = Place::unpack(place);
+                self.reader.begin(model.rows(row.table).segment(place).file(), place.page, token);
+                next += group_len(&self.behind[next..]);
+                waiting += 1;
+            }
+            let Self { reader, behind, counters, round, .. } = self;
+            let done = waiting > 0
+                && reader.next(None, |token, page| {
+                    if (token >> 32) as u32 == *round {
+                        waiting -= 1;
+                        let start = token as u32 as usize;
+                        let misses = &behind[start..start + group_len(&behind[start..])];
+                        inserted += insert(&model, misses, page, counters);
+                    }
+                });
+            if !done {
+                self.behind.clear();
+                return inserted;
             }
         }
-        self.behind.clear();
-        inserted
     }
 }
 
-/// Reads and checks a page; a bad one is counted and reported.
-fn read_checked<'a>(
-    segment: &Segment,
-    number: u32,
-    page: &'a mut PageBytes,
+/// Where a fetch stands.
+struct Fetch {
+    /// The first miss that no read was begun for.
+    next: usize,
+    /// Reads outstanding that the request waits for.
+    must: usize,
+    /// Reads outstanding that the deadline may cut.
+    may: usize,
+}
+
+impl Fetch {
+    fn count(&mut self, policy: MissPolicy) -> &mut usize {
+        if policy == MissPolicy::Wait { &mut self.must } else { &mut self.may }
+    }
+}
+
+/// How many misses at the front are of the same page.
+fn group_len(misses: &[Miss]) -> usize {
+    let same = |m: &&Miss| (m.row.table, m.place) == (misses[0].row.table, misses[0].place);
+    misses.iter().take_while(same).count()
+}
+
+/// Checks a page that was read for `misses`; a bad one is counted and reported.
+fn check_page<'a>(
+    model: &Model,
+    miss: Miss,
+    page: io::Result<&'a PageBytes>,
     counters: &mut Counters,
 ) -> Option<Page<'a>> {
     counters.pages += 1;
-    match segment.read_page(number, page).and_then(|()| segment.check(number, page)) {
+    let place = Place::unpack(miss.place);
+    match model.rows(miss.row.table).segment(place).check_read(place.page, page) {
         Ok(page) => Some(page),
         Err(e) => {
             counters.pages_damaged += 1;
@@ -346,6 +412,39 @@ fn read_checked<'a>(
             None
         }
     }
+}
+
+/// Stages and caches the rows of a page for the misses in `range`, which are all of it.
+fn stage(
+    model: &Model,
+    misses: &mut Misses,
+    range: Range<usize>,
+    page: io::Result<&PageBytes>,
+    counters: &mut Counters,
+) {
+    let page = check_page(model, misses.list()[range.start], page, counters);
+    for i in range {
+        let miss = misses.list()[i];
+        let segment = model.rows(miss.row.table).segment(Place::unpack(miss.place));
+        let state = match page.as_ref().map(|p| segment.row(p, miss.row.key)) {
+            None => RowState::Damaged,
+            Some(None) => RowState::Absent,
+            Some(Some(bytes)) => {
+                misses.row_mut(miss.slot)[..bytes.len()].copy_from_slice(bytes);
+                model.cache(miss.row.table).insert(miss.row, bytes);
+                RowState::Fresh
+            }
+        };
+        misses.set_state(miss.slot, state);
+    }
+}
+
+/// Caches the rows of a page for `misses`, which are all of it; returns how many went in.
+fn insert(model: &Model, misses: &[Miss], page: io::Result<&PageBytes>, counters: &mut Counters) -> usize {
+    let Some(page) = check_page(model, misses[0], page, counters) else { return 0 };
+    let segment = model.rows(misses[0].row.table).segment(Place::unpack(misses[0].place));
+    let rows = misses.iter().filter_map(|m| Some((m.row, segment.row(&page, m.row.key)?)));
+    rows.map(|(row, bytes)| model.cache(row.table).insert(row, bytes)).count()
 }
 
 impl Model {
@@ -370,10 +469,15 @@ impl Model {
         }
     }
 
-    fn segment(&self, table: u16) -> Option<&Segment> {
+    /// Where a row that missed lies; `None` if its table does not have it.
+    fn locate(&self, row: RowKey) -> Option<Place> {
+        self.rows(row.table).locate(row.key)
+    }
+
+    fn rows(&self, table: u16) -> &TableRows {
         match &self.tables[usize::from(table)].store {
-            Store::Resident(_) => None,
-            Store::Cached { segment, .. } => Some(segment),
+            Store::Cached { rows, .. } => rows,
+            Store::Resident(_) => unreachable!("rows of resident tables never miss"),
         }
     }
 

@@ -1,23 +1,26 @@
-//! Segments: immutable files of self-checking pages that hold the rows of one table. One page read finds any
-//! key. Index tables place a key by division; sparse tables keep rows in key-hash order with one 32-bit
-//! fence a page in memory. Bytes in FORMAT.md. Never changes a file that is complete.
+//! Segments: immutable files of self-checking pages that hold rows of one table. One page read finds any
+//! key. Bytes in FORMAT.md; written by `segment_write`, proved on arrival by `segment_check`.
+//!
+//! A *base* holds every row of a table: an index table places a key by division, a sparse table keeps rows
+//! in key-hash order with one 32-bit fence a page in memory. A *delta* holds the rows that one generation
+//! changed, inserted or deleted; its keys are read at open and go into the table's overlay.
 
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crate::manifest::{Generation, sha256};
 use crate::page::{Page, PageBytes, PageFault, PageKind, seal, u64_at};
+use crate::reader::{AlignedPage, PageFile};
 use crate::schema::{KeySpace, Table};
-use hatchback_kernels::cache::mix;
 use hatchback_kernels::codec::{Codec, RowFault, RowFormat};
-use std::fs::File;
-use std::io::{self, Write};
-use std::os::unix::fs::FileExt;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const MAGIC: &[u8; 8] = b"HATCHSEG";
 /// The format of segments.
 pub const SEGMENT_FORMAT: u32 = 1;
-const PAYLOAD_BYTES: usize = PAGE_BYTES - PAGE_HEADER_BYTES;
-const FENCES_PER_PAGE: usize = PAYLOAD_BYTES / 4;
+pub(crate) const PAYLOAD_BYTES: usize = PAGE_BYTES - PAGE_HEADER_BYTES;
+pub(crate) const FENCES_PER_PAGE: usize = PAYLOAD_BYTES / 4;
+pub(crate) const KEYS_PER_PAGE: usize = PAYLOAD_BYTES / 8;
 
 /// What is wrong with a segment.
 #[derive(Debug, thiserror::Error)]
@@ -64,24 +67,41 @@ pub enum SegmentError {
     },
 }
 
+/// What a segment holds of its table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Every row.
+    Base,
+    /// What one generation changed.
+    Delta,
+}
+
 /// What a segment is: everything in its trailer but the counts, which follow from the rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SegmentKind {
-    id: u32,
+    pub(crate) id: u32,
     table: u32,
-    keys: KeySpace,
-    format: RowFormat,
+    pub(crate) part: Part,
+    pub(crate) keys: KeySpace,
+    pub(crate) format: RowFormat,
     unit_exp: i8,
 }
 
 impl SegmentKind {
-    /// The segment of table number `table` in `generation`; `None` if the table's unit does not fit.
-    pub fn new(generation: &Generation, number: usize, table: &Table) -> Option<Self> {
-        let name = format!("{}\0{}\0{number}", generation.lineage, generation.sequence);
+    /// The segment of table number `number` that `generation` brought; `None` if the table's unit does not
+    /// fit its codec. `serial` is 0 for what arrived in a bundle and counts up with each compaction.
+    pub fn new(
+        generation: &Generation,
+        serial: u32,
+        number: usize,
+        table: &Table,
+        part: Part,
+    ) -> Option<Self> {
+        let name = format!("{}\0{}\0{serial}\0{number}", generation.lineage, generation.sequence);
         let hash = sha256(name.as_bytes());
         let id = u32::from_le_bytes([hash[0], hash[1], hash[2], hash[3]]);
         let (keys, unit_exp) = (table.keys, table.unit_exp);
-        Some(Self { id, table: number as u32, keys, format: table.format()?, unit_exp })
+        Some(Self { id, table: number as u32, part, keys, format: table.format()?, unit_exp })
     }
 
     /// How the rows are encoded.
@@ -89,375 +109,214 @@ impl SegmentKind {
         self.format
     }
 
-    fn page_kind(&self) -> PageKind {
-        match self.keys {
-            KeySpace::Index => PageKind::Index,
-            KeySpace::Sparse => PageKind::Hashed,
+    /// Which keys the table has.
+    pub fn keys(&self) -> KeySpace {
+        self.keys
+    }
+
+    /// The kind of the pages that hold rows.
+    pub(crate) fn page_kind(&self) -> PageKind {
+        match (self.part, self.keys) {
+            (Part::Base, KeySpace::Index) => PageKind::Index,
+            _ => PageKind::Hashed,
         }
     }
 
-    fn rows_per_page(&self) -> usize {
-        let key = if self.keys == KeySpace::Sparse { 8 } else { 0 };
+    /// Whether the segment has a fence for each data page.
+    pub(crate) fn has_fences(&self) -> bool {
+        self.part == Part::Base && self.keys == KeySpace::Sparse
+    }
+
+    /// Most rows of a page.
+    pub(crate) fn rows_per_page(&self) -> usize {
+        let key = if self.page_kind() == PageKind::Hashed { 8 } else { 0 };
         PAYLOAD_BYTES / (key + self.format.row_bytes())
     }
 
-    fn trailer(&self, rows: u64, data_pages: u32, fence_pages: u32) -> PageBytes {
+    pub(crate) fn trailer(&self, counts: Counts) -> PageBytes {
         let mut page = [0; PAGE_BYTES];
         page[16..24].copy_from_slice(MAGIC);
         let mut put = |at: usize, bytes: &[u8]| page[at..at + bytes.len()].copy_from_slice(bytes);
         put(24, &SEGMENT_FORMAT.to_le_bytes());
         put(28, &self.table.to_le_bytes());
-        put(32, &rows.to_le_bytes());
-        put(40, &data_pages.to_le_bytes());
-        put(44, &fence_pages.to_le_bytes());
-        put(48, &(self.format.dim() as u32).to_le_bytes());
-        put(52, &(self.format.row_bytes() as u32).to_le_bytes());
-        put(56, &(self.rows_per_page() as u32).to_le_bytes());
+        put(32, &counts.rows.to_le_bytes());
+        put(40, &counts.deletes.to_le_bytes());
+        put(48, &counts.data_pages.to_le_bytes());
+        put(52, &counts.index_pages.to_le_bytes());
+        put(56, &(self.format.dim() as u32).to_le_bytes());
+        put(60, &(self.format.row_bytes() as u32).to_le_bytes());
         let codec = match self.format.codec() {
             Codec::F32 => 0,
             Codec::F16 => 1,
             Codec::U8 => 2,
             Codec::U4 => 3,
         };
-        put(60, &[u8::from(self.keys == KeySpace::Sparse), codec, self.unit_exp as u8]);
-        seal(&mut page, self.id, data_pages + fence_pages, PageKind::Trailer, 1);
+        let (delta, sparse) = (self.part == Part::Delta, self.keys == KeySpace::Sparse);
+        put(64, &[u8::from(delta), u8::from(sparse), codec, self.unit_exp as u8]);
+        seal(&mut page, self.id, counts.data_pages + counts.index_pages, PageKind::Trailer, 1);
         page
     }
 }
 
-/// Why rows cannot become a segment.
-#[derive(Debug, thiserror::Error)]
-pub enum WriteError {
-    /// The destination refused the bytes.
-    #[error(transparent)]
-    Io(#[from] io::Error),
-    /// Hashes must ascend strictly.
-    #[error("key hash {0:#018x} does not ascend: rows are unsorted or a key is there twice")]
-    Order(u64),
-    /// More keys share the top 32 bits of their hash than a page holds rows.
-    #[error("too many keys share the hash prefix {0:#010x}")]
-    Prefix(u32),
-    /// The file would have more than 2^32 pages.
-    #[error("the table is over 16 TiB")]
-    TooLarge,
+/// How much a segment holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Rows.
+    pub rows: u64,
+    /// Keys that a delta deletes.
+    pub deletes: u64,
+    /// Pages that hold rows.
+    pub data_pages: u32,
+    /// Pages between the rows and the trailer.
+    pub index_pages: u32,
 }
 
-/// Writes a segment in one pass.
-pub struct SegmentWriter<W> {
-    out: W,
-    kind: SegmentKind,
-    hashes: Vec<u64>,
-    rows: Vec<u8>,
-    fences: Vec<u32>,
-    pages: u32,
-    count: u64,
-}
-
-impl<W: Write> SegmentWriter<W> {
-    /// Begins a segment.
-    pub fn new(out: W, kind: SegmentKind) -> Self {
-        Self { out, kind, hashes: Vec::new(), rows: Vec::new(), fences: Vec::new(), pages: 0, count: 0 }
-    }
-
-    /// Adds the encoded row of the next key: ascending by `mix(key)` in a sparse table, `0, 1, 2...` in an
-    /// index table.
-    ///
-    /// # Errors
-    /// The hashes do not ascend, or the destination refused the bytes.
-    pub fn push(&mut self, key: u64, row: &[u8]) -> Result<(), WriteError> {
-        assert_eq!(row.len(), self.kind.format.row_bytes());
-        let hash = match self.kind.keys {
-            KeySpace::Index => key,
-            KeySpace::Sparse => mix(key),
-        };
-        if self.hashes.last().is_some_and(|&last| hash <= last) {
-            return Err(WriteError::Order(hash));
-        }
-        if self.hashes.len() == self.kind.rows_per_page() {
-            self.end_page(hash)?;
-        }
-        self.hashes.push(hash);
-        self.rows.extend_from_slice(row);
-        self.count += 1;
-        Ok(())
-    }
-
-    /// Writes the rows that are complete. In a sparse table rows that share the top half of their hash with
-    /// the next one stay back, so that one fence compare always finds the page.
-    fn end_page(&mut self, next: u64) -> Result<(), WriteError> {
-        let prefix = (next >> 32) as u32;
-        let n = match self.kind.keys {
-            KeySpace::Index => self.hashes.len(),
-            KeySpace::Sparse => self.hashes.partition_point(|&h| ((h >> 32) as u32) < prefix),
-        };
-        if n == 0 {
-            return Err(WriteError::Prefix(prefix));
-        }
-        self.write_page(n)
-    }
-
-    fn write_page(&mut self, n: usize) -> Result<(), WriteError> {
-        let mut page = [0; PAGE_BYTES];
-        let (hashed, row_bytes) = (self.kind.page_kind() == PageKind::Hashed, self.kind.format.row_bytes());
-        let (keys, rows) = page[PAGE_HEADER_BYTES..].split_at_mut(if hashed { 8 * n } else { 0 });
-        keys.chunks_exact_mut(8).zip(&self.hashes).for_each(|(k, h)| k.copy_from_slice(&h.to_le_bytes()));
-        rows[..n * row_bytes].copy_from_slice(&self.rows[..n * row_bytes]);
-        self.fences.push((self.hashes[0] >> 32) as u32);
-        self.emit(page, self.kind.page_kind(), n)?;
-        self.hashes.drain(..n);
-        self.rows.drain(..n * row_bytes);
-        Ok(())
-    }
-
-    fn emit(&mut self, mut page: PageBytes, kind: PageKind, count: usize) -> Result<(), WriteError> {
-        seal(&mut page, self.kind.id, self.pages, kind, count);
-        self.out.write_all(&page)?;
-        self.pages = self.pages.checked_add(1).ok_or(WriteError::TooLarge)?;
-        Ok(())
-    }
-
-    /// Completes the segment; returns the destination and the number of rows.
-    ///
-    /// # Errors
-    /// The destination refused the bytes.
-    pub fn finish(mut self) -> Result<(W, u64), WriteError> {
-        if !self.hashes.is_empty() {
-            self.write_page(self.hashes.len())?;
-        }
-        let data_pages = self.pages;
-        if self.kind.keys == KeySpace::Sparse {
-            for fences in std::mem::take(&mut self.fences).chunks(FENCES_PER_PAGE) {
-                let mut page = [0; PAGE_BYTES];
-                let places = page[PAGE_HEADER_BYTES..].chunks_exact_mut(4);
-                places.zip(fences).for_each(|(place, f)| place.copy_from_slice(&f.to_le_bytes()));
-                self.emit(page, PageKind::Fences, fences.len())?;
-            }
-        }
-        let trailer = self.kind.trailer(self.count, data_pages, self.pages - data_pages);
-        self.out.write_all(&trailer)?;
-        Ok((self.out, self.count))
-    }
-}
-
-/// Checks a segment that comes from outside, page by page in file order, before it may be used.
-pub struct SegmentCheck {
-    path: PathBuf,
-    kind: SegmentKind,
-    rows_expected: u64,
-    rows: u64,
-    pages: u32,
-    data_pages: u32,
-    last_hash: Option<u64>,
-    fences: Vec<u32>,
-    fences_seen: usize,
-    done: bool,
-}
-
-impl SegmentCheck {
-    /// A check of the segment of `kind` with `rows` rows; `path` is what errors name.
-    pub fn new(path: &Path, kind: SegmentKind, rows: u64) -> Self {
+impl Counts {
+    fn read(page: &PageBytes) -> Self {
+        let pages = u64_at(page, 48);
         Self {
-            path: path.to_owned(),
-            kind,
-            rows_expected: rows,
-            rows: 0,
-            pages: 0,
-            data_pages: 0,
-            last_hash: None,
-            fences: Vec::new(),
-            fences_seen: 0,
-            done: false,
+            rows: u64_at(page, 32),
+            deletes: u64_at(page, 40),
+            data_pages: pages as u32,
+            index_pages: (pages >> 32) as u32,
         }
+    }
+
+    /// Bytes of the file.
+    pub fn file_bytes(&self) -> u64 {
+        (u64::from(self.data_pages) + u64::from(self.index_pages) + 1) * PAGE_BYTES as u64
+    }
+}
+
+pub(crate) fn fences_in(page: &Page<'_>) -> impl Iterator<Item = u32> {
+    page.payload().chunks_exact(4).take(page.count()).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+}
+
+/// A segment open for reads. Holding one proves that its trailer is whole and that it is the segment that was
+/// asked for; its other pages are checked as they are read.
+pub struct Segment {
+    path: PathBuf,
+    file: Arc<dyn PageFile>,
+    kind: SegmentKind,
+    counts: Counts,
+    fences: Box<[u32]>,
+}
+
+impl Segment {
+    /// Opens the segment in `file`, which must be of `kind`; `path` is what errors name.
+    ///
+    /// # Errors
+    /// The file is not that segment, or its trailer or fences are damaged.
+    pub fn open(path: &Path, file: Arc<dyn PageFile>, kind: SegmentKind) -> Result<Self, SegmentError> {
+        let io = |source| SegmentError::Io { path: path.to_owned(), source };
+        let bytes = file.bytes().map_err(io)?;
+        let pages = u32::try_from(bytes / PAGE_BYTES as u64).unwrap_or(0);
+        let mut segment =
+            Self { path: path.to_owned(), file, kind, counts: Counts::default(), fences: [].into() };
+        if !bytes.is_multiple_of(PAGE_BYTES as u64) || pages == 0 {
+            return segment.field("length", format!("{bytes} bytes are not 1 to 2^32 - 1 pages"));
+        }
+        segment.read_trailer(pages - 1)?;
+        if segment.kind.has_fences() {
+            segment.read_fences()?;
+        }
+        Ok(segment)
     }
 
     fn field<T>(&self, field: &'static str, problem: impl Into<String>) -> Result<T, SegmentError> {
         Err(SegmentError::Field { path: self.path.clone(), field, problem: problem.into() })
     }
 
-    fn page_error(&self, source: PageFault) -> SegmentError {
-        SegmentError::Page { path: self.path.clone(), page: self.pages, source }
-    }
-
-    /// Takes the next whole pages.
-    ///
-    /// # Errors
-    /// The first page or row that is wrong.
-    pub fn take(&mut self, bytes: &[u8]) -> Result<(), SegmentError> {
-        let (pages, rest) = bytes.as_chunks::<PAGE_BYTES>();
-        if !rest.is_empty() {
-            return self.field("length", format!("{} bytes follow the last whole page", rest.len()));
-        }
-        for page in pages {
-            if self.done {
-                return self.field("length", "pages follow the trailer");
-            }
-            match u16::from_le_bytes([page[14], page[15]]) {
-                k if k == PageKind::Trailer as u16 => self.take_trailer(page)?,
-                k if k == PageKind::Fences as u16 => self.take_fences(page)?,
-                _ => self.take_rows(page)?,
-            }
-            self.pages += 1;
-        }
-        Ok(())
-    }
-
-    fn take_rows(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
-        let (kind, capacity) = (self.kind.page_kind(), self.kind.rows_per_page());
-        if self.pages != self.data_pages {
-            return self.field("fences", format!("page {} holds rows and follows fences", self.pages));
-        }
-        let checked =
-            Page::check(page, self.kind.id, self.pages, kind, capacity).map_err(|e| self.page_error(e))?;
-        if kind == PageKind::Hashed {
-            checked.check_order(self.last_hash).map_err(|e| self.page_error(e))?;
-            let prefix = (checked.hash(0) >> 32) as u32;
-            if self.last_hash.is_some_and(|h| (h >> 32) as u32 == prefix) {
-                return self.field("fences", format!("hash prefix {prefix:#010x} lies on two pages"));
-            }
-            self.fences.push(prefix);
-            self.last_hash = Some(checked.hash(checked.count() - 1));
-        } else if !self.rows.is_multiple_of(capacity as u64) {
-            return self.field("rows", format!("page {} follows a page that is not full", self.pages));
-        }
-        for row in 0..checked.count() {
-            let bytes = checked.row(kind, self.kind.format.row_bytes(), row);
-            self.kind.format.check(bytes).map_err(|source| SegmentError::Row {
-                path: self.path.clone(),
-                page: self.pages,
-                row,
-                source,
-            })?;
-        }
-        self.rows += checked.count() as u64;
-        self.data_pages += 1;
-        Ok(())
-    }
-
-    fn take_fences(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
-        let checked = Page::check(page, self.kind.id, self.pages, PageKind::Fences, FENCES_PER_PAGE)
-            .map_err(|e| self.page_error(e))?;
-        for fence in fences_in(&checked) {
-            if self.fences.get(self.fences_seen) != Some(&fence) {
-                return self.field("fences", format!("fence {} is not its page's", self.fences_seen));
-            }
-            self.fences_seen += 1;
-        }
-        Ok(())
-    }
-
-    fn take_trailer(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
-        Page::check(page, self.kind.id, self.pages, PageKind::Trailer, 1).map_err(|e| self.page_error(e))?;
-        let expected = self.kind.trailer(self.rows, self.data_pages, self.pages - self.data_pages);
-        if page != &expected {
-            return self.field("trailer", "does not describe the pages before it as the manifest does");
-        }
-        if self.fences_seen != self.fences.len() {
-            return self.field("fences", format!("{} for {} pages", self.fences_seen, self.fences.len()));
-        }
-        if self.rows != self.rows_expected {
-            return self.field("rows", format!("{} instead of {}", self.rows, self.rows_expected));
-        }
-        self.done = true;
-        Ok(())
-    }
-
-    /// Ends the check.
-    ///
-    /// # Errors
-    /// The segment ended before its trailer.
-    pub fn finish(self) -> Result<(), SegmentError> {
-        if self.done { Ok(()) } else { self.field("length", "the segment ends before its trailer") }
-    }
-}
-
-fn fences_in(page: &Page<'_>) -> impl Iterator<Item = u32> {
-    page.payload().chunks_exact(4).take(page.count()).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-}
-
-/// A segment open for reads. Holding one proves that its trailer and fences are whole and that it is the
-/// segment that the manifest describes; its data pages are checked as they are read.
-pub struct Segment {
-    path: PathBuf,
-    file: File,
-    kind: SegmentKind,
-    rows: u64,
-    data_pages: u32,
-    fences: Box<[u32]>,
-}
-
-impl Segment {
-    /// Opens the segment at `path`, which must be of `kind` with `rows` rows.
-    ///
-    /// # Errors
-    /// The file is not that segment, or its trailer or fences are damaged.
-    pub fn open(path: &Path, kind: SegmentKind, rows: u64) -> Result<Self, SegmentError> {
-        let io = |source| SegmentError::Io { path: path.to_owned(), source };
-        let file = File::open(path).map_err(io)?;
-        let bytes = file.metadata().map_err(io)?.len();
-        let pages = u32::try_from(bytes / PAGE_BYTES as u64).unwrap_or(0);
-        if !bytes.is_multiple_of(PAGE_BYTES as u64) || pages == 0 {
-            let problem = format!("{bytes} bytes are not 1 to 2^32 - 1 pages");
-            return Err(SegmentError::Field { path: path.to_owned(), field: "length", problem });
-        }
-        let mut segment = Self { path: path.to_owned(), file, kind, rows, data_pages: 0, fences: [].into() };
-        segment.read_trailer(pages - 1)?;
-        segment.read_fences(pages - 1)?;
-        Ok(segment)
-    }
-
     fn read_trailer(&mut self, last: u32) -> Result<(), SegmentError> {
-        let mut page = [0; PAGE_BYTES];
+        let mut page = AlignedPage::zeroed();
         self.read_page(last, &mut page)?;
-        Page::check(&page, self.kind.id, last, PageKind::Trailer, 1).map_err(|e| self.page_error(last, e))?;
-        let counts = u64_at(&page, 40);
-        let (data_pages, fence_pages) = (counts as u32, (counts >> 32) as u32);
-        let fits = data_pages.checked_add(fence_pages) == Some(last);
-        if !fits || page != self.kind.trailer(self.rows, data_pages, fence_pages) {
-            let problem = "is not the segment that the manifest describes".to_owned();
-            return Err(SegmentError::Field { path: self.path.clone(), field: "trailer", problem });
+        Page::check(&page.0, self.kind.id, last, PageKind::Trailer, 1)
+            .map_err(|e| self.page_error(last, e))?;
+        self.counts = Counts::read(&page.0);
+        let fits = self.counts.data_pages.checked_add(self.counts.index_pages) == Some(last);
+        if !fits || page.0 != self.kind.trailer(self.counts) {
+            return self.field("trailer", "is not the segment that the manifest describes");
         }
-        self.data_pages = data_pages;
         Ok(())
     }
 
-    fn read_fences(&mut self, last: u32) -> Result<(), SegmentError> {
-        let mut fences =
-            Vec::with_capacity(if self.kind.keys == KeySpace::Sparse { self.data_pages as usize } else { 0 });
-        let mut page = [0; PAGE_BYTES];
-        for number in self.data_pages..last {
-            self.read_page(number, &mut page)?;
-            let checked = Page::check(&page, self.kind.id, number, PageKind::Fences, FENCES_PER_PAGE)
-                .map_err(|e| self.page_error(number, e))?;
-            fences.extend(fences_in(&checked));
-        }
-        let expected = if self.kind.keys == KeySpace::Sparse { self.data_pages as usize } else { 0 };
+    fn read_fences(&mut self) -> Result<(), SegmentError> {
+        let expected = self.counts.data_pages as usize;
+        let mut fences = Vec::with_capacity(expected);
+        self.each_index_page(|_, page| {
+            fences.extend(fences_in(page));
+            Ok(())
+        })?;
         if fences.len() != expected || !fences.is_sorted_by(|a, b| a < b) {
-            let problem = format!("{} ascending ones expected", expected);
-            return Err(SegmentError::Field { path: self.path.clone(), field: "fences", problem });
+            return self.field("fences", format!("{} are not {expected} ascending ones", fences.len()));
         }
         self.fences = fences.into();
         Ok(())
     }
 
-    /// The file.
+    /// Hands the checked pages between the rows and the trailer to `take`.
+    fn each_index_page(
+        &self,
+        mut take: impl FnMut(PageKind, &Page<'_>) -> Result<(), SegmentError>,
+    ) -> Result<(), SegmentError> {
+        let mut page = AlignedPage::zeroed();
+        for number in self.counts.data_pages..self.counts.data_pages + self.counts.index_pages {
+            self.read_page(number, &mut page)?;
+            let (kind, most) = match crate::page::claimed_kind(&page.0) {
+                Some(PageKind::Fences) => (PageKind::Fences, FENCES_PER_PAGE),
+                Some(PageKind::Deletes) => (PageKind::Deletes, KEYS_PER_PAGE),
+                _ => (PageKind::Keys, KEYS_PER_PAGE),
+            };
+            let checked = Page::check(&page.0, self.kind.id, number, kind, most);
+            take(kind, &checked.map_err(|e| self.page_error(number, e))?)?;
+        }
+        Ok(())
+    }
+
+    /// Hands the keys of a delta to `take`: the order of each key with the page that holds its row, or with
+    /// `None` where the key is deleted.
+    ///
+    /// # Errors
+    /// A page of keys is damaged, or they are not as many as the trailer says.
+    pub fn each_delta_key(&self, mut take: impl FnMut(u64, Option<u32>)) -> Result<(), SegmentError> {
+        let (mut rows, mut deletes) = (0u64, 0u64);
+        let per_page = self.kind.rows_per_page() as u64;
+        self.each_index_page(|kind, page| {
+            for i in 0..page.count() {
+                if kind == PageKind::Keys {
+                    take(page.order(i), Some((rows / per_page) as u32));
+                    rows += 1;
+                } else {
+                    take(page.order(i), None);
+                    deletes += 1;
+                }
+            }
+            Ok(())
+        })?;
+        if (rows, deletes) == (self.counts.rows, self.counts.deletes) {
+            return Ok(());
+        }
+        self.field("keys", format!("{rows} rows and {deletes} deletes instead of {:?}", self.counts))
+    }
+
+    /// The file's name.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Rows in the segment.
-    pub fn rows(&self) -> u64 {
-        self.rows
+    /// The file.
+    pub fn file(&self) -> &Arc<dyn PageFile> {
+        &self.file
     }
 
-    /// Pages that hold rows.
-    pub fn data_pages(&self) -> u32 {
-        self.data_pages
+    /// What it is.
+    pub fn kind(&self) -> &SegmentKind {
+        &self.kind
     }
 
-    /// Bytes of the file.
-    pub fn file_bytes(&self) -> u64 {
-        let fence_pages = self.fences.len().div_ceil(FENCES_PER_PAGE) as u64;
-        (u64::from(self.data_pages) + fence_pages + 1) * PAGE_BYTES as u64
+    /// How much it holds.
+    pub fn counts(&self) -> Counts {
+        self.counts
     }
 
     /// Bytes of the index in memory.
@@ -465,26 +324,27 @@ impl Segment {
         4 * self.fences.len()
     }
 
-    /// The page that holds `key` if any does; `None` if the table cannot have the key.
+    /// The page of a base that holds `key` if any does; `None` if the base cannot have the key.
     #[inline]
     pub fn locate(&self, key: u64) -> Option<u32> {
         match self.kind.keys {
-            KeySpace::Index => (key < self.rows).then(|| (key / self.kind.rows_per_page() as u64) as u32),
+            KeySpace::Index => {
+                (key < self.counts.rows).then(|| (key / self.kind.rows_per_page() as u64) as u32)
+            }
             KeySpace::Sparse => {
-                let prefix = (mix(key) >> 32) as u32;
+                let prefix = (KeySpace::Sparse.order(key) >> 32) as u32;
                 (self.fences.partition_point(|&f| f <= prefix) as u32).checked_sub(1)
             }
         }
     }
 
-    /// Reads page `number` into `page`, unchecked.
+    /// Reads page `number`, unchecked.
     ///
     /// # Errors
     /// The device refused.
-    pub fn read_page(&self, number: u32, page: &mut PageBytes) -> Result<(), SegmentError> {
-        let at = u64::from(number) * PAGE_BYTES as u64;
+    pub fn read_page(&self, number: u32, page: &mut AlignedPage) -> Result<(), SegmentError> {
         self.file
-            .read_exact_at(page, at)
+            .read_page(number, page)
             .map_err(|source| SegmentError::Io { path: self.path.clone(), source })
     }
 
@@ -497,22 +357,50 @@ impl Segment {
             .map_err(|e| self.page_error(number, e))
     }
 
+    /// Checks what a reader gave for data page `number`.
+    ///
+    /// # Errors
+    /// The device refused, or what is wrong with the page.
+    pub fn check_read<'a>(
+        &self,
+        number: u32,
+        page: io::Result<&'a PageBytes>,
+    ) -> Result<Page<'a>, SegmentError> {
+        let page = page.map_err(|source| SegmentError::Io { path: self.path.clone(), source })?;
+        self.check(number, page)
+    }
+
     fn page_error(&self, page: u32, source: PageFault) -> SegmentError {
         SegmentError::Page { path: self.path.clone(), page, source }
     }
 
-    /// The encoded row of `key` in a checked page, or `None` if the table does not have the key.
+    /// The encoded row of `key` in a checked page, or `None` if the page does not have the key.
     pub fn row<'a>(&self, page: &Page<'a>, key: u64) -> Option<&'a [u8]> {
         let kind = self.kind.page_kind();
         let position = match kind {
-            PageKind::Hashed => page.position(mix(key))?,
+            PageKind::Hashed => page.position(self.kind.keys.order(key))?,
             _ => Some((key % self.kind.rows_per_page() as u64) as usize).filter(|&i| i < page.count())?,
         };
         Some(page.row(kind, self.kind.format.row_bytes(), position))
     }
 
-    /// Hands every row to `take` in file order, with its key hash in a sparse table and its key in an index
-    /// table. A damaged page goes to `damaged` and its rows are left out.
+    /// Row `i` of a data page that was checked before and has `count` rows.
+    pub(crate) fn row_at<'a>(&self, page: &'a PageBytes, count: usize, i: usize) -> &'a [u8] {
+        Page::checked(page, count).row(self.kind.page_kind(), self.kind.format.row_bytes(), i)
+    }
+
+    /// Hands every row of checked data page `number` to `take`, with the order of its key.
+    pub fn each_row(&self, number: u32, page: &Page<'_>, mut take: impl FnMut(u64, &[u8])) {
+        let (kind, per_page) = (self.kind.page_kind(), self.kind.rows_per_page() as u64);
+        for i in 0..page.count() {
+            let indexed = || u64::from(number) * per_page + i as u64;
+            let order = if kind == PageKind::Hashed { page.order(i) } else { indexed() };
+            take(order, page.row(kind, self.kind.format.row_bytes(), i));
+        }
+    }
+
+    /// Hands every row to `take` in file order, with the order of its key. A damaged page goes to `damaged`
+    /// and its rows are left out.
     ///
     /// # Errors
     /// The device refused.
@@ -521,17 +409,12 @@ impl Segment {
         mut take: impl FnMut(u64, &[u8]),
         mut damaged: impl FnMut(SegmentError),
     ) -> Result<(), SegmentError> {
-        let mut page = [0; PAGE_BYTES];
-        let (kind, per_page) = (self.kind.page_kind(), self.kind.rows_per_page() as u64);
-        for number in 0..self.data_pages {
+        let mut page = AlignedPage::zeroed();
+        for number in 0..self.counts.data_pages {
             self.read_page(number, &mut page)?;
-            match self.check(number, &page) {
+            match self.check(number, &page.0) {
                 Err(e) => damaged(e),
-                Ok(checked) => (0..checked.count()).for_each(|i| {
-                    let hashed = kind == PageKind::Hashed;
-                    let name = if hashed { checked.hash(i) } else { u64::from(number) * per_page + i as u64 };
-                    take(name, checked.row(kind, self.kind.format.row_bytes(), i));
-                }),
+                Ok(checked) => self.each_row(number, &checked, &mut take),
             }
         }
         Ok(())

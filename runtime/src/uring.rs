@@ -100,7 +100,9 @@ impl Ring {
     }
 
     fn complete(&mut self, slot: usize, result: i32, take: impl FnOnce(u64, io::Result<&PageBytes>)) {
-        let Some((_, token)) = self.reads[slot].take() else { unreachable!("the kernel answers a read once") };
+        let Some((_, token)) = self.reads[slot].take() else {
+            unreachable!("the kernel answers a read once")
+        };
         self.free.push(slot);
         let read = match result {
             n if n < 0 => Err(io::Error::from_raw_os_error(-n)),

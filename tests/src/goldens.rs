@@ -2,12 +2,13 @@
 
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, repository};
 use crate::parsers::{golden_generation, golden_tables, join};
-use hatchback::flash::LiveRecord;
+use hatchback::live::{LiveRecord, SegmentRef, State, TableState};
 use hatchback::manifest::sha256;
 use hatchback::mix;
 use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
-use hatchback::segment::{SegmentKind, SegmentWriter};
+use hatchback::segment::{Part, SegmentKind};
+use hatchback::segment_write::SegmentWriter;
 use hatchback_tools::spec::CodecChoice;
 
 /// A file of the repository.
@@ -41,7 +42,7 @@ pub fn schema() -> Schema {
 
 fn segments() -> Vec<Vec<u8>> {
     let segment = |(number, table): (usize, &hatchback::schema::Table)| {
-        let kind = SegmentKind::new(&golden_generation(), number, table).unwrap();
+        let kind = SegmentKind::new(&golden_generation(), 0, number, table, Part::Base).unwrap();
         let format = kind.format();
         let mut keys: Vec<u64> = (0..table.rows).collect();
         if table.keys == KeySpace::Sparse {
@@ -51,7 +52,7 @@ fn segments() -> Vec<Vec<u8>> {
         let mut row = vec![0; format.row_bytes()];
         for key in keys {
             format.encode(&[key as f32 / 8.0; 8], &mut row).unwrap();
-            writer.push(key, &row).unwrap();
+            writer.push(table.keys.order(key), &row).unwrap();
         }
         writer.finish().unwrap().0
     };
@@ -85,7 +86,13 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             let bundle = std::fs::read(&packed.bundle).unwrap();
             let manifest = crate::rewrite::Parts::read(&packed.bundle).manifest;
             let encoded = manifest.encode().unwrap();
-            let record = LiveRecord { generation: manifest.generation, manifest: sha256(&encoded) };
+            let table = |serial| TableState {
+                base: SegmentRef { sequence: 1, serial: 0 },
+                deltas: vec![SegmentRef { sequence: 1, serial }],
+            };
+            let (generation, manifest) = (manifest.generation, sha256(&encoded));
+            let live = State { generation, manifest, tables: vec![table(1), table(2)] };
+            let record = LiveRecord { previous: Some(live.clone()), live };
             vec![match parser {
                 "manifest" => encoded,
                 "bundle" => bundle,

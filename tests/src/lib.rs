@@ -13,4 +13,6 @@ pub mod parsers;
 pub mod random;
 pub mod reference;
 pub mod rewrite;
+pub mod sim_disk;
+pub mod versions;
 pub mod victim;

@@ -314,7 +314,8 @@ impl Packed {
 
 /// Lays the bundle at `bundle` on `flash`.
 pub fn install(flash: &Path, bundle: &Path) {
-    Flash::install(flash, &mut BundleReader::open(bundle).unwrap(), |_| {}).unwrap();
+    Flash::install(&hatchback::disk::system(), flash, &mut BundleReader::open(bundle).unwrap(), |_| {})
+        .unwrap();
 }
 
 /// The smallest budget for requests of `batch_max` samples: the least miss list that holds a bag, one set of
@@ -328,7 +329,7 @@ pub fn tiny_budget(schema: &Schema, batch_max: u32) -> Budget {
 /// row width.
 pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
     loop {
-        match Model::open(flash, budget) {
+        match Model::open(&hatchback::disk::system(), flash, budget) {
             Ok(model) => return Arc::new(model),
             Err(OpenError::Budget { field: "cache_bytes_max", .. }) if budget.cache_bytes_max < 1 << 30 => {
                 budget.cache_bytes_max *= 2;

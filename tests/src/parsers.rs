@@ -7,13 +7,14 @@
 use crate::goldens;
 use crate::rewrite::{self, Parts};
 use hatchback::bundle::{BundleError, BundleReader};
-use hatchback::flash::LiveRecord;
 use hatchback::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
+use hatchback::live::LiveRecord;
 use hatchback::manifest::{Generation, Manifest};
 use hatchback::page::{Page, PageBytes, PageKind};
 use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
-use hatchback::segment::{SegmentCheck, SegmentKind};
+use hatchback::segment::{Part, SegmentKind};
+use hatchback::segment_check::SegmentCheck;
 use hatchback::target::Target;
 use hatchback::{Codec, DenseEngine};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
@@ -100,8 +101,10 @@ fn read_bundle(bytes: &[u8]) {
     }
     for (number, table) in manifest.tables.iter().enumerate() {
         let declared = &manifest.schema.tables[number];
-        let kind = SegmentKind::new(&manifest.generation, number, declared).expect("a checked schema");
-        let mut check = SegmentCheck::new(Path::new("segment"), kind, declared.rows);
+        let part = if manifest.parent.is_some() { Part::Delta } else { Part::Base };
+        let kind =
+            SegmentKind::new(&manifest.generation, 0, number, declared, part).expect("a checked schema");
+        let mut check = SegmentCheck::new(Path::new("segment"), kind);
         let _ = bundle.read_blob(table.segment, |chunk| {
             let _ = check.take(chunk);
             Ok::<(), BundleError>(())
@@ -167,10 +170,12 @@ pub fn segment(bytes: &[u8]) {
 
 fn check_segment(bytes: &[u8]) {
     for (number, table) in golden_tables().iter().enumerate() {
-        let kind = SegmentKind::new(&golden_generation(), number, table).unwrap();
-        let mut check = SegmentCheck::new(Path::new("segment"), kind, table.rows);
-        if check.take(bytes).is_ok() {
-            let _ = check.finish();
+        for part in [Part::Base, Part::Delta] {
+            let kind = SegmentKind::new(&golden_generation(), 0, number, table, part).unwrap();
+            let mut check = SegmentCheck::new(Path::new("segment"), kind);
+            if check.take(bytes).is_ok() {
+                let _ = check.finish();
+            }
         }
     }
 }
@@ -188,18 +193,25 @@ pub fn page(bytes: &[u8]) {
 fn check_page(bytes: &PageBytes) {
     let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
     let payload = PAGE_BYTES - PAGE_HEADER_BYTES;
-    for (kind, entry) in
-        [(PageKind::Index, 32), (PageKind::Hashed, 8 + 12), (PageKind::Fences, 4), (PageKind::Trailer, 4080)]
-    {
+    let kinds = [
+        (PageKind::Index, 32),
+        (PageKind::Hashed, 8 + 12),
+        (PageKind::Fences, 4),
+        (PageKind::Trailer, 4080),
+        (PageKind::Keys, 8),
+        (PageKind::Deletes, 8),
+    ];
+    for (kind, entry) in kinds {
         let Ok(page) = Page::check(bytes, word(4), word(8), kind, payload / entry) else { continue };
-        let _ = page.check_order(None).and(page.check_order(Some(page.hash(0))));
+        let _ = page.check_order(None).and(page.check_order(Some(page.order(0))));
         for i in 0..page.count() {
             match kind {
                 PageKind::Index => assert_eq!(page.row(kind, 32, i).len(), 32),
                 PageKind::Hashed => {
                     assert_eq!(page.row(kind, 12, i).len(), 12);
-                    let _ = page.position(page.hash(i));
+                    let _ = page.position(page.order(i));
                 }
+                PageKind::Keys | PageKind::Deletes => drop(page.order(i)),
                 PageKind::Fences | PageKind::Trailer => assert!(4 * i < page.payload().len()),
             }
         }

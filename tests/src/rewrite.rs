@@ -134,8 +134,8 @@ pub fn renumber(pages: &mut [PageBytes], data_pages: u32, fence_pages: u32) {
     for (number, page) in pages.iter_mut().enumerate() {
         page[8..12].copy_from_slice(&(number as u32).to_le_bytes());
         if kind(page) == 4 {
-            page[40..44].copy_from_slice(&data_pages.to_le_bytes());
-            page[44..48].copy_from_slice(&fence_pages.to_le_bytes());
+            page[48..52].copy_from_slice(&data_pages.to_le_bytes());
+            page[52..56].copy_from_slice(&fence_pages.to_le_bytes());
         }
         reseal(page);
     }
@@ -148,7 +148,7 @@ pub fn keys_on(pages: &[PageBytes], number: usize) -> Vec<u64> {
     if kind(page) == 2 {
         return (0..count(page)).map(|i| unmix(word(16 + 8 * i))).collect();
     }
-    let trailer = pages.last().unwrap();
-    let per_page = u64::from(u32::from_le_bytes(trailer[56..60].try_into().unwrap()));
+    // All pages of rows but the last are full.
+    let per_page = count(&pages[0]) as u64;
     (0..count(page) as u64).map(|i| number as u64 * per_page + i).collect()
 }

@@ -66,7 +66,8 @@ impl Default for Victim {
 
 impl Victim {
     fn score(&self) -> Vec<u32> {
-        let model = Arc::new(Model::open(&self.flash, Budget::default()).unwrap());
+        let model =
+            Arc::new(Model::open(&hatchback::disk::system(), &self.flash, Budget::default()).unwrap());
         let samples: Vec<Sample> = (0..60).map(|id| plan("victim", 5).sample(id)).collect();
         let batch = batch_of(&model, &samples);
         let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
@@ -86,7 +87,12 @@ impl Victim {
     /// As it should.
     pub fn install(&self, bundle: &[u8]) -> Result<Flash, FlashError> {
         std::fs::write(self.bundle(), bundle).unwrap();
-        Flash::install(&self.flash, &mut BundleReader::open(&self.bundle())?, |_| {})
+        Flash::install(
+            &hatchback::disk::system(),
+            &self.flash,
+            &mut BundleReader::open(&self.bundle())?,
+            |_| {},
+        )
     }
 
     /// Installs these bytes: refused, with an error that names a file and all of `texts`.

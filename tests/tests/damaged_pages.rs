@@ -44,7 +44,7 @@ impl Fixture {
     }
 
     fn segment(&self) -> PathBuf {
-        self.flash.join("g000000000001").join("t0000.seg")
+        self.flash.join("g000000000001").join("t0000-0000.seg")
     }
 
     fn pages(&self) -> Vec<PageBytes> {
@@ -69,7 +69,7 @@ impl Fixture {
     }
 
     fn open(&self) -> Worker {
-        let model = Model::open(&self.flash, Budget::default()).unwrap();
+        let model = Model::open(&hatchback::disk::system(), &self.flash, Budget::default()).unwrap();
         Worker::new(Arc::new(model), Arc::new(SystemClock::default()))
     }
 
@@ -94,7 +94,10 @@ impl Fixture {
     }
 
     fn open_error(&self) -> String {
-        Model::open(&self.flash, Budget::default()).err().expect("the model opened").to_string()
+        Model::open(&hatchback::disk::system(), &self.flash, Budget::default())
+            .err()
+            .expect("the model opened")
+            .to_string()
     }
 }
 

@@ -107,7 +107,7 @@ fn coarser_codecs_stay_within_their_bounds() {
 fn the_probe_set_comes_back_from_flash() {
     for family in FAMILIES {
         let installed = installed(family, CodecChoice::F32, None);
-        let flash = hatchback::flash::Flash::open(&installed.flash).unwrap();
+        let flash = hatchback::flash::Flash::open(&hatchback::disk::system(), &installed.flash).unwrap();
         assert_eq!(flash.probe().unwrap(), probe(family, &installed));
     }
 }

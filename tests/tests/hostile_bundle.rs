@@ -160,11 +160,11 @@ fn a_chunk_swapped_for_another_valid_chunk() {
             p.stored.swap(a, b);
         })
     };
-    victim.refuses(&swap(blob(HASHED), blob(HOT)), &["t0000.seg: page 0: belongs to segment"]);
-    victim.refuses(&swap(blob(HASHED), blob(INDEXED)), &["t0000.seg: page 0: belongs to segment"]);
+    victim.refuses(&swap(blob(HASHED), blob(HOT)), &["t0000-0000.seg: page 0: belongs to segment"]);
+    victim.refuses(&swap(blob(HASHED), blob(INDEXED)), &["t0000-0000.seg: page 0: belongs to segment"]);
     let dense = victim.next.manifest.dense as usize;
-    victim.refuses(&swap(blob(HASHED), dense), &["t0000.seg: length"]);
-    victim.refuses(&swap(dense, blob(HOT)), &["t0002.seg"]);
+    victim.refuses(&swap(blob(HASHED), dense), &["t0000-0000.seg: length"]);
+    victim.refuses(&swap(dense, blob(HOT)), &["t0002-0000.seg"]);
     // The bytes alone, under the hashes of the true ones.
     let mut parts = victim.next.clone();
     parts.stored.swap(blob(HASHED), blob(HOT));
@@ -179,12 +179,12 @@ fn duplicate_keys() {
         pages[1].copy_within(16 + 8 * 4..16 + 8 * 5, 16 + 8 * 5);
         reseal(&mut pages[1]);
     };
-    victim.refuses_segment(HASHED, twice, &["t0000.seg: page 1: key hashes do not ascend at entry 5"]);
+    victim.refuses_segment(HASHED, twice, &["t0000-0000.seg: page 1: keys do not ascend at entry 5"]);
     let a_page_twice = |pages: &mut Vec<PageBytes>| {
         pages[2] = pages[1];
         renumber(pages, 10, 1);
     };
-    victim.refuses_segment(HASHED, a_page_twice, &["t0000.seg: page 2: key hashes do not ascend at entry 0"]);
+    victim.refuses_segment(HASHED, a_page_twice, &["t0000-0000.seg: page 2: keys do not ascend at entry 0"]);
 }
 
 #[test]
@@ -194,12 +194,12 @@ fn unsorted_keys() {
         (0..8).for_each(|i| pages[0].swap(16 + i, 24 + i));
         reseal(&mut pages[0]);
     };
-    victim.refuses_segment(HASHED, swap_keys, &["t0000.seg: page 0: key hashes do not ascend at entry 1"]);
+    victim.refuses_segment(HASHED, swap_keys, &["t0000-0000.seg: page 0: keys do not ascend at entry 1"]);
     let swap_pages = |pages: &mut Vec<PageBytes>| {
         pages.swap(1, 2);
         renumber(pages, 10, 1);
     };
-    victim.refuses_segment(HASHED, swap_pages, &["t0000.seg: page 2: key hashes do not ascend at entry 0"]);
+    victim.refuses_segment(HASHED, swap_pages, &["t0000-0000.seg: page 2: keys do not ascend at entry 0"]);
 }
 
 /// Keys whose hashes share the prefix that a fence holds, on two pages: a fence could find only one of them.
@@ -214,7 +214,7 @@ fn a_hash_prefix_on_two_pages() {
         pages[1][20..24].copy_from_slice(&prefix);
         reseal(&mut pages[1]);
     };
-    victim.refuses_segment(HASHED, split, &["t0000.seg: fences: hash prefix"]);
+    victim.refuses_segment(HASHED, split, &["t0000-0000.seg: fences: hash prefix"]);
 }
 
 #[test]
@@ -228,7 +228,7 @@ fn rows_that_are_not_numbers() {
                 pages[3][row + at..row + at + 2].copy_from_slice(&bits.to_le_bytes());
                 reseal(&mut pages[3]);
             };
-            let text = format!("t0000.seg: page 3: row 7: column {column} holds");
+            let text = format!("t0000-0000.seg: page 3: row 7: column {column} holds");
             victim.refuses_segment(HASHED, edit, &[&text, "not finite"]);
         }
     }
@@ -237,7 +237,7 @@ fn rows_that_are_not_numbers() {
             pages[2][16 + 32 * 9 + 12..][..4].copy_from_slice(&value.to_le_bytes());
             reseal(&mut pages[2]);
         };
-        let text = format!("t0001.seg: page 2: row 9: column 3 holds {value}");
+        let text = format!("t0001-0000.seg: page 2: row 9: column 3 holds {value}");
         victim.refuses_segment(INDEXED, edit, &[&text]);
     }
     let half = |pages: &mut Vec<PageBytes>| {
@@ -246,7 +246,7 @@ fn rows_that_are_not_numbers() {
         pages[0][row + 10] = 1;
         reseal(&mut pages[0]);
     };
-    victim.refuses_segment(HOT, half, &["t0002.seg: page 0: row 0: column 5 holds NaN"]);
+    victim.refuses_segment(HOT, half, &["t0002-0000.seg: page 0: row 0: column 5 holds NaN"]);
     victim.refuses_manifest(|m| m.schema.tables[0].default_row[3] = f32::NAN, &["table[0].default_row"]);
 }
 
@@ -263,7 +263,7 @@ fn fences_that_lie() {
             pages[page][16 + 4 * fence] ^= 1;
             reseal(&mut pages[page]);
         };
-        victim.refuses_segment(HASHED, edit, &[&format!("t0000.seg: fences: fence {fence} is not")]);
+        victim.refuses_segment(HASHED, edit, &[&format!("t0000-0000.seg: fences: entry {fence} is not")]);
     }
     let recount = |to: u8| {
         move |pages: &mut Vec<PageBytes>| {
@@ -272,13 +272,13 @@ fn fences_that_lie() {
             reseal(&mut pages[page]);
         }
     };
-    victim.refuses_segment(HASHED, recount(9), &["t0000.seg: fences: 9 for 10 pages"]);
-    victim.refuses_segment(HASHED, recount(11), &["t0000.seg: fences: fence 10 is not"]);
+    victim.refuses_segment(HASHED, recount(9), &["t0000-0000.seg: fences: 9 for 10 pages"]);
+    victim.refuses_segment(HASHED, recount(11), &["t0000-0000.seg: fences: entry 10 is not"]);
     let none = |pages: &mut Vec<PageBytes>| {
         pages.remove(fence_page(pages));
         renumber(pages, 10, 0);
     };
-    victim.refuses_segment(HASHED, none, &["t0000.seg: fences: 0 for 10 pages"]);
+    victim.refuses_segment(HASHED, none, &["t0000-0000.seg: fences: 0 for 10 pages"]);
     // An index table has none.
     let uninvited = |pages: &mut Vec<PageBytes>| {
         let mut page = pages[0];
@@ -286,7 +286,7 @@ fn fences_that_lie() {
         pages.insert(pages.len() - 1, page);
         renumber(pages, 4, 1);
     };
-    victim.refuses_segment(INDEXED, uninvited, &["t0001.seg: fences: fence 0 is not"]);
+    victim.refuses_segment(INDEXED, uninvited, &["t0001-0000.seg: fences: entry 0 is not"]);
 }
 
 /// Every fence right and every count right, but not where a reader looks for them.
@@ -302,22 +302,26 @@ fn fences_between_the_rows() {
         pages.insert(1, first);
         renumber(pages, 10, 2);
     };
-    victim.refuses_segment(HASHED, edit, &["t0000.seg: fences: page 2 holds rows and follows fences"]);
+    victim.refuses_segment(HASHED, edit, &["t0000-0000.seg: pages: rows follow the index on page 2"]);
 }
 
 #[test]
 fn a_page_from_another_segment() {
     let victim = Victim::default();
     let foreign = pages_of(&victim.next.content(victim.next.manifest.tables[HOT].segment))[0];
-    victim.refuses_segment(HASHED, |p| p[0] = foreign, &["t0000.seg: page 0: belongs to segment"]);
+    victim.refuses_segment(HASHED, |p| p[0] = foreign, &["t0000-0000.seg: page 0: belongs to segment"]);
     // The live generation's page of the same table, in its right place.
-    let live = std::fs::read(victim.flash.join("g000000000005").join("t0000.seg")).unwrap();
-    victim.refuses_segment(HASHED, |p| p[4] = pages_of(&live)[4], &["t0000.seg: page 4: belongs to segment"]);
-    victim.refuses_segment(HASHED, |p| p[4] = p[5], &["t0000.seg: page 4: says it is page 5"]);
+    let live = std::fs::read(victim.flash.join("g000000000005").join("t0000-0000.seg")).unwrap();
+    victim.refuses_segment(
+        HASHED,
+        |p| p[4] = pages_of(&live)[4],
+        &["t0000-0000.seg: page 4: belongs to segment"],
+    );
+    victim.refuses_segment(HASHED, |p| p[4] = p[5], &["t0000-0000.seg: page 4: says it is page 5"]);
     // The whole segment of the live generation.
     victim.refuses(
         &victim.attacked(|p| p.set_content(p.manifest.tables[HASHED].segment, &live)),
-        &["t0000.seg: page 0: belongs to segment"],
+        &["t0000-0000.seg: page 0: belongs to segment"],
     );
 }
 
@@ -325,7 +329,7 @@ fn a_page_from_another_segment() {
 fn row_counts_that_lie() {
     let victim = Victim::default();
     for (table, rows) in [(HASHED, 1199), (HASHED, 1201), (INDEXED, 499), (INDEXED, 501), (HOT, u64::MAX)] {
-        let text = format!("t{table:04}.seg: rows: {} instead of {rows}", [1200, 500, 300][table]);
+        let text = format!("t{table:04}-0000.seg: rows: {} instead of {rows}", [1200, 500, 300][table]);
         victim.refuses_manifest(|m| m.schema.tables[table].rows = rows, &[&text]);
     }
     victim.refuses_manifest(|m| m.schema.tables[0].rows = 0, &["manifest: schema: table[0].rows: is 0"]);
@@ -336,42 +340,46 @@ fn row_counts_that_lie() {
         }
     };
     for entries in [0, 128, 4096, u16::MAX] {
-        let text = format!("t0000.seg: page 1: claims {entries} entries");
+        let text = format!("t0000-0000.seg: page 1: claims {entries} entries");
         victim.refuses_segment(HASHED, claim(entries), &[&text]);
     }
-    victim.refuses_segment(HASHED, claim(3), &["t0000.seg"]);
-    victim.refuses_segment(INDEXED, claim(100), &["t0001.seg: rows: page 2 follows a page that is not full"]);
+    victim.refuses_segment(HASHED, claim(3), &["t0000-0000.seg"]);
+    victim.refuses_segment(
+        INDEXED,
+        claim(100),
+        &["t0001-0000.seg: rows: page 2 follows a page that is not full"],
+    );
     // A page left out, the trailer changed to fit.
     let without_a_page = |pages: &mut Vec<PageBytes>| {
         pages.remove(1);
         renumber(pages, 3, 0);
     };
-    victim.refuses_segment(INDEXED, without_a_page, &["t0001.seg"]);
+    victim.refuses_segment(INDEXED, without_a_page, &["t0001-0000.seg"]);
 }
 
 #[test]
 fn trailers_that_lie() {
     let victim = Victim::default();
     // Every field, and the bytes behind the last one, which are zero.
-    for at in (16..66).chain([100, 4095]) {
+    for at in (16..68).chain([100, 4095]) {
         let edit = |pages: &mut Vec<PageBytes>| {
             let trailer = pages.last_mut().unwrap();
             trailer[at] ^= 1;
             reseal(trailer);
         };
-        victim.refuses_segment(HASHED, edit, &["t0000.seg: trailer"]);
+        victim.refuses_segment(HASHED, edit, &["t0000-0000.seg: trailer"]);
     }
     let append = |pages: &mut Vec<PageBytes>| pages.push([0; 4096]);
-    victim.refuses_segment(HASHED, append, &["t0000.seg: length: pages follow the trailer"]);
+    victim.refuses_segment(HASHED, append, &["t0000-0000.seg: length: pages follow the trailer"]);
     let cut = |pages: &mut Vec<PageBytes>| pages.truncate(pages.len() - 1);
-    victim.refuses_segment(HASHED, cut, &["t0000.seg: length: the segment ends before its trailer"]);
-    victim.refuses_segment(HASHED, |pages| pages.clear(), &["t0000.seg: length"]);
+    victim.refuses_segment(HASHED, cut, &["t0000-0000.seg: length: the segment ends before its trailer"]);
+    victim.refuses_segment(HASHED, |pages| pages.clear(), &["t0000-0000.seg: length"]);
     let blob = victim.next.manifest.tables[HASHED].segment;
     let mut odd = victim.next.content(blob);
     odd.push(0);
     victim.refuses(
         &victim.attacked(|p| p.set_content(blob, &odd)),
-        &["t0000.seg: length: 1 bytes follow the last whole page"],
+        &["t0000-0000.seg: length: 1 bytes follow the last whole page"],
     );
 }
 
@@ -455,7 +463,7 @@ fn schemas_that_contradict_themselves() {
 fn a_schema_that_does_not_fit_the_rows() {
     let victim = Victim::default();
     let refused = |table: usize, change: &dyn Fn(&mut hatchback::schema::Table)| {
-        let file = format!("t{table:04}.seg: ");
+        let file = format!("t{table:04}-0000.seg: ");
         victim.refuses_manifest(|m| change(&mut m.schema.tables[table]), &[&file]);
     };
     refused(INDEXED, &|t| t.keys = KeySpace::Sparse);
@@ -465,14 +473,14 @@ fn a_schema_that_does_not_fit_the_rows() {
     refused(HOT, &|t| t.codec = hatchback::Codec::F32);
     refused(INDEXED, &|t| (t.dim, t.default_row) = (7, vec![0.0; 7]));
     refused(INDEXED, &|t| (t.dim, t.default_row) = (1000, vec![0.0; 1000]));
-    victim.refuses_manifest(|m| m.generation.sequence = 7, &["t0000.seg: page 0: belongs to segment"]);
+    victim.refuses_manifest(|m| m.generation.sequence = 7, &["t0000-0000.seg: page 0: belongs to segment"]);
 }
 
 #[test]
 fn a_network_that_does_not_fit_the_schema() {
     let victim = Victim::default();
     let refused = |change: &dyn Fn(&mut Parts), text: &str| {
-        victim.refuses(&victim.attacked(change), &["dense.onnx: ", text]);
+        victim.refuses(&victim.attacked(change), &["attack.bundle: ", text]);
     };
     let dense = victim.next.manifest.dense;
     refused(&|p| p.set_content(dense, b"no network"), "dense network");
@@ -499,9 +507,32 @@ fn a_probe_set_that_does_not_decode() {
 }
 
 #[test]
-fn a_delta_is_no_snapshot() {
+fn a_delta_of_another_parent() {
     let victim = Victim::default();
-    victim.refuses_manifest(|m| m.parent = Some(5), &["attack.bundle: is a delta from sequence 5"]);
+    let text = "attack.bundle: is a delta from sequence 4, victim@5 is live";
+    victim.refuses_manifest(|m| m.parent = Some(4), &[text]);
+}
+
+#[test]
+fn a_snapshot_that_calls_itself_a_delta() {
+    let victim = Victim::default();
+    victim.refuses_manifest(|m| m.parent = Some(5), &["t0000-0000.seg: fences: this segment has none"]);
+}
+
+#[test]
+fn a_delta_whose_tables_are_not_the_live_ones() {
+    let victim = Victim::default();
+    let refused = |change: &dyn Fn(&mut hatchback::schema::Table), field: &str| {
+        let text = format!("attack.bundle: table `t0`: {field} differs from the live generation's");
+        let attack = |m: &mut hatchback::manifest::Manifest| {
+            m.parent = Some(5);
+            change(&mut m.schema.tables[0]);
+        };
+        victim.refuses_manifest(attack, &[&text]);
+    };
+    refused(&|t| t.keys = hatchback::schema::KeySpace::Index, "keys");
+    refused(&|t| t.codec = hatchback::Codec::U4, "codec");
+    refused(&|t| t.unit_exp += 1, "unit_exp");
 }
 
 #[test]
@@ -540,8 +571,8 @@ fn random_manifests_never_panic() {
         let scratch = tempfile::tempdir().unwrap();
         std::fs::write(victim.bundle(), victim.next.bytes_with(&manifest)).unwrap();
         let Ok(mut bundle) = BundleReader::open(&victim.bundle()) else { continue };
-        if Flash::install(scratch.path(), &mut bundle, |_| {}).is_ok() {
-            let _ = Model::open(scratch.path(), Budget::default());
+        if Flash::install(&hatchback::disk::system(), scratch.path(), &mut bundle, |_| {}).is_ok() {
+            let _ = Model::open(&hatchback::disk::system(), scratch.path(), Budget::default());
         }
     }
 }

@@ -4,7 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::budget::Budget;
-use hatchback::flash::{Flash, LiveRecord};
+use hatchback::flash::Flash;
+use hatchback::live::LiveRecord;
 use hatchback::manifest::sha256;
 use hatchback::model::Model;
 use hatchback_tests::victim::Victim;
@@ -19,8 +20,11 @@ fn a_torn_live_record() {
     let refused = |record: &[u8]| {
         std::fs::write(&path, record).unwrap();
         let texts = [
-            Flash::open(&victim.flash).err().unwrap().to_string(),
-            Model::open(&victim.flash, Budget::default()).err().unwrap().to_string(),
+            Flash::open(&hatchback::disk::system(), &victim.flash).err().unwrap().to_string(),
+            Model::open(&hatchback::disk::system(), &victim.flash, Budget::default())
+                .err()
+                .unwrap()
+                .to_string(),
             victim.install(&good).err().unwrap().to_string(),
         ];
         let file = path.display().to_string();
@@ -46,13 +50,16 @@ fn a_live_record_that_names_what_is_not_there() {
         let mut record = LiveRecord::decode(&victim.live).unwrap();
         change(&mut record);
         std::fs::write(&path, record.encode()).unwrap();
-        let error = Model::open(&victim.flash, Budget::default()).err().unwrap().to_string();
+        let error = Model::open(&hatchback::disk::system(), &victim.flash, Budget::default())
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains(text), "{error}");
     };
-    refused(&|r| r.generation.sequence = 9, "g000000000009/manifest: No such file");
-    refused(&|r| r.manifest[0] ^= 1, "g000000000005/manifest: manifest: does not match its hash");
+    refused(&|r| r.live.generation.sequence = 9, "g000000000009/manifest: No such file");
+    refused(&|r| r.live.manifest[0] ^= 1, "g000000000005/manifest: manifest: does not match its hash");
     std::fs::remove_file(&path).unwrap();
-    let error = Flash::open(&victim.flash).err().unwrap().to_string();
+    let error = Flash::open(&hatchback::disk::system(), &victim.flash).err().unwrap().to_string();
     assert!(error.contains("flash: live: no generation is live here"), "{error}");
     std::fs::write(&path, &victim.live).unwrap();
 }
@@ -62,7 +69,9 @@ fn a_manifest_missing_or_damaged_on_flash() {
     let victim = Victim::default();
     let path = victim.flash.join("g000000000005").join("manifest");
     let whole = std::fs::read(&path).unwrap();
-    let error = || Model::open(&victim.flash, Budget::default()).err().unwrap().to_string();
+    let error = || {
+        Model::open(&hatchback::disk::system(), &victim.flash, Budget::default()).err().unwrap().to_string()
+    };
     for bit in [0, 9, 8 * 100, 8 * whole.len() - 1] {
         let mut damaged = whole.clone();
         damaged[bit / 8] ^= 1 << (bit % 8);
@@ -74,7 +83,7 @@ fn a_manifest_missing_or_damaged_on_flash() {
     later[0] = 2;
     std::fs::write(&path, &later).unwrap();
     let mut record = LiveRecord::decode(&victim.live).unwrap();
-    record.manifest = sha256(&later);
+    record.live.manifest = sha256(&later);
     std::fs::write(victim.flash.join("live"), record.encode()).unwrap();
     assert!(error().contains("g000000000005/manifest: format: 2 is not 1"));
     std::fs::write(victim.flash.join("live"), &victim.live).unwrap();
@@ -86,11 +95,14 @@ fn a_manifest_missing_or_damaged_on_flash() {
 #[test]
 fn files_missing_on_flash() {
     let victim = Victim::default();
-    for name in ["t0000.seg", "t0001.seg", "t0002.hot", "dense.onnx"] {
+    for name in ["t0000-0000.seg", "t0001-0000.seg", "t0002.hot", "dense.onnx"] {
         let path = victim.flash.join("g000000000005").join(name);
         let whole = std::fs::read(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
-        let error = Model::open(&victim.flash, Budget::default()).err().unwrap().to_string();
+        let error = Model::open(&hatchback::disk::system(), &victim.flash, Budget::default())
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains(&format!("g000000000005/{name}: No such file")), "{error}");
         std::fs::write(&path, &whole).unwrap();
     }

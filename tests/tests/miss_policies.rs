@@ -30,7 +30,7 @@ impl Clock for SteppingClock {
 }
 
 fn worker_on(flash: &Path) -> Worker {
-    let model = Arc::new(Model::open(flash, Budget::default()).unwrap());
+    let model = Arc::new(Model::open(&hatchback::disk::system(), flash, Budget::default()).unwrap());
     Worker::new(model, Arc::new(SteppingClock::default()))
 }
 
@@ -205,7 +205,7 @@ fn a_short_miss_list_fetches_behind_bit_by_bit() {
     let packed = plan(&[(MissPolicy::Default, KeySpace::Sparse)], 3).pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let budget = Budget { misses_max: 16, ..Budget::default() };
-    let model = Arc::new(Model::open(&packed.install(), budget).unwrap());
+    let model = Arc::new(Model::open(&hatchback::disk::system(), &packed.install(), budget).unwrap());
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let samples = known_samples(&packed, 40, 3);
     let mut fresh = vec![score(&mut worker, &reference, &samples, None).fresh];
@@ -217,7 +217,7 @@ fn a_short_miss_list_fetches_behind_bit_by_bit() {
 }
 
 #[test]
-fn the_deadline_cuts_exactly_where_it_comes() {
+fn the_deadline_cuts_what_it_may_and_nothing_else() {
     let packed = plan(&MIXED, 4).pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let (flash, samples) = (packed.install(), known_samples(&packed, 12, 4));
@@ -235,14 +235,21 @@ fn the_deadline_cuts_exactly_where_it_comes() {
     let all = Status { fresh: waiting + on_time, defaulted: defaulting, ..Status::default() };
     assert_eq!(status, all);
     assert!(pages_all > pages_waiting + 10);
-    // The clock ticks once a page: each page that is not waited for costs the deadline one.
-    for deadline in 0..pages_all + 3 {
+    // The clock ticks whenever the request looks at it: once before each page that the deadline may cut, and
+    // once for each wait. What is cut off is late, what is not is fresh, and nothing is lost between the two.
+    let (mut cut, mut whole) = (0, 0);
+    for deadline in 0..4 * pages_all {
         let (status, pages) = at(Some(deadline));
-        assert_eq!(pages, deadline.clamp(pages_waiting, pages_all), "deadline {deadline}");
-        assert_eq!(status.late, deadline < pages_all);
-        assert_eq!(status == nothing, deadline <= pages_waiting);
-        assert_eq!(status == all, deadline >= pages_all);
+        assert!((pages_waiting..=pages_all).contains(&pages), "deadline {deadline}: {pages} pages");
+        assert_eq!(status.fresh + status.defaulted, waiting + on_time + defaulting);
+        assert!(status.fresh >= waiting && status.defaulted >= defaulting);
+        assert_eq!(status.late, status.fresh < waiting + on_time, "deadline {deadline}");
+        assert_eq!(status == nothing, pages == pages_waiting, "deadline {deadline}");
+        assert_eq!(status == all, pages == pages_all, "deadline {deadline}");
+        cut += u32::from(status.late && status != nothing);
+        whole += u32::from(status == all);
     }
+    assert!(cut > 5 && whole > 0, "{cut} deadlines cut in the middle, {whole} not at all");
 }
 
 #[test]

@@ -195,7 +195,8 @@ fn what_fits_the_cache_is_read_once() {
     let plan = busy_plan(6);
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
-    let model = Arc::new(Model::open(&packed.install(), Budget::default()).unwrap());
+    let model =
+        Arc::new(Model::open(&hatchback::disk::system(), &packed.install(), Budget::default()).unwrap());
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     // Keys that the table does not have are looked for each time: they never enter the cache.
     let mut samples: Vec<Sample> = (0..200).map(|id| plan.sample(id)).collect();
@@ -228,14 +229,16 @@ fn a_small_table_beside_a_large_one_has_its_cache() {
     let reference = Reference::new(&packed.schema, &packed.rows);
     let (flash, batch_max) = (packed.install(), 8);
     let budget = Budget { cache_bytes_max: 64 << 10, ..tiny_budget(&packed.schema, batch_max) };
-    let model = Arc::new(Model::open(&flash, budget).unwrap());
+    let model = Arc::new(Model::open(&hatchback::disk::system(), &flash, budget).unwrap());
     assert!(model.memory().lines()[0].1 <= budget.cache_bytes_max);
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let samples: Vec<Sample> = (0..8).map(|id| plan.sample(id)).collect();
     check(&mut worker, &reference, &samples).unwrap();
     // Less than a set for each width is refused.
     let least = [16, 256, 8].map(|row_bytes| 16 * (row_bytes + 16) + 2).iter().sum::<u64>();
-    let open = |cache_bytes_max| Model::open(&flash, Budget { cache_bytes_max, ..budget }).err();
+    let open = |cache_bytes_max| {
+        Model::open(&hatchback::disk::system(), &flash, Budget { cache_bytes_max, ..budget }).err()
+    };
     assert!(open(least).is_none());
     let error = open(least - 1).unwrap().to_string();
     assert_eq!(error, "budget.cache_bytes_max = 5253: one set for each of 3 row widths takes 5254 bytes");
@@ -344,7 +347,7 @@ fn budgets_that_cannot_hold_the_model_are_refused_by_name() {
     let refused = |change: &dyn Fn(&mut Budget)| {
         let mut budget = Budget::default();
         change(&mut budget);
-        match Model::open(&flash, budget) {
+        match Model::open(&hatchback::disk::system(), &flash, budget) {
             Err(OpenError::Budget { field, .. }) => field,
             Err(e) => panic!("{e}"),
             Ok(_) => panic!("opened"),

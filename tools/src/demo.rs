@@ -74,7 +74,9 @@ fn fresh_directory(out: &Path) -> Result<()> {
     for part in ["coupon", "criteo"] {
         let path = out.join(part);
         match std::fs::remove_dir_all(&path) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e).context(path.display().to_string()),
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(e).context(path.display().to_string());
+            }
             _ => {}
         }
         std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
@@ -87,28 +89,61 @@ fn coupon(out: &Path) -> Result<()> {
         std::fs::write(out.join(name), content).with_context(|| out.join(name).display().to_string())?;
     }
     let mut table = report::table(&[
-        "tables as", "bundle", "on flash", "AUC", "logloss", "largest difference", "hit rate", "p50", "p99",
+        "tables as",
+        "bundle",
+        "on flash",
+        "AUC",
+        "logloss",
+        "largest difference",
+        "hit rate",
+        "p50",
+        "p99",
     ]);
     let mut last = None;
     for codec in [CodecChoice::F32, CodecChoice::U8] {
         let (found, model, sizes) = coupon_as(codec, out)?;
         let name = format!("{codec:?}").to_lowercase();
         let difference = found.score_difference_max.map_or("-".to_owned(), |d| format!("{d:.1e}"));
-        let cells = [name, report::bytes(sizes.0), report::bytes(sizes.1), digits(found.auc), digits(found.logloss)];
+        let cells =
+            [name, report::bytes(sizes.0), report::bytes(sizes.1), digits(found.auc), digits(found.logloss)];
         let time = |us: f64| format!("{us:.0} µs");
-        let rest = [difference, report::percent(found.hit_rate), time(found.latency.p50_us), time(found.latency.p99_us)];
+        let rest = [
+            difference,
+            report::percent(found.hit_rate),
+            time(found.latency.p50_us),
+            time(found.latency.p99_us),
+        ];
         table.add_row(cells.into_iter().chain(rest));
         last = Some((found, model));
     }
     let Some((found, model)) = last else { return Ok(()) };
     let (auc, logloss) = (digits(found.reference_auc), digits(found.reference_logloss));
     let blank = || String::new();
-    table.add_row(["PyTorch f32".to_owned(), blank(), blank(), auc, logloss, blank(), blank(), blank(), blank()]);
+    table.add_row([
+        "PyTorch f32".to_owned(),
+        blank(),
+        blank(),
+        auc,
+        logloss,
+        blank(),
+        blank(),
+        blank(),
+        blank(),
+    ]);
     println!("{table}");
-    println!("{} held-out rows, one a request; {}", report::count(found.samples as u64), status_line(&found.status));
+    println!(
+        "{} held-out rows, one a request; {}",
+        report::count(found.samples as u64),
+        status_line(&found.status)
+    );
     let plot = out.join("coupon.svg");
     plot::over_time(&plot, "Coupon model: latency and hit rate, cold start to warm", &found.windows)?;
-    println!("memory {} ({} rows of cache); plot {}", report::bytes(model.memory().total()), model.cache_slots(), plot.display());
+    println!(
+        "memory {} ({} rows of cache); plot {}",
+        report::bytes(model.memory().total()),
+        model.cache_slots(),
+        plot.display()
+    );
     Ok(())
 }
 
@@ -119,7 +154,11 @@ fn digits(value: Option<f64>) -> String {
 fn status_line(status: &Status) -> String {
     let n = |n: u32| report::count(n.into());
     let (fresh, defaulted) = (n(status.fresh), n(status.defaulted));
-    format!("lookups: {fresh} fresh, {defaulted} defaulted, {} absent, {} damaged", n(status.absent), n(status.damaged))
+    format!(
+        "lookups: {fresh} fresh, {defaulted} defaulted, {} absent, {} damaged",
+        n(status.absent),
+        n(status.damaged)
+    )
 }
 
 /// Packs the coupon model with every table in `codec` behind the cache, and serves the held-out rows.
@@ -130,10 +169,11 @@ fn coupon_as(codec: CodecChoice, out: &Path) -> Result<(Evaluation, Arc<Model>, 
     let overrides = Overrides { codec: Some(codec), placement: Some(Placement::Cached) };
     let packed = pack_file(&out.join("model.toml"), &bundle, overrides, &mut |_, _| {})?;
     let flash = serve::lay_on_flash(&bundle, &out.join(format!("{name}.flash")))?;
-    let budget = Budget { cache_bytes_max: COUPON_CACHE_BYTES, batch_max: 1, misses_max: 256, ..Budget::default() };
+    let budget =
+        Budget { cache_bytes_max: COUPON_CACHE_BYTES, batch_max: 1, misses_max: 256, ..Budget::default() };
     let model = Arc::new(Model::from_flash(&flash, budget)?);
     let samples = read_samples(&out.join("heldout.jsonl"), model.schema())?;
-    Ok((evaluate(&model, &samples, 1)?, model, (packed.bytes, flash.bytes())))
+    Ok((evaluate(&model, &samples, 1)?, model, (packed.bytes, flash.bytes()?)))
 }
 
 fn criteo(args: &DemoArgs, out: &Path) -> Result<()> {
@@ -174,10 +214,13 @@ fn serve_criteo(args: &DemoArgs, out: &Path, flash: &Flash) -> Result<()> {
     let model = Arc::new(Model::from_flash(flash, budget)?);
     let opened = start.elapsed();
     let served = drive(&model, flash, Duration::from_secs_f64(args.seconds))?;
-    println!("opened in {:.0} ms; served {} requests of {CRITEO_BATCH} samples on one thread\n", 1e3 * opened.as_secs_f64(),
-        report::count(served.latencies.percentiles().requests));
+    println!(
+        "opened in {:.0} ms; served {} requests of {CRITEO_BATCH} samples on one thread\n",
+        1e3 * opened.as_secs_f64(),
+        report::count(served.latencies.percentiles().requests)
+    );
     println!("{}\n{}", served_table(&served), serve::memory_table(&model));
-    println!("{} on flash; {}", report::bytes(flash.bytes()), status_line(&served.status));
+    println!("{} on flash; {}", report::bytes(flash.bytes()?), status_line(&served.status));
     let plot = out.join("criteo.svg");
     plot::over_time(&plot, "Criteo-shaped model: latency and hit rate", &served.windows)?;
     println!("plot {}", plot.display());

@@ -8,9 +8,9 @@ use crate::report;
 use crate::serve::{self, ServeArgs};
 use anyhow::{Result, ensure};
 use clap::Args;
+use hatchback::Status;
 use hatchback::model::Model;
 use hatchback::sample::Sample;
-use hatchback::Status;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -115,7 +115,8 @@ impl Evaluation {
             (self.auc, self.logloss) = (auc(&self.scores, labels), logloss(&self.scores, labels));
         }
         if let (Some(labels), Some(reference)) = (&labels, &reference) {
-            (self.reference_auc, self.reference_logloss) = (auc(reference, labels), logloss(reference, labels));
+            (self.reference_auc, self.reference_logloss) =
+                (auc(reference, labels), logloss(reference, labels));
         }
         if let Some(reference) = &reference {
             let difference = self.scores.iter().zip(reference).map(|(a, b)| f64::from((a - b).abs()));
@@ -145,7 +146,9 @@ impl Evaluation {
             row(what, report::count(n.into()), String::new());
         }
         row("pages read from flash", report::count(self.pages), String::new());
-        for (what, us) in [("p50", self.latency.p50_us), ("p99", self.latency.p99_us), ("max", self.latency.max_us)] {
+        for (what, us) in
+            [("p50", self.latency.p50_us), ("p99", self.latency.p99_us), ("max", self.latency.max_us)]
+        {
             row(&format!("latency {what}"), format!("{us:.1} µs"), String::new());
         }
         table

@@ -96,13 +96,37 @@ impl Report {
     fn print(&self) {
         let parent = self.parent.map_or(String::new(), |p| format!(", delta from {p}"));
         println!("{} {}{parent}, {}", self.kind, self.generation, report::bytes(self.bytes));
-        let mut tables = report::table(&["table", "keys", "rows", "dim", "codec", "placement", "miss", "hot", "segment", "stored"]);
+        let mut tables = report::table(&[
+            "table",
+            "keys",
+            "rows",
+            "dim",
+            "codec",
+            "placement",
+            "miss",
+            "hot",
+            "segment",
+            "stored",
+        ]);
         for t in &self.tables {
-            let codec = if t.unit_exp == 0 { t.codec.to_owned() } else { format!("{} x 2^{}", t.codec, t.unit_exp) };
+            let codec =
+                if t.unit_exp == 0 { t.codec.to_owned() } else { format!("{} x 2^{}", t.codec, t.unit_exp) };
             let (rows, hot) = (report::count(t.rows), report::count(t.hot_keys));
             let (segment, stored) = (report::bytes(t.segment_bytes), report::bytes(t.stored_bytes));
-            let (name, keys, placement, miss) = (t.name.clone(), t.keys.clone(), t.placement.clone(), t.miss.clone());
-            tables.add_row([name, keys, rows, t.dim.to_string(), codec, placement, miss, hot, segment, stored]);
+            let (name, keys, placement, miss) =
+                (t.name.clone(), t.keys.clone(), t.placement.clone(), t.miss.clone());
+            tables.add_row([
+                name,
+                keys,
+                rows,
+                t.dim.to_string(),
+                codec,
+                placement,
+                miss,
+                hot,
+                segment,
+                stored,
+            ]);
         }
         println!("{tables}");
         let mut features = report::table(&["feature", "table", "pooling", "hotness max"]);
@@ -114,7 +138,11 @@ impl Report {
         for i in &self.inputs {
             inputs.add_row([i.name.clone(), i.width.to_string(), i.fed_by.clone()]);
         }
-        println!("{inputs}\nONNX {}, probe set {}", report::bytes(self.onnx_bytes), report::bytes(self.probe_bytes));
+        println!(
+            "{inputs}\nONNX {}, probe set {}",
+            report::bytes(self.onnx_bytes),
+            report::bytes(self.probe_bytes)
+        );
         match &self.damage {
             None => {}
             Some(damage) if damage.is_empty() => println!("every byte was read and is sound"),
@@ -177,7 +205,7 @@ fn verify_bundle(bundle: &mut BundleReader) -> Vec<String> {
 fn verify_flash(flash: &Flash) -> Vec<String> {
     let mut damage = Vec::new();
     for number in 0..flash.manifest().tables.len() {
-        let scanned = flash.segment(number).map(|s| s.scan(|_, _| {}, |e| damage.push(e.to_string())));
+        let scanned = flash.table(number).map(|t| t.scan(|_, _| {}, |e| damage.push(e.to_string())));
         match scanned {
             Err(e) => damage.push(e.to_string()),
             Ok(Err(e)) => damage.push(e.to_string()),
@@ -194,8 +222,8 @@ fn verify_flash(flash: &Flash) -> Vec<String> {
 /// The path holds neither, or `--verify` found damage.
 pub fn run(args: &InspectArgs) -> Result<()> {
     let mut report = if args.path.is_dir() {
-        let flash = Flash::open(&args.path)?;
-        let mut report = Report::new("flash directory", flash.manifest(), flash.bytes());
+        let flash = Flash::open(&hatchback::disk::system(), &args.path)?;
+        let mut report = Report::new("flash directory", flash.manifest(), flash.bytes()?);
         report.damage = args.verify.then(|| verify_flash(&flash));
         report
     } else {

@@ -319,7 +319,7 @@ fn keys_of(flash: &Flash, schema: &Schema, number: usize) -> Result<Keys> {
         return Ok(Keys::Index(Scatter::of_table(number, table.rows)));
     }
     let (mut keys, mut damaged) = (Vec::with_capacity(usize::try_from(table.rows)?), None);
-    flash.segment(number)?.scan(|hash, _| keys.push(unmix(hash)), |e| damaged = Some(e))?;
+    flash.table(number)?.scan(|hash, _| keys.push(unmix(hash)), |e| damaged = Some(e))?;
     if let Some(e) = damaged {
         return Err(e.into());
     }

@@ -6,9 +6,9 @@
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
-use hatchback_tools::pack::{Overrides, pack_file};
+use hatchback_tools::pack::{Overrides, pack_file_onto};
 use hatchback_tools::spec::CodecChoice;
-use hatchback_tools::{demo, eval, inspect, report, run, serve};
+use hatchback_tools::{bench, demo, eval, inspect, report, run, serve};
 use std::path::PathBuf;
 
 /// Recommendation models with huge embedding tables, from the trainer into the car
@@ -26,6 +26,7 @@ enum Command {
     Inspect(inspect::InspectArgs),
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
+    Bench(bench::BenchArgs),
 }
 
 /// Packs a trainer's files into a bundle
@@ -39,6 +40,9 @@ struct PackArgs {
     /// In place of every table's codec
     #[arg(long)]
     codec: Option<CodecChoice>,
+    /// Packs only what changed since this bundle or flash directory (a delta)
+    #[arg(long)]
+    parent: Option<PathBuf>,
     /// In place of every table's placement
     #[arg(long, value_parser = placement)]
     placement: Option<Placement>,
@@ -56,7 +60,9 @@ fn placement(name: &str) -> Result<Placement, String> {
 fn pack(args: &PackArgs) -> Result<()> {
     let bar = serve::progress_bar(0, "packing", "{human_pos}/{human_len} rows");
     let overrides = Overrides { codec: args.codec, placement: args.placement };
-    let packed = pack_file(&args.model, &args.out, overrides, &mut |rows, total| {
+    let scratch = tempfile::tempdir()?;
+    let parent = args.parent.as_deref().map(|path| serve::open_flash(path, scratch.path())).transpose()?;
+    let packed = pack_file_onto(&args.model, parent.as_ref(), &args.out, overrides, &mut |rows, total| {
         bar.set_length(total);
         bar.inc(rows);
     });
@@ -77,5 +83,6 @@ fn main() -> Result<()> {
         Command::Inspect(args) => inspect::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),
+        Command::Bench(args) => bench::run(&args),
     }
 }

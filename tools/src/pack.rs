@@ -5,14 +5,17 @@
 use crate::import::{RowBlock, Rows};
 use crate::sort::RowSorter;
 use crate::spec::{CodecChoice, DefaultRow, ModelSpec, NamedRow, TableSpec};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::{BlobWriter, BundleWriter};
+use hatchback::flash::Flash;
 use hatchback::limits::{DENSE_BYTES_MAX, HOT_KEYS_MAX};
 use hatchback::manifest::{Generation, Manifest, TableBlobs};
+use hatchback::merge::Merge;
 use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, Placement, Schema, Table};
-use hatchback::segment::{SegmentKind, SegmentWriter};
-use hatchback::{DenseEngine, RowFormat, choose_unit_exp};
+use hatchback::segment::{Part, SegmentKind};
+use hatchback::segment_write::SegmentWriter;
+use hatchback::{RowFormat, choose_unit_exp};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::io::{BufRead, BufReader, Write};
@@ -86,6 +89,21 @@ pub fn pack_file(
     overrides: Overrides,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Packed> {
+    pack_file_onto(spec_path, None, out, overrides, progress)
+}
+
+/// As `pack_file`; with a `parent` the bundle is the delta that leads from its live generation to this model:
+/// the rows that differ, the keys that are new and those that are gone. Tables are encoded as the parent's.
+///
+/// # Errors
+/// As `pack_file`, or the parent cannot be read or has other tables.
+pub fn pack_file_onto(
+    spec_path: &Path,
+    parent: Option<&Flash>,
+    out: &Path,
+    overrides: Overrides,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
     let spec = ModelSpec::load(spec_path)?;
     let base = spec_path.parent().unwrap_or(Path::new("."));
     let mut sources: Vec<Box<dyn RowSource>> = Vec::new();
@@ -93,7 +111,7 @@ pub fn pack_file(
         let rows = table.source.open(base, table.dim).with_context(|| format!("table `{}`", table.name))?;
         sources.push(Box::new(rows));
     }
-    pack(&spec, &sources, base, out, overrides, progress)
+    pack_onto(&spec, &sources, parent, base, out, overrides, progress)
 }
 
 /// Packs `spec` with the rows of `sources`, one for each table.
@@ -108,6 +126,22 @@ pub fn pack(
     overrides: Overrides,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Packed> {
+    pack_onto(spec, sources, None, base, out, overrides, progress)
+}
+
+/// As `pack`, onto `parent` as in `pack_file_onto`.
+///
+/// # Errors
+/// As `pack_file_onto`.
+pub fn pack_onto(
+    spec: &ModelSpec,
+    sources: &[Box<dyn RowSource>],
+    parent: Option<&Flash>,
+    base: &Path,
+    out: &Path,
+    overrides: Overrides,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
     let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
     let mut advance = |rows: u64| progress(rows, total);
     let mut tables = Vec::new();
@@ -115,6 +149,9 @@ pub fn pack(
         let learnt =
             learn(table, source.as_ref(), &mut advance).with_context(|| format!("table `{}`", table.name))?;
         tables.push(learnt.table(table, source.rows(), overrides)?);
+        if let Some(parent) = parent {
+            encode_as(&mut tables, parent)?;
+        }
     }
     let schema = spec.schema(tables)?;
     let onnx = read_network(spec, &schema, base)?;
@@ -125,14 +162,15 @@ pub fn pack(
     let mut blobs = Vec::new();
     for (number, source) in sources.iter().enumerate() {
         let name = &schema.tables[number].name;
-        let table = write_table(&mut bundle, &generation, &schema, number, source.as_ref(), &mut advance);
+        let of = Destination { generation: &generation, schema: &schema, number, parent };
+        let table = write_table(&mut bundle, &of, source.as_ref(), &mut advance);
         blobs.push(table.with_context(|| format!("table `{name}`"))?);
     }
     let dense = write_blob(&mut bundle, &onnx)?;
     let probe = probe.map(|bytes| write_blob(&mut bundle, &bytes)).transpose()?;
     let manifest = Manifest {
         generation: generation.clone(),
-        parent: None,
+        parent: parent.map(|p| p.manifest().generation.sequence),
         schema: schema.clone(),
         blobs: Vec::new(),
         tables: blobs,
@@ -202,11 +240,7 @@ fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Vec<u8
     let bytes = std::fs::metadata(&path).with_context(|| path.display().to_string())?.len();
     ensure!(bytes <= DENSE_BYTES_MAX, "{}: {bytes} bytes, over {DENSE_BYTES_MAX}", path.display());
     let onnx = std::fs::read(&path).with_context(|| path.display().to_string())?;
-    let network = &schema.network;
-    let widths: Vec<(&str, usize)> =
-        network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
-    DenseEngine::load(onnx.clone(), &widths, &network.output, network.activation, 1)
-        .with_context(|| path.display().to_string())?;
+    schema.load_dense(onnx.clone(), 1).with_context(|| path.display().to_string())?;
     Ok(onnx)
 }
 
@@ -240,34 +274,93 @@ fn write_blob(bundle: &mut BundleWriter, content: &[u8]) -> Result<u32> {
     Ok(number)
 }
 
+/// A delta's rows must be comparable, byte for byte, with those they replace.
+fn encode_as(tables: &mut [Table], parent: &Flash) -> Result<()> {
+    let number = tables.len() - 1;
+    let (Some(table), Some(old)) = (tables.last_mut(), parent.manifest().schema.tables.get(number)) else {
+        bail!("the parent has no table {number}");
+    };
+    let same = (&table.name, table.dim, table.keys) == (&old.name, old.dim, old.keys);
+    ensure!(same, "table `{}`: the parent's is `{}`, with another dim or keys", table.name, old.name);
+    (table.codec, table.unit_exp) = (old.codec, old.unit_exp);
+    Ok(())
+}
+
+/// Which table is being written, and over what.
+struct Destination<'a> {
+    generation: &'a Generation,
+    schema: &'a Schema,
+    number: usize,
+    parent: Option<&'a Flash>,
+}
+
 fn write_table(
     bundle: &mut BundleWriter,
-    generation: &Generation,
-    schema: &Schema,
-    number: usize,
+    of: &Destination<'_>,
     source: &dyn RowSource,
     advance: &mut dyn FnMut(u64),
 ) -> Result<TableBlobs> {
-    let table = &schema.tables[number];
-    let kind = SegmentKind::new(generation, number, table).context("the unit does not fit the codec")?;
+    let table = &of.schema.tables[of.number];
+    let part = if of.parent.is_some() { Part::Delta } else { Part::Base };
+    let kind = SegmentKind::new(of.generation, 0, of.number, table, part);
+    let kind = kind.context("the unit does not fit the codec")?;
     let format = kind.format();
     let (segment, blob) = bundle.blob();
-    let writer = SegmentWriter::new(blob, kind);
-    let in_order = table.keys == KeySpace::Index && !source.has_keys();
-    let writer = if in_order {
-        write_in_order(writer, format, source, advance)?
+    let old = of.parent.map(|p| anyhow::Ok(Merge::new(p.table(of.number)?))).transpose()?;
+    let mut rows = NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
+    if table.keys == KeySpace::Index && !source.has_keys() {
+        each_row(format, source, advance, |key, row| rows.put(key, row))?;
     } else {
-        write_sorted(writer, format, table, source, advance)?
-    };
-    let (blob, rows) = writer.finish()?;
-    ensure!(rows == table.rows, "{rows} rows instead of {}", table.rows);
-    blob.end()?;
+        let mut sorter = RowSorter::new(table.keys, table.rows, format.row_bytes())?;
+        each_row(format, source, advance, |key, row| sorter.push(key, row))?;
+        sorter.finish(|key, row| rows.put(key, row))?;
+    }
+    let count = rows.count;
+    ensure!(count == table.rows, "{count} rows instead of {}", table.rows);
+    rows.finish()?.end()?;
     let hot = hot_keys(source)?;
     let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
     Ok(TableBlobs { segment, hot })
 }
 
-type Writer<'a> = SegmentWriter<BlobWriter<'a>>;
+/// Takes a table's rows in order: all of them into a base, or into a delta what differs from the old ones.
+struct NewRows<'a> {
+    writer: SegmentWriter<BlobWriter<'a>>,
+    keys: KeySpace,
+    old: Option<Merge>,
+    count: u64,
+}
+
+impl<'a> NewRows<'a> {
+    fn put(&mut self, key: u64, row: &[u8]) -> Result<()> {
+        self.count += 1;
+        let order = self.keys.order(key);
+        let Some(old) = &mut self.old else { return Ok(self.writer.push(order, row)?) };
+        while let Some((gone, _)) = old.current()?.filter(|(old, _)| *old < order) {
+            self.writer.delete(gone)?;
+            old.advance()?;
+        }
+        let same = match old.current()?.filter(|(old, _)| *old == order) {
+            None => false,
+            Some((_, old_row)) => {
+                let same = old_row == row;
+                old.advance()?;
+                same
+            }
+        };
+        if same { Ok(()) } else { Ok(self.writer.push(order, row)?) }
+    }
+
+    fn finish(mut self) -> Result<BlobWriter<'a>> {
+        if let Some(old) = &mut self.old {
+            while let Some((gone, _)) = old.current()? {
+                self.writer.delete(gone)?;
+                old.advance()?;
+            }
+        }
+        Ok(self.writer.finish()?.0)
+    }
+}
 
 /// Encodes every row of `source` and hands it to `take`.
 fn each_row(
@@ -285,29 +378,6 @@ fn each_row(
         advance(keys.len() as u64);
         Ok(())
     })
-}
-
-fn write_in_order<'a>(
-    mut writer: Writer<'a>,
-    format: RowFormat,
-    source: &dyn RowSource,
-    advance: &mut dyn FnMut(u64),
-) -> Result<Writer<'a>> {
-    each_row(format, source, advance, |key, row| Ok(writer.push(key, row)?))?;
-    Ok(writer)
-}
-
-fn write_sorted<'a>(
-    mut writer: Writer<'a>,
-    format: RowFormat,
-    table: &Table,
-    source: &dyn RowSource,
-    advance: &mut dyn FnMut(u64),
-) -> Result<Writer<'a>> {
-    let mut sorter = RowSorter::new(table.keys, table.rows, format.row_bytes())?;
-    each_row(format, source, advance, |key, row| sorter.push(key, row))?;
-    sorter.finish(|key, row| Ok(writer.push(key, row)?))?;
-    Ok(writer)
 }
 
 /// The most used keys, most used first, as little-endian u64; empty if the trainer gave no counts.

@@ -71,7 +71,10 @@ mod tests {
 
     #[test]
     fn units() {
-        assert_eq!((bytes(900), bytes(1536), bytes(3 << 30)), ("900 B".into(), "1.5 KiB".into(), "3.0 GiB".into()));
+        assert_eq!(
+            (bytes(900), bytes(1536), bytes(3 << 30)),
+            ("900 B".into(), "1.5 KiB".into(), "3.0 GiB".into())
+        );
         assert_eq!((count(7), count(1000), count(1234567)), ("7".into(), "1,000".into(), "1,234,567".into()));
         assert_eq!(micros(Duration::from_nanos(12_340)), "12.3 µs");
         assert_eq!(percent(0.98765), "98.77 %");

@@ -3,10 +3,10 @@
 use crate::serve::{self, ServeArgs};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
+use hatchback::Status;
 use hatchback::batch::Batch;
 use hatchback::sample::Sample;
 use hatchback::score::Worker;
-use hatchback::Status;
 use serde::Serialize;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
@@ -69,7 +69,9 @@ pub fn run(args: &RunArgs) -> Result<()> {
     let input: Box<dyn BufRead> = if args.samples == Path::new("-") {
         Box::new(io::stdin().lock())
     } else {
-        Box::new(BufReader::new(File::open(&args.samples).with_context(|| args.samples.display().to_string())?))
+        Box::new(BufReader::new(
+            File::open(&args.samples).with_context(|| args.samples.display().to_string())?,
+        ))
     };
     for (number, line) in input.lines().enumerate() {
         let line = line.with_context(|| format!("{}: line {}", args.samples.display(), number + 1))?;

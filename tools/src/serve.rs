@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
+use hatchback::disk;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::score::{SystemClock, Worker};
@@ -50,7 +51,10 @@ impl ServeArgs {
         if let Some(path) = &self.target {
             let target = Target::load(path)?;
             if target.device == DeviceKind::Cuda {
-                bail!("{}: device: this version computes on the CPU only; take targets/cpu.toml", path.display());
+                bail!(
+                    "{}: device: this version computes on the CPU only; take targets/cpu.toml",
+                    path.display()
+                );
             }
             budget = target.budget;
         }
@@ -65,11 +69,8 @@ impl ServeArgs {
     /// # Errors
     /// The bundle or the directory is refused.
     pub fn flash(&self) -> Result<Flash> {
-        if self.model.is_dir() {
-            return Ok(Flash::open(&self.model)?);
-        }
         let directory = self.flash.clone().unwrap_or_else(|| self.model.with_extension("flash"));
-        lay_on_flash(&self.model, &directory)
+        open_flash(&self.model, &directory)
     }
 
     /// Opens the model.
@@ -86,6 +87,17 @@ pub fn worker(model: &Arc<Model>) -> Worker {
     Worker::new(Arc::clone(model), Arc::new(SystemClock::default()))
 }
 
+/// Opens the flash directory at `path`; if that is a bundle, lays it on flash under `directory` first.
+///
+/// # Errors
+/// The bundle or the directory is refused.
+pub fn open_flash(path: &Path, directory: &Path) -> Result<Flash> {
+    if path.is_dir() {
+        return Ok(Flash::open(&disk::system(), path)?);
+    }
+    lay_on_flash(path, directory)
+}
+
 /// Lays the bundle at `path` on flash under `directory`, with a progress bar.
 ///
 /// # Errors
@@ -95,7 +107,7 @@ pub fn lay_on_flash(path: &Path, directory: &Path) -> Result<Flash> {
     let rows = |t: &hatchback::manifest::TableBlobs| bundle.manifest().blobs[t.segment as usize].raw_bytes();
     let total = bundle.manifest().tables.iter().map(rows).sum();
     let bar = progress_bar(total, "laying on flash", "{bytes}/{total_bytes}");
-    let flash = Flash::install(directory, &mut bundle, |bytes| bar.inc(bytes));
+    let flash = Flash::install(&disk::system(), directory, &mut bundle, |bytes| bar.inc(bytes));
     bar.finish_and_clear();
     flash.with_context(|| format!("{} was not laid on flash", path.display()))
 }

@@ -2,7 +2,6 @@
 //! of their order, then each partition is sorted by itself. Never changes a row.
 
 use anyhow::{Context, Result, bail};
-use hatchback::mix;
 use hatchback::schema::KeySpace;
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write};
@@ -33,19 +32,12 @@ impl RowSorter {
         Ok(Self { keys, rows_expected: rows, row_bytes, partitions })
     }
 
-    fn order(keys: KeySpace, key: u64) -> u64 {
-        match keys {
-            KeySpace::Index => key,
-            KeySpace::Sparse => mix(key),
-        }
-    }
-
     /// Adds a row.
     ///
     /// # Errors
     /// The key is not in `0..rows` of an index table, or the temporary file cannot be written.
     pub fn push(&mut self, key: u64, row: &[u8]) -> Result<()> {
-        let order = u128::from(Self::order(self.keys, key));
+        let order = u128::from(self.keys.order(key));
         let span = match self.keys {
             KeySpace::Index if key >= self.rows_expected => {
                 bail!("key {key} is not in 0..{}, the rows of this `index` table", self.rows_expected)
@@ -71,7 +63,7 @@ impl RowSorter {
             BufReader::new(file).read_to_end(&mut records)?;
             let record = |i: &u32| &records[*i as usize * (8 + self.row_bytes)..][..8 + self.row_bytes];
             let mut order: Vec<(u64, u32)> = (0..(records.len() / (8 + self.row_bytes)) as u32)
-                .map(|i| (Self::order(self.keys, key_of(record(&i))), i))
+                .map(|i| (self.keys.order(key_of(record(&i))), i))
                 .collect();
             order.sort_unstable();
             if let Some(twice) = order.windows(2).find(|w| w[0].0 == w[1].0) {
@@ -94,6 +86,7 @@ fn key_of(record: &[u8]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hatchback::mix;
 
     fn sorted(keys: KeySpace, input: &[u64]) -> Result<Vec<u64>> {
         let mut sorter = RowSorter::new(keys, input.len() as u64, 3)?;

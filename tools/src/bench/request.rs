@@ -218,7 +218,7 @@ impl RequestArgs {
             plot::panels(path, &format!("Requests to {}, {threads}", report.model), &charts(&report.points))?;
         }
         if self.json.as_deref() != Some(Path::new("-")) {
-            print_report(report, flash);
+            print_report(report, flash)?;
         }
         self.json.as_ref().map_or(Ok(()), |path| report::write_json(path, report))
     }
@@ -315,10 +315,10 @@ const HEADS: [&str; 13] = [
     "not fresh",
 ];
 
-fn print_report(report: &Report<Point>, flash: &Flash) {
+fn print_report(report: &Report<Point>, flash: &Flash) -> Result<()> {
     let (machine, tables) = (&report.machine, &flash.manifest().schema.tables);
     let rows = report::count(tables.iter().map(|t| t.rows).sum());
-    let (bytes, n) = (report::bytes(flash.bytes()), tables.len());
+    let (bytes, n) = (report::bytes(flash.bytes()?), tables.len());
     println!("{}: {n} tables, {rows} rows, {bytes} on flash", report.model);
     println!("{}, {} cores, {}, version {}", machine.cpu, machine.cores, machine.platform, machine.version);
     let mut table = report::table(&HEADS);
@@ -328,6 +328,7 @@ fn print_report(report: &Report<Point>, flash: &Flash) {
     if report.points.iter().any(|p| !p.steady) {
         println!("~ The hit rate was still changing when the measurement began.");
     }
+    Ok(())
 }
 
 /// A distribution as the legend has room for it: of a histogram the file's name.

@@ -1,0 +1,183 @@
+//! Checking a segment that comes from outside, page by page in file order, before it may be used.
+
+use crate::limits::PAGE_BYTES;
+use crate::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
+use crate::segment::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, SegmentError, SegmentKind, fences_in};
+use std::path::{Path, PathBuf};
+
+/// A check under way.
+pub struct SegmentCheck {
+    path: PathBuf,
+    kind: SegmentKind,
+    counts: Counts,
+    /// The order of the last row.
+    last_row: Option<u64>,
+    last_delete: Option<u64>,
+    /// What the index pages must repeat: a base's fences, or a delta's keys.
+    expected: Vec<u64>,
+    /// How much of it they have.
+    repeated: usize,
+    done: bool,
+}
+
+impl SegmentCheck {
+    /// A check of a segment of `kind`; `path` is what errors name.
+    pub fn new(path: &Path, kind: SegmentKind) -> Self {
+        Self {
+            path: path.to_owned(),
+            kind,
+            counts: Counts::default(),
+            last_row: None,
+            last_delete: None,
+            expected: Vec::new(),
+            repeated: 0,
+            done: false,
+        }
+    }
+
+    fn field<T>(&self, field: &'static str, problem: impl Into<String>) -> Result<T, SegmentError> {
+        Err(SegmentError::Field { path: self.path.clone(), field, problem: problem.into() })
+    }
+
+    fn number(&self) -> u32 {
+        self.counts.data_pages.saturating_add(self.counts.index_pages)
+    }
+
+    fn page_error(&self, source: PageFault) -> SegmentError {
+        SegmentError::Page { path: self.path.clone(), page: self.number(), source }
+    }
+
+    fn page<'a>(&self, page: &'a PageBytes, kind: PageKind, most: usize) -> Result<Page<'a>, SegmentError> {
+        Page::check(page, self.kind.id, self.number(), kind, most).map_err(|e| self.page_error(e))
+    }
+
+    /// Takes the next whole pages.
+    ///
+    /// # Errors
+    /// The first page or row that is wrong.
+    pub fn take(&mut self, bytes: &[u8]) -> Result<(), SegmentError> {
+        let (pages, rest) = bytes.as_chunks::<PAGE_BYTES>();
+        if !rest.is_empty() {
+            return self.field("length", format!("{} bytes follow the last whole page", rest.len()));
+        }
+        for page in pages {
+            if self.done {
+                return self.field("length", "pages follow the trailer");
+            }
+            match claimed_kind(page) {
+                Some(PageKind::Trailer) => self.take_trailer(page)?,
+                Some(PageKind::Fences) => self.take_fences(page)?,
+                Some(PageKind::Keys) => self.take_keys(page)?,
+                Some(PageKind::Deletes) => self.take_deletes(page)?,
+                _ => self.take_rows(page)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn take_rows(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
+        let (kind, capacity) = (self.kind.page_kind(), self.kind.rows_per_page());
+        let checked = self.page(page, kind, capacity)?;
+        if self.counts.index_pages > 0 {
+            return self.field("pages", format!("rows follow the index on page {}", self.number()));
+        }
+        // Where keys are found by division, every page but the last is full.
+        if !self.kind.has_fences() && !self.counts.rows.is_multiple_of(capacity as u64) {
+            return self.field("rows", format!("page {} follows a page that is not full", self.number()));
+        }
+        if kind == PageKind::Hashed {
+            self.take_orders(&checked)?;
+        }
+        for row in 0..checked.count() {
+            let bytes = checked.row(kind, self.kind.format.row_bytes(), row);
+            self.kind.format.check(bytes).map_err(|source| {
+                let (path, page) = (self.path.clone(), self.number());
+                SegmentError::Row { path, page, row, source }
+            })?;
+        }
+        self.counts.rows += checked.count() as u64;
+        self.counts.data_pages += 1;
+        Ok(())
+    }
+
+    fn take_orders(&mut self, page: &Page<'_>) -> Result<(), SegmentError> {
+        page.check_order(self.last_row).map_err(|e| self.page_error(e))?;
+        if self.kind.has_fences() {
+            let prefix = page.order(0) >> 32;
+            if self.last_row.is_some_and(|last| last >> 32 == prefix) {
+                return self.field("fences", format!("hash prefix {prefix:#010x} lies on two pages"));
+            }
+            self.expected.push(prefix);
+        } else {
+            self.expected.extend((0..page.count()).map(|i| page.order(i)));
+        }
+        self.last_row = Some(page.order(page.count() - 1));
+        Ok(())
+    }
+
+    fn take_fences(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
+        let checked = self.page(page, PageKind::Fences, FENCES_PER_PAGE)?;
+        if !self.kind.has_fences() {
+            return self.field("fences", "this segment has none");
+        }
+        fences_in(&checked).try_for_each(|fence| self.repeat("fences", u64::from(fence)))?;
+        self.counts.index_pages += 1;
+        Ok(())
+    }
+
+    fn take_keys(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
+        let checked = self.page(page, PageKind::Keys, KEYS_PER_PAGE)?;
+        if self.kind.has_fences() || self.kind.page_kind() == PageKind::Index || self.counts.deletes > 0 {
+            return self.field("keys", "do not belong here");
+        }
+        (0..checked.count()).try_for_each(|i| self.repeat("keys", checked.order(i)))?;
+        self.counts.index_pages += 1;
+        Ok(())
+    }
+
+    /// An index page must say what the data pages said.
+    fn repeat(&mut self, field: &'static str, found: u64) -> Result<(), SegmentError> {
+        if self.expected.get(self.repeated) != Some(&found) {
+            return self.field(field, format!("entry {} is not its row's or page's", self.repeated));
+        }
+        self.repeated += 1;
+        Ok(())
+    }
+
+    fn take_deletes(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
+        let checked = self.page(page, PageKind::Deletes, KEYS_PER_PAGE)?;
+        if self.kind.has_fences() || self.kind.page_kind() == PageKind::Index {
+            return self.field("deletes", "a base deletes no keys");
+        }
+        checked.check_order(self.last_delete).map_err(|e| self.page_error(e))?;
+        for order in (0..checked.count()).map(|i| checked.order(i)) {
+            if self.expected.binary_search(&order).is_ok() {
+                return self.field("deletes", format!("key order {order:#018x} is both written and deleted"));
+            }
+        }
+        self.last_delete = Some(checked.order(checked.count() - 1));
+        self.counts.deletes += checked.count() as u64;
+        self.counts.index_pages += 1;
+        Ok(())
+    }
+
+    fn take_trailer(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
+        self.page(page, PageKind::Trailer, 1)?;
+        if page != &self.kind.trailer(self.counts) {
+            return self.field("trailer", "does not describe the pages before it as the manifest does");
+        }
+        if self.repeated != self.expected.len() {
+            return self.field("index", format!("{} entries for {}", self.repeated, self.expected.len()));
+        }
+        self.done = true;
+        Ok(())
+    }
+
+    /// Ends the check; returns what the segment holds.
+    ///
+    /// # Errors
+    /// The segment ended before its trailer.
+    pub fn finish(self) -> Result<Counts, SegmentError> {
+        if self.done { Ok(self.counts) } else { self.field("length", "the segment ends before its trailer") }
+    }
+}

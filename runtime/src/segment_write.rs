@@ -1,0 +1,174 @@
+//! Writing a segment in one pass, rows already in order. Never goes back in its output.
+
+use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
+use crate::page::{PageBytes, PageKind, seal};
+use crate::segment::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SegmentKind};
+use std::io::{self, Write};
+
+/// Why rows cannot become a segment.
+#[derive(Debug, thiserror::Error)]
+pub enum WriteError {
+    /// The destination refused the bytes.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// Keys must ascend strictly in their order.
+    #[error("key order {0:#018x} does not ascend: rows are unsorted or a key is there twice")]
+    Order(u64),
+    /// The rows of an index table's base are `0, 1, 2...`.
+    #[error("key {found} follows where {expected} belongs")]
+    Hole {
+        /// The key that is missing.
+        expected: u64,
+        /// The key that came.
+        found: u64,
+    },
+    /// More keys share the top 32 bits of their hash than a page holds rows.
+    #[error("too many keys share the hash prefix {0:#010x}")]
+    Prefix(u32),
+    /// Only a delta deletes.
+    #[error("a base deletes no keys")]
+    Delete,
+    /// The file would have more than 2^32 pages.
+    #[error("the table is over 16 TiB")]
+    TooLarge,
+}
+
+/// Writes a segment.
+pub struct SegmentWriter<W> {
+    out: W,
+    kind: SegmentKind,
+    /// Orders and rows of the page being filled.
+    orders: Vec<u64>,
+    rows: Vec<u8>,
+    fences: Vec<u32>,
+    /// The orders of all rows of a delta.
+    keys: Vec<u64>,
+    deletes: Vec<u64>,
+    counts: Counts,
+    last: Option<u64>,
+}
+
+impl<W: Write> SegmentWriter<W> {
+    /// Begins a segment.
+    pub fn new(out: W, kind: SegmentKind) -> Self {
+        let (orders, rows, fences, keys, deletes) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { out, kind, orders, rows, fences, keys, deletes, counts: Counts::default(), last: None }
+    }
+
+    /// Adds the encoded row of the key of the next `order` ([`crate::schema::KeySpace::order`]).
+    ///
+    /// # Errors
+    /// The orders do not ascend, or the destination refused the bytes.
+    pub fn push(&mut self, order: u64, row: &[u8]) -> Result<(), WriteError> {
+        assert_eq!(row.len(), self.kind.format.row_bytes());
+        self.advance(order)?;
+        if self.kind.page_kind() == PageKind::Index && order != self.counts.rows {
+            return Err(WriteError::Hole { expected: self.counts.rows, found: order });
+        }
+        if self.orders.len() == self.kind.rows_per_page() {
+            self.end_page(order)?;
+        }
+        self.orders.push(order);
+        self.rows.extend_from_slice(row);
+        self.counts.rows += 1;
+        if self.kind.part == Part::Delta {
+            self.keys.push(order);
+        }
+        Ok(())
+    }
+
+    /// Deletes the key of the next `order`, in a delta.
+    ///
+    /// # Errors
+    /// The orders do not ascend, or the segment is a base.
+    pub fn delete(&mut self, order: u64) -> Result<(), WriteError> {
+        if self.kind.part == Part::Base {
+            return Err(WriteError::Delete);
+        }
+        self.advance(order)?;
+        self.deletes.push(order);
+        self.counts.deletes += 1;
+        Ok(())
+    }
+
+    fn advance(&mut self, order: u64) -> Result<(), WriteError> {
+        if self.last.is_some_and(|last| order <= last) {
+            return Err(WriteError::Order(order));
+        }
+        self.last = Some(order);
+        Ok(())
+    }
+
+    /// Writes the rows that are complete. Where there are fences, rows that share the top half of their hash
+    /// with the next one stay back, so that one fence compare always finds the page.
+    fn end_page(&mut self, next: u64) -> Result<(), WriteError> {
+        let prefix = (next >> 32) as u32;
+        let n = if self.kind.has_fences() {
+            self.orders.partition_point(|&h| ((h >> 32) as u32) < prefix)
+        } else {
+            self.orders.len()
+        };
+        if n == 0 {
+            return Err(WriteError::Prefix(prefix));
+        }
+        self.write_page(n)
+    }
+
+    fn write_page(&mut self, n: usize) -> Result<(), WriteError> {
+        let mut page = [0; PAGE_BYTES];
+        let (hashed, row_bytes) = (self.kind.page_kind() == PageKind::Hashed, self.kind.format.row_bytes());
+        let (keys, rows) = page[PAGE_HEADER_BYTES..].split_at_mut(if hashed { 8 * n } else { 0 });
+        keys.chunks_exact_mut(8).zip(&self.orders).for_each(|(k, o)| k.copy_from_slice(&o.to_le_bytes()));
+        rows[..n * row_bytes].copy_from_slice(&self.rows[..n * row_bytes]);
+        if self.kind.has_fences() {
+            self.fences.push((self.orders[0] >> 32) as u32);
+        }
+        self.emit(page, self.kind.page_kind(), n)?;
+        self.counts.data_pages += 1;
+        self.orders.drain(..n);
+        self.rows.drain(..n * row_bytes);
+        Ok(())
+    }
+
+    fn emit(&mut self, mut page: PageBytes, kind: PageKind, count: usize) -> Result<(), WriteError> {
+        let number = self.counts.data_pages.checked_add(self.counts.index_pages);
+        let number = number.filter(|n| *n < u32::MAX - 1).ok_or(WriteError::TooLarge)?;
+        seal(&mut page, self.kind.id, number, kind, count);
+        Ok(self.out.write_all(&page)?)
+    }
+
+    /// Writes `entries` of `N` bytes each, as many a page as fit.
+    fn write_index<const N: usize>(&mut self, kind: PageKind, entries: &[[u8; N]]) -> Result<(), WriteError> {
+        let per_page = if kind == PageKind::Fences { FENCES_PER_PAGE } else { KEYS_PER_PAGE };
+        for entries in entries.chunks(per_page) {
+            let mut page = [0; PAGE_BYTES];
+            page[PAGE_HEADER_BYTES..]
+                .chunks_exact_mut(N)
+                .zip(entries)
+                .for_each(|(p, e)| p.copy_from_slice(e));
+            self.emit(page, kind, entries.len())?;
+            self.counts.index_pages += 1;
+        }
+        Ok(())
+    }
+
+    /// Completes the segment; returns the destination and what it holds.
+    ///
+    /// # Errors
+    /// The destination refused the bytes.
+    pub fn finish(mut self) -> Result<(W, Counts), WriteError> {
+        while !self.orders.is_empty() {
+            self.write_page(self.orders.len())?;
+        }
+        let bytes = |words: Vec<u64>| words.into_iter().map(u64::to_le_bytes).collect::<Vec<_>>();
+        let fences: Vec<_> = std::mem::take(&mut self.fences).into_iter().map(u32::to_le_bytes).collect();
+        let (keys, deletes) =
+            (bytes(std::mem::take(&mut self.keys)), bytes(std::mem::take(&mut self.deletes)));
+        self.write_index(PageKind::Fences, &fences)?;
+        self.write_index(PageKind::Keys, &keys)?;
+        self.write_index(PageKind::Deletes, &deletes)?;
+        self.out.write_all(&self.kind.trailer(self.counts))?;
+        Ok((self.out, self.counts))
+    }
+}

@@ -1,0 +1,356 @@
+//! A disk in memory that behaves as a real one may at its worst: what was written and not synced is lost, kept
+//! or torn at a power cut, block by block; names that were changed and not synced come back or not; any call
+//! can fail. Deterministic: the same seed and the same calls give the same disk.
+
+use crate::random::Random;
+use hatchback::disk::{Disk, Output};
+use hatchback::limits::PAGE_BYTES;
+use hatchback::page::PageBytes;
+use hatchback::reader::{AlignedPage, PageFile};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// What survives a cut independently of what lies beside it.
+const BLOCK_BYTES: usize = 4096;
+
+/// A shared simulated disk.
+#[derive(Clone, Default)]
+pub struct SimDisk(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    files: Vec<SimFile>,
+    names: BTreeMap<PathBuf, usize>,
+    /// The names as they are on the medium, and the changes since, oldest first, by directory.
+    durable_names: BTreeMap<PathBuf, usize>,
+    pending: Vec<Change>,
+    directories: BTreeSet<PathBuf>,
+    calls: u64,
+    written: u64,
+    cut_at: Option<u64>,
+    fail_at: Option<u64>,
+    capacity: Option<u64>,
+}
+
+#[derive(Default)]
+struct SimFile {
+    content: Vec<u8>,
+    durable: Vec<u8>,
+}
+
+/// A change of names that the medium does not have yet.
+#[derive(Clone)]
+enum Change {
+    Create(PathBuf, usize),
+    Rename(PathBuf, PathBuf),
+    Remove(PathBuf),
+}
+
+impl Change {
+    fn directory(&self) -> Option<&Path> {
+        match self {
+            Self::Create(path, _) | Self::Remove(path) | Self::Rename(_, path) => path.parent(),
+        }
+    }
+
+    fn apply(&self, names: &mut BTreeMap<PathBuf, usize>) {
+        match self {
+            Self::Create(path, file) => {
+                names.insert(path.clone(), *file);
+            }
+            Self::Remove(path) => {
+                names.remove(path);
+            }
+            Self::Rename(from, to) => {
+                if let Some(file) = names.remove(from) {
+                    names.insert(to.clone(), file);
+                }
+            }
+        }
+    }
+}
+
+fn not_found(path: &Path) -> io::Error {
+    io::Error::new(io::ErrorKind::NotFound, path.display().to_string())
+}
+
+impl State {
+    /// Counts a call that changes the disk; fails it where that was asked for.
+    fn change(&mut self) -> io::Result<()> {
+        self.calls += 1;
+        if self.cut_at.is_some_and(|at| self.calls > at) {
+            return Err(io::Error::other("the power is off"));
+        }
+        if self.fail_at == Some(self.calls) {
+            return Err(io::Error::other("the device reports an error"));
+        }
+        Ok(())
+    }
+
+    fn file(&mut self, path: &Path) -> io::Result<&mut SimFile> {
+        let file = *self.names.get(path).ok_or_else(|| not_found(path))?;
+        Ok(&mut self.files[file])
+    }
+
+    fn rename_now(&mut self, change: Change) {
+        change.apply(&mut self.names);
+        self.pending.push(change);
+    }
+
+    fn used(&self) -> u64 {
+        self.names.values().map(|f| self.files[*f].content.len() as u64).sum()
+    }
+}
+
+impl SimDisk {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap()
+    }
+
+    /// As the runtime takes it.
+    pub fn shared(&self) -> Arc<dyn Disk> {
+        Arc::new(self.clone())
+    }
+
+    /// Calls so far that changed the disk.
+    pub fn calls(&self) -> u64 {
+        self.state().calls
+    }
+
+    /// Bytes written so far.
+    pub fn written(&self) -> u64 {
+        self.state().written
+    }
+
+    /// From now on every changing call after `calls` more of them fails, as without power.
+    pub fn cut_after(&self, calls: u64) {
+        let mut state = self.state();
+        state.cut_at = Some(state.calls + calls);
+    }
+
+    /// The changing call after `calls` more of them fails once.
+    pub fn fail_after(&self, calls: u64) {
+        let mut state = self.state();
+        state.fail_at = Some(state.calls + calls + 1);
+    }
+
+    /// The disk holds no more than `bytes`.
+    pub fn set_capacity(&self, bytes: Option<u64>) {
+        self.state().capacity = bytes;
+    }
+
+    /// Bytes that all files hold.
+    pub fn used(&self) -> u64 {
+        self.state().used()
+    }
+
+    /// Flips one bit of a file, on the medium too.
+    pub fn flip(&self, path: &Path, bit: usize) {
+        let mut state = self.state();
+        let file = state.file(path).unwrap();
+        file.content[bit / 8] ^= 1 << (bit % 8);
+        file.durable.clone_from(&file.content);
+    }
+
+    /// Every file.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        self.state().names.keys().cloned().collect()
+    }
+
+    /// Cuts the power and comes back: what was not synced is gone, there, or torn, as the seed says.
+    pub fn reboot(&self, seed: u64) {
+        let mut random = Random::new(seed);
+        let mut state = self.state();
+        for file in &mut state.files {
+            file.content = torn(&file.durable, &file.content, &mut random);
+            file.durable.clone_from(&file.content);
+        }
+        // The file system writes names in order, each directory for itself: some first ones made it.
+        let pending = std::mem::take(&mut state.pending);
+        let mut reached: BTreeMap<PathBuf, u64> = BTreeMap::new();
+        for change in &pending {
+            let directory = change.directory().unwrap_or(Path::new("")).to_owned();
+            let of_it = pending.iter().filter(|c| c.directory() == Some(&directory)).count() as u64;
+            let left = reached.entry(directory).or_insert_with(|| random.below(of_it + 1));
+            if *left > 0 {
+                *left -= 1;
+                change.apply(&mut state.durable_names);
+            }
+        }
+        state.names = state.durable_names.clone();
+        (state.cut_at, state.fail_at) = (None, None);
+    }
+}
+
+/// A file between its durable and its last content: every block is either, and the end lies anywhere between.
+fn torn(durable: &[u8], content: &[u8], random: &mut Random) -> Vec<u8> {
+    if durable == content {
+        return content.to_vec();
+    }
+    let (short, long) = (durable.len().min(content.len()), durable.len().max(content.len()));
+    let end = match random.below(4) {
+        0 => content.len(),
+        1 => durable.len(),
+        _ => short + random.below((long - short) as u64 + 1) as usize,
+    };
+    let mut torn = vec![0; end];
+    for (number, block) in torn.chunks_mut(BLOCK_BYTES).enumerate() {
+        let at = number * BLOCK_BYTES;
+        // Blocks past the durable end that were never written hold zeros.
+        let from = if random.one_in(2) { durable } else { content };
+        let part = from.get(at..).unwrap_or_default();
+        let n = part.len().min(block.len());
+        block[..n].copy_from_slice(&part[..n]);
+    }
+    torn
+}
+
+struct SimOutput {
+    disk: SimDisk,
+    file: usize,
+}
+
+impl Write for SimOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut state = self.disk.state();
+        state.change()?;
+        if state.capacity.is_some_and(|c| state.used() + bytes.len() as u64 > c) {
+            return Err(io::Error::from(io::ErrorKind::StorageFull));
+        }
+        state.written += bytes.len() as u64;
+        state.files[self.file].content.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Output for SimOutput {
+    fn sync(&mut self) -> io::Result<()> {
+        let mut state = self.disk.state();
+        state.change()?;
+        let file = &mut state.files[self.file];
+        file.durable.clone_from(&file.content);
+        Ok(())
+    }
+}
+
+struct SimPages {
+    disk: SimDisk,
+    file: usize,
+}
+
+impl PageFile for SimPages {
+    fn bytes(&self) -> io::Result<u64> {
+        Ok(self.disk.state().files[self.file].content.len() as u64)
+    }
+
+    fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()> {
+        let state = self.disk.state();
+        let start = number as usize * PAGE_BYTES;
+        let bytes = state.files[self.file].content.get(start..start + PAGE_BYTES);
+        page.0.copy_from_slice(bytes.ok_or_else(|| io::Error::from(io::ErrorKind::UnexpectedEof))?);
+        Ok(())
+    }
+
+    fn system_file(&self) -> Option<&Arc<File>> {
+        None
+    }
+}
+
+impl Disk for SimDisk {
+    fn create(&self, path: &Path) -> io::Result<Box<dyn Output>> {
+        let mut state = self.state();
+        state.change()?;
+        // Truncation is a new file under the old name, and as durable as that.
+        state.files.push(SimFile::default());
+        let file = state.files.len() - 1;
+        state.rename_now(Change::Create(path.to_owned(), file));
+        Ok(Box::new(SimOutput { disk: self.clone(), file }))
+    }
+
+    fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>> {
+        let file = *self.state().names.get(path).ok_or_else(|| not_found(path))?;
+        Ok(Arc::new(SimPages { disk: self.clone(), file }))
+    }
+
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
+        Ok(self.state().file(path)?.content.clone())
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        let mut state = self.state();
+        state.change()?;
+        state.file(from)?;
+        state.rename_now(Change::Rename(from.to_owned(), to.to_owned()));
+        Ok(())
+    }
+
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        let mut state = self.state();
+        state.change()?;
+        state.file(path)?;
+        state.rename_now(Change::Remove(path.to_owned()));
+        Ok(())
+    }
+
+    fn remove_dir(&self, path: &Path) -> io::Result<()> {
+        let mut state = self.state();
+        state.change()?;
+        state.directories.remove(path);
+        Ok(())
+    }
+
+    fn create_dir(&self, path: &Path) -> io::Result<()> {
+        let mut state = self.state();
+        state.change()?;
+        state.directories.insert(path.to_owned());
+        Ok(())
+    }
+
+    fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
+        let state = self.state();
+        let below = |p: &&PathBuf| p.parent() == Some(path);
+        let folders = state.names.keys().filter_map(|n| n.parent()).filter(|p| p.parent() == Some(path));
+        let all: BTreeSet<PathBuf> = state
+            .names
+            .keys()
+            .filter(below)
+            .chain(state.directories.iter().filter(below))
+            .cloned()
+            .chain(folders.map(Path::to_owned))
+            .collect();
+        Ok(all.into_iter().collect())
+    }
+
+    fn sync_dir(&self, path: &Path) -> io::Result<()> {
+        let mut state = self.state();
+        state.change()?;
+        let (now, later) =
+            std::mem::take(&mut state.pending).into_iter().partition(|c| c.directory() == Some(path));
+        state.pending = later;
+        let now: Vec<Change> = now;
+        now.iter().for_each(|change| change.apply(&mut state.durable_names));
+        Ok(())
+    }
+
+    fn write_page(&self, path: &Path, number: u32, page: &PageBytes) -> io::Result<()> {
+        let mut state = self.state();
+        state.change()?;
+        let file = state.file(path)?;
+        let start = number as usize * PAGE_BYTES;
+        file.content[start..start + PAGE_BYTES].copy_from_slice(page);
+        file.durable.clone_from(&file.content);
+        Ok(())
+    }
+
+    fn free_bytes(&self, _: &Path) -> io::Result<u64> {
+        let state = self.state();
+        Ok(state.capacity.map_or(u64::MAX, |c| c.saturating_sub(state.used())))
+    }
+}

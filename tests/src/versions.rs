@@ -1,0 +1,191 @@
+//! A small model in several generations: a snapshot and deltas that update, insert and delete rows of an
+//! index table and of a sparse one, with the rows that each generation must show.
+
+use crate::onnx;
+use crate::random::Random;
+use hatchback::disk;
+use hatchback::flash::Flash;
+use hatchback::schema::{KeySpace, MissPolicy, Placement};
+use hatchback::{Activation, Pooling};
+use hatchback_tools::import::Source;
+use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack_onto};
+use hatchback_tools::serve::lay_on_flash;
+use hatchback_tools::spec::{
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
+};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The encoded rows of a table by the order of their keys.
+pub type Rows = BTreeMap<u64, Vec<u8>>;
+
+/// The generations of one model.
+pub struct Versions {
+    folder: tempfile::TempDir,
+    /// For each generation the bundle that leads to it from the one before (the first is a snapshot).
+    pub deltas: Vec<PathBuf>,
+    /// For each generation its snapshot bundle.
+    pub snapshots: Vec<PathBuf>,
+    /// For each generation the rows of both tables.
+    pub rows: Vec<[Rows; 2]>,
+}
+
+const DIMS: [usize; 2] = [4, 6];
+const KEYS: [KeySpace; 2] = [KeySpace::Index, KeySpace::Sparse];
+
+#[derive(Clone)]
+struct Plain {
+    dim: usize,
+    rows: BTreeMap<u64, Vec<f32>>,
+}
+
+impl RowSource for Plain {
+    fn rows(&self) -> u64 {
+        self.rows.len() as u64
+    }
+    fn has_keys(&self) -> bool {
+        true
+    }
+    fn counts(&self) -> anyhow::Result<Option<Vec<u64>>> {
+        Ok(None)
+    }
+    fn each_block(&self, take: TakeBlock<'_>) -> anyhow::Result<()> {
+        let keys: Vec<u64> = self.rows.keys().copied().collect();
+        let values: Vec<f32> = self.rows.values().flatten().copied().collect();
+        assert_eq!(values.len(), keys.len() * self.dim);
+        take(&keys, &values)
+    }
+}
+
+impl Versions {
+    /// `n` generations of tables with about `rows` rows, the same for the same seed.
+    pub fn new(n: usize, rows: u64, seed: u64) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut random = Random::new(seed);
+        let widths: Vec<(String, usize)> = vec![("a".to_owned(), DIMS[0]), ("b".to_owned(), DIMS[1])];
+        std::fs::write(folder.path().join("dense.onnx"), onnx::concat(&widths, "out")).unwrap();
+        let mut tables: [Plain; 2] = std::array::from_fn(|t| first_table(t, rows, &mut random));
+        let mut versions = Self { folder, deltas: Vec::new(), snapshots: Vec::new(), rows: Vec::new() };
+        for generation in 1..=n as u64 {
+            if generation > 1 {
+                tables.iter_mut().enumerate().for_each(|(t, table)| change(t, table, &mut random));
+            }
+            versions.add(generation, &tables);
+        }
+        versions
+    }
+
+    fn add(&mut self, generation: u64, tables: &[Plain; 2]) {
+        let at = |name: &str| self.folder.path().join(format!("{name}{generation}"));
+        let before = self.folder.path().join(format!("flash{}", generation - 1));
+        let parent = (generation > 1).then(|| Flash::open(&disk::system(), &before).unwrap());
+        // The snapshot is packed as the parent was, so that both hold the same bytes.
+        let snapshot = at("snapshot");
+        pack_all(generation, tables, None, self.folder.path(), &snapshot);
+        let delta = at("delta");
+        pack_all(generation, tables, parent.as_ref(), self.folder.path(), &delta);
+        if let Some(parent) = parent {
+            copy(parent.directory(), &at("flash"));
+        }
+        let flash = lay_on_flash(&delta, &at("flash")).unwrap();
+        let rows = |t: usize| expected(&flash, t, &tables[t]);
+        self.rows.push([rows(0), rows(1)]);
+        self.deltas.push(delta);
+        self.snapshots.push(snapshot);
+    }
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+/// What the table must hold, encoded by itself.
+fn expected(flash: &Flash, t: usize, table: &Plain) -> Rows {
+    let format = flash.manifest().schema.tables[t].format().unwrap();
+    let encode = |row: &Vec<f32>| {
+        let mut bytes = vec![0; format.row_bytes()];
+        format.encode(row, &mut bytes).unwrap();
+        bytes
+    };
+    table.rows.iter().map(|(key, row)| (KEYS[t].order(*key), encode(row))).collect()
+}
+
+fn row(dim: usize, random: &mut Random) -> Vec<f32> {
+    (0..dim).map(|_| random.signed()).collect()
+}
+
+fn first_table(t: usize, rows: u64, random: &mut Random) -> Plain {
+    let key = |i: u64, random: &mut Random| if KEYS[t] == KeySpace::Index { i } else { random.bits() };
+    let rows = (0..rows).map(|i| (key(i, random), row(DIMS[t], random))).collect();
+    Plain { dim: DIMS[t], rows }
+}
+
+/// Updates some rows and inserts some; a sparse table also loses some.
+fn change(t: usize, table: &mut Plain, random: &mut Random) {
+    let keys: Vec<u64> = table.rows.keys().copied().collect();
+    for key in keys {
+        if random.one_in(12) {
+            table.rows.insert(key, row(table.dim, random));
+        } else if KEYS[t] == KeySpace::Sparse && random.one_in(20) {
+            table.rows.remove(&key);
+        }
+    }
+    for _ in 0..random.below(8) {
+        let key = if KEYS[t] == KeySpace::Index { table.rows.len() as u64 } else { random.bits() };
+        table.rows.insert(key, row(table.dim, random));
+    }
+}
+
+fn pack_all(generation: u64, tables: &[Plain; 2], parent: Option<&Flash>, base: &Path, out: &Path) {
+    let sources: Vec<Box<dyn RowSource>> =
+        tables.iter().map(|t| Box::new(t.clone()) as Box<dyn RowSource>).collect();
+    pack_onto(&spec(generation), &sources, parent, base, out, Overrides::default(), &mut |_, _| {}).unwrap();
+}
+
+fn spec(sequence: u64) -> ModelSpec {
+    let table = |t: usize| TableSpec {
+        name: format!("t{t}"),
+        dim: DIMS[t],
+        keys: KEYS[t],
+        codec: CodecChoice::F32,
+        placement: Placement::Cached,
+        miss: MissPolicy::Wait,
+        default: DefaultRow::Zeros,
+        source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },
+    };
+    let feature = |t: usize| FeatureSpec {
+        name: format!("f{t}"),
+        table: format!("t{t}"),
+        pooling: Pooling::Sum,
+        hotness_max: 1,
+    };
+    let input = |name: &str, f: usize| InputSpec {
+        name: name.to_owned(),
+        dense: false,
+        features: vec![format!("f{f}")],
+    };
+    ModelSpec {
+        format: 1,
+        name: "versions".to_owned(),
+        sequence,
+        dense_features: Vec::new(),
+        network: NetworkSpec {
+            onnx: "dense.onnx".into(),
+            output: "out".to_owned(),
+            activation: Activation::None,
+            inputs: vec![input("a", 0), input("b", 1)],
+        },
+        tables: vec![table(0), table(1)],
+        features: vec![feature(0), feature(1)],
+        probe: None,
+    }
+}

@@ -1,0 +1,232 @@
+//! The flash tier under power cuts, device errors, a full disk and bad bits: whatever happens, what is live is
+//! one generation, whole; what was acknowledged stays; and the job can be finished afterwards. Failures name
+//! the seed and the step.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::bundle::BundleReader;
+use hatchback::compact::Compaction;
+use hatchback::flash::{Flash, FlashError};
+use hatchback::page::PageBytes;
+use hatchback::scrub::Scrub;
+use hatchback_tests::random::Random;
+use hatchback_tests::sim_disk::SimDisk;
+use hatchback_tests::versions::{Rows, Versions};
+use std::path::Path;
+
+const DIR: &str = "/flash";
+
+/// One thing done to the flash directory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Step {
+    /// Install the bundle that leads to this generation.
+    Install(usize),
+    /// Merge the deltas of this table.
+    Compact(usize),
+    /// Go back one generation.
+    Rollback,
+}
+
+const STORY: [Step; 9] = [
+    Step::Install(1),
+    Step::Install(2),
+    Step::Compact(0),
+    Step::Install(3),
+    Step::Compact(1),
+    Step::Compact(0),
+    Step::Rollback,
+    Step::Install(4),
+    Step::Compact(1),
+];
+
+/// The generation that is live after the first `steps` steps.
+fn live_after(steps: usize) -> usize {
+    STORY[..steps].iter().fold(0, |live, step| match step {
+        Step::Install(generation) => *generation,
+        Step::Compact(_) => live,
+        Step::Rollback => live - 1,
+    })
+}
+
+fn open(disk: &SimDisk) -> Result<Flash, FlashError> {
+    Flash::open(&disk.shared(), Path::new(DIR))
+}
+
+fn run(step: Step, disk: &SimDisk, versions: &Versions) -> Result<(), FlashError> {
+    match step {
+        // After the rollback to 2 the next release starts from there: the snapshot leads anywhere.
+        Step::Install(4) => install(&versions.snapshots[3], disk),
+        Step::Install(generation) => install(&versions.deltas[generation - 1], disk),
+        Step::Compact(table) => {
+            let mut flash = open(disk)?;
+            let Some(mut merge) = Compaction::begin(&flash, table)? else { return Ok(()) };
+            while merge.step(1)? {}
+            merge.finish(&mut flash).map(drop)
+        }
+        Step::Rollback => open(disk)?.rollback().map(drop),
+    }
+}
+
+fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
+    Flash::install(&disk.shared(), Path::new(DIR), &mut BundleReader::open(bundle)?, |_| ()).map(drop)
+}
+
+/// Every row of a table, and what each key is answered with through its one page.
+fn rows_of(flash: &Flash, table: usize) -> Rows {
+    let (mut rows, table) = (Rows::new(), flash.table(table).unwrap());
+    table.scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}")).unwrap();
+    rows
+}
+
+/// What is live must be generation `one_of` (0: nothing), whole.
+fn check(disk: &SimDisk, versions: &Versions, one_of: &[usize], what: &str) {
+    let flash = match open(disk) {
+        Ok(flash) => flash,
+        Err(e) => return assert!(one_of.contains(&0), "{what}: does not open: {e}"),
+    };
+    let generation = flash.manifest().generation.sequence as usize;
+    assert!(one_of.contains(&generation), "{what}: {generation} is live, not one of {one_of:?}");
+    for table in 0..2 {
+        let same = rows_of(&flash, table) == versions.rows[generation - 1][table];
+        assert!(same, "{what}: table {table} of generation {generation} is not what it was");
+    }
+    assert!(!flash.dense().unwrap().is_empty());
+}
+
+/// Runs the story with the power cut after `cut` changing calls, comes back, and finishes it.
+fn tell(versions: &Versions, cut: u64, seed: u64) {
+    let disk = SimDisk::default();
+    let mut random = Random::new(seed);
+    disk.cut_after(cut);
+    let mut done = 0;
+    while done < STORY.len() && run(STORY[done], &disk, versions).is_ok() {
+        done += 1;
+    }
+    // An interrupted step is repeated until it ends; each attempt may be cut again.
+    let mut cuts = 0;
+    while done < STORY.len() {
+        disk.reboot(random.bits());
+        let what = format!("seed {seed}, cut {cut}, step {done} {:?}, cut again {cuts} times", STORY[done]);
+        check(&disk, versions, &[live_after(done), live_after(done + 1)], &what);
+        let committed = STORY[done] == Step::Rollback
+            && open(&disk).is_ok_and(|f| f.manifest().generation.sequence as usize == live_after(done + 1));
+        if cuts < 3 && random.one_in(2) {
+            disk.cut_after(random.below(30));
+        }
+        if committed || run(STORY[done], &disk, versions).is_ok() {
+            done += 1;
+        }
+        cuts += 1;
+        assert!(cuts < 100, "{what}: never ends");
+    }
+    disk.reboot(random.bits());
+    check(&disk, versions, &[live_after(STORY.len())], &format!("seed {seed}, cut {cut}, at the end"));
+}
+
+/// How many stories to tell; the long run sets it to millions.
+fn cut_points() -> u64 {
+    std::env::var("HATCHBACK_CUTS").ok().and_then(|n| n.parse().ok()).unwrap_or(10_000)
+}
+
+#[test]
+fn every_cut_ends_in_one_whole_generation() {
+    let versions = Versions::new(4, 900, 7);
+    let disk = SimDisk::default();
+    STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
+    check(&disk, &versions, &[4], "without a cut");
+    let calls = disk.calls();
+    for n in 0..cut_points() {
+        tell(&versions, n % calls, n);
+    }
+    println!("{} cuts at {calls} places, all whole", cut_points());
+}
+
+#[test]
+fn an_error_of_the_device_leaves_what_was_live() {
+    let versions = Versions::new(4, 200, 8);
+    let disk = SimDisk::default();
+    STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
+    for n in 0..disk.calls() {
+        let disk = SimDisk::default();
+        disk.fail_after(n);
+        for (done, step) in STORY.iter().enumerate() {
+            let what = format!("error at call {n}, step {step:?}");
+            if let Err(e) = run(*step, &disk, &versions) {
+                assert!(e.to_string().contains("device reports"), "{what}: {e}");
+                check(&disk, &versions, &[live_after(done), live_after(done + 1)], &what);
+                let committed = *step == Step::Rollback
+                    && open(&disk).unwrap().manifest().generation.sequence as usize == live_after(done + 1);
+                assert!(committed || run(*step, &disk, &versions).is_ok(), "{what}: cannot be repeated");
+            }
+            check(&disk, &versions, &[live_after(done + 1)], &what);
+        }
+    }
+}
+
+#[test]
+fn a_full_disk_is_refused_before_anything_is_written() {
+    let versions = Versions::new(2, 200, 9);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    let (used, written) = (disk.used(), disk.written());
+    disk.set_capacity(Some(used + (1 << 20)));
+    let refused = run(Step::Install(2), &disk, &versions).unwrap_err();
+    assert!(matches!(refused, FlashError::Space { .. }), "{refused}");
+    assert_eq!(disk.written(), written);
+    // Where the space goes while the bundle is being written the error is the device's, and nothing changes.
+    disk.set_capacity(Some(u64::MAX));
+    run(Step::Install(2), &disk, &versions).unwrap();
+    check(&disk, &versions, &[2], "once there is room");
+}
+
+#[test]
+fn space_is_reclaimed_when_nothing_needs_it() {
+    let versions = Versions::new(4, 900, 10);
+    let disk = SimDisk::default();
+    STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
+    let folders: Vec<String> = disk.paths().iter().map(|p| p.display().to_string()).collect();
+    assert!(folders.iter().all(|p| !p.contains("g000000000003") && !p.ends_with(".part")), "{folders:#?}");
+}
+
+#[test]
+fn scrubbing_finds_exactly_the_bad_pages_and_repair_mends_them() {
+    let versions = Versions::new(2, 900, 11);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    run(Step::Install(2), &disk, &versions).unwrap();
+    let scrub = |disk: &SimDisk| {
+        let (flash, mut scrub) = (open(disk).unwrap(), Scrub::default());
+        while scrub.step(&flash, 3).unwrap() {}
+        scrub
+    };
+    assert_eq!(scrub(&disk).damage, []);
+    let pages = scrub(&disk).pages;
+    let mut random = Random::new(1);
+    let base = Path::new(DIR).join("g000000000001/t0000-0000.seg");
+    let good = hatchback::disk::Disk::read(&disk, &base).unwrap();
+    let page = 2;
+    disk.flip(&base, page * 4096 * 8 + random.below(4096 * 8) as usize);
+    let found = scrub(&disk);
+    assert_eq!((found.pages, found.damage.len()), (pages, 1));
+    assert_eq!((found.damage[0].table, found.damage[0].page as usize), (0, page));
+    let flash = open(&disk).unwrap();
+    let content = |n: usize| -> PageBytes { good[n * 4096..(n + 1) * 4096].try_into().unwrap() };
+    assert!(flash.repair(&found.damage[0], &content(page + 1)).is_err(), "another page must not do");
+    flash.repair(&found.damage[0], &content(page)).unwrap();
+    assert_eq!(scrub(&disk).damage, []);
+    check(&disk, &versions, &[2], "after the repair");
+}
+
+#[test]
+fn damage_stops_a_compaction_and_changes_nothing() {
+    let versions = Versions::new(2, 900, 12);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    run(Step::Install(2), &disk, &versions).unwrap();
+    disk.flip(&Path::new(DIR).join("g000000000001/t0000-0000.seg"), 5000 * 8);
+    assert!(
+        run(Step::Compact(0), &disk, &versions).unwrap_err().to_string().contains("t0000-0000.seg: page 1")
+    );
+    run(Step::Compact(1), &disk, &versions).unwrap();
+    assert_eq!(open(&disk).unwrap().record().live.tables[0].deltas.len(), 1);
+}
