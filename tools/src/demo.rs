@@ -4,7 +4,7 @@
 
 use crate::eval::{Evaluation, evaluate};
 use crate::keys::{BagSizes, Distribution, Workload};
-use crate::metrics::Latencies;
+use crate::metrics::{Latencies, Lookups};
 use crate::pack::{Overrides, pack_file, read_samples};
 use crate::plot::{self, Window};
 use crate::report;
@@ -14,10 +14,11 @@ use crate::synthetic;
 use anyhow::{Context, Result};
 use clap::Args;
 use hatchback::budget::Budget;
+use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::schema::Placement;
 use hatchback::score::Counters;
-use hatchback::{Status, flash::Flash};
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -134,7 +135,7 @@ fn coupon(out: &Path) -> Result<()> {
     println!(
         "{} held-out rows, one a request; {}",
         report::count(found.samples as u64),
-        status_line(&found.status)
+        rows_line(&found.rows)
     );
     let plot = out.join("coupon.svg");
     plot::over_time(&plot, "Coupon model: latency and hit rate, cold start to warm", &found.windows)?;
@@ -151,13 +152,13 @@ fn digits(value: Option<f64>) -> String {
     value.map_or("-".to_owned(), |v| format!("{v:.5}"))
 }
 
-fn status_line(status: &Status) -> String {
-    let n = |n: u32| report::count(n.into());
-    let (fresh, defaulted) = (n(status.fresh), n(status.defaulted));
+fn rows_line(rows: &Lookups) -> String {
+    let n = report::count;
+    let (fresh, defaulted) = (n(rows.fresh), n(rows.defaulted));
     format!(
         "lookups: {fresh} fresh, {defaulted} defaulted, {} absent, {} damaged",
-        n(status.absent),
-        n(status.damaged)
+        n(rows.absent),
+        n(rows.damaged)
     )
 }
 
@@ -198,7 +199,7 @@ fn criteo(args: &DemoArgs, out: &Path) -> Result<()> {
 #[derive(Default)]
 struct Served {
     latencies: Latencies,
-    status: Status,
+    rows: Lookups,
     counters: Counters,
     windows: Vec<Window>,
 }
@@ -220,7 +221,7 @@ fn serve_criteo(args: &DemoArgs, out: &Path, flash: &Flash) -> Result<()> {
         report::count(served.latencies.percentiles().requests)
     );
     println!("{}\n{}", served_table(&served), serve::memory_table(&model));
-    println!("{} on flash; {}", report::bytes(flash.bytes()?), status_line(&served.status));
+    println!("{} on flash; {}", report::bytes(flash.bytes()?), rows_line(&served.rows));
     let plot = out.join("criteo.svg");
     plot::over_time(&plot, "Criteo-shaped model: latency and hit rate", &served.windows)?;
     println!("plot {}", plot.display());
@@ -239,7 +240,7 @@ fn drive(model: &Arc<Model>, flash: &Flash, time: Duration) -> Result<Served> {
             let sent = Instant::now();
             let scores = worker.score(&batch, None)?;
             latencies.record(sent.elapsed());
-            served.status.add(&scores.status());
+            served.rows.count(scores.statuses);
         }
         let counters = worker.counters().since(&before);
         let seconds = start.elapsed().as_secs_f64();

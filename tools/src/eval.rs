@@ -1,14 +1,13 @@
 //! `eval`: a labelled set through the whole request path: AUC, logloss, hit rates, statuses, latencies, and
 //! how far the scores are from those that the trainer recorded.
 
-use crate::metrics::{Latencies, Percentiles, auc, logloss};
+use crate::metrics::{Latencies, Lookups, Percentiles, auc, logloss};
 use crate::pack::read_samples;
 use crate::plot::{self, Window};
 use crate::report;
 use crate::serve::{self, ServeArgs};
 use anyhow::{Result, ensure};
 use clap::Args;
-use hatchback::Status;
 use hatchback::model::Model;
 use hatchback::sample::Sample;
 use serde::Serialize;
@@ -55,7 +54,7 @@ pub struct Evaluation {
     /// Share of the lookups of cached tables that the cache answered.
     pub hit_rate: f64,
     /// What the rows were.
-    pub status: Status,
+    pub rows: Lookups,
     /// All lookups.
     pub lookups: u64,
     /// Pages read from flash.
@@ -92,7 +91,7 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
             let scores = worker.score(&request, None)?;
             latencies.record(sent.elapsed());
             found.scores.extend(scores.values.iter().step_by(model.outputs()));
-            found.status.add(&scores.status());
+            found.rows.count(scores.statuses);
         }
         all.add(&latencies);
         let (seconds, counters) = (start.elapsed().as_secs_f64(), worker.counters().since(&before));
@@ -138,12 +137,12 @@ impl Evaluation {
         row("largest score difference", difference, String::new());
         row("hit rate, cached tables", report::percent(self.hit_rate), String::new());
         for (what, n) in [
-            ("lookups fresh", self.status.fresh),
-            ("lookups defaulted", self.status.defaulted),
-            ("lookups absent", self.status.absent),
-            ("lookups damaged", self.status.damaged),
+            ("lookups fresh", self.rows.fresh),
+            ("lookups defaulted", self.rows.defaulted),
+            ("lookups absent", self.rows.absent),
+            ("lookups damaged", self.rows.damaged),
         ] {
-            row(what, report::count(n.into()), String::new());
+            row(what, report::count(n), String::new());
         }
         row("pages read from flash", report::count(self.pages), String::new());
         for (what, us) in

@@ -10,6 +10,7 @@ use hatchback_tools::pack::{Overrides, pack_file_onto};
 use hatchback_tools::spec::CodecChoice;
 use hatchback_tools::{bench, demo, eval, inspect, report, run, serve};
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 /// Recommendation models with huge embedding tables, from the trainer into the car
 #[derive(Parser)]
@@ -75,14 +76,21 @@ fn pack(args: &PackArgs) -> Result<()> {
     Ok(())
 }
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    match Cli::parse().command {
+    let done = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Pack(args) => pack(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Bench(args) => bench::run(&args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {}", report::explain(&error));
+            ExitCode::FAILURE
+        }
     }
 }

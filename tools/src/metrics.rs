@@ -1,5 +1,6 @@
-//! Quality and latency measures: AUC, logloss, percentiles. Never scores anything.
+//! Quality and latency measures: AUC, logloss, percentiles, what the rows were. Never scores anything.
 
+use hatchback::Status;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 use std::time::Duration;
@@ -30,6 +31,43 @@ pub fn logloss(scores: &[f32], labels: &[f32]) -> Option<f64> {
         -(f64::from(label) * p.ln() + (1.0 - f64::from(label)) * (1.0 - p).ln())
     };
     (!scores.is_empty()).then(|| scores.iter().zip(labels).map(loss).sum::<f64>() / scores.len() as f64)
+}
+
+/// What the rows of many requests were.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Lookups {
+    /// The live generation's own rows.
+    pub fresh: u64,
+    /// Default rows in place of rows that were not waited for.
+    pub defaulted: u64,
+    /// Default rows for keys that the model does not have.
+    pub absent: u64,
+    /// Default rows in place of damaged ones.
+    pub damaged: u64,
+    /// Samples cut short by the deadline.
+    pub late_samples: u64,
+}
+
+impl Lookups {
+    /// Adds the samples of a request.
+    pub fn count(&mut self, statuses: &[Status]) {
+        for status in statuses {
+            self.fresh += u64::from(status.fresh);
+            self.defaulted += u64::from(status.defaulted);
+            self.absent += u64::from(status.absent);
+            self.damaged += u64::from(status.damaged);
+            self.late_samples += u64::from(status.late);
+        }
+    }
+
+    /// Adds what another thread found.
+    pub fn add(&mut self, other: &Self) {
+        self.fresh += other.fresh;
+        self.defaulted += other.defaulted;
+        self.absent += other.absent;
+        self.damaged += other.damaged;
+        self.late_samples += other.late_samples;
+    }
 }
 
 /// Latencies of requests, kept to three digits.

@@ -52,6 +52,16 @@ pub fn percent(share: f64) -> String {
     format!("{:.2} %", 100.0 * share)
 }
 
+/// An error and what caused it, in one line; the runtime's errors say their cause themselves, so what was
+/// said already is not said again.
+pub fn explain(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
+        "" => cause,
+        _ if said.contains(&cause) => said,
+        _ => format!("{said}: {cause}"),
+    })
+}
+
 /// Writes `value` to `path` as indented JSON; `-` is standard output.
 ///
 /// # Errors
@@ -68,6 +78,14 @@ pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let io = || std::io::Error::other("no luck");
+        let error = anyhow::Error::from(io()).context("t.toml: no luck").context("table `a`");
+        assert_eq!(explain(&error), "table `a`: t.toml: no luck");
+        assert_eq!(explain(&anyhow::Error::from(io()).context("line 3")), "line 3: no luck");
+    }
 
     #[test]
     fn units() {

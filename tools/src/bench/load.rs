@@ -2,14 +2,12 @@
 //! Batches are drawn before a window's clock starts and none is sent twice in a window; never draws inside it.
 
 use crate::keys::Workload;
-use crate::metrics::Latencies;
+use crate::metrics::{Latencies, Lookups};
 use crate::serve;
 use anyhow::{Result, anyhow};
-use hatchback::Status;
 use hatchback::batch::Batch;
 use hatchback::model::Model;
 use hatchback::score::{Counters, Worker};
-use serde::Serialize;
 use std::collections::VecDeque;
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -21,41 +19,6 @@ const WINDOW_SAMPLES: usize = 16 << 10;
 const STEADY_WINDOWS: usize = 4;
 /// The two means of a steady hit rate are closer than this.
 const STEADY_CHANGE: f64 = 0.002;
-
-/// What the rows of the measured requests were.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Lookups {
-    /// The live generation's own rows.
-    pub fresh: u64,
-    /// Default rows in place of rows that were not waited for.
-    pub defaulted: u64,
-    /// Default rows for keys that the model does not have.
-    pub absent: u64,
-    /// Default rows in place of damaged ones.
-    pub damaged: u64,
-    /// Samples cut short by the deadline.
-    pub late_samples: u64,
-}
-
-impl Lookups {
-    fn count(&mut self, statuses: &[Status]) {
-        for status in statuses {
-            self.fresh += u64::from(status.fresh);
-            self.defaulted += u64::from(status.defaulted);
-            self.absent += u64::from(status.absent);
-            self.damaged += u64::from(status.damaged);
-            self.late_samples += u64::from(status.late);
-        }
-    }
-
-    fn add(&mut self, other: &Self) {
-        self.fresh += other.fresh;
-        self.defaulted += other.defaulted;
-        self.absent += other.absent;
-        self.damaged += other.damaged;
-        self.late_samples += other.late_samples;
-    }
-}
 
 /// What some windows found.
 #[derive(Default)]

@@ -8,7 +8,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
-pub use load::{Load, Lookups, Measured};
+pub use load::{Load, Measured};
 pub use request::{Point, RequestArgs};
 
 /// Measures on this machine

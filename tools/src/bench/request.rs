@@ -1,10 +1,10 @@
 //! `bench request`: latency, throughput and hit rate of whole requests, swept over key distributions, cache
 //! sizes and batch sizes. Every cache size opens the model anew; never compares with another runtime.
 
-use super::load::{Load, Lookups, Measured};
+use super::load::{Load, Measured};
 use super::{Machine, Report};
 use crate::keys::{BagSizes, Distribution, Workload};
-use crate::metrics::Percentiles;
+use crate::metrics::{Lookups, Percentiles};
 use crate::plot::{self, Axis, Panel, Series};
 use crate::report;
 use crate::serve::{self, ServeArgs};
