@@ -272,13 +272,13 @@ fn fences_that_lie() {
             reseal(&mut pages[page]);
         }
     };
-    victim.refuses_segment(HASHED, recount(9), &["t0000-0000.seg: fences: 9 for 10 pages"]);
+    victim.refuses_segment(HASHED, recount(9), &["t0000-0000.seg: index: 9 entries for 10"]);
     victim.refuses_segment(HASHED, recount(11), &["t0000-0000.seg: fences: entry 10 is not"]);
     let none = |pages: &mut Vec<PageBytes>| {
         pages.remove(fence_page(pages));
         renumber(pages, 10, 0);
     };
-    victim.refuses_segment(HASHED, none, &["t0000-0000.seg: fences: 0 for 10 pages"]);
+    victim.refuses_segment(HASHED, none, &["t0000-0000.seg: index: 0 entries for 10"]);
     // An index table has none.
     let uninvited = |pages: &mut Vec<PageBytes>| {
         let mut page = pages[0];
@@ -286,7 +286,7 @@ fn fences_that_lie() {
         pages.insert(pages.len() - 1, page);
         renumber(pages, 4, 1);
     };
-    victim.refuses_segment(INDEXED, uninvited, &["t0001-0000.seg: fences: entry 0 is not"]);
+    victim.refuses_segment(INDEXED, uninvited, &["t0001-0000.seg: fences: this segment has none"]);
 }
 
 /// Every fence right and every count right, but not where a reader looks for them.
