@@ -1,0 +1,159 @@
+//! The program as its users run it: every command on the coupon model, by its exit code and what it prints.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use serde_json::Value;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+fn coupon(file: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon").join(file).display().to_string()
+}
+
+fn hatchback(args: &[&str], input: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_hatchback"))
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // A program that stops before it has read everything closes the pipe.
+    let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+    child.wait_with_output().unwrap()
+}
+
+/// What a command that must succeed printed.
+fn printed(args: &[&str]) -> String {
+    let output = hatchback(args, "");
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// What a command that must fail said.
+fn refused(args: &[&str]) -> String {
+    let output = hatchback(args, "");
+    assert!(!output.status.success(), "{args:?} succeeded");
+    String::from_utf8(output.stderr).unwrap()
+}
+
+struct Desk {
+    folder: tempfile::TempDir,
+}
+
+impl Desk {
+    fn new() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).display().to_string()
+    }
+
+    fn pack(&self, extra: &[&str]) -> String {
+        let bundle = self.path("coupon.hatch");
+        printed(&[&["pack", &coupon("model.toml"), "--out", &bundle], extra].concat());
+        bundle
+    }
+}
+
+#[test]
+fn pack_inspect_eval() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&["--codec", "f32", "--placement", "cached"]);
+    let report: Value = serde_json::from_str(&printed(&["inspect", &bundle, "--verify", "--json", "-"])).unwrap();
+    assert_eq!((report["generation"].as_str(), report["tables"].as_array().unwrap().len()), (Some("coupon-dlrm@1"), 18));
+    assert_eq!(report["damage"].as_array().unwrap().len(), 0);
+    let held_out = coupon("heldout.jsonl");
+    let eval = ["eval", &bundle, "--samples", &held_out, "--cache-mib", "0.05", "--batch", "8", "--json", "-"];
+    let found: Value = serde_json::from_str(&printed(&eval)).unwrap();
+    assert_eq!(found["samples"], 2498);
+    assert!(found["score_difference_max"].as_f64().unwrap() < 1e-4);
+    assert!((found["auc"].as_f64().unwrap() - found["reference_auc"].as_f64().unwrap()).abs() < 1e-4);
+    assert!(found["hit_rate"].as_f64().unwrap() < 1.0 && found["pages"].as_u64().unwrap() > 0);
+    // The directory it was laid on serves the same, and its pages are sound.
+    let flash = desk.path("coupon.flash");
+    printed(&["inspect", &flash, "--verify"]);
+    let plot = desk.path("plot.svg");
+    assert!(printed(&["eval", &flash, "--plot", &plot]).contains("hit rate"));
+    assert!(std::fs::read_to_string(plot).unwrap().contains("<svg"));
+}
+
+#[test]
+fn run_answers_every_line_in_order() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let text = std::fs::read_to_string(coupon("probe.jsonl")).unwrap();
+    let mut lines: Vec<&str> = text.lines().take(10).collect();
+    lines.insert(4, "{\"dense\": [1]}");
+    lines.insert(7, "not json");
+    let output = hatchback(&["run", &bundle, "--batch", "3"], &lines.join("\n"));
+    assert!(!output.status.success(), "two lines are no samples");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("2 lines were not samples"));
+    let answers: Vec<Value> =
+        output.stdout.split(|b| *b == b'\n').filter(|l| !l.is_empty()).map(|l| serde_json::from_slice(l).unwrap()).collect();
+    assert_eq!(answers.len(), 12);
+    assert_eq!((answers[4]["line"].as_u64(), answers[7]["line"].as_u64()), (Some(5), Some(8)));
+    assert!(answers[4]["error"].as_str().unwrap().contains("dense: 1 values, the model takes 7"));
+    for (line, answer) in lines.iter().zip(&answers).filter(|(_, a)| a["error"].is_null()) {
+        let expected: Value = serde_json::from_str(line).unwrap();
+        let difference = expected["score"].as_f64().unwrap() - answer["score"][0].as_f64().unwrap();
+        assert!(difference.abs() < 0.01 && answer["status"]["defaulted"] == 0, "{line}");
+    }
+}
+
+#[test]
+fn a_delta_is_packed_and_laid_over_its_parent() {
+    let desk = Desk::new();
+    let first = desk.pack(&["--placement", "cached"]);
+    let flash = desk.path("car");
+    printed(&["eval", &first, "--flash", &flash]);
+    // The next generation: the same rows, a later sequence.
+    let source = PathBuf::from(coupon("model.toml"));
+    for file in ["dense.onnx", "tables.safetensors", "probe.jsonl"] {
+        std::fs::copy(source.with_file_name(file), desk.folder.path().join(file)).unwrap();
+    }
+    let spec = std::fs::read_to_string(&source).unwrap().replace("sequence = 1", "sequence = 2");
+    std::fs::write(desk.path("model.toml"), spec).unwrap();
+    let delta = desk.path("delta.hatch");
+    printed(&["pack", &desk.path("model.toml"), "--placement", "cached", "--parent", &first, "--out", &delta]);
+    assert!(std::fs::metadata(&delta).unwrap().len() < std::fs::metadata(&first).unwrap().len());
+    let found: Value =
+        serde_json::from_str(&printed(&["eval", &delta, "--flash", &flash, "--json", "-"])).unwrap();
+    assert_eq!(found["generation"], "coupon-dlrm@2");
+    // A delta needs its parent.
+    let text = refused(&["eval", &delta, "--flash", &desk.path("elsewhere")]);
+    assert!(text.contains("is a delta from sequence 1, nothing is live"), "{text}");
+}
+
+#[test]
+fn bench_and_demo_run() {
+    let desk = Desk::new();
+    let small = ["--rows-max", "20000", "--seconds", "0.1", "--keys", "uniform,powerlaw", "--batch", "1,8", "--cache-mib", "1"];
+    let plot = desk.path("bench.svg");
+    let report = printed(&[&["bench", "request", "--json", "-", "--plot", &plot], &small[..]].concat());
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["points"].as_array().unwrap().len(), 4);
+    assert!(report["bars"].is_array() && Path::new(&plot).exists());
+    let out = desk.path("demo");
+    let text = printed(&["demo", "--out", &out, "--rows-max", "20000", "--seconds", "0.5"]);
+    assert!(text.contains("PyTorch f32") && text.contains("0 damaged"), "{text}");
+    assert!(Path::new(&out).join("criteo/criteo.svg").exists());
+}
+
+#[test]
+fn errors_name_the_file_once() {
+    let desk = Desk::new();
+    let missing = desk.path("missing.toml");
+    let text = refused(&["pack", &missing, "--out", &desk.path("x")]);
+    assert_eq!(text.matches("No such file").count(), 1, "{text}");
+    assert!(text.starts_with("error: ") && text.contains("missing.toml"));
+    let text = refused(&["inspect", &coupon("dense.onnx")]);
+    assert!(text.contains("dense.onnx") && text.contains("magic"), "{text}");
+    let bundle = desk.pack(&[]);
+    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../targets/x86-cuda.toml").display().to_string();
+    assert!(refused(&["eval", &bundle, "--target", &target]).contains("computes on the CPU only"));
+    assert!(refused(&["eval", &bundle, "--resident-mib", "0", "--cache-mib", "0"]).contains("cache_bytes_max"));
+    assert!(!desk.folder.path().join("x").exists());
+}
