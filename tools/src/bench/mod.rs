@@ -1,6 +1,7 @@
 //! `bench NAME`: measurements that print their bars. Each name has a file here; this one holds what their
 //! reports share. Never judges a run by another machine's figures.
 
+mod flash;
 mod load;
 mod request;
 
@@ -8,6 +9,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
+pub use flash::FlashArgs;
 pub use load::{Load, Measured};
 pub use request::{Point, RequestArgs};
 
@@ -21,6 +23,8 @@ pub struct BenchArgs {
 /// What is measured.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
+    /// Measures cold rows from flash beside the raw device and other row stores
+    Flash(FlashArgs),
     /// Measures whole requests over key distributions, cache sizes and batch sizes
     Request(RequestArgs),
 }
@@ -31,6 +35,7 @@ pub enum BenchCommand {
 /// A model is refused or a file cannot be read or written.
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
+        BenchCommand::Flash(args) => flash::run(args),
         BenchCommand::Request(args) => request::run(args),
     }
 }

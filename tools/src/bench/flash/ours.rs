@@ -1,0 +1,318 @@
+//! Hatchback beside the raw device: a table as a segment on flash, read, updated and compacted. Device and
+//! table take turns batch by batch, so that both see the same machine.
+
+use super::data::{Data, Draw};
+use super::fetch::Fetcher;
+use super::figures::{Figures, OURS, RAW, measure};
+use super::{Plan, median, per_second};
+use crate::metrics::{Latencies, Percentiles};
+use anyhow::{Context, Result, anyhow};
+use hatchback::Codec;
+use hatchback::commit;
+use hatchback::disk::{self, Disk, Output};
+use hatchback::limits::PAGE_BYTES;
+use hatchback::manifest::Generation;
+use hatchback::merge::Merge;
+use hatchback::schema::{KeySpace, MissPolicy, Placement, Table};
+use hatchback::segment::{Counts, Part, Segment, SegmentKind};
+use hatchback::segment_write::SegmentWriter;
+use hatchback::table_rows::TableRows;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Depths at which the device is read.
+const RAW_DEPTHS: [usize; 4] = [1, 4, 16, 64];
+/// Depths at which the table is read.
+const DEPTHS: [usize; 2] = [16, 64];
+/// Misses of one request: 26 tables, 64 candidates, 9.3 % missed.
+const MISSES: usize = 155;
+/// What a compaction may read, and so write, in a second.
+const COMPACTION_BYTES_PER_S: f64 = 20e6;
+/// Pages of one step of a compaction.
+const STEP_PAGES: u64 = 64;
+
+/// The files of a table.
+pub struct Ours<'a> {
+    data: &'a Data,
+    plan: &'a Plan,
+    folder: &'a Path,
+    disk: Arc<dyn Disk>,
+    draw: Draw,
+    out: Vec<u8>,
+}
+
+impl<'a> Ours<'a> {
+    /// A table with `data` in `folder`, not written yet.
+    ///
+    /// # Errors
+    /// The table has no rows.
+    pub fn new(data: &'a Data, plan: &'a Plan, folder: &'a Path) -> Result<Self> {
+        Ok(Self { data, plan, folder, disk: disk::system(), draw: Draw::new(*data, 1)?, out: Vec::new() })
+    }
+
+    /// Measures everything.
+    ///
+    /// # Errors
+    /// A file cannot be written or read, or holds a wrong row.
+    pub fn measure(&mut self, figures: &mut Figures) -> Result<()> {
+        let row_bytes = (self.data.rows * self.data.row_bytes as u64) as f64;
+        let (seconds, counts) = self.write(Part::Base)?;
+        figures.put(OURS, measure::LOAD, seconds);
+        figures.put(OURS, measure::SPACE, counts.file_bytes() as f64 / row_bytes);
+        figures.put(OURS, measure::REOPEN, self.reopen(false)?);
+        let rows = self.open(false)?;
+        figures.put(OURS, measure::INDEX_BITS, 8.0 * rows.index_bytes() as f64 / self.data.rows as f64);
+        self.batches(&rows, figures)?;
+        self.points(&rows, figures)?;
+        drop(rows);
+        self.update(figures)?;
+        self.compaction(figures)
+    }
+
+    fn path(&self, part: Part) -> PathBuf {
+        self.folder.join(if part == Part::Base { "base.seg" } else { "delta.seg" })
+    }
+
+    /// Writes a segment durably; returns the seconds that it took.
+    fn write(&self, part: Part) -> Result<(f64, Counts)> {
+        let start = Instant::now();
+        let path = self.path(part);
+        let mut writer =
+            SegmentWriter::new(self.disk.create(&path).context(name(&path))?, kind(self.data, part)?);
+        let push = |order, row: &[u8]| Ok(writer.push(order, row)?);
+        match part {
+            Part::Base => self.data.each_row(push)?,
+            Part::Delta => self.data.each_changed(push)?,
+        }
+        let (mut out, counts) = writer.finish()?;
+        out.sync()?;
+        self.disk.sync_dir(self.folder)?;
+        Ok((start.elapsed().as_secs_f64(), counts))
+    }
+
+    fn open(&self, updated: bool) -> Result<TableRows> {
+        open(self.disk.as_ref(), self.data, &self.path(Part::Base), updated.then(|| self.path(Part::Delta)))
+    }
+
+    /// Milliseconds that opening takes.
+    fn reopen(&self, updated: bool) -> Result<f64> {
+        let one = || {
+            let start = Instant::now();
+            self.open(updated).map(|_| 1e3 * start.elapsed().as_secs_f64())
+        };
+        Ok(median((0..5).map(|_| one()).collect::<Result<_>>()?))
+    }
+
+    /// Reads one batch and checks it; returns the time of the read and its pages.
+    fn batch(
+        &mut self,
+        rows: &TableRows,
+        fetcher: &mut Fetcher,
+        keys: &[u64],
+        updated: bool,
+    ) -> Result<(Duration, u64)> {
+        self.out.clear();
+        self.out.resize(keys.len() * self.data.row_bytes, 0);
+        let start = Instant::now();
+        let pages = fetcher.fetch(rows, keys, &mut self.out)?;
+        let time = start.elapsed();
+        self.data.check(keys, updated, &self.out)?;
+        Ok((time, pages))
+    }
+
+    /// The device alone, then the device and uniform keys in turns, then Zipf keys, at each depth.
+    fn batches(&mut self, rows: &TableRows, figures: &mut Figures) -> Result<()> {
+        let segment = &rows.segments()[0];
+        let (file, pages) = (Arc::clone(segment.file()), segment.counts().data_pages);
+        for depth in RAW_DEPTHS {
+            let mut fetcher = Fetcher::new(depth);
+            let (mut raw, mut uniform, mut of_raw, mut zipf) = (vec![], vec![], vec![], vec![]);
+            for round in 0..self.plan.rounds + 2 {
+                let drawn = self.draw.pages(self.plan.batch, pages);
+                let start = Instant::now();
+                fetcher.raw(&file, &drawn)?;
+                let raw_rate = per_second(drawn.len() as u64, start.elapsed());
+                // The first rounds only start things up.
+                let counts = round >= 2;
+                raw.extend(counts.then_some(raw_rate));
+                if !DEPTHS.contains(&depth) {
+                    continue;
+                }
+                let keys = self.draw.uniform(self.plan.batch);
+                let (time, read) = self.batch(rows, &mut fetcher, &keys, false)?;
+                uniform.extend(counts.then(|| per_second(keys.len() as u64, time)));
+                of_raw.extend(counts.then(|| per_second(read, time) / raw_rate));
+                let keys = self.draw.zipf(self.plan.batch);
+                let (time, _) = self.batch(rows, &mut fetcher, &keys, false)?;
+                zipf.extend(counts.then(|| per_second(keys.len() as u64, time)));
+            }
+            figures.put_at(RAW, measure::RAW_PAGES, depth, median(raw));
+            if DEPTHS.contains(&depth) {
+                figures.put_at(OURS, measure::COLD, depth, median(uniform));
+                figures.put_at(OURS, measure::OF_RAW, depth, median(of_raw));
+                figures.put_at(OURS, measure::ZIPF, depth, median(zipf));
+            }
+        }
+        Ok(())
+    }
+
+    /// Latencies of `reads` reads of `n` uniform keys each, added to `latencies`.
+    fn latencies(
+        &mut self,
+        rows: &TableRows,
+        fetcher: &mut Fetcher,
+        (n, reads): (usize, usize),
+        updated: bool,
+        latencies: &mut Latencies,
+    ) -> Result<()> {
+        for _ in 0..reads {
+            let keys = self.draw.uniform(n);
+            latencies.record(self.batch(rows, fetcher, &keys, updated)?.0);
+        }
+        Ok(())
+    }
+
+    fn points(&mut self, rows: &TableRows, figures: &mut Figures) -> Result<()> {
+        let mut found = Latencies::default();
+        self.latencies(rows, &mut Fetcher::new(1), (1, self.plan.point_reads), false, &mut found)?;
+        let Percentiles { p50_us, p99_us, .. } = found.percentiles();
+        figures.put_at(OURS, measure::POINT_P50, 1, p50_us);
+        figures.put_at(OURS, measure::POINT_P99, 1, p99_us);
+        Ok(())
+    }
+
+    /// A delta of one row in a hundred: committed as an install does, by one record that is replaced.
+    fn update(&mut self, figures: &mut Figures) -> Result<()> {
+        let start = Instant::now();
+        let (_, counts) = self.write(Part::Delta)?;
+        commit::replace(self.disk.as_ref(), &self.folder.join("live"), &[0; PAGE_BYTES])?;
+        figures.put(OURS, measure::UPDATE, start.elapsed().as_secs_f64());
+        let written = counts.file_bytes() + PAGE_BYTES as u64;
+        let changed = counts.rows * self.data.row_bytes as u64;
+        figures.put(OURS, measure::UPDATE_AMP, written as f64 / changed.max(1) as f64);
+        figures.put(OURS, measure::REOPEN_UPDATED, self.reopen(true)?);
+        let rows = self.open(true)?;
+        for depth in DEPTHS {
+            let mut fetcher = Fetcher::new(depth);
+            let mut rates = Vec::new();
+            for _ in 0..self.plan.rounds {
+                let keys = self.draw.uniform(self.plan.batch);
+                let (time, _) = self.batch(&rows, &mut fetcher, &keys, true)?;
+                rates.push(per_second(keys.len() as u64, time));
+            }
+            figures.put_at(OURS, measure::COLD_UPDATED, depth, median(rates));
+        }
+        Ok(())
+    }
+
+    /// The misses of requests alone (before and after) and while another thread compacts.
+    fn compaction(&mut self, figures: &mut Figures) -> Result<()> {
+        let rows = self.open(true)?;
+        let (mut idle, mut busy) = (Latencies::default(), Latencies::default());
+        let (mut fetcher, half) = (Fetcher::new(16), (MISSES, self.plan.requests / 2));
+        self.latencies(&rows, &mut fetcher, half, true, &mut idle)?;
+        let job = Compactor {
+            data: *self.data,
+            base: self.path(Part::Base),
+            delta: self.path(Part::Delta),
+            out: self.folder.join("compacted.seg"),
+        };
+        let stop = AtomicBool::new(false);
+        let rate = std::thread::scope(|scope| {
+            let thread = scope.spawn(|| job.run(&stop));
+            let read = self.latencies(&rows, &mut fetcher, (MISSES, self.plan.requests), true, &mut busy);
+            stop.store(true, Ordering::Relaxed);
+            let rate = thread.join().map_err(|_| anyhow!("the compaction panicked"))?;
+            read.and(rate)
+        })?;
+        self.latencies(&rows, &mut fetcher, half, true, &mut idle)?;
+        let (idle, busy) = (idle.percentiles(), busy.percentiles());
+        figures.put_at(OURS, measure::MISSES_P50, 16, idle.p50_us);
+        figures.put_at(OURS, measure::MISSES_P99, 16, idle.p99_us);
+        figures.put_at(OURS, measure::COMPACTING_P50, 16, busy.p50_us);
+        figures.put_at(OURS, measure::COMPACTING_P99, 16, busy.p99_us);
+        figures.put_at(OURS, measure::COMPACTION_RATE, 16, rate);
+        Ok(())
+    }
+}
+
+/// A compaction of base and delta at a fixed rate, over and over until it is told to stop.
+struct Compactor {
+    data: Data,
+    base: PathBuf,
+    delta: PathBuf,
+    out: PathBuf,
+}
+
+impl Compactor {
+    /// Returns the megabytes that it wrote in a second.
+    fn run(&self, stop: &AtomicBool) -> Result<f64> {
+        let start = Instant::now();
+        let mut bytes = 0;
+        while !stop.load(Ordering::Relaxed) {
+            self.pass(stop, start, &mut bytes)?;
+        }
+        let rate = bytes as f64 / 1e6 / start.elapsed().as_secs_f64();
+        disk::system().remove_file(&self.out)?;
+        Ok(rate)
+    }
+
+    /// One compaction, as `hatchback::compact` does it.
+    fn pass(&self, stop: &AtomicBool, start: Instant, bytes: &mut u64) -> Result<()> {
+        let disk = disk::system();
+        let rows = open(disk.as_ref(), &self.data, &self.base, Some(self.delta.clone()))?;
+        let mut merge = Merge::new(rows);
+        let out: Box<dyn Output> = disk.create(&self.out).context(name(&self.out))?;
+        let mut writer = SegmentWriter::new(out, kind(&self.data, Part::Base)?);
+        let before = *bytes;
+        while !stop.load(Ordering::Relaxed) {
+            let until = merge.pages_read() + STEP_PAGES;
+            while merge.pages_read() < until {
+                let Some((order, row)) = merge.current()? else {
+                    writer.finish()?.0.sync()?;
+                    return Ok(());
+                };
+                writer.push(order, row)?;
+                merge.advance()?;
+            }
+            *bytes = before + merge.pages_read() * PAGE_BYTES as u64;
+            let due = Duration::from_secs_f64(*bytes as f64 / COMPACTION_BYTES_PER_S);
+            std::thread::sleep(due.saturating_sub(start.elapsed()));
+        }
+        Ok(())
+    }
+}
+
+fn name(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// What the segments of the table are. The compacted one may bear the base's name: it is never opened.
+fn kind(data: &Data, part: Part) -> Result<SegmentKind> {
+    let dim = data.row_bytes as u32 / 2;
+    let table = Table {
+        name: "rows".to_owned(),
+        dim,
+        keys: KeySpace::Sparse,
+        rows: data.rows,
+        codec: Codec::F16,
+        unit_exp: 0,
+        placement: Placement::Cached,
+        miss: MissPolicy::Wait,
+        default_row: vec![0.0; dim as usize],
+    };
+    let sequence = if part == Part::Base { 1 } else { 2 };
+    let generation = Generation { lineage: "bench".to_owned(), sequence };
+    SegmentKind::new(&generation, 0, 0, &table, part).context("the row does not fit its codec")
+}
+
+fn open(disk: &dyn Disk, data: &Data, base: &Path, delta: Option<PathBuf>) -> Result<TableRows> {
+    let segment = |path: &Path, part| -> Result<Segment> {
+        let file = disk.open_pages(path).context(name(path))?;
+        Ok(Segment::open(path, file, kind(data, part)?)?)
+    };
+    let deltas = delta.iter().map(|path| segment(path, Part::Delta)).collect::<Result<_>>()?;
+    Ok(TableRows::new(segment(base, Part::Base)?, deltas)?)
+}

@@ -1,0 +1,66 @@
+//! sled 0.34: a log-structured tree of pages.
+
+use super::store::{CACHE_BYTES, Store, copy_each};
+use crate::bench::flash::data::Data;
+use anyhow::Result;
+use sled::{Batch, Db, Mode};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// Rows of a batch of the load.
+const BATCH_ROWS: usize = 4096;
+
+/// An open database.
+pub struct Sled {
+    db: Db,
+    folder: PathBuf,
+}
+
+impl Sled {
+    /// `flush` of 0.34 ends in `sync_file_range`, which leaves the device's cache alone; so a sync follows.
+    fn sync(&self) -> Result<()> {
+        self.db.flush()?;
+        Ok(File::open(self.folder.join("db"))?.sync_all()?)
+    }
+}
+
+impl Store for Sled {
+    fn load(folder: &Path, data: &Data) -> Result<()> {
+        let store = Self::open(folder, data)?;
+        let (mut batch, mut rows) = (Batch::default(), 0);
+        data.each_row(|order, row| {
+            batch.insert(&order.to_be_bytes(), row);
+            rows += 1;
+            if rows == BATCH_ROWS {
+                rows = 0;
+                store.db.apply_batch(std::mem::take(&mut batch))?;
+            }
+            Ok(())
+        })?;
+        store.db.apply_batch(batch)?;
+        store.sync()
+    }
+
+    fn open(folder: &Path, _: &Data) -> Result<Self> {
+        let db = sled::Config::new()
+            .path(folder)
+            .cache_capacity(CACHE_BYTES as u64)
+            .mode(Mode::HighThroughput)
+            .open()?;
+        Ok(Self { db, folder: folder.to_owned() })
+    }
+
+    fn read(&self, orders: &[u64], out: &mut [u8]) -> Result<()> {
+        copy_each(orders, out, |order| Ok(self.db.get(order.to_be_bytes())?))
+    }
+
+    fn update(&self, data: &Data) -> Result<()> {
+        let mut batch = Batch::default();
+        data.each_changed(|order, row| {
+            batch.insert(&order.to_be_bytes(), row);
+            Ok(())
+        })?;
+        self.db.apply_batch(batch)?;
+        self.sync()
+    }
+}

@@ -1,0 +1,199 @@
+//! What a peer must do, and how each is measured: loaded, reopened with its files out of the page cache,
+//! read in batches, updated durably. Every row that it gives is checked.
+
+use crate::bench::flash::data::{Data, Draw};
+use crate::bench::flash::figures::{Figures, measure};
+use crate::bench::flash::{Plan, median, per_second};
+use anyhow::{Context, Result};
+use hatchback::limits::PAGE_BYTES;
+use hatchback::mix;
+use rustix::fs::{Advice, fadvise};
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Bytes of the block cache of every peer that has one.
+pub const CACHE_BYTES: usize = 256 << 20;
+
+/// A row store. Rows are kept by order (key hash), so that loads ascend, which suits every one of them best.
+pub trait Store: Sized {
+    /// Writes all rows durably into an empty folder, by the way documented for bulk loads.
+    ///
+    /// # Errors
+    /// The store refused; the same holds for every method below.
+    fn load(folder: &Path, data: &Data) -> Result<()>;
+
+    /// Opens what `load` wrote.
+    ///
+    /// # Errors
+    /// As `load`.
+    fn open(folder: &Path, data: &Data) -> Result<Self>;
+
+    /// Copies the rows of ascending `orders` to `out`, one after the other.
+    ///
+    /// # Errors
+    /// As `load`, or a row is missing.
+    fn read(&self, orders: &[u64], out: &mut [u8]) -> Result<()>;
+
+    /// Makes the update durable.
+    ///
+    /// # Errors
+    /// As `load`.
+    fn update(&self, data: &Data) -> Result<()>;
+}
+
+/// Measures one store.
+///
+/// # Errors
+/// The store refused something or gave a wrong row.
+pub fn measure<S: Store>(data: &Data, plan: &Plan, folder: &Path, name: &'static str) -> Result<Figures> {
+    let mut figures = Figures::default();
+    fs::create_dir_all(folder)?;
+    let start = Instant::now();
+    S::load(folder, data).context("load")?;
+    figures.put(name, measure::LOAD, start.elapsed().as_secs_f64());
+    let row_bytes = (data.rows * data.row_bytes as u64) as f64;
+    figures.put(name, measure::SPACE, bytes_of(folder)? as f64 / row_bytes);
+    let mut batches = Batches { data, draw: Draw::new(*data, 1)?, out: Vec::new(), batch: plan.batch };
+    batches.cold::<S>(folder, plan, &mut figures, name)?;
+    let store = S::open(folder, data)?;
+    let keys = batches.draw.uniform(plan.batch);
+    batches.read(&store, &keys, false)?;
+    let rates = (0..plan.rounds).map(|_| batches.read(&store, &keys, false)).collect::<Result<_>>()?;
+    figures.put(name, measure::WARM, median(rates));
+    let start = Instant::now();
+    store.update(data).context("update")?;
+    figures.put(name, measure::UPDATE, start.elapsed().as_secs_f64());
+    let keys = batches.draw.uniform(4 * plan.batch);
+    batches.read(&store, &keys, true).context("after the update")?;
+    Ok(figures)
+}
+
+/// Batch reads from a store.
+struct Batches<'a> {
+    data: &'a Data,
+    draw: Draw,
+    out: Vec<u8>,
+    batch: usize,
+}
+
+impl Batches<'_> {
+    /// Batches of rows that are not in memory: before they have brought in an eighth of the table, the store
+    /// is closed and its files leave the page cache. A batch that is not counted comes first.
+    fn cold<S: Store>(
+        &mut self,
+        folder: &Path,
+        plan: &Plan,
+        figures: &mut Figures,
+        name: &'static str,
+    ) -> Result<()> {
+        let pages = self.data.rows * self.data.row_bytes as u64 / PAGE_BYTES as u64;
+        let in_a_row = (pages / 8 / self.batch as u64).max(1) as usize;
+        let (mut opens, mut rates) = (Vec::new(), Vec::new());
+        while rates.len() < plan.rounds {
+            drop_cached(folder)?;
+            let start = Instant::now();
+            let store = S::open(folder, self.data).context("reopen")?;
+            opens.push(1e3 * start.elapsed().as_secs_f64());
+            for round in 0..=in_a_row.min(plan.rounds - rates.len()) {
+                let keys = self.draw.uniform(self.batch);
+                let rate = self.read(&store, &keys, false)?;
+                rates.extend((round > 0).then_some(rate));
+            }
+        }
+        figures.put(name, measure::REOPEN, median(opens));
+        figures.put(name, measure::COLD, median(rates));
+        Ok(())
+    }
+
+    /// Reads one batch and checks it; returns rows a second.
+    fn read<S: Store>(&mut self, store: &S, keys: &[u64], updated: bool) -> Result<f64> {
+        let mut keys = keys.to_vec();
+        self.out.clear();
+        self.out.resize(keys.len() * self.data.row_bytes, 0);
+        let start = Instant::now();
+        keys.sort_unstable_by_key(|k| mix(*k));
+        let orders: Vec<u64> = keys.iter().map(|k| mix(*k)).collect();
+        store.read(&orders, &mut self.out)?;
+        let rate = per_second(keys.len() as u64, start.elapsed());
+        self.data.check(&keys, updated, &self.out)?;
+        Ok(rate)
+    }
+}
+
+/// Copies what a store gave for each order, in turn, to `out`.
+pub fn copy_each<R: AsRef<[u8]>>(
+    orders: &[u64],
+    out: &mut [u8],
+    mut get: impl FnMut(u64) -> Result<Option<R>>,
+) -> Result<()> {
+    let row_bytes = out.len() / orders.len().max(1);
+    for (order, row) in orders.iter().zip(out.chunks_exact_mut(row_bytes.max(1))) {
+        let found = get(*order)?.with_context(|| format!("no row for order {order:#018x}"))?;
+        put(row, found.as_ref())?;
+    }
+    Ok(())
+}
+
+/// Copies a row that must be as long as `to`.
+pub fn put(to: &mut [u8], row: &[u8]) -> Result<()> {
+    anyhow::ensure!(row.len() == to.len(), "a row of {} bytes instead of {}", row.len(), to.len());
+    to.copy_from_slice(row);
+    Ok(())
+}
+
+/// Every file in a folder and the folders in it.
+fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            found.extend(files(&path)?);
+        } else {
+            found.push(path);
+        }
+    }
+    Ok(found)
+}
+
+/// Bytes that the files take, holes left out.
+fn bytes_of(folder: &Path) -> Result<u64> {
+    files(folder)?.iter().map(|path| Ok(512 * fs::metadata(path)?.blocks())).sum()
+}
+
+/// Writes back what is dirty and takes the files out of the page cache.
+fn drop_cached(folder: &Path) -> Result<()> {
+    for path in files(folder)? {
+        let file = File::open(&path).with_context(|| path.display().to_string())?;
+        file.sync_all()?;
+        fadvise(&file, 0, None, Advice::DontNeed)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_found_and_dropped() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("a")).unwrap();
+        fs::write(folder.path().join("a/b"), [1; 5000]).unwrap();
+        fs::write(folder.path().join("c"), [1; 5000]).unwrap();
+        assert_eq!(files(folder.path()).unwrap().len(), 2);
+        drop_cached(folder.path()).unwrap();
+        assert!(bytes_of(folder.path()).unwrap() >= 2 * 5000);
+    }
+
+    #[test]
+    fn rows_are_copied_or_missed() {
+        let mut out = [0; 4];
+        let get = |order: u64| Ok((order < 3).then_some([order as u8; 2]));
+        copy_each(&[1, 2], &mut out, get).unwrap();
+        assert_eq!(out, [1, 1, 2, 2]);
+        assert!(copy_each(&[1, 3], &mut out, get).is_err());
+        assert!(put(&mut out, &[1]).is_err());
+    }
+}
