@@ -4,7 +4,7 @@
 
 use crate::disk::Output;
 use crate::flash::{Flash, FlashError, io_error};
-use crate::live::{SegmentRef, TableState};
+use crate::live::{SegmentRef, State, TableState};
 use crate::merge::Merge;
 use crate::schema::KeySpace;
 use crate::segment::{Counts, Part, SegmentKind};
@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 /// A merge under way.
 pub struct Compaction {
     number: usize,
+    /// What was live when it began; nothing else may be replaced by it.
+    over: State,
     merge: Merge,
     base: Target,
     writer: SegmentWriter<Box<dyn Output>>,
@@ -61,7 +63,18 @@ impl Compaction {
         let base = target(flash, number, 0, Part::Base)?;
         let out = flash.disk().create(&base.path).map_err(io_error(&base.path))?;
         let writer = SegmentWriter::new(out, base.kind.clone());
-        Ok(Some(Self { number, merge: Merge::new(rows), base, writer, next_key: 0, deleted: Vec::new() }))
+        let (over, merge) = (flash.record().live.clone(), Merge::new(rows));
+        Ok(Some(Self { number, over, merge, base, writer, next_key: 0, deleted: Vec::new() }))
+    }
+
+    /// The table that is merged.
+    pub fn table(&self) -> usize {
+        self.number
+    }
+
+    /// Whether what it merges is still what is live in `flash`; if not, it can only be dropped.
+    pub fn fits(&self, flash: &Flash) -> bool {
+        self.over == flash.record().live
     }
 
     /// Reads up to about `pages` pages and writes what they give. Returns whether more is left.
@@ -90,11 +103,18 @@ impl Compaction {
     /// Makes the merged table live in place of its deltas, and reclaims them unless they are retained.
     ///
     /// # Errors
-    /// Steps are left, or the new segments cannot be made durable; the table is then as it was.
+    /// Steps are left, something else became live since it began, or the new segments cannot be made durable;
+    /// the table is then as it was.
     pub fn finish(mut self, flash: &mut Flash) -> Result<Compacted, FlashError> {
+        let path = || self.base.path.clone();
+        let refuse = |problem: &str| {
+            Err(FlashError::Field { path: path(), field: "compaction", problem: problem.to_owned() })
+        };
+        if !self.fits(flash) {
+            return refuse("something else became live since it began");
+        }
         if self.merge.current()?.is_some() {
-            let problem = "rows are left to merge".to_owned();
-            return Err(FlashError::Field { path: self.base.path, field: "compaction", problem });
+            return refuse("rows are left to merge");
         }
         let (mut out, counts) = self.writer.finish().map_err(write_error(&self.base.path))?;
         out.sync().map_err(io_error(&self.base.path))?;
@@ -107,7 +127,9 @@ impl Compaction {
         }
         let folder = self.base.path.parent().unwrap_or(flash.directory());
         flash.disk().sync_dir(folder).map_err(io_error(folder))?;
-        let mut live = flash.record().live.clone();
+        // Read back before it counts: it may have been reclaimed, or not have become what was written.
+        flash.segment(self.number, self.base.of, Part::Base)?;
+        let mut live = self.over;
         live.tables[self.number] = TableState { base: self.base.of, deltas };
         flash.replace_state(live)?;
         Ok(Compacted { rows: counts.rows, bytes })

@@ -17,6 +17,7 @@ use crate::commit;
 use crate::disk::Disk;
 use crate::live::{LiveError, LiveRecord, SegmentRef, State, TableState};
 use crate::manifest::{Generation, Manifest, ManifestError, sha256};
+use crate::overlay::{DELTA_PAGES_MAX, DELTAS_MAX};
 use crate::sample::{ProbeError, Sample};
 use crate::schema::{Schema, Table};
 use crate::segment::{Counts, Part, Segment, SegmentError, SegmentKind};
@@ -205,6 +206,7 @@ impl Flash {
         let counts = Incoming { disk: disk.as_ref(), folder: &folder, progress }.write(bundle)?;
         disk.sync_dir(directory).map_err(io_error(directory))?;
         let live = next_state(bundle.manifest(), hash, &counts, held.as_ref());
+        check_deltas(bundle.path(), &live, &counts)?;
         let record = LiveRecord { live, previous: held.map(|h| h.record.live) };
         write_live(disk.as_ref(), directory, &record)?;
         let flash = Self::open(disk, directory)?;
@@ -501,6 +503,18 @@ fn next_state(
     };
     let tables = (0..manifest.tables.len()).map(table).collect();
     State { generation: manifest.generation.clone(), manifest: hash, tables }
+}
+
+/// More deltas than a table can be opened with must not become live; compaction makes room.
+fn check_deltas(bundle: &Path, live: &State, counts: &[Counts]) -> Result<(), FlashError> {
+    for (number, (table, counts)) in live.tables.iter().zip(counts).enumerate() {
+        let (deltas, pages) = (table.deltas.len(), counts.data_pages);
+        if deltas > DELTAS_MAX || (deltas > 0 && pages > DELTA_PAGES_MAX) {
+            let problem = format!("table {number} would have {deltas}, the last of {pages} pages");
+            return Err(FlashError::Field { path: bundle.to_owned(), field: "deltas", problem });
+        }
+    }
+    Ok(())
 }
 
 /// A generation being written to its folder, each part checked on the way and durable at the end.

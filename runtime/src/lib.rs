@@ -12,6 +12,7 @@
 pub mod batch;
 pub mod budget;
 pub mod bundle;
+pub mod catalog;
 pub mod commit;
 pub mod compact;
 pub mod disk;
@@ -21,6 +22,7 @@ pub mod live;
 pub mod manifest;
 pub mod merge;
 pub mod model;
+pub mod notes;
 pub mod overlay;
 pub mod page;
 pub mod reader;
@@ -33,7 +35,9 @@ pub mod segment_check;
 pub mod segment_write;
 pub mod table_rows;
 pub mod target;
+pub mod upkeep;
 mod uring;
+pub mod wear;
 
 pub use hatchback_kernels::cache::{RowKey, mix, unmix};
 pub use hatchback_kernels::codec::{Codec, RowFault, RowFormat, choose_unit_exp};

@@ -6,9 +6,13 @@ use crate::live::SegmentRef;
 use crate::page::PageBytes;
 use crate::reader::AlignedPage;
 use crate::segment::{Part, Segment, SegmentError};
+use serde::{Deserialize, Serialize};
+
+/// Bad pages that one pass lists; a further pass, after the repair of these, lists the rest.
+pub const DAMAGE_MAX: usize = 1024;
 
 /// A page that must be fetched again.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
     /// Number of the table.
     pub table: usize,
@@ -22,8 +26,9 @@ pub struct Damage {
     pub fault: String,
 }
 
-/// A pass over all pages.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// A pass over all pages. It may be kept and go on after the segments changed: those that took the place of
+/// read ones wait for the next pass.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Scrub {
     table: usize,
     /// 0 for the base, then the deltas.
@@ -41,24 +46,36 @@ impl Scrub {
     /// # Errors
     /// A segment cannot be opened at all.
     pub fn step(&mut self, flash: &Flash, pages: u64) -> Result<bool, FlashError> {
-        let until = self.pages + pages;
-        while self.pages < until {
+        let mut left = pages;
+        while left > 0 {
             let Some((of, part)) = self.current(flash) else { return Ok(false) };
             let segment = flash.segment(self.table, of, part)?;
             let mut page = AlignedPage::zeroed();
-            while self.page < segment.counts().data_pages && self.pages < until {
+            while self.page < segment.counts().data_pages && left > 0 {
                 if let Err(e) = check(&segment, self.page, &mut page) {
-                    let (table, page, fault) = (self.table, self.page, e.to_string());
-                    self.damage.push(Damage { table, segment: of, part, page, fault });
+                    self.found(of, part, e.to_string());
                 }
                 self.page += 1;
-                self.pages += 1;
+                self.pages = self.pages.saturating_add(1);
+                left -= 1;
             }
-            if self.page == segment.counts().data_pages {
-                (self.segment, self.page) = (self.segment + 1, 0);
+            // Beyond the end, where a compaction made the segment shorter since.
+            if self.page >= segment.counts().data_pages {
+                self.skip_segment();
             }
         }
         Ok(true)
+    }
+
+    /// Leaves out the rest of the segment that the pass is in, because it does not open.
+    pub fn skip_segment(&mut self) {
+        (self.segment, self.page) = (self.segment.saturating_add(1), 0);
+    }
+
+    fn found(&mut self, segment: SegmentRef, part: Part, fault: String) {
+        if self.damage.len() < DAMAGE_MAX {
+            self.damage.push(Damage { table: self.table, segment, part, page: self.page, fault });
+        }
     }
 
     /// The segment that the pass is in; `None` at its end.

@@ -11,6 +11,7 @@ use crate::page::{Page, PageBytes, PageFault, PageKind, seal, u64_at};
 use crate::reader::{AlignedPage, PageFile};
 use crate::schema::{KeySpace, Table};
 use hatchback_kernels::codec::{Codec, RowFault, RowFormat};
+use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -68,7 +69,7 @@ pub enum SegmentError {
 }
 
 /// What a segment holds of its table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Part {
     /// Every row.
     Base,
@@ -159,7 +160,7 @@ impl SegmentKind {
 }
 
 /// How much a segment holds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     /// Rows.
     pub rows: u64,

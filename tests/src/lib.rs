@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+pub mod flash_check;
 pub mod goldens;
 pub mod models;
 pub mod mutate;

@@ -1,0 +1,265 @@
+//! The catalog lost, stale, damaged and made of garbage: it is moved aside, made anew and counted, and nothing
+//! of the model is lost. Failures name the seed.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::bundle::BundleReader;
+use hatchback::catalog::{Catalog, CatalogError, Found};
+use hatchback::disk;
+use hatchback::flash::Flash;
+use hatchback::notes::Notes;
+use hatchback_tests::flash_check::whole_generation;
+use hatchback_tests::mutate::mutated;
+use hatchback_tests::random::Random;
+use hatchback_tests::versions::Versions;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// A flash directory with two generations, and its catalog.
+struct Car {
+    versions: Versions,
+    folder: tempfile::TempDir,
+}
+
+impl Car {
+    fn new() -> Self {
+        let car = Self { versions: Versions::new(3, 300, 31), folder: tempfile::tempdir().unwrap() };
+        car.install(1);
+        car.install(2);
+        car
+    }
+
+    fn directory(&self) -> PathBuf {
+        self.folder.path().join("flash")
+    }
+
+    fn catalog(&self) -> PathBuf {
+        self.directory().join("catalog")
+    }
+
+    fn install(&self, generation: usize) {
+        let mut bundle = BundleReader::open(&self.versions.deltas[generation - 1]).unwrap();
+        Flash::install(&disk::system(), &self.directory(), &mut bundle, |_| ()).unwrap();
+    }
+
+    fn flash(&self) -> Flash {
+        Flash::open(&disk::system(), &self.directory()).unwrap()
+    }
+
+    fn open(&self) -> (Catalog, Notes, Found) {
+        Catalog::open(&self.catalog(), &self.flash()).unwrap()
+    }
+
+    /// Nothing of the model may depend on the catalog.
+    fn check_rows(&self, what: &str) {
+        whole_generation(&self.flash(), &self.versions, what);
+    }
+}
+
+fn files(directory: &Path) -> Vec<PathBuf> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() { all.extend(files(&path)) } else { all.push(path) }
+    }
+    all.sort();
+    all
+}
+
+/// The files of a directory, to be put back.
+fn snapshot(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    files(directory).into_iter().map(|f| (f.clone(), fs::read(&f).unwrap())).collect()
+}
+
+fn restore(directory: &Path, files: &[(PathBuf, Vec<u8>)]) {
+    let _ = fs::remove_dir_all(directory);
+    for (path, content) in files {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+}
+
+/// Notes with something in every field, written `times` times over.
+fn filled(car: &Car, times: u64) -> Notes {
+    let (mut catalog, mut notes, _) = car.open();
+    for n in 0..times {
+        notes.wear.spend(DAY * 20_000, 1000);
+        notes.scrub.pages = n;
+        catalog.write(&notes).unwrap();
+    }
+    notes
+}
+
+#[test]
+fn what_was_written_is_there() {
+    let car = Car::new();
+    let (catalog, notes, found) = car.open();
+    assert_eq!((found, catalog.quarantined()), (Found::Missing, 0));
+    assert_eq!(notes.segments.len(), 4, "two bases and two deltas");
+    let rows: u64 = notes.segments.values().map(|c| c.rows).sum();
+    let base_rows = car.versions.rows[0].iter().map(|r| r.len() as u64).sum();
+    assert!(rows > base_rows, "{rows} of more than {base_rows}");
+    drop(catalog);
+    let written = filled(&car, 50);
+    let (_, notes, found) = car.open();
+    assert_eq!((notes, found), (written, Found::Kept));
+}
+
+#[test]
+fn an_open_catalog_is_not_taken_for_a_damaged_one() {
+    let car = Car::new();
+    let (_held, ..) = car.open();
+    let refused = Catalog::open(&car.catalog(), &car.flash()).err().unwrap();
+    assert!(matches!(refused, CatalogError::InUse { .. }), "{refused}");
+    assert!(car.catalog().exists());
+}
+
+#[test]
+fn a_stale_catalog_keeps_what_it_says_of_the_device() {
+    let car = Car::new();
+    let before = filled(&car, 3);
+    car.install(3);
+    let (catalog, notes, found) = car.open();
+    assert_eq!((found, catalog.quarantined()), (Found::Stale { sequence: 2 }, 1));
+    assert_eq!((notes.sequence, notes.wear), (3, before.wear));
+    assert_eq!(notes.segments.len(), 6);
+    car.check_rows("stale");
+    drop(catalog);
+    assert_eq!(car.open().2, Found::Kept);
+}
+
+/// The generation became another one while the catalog was open, and it was told.
+#[test]
+fn a_catalog_that_followed_is_not_stale() {
+    let car = Car::new();
+    let (mut catalog, mut notes, _) = car.open();
+    car.install(3);
+    notes.follow(&car.flash());
+    catalog.write(&notes).unwrap();
+    drop(catalog);
+    let (_, again, found) = car.open();
+    assert_eq!((again, found), (notes, Found::Kept));
+}
+
+/// A cut that undoes the last commits leaves the catalog of before them.
+#[test]
+fn an_undone_commit_changes_nothing_that_matters() {
+    let car = Car::new();
+    let before = filled(&car, 5);
+    let saved = snapshot(&car.catalog());
+    let after = filled(&car, 5);
+    assert_ne!(before, after);
+    restore(&car.catalog(), &saved);
+    let (_, notes, found) = car.open();
+    assert_eq!((notes, found), (before, Found::Kept));
+    car.check_rows("undone");
+}
+
+/// Every file of the catalog is garbage, empty or gone; or there is no directory at all.
+#[test]
+fn garbage_is_moved_aside() {
+    let car = Car::new();
+    filled(&car, 20);
+    let (saved, mut random) = (snapshot(&car.catalog()), Random::new(1));
+    let garbage = |n: usize, random: &mut Random| (0..n).map(|_| random.bits() as u8).collect::<Vec<u8>>();
+    let (catalog, _, _) = car.open();
+    let mut quarantined = catalog.quarantined();
+    drop(catalog);
+    for length in [0, 1, 100, 5000, 1 << 20] {
+        let mut files = saved.clone();
+        files.iter_mut().for_each(|(_, content)| *content = garbage(length, &mut random));
+        restore(&car.catalog(), &files);
+        let (catalog, notes, found) = car.open();
+        assert!(matches!(found, Found::Damaged { .. }), "{length}: {found:?}");
+        quarantined += 1;
+        assert_eq!((catalog.quarantined(), notes.segments.len()), (quarantined, 4));
+        car.check_rows("garbage");
+    }
+    fs::remove_dir_all(car.catalog()).unwrap();
+    fs::write(car.catalog(), b"a file where a directory should be").unwrap();
+    assert!(matches!(car.open().2, Found::Damaged { .. }));
+    fs::remove_dir_all(car.catalog()).unwrap();
+    assert_eq!(car.open().2, Found::Missing);
+    let aside = fs::read_dir(car.directory()).unwrap().map(|e| e.unwrap().file_name());
+    let aside = aside.filter(|n| n.to_string_lossy().starts_with("catalog.bad-")).count();
+    assert_eq!(aside, 2, "only the last ones are kept");
+}
+
+fn rounds() -> u64 {
+    std::env::var("HATCHBACK_CATALOGS").ok().and_then(|n| n.parse().ok()).unwrap_or(150)
+}
+
+/// Damages the files of the catalog in some way; returns in which.
+fn damage(files: &mut [(PathBuf, Vec<u8>)], random: &mut Random) -> &'static str {
+    let others: Vec<Vec<u8>> = files.iter().map(|(_, content)| content.clone()).collect();
+    // Most of the file is unused; the damage must hit what is used.
+    let used = |content: &[u8]| content.iter().rposition(|b| *b != 0).map_or(1, |at| at + 1) as u64;
+    let count = files.len() as u64;
+    let (_, content) = &mut files[random.below(count) as usize];
+    if content.is_empty() {
+        *content = vec![1, 2, 3];
+        return "filled";
+    }
+    match random.below(4) {
+        0 => {
+            let at = random.below(used(content));
+            content.truncate(at as usize);
+            "truncated"
+        }
+        1 => {
+            let at = random.below(used(content)) as usize;
+            let end = (at + 4096).min(content.len());
+            content[at..end].fill(0);
+            "zeroed"
+        }
+        2 => {
+            let end = used(content) as usize;
+            *content = mutated(&content[..end], &others, random);
+            "mutated"
+        }
+        _ => {
+            for _ in 0..=random.below(8) {
+                let at = random.below(used(content)) as usize;
+                content[at] ^= 1 << random.below(8);
+            }
+            "flipped"
+        }
+    }
+}
+
+/// Whatever happens to its bytes, the catalog comes back with something that was written, or anew.
+#[test]
+fn no_damage_matters() {
+    let car = Car::new();
+    let mut written = vec![car.open().1];
+    for _ in 0..30 {
+        written.push(filled(&car, 1));
+    }
+    let saved = snapshot(&car.catalog());
+    let (mut kept, mut anew) = (0, 0);
+    for seed in 0..rounds() {
+        let (mut random, mut files) = (Random::new(seed), saved.clone());
+        let how = damage(&mut files, &mut random);
+        restore(&car.catalog(), &files);
+        let (mut catalog, mut notes, found) = car.open();
+        match found {
+            Found::Kept => assert!(written.contains(&notes), "seed {seed}, {how}: {notes:?}"),
+            Found::Damaged { .. } => assert!(notes.segments.len() == 4, "seed {seed}, {how}"),
+            other => panic!("seed {seed}, {how}: {other:?}"),
+        }
+        let is_kept = found == Found::Kept;
+        (kept, anew) = (kept + u64::from(is_kept), anew + u64::from(!is_kept));
+        // What came back can be written to, or says that it cannot.
+        notes.wear.spend(DAY * 20_001, 1);
+        let wrote = catalog.write(&notes).is_ok();
+        drop(catalog);
+        assert!(wrote || is_kept, "seed {seed}, {how}: a catalog made anew does not take a commit");
+        let (_, again, found) = car.open();
+        assert!(!wrote || found != Found::Kept || again == notes, "seed {seed}, {how}");
+    }
+    car.check_rows("after all damage");
+    println!("{} damaged catalogs: {kept} kept as they were at some commit, {anew} made anew", rounds());
+}
