@@ -161,7 +161,11 @@ mod tests {
     #[test]
     fn drawn_keys_are_rows_of_the_table() {
         let mut orders = std::collections::BTreeSet::new();
-        DATA.each_row(|order, _| Ok(assert!(orders.insert(order)))).unwrap();
+        DATA.each_row(|order, _| {
+            ensure!(orders.insert(order));
+            Ok(())
+        })
+        .unwrap();
         let mut draw = Draw::new(DATA, 1).unwrap();
         let (uniform, zipf) = (draw.uniform(2000), draw.zipf(2000));
         assert!(uniform.iter().chain(&zipf).all(|k| orders.contains(&mix(*k))));
