@@ -111,7 +111,8 @@ impl Catalog {
         self.quarantined
     }
 
-    /// Makes the catalog say `notes`: one batch of what differs, and durable when this returns.
+    /// Makes the catalog say `notes`: one batch of what differs, and durable when this returns. On a file
+    /// that was damaged without sled noticing, a later open may still find the catalog of some commit before.
     ///
     /// # Errors
     /// sled or the device refused; the catalog on flash is as it was or as it should be.
