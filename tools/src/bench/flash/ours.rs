@@ -122,39 +122,64 @@ impl<'a> Ours<'a> {
         Ok((time, pages))
     }
 
-    /// The device alone, then the device and uniform keys in turns, then Zipf keys, at each depth.
+    /// The device at each depth, and uniform and Zipf keys at those at which the table is read.
     fn batches(&mut self, rows: &TableRows, figures: &mut Figures) -> Result<()> {
-        let segment = &rows.segments()[0];
-        let (file, pages) = (Arc::clone(segment.file()), segment.counts().data_pages);
         for depth in RAW_DEPTHS {
             let mut fetcher = Fetcher::new(depth);
-            let (mut raw, mut uniform, mut of_raw, mut zipf) = (vec![], vec![], vec![], vec![]);
-            for round in 0..self.plan.rounds + 2 {
-                let drawn = self.draw.pages(self.plan.batch, pages);
-                let start = Instant::now();
-                fetcher.raw(&file, &drawn)?;
-                let raw_rate = per_second(drawn.len() as u64, start.elapsed());
-                // The first rounds only start things up.
-                let counts = round >= 2;
-                raw.extend(counts.then_some(raw_rate));
-                if !DEPTHS.contains(&depth) {
-                    continue;
-                }
-                let keys = self.draw.uniform(self.plan.batch);
-                let (time, read) = self.batch(rows, &mut fetcher, &keys, false)?;
-                uniform.extend(counts.then(|| per_second(keys.len() as u64, time)));
-                of_raw.extend(counts.then(|| per_second(read, time) / raw_rate));
-                let keys = self.draw.zipf(self.plan.batch);
-                let (time, _) = self.batch(rows, &mut fetcher, &keys, false)?;
-                zipf.extend(counts.then(|| per_second(keys.len() as u64, time)));
-            }
-            figures.put_at(RAW, measure::RAW_PAGES, depth, median(raw));
             if DEPTHS.contains(&depth) {
-                figures.put_at(OURS, measure::COLD, depth, median(uniform));
-                figures.put_at(OURS, measure::OF_RAW, depth, median(of_raw));
+                self.beside_raw(rows, &mut fetcher, depth, figures)?;
+                let zipf = (0..self.plan.rounds).map(|_| {
+                    let keys = self.draw.zipf(self.plan.batch);
+                    let (time, _) = self.batch(rows, &mut fetcher, &keys, false)?;
+                    Ok(per_second(keys.len() as u64, time))
+                });
+                let zipf = zipf.collect::<Result<_>>()?;
                 figures.put_at(OURS, measure::ZIPF, depth, median(zipf));
+            } else {
+                let rates = (0..self.plan.rounds).map(|_| self.raw(rows, &mut fetcher));
+                let rates = rates.collect::<Result<_>>()?;
+                figures.put_at(RAW, measure::RAW_PAGES, depth, median(rates));
             }
         }
+        Ok(())
+    }
+
+    /// Pages a second of one batch of the device.
+    fn raw(&mut self, rows: &TableRows, fetcher: &mut Fetcher) -> Result<f64> {
+        let segment = &rows.segments()[0];
+        let pages = self.draw.pages(self.plan.batch, segment.counts().data_pages);
+        let start = Instant::now();
+        fetcher.raw(segment.file(), &pages)?;
+        Ok(per_second(pages.len() as u64, start.elapsed()))
+    }
+
+    /// The device and uniform keys in turns, each first in every other round.
+    fn beside_raw(
+        &mut self,
+        rows: &TableRows,
+        fetcher: &mut Fetcher,
+        depth: usize,
+        figures: &mut Figures,
+    ) -> Result<()> {
+        let (mut raw, mut uniform, mut of_raw) = (vec![], vec![], vec![]);
+        for round in 0..2 * self.plan.rounds + 2 {
+            let before = if round % 2 == 0 { Some(self.raw(rows, fetcher)?) } else { None };
+            let keys = self.draw.uniform(self.plan.batch);
+            let (time, pages) = self.batch(rows, fetcher, &keys, false)?;
+            let raw_rate = match before {
+                Some(rate) => rate,
+                None => self.raw(rows, fetcher)?,
+            };
+            // The first rounds only start things up.
+            if round >= 2 {
+                raw.push(raw_rate);
+                uniform.push(per_second(keys.len() as u64, time));
+                of_raw.push(per_second(pages, time) / raw_rate);
+            }
+        }
+        figures.put_at(RAW, measure::RAW_PAGES, depth, median(raw));
+        figures.put_at(OURS, measure::COLD, depth, median(uniform));
+        figures.put_at(OURS, measure::OF_RAW, depth, median(of_raw));
         Ok(())
     }
 
