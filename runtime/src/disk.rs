@@ -2,8 +2,8 @@
 //! a power cut can be simulated at every write and every sync. [`SystemDisk`] is the system's own.
 
 use crate::limits::PAGE_BYTES;
-use crate::page::PageBytes;
-use crate::reader::{AlignedPage, PageFile, read_at};
+use crate::page::{AlignedPage, PageBytes};
+use crate::reader::{PageFile, read_at};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};

@@ -2,7 +2,7 @@
 //! deltas. Holds one page of each; writes nothing.
 
 use crate::overlay::Newest;
-use crate::reader::AlignedPage;
+use crate::page::AlignedPage;
 use crate::segment::{Segment, SegmentError};
 use crate::table_rows::TableRows;
 

@@ -6,6 +6,17 @@ use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 /// The bytes of a page.
 pub type PageBytes = [u8; PAGE_BYTES];
 
+/// A page in memory that the device can write to directly.
+#[repr(C, align(4096))]
+pub struct AlignedPage(pub PageBytes);
+
+impl AlignedPage {
+    /// A page of zeros.
+    pub fn zeroed() -> Self {
+        Self([0; PAGE_BYTES])
+    }
+}
+
 /// What a page holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]

@@ -3,7 +3,7 @@
 //! are read in place. Never checks what it read.
 
 use crate::limits::PAGE_BYTES;
-use crate::page::PageBytes;
+use crate::page::{AlignedPage, PageBytes};
 use crate::uring::Ring;
 use std::collections::VecDeque;
 use std::fs::File;
@@ -13,17 +13,6 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-
-/// A page in memory that the device can write to directly.
-#[repr(C, align(4096))]
-pub struct AlignedPage(pub PageBytes);
-
-impl AlignedPage {
-    /// A page of zeros.
-    pub fn zeroed() -> Self {
-        Self([0; PAGE_BYTES])
-    }
-}
 
 /// A file of pages.
 pub trait PageFile: Send + Sync {

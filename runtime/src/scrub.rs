@@ -3,8 +3,7 @@
 
 use crate::flash::{Flash, FlashError, io_error};
 use crate::live::SegmentRef;
-use crate::page::PageBytes;
-use crate::reader::AlignedPage;
+use crate::page::{AlignedPage, PageBytes};
 use crate::segment::{Part, Segment, SegmentError};
 use serde::{Deserialize, Serialize};
 

@@ -7,8 +7,8 @@
 
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crate::manifest::{Generation, sha256};
-use crate::page::{Page, PageBytes, PageFault, PageKind, seal, u64_at};
-use crate::reader::{AlignedPage, PageFile};
+use crate::page::{AlignedPage, Page, PageBytes, PageFault, PageKind, seal, u64_at};
+use crate::reader::PageFile;
 use crate::schema::{KeySpace, Table};
 use hatchback_kernels::codec::{Codec, RowFault, RowFormat};
 use serde::{Deserialize, Serialize};

@@ -4,8 +4,7 @@
 #![allow(unsafe_code)]
 
 use crate::limits::PAGE_BYTES;
-use crate::page::PageBytes;
-use crate::reader::AlignedPage;
+use crate::page::{AlignedPage, PageBytes};
 use io_uring::{IoUring, opcode, types};
 use std::cell::UnsafeCell;
 use std::fs::File;

@@ -5,8 +5,8 @@
 use crate::random::Random;
 use hatchback::disk::{Disk, Output};
 use hatchback::limits::PAGE_BYTES;
-use hatchback::page::PageBytes;
-use hatchback::reader::{AlignedPage, PageFile};
+use hatchback::page::{AlignedPage, PageBytes};
+use hatchback::reader::PageFile;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Write};

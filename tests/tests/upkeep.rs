@@ -39,7 +39,7 @@ fn install(disk: &SimDisk, versions: &Versions, generation: usize) -> Result<Fla
 /// A disk with the first `n` generations.
 fn laid(versions: &Versions, n: usize) -> (SimDisk, Flash) {
     let disk = SimDisk::default();
-    let flash = (1..=n).map(|g| install(&disk, versions, g).unwrap()).last().unwrap();
+    let flash = (1..=n).fold(None, |_, g| Some(install(&disk, versions, g).unwrap())).unwrap();
     (disk, flash)
 }
 

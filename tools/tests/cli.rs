@@ -62,11 +62,16 @@ impl Desk {
 fn pack_inspect_eval() {
     let desk = Desk::new();
     let bundle = desk.pack(&["--codec", "f32", "--placement", "cached"]);
-    let report: Value = serde_json::from_str(&printed(&["inspect", &bundle, "--verify", "--json", "-"])).unwrap();
-    assert_eq!((report["generation"].as_str(), report["tables"].as_array().unwrap().len()), (Some("coupon-dlrm@1"), 18));
+    let report: Value =
+        serde_json::from_str(&printed(&["inspect", &bundle, "--verify", "--json", "-"])).unwrap();
+    assert_eq!(
+        (report["generation"].as_str(), report["tables"].as_array().unwrap().len()),
+        (Some("coupon-dlrm@1"), 18)
+    );
     assert_eq!(report["damage"].as_array().unwrap().len(), 0);
     let held_out = coupon("heldout.jsonl");
-    let eval = ["eval", &bundle, "--samples", &held_out, "--cache-mib", "0.05", "--batch", "8", "--json", "-"];
+    let eval =
+        ["eval", &bundle, "--samples", &held_out, "--cache-mib", "0.05", "--batch", "8", "--json", "-"];
     let found: Value = serde_json::from_str(&printed(&eval)).unwrap();
     assert_eq!(found["samples"], 2498);
     assert!(found["score_difference_max"].as_f64().unwrap() < 1e-4);
@@ -91,8 +96,12 @@ fn run_answers_every_line_in_order() {
     let output = hatchback(&["run", &bundle, "--batch", "3"], &lines.join("\n"));
     assert!(!output.status.success(), "two lines are no samples");
     assert!(String::from_utf8_lossy(&output.stderr).contains("2 lines were not samples"));
-    let answers: Vec<Value> =
-        output.stdout.split(|b| *b == b'\n').filter(|l| !l.is_empty()).map(|l| serde_json::from_slice(l).unwrap()).collect();
+    let answers: Vec<Value> = output
+        .stdout
+        .split(|b| *b == b'\n')
+        .filter(|l| !l.is_empty())
+        .map(|l| serde_json::from_slice(l).unwrap())
+        .collect();
     assert_eq!(answers.len(), 12);
     assert_eq!((answers[4]["line"].as_u64(), answers[7]["line"].as_u64()), (Some(5), Some(8)));
     assert!(answers[4]["error"].as_str().unwrap().contains("dense: 1 values, the model takes 7"));
@@ -117,7 +126,16 @@ fn a_delta_is_packed_and_laid_over_its_parent() {
     let spec = std::fs::read_to_string(&source).unwrap().replace("sequence = 1", "sequence = 2");
     std::fs::write(desk.path("model.toml"), spec).unwrap();
     let delta = desk.path("delta.hatch");
-    printed(&["pack", &desk.path("model.toml"), "--placement", "cached", "--parent", &first, "--out", &delta]);
+    printed(&[
+        "pack",
+        &desk.path("model.toml"),
+        "--placement",
+        "cached",
+        "--parent",
+        &first,
+        "--out",
+        &delta,
+    ]);
     assert!(std::fs::metadata(&delta).unwrap().len() < std::fs::metadata(&first).unwrap().len());
     let found: Value =
         serde_json::from_str(&printed(&["eval", &delta, "--flash", &flash, "--json", "-"])).unwrap();
@@ -130,7 +148,18 @@ fn a_delta_is_packed_and_laid_over_its_parent() {
 #[test]
 fn bench_and_demo_run() {
     let desk = Desk::new();
-    let small = ["--rows-max", "20000", "--seconds", "0.1", "--keys", "uniform,powerlaw", "--batch", "1,8", "--cache-mib", "1"];
+    let small = [
+        "--rows-max",
+        "20000",
+        "--seconds",
+        "0.1",
+        "--keys",
+        "uniform,powerlaw",
+        "--batch",
+        "1,8",
+        "--cache-mib",
+        "1",
+    ];
     let plot = desk.path("bench.svg");
     let report = printed(&[&["bench", "request", "--json", "-", "--plot", &plot], &small[..]].concat());
     let report: Value = serde_json::from_str(&report).unwrap();
@@ -154,6 +183,8 @@ fn errors_name_the_file_once() {
     let bundle = desk.pack(&[]);
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../targets/x86-cuda.toml").display().to_string();
     assert!(refused(&["eval", &bundle, "--target", &target]).contains("computes on the CPU only"));
-    assert!(refused(&["eval", &bundle, "--resident-mib", "0", "--cache-mib", "0"]).contains("cache_bytes_max"));
+    assert!(
+        refused(&["eval", &bundle, "--resident-mib", "0", "--cache-mib", "0"]).contains("cache_bytes_max")
+    );
     assert!(!desk.folder.path().join("x").exists());
 }
