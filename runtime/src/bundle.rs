@@ -7,6 +7,7 @@ use crate::disk::{Disk, Output, SystemDisk};
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use crate::manifest::{Blob, Chunk, Manifest, ManifestError, sha256};
 use crate::page::u64_at;
+use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -66,6 +67,8 @@ pub struct BundleWriter {
     file: Option<Box<dyn Output>>,
     written: u64,
     blobs: Vec<Blob>,
+    /// The content of the blob being written, so far.
+    content: Sha256,
     chunk: Vec<u8>,
 }
 
@@ -77,8 +80,14 @@ impl BundleWriter {
     pub fn create(path: &Path) -> Result<Self, BundleError> {
         let file = SystemDisk.create(&commit::part_of(path)).map_err(io_error(path))?;
         let chunk = Vec::with_capacity(CHUNK_BYTES);
-        let mut writer =
-            Self { path: path.to_owned(), file: Some(file), written: 0, blobs: Vec::new(), chunk };
+        let mut writer = Self {
+            path: path.to_owned(),
+            file: Some(file),
+            written: 0,
+            blobs: Vec::new(),
+            content: Sha256::new(),
+            chunk,
+        };
         let mut header = [0; HEADER_BYTES as usize];
         header[..8].copy_from_slice(MAGIC);
         header[8..12].copy_from_slice(&BUNDLE_FORMAT.to_le_bytes());
@@ -111,7 +120,16 @@ impl BundleWriter {
         if let Some(blob) = self.blobs.last_mut() {
             blob.chunks.push(chunk);
         }
+        self.content.update(&self.chunk);
         self.chunk.clear();
+        Ok(())
+    }
+
+    fn end_blob(&mut self) -> io::Result<()> {
+        self.end_chunk()?;
+        if let Some(blob) = self.blobs.last_mut() {
+            blob.sha256 = self.content.finalize_reset().into();
+        }
         Ok(())
     }
 
@@ -168,7 +186,7 @@ impl BlobWriter<'_> {
     /// # Errors
     /// The file cannot be written.
     pub fn end(self) -> io::Result<()> {
-        self.bundle.end_chunk()
+        self.bundle.end_blob()
     }
 }
 
@@ -277,6 +295,13 @@ impl BundleReader {
             content.extend_from_slice(chunk);
             Ok::<(), BundleError>(())
         })?;
+        if sha256(&content) != self.manifest.blobs[index as usize].sha256 {
+            return Err(field_error(
+                &self.path,
+                format!("blobs[{index}].sha256"),
+                "content does not match its hash",
+            ));
+        }
         Ok(content)
     }
 }

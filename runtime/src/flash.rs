@@ -287,10 +287,8 @@ impl Flash {
     /// # Errors
     /// The file cannot be read.
     pub fn hot_keys(&self, number: usize) -> Result<Vec<u64>, FlashError> {
-        if self.manifest.tables[number].hot.is_none() {
-            return Ok(Vec::new());
-        }
-        let bytes = self.read(&hot_name(number))?;
+        let Some(hot) = self.manifest.tables[number].hot else { return Ok(Vec::new()) };
+        let bytes = self.read(&hot_name(number), hot)?;
         Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
     }
 
@@ -299,7 +297,7 @@ impl Flash {
     /// # Errors
     /// The file cannot be read.
     pub fn dense(&self) -> Result<Vec<u8>, FlashError> {
-        self.read("dense.onnx")
+        self.read("dense.onnx", self.manifest.dense)
     }
 
     /// The probe set; empty if the bundle had none.
@@ -307,16 +305,20 @@ impl Flash {
     /// # Errors
     /// The file cannot be read or does not decode.
     pub fn probe(&self) -> Result<Vec<Sample>, FlashError> {
-        if self.manifest.probe.is_none() {
-            return Ok(Vec::new());
-        }
-        let bytes = self.read("probe")?;
+        let Some(probe) = self.manifest.probe else { return Ok(Vec::new()) };
+        let bytes = self.read("probe", probe)?;
         Sample::decode_set(&bytes).map_err(|source| FlashError::Probe { path: self.file("probe"), source })
     }
 
-    fn read(&self, name: &str) -> Result<Vec<u8>, FlashError> {
+    /// The file that holds `blob`, whole and as the manifest has it.
+    fn read(&self, name: &str, blob: u32) -> Result<Vec<u8>, FlashError> {
         let path = self.file(name);
-        self.disk.read(&path).map_err(io_error(&path))
+        let bytes = self.disk.read(&path).map_err(io_error(&path))?;
+        if sha256(&bytes) == self.manifest.blobs[blob as usize].sha256 {
+            return Ok(bytes);
+        }
+        let problem = "does not match its hash in the manifest".to_owned();
+        Err(FlashError::Field { path, field: "content", problem })
     }
 
     /// Replaces the live record by one with the same generation, and reclaims what no longer counts.

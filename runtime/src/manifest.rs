@@ -46,6 +46,8 @@ pub struct Chunk {
 /// A byte string cut into chunks. The chunks of all blobs lie in the bundle in manifest order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blob {
+    /// SHA-256 of the whole content: what lies on flash is proved by it when it is read.
+    pub sha256: Hash,
     /// Its pieces, in order.
     pub chunks: Vec<Chunk>,
 }

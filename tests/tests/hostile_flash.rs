@@ -107,3 +107,27 @@ fn files_missing_on_flash() {
         std::fs::write(&path, &whole).unwrap();
     }
 }
+
+/// A network with a flipped weight would still run and score wrongly: it must not open.
+#[test]
+fn a_flipped_bit_beside_the_segments() {
+    let victim = Victim::default();
+    let folder = victim.flash.join("g000000000005");
+    for name in ["dense.onnx", "t0002.hot"] {
+        let path = folder.join(name);
+        let whole = std::fs::read(&path).unwrap();
+        for bit in [0, 4 * whole.len(), 8 * whole.len() - 1] {
+            let mut damaged = whole.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            std::fs::write(&path, damaged).unwrap();
+            let opened = Model::open(&hatchback::disk::system(), &victim.flash, Budget::default());
+            let error = opened.err().unwrap().to_string();
+            assert!(
+                error.contains(&format!("g000000000005/{name}: content: does not match its hash")),
+                "{error}"
+            );
+        }
+        std::fs::write(&path, whole).unwrap();
+    }
+    Model::open(&hatchback::disk::system(), &victim.flash, Budget::default()).unwrap();
+}
