@@ -203,11 +203,10 @@ impl Model {
 
     /// Puts the trainer's most used keys into the caches, up to each table's fair share.
     fn preload(&self, flash: &Flash) -> Result<(), OpenError> {
-        let cached = self.cached_rows();
         let mut reader = PageReader::new(self.budget.reads_max as usize, ReadMethod::Auto);
         for (number, table) in self.tables.iter().enumerate() {
             let Store::Cached { cache, rows } = &table.store else { continue };
-            let cache = &self.caches[*cache];
+            let (cached, cache) = (self.rows_behind(*cache), &self.caches[*cache]);
             let share = cache.slots() as u128 * u128::from(rows.base_rows()) / u128::from(cached.max(1));
             let mut keys = flash.hot_keys(number)?;
             // A set overflows before all slots are taken; three quarters go in almost surely.
@@ -217,9 +216,12 @@ impl Model {
         Ok(())
     }
 
-    fn cached_rows(&self) -> u64 {
-        let rows =
-            |t: &ServedTable| if let Store::Cached { rows, .. } = &t.store { rows.base_rows() } else { 0 };
+    /// Rows of all tables that share this cache.
+    fn rows_behind(&self, cache: usize) -> u64 {
+        let rows = |t: &ServedTable| match &t.store {
+            Store::Cached { cache: c, rows } if *c == cache => rows.base_rows(),
+            _ => 0,
+        };
         self.tables.iter().map(rows).sum()
     }
 }
