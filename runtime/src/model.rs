@@ -73,17 +73,6 @@ pub struct Model {
     plan: MemoryPlan,
 }
 
-/// A table as the model reports it.
-#[derive(Clone, Debug)]
-pub struct TableReport {
-    /// `resident` or `cached`, as decided for this budget.
-    pub placement: Placement,
-    /// Bytes of its segment files.
-    pub flash_bytes: u64,
-    /// Bytes in fast memory apart from the cache: the whole table, or the index of its rows on flash.
-    pub memory_bytes: u64,
-}
-
 impl Model {
     /// Opens the live generation under `directory` within `budget`.
     ///
@@ -149,21 +138,6 @@ impl Model {
     /// Rows that the embedding caches hold at most.
     pub fn cache_slots(&self) -> usize {
         self.caches.iter().map(Cache::slots).sum()
-    }
-
-    /// How table `number` is served.
-    pub fn table_report(&self, number: usize) -> TableReport {
-        match &self.tables[number].store {
-            Store::Resident(table) => {
-                let (flash_bytes, memory_bytes) = (0, table.bytes() as u64);
-                TableReport { placement: Placement::Resident, flash_bytes, memory_bytes }
-            }
-            Store::Cached { rows, .. } => TableReport {
-                placement: Placement::Cached,
-                flash_bytes: rows.file_bytes(),
-                memory_bytes: rows.index_bytes() as u64,
-            },
-        }
     }
 
     /// An empty batch of the size that the budget allows.

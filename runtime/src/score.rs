@@ -269,14 +269,18 @@ impl Worker {
         let mut state = Fetch { next: 0, must: 0, may: 0 };
         loop {
             self.begin_reads(model, deadline, &mut state);
-            if state.must + state.may == 0 {
+            // Misses may be left to begin although none of this request's reads is outstanding: the reader may
+            // be full of those that an earlier request no longer waits for.
+            let next = self.misses.list().get(state.next);
+            if state.must + state.may == 0 && next.is_none() {
                 return;
             }
             // Once only reads remain that the deadline may cut, it cuts the wait for them.
-            let cut = deadline.filter(|_| state.must == 0 && state.next == self.misses.list().len());
+            let may_cut = next.is_none_or(|m| model.miss_policy(m.row.table) != MissPolicy::Wait);
+            let cut = deadline.filter(|_| state.must == 0 && may_cut);
             let wait = cut.map(|d| d.saturating_sub(self.clock.now()));
             if !self.finish_read(model, wait, &mut state) {
-                return self.leave_unread(model, cut.is_some());
+                return self.leave_unread(model, cut.is_some(), state.next);
             }
         }
     }
@@ -317,14 +321,22 @@ impl Worker {
         })
     }
 
-    /// Gives up the reads that are still outstanding: the deadline has come, or the reader failed.
-    fn leave_unread(&mut self, model: &Model, late: bool) {
+    /// Gives up the reads that are outstanding and, from `next` on, not begun: the deadline has come, or the
+    /// reader failed.
+    fn leave_unread(&mut self, model: &Model, late: bool, next: usize) {
         for i in 0..self.misses.list().len() {
             let miss = self.misses.list()[i];
-            let policy = model.miss_policy(miss.row.table);
-            if self.misses.state(miss.slot) == RowState::Pending && policy != MissPolicy::Default {
-                let state = if late { RowState::Late } else { RowState::Damaged };
-                self.leave(i..i + 1, state);
+            match (self.misses.state(miss.slot), model.miss_policy(miss.row.table)) {
+                (RowState::Pending, _) if miss.place == NO_PLACE => {
+                    self.set_states(i..i + 1, RowState::Absent)
+                }
+                (RowState::Pending, MissPolicy::Default) if i >= next => {
+                    self.leave(i..i + 1, RowState::Pending)
+                }
+                (RowState::Pending, MissPolicy::Default) => {}
+                (RowState::Pending, _) if late => self.leave(i..i + 1, RowState::Late),
+                (RowState::Pending, _) => self.leave(i..i + 1, RowState::Damaged),
+                _ => {}
             }
         }
     }
@@ -356,7 +368,7 @@ impl Worker {
                 waiting += 1;
             }
             let Self { reader, behind, counters, round, .. } = self;
-            let done = waiting > 0
+            let done = (waiting > 0 || next < behind.len())
                 && reader.next(None, |token, page| {
                     if (token >> 32) as u32 == *round {
                         waiting -= 1;

@@ -117,6 +117,9 @@ impl Ring {
 
     /// Submits what is queued and waits for one completion, at most `wait`.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<()> {
+        if wait == Some(Duration::ZERO) {
+            return self.ring.submit().map(drop);
+        }
         let time = wait.map(|w| types::Timespec::new().sec(w.as_secs()).nsec(w.subsec_nanos()));
         if let Some(time) = &time {
             // Ends by itself with the next completion. Older kernels (5.4 on) have it too.

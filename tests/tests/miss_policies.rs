@@ -252,6 +252,35 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
     assert!(cut > 5 && whole > 0, "{cut} deadlines cut in the middle, {whole} not at all");
 }
 
+/// A read that one request gave up keeps its place in the reader; the next request must not take the full
+/// reader for having nothing to wait for.
+#[test]
+fn a_read_that_was_given_up_does_not_cost_the_next_request() {
+    let packed =
+        plan(&[(MissPolicy::Wait, KeySpace::Sparse), (MissPolicy::Deadline, KeySpace::Sparse)], 7).pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let budget = Budget { reads_max: 1, ..Budget::default() };
+    let flash = packed.install();
+    let samples = known_samples(&packed, 2, 7);
+    let only = |table: u16| {
+        let mut sample = samples[usize::from(table)].clone();
+        let other = |f: usize| packed.schema.features[f].table != table;
+        (0..sample.sparse.len()).filter(|f| other(*f)).for_each(|f| sample.sparse[f].clear());
+        vec![sample]
+    };
+    let mut given_up = 0;
+    for _ in 0..40 {
+        let model = Arc::new(Model::open(&hatchback::disk::system(), &flash, budget).unwrap());
+        let mut worker = Worker::new(model, Arc::new(SteppingClock::default()));
+        // The read begins a tick before the deadline, and the wait for it is already over; a device may
+        // still be faster than that.
+        given_up += u32::from(score(&mut worker, &reference, &only(1), Some(1)).fresh == 0);
+        let status = score(&mut worker, &reference, &only(0), None);
+        assert_eq!(status, Status { fresh: 2, ..Status::default() });
+    }
+    assert!(given_up > 0, "no read of 40 was given up: the test saw nothing");
+}
+
 #[test]
 fn what_was_late_is_fetched_behind() {
     let packed = plan(&MIXED, 5).pack();
