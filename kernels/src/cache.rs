@@ -351,13 +351,24 @@ mod tests {
         assert!(cache.bytes() <= 100 * 1024);
     }
 
+    /// Queries a row whose every word names its key and its write; whether it was there.
+    fn read_whole(cache: &Cache, key: u64) -> bool {
+        let mut out = [0; 136];
+        let hit = cache.query(RowKey { table: 1, key }, &mut out);
+        if hit {
+            assert!(out.chunks(8).all(|c| c == &out[..8]), "torn row");
+            assert_eq!(u64::from_le_bytes(out[..8].try_into().unwrap()) >> 32, key, "another key's row");
+        }
+        hit
+    }
+
     #[test]
     fn no_reader_sees_a_torn_row() {
         let cache = Cache::new(136, 40 * 1024).unwrap();
-        let reads = AtomicUsize::new(0);
+        let (reads, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for writer in 0..2u64 {
-                let cache = &cache;
+                let (cache, finished) = (&cache, &finished);
                 scope.spawn(move || {
                     for turn in 0..60_000u64 {
                         let key = (turn * 7 + writer) % 400;
@@ -365,21 +376,18 @@ mod tests {
                         let word = (key << 32 | turn).to_le_bytes();
                         cache.insert(row, &word.repeat(17));
                     }
+                    finished.fetch_add(1, Ordering::Release);
                 });
             }
             for _ in 0..2 {
                 scope.spawn(|| {
-                    let mut out = [0; 136];
-                    for turn in 0..200_000u64 {
-                        let key = turn % 400;
-                        if cache.query(RowKey { table: 1, key }, &mut out) {
-                            assert!(out.chunks(8).all(|c| c == &out[..8]), "torn row");
-                            assert_eq!(
-                                u64::from_le_bytes(out[..8].try_into().unwrap()) >> 32,
-                                key,
-                                "another key's row"
-                            );
-                            reads.fetch_add(1, Ordering::Relaxed);
+                    // Readers go on for as long as there are writers, and once more over all keys.
+                    loop {
+                        let last = finished.load(Ordering::Acquire) == 2;
+                        let seen = (0..400).filter(|&key| read_whole(&cache, key)).count();
+                        reads.fetch_add(seen, Ordering::Relaxed);
+                        if last {
+                            return;
                         }
                     }
                 });
