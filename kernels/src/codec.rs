@@ -1,8 +1,8 @@
 //! Row codecs: how one embedding row of `dim` values lies in bytes. Specified to the bit in FORMAT.md;
 //! every backend decodes to the same f32 bits. Never reads files and never allocates.
 
+use crate::simd::{Plain, Simd};
 use half::f16;
-use half::slice::HalfFloatSliceExt;
 use serde::{Deserialize, Serialize};
 
 /// The widest encoded row: with its 64-bit key it must fit one flash page beside the page's header.
@@ -179,60 +179,64 @@ impl RowFormat {
     }
 
     /// The f32 scale and bias of a quantized row, unit included. Both products are exact.
-    fn parameters(&self, row: &[u8]) -> (f32, f32) {
+    #[inline(always)]
+    fn parameters<S: Simd>(&self, row: &[u8]) -> (f32, f32) {
         let p = &row[row.len() - 4..];
-        let scale = f16::from_le_bytes([p[0], p[1]]).to_f32() * self.unit;
-        let bias = f16::from_le_bytes([p[2], p[3]]).to_f32() * self.unit;
-        (scale, bias)
+        let [scale, bias, ..] = S::widen(&[p[0], p[1], p[2], p[3], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        (scale * self.unit, bias * self.unit)
     }
 
     /// Decodes `row` `[row_bytes]` into `out` `[dim]`: `out = code * scale + bias`.
     pub fn decode(&self, row: &[u8], out: &mut [f32]) {
-        self.each_block(row, out, |values, out| out.copy_from_slice(values));
+        self.each_value::<Plain>(row, out, |o, value| *o = value);
     }
 
-    /// Adds the decoded `row` to `out` `[dim]`, one rounded f32 addition a column.
-    pub fn accumulate(&self, row: &[u8], out: &mut [f32]) {
-        self.each_block(row, out, |values, out| out.iter_mut().zip(values).for_each(|(o, v)| *o += v));
-    }
-
-    /// Decodes 16 values at a time on the stack and hands each block over with its part of `out`.
+    /// Adds the decoded `row` to `out` `[dim]`, one rounded f32 addition a column; `first` takes `out` for zeros.
     #[inline(always)]
-    fn each_block(&self, row: &[u8], out: &mut [f32], mut take: impl FnMut(&[f32], &mut [f32])) {
-        const BLOCK: usize = 16;
-        assert_eq!(out.len(), self.dim);
-        assert_eq!(row.len(), self.row_bytes());
-        let mut values = [0f32; BLOCK];
-        let (scale, bias) = if self.codec.is_quantized() { self.parameters(row) } else { (1.0, 0.0) };
-        for (block, out) in out.chunks_mut(BLOCK).enumerate() {
-            let (n, at) = (out.len(), block * BLOCK);
-            let values = &mut values[..n];
-            match self.codec {
-                Codec::F32 => {
-                    for (v, b) in values.iter_mut().zip(row[4 * at..].chunks_exact(4)) {
-                        *v = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-                    }
-                }
-                Codec::F16 => {
-                    let mut halves = [f16::ZERO; BLOCK];
-                    for (h, b) in halves.iter_mut().zip(row[2 * at..2 * (at + n)].chunks_exact(2)) {
-                        *h = f16::from_le_bytes([b[0], b[1]]);
-                    }
-                    halves[..n].convert_to_f32_slice(values);
-                }
-                Codec::U8 => {
-                    for (v, &c) in values.iter_mut().zip(&row[at..at + n]) {
-                        *v = f32::from(c) * scale + bias;
-                    }
-                }
-                Codec::U4 => {
-                    for (i, v) in values.iter_mut().enumerate() {
-                        let pair = row[(at + i) / 2];
-                        *v = f32::from(if i % 2 == 0 { pair & 15 } else { pair >> 4 }) * scale + bias;
-                    }
+    pub(crate) fn accumulate<S: Simd>(&self, row: &[u8], out: &mut [f32], first: bool) {
+        if first {
+            self.each_value::<S>(row, out, |o, value| *o = 0.0 + value);
+        } else {
+            self.each_value::<S>(row, out, |o, value| *o += value);
+        }
+    }
+
+    /// Hands each decoded value over with its column of `out`.
+    #[inline(always)]
+    fn each_value<S: Simd>(&self, row: &[u8], out: &mut [f32], take: impl Fn(&mut f32, f32)) {
+        let (row, out) = (&row[..self.row_bytes()], &mut out[..self.dim]);
+        match self.codec {
+            Codec::F32 => {
+                for (o, b) in out.iter_mut().zip(row.chunks_exact(4)) {
+                    take(o, f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
                 }
             }
-            take(values, out);
+            Codec::F16 => {
+                let (mut outs, mut halves) = (out.chunks_exact_mut(8), row.chunks_exact(16));
+                for (out, halves) in outs.by_ref().zip(halves.by_ref()) {
+                    let values = halves.first_chunk().map_or([0.0; 8], S::widen);
+                    out.iter_mut().zip(values).for_each(|(o, v)| take(o, v));
+                }
+                let mut last = [0; 16];
+                last[..halves.remainder().len()].copy_from_slice(halves.remainder());
+                outs.into_remainder().iter_mut().zip(S::widen(&last)).for_each(|(o, v)| take(o, v));
+            }
+            Codec::U8 => {
+                let (scale, bias) = self.parameters::<S>(row);
+                out.iter_mut().zip(row).for_each(|(o, &c)| take(o, f32::from(c) * scale + bias));
+            }
+            Codec::U4 => {
+                let (scale, bias) = self.parameters::<S>(row);
+                let value = |code| f32::from(code) * scale + bias;
+                let mut pairs = out.chunks_exact_mut(2);
+                for (o, &c) in pairs.by_ref().zip(row) {
+                    take(&mut o[0], value(c & 15));
+                    take(&mut o[1], value(c >> 4));
+                }
+                if let [o] = pairs.into_remainder() {
+                    take(o, value(row[self.dim / 2] & 15));
+                }
+            }
         }
     }
 
@@ -252,7 +256,7 @@ impl RowFormat {
                 values.enumerate().find(|(_, v)| !v.is_finite())
             }
             Codec::U8 | Codec::U4 => {
-                let (scale, bias) = self.parameters(row);
+                let (scale, bias) = self.parameters::<Plain>(row);
                 [(self.dim, scale), (self.dim + 1, bias)].into_iter().find(|(_, v)| !v.is_finite())
             }
         };
@@ -278,6 +282,8 @@ pub fn choose_unit_exp(codec: Codec, magnitude_max: f32, range_min: f32) -> i8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::isa::Isa;
+    use crate::simd::{Job, dispatch};
     use proptest::prelude::*;
 
     fn format(codec: Codec, dim: usize) -> RowFormat {
@@ -360,6 +366,20 @@ mod tests {
             .collect()
     }
 
+    struct Add<'a> {
+        format: RowFormat,
+        row: &'a [u8],
+        out: &'a mut [f32],
+    }
+
+    impl Job for Add<'_> {
+        type Out = ();
+        #[inline(always)]
+        fn run<S: Simd>(self) {
+            self.format.accumulate::<S>(self.row, self.out, false);
+        }
+    }
+
     proptest! {
         #[test]
         fn decode_equals_reference_to_the_bit(
@@ -376,11 +396,14 @@ mod tests {
             f.check(&bytes).unwrap();
             let (mut out, mut sum) = (vec![0.0; row.len()], vec![1.0; row.len()]);
             f.decode(&bytes, &mut out);
-            f.accumulate(&bytes, &mut sum);
             let reference = decode_reference(codec, exp, &bytes, row.len());
-            for i in 0..row.len() {
-                prop_assert_eq!(out[i].to_bits(), reference[i].to_bits());
-                prop_assert_eq!(sum[i].to_bits(), (1.0 + reference[i]).to_bits());
+            for isa in Isa::available() {
+                sum.fill(1.0);
+                dispatch(isa, Add { format: f, row: &bytes, out: &mut sum });
+                for i in 0..row.len() {
+                    prop_assert_eq!(out[i].to_bits(), reference[i].to_bits());
+                    prop_assert_eq!(sum[i].to_bits(), (1.0 + reference[i]).to_bits(), "{}", isa.name());
+                }
             }
         }
 

@@ -9,6 +9,12 @@
 pub mod cache;
 pub mod codec;
 pub mod dense;
+mod eviction;
+pub mod isa;
+mod memory;
 pub mod misses;
+pub mod names;
 pub mod query;
 pub mod resident;
+mod simd;
+mod sync;

@@ -1,7 +1,9 @@
 //! What a query leaves open: the rows that fast memory did not hold, and the bags that wait for them.
 //! All memory is taken once; a list that is full says so before a bag is begun, never half-way through it.
 
-use crate::cache::RowKey;
+use crate::cache::Epoch;
+use crate::names::RowKey;
+use crate::simd::READ_BYTES;
 
 /// What became of a row that missed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +29,8 @@ pub struct Miss {
     pub slot: u32,
     /// Where it lies on flash; for the caller to fill in and to sort by.
     pub place: u64,
+    /// The state of its set in the cache when it was missing; to insert it with.
+    pub epoch: Epoch,
 }
 
 /// The rest of a bag whose pooling stopped at its first missing row.
@@ -44,7 +48,7 @@ pub struct OpenBag {
 }
 
 /// Stands in `refs` for a key known not to be in its table.
-pub(crate) const ABSENT: u32 = u32::MAX;
+const ABSENT: u32 = u32::MAX;
 const NO_SLOT: u32 = u32::MAX;
 
 /// The miss list and the staging rows of one request.
@@ -56,9 +60,11 @@ pub struct Misses {
     list: Vec<Miss>,
     /// Open addressing from row to position in `list`; twice `capacity` entries.
     positions: Box<[u32]>,
-    pub(crate) refs: Vec<u32>,
-    pub(crate) bags: Vec<OpenBag>,
+    refs: Vec<u32>,
+    bags: Vec<OpenBag>,
     lookups: u64,
+    /// For one row on its way from the cache.
+    buffer: Box<[u8]>,
 }
 
 impl Misses {
@@ -75,6 +81,7 @@ impl Misses {
             refs: Vec::with_capacity(capacity),
             bags: Vec::with_capacity(capacity),
             lookups: 0,
+            buffer: vec![0; row_bytes_max.next_multiple_of(READ_BYTES)].into(),
         }
     }
 
@@ -83,6 +90,7 @@ impl Misses {
         let capacity = capacity.max(1);
         capacity * (row_bytes_max + 1 + size_of::<Miss>() + 4 + size_of::<OpenBag>())
             + 4 * (2 * capacity).next_power_of_two()
+            + row_bytes_max.next_multiple_of(READ_BYTES)
     }
 
     /// Forgets everything; keeps the memory.
@@ -154,28 +162,64 @@ impl Misses {
         (self.states.len() - 1) as u32
     }
 
+    /// Lends the buffer for one row; `give_buffer` brings it back.
+    pub(crate) fn take_buffer(&mut self) -> Box<[u8]> {
+        std::mem::take(&mut self.buffer)
+    }
+
+    pub(crate) fn give_buffer(&mut self, buffer: Box<[u8]>) {
+        self.buffer = buffer;
+    }
+
+    /// Begins a bag that waits: its first `done` rows are pooled, the rest follow.
+    pub(crate) fn open(&mut self, feature: u16, sample: usize, done: usize) {
+        let first_ref = self.refs.len() as u32;
+        self.bags.push(OpenBag { feature, sample: sample as u32, done: done as u32, first_ref, refs: 0 });
+    }
+
+    fn push_ref(&mut self, slot: u32) {
+        self.refs.push(slot);
+        if let Some(bag) = self.bags.last_mut() {
+            bag.refs += 1;
+        }
+    }
+
+    /// The rows that a bag waited for, in key order: what became of each, and its bytes at the front.
+    pub(crate) fn rows_of(&self, bag: &OpenBag) -> impl Iterator<Item = (RowState, &[u8])> {
+        let refs = &self.refs[bag.first_ref as usize..(bag.first_ref + bag.refs) as usize];
+        refs.iter().map(|&slot| match slot {
+            ABSENT => (RowState::Absent, &[] as &[u8]),
+            slot => (self.state(slot), self.row(slot)),
+        })
+    }
+
+    /// Adds a key that its table does not have.
+    pub(crate) fn absent(&mut self) {
+        self.push_ref(ABSENT);
+    }
+
     /// Keeps a copy of a row that hit, for a bag that waits for an earlier one.
     pub(crate) fn keep(&mut self, bytes: &[u8]) {
         let slot = self.new_slot(RowState::Fresh);
         self.row_mut(slot)[..bytes.len()].copy_from_slice(bytes);
-        self.refs.push(slot);
+        self.push_ref(slot);
     }
 
     /// Adds one lookup of a missing row; asked for twice, it is fetched once.
-    pub(crate) fn miss(&mut self, row: RowKey) {
+    pub(crate) fn miss(&mut self, row: RowKey, epoch: Epoch) {
         self.lookups += 1;
         let mask = self.positions.len() - 1;
         let mut at = row.hash() as usize & mask;
         while self.positions[at] != NO_SLOT {
             let known = self.list[self.positions[at] as usize];
             if known.row == row {
-                return self.refs.push(known.slot);
+                return self.push_ref(known.slot);
             }
             at = (at + 1) & mask;
         }
         let slot = self.new_slot(RowState::Pending);
         self.positions[at] = self.list.len() as u32;
-        self.list.push(Miss { row, slot, place: 0 });
-        self.refs.push(slot);
+        self.list.push(Miss { row, slot, place: 0, epoch });
+        self.push_ref(slot);
     }
 }

@@ -2,10 +2,13 @@
 //! input. Bags with a missing row stop at it and are completed by `finish` once their rows were fetched; a
 //! bag's rows are always added in key order, so the bits do not depend on what was cached.
 
-use crate::cache::{Cache, RowKey};
-use crate::codec::{ROW_BYTES_MAX, RowFormat};
-use crate::misses::{ABSENT, Misses, OpenBag, RowState};
+use crate::cache::{Cache, Epoch, Seen};
+use crate::codec::RowFormat;
+use crate::isa::Isa;
+use crate::misses::{Misses, OpenBag, RowState};
+use crate::names::{Name, Namer, RowKey};
 use crate::resident::Resident;
+use crate::simd::{Job, Simd, dispatch};
 use serde::{Deserialize, Serialize};
 
 /// How the rows of a bag become one vector. An empty bag is all zeros under each.
@@ -57,12 +60,6 @@ pub struct Bags<'a> {
     pub keys: &'a [u64],
     /// Where each sample's keys begin, `[batch + 1]`.
     pub offsets: &'a [u32],
-}
-
-impl<'a> Bags<'a> {
-    fn bag(&self, sample: usize) -> &'a [u64] {
-        &self.keys[self.offsets[sample] as usize..self.offsets[sample + 1] as usize]
-    }
 }
 
 /// A network input, `[batch, stride]`, row by row.
@@ -117,136 +114,188 @@ impl Status {
     }
 }
 
-/// The bytes of one row on the stack.
-type RowBuffer = [u8; ROW_BYTES_MAX];
-
 impl Feature<'_> {
     /// Pools samples `from..` into `input`; rows that miss go to `misses`. Returns the number of samples
     /// done: fewer than the batch when `misses` has no room for the next bag. The caller then fetches,
     /// calls [`Feature::finish`] on every open bag, clears the list and calls again.
     pub fn query(
         &self,
+        isa: Isa,
         bags: Bags<'_>,
         from: usize,
         input: &mut Input<'_>,
         misses: &mut Misses,
         statuses: &mut [Status],
     ) -> usize {
-        let mut buffer = [0; ROW_BYTES_MAX];
-        for (sample, status) in statuses.iter_mut().enumerate().skip(from) {
-            let bag = bags.bag(sample);
-            if !misses.has_room(bag.len()) {
-                return sample;
-            }
-            let out = self.columns(input, sample);
-            out.fill(0.0);
-            let done = self.pool_hits(bag, out, status, &mut buffer);
-            if done < bag.len() {
-                self.open(bag, done, sample, misses, &mut buffer);
-            } else {
-                self.divide(bag.len(), out);
-            }
-        }
-        statuses.len()
+        dispatch(isa, Query { feature: self, bags, from, input, misses, statuses })
     }
 
+    #[inline(always)]
     fn columns<'o>(&self, input: &'o mut Input<'_>, sample: usize) -> &'o mut [f32] {
         let start = sample * input.stride + self.column;
         &mut input.data[start..start + self.width]
     }
 
-    /// Pools up to the first row that is not in fast memory; returns how many rows that were.
-    #[inline]
-    fn pool_hits(&self, bag: &[u64], out: &mut [f32], status: &mut Status, buffer: &mut RowBuffer) -> usize {
-        for (position, &key) in bag.iter().enumerate() {
-            match self.find(key, buffer) {
-                Found::Row(bytes) => {
-                    self.format.accumulate(bytes, self.place(position, out));
-                    status.fresh += 1;
-                }
-                Found::Absent => {
-                    self.add_default(self.place(position, out));
-                    status.absent += 1;
-                }
-                Found::Miss => return position,
-            }
-        }
-        bag.len()
-    }
-
-    /// Notes the rest of a bag from its first miss on.
-    #[cold]
-    fn open(&self, bag: &[u64], done: usize, sample: usize, misses: &mut Misses, buffer: &mut RowBuffer) {
-        let first_ref = misses.refs.len() as u32;
-        for &key in &bag[done..] {
-            match self.find(key, buffer) {
-                Found::Row(bytes) => misses.keep(bytes),
-                Found::Absent => misses.refs.push(ABSENT),
-                Found::Miss => misses.miss(RowKey { table: self.table, key }),
-            }
-        }
-        let refs = (bag.len() - done) as u32;
-        misses.bags.push(OpenBag {
-            feature: self.id,
-            sample: sample as u32,
-            done: done as u32,
-            first_ref,
-            refs,
-        });
-    }
-
-    #[inline]
-    fn find<'b>(&'b self, key: u64, buffer: &'b mut RowBuffer) -> Found<'b> {
-        if self.keys_end.is_some_and(|end| key >= end) {
-            return Found::Absent;
-        }
-        match &self.rows {
-            Rows::Resident(table) => table.row(key).map_or(Found::Absent, Found::Row),
-            Rows::Cached(cache) => {
-                let bytes = &mut buffer[..self.format.row_bytes()];
-                let row = RowKey { table: self.table, key };
-                if cache.query(row, bytes) { Found::Row(bytes) } else { Found::Miss }
-            }
-        }
-    }
-
-    /// The columns that the row at `position` of its bag goes to.
-    #[inline]
-    fn place<'o>(&self, position: usize, out: &'o mut [f32]) -> &'o mut [f32] {
+    /// The columns that the row at `position` of its bag goes to, and whether it is the first to go there.
+    #[inline(always)]
+    fn place<'o>(&self, position: usize, out: &'o mut [f32]) -> (&'o mut [f32], bool) {
         let dim = self.format.dim();
         match self.pooling {
-            Pooling::None => &mut out[position * dim..(position + 1) * dim],
-            Pooling::Sum | Pooling::Mean => out,
+            Pooling::None => (&mut out[position * dim..(position + 1) * dim], true),
+            Pooling::Sum | Pooling::Mean => (out, position == 0),
         }
     }
 
-    fn add_default(&self, out: &mut [f32]) {
-        out.iter_mut().zip(self.default_row).for_each(|(o, v)| *o += v);
+    #[inline(always)]
+    fn add_row<S: Simd>(&self, bytes: &[u8], position: usize, out: &mut [f32]) {
+        let (out, first) = self.place(position, out);
+        self.format.accumulate::<S>(bytes, out, first);
     }
 
-    fn divide(&self, keys: usize, out: &mut [f32]) {
-        if self.pooling == Pooling::Mean && keys > 1 {
-            out.iter_mut().for_each(|o| *o /= keys as f32);
+    fn add_default(&self, position: usize, out: &mut [f32]) {
+        let (out, first) = self.place(position, out);
+        out.iter_mut().zip(self.default_row).for_each(|(o, v)| *o = if first { 0.0 } else { *o } + v);
+    }
+
+    /// Completes the columns of a bag whose `keys` rows are all added.
+    #[inline(always)]
+    fn close(&self, keys: usize, out: &mut [f32]) {
+        match self.pooling {
+            Pooling::Mean if keys > 1 => out.iter_mut().for_each(|o| *o /= keys as f32),
+            Pooling::None => out[keys * self.format.dim()..].fill(0.0),
+            _ if keys == 0 => out.fill(0.0),
+            _ => {}
         }
     }
 
     /// Pools the rest of an open bag of this feature from the staged rows.
-    pub fn finish(&self, bag: &OpenBag, misses: &Misses, input: &mut Input<'_>, statuses: &mut [Status]) {
-        let status = &mut statuses[bag.sample as usize];
-        let out = self.columns(input, bag.sample as usize);
-        let refs = &misses.refs[bag.first_ref as usize..(bag.first_ref + bag.refs) as usize];
-        for (i, &slot) in refs.iter().enumerate() {
-            let state = if slot == ABSENT { RowState::Absent } else { misses.state(slot) };
-            let place = self.place(bag.done as usize + i, out);
-            match state {
-                RowState::Fresh => {
-                    self.format.accumulate(&misses.row(slot)[..self.format.row_bytes()], place)
+    pub fn finish(
+        &self,
+        isa: Isa,
+        bag: &OpenBag,
+        misses: &Misses,
+        input: &mut Input<'_>,
+        statuses: &mut [Status],
+    ) {
+        dispatch(
+            isa,
+            Finish { feature: self, bag, misses, input, status: &mut statuses[bag.sample as usize] },
+        );
+    }
+}
+
+/// The query of one feature over a batch.
+struct Query<'a, 'd> {
+    feature: &'a Feature<'a>,
+    bags: Bags<'a>,
+    from: usize,
+    input: &'a mut Input<'d>,
+    misses: &'a mut Misses,
+    statuses: &'a mut [Status],
+}
+
+impl Job for Query<'_, '_> {
+    type Out = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self) -> usize {
+        let Feature { rows, table, keys_end, .. } = self.feature;
+        let keys = &self.bags.keys[..self.bags.offsets[self.statuses.len()] as usize];
+        let start = self.bags.offsets[self.from] as usize;
+        match rows {
+            Rows::Resident(table) => self.pool::<S, _>(Whole { table, keys }),
+            Rows::Cached(cache) => self.pool::<S, _>(Ahead {
+                cache,
+                namer: cache.namer(*table),
+                keys_end: *keys_end,
+                keys,
+                named: start,
+                looked: start,
+                ring: [Seen::default(); RING],
+            }),
+        }
+    }
+}
+
+impl Query<'_, '_> {
+    /// Bag by bag: adds the rows that `found` gives; from a bag's first missing row on, notes what it needs.
+    #[inline(always)]
+    fn pool<S: Simd, R: FindRow>(self, mut found: R) -> usize {
+        let feature = self.feature;
+        let mut buffer = self.misses.take_buffer();
+        let mut done = self.statuses.len();
+        for sample in self.from..self.statuses.len() {
+            let bag = self.bags.offsets[sample] as usize..self.bags.offsets[sample + 1] as usize;
+            if !self.misses.has_room(bag.len()) {
+                done = sample;
+                break;
+            }
+            let out = feature.columns(self.input, sample);
+            let (mut fresh, mut absent, mut missing) = (0, 0, None);
+            for (position, at) in bag.clone().enumerate() {
+                match found.row::<S>(at, &mut buffer) {
+                    Found::Row(bytes) => {
+                        feature.add_row::<S>(bytes, position, out);
+                        fresh += 1;
+                    }
+                    Found::Absent => {
+                        feature.add_default(position, out);
+                        absent += 1;
+                    }
+                    Found::Miss => {
+                        missing = Some(position);
+                        break;
+                    }
                 }
-                _ => self.add_default(place),
+            }
+            self.statuses[sample].fresh += fresh;
+            self.statuses[sample].absent += absent;
+            match missing {
+                None => feature.close(bag.len(), out),
+                Some(position) => {
+                    self.misses.open(feature.id, sample, position);
+                    for at in bag.start + position..bag.end {
+                        match found.row::<S>(at, &mut buffer) {
+                            Found::Row(bytes) => self.misses.keep(&bytes[..feature.format.row_bytes()]),
+                            Found::Absent => self.misses.absent(),
+                            Found::Miss => {
+                                let row = RowKey { table: feature.table, key: self.bags.keys[at] };
+                                self.misses.miss(row, found.epoch(row));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        self.misses.give_buffer(buffer);
+        done
+    }
+}
+
+/// The rest of one bag.
+struct Finish<'a, 'd> {
+    feature: &'a Feature<'a>,
+    bag: &'a OpenBag,
+    misses: &'a Misses,
+    input: &'a mut Input<'d>,
+    status: &'a mut Status,
+}
+
+impl Job for Finish<'_, '_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let Self { feature, bag, misses, input, status } = self;
+        let out = feature.columns(input, bag.sample as usize);
+        for (position, (state, bytes)) in (bag.done as usize..).zip(misses.rows_of(bag)) {
+            match state {
+                RowState::Fresh => feature.add_row::<S>(bytes, position, out),
+                _ => feature.add_default(position, out),
             }
             status.count(state);
         }
-        self.divide((bag.done + bag.refs) as usize, out);
+        feature.close((bag.done + bag.refs) as usize, out);
     }
 }
 
@@ -254,4 +303,90 @@ enum Found<'a> {
     Row(&'a [u8]),
     Absent,
     Miss,
+}
+
+/// Where the rows of a feature are found, asked for in the order of the keys.
+trait FindRow {
+    /// The row of key number `at`, at the front of what is returned.
+    fn row<'b, S: Simd>(&'b mut self, at: usize, buffer: &'b mut [u8]) -> Found<'b>;
+
+    fn epoch(&self, row: RowKey) -> Epoch;
+}
+
+/// A resident table has its rows in plain memory.
+struct Whole<'a> {
+    table: &'a Resident,
+    keys: &'a [u64],
+}
+
+impl FindRow for Whole<'_> {
+    #[inline(always)]
+    fn row<'b, S: Simd>(&'b mut self, at: usize, _buffer: &'b mut [u8]) -> Found<'b> {
+        const AHEAD: usize = 16;
+        if let Some(&key) = self.keys.get(at + AHEAD) {
+            self.table.prefetch(key);
+        }
+        self.table.row(self.keys[at]).map_or(Found::Absent, Found::Row)
+    }
+
+    fn epoch(&self, _row: RowKey) -> Epoch {
+        Epoch::default()
+    }
+}
+
+/// Keys that are named, and then looked for, together.
+const STEP: usize = 8;
+/// Places of keys that were looked for and not read yet.
+const RING: usize = 4 * STEP;
+
+/// The embedding cache, looked through ahead of the reads: while the rows of one step are read, those of the
+/// next two are on their way from memory and the sets of the one after them.
+struct Ahead<'a> {
+    cache: &'a Cache,
+    namer: Namer,
+    keys_end: Option<u64>,
+    keys: &'a [u64],
+    named: usize,
+    looked: usize,
+    ring: [Seen; RING],
+}
+
+impl Ahead<'_> {
+    #[inline(always)]
+    fn look_ahead<S: Simd>(&mut self, at: usize) {
+        let end = self.keys.len();
+        for i in self.named..end.min(at + 3 * STEP) {
+            let key = self.keys[i];
+            let absent = self.keys_end.is_some_and(|end| key >= end);
+            let name = if absent { Name::default() } else { self.cache.name(self.namer, key) };
+            self.cache.prefetch_set(name);
+            self.ring[i % RING].name = name;
+            self.named = i + 1;
+        }
+        for i in self.looked..end.min(at + 2 * STEP) {
+            self.ring[i % RING] = self.cache.see::<S>(self.ring[i % RING].name);
+            self.looked = i + 1;
+        }
+    }
+}
+
+impl FindRow for Ahead<'_> {
+    #[inline(always)]
+    fn row<'b, S: Simd>(&'b mut self, at: usize, buffer: &'b mut [u8]) -> Found<'b> {
+        if at + STEP >= self.looked && self.looked < self.keys.len() {
+            self.look_ahead::<S>(at);
+        }
+        let seen = self.ring[at % RING];
+        if self.cache.read::<S>(seen, buffer) {
+            Found::Row(buffer)
+        } else if seen.name.word == 0 {
+            Found::Absent
+        } else {
+            Found::Miss
+        }
+    }
+
+    fn epoch(&self, row: RowKey) -> Epoch {
+        self.cache.epoch(row)
+    }
 }

@@ -1,43 +1,102 @@
 //! Resident tables: small tables held whole in fast memory, every key answered without a miss.
 //! Never changes after it is built.
 
-use crate::cache::mix;
+use crate::memory::Zeroed;
+use crate::names::mix;
+use crate::simd::prefetch;
+
+/// Rows of a bucket, on average.
+const BUCKET_ROWS: usize = 8;
 
 /// All encoded rows of one small table.
 pub struct Resident {
     row_bytes: usize,
-    /// Ascending hashes of the keys, in row order; `None` where the key is the row's position.
-    hashes: Option<Box<[u64]>>,
-    rows: Box<[u8]>,
+    /// How a key finds its row; `None` where the key is the row's position.
+    index: Option<Index>,
+    rows: Zeroed<u8>,
+}
+
+/// Ascending hashes of the keys, in row order, and where each of equal parts of the hash space begins.
+struct Index {
+    hashes: Box<[u64]>,
+    /// `[buckets + 1]`
+    buckets: Box<[u32]>,
+}
+
+impl Index {
+    fn new(hashes: Box<[u64]>) -> Self {
+        let buckets = hashes.len() / BUCKET_ROWS + 1;
+        let start = |b: usize| ((b as u128) << 64).div_ceil(buckets as u128);
+        let position = |b| hashes.partition_point(|&h| u128::from(h) < start(b)) as u32;
+        let buckets = (0..=buckets).map(position).collect();
+        Self { hashes, buckets }
+    }
+
+    #[inline(always)]
+    fn bucket(&self, hash: u64) -> &[u32; 2] {
+        let buckets = self.buckets.len() as u128 - 1;
+        let bucket = ((u128::from(hash) * buckets) >> 64) as usize;
+        // `new` made one more than there are buckets.
+        self.buckets[bucket..].first_chunk().unwrap_or(&[0, 0])
+    }
+
+    #[inline(always)]
+    fn position(&self, key: u64) -> Option<usize> {
+        let hash = mix(key);
+        let &[from, to] = self.bucket(hash);
+        let within = self.hashes[from as usize..to as usize].iter().position(|&h| h == hash)?;
+        Some(from as usize + within)
+    }
 }
 
 impl Resident {
     /// Rows in key order `0..n`.
-    pub fn indexed(row_bytes: usize, rows: Box<[u8]>) -> Self {
-        assert_eq!(rows.len() % row_bytes, 0);
-        Self { row_bytes, hashes: None, rows }
+    pub fn indexed(row_bytes: usize, rows: &[u8]) -> Self {
+        Self::with(row_bytes, None, rows)
     }
 
     /// Rows in ascending order of `mix(key)`, with those hashes.
-    pub fn hashed(row_bytes: usize, hashes: Box<[u64]>, rows: Box<[u8]>) -> Self {
+    pub fn hashed(row_bytes: usize, hashes: Box<[u64]>, rows: &[u8]) -> Self {
         assert_eq!(rows.len(), row_bytes * hashes.len());
         assert!(hashes.is_sorted());
-        Self { row_bytes, hashes: Some(hashes), rows }
+        Self::with(row_bytes, Some(Index::new(hashes)), rows)
+    }
+
+    fn with(row_bytes: usize, index: Option<Index>, from: &[u8]) -> Self {
+        assert_eq!(from.len() % row_bytes, 0);
+        let mut rows = Zeroed::new(from.len());
+        rows.copy_from_slice(from);
+        Self { row_bytes, index, rows }
     }
 
     /// The encoded row of `key`, or `None` if the table does not have it.
-    #[inline]
+    #[inline(always)]
     pub fn row(&self, key: u64) -> Option<&[u8]> {
-        let position = match &self.hashes {
+        let position = match &self.index {
             None => usize::try_from(key).ok()?,
-            Some(hashes) => hashes.binary_search(&mix(key)).ok()?,
+            Some(index) => index.position(key)?,
         };
         let start = position.checked_mul(self.row_bytes)?;
         self.rows.get(start..start.checked_add(self.row_bytes)?)
     }
 
+    /// Asks for what `row` will touch ahead of it.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self, key: u64) {
+        match &self.index {
+            // Of an index only the first step is known without waiting for it.
+            Some(index) => prefetch(index.bucket(mix(key))),
+            None => {
+                if let Some(row) = self.row(key) {
+                    row.iter().step_by(64).take(8).for_each(prefetch);
+                    row.last().inspect(|last| prefetch(*last));
+                }
+            }
+        }
+    }
+
     /// All bytes held.
     pub fn bytes(&self) -> usize {
-        self.rows.len() + self.hashes.as_ref().map_or(0, |h| 8 * h.len())
+        self.rows.len() + self.index.as_ref().map_or(0, |i| 8 * i.hashes.len() + 4 * i.buckets.len())
     }
 }

@@ -11,10 +11,11 @@ use crate::reader::{PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, Placement, Schema, Table};
 use crate::segment::SegmentError;
 use crate::table_rows::{Place, TableRows};
-use hatchback_kernels::cache::{Cache, RowKey, mix};
+use hatchback_kernels::cache::Cache;
 use hatchback_kernels::codec::RowFormat;
 use hatchback_kernels::dense::{DenseEngine, DenseError};
 use hatchback_kernels::misses::{Miss, Misses};
+use hatchback_kernels::names::{Names, RowKey, mix};
 use hatchback_kernels::query::Status;
 use hatchback_kernels::resident::Resident;
 use std::path::Path;
@@ -219,7 +220,8 @@ fn preload_table(number: usize, rows: &TableRows, cache: &Cache, keys: &[u64], r
                 Err(e) => log::error!("{e}"),
                 Ok(page) => group.iter().for_each(|&(_, key)| {
                     if let Some(row) = segment.row(&page, key) {
-                        cache.insert(RowKey { table: number as u16, key }, row);
+                        let name = RowKey { table: number as u16, key };
+                        cache.insert(name, row, cache.epoch(name));
                     }
                 }),
             }
@@ -279,27 +281,38 @@ fn choose_resident(schema: &Schema, budget: &Budget) -> Result<Vec<bool>, OpenEr
 
 /// One cache for each row width, the budget split by the bytes of the rows behind each.
 fn make_caches(schema: &Schema, resident: &[bool], budget: &Budget) -> Result<Vec<Cache>, OpenError> {
+    let row_bytes = |t: &Table| t.codec.row_bytes(t.dim as usize);
     let mut widths: Vec<(usize, u64)> = Vec::new();
     for (table, _) in schema.tables.iter().zip(resident).filter(|(_, r)| !**r) {
-        let row_bytes = table.codec.row_bytes(table.dim as usize);
-        match widths.iter_mut().find(|(w, _)| *w == row_bytes) {
+        match widths.iter_mut().find(|(w, _)| *w == row_bytes(table)) {
             Some((_, bytes)) => *bytes = bytes.saturating_add(table.row_bytes_total()),
-            None => widths.push((row_bytes, table.row_bytes_total())),
+            None => widths.push((row_bytes(table), table.row_bytes_total())),
         }
     }
-    // A set for each, however few its rows are beside the others'; the rest in proportion.
-    let least: u64 = widths.iter().map(|&(row_bytes, _)| Cache::set_bytes(row_bytes) as u64).sum();
+    let names = |width| {
+        let end = |(t, resident): (&Table, &bool)| match t.keys {
+            _ if *resident || row_bytes(t) != width => Some(0),
+            KeySpace::Index => Some(t.rows),
+            KeySpace::Sparse => None,
+        };
+        Names::new(schema.tables.iter().zip(resident).map(end).collect())
+    };
+    // The least that each can work with, however few its rows are beside the others'; the rest in proportion.
+    let least: u64 = widths.iter().map(|&(width, _)| Cache::bytes_min(width, &names(width)) as u64).sum();
     let too_small = || OpenError::Budget {
         field: "cache_bytes_max",
         value: budget.cache_bytes_max,
-        problem: format!("one set for each of {} row widths takes {least} bytes", widths.len()),
+        problem: format!("the smallest caches for {} row widths take {least} bytes", widths.len()),
     };
     let spare = budget.cache_bytes_max.checked_sub(least).ok_or_else(too_small)?;
     let all: u128 = widths.iter().map(|(_, bytes)| u128::from(*bytes)).sum();
     let share = |bytes: u64| (u128::from(spare) * u128::from(bytes) / all.max(1)) as usize;
     widths
         .iter()
-        .map(|&(row_bytes, bytes)| Cache::new(row_bytes, Cache::set_bytes(row_bytes) + share(bytes)))
+        .map(|&(width, bytes)| {
+            let names = names(width);
+            Cache::new(width, Cache::bytes_min(width, &names) + share(bytes), &names)
+        })
         .collect::<Option<_>>()
         .ok_or_else(too_small)
 }
@@ -346,7 +359,7 @@ fn load_resident(rows: &TableRows, table: &Table, format: RowFormat) -> Result<R
     )?;
     match damaged {
         Some(e) => Err(e.into()),
-        None if indexed => Ok(Resident::indexed(format.row_bytes(), bytes.into())),
+        None if indexed => Ok(Resident::indexed(format.row_bytes(), &bytes)),
         None => Ok(sorted_resident(format.row_bytes(), &hashes, &bytes)),
     }
 }
@@ -355,9 +368,9 @@ fn sorted_resident(row_bytes: usize, hashes: &[u64], rows: &[u8]) -> Resident {
     let mut order: Vec<usize> = (0..hashes.len()).collect();
     order.sort_unstable_by_key(|&i| hashes[i]);
     let sorted_hashes = order.iter().map(|&i| hashes[i]).collect();
-    let sorted_rows =
+    let sorted_rows: Vec<u8> =
         order.iter().flat_map(|&i| &rows[i * row_bytes..(i + 1) * row_bytes]).copied().collect();
-    Resident::hashed(row_bytes, sorted_hashes, sorted_rows)
+    Resident::hashed(row_bytes, sorted_hashes, &sorted_rows)
 }
 
 fn columns_of(schema: &Schema) -> Vec<(usize, usize)> {

@@ -3,9 +3,9 @@
 use crate::limits::{
     DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_WIDTH_MAX, NAME_BYTES_MAX, TABLES_MAX,
 };
-use hatchback_kernels::cache::mix;
 use hatchback_kernels::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
+use hatchback_kernels::names::mix;
 use hatchback_kernels::query::Pooling;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;

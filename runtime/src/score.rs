@@ -8,9 +8,11 @@ use crate::page::{Page, PageBytes};
 use crate::reader::{PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, MissPolicy};
 use crate::table_rows::{Place, TableRows};
-use hatchback_kernels::cache::{Cache, RowKey};
+use hatchback_kernels::cache::Cache;
 use hatchback_kernels::dense::DenseError;
+use hatchback_kernels::isa::Isa;
 use hatchback_kernels::misses::{Miss, Misses, RowState};
+use hatchback_kernels::names::RowKey;
 use hatchback_kernels::query::{Feature, Input, Rows, Status};
 use std::io;
 use std::ops::Range;
@@ -134,6 +136,7 @@ pub struct Worker {
     scores: Vec<f32>,
     statuses: Vec<Status>,
     reader: PageReader,
+    isa: Isa,
     /// Tells the reads of this request from those that an earlier one no longer waits for.
     round: u32,
     counters: Counters,
@@ -153,6 +156,7 @@ impl Worker {
             scores: vec![0.0; batch * model.outputs()],
             statuses: vec![Status::default(); batch],
             reader: PageReader::new(budget.reads_max as usize, ReadMethod::Auto),
+            isa: Isa::detect(),
             round: 0,
             counters: Counters::default(),
             clock,
@@ -226,7 +230,7 @@ impl Worker {
             while done < batch.size() {
                 let statuses = &mut self.statuses[..batch.size()];
                 let mut into = Input { data: &mut self.inputs[input], stride: self.widths[input] };
-                done = feature.query(batch.bags(f), done, &mut into, &mut self.misses, statuses);
+                done = feature.query(self.isa, batch.bags(f), done, &mut into, &mut self.misses, statuses);
                 if done < batch.size() {
                     self.settle(model, batch.size(), deadline);
                 }
@@ -250,7 +254,7 @@ impl Worker {
             let (input, column) = model.columns[usize::from(bag.feature)];
             let mut into = Input { data: &mut self.inputs[input], stride: self.widths[input] };
             let feature = model.feature(usize::from(bag.feature), column);
-            feature.finish(bag, &self.misses, &mut into, &mut self.statuses[..batch]);
+            feature.finish(self.isa, bag, &self.misses, &mut into, &mut self.statuses[..batch]);
         }
         self.misses.clear();
     }
@@ -443,7 +447,7 @@ fn stage(
             Some(None) => RowState::Absent,
             Some(Some(bytes)) => {
                 misses.row_mut(miss.slot)[..bytes.len()].copy_from_slice(bytes);
-                model.cache(miss.row.table).insert(miss.row, bytes);
+                model.cache(miss.row.table).insert(miss.row, bytes, miss.epoch);
                 RowState::Fresh
             }
         };
@@ -455,8 +459,8 @@ fn stage(
 fn insert(model: &Model, misses: &[Miss], page: io::Result<&PageBytes>, counters: &mut Counters) -> usize {
     let Some(page) = check_page(model, misses[0], page, counters) else { return 0 };
     let segment = model.rows(misses[0].row.table).segment(Place::unpack(misses[0].place));
-    let rows = misses.iter().filter_map(|m| Some((m.row, segment.row(&page, m.row.key)?)));
-    rows.map(|(row, bytes)| model.cache(row.table).insert(row, bytes)).count()
+    let rows = misses.iter().filter_map(|m| Some((m, segment.row(&page, m.row.key)?)));
+    rows.filter(|(m, bytes)| model.cache(m.row.table).insert(m.row, bytes, m.epoch)).count()
 }
 
 impl Model {

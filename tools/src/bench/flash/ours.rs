@@ -276,8 +276,12 @@ impl Compactor {
     fn run(&self, stop: &AtomicBool) -> Result<f64> {
         let start = Instant::now();
         let mut bytes = 0;
-        while !stop.load(Ordering::Relaxed) {
+        // At least one pass, so that there is a file to remove.
+        loop {
             self.pass(stop, start, &mut bytes)?;
+            if stop.load(Ordering::Relaxed) {
+                break;
+            }
         }
         let rate = bytes as f64 / 1e6 / start.elapsed().as_secs_f64();
         disk::system().remove_file(&self.out)?;

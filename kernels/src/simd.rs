@@ -1,0 +1,322 @@
+//! The few steps of a lookup that plain Rust cannot say: reading memory that a writer may change at the same
+//! moment, a vector at a time, and turning f16 into f32. One trait, one form for each family of vector
+//! instructions; all give the same bits. Everything else is plain Rust that the compiler vectorises.
+//!
+//! A racing read goes through inline assembly: to the compiler it is a run of relaxed atomic loads, which is
+//! what the plain form does word by word. The caller finds out from the set's sequence number whether the
+//! bytes are of one row.
+
+#![allow(unsafe_code)]
+
+use crate::isa::{Family, Isa};
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use half::f16;
+
+/// Bytes of one racing read; what is copied is rounded up to it.
+pub const READ_BYTES: usize = 32;
+/// Slots of a set: the words that `find` compares.
+pub const WAYS: usize = if cfg!(loom) { 2 } else { 16 };
+
+/// One family of vector instructions. Its functions only run inside [`dispatch`].
+pub(crate) trait Simd {
+    /// A mask of the words that equal `word`, the first in the lowest bit.
+    #[inline(always)]
+    fn find_u32(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+        let hit = |(way, w): (usize, &AtomicU32)| u32::from(w.load(Ordering::Relaxed) == word) << way;
+        words.iter().enumerate().map(hit).sum()
+    }
+
+    /// The same for 64-bit words.
+    #[inline(always)]
+    fn find_u64(words: &[AtomicU64; WAYS], word: u64) -> u32 {
+        let hit = |(way, w): (usize, &AtomicU64)| u32::from(w.load(Ordering::Relaxed) == word) << way;
+        words.iter().enumerate().map(hit).sum()
+    }
+
+    /// Copies `from` `[8 n]`, which may change meanwhile, to `to` `[32 n]`.
+    #[inline(always)]
+    fn copy_racing(from: &[AtomicU32], to: &mut [u8]) {
+        for (word, bytes) in from.iter().zip(to.chunks_exact_mut(4)) {
+            bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
+        }
+    }
+
+    /// Eight f16 as f32; exact.
+    #[inline(always)]
+    fn widen(halves: &[u8; 16]) -> [f32; 8] {
+        std::array::from_fn(|i| f16::from_le_bytes([halves[2 * i], halves[2 * i + 1]]).to_f32())
+    }
+}
+
+/// What every machine can do, and the meaning of the others.
+pub(crate) struct Plain;
+impl Simd for Plain {}
+
+/// Work that is built once for each family. `run` and all that it calls must be `#[inline(always)]`: what is
+/// not inlined is built without the family's instructions.
+pub(crate) trait Job {
+    type Out;
+    fn run<S: Simd>(self) -> Self::Out;
+}
+
+/// Runs `job` as it was built for `isa`.
+#[inline(always)]
+pub(crate) fn dispatch<J: Job>(isa: Isa, job: J) -> J::Out {
+    match isa.family() {
+        // SAFETY: an `Isa` proves that the machine has the family's instructions.
+        #[cfg(all(target_arch = "x86_64", not(loom)))]
+        Family::Avx2 => unsafe { x86::run_avx2(job) },
+        // SAFETY: as above.
+        #[cfg(all(target_arch = "x86_64", not(loom)))]
+        Family::Avx512 => unsafe { x86::run_avx512(job) },
+        #[cfg(all(target_arch = "aarch64", not(loom)))]
+        Family::Neon => job.run::<arm::Neon>(),
+        _ => job.run::<Plain>(),
+    }
+}
+
+/// Asks for the cache line at `at` ahead of its use.
+#[inline(always)]
+pub(crate) fn prefetch<T>(at: &T) {
+    let at = std::ptr::from_ref(at);
+    // SAFETY: a prefetch reads nothing that the program can see.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        std::arch::asm!("prfm pldl1keep, [{p}]", p = in(reg) at, options(nostack, preserves_flags, readonly));
+    }
+    let _ = at;
+}
+
+#[cfg(all(target_arch = "x86_64", not(loom)))]
+pub(crate) mod x86 {
+    use super::*;
+    use std::arch::asm;
+    use std::arch::x86_64::*;
+
+    pub(crate) struct Avx2;
+    pub(crate) struct Avx512;
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(crate) fn run_avx2<J: Job>(job: J) -> J::Out {
+        job.run::<Avx2>()
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(crate) fn run_avx512<J: Job>(job: J) -> J::Out {
+        job.run::<Avx512>()
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn read_256<T>(from: &[T]) -> __m256i {
+        assert!(size_of_val(from) >= 32);
+        let value;
+        // SAFETY: 32 bytes of the slice are read; see the head of the file for the race.
+        unsafe {
+            asm!("vmovdqu {v}, ymmword ptr [{p}]", v = lateout(ymm_reg) value, p = in(reg) from.as_ptr(),
+                 options(nostack, preserves_flags));
+        }
+        value
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn read_512<T>(from: &[T]) -> __m512i {
+        assert!(size_of_val(from) >= 64);
+        let value;
+        // SAFETY: 64 bytes of the slice are read; see the head of the file for the race.
+        unsafe {
+            asm!("vmovdqu64 {v}, zmmword ptr [{p}]", v = lateout(zmm_reg) value, p = in(reg) from.as_ptr(),
+                 options(nostack, preserves_flags));
+        }
+        value
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn copy(from: &[AtomicU32], to: &mut [u8]) {
+        for (from, to) in from.chunks_exact(8).zip(to.chunks_exact_mut(READ_BYTES)) {
+            // SAFETY: `to` has 32 bytes; the store needs no alignment.
+            unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), read_256(from)) };
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx,f16c")]
+    fn widen(halves: &[u8; 16]) -> [f32; 8] {
+        let mut out = [0.0; 8];
+        // SAFETY: 16 bytes are loaded and 32 stored, neither needs alignment.
+        unsafe {
+            let halves = _mm_loadu_si128(halves.as_ptr().cast());
+            _mm256_storeu_ps(out.as_mut_ptr(), _mm256_cvtph_ps(halves));
+        }
+        out
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn find_u32_avx2(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+        let word = _mm256_set1_epi32(word as i32);
+        let half = |words| {
+            let equal = _mm256_cmpeq_epi32(read_256(words), word);
+            _mm256_movemask_ps(_mm256_castsi256_ps(equal)) as u32
+        };
+        half(&words[..8]) | half(&words[8..]) << 8
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn find_u64_avx2(words: &[AtomicU64; WAYS], word: u64) -> u32 {
+        let word = _mm256_set1_epi64x(word as i64);
+        let quarter = |at: usize| {
+            let equal = _mm256_cmpeq_epi64(read_256(&words[at..at + 4]), word);
+            (_mm256_movemask_pd(_mm256_castsi256_pd(equal)) as u32) << at
+        };
+        quarter(0) | quarter(4) | quarter(8) | quarter(12)
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn find_u32_avx512(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+        u32::from(_mm512_cmpeq_epi32_mask(read_512(words), _mm512_set1_epi32(word as i32)))
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn find_u64_avx512(words: &[AtomicU64; WAYS], word: u64) -> u32 {
+        let word = _mm512_set1_epi64(word as i64);
+        let half = |words| u32::from(_mm512_cmpeq_epi64_mask(read_512(words), word));
+        half(&words[..8]) | half(&words[8..]) << 8
+    }
+
+    // SAFETY of all below: `Simd` says that the machine has the instructions.
+    impl Simd for Avx2 {
+        #[inline(always)]
+        fn find_u32(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+            // SAFETY: above.
+            unsafe { find_u32_avx2(words, word) }
+        }
+
+        #[inline(always)]
+        fn find_u64(words: &[AtomicU64; WAYS], word: u64) -> u32 {
+            // SAFETY: above.
+            unsafe { find_u64_avx2(words, word) }
+        }
+
+        #[inline(always)]
+        fn copy_racing(from: &[AtomicU32], to: &mut [u8]) {
+            // SAFETY: above.
+            unsafe { copy(from, to) }
+        }
+
+        #[inline(always)]
+        fn widen(halves: &[u8; 16]) -> [f32; 8] {
+            // SAFETY: above.
+            unsafe { widen(halves) }
+        }
+    }
+
+    impl Simd for Avx512 {
+        #[inline(always)]
+        fn find_u32(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+            // SAFETY: above.
+            unsafe { find_u32_avx512(words, word) }
+        }
+
+        #[inline(always)]
+        fn find_u64(words: &[AtomicU64; WAYS], word: u64) -> u32 {
+            // SAFETY: above.
+            unsafe { find_u64_avx512(words, word) }
+        }
+
+        #[inline(always)]
+        fn copy_racing(from: &[AtomicU32], to: &mut [u8]) {
+            // SAFETY: above.
+            unsafe { copy(from, to) }
+        }
+
+        #[inline(always)]
+        fn widen(halves: &[u8; 16]) -> [f32; 8] {
+            // SAFETY: above.
+            unsafe { widen(halves) }
+        }
+    }
+}
+
+#[cfg(all(target_arch = "aarch64", not(loom)))]
+pub(crate) mod arm {
+    use super::*;
+    use std::arch::aarch64::*;
+    use std::arch::asm;
+
+    pub(crate) struct Neon;
+
+    #[inline(always)]
+    fn read_128<T>(from: &[T]) -> uint32x4_t {
+        assert!(size_of_val(from) >= 16);
+        let value;
+        // SAFETY: 16 bytes of the slice are read; see the head of the file for the race.
+        unsafe {
+            asm!("ldr {v:q}, [{p}]", v = lateout(vreg) value, p = in(reg) from.as_ptr(),
+                 options(nostack, preserves_flags));
+        }
+        value
+    }
+
+    impl Simd for Neon {
+        #[inline(always)]
+        fn find_u32(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+            // SAFETY: Advanced SIMD is always there; four values are loaded from an array of four.
+            unsafe {
+                let (word, bits) = (vdupq_n_u32(word), vld1q_u32([1, 2, 4, 8].as_ptr()));
+                let quarter = |at: usize| {
+                    vaddvq_u32(vandq_u32(vceqq_u32(read_128(&words[at..at + 4]), word), bits)) << at
+                };
+                quarter(0) | quarter(4) | quarter(8) | quarter(12)
+            }
+        }
+
+        #[inline(always)]
+        fn find_u64(words: &[AtomicU64; WAYS], word: u64) -> u32 {
+            // SAFETY: as above.
+            unsafe {
+                let word = vdupq_n_u64(word);
+                let pair = |at: usize| {
+                    let equal = vceqq_u64(vreinterpretq_u64_u32(read_128(&words[at..at + 2])), word);
+                    ((vgetq_lane_u64::<0>(equal) & 1 | vgetq_lane_u64::<1>(equal) & 2) as u32) << at
+                };
+                (0..WAYS).step_by(2).map(pair).sum()
+            }
+        }
+
+        #[inline(always)]
+        fn copy_racing(from: &[AtomicU32], to: &mut [u8]) {
+            for (from, to) in from.chunks_exact(4).zip(to.chunks_exact_mut(16)) {
+                // SAFETY: `to` has 16 bytes; the store needs no alignment.
+                unsafe { vst1q_u32(to.as_mut_ptr().cast(), read_128(from)) };
+            }
+        }
+
+        #[inline(always)]
+        fn widen(halves: &[u8; 16]) -> [f32; 8] {
+            let (low, high): (float32x4_t, float32x4_t);
+            let mut out = [0.0; 8];
+            // SAFETY: 16 bytes are read and 32 stored. The conversion is written in assembly because its f16 vector
+            // type is not stable in this compiler; it is part of Advanced SIMD.
+            unsafe {
+                let halves = vld1q_u8(halves.as_ptr());
+                asm!("fcvtl {l:v}.4s, {h:v}.4h", "fcvtl2 {u:v}.4s, {h:v}.8h",
+                     l = out(vreg) low, u = out(vreg) high, h = in(vreg) halves,
+                     options(pure, nomem, nostack, preserves_flags));
+                vst1q_f32(out.as_mut_ptr(), low);
+                vst1q_f32(out.as_mut_ptr().add(4), high);
+            }
+            out
+        }
+    }
+}

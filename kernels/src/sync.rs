@@ -1,0 +1,15 @@
+//! The atomics of the cache: the standard ones, or those of the model checker that is built with `--cfg loom`.
+
+#[cfg(loom)]
+pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+#[cfg(not(loom))]
+pub use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+/// Waits a moment for another thread.
+#[inline(always)]
+pub fn spin() {
+    #[cfg(loom)]
+    loom::thread::yield_now();
+    #[cfg(not(loom))]
+    std::hint::spin_loop();
+}
