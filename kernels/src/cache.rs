@@ -239,8 +239,9 @@ impl Cache {
         let uses = state[USES].load(Ordering::Relaxed);
         let more = used(uses, way as usize);
         if more != uses {
-            // A use that is lost to another reader or to the writer costs a little accuracy of the eviction.
-            let _ = state[USES].compare_exchange(uses, more, Ordering::Relaxed, Ordering::Relaxed);
+            // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to
+            // the writer costs a little accuracy of the eviction.
+            state[USES].store(more, Ordering::Relaxed);
         }
         true
     }

@@ -10,6 +10,7 @@ pub mod cache;
 pub mod codec;
 pub mod dense;
 mod eviction;
+pub mod gather;
 pub mod isa;
 mod memory;
 pub mod misses;

@@ -18,6 +18,8 @@ pub unsafe trait Zeroable {}
 unsafe impl Zeroable for u8 {}
 // SAFETY: as above.
 unsafe impl Zeroable for u64 {}
+// SAFETY: as above.
+unsafe impl Zeroable for f32 {}
 // SAFETY: an atomic has the representation of its integer.
 unsafe impl Zeroable for std::sync::atomic::AtomicU32 {}
 // SAFETY: as above.

@@ -3,6 +3,7 @@
 
 mod flash;
 mod load;
+mod lookup;
 mod request;
 
 use anyhow::Result;
@@ -11,6 +12,7 @@ use serde::Serialize;
 
 pub use flash::FlashArgs;
 pub use load::{Load, Measured};
+pub use lookup::LookupArgs;
 pub use request::{Point, RequestArgs};
 
 /// Measures on this machine
@@ -25,6 +27,8 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Measures cold rows from flash beside the raw device and other row stores
     Flash(FlashArgs),
+    /// Measures pooled lookups on one core beside the machine's limit
+    Lookup(LookupArgs),
     /// Measures whole requests over key distributions, cache sizes and batch sizes
     Request(RequestArgs),
 }
@@ -36,6 +40,7 @@ pub enum BenchCommand {
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
         BenchCommand::Flash(args) => flash::run(args),
+        BenchCommand::Lookup(args) => lookup::run(args),
         BenchCommand::Request(args) => request::run(args),
     }
 }
