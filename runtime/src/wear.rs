@@ -42,6 +42,12 @@ impl Wear {
         self.bytes.checked_add(bytes).is_some_and(|sum| sum <= budget.bytes_per_day_max)
     }
 
+    /// Bytes that may still be written at `now`.
+    pub fn left(&mut self, budget: WearBudget, now: Duration) -> u64 {
+        self.tell(now);
+        budget.bytes_per_day_max.saturating_sub(self.bytes)
+    }
+
     /// Records that `bytes` were, or are about to be, written at `now`.
     pub fn spend(&mut self, now: Duration, bytes: u64) {
         self.tell(now);
