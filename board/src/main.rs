@@ -1,5 +1,6 @@
 //! `hatchbackd`: the in-car daemon. Reads a target and a flash directory, takes all memory at start, then
-//! checks the model against its probe set or serves scores on a Unix socket, and keeps the flash tier healthy meanwhile. Never touches the network.
+//! checks the model against its probe set or serves scores on a Unix socket;
+//! keeps the flash tier healthy meanwhile. Never touches the network.
 
 #![forbid(unsafe_code)]
 

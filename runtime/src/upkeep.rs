@@ -188,6 +188,7 @@ impl Upkeep {
     /// # Errors
     /// The device refused; the merge starts from its last sync.
     pub fn pause(&mut self, now: Duration) -> Result<(), FlashError> {
+        self.refund();
         self.record(now);
         self.unsynced = 0;
         self.compaction.as_mut().map_or(Ok(()), Compaction::sync)
@@ -273,6 +274,14 @@ impl Upkeep {
         true
     }
 
+    /// Takes back what was paid and is not needed now.
+    fn refund(&mut self) {
+        if self.paid_day == self.notes.wear.day {
+            self.notes.wear.refund(self.paid);
+        }
+        self.paid = 0;
+    }
+
     /// A table whose merge fails is left alone until what is live changes, or the process starts again: the
     /// same page would stop it again. What was merged stays, for when that page is mended.
     fn merge(
@@ -307,6 +316,7 @@ impl Upkeep {
         };
         self.loads.remove(&table);
         self.unsynced = 0;
+        self.refund();
         let compacted = finished?;
         self.follow(flash, now);
         Ok(Did::Compacted { table, compacted })

@@ -55,6 +55,12 @@ impl Wear {
         self.bytes_total = self.bytes_total.saturating_add(bytes);
     }
 
+    /// Takes back what was recorded today and not written.
+    pub fn refund(&mut self, bytes: u64) {
+        self.bytes = self.bytes.saturating_sub(bytes);
+        self.bytes_total = self.bytes_total.saturating_sub(bytes);
+    }
+
     /// The day that it is. A day later than any before starts from nothing. A clock that went back starts
     /// nothing until it is past that day again or was seen to run for a whole day: so a clock that starts
     /// at 1970 with every ignition refills nothing, and one that was wrong once does not stop upkeep for ever.

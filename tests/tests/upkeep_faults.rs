@@ -148,7 +148,7 @@ fn a_slow_disk_gets_its_rests() {
     }
 }
 
-/// A request over a slow disk ends with its deadline, one call late at most, and says that it did.
+/// A request over a slow disk ends with its deadline, the calls under way late at most, and says that it did.
 #[test]
 fn a_deadline_holds_on_a_slow_disk() {
     let table = TablePlan {
@@ -165,7 +165,9 @@ fn a_deadline_holds_on_a_slow_disk() {
     };
     let (packed, disk) = (plan.pack(), SimDisk::default());
     install(&disk, &packed.bundle);
-    let model = Arc::new(Model::open(&disk.shared(), Path::new(DIR), Budget::default()).unwrap());
+    // Simulated files are read when their turn comes, so a read that was begun in time is finished.
+    let budget = Budget { reads_max: 2, ..Budget::default() };
+    let model = Arc::new(Model::open(&disk.shared(), Path::new(DIR), budget).unwrap());
     let clock = disk.clock();
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(clock.clone()));
     let samples: Vec<Sample> = (0..64).map(|id| plan.sample(id)).collect();
@@ -174,12 +176,12 @@ fn a_deadline_holds_on_a_slow_disk() {
     disk.slow(call.as_micros() as u64, stall.as_micros() as u64);
     for deadline in [2, 5, 9].map(Duration::from_millis) {
         let before = clock.now();
-        let status = worker.score(&batch, Some(deadline)).unwrap().status();
+        let status = worker.score(&batch, Some(before + deadline)).unwrap().status();
         let took = clock.now() - before;
-        assert!(status.late && took <= deadline + stall, "{took:?} for {deadline:?}: {status:?}");
+        assert!(status.late && took <= deadline + stall + call * 2, "{took:?} for {deadline:?}: {status:?}");
     }
     // With the time that it needs, nothing is late.
     worker.fetch_behind();
-    let status = worker.score(&batch, Some(Duration::from_secs(10))).unwrap().status();
+    let status = worker.score(&batch, Some(clock.now() + Duration::from_secs(10))).unwrap().status();
     assert!(!status.late && status.defaulted == 0, "{status:?}");
 }
