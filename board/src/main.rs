@@ -1,9 +1,11 @@
 //! `hatchbackd`: the in-car daemon. Reads a target and a flash directory, takes all memory at start, then
-//! checks the model against its probe set or serves scores on a Unix socket. Never touches the network.
+//! checks the model against its probe set or serves scores on a Unix socket;
+//! keeps the flash tier healthy meanwhile. Never touches the network.
 
 #![forbid(unsafe_code)]
 
 mod server;
+mod upkeep;
 
 use anyhow::{Result, bail, ensure};
 use clap::{Parser, Subcommand};
@@ -14,6 +16,7 @@ use hatchback::score::{SystemClock, Worker};
 use hatchback::target::{DeviceKind, Target};
 use std::path::PathBuf;
 use std::sync::Arc;
+use upkeep::UpkeepThread;
 
 /// Serves a recommendation model from flash
 #[derive(Parser)]
@@ -60,7 +63,12 @@ fn main() -> Result<()> {
     log::info!("memory, all taken now:\n{}", model.memory());
     match cli.command {
         Command::Check { tolerance } => check(&cli.flash, &model, tolerance),
-        Command::Serve { socket } => server::serve(&model, &socket),
+        Command::Serve { socket } => {
+            let upkeep = UpkeepThread::start(&cli.flash, target.upkeep)?;
+            let served = server::serve(&model, &socket);
+            upkeep.stop();
+            served
+        }
     }
 }
 

@@ -106,6 +106,27 @@ impl Catalog {
         Self::rebuild(directory, notes, flash, found)
     }
 
+    /// The catalog's directory in a flash directory.
+    pub fn place(flash: &Path) -> PathBuf {
+        flash.join("catalog")
+    }
+
+    /// What the catalog in `directory` says, read from a copy of its files in `scratch`, an empty directory: nothing
+    /// is changed, and whoever has it open goes on. A copy that was taken amid a commit may be refused.
+    ///
+    /// # Errors
+    /// There is none, or the copy is not one commit's.
+    pub fn peek(directory: &Path, scratch: &Path) -> Result<Notes, CatalogError> {
+        for entry in fs::read_dir(directory).map_err(io_error(directory))? {
+            let path = entry.map_err(io_error(directory))?.path();
+            // sled keeps values in a folder only where they are larger than any entry here.
+            if let (true, Some(name)) = (path.is_file(), path.file_name()) {
+                fs::copy(&path, scratch.join(name)).map_err(io_error(&path))?;
+            }
+        }
+        Self::read(scratch).map(|(_, notes)| notes)
+    }
+
     /// Catalogs that were moved aside so far.
     pub fn quarantined(&self) -> u64 {
         self.quarantined

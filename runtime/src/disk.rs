@@ -4,8 +4,10 @@
 use crate::limits::PAGE_BYTES;
 use crate::page::{AlignedPage, PageBytes};
 use crate::reader::{PageFile, read_at};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,6 +19,18 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// The system refused; the same holds for every method below.
     fn create(&self, path: &Path) -> io::Result<Box<dyn Output>>;
+
+    /// Cuts a file to its first `bytes` bytes and goes on writing behind them.
+    ///
+    /// # Errors
+    /// As `create`.
+    fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>>;
+
+    /// Takes the lock at `path`, held until what is returned is dropped; `None` where another one has it.
+    ///
+    /// # Errors
+    /// As `create`.
+    fn lock(&self, path: &Path) -> io::Result<Option<Lock>>;
 
     /// Opens a file of pages.
     ///
@@ -79,6 +93,9 @@ pub trait Disk: Send + Sync {
     fn free_bytes(&self, path: &Path) -> io::Result<u64>;
 }
 
+/// A lock that is held. A process that ends gives it up, however it ends.
+pub type Lock = Box<dyn Send>;
+
 /// A file being written.
 pub trait Output: Write + Send {
     /// Makes everything written durable.
@@ -128,6 +145,22 @@ impl PageFile for SystemPages {
 impl Disk for SystemDisk {
     fn create(&self, path: &Path) -> io::Result<Box<dyn Output>> {
         Ok(Box::new(BufWriter::with_capacity(WRITE_BYTES, File::create(path)?)))
+    }
+
+    fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>> {
+        let mut file = OpenOptions::new().write(true).open(path)?;
+        file.set_len(bytes)?;
+        file.seek(SeekFrom::Start(bytes))?;
+        Ok(Box::new(BufWriter::with_capacity(WRITE_BYTES, file)))
+    }
+
+    fn lock(&self, path: &Path) -> io::Result<Option<Lock>> {
+        let file = OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Box::new(file))),
+            Err(Errno::WOULDBLOCK) => Ok(None),
+            Err(e) => Err(e.into()),
+        }
     }
 
     fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>> {

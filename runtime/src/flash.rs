@@ -4,9 +4,11 @@
 //!
 //! ```text
 //! DIR/live                          the live record
+//! DIR/lock                          held by the one process that changes the directory
 //! DIR/g000000000001/manifest        one folder a generation that arrived
 //! DIR/g000000000001/t0000-0000.seg  the rows of table 0 (a base, or in a delta what changed)
 //! DIR/g000000000001/t0000-0001.seg  the same after a compaction
+//! DIR/g000000000001/t0000-*.part    a compaction under way; the name is a hash of what is merged
 //! DIR/g000000000001/t0000.hot       its most used keys
 //! DIR/g000000000001/dense.onnx
 //! DIR/g000000000001/probe
@@ -14,13 +16,13 @@
 
 use crate::bundle::{BundleError, BundleReader};
 use crate::commit;
-use crate::disk::Disk;
+use crate::disk::{Disk, Lock};
 use crate::live::{LiveError, LiveRecord, SegmentRef, State, TableState};
 use crate::manifest::{Generation, Manifest, ManifestError, sha256};
 use crate::overlay::{DELTA_PAGES_MAX, DELTAS_MAX};
 use crate::sample::{ProbeError, Sample};
 use crate::schema::{Schema, Table};
-use crate::segment::{Counts, Part, Segment, SegmentError, SegmentKind};
+use crate::segment::{Counts, Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
 use crate::segment_check::SegmentCheck;
 use crate::table_rows::TableRows;
 use hatchback_kernels::dense::DenseError;
@@ -128,6 +130,12 @@ pub enum FlashError {
         /// What differs.
         field: &'static str,
     },
+    /// Another process is changing the directory. Nothing was changed.
+    #[error("{path}: another process is changing the directory", path = path.display())]
+    Busy {
+        /// Its lock.
+        path: PathBuf,
+    },
     /// There is no room. Nothing was written.
     #[error("{path}: {needed} bytes are needed, {free} are free", path = path.display())]
     Space {
@@ -191,6 +199,7 @@ impl Flash {
         progress: impl FnMut(u64),
     ) -> Result<Self, FlashError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
+        let _lock = lock(disk.as_ref(), directory)?;
         let held = match read_live(disk.as_ref(), directory)? {
             None => None,
             Some(_) => Some(Self::open(disk, directory)?),
@@ -218,7 +227,9 @@ impl Flash {
     ///
     /// # Errors
     /// There is none, or the record cannot be written.
-    pub fn rollback(self) -> Result<Self, FlashError> {
+    pub fn rollback(mut self) -> Result<Self, FlashError> {
+        let _lock = self.lock()?;
+        self.refresh()?;
         let Some(previous) = self.record.previous.clone() else {
             let problem = "there is no generation to go back to".to_owned();
             return Err(FlashError::Field { path: self.directory, field: "previous", problem });
@@ -275,7 +286,12 @@ impl Flash {
     /// # Errors
     /// A segment is missing, damaged in its index, or not the table's.
     pub fn table(&self, number: usize) -> Result<TableRows, FlashError> {
-        let state = &self.record.live.tables[number];
+        self.table_of(&self.record.live, number)
+    }
+
+    /// The rows of table `number` in `state`, which has the live generation's tables.
+    pub(crate) fn table_of(&self, state: &State, number: usize) -> Result<TableRows, FlashError> {
+        let state = &state.tables[number];
         let base = self.segment(number, state.base, Part::Base)?;
         let deltas =
             state.deltas.iter().map(|d| self.segment(number, *d, Part::Delta)).collect::<Result<_, _>>()?;
@@ -321,7 +337,35 @@ impl Flash {
         Err(FlashError::Field { path, field: "content", problem })
     }
 
-    /// Replaces the live record by one with the same generation, and reclaims what no longer counts.
+    /// Waits for nothing: takes the lock that whoever changes the directory holds.
+    pub(crate) fn lock(&self) -> Result<Lock, FlashError> {
+        lock(self.disk.as_ref(), &self.directory)
+    }
+
+    /// Follows what another process made live. Returns whether that is another state than before.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn refresh(&mut self) -> Result<bool, FlashError> {
+        if read_live(self.disk.as_ref(), &self.directory)?.as_ref() == Some(&self.record) {
+            return Ok(false);
+        }
+        *self = Self::open(&self.disk, &self.directory)?;
+        Ok(true)
+    }
+
+    /// Where a compaction of table `number` writes: the name binds it to all that it merges.
+    pub(crate) fn part_place(&self, number: usize) -> PathBuf {
+        let live = &self.record.live;
+        let merged = (SEGMENT_FORMAT, &live.generation, &live.manifest, &live.tables[number]);
+        // Strings and integers in memory always encode.
+        let hash = sha256(&postcard::to_allocvec(&merged).unwrap_or_default());
+        let hex: String = hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        folder_of(&self.directory, live.generation.sequence).join(format!("t{number:04}-{hex}.part"))
+    }
+
+    /// Replaces the live record by one with the same generation, and reclaims what no longer counts. The lock
+    /// must be held.
     pub(crate) fn replace_state(&mut self, live: State) -> Result<(), FlashError> {
         let record = LiveRecord { live, previous: self.record.previous.clone() };
         write_live(self.disk.as_ref(), &self.directory, &record)?;
@@ -336,7 +380,7 @@ impl Flash {
     }
 
     /// Removes what neither the live generation nor the one before uses: old generations, merged segments,
-    /// and what an interrupted install or compaction left. What cannot be removed costs space, not
+    /// and what an interrupted install left, or a compaction of what is no longer live. What cannot be removed costs space, not
     /// correctness: it is reported and left.
     pub fn reclaim(&self) {
         let used = self.used_files();
@@ -356,7 +400,8 @@ impl Flash {
     }
 
     fn used_files(&self) -> BTreeSet<PathBuf> {
-        let mut used = BTreeSet::new();
+        let mut used: BTreeSet<PathBuf> =
+            (0..self.record.live.tables.len()).map(|number| self.part_place(number)).collect();
         for state in std::iter::once(&self.record.live).chain(&self.record.previous) {
             let folder = folder_of(&self.directory, state.generation.sequence);
             used.extend(["manifest", "dense.onnx", "probe"].map(|name| folder.join(name)));
@@ -394,6 +439,11 @@ fn segment_name(number: usize, serial: u32) -> String {
 
 fn hot_name(number: usize) -> String {
     format!("t{number:04}.hot")
+}
+
+fn lock(disk: &dyn Disk, directory: &Path) -> Result<Lock, FlashError> {
+    let path = directory.join("lock");
+    disk.lock(&path).map_err(io_error(&path))?.ok_or(FlashError::Busy { path })
 }
 
 fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<LiveRecord>, FlashError> {

@@ -43,6 +43,30 @@ impl Cursor {
         }
         Ok(Some(self.orders[self.at]))
     }
+
+    fn load(&mut self, segment: &Segment, number: u32, pages_read: &mut u64) -> Result<(), SegmentError> {
+        (self.at, self.next_page) = (0, number);
+        self.orders.clear();
+        self.peek(segment, pages_read).map(drop)
+    }
+
+    /// Goes to the first row with an order above `after`, by halves.
+    fn seek_past(&mut self, segment: &Segment, after: u64, pages_read: &mut u64) -> Result<(), SegmentError> {
+        // Pages below `low` do not begin above `after`, those from `high` on do.
+        let (mut low, mut high) = (0, segment.counts().data_pages);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            self.load(segment, middle, pages_read)?;
+            if self.orders.first().is_some_and(|first| *first <= after) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        self.load(segment, low.saturating_sub(1), pages_read)?;
+        self.at = self.orders.partition_point(|order| *order <= after);
+        Ok(())
+    }
 }
 
 impl Merge {
@@ -50,6 +74,22 @@ impl Merge {
     pub fn new(rows: TableRows) -> Self {
         let cursors = rows.segments().iter().map(|_| Cursor::new()).collect();
         Self { rows, cursors, pages_read: 0 }
+    }
+
+    /// Goes to the first row with an order above `after`.
+    ///
+    /// # Errors
+    /// A page is damaged or cannot be read.
+    pub fn seek_past(&mut self, after: u64) -> Result<(), SegmentError> {
+        for (cursor, segment) in self.cursors.iter_mut().zip(self.rows.segments()) {
+            cursor.seek_past(segment, after, &mut self.pages_read)?;
+        }
+        Ok(())
+    }
+
+    /// The table that it passes over.
+    pub fn rows(&self) -> &TableRows {
+        &self.rows
     }
 
     /// Pages read so far.

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// The format of every entry; it stands before each value.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// Keys and values as a store has them.
 pub type Entries = BTreeMap<Vec<u8>, Vec<u8>>;

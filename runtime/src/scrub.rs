@@ -21,6 +21,8 @@ pub struct Damage {
     pub part: Part,
     /// Which page.
     pub page: u32,
+    /// Keys on it, at most (exact but for the bases of sparse tables).
+    pub keys: u64,
     /// What is wrong with it.
     pub fault: String,
 }
@@ -52,7 +54,7 @@ impl Scrub {
             let mut page = AlignedPage::zeroed();
             while self.page < segment.counts().data_pages && left > 0 {
                 if let Err(e) = check(&segment, self.page, &mut page) {
-                    self.found(of, part, e.to_string());
+                    self.found(of, part, segment.keys_of(self.page), e.to_string());
                 }
                 self.page += 1;
                 self.pages = self.pages.saturating_add(1);
@@ -71,9 +73,9 @@ impl Scrub {
         (self.segment, self.page) = (self.segment.saturating_add(1), 0);
     }
 
-    fn found(&mut self, segment: SegmentRef, part: Part, fault: String) {
+    fn found(&mut self, segment: SegmentRef, part: Part, keys: u64, fault: String) {
         if self.damage.len() < DAMAGE_MAX {
-            self.damage.push(Damage { table: self.table, segment, part, page: self.page, fault });
+            self.damage.push(Damage { table: self.table, segment, part, page: self.page, keys, fault });
         }
     }
 

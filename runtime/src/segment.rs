@@ -339,6 +339,29 @@ impl Segment {
         }
     }
 
+    /// The lowest and the highest order that data page `number` of a base may hold.
+    pub fn orders_of(&self, number: u32) -> Option<(u64, u64)> {
+        if number >= self.counts.data_pages || self.kind.part != Part::Base {
+            return None;
+        }
+        if self.kind.keys == KeySpace::Index {
+            let per_page = self.kind.rows_per_page() as u64;
+            let first = u64::from(number) * per_page;
+            return Some((first, self.counts.rows.min(first + per_page).checked_sub(1)?));
+        }
+        let first = |number: usize| self.fences.get(number).map(|fence| u64::from(*fence) << 32);
+        Some((first(number as usize)?, first(number as usize + 1).map_or(u64::MAX, |next| next - 1)))
+    }
+
+    /// Keys that data page `number` holds, at most: exact but for the bases of sparse tables.
+    pub fn keys_of(&self, number: u32) -> u64 {
+        let per_page = self.kind.rows_per_page() as u64;
+        if self.kind.has_fences() {
+            return per_page;
+        }
+        self.counts.rows.saturating_sub(u64::from(number) * per_page).min(per_page)
+    }
+
     /// Reads page `number`, unchecked.
     ///
     /// # Errors

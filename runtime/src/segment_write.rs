@@ -1,7 +1,7 @@
 //! Writing a segment in one pass, rows already in order. Never goes back in its output.
 
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
-use crate::page::{PageBytes, PageKind, seal};
+use crate::page::{Page, PageBytes, PageFault, PageKind, seal};
 use crate::segment::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SegmentKind};
 use std::io::{self, Write};
 
@@ -33,6 +33,58 @@ pub enum WriteError {
     TooLarge,
 }
 
+/// The data pages that an unfinished segment has already, in file order.
+#[derive(Default)]
+pub struct Written {
+    counts: Counts,
+    fences: Vec<u32>,
+    last: Option<u64>,
+}
+
+impl Written {
+    /// As if the pages before `number` were there: for building that page alone.
+    pub fn before(kind: &SegmentKind, number: u32) -> Self {
+        let indexed = kind.page_kind() == PageKind::Index;
+        let rows = if indexed { u64::from(number) * kind.rows_per_page() as u64 } else { 0 };
+        Self { counts: Counts { rows, data_pages: number, ..Counts::default() }, ..Self::default() }
+    }
+
+    /// Takes the next page of a base of `kind`, once it proves to be that.
+    ///
+    /// # Errors
+    /// What is wrong with the page, or that it is none of rows; nothing was taken.
+    pub fn take(&mut self, kind: &SegmentKind, page: &PageBytes) -> Result<(), PageFault> {
+        let (page_kind, per_page) = (kind.page_kind(), kind.rows_per_page());
+        let checked = Page::check(page, kind.id, self.counts.data_pages, page_kind, per_page)?;
+        let rows = self.counts.rows + checked.count() as u64;
+        if page_kind == PageKind::Hashed {
+            checked.check_order(self.last)?;
+            self.fences.push((checked.order(0) >> 32) as u32);
+            self.last = Some(checked.order(checked.count() - 1));
+        } else {
+            self.last = Some(rows - 1);
+        }
+        self.counts.rows = rows;
+        self.counts.data_pages += 1;
+        Ok(())
+    }
+
+    /// Pages taken.
+    pub fn pages(&self) -> u32 {
+        self.counts.data_pages
+    }
+
+    /// Rows on them.
+    pub fn rows(&self) -> u64 {
+        self.counts.rows
+    }
+
+    /// The order of the last row.
+    pub fn last(&self) -> Option<u64> {
+        self.last
+    }
+}
+
 /// Writes a segment.
 pub struct SegmentWriter<W> {
     out: W,
@@ -51,9 +103,33 @@ pub struct SegmentWriter<W> {
 impl<W: Write> SegmentWriter<W> {
     /// Begins a segment.
     pub fn new(out: W, kind: SegmentKind) -> Self {
-        let (orders, rows, fences, keys, deletes) =
-            (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Self { out, kind, orders, rows, fences, keys, deletes, counts: Counts::default(), last: None }
+        Self::resume(out, kind, Written::default())
+    }
+
+    /// Goes on with a base whose first pages are `written`; `out` takes what follows them.
+    pub fn resume(out: W, kind: SegmentKind, written: Written) -> Self {
+        let (orders, rows, keys, deletes) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let Written { counts, fences, last } = written;
+        Self { out, kind, orders, rows, fences, keys, deletes, counts, last }
+    }
+
+    /// Where it writes to.
+    pub fn out(&mut self) -> &mut W {
+        &mut self.out
+    }
+
+    /// Bytes that went out so far, with the resumed ones.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.counts.data_pages) * PAGE_BYTES as u64
+    }
+
+    /// Bytes that `finish` will write at most: the rows that wait for their page, the index and the trailer.
+    pub fn finish_bytes(&self) -> u64 {
+        let pages = |entries: usize, per_page: usize| entries.div_ceil(per_page) as u64;
+        let waiting = pages(self.orders.len(), 1).min(2);
+        let fences = pages(self.fences.len() + 2, FENCES_PER_PAGE) * u64::from(self.kind.has_fences());
+        let keys = pages(self.keys.len(), KEYS_PER_PAGE) + pages(self.deletes.len(), KEYS_PER_PAGE);
+        (waiting + fences + keys + 1) * PAGE_BYTES as u64
     }
 
     /// Adds the encoded row of the key of the next `order` ([`crate::schema::KeySpace::order`]).

@@ -2,6 +2,8 @@
 //! the machine.
 
 use crate::budget::Budget;
+use crate::overlay::DELTAS_MAX;
+use crate::upkeep::Rules;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
@@ -35,6 +37,8 @@ pub struct Target {
     pub tensorrt: Option<String>,
     /// What a model may use.
     pub budget: Budget,
+    /// What upkeep of the flash tier may do, and when.
+    pub upkeep: Rules,
 }
 
 /// Why a target is refused.
@@ -47,6 +51,18 @@ pub enum TargetError {
         path: PathBuf,
         /// What the system said.
         source: std::io::Error,
+    },
+    /// A field has a value that makes no sense.
+    #[error("{path}: {field} = {value}: {problem}", path = path.display())]
+    Field {
+        /// The file.
+        path: PathBuf,
+        /// Which field.
+        field: &'static str,
+        /// Its value.
+        value: u64,
+        /// What is wrong with it.
+        problem: String,
     },
     /// The file is not a target.
     #[error("{path}: {problem}", path = path.display())]
@@ -68,9 +84,25 @@ impl Target {
         let merged = read_inherited(path, 0)?;
         let parse = |e: toml::de::Error| TargetError::Parse {
             path: path.to_owned(),
-            problem: e.message().to_owned(),
+            problem: e.to_string().trim().replace('\n', " "),
         };
-        Value::Table(merged).try_into().map_err(parse)
+        let target: Self = Value::Table(merged).try_into().map_err(parse)?;
+        target.check_upkeep(path)?;
+        Ok(target)
+    }
+
+    fn check_upkeep(&self, path: &Path) -> Result<(), TargetError> {
+        let Rules { deltas_max, busy_percent_max, .. } = self.upkeep;
+        let refuse =
+            |field, value, problem| Err(TargetError::Field { path: path.to_owned(), field, value, problem });
+        if deltas_max >= DELTAS_MAX {
+            let problem = format!("a table can have {DELTAS_MAX} deltas, so it must be below");
+            return refuse("upkeep.deltas_max", deltas_max as u64, problem);
+        }
+        if !(1..=100).contains(&busy_percent_max) {
+            return refuse("upkeep.busy_percent_max", busy_percent_max, "is not 1 to 100".to_owned());
+        }
+        Ok(())
     }
 }
 
@@ -140,5 +172,21 @@ mod tests {
         assert!(error("inherits = \"../a\"").contains("inherits"));
         assert!(error("triple = \"x\"\ndevice = \"tpu\"").contains("tpu"));
         assert!(error("triple = \"x\"\ndevice = \"cpu\"").contains("budget"));
+        let upkeep = |fields: &str| {
+            let base = std::fs::read_to_string(targets().join("base.toml")).unwrap();
+            std::fs::write(directory.path().join("base.toml"), base).unwrap();
+            error(&format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n[upkeep]\n{fields}"))
+        };
+        let at = path.display().to_string();
+        for (fields, texts) in [
+            ("busy_percent_max = 0", ["upkeep.busy_percent_max = 0", "1 to 100"]),
+            ("deltas_max = 64", ["upkeep.deltas_max = 64", "below"]),
+            ("deltas_max = -1", ["upkeep", "deltas_max"]),
+            ("scrub_every_hours = \"weekly\"", ["upkeep", "scrub_every_hours"]),
+            ("scrub_hours = 1", ["upkeep", "scrub_hours"]),
+        ] {
+            let said = upkeep(fields);
+            assert!(said.starts_with(&at) && texts.iter().all(|t| said.contains(t)), "{fields}: {said}");
+        }
     }
 }

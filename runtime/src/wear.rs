@@ -42,11 +42,23 @@ impl Wear {
         self.bytes.checked_add(bytes).is_some_and(|sum| sum <= budget.bytes_per_day_max)
     }
 
+    /// Bytes that may still be written at `now`.
+    pub fn left(&mut self, budget: WearBudget, now: Duration) -> u64 {
+        self.tell(now);
+        budget.bytes_per_day_max.saturating_sub(self.bytes)
+    }
+
     /// Records that `bytes` were, or are about to be, written at `now`.
     pub fn spend(&mut self, now: Duration, bytes: u64) {
         self.tell(now);
         self.bytes = self.bytes.saturating_add(bytes);
         self.bytes_total = self.bytes_total.saturating_add(bytes);
+    }
+
+    /// Takes back what was recorded today and not written.
+    pub fn refund(&mut self, bytes: u64) {
+        self.bytes = self.bytes.saturating_sub(bytes);
+        self.bytes_total = self.bytes_total.saturating_sub(bytes);
     }
 
     /// The day that it is. A day later than any before starts from nothing. A clock that went back starts

@@ -1,17 +1,20 @@
 //! A disk in memory that behaves as a real one may at its worst: what was written and not synced is lost, kept
 //! or torn at a power cut, block by block; names that were changed and not synced come back or not; any call
-//! can fail. Deterministic: the same seed and the same calls give the same disk.
+//! can fail, or take long in simulated time. Deterministic: the same seed and the same calls give the same disk.
 
 use crate::random::Random;
-use hatchback::disk::{Disk, Output};
+use hatchback::disk::{Disk, Lock, Output};
 use hatchback::limits::PAGE_BYTES;
 use hatchback::page::{AlignedPage, PageBytes};
 use hatchback::reader::PageFile;
+use hatchback::score::Clock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 /// What survives a cut independently of what lies beside it.
 const BLOCK_BYTES: usize = 4096;
@@ -33,6 +36,27 @@ struct State {
     cut_at: Option<u64>,
     fail_at: Option<u64>,
     capacity: Option<u64>,
+    /// What a call takes, and every fiftieth call.
+    call_us: [u64; 2],
+    all_calls: u64,
+    clock: SimClock,
+}
+
+/// The time of a simulated disk: it goes by only as calls take it, or as it is told.
+#[derive(Clone, Default)]
+pub struct SimClock(Arc<AtomicU64>);
+
+impl SimClock {
+    /// Lets time go by.
+    pub fn pass(&self, time: Duration) {
+        self.0.fetch_add(time.as_micros() as u64, Ordering::Relaxed);
+    }
+}
+
+impl Clock for SimClock {
+    fn now(&self) -> Duration {
+        Duration::from_micros(self.0.load(Ordering::Relaxed))
+    }
 }
 
 #[derive(Default)]
@@ -78,8 +102,16 @@ fn not_found(path: &Path) -> io::Error {
 }
 
 impl State {
+    /// Lets the time go by that a call takes.
+    fn take_time(&mut self) {
+        self.all_calls += 1;
+        let us = self.call_us[usize::from(self.all_calls.is_multiple_of(50))];
+        self.clock.pass(Duration::from_micros(us));
+    }
+
     /// Counts a call that changes the disk; fails it where that was asked for.
     fn change(&mut self) -> io::Result<()> {
+        self.take_time();
         self.calls += 1;
         if self.cut_at.is_some_and(|at| self.calls > at) {
             return Err(io::Error::other("the power is off"));
@@ -135,6 +167,16 @@ impl SimDisk {
     pub fn fail_after(&self, calls: u64) {
         let mut state = self.state();
         state.fail_at = Some(state.calls + calls + 1);
+    }
+
+    /// From now on a call takes `call_us`, and every fiftieth one `stall_us`.
+    pub fn slow(&self, call_us: u64, stall_us: u64) {
+        self.state().call_us = [call_us, stall_us];
+    }
+
+    /// The disk's time.
+    pub fn clock(&self) -> SimClock {
+        self.state().clock.clone()
     }
 
     /// The disk holds no more than `bytes`.
@@ -251,7 +293,8 @@ impl PageFile for SimPages {
     }
 
     fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()> {
-        let state = self.disk.state();
+        let mut state = self.disk.state();
+        state.take_time();
         let start = number as usize * PAGE_BYTES;
         let bytes = state.files[self.file].content.get(start..start + PAGE_BYTES);
         page.0.copy_from_slice(bytes.ok_or_else(|| io::Error::from(io::ErrorKind::UnexpectedEof))?);
@@ -272,6 +315,18 @@ impl Disk for SimDisk {
         let file = state.files.len() - 1;
         state.rename_now(Change::Create(path.to_owned(), file));
         Ok(Box::new(SimOutput { disk: self.clone(), file }))
+    }
+
+    fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>> {
+        let mut state = self.state();
+        state.change()?;
+        let file = *state.names.get(path).ok_or_else(|| not_found(path))?;
+        state.files[file].content.resize(bytes as usize, 0);
+        Ok(Box::new(SimOutput { disk: self.clone(), file }))
+    }
+
+    fn lock(&self, _: &Path) -> io::Result<Option<Lock>> {
+        Ok(Some(Box::new(())))
     }
 
     fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>> {

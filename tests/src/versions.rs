@@ -60,6 +60,12 @@ impl RowSource for Plain {
 impl Versions {
     /// `n` generations of tables with about `rows` rows, the same for the same seed.
     pub fn new(n: usize, rows: u64, seed: u64) -> Self {
+        Self::changing(&vec![12; n.saturating_sub(1)], rows, seed)
+    }
+
+    /// A snapshot, and for each of `one_in` a generation in which one row in as many changes; none if it is 0.
+    pub fn changing(one_in: &[u64], rows: u64, seed: u64) -> Self {
+        let n = one_in.len() + 1;
         let folder = tempfile::tempdir().unwrap();
         let mut random = Random::new(seed);
         let widths: Vec<(String, usize)> = vec![("a".to_owned(), DIMS[0]), ("b".to_owned(), DIMS[1])];
@@ -68,7 +74,10 @@ impl Versions {
         let mut versions = Self { folder, deltas: Vec::new(), snapshots: Vec::new(), rows: Vec::new() };
         for generation in 1..=n as u64 {
             if generation > 1 {
-                tables.iter_mut().enumerate().for_each(|(t, table)| change(t, table, &mut random));
+                tables
+                    .iter_mut()
+                    .enumerate()
+                    .for_each(|(t, table)| change(t, table, &mut random, one_in[generation as usize - 2]));
             }
             versions.add(generation, &tables);
         }
@@ -130,16 +139,19 @@ fn first_table(t: usize, rows: u64, random: &mut Random) -> Plain {
 }
 
 /// Updates some rows and inserts some; a sparse table also loses some.
-fn change(t: usize, table: &mut Plain, random: &mut Random) {
+fn change(t: usize, table: &mut Plain, random: &mut Random, one_in: u64) {
+    if one_in == 0 {
+        return;
+    }
     let keys: Vec<u64> = table.rows.keys().copied().collect();
     for key in keys {
-        if random.one_in(12) {
+        if random.one_in(one_in) {
             table.rows.insert(key, row(table.dim, random));
-        } else if KEYS[t] == KeySpace::Sparse && random.one_in(20) {
+        } else if KEYS[t] == KeySpace::Sparse && random.one_in(one_in * 5 / 3) {
             table.rows.remove(&key);
         }
     }
-    for _ in 0..random.below(8) {
+    for _ in 0..random.below(1 + 84 / one_in) {
         let key = if KEYS[t] == KeySpace::Index { table.rows.len() as u64 } else { random.bits() };
         table.rows.insert(key, row(table.dim, random));
     }

@@ -118,6 +118,18 @@ fn an_open_catalog_is_not_taken_for_a_damaged_one() {
 }
 
 #[test]
+fn a_peek_reads_beside_an_open_catalog_and_changes_nothing() {
+    let car = Car::new();
+    filled(&car, 5);
+    let (_held, notes, _) = car.open();
+    let (before, scratch) = (snapshot(&car.catalog()), tempfile::tempdir().unwrap());
+    assert_eq!(Catalog::peek(&car.catalog(), scratch.path()).unwrap(), notes);
+    assert!(snapshot(&car.catalog()) == before);
+    let scratch = tempfile::tempdir().unwrap();
+    assert!(Catalog::peek(&car.directory().join("none"), scratch.path()).is_err());
+}
+
+#[test]
 fn a_stale_catalog_keeps_what_it_says_of_the_device() {
     let car = Car::new();
     let before = filled(&car, 3);

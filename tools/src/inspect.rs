@@ -1,14 +1,18 @@
-//! `inspect`: what a bundle or a flash directory holds, and, on demand, whether every byte of it is sound.
+//! `inspect`: what a bundle or a flash directory holds, and, on demand, whether every byte of it is sound;
+//! and which pages the daemon's scrubs found bad.
 
 use crate::report;
 use anyhow::Result;
 use clap::Args;
 use hatchback::bundle::{BundleError, BundleReader};
+use hatchback::catalog::Catalog;
 use hatchback::flash::Flash;
 use hatchback::manifest::{Blob, Manifest};
 use hatchback::schema::{InputSource, Schema};
+use hatchback::scrub::Damage;
 use serde::Serialize;
 use std::path::PathBuf;
+use std::time::SystemTime;
 
 /// Shows what a bundle or a flash directory holds
 #[derive(Args, Debug)]
@@ -38,6 +42,77 @@ struct Report {
     probe_bytes: u64,
     /// What `--verify` found wrong; `None` where it did not look.
     damage: Option<Vec<String>>,
+    /// What the daemon's scrubs know; `None` where there is no catalog.
+    scrub: Option<ScrubReport>,
+}
+
+/// What the catalog says of the last scrub, or of the one under way.
+#[derive(Debug, Serialize)]
+struct ScrubReport {
+    /// When it ended, in seconds since 1970; `None` while it is under way.
+    ended_unix_s: Option<u64>,
+    pages: u64,
+    bad_pages: Vec<BadPage>,
+}
+
+#[derive(Debug, Serialize)]
+struct BadPage {
+    table: String,
+    /// The segment's generation and serial.
+    segment: String,
+    page: u32,
+    /// Keys on the page, at most.
+    keys_max: u64,
+    fault: String,
+}
+
+impl ScrubReport {
+    /// As the catalog beside `flash` has it.
+    fn read(flash: &Flash) -> Option<Self> {
+        let place = Catalog::place(flash.directory());
+        if !place.exists() {
+            return None;
+        }
+        let scratch = tempfile::tempdir().ok()?;
+        let notes =
+            Catalog::peek(&place, scratch.path()).inspect_err(|e| eprintln!("no scrubs known: {e}")).ok()?;
+        let tables = &flash.manifest().schema.tables;
+        let bad = |d: &Damage| BadPage {
+            table: tables.get(d.table).map_or_else(|| d.table.to_string(), |t| t.name.clone()),
+            segment: format!("{}-{}", d.segment.sequence, d.segment.serial),
+            page: d.page,
+            keys_max: d.keys,
+            fault: d.fault.clone(),
+        };
+        Some(Self {
+            ended_unix_s: notes.scrubbed.map(|at| at.as_secs()),
+            pages: notes.scrub.pages,
+            bad_pages: notes.scrub.damage.iter().map(bad).collect(),
+        })
+    }
+
+    fn print(&self) {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let pages = report::count(self.pages);
+        match self.ended_unix_s {
+            Some(at) => {
+                let hours = now.saturating_sub(at) / 3600;
+                println!(
+                    "the last scrub read {pages} pages and ended {hours} h ago: {} bad",
+                    self.bad_pages.len()
+                );
+            }
+            None => println!("a scrub is under way, {pages} pages so far: {} bad", self.bad_pages.len()),
+        }
+        if self.bad_pages.is_empty() {
+            return;
+        }
+        let mut bad = report::table(&["bad page of table", "segment", "page", "keys, at most", "fault"]);
+        for p in &self.bad_pages {
+            bad.add_row([&p.table, &p.segment, &p.page.to_string(), &p.keys_max.to_string(), &p.fault]);
+        }
+        println!("{bad}");
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -90,6 +165,7 @@ impl Report {
             onnx_bytes: size(Some(manifest.dense)),
             probe_bytes: size(manifest.probe),
             damage: None,
+            scrub: None,
         }
     }
 
@@ -143,6 +219,7 @@ impl Report {
             report::bytes(self.onnx_bytes),
             report::bytes(self.probe_bytes)
         );
+        self.scrub.iter().for_each(ScrubReport::print);
         match &self.damage {
             None => {}
             Some(damage) if damage.is_empty() => println!("every byte was read and is sound"),
@@ -225,6 +302,7 @@ pub fn run(args: &InspectArgs) -> Result<()> {
         let flash = Flash::open(&hatchback::disk::system(), &args.path)?;
         let mut report = Report::new("flash directory", flash.manifest(), flash.bytes()?);
         report.damage = args.verify.then(|| verify_flash(&flash));
+        report.scrub = ScrubReport::read(&flash);
         report
     } else {
         let mut bundle = BundleReader::open(&args.path)?;

@@ -21,6 +21,7 @@ const RULES: Rules = Rules {
     changed_percent_max: 0,
     scrub_every: Duration::ZERO,
     wear: hatchback::wear::WearBudget { bytes_per_day_max: u64::MAX },
+    busy_percent_max: 100,
 };
 
 /// Tells the parent, who may kill this process at once.

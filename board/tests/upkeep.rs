@@ -1,0 +1,131 @@
+//! The daemon's upkeep beside serving: deltas are merged while scores are served, over a stop and a start, and what
+//! another process installs is followed.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::bundle::BundleReader;
+use hatchback::catalog::{Catalog, Found};
+use hatchback::disk;
+use hatchback::flash::{Flash, FlashError};
+use hatchback_tests::flash_check::whole_generation;
+use hatchback_tests::versions::Versions;
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+
+struct Car {
+    folder: tempfile::TempDir,
+    versions: Versions,
+}
+
+impl Car {
+    fn new() -> Self {
+        let car = Self { folder: tempfile::tempdir().unwrap(), versions: Versions::new(4, 3000, 61) };
+        (1..=3).for_each(|generation| car.install(generation));
+        car
+    }
+
+    fn install(&self, generation: usize) {
+        let mut bundle = BundleReader::open(&self.versions.deltas[generation - 1]).unwrap();
+        loop {
+            match Flash::install(&disk::system(), &self.flash_directory(), &mut bundle, |_| ()) {
+                // The daemon is amid a change of its own.
+                Err(FlashError::Busy { .. }) => {}
+                installed => return drop(installed.unwrap()),
+            }
+        }
+    }
+
+    fn flash_directory(&self) -> PathBuf {
+        self.folder.path().join("flash")
+    }
+
+    fn flash(&self) -> Flash {
+        Flash::open(&disk::system(), &self.flash_directory()).unwrap()
+    }
+
+    fn deltas(&self) -> usize {
+        self.flash().record().live.tables.iter().map(|t| t.deltas.len()).sum()
+    }
+
+    /// Starts the daemon with these rules over the tree's own and waits for its socket.
+    fn serve(&self, rules: &str) -> (Child, PathBuf) {
+        let targets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../targets");
+        std::fs::copy(targets.join("base.toml"), self.folder.path().join("base.toml")).unwrap();
+        let target = self.folder.path().join("car.toml");
+        let text = format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n[upkeep]\n{rules}");
+        std::fs::write(&target, text).unwrap();
+        let socket = self.folder.path().join("socket");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hatchbackd"));
+        command.arg("--target").arg(target).arg("--flash").arg(self.flash_directory());
+        let child = command.arg("serve").arg("--socket").arg(&socket).spawn().unwrap();
+        while UnixStream::connect(&socket).is_err() {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        (child, socket)
+    }
+}
+
+/// Scores until a worker is free; what was served of the row of index 5.
+fn score(socket: &Path) -> Value {
+    loop {
+        let mut connection = BufReader::new(UnixStream::connect(socket).unwrap());
+        let _ = connection.get_mut().write_all(b"{\"dense\": [], \"sparse\": {\"f0\": [5], \"f1\": [5]}}\n");
+        let mut answer = String::new();
+        if connection.read_line(&mut answer).is_ok() && !answer.contains("busy") && !answer.is_empty() {
+            let answer: Value = serde_json::from_str(&answer).unwrap();
+            assert_eq!(answer["status"]["damaged"], 0, "{answer}");
+            return answer["score"].clone();
+        }
+    }
+}
+
+fn stop(mut daemon: Child) {
+    Command::new("kill").args(["-TERM", &daemon.id().to_string()]).status().unwrap();
+    assert!(daemon.wait().unwrap().success());
+}
+
+#[test]
+fn a_serving_daemon_merges_follows_and_stops() {
+    let car = Car::new();
+    assert_eq!(car.deltas(), 4);
+    let part = |car: &Car| {
+        let live = car.flash_directory().join("g000000000003");
+        let files = std::fs::read_dir(live).unwrap().map(|f| f.unwrap().path());
+        files
+            .filter(|f| f.extension().is_some_and(|e| e == "part"))
+            .map(|f| f.metadata().unwrap().len())
+            .max()
+    };
+    // A budget that ends amid the first table: what was merged is there when the daemon is stopped.
+    let merge = "deltas_max = 0\nbusy_percent_max = 100\nwear_bytes_per_day_max =";
+    let (daemon, socket) = car.serve(&format!("{merge} 40_000"));
+    let before = score(&socket);
+    while part(&car).unwrap_or(0) == 0 {
+        assert_eq!(score(&socket), before);
+    }
+    stop(daemon);
+    let left = part(&car).unwrap();
+    assert!(left > 0 && left % 4096 == 0 && car.deltas() == 4, "{left} bytes, {} deltas", car.deltas());
+    // The next start goes on, with room; scores stay, and the segments that the model opened go away under it.
+    let (daemon, socket) = car.serve(&format!("{merge} 1_000_000_000"));
+    while car.deltas() > 0 {
+        assert_eq!(score(&socket), before);
+    }
+    assert_eq!(score(&socket), before);
+    assert_eq!(whole_generation(&car.flash(), &car.versions, "merged while serving"), 3);
+    // Another process installs; upkeep follows, and merges that too.
+    car.install(4);
+    while car.deltas() > 0 {
+        assert_eq!(score(&socket), before, "what is served changes with the next start only");
+    }
+    stop(daemon);
+    let flash = car.flash();
+    assert_eq!(whole_generation(&flash, &car.versions, "followed"), 4);
+    let (_, notes, found) = Catalog::open(&Catalog::place(flash.directory()), &flash).unwrap();
+    let installed: u64 = flash.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+    assert_eq!(found, Found::Kept);
+    assert!(notes.wear.bytes_total > installed + 40_000, "{:?} does not count the install", notes.wear);
+}

@@ -1,0 +1,187 @@
+//! Upkeep where the disk is bad or slow: pages are rebuilt from what is retained, to the bit or not at all, and a
+//! device that takes long gets its rests. Failures name the seed.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::budget::Budget;
+use hatchback::bundle::BundleReader;
+use hatchback::disk::Disk;
+use hatchback::flash::Flash;
+use hatchback::limits::PAGE_BYTES;
+use hatchback::model::Model;
+use hatchback::notes::Notes;
+use hatchback::pace::Pace;
+use hatchback::sample::Sample;
+use hatchback::schema::{KeySpace, MissPolicy};
+use hatchback::score::{Clock, Worker};
+use hatchback::upkeep::{Did, Rules, Upkeep};
+use hatchback_tests::flash_check::whole_generation;
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_of};
+use hatchback_tests::random::Random;
+use hatchback_tests::sim_disk::SimDisk;
+use hatchback_tests::versions::Versions;
+use hatchback_tools::spec::CodecChoice;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+const DIR: &str = "/flash";
+const NOW: Duration = Duration::from_secs(20_000 * 24 * 60 * 60);
+
+/// Merges whatever has a delta, and scrubs whenever it is asked.
+fn eager() -> Rules {
+    Rules { deltas_max: 0, scrub_every: Duration::ZERO, ..Rules::default() }
+}
+
+fn install(disk: &SimDisk, bundle: &Path) -> Flash {
+    let mut bundle = BundleReader::open(bundle).unwrap();
+    Flash::install(&disk.shared(), Path::new(DIR), &mut bundle, |_| ()).unwrap()
+}
+
+/// Three generations, the tables of the third merged; the second is retained as it came.
+fn merged(versions: &Versions) -> (SimDisk, Flash) {
+    let disk = SimDisk::default();
+    versions.deltas[..2].iter().for_each(|bundle| drop(install(&disk, bundle)));
+    let mut flash = install(&disk, &versions.deltas[2]);
+    scrub(&mut flash);
+    (disk, flash)
+}
+
+/// Upkeep until a scrub ends; pages repaired and left bad.
+fn scrub(flash: &mut Flash) -> (usize, usize) {
+    let mut upkeep = Upkeep::new(eager(), None, Notes::default());
+    loop {
+        if let Did::ScrubEnded { repaired, damaged, .. } = upkeep.step(flash, NOW, 100).unwrap() {
+            assert_eq!(upkeep.damage().len(), damaged);
+            return (repaired, damaged);
+        }
+    }
+}
+
+fn base_of(flash: &Flash, table: usize) -> PathBuf {
+    let of = flash.record().live.tables[table].base;
+    Path::new(DIR).join(format!("g{:012}/t{table:04}-{:04}.seg", of.sequence, of.serial))
+}
+
+/// A page whose rows the live generation did not change comes back to the bit; one that it changed never does, and no
+/// page ever becomes another one.
+#[test]
+fn a_flipped_bit_is_mended_from_the_generation_before() {
+    let (mut repaired, mut left) = (0, 0);
+    for seed in 0..6 {
+        let versions = Versions::changing(&[200, 200], 3000, 70 + seed);
+        let (disk, mut flash) = merged(&versions);
+        let mut random = Random::new(seed);
+        for table in 0..2 {
+            let base = base_of(&flash, table);
+            let good = disk.read(&base).unwrap();
+            for page in 0..flash.table(table).unwrap().segments()[0].counts().data_pages as usize {
+                disk.flip(
+                    &base,
+                    (page * PAGE_BYTES + 4) * 8 + random.below((PAGE_BYTES - 4) as u64 * 8) as usize,
+                );
+                let counts = scrub(&mut flash);
+                assert_eq!(counts.0 + counts.1, 1, "seed {seed}, table {table}, page {page}");
+                let now = disk.read(&base).unwrap();
+                assert_eq!(now == good, counts.0 == 1, "seed {seed}, table {table}, page {page}");
+                (repaired, left) = (repaired + counts.0, left + counts.1);
+                let content = good[page * PAGE_BYTES..][..PAGE_BYTES].try_into().unwrap();
+                disk.write_page(&base, page as u32, content).unwrap();
+            }
+        }
+        whole_generation(&flash, &versions, "mended");
+    }
+    assert!(repaired > 0 && left > 0, "{repaired} repaired, {left} left: not all cases were met");
+}
+
+/// Where the live generation left the tables alone nothing of a page need be left.
+#[test]
+fn lost_pages_of_an_unchanged_table_are_mended() {
+    let versions = Versions::changing(&[12, 0], 3000, 80);
+    let (disk, mut flash) = merged(&versions);
+    for table in 0..2 {
+        let (base, lost) = (base_of(&flash, table), [0; PAGE_BYTES]);
+        let good = disk.read(&base).unwrap();
+        let pages = flash.table(table).unwrap().segments()[0].counts().data_pages;
+        (0..pages).for_each(|page| disk.write_page(&base, page, &lost).unwrap());
+        assert_eq!(scrub(&mut flash), (pages as usize, 0));
+        assert!(disk.read(&base).unwrap() == good, "table {table}");
+    }
+    // What the live generation changed is nowhere else.
+    let (disk, mut flash) = merged(&Versions::new(3, 3000, 80));
+    disk.write_page(&base_of(&flash, 0), 1, &[0; PAGE_BYTES]).unwrap();
+    assert_eq!(scrub(&mut flash), (0, 1));
+}
+
+/// The share of the time that upkeep works stays below its limit, and one step short, however long calls take.
+#[test]
+fn a_slow_disk_gets_its_rests() {
+    let versions = Versions::new(3, 3000, 81);
+    for (call_us, stall_us) in [(20, 20), (3_000, 3_000), (1_000, 200_000)] {
+        let disk = SimDisk::default();
+        versions.deltas.iter().for_each(|bundle| drop(install(&disk, bundle)));
+        let mut flash = Flash::open(&disk.shared(), Path::new(DIR)).unwrap();
+        let (clock, mut pace) = (disk.clock(), Pace::new(10));
+        let mut upkeep = Upkeep::new(eager(), None, Notes::default());
+        disk.slow(call_us, stall_us);
+        let (start, mut busy, mut pages) = (clock.now(), Duration::ZERO, Vec::new());
+        loop {
+            let before = clock.now();
+            pages.push(pace.pages());
+            let did = upkeep.step(&mut flash, NOW + before, pace.pages()).unwrap();
+            let took = clock.now() - before;
+            busy += took;
+            clock.pass(pace.rest(took));
+            if matches!(did, Did::ScrubEnded { .. }) {
+                break;
+            }
+        }
+        let all = clock.now() - start;
+        assert!(
+            busy > Duration::ZERO && busy * 100 <= all * 10 + Duration::from_millis(1),
+            "{busy:?} of {all:?}"
+        );
+        let most = *pages.iter().max().unwrap();
+        assert!(if call_us == 20 { most > 30 } else { most <= 32 }, "{most} pages at {call_us} us a call");
+        assert_eq!(whole_generation(&flash, &versions, "slowly"), 3);
+        assert!(flash.record().live.tables.iter().all(|t| t.deltas.is_empty()));
+    }
+}
+
+/// A request over a slow disk ends with its deadline, the calls under way late at most, and says that it did.
+#[test]
+fn a_deadline_holds_on_a_slow_disk() {
+    let table = TablePlan {
+        miss: MissPolicy::Deadline,
+        ..TablePlan::cached(KeySpace::Sparse, 5000, 16, CodecChoice::F32)
+    };
+    let plan = ModelPlan {
+        name: "slow".to_owned(),
+        sequence: 1,
+        seed: 82,
+        dense: 1,
+        tables: vec![table],
+        features: vec![FeaturePlan::one_hot(0)],
+    };
+    let (packed, disk) = (plan.pack(), SimDisk::default());
+    install(&disk, &packed.bundle);
+    // Simulated files are read when their turn comes, so a read that was begun in time is finished.
+    let budget = Budget { reads_max: 2, ..Budget::default() };
+    let model = Arc::new(Model::open(&disk.shared(), Path::new(DIR), budget).unwrap());
+    let clock = disk.clock();
+    let mut worker = Worker::new(Arc::clone(&model), Arc::new(clock.clone()));
+    let samples: Vec<Sample> = (0..64).map(|id| plan.sample(id)).collect();
+    let batch = batch_of(&model, &samples);
+    let (call, stall) = (Duration::from_millis(1), Duration::from_millis(40));
+    disk.slow(call.as_micros() as u64, stall.as_micros() as u64);
+    for deadline in [2, 5, 9].map(Duration::from_millis) {
+        let before = clock.now();
+        let status = worker.score(&batch, Some(before + deadline)).unwrap().status();
+        let took = clock.now() - before;
+        assert!(status.late && took <= deadline + stall + call * 2, "{took:?} for {deadline:?}: {status:?}");
+    }
+    // With the time that it needs, nothing is late.
+    worker.fetch_behind();
+    let status = worker.score(&batch, Some(clock.now() + Duration::from_secs(10))).unwrap().status();
+    assert!(!status.late && status.defaulted == 0, "{status:?}");
+}
