@@ -5,20 +5,15 @@
 //!
 //! A set keeps for each of its ways one *word* that names the row, so a single vector compare finds it. The
 //! word together with the set's number is a bijection of (table, key): equal words are equal keys, and there
-//! is nothing left to verify. A slot takes 6 bytes beside its row where all tables are indexed, else 10.
+//! is nothing left to verify. A slot takes 6 bytes beside its row where all tables are indexed, else 10, and up to 2 more
+//! where rows are long enough to begin on a cache line each.
 
 use crate::codec::ROW_BYTES_MAX;
 use crate::eviction::{GHOSTS, Ways, used};
 use crate::memory::Zeroed;
 use crate::names::{Name, Namer, Names, Naming, RowKey};
 use crate::simd::{Plain, READ_BYTES, Simd, WAYS, prefetch};
-use crate::sync::{AtomicU32, AtomicU64, Ordering, fence, spin};
-
-/// The words of all ways; 0 where a way is empty.
-enum Words {
-    Narrow(Zeroed<AtomicU32>),
-    Wide(Zeroed<AtomicU64>),
-}
+use crate::sync::{AtomicU32, Ordering, fence, spin};
 
 /// A row's name, with the way where it was last seen.
 #[derive(Clone, Copy, Default)]
@@ -40,57 +35,59 @@ const EPOCH: usize = 1;
 const USES: usize = 2;
 const HANDS: usize = 3;
 
+/// Where things lie in the memory of one set, in units of 4 bytes: the words' low halves, their high halves if they
+/// have any, the state, the rows. All of a set is near together: a lookup costs one walk of the page tables.
+#[derive(Clone, Copy)]
+struct Layout {
+    high: Option<usize>,
+    state: usize,
+    rows: usize,
+    row: usize,
+    set: usize,
+}
+
+impl Layout {
+    fn new(row_bytes: usize, names: &Names) -> Self {
+        let (narrow, row) = (names.is_narrow(), row_bytes.div_ceil(4));
+        let state = if narrow { WAYS } else { 2 * WAYS };
+        let head = state + STATE_WORDS;
+        // Rows of a cache line and more begin on one; smaller ones would lose too much by it.
+        let rows = if row < LINE { head } else { head.next_multiple_of(LINE) };
+        let set = rows + WAYS * row;
+        Self { high: (!narrow).then_some(WAYS), state, rows, row, set }
+    }
+}
+
+/// Units in a cache line.
+const LINE: usize = 16;
+/// Units of one racing read: there is room for one beyond the last row.
+const READ: usize = READ_BYTES / 4;
+
 /// The cache. All memory is taken by `new` and never grows.
 pub struct Cache {
     row_bytes: usize,
-    words_per_row: usize,
     sets: usize,
     naming: Naming,
-    words: Words,
-    /// `[sets, STATE_WORDS]`. The sequence is even while the set is stable and odd while its one writer changes it.
-    states: Zeroed<AtomicU32>,
-    /// `[slots, words_per_row]`, with room for one read beyond the end.
-    rows: Zeroed<AtomicU32>,
+    layout: Layout,
+    memory: Zeroed<AtomicU32>,
 }
 
 /// How often a query looks again at a set that is being changed before it calls the row missing.
 const LOOKS: usize = if cfg!(loom) { 2 } else { 1000 };
 
 impl Cache {
-    /// Bytes that a slot takes beside its row.
-    fn slot_overhead_bytes(names: &Names) -> usize {
-        names.word_bytes() + 4 * STATE_WORDS / WAYS
-    }
-
-    fn set_bytes(row_bytes: usize, names: &Names) -> usize {
-        WAYS * (row_bytes.next_multiple_of(4) + Self::slot_overhead_bytes(names))
-    }
-
     /// Bytes of the smallest cache for rows of `row_bytes`.
     pub fn bytes_min(row_bytes: usize, names: &Names) -> usize {
-        names.sets_min() * Self::set_bytes(row_bytes, names) + READ_BYTES
+        4 * (names.sets_min() * Layout::new(row_bytes, names).set + READ)
     }
 
     /// A cache of at most `bytes_max` bytes for rows of `row_bytes`; `None` if that is less than `bytes_min`.
     pub fn new(row_bytes: usize, bytes_max: usize, names: &Names) -> Option<Self> {
-        let words_per_row = row_bytes.div_ceil(4);
-        let sets = bytes_max.checked_sub(READ_BYTES)? / Self::set_bytes(row_bytes, names);
+        let layout = Layout::new(row_bytes, names);
+        let sets = (bytes_max / 4).checked_sub(READ)? / layout.set;
         let sets = sets.min(1 << 31);
-        let slots = sets * WAYS;
         let naming = (sets >= names.sets_min()).then(|| Naming::new(names, sets))?;
-        Some(Self {
-            row_bytes,
-            words_per_row,
-            sets,
-            words: if naming.is_narrow() {
-                Words::Narrow(Zeroed::new(slots))
-            } else {
-                Words::Wide(Zeroed::new(slots))
-            },
-            naming,
-            states: Zeroed::new(sets * STATE_WORDS),
-            rows: Zeroed::new(slots * words_per_row + READ_BYTES / 4),
-        })
+        Some(Self { row_bytes, sets, naming, layout, memory: Zeroed::new(sets * layout.set + READ) })
     }
 
     /// Bytes of a row.
@@ -105,11 +102,7 @@ impl Cache {
 
     /// All bytes the cache holds.
     pub fn bytes(&self) -> usize {
-        let words = match &self.words {
-            Words::Narrow(words) => size_of_val(&words[..]),
-            Words::Wide(words) => size_of_val(&words[..]),
-        };
-        words + size_of_val(&self.states[..]) + size_of_val(&self.rows[..])
+        4 * self.memory.len()
     }
 
     /// How the keys of `table` are named.
@@ -128,61 +121,57 @@ impl Cache {
         self.name(self.namer(row.table), row.key)
     }
 
+    /// `len` units of a set from `at` on.
     #[inline(always)]
-    fn state(&self, set: u32) -> &[AtomicU32] {
-        &self.states[set as usize * STATE_WORDS..][..STATE_WORDS]
+    fn part(&self, set: u32, at: usize, len: usize) -> &[AtomicU32] {
+        &self.memory[set as usize * self.layout.set + at..][..len]
     }
 
+    /// The state of a set. Its sequence is even while the set is stable and odd while its one writer changes it.
+    #[inline(always)]
+    fn state(&self, set: u32) -> &[AtomicU32] {
+        self.part(set, self.layout.state, STATE_WORDS)
+    }
+
+    /// The row in a way, and what is read beyond it.
     #[inline(always)]
     fn row(&self, set: u32, way: u32) -> &[AtomicU32] {
-        let start = (set as usize * WAYS + way as usize) * self.words_per_row;
-        let words = self.row_bytes.next_multiple_of(READ_BYTES) / 4;
-        &self.rows[start..start + words]
+        let row = self.layout.row;
+        self.part(set, self.layout.rows + way as usize * row, row.next_multiple_of(READ))
     }
 
     /// Where the word stands in its set; `WAYS` or more if it does not.
     #[inline(always)]
     fn find<S: Simd>(&self, name: Name) -> u32 {
-        let from = name.set as usize * WAYS;
-        let hits = match &self.words {
-            Words::Narrow(words) => {
-                words[from..].first_chunk().map_or(0, |set| S::find_u32(set, name.word as u32))
-            }
-            Words::Wide(words) => words[from..].first_chunk().map_or(0, |set| S::find_u64(set, name.word)),
+        let equal = |at, word: u64| {
+            let words = self.part(name.set, at, WAYS).first_chunk();
+            words.map_or(0, |words| S::find(words, word as u32))
         };
+        let low = equal(0, name.word);
+        let hits = self.layout.high.map_or(low, |high| low & equal(high, name.word >> 32));
         // No row has word 0; an empty way has.
         if name.word == 0 { WAYS as u32 } else { hits.trailing_zeros() }
     }
 
     #[inline(always)]
     fn word(&self, set: u32, way: u32) -> u64 {
-        let slot = set as usize * WAYS + way as usize;
-        match &self.words {
-            Words::Narrow(words) => words[slot].load(Ordering::Relaxed).into(),
-            Words::Wide(words) => words[slot].load(Ordering::Relaxed),
-        }
+        let half = |at: usize| u64::from(self.part(set, at + way as usize, 1)[0].load(Ordering::Relaxed));
+        half(0) | self.layout.high.map_or(0, |high| half(high) << 32)
     }
 
     fn set_word(&self, set: u32, way: u32, word: u64) {
-        let slot = set as usize * WAYS + way as usize;
-        match &self.words {
-            Words::Narrow(words) => words[slot].store(word as u32, Ordering::Relaxed),
-            Words::Wide(words) => words[slot].store(word, Ordering::Relaxed),
+        let half = |at: usize| &self.part(set, at + way as usize, 1)[0];
+        half(0).store(word as u32, Ordering::Relaxed);
+        if let Some(high) = self.layout.high {
+            half(high).store((word >> 32) as u32, Ordering::Relaxed);
         }
     }
 
     /// Asks for the words and the state of a set ahead of `see`.
     #[inline(always)]
     pub(crate) fn prefetch_set(&self, name: Name) {
-        let slot = name.set as usize * WAYS;
-        match &self.words {
-            Words::Narrow(words) => prefetch(&words[slot]),
-            Words::Wide(words) => {
-                prefetch(&words[slot]);
-                prefetch(&words[slot + WAYS / 2]);
-            }
-        }
-        prefetch(&self.state(name.set)[SEQUENCE]);
+        let head = self.part(name.set, 0, self.layout.state + STATE_WORDS);
+        head.iter().step_by(LINE).for_each(prefetch);
     }
 
     /// Looks for a row and asks for its bytes ahead of `read`. What it sees is a hint.
@@ -193,7 +182,7 @@ impl Cache {
             // Beyond these lines the hardware has understood.
             const LINES_MAX: usize = 8;
             let row = self.row(name.set, way);
-            row.iter().step_by(16).take(LINES_MAX).for_each(prefetch);
+            row.iter().step_by(LINE).take(LINES_MAX).for_each(prefetch);
             if let Some(last) = row.last() {
                 prefetch(last);
             }

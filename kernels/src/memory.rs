@@ -17,13 +17,9 @@ pub unsafe trait Zeroable {}
 // SAFETY: zero is a value, and there is no destructor.
 unsafe impl Zeroable for u8 {}
 // SAFETY: as above.
-unsafe impl Zeroable for u64 {}
-// SAFETY: as above.
 unsafe impl Zeroable for f32 {}
 // SAFETY: an atomic has the representation of its integer.
 unsafe impl Zeroable for std::sync::atomic::AtomicU32 {}
-// SAFETY: as above.
-unsafe impl Zeroable for std::sync::atomic::AtomicU64 {}
 
 /// A slice of `T`, zeroed when it is made. Starts on a page.
 pub struct Zeroed<T> {

@@ -101,8 +101,9 @@ impl Names {
         if self.bases().is_some() { 1 } else { 1 << self.table_bits() }
     }
 
-    pub(crate) fn word_bytes(&self) -> usize {
-        if self.bases().is_some() { 4 } else { 8 }
+    /// Whether a word has 32 bits.
+    pub(crate) fn is_narrow(&self) -> bool {
+        self.bases().is_some()
     }
 }
 
@@ -141,11 +142,6 @@ impl Naming {
             None => Tables::Hashed { table_bits: names.table_bits() },
         };
         Self { tables, sets }
-    }
-
-    /// Whether a word has 32 bits.
-    pub fn is_narrow(&self) -> bool {
-        matches!(self.tables, Tables::Indexed { .. })
     }
 
     /// A byte that many words of a set differ in; never 0.

@@ -334,13 +334,15 @@ impl FindRow for Whole<'_> {
     }
 }
 
-/// Keys that are named, and then looked for, together.
-const STEP: usize = 8;
-/// Places of keys that were looked for and not read yet.
-const RING: usize = 4 * STEP;
+/// How far ahead of the reads keys are looked for, and their rows asked for.
+const SEE_AHEAD: usize = 12;
+/// How far ahead of the reads keys are named, and their sets asked for.
+const NAME_AHEAD: usize = 24;
+/// Places of keys that were named and not read yet.
+const RING: usize = 32;
 
-/// The embedding cache, looked through ahead of the reads: while the rows of one step are read, those of the
-/// next two are on their way from memory and the sets of the one after them.
+/// The embedding cache, looked through ahead of the reads, one key at a time: while a row is read, those of the next
+/// keys are on their way from memory, and behind them the sets of more keys.
 struct Ahead<'a> {
     cache: &'a Cache,
     namer: Namer,
@@ -355,7 +357,7 @@ impl Ahead<'_> {
     #[inline(always)]
     fn look_ahead<S: Simd>(&mut self, at: usize) {
         let end = self.keys.len();
-        for i in self.named..end.min(at + 3 * STEP) {
+        for i in self.named..end.min(at + NAME_AHEAD + 1) {
             let key = self.keys[i];
             let absent = self.keys_end.is_some_and(|end| key >= end);
             let name = if absent { Name::default() } else { self.cache.name(self.namer, key) };
@@ -363,7 +365,7 @@ impl Ahead<'_> {
             self.ring[i % RING].name = name;
             self.named = i + 1;
         }
-        for i in self.looked..end.min(at + 2 * STEP) {
+        for i in self.looked..end.min(at + SEE_AHEAD + 1) {
             self.ring[i % RING] = self.cache.see::<S>(self.ring[i % RING].name);
             self.looked = i + 1;
         }
@@ -373,9 +375,7 @@ impl Ahead<'_> {
 impl FindRow for Ahead<'_> {
     #[inline(always)]
     fn row<'b, S: Simd>(&'b mut self, at: usize, buffer: &'b mut [u8]) -> Found<'b> {
-        if at + STEP >= self.looked && self.looked < self.keys.len() {
-            self.look_ahead::<S>(at);
-        }
+        self.look_ahead::<S>(at);
         let seen = self.ring[at % RING];
         if self.cache.read::<S>(seen, buffer) {
             Found::Row(buffer)

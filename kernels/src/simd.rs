@@ -9,7 +9,7 @@
 #![allow(unsafe_code)]
 
 use crate::isa::{Family, Isa};
-use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicU32, Ordering};
 use half::f16;
 
 /// Bytes of one racing read; what is copied is rounded up to it.
@@ -21,15 +21,8 @@ pub const WAYS: usize = if cfg!(loom) { 2 } else { 16 };
 pub(crate) trait Simd {
     /// A mask of the words that equal `word`, the first in the lowest bit.
     #[inline(always)]
-    fn find_u32(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+    fn find(words: &[AtomicU32; WAYS], word: u32) -> u32 {
         let hit = |(way, w): (usize, &AtomicU32)| u32::from(w.load(Ordering::Relaxed) == word) << way;
-        words.iter().enumerate().map(hit).sum()
-    }
-
-    /// The same for 64-bit words.
-    #[inline(always)]
-    fn find_u64(words: &[AtomicU64; WAYS], word: u64) -> u32 {
-        let hit = |(way, w): (usize, &AtomicU64)| u32::from(w.load(Ordering::Relaxed) == word) << way;
         words.iter().enumerate().map(hit).sum()
     }
 
@@ -137,9 +130,22 @@ pub(crate) mod x86 {
         value
     }
 
+    /// In pieces as wide as those in which the bytes will be loaded again: a load that spans two stores waits
+    /// until both are in the cache.
+    #[inline]
+    #[target_feature(enable = "avx2,avx512f")]
+    fn copy_avx512(from: &[AtomicU32], to: &mut [u8]) {
+        let (mut from, mut to) = (from.chunks_exact(16), to.chunks_exact_mut(2 * READ_BYTES));
+        for (from, to) in from.by_ref().zip(to.by_ref()) {
+            // SAFETY: `to` has 64 bytes; the store needs no alignment.
+            unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), read_512(from)) };
+        }
+        copy_avx2(from.remainder(), to.into_remainder());
+    }
+
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn copy(from: &[AtomicU32], to: &mut [u8]) {
+    fn copy_avx2(from: &[AtomicU32], to: &mut [u8]) {
         for (from, to) in from.chunks_exact(8).zip(to.chunks_exact_mut(READ_BYTES)) {
             // SAFETY: `to` has 32 bytes; the store needs no alignment.
             unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), read_256(from)) };
@@ -160,7 +166,7 @@ pub(crate) mod x86 {
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn find_u32_avx2(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+    fn find_avx2(words: &[AtomicU32; WAYS], word: u32) -> u32 {
         let word = _mm256_set1_epi32(word as i32);
         let half = |words| {
             let equal = _mm256_cmpeq_epi32(read_256(words), word);
@@ -170,48 +176,23 @@ pub(crate) mod x86 {
     }
 
     #[inline]
-    #[target_feature(enable = "avx2")]
-    fn find_u64_avx2(words: &[AtomicU64; WAYS], word: u64) -> u32 {
-        let word = _mm256_set1_epi64x(word as i64);
-        let quarter = |at: usize| {
-            let equal = _mm256_cmpeq_epi64(read_256(&words[at..at + 4]), word);
-            (_mm256_movemask_pd(_mm256_castsi256_pd(equal)) as u32) << at
-        };
-        quarter(0) | quarter(4) | quarter(8) | quarter(12)
-    }
-
-    #[inline]
     #[target_feature(enable = "avx512f")]
-    fn find_u32_avx512(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+    fn find_avx512(words: &[AtomicU32; WAYS], word: u32) -> u32 {
         u32::from(_mm512_cmpeq_epi32_mask(read_512(words), _mm512_set1_epi32(word as i32)))
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn find_u64_avx512(words: &[AtomicU64; WAYS], word: u64) -> u32 {
-        let word = _mm512_set1_epi64(word as i64);
-        let half = |words| u32::from(_mm512_cmpeq_epi64_mask(read_512(words), word));
-        half(&words[..8]) | half(&words[8..]) << 8
     }
 
     // SAFETY of all below: `Simd` says that the machine has the instructions.
     impl Simd for Avx2 {
         #[inline(always)]
-        fn find_u32(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+        fn find(words: &[AtomicU32; WAYS], word: u32) -> u32 {
             // SAFETY: above.
-            unsafe { find_u32_avx2(words, word) }
-        }
-
-        #[inline(always)]
-        fn find_u64(words: &[AtomicU64; WAYS], word: u64) -> u32 {
-            // SAFETY: above.
-            unsafe { find_u64_avx2(words, word) }
+            unsafe { find_avx2(words, word) }
         }
 
         #[inline(always)]
         fn copy_racing(from: &[AtomicU32], to: &mut [u8]) {
             // SAFETY: above.
-            unsafe { copy(from, to) }
+            unsafe { copy_avx2(from, to) }
         }
 
         #[inline(always)]
@@ -223,21 +204,15 @@ pub(crate) mod x86 {
 
     impl Simd for Avx512 {
         #[inline(always)]
-        fn find_u32(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+        fn find(words: &[AtomicU32; WAYS], word: u32) -> u32 {
             // SAFETY: above.
-            unsafe { find_u32_avx512(words, word) }
-        }
-
-        #[inline(always)]
-        fn find_u64(words: &[AtomicU64; WAYS], word: u64) -> u32 {
-            // SAFETY: above.
-            unsafe { find_u64_avx512(words, word) }
+            unsafe { find_avx512(words, word) }
         }
 
         #[inline(always)]
         fn copy_racing(from: &[AtomicU32], to: &mut [u8]) {
             // SAFETY: above.
-            unsafe { copy(from, to) }
+            unsafe { copy_avx512(from, to) }
         }
 
         #[inline(always)]
@@ -270,7 +245,7 @@ pub(crate) mod arm {
 
     impl Simd for Neon {
         #[inline(always)]
-        fn find_u32(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+        fn find(words: &[AtomicU32; WAYS], word: u32) -> u32 {
             // SAFETY: Advanced SIMD is always there; four values are loaded from an array of four.
             unsafe {
                 let (word, bits) = (vdupq_n_u32(word), vld1q_u32([1, 2, 4, 8].as_ptr()));
@@ -278,19 +253,6 @@ pub(crate) mod arm {
                     vaddvq_u32(vandq_u32(vceqq_u32(read_128(&words[at..at + 4]), word), bits)) << at
                 };
                 quarter(0) | quarter(4) | quarter(8) | quarter(12)
-            }
-        }
-
-        #[inline(always)]
-        fn find_u64(words: &[AtomicU64; WAYS], word: u64) -> u32 {
-            // SAFETY: as above.
-            unsafe {
-                let word = vdupq_n_u64(word);
-                let pair = |at: usize| {
-                    let equal = vceqq_u64(vreinterpretq_u64_u32(read_128(&words[at..at + 2])), word);
-                    ((vgetq_lane_u64::<0>(equal) & 1 | vgetq_lane_u64::<1>(equal) & 2) as u32) << at
-                };
-                (0..WAYS).step_by(2).map(pair).sum()
             }
         }
 

@@ -1,9 +1,9 @@
 //! The atomics of the cache: the standard ones, or those of the model checker that is built with `--cfg loom`.
 
 #[cfg(loom)]
-pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+pub use loom::sync::atomic::{AtomicU32, Ordering, fence};
 #[cfg(not(loom))]
-pub use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+pub use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 /// Waits a moment for another thread.
 #[inline(always)]
