@@ -16,6 +16,7 @@ pub mod catalog;
 pub mod commit;
 pub mod compact;
 pub mod disk;
+mod fences;
 pub mod flash;
 pub mod limits;
 pub mod live;

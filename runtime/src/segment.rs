@@ -2,9 +2,10 @@
 //! key. Bytes in FORMAT.md; written by `segment_write`, proved on arrival by `segment_check`.
 //!
 //! A *base* holds every row of a table: an index table places a key by division, a sparse table keeps rows
-//! in key-hash order with one 32-bit fence a page in memory. A *delta* holds the rows that one generation
+//! in key-hash order with a fence for each page in memory (`fences`). A *delta* holds the rows that one generation
 //! changed, inserted or deleted; its keys are read at open and go into the table's overlay.
 
+use crate::fences::Fences;
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crate::manifest::{Generation, sha256};
 use crate::page::{AlignedPage, Page, PageBytes, PageFault, PageKind, seal, u64_at};
@@ -200,7 +201,8 @@ pub struct Segment {
     file: Arc<dyn PageFile>,
     kind: SegmentKind,
     counts: Counts,
-    fences: Box<[u32]>,
+    /// Empty where the segment has none.
+    fences: Fences,
 }
 
 impl Segment {
@@ -212,8 +214,8 @@ impl Segment {
         let io = |source| SegmentError::Io { path: path.to_owned(), source };
         let bytes = file.bytes().map_err(io)?;
         let pages = u32::try_from(bytes / PAGE_BYTES as u64).unwrap_or(0);
-        let mut segment =
-            Self { path: path.to_owned(), file, kind, counts: Counts::default(), fences: [].into() };
+        let (counts, fences) = (Counts::default(), Fences::default());
+        let mut segment = Self { path: path.to_owned(), file, kind, counts, fences };
         if !bytes.is_multiple_of(PAGE_BYTES as u64) || pages == 0 {
             return segment.field("length", format!("{bytes} bytes are not 1 to 2^32 - 1 pages"));
         }
@@ -248,10 +250,11 @@ impl Segment {
             fences.extend(fences_in(page));
             Ok(())
         })?;
-        if fences.len() != expected || !fences.is_sorted_by(|a, b| a < b) {
-            return self.field("fences", format!("{} are not {expected} ascending ones", fences.len()));
+        let count = fences.len();
+        match Fences::new(fences).filter(|_| count == expected) {
+            Some(fences) => self.fences = fences,
+            None => return self.field("fences", format!("{count} are not {expected} ascending ones")),
         }
-        self.fences = fences.into();
         Ok(())
     }
 
@@ -322,7 +325,7 @@ impl Segment {
 
     /// Bytes of the index in memory.
     pub fn index_bytes(&self) -> usize {
-        4 * self.fences.len()
+        self.fences.bytes()
     }
 
     /// The page of a base that holds `key` if any does; `None` if the base cannot have the key.
@@ -332,10 +335,7 @@ impl Segment {
             KeySpace::Index => {
                 (key < self.counts.rows).then(|| (key / self.kind.rows_per_page() as u64) as u32)
             }
-            KeySpace::Sparse => {
-                let prefix = (KeySpace::Sparse.order(key) >> 32) as u32;
-                (self.fences.partition_point(|&f| f <= prefix) as u32).checked_sub(1)
-            }
+            KeySpace::Sparse => self.fences.page((KeySpace::Sparse.order(key) >> 32) as u32),
         }
     }
 
