@@ -3,7 +3,8 @@
 //!
 //! A *base* holds every row of a table: an index table places a key by division, a sparse table keeps rows
 //! in key-hash order with a fence for each page in memory (`fences`). A *delta* holds the rows that one generation
-//! changed, inserted or deleted; its keys are read at open and go into the table's overlay.
+//! changed, inserted or deleted; its keys are read at open and go into the table's overlay. A *placed* segment
+//! repeats the most used rows of a base, packed by how they are asked for; its keys go into the overlay too.
 
 use crate::fences::Fences;
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
@@ -76,6 +77,8 @@ pub enum Part {
     Base,
     /// What one generation changed.
     Delta,
+    /// The most used rows of a base once more, packed so that those asked for together share a page.
+    Placed,
 }
 
 /// What a segment is: everything in its trailer but the counts, which follow from the rows.
@@ -91,7 +94,8 @@ pub struct SegmentKind {
 
 impl SegmentKind {
     /// The segment of table number `number` that `generation` brought; `None` if the table's unit does not
-    /// fit its codec. `serial` is 0 for what arrived in a bundle and counts up with each compaction.
+    /// fit its codec. `serial` is 0 for what arrived in a bundle, 1 for what arrived placed, and counts up with each
+    /// compaction.
     pub fn new(
         generation: &Generation,
         serial: u32,
@@ -130,7 +134,7 @@ impl SegmentKind {
     }
 
     /// Most rows of a page.
-    pub(crate) fn rows_per_page(&self) -> usize {
+    pub fn rows_per_page(&self) -> usize {
         let key = if self.page_kind() == PageKind::Hashed { 8 } else { 0 };
         PAYLOAD_BYTES / (key + self.format.row_bytes())
     }
@@ -153,8 +157,13 @@ impl SegmentKind {
             Codec::U8 => 2,
             Codec::U4 => 3,
         };
-        let (delta, sparse) = (self.part == Part::Delta, self.keys == KeySpace::Sparse);
-        put(64, &[u8::from(delta), u8::from(sparse), codec, self.unit_exp as u8]);
+        let part = match self.part {
+            Part::Base => 0,
+            Part::Delta => 1,
+            Part::Placed => 2,
+        };
+        let sparse = u8::from(self.keys == KeySpace::Sparse);
+        put(64, &[part, sparse, codec, self.unit_exp as u8]);
         seal(&mut page, self.id, counts.data_pages + counts.index_pages, PageKind::Trailer, 1);
         page
     }
@@ -277,12 +286,12 @@ impl Segment {
         Ok(())
     }
 
-    /// Hands the keys of a delta to `take`: the order of each key with the page that holds its row, or with
+    /// Hands the keys of a delta or a placed segment to `take`: the order of each key with the page that holds its row, or with
     /// `None` where the key is deleted.
     ///
     /// # Errors
     /// A page of keys is damaged, or they are not as many as the trailer says.
-    pub fn each_delta_key(&self, mut take: impl FnMut(u64, Option<u32>)) -> Result<(), SegmentError> {
+    pub fn each_key(&self, mut take: impl FnMut(u64, Option<u32>)) -> Result<(), SegmentError> {
         let (mut rows, mut deletes) = (0u64, 0u64);
         let per_page = self.kind.rows_per_page() as u64;
         self.each_index_page(|kind, page| {

@@ -170,7 +170,7 @@ pub fn segment(bytes: &[u8]) {
 
 fn check_segment(bytes: &[u8]) {
     for (number, table) in golden_tables().iter().enumerate() {
-        for part in [Part::Base, Part::Delta] {
+        for part in [Part::Base, Part::Delta, Part::Placed] {
             let kind = SegmentKind::new(&golden_generation(), 0, number, table, part).unwrap();
             let mut check = SegmentCheck::new(Path::new("segment"), kind);
             if check.take(bytes).is_ok() {

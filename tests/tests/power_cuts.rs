@@ -7,11 +7,14 @@
 use hatchback::bundle::BundleReader;
 use hatchback::compact::Compaction;
 use hatchback::flash::{Flash, FlashError};
-use hatchback::page::PageBytes;
+use hatchback::page::{AlignedPage, PageBytes};
+use hatchback::schema::KeySpace;
 use hatchback::scrub::Scrub;
+use hatchback::unmix;
 use hatchback_tests::random::Random;
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::versions::{Rows, Versions};
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -82,10 +85,24 @@ fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
     Flash::install(&disk.shared(), Path::new(DIR), &mut BundleReader::open(bundle)?, |_| ()).map(drop)
 }
 
-/// Every row of a table, and what each key is answered with through its one page.
-fn rows_of(flash: &Flash, table: usize) -> Rows {
-    let (mut rows, table) = (Rows::new(), flash.table(table).unwrap());
+/// Every row of a table by a pass over it; each key must be answered with the same through its one page.
+fn rows_of(flash: &Flash, number: usize) -> Rows {
+    let (mut rows, table) = (Rows::new(), flash.table(number).unwrap());
     table.scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}")).unwrap();
+    let keys = flash.manifest().schema.tables[number].keys;
+    let mut pages = HashMap::new();
+    for (order, row) in &rows {
+        let key = if keys == KeySpace::Sparse { unmix(*order) } else { *order };
+        let place = table.locate(key).unwrap();
+        let segment = table.segment(place);
+        let page = pages.entry(place.pack()).or_insert_with(|| {
+            let mut page = Box::new(AlignedPage::zeroed());
+            segment.read_page(place.page, &mut page).unwrap();
+            page
+        });
+        let checked = segment.check(place.page, &page.0).unwrap();
+        assert_eq!(segment.row(&checked, key), Some(row.as_slice()), "key {key} on {place:?}");
+    }
     rows
 }
 
@@ -145,6 +162,8 @@ fn every_cut_ends_in_one_whole_generation() {
     let disk = SimDisk::default();
     STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
     check(&disk, &versions, &[4], "without a cut");
+    let placed = |t: usize| open(&disk).unwrap().table(t).unwrap().placed().map_or(0, |p| p.counts().rows);
+    assert!(placed(0) > 200 && placed(1) > 200, "the snapshot placed nothing");
     let calls = disk.calls();
     for n in 0..cut_points() {
         tell(&versions, n % calls, n);
