@@ -10,11 +10,12 @@ use hatchback::flash::{Flash, FlashError};
 use hatchback::page::{AlignedPage, PageBytes};
 use hatchback::schema::KeySpace;
 use hatchback::scrub::Scrub;
+use hatchback::table_rows::Place;
 use hatchback::unmix;
 use hatchback_tests::random::Random;
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::versions::{Rows, Versions};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -90,18 +91,18 @@ fn rows_of(flash: &Flash, number: usize) -> Rows {
     let (mut rows, table) = (Rows::new(), flash.table(number).unwrap());
     table.scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}")).unwrap();
     let keys = flash.manifest().schema.tables[number].keys;
-    let mut pages = HashMap::new();
+    let mut pages: BTreeMap<Place, Vec<(u64, &Vec<u8>)>> = BTreeMap::new();
     for (order, row) in &rows {
         let key = if keys == KeySpace::Sparse { unmix(*order) } else { *order };
-        let place = table.locate(key).unwrap();
+        pages.entry(table.locate(key).unwrap()).or_default().push((key, row));
+    }
+    let mut page = AlignedPage::zeroed();
+    for (place, expected) in pages {
         let segment = table.segment(place);
-        let page = pages.entry(place.pack()).or_insert_with(|| {
-            let mut page = Box::new(AlignedPage::zeroed());
-            segment.read_page(place.page, &mut page).unwrap();
-            page
-        });
+        segment.read_page(place.page, &mut page).unwrap();
         let checked = segment.check(place.page, &page.0).unwrap();
-        assert_eq!(segment.row(&checked, key), Some(row.as_slice()), "key {key} on {place:?}");
+        let same = |(key, row): &(u64, &Vec<u8>)| segment.row(&checked, *key) == Some(row.as_slice());
+        assert!(expected.iter().all(same), "{place:?} of table {number}");
     }
     rows
 }

@@ -288,8 +288,8 @@ fn verify_flash(flash: &Flash) -> Vec<String> {
     let mut damage = Vec::new();
     for number in 0..flash.manifest().tables.len() {
         let scanned = flash.table(number).map(|t| {
-            let segments = t.segments().iter().chain(t.placed());
-            segments.map(|s| s.scan(|_, _| {}, |e| damage.push(e.to_string()))).collect::<Result<(), _>>()
+            let mut segments = t.segments().iter().chain(t.placed());
+            segments.try_for_each(|s| s.scan(|_, _| {}, |e| damage.push(e.to_string())))
         });
         match scanned {
             Err(e) => damage.push(e.to_string()),

@@ -241,8 +241,12 @@ pub fn print(figures: &Figures, data: &Data, bars: &[Bar]) {
             println!("{engine}: not run: {reason}; `{command}`");
         }
     }
-    println!("One thread each but where two are named. Peers: 256 MB block cache if there is one, reopened with");
-    println!("their files out of the page cache before cold reads. Ours reads past the page cache, so it is never");
+    println!(
+        "One thread each but where two are named. Peers: 256 MB block cache if there is one, reopened with"
+    );
+    println!(
+        "their files out of the page cache before cold reads. Ours reads past the page cache, so it is never"
+    );
     println!("warm. Bytes of a peer's update: what the system wrote for it until it was closed.");
     println!("{} rows of {} B; a batch is 1,024 keys.", report::count(data.rows), data.row_bytes);
     if data.rows * (data.row_bytes as u64) < COLD_BYTES_MIN {

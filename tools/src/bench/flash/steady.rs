@@ -19,7 +19,7 @@ use hatchback::segment_write::SegmentWriter;
 use hatchback::upkeep::{Did, Rules, Upkeep};
 use hatchback::{Activation, Codec, Pooling};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 /// Deltas, each of one row in a hundred.
@@ -91,7 +91,7 @@ struct Delivered {
 }
 
 /// Packs the rows that delta number `delta` changes (0: all rows) and installs them.
-fn deliver(data: &Data, delta: u64, path: &PathBuf, directory: &Path) -> Result<Delivered> {
+fn deliver(data: &Data, delta: u64, path: &Path, directory: &Path) -> Result<Delivered> {
     let schema = schema(data);
     let generation = Generation { lineage: "bench".to_owned(), sequence: delta + 1 };
     let part = if delta == 0 { Part::Base } else { Part::Delta };
