@@ -48,13 +48,14 @@ impl Fences {
             Form::Close { anchors, gaps } => (anchors, gaps),
         };
         let anchor = anchors.partition_point(|&f| f <= prefix).checked_sub(1)?;
-        let (first, mut left) = (anchor * STRIDE, prefix - anchors[anchor]);
-        let stretch = &gaps[first..gaps.len().min(first + STRIDE)];
-        // The gap behind a stretch's last page leads out of it, or to no page at all.
-        let mut page = 0;
-        while page + 1 < stretch.len() && u32::from(stretch[page]) <= left {
-            left -= u32::from(stretch[page]);
-            page += 1;
+        let (first, left) = (anchor * STRIDE, prefix - anchors[anchor]);
+        // The gap behind a stretch's last page leads out of it, or to no page at all. All others are added up,
+        // needed or not: a loop that stops at the right one costs a mispredicted branch.
+        let last = gaps.len().min(first + STRIDE) - 1;
+        let (mut sum, mut page) = (0, 0);
+        for gap in &gaps[first..last] {
+            sum += u32::from(*gap);
+            page += usize::from(sum <= left);
         }
         Some((first + page) as u32)
     }

@@ -192,7 +192,7 @@ impl Figures {
                 4.0,
                 |v, b| v < b,
             ),
-            most("pages a request, placed / key order", ratio(co_access, key_order), 0.8),
+            most("pages a request, placed / key order", ratio(co_access, key_order), 0.85),
             most(
                 "pages a request behind a 1 % cache, placed / key order",
                 ratio(warm_co_access, warm_key_order),
