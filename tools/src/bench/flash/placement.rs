@@ -97,7 +97,7 @@ fn pages_a_request(rows: &TableRows, data: &Data, percent: u64, requests: &[Vec<
     for (i, request) in requests.iter().enumerate() {
         let cached =
             |key: u64, out: &mut [u8]| cache.as_ref().is_some_and(|c| c.query(RowKey { table: 0, key }, out));
-        let missed: Vec<u64> = request.iter().copied().filter(|key| !cached(*key, &mut out)).collect();
+        let missed: BTreeSet<u64> = request.iter().copied().filter(|key| !cached(*key, &mut out)).collect();
         let pages: BTreeSet<_> = missed.iter().filter_map(|key| rows.locate(*key)).collect();
         if i >= TRAINED_ON {
             total += pages.len();
