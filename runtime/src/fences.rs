@@ -60,6 +60,18 @@ impl Fences {
         Some((first + page) as u32)
     }
 
+    /// The fence of `page`; `None` beyond the last.
+    pub fn get(&self, page: usize) -> Option<u32> {
+        match &self.0 {
+            Form::Wide(fences) => fences.get(page).copied(),
+            Form::Close { gaps, .. } if page >= gaps.len() => None,
+            Form::Close { anchors, gaps } => {
+                let first = page / STRIDE * STRIDE;
+                Some(anchors[page / STRIDE] + gaps[first..page].iter().map(|g| u32::from(*g)).sum::<u32>())
+            }
+        }
+    }
+
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         match &self.0 {
@@ -78,6 +90,8 @@ mod tests {
     fn agrees(fences: &[u32], close: bool, more: &[u32]) {
         let compact = Fences::new(fences.to_vec()).unwrap();
         assert_eq!(matches!(compact.0, Form::Close { .. }), close, "{fences:?}");
+        let all: Vec<u32> = (0..=fences.len()).map_while(|page| compact.get(page)).collect();
+        assert_eq!(all, fences);
         let near = fences.iter().flat_map(|f| [f.saturating_sub(1), *f, f.saturating_add(1)]);
         for prefix in near.chain([0, u32::MAX]).chain(more.iter().copied()) {
             let plain = (fences.partition_point(|&f| f <= prefix) as u32).checked_sub(1);

@@ -358,7 +358,7 @@ impl Segment {
             let first = u64::from(number) * per_page;
             return Some((first, self.counts.rows.min(first + per_page).checked_sub(1)?));
         }
-        let first = |number: usize| self.fences.get(number).map(|fence| u64::from(*fence) << 32);
+        let first = |number: usize| self.fences.get(number).map(|fence| u64::from(fence) << 32);
         Some((first(number as usize)?, first(number as usize + 1).map_or(u64::MAX, |next| next - 1)))
     }
 
