@@ -262,7 +262,7 @@ impl Compaction {
         // Read back before it counts: it may have been reclaimed, or not have become what was written.
         flash.segment(self.number, self.base.of, Part::Base)?;
         let mut live = self.over;
-        live.tables[self.number] = TableState { base: self.base.of, deltas };
+        live.tables[self.number] = TableState { base: self.base.of, placed: None, deltas };
         flash.replace_state(live)?;
         Ok(Compacted { rows: counts.rows, bytes })
     }
@@ -273,7 +273,7 @@ fn target(flash: &Flash, number: usize, skip: u32, part: Part) -> Result<Target,
     let live = &flash.record().live;
     let sequence = live.generation.sequence;
     let table = &live.tables[number];
-    let here = std::iter::once(&table.base).chain(&table.deltas).filter(|s| s.sequence == sequence);
+    let here = table.segments().map(|(of, _)| of).filter(|s| s.sequence == sequence);
     let serial = here.map(|s| s.serial).max().unwrap_or(0) + 1 + skip;
     let of = SegmentRef { sequence, serial };
     let (path, kind) = flash.segment_place(number, of, part)?;

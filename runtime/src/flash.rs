@@ -7,7 +7,8 @@
 //! DIR/lock                          held by the one process that changes the directory
 //! DIR/g000000000001/manifest        one folder a generation that arrived
 //! DIR/g000000000001/t0000-0000.seg  the rows of table 0 (a base, or in a delta what changed)
-//! DIR/g000000000001/t0000-0001.seg  the same after a compaction
+//! DIR/g000000000001/t0000-0001.seg  its most used rows once more, if it is a snapshot with counts
+//! DIR/g000000000001/t0000-0002.seg  the base after a compaction
 //! DIR/g000000000001/t0000-*.part    a compaction under way; the name is a hash of what is merged
 //! DIR/g000000000001/t0000.hot       its most used keys
 //! DIR/g000000000001/dense.onnx
@@ -17,13 +18,14 @@
 use crate::bundle::{BundleError, BundleReader};
 use crate::commit;
 use crate::disk::{Disk, Lock};
+use crate::limits::{HOT_KEYS_MAX, PLACED_ONE_IN, PLACED_ROWS_MIN};
 use crate::live::{LiveError, LiveRecord, SegmentRef, State, TableState};
 use crate::manifest::{Generation, Manifest, ManifestError, sha256};
 use crate::overlay::{DELTA_PAGES_MAX, DELTAS_MAX};
 use crate::sample::{ProbeError, Sample};
 use crate::schema::{Schema, Table};
 use crate::segment::{Counts, Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
-use crate::segment_check::SegmentCheck;
+use crate::segment_check::{Copies, SegmentCheck};
 use crate::table_rows::TableRows;
 use hatchback_kernels::dense::DenseError;
 use std::collections::BTreeSet;
@@ -152,6 +154,8 @@ pub(crate) fn io_error(path: &Path) -> impl FnOnce(io::Error) -> FlashError + '_
     move |source| FlashError::Io { path: path.to_owned(), source }
 }
 
+/// The serial of a placed segment as it arrives, beside its base of serial 0.
+pub const PLACED_SERIAL: u32 = 1;
 /// Space left alone when a bundle is laid on flash: for records, folders and the file system's own needs.
 const SPARE_BYTES: u64 = 1 << 20;
 
@@ -293,9 +297,10 @@ impl Flash {
     pub(crate) fn table_of(&self, state: &State, number: usize) -> Result<TableRows, FlashError> {
         let state = &state.tables[number];
         let base = self.segment(number, state.base, Part::Base)?;
+        let placed = state.placed.map(|p| self.segment(number, p, Part::Placed)).transpose()?;
         let deltas =
             state.deltas.iter().map(|d| self.segment(number, *d, Part::Delta)).collect::<Result<_, _>>()?;
-        Ok(TableRows::new(base, deltas)?)
+        Ok(TableRows::new(base, placed, deltas)?)
     }
 
     /// The most used keys of table `number`, most used first; empty if the trainer gave none.
@@ -407,7 +412,7 @@ impl Flash {
             used.extend(["manifest", "dense.onnx", "probe"].map(|name| folder.join(name)));
             for (number, table) in state.tables.iter().enumerate() {
                 used.insert(folder.join(hot_name(number)));
-                for of in std::iter::once(&table.base).chain(&table.deltas) {
+                for (of, _) in table.segments() {
                     used.insert(
                         folder_of(&self.directory, of.sequence).join(segment_name(number, of.serial)),
                     );
@@ -427,6 +432,11 @@ impl Flash {
         let rest = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob) + hot;
         (0..self.manifest.tables.len()).try_fold(rest, |sum, i| Ok(sum + self.table(i)?.file_bytes()))
     }
+}
+
+/// Rows of a table of `rows` that may be placed.
+pub fn placed_rows_max(rows: u64) -> u64 {
+    (rows / PLACED_ONE_IN).max(PLACED_ROWS_MIN).min(rows).min(HOT_KEYS_MAX as u64)
 }
 
 fn folder_of(directory: &Path, sequence: u64) -> PathBuf {
@@ -544,7 +554,11 @@ fn next_state(
     let arrived = SegmentRef { sequence, serial: 0 };
     let over = held.filter(|_| manifest.parent.is_some()).map(|h| &h.record.live.tables);
     let table = |number: usize| match over {
-        None => TableState { base: arrived, deltas: Vec::new() },
+        None => TableState {
+            base: arrived,
+            placed: manifest.tables[number].placed.map(|_| SegmentRef { sequence, serial: PLACED_SERIAL }),
+            deltas: Vec::new(),
+        },
         Some(tables) => {
             let mut table = tables[number].clone();
             if counts[number].rows + counts[number].deletes > 0 {
@@ -609,7 +623,11 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         let name = segment_name(number, 0);
         let path = self.folder.join(&name);
         let kind = kind_of(&manifest.generation, 0, &manifest.schema, number, part, &path)?;
-        let mut check = SegmentCheck::new(&path, kind);
+        let copies = match blobs.placed {
+            Some(blob) => self.placed(bundle, manifest, number, blob)?,
+            None => Copies::default(),
+        };
+        let mut check = SegmentCheck::of_copied(&path, kind, copies);
         self.copy(bundle, blobs.segment, &name, |chunk| Ok(check.take(chunk)?))?;
         let counts = check.finish()?;
         if part == Part::Base && counts.rows != table.rows {
@@ -620,6 +638,35 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             self.copy(bundle, hot, &hot_name(number), |_| Ok(()))?;
         }
         Ok(counts)
+    }
+
+    /// Writes a placed segment; returns what the base must be found to hold.
+    fn placed(
+        &mut self,
+        bundle: &mut BundleReader,
+        manifest: &Manifest,
+        number: usize,
+        blob: u32,
+    ) -> Result<Copies, FlashError> {
+        let name = segment_name(number, PLACED_SERIAL);
+        let path = self.folder.join(&name);
+        let kind =
+            kind_of(&manifest.generation, PLACED_SERIAL, &manifest.schema, number, Part::Placed, &path)?;
+        let most = placed_rows_max(manifest.schema.tables[number].rows);
+        let few = |rows: u64| {
+            let problem = format!("{rows} placed, over {most}");
+            if rows <= most {
+                Ok(())
+            } else {
+                Err(FlashError::Field { path: path.clone(), field: "rows", problem })
+            }
+        };
+        let mut check = SegmentCheck::new(&path, kind);
+        self.copy(bundle, blob, &name, |chunk| {
+            check.take(chunk)?;
+            few(check.counts().rows)
+        })?;
+        Ok(check.finish_placed()?.1)
     }
 
     fn copy(

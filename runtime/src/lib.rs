@@ -16,6 +16,7 @@ pub mod catalog;
 pub mod commit;
 pub mod compact;
 pub mod disk;
+mod fences;
 pub mod flash;
 pub mod limits;
 pub mod live;
@@ -41,7 +42,8 @@ pub mod upkeep;
 mod uring;
 pub mod wear;
 
+pub use hatchback_kernels::cache::Cache;
 pub use hatchback_kernels::codec::{Codec, RowFault, RowFormat, choose_unit_exp};
 pub use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
-pub use hatchback_kernels::names::{RowKey, mix, unmix};
+pub use hatchback_kernels::names::{Names, RowKey, mix, unmix};
 pub use hatchback_kernels::query::{Pooling, Status};

@@ -2,6 +2,7 @@
 //! the generation before. The only commit point of the flash tier. Describes itself; needs no other file.
 
 use crate::manifest::{Generation, Hash};
+use crate::segment::Part;
 use serde::{Deserialize, Serialize};
 
 const MAGIC: &[u8; 8] = b"HATCHLIV";
@@ -14,7 +15,7 @@ pub const LIVE_FORMAT: u32 = 1;
 pub struct SegmentRef {
     /// Sequence of the generation.
     pub sequence: u64,
-    /// 0 as it arrived, then counting up.
+    /// As it arrived 0, or 1 if it is placed; then counting up.
     pub serial: u32,
 }
 
@@ -23,8 +24,20 @@ pub struct SegmentRef {
 pub struct TableState {
     /// Every row, as of its generation.
     pub base: SegmentRef,
+    /// The most used rows of the base once more, packed together; `None` if the trainer counted no lookups, and
+    /// from the first compaction on, which makes them stale.
+    pub placed: Option<SegmentRef>,
     /// What changed since, oldest first.
     pub deltas: Vec<SegmentRef>,
+}
+
+impl TableState {
+    /// All segments: the base, the placed one, the deltas.
+    pub fn segments(&self) -> impl Iterator<Item = (SegmentRef, Part)> {
+        let placed = self.placed.iter().map(|s| (*s, Part::Placed));
+        let deltas = self.deltas.iter().map(|s| (*s, Part::Delta));
+        std::iter::once((self.base, Part::Base)).chain(placed).chain(deltas)
+    }
 }
 
 /// One generation as it lies on flash.

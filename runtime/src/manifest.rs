@@ -71,6 +71,8 @@ pub struct TableBlobs {
     pub segment: u32,
     /// Its most used keys, most used first (u64, little-endian).
     pub hot: Option<u32>,
+    /// The most used of its rows once more, in a snapshot only: a segment file.
+    pub placed: Option<u32>,
 }
 
 /// What a bundle holds.
@@ -174,6 +176,12 @@ impl Manifest {
             self.check_blob(&format!("tables[{i}].segment"), table.segment, u64::MAX)?;
             if let Some(hot) = table.hot {
                 self.check_blob(&format!("tables[{i}].hot"), hot, 8 * crate::limits::HOT_KEYS_MAX as u64)?;
+            }
+            if let Some(placed) = table.placed {
+                self.check_blob(&format!("tables[{i}].placed"), placed, u64::MAX)?;
+                if self.parent.is_some() {
+                    return fault(format!("tables[{i}].placed"), "only a snapshot places rows");
+                }
             }
         }
         self.check_blob("dense", self.dense, DENSE_BYTES_MAX)?;

@@ -105,7 +105,7 @@ impl Merge {
         loop {
             let Some(order) = self.lowest()? else { return Ok(None) };
             let number = match self.rows.newest(order) {
-                None => 0,
+                None | Some(Newest::Placed(_)) => 0,
                 Some(Newest::Delta(delta, _)) => delta + 1,
                 Some(Newest::Deleted) => {
                     self.pass(order);

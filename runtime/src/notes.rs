@@ -59,8 +59,7 @@ impl Notes {
         self.sequence = live.generation.sequence;
         let mut known = std::mem::take(&mut self.segments);
         for (number, table) in live.tables.iter().enumerate() {
-            let deltas = table.deltas.iter().map(|d| (*d, Part::Delta));
-            for (of, part) in std::iter::once((table.base, Part::Base)).chain(deltas) {
+            for (of, part) in table.segments() {
                 let key = (number as u32, of);
                 match known.remove(&key).map_or_else(|| counts(flash, number, of, part), Some) {
                     Some(counts) => drop(self.segments.insert(key, counts)),

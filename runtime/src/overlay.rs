@@ -1,11 +1,13 @@
-//! The overlay: which keys of a table the deltas hold or delete, and where. Exact, by whole 64-bit orders.
-//! Built at open from the deltas' key pages; never changes afterwards.
+//! The overlay: which keys of a table are not to be looked for in its base: those that deltas hold or delete,
+//! and those that the placed segment repeats. Exact, by whole 64-bit orders. Built at open from key pages; never changes afterwards.
 
 /// Deltas over one base at most; compaction merges them long before.
 pub const DELTAS_MAX: usize = 64;
-/// Pages of one delta at most.
+/// Pages of one delta or placed segment at most.
 pub const DELTA_PAGES_MAX: u32 = 1 << 24;
 
+/// In the place of a delta's number.
+const PLACED: u32 = 254;
 const EMPTY: u32 = u32::MAX;
 const DELETED: u32 = u32::MAX - 1;
 
@@ -14,6 +16,8 @@ const DELETED: u32 = u32::MAX - 1;
 pub enum Newest {
     /// In a delta, counted from the oldest, on this page.
     Delta(usize, u32),
+    /// In the base, and on this page of the placed segment.
+    Placed(u32),
     /// Nowhere: it was deleted.
     Deleted,
 }
@@ -63,32 +67,41 @@ impl Overlay {
         slot
     }
 
-    /// Records the newest version so far of a key; call from the oldest delta to the newest.
-    pub fn set(&mut self, order: u64, newest: Newest) {
+    /// Records the newest version so far of a key; call for the placed segment, then from the oldest delta to the
+    /// newest. Returns what was known before.
+    pub fn set(&mut self, order: u64, newest: Newest) -> Option<Newest> {
         let slot = self.slot(order);
+        let before = unpack(self.places[slot]);
         self.count += usize::from(self.places[slot] == EMPTY);
         self.orders[slot] = order;
         self.places[slot] = match newest {
             Newest::Delta(delta, page) => (delta as u32) << 24 | page,
+            Newest::Placed(page) => PLACED << 24 | page,
             Newest::Deleted => DELETED,
         };
+        before
     }
 
-    /// Where the newest version of the key with this order is; `None` if no delta has it.
+    /// Where the newest version of the key with this order is; `None` if only the base has it.
     #[inline]
     pub fn get(&self, order: u64) -> Option<Newest> {
-        if self.count == 0 {
-            return None;
-        }
-        match self.places[self.slot(order)] {
-            EMPTY => None,
-            DELETED => Some(Newest::Deleted),
-            place => Some(Newest::Delta((place >> 24) as usize, place & (DELTA_PAGES_MAX - 1))),
-        }
+        if self.count == 0 { None } else { unpack(self.places[self.slot(order)]) }
     }
 }
 
-const _: () = assert!(DELTAS_MAX < 255, "a delta's number fits beside the page and below the marks");
+#[inline]
+fn unpack(place: u32) -> Option<Newest> {
+    let (number, page) = (place >> 24, place & (DELTA_PAGES_MAX - 1));
+    match place {
+        EMPTY => None,
+        DELETED => Some(Newest::Deleted),
+        _ if number == PLACED => Some(Newest::Placed(page)),
+        _ => Some(Newest::Delta(number as usize, page)),
+    }
+}
+
+const _: () =
+    assert!(DELTAS_MAX < PLACED as usize, "a delta's number fits beside the page and below the marks");
 
 #[cfg(test)]
 mod tests {
@@ -98,14 +111,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_a_map(sets in prop::collection::vec((0u64..200, 0usize..5, 0u32..1000, any::<bool>()), 0..300)) {
+        fn agrees_with_a_map(sets in prop::collection::vec((0u64..200, 0usize..5, 0u32..1 << 24, any::<bool>()), 0..300)) {
             let mut overlay = Overlay::with_capacity(sets.len() as u64);
             let mut model = HashMap::new();
             for (order, delta, page, delete) in sets {
                 let order = if delete { order << 50 } else { order };
-                let newest = if delete { Newest::Deleted } else { Newest::Delta(delta, page) };
-                overlay.set(order, newest);
-                model.insert(order, newest);
+                let newest = match delta {
+                    _ if delete => Newest::Deleted,
+                    0 => Newest::Placed(page),
+                    _ => Newest::Delta(DELTAS_MAX - delta, page),
+                };
+                prop_assert_eq!(overlay.set(order, newest), model.insert(order, newest));
             }
             prop_assert_eq!(overlay.len(), model.len());
             for order in (0..200).chain((0..200).map(|o| o << 50)) {

@@ -17,7 +17,7 @@ pub struct Damage {
     pub table: usize,
     /// Which of its segments.
     pub segment: SegmentRef,
-    /// Whether that is a base or a delta.
+    /// What that holds of the table.
     pub part: Part,
     /// Which page.
     pub page: u32,
@@ -32,7 +32,7 @@ pub struct Damage {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Scrub {
     table: usize,
-    /// 0 for the base, then the deltas.
+    /// Which of its segments, as `TableState::segments` has them.
     segment: usize,
     page: u32,
     /// Pages read in this pass.
@@ -83,12 +83,9 @@ impl Scrub {
     fn current(&mut self, flash: &Flash) -> Option<(SegmentRef, Part)> {
         loop {
             let table = flash.record().live.tables.get(self.table)?;
-            match self.segment {
-                0 => return Some((table.base, Part::Base)),
-                n => match table.deltas.get(n - 1) {
-                    Some(delta) => return Some((*delta, Part::Delta)),
-                    None => (self.table, self.segment) = (self.table + 1, 0),
-                },
+            match table.segments().nth(self.segment) {
+                Some(segment) => return Some(segment),
+                None => (self.table, self.segment) = (self.table + 1, 0),
             }
         }
     }

@@ -2,9 +2,11 @@
 //! key. Bytes in FORMAT.md; written by `segment_write`, proved on arrival by `segment_check`.
 //!
 //! A *base* holds every row of a table: an index table places a key by division, a sparse table keeps rows
-//! in key-hash order with one 32-bit fence a page in memory. A *delta* holds the rows that one generation
-//! changed, inserted or deleted; its keys are read at open and go into the table's overlay.
+//! in key-hash order with a fence for each page in memory (`fences`). A *delta* holds the rows that one generation
+//! changed, inserted or deleted; its keys are read at open and go into the table's overlay. A *placed* segment
+//! repeats the most used rows of a base, packed by how they are asked for; its keys go into the overlay too.
 
+use crate::fences::Fences;
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crate::manifest::{Generation, sha256};
 use crate::page::{AlignedPage, Page, PageBytes, PageFault, PageKind, seal, u64_at};
@@ -75,6 +77,8 @@ pub enum Part {
     Base,
     /// What one generation changed.
     Delta,
+    /// The most used rows of a base once more, packed so that those asked for together share a page.
+    Placed,
 }
 
 /// What a segment is: everything in its trailer but the counts, which follow from the rows.
@@ -90,7 +94,8 @@ pub struct SegmentKind {
 
 impl SegmentKind {
     /// The segment of table number `number` that `generation` brought; `None` if the table's unit does not
-    /// fit its codec. `serial` is 0 for what arrived in a bundle and counts up with each compaction.
+    /// fit its codec. `serial` is 0 for what arrived in a bundle, 1 for what arrived placed, and counts up with each
+    /// compaction.
     pub fn new(
         generation: &Generation,
         serial: u32,
@@ -129,7 +134,7 @@ impl SegmentKind {
     }
 
     /// Most rows of a page.
-    pub(crate) fn rows_per_page(&self) -> usize {
+    pub fn rows_per_page(&self) -> usize {
         let key = if self.page_kind() == PageKind::Hashed { 8 } else { 0 };
         PAYLOAD_BYTES / (key + self.format.row_bytes())
     }
@@ -152,8 +157,13 @@ impl SegmentKind {
             Codec::U8 => 2,
             Codec::U4 => 3,
         };
-        let (delta, sparse) = (self.part == Part::Delta, self.keys == KeySpace::Sparse);
-        put(64, &[u8::from(delta), u8::from(sparse), codec, self.unit_exp as u8]);
+        let part = match self.part {
+            Part::Base => 0,
+            Part::Delta => 1,
+            Part::Placed => 2,
+        };
+        let sparse = u8::from(self.keys == KeySpace::Sparse);
+        put(64, &[part, sparse, codec, self.unit_exp as u8]);
         seal(&mut page, self.id, counts.data_pages + counts.index_pages, PageKind::Trailer, 1);
         page
     }
@@ -200,7 +210,8 @@ pub struct Segment {
     file: Arc<dyn PageFile>,
     kind: SegmentKind,
     counts: Counts,
-    fences: Box<[u32]>,
+    /// Empty where the segment has none.
+    fences: Fences,
 }
 
 impl Segment {
@@ -212,8 +223,8 @@ impl Segment {
         let io = |source| SegmentError::Io { path: path.to_owned(), source };
         let bytes = file.bytes().map_err(io)?;
         let pages = u32::try_from(bytes / PAGE_BYTES as u64).unwrap_or(0);
-        let mut segment =
-            Self { path: path.to_owned(), file, kind, counts: Counts::default(), fences: [].into() };
+        let (counts, fences) = (Counts::default(), Fences::default());
+        let mut segment = Self { path: path.to_owned(), file, kind, counts, fences };
         if !bytes.is_multiple_of(PAGE_BYTES as u64) || pages == 0 {
             return segment.field("length", format!("{bytes} bytes are not 1 to 2^32 - 1 pages"));
         }
@@ -248,10 +259,11 @@ impl Segment {
             fences.extend(fences_in(page));
             Ok(())
         })?;
-        if fences.len() != expected || !fences.is_sorted_by(|a, b| a < b) {
-            return self.field("fences", format!("{} are not {expected} ascending ones", fences.len()));
+        let count = fences.len();
+        match Fences::new(fences).filter(|_| count == expected) {
+            Some(fences) => self.fences = fences,
+            None => return self.field("fences", format!("{count} are not {expected} ascending ones")),
         }
-        self.fences = fences.into();
         Ok(())
     }
 
@@ -274,12 +286,12 @@ impl Segment {
         Ok(())
     }
 
-    /// Hands the keys of a delta to `take`: the order of each key with the page that holds its row, or with
+    /// Hands the keys of a delta or a placed segment to `take`: the order of each key with the page that holds its row, or with
     /// `None` where the key is deleted.
     ///
     /// # Errors
     /// A page of keys is damaged, or they are not as many as the trailer says.
-    pub fn each_delta_key(&self, mut take: impl FnMut(u64, Option<u32>)) -> Result<(), SegmentError> {
+    pub fn each_key(&self, mut take: impl FnMut(u64, Option<u32>)) -> Result<(), SegmentError> {
         let (mut rows, mut deletes) = (0u64, 0u64);
         let per_page = self.kind.rows_per_page() as u64;
         self.each_index_page(|kind, page| {
@@ -322,7 +334,7 @@ impl Segment {
 
     /// Bytes of the index in memory.
     pub fn index_bytes(&self) -> usize {
-        4 * self.fences.len()
+        self.fences.bytes()
     }
 
     /// The page of a base that holds `key` if any does; `None` if the base cannot have the key.
@@ -332,10 +344,7 @@ impl Segment {
             KeySpace::Index => {
                 (key < self.counts.rows).then(|| (key / self.kind.rows_per_page() as u64) as u32)
             }
-            KeySpace::Sparse => {
-                let prefix = (KeySpace::Sparse.order(key) >> 32) as u32;
-                (self.fences.partition_point(|&f| f <= prefix) as u32).checked_sub(1)
-            }
+            KeySpace::Sparse => self.fences.page((KeySpace::Sparse.order(key) >> 32) as u32),
         }
     }
 
@@ -349,7 +358,7 @@ impl Segment {
             let first = u64::from(number) * per_page;
             return Some((first, self.counts.rows.min(first + per_page).checked_sub(1)?));
         }
-        let first = |number: usize| self.fences.get(number).map(|fence| u64::from(*fence) << 32);
+        let first = |number: usize| self.fences.get(number).map(|fence| u64::from(fence) << 32);
         Some((first(number as usize)?, first(number as usize + 1).map_or(u64::MAX, |next| next - 1)))
     }
 

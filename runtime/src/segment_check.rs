@@ -1,9 +1,14 @@
-//! Checking a segment that comes from outside, page by page in file order, before it may be used.
+//! Checking a segment that comes from outside, page by page in file order, before it may be used; and that the
+//! rows of a placed segment are those of its base. Never keeps a row.
 
 use crate::limits::PAGE_BYTES;
 use crate::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
-use crate::segment::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, SegmentError, SegmentKind, fences_in};
+use crate::segment::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SegmentError, SegmentKind, fences_in};
 use std::path::{Path, PathBuf};
+
+/// What a placed segment says of its rows: their orders, ascending, and checksums.
+#[derive(Debug, Default)]
+pub struct Copies(Vec<(u64, u32)>);
 
 /// A check under way.
 pub struct SegmentCheck {
@@ -13,7 +18,11 @@ pub struct SegmentCheck {
     /// The order of the last row.
     last_row: Option<u64>,
     last_delete: Option<u64>,
-    /// What the index pages must repeat: a base's fences, or a delta's keys.
+    /// The rows of a placed segment so far, or those that a base has yet to repeat.
+    copies: Vec<(u64, u32)>,
+    /// How many of them the base has repeated.
+    copies_met: usize,
+    /// What the index pages must repeat: a base's fences, or the keys of another part.
     expected: Vec<u64>,
     /// How much of it they have.
     repeated: usize,
@@ -29,10 +38,17 @@ impl SegmentCheck {
             counts: Counts::default(),
             last_row: None,
             last_delete: None,
+            copies: Vec::new(),
+            copies_met: 0,
             expected: Vec::new(),
             repeated: 0,
             done: false,
         }
+    }
+
+    /// A check of a base that `copies` must have been copied from.
+    pub fn of_copied(path: &Path, kind: SegmentKind, copies: Copies) -> Self {
+        Self { copies: copies.0, ..Self::new(path, kind) }
     }
 
     fn field<T>(&self, field: &'static str, problem: impl Into<String>) -> Result<T, SegmentError> {
@@ -94,14 +110,34 @@ impl SegmentCheck {
                 let (path, page) = (self.path.clone(), self.number());
                 SegmentError::Row { path, page, row, source }
             })?;
+            let indexed = self.counts.rows + row as u64;
+            let order = if kind == PageKind::Hashed { checked.order(row) } else { indexed };
+            self.take_copy(order, bytes)?;
         }
         self.counts.rows += checked.count() as u64;
         self.counts.data_pages += 1;
         Ok(())
     }
 
+    /// Notes a row of a placed segment; holds a row of a base against its copy.
+    fn take_copy(&mut self, order: u64, row: &[u8]) -> Result<(), SegmentError> {
+        match (self.kind.part, self.copies.get(self.copies_met)) {
+            (Part::Placed, _) => self.copies.push((order, crc32c::crc32c(row))),
+            (Part::Base, Some(&(placed, checksum))) if placed == order => {
+                if checksum != crc32c::crc32c(row) {
+                    return self.field("placed", format!("row of key order {order:#018x} is not the base's"));
+                }
+                self.copies_met += 1;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
     fn take_orders(&mut self, page: &Page<'_>) -> Result<(), SegmentError> {
-        page.check_order(self.last_row).map_err(|e| self.page_error(e))?;
+        // The pages of a placed segment are in an order of their own.
+        let after = self.last_row.filter(|_| self.kind.part != Part::Placed);
+        page.check_order(after).map_err(|e| self.page_error(e))?;
         if self.kind.has_fences() {
             let prefix = page.order(0) >> 32;
             if self.last_row.is_some_and(|last| last >> 32 == prefix) {
@@ -127,7 +163,7 @@ impl SegmentCheck {
 
     fn take_keys(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
         let checked = self.page(page, PageKind::Keys, KEYS_PER_PAGE)?;
-        if self.kind.has_fences() || self.kind.page_kind() == PageKind::Index || self.counts.deletes > 0 {
+        if self.kind.part == Part::Base || self.counts.deletes > 0 {
             return self.field("keys", "do not belong here");
         }
         (0..checked.count()).try_for_each(|i| self.repeat("keys", checked.order(i)))?;
@@ -146,8 +182,8 @@ impl SegmentCheck {
 
     fn take_deletes(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
         let checked = self.page(page, PageKind::Deletes, KEYS_PER_PAGE)?;
-        if self.kind.has_fences() || self.kind.page_kind() == PageKind::Index {
-            return self.field("deletes", "a base deletes no keys");
+        if self.kind.part != Part::Delta {
+            return self.field("deletes", "only a delta deletes keys");
         }
         checked.check_order(self.last_delete).map_err(|e| self.page_error(e))?;
         for order in (0..checked.count()).map(|i| checked.order(i)) {
@@ -169,8 +205,16 @@ impl SegmentCheck {
         if self.repeated != self.expected.len() {
             return self.field("index", format!("{} entries for {}", self.repeated, self.expected.len()));
         }
+        if let (Part::Base, Some((order, _))) = (self.kind.part, self.copies.get(self.copies_met)) {
+            return self.field("placed", format!("key order {order:#018x} is not in the base"));
+        }
         self.done = true;
         Ok(())
+    }
+
+    /// What the pages so far hold.
+    pub fn counts(&self) -> Counts {
+        self.counts
     }
 
     /// Ends the check; returns what the segment holds.
@@ -179,5 +223,18 @@ impl SegmentCheck {
     /// The segment ended before its trailer.
     pub fn finish(self) -> Result<Counts, SegmentError> {
         if self.done { Ok(self.counts) } else { self.field("length", "the segment ends before its trailer") }
+    }
+
+    /// Ends the check of a placed segment; returns also what its base must hold.
+    ///
+    /// # Errors
+    /// As `finish`, or a key is there twice.
+    pub fn finish_placed(mut self) -> Result<(Counts, Copies), SegmentError> {
+        self.copies.sort_unstable();
+        if let Some(twice) = self.copies.windows(2).find(|w| w[0].0 == w[1].0) {
+            return self.field("placed", format!("key order {:#018x} is there twice", twice[0].0));
+        }
+        let copies = Copies(std::mem::take(&mut self.copies));
+        Ok((self.finish()?, copies))
     }
 }

@@ -1,4 +1,5 @@
-//! Writing a segment in one pass, rows already in order. Never goes back in its output.
+//! Writing a segment in one pass, rows already in order (those of a placed segment in the order of its pages).
+//! Never goes back in its output.
 
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crate::page::{Page, PageBytes, PageFault, PageKind, seal};
@@ -26,7 +27,7 @@ pub enum WriteError {
     #[error("too many keys share the hash prefix {0:#010x}")]
     Prefix(u32),
     /// Only a delta deletes.
-    #[error("a base deletes no keys")]
+    #[error("only a delta deletes keys")]
     Delete,
     /// The file would have more than 2^32 pages.
     #[error("the table is over 16 TiB")]
@@ -93,7 +94,7 @@ pub struct SegmentWriter<W> {
     orders: Vec<u64>,
     rows: Vec<u8>,
     fences: Vec<u32>,
-    /// The orders of all rows of a delta.
+    /// The orders of all rows of a delta or a placed segment.
     keys: Vec<u64>,
     deletes: Vec<u64>,
     counts: Counts,
@@ -132,10 +133,12 @@ impl<W: Write> SegmentWriter<W> {
         (waiting + fences + keys + 1) * PAGE_BYTES as u64
     }
 
-    /// Adds the encoded row of the key of the next `order` ([`crate::schema::KeySpace::order`]).
+    /// Adds the encoded row of the key of the next `order` ([`crate::schema::KeySpace::order`]). In a placed
+    /// segment any order may follow; rows that are added together lie together.
     ///
     /// # Errors
-    /// The orders do not ascend, or the destination refused the bytes.
+    /// The orders do not ascend, or in a placed segment one is twice on a page, or the destination refused the
+    /// bytes.
     pub fn push(&mut self, order: u64, row: &[u8]) -> Result<(), WriteError> {
         assert_eq!(row.len(), self.kind.format.row_bytes());
         self.advance(order)?;
@@ -148,18 +151,15 @@ impl<W: Write> SegmentWriter<W> {
         self.orders.push(order);
         self.rows.extend_from_slice(row);
         self.counts.rows += 1;
-        if self.kind.part == Part::Delta {
-            self.keys.push(order);
-        }
         Ok(())
     }
 
     /// Deletes the key of the next `order`, in a delta.
     ///
     /// # Errors
-    /// The orders do not ascend, or the segment is a base.
+    /// The orders do not ascend, or the segment is no delta.
     pub fn delete(&mut self, order: u64) -> Result<(), WriteError> {
-        if self.kind.part == Part::Base {
+        if self.kind.part != Part::Delta {
             return Err(WriteError::Delete);
         }
         self.advance(order)?;
@@ -169,7 +169,7 @@ impl<W: Write> SegmentWriter<W> {
     }
 
     fn advance(&mut self, order: u64) -> Result<(), WriteError> {
-        if self.last.is_some_and(|last| order <= last) {
+        if self.kind.part != Part::Placed && self.last.is_some_and(|last| order <= last) {
             return Err(WriteError::Order(order));
         }
         self.last = Some(order);
@@ -191,7 +191,26 @@ impl<W: Write> SegmentWriter<W> {
         self.write_page(n)
     }
 
+    /// Puts the rows of a page into the order in which a reader looks for them.
+    fn sort_page(&mut self) -> Result<(), WriteError> {
+        let row_bytes = self.kind.format.row_bytes();
+        let mut sorted: Vec<usize> = (0..self.orders.len()).collect();
+        sorted.sort_unstable_by_key(|&i| self.orders[i]);
+        self.rows = sorted.iter().flat_map(|&i| &self.rows[i * row_bytes..][..row_bytes]).copied().collect();
+        self.orders.sort_unstable();
+        match self.orders.windows(2).find(|w| w[0] == w[1]) {
+            Some(twice) => Err(WriteError::Order(twice[0])),
+            None => Ok(()),
+        }
+    }
+
     fn write_page(&mut self, n: usize) -> Result<(), WriteError> {
+        if self.kind.part == Part::Placed {
+            self.sort_page()?;
+        }
+        if self.kind.part != Part::Base {
+            self.keys.extend_from_slice(&self.orders[..n]);
+        }
         let mut page = [0; PAGE_BYTES];
         let (hashed, row_bytes) = (self.kind.page_kind() == PageKind::Hashed, self.kind.format.row_bytes());
         let (keys, rows) = page[PAGE_HEADER_BYTES..].split_at_mut(if hashed { 8 * n } else { 0 });

@@ -1,13 +1,16 @@
-//! The rows of one table on flash: a base, the deltas over it, and the overlay that says which of them has
-//! the newest version of a key. One page read finds any row.
+//! The rows of one table on flash: a base, the placed copies of its most used rows, the deltas over it, and the
+//! overlay that says which of them to read for a key. One page read finds any row.
 
 use crate::overlay::{DELTA_PAGES_MAX, DELTAS_MAX, Newest, Overlay};
 use crate::segment::{Segment, SegmentError};
 
+/// The placed segment's number in a [`Place`].
+pub const PLACED: u8 = u8::MAX;
+
 /// The page that holds the newest version of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// 0 for the base, then the deltas from the oldest.
+    /// 0 for the base, then the deltas from the oldest; [`PLACED`] for the placed segment.
     pub segment: u8,
     /// The page in it.
     pub page: u32,
@@ -29,29 +32,44 @@ impl Place {
 pub struct TableRows {
     /// The base, then the deltas from the oldest.
     segments: Vec<Segment>,
+    placed: Option<Segment>,
     overlay: Overlay,
+    /// Keys that the deltas hold or delete.
+    changed: usize,
 }
 
 impl TableRows {
-    /// Puts `deltas`, oldest first, over `base`.
+    /// Puts `deltas`, oldest first, over `base` and what is `placed` of it.
     ///
     /// # Errors
-    /// A delta's pages of keys are damaged, or there are too many.
-    pub fn new(base: Segment, deltas: Vec<Segment>) -> Result<Self, SegmentError> {
-        let counts = deltas.iter().map(|d| d.counts());
+    /// Pages of keys are damaged, or there are too many.
+    pub fn new(base: Segment, placed: Option<Segment>, deltas: Vec<Segment>) -> Result<Self, SegmentError> {
+        let counts = deltas.iter().chain(&placed).map(|d| d.counts());
         let mut overlay = Overlay::with_capacity(counts.map(|c| c.rows + c.deletes).sum());
+        if let Some(placed) = &placed {
+            if placed.counts().data_pages > DELTA_PAGES_MAX {
+                let problem = format!("{} pages are beyond the limit", placed.counts().data_pages);
+                return Err(SegmentError::Field { path: placed.path().to_owned(), field: "placed", problem });
+            }
+            placed.each_key(|order, page| {
+                overlay.set(order, page.map_or(Newest::Deleted, Newest::Placed));
+            })?;
+        }
+        let mut changed = 0;
         for (number, delta) in deltas.iter().enumerate() {
             if number >= DELTAS_MAX || delta.counts().data_pages > DELTA_PAGES_MAX {
                 let problem =
                     format!("delta {number} of {} pages is beyond the limits", delta.counts().data_pages);
                 return Err(SegmentError::Field { path: delta.path().to_owned(), field: "deltas", problem });
             }
-            delta.each_delta_key(|order, page| {
-                overlay.set(order, page.map_or(Newest::Deleted, |page| Newest::Delta(number, page)));
+            delta.each_key(|order, page| {
+                let newest = page.map_or(Newest::Deleted, |page| Newest::Delta(number, page));
+                let before = overlay.set(order, newest);
+                changed += usize::from(matches!(before, None | Some(Newest::Placed(_))));
             })?;
         }
         let segments = std::iter::once(base).chain(deltas).collect();
-        Ok(Self { segments, overlay })
+        Ok(Self { segments, placed, overlay, changed })
     }
 
     /// The page to read for `key`; `None` if the table does not have it.
@@ -61,13 +79,15 @@ impl TableRows {
         match self.overlay.get(base.kind().keys().order(key)) {
             None => base.locate(key).map(|page| Place { segment: 0, page }),
             Some(Newest::Delta(delta, page)) => Some(Place { segment: delta as u8 + 1, page }),
+            Some(Newest::Placed(page)) => Some(Place { segment: PLACED, page }),
             Some(Newest::Deleted) => None,
         }
     }
 
-    /// Where the newest version of the key with this order is; `None` if no delta has it.
+    /// Which delta has the newest version of the key with this order, or that it is deleted; `None` if no delta
+    /// has it, so that the base has the newest version.
     pub fn newest(&self, order: u64) -> Option<Newest> {
-        self.overlay.get(order)
+        self.overlay.get(order).filter(|newest| !matches!(newest, Newest::Placed(_)))
     }
 
     /// The base, then the deltas from the oldest.
@@ -75,9 +95,18 @@ impl TableRows {
         &self.segments
     }
 
+    /// The copies of the base's most used rows.
+    pub fn placed(&self) -> Option<&Segment> {
+        self.placed.as_ref()
+    }
+
     /// The segment of a place.
+    #[inline]
     pub fn segment(&self, place: Place) -> &Segment {
-        &self.segments[usize::from(place.segment)]
+        match &self.placed {
+            Some(placed) if place.segment == PLACED => placed,
+            _ => &self.segments[usize::from(place.segment)],
+        }
     }
 
     /// Rows in the base.
@@ -87,7 +116,7 @@ impl TableRows {
 
     /// Keys that the deltas hold or delete.
     pub fn changed(&self) -> usize {
-        self.overlay.len()
+        self.changed
     }
 
     /// Bytes of the indexes in memory.
@@ -97,11 +126,11 @@ impl TableRows {
 
     /// Bytes on flash.
     pub fn file_bytes(&self) -> u64 {
-        self.segments.iter().map(|s| s.counts().file_bytes()).sum()
+        self.segments.iter().chain(&self.placed).map(|s| s.counts().file_bytes()).sum()
     }
 
-    /// Hands the newest version of every row to `take`, with the order of its key, segment by segment. A
-    /// damaged page goes to `damaged` and its rows are left out.
+    /// Hands the newest version of every row to `take`, with the order of its key, segment by segment; placed
+    /// copies are left aside. A damaged page goes to `damaged` and its rows are left out.
     ///
     /// # Errors
     /// The device refused.
@@ -114,7 +143,7 @@ impl TableRows {
             segment.scan(
                 |order, row| {
                     let newest = match self.overlay.get(order) {
-                        None => 0,
+                        None | Some(Newest::Placed(_)) => 0,
                         Some(Newest::Delta(delta, _)) => delta + 1,
                         Some(Newest::Deleted) => usize::MAX,
                     };

@@ -41,8 +41,8 @@ pub fn schema() -> Schema {
 }
 
 fn segments() -> Vec<Vec<u8>> {
-    let segment = |(number, table): (usize, &hatchback::schema::Table)| {
-        let kind = SegmentKind::new(&golden_generation(), 0, number, table, Part::Base).unwrap();
+    let segment = |(number, table, part): (usize, &hatchback::schema::Table, Part)| {
+        let kind = SegmentKind::new(&golden_generation(), 0, number, table, part).unwrap();
         let format = kind.format();
         let mut keys: Vec<u64> = (0..table.rows).collect();
         if table.keys == KeySpace::Sparse {
@@ -56,7 +56,9 @@ fn segments() -> Vec<Vec<u8>> {
         }
         writer.finish().unwrap().0
     };
-    golden_tables().iter().enumerate().map(segment).collect()
+    let tables = golden_tables();
+    let parts = |(n, table)| [Part::Base, Part::Delta, Part::Placed].map(|part| (n, table, part));
+    tables.iter().enumerate().flat_map(parts).map(segment).collect()
 }
 
 fn lines(path: &str) -> Vec<Vec<u8>> {
@@ -88,6 +90,7 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             let encoded = manifest.encode().unwrap();
             let table = |serial| TableState {
                 base: SegmentRef { sequence: 1, serial: 0 },
+                placed: Some(SegmentRef { sequence: 1, serial: 1 }),
                 deltas: vec![SegmentRef { sequence: 1, serial }],
             };
             let (generation, manifest) = (manifest.generation, sha256(&encoded));

@@ -15,7 +15,8 @@ use hatchback::{Activation, Pooling, Status};
 use hatchback_tools::import::Source;
 use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack, pack_file};
 use hatchback_tools::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec, TableSpec,
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec, RequestsSpec,
+    TableSpec,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -55,7 +56,7 @@ pub struct TablePlan {
     pub miss: MissPolicy,
     /// Whether the default row is of zeros; else it has values far from every row.
     pub default_zeros: bool,
-    /// Whether the trainer counted lookups, so that the bundle carries a hot list.
+    /// Whether the trainer counted lookups, so that the bundle carries a hot list and places rows.
     pub counts: bool,
 }
 
@@ -196,6 +197,7 @@ impl ModelPlan {
         let dense = InputSpec { name: "dense".to_owned(), dense: true, features: Vec::new() };
         let inputs = [(self.dense > 0).then_some(dense), Some(input("a", false)), Some(input("b", true))];
         let inputs = inputs.into_iter().flatten().filter(|i| i.dense || !i.features.is_empty()).collect();
+        let counts = self.tables.iter().any(|t| t.counts);
         let feature = |(f, plan): (usize, &FeaturePlan)| FeatureSpec {
             name: name(f),
             table: format!("t{}", plan.table),
@@ -216,6 +218,7 @@ impl ModelPlan {
             tables: self.tables.iter().enumerate().map(table_spec).collect(),
             features: self.features.iter().enumerate().map(feature).collect(),
             probe: Some(ProbeSpec { samples: "probe.jsonl".into() }),
+            requests: counts.then(|| RequestsSpec { samples: "requests.jsonl".into() }),
         }
     }
 
@@ -228,12 +231,21 @@ impl ModelPlan {
             spec.network.inputs.iter().map(|i| (i.name.clone(), self.input_width(i))).collect();
         std::fs::write(folder.path().join("dense.onnx"), onnx::concat(&widths, "out")).unwrap();
         std::fs::write(folder.path().join("probe.jsonl"), "").unwrap();
+        let requests: String = (100..130).map(|id| self.line(&self.sample(id))).collect();
+        std::fs::write(folder.path().join("requests.jsonl"), requests).unwrap();
         let sources: Vec<Box<dyn RowSource>> =
             rows.iter().map(|r| Box::new(r.clone()) as Box<dyn RowSource>).collect();
         let bundle = folder.path().join("model.bundle");
         let packed =
             pack(&spec, &sources, folder.path(), &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
         Packed { bundle, schema: packed.schema, rows, folder }
+    }
+
+    /// A sample as a line of a file.
+    fn line(&self, sample: &Sample) -> String {
+        let bags = sample.sparse.iter().enumerate().map(|(f, bag)| format!("\"f{f}\":{bag:?}"));
+        let bags: Vec<String> = bags.collect();
+        format!("{{\"dense\":{:?},\"sparse\":{{{}}}}}\n", sample.dense, bags.join(","))
     }
 
     fn input_width(&self, input: &InputSpec) -> usize {

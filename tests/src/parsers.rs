@@ -7,6 +7,7 @@
 use crate::goldens;
 use crate::rewrite::{self, Parts};
 use hatchback::bundle::{BundleError, BundleReader};
+use hatchback::flash::PLACED_SERIAL;
 use hatchback::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use hatchback::live::LiveRecord;
 use hatchback::manifest::{Generation, Manifest};
@@ -14,7 +15,7 @@ use hatchback::page::{Page, PageBytes, PageKind};
 use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
 use hatchback::segment::{Part, SegmentKind};
-use hatchback::segment_check::SegmentCheck;
+use hatchback::segment_check::{Copies, SegmentCheck};
 use hatchback::target::Target;
 use hatchback::{Codec, DenseEngine};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
@@ -102,9 +103,19 @@ fn read_bundle(bytes: &[u8]) {
     for (number, table) in manifest.tables.iter().enumerate() {
         let declared = &manifest.schema.tables[number];
         let part = if manifest.parent.is_some() { Part::Delta } else { Part::Base };
-        let kind =
-            SegmentKind::new(&manifest.generation, 0, number, declared, part).expect("a checked schema");
-        let mut check = SegmentCheck::new(Path::new("segment"), kind);
+        let kind = |serial, part| {
+            SegmentKind::new(&manifest.generation, serial, number, declared, part).expect("a checked schema")
+        };
+        let mut copies = Copies::default();
+        if let Some(placed) = table.placed {
+            let mut check = SegmentCheck::new(Path::new("placed"), kind(PLACED_SERIAL, Part::Placed));
+            let _ = bundle.read_blob(placed, |chunk| {
+                let _ = check.take(chunk);
+                Ok::<(), BundleError>(())
+            });
+            copies = check.finish_placed().map_or(copies, |(_, copies)| copies);
+        }
+        let mut check = SegmentCheck::of_copied(Path::new("segment"), kind(0, part), copies);
         let _ = bundle.read_blob(table.segment, |chunk| {
             let _ = check.take(chunk);
             Ok::<(), BundleError>(())
@@ -170,7 +181,7 @@ pub fn segment(bytes: &[u8]) {
 
 fn check_segment(bytes: &[u8]) {
     for (number, table) in golden_tables().iter().enumerate() {
-        for part in [Part::Base, Part::Delta] {
+        for part in [Part::Base, Part::Delta, Part::Placed] {
             let kind = SegmentKind::new(&golden_generation(), 0, number, table, part).unwrap();
             let mut check = SegmentCheck::new(Path::new("segment"), kind);
             if check.take(bytes).is_ok() {

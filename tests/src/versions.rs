@@ -1,12 +1,13 @@
 //! A small model in several generations: a snapshot and deltas that update, insert and delete rows of an
-//! index table and of a sparse one, with the rows that each generation must show.
+//! index table and of a sparse one, with the rows that each generation must show. Snapshots place a part of
+//! their rows.
 
 use crate::onnx;
 use crate::random::Random;
 use hatchback::disk;
 use hatchback::flash::Flash;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::{Activation, Pooling};
+use hatchback::{Activation, Pooling, mix};
 use hatchback_tools::import::Source;
 use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack_onto};
 use hatchback_tools::serve::lay_on_flash;
@@ -47,7 +48,7 @@ impl RowSource for Plain {
         true
     }
     fn counts(&self) -> anyhow::Result<Option<Vec<u64>>> {
-        Ok(None)
+        Ok(Some(self.rows.keys().map(|key| mix(*key) % 5).collect()))
     }
     fn each_block(&self, take: TakeBlock<'_>) -> anyhow::Result<()> {
         let keys: Vec<u64> = self.rows.keys().copied().collect();
@@ -199,5 +200,6 @@ fn spec(sequence: u64) -> ModelSpec {
         tables: vec![table(0), table(1)],
         features: vec![feature(0), feature(1)],
         probe: None,
+        requests: None,
     }
 }

@@ -458,12 +458,12 @@ fn schemas_that_contradict_themselves() {
     refused(&wide, "network.input[1]: is wider than");
 }
 
-/// A manifest that is consistent by itself but not with the rows that come with it.
+/// A manifest that is consistent by itself but not with the rows that come with it, the placed ones first.
 #[test]
 fn a_schema_that_does_not_fit_the_rows() {
     let victim = Victim::default();
     let refused = |table: usize, change: &dyn Fn(&mut hatchback::schema::Table)| {
-        let file = format!("t{table:04}-0000.seg: ");
+        let file = format!("t{table:04}-0000.seg: ").replace("t0002-0000", "t0002-0001");
         victim.refuses_manifest(|m| change(&mut m.schema.tables[table]), &[&file]);
     };
     refused(INDEXED, &|t| t.keys = KeySpace::Sparse);
@@ -510,13 +510,15 @@ fn a_probe_set_that_does_not_decode() {
 fn a_delta_of_another_parent() {
     let victim = Victim::default();
     let text = "attack.bundle: is a delta from sequence 4, victim@5 is live";
-    victim.refuses_manifest(|m| m.parent = Some(4), &[text]);
+    let attack = |m: &mut Manifest| (m.parent, m.tables[HOT].placed) = (Some(4), None);
+    victim.refuses_manifest(attack, &[text]);
 }
 
 #[test]
 fn a_snapshot_that_calls_itself_a_delta() {
     let victim = Victim::default();
-    victim.refuses_manifest(|m| m.parent = Some(5), &["t0000-0000.seg: fences: this segment has none"]);
+    let attack = |m: &mut Manifest| (m.parent, m.tables[HOT].placed) = (Some(5), None);
+    victim.refuses_manifest(attack, &["t0000-0000.seg: fences: this segment has none"]);
 }
 
 #[test]
@@ -525,7 +527,7 @@ fn a_delta_whose_tables_are_not_the_live_ones() {
     let refused = |change: &dyn Fn(&mut hatchback::schema::Table), field: &str| {
         let text = format!("attack.bundle: table `t0`: {field} differs from the live generation's");
         let attack = |m: &mut hatchback::manifest::Manifest| {
-            m.parent = Some(5);
+            (m.parent, m.tables[HOT].placed) = (Some(5), None);
             change(&mut m.schema.tables[0]);
         };
         victim.refuses_manifest(attack, &[&text]);

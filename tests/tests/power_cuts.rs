@@ -7,11 +7,15 @@
 use hatchback::bundle::BundleReader;
 use hatchback::compact::Compaction;
 use hatchback::flash::{Flash, FlashError};
-use hatchback::page::PageBytes;
+use hatchback::page::{AlignedPage, PageBytes};
+use hatchback::schema::KeySpace;
 use hatchback::scrub::Scrub;
+use hatchback::table_rows::Place;
+use hatchback::unmix;
 use hatchback_tests::random::Random;
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::versions::{Rows, Versions};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -82,10 +86,24 @@ fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
     Flash::install(&disk.shared(), Path::new(DIR), &mut BundleReader::open(bundle)?, |_| ()).map(drop)
 }
 
-/// Every row of a table, and what each key is answered with through its one page.
-fn rows_of(flash: &Flash, table: usize) -> Rows {
-    let (mut rows, table) = (Rows::new(), flash.table(table).unwrap());
+/// Every row of a table by a pass over it; each key must be answered with the same through its one page.
+fn rows_of(flash: &Flash, number: usize) -> Rows {
+    let (mut rows, table) = (Rows::new(), flash.table(number).unwrap());
     table.scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}")).unwrap();
+    let keys = flash.manifest().schema.tables[number].keys;
+    let mut pages: BTreeMap<Place, Vec<(u64, &Vec<u8>)>> = BTreeMap::new();
+    for (order, row) in &rows {
+        let key = if keys == KeySpace::Sparse { unmix(*order) } else { *order };
+        pages.entry(table.locate(key).unwrap()).or_default().push((key, row));
+    }
+    let mut page = AlignedPage::zeroed();
+    for (place, expected) in pages {
+        let segment = table.segment(place);
+        segment.read_page(place.page, &mut page).unwrap();
+        let checked = segment.check(place.page, &page.0).unwrap();
+        let same = |(key, row): &(u64, &Vec<u8>)| segment.row(&checked, *key) == Some(row.as_slice());
+        assert!(expected.iter().all(same), "{place:?} of table {number}");
+    }
     rows
 }
 
@@ -145,6 +163,8 @@ fn every_cut_ends_in_one_whole_generation() {
     let disk = SimDisk::default();
     STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
     check(&disk, &versions, &[4], "without a cut");
+    let placed = |t: usize| open(&disk).unwrap().table(t).unwrap().placed().map_or(0, |p| p.counts().rows);
+    assert!(placed(0) > 200 && placed(1) > 200, "the snapshot placed nothing");
     let calls = disk.calls();
     for n in 0..cut_points() {
         tell(&versions, n % calls, n);

@@ -126,6 +126,7 @@ struct TableReport {
     placement: String,
     miss: String,
     hot_keys: u64,
+    placed_bytes: u64,
     segment_bytes: u64,
     stored_bytes: u64,
 }
@@ -181,6 +182,7 @@ impl Report {
             "placement",
             "miss",
             "hot",
+            "placed",
             "segment",
             "stored",
         ]);
@@ -188,6 +190,7 @@ impl Report {
             let codec =
                 if t.unit_exp == 0 { t.codec.to_owned() } else { format!("{} x 2^{}", t.codec, t.unit_exp) };
             let (rows, hot) = (report::count(t.rows), report::count(t.hot_keys));
+            let placed = report::bytes(t.placed_bytes);
             let (segment, stored) = (report::bytes(t.segment_bytes), report::bytes(t.stored_bytes));
             let (name, keys, placement, miss) =
                 (t.name.clone(), t.keys.clone(), t.placement.clone(), t.miss.clone());
@@ -200,6 +203,7 @@ impl Report {
                 placement,
                 miss,
                 hot,
+                placed,
                 segment,
                 stored,
             ]);
@@ -242,6 +246,7 @@ impl TableReport {
             placement: lower(table.placement),
             miss: lower(table.miss),
             hot_keys: blobs.hot.map_or(0, |h| manifest.blobs[h as usize].raw_bytes() / 8),
+            placed_bytes: blobs.placed.map_or(0, |p| manifest.blobs[p as usize].raw_bytes()),
             segment_bytes: segment.raw_bytes(),
             stored_bytes: segment.stored_bytes(),
         }
@@ -282,7 +287,10 @@ fn verify_bundle(bundle: &mut BundleReader) -> Vec<String> {
 fn verify_flash(flash: &Flash) -> Vec<String> {
     let mut damage = Vec::new();
     for number in 0..flash.manifest().tables.len() {
-        let scanned = flash.table(number).map(|t| t.scan(|_, _| {}, |e| damage.push(e.to_string())));
+        let scanned = flash.table(number).map(|t| {
+            let mut segments = t.segments().iter().chain(t.placed());
+            segments.try_for_each(|s| s.scan(|_, _| {}, |e| damage.push(e.to_string())))
+        });
         match scanned {
             Err(e) => damage.push(e.to_string()),
             Ok(Err(e)) => damage.push(e.to_string()),

@@ -10,6 +10,7 @@ pub mod inspect;
 pub mod keys;
 pub mod metrics;
 pub mod pack;
+pub mod place;
 pub mod plot;
 pub mod report;
 pub mod run;

@@ -1,13 +1,15 @@
 //! `pack`: a trainer's files become a bundle. Two passes over each table's source, in memory bounded by one
 //! block and one sort partition: the first learns ranges and refuses bad rows before anything is written,
-//! the second encodes.
+//! the second encodes. Only the most used rows, which are placed together, are kept until their table is
+//! written: one in a hundred.
 
 use crate::import::{RowBlock, Rows};
+use crate::place::by_co_access;
 use crate::sort::RowSorter;
 use crate::spec::{CodecChoice, DefaultRow, ModelSpec, NamedRow, TableSpec};
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::{BlobWriter, BundleWriter};
-use hatchback::flash::Flash;
+use hatchback::flash::{Flash, PLACED_SERIAL, placed_rows_max};
 use hatchback::limits::{DENSE_BYTES_MAX, HOT_KEYS_MAX};
 use hatchback::manifest::{Generation, Manifest, TableBlobs};
 use hatchback::merge::Merge;
@@ -17,7 +19,7 @@ use hatchback::segment::{Part, SegmentKind};
 use hatchback::segment_write::SegmentWriter;
 use hatchback::{RowFormat, choose_unit_exp};
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashMap};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 
@@ -156,13 +158,15 @@ pub fn pack_onto(
     let schema = spec.schema(tables)?;
     let onnx = read_network(spec, &schema, base)?;
     let probe = read_probe(spec, &schema, base)?;
+    let requests = read_requests(spec, &schema, base)?;
     let generation = Generation { lineage: spec.name.clone(), sequence: spec.sequence };
 
     let mut bundle = BundleWriter::create(out)?;
     let mut blobs = Vec::new();
     for (number, source) in sources.iter().enumerate() {
         let name = &schema.tables[number].name;
-        let of = Destination { generation: &generation, schema: &schema, number, parent };
+        let of =
+            Destination { generation: &generation, schema: &schema, number, parent, requests: &requests };
         let table = write_table(&mut bundle, &of, source.as_ref(), &mut advance);
         blobs.push(table.with_context(|| format!("table `{name}`"))?);
     }
@@ -250,6 +254,10 @@ fn read_probe(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Option<V
     Ok(Some(Sample::encode_set(&samples)?))
 }
 
+fn read_requests(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Vec<Sample>> {
+    spec.requests.as_ref().map_or(Ok(Vec::new()), |r| read_samples(&base.join(&r.samples), schema))
+}
+
 /// Reads a file of samples, one line of JSON each.
 ///
 /// # Errors
@@ -292,6 +300,7 @@ struct Destination<'a> {
     schema: &'a Schema,
     number: usize,
     parent: Option<&'a Flash>,
+    requests: &'a [Sample],
 }
 
 fn write_table(
@@ -302,25 +311,93 @@ fn write_table(
 ) -> Result<TableBlobs> {
     let table = &of.schema.tables[of.number];
     let part = if of.parent.is_some() { Part::Delta } else { Part::Base };
-    let kind = SegmentKind::new(of.generation, 0, of.number, table, part);
-    let kind = kind.context("the unit does not fit the codec")?;
+    let kind = of.kind(0, part)?;
     let format = kind.format();
+    let hot = hot_keys(source)?;
+    let mut kept = KeptRows::new(of.keys_to_place(&hot), format.row_bytes());
     let (segment, blob) = bundle.blob();
     let old = of.parent.map(|p| anyhow::Ok(Merge::new(p.table(of.number)?))).transpose()?;
     let mut rows = NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
     if table.keys == KeySpace::Index && !source.has_keys() {
-        each_row(format, source, advance, |key, row| rows.put(key, row))?;
+        each_row(format, source, advance, |key, row| {
+            kept.offer(key, row);
+            rows.put(key, row)
+        })?;
     } else {
         let mut sorter = RowSorter::new(table.keys, table.rows, format.row_bytes())?;
         each_row(format, source, advance, |key, row| sorter.push(key, row))?;
-        sorter.finish(|key, row| rows.put(key, row))?;
+        sorter.finish(|key, row| {
+            kept.offer(key, row);
+            rows.put(key, row)
+        })?;
     }
     let count = rows.count;
     ensure!(count == table.rows, "{count} rows instead of {}", table.rows);
     rows.finish()?.end()?;
-    let hot = hot_keys(source)?;
+    let placed = if kept.keys.is_empty() { None } else { Some(of.write_placed(bundle, &kept)?) };
+    let hot: Vec<u8> = hot.into_iter().flat_map(u64::to_le_bytes).collect();
     let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
-    Ok(TableBlobs { segment, hot })
+    Ok(TableBlobs { segment, hot, placed })
+}
+
+impl Destination<'_> {
+    fn table(&self) -> &Table {
+        &self.schema.tables[self.number]
+    }
+
+    fn kind(&self, serial: u32, part: Part) -> Result<SegmentKind> {
+        let kind = SegmentKind::new(self.generation, serial, self.number, self.table(), part);
+        kind.context("the unit does not fit the codec")
+    }
+
+    /// The most used of the `hot` keys, those that are asked for together side by side. None in a delta, whose
+    /// rows would be read from it instead, and none of a table that is never read page by page.
+    fn keys_to_place(&self, hot: &[u64]) -> Vec<u64> {
+        let table = self.table();
+        if self.parent.is_some() || table.placement == Placement::Resident {
+            return Vec::new();
+        }
+        let hot = &hot[..hot.len().min(placed_rows_max(table.rows) as usize)];
+        let features: Vec<usize> = (0..self.schema.features.len())
+            .filter(|f| usize::from(self.schema.features[*f].table) == self.number)
+            .collect();
+        let keys_of = |sample: &Sample| features.iter().flat_map(|f| &sample.sparse[*f]).copied().collect();
+        let requests: Vec<Vec<u64>> = self.requests.iter().map(keys_of).collect();
+        let per_page = self.kind(PLACED_SERIAL, Part::Placed).map_or(1, |kind| kind.rows_per_page());
+        by_co_access(hot, requests.iter().map(Vec::as_slice), per_page)
+    }
+
+    fn write_placed(&self, bundle: &mut BundleWriter, kept: &KeptRows) -> Result<u32> {
+        let (number, blob) = bundle.blob();
+        let mut writer = SegmentWriter::new(blob, self.kind(PLACED_SERIAL, Part::Placed)?);
+        for (key, row) in kept.keys.iter().zip(kept.rows.chunks_exact(kept.row_bytes)) {
+            writer.push(self.table().keys.order(*key), row)?;
+        }
+        writer.finish()?.0.end()?;
+        Ok(number)
+    }
+}
+
+/// The encoded rows of some keys, in the order of those keys.
+struct KeptRows {
+    keys: Vec<u64>,
+    at: HashMap<u64, usize>,
+    rows: Vec<u8>,
+    row_bytes: usize,
+}
+
+impl KeptRows {
+    fn new(keys: Vec<u64>, row_bytes: usize) -> Self {
+        let at = keys.iter().enumerate().map(|(i, key)| (*key, i)).collect();
+        Self { at, rows: vec![0; keys.len() * row_bytes], keys, row_bytes }
+    }
+
+    /// Keeps the row if it is one of those.
+    fn offer(&mut self, key: u64, row: &[u8]) {
+        if let Some(i) = self.at.get(&key) {
+            self.rows[i * self.row_bytes..][..self.row_bytes].copy_from_slice(row);
+        }
+    }
 }
 
 /// Takes a table's rows in order: all of them into a base, or into a delta what differs from the old ones.
@@ -380,8 +457,8 @@ fn each_row(
     })
 }
 
-/// The most used keys, most used first, as little-endian u64; empty if the trainer gave no counts.
-fn hot_keys(source: &dyn RowSource) -> Result<Vec<u8>> {
+/// The most used keys, most used first; empty if the trainer gave no counts.
+fn hot_keys(source: &dyn RowSource) -> Result<Vec<u64>> {
     let Some(counts) = source.counts()? else { return Ok(Vec::new()) };
     let (mut heap, mut at) = (BinaryHeap::new(), 0);
     source.each_block(&mut |keys, _| {
@@ -397,5 +474,5 @@ fn hot_keys(source: &dyn RowSource) -> Result<Vec<u8>> {
         Ok(())
     })?;
     // `Reverse` sorts the most used to the front.
-    Ok(heap.into_sorted_vec().iter().flat_map(|Reverse((_, Reverse(key)))| key.to_le_bytes()).collect())
+    Ok(heap.into_sorted_vec().iter().map(|Reverse((_, Reverse(key)))| *key).collect())
 }

@@ -36,6 +36,8 @@ pub struct ModelSpec {
     pub features: Vec<FeatureSpec>,
     /// The probe set.
     pub probe: Option<ProbeSpec>,
+    /// Requests as they come in, by which the most used rows are placed.
+    pub requests: Option<RequestsSpec>,
 }
 
 /// `[network]`.
@@ -177,6 +179,14 @@ pub struct FeatureSpec {
 #[serde(deny_unknown_fields)]
 pub struct ProbeSpec {
     /// A file of samples, one line of JSON each.
+    pub samples: PathBuf,
+}
+
+/// `[requests]`. Some ten thousand do; they are held in memory.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RequestsSpec {
+    /// A file of samples, one line of JSON each; rows that one sample asks for are placed together.
     pub samples: PathBuf,
 }
 

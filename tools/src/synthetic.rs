@@ -57,6 +57,7 @@ pub fn criteo(rows_max: u64) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
         tables: tables.iter().zip(&names).map(|(table, name)| table.spec(name)).collect(),
         features: names.iter().enumerate().map(|(n, name)| feature(n, name)).collect(),
         probe: None,
+        requests: None,
     };
     (spec, tables.into_iter().map(|t| Box::new(t) as Box<dyn RowSource>).collect())
 }

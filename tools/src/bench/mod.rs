@@ -50,12 +50,30 @@ pub fn run(args: &BenchArgs) -> Result<()> {
 pub struct Bar {
     /// What is measured, with its unit.
     pub name: String,
-    /// What was found.
-    pub value: f64,
     /// What is demanded.
     pub bar: f64,
-    /// Whether it is met.
-    pub holds: bool,
+    /// What was found.
+    #[serde(flatten)]
+    pub found: Found,
+}
+
+/// What became of a demanded figure.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Found {
+    /// It was measured.
+    Measured {
+        /// The figure.
+        value: f64,
+        /// Whether it is what is demanded.
+        holds: bool,
+    },
+    /// It was not.
+    NotRun {
+        /// Why.
+        #[serde(rename = "not run")]
+        reason: String,
+    },
 }
 
 /// Where a measurement was made.

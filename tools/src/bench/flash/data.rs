@@ -10,6 +10,8 @@ use rand_distr::{Distribution, Zipf};
 
 /// One row in so many changes in the update.
 const CHANGED_ONE_IN: u64 = 100;
+/// Interests that a request may have.
+pub const INTERESTS: u64 = 256;
 /// Clears the top bit of the exponent of each f16, so that a row has numbers only.
 const F16_MASK: u64 = 0xbfff_bfff_bfff_bfff;
 
@@ -31,14 +33,14 @@ impl Data {
         start as u64 + mix(i ^ 0x5eed) % width
     }
 
-    /// Whether the update changes the row of this order.
-    fn changes(order: u64) -> bool {
-        mix(order).is_multiple_of(CHANGED_ONE_IN)
+    /// Whether update number `update`, from 1, changes the row of this order.
+    fn changes(order: u64, update: u64) -> bool {
+        mix(order ^ mix(update - 1)).is_multiple_of(CHANGED_ONE_IN)
     }
 
-    /// The row of an order before (version 0) or after (1) the update.
+    /// The row of an order as loaded (version 0) or as that update made it.
     fn fill(order: u64, version: u64, row: &mut [u8]) {
-        let seed = order ^ (version << 63);
+        let seed = order ^ mix(version);
         for (i, bytes) in row.chunks_mut(8).enumerate() {
             let word = mix(seed.wrapping_add(i as u64)) & F16_MASK;
             bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
@@ -53,18 +55,44 @@ impl Data {
         self.each(0, |_| true, take)
     }
 
-    /// Hands the new version of every row that the update changes to `take`, as `each_row`.
+    /// Hands the new version of every row that the first update changes to `take`, as `each_row`.
     ///
     /// # Errors
     /// What `take` refused.
     pub fn each_changed(&self, take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
-        self.each(1, Self::changes, take)
+        self.each_changed_by(1, take)
+    }
+
+    /// The same of update number `update`, from 1.
+    ///
+    /// # Errors
+    /// What `take` refused.
+    pub fn each_changed_by(&self, update: u64, take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
+        self.each(update, |order| Self::changes(order, update), take)
+    }
+
+    /// How many rows the first update changes.
+    #[cfg(feature = "peers")]
+    pub fn changed(&self) -> u64 {
+        (0..self.rows).filter(|i| Self::changes(self.order(*i), 1)).count() as u64
+    }
+
+    /// Hands the rows of `keys` as loaded to `take`, in that order.
+    ///
+    /// # Errors
+    /// What `take` refused.
+    pub fn each_of(&self, keys: &[u64], mut take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
+        let mut row = vec![0; self.row_bytes];
+        keys.iter().try_for_each(|key| {
+            Self::fill(mix(*key), 0, &mut row);
+            take(mix(*key), &row)
+        })
     }
 
     fn each(
         &self,
         version: u64,
-        wanted: fn(u64) -> bool,
+        wanted: impl Fn(u64) -> bool,
         mut take: impl FnMut(u64, &[u8]) -> Result<()>,
     ) -> Result<()> {
         let mut row = vec![0; self.row_bytes];
@@ -75,16 +103,17 @@ impl Data {
         Ok(())
     }
 
-    /// Refuses unless `rows` are those of `keys`, after the update or before it.
+    /// Refuses unless `rows` are those of `keys` after so many updates.
     ///
     /// # Errors
     /// The first key whose row is wrong.
-    pub fn check(&self, keys: &[u64], updated: bool, rows: &[u8]) -> Result<()> {
+    pub fn check(&self, keys: &[u64], updates: u64, rows: &[u8]) -> Result<()> {
         ensure!(rows.len() == keys.len() * self.row_bytes, "{} bytes for {} rows", rows.len(), keys.len());
         let mut expected = vec![0; self.row_bytes];
         for (key, row) in keys.iter().zip(rows.chunks_exact(self.row_bytes)) {
             let order = mix(*key);
-            Self::fill(order, u64::from(updated && Self::changes(order)), &mut expected);
+            let newest = (1..=updates).rev().find(|update| Self::changes(order, *update));
+            Self::fill(order, newest.unwrap_or(0), &mut expected);
             ensure!(row == expected, "the row of key {key:#018x} is wrong");
         }
         Ok(())
@@ -96,6 +125,7 @@ pub struct Draw {
     data: Data,
     rng: StdRng,
     zipf: Zipf<f64>,
+    interest: Zipf<f64>,
     scatter: Scatter,
 }
 
@@ -106,8 +136,9 @@ impl Draw {
     /// The table has no rows.
     pub fn new(data: Data, seed: u64) -> Result<Self> {
         let zipf = Zipf::new(data.rows as f64, ALPHA).context("a table without rows")?;
+        let interest = Zipf::new((data.rows / INTERESTS).max(1) as f64, ALPHA)?;
         let scatter = Scatter::of_table(0, data.rows);
-        Ok(Self { data, rng: StdRng::seed_from_u64(seed), zipf, scatter })
+        Ok(Self { data, rng: StdRng::seed_from_u64(seed), zipf, interest, scatter })
     }
 
     /// `n` keys, every row alike.
@@ -117,8 +148,28 @@ impl Draw {
 
     /// `n` keys by Zipf's law with the exponent of NVIDIA's synthetic models.
     pub fn zipf(&mut self, n: usize) -> Vec<u64> {
-        let rank = |rng: &mut StdRng| (self.zipf.sample(rng) as u64).clamp(1, self.data.rows) - 1;
-        (0..n).map(|_| unmix(self.data.order(self.scatter.place(rank(&mut self.rng))))).collect()
+        (0..n).map(|_| self.zipf_key()).collect()
+    }
+
+    /// The key of a popularity rank.
+    fn key(&self, rank: u64) -> u64 {
+        unmix(self.data.order(self.scatter.place(rank.min(self.data.rows - 1))))
+    }
+
+    fn zipf_key(&mut self) -> u64 {
+        let rank = (self.zipf.sample(&mut self.rng) as u64).max(1) - 1;
+        self.key(rank)
+    }
+
+    /// `n` keys of one request: half of them by Zipf's law over all rows, half by the same law over the rows of
+    /// one of the interests, to each of which one rank in [`INTERESTS`] belongs.
+    pub fn session(&mut self, n: usize) -> Vec<u64> {
+        let interest = self.rng.random_range(0..INTERESTS);
+        let of_interest = |draw: &mut Self| {
+            let rank = (draw.interest.sample(&mut draw.rng) as u64).max(1) - 1;
+            draw.key(rank * INTERESTS + interest)
+        };
+        (0..n).map(|i| if i % 2 == 0 { self.zipf_key() } else { of_interest(self) }).collect()
     }
 
     /// `n` page numbers below `pages`, ascending, each once.
@@ -151,8 +202,8 @@ mod tests {
         DATA.each_changed(|order, row| {
             let key = [unmix(order)];
             changed += 1;
-            ensure!(DATA.check(&key, false, row).is_err());
-            DATA.check(&key, true, row)
+            ensure!(DATA.check(&key, 0, row).is_err());
+            DATA.check(&key, 1, row)
         })
         .unwrap();
         assert!((20..100).contains(&changed), "{changed}");
@@ -167,8 +218,8 @@ mod tests {
         })
         .unwrap();
         let mut draw = Draw::new(DATA, 1).unwrap();
-        let (uniform, zipf) = (draw.uniform(2000), draw.zipf(2000));
-        assert!(uniform.iter().chain(&zipf).all(|k| orders.contains(&mix(*k))));
+        let (uniform, zipf, session) = (draw.uniform(2000), draw.zipf(2000), draw.session(2000));
+        assert!(uniform.iter().chain(&zipf).chain(&session).all(|k| orders.contains(&mix(*k))));
         let distinct = |keys: &[u64]| keys.iter().collect::<std::collections::BTreeSet<_>>().len();
         assert!(distinct(&zipf) < distinct(&uniform));
         let pages = draw.pages(100, 50);
@@ -178,7 +229,7 @@ mod tests {
     #[test]
     fn wrong_rows_are_refused() {
         let keys = Draw::new(DATA, 2).unwrap().uniform(2);
-        assert!(DATA.check(&keys, false, &[0; 40]).unwrap_err().to_string().contains("is wrong"));
-        assert!(DATA.check(&keys, false, &[0; 20]).is_err());
+        assert!(DATA.check(&keys, 0, &[0; 40]).unwrap_err().to_string().contains("is wrong"));
+        assert!(DATA.check(&keys, 0, &[0; 20]).is_err());
     }
 }

@@ -2,7 +2,7 @@
 //! show them. Never measures.
 
 use super::data::Data;
-use crate::bench::Bar;
+use crate::bench::{Bar, Found};
 use crate::report;
 use serde::Serialize;
 use std::time::Duration;
@@ -23,6 +23,8 @@ pub mod measure {
     pub const RAW_PAGES: &str = "random pages, pages/s";
     /// Batches of uniform keys, nothing of them in memory.
     pub const COLD: &str = "cold batch, uniform, rows/s";
+    /// The same, a batch read by two threads in halves.
+    pub const COLD_TWO: &str = "cold batch, 2 threads, rows/s";
     /// The same in pages, as a share of the raw device in the same round.
     pub const OF_RAW: &str = "cold batch, pages/s of raw device";
     /// Batches of Zipf keys.
@@ -59,6 +61,36 @@ pub mod measure {
     pub const SPACE: &str = "bytes on flash / row bytes";
     /// Memory of the index.
     pub const INDEX_BITS: &str = "index in memory, bits a key";
+    /// The same where the most used rows are placed.
+    pub const PLACED_INDEX_BITS: &str = "index with placed rows, bits a key";
+    /// Pages that a request reads with all rows in key order, by the cache in front.
+    pub const KEY_ORDER: [&str; 3] = [
+        "pages a request, key order, no cache",
+        "pages a request, key order, 1 % cached",
+        "pages a request, key order, 5 % cached",
+    ];
+    /// The same where the most used rows are placed by popularity.
+    pub const BY_POPULARITY: [&str; 3] = [
+        "pages a request, by popularity, no cache",
+        "pages a request, by popularity, 1 % cached",
+        "pages a request, by popularity, 5 % cached",
+    ];
+    /// The same where they are placed by co-access.
+    pub const BY_CO_ACCESS: [&str; 3] = [
+        "pages a request, by co-access, no cache",
+        "pages a request, by co-access, 1 % cached",
+        "pages a request, by co-access, 5 % cached",
+    ];
+    /// Pages that hold the hottest one row in a hundred, in key order and placed.
+    pub const PRELOAD_KEY_ORDER: &str = "pages to preload the hottest 1 %, key order";
+    /// The same, placed.
+    pub const PRELOAD_PLACED: &str = "pages to preload the hottest 1 %, placed";
+    /// Bytes written over 48 deltas and the compactions between, as a share of the changed rows' bytes.
+    pub const STEADY_AMP: &str = "48 deltas, bytes written / row bytes";
+    /// Compactions over them.
+    pub const COMPACTIONS: &str = "48 deltas, compactions";
+    /// Bytes on flash after them, as a share of the rows' bytes.
+    pub const STEADY_SPACE: &str = "48 deltas, bytes on flash / row bytes";
 }
 
 /// A figure.
@@ -128,15 +160,25 @@ impl Figures {
         engines
     }
 
-    /// The demanded figures, as far as they could be measured.
+    /// Why an engine did not run.
+    fn not_run(&self, wanted: &str) -> Option<&str> {
+        self.0.iter().find_map(|point| match point {
+            Point::NotRun { engine, reason, .. } if *engine == wanted => Some(reason.as_str()),
+            _ => None,
+        })
+    }
+
+    /// The demanded figures; those that could not be measured are listed as not run.
     pub fn bars(&self) -> Vec<Bar> {
         let ours = |measure, depth| self.at(OURS, measure, depth);
         let rocks = self.at(ROCKSDB, measure::COLD, None);
         let idle = ours(measure::MISSES_P99, Some(16));
+        let [key_order, warm_key_order, _] = measure::KEY_ORDER.map(|m| ours(m, None));
+        let [co_access, warm_co_access, _] = measure::BY_CO_ACCESS.map(|m| ours(m, None));
         let ratio = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
         let least = |name: &str, value, bar| bar_of(name, value, bar, |v, b| v >= b);
         let most = |name: &str, value, bar| bar_of(name, value, bar, |v, b| v <= b);
-        [
+        let mut bars = [
             least("cold batch / raw device, depth 16", ours(measure::OF_RAW, Some(16)), 0.9),
             least("cold batch / raw device, depth 64", ours(measure::OF_RAW, Some(64)), 0.9),
             bar_of("index, bits a key", ours(measure::INDEX_BITS, None), 4.0, |v, b| v < b),
@@ -144,16 +186,37 @@ impl Figures {
             most("1 % delta, write amplification", ours(measure::UPDATE_AMP, None), 1.2),
             bar_of("155 misses, depth 16, p99, ms", idle.map(|us| us / 1e3), 5.0, |v, b| v < b),
             most("p99 during compaction / idle", ratio(ours(measure::COMPACTING_P99, Some(16)), idle), 1.5),
+            bar_of(
+                "index with placed rows, bits a key",
+                ours(measure::PLACED_INDEX_BITS, None),
+                4.0,
+                |v, b| v < b,
+            ),
+            most("pages a request, placed / key order", ratio(co_access, key_order), 0.85),
+            most(
+                "pages a request behind a 1 % cache, placed / key order",
+                ratio(warm_co_access, warm_key_order),
+                1.0,
+            ),
+            most("48 deltas of 1 %, write amplification", ours(measure::STEADY_AMP, None), 8.0),
             least("cold batch, depth 16 / RocksDB", ratio(ours(measure::COLD, Some(16)), rocks), 5.0),
-        ]
-        .into_iter()
-        .flatten()
-        .collect()
+        ];
+        // Only the last one depends on another engine.
+        if let (Some(Bar { found: Found::NotRun { reason }, .. }), Some(why)) =
+            (bars.last_mut(), self.not_run(ROCKSDB))
+        {
+            *reason = format!("{ROCKSDB}: {why}");
+        }
+        bars.into()
     }
 }
 
-fn bar_of(name: &str, value: Option<f64>, bar: f64, holds: fn(f64, f64) -> bool) -> Option<Bar> {
-    value.map(|value| Bar { name: name.to_owned(), value, bar, holds: holds(value, bar) })
+fn bar_of(name: &str, value: Option<f64>, bar: f64, holds: fn(f64, f64) -> bool) -> Bar {
+    let found = match value {
+        Some(value) => Found::Measured { value, holds: holds(value, bar) },
+        None => Found::NotRun { reason: "not measured".to_owned() },
+    };
+    Bar { name: name.to_owned(), bar, found }
 }
 
 /// A figure for people: thousands grouped, otherwise three digits that count.
@@ -171,25 +234,32 @@ fn shown(measure: &str, value: f64) -> String {
 /// Prints the tables.
 pub fn print(figures: &Figures, data: &Data, bars: &[Bar]) {
     println!("{}", own_table(figures));
-    println!("{}", peer_table(figures));
+    println!("{}", peer_table(figures, READS, &[Some(64), Some(16)]));
+    println!("{}", peer_table(figures, WRITES, &[None]));
     for point in &figures.0 {
         if let Point::NotRun { engine, reason, command } = point {
             println!("{engine}: not run: {reason}; `{command}`");
         }
     }
-    println!("One thread each. Peers: 256 MB block cache if there is one, reopened with their files out of");
-    println!("the page cache before cold batches. Ours reads past the page cache, so it is never warm.");
+    println!(
+        "One thread each but where two are named. Peers: 256 MB block cache if there is one, reopened with"
+    );
+    println!(
+        "their files out of the page cache before cold reads. Ours reads past the page cache, so it is never"
+    );
+    println!("warm. Bytes of a peer's update: what the system wrote for it until it was closed.");
     println!("{} rows of {} B; a batch is 1,024 keys.", report::count(data.rows), data.row_bytes);
     if data.rows * (data.row_bytes as u64) < COLD_BYTES_MIN {
         println!("So small a table soon lies in the peers' caches: compare engines with 10,000,000 rows.");
     }
     let mut table = report::table(&["bar", "found", "demanded", ""]);
     for bar in bars {
-        let holds = if bar.holds { "holds" } else { "MISSED" };
-        table.add_row([bar.name.clone(), shown("", bar.value), shown("", bar.bar), holds.to_owned()]);
-    }
-    if figures.at(ROCKSDB, measure::COLD, None).is_none() {
-        table.add_row(["cold batch, depth 16 / RocksDB", "not run", "5.00", ""]);
+        let (value, holds) = match &bar.found {
+            Found::Measured { value, holds: true } => (shown("", *value), "holds".to_owned()),
+            Found::Measured { value, .. } => (shown("", *value), "MISSED".to_owned()),
+            Found::NotRun { reason } => ("not run".to_owned(), reason.clone()),
+        };
+        table.add_row([bar.name.clone(), value, shown("", bar.bar), holds]);
     }
     println!("{table}");
 }
@@ -212,26 +282,42 @@ fn own_table(figures: &Figures) -> String {
     table.to_string()
 }
 
-/// Every engine beside the others.
-fn peer_table(figures: &Figures) -> String {
-    const COLUMNS: [&str; 6] =
-        [measure::COLD, measure::WARM, measure::LOAD, measure::REOPEN, measure::UPDATE, measure::SPACE];
-    let heads = ["engine", "cold rows/s", "warm rows/s", "load s", "reopen ms", "1 % update s", "space"];
-    let mut table = report::table(&heads);
+/// A column of a table of engines: its head and what it shows.
+type Column = (&'static str, &'static str);
+
+/// How engines read.
+const READS: [Column; 5] = [
+    ("cold rows/s", measure::COLD),
+    ("2 threads", measure::COLD_TWO),
+    ("warm rows/s", measure::WARM),
+    ("155 misses p50", measure::MISSES_P50),
+    ("p99", measure::MISSES_P99),
+];
+/// How engines write and open.
+const WRITES: [Column; 5] = [
+    ("load s", measure::LOAD),
+    ("reopen ms", measure::REOPEN),
+    ("1 % update s", measure::UPDATE),
+    ("update bytes / row bytes", measure::UPDATE_AMP),
+    ("space / row bytes", measure::SPACE),
+];
+
+/// Every engine beside the others; ours once for each of `depths`.
+fn peer_table(figures: &Figures, columns: [Column; 5], depths: &[Option<usize>]) -> String {
+    let mut table = report::table(&[&["engine"][..], &columns.map(|(head, _)| head)[..]].concat());
     for engine in figures.engines().into_iter().filter(|e| *e != RAW) {
-        let depths: &[Option<usize>] = if engine == OURS { &[Some(64), Some(16)] } else { &[None] };
-        for depth in depths {
+        for depth in if engine == OURS { depths } else { &[None] } {
             let name = depth.map_or(engine.to_owned(), |d| format!("{engine}, depth {d}"));
-            let cell = |measure| {
+            let cell = |(_, measure): Column| {
                 let value = figures.at(engine, measure, *depth).or_else(|| figures.at(engine, measure, None));
                 value.map_or("-".to_owned(), |v| shown(measure, v))
             };
-            table.add_row(std::iter::once(name).chain(COLUMNS.map(cell)));
+            table.add_row(std::iter::once(name).chain(columns.map(cell)));
         }
     }
     for point in &figures.0 {
         if let Point::NotRun { engine, .. } = point {
-            table.add_row([*engine, "not run", "", "", "", "", ""]);
+            table.add_row([*engine, "not run", "", "", "", ""]);
         }
     }
     table.to_string()
@@ -253,26 +339,36 @@ mod tests {
 
     #[test]
     fn bars_follow_from_figures() {
-        let holds = |figures: &Figures| figures.bars().iter().map(|b| b.holds).collect::<Vec<_>>();
+        let holds = |figures: &Figures| -> Vec<bool> {
+            let holds = |bar: Bar| match bar.found {
+                Found::Measured { holds, .. } => Some(holds),
+                Found::NotRun { .. } => None,
+            };
+            figures.bars().into_iter().filter_map(holds).collect()
+        };
         assert_eq!(holds(&found(0.9, 3000.0)), [true; 4]);
         assert_eq!(holds(&found(0.89, 3001.0)), [false, true, true, false]);
-        assert!(Figures::default().bars().is_empty());
+        assert!(holds(&Figures::default()).is_empty() && !Figures::default().bars().is_empty());
         let mut figures = found(1.0, 1.0);
         figures.put(ROCKSDB, measure::COLD, 10_000.0);
-        let bars = figures.bars();
-        let last = bars.last().unwrap();
-        assert_eq!((last.value, last.bar, last.holds), (6.0, 5.0, true));
+        let last = figures.bars().pop().unwrap();
+        assert_eq!((last.found, last.bar), (Found::Measured { value: 6.0, holds: true }, 5.0));
     }
 
     #[test]
     fn what_did_not_run_is_listed() {
         let mut figures = found(1.0, 1.0);
+        let rocks = Point::NotRun { engine: ROCKSDB, reason: "no C++".to_owned(), command: "" };
+        figures.0.push(rocks);
+        let bar = serde_json::to_value(figures.bars().pop().unwrap()).unwrap();
+        assert_eq!((&bar["not run"], &bar["bar"]), (&"RocksDB: no C++".into(), &5.0.into()));
+        figures.0.pop();
         let (engine, reason, command) = ("sled", "not compiled in".to_owned(), "cargo run");
         figures.0.push(Point::NotRun { engine, reason, command });
         let json = serde_json::to_value(&figures.0).unwrap();
         assert_eq!(json[5]["not run"], "not compiled in");
         assert_eq!((&json[0]["engine"], &json[0]["depth"]), (&OURS.into(), &16.into()));
-        assert!(peer_table(&figures).contains("not run"));
+        assert!(peer_table(&figures, READS, &[None]).contains("not run"));
         assert!(own_table(&figures).contains("60,000"));
         assert_eq!(figures.engines(), [OURS]);
     }

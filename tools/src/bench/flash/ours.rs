@@ -4,17 +4,14 @@
 use super::data::{Data, Draw};
 use super::fetch::Fetcher;
 use super::figures::{Figures, OURS, RAW, measure};
-use super::{Plan, median, per_second};
+use super::{MISSES, Plan, median, per_second, table};
 use crate::metrics::{Latencies, Percentiles};
 use anyhow::{Context, Result, anyhow};
-use hatchback::Codec;
 use hatchback::commit;
 use hatchback::disk::{self, Disk, Output};
 use hatchback::limits::PAGE_BYTES;
-use hatchback::manifest::Generation;
 use hatchback::merge::Merge;
-use hatchback::schema::{KeySpace, MissPolicy, Placement, Table};
-use hatchback::segment::{Counts, Part, Segment, SegmentKind};
+use hatchback::segment::{Counts, Part};
 use hatchback::segment_write::SegmentWriter;
 use hatchback::table_rows::TableRows;
 use std::path::{Path, PathBuf};
@@ -26,8 +23,6 @@ use std::time::{Duration, Instant};
 const RAW_DEPTHS: [usize; 4] = [1, 4, 16, 64];
 /// Depths at which the table is read.
 const DEPTHS: [usize; 2] = [16, 64];
-/// Misses of one request: 26 tables, 64 candidates, 9.3 % missed.
-const MISSES: usize = 155;
 /// What a compaction may read, and so write, in a second.
 const COMPACTION_BYTES_PER_S: f64 = 20e6;
 /// Pages of one step of a compaction.
@@ -78,22 +73,17 @@ impl<'a> Ours<'a> {
     /// Writes a segment durably; returns the seconds that it took.
     fn write(&self, part: Part) -> Result<(f64, Counts)> {
         let start = Instant::now();
-        let path = self.path(part);
-        let mut writer =
-            SegmentWriter::new(self.disk.create(&path).context(name(&path))?, kind(self.data, part)?);
-        let push = |order, row: &[u8]| Ok(writer.push(order, row)?);
-        match part {
-            Part::Base => self.data.each_row(push)?,
-            Part::Delta => self.data.each_changed(push)?,
-        }
-        let (mut out, counts) = writer.finish()?;
-        out.sync()?;
+        let counts = table::write(self.disk.as_ref(), &self.path(part), self.data, part, |put| match part {
+            Part::Base => self.data.each_row(put),
+            _ => self.data.each_changed(put),
+        })?;
         self.disk.sync_dir(self.folder)?;
         Ok((start.elapsed().as_secs_f64(), counts))
     }
 
     fn open(&self, updated: bool) -> Result<TableRows> {
-        open(self.disk.as_ref(), self.data, &self.path(Part::Base), updated.then(|| self.path(Part::Delta)))
+        let (base, delta) = (self.path(Part::Base), updated.then(|| self.path(Part::Delta)));
+        table::open(self.disk.as_ref(), self.data, &base, None, delta.as_deref())
     }
 
     /// Milliseconds that opening takes.
@@ -118,7 +108,7 @@ impl<'a> Ours<'a> {
         let start = Instant::now();
         let pages = fetcher.fetch(rows, keys, &mut self.out)?;
         let time = start.elapsed();
-        self.data.check(keys, updated, &self.out)?;
+        self.data.check(keys, u64::from(updated), &self.out)?;
         Ok((time, pages))
     }
 
@@ -291,10 +281,10 @@ impl Compactor {
     /// One compaction, as `hatchback::compact` does it.
     fn pass(&self, stop: &AtomicBool, start: Instant, bytes: &mut u64) -> Result<()> {
         let disk = disk::system();
-        let rows = open(disk.as_ref(), &self.data, &self.base, Some(self.delta.clone()))?;
+        let rows = table::open(disk.as_ref(), &self.data, &self.base, None, Some(&self.delta))?;
         let mut merge = Merge::new(rows);
-        let out: Box<dyn Output> = disk.create(&self.out).context(name(&self.out))?;
-        let mut writer = SegmentWriter::new(out, kind(&self.data, Part::Base)?);
+        let out: Box<dyn Output> = disk.create(&self.out).context(self.out.display().to_string())?;
+        let mut writer = SegmentWriter::new(out, table::kind(&self.data, Part::Base)?);
         let before = *bytes;
         while !stop.load(Ordering::Relaxed) {
             let until = merge.pages_read() + STEP_PAGES;
@@ -312,36 +302,4 @@ impl Compactor {
         }
         Ok(())
     }
-}
-
-fn name(path: &Path) -> String {
-    path.display().to_string()
-}
-
-/// What the segments of the table are. The compacted one may bear the base's name: it is never opened.
-fn kind(data: &Data, part: Part) -> Result<SegmentKind> {
-    let dim = data.row_bytes as u32 / 2;
-    let table = Table {
-        name: "rows".to_owned(),
-        dim,
-        keys: KeySpace::Sparse,
-        rows: data.rows,
-        codec: Codec::F16,
-        unit_exp: 0,
-        placement: Placement::Cached,
-        miss: MissPolicy::Wait,
-        default_row: vec![0.0; dim as usize],
-    };
-    let sequence = if part == Part::Base { 1 } else { 2 };
-    let generation = Generation { lineage: "bench".to_owned(), sequence };
-    SegmentKind::new(&generation, 0, 0, &table, part).context("the row does not fit its codec")
-}
-
-fn open(disk: &dyn Disk, data: &Data, base: &Path, delta: Option<PathBuf>) -> Result<TableRows> {
-    let segment = |path: &Path, part| -> Result<Segment> {
-        let file = disk.open_pages(path).context(name(path))?;
-        Ok(Segment::open(path, file, kind(data, part)?)?)
-    };
-    let deltas = delta.iter().map(|path| segment(path, Part::Delta)).collect::<Result<_>>()?;
-    Ok(TableRows::new(segment(base, Part::Base)?, deltas)?)
 }

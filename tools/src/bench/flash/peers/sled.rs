@@ -6,9 +6,14 @@ use anyhow::Result;
 use sled::{Batch, Db, Mode};
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Rows of a batch of the load.
 const BATCH_ROWS: usize = 4096;
+
+/// How often, and how far apart, to ask for the lock of a database that is being closed: 1 s in all.
+const LOCK_WAITS: u32 = 200;
+const LOCK_WAIT: Duration = Duration::from_millis(5);
 
 /// An open database.
 pub struct Sled {
@@ -42,12 +47,18 @@ impl Store for Sled {
     }
 
     fn open(folder: &Path, _: &Data) -> Result<Self> {
-        let db = sled::Config::new()
-            .path(folder)
-            .cache_capacity(CACHE_BYTES as u64)
-            .mode(Mode::HighThroughput)
-            .open()?;
-        Ok(Self { db, folder: folder.to_owned() })
+        let config =
+            sled::Config::new().path(folder).cache_capacity(CACHE_BYTES as u64).mode(Mode::HighThroughput);
+        let mut opened = config.open();
+        // It gives up its lock some time after it is closed, when its threads are done.
+        for _ in 0..LOCK_WAITS {
+            match &opened {
+                Err(e) if e.to_string().contains("could not acquire lock") => std::thread::sleep(LOCK_WAIT),
+                _ => break,
+            }
+            opened = config.open();
+        }
+        Ok(Self { db: opened?, folder: folder.to_owned() })
     }
 
     fn read(&self, orders: &[u64], out: &mut [u8]) -> Result<()> {

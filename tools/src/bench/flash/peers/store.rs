@@ -3,21 +3,22 @@
 
 use crate::bench::flash::data::{Data, Draw};
 use crate::bench::flash::figures::{Figures, measure};
-use crate::bench::flash::{Plan, median, per_second};
-use anyhow::{Context, Result};
+use crate::bench::flash::{MISSES, Plan, median, per_second};
+use crate::metrics::{Latencies, Percentiles};
+use anyhow::{Context, Result, anyhow};
 use hatchback::limits::PAGE_BYTES;
 use hatchback::mix;
 use rustix::fs::{Advice, fadvise};
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Bytes of the block cache of every peer that has one.
 pub const CACHE_BYTES: usize = 256 << 20;
 
 /// A row store. Rows are kept by order (key hash), so that loads ascend, which suits every one of them best.
-pub trait Store: Sized {
+pub trait Store: Sized + Sync {
     /// Writes all rows durably into an empty folder, by the way documented for bulk loads.
     ///
     /// # Errors
@@ -62,12 +63,23 @@ pub fn measure<S: Store>(data: &Data, plan: &Plan, folder: &Path, name: &'static
     batches.read(&store, &keys, false)?;
     let rates = (0..plan.rounds).map(|_| batches.read(&store, &keys, false)).collect::<Result<_>>()?;
     figures.put(name, measure::WARM, median(rates));
-    let start = Instant::now();
+    let (start, before) = (Instant::now(), written_bytes()?);
     store.update(data).context("update")?;
     figures.put(name, measure::UPDATE, start.elapsed().as_secs_f64());
     let keys = batches.draw.uniform(4 * plan.batch);
     batches.read(&store, &keys, true).context("after the update")?;
+    // What it does behind the update's back counts too, as far as it is done when the store is closed.
+    drop(store);
+    let changed = data.changed() * data.row_bytes as u64;
+    figures.put(name, measure::UPDATE_AMP, (written_bytes()? - before) as f64 / changed.max(1) as f64);
     Ok(figures)
+}
+
+/// Bytes that this process made the system write, as the system counts them.
+fn written_bytes() -> Result<u64> {
+    let io = fs::read_to_string("/proc/self/io").context("/proc/self/io")?;
+    let bytes = io.lines().find_map(|line| line.strip_prefix("write_bytes: "));
+    bytes.and_then(|b| b.parse().ok()).context("/proc/self/io: no write_bytes")
 }
 
 /// Batch reads from a store.
@@ -79,8 +91,7 @@ struct Batches<'a> {
 }
 
 impl Batches<'_> {
-    /// Batches of rows that are not in memory: before they have brought in an eighth of the table, the store
-    /// is closed and its files leave the page cache. A batch that is not counted comes first.
+    /// Everything that is read cold.
     fn cold<S: Store>(
         &mut self,
         folder: &Path,
@@ -88,37 +99,80 @@ impl Batches<'_> {
         figures: &mut Figures,
         name: &'static str,
     ) -> Result<()> {
+        let (mut opens, mut latencies) = (Vec::new(), Latencies::default());
+        for (threads, measure) in [(1, measure::COLD), (2, measure::COLD_TWO)] {
+            let batches = (self.batch, plan.rounds, threads);
+            let times = self.cold_reads::<S>(folder, batches, &mut opens)?;
+            let rates = times.into_iter().map(|time| per_second(self.batch as u64, time)).collect();
+            figures.put(name, measure, median(rates));
+        }
+        let requests = self.cold_reads::<S>(folder, (MISSES, plan.requests / 4, 1), &mut opens)?;
+        requests.into_iter().for_each(|time| latencies.record(time));
+        let Percentiles { p50_us, p99_us, .. } = latencies.percentiles();
+        figures.put(name, measure::MISSES_P50, p50_us);
+        figures.put(name, measure::MISSES_P99, p99_us);
+        figures.put(name, measure::REOPEN, median(opens));
+        Ok(())
+    }
+
+    /// The times of `reads` batches of `n` rows each that are not in memory, read by so many threads: before
+    /// they have brought in an eighth of the table, the store is closed and its files leave the page cache. A
+    /// batch that is not counted comes first. What reopening took, in ms, goes to `opens`.
+    fn cold_reads<S: Store>(
+        &mut self,
+        folder: &Path,
+        (n, reads, threads): (usize, usize, usize),
+        opens: &mut Vec<f64>,
+    ) -> Result<Vec<Duration>> {
         let pages = self.data.rows * self.data.row_bytes as u64 / PAGE_BYTES as u64;
-        let in_a_row = (pages / 8 / self.batch as u64).max(1) as usize;
-        let (mut opens, mut rates) = (Vec::new(), Vec::new());
-        while rates.len() < plan.rounds {
+        let in_a_row = (pages / 8 / n as u64).max(1) as usize;
+        let mut times = Vec::new();
+        while times.len() < reads {
             drop_cached(folder)?;
             let start = Instant::now();
             let store = S::open(folder, self.data).context("reopen")?;
             opens.push(1e3 * start.elapsed().as_secs_f64());
-            for round in 0..=in_a_row.min(plan.rounds - rates.len()) {
-                let keys = self.draw.uniform(self.batch);
-                let rate = self.read(&store, &keys, false)?;
-                rates.extend((round > 0).then_some(rate));
+            for round in 0..=in_a_row.min(reads - times.len()) {
+                let keys = self.draw.uniform(n);
+                let time = self.read_by(threads, &store, &keys, false)?;
+                times.extend((round > 0).then_some(time));
             }
         }
-        figures.put(name, measure::REOPEN, median(opens));
-        figures.put(name, measure::COLD, median(rates));
-        Ok(())
+        Ok(times)
     }
 
     /// Reads one batch and checks it; returns rows a second.
     fn read<S: Store>(&mut self, store: &S, keys: &[u64], updated: bool) -> Result<f64> {
+        Ok(per_second(keys.len() as u64, self.read_by(1, store, keys, updated)?))
+    }
+
+    /// Reads one batch in as many parts as there are threads, and checks it; returns the time of the reads.
+    fn read_by<S: Store>(
+        &mut self,
+        threads: usize,
+        store: &S,
+        keys: &[u64],
+        updated: bool,
+    ) -> Result<Duration> {
         let mut keys = keys.to_vec();
         self.out.clear();
         self.out.resize(keys.len() * self.data.row_bytes, 0);
         let start = Instant::now();
         keys.sort_unstable_by_key(|k| mix(*k));
         let orders: Vec<u64> = keys.iter().map(|k| mix(*k)).collect();
-        store.read(&orders, &mut self.out)?;
-        let rate = per_second(keys.len() as u64, start.elapsed());
-        self.data.check(&keys, updated, &self.out)?;
-        Ok(rate)
+        let part = orders.len().div_ceil(threads);
+        let mut parts = orders.chunks(part).zip(self.out.chunks_mut(part * self.data.row_bytes));
+        let first = parts.next();
+        std::thread::scope(|scope| -> Result<()> {
+            let others: Vec<_> =
+                parts.map(|(orders, out)| scope.spawn(move || store.read(orders, out))).collect();
+            first.map_or(Ok(()), |(orders, out)| store.read(orders, out))?;
+            let panicked = || anyhow!("a reading thread panicked");
+            others.into_iter().try_for_each(|t| t.join().map_err(|_| panicked())?)
+        })?;
+        let time = start.elapsed();
+        self.data.check(&keys, u64::from(updated), &self.out)?;
+        Ok(time)
     }
 }
 

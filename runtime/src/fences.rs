@@ -1,0 +1,155 @@
+//! The fences of a base in memory: the top 32 bits of the first hash of each of its pages. In a table large
+//! enough for their memory to count they lie close together, so they are kept as one anchor for each 16 pages
+//! and 16-bit gaps between: 18 bits a page instead of 32. Never reads a file.
+
+/// Pages from one anchor to the next.
+const STRIDE: usize = 16;
+
+/// Strictly ascending fences.
+pub struct Fences(Form);
+
+enum Form {
+    /// One word a page, where some gap is too wide for 16 bits.
+    Wide(Box<[u32]>),
+    Close {
+        /// The fence of every 16th page.
+        anchors: Box<[u32]>,
+        /// From each fence to the next, one a page (the last is 0).
+        gaps: Box<[u16]>,
+    },
+}
+
+impl Default for Fences {
+    fn default() -> Self {
+        Self(Form::Wide([].into()))
+    }
+}
+
+impl Fences {
+    /// Takes fences in; `None` if they do not ascend strictly.
+    pub fn new(fences: Vec<u32>) -> Option<Self> {
+        if !fences.is_sorted_by(|a, b| a < b) {
+            return None;
+        }
+        let next = fences.iter().skip(1).chain(fences.last());
+        let gaps: Option<Box<[u16]>> =
+            fences.iter().zip(next).map(|(a, b)| u16::try_from(b - a).ok()).collect();
+        Some(Self(match gaps {
+            Some(gaps) => Form::Close { anchors: fences.iter().step_by(STRIDE).copied().collect(), gaps },
+            None => Form::Wide(fences.into()),
+        }))
+    }
+
+    /// The last page whose fence is not above `prefix`; `None` if all are.
+    #[inline]
+    pub fn page(&self, prefix: u32) -> Option<u32> {
+        let (anchors, gaps) = match &self.0 {
+            Form::Wide(fences) => return (fences.partition_point(|&f| f <= prefix) as u32).checked_sub(1),
+            Form::Close { anchors, gaps } => (anchors, gaps),
+        };
+        let anchor = anchors.partition_point(|&f| f <= prefix).checked_sub(1)?;
+        let (first, left) = (anchor * STRIDE, prefix - anchors[anchor]);
+        // The gap behind a stretch's last page leads out of it, or to no page at all. All others are added up,
+        // needed or not: a loop that stops at the right one costs a mispredicted branch.
+        let last = gaps.len().min(first + STRIDE) - 1;
+        let (mut sum, mut page) = (0, 0);
+        for gap in &gaps[first..last] {
+            sum += u32::from(*gap);
+            page += usize::from(sum <= left);
+        }
+        Some((first + page) as u32)
+    }
+
+    /// The fence of `page`; `None` beyond the last.
+    pub fn get(&self, page: usize) -> Option<u32> {
+        match &self.0 {
+            Form::Wide(fences) => fences.get(page).copied(),
+            Form::Close { gaps, .. } if page >= gaps.len() => None,
+            Form::Close { anchors, gaps } => {
+                let first = page / STRIDE * STRIDE;
+                Some(anchors[page / STRIDE] + gaps[first..page].iter().map(|g| u32::from(*g)).sum::<u32>())
+            }
+        }
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        match &self.0 {
+            Form::Wide(fences) => 4 * fences.len(),
+            Form::Close { anchors, gaps } => 4 * anchors.len() + 2 * gaps.len(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Every fence, both its neighbours and the ends must be found as the plain search finds them.
+    fn agrees(fences: &[u32], close: bool, more: &[u32]) {
+        let compact = Fences::new(fences.to_vec()).unwrap();
+        assert_eq!(matches!(compact.0, Form::Close { .. }), close, "{fences:?}");
+        let all: Vec<u32> = (0..=fences.len()).map_while(|page| compact.get(page)).collect();
+        assert_eq!(all, fences);
+        let near = fences.iter().flat_map(|f| [f.saturating_sub(1), *f, f.saturating_add(1)]);
+        for prefix in near.chain([0, u32::MAX]).chain(more.iter().copied()) {
+            let plain = (fences.partition_point(|&f| f <= prefix) as u32).checked_sub(1);
+            assert_eq!(compact.page(prefix), plain, "{prefix:#x} in {fences:?}");
+        }
+    }
+
+    fn ascending(first: u32, gaps: &[u32]) -> Vec<u32> {
+        let mut last = first;
+        let step = |gap: &u32| {
+            last = last.checked_add(*gap)?;
+            Some(last)
+        };
+        std::iter::once(first).chain(gaps.iter().map_while(step)).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn close_fences_are_found(first in any::<u32>(), gaps in prop::collection::vec(1u32..=0xffff, 0..200), more in prop::collection::vec(any::<u32>(), 50)) {
+            agrees(&ascending(first, &gaps), true, &more);
+        }
+
+        #[test]
+        fn fences_with_one_wide_gap_are_found(first in 0u32..1 << 30, gaps in prop::collection::vec(1u32..=0xffff, 1..200), at in any::<prop::sample::Index>(), more in prop::collection::vec(any::<u32>(), 50)) {
+            let mut gaps = gaps;
+            let at = at.index(gaps.len());
+            gaps[at] = 0x1_0000;
+            agrees(&ascending(first, &gaps), false, &more);
+        }
+
+        #[test]
+        fn any_fences_are_found(mut fences in prop::collection::vec(any::<u32>(), 0..100), more in prop::collection::vec(any::<u32>(), 50)) {
+            fences.sort_unstable();
+            fences.dedup();
+            let close = fences.windows(2).all(|w| w[1] - w[0] <= 0xffff);
+            agrees(&fences, close, &more);
+        }
+    }
+
+    #[test]
+    fn extreme_fences_are_found() {
+        for n in [1, 2, 15, 16, 17, 31, 32, 33] {
+            for first in [0, 1, u32::MAX - (n - 1)] {
+                agrees(&ascending(first, &vec![1; n as usize - 1]), true, &[]);
+            }
+            let spread: Vec<u32> = ascending(0, &vec![0xffff; n as usize - 1]);
+            agrees(&spread, true, &[]);
+        }
+        agrees(&[], true, &[]);
+        agrees(&[0, u32::MAX], false, &[1 << 31]);
+        assert!(Fences::new(vec![1, 1]).is_none() && Fences::new(vec![2, 1]).is_none());
+    }
+
+    #[test]
+    fn a_page_takes_18_bits_where_gaps_are_narrow() {
+        let fences: Vec<u32> = (0..16_000).map(|i| i * 3000).collect();
+        assert_eq!(Fences::new(fences).unwrap().bytes(), 16_000 * 18 / 8);
+        let fences: Vec<u32> = (0..16_000).map(|i| i * 70_000).collect();
+        assert_eq!(Fences::new(fences).unwrap().bytes(), 16_000 * 4);
+    }
+}

@@ -1,0 +1,145 @@
+//! The steady state: delta after delta installed as a car installs them, and whatever upkeep does by its own rules
+//! in between. Counts the bytes that are written: the same on every machine.
+
+use super::data::{Data, Draw};
+use super::fetch::Fetcher;
+use super::figures::{Figures, OURS, measure};
+use anyhow::{Context, Result};
+use hatchback::bundle::{BundleReader, BundleWriter};
+use hatchback::disk;
+use hatchback::flash::Flash;
+use hatchback::limits::PAGE_BYTES;
+use hatchback::manifest::{Generation, Manifest, TableBlobs};
+use hatchback::notes::Notes;
+use hatchback::schema::{
+    Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, Placement, Schema, Table,
+};
+use hatchback::segment::{Part, SegmentKind};
+use hatchback::segment_write::SegmentWriter;
+use hatchback::upkeep::{Did, Rules, Upkeep};
+use hatchback::{Activation, Codec, Pooling};
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
+
+/// Deltas, each of one row in a hundred.
+const DELTAS: u64 = 48;
+/// Rows of the table at most.
+const ROWS_MAX: u64 = 2_000_000;
+/// The network of the synthetic model: any will do, 26 vectors of 32 values are what it takes.
+const DENSE_ONNX: &[u8] = include_bytes!("../../../demo/criteo/dense.onnx");
+const FEATURES: u16 = 26;
+const DIM: u32 = 32;
+/// Rows of f32.
+const ROW_BYTES: usize = 4 * DIM as usize;
+/// Pages of one step of upkeep.
+const STEP_PAGES: u64 = 4096;
+/// From one delta to the next.
+const EVERY: Duration = Duration::from_secs(60 * 60);
+
+/// Writes deltas and compacts; puts what was written beside the bytes of the rows that changed.
+///
+/// # Errors
+/// A file cannot be written or read, or a row is wrong at the end.
+pub fn measure(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> {
+    let data = Data { rows: data.rows.min(ROWS_MAX), row_bytes: ROW_BYTES };
+    let (path, directory) = (folder.join("bundle"), folder.join("flash"));
+    let mut flash = deliver(&data, 0, &path, &directory)?.flash;
+    let mut upkeep = Upkeep::new(Rules::default(), None, Notes::default());
+    let (mut written, mut changed, mut compactions) = (0, 0, 0);
+    let mut at_compaction = None;
+    for delta in 1..=DELTAS {
+        let delivered = deliver(&data, delta, &path, &directory)?;
+        flash = delivered.flash;
+        (written, changed) = (written + delivered.written, changed + delivered.row_bytes);
+        let now = EVERY * delta as u32;
+        loop {
+            match upkeep.step(&mut flash, now, STEP_PAGES)? {
+                Did::Compacted { compacted, .. } => {
+                    (written, compactions) = (written + compacted.bytes + PAGE_BYTES as u64, compactions + 1);
+                    at_compaction = Some((written, changed));
+                }
+                Did::Merged { .. } => {}
+                _ => break,
+            }
+        }
+    }
+    let rows = flash.table(0)?;
+    let keys = Draw::new(data, 5)?.uniform(1000);
+    let mut out = vec![0; keys.len() * data.row_bytes];
+    Fetcher::new(16).fetch(&rows, &keys, &mut out)?;
+    data.check(&keys, DELTAS, &out).context("after the last delta")?;
+    // Whole cycles only: the deltas since the last compaction would make it look better than it stays.
+    let (written, changed) = at_compaction.unwrap_or((written, changed));
+    figures.put(OURS, measure::STEADY_AMP, written as f64 / changed.max(1) as f64);
+    figures.put(OURS, measure::COMPACTIONS, f64::from(compactions));
+    figures.put(
+        OURS,
+        measure::STEADY_SPACE,
+        rows.file_bytes() as f64 / (data.rows * ROW_BYTES as u64) as f64,
+    );
+    Ok(())
+}
+
+/// What an install brought.
+struct Delivered {
+    flash: Flash,
+    /// Bytes of the rows that changed, without their keys.
+    row_bytes: u64,
+    /// Bytes that they took on flash: the segment, the manifest, the live record.
+    written: u64,
+}
+
+/// Packs the rows that delta number `delta` changes (0: all rows) and installs them.
+fn deliver(data: &Data, delta: u64, path: &Path, directory: &Path) -> Result<Delivered> {
+    let schema = schema(data);
+    let generation = Generation { lineage: "bench".to_owned(), sequence: delta + 1 };
+    let part = if delta == 0 { Part::Base } else { Part::Delta };
+    let kind =
+        SegmentKind::new(&generation, 0, 0, &schema.tables[0], part).context("a row without a codec")?;
+    let mut bundle = BundleWriter::create(path)?;
+    let (segment, blob) = bundle.blob();
+    let mut writer = SegmentWriter::new(blob, kind);
+    let push = |order, row: &[u8]| Ok(writer.push(order, row)?);
+    if delta == 0 {
+        data.each_row(push)?
+    } else {
+        data.each_changed_by(delta, push)?
+    };
+    let (blob, counts) = writer.finish()?;
+    blob.end()?;
+    let (dense, mut blob) = bundle.blob();
+    blob.write_all(DENSE_ONNX)?;
+    blob.end()?;
+    let (parent, tables) =
+        (delta.checked_sub(1).map(|p| p + 1), vec![TableBlobs { segment, hot: None, placed: None }]);
+    bundle.finish(Manifest { generation, parent, schema, blobs: Vec::new(), tables, dense, probe: None })?;
+    let mut bundle = BundleReader::open(path)?;
+    let manifest_bytes = bundle.manifest_bytes().len() as u64;
+    let flash = Flash::install(&disk::system(), directory, &mut bundle, |_| ())?;
+    let written = counts.file_bytes() + manifest_bytes + PAGE_BYTES as u64;
+    Ok(Delivered { flash, row_bytes: counts.rows * data.row_bytes as u64, written })
+}
+
+fn schema(data: &Data) -> Schema {
+    let table = Table {
+        name: "rows".to_owned(),
+        dim: DIM,
+        keys: KeySpace::Sparse,
+        rows: data.rows,
+        codec: Codec::F32,
+        unit_exp: 0,
+        placement: Placement::Cached,
+        miss: MissPolicy::Wait,
+        default_row: vec![0.0; DIM as usize],
+    };
+    let feature = |f| Feature { name: format!("f{f}"), table: 0, pooling: Pooling::Sum, hotness_max: 1 };
+    let input = |name: &str, source| NetworkInput { name: name.to_owned(), source };
+    let inputs = vec![
+        input("dense", InputSource::Dense),
+        input("emb", InputSource::Features((0..FEATURES).collect())),
+    ];
+    let network = Network { inputs, output: "logit".to_owned(), activation: Activation::Sigmoid };
+    let dense_features = (0..13).map(|n| format!("int_{n}")).collect();
+    Schema { dense_features, tables: vec![table], features: (0..FEATURES).map(feature).collect(), network }
+}

@@ -1,0 +1,137 @@
+//! Which rows share a page of a placed segment: those that are asked for together. Keys are put page by page,
+//! each page begun with the most used key that is left and filled with those that share the most requests with
+//! it. Never reads a row.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+
+/// Puts `keys`, most used first, in the order in which they fill pages of `per_page` rows, by the keys that each of
+/// `requests` asked for. Without requests that is the order they have.
+pub fn by_co_access<'a>(
+    keys: &[u64],
+    requests: impl Iterator<Item = &'a [u64]>,
+    per_page: usize,
+) -> Vec<u64> {
+    let mut together = Together::new(keys, requests);
+    let (mut order, mut first) = (Vec::with_capacity(keys.len()), 0);
+    while order.len() < keys.len() {
+        together.begin_page();
+        for _ in 0..per_page.min(keys.len() - order.len()) {
+            while together.placed[first] && first + 1 < keys.len() {
+                first += 1;
+            }
+            let next = together.nearest().unwrap_or(first);
+            together.place(next);
+            order.push(keys[next]);
+        }
+    }
+    order
+}
+
+/// Keys by rank (0 is the most used) and the requests that they share.
+struct Together {
+    /// For each request the ranks that it asked for, each once.
+    requests: Vec<Vec<u32>>,
+    /// For each rank its requests.
+    asked_by: Vec<Vec<u32>>,
+    placed: Vec<bool>,
+    /// Requests that ask for a key on the page.
+    on_page: Vec<bool>,
+    on_page_list: Vec<u32>,
+    /// For each rank how many of those ask for it too, and the ranks for which that is not 0.
+    shared: Vec<u32>,
+    sharing: Vec<u32>,
+}
+
+impl Together {
+    fn new<'a>(keys: &[u64], requests: impl Iterator<Item = &'a [u64]>) -> Self {
+        let ranks: HashMap<u64, u32> = keys.iter().zip(0..).map(|(key, rank)| (*key, rank)).collect();
+        let mut found = Vec::new();
+        let mut asked_by = vec![Vec::new(); keys.len()];
+        for request in requests {
+            let mut asked: Vec<u32> = request.iter().filter_map(|key| ranks.get(key).copied()).collect();
+            asked.sort_unstable();
+            asked.dedup();
+            if asked.len() > 1 {
+                asked.iter().for_each(|rank| asked_by[*rank as usize].push(found.len() as u32));
+                found.push(asked);
+            }
+        }
+        Self {
+            placed: vec![false; keys.len()],
+            on_page: vec![false; found.len()],
+            on_page_list: Vec::new(),
+            shared: vec![0; keys.len()],
+            sharing: Vec::new(),
+            requests: found,
+            asked_by,
+        }
+    }
+
+    fn begin_page(&mut self) {
+        self.on_page_list.drain(..).for_each(|request| self.on_page[request as usize] = false);
+        self.sharing.drain(..).for_each(|rank| self.shared[rank as usize] = 0);
+    }
+
+    /// The key that shares the most requests with the page, the most used of several.
+    fn nearest(&mut self) -> Option<usize> {
+        let Self { sharing, placed, shared, .. } = self;
+        sharing.retain(|rank| !placed[*rank as usize]);
+        sharing.iter().map(|rank| *rank as usize).max_by_key(|rank| (shared[*rank], Reverse(*rank)))
+    }
+
+    fn place(&mut self, rank: usize) {
+        self.placed[rank] = true;
+        // What shared with the page stays counted until the next page begins.
+        for &request in &self.asked_by[rank] {
+            if std::mem::replace(&mut self.on_page[request as usize], true) {
+                continue;
+            }
+            self.on_page_list.push(request);
+            for &other in &self.requests[request as usize] {
+                if !self.placed[other as usize] {
+                    if self.shared[other as usize] == 0 {
+                        self.sharing.push(other);
+                    }
+                    self.shared[other as usize] += 1;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn keys_of_the_same_requests_share_pages() {
+        // Two interests of four keys each, popularity alternating between them.
+        let keys = [10, 20, 11, 21, 12, 22, 13, 23];
+        let requests: Vec<Vec<u64>> = (0..6)
+            .map(|i| if i % 2 == 0 { vec![10, 11, 12, 13, 999] } else { vec![20, 21, 22, 23] })
+            .collect();
+        let order = by_co_access(&keys, requests.iter().map(Vec::as_slice), 4);
+        assert_eq!(order, [10, 11, 12, 13, 20, 21, 22, 23]);
+        assert_eq!(by_co_access(&keys, std::iter::empty(), 4), keys);
+    }
+
+    #[test]
+    fn what_shares_with_any_key_of_the_page_comes_before_what_is_popular() {
+        let requests: [&[u64]; 3] = [&[1, 5], &[5, 9], &[5, 9]];
+        assert_eq!(by_co_access(&[1, 2, 5, 9], requests.into_iter(), 3), [1, 5, 9, 2]);
+    }
+
+    proptest! {
+        #[test]
+        fn every_key_is_placed_once(n in 0u64..60, per_page in 1usize..9, requests in prop::collection::vec(prop::collection::vec(0u64..80, 0..8), 0..30)) {
+            let keys: Vec<u64> = (0..n).map(|k| k * 7 % 61).collect();
+            let mut order = by_co_access(&keys, requests.iter().map(Vec::as_slice), per_page);
+            let mut sorted = keys.clone();
+            sorted.sort_unstable();
+            order.sort_unstable();
+            prop_assert_eq!(order, sorted);
+        }
+    }
+}
