@@ -111,7 +111,7 @@ fn answer_all(
             Ok(_) => {
                 answer(connection, &score(worker, batch, &line))?;
                 line.clear();
-                worker.fetch_behind();
+                worker.fetch_behind(usize::MAX);
             }
             // What was read of the line so far stays in `line`.
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {

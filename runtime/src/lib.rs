@@ -9,6 +9,7 @@
 
 #![deny(unsafe_code)]
 
+mod absent;
 pub mod batch;
 pub mod budget;
 pub mod bundle;
@@ -26,6 +27,7 @@ pub mod notes;
 pub mod overlay;
 pub mod pace;
 pub mod page;
+pub mod pipeline;
 pub mod reader;
 pub mod repair;
 pub mod sample;
@@ -35,6 +37,7 @@ pub mod scrub;
 pub mod segment;
 pub mod segment_check;
 pub mod segment_write;
+pub mod serving;
 pub mod table_rows;
 pub mod target;
 pub mod upkeep;
