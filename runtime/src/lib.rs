@@ -18,6 +18,7 @@ pub mod commit;
 pub mod compact;
 pub mod disk;
 pub mod flash;
+mod lane;
 pub mod limits;
 pub mod live;
 pub mod manifest;

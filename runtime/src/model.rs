@@ -6,9 +6,9 @@ use crate::batch::Batch;
 use crate::budget::{Budget, MemoryPlan};
 use crate::disk::Disk;
 use crate::flash::{Flash, FlashError};
+use crate::lane::Lane;
 use crate::limits::{BATCH_MAX, SLOTS_MAX};
 use crate::manifest::Generation;
-use crate::pipeline::Pipeline;
 use crate::reader::{DeviceDepth, PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, Placement, Schema, Table};
 use crate::segment::SegmentError;
@@ -186,7 +186,7 @@ impl Model {
         plan.add("request slots: batches, scores and statuses", slots);
         plan.add(
             "queues of requests and of keys to prefetch",
-            Pipeline::queue_bytes(self.budget.workers as usize) as u64,
+            Lane::queue_bytes(self.budget.workers as usize) as u64,
         );
         plan
     }

@@ -274,6 +274,26 @@ fn a_full_pipeline_is_busy_at_once_and_keeps_the_order() {
     assert!(submit(&pipeline, &samples[..1], FOREVER).is_ok());
 }
 
+/// A worker that waits, for flash as for anything, leaves the cores to the others.
+#[test]
+fn a_request_that_waits_holds_up_no_other() {
+    let fixture = Fixture::new(MissPolicy::Deadline);
+    let gate = Arc::new(Gate::default());
+    let pipeline = fixture.open(Budget { workers: 2, ..Budget::default() }, gate.clone());
+    gate.set_closed(true);
+    let waits = submit(&pipeline, &fixture.known(0, 1), FOREVER).unwrap();
+    while pipeline.stats().requests == 0 {
+        std::thread::yield_now();
+    }
+    for from in 1..50 {
+        let samples = fixture.known(from, 1);
+        check(&submit(&pipeline, &samples, None).unwrap(), &fixture.reference, &samples);
+    }
+    assert!(!waits.is_done());
+    gate.set_closed(false);
+    check(&waits, &fixture.reference, &fixture.known(0, 1));
+}
+
 /// One caller keeps all slots but one taken, all the time; the other's requests are answered all the same.
 #[test]
 fn a_greedy_caller_starves_nobody() {
