@@ -275,9 +275,8 @@ fn check_budget(schema: &Schema, budget: &Budget) -> Result<(), OpenError> {
 fn too_much(budget: &Budget, total: u64, caches: &[Cache], plan: &MemoryPlan) -> OpenError {
     let over = total - budget.memory_bytes_max;
     let held: u64 = caches.iter().map(|c| c.bytes() as u64).sum();
-    let least: u64 = caches.iter().map(|c| Cache::set_bytes(c.row_bytes()) as u64).sum();
     let lower = match held.checked_sub(over) {
-        Some(fits) if fits >= least => format!("lower cache_bytes_max to {fits}"),
+        Some(fits) if fits > 0 => format!("lower cache_bytes_max to {fits}"),
         _ => "lower resident_bytes_max, slots, workers, batch_max or misses_max".to_owned(),
     };
     let problem = format!("the model takes {total} bytes, {over} too many; {lower}:\n{plan}");
