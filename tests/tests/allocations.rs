@@ -211,7 +211,7 @@ fn after_warm_up_nothing_is_allocated() {
 
 /// The least cache: every request evicts what an earlier one put in.
 fn eviction(fixture: &Fixture) {
-    let serving = fixture.serving(|b| b.cache_bytes_max = 1 << 10);
+    let serving = fixture.serving(|b| b.cache_bytes_max = 8 << 10);
     let batches: Vec<Batch> = (0..200).map(|i| fixture.batch(2, 12 * i, None)).collect();
     phase(fixture, "misses that evict", &serving, &batches, None);
 }
@@ -261,7 +261,7 @@ fn ahead(fixture: &Fixture) {
 
 /// Two workers, three callers, every path at once; a batch is one request.
 fn two_workers(fixture: &Fixture) {
-    let serving = fixture.serving(|b| (b.workers, b.batch_max, b.cache_bytes_max) = (2, 1, 4 << 10));
+    let serving = fixture.serving(|b| (b.workers, b.batch_max, b.cache_bytes_max) = (2, 1, 8 << 10));
     let callers: Vec<Vec<Batch>> =
         (0..3).map(|c| (0..300).map(|i| fixture.batch(1, 1000 * c + 6 * i, None)).collect()).collect();
     let send = |batches: &[Batch]| {
