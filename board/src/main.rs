@@ -1,5 +1,5 @@
-//! `hatchbackd`: the in-car daemon. Reads a target and a flash directory, takes all memory at start, then
-//! checks the model against its probe set or serves scores on a Unix socket;
+//! `hatchbackd`: the in-car daemon. Reads a target and flash directories, takes all memory at start, then
+//! checks the models against their probe sets or serves scores on a Unix socket;
 //! keeps the flash tier healthy meanwhile. Never touches the network.
 
 #![forbid(unsafe_code)]
@@ -7,34 +7,36 @@
 mod server;
 mod upkeep;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, Subcommand};
+use hatchback::batch::Batch;
 use hatchback::disk;
 use hatchback::flash::Flash;
-use hatchback::model::Model;
-use hatchback::score::{SystemClock, Worker};
+use hatchback::score::SystemClock;
+use hatchback::serving::Serving;
 use hatchback::target::{DeviceKind, Target};
-use std::path::PathBuf;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use upkeep::UpkeepThread;
 
-/// Serves a recommendation model from flash
+/// Serves recommendation models from flash
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
     /// What this machine is and may use, such as targets/cpu.toml
     #[arg(long)]
     target: PathBuf,
-    /// The flash directory
-    #[arg(long)]
-    flash: PathBuf,
+    /// A flash directory; several models are given as several NAME=DIR [default name: the model's own]
+    #[arg(long, required = true, value_name = "[NAME=]DIR")]
+    flash: Vec<String>,
     #[command(subcommand)]
     command: Command,
 }
 
 #[derive(Subcommand)]
 enum Command {
-    /// Scores the probe set and compares with the scores that the trainer recorded
+    /// Scores the probe sets and compares with the scores that the trainer recorded
     Check {
         /// Largest difference allowed (quantized tables differ more than f32 ones)
         #[arg(long, default_value_t = 0.01)]
@@ -58,38 +60,74 @@ fn main() -> Result<()> {
             cli.target.display()
         );
     }
-    let model = Arc::new(Model::open(&disk::system(), &cli.flash, target.budget)?);
-    log::info!("serving {} for {}", model.generation(), target.triple);
-    log::info!("memory, all taken now:\n{}", model.memory());
+    let budget = target.budget;
+    let clock = Arc::new(SystemClock::default());
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    for given in &cli.flash {
+        let (name, flash) = open(given)?;
+        serving.load(&name, &flash, budget)?;
+        log::info!("serving {} as `{name}` for {}", flash.manifest().generation, target.triple);
+    }
+    report_memory(&serving, budget.memory_bytes_max);
     match cli.command {
-        Command::Check { tolerance } => check(&cli.flash, &model, tolerance),
+        Command::Check { tolerance } => cli.flash.iter().try_for_each(|given| {
+            let (name, flash) = open(given)?;
+            check(&serving, &name, &flash, tolerance).with_context(|| format!("model `{name}`"))
+        }),
         Command::Serve { socket } => {
-            let upkeep = UpkeepThread::start(&cli.flash, target.upkeep)?;
-            let served = server::serve(&model, &socket);
-            upkeep.stop();
+            // Two models may be two names of one directory.
+            let directories: BTreeSet<&Path> = cli.flash.iter().map(|given| named(given).1).collect();
+            let start = |directory| UpkeepThread::start(directory, target.upkeep);
+            let upkeep = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+            let served = server::serve(&serving, &socket);
+            upkeep.into_iter().for_each(UpkeepThread::stop);
             served
         }
     }
 }
 
+/// The parts of `DIR` or `NAME=DIR`.
+fn named(given: &str) -> (Option<&str>, &Path) {
+    match given.split_once('=') {
+        Some((name, directory)) if !name.contains('/') => (Some(name), Path::new(directory)),
+        _ => (None, Path::new(given)),
+    }
+}
+
+/// Opens a flash directory; without a name the model has its own.
+fn open(given: &str) -> Result<(String, Flash)> {
+    let (name, directory) = named(given);
+    let flash = Flash::open(&disk::system(), directory)?;
+    Ok((name.unwrap_or(&flash.manifest().generation.lineage).to_owned(), flash))
+}
+
+fn report_memory(serving: &Serving, max: u64) {
+    let plans = serving.memory();
+    for (name, plan) in &plans {
+        log::info!("memory of `{name}`, all taken now:\n{plan}");
+    }
+    let total: u64 = plans.iter().map(|(_, plan)| plan.total()).sum();
+    log::info!("memory of all models: {total} of {max} bytes");
+}
+
 /// Scores the probe set, one sample a request, as it would arrive.
-fn check(flash: &std::path::Path, model: &Arc<Model>, tolerance: f32) -> Result<()> {
-    let probe = Flash::open(&disk::system(), flash)?.probe()?;
-    let mut worker = Worker::new(Arc::clone(model), Arc::new(SystemClock::default()));
-    let (mut batch, mut difference, mut compared) = (model.batch(), 0f32, 0);
-    for sample in &probe {
+fn check(serving: &Serving, name: &str, flash: &Flash, tolerance: f32) -> Result<()> {
+    let schema = &flash.manifest().schema;
+    let (mut batch, mut difference, mut compared) = (Batch::new(schema, 1), 0f32, 0);
+    for sample in &flash.probe()? {
         batch.clear();
-        batch.push(model.schema(), sample)?;
-        let scores = worker.score(&batch, None)?;
-        let damaged = scores.status().damaged;
+        batch.push(schema, sample)?;
+        let ticket = serving.submit(name, &batch, None)?;
+        let answer = ticket.wait()?;
+        let damaged = answer.scores().status().damaged;
         ensure!(damaged == 0, "{damaged} rows of a probe sample are damaged on flash");
         if let Some(expected) = sample.score {
-            difference = difference.max((scores.values[0] - expected).abs());
+            difference = difference.max((answer.scores().values[0] - expected).abs());
             compared += 1;
         }
     }
     ensure!(compared > 0, "the bundle has no probe set with scores");
     ensure!(difference <= tolerance, "a probe score differs by {difference}, over {tolerance}");
-    log::info!("{compared} probe scores equal the trainer's within {difference:.1e}");
+    log::info!("`{name}`: {compared} probe scores equal the trainer's within {difference:.1e}");
     Ok(())
 }

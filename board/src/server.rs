@@ -1,39 +1,60 @@
-//! The socket: one sample a line in, one score a line out, in order. A connection holds one worker; when all
-//! are held the next one is told `busy` at once. SIGTERM ends accepting, finishes what was received, returns.
+//! The socket: one sample a line in, one score a line out, in order, a thread for each connection. When all request
+//! slots of a model are taken the answer is `busy`, at once. SIGTERM ends accepting, answers what was received, returns.
 
 use anyhow::{Context, Result};
 use hatchback::batch::Batch;
 use hatchback::limits::SAMPLE_BYTES_MAX;
-use hatchback::model::Model;
+use hatchback::pipeline::RequestError;
 use hatchback::sample::Sample;
-use hatchback::score::{SystemClock, Worker};
-use serde_json::json;
+use hatchback::serving::Serving;
+use serde::Deserialize;
+use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+/// Connections held at once; one more is told `busy` and let go.
+const CONNECTIONS_MAX: usize = 256;
 /// How often an idle connection looks whether the daemon is stopping.
 const IDLE: Duration = Duration::from_millis(100);
 
 /// Serves until SIGTERM or SIGINT.
-pub fn serve(model: &Arc<Model>, socket: &Path) -> Result<()> {
+pub fn serve(serving: &Serving, socket: &Path) -> Result<()> {
     let stopping = Arc::new(AtomicBool::new(false));
     let listener = UnixListener::bind(socket).with_context(|| socket.display().to_string())?;
     stop_on_signal(&stopping, socket)?;
-    let workers = model.budget().workers as usize;
-    let (sender, connections) = sync_channel(workers);
-    let (connections, idle) = (Mutex::new(connections), AtomicUsize::new(workers));
+    let open = AtomicUsize::new(0);
     std::thread::scope(|scope| {
-        for _ in 0..workers {
-            scope.spawn(|| work(model, &connections, &idle, &stopping));
+        for connection in listener.incoming() {
+            if stopping.load(Ordering::Acquire) {
+                return;
+            }
+            let (open, stopping) = (&open, &stopping);
+            let started = connection.and_then(|connection| {
+                if open.load(Ordering::Acquire) >= CONNECTIONS_MAX {
+                    return answer(&connection, &json!({"error": "busy"}));
+                }
+                open.fetch_add(1, Ordering::AcqRel);
+                let work = move || {
+                    if let Err(e) = answer_all(serving, &connection, stopping) {
+                        log::warn!("a connection was lost: {e}");
+                    }
+                    open.fetch_sub(1, Ordering::AcqRel);
+                };
+                let started = std::thread::Builder::new().spawn_scoped(scope, work).map(drop);
+                started.inspect_err(|_| {
+                    open.fetch_sub(1, Ordering::AcqRel);
+                })
+            });
+            if let Err(e) = started {
+                log::warn!("a connection was lost: {e}");
+            }
         }
-        accept(&listener, sender, &idle, &stopping);
     });
     std::fs::remove_file(socket).with_context(|| socket.display().to_string())
 }
@@ -52,53 +73,7 @@ fn stop_on_signal(stopping: &Arc<AtomicBool>, socket: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Hands each connection to an idle worker, or refuses it: there is no place to wait.
-fn accept(
-    listener: &UnixListener,
-    sender: SyncSender<UnixStream>,
-    idle: &AtomicUsize,
-    stopping: &AtomicBool,
-) {
-    for connection in listener.incoming() {
-        if stopping.load(Ordering::Acquire) {
-            return;
-        }
-        let taken = idle.fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| n.checked_sub(1)).is_ok();
-        let handed = connection.and_then(|connection| match taken {
-            true => sender.send(connection).map_err(io::Error::other),
-            false => answer(&connection, &json!({"error": "busy"})),
-        });
-        if let Err(e) = handed {
-            log::warn!("a connection was lost: {e}");
-            idle.fetch_add(usize::from(taken), Ordering::AcqRel);
-        }
-    }
-}
-
-fn work(
-    model: &Arc<Model>,
-    connections: &Mutex<Receiver<UnixStream>>,
-    idle: &AtomicUsize,
-    stopping: &AtomicBool,
-) {
-    let mut worker = Worker::new(Arc::clone(model), Arc::new(SystemClock::default()));
-    let mut batch = model.batch();
-    loop {
-        let next = connections.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(connection) = next else { return };
-        if let Err(e) = answer_all(&mut worker, &mut batch, &connection, stopping) {
-            log::warn!("a connection was lost: {e}");
-        }
-        idle.fetch_add(1, Ordering::AcqRel);
-    }
-}
-
-fn answer_all(
-    worker: &mut Worker,
-    batch: &mut Batch,
-    connection: &UnixStream,
-    stopping: &AtomicBool,
-) -> io::Result<()> {
+fn answer_all(serving: &Serving, connection: &UnixStream, stopping: &AtomicBool) -> io::Result<()> {
     connection.set_read_timeout(Some(IDLE))?;
     let (mut reader, mut line) = (BufReader::new(connection), Vec::new());
     loop {
@@ -109,9 +84,12 @@ fn answer_all(
                 return answer(connection, &json!({"error": "the line is too long"}));
             }
             Ok(_) => {
-                answer(connection, &score(worker, batch, &line))?;
+                answer(connection, &score(serving, &line))?;
                 line.clear();
-                worker.fetch_behind();
+                // A caller that never pauses must not keep the daemon from ending.
+                if stopping.load(Ordering::Acquire) && reader.buffer().is_empty() {
+                    return Ok(());
+                }
             }
             // What was read of the line so far stays in `line`.
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
@@ -124,23 +102,37 @@ fn answer_all(
     }
 }
 
-fn score(worker: &mut Worker, batch: &mut Batch, line: &[u8]) -> serde_json::Value {
-    let refuse = |e: &dyn std::fmt::Display| json!({"error": e.to_string()});
-    let schema = worker.model().schema();
-    let sample = match std::str::from_utf8(line) {
-        Ok(text) => Sample::from_json(text, schema),
-        Err(e) => return refuse(&e),
-    };
-    batch.clear();
-    if let Err(e) = sample.map_err(Into::into).and_then(|s| batch.push(schema, &s)) {
-        return refuse(&e);
-    }
-    match worker.score(batch, None) {
-        Ok(scores) => json!({"score": scores.values, "status": scores.statuses[0]}),
-        Err(e) => refuse(&e),
-    }
+/// What a line says beside its sample.
+#[derive(Deserialize)]
+struct Addressed {
+    model: Option<String>,
 }
 
-fn answer(mut connection: &UnixStream, value: &serde_json::Value) -> io::Result<()> {
+fn score(serving: &Serving, line: &[u8]) -> Value {
+    scored(serving, line).unwrap_or_else(|problem| json!({"error": problem}))
+}
+
+fn scored(serving: &Serving, line: &[u8]) -> Result<Value, String> {
+    let text = std::str::from_utf8(line).map_err(|e| e.to_string())?;
+    let names = serving.names();
+    let name = match (serde_json::from_str(text).map_err(|e| e.to_string())?, names.as_slice()) {
+        (Addressed { model: Some(name) }, _) => name,
+        (_, [only]) => only.clone(),
+        _ => return Err(format!("model: is to be one of {}", names.join(", "))),
+    };
+    let schema = serving.schema(&name).ok_or_else(|| RequestError::NotServed.to_string())?;
+    let sample = Sample::from_json(text, &schema).map_err(|e| e.to_string())?;
+    let mut batch = Batch::new(&schema, 1);
+    batch.push(&schema, &sample).map_err(|e| e.to_string())?;
+    let ticket = serving.submit(&name, &batch, None).map_err(|e| match e {
+        RequestError::Busy(_) => "busy".to_owned(),
+        e => e.to_string(),
+    })?;
+    let answer = ticket.wait().map_err(|e| e.to_string())?;
+    let scores = answer.scores();
+    Ok(json!({"score": scores.values, "status": scores.statuses[0]}))
+}
+
+fn answer(mut connection: &UnixStream, value: &Value) -> io::Result<()> {
     connection.write_all(format!("{value}\n").as_bytes())
 }

@@ -98,6 +98,22 @@ impl Batch {
         Ok(())
     }
 
+    /// Adds the samples of `other`, which was made with the same schema; returns whether they fit.
+    pub(crate) fn append(&mut self, other: &Self) -> bool {
+        if self.size + other.size > self.capacity || self.features.len() != other.features.len() {
+            return false;
+        }
+        self.dense.extend_from_slice(&other.dense);
+        for (feature, more) in self.features.iter_mut().zip(&other.features) {
+            let before = feature.keys.len() as u32;
+            feature.keys.extend_from_slice(&more.keys);
+            feature.offsets.extend(more.offsets[1..].iter().map(|end| before + end));
+            feature.longest = feature.longest.max(more.longest);
+        }
+        self.size += other.size;
+        true
+    }
+
     /// Samples in the batch.
     pub fn size(&self) -> usize {
         self.size

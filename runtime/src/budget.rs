@@ -13,26 +13,32 @@ pub struct Budget {
     pub cache_bytes_max: u64,
     /// The tables that are kept whole.
     pub resident_bytes_max: u64,
-    /// Requests served at once.
+    /// Requests waiting or being served; one more is told `busy`.
+    pub slots: u32,
+    /// Requests served at once, a thread each.
     pub workers: u32,
+    /// How long a request waits for others to be scored with it, µs; with 0 only those that wait anyway are.
+    pub gather_us: u32,
     /// Samples in a request.
     pub batch_max: u32,
     /// Lookups of one worker that may wait for flash at once; a request with more is served in several rounds.
     pub misses_max: u32,
-    /// Page reads of one worker that may be in flight at once; the device's queue depth is enough.
+    /// Page reads of all workers that may be in flight at once; the device's queue depth is enough.
     pub reads_max: u32,
     /// Threads that one run of the dense network may use.
     pub dense_threads: u32,
 }
 
 impl Default for Budget {
-    /// A desk: 64 MiB of cache, 64 MiB of resident tables, one worker, batches of 256.
+    /// A desk: 64 MiB of cache, 64 MiB of resident tables, one worker, 16 slots, batches of 256.
     fn default() -> Self {
         Self {
             memory_bytes_max: 1 << 30,
             cache_bytes_max: 64 << 20,
             resident_bytes_max: 64 << 20,
+            slots: 16,
             workers: 1,
+            gather_us: 0,
             batch_max: 256,
             misses_max: 16 << 10,
             reads_max: 64,

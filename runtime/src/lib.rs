@@ -9,6 +9,7 @@
 
 #![deny(unsafe_code)]
 
+mod absent;
 pub mod batch;
 pub mod budget;
 pub mod bundle;
@@ -18,6 +19,7 @@ pub mod compact;
 pub mod disk;
 mod fences;
 pub mod flash;
+mod lane;
 pub mod limits;
 pub mod live;
 pub mod manifest;
@@ -27,6 +29,7 @@ pub mod notes;
 pub mod overlay;
 pub mod pace;
 pub mod page;
+pub mod pipeline;
 pub mod reader;
 pub mod repair;
 pub mod sample;
@@ -36,6 +39,7 @@ pub mod scrub;
 pub mod segment;
 pub mod segment_check;
 pub mod segment_write;
+pub mod serving;
 pub mod table_rows;
 pub mod target;
 pub mod upkeep;

@@ -37,6 +37,12 @@ pub const INPUT_WIDTH_MAX: usize = 1 << 20;
 pub const BATCH_MAX: usize = 1 << 16;
 /// Bytes of a name (model, table, feature, network input).
 pub const NAME_BYTES_MAX: usize = 120;
+/// Requests of one model that are waiting or being served at once.
+pub const SLOTS_MAX: usize = 1024;
+/// Keys of one model that wait to be prefetched.
+pub const PREFETCH_MAX: usize = 4096;
+/// Keys that one worker remembers as not in their tables.
+pub const ABSENT_MAX: usize = 4096;
 /// Bytes of one sample as JSON.
 pub const SAMPLE_BYTES_MAX: usize = 16 << 20;
 

@@ -1,13 +1,15 @@
 //! A model opened for serving: one generation's tables, caches and dense network. Read-only and shared by
 //! all workers; a request that began on it ends on it.
 
+use crate::absent::Absent;
 use crate::batch::Batch;
 use crate::budget::{Budget, MemoryPlan};
 use crate::disk::Disk;
 use crate::flash::{Flash, FlashError};
-use crate::limits::BATCH_MAX;
+use crate::lane::Lane;
+use crate::limits::{BATCH_MAX, SLOTS_MAX};
 use crate::manifest::Generation;
-use crate::reader::{PageReader, ReadMethod};
+use crate::reader::{DeviceDepth, PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, Placement, Schema, Table};
 use crate::segment::SegmentError;
 use crate::table_rows::{Place, TableRows};
@@ -64,8 +66,9 @@ pub(crate) struct ServedTable {
 /// A model ready to serve.
 pub struct Model {
     generation: Generation,
-    schema: Schema,
+    schema: Arc<Schema>,
     budget: Budget,
+    device: Arc<DeviceDepth>,
     pub(crate) tables: Vec<ServedTable>,
     pub(crate) caches: Vec<Cache>,
     pub(crate) dense: DenseEngine,
@@ -88,7 +91,15 @@ impl Model {
     /// # Errors
     /// As `open`.
     pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
-        let schema = flash.manifest().schema.clone();
+        Self::on_device(flash, budget, DeviceDepth::new(budget.reads_max as usize))
+    }
+
+    /// The same, beside other models that read from the same device.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn on_device(flash: &Flash, budget: Budget, device: Arc<DeviceDepth>) -> Result<Self, OpenError> {
+        let schema = Arc::new(flash.manifest().schema.clone());
         check_budget(&schema, &budget)?;
         let dense = schema.load_dense(flash.dense()?, budget.dense_threads as usize)?;
         let resident = choose_resident(&schema, &budget)?;
@@ -97,15 +108,11 @@ impl Model {
         let columns = columns_of(&schema);
         let generation = flash.manifest().generation.clone();
         let plan = MemoryPlan::default();
-        let mut model = Self { generation, schema, budget, tables, caches, dense, columns, plan };
+        let mut model = Self { generation, schema, budget, device, tables, caches, dense, columns, plan };
         model.plan = model.sum_memory();
-        if model.plan.total() > budget.memory_bytes_max {
-            let problem = format!("the model takes {} bytes:\n{}", model.plan.total(), model.plan);
-            return Err(OpenError::Budget {
-                field: "memory_bytes_max",
-                value: budget.memory_bytes_max,
-                problem,
-            });
+        let total = model.plan.total();
+        if total > budget.memory_bytes_max {
+            return Err(too_much(&budget, total, &model.caches, &model.plan));
         }
         model.preload(flash)?;
         Ok(model)
@@ -117,8 +124,13 @@ impl Model {
     }
 
     /// How the model is put together.
-    pub fn schema(&self) -> &Schema {
+    pub fn schema(&self) -> &Arc<Schema> {
         &self.schema
+    }
+
+    /// What its reads share with others.
+    pub(crate) fn device(&self) -> &Arc<DeviceDepth> {
+        &self.device
     }
 
     /// What the model was opened within.
@@ -160,14 +172,22 @@ impl Model {
         plan.add("dense network weights (as f32)", 4 * self.dense.parameters() as u64);
         let waiting = self.budget.misses_max as usize;
         let misses = Misses::bytes(waiting, self.staging_row_bytes()) + waiting * size_of::<Miss>();
-        plan.add("miss lists and staging rows, all workers", workers * misses as u64);
+        let misses = misses + Absent::bytes();
+        plan.add("miss lists, staging rows and absent keys, all workers", workers * misses as u64);
         let reads = PageReader::bytes(self.budget.reads_max as usize);
         plan.add("page buffers, all workers", workers * reads as u64);
         let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
         plan.add("dense network inputs, all workers", workers * (4 * batch * widths) as u64);
         let per_sample = size_of::<Status>() + 4 * self.outputs();
         plan.add("scores and statuses, all workers", workers * (batch * per_sample) as u64);
-        plan.add("batches, all workers", workers * Batch::bytes(&self.schema, batch) as u64);
+        let request = Batch::bytes(&self.schema, batch);
+        plan.add("batches, all workers", workers * request as u64);
+        let slots = u64::from(self.budget.slots) * (request + batch * per_sample) as u64;
+        plan.add("request slots: batches, scores and statuses", slots);
+        plan.add(
+            "queues of requests and of keys to prefetch",
+            Lane::queue_bytes(self.budget.workers as usize) as u64,
+        );
         plan
     }
 
@@ -178,7 +198,7 @@ impl Model {
 
     /// Puts the trainer's most used keys into the caches, up to each table's fair share.
     fn preload(&self, flash: &Flash) -> Result<(), OpenError> {
-        let mut reader = PageReader::new(self.budget.reads_max as usize, ReadMethod::Auto);
+        let mut reader = PageReader::on(&self.device, ReadMethod::Auto);
         for (number, table) in self.tables.iter().enumerate() {
             let Store::Cached { cache, rows } = &table.store else { continue };
             let (cached, cache) = (self.rows_behind(*cache), &self.caches[*cache]);
@@ -242,9 +262,25 @@ fn check_budget(schema: &Schema, budget: &Budget) -> Result<(), OpenError> {
         refuse("misses_max", budget.misses_max, format!("a bag of this model has up to {hotness} keys"))
     } else if budget.workers == 0 || budget.dense_threads == 0 {
         refuse("workers", budget.workers, "workers and dense_threads are at least 1".to_owned())
+    } else if budget.slots == 0 || budget.slots as usize > SLOTS_MAX {
+        refuse("slots", budget.slots, format!("is not in 1..={SLOTS_MAX}"))
+    } else if budget.reads_max < budget.workers {
+        refuse("reads_max", budget.reads_max, format!("{} workers need a read each", budget.workers))
     } else {
         Ok(())
     }
+}
+
+/// The model takes `total` bytes: says what to lower.
+fn too_much(budget: &Budget, total: u64, caches: &[Cache], plan: &MemoryPlan) -> OpenError {
+    let over = total - budget.memory_bytes_max;
+    let held: u64 = caches.iter().map(|c| c.bytes() as u64).sum();
+    let lower = match held.checked_sub(over) {
+        Some(fits) if fits > 0 => format!("lower cache_bytes_max to {fits}"),
+        _ => "lower resident_bytes_max, slots, workers, batch_max or misses_max".to_owned(),
+    };
+    let problem = format!("the model takes {total} bytes, {over} too many; {lower}:\n{plan}");
+    OpenError::Budget { field: "memory_bytes_max", value: budget.memory_bytes_max, problem }
 }
 
 /// Decides which tables are resident: those that must be, then the smallest automatic ones that fit.

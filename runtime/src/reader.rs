@@ -10,7 +10,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -46,6 +47,37 @@ pub enum ReadMethod {
     Threads,
 }
 
+/// The reads that a device takes at once, shared by all readers on it: each of them may always have one in
+/// flight, and the rest goes to whoever asks first. Never waits.
+#[derive(Debug)]
+pub struct DeviceDepth {
+    max: usize,
+    /// Below zero where there are more readers than reads.
+    spare: AtomicIsize,
+}
+
+impl DeviceDepth {
+    /// A device that takes `max` reads at once.
+    pub fn new(max: usize) -> Arc<Self> {
+        let max = max.max(1);
+        Arc::new(Self { max, spare: AtomicIsize::new(max as isize) })
+    }
+
+    /// The reads that it takes at once.
+    pub fn max(&self) -> usize {
+        self.max
+    }
+
+    fn take(&self) -> bool {
+        let one_less = |spare: isize| (spare > 0).then(|| spare - 1);
+        self.spare.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok()
+    }
+
+    fn give(&self, n: usize) {
+        self.spare.fetch_add(n as isize, Ordering::Relaxed);
+    }
+}
+
 /// A read: what is read, and the caller's name for it.
 struct Job {
     file: Arc<dyn PageFile>,
@@ -59,7 +91,9 @@ pub struct PageReader {
     /// Reads of files that are not the system's, done when they are asked for.
     in_place: VecDeque<Job>,
     in_place_page: Box<AlignedPage>,
-    depth: usize,
+    device: Arc<DeviceDepth>,
+    /// Reads taken from the device's spare ones: those in flight but for the first, which needs none.
+    taken: usize,
 }
 
 enum Backend {
@@ -68,9 +102,15 @@ enum Backend {
 }
 
 impl PageReader {
-    /// A reader with up to `depth` reads in flight.
+    /// A reader on a device of its own with up to `depth` reads in flight.
     pub fn new(depth: usize, method: ReadMethod) -> Self {
-        let depth = depth.max(1);
+        Self::on(&DeviceDepth::new(depth), method)
+    }
+
+    /// A reader that shares the depth of `device` with the others on it.
+    pub fn on(device: &Arc<DeviceDepth>, method: ReadMethod) -> Self {
+        let depth = device.max();
+        device.spare.fetch_sub(1, Ordering::Relaxed);
         let ring = if method == ReadMethod::Auto {
             Ring::new(depth)
         } else {
@@ -83,8 +123,8 @@ impl PageReader {
             },
             |ring| Backend::Ring(Box::new(ring)),
         );
-        let in_place = VecDeque::with_capacity(depth);
-        Self { backend, in_place, in_place_page: Box::new(AlignedPage::zeroed()), depth }
+        let (in_place, in_place_page) = (VecDeque::with_capacity(depth), Box::new(AlignedPage::zeroed()));
+        Self { backend, in_place, in_place_page, device: Arc::clone(device), taken: 0 }
     }
 
     /// Bytes that a reader of that depth holds.
@@ -109,9 +149,20 @@ impl PageReader {
             }
     }
 
-    /// Whether another read can be begun.
-    pub fn has_room(&self) -> bool {
-        self.in_flight() < self.depth
+    /// Whether another read can be begun; its place on the device is then kept until the next read ends.
+    pub fn has_room(&mut self) -> bool {
+        let in_flight = self.in_flight();
+        if in_flight > self.taken && in_flight < self.device.max() && self.device.take() {
+            self.taken += 1;
+        }
+        in_flight <= self.taken && in_flight < self.device.max()
+    }
+
+    /// Gives the device back what this reader no longer needs.
+    fn give_back(&mut self) {
+        let unneeded = self.taken.saturating_sub(self.in_flight().saturating_sub(1));
+        self.taken -= unneeded;
+        self.device.give(unneeded);
     }
 
     /// Begins reading page `number` of `file`. There must be room.
@@ -127,22 +178,31 @@ impl PageReader {
     /// Hands one completed read to `take`, after waiting for it up to `wait` (`None`: as long as it takes).
     /// Returns whether there was one.
     pub fn next(&mut self, wait: Option<Duration>, take: impl FnOnce(u64, io::Result<&PageBytes>)) -> bool {
-        if let Some(job) = self.in_place.pop_front() {
+        let done = if let Some(job) = self.in_place.pop_front() {
             let read = job.file.read_page(job.number, &mut self.in_place_page);
             take(job.token, read.map(|()| &self.in_place_page.0));
-            return true;
-        }
-        match &mut self.backend {
-            Backend::Ring(ring) => ring.next(wait, take),
-            Backend::Threads(pool) => pool.next(wait, take),
-        }
+            true
+        } else {
+            match &mut self.backend {
+                Backend::Ring(ring) => ring.next(wait, take),
+                Backend::Threads(pool) => pool.next(wait, take),
+            }
+        };
+        self.give_back();
+        done
+    }
+}
+
+impl Drop for PageReader {
+    fn drop(&mut self) {
+        self.device.give(self.taken + 1);
     }
 }
 
 /// Threads that read one page each.
 struct Pool {
     /// `None` only while the pool is dropped.
-    jobs: Option<Sender<(Job, Box<AlignedPage>)>>,
+    jobs: Option<SyncSender<(Job, Box<AlignedPage>)>>,
     done: Receiver<Done>,
     free: Vec<Box<AlignedPage>>,
     in_flight: usize,
@@ -160,8 +220,9 @@ const THREADS_MAX: usize = 16;
 
 impl Pool {
     fn new(depth: usize) -> Self {
-        let (jobs, todo) = channel::<(Job, Box<AlignedPage>)>();
-        let (answer, done) = channel();
+        // Both have room for every page there is, so sending neither waits nor allocates.
+        let (jobs, todo) = sync_channel::<(Job, Box<AlignedPage>)>(depth);
+        let (answer, done) = sync_channel(depth);
         let todo = Arc::new(Mutex::new(todo));
         let thread = |_| {
             let (todo, answer) = (Arc::clone(&todo), answer.clone());
@@ -206,7 +267,7 @@ impl Drop for Pool {
     }
 }
 
-fn read_all(todo: &Mutex<Receiver<(Job, Box<AlignedPage>)>>, answer: &Sender<Done>) {
+fn read_all(todo: &Mutex<Receiver<(Job, Box<AlignedPage>)>>, answer: &SyncSender<Done>) {
     loop {
         let next = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok((job, mut page)) = next else { return };
@@ -279,12 +340,43 @@ mod tests {
     }
 
     #[test]
+    fn readers_on_one_device_share_its_depth() {
+        let (file, device) = (file_of(9, false), DeviceDepth::new(6));
+        let mut readers: Vec<_> = (0..3).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
+        let fill = |reader: &mut PageReader| {
+            while reader.has_room() {
+                reader.begin(&file, 0, 0);
+            }
+            reader.in_flight()
+        };
+        // The first takes all that is spare, and the others still have one each.
+        assert_eq!(readers.iter_mut().map(fill).collect::<Vec<_>>(), [4, 1, 1]);
+        // What one reader ends, another may begin.
+        assert!(readers[0].next(None, |_, _| ()) && readers[0].next(None, |_, _| ()));
+        assert_eq!(readers.iter_mut().rev().map(fill).collect::<Vec<_>>(), [3, 1, 2]);
+        drop(readers);
+        assert_eq!(device.spare.load(Ordering::Relaxed), 6, "a place on the device was lost");
+        // More readers than the device takes: one read each.
+        let mut readers: Vec<_> = (0..8).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
+        assert!(readers.iter_mut().all(|r| fill(r) == 1));
+    }
+
+    #[test]
     fn a_reader_can_be_dropped_while_it_reads() {
         for method in [ReadMethod::Auto, ReadMethod::Threads] {
             let file = file_of(64, true);
             let mut reader = PageReader::new(64, method);
             (0..64).for_each(|n| reader.begin(&file, n, 0));
             assert!(reader.next(None, |_, page| assert!(page.is_ok())));
+        }
+    }
+
+    #[test]
+    fn a_wait_may_be_as_long_as_it_likes() {
+        for method in [ReadMethod::Auto, ReadMethod::Threads] {
+            let (file, mut reader) = (file_of(1, true), PageReader::new(1, method));
+            reader.begin(&file, 0, 7);
+            assert!(reader.next(Some(Duration::MAX), |token, page| assert!(token == 7 && page.is_ok())));
         }
     }
 

@@ -3,6 +3,7 @@
 
 use crate::limits::{PROBE_BYTES_MAX, SAMPLE_BYTES_MAX};
 use crate::schema::Schema;
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -32,6 +33,9 @@ struct Line {
     sparse: BTreeMap<String, Vec<u64>>,
     label: Option<f32>,
     score: Option<f32>,
+    /// Which model it is for: for whoever serves several.
+    #[serde(rename = "model")]
+    _model: Option<IgnoredAny>,
 }
 
 /// Why a sample is refused.
@@ -61,7 +65,7 @@ fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, S
 
 impl Sample {
     /// Reads one line: `{"dense": [..], "sparse": {"feature": [keys..]}, "label": 0, "score": 0.5}`. A
-    /// feature that is not named has an empty bag.
+    /// feature that is not named has an empty bag; a field `model` is for whoever serves several.
     ///
     /// # Errors
     /// The line is not such an object or does not fit the schema.

@@ -2,13 +2,15 @@
 //! scores with a status. One worker serves one request at a time out of memory that it took at its start;
 //! it never waits for another worker and never allocates for the lookup.
 
+use crate::absent::Absent;
 use crate::batch::Batch;
-use crate::model::{Model, Store};
+use crate::model::{Model, ServedTable, Store};
 use crate::page::{Page, PageBytes};
 use crate::reader::{PageReader, ReadMethod};
-use crate::schema::{InputSource, KeySpace, MissPolicy};
+use crate::schema::{InputSource, KeySpace, MissPolicy, Table};
 use crate::table_rows::{Place, TableRows};
 use hatchback_kernels::cache::Cache;
+use hatchback_kernels::codec::ROW_BYTES_MAX;
 use hatchback_kernels::dense::DenseError;
 use hatchback_kernels::isa::Isa;
 use hatchback_kernels::misses::{Miss, Misses, RowState};
@@ -128,8 +130,10 @@ pub struct Worker {
     model: Arc<Model>,
     clock: Arc<dyn Clock>,
     misses: Misses,
-    /// Misses that were answered with defaults, to be fetched behind the answer.
+    /// Rows to fetch while no request waits: those that were answered with defaults, and those that a caller
+    /// named ahead.
     behind: Vec<Miss>,
+    absent: Absent,
     /// One buffer for each network input, `[batch_max, width]`.
     inputs: Vec<Vec<f32>>,
     widths: Vec<usize>,
@@ -151,11 +155,12 @@ impl Worker {
         Self {
             misses: Misses::new(budget.misses_max as usize, model.staging_row_bytes()),
             behind: Vec::with_capacity(budget.misses_max as usize),
+            absent: Absent::new(),
             inputs: widths.iter().map(|w| vec![0.0; batch * w]).collect(),
             widths,
             scores: vec![0.0; batch * model.outputs()],
             statuses: vec![Status::default(); batch],
-            reader: PageReader::new(budget.reads_max as usize, ReadMethod::Auto),
+            reader: PageReader::on(model.device(), ReadMethod::Auto),
             isa: Isa::detect(),
             round: 0,
             counters: Counters::default(),
@@ -180,7 +185,7 @@ impl Worker {
     /// # Errors
     /// The batch does not fit the model, or the dense network failed.
     pub fn score(&mut self, batch: &Batch, deadline: Option<Duration>) -> Result<Scores<'_>, ScoreError> {
-        self.check(batch)?;
+        self.model.check(batch)?;
         let (n, model) = (batch.size(), Arc::clone(&self.model));
         self.statuses[..n].fill(Status::default());
         self.copy_dense(batch);
@@ -192,24 +197,6 @@ impl Worker {
             model.dense.run(n, &views, scores)?;
         }
         Ok(Scores { values: scores, statuses: &self.statuses[..n] })
-    }
-
-    fn check(&self, batch: &Batch) -> Result<(), ScoreError> {
-        let (schema, max) = (self.model.schema(), self.model.budget().batch_max as usize);
-        let refuse = |field, problem| Err(ScoreError::Request { field, problem });
-        if batch.size() > max {
-            refuse("batch", format!("{} samples, the budget allows {max}", batch.size()))
-        } else if batch.features() != schema.features.len() {
-            refuse("features", format!("{} of {} sparse features", batch.features(), schema.features.len()))
-        } else if batch.dense().len() != batch.size() * schema.dense_features.len() {
-            refuse("dense", format!("{} values for {} samples", batch.dense().len(), batch.size()))
-        } else {
-            let too_hot = |&f: &usize| batch.hotness(f) > schema.features[f].hotness_max as usize;
-            match (0..batch.features()).find(too_hot) {
-                Some(f) => refuse("hotness", format!("feature {f} has a bag of {} keys", batch.hotness(f))),
-                None => Ok(()),
-            }
-        }
     }
 
     fn copy_dense(&mut self, batch: &Batch) {
@@ -263,7 +250,8 @@ impl Worker {
     /// allows. The rest is noted for `fetch_behind`.
     fn fetch(&mut self, model: &Model, deadline: Option<Duration>) {
         for miss in self.misses.list_mut() {
-            miss.place = model.locate(miss.row).map_or(NO_PLACE, Place::pack);
+            let place = if self.absent.holds(miss.row) { None } else { model.locate(miss.row) };
+            miss.place = place.map_or(NO_PLACE, Place::pack);
         }
         let order = |m: &Miss| (model.miss_policy(m.row.table) as u8, m.row.table, m.place);
         self.misses.list_mut().sort_unstable_by_key(order);
@@ -312,7 +300,7 @@ impl Worker {
 
     /// Takes one page in; returns whether one came within `wait`.
     fn finish_read(&mut self, model: &Model, wait: Option<Duration>, state: &mut Fetch) -> bool {
-        let Self { reader, misses, counters, round, .. } = self;
+        let Self { reader, misses, absent, counters, round, .. } = self;
         reader.next(wait, |token, page| {
             // A page that a request before this one no longer waited for.
             if (token >> 32) as u32 != *round {
@@ -321,7 +309,7 @@ impl Worker {
             let start = token as u32 as usize;
             let range = start..start + group_len(&misses.list()[start..]);
             *state.count(model.miss_policy(misses.list()[start].row.table)) -= 1;
-            stage(model, misses, range, page, counters);
+            stage(model, misses, absent, range, page, counters);
         })
     }
 
@@ -355,34 +343,63 @@ impl Worker {
         self.behind.extend(self.misses.list()[range].iter().take(room));
     }
 
-    /// Fetches, after the answer is out, the rows that the last requests answered with defaults, so that the
-    /// next request finds them in the cache. Returns how many went in.
-    pub fn fetch_behind(&mut self) -> usize {
+    /// Notes a row that a request to come will look up; `fetch_behind` fetches it. Returns whether there was
+    /// room; a row that is in memory or in no table needs none.
+    pub fn fetch_ahead(&mut self, row: RowKey) -> bool {
         let model = Arc::clone(&self.model);
-        let (mut next, mut waiting, mut inserted) = (0, 0, 0);
+        if !model.is_cached(row.table) {
+            return true;
+        }
+        let Some(place) = model.locate(row) else { return true };
+        let (cache, mut buffer) = (model.cache(row.table), [0; ROW_BYTES_MAX]);
+        let epoch = cache.epoch(row);
+        if self.absent.holds(row) || cache.query(row, &mut buffer[..cache.row_bytes()]) {
+            return true;
+        }
+        let has_room = self.behind.len() < self.behind.capacity();
+        if has_room {
+            self.behind.push(Miss { row, slot: 0, place: place.pack(), epoch });
+        }
+        has_room
+    }
+
+    /// Rows that `fetch_behind` has yet to fetch.
+    pub fn behind(&self) -> usize {
+        self.behind.len()
+    }
+
+    /// Fetches, after the answer is out, the rows that the last requests answered with defaults, so that the
+    /// next request finds them in the cache. Reads at most `pages_max` pages and leaves the rest for the next
+    /// call. Returns how many rows went in.
+    pub fn fetch_behind(&mut self, pages_max: usize) -> usize {
+        let model = Arc::clone(&self.model);
+        let (mut next, mut begun, mut waiting, mut inserted) = (0, 0, 0, 0);
         self.round = self.round.wrapping_add(1);
         self.behind.sort_unstable_by_key(|m| (m.row.table, m.place));
         loop {
-            while next < self.behind.len() && self.reader.has_room() {
+            while next < self.behind.len() && begun < pages_max && self.reader.has_room() {
                 let Miss { row, place, .. } = self.behind[next];
                 let token = u64::from(self.round) << 32 | next as u64;
                 let place = Place::unpack(place);
                 self.reader.begin(model.rows(row.table).segment(place).file(), place.page, token);
                 next += group_len(&self.behind[next..]);
+                begun += 1;
                 waiting += 1;
             }
-            let Self { reader, behind, counters, round, .. } = self;
-            let done = (waiting > 0 || next < behind.len())
+            let Self { reader, behind, absent, counters, round, .. } = self;
+            let more = waiting > 0 || (next < behind.len() && begun < pages_max);
+            let done = more
                 && reader.next(None, |token, page| {
                     if (token >> 32) as u32 == *round {
                         waiting -= 1;
                         let start = token as u32 as usize;
                         let misses = &behind[start..start + group_len(&behind[start..])];
-                        inserted += insert(&model, misses, page, counters);
+                        inserted += insert(&model, misses, absent, page, counters);
                     }
                 });
             if !done {
-                self.behind.clear();
+                // Where the reader failed nothing is tried again.
+                self.behind.drain(..if more { self.behind.len() } else { next });
                 return inserted;
             }
         }
@@ -434,6 +451,7 @@ fn check_page<'a>(
 fn stage(
     model: &Model,
     misses: &mut Misses,
+    absent: &mut Absent,
     range: Range<usize>,
     page: io::Result<&PageBytes>,
     counters: &mut Counters,
@@ -444,7 +462,10 @@ fn stage(
         let segment = model.rows(miss.row.table).segment(Place::unpack(miss.place));
         let state = match page.as_ref().map(|p| segment.row(p, miss.row.key)) {
             None => RowState::Damaged,
-            Some(None) => RowState::Absent,
+            Some(None) => {
+                absent.note(miss.row);
+                RowState::Absent
+            }
             Some(Some(bytes)) => {
                 misses.row_mut(miss.slot)[..bytes.len()].copy_from_slice(bytes);
                 model.cache(miss.row.table).insert(miss.row, bytes, miss.epoch);
@@ -456,14 +477,51 @@ fn stage(
 }
 
 /// Caches the rows of a page for `misses`, which are all of it; returns how many went in.
-fn insert(model: &Model, misses: &[Miss], page: io::Result<&PageBytes>, counters: &mut Counters) -> usize {
+fn insert(
+    model: &Model,
+    misses: &[Miss],
+    absent: &mut Absent,
+    page: io::Result<&PageBytes>,
+    counters: &mut Counters,
+) -> usize {
     let Some(page) = check_page(model, misses[0], page, counters) else { return 0 };
     let segment = model.rows(misses[0].row.table).segment(Place::unpack(misses[0].place));
-    let rows = misses.iter().filter_map(|m| Some((m, segment.row(&page, m.row.key)?)));
-    rows.filter(|(m, bytes)| model.cache(m.row.table).insert(m.row, bytes, m.epoch)).count()
+    let mut inserted = 0;
+    for miss in misses {
+        match segment.row(&page, miss.row.key) {
+            None => absent.note(miss.row),
+            Some(bytes) => {
+                let cache = model.cache(miss.row.table);
+                inserted += usize::from(cache.insert(miss.row, bytes, miss.epoch));
+            }
+        }
+    }
+    inserted
 }
 
 impl Model {
+    /// Checks that `batch` has the shape of the schema and the size that the budget allows.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn check(&self, batch: &Batch) -> Result<(), ScoreError> {
+        let (schema, max) = (self.schema(), self.budget().batch_max as usize);
+        let refuse = |field, problem| Err(ScoreError::Request { field, problem });
+        if batch.size() > max {
+            refuse("batch", format!("{} samples, the budget allows {max}", batch.size()))
+        } else if batch.features() != schema.features.len() {
+            refuse("features", format!("{} of {} sparse features", batch.features(), schema.features.len()))
+        } else if batch.dense().len() != batch.size() * schema.dense_features.len() {
+            refuse("dense", format!("{} values for {} samples", batch.dense().len(), batch.size()))
+        } else {
+            let too_hot = |&f: &usize| batch.hotness(f) > schema.features[f].hotness_max as usize;
+            match (0..batch.features()).find(too_hot) {
+                Some(f) => refuse("hotness", format!("feature {f} has a bag of {} keys", batch.hotness(f))),
+                None => Ok(()),
+            }
+        }
+    }
+
     /// Feature `f` as the query verb takes it, its vectors from `column` on.
     fn feature(&self, f: usize, column: usize) -> Feature<'_> {
         let schema = self.schema();
@@ -502,6 +560,19 @@ impl Model {
             Store::Cached { cache, .. } => &self.caches[*cache],
             Store::Resident(_) => unreachable!("rows of resident tables never miss"),
         }
+    }
+
+    /// Whether the rows of `table` move between flash and a cache.
+    pub(crate) fn is_cached(&self, table: u16) -> bool {
+        matches!(&self.tables[usize::from(table)].store, Store::Cached { .. })
+    }
+
+    /// Whether a deadline can change an answer.
+    pub(crate) fn has_deadlines(&self) -> bool {
+        let cut = |(table, served): (&Table, &ServedTable)| {
+            table.miss == MissPolicy::Deadline && matches!(&served.store, Store::Cached { .. })
+        };
+        self.schema().tables.iter().zip(&self.tables).any(cut)
     }
 
     fn miss_policy(&self, table: u16) -> MissPolicy {

@@ -17,6 +17,9 @@ use std::time::Duration;
 /// The user data of the entry that ends a wait.
 const TIMEOUT: u64 = u64::MAX;
 
+/// The kernel refuses times that its own clock cannot hold.
+const WAIT_MAX: Duration = Duration::from_secs(1 << 30);
+
 /// A ring with one buffer for each read that it may have in flight.
 pub(crate) struct Ring {
     ring: ManuallyDrop<IoUring>,
@@ -122,7 +125,9 @@ impl Ring {
         if wait == Some(Duration::ZERO) {
             return self.ring.submit().map(drop);
         }
-        let time = wait.map(|w| types::Timespec::new().sec(w.as_secs()).nsec(w.subsec_nanos()));
+        let time = wait
+            .map(|w| w.min(WAIT_MAX))
+            .map(|w| types::Timespec::new().sec(w.as_secs()).nsec(w.subsec_nanos()));
         if let Some(time) = &time {
             // Ends by itself with the next completion. Older kernels (5.4 on) have it too.
             let timeout = opcode::Timeout::new(time).count(1).build().user_data(TIMEOUT);

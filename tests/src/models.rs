@@ -353,8 +353,13 @@ pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
 
 /// A batch of `samples`.
 pub fn batch_of(model: &Model, samples: &[Sample]) -> Batch {
-    let mut batch = model.batch();
-    samples.iter().for_each(|s| batch.push(model.schema(), s).unwrap());
+    batch_for(model.schema(), model.budget().batch_max as usize, samples)
+}
+
+/// A batch of `samples`, with room for `capacity`.
+pub fn batch_for(schema: &Schema, capacity: usize, samples: &[Sample]) -> Batch {
+    let mut batch = Batch::new(schema, capacity);
+    samples.iter().for_each(|s| batch.push(schema, s).unwrap());
     batch
 }
 

@@ -2,6 +2,7 @@
 //! reports share. Never judges a run by another machine's figures.
 
 mod flash;
+mod ladder;
 mod load;
 mod lookup;
 mod request;
@@ -11,6 +12,7 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 
 pub use flash::FlashArgs;
+pub use ladder::LadderArgs;
 pub use load::{Load, Measured};
 pub use lookup::LookupArgs;
 pub use request::{Point, RequestArgs};
@@ -27,6 +29,8 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Measures cold rows from flash beside the raw device and other row stores
     Flash(FlashArgs),
+    /// Measures one pipeline under a rising number of callers
+    Ladder(LadderArgs),
     /// Measures pooled lookups on one core beside the machine's limit
     Lookup(LookupArgs),
     /// Measures whole requests over key distributions, cache sizes and batch sizes
@@ -40,6 +44,7 @@ pub enum BenchCommand {
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
         BenchCommand::Flash(args) => flash::run(args),
+        BenchCommand::Ladder(args) => ladder::run(args),
         BenchCommand::Lookup(args) => lookup::run(args),
         BenchCommand::Request(args) => request::run(args),
     }

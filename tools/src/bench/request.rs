@@ -168,12 +168,12 @@ impl RequestArgs {
     }
 }
 
-fn bundle_in(folder: &TempDir) -> PathBuf {
+pub(super) fn bundle_in(folder: &TempDir) -> PathBuf {
     folder.path().join("synthetic-criteo.hatch")
 }
 
 /// Packs the synthetic model into a temporary folder.
-fn make_synthetic(rows_max: u64) -> Result<TempDir> {
+pub(super) fn make_synthetic(rows_max: u64) -> Result<TempDir> {
     let folder = tempfile::tempdir().context("a temporary folder")?;
     let bar = serve::progress_bar(0, "packing", "{human_pos}/{human_len} rows");
     let packed = pack_criteo(rows_max, &bundle_in(&folder), &mut |rows, total| {

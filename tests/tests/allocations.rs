@@ -1,0 +1,325 @@
+//! After warm-up a request takes no memory from the heap, whatever becomes of its rows: an allocator that counts says
+//! so. Left out is the dense network's own run: what the same run takes by itself is counted first and taken off.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::batch::Batch;
+use hatchback::budget::Budget;
+use hatchback::disk;
+use hatchback::flash::Flash;
+use hatchback::page::AlignedPage;
+use hatchback::pipeline::{RequestError, Ticket};
+use hatchback::reader::{PageReader, ReadMethod};
+use hatchback::sample::Sample;
+use hatchback::schema::{InputSource, KeySpace, MissPolicy};
+use hatchback::score::SystemClock;
+use hatchback::serving::Serving;
+use hatchback_kernels::cache::Cache;
+use hatchback_kernels::names::{Names, RowKey};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
+use hatchback_tools::spec::CodecChoice;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+struct Counting;
+
+static COUNTS: AtomicBool = AtomicBool::new(false);
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+fn count() {
+    if COUNTS.load(Ordering::Relaxed) {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+// SAFETY: every call is passed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.dealloc(block, layout) }
+    }
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.realloc(block, layout, bytes) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Allocations of all threads while `work` runs.
+fn allocations(work: impl FnOnce()) -> u64 {
+    ALLOCATIONS.store(0, Ordering::SeqCst);
+    COUNTS.store(true, Ordering::SeqCst);
+    work();
+    COUNTS.store(false, Ordering::SeqCst);
+    ALLOCATIONS.load(Ordering::SeqCst)
+}
+
+const BATCH_MAX: usize = 4;
+const NAME: &str = "m";
+
+struct Fixture {
+    packed: Packed,
+    flash: Flash,
+    /// Keys of each table.
+    keys: Vec<Vec<u64>>,
+    /// Allocations of one run of the network on so many samples.
+    network: Vec<f64>,
+}
+
+impl Fixture {
+    /// A table under each policy, a feature of up to three keys on each.
+    fn new() -> Self {
+        let policies = [MissPolicy::Wait, MissPolicy::Deadline, MissPolicy::Default];
+        let table =
+            |miss| TablePlan { miss, ..TablePlan::cached(KeySpace::Sparse, 3000, 16, CodecChoice::U8) };
+        let feature = |t| FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(t) };
+        let (tables, features) = (policies.map(table).to_vec(), (0..3).map(feature).collect());
+        let plan =
+            ModelPlan { name: "counted".to_owned(), sequence: 1, seed: 21, dense: 2, tables, features };
+        let packed = plan.pack();
+        let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
+        let keys = packed.rows.iter().map(|rows| rows.all_keys()).collect();
+        let network = (0..=BATCH_MAX).map(|n| network_allocations(&flash, n)).collect();
+        Self { packed, flash, keys, network }
+    }
+
+    fn serving(&self, change: impl FnOnce(&mut Budget)) -> Serving {
+        let mut budget =
+            Budget { cache_bytes_max: 1 << 20, batch_max: BATCH_MAX as u32, slots: 4, ..Budget::default() };
+        change(&mut budget);
+        let serving = Serving::new(1 << 30, 16, Arc::new(SystemClock::default()));
+        serving.load(NAME, &self.flash, budget).unwrap();
+        serving
+    }
+
+    /// A request of `n` samples for the keys from number `from` on, of every table or of one.
+    fn batch(&self, n: usize, from: usize, table: Option<usize>) -> Batch {
+        let bag = |t: usize, i: usize| match table {
+            Some(only) if only != t => Vec::new(),
+            _ => (0..3).map(|k| self.keys[t][(from + 3 * i + k) % 3000]).collect(),
+        };
+        let sample = |i| Sample {
+            dense: vec![1.0; 2],
+            sparse: (0..3).map(|t| bag(t, i)).collect(),
+            ..Sample::default()
+        };
+        batch_for(&self.packed.schema, BATCH_MAX, &(0..n).map(sample).collect::<Vec<_>>())
+    }
+
+    /// What one run of the network on each of these batches takes, with the list of inputs that each is given; it
+    /// varies by one in some dozens of runs.
+    fn network(&self, sizes: impl Iterator<Item = usize>) -> u64 {
+        2 + sizes.map(|n| self.network[n] + 1.02).sum::<f64>() as u64
+    }
+}
+
+/// What a run takes in the mean of many.
+fn network_allocations(flash: &Flash, n: usize) -> f64 {
+    let schema = &flash.manifest().schema;
+    let network = schema.load_dense(flash.dense().unwrap(), 1).unwrap();
+    let width = |i: &hatchback::schema::NetworkInput| match i.source {
+        InputSource::Dense => schema.dense_features.len(),
+        InputSource::Features(_) => schema.input_width(i),
+    };
+    let inputs: Vec<Vec<f32>> = schema.network.inputs.iter().map(|i| vec![0.5; n * width(i)]).collect();
+    let views: Vec<&[f32]> = inputs.iter().map(Vec::as_slice).collect();
+    let mut scores = vec![0.0; n * network.outputs()];
+    let mut run = || {
+        if n > 0 {
+            network.run(n, &views, &mut scores).unwrap()
+        }
+    };
+    (0..20).for_each(|_| run());
+    let counted = allocations(|| (0..100).for_each(|_| run())) as f64 / 100.0;
+    std::mem::forget(network);
+    counted
+}
+
+fn answer(serving: &Serving, batch: &Batch, deadline: Option<Duration>) {
+    let ticket = serving.submit(NAME, batch, deadline).unwrap();
+    assert_eq!(ticket.wait().unwrap().scores().statuses.len(), batch.size());
+}
+
+/// Waits until the workers have nothing left to fetch; a row behind an answer is a page read at some time.
+fn settle(serving: &Serving) {
+    let mut before = 0;
+    loop {
+        answer_nothing(serving);
+        let now = serving.stats(NAME).unwrap().counters.pages;
+        if now == before && serving.stats(NAME).unwrap().prefetch_waiting == 0 {
+            return;
+        }
+        before = now;
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn answer_nothing(serving: &Serving) {
+    let empty = serving.submit(NAME, &Batch::new(&serving.schema(NAME).unwrap(), 0), None).unwrap();
+    drop(empty.wait().unwrap());
+}
+
+/// Sends each batch in turn, first to warm up with the first half of them, then counting with the others.
+fn phase(fixture: &Fixture, what: &str, serving: &Serving, batches: &[Batch], deadline: Option<Duration>) {
+    let (first, second) = batches.split_at(batches.len() / 2);
+    first.iter().for_each(|b| answer(serving, b, deadline));
+    settle(serving);
+    let before = serving.stats(NAME).unwrap().counters;
+    let counted = allocations(|| second.iter().for_each(|b| answer(serving, b, deadline)));
+    settle(serving);
+    let counters = serving.stats(NAME).unwrap().counters.since(&before);
+    let allowed = fixture.network(second.iter().map(Batch::size));
+    println!("{what}: {counted} allocations, {allowed} of them the network's; {counters:?}");
+    assert!(counted <= allowed, "{what}: {counted} allocations, {allowed} of them the network's");
+    assert_eq!(counters.missed_lookups == 0, what.ends_with("hits"), "{what}: {counters:?}");
+}
+
+#[test]
+fn after_warm_up_nothing_is_allocated() {
+    // In this order, since a network's threads end some time after it and then allocate.
+    cache_verbs();
+    reading_threads();
+    let fixture = Fixture::new();
+    ahead(&fixture);
+    let serving = fixture.serving(|_| ());
+    let fresh = |table: usize, from: usize| -> Vec<Batch> {
+        (0..60).map(|i| fixture.batch(1 + i % BATCH_MAX, from + 12 * i, Some(table))).collect()
+    };
+    let again = |table| [fresh(table, 0), fresh(table, 0)].concat();
+    phase(&fixture, "misses that wait", &serving, &fresh(0, 0), None);
+    phase(&fixture, "hits", &serving, &again(0), None);
+    phase(&fixture, "deadlines that are over", &serving, &fresh(1, 0), Some(Duration::ZERO));
+    phase(&fixture, "late ones as hits", &serving, &again(1), Some(Duration::ZERO));
+    phase(&fixture, "deadlines that are kept", &serving, &fresh(1, 1000), Some(Duration::MAX));
+    phase(&fixture, "defaults", &serving, &fresh(2, 0), None);
+    phase(&fixture, "defaults as hits", &serving, &again(2), None);
+    eviction(&fixture);
+    unknown_keys(&fixture, &serving);
+    merged(&fixture);
+    two_workers(&fixture);
+}
+
+/// The least cache: every request evicts what an earlier one put in.
+fn eviction(fixture: &Fixture) {
+    let serving = fixture.serving(|b| b.cache_bytes_max = 8 << 10);
+    let batches: Vec<Batch> = (0..200).map(|i| fixture.batch(2, 12 * i, None)).collect();
+    phase(fixture, "misses that evict", &serving, &batches, None);
+}
+
+fn unknown_keys(fixture: &Fixture, serving: &Serving) {
+    let unknown = |i: u64| Sample {
+        dense: vec![0.0; 2],
+        sparse: vec![vec![3 * i + 1, 7], vec![3 * i + 1], vec![3 * i + 2]],
+        ..Sample::default()
+    };
+    let batch = |i| batch_for(&fixture.packed.schema, 1, &[unknown(i)]);
+    phase(fixture, "keys that no table has", serving, &(0..40).map(batch).collect::<Vec<_>>(), None);
+}
+
+/// Four requests of one sample are always one batch; a fifth is refused.
+fn merged(fixture: &Fixture) {
+    let serving = fixture.serving(|b| b.gather_us = u32::MAX);
+    let requests: Vec<Batch> = (0..4).map(|i| fixture.batch(1, 3 * i, Some(0))).collect();
+    let round = || {
+        let submit = |b| serving.submit(NAME, b, None).unwrap();
+        let tickets: [Ticket; 4] = std::array::from_fn(|i| submit(&requests[i]));
+        let refused = serving.submit(NAME, &requests[0], None);
+        // The four may have been served and not yet dropped: their slots are taken all the same.
+        assert!(matches!(refused, Err(RequestError::Busy(4))));
+        tickets.iter().for_each(|t| drop(t.wait().unwrap()));
+    };
+    (0..20).for_each(|_| round());
+    let counted = allocations(|| (0..50).for_each(|_| round()));
+    let stats = serving.stats(NAME).unwrap();
+    assert_eq!((stats.requests, stats.batches), (280, 70));
+    assert!(counted <= fixture.network([4; 50].into_iter()), "merged: {counted} allocations");
+}
+
+fn ahead(fixture: &Fixture) {
+    let serving = fixture.serving(|_| ());
+    let name = |keys: &[u64]| {
+        assert_eq!(serving.prefetch(NAME, 0, keys), keys.len());
+        while serving.stats(NAME).unwrap().prefetch_waiting > 0 {
+            std::thread::yield_now();
+        }
+    };
+    fixture.keys[0][..300].chunks(50).for_each(name);
+    let counted = allocations(|| fixture.keys[0][300..900].chunks(50).for_each(name));
+    assert_eq!(counted, 0, "prefetch");
+    assert!(serving.stats(NAME).unwrap().counters.pages > 0);
+}
+
+/// Two workers, three callers, every path at once; a batch is one request.
+fn two_workers(fixture: &Fixture) {
+    let serving = fixture.serving(|b| (b.workers, b.batch_max, b.cache_bytes_max) = (2, 1, 8 << 10));
+    let callers: Vec<Vec<Batch>> =
+        (0..3).map(|c| (0..300).map(|i| fixture.batch(1, 1000 * c + 6 * i, None)).collect()).collect();
+    let send = |batches: &[Batch]| {
+        for batch in batches {
+            answer(&serving, batch, [None, Some(Duration::ZERO)][batch.bags(0).keys[0] as usize % 2]);
+        }
+    };
+    let (ready, go) = (std::sync::Barrier::new(4), std::sync::Barrier::new(4));
+    std::thread::scope(|scope| {
+        for batches in &callers {
+            scope.spawn(|| {
+                send(&batches[..150]);
+                ready.wait();
+                go.wait();
+                send(&batches[150..]);
+                ready.wait();
+                go.wait();
+            });
+        }
+        ready.wait();
+        let counted = allocations(|| {
+            go.wait();
+            ready.wait();
+        });
+        go.wait();
+        assert!(counted <= fixture.network([1; 450].into_iter()), "two workers: {counted} allocations");
+    });
+}
+
+fn cache_verbs() {
+    let (cache, mut out) = (Cache::new(20, 10_000, &Names::new(vec![Some(0), None])).unwrap(), [0; 20]);
+    let counted = allocations(|| {
+        for key in 0..5000 {
+            let row = RowKey { table: 1, key: key % 700 };
+            cache.insert(row, &[key as u8; 20], cache.epoch(row));
+            // A row may be driven out by itself being new; what was found can be changed.
+            assert!(!cache.query(row, &mut out) || cache.update(row, &[1; 20]));
+            cache.invalidate(RowKey { table: 1, key: key % 90 });
+        }
+    });
+    assert_eq!(counted, 0, "cache verbs");
+}
+
+/// Where the system has no io_uring, a pool of threads reads.
+fn reading_threads() {
+    let path = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&path, vec![7; 64 * size_of::<AlignedPage>()]).unwrap();
+    let file = disk::system().open_pages(path.path()).unwrap();
+    let mut reader = PageReader::new(8, ReadMethod::Threads);
+    let mut read = |pages: u32| {
+        for page in 0..pages {
+            while !reader.has_room() {
+                assert!(reader.next(None, |_, page| assert_eq!(page.unwrap()[99], 7)));
+            }
+            reader.begin(&file, page % 64, 0);
+        }
+        while reader.next(None, |_, _| ()) {}
+    };
+    read(2000);
+    assert_eq!(allocations(|| read(2000)), 0, "reading threads");
+}
