@@ -90,7 +90,7 @@ impl Model {
     pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
         let schema = flash.manifest().schema.clone();
         check_budget(&schema, &budget)?;
-        let dense = schema.load_dense(flash.dense()?, budget.dense_threads as usize)?;
+        let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
         let resident = choose_resident(&schema, &budget)?;
         let caches = make_caches(&schema, &resident, &budget)?;
         let tables = open_tables(flash, &schema, &resident, &caches)?;
@@ -157,7 +157,7 @@ impl Model {
             "indexes of the segments and overlays of their deltas",
             sum(&|s| if let Store::Cached { rows, .. } = s { rows.index_bytes() } else { 0 }),
         );
-        plan.add("dense network weights (as f32)", 4 * self.dense.parameters() as u64);
+        plan.add("dense network weights", self.dense.bytes() as u64);
         let waiting = self.budget.misses_max as usize;
         let misses = Misses::bytes(waiting, self.staging_row_bytes()) + waiting * size_of::<Miss>();
         plan.add("miss lists and staging rows, all workers", workers * misses as u64);
@@ -165,6 +165,8 @@ impl Model {
         plan.add("page buffers, all workers", workers * reads as u64);
         let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
         plan.add("dense network inputs, all workers", workers * (4 * batch * widths) as u64);
+        let dense = workers * self.dense.scratch_bytes(batch) as u64;
+        plan.add("dense network results between layers, all workers", dense);
         let per_sample = size_of::<Status>() + 4 * self.outputs();
         plan.add("scores and statuses, all workers", workers * (batch * per_sample) as u64);
         plan.add("batches, all workers", workers * Batch::bytes(&self.schema, batch) as u64);
@@ -240,8 +242,8 @@ fn check_budget(schema: &Schema, budget: &Budget) -> Result<(), OpenError> {
         refuse("batch_max", budget.batch_max, format!("is not in 1..={BATCH_MAX}"))
     } else if budget.misses_max < hotness {
         refuse("misses_max", budget.misses_max, format!("a bag of this model has up to {hotness} keys"))
-    } else if budget.workers == 0 || budget.dense_threads == 0 {
-        refuse("workers", budget.workers, "workers and dense_threads are at least 1".to_owned())
+    } else if budget.workers == 0 {
+        refuse("workers", budget.workers, "there is at least 1".to_owned())
     } else {
         Ok(())
     }
