@@ -17,7 +17,11 @@ pub unsafe trait Zeroable {}
 // SAFETY: zero is a value, and there is no destructor.
 unsafe impl Zeroable for u8 {}
 // SAFETY: as above.
+unsafe impl Zeroable for i8 {}
+// SAFETY: as above.
 unsafe impl Zeroable for f32 {}
+// SAFETY: as above.
+unsafe impl Zeroable for half::f16 {}
 // SAFETY: an atomic has the representation of its integer.
 unsafe impl Zeroable for std::sync::atomic::AtomicU32 {}
 

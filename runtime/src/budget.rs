@@ -1,5 +1,6 @@
 //! The memory budget: what a model may take, and the sum of what it does take, line by line.
 
+use hatchback_kernels::dense::Weights;
 use serde::Deserialize;
 use std::fmt;
 
@@ -25,8 +26,8 @@ pub struct Budget {
     pub misses_max: u32,
     /// Page reads of all workers that may be in flight at once; the device's queue depth is enough.
     pub reads_max: u32,
-    /// Threads that one run of the dense network may use.
-    pub dense_threads: u32,
+    /// How the weights of the dense network are kept.
+    pub dense_weights: Weights,
 }
 
 impl Default for Budget {
@@ -42,7 +43,7 @@ impl Default for Budget {
             batch_max: 256,
             misses_max: 16 << 10,
             reads_max: 64,
-            dense_threads: 1,
+            dense_weights: Weights::F32,
         }
     }
 }

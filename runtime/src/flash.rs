@@ -27,7 +27,7 @@ use crate::schema::{Schema, Table};
 use crate::segment::{Counts, Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
 use crate::segment_check::{Copies, SegmentCheck};
 use crate::table_rows::TableRows;
-use hatchback_kernels::dense::DenseError;
+use hatchback_kernels::dense::{DenseError, Weights};
 use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -599,7 +599,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             (0..manifest.tables.len()).map(|i| self.table(bundle, &manifest, i)).collect::<Result<_, _>>()?;
         let onnx = bundle.blob(manifest.dense)?;
         let refused = |source| FlashError::Dense { path: bundle.path().to_owned(), source };
-        manifest.schema.load_dense(onnx, 1).map_err(refused)?;
+        manifest.schema.load_dense(onnx, Weights::F32).map_err(refused)?;
         self.copy(bundle, manifest.dense, "dense.onnx", |_| Ok(()))?;
         if let Some(probe) = manifest.probe {
             let set = bundle.blob(probe)?;

@@ -48,6 +48,6 @@ pub mod wear;
 
 pub use hatchback_kernels::cache::Cache;
 pub use hatchback_kernels::codec::{Codec, RowFault, RowFormat, choose_unit_exp};
-pub use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
+pub use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
 pub use hatchback_kernels::names::{Names, RowKey, mix, unmix};
 pub use hatchback_kernels::query::{Pooling, Status};

@@ -101,7 +101,7 @@ impl Model {
     pub fn on_device(flash: &Flash, budget: Budget, device: Arc<DeviceDepth>) -> Result<Self, OpenError> {
         let schema = Arc::new(flash.manifest().schema.clone());
         check_budget(&schema, &budget)?;
-        let dense = schema.load_dense(flash.dense()?, budget.dense_threads as usize)?;
+        let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
         let resident = choose_resident(&schema, &budget)?;
         let caches = make_caches(&schema, &resident, &budget)?;
         let tables = open_tables(flash, &schema, &resident, &caches)?;
@@ -169,7 +169,7 @@ impl Model {
             "indexes of the segments and overlays of their deltas",
             sum(&|s| if let Store::Cached { rows, .. } = s { rows.index_bytes() } else { 0 }),
         );
-        plan.add("dense network weights (as f32)", 4 * self.dense.parameters() as u64);
+        plan.add("dense network weights", self.dense.bytes() as u64);
         let waiting = self.budget.misses_max as usize;
         let misses = Misses::bytes(waiting, self.staging_row_bytes()) + waiting * size_of::<Miss>();
         let misses = misses + Absent::bytes();
@@ -178,6 +178,8 @@ impl Model {
         plan.add("page buffers, all workers", workers * reads as u64);
         let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
         plan.add("dense network inputs, all workers", workers * (4 * batch * widths) as u64);
+        let dense = workers * self.dense.scratch_bytes(batch) as u64;
+        plan.add("dense network results between layers, all workers", dense);
         let per_sample = size_of::<Status>() + 4 * self.outputs();
         plan.add("scores and statuses, all workers", workers * (batch * per_sample) as u64);
         let request = Batch::bytes(&self.schema, batch);
@@ -260,8 +262,8 @@ fn check_budget(schema: &Schema, budget: &Budget) -> Result<(), OpenError> {
         refuse("batch_max", budget.batch_max, format!("is not in 1..={BATCH_MAX}"))
     } else if budget.misses_max < hotness {
         refuse("misses_max", budget.misses_max, format!("a bag of this model has up to {hotness} keys"))
-    } else if budget.workers == 0 || budget.dense_threads == 0 {
-        refuse("workers", budget.workers, "workers and dense_threads are at least 1".to_owned())
+    } else if budget.workers == 0 {
+        refuse("workers", budget.workers, "there is at least 1".to_owned())
     } else if budget.slots == 0 || budget.slots as usize > SLOTS_MAX {
         refuse("slots", budget.slots, format!("is not in 1..={SLOTS_MAX}"))
     } else if budget.reads_max < budget.workers {

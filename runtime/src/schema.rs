@@ -4,7 +4,7 @@ use crate::limits::{
     DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_WIDTH_MAX, NAME_BYTES_MAX, TABLES_MAX,
 };
 use hatchback_kernels::codec::{Codec, ROW_BYTES_MAX, RowFormat};
-use hatchback_kernels::dense::{Activation, DenseEngine, DenseError};
+use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
 use hatchback_kernels::names::mix;
 use hatchback_kernels::query::Pooling;
 use serde::{Deserialize, Serialize};
@@ -275,11 +275,11 @@ impl Schema {
     ///
     /// # Errors
     /// The file does not load, or its inputs and outputs are not the schema's.
-    pub fn load_dense(&self, onnx: Vec<u8>, threads: usize) -> Result<DenseEngine, DenseError> {
+    pub fn load_dense(&self, onnx: Vec<u8>, weights: Weights) -> Result<DenseEngine, DenseError> {
         let network = &self.network;
         let widths: Vec<(&str, usize)> =
             network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
-        DenseEngine::load(onnx, &widths, &network.output, network.activation, threads)
+        DenseEngine::load(onnx, &widths, &network.output, network.activation, weights)
     }
 
     /// Most lookups of one sample.

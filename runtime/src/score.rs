@@ -11,7 +11,7 @@ use crate::schema::{InputSource, KeySpace, MissPolicy, Table};
 use crate::table_rows::{Place, TableRows};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::codec::ROW_BYTES_MAX;
-use hatchback_kernels::dense::DenseError;
+use hatchback_kernels::dense::{DenseError, DenseScratch};
 use hatchback_kernels::isa::Isa;
 use hatchback_kernels::misses::{Miss, Misses, RowState};
 use hatchback_kernels::names::RowKey;
@@ -137,6 +137,8 @@ pub struct Worker {
     /// One buffer for each network input, `[batch_max, width]`.
     inputs: Vec<Vec<f32>>,
     widths: Vec<usize>,
+    /// The dense network's memory.
+    dense: DenseScratch,
     scores: Vec<f32>,
     statuses: Vec<Status>,
     reader: PageReader,
@@ -158,6 +160,7 @@ impl Worker {
             absent: Absent::new(),
             inputs: widths.iter().map(|w| vec![0.0; batch * w]).collect(),
             widths,
+            dense: model.dense.scratch(batch),
             scores: vec![0.0; batch * model.outputs()],
             statuses: vec![Status::default(); batch],
             reader: PageReader::on(model.device(), ReadMethod::Auto),
@@ -190,11 +193,9 @@ impl Worker {
         self.statuses[..n].fill(Status::default());
         self.copy_dense(batch);
         self.lookup(&model, batch, deadline);
-        let views: Vec<&[f32]> =
-            self.inputs.iter().zip(&self.widths).map(|(data, w)| &data[..n * w]).collect();
         let scores = &mut self.scores[..n * model.outputs()];
         if n > 0 {
-            model.dense.run(n, &views, scores)?;
+            model.dense.run(n, &self.inputs, scores, &mut self.dense)?;
         }
         Ok(Scores { values: scores, statuses: &self.statuses[..n] })
     }

@@ -112,6 +112,11 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
         "model_spec" => {
             families.iter().map(|f| file(&format!("tests/data/families/{f}/model.toml"))).collect()
         }
+        "onnx" => {
+            let ours = crate::onnx::concat(&[("dense".to_owned(), 2), ("a".to_owned(), 34)], "out");
+            let network = |f| file(&format!("tests/data/families/{f}/dense.onnx"));
+            families.into_iter().map(network).chain([ours]).collect()
+        }
         "target" => {
             ["base", "cpu", "drive-orin", "x86-cuda"].map(|t| file(&format!("targets/{t}.toml"))).to_vec()
         }

@@ -17,7 +17,7 @@ use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
 use hatchback::segment::{Part, SegmentKind};
 use hatchback::segment_check::{Copies, SegmentCheck};
 use hatchback::target::Target;
-use hatchback::{Codec, DenseEngine};
+use hatchback::{Codec, DenseEngine, Weights};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
 use hatchback_tools::spec::ModelSpec;
 use std::path::Path;
@@ -42,6 +42,7 @@ pub const PARSERS: &[(&str, Parser)] = &[
     ("hugectr", hugectr),
     ("sok", sok),
     ("embedding_collection", embedding_collection),
+    ("onnx", onnx),
 ];
 
 /// A folder with these files, on memory where there is one: a parser is not a test of the disk.
@@ -349,8 +350,14 @@ pub fn embedding_collection(bytes: &[u8]) {
     import(&folder, &Source::EmbeddingCollection { path: "".into(), table: 1 });
 }
 
-/// The dense network's ONNX file. Not in the list: rten, not this tree, parses it.
+/// The dense network's ONNX file, read as that of each model family.
 pub fn onnx(bytes: &[u8]) {
-    let inputs = [("dense", 2), ("a", 34)];
-    let _ = DenseEngine::load(bytes.to_vec(), &inputs, "out", hatchback::Activation::None, 1);
+    let load = |inputs: &[(&str, usize)], output, weights| {
+        let _ = DenseEngine::load(bytes.to_vec(), inputs, output, hatchback::Activation::None, weights);
+    };
+    load(&[("dense", 2), ("a", 34)], "out", Weights::F32);
+    load(&[("dense", 3), ("emb", 48)], "logit", Weights::F16);
+    load(&[("dense", 3), ("emb", 28)], "logit", Weights::Int8);
+    load(&[("dense", 3), ("first", 4), ("second", 20)], "logit", Weights::F32);
+    load(&[("dense", 3), ("wide", 2), ("deep", 35)], "logit", Weights::F32);
 }

@@ -72,10 +72,8 @@ fn scores_are_pytorchs_under_every_placement_and_batch_size() {
             }
         }
         assert!(statuses.iter().all(|s| *s == statuses[0]), "{family}: {statuses:?}");
-        // The dense network may round otherwise at another batch size, but not under another placement.
-        for (i, scores) in all.iter().enumerate() {
-            assert!(same_bits(scores, &all[i % BATCHES.len()]), "{family}: placement changes the bits");
-            assert!(furthest(scores, &all[0]) <= 1e-6, "{family}: the batch size changes the scores");
+        for scores in &all {
+            assert!(same_bits(scores, &all[0]), "{family}: placement or batch size change the bits");
         }
     }
 }

@@ -17,7 +17,7 @@ use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, Placement, Schema, Table};
 use hatchback::segment::{Part, SegmentKind};
 use hatchback::segment_write::SegmentWriter;
-use hatchback::{RowFormat, choose_unit_exp};
+use hatchback::{RowFormat, Weights, choose_unit_exp};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::io::{BufRead, BufReader, Write};
@@ -244,7 +244,7 @@ fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Vec<u8
     let bytes = std::fs::metadata(&path).with_context(|| path.display().to_string())?.len();
     ensure!(bytes <= DENSE_BYTES_MAX, "{}: {bytes} bytes, over {DENSE_BYTES_MAX}", path.display());
     let onnx = std::fs::read(&path).with_context(|| path.display().to_string())?;
-    schema.load_dense(onnx.clone(), 1).with_context(|| path.display().to_string())?;
+    schema.load_dense(onnx.clone(), Weights::F32).with_context(|| path.display().to_string())?;
     Ok(onnx)
 }
 

@@ -287,7 +287,7 @@ fn bar(steps: &[Step]) -> Option<Bar> {
     let best = steps.iter().map(|s| s.requests_per_s).fold(0.0, f64::max);
     let value = last.requests_per_s / best;
     let name = format!("requests/s with {} callers, share of the best step", last.clients);
-    Some(Bar { name, value, bar: SHARE_LEAST, holds: value >= SHARE_LEAST })
+    Some(Bar::at_least(name, value, SHARE_LEAST))
 }
 
 fn publish(args: &LadderArgs, report: &Report<Step>, keys: &Distribution, budget: &Budget) -> Result<()> {
@@ -307,10 +307,7 @@ fn publish(args: &LadderArgs, report: &Report<Step>, keys: &Distribution, budget
         let mut table = report::table(&heads);
         table.add_rows(report.points.iter().map(Step::cells));
         println!("{table}");
-        for bar in &report.bars {
-            let holds = if bar.holds { "holds" } else { "MISSED" };
-            println!("{}: {:.3}, demanded {}: {holds}", bar.name, bar.value, bar.bar);
-        }
+        report.bars.iter().for_each(|bar| println!("{bar}"));
     }
     args.json.as_ref().map_or(Ok(()), |path| report::write_json(path, report))
 }
@@ -352,6 +349,7 @@ fn charts(steps: &[Step]) -> [Panel; 2] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::Found;
     use clap::{CommandFactory, FromArgMatches, Parser};
 
     #[derive(Parser)]
@@ -370,8 +368,9 @@ mod tests {
         let step = |clients, requests_per_s| Step { clients, requests_per_s, ..Step::default() };
         assert!(bar(&[]).is_none());
         let found = bar(&[step(64, 940.0), step(1, 500.0), step(8, 1000.0)]).unwrap();
-        assert_eq!((found.value, found.holds), (0.94, false));
-        assert!(bar(&[step(1, 500.0), step(64, 480.0)]).unwrap().holds);
+        assert_eq!(found.found, Found::Measured { value: 0.94, holds: false });
+        let found = bar(&[step(1, 500.0), step(64, 480.0)]).unwrap().found;
+        assert_eq!(found, Found::Measured { value: 0.96, holds: true });
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod request;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use serde::Serialize;
+use std::fmt;
 
 pub use flash::FlashArgs;
 pub use ladder::LadderArgs;
@@ -79,6 +80,25 @@ pub enum Found {
         #[serde(rename = "not run")]
         reason: String,
     },
+}
+
+impl Bar {
+    /// A figure that must be `bar` at least.
+    pub fn at_least(name: impl Into<String>, value: f64, bar: f64) -> Self {
+        Self { name: name.into(), bar, found: Found::Measured { value, holds: value >= bar } }
+    }
+}
+
+impl fmt::Display for Bar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.found {
+            Found::Measured { value, holds } => {
+                let holds = if *holds { "holds" } else { "MISSED" };
+                write!(f, "{}: {value:.3}, demanded {}: {holds}", self.name, self.bar)
+            }
+            Found::NotRun { reason } => write!(f, "{}: not run: {reason}", self.name),
+        }
+    }
 }
 
 /// Where a measurement was made.

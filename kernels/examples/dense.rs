@@ -1,0 +1,113 @@
+//! Times one ONNX network on one core: our kernels with each weight format, and rten, interleaved, in
+//! microseconds of CPU time a batch (the median of the rounds).
+//!
+//!     cargo run --release -p hatchback-kernels --example dense -- NETWORK.onnx NAME=WIDTH.. OUTPUT
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
+use hatchback_kernels::isa::Isa;
+use rten::{Dimension, Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueView};
+use std::sync::Arc;
+use std::time::Duration;
+
+const BATCHES: [usize; 8] = [1, 2, 4, 8, 32, 64, 128, 256];
+
+/// CPU time of this process: all its threads, none of its neighbours.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Microseconds a call, over enough calls to fill some milliseconds.
+fn time(mut call: impl FnMut()) -> f64 {
+    let (begin, mut calls) = (cpu_time(), 0);
+    loop {
+        call();
+        calls += 1;
+        let spent = cpu_time() - begin;
+        if spent > Duration::from_millis(15) {
+            return spent.as_secs_f64() * 1e6 / f64::from(calls);
+        }
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Values like those of a normal distribution, from a fixed seed.
+fn values(len: usize) -> Vec<f32> {
+    let mut state = 7u64;
+    let mut uniform = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1 << 24) as f32 - 0.5
+    };
+    (0..len).map(|_| (0..4).map(|_| uniform()).sum::<f32>() * 1.7).collect()
+}
+
+/// `data` as rten's input `name`.
+fn feed<'a>(rten: &Model, name: &str, batch: usize, data: &'a [f32]) -> (NodeId, ValueOrView<'a>) {
+    let named = |id: &NodeId| rten.node_info(*id).unwrap().name() == Some(name);
+    let at = rten.input_ids().iter().position(named).unwrap();
+    let fixed = rten.input_shape(at).unwrap().into_iter().skip(1);
+    let fixed = fixed.map(|d| if let Dimension::Fixed(n) = d { n } else { panic!("open") });
+    let shape: Vec<usize> = std::iter::once(batch).chain(fixed).collect();
+    (rten.input_ids()[at], ValueView::from_shape(&shape, data).unwrap().into())
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let (path, inputs, output) = (&args[0], &args[1..args.len() - 1], &args[args.len() - 1]);
+    let onnx = std::fs::read(path).unwrap();
+    let inputs: Vec<(&str, usize)> =
+        inputs.iter().map(|i| i.split_once('=').unwrap()).map(|(n, w)| (n, w.parse().unwrap())).collect();
+    let only = std::env::var("ISA").ok();
+    let asked = |isa: &Isa| only.as_ref().is_none_or(|only| isa.name() == only);
+    let isas = Isa::available().into_iter().skip(1).filter(asked);
+    let mut engines = Vec::new();
+    for isa in isas {
+        for weights in [Weights::F32, Weights::F16, Weights::Int8] {
+            let engine =
+                DenseEngine::load_for(isa, onnx.clone(), &inputs, output, Activation::Sigmoid, weights)
+                    .unwrap();
+            engines.push((format!("{} {weights:?}", isa.name()), engine));
+        }
+    }
+    let rten = Model::load(onnx).unwrap();
+    let mut options = RunOptions::default();
+    options.thread_pool = Some(Arc::new(ThreadPool::with_num_threads(1)));
+    let rounds = std::env::var("ROUNDS").map_or(9, |r| r.parse().unwrap());
+    println!("{:>16} {:>12} bytes, largest difference from f32", "", engines[0].1.bytes());
+    let mut scores = Vec::new();
+    for (name, engine) in &engines {
+        let data: Vec<Vec<f32>> = inputs.iter().map(|(_, w)| values(256 * w)).collect();
+        let mut out = vec![0.0; 256 * engine.outputs()];
+        engine.run(256, &data, &mut out, &mut engine.scratch(256)).unwrap();
+        scores.push(out);
+        let far = scores[0].iter().zip(&scores[scores.len() - 1]).map(|(a, b)| (a - b).abs());
+        println!("{name:>16} {:>12} {:.1e}", engine.bytes(), far.fold(0.0, f32::max));
+    }
+    for batch in BATCHES {
+        let data: Vec<Vec<f32>> = inputs.iter().map(|(_, w)| values(batch * w)).collect();
+        let mut times = vec![Vec::new(); engines.len() + 1];
+        for _ in 0..rounds {
+            for ((_, engine), times) in engines.iter().zip(&mut times) {
+                let (mut out, mut scratch) = (vec![0.0; batch * engine.outputs()], engine.scratch(batch));
+                times.push(time(|| engine.run(batch, &data, &mut out, &mut scratch).unwrap()));
+            }
+            times[engines.len()].push(time(|| {
+                let fed: Vec<_> =
+                    inputs.iter().zip(&data).map(|(i, data)| feed(&rten, i.0, batch, data)).collect();
+                rten.run(fed, &[rten.output_ids()[0]], Some(options.clone())).unwrap();
+            }));
+        }
+        print!("batch {batch:>4}:");
+        let names = engines.iter().map(|(name, _)| name.as_str()).chain(["rten"]);
+        for (name, times) in names.zip(times) {
+            print!("  {name} {:.0}", median(times));
+        }
+        println!();
+    }
+}

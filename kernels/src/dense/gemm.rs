@@ -1,0 +1,335 @@
+//! Matrix products by weights that were packed once: `out = relu(a x w + bias)`. Every element is one chain of
+//! fused multiply-adds over `k` in ascending order from `+0`, then one more by the column's scale and bias, so
+//! its bits depend neither on the instruction set nor on the batch around its row. Never allocates in a run.
+
+use super::Weights;
+use super::simd::{Finish, ROWS_MAX, Row, Stored, Tile, WIDTH_MAX, decode};
+use crate::isa::Isa;
+use crate::memory::{Zeroable, Zeroed};
+use half::f16;
+
+/// With more rows than this, a panel is decoded once for all of them instead of in every tile.
+const DECODE_ROWS: usize = 8 * ROWS_MAX;
+
+/// The weights in their panels, one after the other, each `[k, width]`.
+enum Panels {
+    F32(Zeroed<f32>),
+    F16(Zeroed<f16>),
+    Int8(Zeroed<i8>),
+}
+
+/// A weight matrix `[k, n]` with what follows it, packed for the kernels.
+pub(super) struct Matrix {
+    pub k: usize,
+    pub n: usize,
+    panels: Panels,
+    /// `[n]` and padding.
+    scale: Vec<f32>,
+    bias: Vec<f32>,
+    pub relu: bool,
+}
+
+/// What a worker needs for products.
+pub(super) struct GemmScratch {
+    nonzero: Vec<(u32, f32)>,
+    decoded: Zeroed<f32>,
+    packed: Zeroed<f32>,
+}
+
+impl GemmScratch {
+    /// For matrices of up to `k` rows and packed operands of up to `packed` values.
+    pub fn new(k: usize, packed: usize) -> Self {
+        let decoded = Zeroed::new(k * WIDTH_MAX);
+        Self { nonzero: vec![(0, 0.0); k + 1], decoded, packed: Zeroed::new(packed) }
+    }
+
+    /// The bytes of that.
+    pub fn bytes(k: usize, packed: usize) -> usize {
+        (k + 1) * size_of::<(u32, f32)>() + 4 * (k * WIDTH_MAX + packed)
+    }
+
+    /// Room for a packed operand.
+    pub fn packed(&mut self) -> &mut [f32] {
+        &mut self.packed
+    }
+}
+
+/// First column and width of every panel of `n` columns.
+pub(super) fn panels(n: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..n).step_by(WIDTH_MAX).map(move |first| (first, width_for(n - first)))
+}
+
+fn width_for(columns: usize) -> usize {
+    match columns {
+        ..=16 => 16,
+        17..=32 => 32,
+        _ => WIDTH_MAX,
+    }
+}
+
+/// Columns of `n` with the last panel's padding.
+pub(super) fn padded(n: usize) -> usize {
+    panels(n).last().map_or(0, |(first, width)| first + width)
+}
+
+/// Row tiles for `m` rows: first row and rows, all but equally many.
+fn tiles(m: usize) -> impl Iterator<Item = (usize, usize)> {
+    let count = m.div_ceil(ROWS_MAX);
+    (0..count).map(move |i| (i * m / count, (i + 1) * m / count - i * m / count))
+}
+
+impl Matrix {
+    /// Packs `w(k, n)`, which must be finite.
+    pub fn pack(
+        (k, n): (usize, usize),
+        w: &dyn Fn(usize, usize) -> f32,
+        weights: Weights,
+        bias: impl Fn(usize) -> f32,
+    ) -> Self {
+        let mut scale = vec![1.0; padded(n)];
+        let panels = match weights {
+            Weights::F32 => Panels::F32(fill(k, n, w)),
+            Weights::F16 => Panels::F16(fill(k, n, &|k, n| f16::from_f32(w(k, n)))),
+            Weights::Int8 => {
+                for (n, scale) in scale.iter_mut().enumerate().take(n) {
+                    let most = (0..k).map(|k| w(k, n).abs()).fold(0.0, f32::max);
+                    *scale = if most > 0.0 { most / 127.0 } else { 1.0 };
+                }
+                Panels::Int8(fill(k, n, &|k, n| (w(k, n) / scale[n]).round() as i8))
+            }
+        };
+        // `-0 + 0` is `+0`: a row's sums over nothing but zeros are `+0` in any order.
+        let bias = (0..scale.len()).map(|i| if i < n { bias(i) + 0.0 } else { 0.0 }).collect();
+        Self { k, n, panels, scale, bias, relu: false }
+    }
+
+    /// Whether every weight, scale and bias is finite: then a product with a zero is a zero.
+    pub fn is_finite(&self) -> bool {
+        let panels = match &self.panels {
+            Panels::F32(p) => p.iter().all(|w| w.is_finite()),
+            Panels::F16(p) => p.iter().all(|w| w.is_finite()),
+            Panels::Int8(_) => true,
+        };
+        panels && self.scale.iter().chain(&self.bias).all(|v| v.is_finite())
+    }
+
+    /// Takes `bias` if there is none yet.
+    pub fn take_bias(&mut self, bias: &[f32]) -> bool {
+        let free = self.bias.iter().all(|b| *b == 0.0);
+        if free {
+            self.bias.iter_mut().zip(bias).for_each(|(own, bias)| *own = bias + 0.0);
+        }
+        free
+    }
+
+    pub fn bytes(&self) -> usize {
+        let panels = match &self.panels {
+            Panels::F32(p) => size_of_val::<[_]>(p),
+            Panels::F16(p) => size_of_val::<[_]>(p),
+            Panels::Int8(p) => size_of_val::<[_]>(p),
+        };
+        panels + 8 * self.scale.len()
+    }
+
+    /// `out[m, n] = a[m, k] x self`.
+    pub fn multiply(&self, m: usize, a: &[f32], out: &mut [f32], isa: Isa, scratch: &mut GemmScratch) {
+        match &self.panels {
+            Panels::F32(p) => self.multiply_by(p, m, a, out, isa, scratch),
+            Panels::F16(p) => self.multiply_by(p, m, a, out, isa, scratch),
+            Panels::Int8(p) => self.multiply_by(p, m, a, out, isa, scratch),
+        }
+    }
+
+    fn multiply_by<W: Stored>(
+        &self,
+        packed: &[W],
+        m: usize,
+        a: &[f32],
+        out: &mut [f32],
+        isa: Isa,
+        scratch: &mut GemmScratch,
+    ) {
+        let nonzero = if m == 1 { list_nonzero(&a[..self.k], &mut scratch.nonzero) } else { &[] };
+        for (first, width) in panels(self.n) {
+            let panel = &packed[first * self.k..][..self.k * width];
+            let finish = Finish { scale: &self.scale[first..], bias: &self.bias[first..], relu: self.relu };
+            if m == 1 {
+                let out = &mut out[first..self.n.min(first + width)];
+                Row { a: nonzero, panel, width, out, finish }.run(isa);
+            } else if m <= DECODE_ROWS || matches!(self.panels, Panels::F32(_)) {
+                multiply_panel((m, self.k, self.n), a, panel, first, out, Some(finish), isa);
+            } else {
+                let decoded = &mut scratch.decoded[..panel.len()];
+                decode(isa, panel, decoded);
+                multiply_panel((m, self.k, self.n), a, decoded, first, out, Some(finish), isa);
+            }
+        }
+    }
+}
+
+/// The columns of `out[m, n] = a[m, k] x ..` from `first` on that `panel` makes.
+fn multiply_panel<W: Stored>(
+    (m, k, n): (usize, usize, usize),
+    a: &[f32],
+    panel: &[W],
+    first: usize,
+    out: &mut [f32],
+    finish: Option<Finish>,
+    isa: Isa,
+) {
+    let width = panel.len() / k;
+    let columns = width.min(n - first);
+    for (row, rows) in tiles(m) {
+        let (a, out) = (&a[row * k..], &mut out[row * n + first..]);
+        Tile { a, k, rows, panel, width, out, stride: n, columns, finish }.run(isa);
+    }
+}
+
+fn fill<T: Zeroable>(k: usize, n: usize, value: &dyn Fn(usize, usize) -> T) -> Zeroed<T> {
+    let mut packed = Zeroed::new(k * padded(n));
+    for (first, width) in panels(n) {
+        let panel = &mut packed[first * k..];
+        for i in 0..k {
+            for column in 0..width.min(n - first) {
+                panel[i * width + column] = value(i, first + column);
+            }
+        }
+    }
+    packed
+}
+
+/// The places and values of `a` that are not zero (NaN is not), ascending.
+fn list_nonzero<'a>(a: &[f32], list: &'a mut [(u32, f32)]) -> &'a [(u32, f32)] {
+    let mut len = 0;
+    for (k, &x) in a.iter().enumerate() {
+        list[len] = (k as u32, x);
+        len += usize::from(x != 0.0);
+    }
+    &list[..len]
+}
+
+/// Packs `[k, n]`, or `[n, k]` if `transposed`, as the second operand of `multiply_packed`.
+pub(super) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, packed: &mut [f32]) {
+    for (first, width) in panels(n) {
+        let columns = width.min(n - first);
+        let panel = &mut packed[first * k..][..k * width];
+        if transposed {
+            for column in 0..columns {
+                let from = &b[(first + column) * k..][..k];
+                from.iter().zip(panel.chunks_exact_mut(width)).for_each(|(x, row)| row[column] = *x);
+            }
+        } else {
+            for (row, from) in panel.chunks_exact_mut(width).zip(b.chunks_exact(n)) {
+                row[..columns].copy_from_slice(&from[first..first + columns]);
+            }
+        }
+    }
+}
+
+/// `out[m, n] = a[m, k] x` what `pack_columns` packed.
+pub(super) fn multiply_packed(
+    packed: &[f32],
+    (m, k, n): (usize, usize, usize),
+    a: &[f32],
+    out: &mut [f32],
+    isa: Isa,
+) {
+    for (first, width) in panels(n) {
+        multiply_panel((m, k, n), a, &packed[first * k..][..k * width], first, out, None, isa);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Values of about one, zeros of either sign among them.
+    fn values(seed: u64, len: usize) -> Vec<f32> {
+        let value = |i: u64| {
+            let bits = (seed ^ i).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let bits = (bits ^ bits >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32;
+            match bits % 5 {
+                0 => 0.0,
+                1 => -0.0,
+                _ => bits as i32 as f32 / 1e9,
+            }
+        };
+        (0..len as u64).map(value).collect()
+    }
+
+    fn product(matrix: &Matrix, m: usize, a: &[f32], isa: Isa) -> Vec<u32> {
+        let mut out = vec![f32::NAN; m * matrix.n];
+        let mut scratch = GemmScratch::new(matrix.k, 0);
+        matrix.multiply(m, a, &mut out, isa, &mut scratch);
+        out.iter().map(|x| x.to_bits()).collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(60))]
+
+        #[test]
+        fn every_instruction_set_and_batch_gives_the_same_bits(
+            m in 1..70usize, k in prop_oneof![1..4usize, 1..90usize], n in 1..150usize, seed: u64, relu: bool,
+        ) {
+            let (a, w, bias) = (values(seed, m * k), values(!seed, k * n), values(seed ^ 77, n));
+            for weights in [Weights::F32, Weights::F16, Weights::Int8] {
+                let mut matrix = Matrix::pack((k, n), &|i, j| w[i * n + j], weights, |j| bias[j]);
+                matrix.relu = relu;
+                let reference = product(&matrix, m, &a, Isa::available()[0]);
+                for isa in Isa::available() {
+                    prop_assert_eq!(&product(&matrix, m, &a, isa), &reference, "{:?}", isa);
+                    let one_by_one: Vec<u32> =
+                        a.chunks(k).flat_map(|row| product(&matrix, 1, row, isa)).collect();
+                    prop_assert_eq!(&one_by_one, &reference, "{:?}", isa);
+                }
+                let (relative, per_weight) = match weights {
+                    Weights::F32 => (1e-6, 0.0),
+                    Weights::F16 => (6e-4, 0.0),
+                    Weights::Int8 => (1e-6, 2.2 / 254.0),
+                };
+                for (at, bits) in reference.iter().enumerate() {
+                    let (row, column) = (&a[at / n * k..][..k], at % n);
+                    let terms = row.iter().enumerate().map(|(i, x)| f64::from(*x) * f64::from(w[i * n + column]));
+                    let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), t| (sum + t, size + t.abs()));
+                    let sum = sum + f64::from(bias[column]);
+                    let exact = if relu { sum.max(0.0) } else { sum };
+                    let inputs: f64 = row.iter().map(|x| f64::from(x.abs())).sum();
+                    let bound = relative * (size + sum.abs()) * (k as f64).sqrt() + per_weight * inputs + 1e-30;
+                    let off = (f64::from(f32::from_bits(*bits)) - exact).abs();
+                    prop_assert!(off <= bound, "{:?}: {} from {}", weights, off, exact);
+                }
+            }
+        }
+
+        #[test]
+        fn products_of_two_computed_operands(
+            m in 1..30usize, k in 1..70usize, n in 1..70usize, seed: u64, transposed: bool,
+        ) {
+            let (a, b) = (values(seed, m * k), values(!seed, k * n));
+            let at = |i: usize, j: usize| if transposed { b[j * k + i] } else { b[i * n + j] };
+            let chain = |row: usize, j: usize| (0..k).fold(0.0f32, |sum, i| at(i, j).mul_add(a[row * k + i], sum));
+            let expected: Vec<u32> = (0..m * n).map(|p| chain(p / n, p % n).to_bits()).collect();
+            for isa in Isa::available() {
+                let (mut packed, mut out) = (vec![f32::NAN; k * padded(n)], vec![0.0; m * n]);
+                pack_columns(&b, k, n, transposed, &mut packed);
+                multiply_packed(&packed, (m, k, n), &a, &mut out, isa);
+                let out: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
+                prop_assert_eq!(&out, &expected, "{:?}", isa);
+            }
+        }
+    }
+
+    #[test]
+    fn nan_is_not_skipped_and_not_hidden() {
+        let mut matrix = Matrix::pack((3, 2), &|_, _| 1.0, Weights::F32, |_| 0.0);
+        matrix.relu = true;
+        for isa in Isa::available() {
+            for m in [1, 2] {
+                let a = [0.0, f32::NAN, 1.0, 0.0, f32::NAN, 1.0];
+                let out = product(&matrix, m, &a[..3 * m], isa);
+                assert!(out.iter().all(|bits| f32::from_bits(*bits).is_nan()), "{isa:?}");
+            }
+        }
+    }
+}

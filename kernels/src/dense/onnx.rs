@@ -1,0 +1,243 @@
+//! ONNX files as far as the dense network needs them: the messages, and the checks that make a file safe to
+//! use. A file that passes holds every tensor's bytes that its shape declares; nothing is taken on its word. Lists are packed or not as in ONNX's own
+//! schema, since rten reads them in that form only.
+
+use super::DenseError;
+use prost::Message;
+use prost::bytes::Bytes;
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct ModelProto {
+    #[prost(int64, optional, tag = "1")]
+    pub ir_version: Option<i64>,
+    #[prost(message, optional, tag = "7")]
+    pub graph: Option<GraphProto>,
+    #[prost(message, repeated, tag = "8")]
+    pub opset_import: Vec<OperatorSetIdProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct OperatorSetIdProto {
+    #[prost(string, optional, tag = "1")]
+    pub domain: Option<String>,
+    #[prost(int64, optional, tag = "2")]
+    pub version: Option<i64>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct GraphProto {
+    #[prost(message, repeated, tag = "1")]
+    pub node: Vec<NodeProto>,
+    #[prost(message, repeated, tag = "5")]
+    pub initializer: Vec<TensorProto>,
+    #[prost(message, repeated, tag = "11")]
+    pub input: Vec<ValueInfoProto>,
+    #[prost(message, repeated, tag = "12")]
+    pub output: Vec<ValueInfoProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct NodeProto {
+    #[prost(string, repeated, tag = "1")]
+    pub input: Vec<String>,
+    #[prost(string, repeated, tag = "2")]
+    pub output: Vec<String>,
+    #[prost(string, optional, tag = "3")]
+    pub name: Option<String>,
+    #[prost(string, optional, tag = "4")]
+    pub op_type: Option<String>,
+    #[prost(message, repeated, tag = "5")]
+    pub attribute: Vec<AttributeProto>,
+    #[prost(string, optional, tag = "7")]
+    pub domain: Option<String>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct AttributeProto {
+    #[prost(string, optional, tag = "1")]
+    pub name: Option<String>,
+    #[prost(float, optional, tag = "2")]
+    pub f: Option<f32>,
+    #[prost(int64, optional, tag = "3")]
+    pub i: Option<i64>,
+    #[prost(bytes = "bytes", optional, tag = "4")]
+    pub s: Option<Bytes>,
+    #[prost(message, optional, tag = "5")]
+    pub t: Option<TensorProto>,
+    #[prost(message, optional, boxed, tag = "6")]
+    pub g: Option<Box<GraphProto>>,
+    #[prost(float, repeated, packed = "false", tag = "7")]
+    pub floats: Vec<f32>,
+    #[prost(int64, repeated, packed = "false", tag = "8")]
+    pub ints: Vec<i64>,
+    #[prost(bytes = "bytes", repeated, tag = "9")]
+    pub strings: Vec<Bytes>,
+    #[prost(int32, optional, tag = "20")]
+    pub r#type: Option<i32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct TensorProto {
+    #[prost(int64, repeated, packed = "false", tag = "1")]
+    pub dims: Vec<i64>,
+    #[prost(int32, optional, tag = "2")]
+    pub data_type: Option<i32>,
+    #[prost(float, repeated, tag = "4")]
+    pub float_data: Vec<f32>,
+    #[prost(int32, repeated, tag = "5")]
+    pub int32_data: Vec<i32>,
+    #[prost(int64, repeated, tag = "7")]
+    pub int64_data: Vec<i64>,
+    #[prost(string, optional, tag = "8")]
+    pub name: Option<String>,
+    #[prost(bytes = "bytes", optional, tag = "9")]
+    pub raw_data: Option<Bytes>,
+    #[prost(double, repeated, tag = "10")]
+    pub double_data: Vec<f64>,
+    /// 1: the data lies in another file.
+    #[prost(int32, optional, tag = "14")]
+    pub data_location: Option<i32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct ValueInfoProto {
+    #[prost(string, optional, tag = "1")]
+    pub name: Option<String>,
+    #[prost(message, optional, tag = "2")]
+    pub r#type: Option<TypeProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct TypeProto {
+    #[prost(message, optional, tag = "1")]
+    pub tensor_type: Option<TensorTypeProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct TensorTypeProto {
+    #[prost(int32, optional, tag = "1")]
+    pub elem_type: Option<i32>,
+    #[prost(message, optional, tag = "2")]
+    pub shape: Option<TensorShapeProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct TensorShapeProto {
+    #[prost(message, repeated, tag = "1")]
+    pub dim: Vec<Dimension>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Dimension {
+    #[prost(int64, optional, tag = "1")]
+    pub dim_value: Option<i64>,
+    #[prost(string, optional, tag = "2")]
+    pub dim_param: Option<String>,
+}
+
+/// `TensorProto.DataType`.
+pub(super) const FLOAT: i32 = 1;
+const INT64: i32 = 7;
+
+/// Nodes of a graph; recommendation models have tens.
+const NODES_MAX: usize = 1 << 14;
+
+/// Reads a file and checks all its tensors.
+///
+/// # Errors
+/// It is no ONNX file, or a tensor is not whole.
+pub(super) fn read(bytes: Bytes) -> Result<ModelProto, DenseError> {
+    let model = ModelProto::decode(bytes).map_err(|e| DenseError::Load(format!("not an ONNX file: {e}")))?;
+    let graph = model.graph.as_ref().ok_or_else(|| DenseError::Load("not an ONNX file: no graph".into()))?;
+    check_graph(graph)?;
+    Ok(model)
+}
+
+fn check_graph(graph: &GraphProto) -> Result<(), DenseError> {
+    if graph.node.len() > NODES_MAX {
+        return Err(DenseError::Load(format!("{} nodes, over {NODES_MAX}", graph.node.len())));
+    }
+    graph.initializer.iter().try_for_each(check_tensor)?;
+    for attribute in graph.node.iter().flat_map(|n| &n.attribute) {
+        attribute.t.iter().try_for_each(check_tensor)?;
+        attribute.g.iter().try_for_each(|g| check_graph(g))?;
+    }
+    Ok(())
+}
+
+fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
+    let refuse = |problem: String| Err(DenseError::Load(format!("tensor `{}`: {problem}", tensor.name())));
+    if tensor.data_location.unwrap_or(0) != 0 {
+        return refuse("lies in another file".to_owned());
+    }
+    let mut sizes = tensor.dims.iter().map(|&d| usize::try_from(d).ok());
+    let values = sizes.try_fold(1usize, |product, d| product.checked_mul(d?));
+    let Some(values) = values else { return refuse(format!("shape {:?}", tensor.dims)) };
+    let (bytes, typed) = match tensor.data_type() {
+        FLOAT => (4, tensor.float_data.len()),
+        INT64 => (8, tensor.int64_data.len()),
+        2 | 3 | 9 => (1, tensor.int32_data.len()),
+        6 => (4, tensor.int32_data.len()),
+        10 => (2, tensor.int32_data.len()),
+        11 => (8, tensor.double_data.len()),
+        other => return refuse(format!("element type {other}")),
+    };
+    let whole = match &tensor.raw_data {
+        Some(raw) => values.checked_mul(bytes) == Some(raw.len()),
+        None => values == typed,
+    };
+    if whole { Ok(()) } else { refuse(format!("its data is not of shape {:?}", tensor.dims)) }
+}
+
+impl TensorProto {
+    /// Its sizes.
+    pub fn sizes(&self) -> Vec<usize> {
+        self.dims.iter().map(|&d| d as usize).collect()
+    }
+
+    /// Its values if it is of floats.
+    pub fn floats(&self) -> Option<Vec<f32>> {
+        let raw = |raw: &Bytes| raw.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        (self.data_type() == FLOAT).then(|| self.raw_data.as_ref().map_or(self.float_data.clone(), raw))
+    }
+
+    /// Its values if it is of 64-bit integers.
+    pub fn ints(&self) -> Option<Vec<i64>> {
+        let raw = |raw: &Bytes| raw.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();
+        (self.data_type() == INT64).then(|| self.raw_data.as_ref().map_or(self.int64_data.clone(), raw))
+    }
+}
+
+impl NodeProto {
+    fn attribute(&self, name: &str) -> Option<&AttributeProto> {
+        self.attribute.iter().find(|a| a.name() == name)
+    }
+
+    /// An integer attribute.
+    pub fn int(&self, name: &str, default: i64) -> i64 {
+        self.attribute(name).and_then(|a| a.i).unwrap_or(default)
+    }
+
+    /// A float attribute.
+    pub fn float(&self, name: &str, default: f32) -> f32 {
+        self.attribute(name).and_then(|a| a.f).unwrap_or(default)
+    }
+
+    /// A list of integers.
+    pub fn ints(&self, name: &str) -> Option<&[i64]> {
+        self.attribute(name).map(|a| a.ints.as_slice())
+    }
+
+    /// A tensor.
+    pub fn tensor(&self, name: &str) -> Option<&TensorProto> {
+        self.attribute(name).and_then(|a| a.t.as_ref())
+    }
+}
+
+impl ValueInfoProto {
+    /// Its sizes after the batch; `None` if one of them is open.
+    pub fn sizes(&self) -> Option<Vec<usize>> {
+        let shape = self.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?;
+        shape.dim.iter().skip(1).map(|d| usize::try_from(d.dim_value?).ok()).collect()
+    }
+}

@@ -1,0 +1,258 @@
+//! Small graphs of every operator: the plan against rten on the same file, and what is refused.
+
+use super::onnx::*;
+use super::*;
+use prost::Message;
+
+fn info(name: &str, shape: &[i64]) -> ValueInfoProto {
+    let open = Dimension { dim_value: None, dim_param: Some("batch".to_owned()) };
+    let fixed = |&n: &i64| Dimension { dim_value: Some(n), dim_param: None };
+    let shape = TensorShapeProto { dim: std::iter::once(open).chain(shape.iter().map(fixed)).collect() };
+    let tensor_type = Some(TensorTypeProto { elem_type: Some(FLOAT), shape: Some(shape) });
+    ValueInfoProto { name: Some(name.to_owned()), r#type: Some(TypeProto { tensor_type }) }
+}
+
+fn floats(name: &str, dims: &[i64], values: &[f32]) -> TensorProto {
+    let (name, dims, float_data) = (Some(name.to_owned()), dims.to_vec(), values.to_vec());
+    TensorProto { name, dims, data_type: Some(FLOAT), float_data, ..TensorProto::default() }
+}
+
+fn ints(name: &str, values: &[i64]) -> TensorProto {
+    let raw = values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+    TensorProto {
+        name: Some(name.to_owned()),
+        dims: vec![values.len() as i64],
+        data_type: Some(7),
+        raw_data: Some(raw.into()),
+        ..TensorProto::default()
+    }
+}
+
+fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, &[i64])]) -> NodeProto {
+    let owned = |names: &[&str]| names.iter().map(|n| (*n).to_owned()).collect();
+    let attribute = |(name, values): &(&str, &[i64])| {
+        let name = Some((*name).to_owned());
+        match values {
+            [one] if !["perm", "axes", "split"].contains(&name.as_deref().unwrap()) => {
+                AttributeProto { name, i: Some(*one), r#type: Some(2), ..AttributeProto::default() }
+            }
+            _ => AttributeProto { name, ints: values.to_vec(), r#type: Some(7), ..AttributeProto::default() },
+        }
+    };
+    NodeProto {
+        input: owned(inputs),
+        output: owned(outputs),
+        name: Some(outputs.concat()),
+        op_type: Some(op.to_owned()),
+        attribute: attributes.iter().map(attribute).collect(),
+        domain: None,
+    }
+}
+
+/// A network of inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`.
+fn network(node: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
+    let (input, output) = (vec![info("x", &[4]), info("y", &[3, 4])], vec![info("out", &[1])]);
+    let graph = GraphProto { node, initializer, input, output };
+    let opset = OperatorSetIdProto { domain: Some(String::new()), version: Some(13) };
+    ModelProto { ir_version: Some(7), graph: Some(graph), opset_import: vec![opset] }
+}
+
+fn load(model: &ModelProto) -> Result<DenseEngine, DenseError> {
+    let inputs = [("x", 4), ("y", 12)];
+    DenseEngine::load(model.encode_to_vec(), &inputs, "out", Activation::None, Weights::F32)
+}
+
+/// One node, whose result is the output, and the tensors it reads.
+fn single(op: &str, inputs: &[&str], attributes: &[(&str, &[i64])], tensors: Vec<TensorProto>) -> ModelProto {
+    network(vec![node(op, inputs, &["out"], attributes)], tensors)
+}
+
+/// Values of both signs.
+fn w(n: usize) -> Vec<f32> {
+    (0..n).map(|i| (i as f32 * 0.7).sin()).collect()
+}
+
+fn products() -> Vec<(&'static str, ModelProto)> {
+    let matrix = || floats("w", &[4, 5], &w(20));
+    vec![
+        ("gemm", single("Gemm", &["x", "w", "b"], &[], vec![matrix(), floats("b", &[5], &w(5))])),
+        (
+            "gemm, scalar bias",
+            single("Gemm", &["x", "w", "b"], &[], vec![matrix(), floats("b", &[1], &[0.5])]),
+        ),
+        ("gemm turned", single("Gemm", &["x", "w"], &[("transB", &[1])], vec![floats("w", &[7, 4], &w(28))])),
+        ("matmul of rows", single("MatMul", &["y", "w"], &[], vec![matrix()])),
+        (
+            "matmul, bias, relu",
+            network(
+                vec![
+                    node("MatMul", &["x", "w"], &["a"], &[]),
+                    node("Add", &["b", "a"], &["c"], &[]),
+                    node("Relu", &["c"], &["out"], &[]),
+                ],
+                vec![matrix(), floats("b", &[5], &w(5))],
+            ),
+        ),
+        (
+            "a product read twice is not fused",
+            network(
+                vec![
+                    node("MatMul", &["x", "w"], &["a"], &[]),
+                    node("Relu", &["a"], &["c"], &[]),
+                    node("Sub", &["a", "c"], &["out"], &[]),
+                ],
+                vec![matrix()],
+            ),
+        ),
+        (
+            "products of computed values",
+            network(
+                vec![
+                    node("Transpose", &["y"], &["t"], &[("perm", &[0, 2, 1])]),
+                    node("MatMul", &["y", "t"], &["p"], &[]),
+                    node("MatMul", &["p", "y"], &["out"], &[]),
+                ],
+                vec![],
+            ),
+        ),
+        ("transpose", single("Transpose", &["y"], &[("perm", &[0, 2, 1])], vec![])),
+    ]
+}
+
+fn elementwise() -> Vec<(&'static str, ModelProto)> {
+    vec![
+        ("sigmoid", single("Sigmoid", &["y"], &[], vec![])),
+        ("tanh", single("Tanh", &["x"], &[], vec![])),
+        ("relu", single("Relu", &["x"], &[], vec![])),
+        ("subtract a vector", single("Sub", &["y", "w"], &[], vec![floats("w", &[4], &w(4))])),
+        ("from a scalar", single("Sub", &["w", "y"], &[], vec![floats("w", &[], &[2.0])])),
+        (
+            "divide by a column",
+            single("Div", &["y", "w"], &[], vec![floats("w", &[1, 3, 1], &[2.0, -3.0, 4.0])]),
+        ),
+        (
+            "broadcast of computed values",
+            network(
+                vec![
+                    node("Unsqueeze", &["x", "one"], &["u"], &[]),
+                    node("Mul", &["u", "y"], &["m"], &[]),
+                    node("ReduceMean", &["m"], &["r"], &[("axes", &[2]), ("keepdims", &[1])]),
+                    node("Add", &["r", "u"], &["out"], &[]),
+                ],
+                vec![ints("one", &[1])],
+            ),
+        ),
+        ("square", single("Pow", &["y", "two"], &[], vec![floats("two", &[], &[2.0])])),
+    ]
+}
+
+fn sums_and_views() -> Vec<(&'static str, ModelProto)> {
+    vec![
+        ("sum of the middle", single("ReduceSum", &["y", "a"], &[("keepdims", &[0])], vec![ints("a", &[1])])),
+        ("sum of both", single("ReduceSum", &["y", "a"], &[], vec![ints("a", &[-1, 1])])),
+        ("mean", single("ReduceMean", &["y"], &[("axes", &[-1]), ("keepdims", &[0])], vec![])),
+        ("concat at the end", single("Concat", &["y", "y", "y"], &[("axis", &[2])], vec![])),
+        ("concat in the middle", single("Concat", &["y", "y"], &[("axis", &[-2])], vec![])),
+        ("flatten", single("Flatten", &["y"], &[], vec![])),
+        ("gather", single("Gather", &["y", "i"], &[("axis", &[2])], vec![ints("i", &[3, 0, -1, 0])])),
+        (
+            "slice",
+            single(
+                "Slice",
+                &["y", "s", "e", "a"],
+                &[],
+                vec![ints("s", &[1]), ints("e", &[i64::MAX]), ints("a", &[1])],
+            ),
+        ),
+        (
+            "split",
+            network(
+                vec![
+                    node("Split", &["y", "parts"], &["a", "b"], &[("axis", &[2])]),
+                    node("Concat", &["b", "a"], &["out"], &[("axis", &[1])]),
+                ],
+                vec![ints("parts", &[2, 2])],
+            ),
+        ),
+        (
+            "reshape by the shape",
+            network(
+                vec![
+                    node("Unsqueeze", &["x", "two"], &["u"], &[]),
+                    node("Shape", &["y"], &["shape"], &[]),
+                    node("Gather", &["shape", "zero"], &["batch"], &[("axis", &[0])]),
+                    node("Concat", &["batch", "rest"], &["to"], &[("axis", &[0])]),
+                    node("Reshape", &["y", "to"], &["r"], &[]),
+                    node("Squeeze", &["u", "two"], &["q"], &[]),
+                    node("Concat", &["q", "r"], &["out"], &[("axis", &[1])]),
+                ],
+                vec![ints("zero", &[0]), ints("rest", &[-1]), ints("two", &[2])],
+            ),
+        ),
+        ("identity", single("Identity", &["y"], &[], vec![])),
+    ]
+}
+
+#[test]
+fn every_operator_does_what_rten_does() {
+    let values = |n: usize| (0..n).map(|i| ((i * i) as f32 * 0.37).cos()).collect::<Vec<_>>();
+    for (name, model) in [products(), elementwise(), sums_and_views()].concat() {
+        let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert_eq!(engine.falls_back_for(), None, "{name}");
+        let inputs = vec![("x", vec![4]), ("y", vec![3, 4])];
+        let fallback = Fallback::load(&model, inputs, "out").unwrap_or_else(|e| panic!("{name}: {e}"));
+        for batch in [1, 2, 5, 100] {
+            let inputs = [values(4 * batch), values(12 * batch)];
+            let expected = fallback.run(batch, &inputs).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let mut scores = vec![f32::NAN; batch * engine.outputs()];
+            assert_eq!(scores.len(), expected.len(), "{name}");
+            engine.run(batch, &inputs, &mut scores, &mut engine.scratch(batch)).unwrap();
+            for (a, b) in scores.iter().zip(&expected) {
+                assert!((a - b).abs() <= 1e-5, "{name}, batch {batch}: {a}, rten {b}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_the_kernels_lack_runs_on_rten_and_says_so() {
+    let engine = load(&single("Neg", &["x"], &[], vec![])).unwrap();
+    assert_eq!(engine.falls_back_for(), Some("Neg"));
+    let (inputs, mut scores) = ([vec![1.0, 2.0, 3.0, 4.0], vec![0.0; 12]], vec![0.0; 4]);
+    engine.run(1, &inputs, &mut scores, &mut engine.scratch(1)).unwrap();
+    assert_eq!(scores, [-1.0, -2.0, -3.0, -4.0]);
+}
+
+#[test]
+fn files_that_lie_are_refused() {
+    let refused = |model: &ModelProto, what: &str| match load(model) {
+        Ok(_) => panic!("not refused: {what}"),
+        Err(e) => assert!(e.to_string().contains(what), "{e}, not {what}"),
+    };
+    let gemm = |w| single("Gemm", &["x", "w"], &[], vec![w]);
+    refused(&gemm(floats("w", &[4, 1 << 40], &[1.0])), "tensor `w`");
+    refused(&gemm(floats("w", &[1 << 62, 4], &[])), "tensor `w`: shape");
+    refused(&gemm(floats("w", &[-4, -5], &[0.0; 20])), "tensor `w`: shape");
+    refused(&gemm(floats("w", &[5, 4], &[0.0; 20])), "Gemm of width 4");
+    refused(&gemm(floats("w", &[4, 1], &[0.0, 0.0, f32::INFINITY, 0.0])), "not finite");
+    let elsewhere = TensorProto { data_location: Some(1), ..floats("w", &[4, 1], &[0.0; 4]) };
+    refused(&gemm(elsewhere), "another file");
+    refused(&single("Relu", &["z"], &[], vec![]), "reads `z`, which nothing writes");
+    refused(&single("Gather", &["y", "i"], &[("axis", &[1])], vec![ints("i", &[3])]), "out of range");
+    refused(&single("Concat", &["x", "y"], &[("axis", &[1])], vec![]), "Concat");
+    // Doubled again and again, a small file would ask for all memory.
+    let double = |i: usize| {
+        let (from, to) = (format!("d{i}"), format!("d{}", i + 1));
+        node("Concat", &[&from, &from], &[&to], &[("axis", &[1])])
+    };
+    let first = node("Identity", &["x"], &["d0"], &[]);
+    let last = node("Identity", &["d40"], &["out"], &[]);
+    let bomb = std::iter::once(first).chain((0..40).map(double)).chain([last]).collect();
+    refused(&network(bomb, vec![]), "values a sample");
+    // The same weights packed again and again.
+    let wide = floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19]);
+    let many =
+        (0..200).map(|i| node("Gemm", &["x", "w"], &[if i == 0 { "out" } else { "o" }], &[])).collect();
+    refused(&network(many, vec![wide]), "a sample");
+    assert!(load(&ModelProto::default()).is_err());
+}
