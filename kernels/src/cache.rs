@@ -5,14 +5,14 @@
 //!
 //! A set keeps for each of its ways one *word* that names the row, so a single vector compare finds it. The
 //! word together with the set's number is a bijection of (table, key): equal words are equal keys, and there
-//! is nothing left to verify. A slot takes 6 bytes beside its row where all tables are indexed, else 10, and up to 2 more
-//! where rows are long enough to begin on a cache line each.
+//! is nothing left to verify. Words, sequence and uses share one cache line (two where words are wide), so that a
+//! lookup costs that line and the row. A slot takes 6.3 bytes beside its row where all tables are indexed, else 10.9.
 
 use crate::codec::ROW_BYTES_MAX;
-use crate::eviction::{GHOSTS, Ways, used};
+use crate::eviction::{GHOSTS, WAYS, Ways, used};
 use crate::memory::Zeroed;
 use crate::names::{Name, Namer, Names, Naming, RowKey};
-use crate::simd::{Plain, READ_BYTES, Simd, WAYS, prefetch};
+use crate::simd::{LANES, Plain, READ_BYTES, Simd, prefetch};
 use crate::sync::{AtomicU32, Ordering, fence, spin};
 
 /// A row's name, with the way where it was last seen.
@@ -28,66 +28,61 @@ pub(crate) struct Seen {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Epoch(u32);
 
-/// Words of a set's state: sequence, epoch, uses, probation and hands, ghosts.
-const STATE_WORDS: usize = 4 + GHOSTS / 4;
-const SEQUENCE: usize = 0;
-const EPOCH: usize = 1;
-const USES: usize = 2;
-const HANDS: usize = 3;
-
-/// Where things lie in the memory of one set, in units of 4 bytes: the words' low halves, their high halves if they
-/// have any, the state, the rows. All of a set is near together: a lookup costs one walk of the page tables.
-#[derive(Clone, Copy)]
-struct Layout {
-    high: Option<usize>,
-    state: usize,
-    rows: usize,
-    row: usize,
-    set: usize,
-}
-
-impl Layout {
-    fn new(row_bytes: usize, names: &Names) -> Self {
-        let (narrow, row) = (names.is_narrow(), row_bytes.div_ceil(4));
-        let state = if narrow { WAYS } else { 2 * WAYS };
-        let head = state + STATE_WORDS;
-        // Rows of a cache line and more begin on one; smaller ones would lose too much by it.
-        let rows = if row < LINE { head } else { head.next_multiple_of(LINE) };
-        let set = rows + WAYS * row;
-        Self { high: (!narrow).then_some(WAYS), state, rows, row, set }
-    }
-}
-
-/// Units in a cache line.
-const LINE: usize = 16;
+// The head of a set is the one cache line that a lookup touches before the row: the words' low halves, then what
+// readers share. Wide words have their high halves in a second line.
+const SEQUENCE: usize = 14;
+const USES: usize = 15;
+const HIGH: usize = LINE;
+// The tail is for the one writer: the epoch, the hands of the eviction, its ghosts.
+const EPOCH: usize = 0;
+const HANDS: usize = 1;
+const TAIL: usize = 2 + GHOSTS / 4;
+/// Units of 4 bytes in a cache line.
+const LINE: usize = LANES;
 /// Units of one racing read: there is room for one beyond the last row.
 const READ: usize = READ_BYTES / 4;
 
-/// The cache. All memory is taken by `new` and never grows.
+/// The cache. All memory is taken by `new` and never grows. Heads lie apart from rows: they are few enough to stay
+/// near the core.
 pub struct Cache {
     row_bytes: usize,
+    /// Units of a row.
+    row: usize,
+    /// Units of a head: one line or two.
+    head: usize,
     sets: usize,
     naming: Naming,
-    layout: Layout,
-    memory: Zeroed<AtomicU32>,
+    heads: Zeroed<AtomicU32>,
+    tails: Zeroed<AtomicU32>,
+    rows: Zeroed<AtomicU32>,
 }
 
 /// How often a query looks again at a set that is being changed before it calls the row missing.
 const LOOKS: usize = if cfg!(loom) { 2 } else { 1000 };
 
 impl Cache {
+    fn head(names: &Names) -> usize {
+        if names.is_narrow() { LINE } else { 2 * LINE }
+    }
+
+    fn set_bytes(row_bytes: usize, names: &Names) -> usize {
+        4 * (Self::head(names) + TAIL + WAYS * row_bytes.div_ceil(4))
+    }
+
     /// Bytes of the smallest cache for rows of `row_bytes`.
     pub fn bytes_min(row_bytes: usize, names: &Names) -> usize {
-        4 * (names.sets_min() * Layout::new(row_bytes, names).set + READ)
+        names.sets_min() * Self::set_bytes(row_bytes, names) + READ_BYTES
     }
 
     /// A cache of at most `bytes_max` bytes for rows of `row_bytes`; `None` if that is less than `bytes_min`.
     pub fn new(row_bytes: usize, bytes_max: usize, names: &Names) -> Option<Self> {
-        let layout = Layout::new(row_bytes, names);
-        let sets = (bytes_max / 4).checked_sub(READ)? / layout.set;
+        let sets = bytes_max.checked_sub(READ_BYTES)? / Self::set_bytes(row_bytes, names);
         let sets = sets.min(1 << 31);
         let naming = (sets >= names.sets_min()).then(|| Naming::new(names, sets))?;
-        Some(Self { row_bytes, sets, naming, layout, memory: Zeroed::new(sets * layout.set + READ) })
+        let (head, row) = (Self::head(names), row_bytes.div_ceil(4));
+        let (heads, tails) = (Zeroed::new(sets * head), Zeroed::new(sets * TAIL));
+        let rows = Zeroed::new(sets * WAYS * row + READ);
+        Some(Self { row_bytes, row, head, sets, naming, heads, tails, rows })
     }
 
     /// Bytes of a row.
@@ -102,7 +97,7 @@ impl Cache {
 
     /// All bytes the cache holds.
     pub fn bytes(&self) -> usize {
-        4 * self.memory.len()
+        4 * (self.heads.len() + self.tails.len() + self.rows.len())
     }
 
     /// How the keys of `table` are named.
@@ -121,57 +116,55 @@ impl Cache {
         self.name(self.namer(row.table), row.key)
     }
 
-    /// `len` units of a set from `at` on.
+    /// The head of a set. Its sequence is even while the set is stable and odd while its one writer changes it.
     #[inline(always)]
-    fn part(&self, set: u32, at: usize, len: usize) -> &[AtomicU32] {
-        &self.memory[set as usize * self.layout.set + at..][..len]
+    fn head_of(&self, set: u32) -> &[AtomicU32] {
+        &self.heads[set as usize * self.head..][..self.head]
     }
 
-    /// The state of a set. Its sequence is even while the set is stable and odd while its one writer changes it.
-    #[inline(always)]
-    fn state(&self, set: u32) -> &[AtomicU32] {
-        self.part(set, self.layout.state, STATE_WORDS)
+    fn tail_of(&self, set: u32) -> &[AtomicU32] {
+        &self.tails[set as usize * TAIL..][..TAIL]
     }
 
     /// The row in a way, and what is read beyond it.
     #[inline(always)]
     fn row(&self, set: u32, way: u32) -> &[AtomicU32] {
-        let row = self.layout.row;
-        self.part(set, self.layout.rows + way as usize * row, row.next_multiple_of(READ))
+        let start = (set as usize * WAYS + way as usize) * self.row;
+        &self.rows[start..][..self.row.next_multiple_of(READ)]
     }
 
     /// Where the word stands in its set; `WAYS` or more if it does not.
     #[inline(always)]
     fn find<S: Simd>(&self, name: Name) -> u32 {
-        let equal = |at, word: u64| {
-            let words = self.part(name.set, at, WAYS).first_chunk();
-            words.map_or(0, |words| S::find(words, word as u32))
-        };
-        let low = equal(0, name.word);
-        let hits = self.layout.high.map_or(low, |high| low & equal(high, name.word >> 32));
+        let head = self.head_of(name.set);
+        let equal = |line: &[AtomicU32], word: u64| line.first_chunk().map_or(0, |l| S::find(l, word as u32));
+        let mut hits = equal(head, name.word) & ((1 << WAYS) - 1);
+        if head.len() > LINE {
+            hits &= equal(&head[HIGH..], name.word >> 32);
+        }
         // No row has word 0; an empty way has.
         if name.word == 0 { WAYS as u32 } else { hits.trailing_zeros() }
     }
 
     #[inline(always)]
     fn word(&self, set: u32, way: u32) -> u64 {
-        let half = |at: usize| u64::from(self.part(set, at + way as usize, 1)[0].load(Ordering::Relaxed));
-        half(0) | self.layout.high.map_or(0, |high| half(high) << 32)
+        let (head, way) = (self.head_of(set), way as usize);
+        let high = head.get(HIGH + way).map_or(0, |high| high.load(Ordering::Relaxed));
+        u64::from(high) << 32 | u64::from(head[way].load(Ordering::Relaxed))
     }
 
     fn set_word(&self, set: u32, way: u32, word: u64) {
-        let half = |at: usize| &self.part(set, at + way as usize, 1)[0];
-        half(0).store(word as u32, Ordering::Relaxed);
-        if let Some(high) = self.layout.high {
-            half(high).store((word >> 32) as u32, Ordering::Relaxed);
+        let (head, way) = (self.head_of(set), way as usize);
+        head[way].store(word as u32, Ordering::Relaxed);
+        if let Some(high) = head.get(HIGH + way) {
+            high.store((word >> 32) as u32, Ordering::Relaxed);
         }
     }
 
-    /// Asks for the words and the state of a set ahead of `see`.
+    /// Asks for the head of a set ahead of `see`.
     #[inline(always)]
     pub(crate) fn prefetch_set(&self, name: Name) {
-        let head = self.part(name.set, 0, self.layout.state + STATE_WORDS);
-        head.iter().step_by(LINE).for_each(prefetch);
+        self.head_of(name.set).iter().step_by(LINE).for_each(prefetch);
     }
 
     /// Looks for a row and asks for its bytes ahead of `read`. What it sees is a hint.
@@ -214,23 +207,23 @@ impl Cache {
         if way >= WAYS as u32 {
             return false;
         }
-        let state = self.state(name.set);
+        let head = self.head_of(name.set);
         // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
-        let before = state[SEQUENCE].load(Ordering::Acquire);
+        let before = head[SEQUENCE].load(Ordering::Acquire);
         if before & 1 == 1 || self.word(name.set, way) != name.word {
             return false;
         }
         S::copy_racing(self.row(name.set, way), out);
         fence(Ordering::Acquire);
-        if state[SEQUENCE].load(Ordering::Relaxed) != before {
+        if head[SEQUENCE].load(Ordering::Relaxed) != before {
             return false;
         }
-        let uses = state[USES].load(Ordering::Relaxed);
+        let uses = head[USES].load(Ordering::Relaxed);
         let more = used(uses, way as usize);
         if more != uses {
             // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to
             // the writer costs a little accuracy of the eviction.
-            state[USES].store(more, Ordering::Relaxed);
+            head[USES].store(more, Ordering::Relaxed);
         }
         true
     }
@@ -250,16 +243,16 @@ impl Cache {
     /// The state of the row's set now. Take it before the row is read from elsewhere, and insert with it.
     pub fn epoch(&self, row: RowKey) -> Epoch {
         let name = self.name_of(row);
-        Epoch(self.state(name.set)[EPOCH].load(Ordering::Acquire))
+        Epoch(self.tail_of(name.set)[EPOCH].load(Ordering::Acquire))
     }
 
     /// Runs `change` as the only writer of the row's set, while the set reads as changing.
-    fn in_set<R>(&self, row: RowKey, change: impl FnOnce(Name, &[AtomicU32]) -> R) -> R {
+    fn in_set<R>(&self, row: RowKey, change: impl FnOnce(Name) -> R) -> R {
         let name = self.name_of(row);
-        let state = self.state(name.set);
+        let head = self.head_of(name.set);
         let sequence = loop {
-            let stable = state[SEQUENCE].load(Ordering::Relaxed) & !1;
-            let taken = state[SEQUENCE].compare_exchange_weak(
+            let stable = head[SEQUENCE].load(Ordering::Relaxed) & !1;
+            let taken = head[SEQUENCE].compare_exchange_weak(
                 stable,
                 stable.wrapping_add(1),
                 Ordering::Acquire,
@@ -271,8 +264,8 @@ impl Cache {
             spin();
         };
         fence(Ordering::Release);
-        let result = change(name, state);
-        state[SEQUENCE].store(sequence.wrapping_add(2), Ordering::Release);
+        let result = change(name);
+        head[SEQUENCE].store(sequence.wrapping_add(2), Ordering::Release);
         result
     }
 
@@ -290,19 +283,19 @@ impl Cache {
     /// Puts a row in, over another one if the set is full. `since` is the epoch from before the row was read:
     /// if the row may have changed after that, nothing happens. Returns whether the row is in.
     pub fn insert(&self, row: RowKey, bytes: &[u8], since: Epoch) -> bool {
-        self.in_set(row, |name, state| {
-            if name.word == 0 || state[EPOCH].load(Ordering::Relaxed) != since.0 {
+        self.in_set(row, |name| {
+            if name.word == 0 || self.tail_of(name.set)[EPOCH].load(Ordering::Relaxed) != since.0 {
                 return false;
             }
             let way = match self.find::<Plain>(name) {
                 way if way < WAYS as u32 => way,
                 _ => {
-                    let mut ways = load(state);
+                    let mut ways = self.load_ways(name.set);
                     let empty = (0..WAYS).find(|&way| self.word(name.set, way as u32) == 0);
                     let way = empty
                         .unwrap_or_else(|| ways.evict(|w| self.naming.tag(self.word(name.set, w as u32))));
                     ways.place(way, self.naming.tag(name.word));
-                    store(&ways, state);
+                    self.store_ways(name.set, &ways);
                     way as u32
                 }
             };
@@ -324,9 +317,9 @@ impl Cache {
     }
 
     fn change(&self, row: RowKey, change: impl FnOnce(Name, u32)) -> bool {
-        self.in_set(row, |name, state| {
-            let epoch = state[EPOCH].load(Ordering::Relaxed);
-            state[EPOCH].store(epoch.wrapping_add(1), Ordering::Relaxed);
+        self.in_set(row, |name| {
+            let epoch = &self.tail_of(name.set)[EPOCH];
+            epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
             let way = self.find::<Plain>(name);
             let cached = way < WAYS as u32;
             if cached {
@@ -347,34 +340,35 @@ impl Cache {
             }
         }
     }
-}
 
-/// What the eviction policy knows of a set.
-fn load(state: &[AtomicU32]) -> Ways {
-    let word = |i: usize| state[i].load(Ordering::Relaxed);
-    let hands = word(HANDS).to_le_bytes();
-    let mut ghosts = [0; GHOSTS];
-    ghosts
-        .chunks_exact_mut(4)
-        .enumerate()
-        .for_each(|(i, g)| g.copy_from_slice(&word(HANDS + 1 + i).to_le_bytes()));
-    Ways {
-        uses: word(USES),
-        probation: u16::from_le_bytes([hands[0], hands[1]]),
-        main_hand: hands[2] & 15,
-        probation_hand: hands[2] >> 4,
-        ghosts,
-        ghost_hand: hands[3],
+    /// What the eviction policy knows of a set.
+    fn load_ways(&self, set: u32) -> Ways {
+        let tail = self.tail_of(set);
+        let word = |i: usize| tail[i].load(Ordering::Relaxed);
+        let hands = word(HANDS).to_le_bytes();
+        let mut ghosts = [0; GHOSTS];
+        for (i, four) in ghosts.chunks_exact_mut(4).enumerate() {
+            four.copy_from_slice(&word(HANDS + 1 + i).to_le_bytes());
+        }
+        Ways {
+            uses: self.head_of(set)[USES].load(Ordering::Relaxed),
+            probation: u16::from_le_bytes([hands[0], hands[1]]),
+            main_hand: hands[2] & 15,
+            probation_hand: hands[2] >> 4,
+            ghosts,
+            ghost_hand: hands[3],
+        }
     }
-}
 
-fn store(ways: &Ways, state: &[AtomicU32]) {
-    let [low, high] = ways.probation.to_le_bytes();
-    let hands = [low, high, ways.main_hand | ways.probation_hand << 4, ways.ghost_hand];
-    state[USES].store(ways.uses, Ordering::Relaxed);
-    state[HANDS].store(u32::from_le_bytes(hands), Ordering::Relaxed);
-    for (word, ghosts) in state[HANDS + 1..].iter().zip(ways.ghosts.chunks_exact(4)) {
-        word.store(u32::from_le_bytes([ghosts[0], ghosts[1], ghosts[2], ghosts[3]]), Ordering::Relaxed);
+    fn store_ways(&self, set: u32, ways: &Ways) {
+        let tail = self.tail_of(set);
+        let [low, high] = ways.probation.to_le_bytes();
+        let hands = [low, high, ways.main_hand | ways.probation_hand << 4, ways.ghost_hand];
+        self.head_of(set)[USES].store(ways.uses, Ordering::Relaxed);
+        tail[HANDS].store(u32::from_le_bytes(hands), Ordering::Relaxed);
+        for (word, four) in tail[HANDS + 1..].iter().zip(ways.ghosts.chunks_exact(4)) {
+            word.store(u32::from_le_bytes([four[0], four[1], four[2], four[3]]), Ordering::Relaxed);
+        }
     }
 }
 
@@ -473,7 +467,8 @@ mod tests {
                         Step::Query(table, k) => {
                             let row = RowKey { table, key: key_of(&names, table, k) };
                             for isa in Isa::available() {
-                                let mut out = [0; 32];
+                                // As a buffer for rows of several widths: longer than the row.
+                                let mut out = [0; 96];
                                 let hit = query_on(isa, &cache, row, &mut out);
                                 prop_assert_eq!(hit, model.contains_key(&row));
                                 if let Some(v) = model.get(&row) {

@@ -3,7 +3,8 @@
 //! CLOCK; a row that left probation unused is remembered by its tag and goes to the main part when it comes
 //! back. So a scan passes through the probation ways and leaves the rest alone. Never touches a row.
 
-use crate::simd::WAYS;
+/// Slots of a set.
+pub(crate) const WAYS: usize = if cfg!(loom) { 2 } else { 14 };
 
 /// Rows of a full set that are on probation, at most, before one of them gives way.
 const PROBATION_WAYS: u32 = 2;

@@ -14,14 +14,14 @@ use half::f16;
 
 /// Bytes of one racing read; what is copied is rounded up to it.
 pub const READ_BYTES: usize = 32;
-/// Slots of a set: the words that `find` compares.
-pub const WAYS: usize = if cfg!(loom) { 2 } else { 16 };
+/// Units of 4 bytes that `find` compares: a cache line.
+pub const LANES: usize = 16;
 
 /// One family of vector instructions. Its functions only run inside [`dispatch`].
 pub(crate) trait Simd {
     /// A mask of the words that equal `word`, the first in the lowest bit.
     #[inline(always)]
-    fn find(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+    fn find(words: &[AtomicU32; LANES], word: u32) -> u32 {
         let hit = |(way, w): (usize, &AtomicU32)| u32::from(w.load(Ordering::Relaxed) == word) << way;
         words.iter().enumerate().map(hit).sum()
     }
@@ -135,6 +135,7 @@ pub(crate) mod x86 {
     #[inline]
     #[target_feature(enable = "avx2,avx512f")]
     fn copy_avx512(from: &[AtomicU32], to: &mut [u8]) {
+        let to = &mut to[..size_of_val(from)];
         let (mut from, mut to) = (from.chunks_exact(16), to.chunks_exact_mut(2 * READ_BYTES));
         for (from, to) in from.by_ref().zip(to.by_ref()) {
             // SAFETY: `to` has 64 bytes; the store needs no alignment.
@@ -166,7 +167,7 @@ pub(crate) mod x86 {
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn find_avx2(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+    fn find_avx2(words: &[AtomicU32; LANES], word: u32) -> u32 {
         let word = _mm256_set1_epi32(word as i32);
         let half = |words| {
             let equal = _mm256_cmpeq_epi32(read_256(words), word);
@@ -177,14 +178,14 @@ pub(crate) mod x86 {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn find_avx512(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+    fn find_avx512(words: &[AtomicU32; LANES], word: u32) -> u32 {
         u32::from(_mm512_cmpeq_epi32_mask(read_512(words), _mm512_set1_epi32(word as i32)))
     }
 
     // SAFETY of all below: `Simd` says that the machine has the instructions.
     impl Simd for Avx2 {
         #[inline(always)]
-        fn find(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+        fn find(words: &[AtomicU32; LANES], word: u32) -> u32 {
             // SAFETY: above.
             unsafe { find_avx2(words, word) }
         }
@@ -204,7 +205,7 @@ pub(crate) mod x86 {
 
     impl Simd for Avx512 {
         #[inline(always)]
-        fn find(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+        fn find(words: &[AtomicU32; LANES], word: u32) -> u32 {
             // SAFETY: above.
             unsafe { find_avx512(words, word) }
         }
@@ -245,7 +246,7 @@ pub(crate) mod arm {
 
     impl Simd for Neon {
         #[inline(always)]
-        fn find(words: &[AtomicU32; WAYS], word: u32) -> u32 {
+        fn find(words: &[AtomicU32; LANES], word: u32) -> u32 {
             // SAFETY: Advanced SIMD is always there; four values are loaded from an array of four.
             unsafe {
                 let (word, bits) = (vdupq_n_u32(word), vld1q_u32([1, 2, 4, 8].as_ptr()));

@@ -75,7 +75,8 @@ fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f3
         let is_default = same_bits(columns, &table.default_row);
         assert!(
             is_default || row.as_ref().is_some_and(|row| same_bits(columns, row)),
-            "feature {f}, key {key}"
+            "feature {f}, key {key}: {columns:?} is neither {row:?} nor {:?}",
+            table.default_row
         );
         let count = match (row, table.miss, table.keys) {
             (Some(_), _, _) if !is_default => &mut answers.fresh,
