@@ -30,8 +30,8 @@ pub struct Epoch(u32);
 
 // The head of a set is the one cache line that a lookup touches before the row: the words' low halves, then what
 // readers share. Wide words have their high halves in a second line.
-const SEQUENCE: usize = 14;
-const USES: usize = 15;
+const SEQUENCE: usize = LINE - 2;
+const USES: usize = LINE - 1;
 const HIGH: usize = LINE;
 // The tail is for the one writer: the epoch, the hands of the eviction, its ghosts.
 const EPOCH: usize = 0;

@@ -13,9 +13,9 @@ use crate::sync::{AtomicU32, Ordering};
 use half::f16;
 
 /// Bytes of one racing read; what is copied is rounded up to it.
-pub const READ_BYTES: usize = 32;
+pub const READ_BYTES: usize = if cfg!(loom) { 8 } else { 32 };
 /// Units of 4 bytes that `find` compares: a cache line.
-pub const LANES: usize = 16;
+pub const LANES: usize = if cfg!(loom) { 4 } else { 16 };
 
 /// One family of vector instructions. Its functions only run inside [`dispatch`].
 pub(crate) trait Simd {

@@ -1,0 +1,94 @@
+//! What must hold in every order of the cache's steps. Run by `./test` with `--cfg loom`.
+#![cfg(loom)]
+
+use hatchback_loom::cache::Cache;
+use hatchback_loom::names::{Names, RowKey};
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU32, Ordering};
+use loom::thread;
+
+/// One set of two ways; a row is two units.
+fn cache() -> Arc<Cache> {
+    let names = Names::new(vec![Some(100)]);
+    Arc::new(Cache::new(8, Cache::bytes_min(8, &names), &names).unwrap())
+}
+
+fn row(key: u64) -> RowKey {
+    RowKey { table: 0, key }
+}
+
+fn bytes(value: u8) -> [u8; 8] {
+    [value; 8]
+}
+
+fn put(cache: &Cache, key: u64, value: u8) {
+    cache.insert(row(key), &bytes(value), cache.epoch(row(key)));
+}
+
+/// The value of a cached row, which must be of one piece.
+fn get(cache: &Cache, key: u64) -> Option<u8> {
+    let mut out = [0; 8];
+    cache.query(row(key), &mut out).then(|| {
+        assert!(out.iter().all(|b| *b == out[0]), "torn: {out:?}");
+        out[0]
+    })
+}
+
+#[test]
+fn an_updated_row_is_old_or_new() {
+    loom::model(|| {
+        let cache = cache();
+        put(&cache, 1, 1);
+        let writer = Arc::clone(&cache);
+        let writer = thread::spawn(move || assert!(writer.update(row(1), &bytes(2))));
+        // Busy for long counts as missing.
+        assert!(matches!(get(&cache, 1), None | Some(1) | Some(2)));
+        writer.join().unwrap();
+        assert_eq!(get(&cache, 1), Some(2));
+    });
+}
+
+#[test]
+fn a_row_that_is_driven_out_is_never_another() {
+    loom::model(|| {
+        let cache = cache();
+        put(&cache, 1, 1);
+        put(&cache, 2, 2);
+        let writer = Arc::clone(&cache);
+        let writer = thread::spawn(move || put(&writer, 3, 3));
+        assert!(matches!(get(&cache, 1), None | Some(1)));
+        assert!(matches!(get(&cache, 3), None | Some(3)));
+        writer.join().unwrap();
+        assert_eq!(get(&cache, 3), Some(3));
+    });
+}
+
+#[test]
+fn writers_of_one_set_take_turns() {
+    loom::model(|| {
+        let cache = cache();
+        let other = Arc::clone(&cache);
+        let other = thread::spawn(move || put(&other, 1, 1));
+        put(&cache, 2, 2);
+        other.join().unwrap();
+        assert_eq!((get(&cache, 1), get(&cache, 2)), (Some(1), Some(2)));
+    });
+}
+
+/// A row is read from the store, changed there and in the cache, and the first read's insert comes late.
+#[test]
+fn a_late_insert_never_brings_an_old_row_back() {
+    loom::model(|| {
+        let (cache, store) = (cache(), Arc::new(AtomicU32::new(1)));
+        let (late, source) = (Arc::clone(&cache), Arc::clone(&store));
+        let late = thread::spawn(move || {
+            let epoch = late.epoch(row(1));
+            let value = source.load(Ordering::Acquire) as u8;
+            late.insert(row(1), &bytes(value), epoch);
+        });
+        store.store(2, Ordering::Release);
+        cache.update(row(1), &bytes(2));
+        late.join().unwrap();
+        assert_ne!(get(&cache, 1), Some(1));
+    });
+}
