@@ -32,6 +32,13 @@ pub struct Zeroed<T> {
     of: PhantomData<T>,
 }
 
+impl<T> Default for Zeroed<T> {
+    /// Nothing.
+    fn default() -> Self {
+        Self { map: None, of: PhantomData }
+    }
+}
+
 impl<T: Zeroable> Zeroed<T> {
     /// `len` zeros.
     pub fn new(len: usize) -> Self {
