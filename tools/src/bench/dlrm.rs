@@ -109,13 +109,17 @@ impl Dlrm {
     /// # Errors
     /// A file cannot be written.
     pub fn write(&self, folder: &Path, samples: usize) -> Result<()> {
-        let write = |name: &str, bytes: Vec<u8>| std::fs::write(folder.join(name), bytes).with_context(|| name.to_owned());
+        let write = |name: &str, bytes: Vec<u8>| {
+            std::fs::write(folder.join(name), bytes).with_context(|| name.to_owned())
+        };
         let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>();
         write("whole.onnx", self.whole())?;
         let all = layers(&BOTTOM, 1).into_iter().chain(layers(&TOP, 8));
         write("dense.f32", bytes(&all.flat_map(|l| [l.weights, l.bias].concat()).collect::<Vec<_>>()))?;
         let (mut tables, mut values) = (Vec::new(), Vec::new());
-        for (table, first) in (0..TABLES).flat_map(|t| (0..self.rows).step_by(BLOCK_ROWS).map(move |r| (t, r))) {
+        for (table, first) in
+            (0..TABLES).flat_map(|t| (0..self.rows).step_by(BLOCK_ROWS).map(move |r| (t, r)))
+        {
             values.clear();
             (first..self.rows.min(first + BLOCK_ROWS)).for_each(|row| self.push_row(table, row, &mut values));
             tables.extend(bytes(&values));

@@ -1,10 +1,13 @@
 //! `bench NAME`: measurements that print their bars. Each name has a file here; this one holds what their
 //! reports share. Never judges a run by another machine's figures.
 
+mod beside;
+mod dlrm;
 mod flash;
 mod ladder;
 mod load;
 mod lookup;
+mod peer;
 mod request;
 
 use anyhow::Result;
@@ -98,6 +101,52 @@ impl fmt::Display for Bar {
             }
             Found::NotRun { reason } => write!(f, "{}: not run: {reason}", self.name),
         }
+    }
+}
+
+impl Bar {
+    /// A figure that must be `bar` or more; `None` where it was not measured.
+    pub fn least(name: &str, value: Option<f64>, bar: f64) -> Option<Self> {
+        value.map(|value| Self { name: name.to_owned(), value, bar, holds: value >= bar })
+    }
+}
+
+/// The bars for people.
+pub fn bars_table(bars: &[Bar]) -> comfy_table::Table {
+    let mut table = crate::report::table(&["bar", "found", "demanded", ""]);
+    for bar in bars {
+        let holds = if bar.holds { "holds" } else { "MISSED" };
+        table.add_row([
+            bar.name.clone(),
+            format!("{:.2}", bar.value),
+            format!("{:.2}", bar.bar),
+            holds.to_owned(),
+        ]);
+    }
+    table
+}
+
+/// A peer that did not run.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct NotRun {
+    /// Which.
+    pub engine: &'static str,
+    /// Why.
+    #[serde(rename = "not run")]
+    pub reason: String,
+    /// What would make it ready.
+    pub command: &'static str,
+}
+
+impl NotRun {
+    /// The peer `engine`; `command` would make it ready.
+    pub fn new(engine: &'static str, reason: String, command: &'static str) -> Self {
+        Self { engine, reason, command }
+    }
+
+    /// Its row in a table.
+    pub fn cells(&self) -> [String; 2] {
+        [self.engine.to_owned(), format!("not run: {}; `{}`", self.reason, self.command)]
     }
 }
 

@@ -55,7 +55,8 @@ impl Peer {
         }
         let mut command = Command::new(&python);
         command.arg(programs.path().join(program.name)).stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.stderr(Stdio::null()).spawn().with_context(|| python.display().to_string())?;
+        let mut child =
+            command.stderr(Stdio::null()).spawn().with_context(|| python.display().to_string())?;
         let lines = child.stdout.take().map(BufReader::new).context("no standard output")?;
         let input = child.stdin.take();
         Ok(Self { child, lines, input, _programs: programs })
@@ -138,7 +139,9 @@ mod tests {
 
     #[test]
     fn lines_go_both_ways() {
-        let venv = environment("test -s \"$1\" || exit 1; while read -r line; do echo \"{\\\"got\\\": $line}\"; done");
+        let venv = environment(
+            "test -s \"$1\" || exit 1; while read -r line; do echo \"{\\\"got\\\": $line}\"; done",
+        );
         let mut peer = Peer::start(venv.path(), DLRM).unwrap();
         for n in [1, 2] {
             let answer: Value = peer.ask("round", &json!({ "n": n })).unwrap();
