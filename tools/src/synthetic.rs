@@ -17,7 +17,7 @@ use hatchback::{Activation, Pooling, mix};
 use std::path::{Path, PathBuf};
 
 /// Rows of the tables in MLPerf's model.
-const CARDINALITIES: [u64; 26] = [
+pub const CARDINALITIES: [u64; 26] = [
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
     2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
 ];

@@ -201,6 +201,7 @@ impl Plan {
 /// # Errors
 /// A file cannot be written, our model is refused, or a peer fails in the middle.
 pub fn run(plan: &Plan, venv: &Path, json: Option<&PathBuf>, plot: Option<&PathBuf>) -> Result<()> {
+    let machine = Machine::this();
     peer::stay_on_one_core()?;
     let folder = tempfile::tempdir().context("a temporary folder")?;
     let model = Dlrm { rows: plan.rows };
@@ -214,7 +215,7 @@ pub fn run(plan: &Plan, venv: &Path, json: Option<&PathBuf>, plot: Option<&PathB
     points.extend(peers.missing.iter().cloned().map(Point::NotRun));
     let report = Report {
         bench: "request --peers",
-        machine: Machine::this(),
+        machine,
         model: format!("MLPerf DLRM, {TABLES} tables of {} rows of {}", plan.rows, super::dlrm::DIM),
         bars: bars(&points),
         points,

@@ -4,6 +4,7 @@
 mod beside;
 mod dlrm;
 mod flash;
+mod hits;
 mod ladder;
 mod load;
 mod lookup;
@@ -16,6 +17,7 @@ use serde::Serialize;
 use std::fmt;
 
 pub use flash::FlashArgs;
+pub use hits::HitsArgs;
 pub use ladder::LadderArgs;
 pub use load::{Load, Measured};
 pub use lookup::LookupArgs;
@@ -33,6 +35,8 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Measures cold rows from flash beside the raw device and other row stores
     Flash(FlashArgs),
+    /// Measures hit rates of the cache beside other policies, and its rows a MiB
+    Hits(HitsArgs),
     /// Measures one pipeline under a rising number of callers
     Ladder(LadderArgs),
     /// Measures pooled lookups on one core beside the machine's limit
@@ -48,6 +52,7 @@ pub enum BenchCommand {
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
         BenchCommand::Flash(args) => flash::run(args),
+        BenchCommand::Hits(args) => hits::run(args),
         BenchCommand::Ladder(args) => ladder::run(args),
         BenchCommand::Lookup(args) => lookup::run(args),
         BenchCommand::Request(args) => request::run(args),
