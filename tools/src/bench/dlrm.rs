@@ -220,6 +220,7 @@ fn spec() -> ModelSpec {
         tables: names.iter().map(table).collect(),
         features: names.iter().map(feature).collect(),
         probe: None,
+        requests: None,
     }
 }
 

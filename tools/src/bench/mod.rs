@@ -95,6 +95,15 @@ impl Bar {
     pub fn at_least(name: impl Into<String>, value: f64, bar: f64) -> Self {
         Self { name: name.into(), bar, found: Found::Measured { value, holds: value >= bar } }
     }
+
+    /// The same of a figure that is only there if its peer ran.
+    pub fn at_least_if(name: impl Into<String>, value: Option<f64>, bar: f64) -> Self {
+        let reason = "a peer did not run".to_owned();
+        match value {
+            Some(value) => Self::at_least(name, value, bar),
+            None => Self { name: name.into(), bar, found: Found::NotRun { reason } },
+        }
+    }
 }
 
 impl fmt::Display for Bar {
@@ -109,24 +118,16 @@ impl fmt::Display for Bar {
     }
 }
 
-impl Bar {
-    /// A figure that must be `bar` or more; `None` where it was not measured.
-    pub fn least(name: &str, value: Option<f64>, bar: f64) -> Option<Self> {
-        value.map(|value| Self { name: name.to_owned(), value, bar, holds: value >= bar })
-    }
-}
-
 /// The bars for people.
 pub fn bars_table(bars: &[Bar]) -> comfy_table::Table {
     let mut table = crate::report::table(&["bar", "found", "demanded", ""]);
     for bar in bars {
-        let holds = if bar.holds { "holds" } else { "MISSED" };
-        table.add_row([
-            bar.name.clone(),
-            format!("{:.2}", bar.value),
-            format!("{:.2}", bar.bar),
-            holds.to_owned(),
-        ]);
+        let (found, holds) = match &bar.found {
+            Found::Measured { value, holds: true } => (format!("{value:.2}"), "holds"),
+            Found::Measured { value, holds: false } => (format!("{value:.2}"), "MISSED"),
+            Found::NotRun { reason } => ("not run".to_owned(), reason.as_str()),
+        };
+        table.add_row([bar.name.clone(), found, format!("{:.2}", bar.bar), holds.to_owned()]);
     }
     table
 }

@@ -198,8 +198,8 @@ impl Policy for Ring {
 #[cfg(feature = "peers")]
 mod quick {
     use super::Policy;
-    use quick_cache::unsync::{Cache, DefaultLifecycle};
     use quick_cache::UnitWeighter;
+    use quick_cache::unsync::{Cache, DefaultLifecycle};
     use std::hash::{BuildHasherDefault, DefaultHasher};
 
     /// The crate `quick_cache`, with a hash that is the same in every run.
