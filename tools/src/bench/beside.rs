@@ -383,3 +383,45 @@ fn chart(path: &Path, report: &Report<Point>) -> Result<()> {
     let x = Axis::log("samples in a request").at(&BATCHES.map(f64::from));
     plot::lines(path, &report.model, x, Axis::log("CPU time a sample, p50, µs"), series)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::Found;
+
+    /// The network is one that our engine takes, every row stays in the cache, and what has no peer says so.
+    #[test]
+    fn without_peers_ours_is_measured_and_they_are_listed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
+        let plan = Plan { rows: 64, rounds: 1, samples: 8, calls_min: 2 };
+        run(&plan, folder.path(), Some(&json), Some(&plot)).unwrap();
+        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let points = report["points"].as_array().unwrap();
+        assert_eq!(points.len(), BATCHES.len() * OURS.len() + 2);
+        assert!(points[0]["p50_us"].as_f64().unwrap() > 0.0);
+        assert_eq!((&points[15]["engine"], &points[15]["command"]), (&ORT.into(), &peer::SETUP.into()));
+        assert!(report["bars"].as_array().unwrap().iter().all(|bar| bar["not run"].is_string()));
+        assert!(std::fs::read_to_string(&plot).unwrap().contains("Hatchback, f16"));
+    }
+
+    #[test]
+    fn lighter_weights_count_only_if_their_scores_are_near() {
+        let point = |engine: &str, p50_us, difference| {
+            let (engine, score_difference) = (engine.to_owned(), Some(difference));
+            Point::Measured(Measured { engine, batch: 1, p50_us, p99_us: p50_us, score_difference })
+        };
+        let points = [
+            point(ORT, 100.0, 0.0),
+            point(OURS[0].0, 80.0, 0.0),
+            point(OURS[1].0, 50.0, 1e-3),
+            point(OURS[2].0, 10.0, 2e-3),
+        ];
+        let of = |name: &str| bars(&points).into_iter().find(|b| b.name.starts_with(name)).unwrap().found;
+        assert_eq!(of("p99 of ONNX Runtime / f32, batch 1"), Found::Measured { value: 1.25, holds: true });
+        assert_eq!(
+            of("p50 of ONNX Runtime / f16 or int8, batch 1"),
+            Found::Measured { value: 2.0, holds: true }
+        );
+    }
+}
