@@ -9,6 +9,7 @@ pub mod import;
 pub mod inspect;
 pub mod keys;
 pub mod metrics;
+pub mod onnx;
 pub mod pack;
 pub mod place;
 pub mod plot;

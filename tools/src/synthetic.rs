@@ -17,7 +17,7 @@ use hatchback::{Activation, Pooling, mix};
 use std::path::{Path, PathBuf};
 
 /// Rows of the tables in MLPerf's model.
-const CARDINALITIES: [u64; 26] = [
+pub const CARDINALITIES: [u64; 26] = [
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
     2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
 ];
@@ -85,6 +85,20 @@ fn scaled(c: u64, rows_max: u64) -> u64 {
     c.min(share.max(LARGE_ROWS_MIN)).min(rows_max.max(1))
 }
 
+/// `n` values close to N(0, `deviation`), each a sum of four random bytes; `n` is even. Seeds closer than `n / 2`
+/// share values.
+pub fn push_normals(seed: u64, n: usize, deviation: f32, values: &mut Vec<f32>) {
+    /// Mean and deviation of the sum of four uniform bytes.
+    const SUM: (f32, f32) = (510.0, 147.801);
+    let scale = deviation / SUM.1;
+    for i in 0..n as u64 / 2 {
+        let bytes = mix(seed + i).to_le_bytes();
+        let (low, high) = bytes.split_at(4);
+        let sum = |four: &[u8]| f32::from(four.iter().map(|b| u16::from(*b)).sum::<u16>());
+        values.extend([low, high].map(|four| (sum(four) - SUM.0) * scale));
+    }
+}
+
 /// The rows of one table, made up as they are read.
 struct Synthetic {
     number: usize,
@@ -128,18 +142,10 @@ impl Synthetic {
         order
     }
 
-    /// Values of the row at `position`, close to N(0, 1/sqrt(dim)): sums of four random bytes.
+    /// Values of the row at `position`, close to N(0, 1/sqrt(dim)).
     fn push_row(&self, position: u64, values: &mut Vec<f32>) {
-        /// Mean and deviation of the sum of four uniform bytes.
-        const SUM: (f32, f32) = (510.0, 147.801);
-        let scale = 1.0 / (SUM.1 * (DIM as f32).sqrt());
         let seed = (position << 16 | self.number as u64) * DIM as u64;
-        for i in 0..DIM as u64 / 2 {
-            let bytes = mix(seed + i).to_le_bytes();
-            let (low, high) = bytes.split_at(4);
-            let sum = |four: &[u8]| f32::from(four.iter().map(|b| u16::from(*b)).sum::<u16>());
-            values.extend([low, high].map(|four| (sum(four) - SUM.0) * scale));
-        }
+        push_normals(seed, DIM, 1.0 / (DIM as f32).sqrt(), values);
     }
 }
 

@@ -2,7 +2,10 @@
 //! reading random rows (`hatchback_kernels::gather`, rows at known places in plain memory). Never reads flash
 //! and never runs a dense network.
 
-use crate::report;
+use super::peer::{self, Peer, cpu_us, percentile};
+use super::{Bar, Machine, NotRun, Report, bars_table};
+use crate::plot::{self, Axis, Panel, Series};
+use crate::{report, serve};
 use anyhow::{Result, ensure};
 use clap::Args;
 use hatchback::{Codec, Pooling, RowFormat, RowKey, Status, mix};
@@ -15,46 +18,81 @@ use hatchback_kernels::query::{Bags, Feature, Input, Rows};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, Zipf};
-use rustix::time::{ClockId, clock_gettime};
-use serde::Serialize;
-use std::path::PathBuf;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::path::{Path, PathBuf};
 
 /// Tables of the model, each looked up once a sample: Criteo's.
 const TABLES: usize = 26;
 /// Exponent of the skewed keys.
 const ALPHA: f64 = 1.05;
 
-/// Measures pooled lookups on one core beside the machine's limit
+/// Samples of a call.
+const BATCHES: [usize; 4] = [1, 32, 256, 2048];
+/// Keys in a bag.
+const HOTNESS: [usize; 2] = [1, 10];
+/// How keys are drawn.
+const KEYS: [&str; 2] = ["uniform", "zipf"];
+/// The machine's limit.
+const LIMIT: &str = "limit, f32";
+/// Ours, by codec, and the peers that keep rows in as many bytes.
+const OURS: [(Codec, &str, &[&str]); 3] = [
+    (Codec::F32, "Hatchback, f32", &["FBGEMM, fp32", "torch EmbeddingBag, fp32"]),
+    (Codec::F16, "Hatchback, f16", &["FBGEMM, fp16"]),
+    (Codec::U8, "Hatchback, u8", &["FBGEMM, int8", "torch quantized, byte"]),
+];
+
+/// Measures pooled lookups on one core beside the machine's limit, PyTorch and FBGEMM
 #[derive(Args, Debug)]
 pub struct LookupArgs {
     /// Columns of a row
-    #[arg(long, default_value_t = 64)]
-    dim: usize,
-    /// Rows of each of the 26 tables [default: 200000; quick: 20000]
+    #[arg(long, value_delimiter = ',', default_values_t = [64, 128])]
+    dim: Vec<usize>,
+    /// Rows of each of the 26 tables [default: 6,400,000 / dim; quick: a tenth]
     #[arg(long)]
     rows: Option<usize>,
-    /// Fewer rows and rounds
+    /// Fewer rows and rounds, the first dim only
     #[arg(long)]
     quick: bool,
+    /// The Python environment of the peers, as `tools/peers/setup` makes it
+    #[arg(long, default_value = peer::VENV)]
+    venv: PathBuf,
     /// Writes all figures as JSON (`-`: standard output, without the tables)
     #[arg(long)]
     json: Option<PathBuf>,
+    /// Draws lookups a second by batch size as SVG
+    #[arg(long)]
+    plot: Option<PathBuf>,
+}
+
+/// The figures of one engine and shape, or why there are none.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Point {
+    /// What was measured.
+    Measured(Measured),
+    /// A peer that did not run.
+    NotRun(NotRun),
 }
 
 /// The figures of one engine at one point.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Point {
+pub struct Measured {
     /// What did the lookups.
     pub engine: String,
+    /// Columns of a row.
+    pub dim: usize,
     /// How the keys were drawn.
     pub keys: &'static str,
     /// Keys in a bag.
     pub hotness: usize,
     /// Samples of a call.
     pub batch: usize,
-    /// CPU time of a call, the median of the best round.
-    pub micros: f64,
-    /// Rows a second, millions.
+    /// CPU time of a call, half take less, in the best turn, µs.
+    pub p50_us: f64,
+    /// 99 % take less, in the turn that is best by this, µs.
+    pub p99_us: f64,
+    /// Rows a second at p50, millions.
     pub mrows_per_s: f64,
 }
 
@@ -89,17 +127,6 @@ impl Calls {
     }
 }
 
-/// Microseconds of CPU time that this thread has taken.
-fn cpu_micros() -> f64 {
-    let now = clock_gettime(ClockId::ThreadCPUTime);
-    now.tv_sec as f64 * 1e6 + now.tv_nsec as f64 / 1e3
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
-}
-
 /// The limit: rows of plain memory.
 struct Limit {
     tables: Vec<gather::Rows>,
@@ -111,11 +138,11 @@ impl Limit {
     fn run(&mut self, calls: &Calls) -> Vec<f64> {
         let (isa, stride) = (Isa::detect(), TABLES * self.dim);
         let mut time = |tables: &Vec<Vec<u64>>| {
-            let start = cpu_micros();
+            let start = cpu_us();
             for (t, (table, positions)) in self.tables.iter().zip(tables).enumerate() {
                 table.pool(isa, positions, calls.shape.hotness, &mut self.out, stride, t * self.dim);
             }
-            cpu_micros() - start
+            cpu_us() - start
         };
         calls.positions.iter().map(&mut time).collect()
     }
@@ -175,7 +202,7 @@ impl Cached {
             }
             let statuses = &mut self.statuses[..calls.shape.batch];
             statuses.fill(Status::default());
-            let start = cpu_micros();
+            let start = cpu_us();
             let isa = Isa::detect();
             for (t, keys) in keys.iter().enumerate() {
                 let feature = Feature {
@@ -193,7 +220,7 @@ impl Cached {
                 let mut input = Input { data: &mut self.out, stride: TABLES * dim };
                 feature.query(isa, bags, 0, &mut input, &mut self.misses, statuses);
             }
-            times.push(cpu_micros() - start);
+            times.push(cpu_us() - start);
             let fresh: u32 = statuses.iter().map(|s| s.fresh).sum();
             let asked = calls.shape.batch * calls.shape.hotness * TABLES;
             ensure!(fresh as usize == asked, "{fresh} of {asked} rows were cached");
@@ -202,59 +229,289 @@ impl Cached {
     }
 }
 
+/// PyTorch and FBGEMM.
+struct Peers {
+    peer: Peer,
+    about: About,
+}
+
+/// What the program says of itself.
+#[derive(Deserialize)]
+struct About {
+    engines: Vec<String>,
+    about: String,
+}
+
+#[derive(Deserialize)]
+struct Times {
+    times_us: Vec<f64>,
+}
+
+impl Peers {
+    fn start(venv: &Path, dim: usize, rows: usize) -> Result<Self> {
+        let mut peer = Peer::start(venv, peer::LOOKUPS)?;
+        let about = peer.ask("setup", &json!({ "tables": TABLES, "rows": rows, "dim": dim }))?;
+        Ok(Self { peer, about })
+    }
+
+    fn times(&mut self, engine: &str, shape: Shape, calls: usize, seed: usize) -> Result<Vec<f64>> {
+        let Shape { keys, hotness, batch } = shape;
+        let options = json!({
+            "engine": engine, "keys": keys, "hotness": hotness, "batch": batch, "calls": calls, "seed": seed,
+        });
+        Ok(self.peer.ask::<Times>("round", &options)?.times_us)
+    }
+}
+
+/// All engines of one dim.
+struct Engines {
+    dim: usize,
+    rows: usize,
+    limit: Limit,
+    ours: Vec<Cached>,
+    peers: Option<Peers>,
+}
+
+impl Engines {
+    fn names(&self) -> Vec<String> {
+        let own = std::iter::once(LIMIT).chain(OURS.map(|o| o.1)).map(str::to_owned);
+        own.chain(self.peers.iter().flat_map(|p| p.about.engines.clone())).collect()
+    }
+
+    /// Each engine's turns at `shape`, one after the other, `rounds` times; the best of each.
+    fn measure(&mut self, shape: Shape, rounds: usize, rng: &mut StdRng) -> Result<Vec<Point>> {
+        let names = self.names();
+        let calls = (40_000 / (shape.batch * shape.hotness)).clamp(5, 400);
+        let mut best = vec![(f64::INFINITY, f64::INFINITY); names.len()];
+        for round in 0..rounds {
+            let drawn = Calls::draw(shape, self.rows, calls, rng)?;
+            for (number, (name, (p50, p99))) in names.iter().zip(&mut best).enumerate() {
+                let mut times = match (number, &mut self.peers) {
+                    (0, _) => self.limit.run(&drawn),
+                    (1..=3, _) => self.ours[number - 1].run(&drawn)?,
+                    (_, Some(peers)) => peers.times(name, shape, calls, round)?,
+                    (_, None) => Vec::new(),
+                };
+                *p50 = p50.min(percentile(&mut times, 0.5));
+                *p99 = p99.min(percentile(&mut times, 0.99));
+            }
+        }
+        let Shape { keys, hotness, batch } = shape;
+        let point = |(engine, (p50_us, p99_us))| {
+            let mrows_per_s = (TABLES * batch * hotness) as f64 / p50_us;
+            let dim = self.dim;
+            Point::Measured(Measured { engine, dim, keys, hotness, batch, p50_us, p99_us, mrows_per_s })
+        };
+        Ok(names.into_iter().zip(best).map(point).collect())
+    }
+}
+
+fn shapes() -> impl Iterator<Item = Shape> {
+    let keys = KEYS.into_iter().flat_map(|keys| HOTNESS.map(|hotness| (keys, hotness)));
+    keys.flat_map(|(keys, hotness)| BATCHES.map(|batch| Shape { keys, hotness, batch }))
+}
+
 /// Runs the command.
 ///
 /// # Errors
-/// The rows do not fit.
+/// The rows do not fit, or a peer fails in the middle.
 pub fn run(args: &LookupArgs) -> Result<()> {
-    let rows = args.rows.unwrap_or(if args.quick { 20_000 } else { 200_000 });
+    let machine = Machine::this();
+    peer::stay_on_one_core()?;
+    let dims = if args.quick { &args.dim[..args.dim.len().min(1)] } else { &args.dim };
     let rounds = if args.quick { 2 } else { 5 };
-    let batches = [1, 32, 256, 2048];
-    let batch_max = batches[batches.len() - 1];
-    let mut limit = Limit {
-        tables: (0..TABLES).map(|_| gather::Rows::new(rows, args.dim)).collect(),
-        dim: args.dim,
-        out: vec![0.0; batch_max * TABLES * args.dim],
-    };
-    let mut ours = Vec::new();
-    for codec in [Codec::F32, Codec::F16, Codec::U8] {
-        ours.push((codec, Cached::new(codec, args.dim, rows, batch_max)?));
-    }
-    let mut rng = StdRng::seed_from_u64(1);
-    let mut points = Vec::new();
-    for keys in ["uniform", "zipf"] {
-        for hotness in [1, 10] {
-            for batch in batches {
-                let shape = Shape { keys, hotness, batch };
-                let calls = (40_000 / (batch * hotness)).clamp(3, 2000);
-                let mut best = vec![f64::INFINITY; 1 + ours.len()];
-                for _ in 0..rounds {
-                    let calls = Calls::draw(shape, rows, calls, &mut rng)?;
-                    best[0] = best[0].min(median(limit.run(&calls)));
-                    for (best, (_, ours)) in best[1..].iter_mut().zip(&mut ours) {
-                        *best = best.min(median(ours.run(&calls)?));
-                    }
-                }
-                let names = std::iter::once("limit (f32)".to_owned())
-                    .chain(ours.iter().map(|(c, _)| format!("hatchback {}", c.name())));
-                for (engine, micros) in names.zip(best) {
-                    let mrows_per_s = (TABLES * batch * hotness) as f64 / micros;
-                    points.push(Point { engine, keys, hotness, batch, micros, mrows_per_s });
-                }
-            }
+    let bar = serve::progress_bar((dims.len() * shapes().count()) as u64, "measuring", "{pos}/{len} shapes");
+    let (mut points, mut about, mut missing) = (Vec::new(), None, Vec::new());
+    let batch_max = BATCHES.into_iter().max().unwrap_or(1);
+    for &dim in dims {
+        ensure!(dim > 0, "--dim: 0");
+        let rows = args.rows.unwrap_or(if args.quick { 640_000 } else { 6_400_000 } / dim).max(1);
+        let peers = Peers::start(&args.venv, dim, rows).map_err(|e| missing = not_run(&e)).ok();
+        about = about.or_else(|| peers.as_ref().map(|p| p.about.about.clone()));
+        let limit = Limit {
+            tables: (0..TABLES).map(|_| gather::Rows::new(rows, dim)).collect(),
+            dim,
+            out: vec![0.0; batch_max * TABLES * dim],
+        };
+        let ours = OURS.map(|(codec, ..)| Cached::new(codec, dim, rows, batch_max));
+        let ours = ours.into_iter().collect::<Result<_>>()?;
+        let mut engines = Engines { dim, rows, limit, ours, peers };
+        let mut rng = StdRng::seed_from_u64(1);
+        for shape in shapes() {
+            points.extend(engines.measure(shape, rounds, &mut rng)?);
+            bar.inc(1);
         }
     }
-    let mut table = report::table(&["engine", "keys", "hotness", "batch", "µs", "Mrows/s"]);
-    for p in &points {
-        table.add_row([
-            p.engine.clone(),
-            p.keys.to_owned(),
-            p.hotness.to_string(),
-            p.batch.to_string(),
-            format!("{:.1}", p.micros),
-            format!("{:.1}", p.mrows_per_s),
-        ]);
+    bar.finish_and_clear();
+    let bars = bars(&points);
+    points.extend(missing);
+    let report = Report { bench: "lookup", machine, model: format!("{TABLES} tables"), bars, points };
+    args.publish(&report, about.as_deref())
+}
+
+/// Every peer, because of `e`.
+fn not_run(e: &anyhow::Error) -> Vec<Point> {
+    let peers = OURS.iter().flat_map(|o| o.2.iter().copied());
+    peers.map(|peer| Point::NotRun(NotRun::new(peer, report::explain(e), peer::SETUP))).collect()
+}
+
+fn measured(points: &[Point]) -> impl Iterator<Item = &Measured> + Clone {
+    points.iter().filter_map(|p| if let Point::Measured(m) = p { Some(m) } else { None })
+}
+
+/// How many times less `ours` takes than the best of `others`, at the worst of the shapes that `wanted` takes.
+fn least_lead(
+    points: &[Point],
+    ours: &str,
+    others: &[&str],
+    wanted: impl Fn(&Measured) -> bool,
+) -> Option<f64> {
+    let shape = |m: &Measured| (m.dim, m.keys, m.hotness, m.batch);
+    let own = measured(points).filter(|m| m.engine == ours && wanted(m));
+    let lead = |own: &Measured| {
+        let same = measured(points).filter(|m| shape(m) == shape(own) && others.contains(&m.engine.as_str()));
+        Some(same.map(|m| m.p50_us).reduce(f64::min)? / own.p50_us)
+    };
+    own.map(lead).collect::<Option<Vec<f64>>>()?.into_iter().reduce(f64::min)
+}
+
+fn bars(points: &[Point]) -> Vec<Bar> {
+    let mut bars = Vec::new();
+    let (_, f32_rows, f32_peers) = OURS[0];
+    let first = least_lead(points, f32_rows, f32_peers, |m| (m.batch, m.hotness) == (1, 1));
+    bars.push(Bar::at_least_if("batch 1, one key: best fp32 peer / f32", first, 20.0));
+    for batch in BATCHES {
+        for (_, ours, peers) in OURS {
+            let lead = least_lead(points, ours, peers, |m| m.batch == batch);
+            bars.push(Bar::at_least_if(format!("batch {batch}: best peer / {ours}, worst shape"), lead, 1.0));
+        }
     }
-    println!("{table}");
-    Ok(())
+    let limit = least_lead(points, f32_rows, &[LIMIT], |m| m.batch >= 256);
+    bars.push(Bar::at_least_if("limit / f32, batch 256 and 2048, worst shape", limit, 0.8));
+    bars
+}
+
+impl LookupArgs {
+    fn publish(&self, report: &Report<Point>, about: Option<&str>) -> Result<()> {
+        if let Some(path) = &self.plot {
+            plot::panels(path, "Pooled lookups on one core, 26 tables", &charts(&report.points))?;
+        }
+        if self.json.as_deref() != Some(Path::new("-")) {
+            show(report, about);
+        }
+        self.json.as_ref().map_or(Ok(()), |path| report::write_json(path, report))
+    }
+}
+
+fn names(points: &[Point]) -> Vec<&str> {
+    let mut names: Vec<&str> = Vec::new();
+    for m in measured(points) {
+        if !names.contains(&m.engine.as_str()) {
+            names.push(&m.engine);
+        }
+    }
+    names
+}
+
+fn show(report: &Report<Point>, about: Option<&str>) {
+    let machine = &report.machine;
+    println!("{}, {} cores, {}, version {}", machine.cpu, machine.cores, machine.platform, machine.version);
+    if let Some(about) = about {
+        println!("Peers: {about}.");
+    }
+    let mut dims: Vec<usize> = measured(&report.points).map(|m| m.dim).collect();
+    dims.dedup();
+    for dim in dims {
+        for (keys, hotness) in KEYS.into_iter().flat_map(|keys| HOTNESS.map(|hotness| (keys, hotness))) {
+            println!("dim {dim}, {keys} keys, {hotness} a bag: µs a call (million rows a second)");
+            let heads = BATCHES.map(|b| format!("batch {b}"));
+            let heads: Vec<&str> = ["engine"].into_iter().chain(heads.iter().map(String::as_str)).collect();
+            let mut table = report::table(&heads);
+            for name in names(&report.points) {
+                let own = measured(&report.points).filter(|m| m.engine == name && m.dim == dim);
+                let own = own.filter(|m| (m.keys, m.hotness) == (keys, hotness));
+                let cells = own.map(|m| format!("{:.1} ({:.1})", m.p50_us, m.mrows_per_s));
+                table.add_row([name.to_owned()].into_iter().chain(cells));
+            }
+            for point in &report.points {
+                if let Point::NotRun(peer) = point {
+                    table.add_row(peer.cells());
+                }
+            }
+            println!("{table}");
+        }
+    }
+    println!(
+        "CPU time on one core, p50 of the best of several turns; all rows cached, fresh keys in every call."
+    );
+    println!("{}", bars_table(&report.bars));
+}
+
+/// Rows a second by batch size, uniform keys, of the first dim.
+fn charts(points: &[Point]) -> Vec<Panel> {
+    let dim = measured(points).next().map_or(0, |m| m.dim);
+    let panel = |hotness: usize| {
+        let line = |(color, name): (usize, &str)| {
+            let own = measured(points).filter(|m| m.engine == name && m.dim == dim);
+            let own = own.filter(|m| (m.keys, m.hotness) == ("uniform", hotness));
+            let dashed = !name.starts_with("Hatchback");
+            let points = own.map(|m| (m.batch as f64, m.mrows_per_s)).collect();
+            Series { name: name.to_owned(), color, dashed, points }
+        };
+        Panel {
+            x: Axis::log("samples of a call").at(&BATCHES.map(|b| b as f64)),
+            y: Axis::log(&format!("Mrows/s, {hotness} a bag")),
+            series: names(points).into_iter().enumerate().map(line).collect(),
+        }
+    };
+    HOTNESS.map(panel).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn point(engine: &str, batch: usize, keys: &'static str, p50_us: f64) -> Point {
+        let (engine, dim, hotness, p99_us, mrows_per_s) = (engine.to_owned(), 64, 1, p50_us, 1.0);
+        Point::Measured(Measured { engine, dim, keys, hotness, batch, p50_us, p99_us, mrows_per_s })
+    }
+
+    #[test]
+    fn the_worst_shape_beside_the_best_peer_counts() {
+        let mut points =
+            vec![point("Hatchback, f32", 1, "uniform", 2.0), point("Hatchback, f32", 1, "zipf", 1.0)];
+        assert!(least_lead(&points, "Hatchback, f32", OURS[0].2, |_| true).is_none());
+        for (keys, us) in [("uniform", 30.0), ("zipf", 25.0)] {
+            points.push(point("FBGEMM, fp32", 1, keys, us));
+            points.push(point("torch EmbeddingBag, fp32", 1, keys, us + 100.0));
+            points.push(point("FBGEMM, fp16", 1, keys, 1.0));
+        }
+        assert_eq!(least_lead(&points, "Hatchback, f32", OURS[0].2, |_| true), Some(15.0));
+        assert_eq!(least_lead(&points, "Hatchback, f32", OURS[0].2, |m| m.keys == "zipf"), Some(25.0));
+        let bars = bars(&points);
+        assert_eq!(bars[0], Bar::at_least("batch 1, one key: best fp32 peer / f32", 15.0, 20.0));
+        assert_eq!(bars.len(), 14);
+    }
+
+    #[test]
+    fn without_peers_ours_is_measured_and_they_are_listed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
+        let args = LookupArgs {
+            dim: vec![8],
+            rows: Some(50),
+            quick: true,
+            venv: folder.path().to_owned(),
+            json: Some(json.clone()),
+            plot: Some(plot.clone()),
+        };
+        run(&args).unwrap();
+        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert_eq!(report["bars"][0]["not run"], "a peer did not run");
+        assert!(report["bars"][13]["value"].as_f64().unwrap() > 0.0);
+        let points = report["points"].as_array().unwrap();
+        assert_eq!(points.len(), 16 * 4 + 5);
+        assert_eq!(points[64]["engine"], "FBGEMM, fp32");
+        assert!(std::fs::read_to_string(&plot).unwrap().contains("Hatchback, u8"));
+    }
 }

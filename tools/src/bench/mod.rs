@@ -1,10 +1,14 @@
 //! `bench NAME`: measurements that print their bars. Each name has a file here; this one holds what their
 //! reports share. Never judges a run by another machine's figures.
 
+mod beside;
+mod dlrm;
 mod flash;
+mod hits;
 mod ladder;
 mod load;
 mod lookup;
+mod peer;
 mod request;
 
 use anyhow::Result;
@@ -13,6 +17,7 @@ use serde::Serialize;
 use std::fmt;
 
 pub use flash::FlashArgs;
+pub use hits::HitsArgs;
 pub use ladder::LadderArgs;
 pub use load::{Load, Measured};
 pub use lookup::LookupArgs;
@@ -30,6 +35,8 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Measures cold rows from flash beside the raw device and other row stores
     Flash(FlashArgs),
+    /// Measures hit rates of the cache beside other policies, and its rows a MiB
+    Hits(HitsArgs),
     /// Measures one pipeline under a rising number of callers
     Ladder(LadderArgs),
     /// Measures pooled lookups on one core beside the machine's limit
@@ -45,6 +52,7 @@ pub enum BenchCommand {
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
         BenchCommand::Flash(args) => flash::run(args),
+        BenchCommand::Hits(args) => hits::run(args),
         BenchCommand::Ladder(args) => ladder::run(args),
         BenchCommand::Lookup(args) => lookup::run(args),
         BenchCommand::Request(args) => request::run(args),
@@ -87,6 +95,15 @@ impl Bar {
     pub fn at_least(name: impl Into<String>, value: f64, bar: f64) -> Self {
         Self { name: name.into(), bar, found: Found::Measured { value, holds: value >= bar } }
     }
+
+    /// The same of a figure that is only there if its peer ran.
+    pub fn at_least_if(name: impl Into<String>, value: Option<f64>, bar: f64) -> Self {
+        let reason = "a peer did not run".to_owned();
+        match value {
+            Some(value) => Self::at_least(name, value, bar),
+            None => Self { name: name.into(), bar, found: Found::NotRun { reason } },
+        }
+    }
 }
 
 impl fmt::Display for Bar {
@@ -98,6 +115,44 @@ impl fmt::Display for Bar {
             }
             Found::NotRun { reason } => write!(f, "{}: not run: {reason}", self.name),
         }
+    }
+}
+
+/// The bars for people.
+pub fn bars_table(bars: &[Bar]) -> comfy_table::Table {
+    let mut table = crate::report::table(&["bar", "found", "demanded", ""]);
+    for bar in bars {
+        let (found, holds) = match &bar.found {
+            Found::Measured { value, holds: true } => (format!("{value:.2}"), "holds"),
+            Found::Measured { value, holds: false } => (format!("{value:.2}"), "MISSED"),
+            Found::NotRun { reason } => ("not run".to_owned(), reason.as_str()),
+        };
+        table.add_row([bar.name.clone(), found, format!("{:.2}", bar.bar), holds.to_owned()]);
+    }
+    table
+}
+
+/// A peer that did not run.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct NotRun {
+    /// Which.
+    pub engine: &'static str,
+    /// Why.
+    #[serde(rename = "not run")]
+    pub reason: String,
+    /// What would make it ready.
+    pub command: &'static str,
+}
+
+impl NotRun {
+    /// The peer `engine`; `command` would make it ready.
+    pub fn new(engine: &'static str, reason: String, command: &'static str) -> Self {
+        Self { engine, reason, command }
+    }
+
+    /// Its row in a table.
+    pub fn cells(&self) -> [String; 2] {
+        [self.engine.to_owned(), format!("not run: {}; `{}`", self.reason, self.command)]
     }
 }
 

@@ -1,6 +1,7 @@
 //! `bench request`: latency, throughput and hit rate of whole requests, swept over key distributions, cache
 //! sizes and batch sizes. Every cache size opens the model anew; never compares with another runtime.
 
+use super::beside;
 use super::load::{Load, Measured};
 use super::{Machine, Report};
 use crate::keys::{BagSizes, Distribution, Workload};
@@ -59,6 +60,12 @@ pub struct RequestArgs {
     /// Where the model is laid on flash [default: beside the bundle, or a temporary folder]
     #[arg(long)]
     flash: Option<PathBuf>,
+    /// Measures a DLRM beside ONNX Runtime and PyTorch instead: one core, all rows cached, batches 1 to 256
+    #[arg(long, conflicts_with_all = ["model", "keys", "batch", "cache_mib", "seconds", "threads", "bags", "target", "flash", "resident_mib"])]
+    peers: bool,
+    /// The Python environment of the peers, as `tools/peers/setup` makes it
+    #[arg(long, default_value = super::peer::VENV)]
+    venv: PathBuf,
     /// Writes all figures as JSON (`-`: standard output, without the tables)
     #[arg(long)]
     json: Option<PathBuf>,
@@ -189,6 +196,12 @@ pub(super) fn make_synthetic(rows_max: u64) -> Result<TempDir> {
 /// # Errors
 /// The model is refused, or a file cannot be read or written.
 pub fn run(args: &RequestArgs) -> Result<()> {
+    if args.peers {
+        let plan = if args.quick { beside::QUICK } else { beside::FULL };
+        let rows = args.rows_max.map_or(Ok(plan.rows), usize::try_from)?;
+        let plan = beside::Plan { rows, ..plan };
+        return beside::run(&plan, &args.venv, args.json.as_ref(), args.plot.as_ref());
+    }
     let sweep = args.sweep()?;
     let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
     let made = if args.model.is_none() { Some(make_synthetic(rows_max)?) } else { None };

@@ -1,0 +1,94 @@
+"""A whole DLRM in ONNX Runtime and in PyTorch on one core: what `hatchback bench request --peers` measures beside ours.
+
+The bench writes the model and its requests into a folder: `whole.onnx` (keys and dense features in, score out; the
+tables stand outside of it in `tables.f32`), the same weights in `dense.f32`, and samples in `keys.i64`, `dense_in.f32`.
+"""
+
+from pathlib import Path
+
+import peer
+
+peer.settle()
+
+import numpy as np
+import onnxruntime as ort
+import torch
+
+
+def mlp(layers, last):
+    """`(weights, bias)` each `[out, in]`, `[out]`; Relu between them and `last` after them."""
+    modules = []
+    for weights, bias in layers:
+        linear = torch.nn.Linear(weights.shape[1], weights.shape[0])
+        linear.weight.data, linear.bias.data = weights, bias
+        modules += [linear, torch.nn.ReLU()]
+    return torch.nn.Sequential(*modules[:-1], last)
+
+
+class Net(torch.nn.Module):
+    """The model as PyTorch users write it: an EmbeddingBag a table, eager."""
+
+    def __init__(self, tables, bottom, top):
+        super().__init__()
+        bag = torch.nn.EmbeddingBag.from_pretrained
+        self.bags = torch.nn.ModuleList(bag(t, mode="sum") for t in tables)
+        self.bottom, self.top = mlp(bottom, torch.nn.ReLU()), mlp(top, torch.nn.Sigmoid())
+        self.below = torch.tril_indices(len(tables) + 1, len(tables) + 1, -1)
+
+    def forward(self, dense, keys):
+        x = self.bottom(dense)
+        rows = [bag(keys[:, t : t + 1]) for t, bag in enumerate(self.bags)]
+        vectors = torch.stack([x, *rows], 1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        return self.top(torch.cat([x, products[:, self.below[0], self.below[1]]], 1))
+
+
+class Requests:
+    def setup(self, folder, tables, rows, dim, dense, bottom, top):
+        torch.set_num_threads(1)
+        folder = Path(folder)
+        self.keys = np.fromfile(folder / "keys.i64", np.int64).reshape(-1, tables)
+        self.dense = np.fromfile(folder / "dense_in.f32", np.float32).reshape(-1, dense)
+        embeddings = torch.empty(tables * rows, dim)
+        embeddings.numpy()[:] = np.fromfile(folder / "tables.f32", np.float32).reshape(-1, dim)
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        # The rows stay in torch's huge pages; ONNX Runtime would map the file in small ones.
+        value = ort.OrtValue.ortvalue_from_numpy(embeddings.numpy())
+        options.add_external_initializers(["tables"], [value])
+        session = ort.InferenceSession(str(folder / "whole.onnx"), options, providers=["CPUExecutionProvider"])
+
+        weights = torch.from_numpy(np.fromfile(folder / "dense.f32", np.float32))
+        layers = []
+        for n, k in zip([*bottom[1:], *top[1:]], [*bottom[:-1], *top[:-1]]):
+            matrix, bias, weights = weights[: n * k].view(n, k), weights[n * k :][:n], weights[n * k + n :]
+            layers.append((matrix.clone(), bias.clone()))
+        assert len(weights) == 0
+        split = len(bottom) - 1
+        net = Net(embeddings.split(rows), layers[:split], layers[split:]).eval()
+        keys, values = torch.from_numpy(self.keys), torch.from_numpy(self.dense)
+        self.kept = embeddings, value, session
+        self.engines = {
+            "ONNX Runtime": lambda s: session.run(None, {"keys": self.keys[s], "dense": self.dense[s]})[0],
+            "torch, eager": lambda s: net(values[s], keys[s]),
+        }
+        about = f"onnxruntime {ort.__version__}, torch {torch.__version__}"
+        return {"engines": list(self.engines), "about": about}
+
+    def at(self, i, batch):
+        """The samples of call `i`."""
+        first = i * batch % (len(self.keys) - batch + 1)
+        return slice(first, first + batch)
+
+    def round(self, engine, batch, calls, first):
+        call = self.engines[engine]
+        with torch.inference_mode():
+            return {"times_us": peer.times_us(lambda i: call(self.at(first + i, batch)), calls)}
+
+    def scores(self, engine, samples):
+        with torch.inference_mode():
+            return {"scores": np.asarray(self.engines[engine](slice(0, samples))).ravel().tolist()}
+
+
+peer.serve(Requests())

@@ -1,0 +1,105 @@
+"""Embedding bags, sum, of PyTorch and FBGEMM on one core: what `hatchback bench lookup` measures beside ours.
+
+Every engine has `tables` tables of `rows` rows of `dim`, filled with arbitrary values of its format; the fp32 tables
+are shared. Keys are fresh in every call and drawn before its clock starts.
+"""
+
+import ctypes
+import os
+
+import peer
+
+peer.settle()
+
+import fbgemm_gpu
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+
+
+def check_fbgemm():
+    """FBGEMM must see the vector instructions that torch sees: without libc10.so preloaded it reads an empty copy of
+    the processor's description and runs its scalar reference code, 20 times slower."""
+    library = ctypes.CDLL(os.path.join(os.path.dirname(fbgemm_gpu.__file__), "fbgemm.so"))
+    library._ZN6fbgemm18fbgemmSupportedCPUEv()
+    sees = {}
+    for name, symbol in [("AVX2", "20fbgemmHasAvx2Support"), ("AVX512", "22fbgemmHasAvx512Support")]:
+        has = getattr(library, f"_ZN6fbgemm{symbol}Ev")
+        has.restype = ctypes.c_bool
+        sees[name] = has()
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability in sees and not sees[capability]:
+        raise RuntimeError(f"fbgemm does not see {capability}: it would run its scalar reference code")
+    return ", ".join(name for name in sees if sees[name]) or "no vector instructions"
+
+
+def fbgemm(tables, rows, dim, kind):
+    """A table-batched embedding bag, and a view of each table's rows."""
+    specs = [(f"t{t}", rows, dim, kind, EmbeddingLocation.HOST) for t in range(tables)]
+    bags = IntNBitTableBatchedEmbeddingBagsCodegen(specs, device="cpu", output_dtype=SparseType.FP32)
+    bags.initialize_weights()
+    return bags, [weights for weights, _ in bags.split_embedding_weights()]
+
+
+class Lookups:
+    def setup(self, tables, rows, dim):
+        torch.set_num_threads(1)
+        self.tables, self.rows, vectors = tables, rows, check_fbgemm()
+        single, weights = fbgemm(tables, rows, dim, SparseType.FP32)
+        weights = [w[:, : 4 * dim].view(torch.float32) for w in weights]
+        for w in weights:
+            w.uniform_(-1, 1)
+        half, rows16 = fbgemm(tables, rows, dim, SparseType.FP16)
+        byte, rows8 = fbgemm(tables, rows, dim, SparseType.INT8)
+        for t in range(tables):
+            rows16[t][:, : 2 * dim].view(torch.float16).copy_(weights[t])
+            rows8[t].random_(0, 255)
+            rows8[t][:, :4] = torch.tensor([0.01, -1.0]).half().view(torch.uint8)
+        eager = [torch.nn.EmbeddingBag.from_pretrained(w, mode="sum") for w in weights]
+        torch8 = [torch.ops.quantized.embedding_bag_byte_prepack(w) for w in weights]
+        torch4 = [torch.ops.quantized.embedding_bag_4bit_prepack(w) for w in weights]
+        bag8 = torch.ops.quantized.embedding_bag_byte_rowwise_offsets
+        bag4 = torch.ops.quantized.embedding_bag_4bit_rowwise_offsets
+        self.calls = {
+            "torch EmbeddingBag, fp32": lambda k: [bag(k.bags[t]) for t, bag in enumerate(eager)],
+            "torch quantized, byte": lambda k: [bag8(w, k.flat[t], k.starts) for t, w in enumerate(torch8)],
+            "torch quantized, 4 bit": lambda k: [bag4(w, k.flat[t], k.starts) for t, w in enumerate(torch4)],
+            "FBGEMM, fp32": lambda k: single(k.all, k.offsets),
+            "FBGEMM, fp16": lambda k: half(k.all, k.offsets),
+            "FBGEMM, int8": lambda k: byte(k.all, k.offsets),
+        }
+        self.skewed = np.cumsum(1.0 / np.arange(1, rows + 1) ** 1.05)
+        self.places = np.random.default_rng(1).permutation(rows)
+        about = f"torch {torch.__version__}, fbgemm_gpu {fbgemm_gpu.__version__} ({vectors})"
+        return {"engines": list(self.calls), "about": about}
+
+    def round(self, engine, keys, hotness, batch, calls, seed):
+        random = np.random.default_rng(seed)
+        drawn = [Keys(self.draw(random, keys, batch * hotness), batch, hotness) for _ in range(calls)]
+        call = self.calls[engine]
+        with torch.inference_mode():
+            return {"times_us": peer.times_us(lambda i: call(drawn[i]), calls)}
+
+    def draw(self, random, keys, n):
+        """`[tables, n]`; popular rows are not neighbours."""
+        if keys == "uniform":
+            return random.integers(0, self.rows, (self.tables, n))
+        at = random.random((self.tables, n)) * self.skewed[-1]
+        return self.places[np.searchsorted(self.skewed, at, side="right").clip(max=self.rows - 1)]
+
+
+class Keys:
+    """The keys of one call in the form that each engine takes."""
+
+    def __init__(self, keys, batch, hotness):
+        tables = len(keys)
+        self.flat = list(torch.from_numpy(keys))
+        self.bags = [k.view(batch, hotness) for k in self.flat]
+        self.starts = torch.arange(0, batch * hotness, hotness)
+        self.all = torch.from_numpy(keys.reshape(-1).astype(np.int32))
+        self.offsets = torch.arange(0, tables * batch * hotness + 1, hotness, dtype=torch.int32)
+
+
+peer.serve(Lookups())
