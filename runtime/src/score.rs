@@ -21,6 +21,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Samples whose columns are filled before the next ones begin: few enough that their columns stay near the core.
+pub const BLOCK: usize = 128;
+
 /// Stands for a key that no page can hold.
 const NO_PLACE: u64 = u64::MAX;
 
@@ -208,24 +211,31 @@ impl Worker {
         }
     }
 
-    /// Fills the embedding inputs, feature by feature; when the miss list is full, fetches and goes on.
+    /// Fills the embedding inputs, a block of samples after the other and in it feature by feature; when the miss list
+    /// is full, fetches and goes on.
     fn lookup(&mut self, model: &Model, batch: &Batch, deadline: Option<Duration>) {
         self.misses.clear();
-        for f in 0..batch.features() {
-            let (input, column) = model.columns[f];
-            let feature = model.feature(f, column);
-            let mut done = 0;
-            while done < batch.size() {
-                let statuses = &mut self.statuses[..batch.size()];
-                let mut into = Input { data: &mut self.inputs[input], stride: self.widths[input] };
-                done = feature.query(self.isa, batch.bags(f), done, &mut into, &mut self.misses, statuses);
-                if done < batch.size() {
-                    self.settle(model, batch.size(), deadline);
+        for first in (0..batch.size()).step_by(BLOCK) {
+            let end = batch.size().min(first + BLOCK);
+            for f in 0..batch.features() {
+                let (input, column) = model.columns[f];
+                let feature = model.feature(f, column);
+                let mut done = first;
+                while done < end {
+                    let statuses = &mut self.statuses[..end];
+                    let mut into = Input { data: &mut self.inputs[input], stride: self.widths[input] };
+                    done =
+                        feature.query(self.isa, batch.bags(f), done, &mut into, &mut self.misses, statuses);
+                    if done < end {
+                        self.settle(model, batch.size(), deadline);
+                    }
                 }
             }
+        }
+        for f in 0..batch.features() {
             let lookups = batch.bags(f).keys.len() as u64;
             self.counters.lookups += lookups;
-            if let Rows::Cached(_) = feature.rows {
+            if let Rows::Cached(_) = model.feature(f, 0).rows {
                 self.counters.cached_lookups += lookups;
             }
         }

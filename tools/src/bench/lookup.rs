@@ -1,4 +1,4 @@
-//! `bench lookup`: pooled embedding lookups on one core, all rows in the cache, beside the machine's limit for
+//! `bench lookup`: pooled embedding lookups on one core, all rows in the cache or in resident tables, beside the machine's limit for
 //! reading random rows (`hatchback_kernels::gather`, rows at known places in plain memory). Never reads flash
 //! and never runs a dense network.
 
@@ -15,6 +15,7 @@ use hatchback_kernels::isa::Isa;
 use hatchback_kernels::misses::Misses;
 use hatchback_kernels::names::Names;
 use hatchback_kernels::query::{Bags, Feature, Input, Rows};
+use hatchback_kernels::resident::Resident;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, Zipf};
@@ -35,12 +36,20 @@ const HOTNESS: [usize; 2] = [1, 10];
 const KEYS: [&str; 2] = ["uniform", "zipf"];
 /// The machine's limit.
 const LIMIT: &str = "limit, f32";
-/// Ours, by codec, and the peers that keep rows in as many bytes.
-const OURS: [(Codec, &str, &[&str]); 3] = [
-    (Codec::F32, "Hatchback, f32", &["FBGEMM, fp32", "torch EmbeddingBag, fp32"]),
-    (Codec::F16, "Hatchback, f16", &["FBGEMM, fp16"]),
-    (Codec::U8, "Hatchback, u8", &["FBGEMM, int8", "torch quantized, byte"]),
+const FP32: &[&str] = &["FBGEMM, fp32", "torch EmbeddingBag, fp32"];
+const FP16: &[&str] = &["FBGEMM, fp16"];
+const BYTES: &[&str] = &["FBGEMM, int8", "torch quantized, byte"];
+/// Ours, by codec and whether the tables are resident, and the peers that keep rows in as many bytes.
+const OURS: [(Codec, bool, &str, &[&str]); 6] = [
+    (Codec::F32, false, "Hatchback, f32, cached", FP32),
+    (Codec::F32, true, "Hatchback, f32, resident", FP32),
+    (Codec::F16, false, "Hatchback, f16, cached", FP16),
+    (Codec::F16, true, "Hatchback, f16, resident", FP16),
+    (Codec::U8, false, "Hatchback, u8, cached", BYTES),
+    (Codec::U8, true, "Hatchback, u8, resident", BYTES),
 ];
+/// Samples whose columns are filled by all tables in turn before the next ones begin, as a worker does it.
+const BLOCK: usize = hatchback::score::BLOCK;
 
 /// Measures pooled lookups on one core beside the machine's limit, PyTorch and FBGEMM
 #[derive(Args, Debug)]
@@ -127,20 +136,25 @@ impl Calls {
     }
 }
 
-/// The limit: rows of plain memory.
+/// The limit: rows of plain memory, those of all tables scattered over it as a cache has them.
 struct Limit {
-    tables: Vec<gather::Rows>,
+    all: gather::Rows,
+    rows: usize,
     dim: usize,
     out: Vec<f32>,
 }
 
 impl Limit {
     fn run(&mut self, calls: &Calls) -> Vec<f64> {
-        let (isa, stride) = (Isa::detect(), TABLES * self.dim);
+        let (isa, stride, all) = (Isa::detect(), TABLES * self.dim, (TABLES * self.rows) as u64);
         let mut time = |tables: &Vec<Vec<u64>>| {
+            let scattered = |(t, positions): (usize, &Vec<u64>)| -> Vec<u64> {
+                positions.iter().map(|&p| mix((t * self.rows) as u64 + p) % all).collect()
+            };
+            let places: Vec<Vec<u64>> = tables.iter().enumerate().map(scattered).collect();
             let start = cpu_us();
-            for (t, (table, positions)) in self.tables.iter().zip(tables).enumerate() {
-                table.pool(isa, positions, calls.shape.hotness, &mut self.out, stride, t * self.dim);
+            for (t, places) in places.iter().enumerate() {
+                self.all.pool(isa, places, calls.shape.hotness, &mut self.out, stride, t * self.dim);
             }
             cpu_us() - start
         };
@@ -148,41 +162,43 @@ impl Limit {
     }
 }
 
-/// All rows of all tables in one cache.
-struct Cached {
+/// Where our rows are.
+enum Store {
+    /// All tables in one cache.
+    Cached(Cache),
+    /// Each table whole.
+    Resident(Vec<Resident>),
+}
+
+/// Our lookups.
+struct Ours {
     format: RowFormat,
-    cache: Cache,
+    store: Store,
     default_row: Vec<f32>,
     misses: Misses,
     statuses: Vec<Status>,
     out: Vec<f32>,
-    /// Keys that are cached, by table: sets overflow here and there, and what is not cached is not asked for.
+    /// Keys that are there, by table: sets of the cache overflow here and there, and what is not cached is not asked for.
     keys: Vec<Vec<u64>>,
 }
 
-impl Cached {
-    fn new(codec: Codec, dim: usize, rows: usize, batch_max: usize) -> Result<Self> {
+impl Ours {
+    fn new(codec: Codec, resident: bool, dim: usize, rows: usize, batch_max: usize) -> Result<Self> {
         let format = RowFormat::new(codec, dim, 0).ok_or_else(|| anyhow::anyhow!("no such row"))?;
-        let names = Names::new(vec![Some(rows as u64); TABLES]);
-        let bytes = (rows * TABLES) as f64 * 1.6 * (format.row_bytes() + 6) as f64;
-        let cache = Cache::new(format.row_bytes(), bytes as usize, &names);
-        let cache = cache.ok_or_else(|| anyhow::anyhow!("{rows} rows are too few"))?;
         let mut encoded = vec![0; format.row_bytes()];
         let values: Vec<f32> = (0..dim).map(|i| (i % 7) as f32).collect();
         format.encode(&values, &mut encoded)?;
-        let row = |table: usize, key| RowKey { table: table as u16, key };
-        let all = || (0..TABLES).flat_map(|table| (0..rows as u64).map(move |key| row(table, key)));
-        all().for_each(|row| {
-            cache.insert(row, &encoded, cache.epoch(row));
-        });
-        let cached = |table| {
-            let mut out = encoded.clone();
-            (0..rows as u64).filter(|&key| cache.query(row(table, key), &mut out)).collect()
+        let (store, keys) = if resident {
+            let table = || Resident::indexed(format.row_bytes(), &encoded.repeat(rows));
+            let keys = vec![(0..rows as u64).collect(); TABLES];
+            (Store::Resident((0..TABLES).map(|_| table()).collect()), keys)
+        } else {
+            let (cache, keys) = fill_cache(rows, &encoded)?;
+            (Store::Cached(cache), keys)
         };
-        let keys = (0..TABLES).map(cached).collect();
         Ok(Self {
             format,
-            cache,
+            store,
             default_row: vec![0.0; dim],
             misses: Misses::new(16, format.row_bytes()),
             statuses: vec![Status::default(); batch_max],
@@ -192,7 +208,7 @@ impl Cached {
     }
 
     fn run(&mut self, calls: &Calls) -> Result<Vec<f64>> {
-        let dim = self.format.dim();
+        let (dim, batch) = (self.format.dim(), calls.shape.batch);
         let mut times = Vec::with_capacity(calls.positions.len());
         let mut keys: Vec<Vec<u64>> = vec![Vec::new(); TABLES];
         for tables in &calls.positions {
@@ -200,33 +216,57 @@ impl Cached {
                 keys.clear();
                 keys.extend(positions.iter().map(|&p| known[p as usize % known.len()]));
             }
-            let statuses = &mut self.statuses[..calls.shape.batch];
+            let statuses = &mut self.statuses[..batch];
             statuses.fill(Status::default());
             let start = cpu_us();
             let isa = Isa::detect();
-            for (t, keys) in keys.iter().enumerate() {
-                let feature = Feature {
-                    id: t as u16,
-                    table: t as u16,
-                    format: self.format,
-                    keys_end: None,
-                    default_row: &self.default_row,
-                    pooling: Pooling::Sum,
-                    rows: Rows::Cached(&self.cache),
-                    column: t * dim,
-                    width: dim,
-                };
-                let bags = Bags { keys, offsets: &calls.offsets };
-                let mut input = Input { data: &mut self.out, stride: TABLES * dim };
-                feature.query(isa, bags, 0, &mut input, &mut self.misses, statuses);
+            for first in (0..batch).step_by(BLOCK) {
+                for (t, keys) in keys.iter().enumerate() {
+                    let feature = Feature {
+                        id: t as u16,
+                        table: t as u16,
+                        format: self.format,
+                        keys_end: None,
+                        default_row: &self.default_row,
+                        pooling: Pooling::Sum,
+                        rows: match &self.store {
+                            Store::Cached(cache) => Rows::Cached(cache),
+                            Store::Resident(tables) => Rows::Resident(&tables[t]),
+                        },
+                        column: t * dim,
+                        width: dim,
+                    };
+                    let bags = Bags { keys, offsets: &calls.offsets };
+                    let mut input = Input { data: &mut self.out, stride: TABLES * dim };
+                    let block = &mut statuses[..batch.min(first + BLOCK)];
+                    feature.query(isa, bags, first, &mut input, &mut self.misses, block);
+                }
             }
             times.push(cpu_us() - start);
             let fresh: u32 = statuses.iter().map(|s| s.fresh).sum();
-            let asked = calls.shape.batch * calls.shape.hotness * TABLES;
-            ensure!(fresh as usize == asked, "{fresh} of {asked} rows were cached");
+            let asked = batch * calls.shape.hotness * TABLES;
+            ensure!(fresh as usize == asked, "{fresh} of {asked} rows were there");
         }
         Ok(times)
     }
+}
+
+/// A cache with `row` under every key of every table, and the keys of each that are in it.
+fn fill_cache(rows: usize, row: &[u8]) -> Result<(Cache, Vec<Vec<u64>>)> {
+    let names = Names::new(vec![Some(rows as u64); TABLES]);
+    let bytes = (rows * TABLES) as f64 * 1.3 * (row.len() + 7) as f64;
+    let cache = Cache::new(row.len(), bytes as usize, &names);
+    let cache = cache.ok_or_else(|| anyhow::anyhow!("{rows} rows are too few"))?;
+    let name = |table: usize, key| RowKey { table: table as u16, key };
+    for name in (0..TABLES).flat_map(|table| (0..rows as u64).map(move |key| name(table, key))) {
+        cache.insert(name, row, cache.epoch(name));
+    }
+    let cached = |table| {
+        let mut out = row.to_vec();
+        (0..rows as u64).filter(|&key| cache.query(name(table, key), &mut out)).collect()
+    };
+    let keys = (0..TABLES).map(cached).collect();
+    Ok((cache, keys))
 }
 
 /// PyTorch and FBGEMM.
@@ -268,13 +308,13 @@ struct Engines {
     dim: usize,
     rows: usize,
     limit: Limit,
-    ours: Vec<Cached>,
+    ours: Vec<Ours>,
     peers: Option<Peers>,
 }
 
 impl Engines {
     fn names(&self) -> Vec<String> {
-        let own = std::iter::once(LIMIT).chain(OURS.map(|o| o.1)).map(str::to_owned);
+        let own = std::iter::once(LIMIT).chain(OURS.map(|o| o.2)).map(str::to_owned);
         own.chain(self.peers.iter().flat_map(|p| p.about.engines.clone())).collect()
     }
 
@@ -288,7 +328,7 @@ impl Engines {
             for (number, (name, (p50, p99))) in names.iter().zip(&mut best).enumerate() {
                 let mut times = match (number, &mut self.peers) {
                     (0, _) => self.limit.run(&drawn),
-                    (1..=3, _) => self.ours[number - 1].run(&drawn)?,
+                    (1..=6, _) => self.ours[number - 1].run(&drawn)?,
                     (_, Some(peers)) => peers.times(name, shape, calls, round)?,
                     (_, None) => Vec::new(),
                 };
@@ -329,11 +369,12 @@ pub fn run(args: &LookupArgs) -> Result<()> {
         let peers = Peers::start(&args.venv, dim, rows).map_err(|e| missing = not_run(&e)).ok();
         about = about.or_else(|| peers.as_ref().map(|p| p.about.about.clone()));
         let limit = Limit {
-            tables: (0..TABLES).map(|_| gather::Rows::new(rows, dim)).collect(),
+            all: gather::Rows::new(TABLES * rows, dim),
+            rows,
             dim,
             out: vec![0.0; batch_max * TABLES * dim],
         };
-        let ours = OURS.map(|(codec, ..)| Cached::new(codec, dim, rows, batch_max));
+        let ours = OURS.map(|(codec, resident, ..)| Ours::new(codec, resident, dim, rows, batch_max));
         let ours = ours.into_iter().collect::<Result<_>>()?;
         let mut engines = Engines { dim, rows, limit, ours, peers };
         let mut rng = StdRng::seed_from_u64(1);
@@ -351,7 +392,7 @@ pub fn run(args: &LookupArgs) -> Result<()> {
 
 /// Every peer, because of `e`.
 fn not_run(e: &anyhow::Error) -> Vec<Point> {
-    let peers = OURS.iter().flat_map(|o| o.2.iter().copied());
+    let peers = [FP32, FP16, BYTES].concat().into_iter();
     peers.map(|peer| Point::NotRun(NotRun::new(peer, report::explain(e), peer::SETUP))).collect()
 }
 
@@ -377,17 +418,17 @@ fn least_lead(
 
 fn bars(points: &[Point]) -> Vec<Bar> {
     let mut bars = Vec::new();
-    let (_, f32_rows, f32_peers) = OURS[0];
+    let (_, _, f32_rows, f32_peers) = OURS[0];
     let first = least_lead(points, f32_rows, f32_peers, |m| (m.batch, m.hotness) == (1, 1));
-    bars.push(Bar::at_least_if("batch 1, one key: best fp32 peer / f32", first, 20.0));
+    bars.push(Bar::at_least_if("batch 1, one key: best fp32 peer / f32, cached", first, 20.0));
     for batch in BATCHES {
-        for (_, ours, peers) in OURS {
+        for (_, _, ours, peers) in OURS {
             let lead = least_lead(points, ours, peers, |m| m.batch == batch);
             bars.push(Bar::at_least_if(format!("batch {batch}: best peer / {ours}, worst shape"), lead, 1.0));
         }
     }
     let limit = least_lead(points, f32_rows, &[LIMIT], |m| m.batch >= 256);
-    bars.push(Bar::at_least_if("limit / f32, batch 256 and 2048, worst shape", limit, 0.8));
+    bars.push(Bar::at_least_if("limit / f32, cached, batch 256 and 2048, worst shape", limit, 0.8));
     bars
 }
 
@@ -442,7 +483,7 @@ fn show(report: &Report<Point>, about: Option<&str>) {
         }
     }
     println!(
-        "CPU time on one core, p50 of the best of several turns; all rows cached, fresh keys in every call."
+        "CPU time on one core, p50 of the best of several turns; all rows in memory, fresh keys in every call."
     );
     println!("{}", bars_table(&report.bars));
 }
@@ -478,19 +519,21 @@ mod tests {
 
     #[test]
     fn the_worst_shape_beside_the_best_peer_counts() {
-        let mut points =
-            vec![point("Hatchback, f32", 1, "uniform", 2.0), point("Hatchback, f32", 1, "zipf", 1.0)];
-        assert!(least_lead(&points, "Hatchback, f32", OURS[0].2, |_| true).is_none());
+        let mut points = vec![
+            point("Hatchback, f32, cached", 1, "uniform", 2.0),
+            point("Hatchback, f32, cached", 1, "zipf", 1.0),
+        ];
+        assert!(least_lead(&points, "Hatchback, f32, cached", FP32, |_| true).is_none());
         for (keys, us) in [("uniform", 30.0), ("zipf", 25.0)] {
             points.push(point("FBGEMM, fp32", 1, keys, us));
             points.push(point("torch EmbeddingBag, fp32", 1, keys, us + 100.0));
             points.push(point("FBGEMM, fp16", 1, keys, 1.0));
         }
-        assert_eq!(least_lead(&points, "Hatchback, f32", OURS[0].2, |_| true), Some(15.0));
-        assert_eq!(least_lead(&points, "Hatchback, f32", OURS[0].2, |m| m.keys == "zipf"), Some(25.0));
+        assert_eq!(least_lead(&points, "Hatchback, f32, cached", FP32, |_| true), Some(15.0));
+        assert_eq!(least_lead(&points, "Hatchback, f32, cached", FP32, |m| m.keys == "zipf"), Some(25.0));
         let bars = bars(&points);
-        assert_eq!(bars[0], Bar::at_least("batch 1, one key: best fp32 peer / f32", 15.0, 20.0));
-        assert_eq!(bars.len(), 14);
+        assert_eq!(bars[0], Bar::at_least("batch 1, one key: best fp32 peer / f32, cached", 15.0, 20.0));
+        assert_eq!(bars.len(), 26);
     }
 
     #[test]
@@ -508,10 +551,10 @@ mod tests {
         run(&args).unwrap();
         let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         assert_eq!(report["bars"][0]["not run"], "a peer did not run");
-        assert!(report["bars"][13]["value"].as_f64().unwrap() > 0.0);
+        assert!(report["bars"][25]["value"].as_f64().unwrap() > 0.0);
         let points = report["points"].as_array().unwrap();
-        assert_eq!(points.len(), 16 * 4 + 5);
-        assert_eq!(points[64]["engine"], "FBGEMM, fp32");
-        assert!(std::fs::read_to_string(&plot).unwrap().contains("Hatchback, u8"));
+        assert_eq!(points.len(), 16 * 7 + 5);
+        assert_eq!(points[112]["engine"], "FBGEMM, fp32");
+        assert!(std::fs::read_to_string(&plot).unwrap().contains("Hatchback, u8, cached"));
     }
 }
