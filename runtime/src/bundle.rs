@@ -3,12 +3,11 @@
 //! decompressed. Never holds more than one chunk and the manifest in memory.
 
 use crate::commit;
-use crate::disk::{Disk, Output, SystemDisk};
+use crate::disk::{Disk, Input, Output, SystemDisk};
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use crate::manifest::{Blob, Chunk, Manifest, ManifestError, sha256};
 use crate::page::u64_at;
 use sha2::{Digest, Sha256};
-use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
@@ -16,7 +15,7 @@ use std::path::{Path, PathBuf};
 pub const BUNDLE_FORMAT: u32 = 1;
 const MAGIC: &[u8; 8] = b"HATCHBDL";
 const END_MAGIC: &[u8; 8] = b"HATCHEND";
-const HEADER_BYTES: u64 = 16;
+pub(crate) const HEADER_BYTES: u64 = 16;
 const TRAILER_BYTES: u64 = 56;
 /// zstd's own default: most of the gain at several hundred MB/s.
 const ZSTD_LEVEL: i32 = 3;
@@ -60,6 +59,24 @@ pub(crate) fn field_error(path: &Path, field: impl Into<String>, problem: impl I
     BundleError::Field { path: path.to_owned(), field: field.into(), problem: problem.into() }
 }
 
+/// What a bundle begins with.
+pub(crate) fn header() -> [u8; HEADER_BYTES as usize] {
+    let mut header = [0; HEADER_BYTES as usize];
+    header[..8].copy_from_slice(MAGIC);
+    header[8..12].copy_from_slice(&BUNDLE_FORMAT.to_le_bytes());
+    header
+}
+
+/// What follows a manifest that begins at byte `at`.
+pub(crate) fn trailer(at: u64, manifest: &[u8]) -> [u8; TRAILER_BYTES as usize] {
+    let mut trailer = [0; TRAILER_BYTES as usize];
+    trailer[..8].copy_from_slice(&at.to_le_bytes());
+    trailer[8..16].copy_from_slice(&(manifest.len() as u64).to_le_bytes());
+    trailer[16..48].copy_from_slice(&sha256(manifest));
+    trailer[48..].copy_from_slice(END_MAGIC);
+    trailer
+}
+
 /// Writes a bundle. Until `finish` nothing stands under its name.
 pub struct BundleWriter {
     path: PathBuf,
@@ -88,10 +105,7 @@ impl BundleWriter {
             content: Sha256::new(),
             chunk,
         };
-        let mut header = [0; HEADER_BYTES as usize];
-        header[..8].copy_from_slice(MAGIC);
-        header[8..12].copy_from_slice(&BUNDLE_FORMAT.to_le_bytes());
-        writer.put(&header).map_err(io_error(path))?;
+        writer.put(&header()).map_err(io_error(path))?;
         Ok(writer)
     }
 
@@ -155,13 +169,8 @@ impl BundleWriter {
     }
 
     fn write_end(&mut self, manifest: &[u8]) -> io::Result<()> {
-        let at = self.written;
+        let trailer = trailer(self.written, manifest);
         self.put(manifest)?;
-        let mut trailer = [0; TRAILER_BYTES as usize];
-        trailer[..8].copy_from_slice(&at.to_le_bytes());
-        trailer[8..16].copy_from_slice(&(manifest.len() as u64).to_le_bytes());
-        trailer[16..48].copy_from_slice(&sha256(manifest));
-        trailer[48..].copy_from_slice(END_MAGIC);
         self.put(&trailer)
     }
 }
@@ -210,7 +219,7 @@ impl Write for BlobWriter<'_> {
 /// file exactly; the chunks themselves are proved as they are read.
 pub struct BundleReader {
     path: PathBuf,
-    file: File,
+    file: Box<dyn Input>,
     manifest: Manifest,
     manifest_bytes: Vec<u8>,
     /// Where each blob begins in the file.
@@ -223,13 +232,22 @@ impl BundleReader {
     /// # Errors
     /// The file is not a whole bundle of this format.
     pub fn open(path: &Path) -> Result<Self, BundleError> {
-        let mut file = File::open(path).map_err(io_error(path))?;
-        let bytes = file.metadata().map_err(io_error(path))?.len();
+        Self::open_on(&SystemDisk, path)
+    }
+
+    /// As `open`, on any disk.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn open_on(disk: &dyn Disk, path: &Path) -> Result<Self, BundleError> {
+        let mut file = disk.open(path).map_err(io_error(path))?;
+        let bytes = file.seek(SeekFrom::End(0)).map_err(io_error(path))?;
+        file.seek(SeekFrom::Start(0)).map_err(io_error(path))?;
         if bytes < HEADER_BYTES + TRAILER_BYTES {
             return Err(field_error(path, "length", format!("{bytes} bytes are too few for a bundle")));
         }
-        check_header(path, &mut file)?;
-        let manifest_bytes = read_manifest(path, &mut file, bytes)?;
+        check_header(path, file.as_mut())?;
+        let manifest_bytes = read_manifest(path, file.as_mut(), bytes)?;
         let manifest = Manifest::decode(&manifest_bytes)
             .map_err(|source| BundleError::Manifest { path: path.to_owned(), source })?;
         let mut offsets = Vec::with_capacity(manifest.blobs.len());
@@ -285,6 +303,31 @@ impl BundleReader {
         Ok(())
     }
 
+    /// Hands every chunk as it is stored to `take`, in file order, each proved first.
+    ///
+    /// # Errors
+    /// A chunk does not match its hash, or `take` refuses it.
+    pub fn each_stored<E: From<BundleError>>(
+        &mut self,
+        mut take: impl FnMut(&Chunk, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let path = &self.path;
+        self.file.seek(SeekFrom::Start(HEADER_BYTES)).map_err(io_error(path))?;
+        let mut stored = Vec::with_capacity(CHUNK_BYTES);
+        for (i, blob) in self.manifest.blobs.iter().enumerate() {
+            for (c, chunk) in blob.chunks.iter().enumerate() {
+                stored.resize(chunk.stored as usize, 0);
+                self.file.read_exact(&mut stored).map_err(io_error(path))?;
+                if sha256(&stored) != chunk.sha256 {
+                    let field = format!("blobs[{i}].chunks[{c}]");
+                    return Err(field_error(path, field, "content does not match its hash").into());
+                }
+                take(chunk, &stored)?;
+            }
+        }
+        Ok(())
+    }
+
     /// The whole content of a small blob.
     ///
     /// # Errors
@@ -322,7 +365,7 @@ fn open_chunk<'a>(chunk: &Chunk, stored: &'a [u8]) -> Result<std::borrow::Cow<'a
     Ok(raw.into())
 }
 
-fn check_header(path: &Path, file: &mut File) -> Result<(), BundleError> {
+fn check_header(path: &Path, file: &mut dyn Input) -> Result<(), BundleError> {
     let mut header = [0; HEADER_BYTES as usize];
     file.read_exact(&mut header).map_err(io_error(path))?;
     if &header[..8] != MAGIC {
@@ -339,7 +382,7 @@ fn check_header(path: &Path, file: &mut File) -> Result<(), BundleError> {
     Ok(())
 }
 
-fn read_manifest(path: &Path, file: &mut File, bytes: u64) -> Result<Vec<u8>, BundleError> {
+fn read_manifest(path: &Path, file: &mut dyn Input, bytes: u64) -> Result<Vec<u8>, BundleError> {
     let mut trailer = [0; TRAILER_BYTES as usize];
     file.seek(SeekFrom::Start(bytes - TRAILER_BYTES)).map_err(io_error(path))?;
     file.read_exact(&mut trailer).map_err(io_error(path))?;

@@ -7,7 +7,7 @@ use crate::reader::{PageFile, read_at};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,6 +37,12 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// As `create`.
     fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>>;
+
+    /// Opens a file to be read in long pieces.
+    ///
+    /// # Errors
+    /// As `create`.
+    fn open(&self, path: &Path) -> io::Result<Box<dyn Input>>;
 
     /// The whole content of a small file.
     ///
@@ -95,6 +101,11 @@ pub trait Disk: Send + Sync {
 
 /// A lock that is held. A process that ends gives it up, however it ends.
 pub type Lock = Box<dyn Send>;
+
+/// A file being read.
+pub trait Input: Read + Seek + Send {}
+
+impl<T: Read + Seek + Send> Input for T {}
 
 /// A file being written.
 pub trait Output: Write + Send {
@@ -171,6 +182,10 @@ impl Disk for SystemDisk {
             opened => opened?,
         };
         Ok(Arc::new(SystemPages(Arc::new(file))))
+    }
+
+    fn open(&self, path: &Path) -> io::Result<Box<dyn Input>> {
+        Ok(Box::new(File::open(path)?))
     }
 
     fn read(&self, path: &Path) -> io::Result<Vec<u8>> {

@@ -40,6 +40,7 @@ pub mod segment;
 pub mod segment_check;
 pub mod segment_write;
 pub mod serving;
+pub mod sync;
 pub mod table_rows;
 pub mod target;
 pub mod upkeep;

@@ -45,6 +45,20 @@ pub const PREFETCH_MAX: usize = 4096;
 pub const ABSENT_MAX: usize = 4096;
 /// Bytes of one sample as JSON.
 pub const SAMPLE_BYTES_MAX: usize = 16 << 20;
+/// Bytes of signed metadata that are read from a link, by role.
+pub const ROOT_BYTES_MAX: u64 = 512 << 10;
+/// As above, the timestamp.
+pub const TIMESTAMP_BYTES_MAX: u64 = 16 << 10;
+/// As above, the snapshot.
+pub const SNAPSHOT_BYTES_MAX: u64 = 2 << 20;
+/// As above, the targets.
+pub const TARGETS_BYTES_MAX: u64 = 5 << 20;
+/// Root versions that one refresh takes up.
+pub const ROTATIONS_MAX: u32 = 256;
+/// Seconds by which the car's clock may be behind the newest signed time.
+pub const CLOCK_SLACK_S: u64 = 3600;
+/// Times in a row that an object is asked for again where it broke off, as long as every time brings something.
+pub const BREAKS_MAX: u32 = 64;
 
 const _: () = assert!(CHUNK_BYTES.is_multiple_of(PAGE_BYTES), "a chunk holds whole pages");
 const _: () =

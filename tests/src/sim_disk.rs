@@ -3,7 +3,7 @@
 //! can fail, or take long in simulated time. Deterministic: the same seed and the same calls give the same disk.
 
 use crate::random::Random;
-use hatchback::disk::{Disk, Lock, Output};
+use hatchback::disk::{Disk, Input, Lock, Output};
 use hatchback::limits::PAGE_BYTES;
 use hatchback::page::{AlignedPage, PageBytes};
 use hatchback::reader::PageFile;
@@ -332,6 +332,10 @@ impl Disk for SimDisk {
     fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>> {
         let file = *self.state().names.get(path).ok_or_else(|| not_found(path))?;
         Ok(Arc::new(SimPages { disk: self.clone(), file }))
+    }
+
+    fn open(&self, path: &Path) -> io::Result<Box<dyn Input>> {
+        Ok(Box::new(io::Cursor::new(self.read(path)?)))
     }
 
     fn read(&self, path: &Path) -> io::Result<Vec<u8>> {

@@ -1,0 +1,126 @@
+//! The floor: the versions and the time below which nothing is accepted again, whatever becomes of the metadata
+//! files. Two copies, each replaced whole; with both gone nothing is accepted. Never goes down, but where a new
+//! root takes away the keys that signed it.
+
+use super::error::{SyncError, io_error};
+use crate::commit;
+use crate::disk::Disk;
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::Path;
+
+const MAGIC: &[u8; 8] = b"HATCHFLR";
+const HEADER_BYTES: usize = 16;
+/// The format of the record.
+pub const FLOOR_FORMAT: u32 = 1;
+const COPIES: [&str; 2] = ["floor.a", "floor.b"];
+
+/// The record.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Floor {
+    /// Counts up with every write: of two copies the higher one is newer.
+    pub writes: u64,
+    /// Version of the root role's metadata.
+    pub root: u64,
+    /// Of the timestamp's.
+    pub timestamp: u64,
+    /// Of the snapshot's.
+    pub snapshot: u64,
+    /// Of the targets'.
+    pub targets: u64,
+    /// The newest time that the repository signed, seconds since 1970.
+    pub time: u64,
+}
+
+impl Floor {
+    /// The bytes of the record: a magic, a format number, a CRC-32C, then postcard.
+    pub fn encode(&self) -> Vec<u8> {
+        // Integers in memory always encode; an empty body would be refused by `decode`.
+        let body = postcard::to_allocvec(self).unwrap_or_default();
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend(FLOOR_FORMAT.to_le_bytes());
+        bytes.extend(crc32c::crc32c(&body).to_le_bytes());
+        bytes.extend(body);
+        bytes
+    }
+
+    /// Reads a record back.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let Some((header, body)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
+            return Err(format!("{} bytes are too few", bytes.len()));
+        };
+        let word =
+            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        if &header[..8] != MAGIC {
+            return Err("is not a floor record".to_owned());
+        }
+        if word(8) != FLOOR_FORMAT {
+            return Err(format!("format {} is not {FLOOR_FORMAT}, the one this version reads", word(8)));
+        }
+        if word(12) != crc32c::crc32c(body) {
+            return Err("checksum does not match".to_owned());
+        }
+        match postcard::take_from_bytes(body) {
+            Ok((floor, [])) => Ok(floor),
+            Ok((_, rest)) => Err(format!("{} bytes follow it", rest.len())),
+            Err(e) => Err(format!("does not decode ({e})")),
+        }
+    }
+
+    /// The newest whole copy in `directory` and whether both are it; `None` where there never was one.
+    ///
+    /// # Errors
+    /// No copy is whole, but there are some; or they cannot be read.
+    pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Option<(Self, bool)>, SyncError> {
+        let (mut whole, mut problem) = (Vec::new(), None);
+        for name in COPIES {
+            let path = directory.join(name);
+            match disk.read(&path).map(|bytes| Self::decode(&bytes)) {
+                Ok(Ok(floor)) => whole.push(floor),
+                Ok(Err(wrong)) => problem = Some(format!("{name}: {wrong}")),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) => return Err(io_error(&path)(e)),
+            }
+        }
+        let alike = whole.len() == COPIES.len() && whole.iter().all(|f| *f == whole[0]);
+        match (whole.into_iter().max_by_key(|f| f.writes), problem) {
+            (Some(floor), _) => Ok(Some((floor, alike))),
+            (None, None) => Ok(None),
+            (None, Some(problem)) => Err(SyncError::Floor { path: directory.to_owned(), problem }),
+        }
+    }
+
+    /// Makes this the record, one copy after the other.
+    ///
+    /// # Errors
+    /// A copy cannot be written; the other one is whole.
+    pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), SyncError> {
+        self.writes += 1;
+        let bytes = self.encode();
+        COPIES.iter().try_for_each(|name| {
+            let path = directory.join(name);
+            commit::replace(disk, &path, &bytes).map_err(io_error(&path))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_changed_bit_is_refused() {
+        let floor = Floor { writes: 3, root: 1, timestamp: 700, snapshot: 9, targets: 8, time: 1 << 33 };
+        let bytes = floor.encode();
+        assert_eq!(Floor::decode(&bytes).unwrap(), floor);
+        for bit in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(Floor::decode(&bad).is_err(), "bit {bit}");
+        }
+        (0..bytes.len()).for_each(|n| assert!(Floor::decode(&bytes[..n]).is_err()));
+    }
+}
