@@ -17,3 +17,4 @@ pub mod rewrite;
 pub mod sim_disk;
 pub mod versions;
 pub mod victim;
+pub mod wire;

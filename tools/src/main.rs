@@ -8,7 +8,7 @@ use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
 use hatchback_tools::pack::{Overrides, pack_file_onto};
 use hatchback_tools::spec::CodecChoice;
-use hatchback_tools::{bench, demo, eval, inspect, report, run, serve};
+use hatchback_tools::{bench, demo, eval, inspect, publish, report, run, serve, signing, sync};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -25,6 +25,9 @@ enum Command {
     Demo(demo::DemoArgs),
     Pack(PackArgs),
     Inspect(inspect::InspectArgs),
+    Keys(signing::KeysArgs),
+    Publish(publish::PublishArgs),
+    Sync(sync::SyncArgs),
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
     Bench(bench::BenchArgs),
@@ -82,6 +85,9 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Pack(args) => pack(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Keys(args) => signing::run(&args),
+        Command::Publish(args) => publish::run(&args),
+        Command::Sync(args) => sync::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Bench(args) => bench::run(&args),

@@ -1,0 +1,71 @@
+//! A link with faults, over any other one: it breaks after so many bytes, never ends, hands out single bytes, or
+//! answers everything with the same page.
+
+use hatchback::sync::link::{Link, LinkError, Take};
+use std::ops::ControlFlow;
+
+/// What is wrong with the link.
+#[derive(Clone, Debug, Default)]
+pub struct Faults {
+    /// Gives this many bytes in all, then only errors.
+    pub breaks_after: Option<u64>,
+    /// Breaks off after this many bytes of each answer.
+    pub breaks_each: Option<u64>,
+    /// Goes on for ever behind the end of objects whose path begins so.
+    pub endless: Option<&'static str>,
+    /// Hands out single bytes.
+    pub single_bytes: bool,
+    /// Answers everything with this.
+    pub portal: Option<&'static [u8]>,
+}
+
+/// The link.
+pub struct Wire<L> {
+    /// What it leads to.
+    pub link: L,
+    /// What is wrong with it.
+    pub faults: Faults,
+    /// Bytes handed out.
+    pub bytes: u64,
+    /// What was asked for.
+    pub asked: Vec<String>,
+}
+
+impl<L: Link> Wire<L> {
+    /// `link` with `faults`.
+    pub fn new(link: L, faults: Faults) -> Self {
+        Self { link, faults, bytes: 0, asked: Vec::new() }
+    }
+}
+
+impl<L: Link> Link for Wire<L> {
+    fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
+        self.asked.push(path.to_owned());
+        let (faults, bytes) = (&self.faults, &mut self.bytes);
+        let (mut broke, mut given) = (false, 0);
+        let mut hand = |piece: &[u8]| {
+            for part in piece.chunks(if faults.single_bytes { 1 } else { piece.len().max(1) }) {
+                let all = faults.breaks_after.map_or(u64::MAX, |n| n.saturating_sub(*bytes));
+                let each = faults.breaks_each.map_or(u64::MAX, |n| n.saturating_sub(given));
+                let left = all.min(each).min(part.len() as u64);
+                broke = left < part.len() as u64;
+                (*bytes, given) = (*bytes + left, given + left);
+                if (left > 0 && take(&part[..left as usize]).is_break()) || broke {
+                    return ControlFlow::Break(());
+                }
+            }
+            ControlFlow::Continue(())
+        };
+        let done = match faults.portal {
+            Some(page) => {
+                let _ = hand(&page[(from as usize).min(page.len())..]);
+                Ok(())
+            }
+            None => self.link.get(path, from, &mut hand),
+        };
+        if faults.endless.is_some_and(|start| path.starts_with(start)) && done.is_ok() {
+            while hand(&[b' '; 4096]).is_continue() {}
+        }
+        if broke { Err(LinkError::Broken("cut".to_owned())) } else { done }
+    }
+}

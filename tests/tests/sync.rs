@@ -1,0 +1,648 @@
+//! Sync against a repository and a link that mean harm, one test a threat, with real signatures: every attack is
+//! an error of its name, what was live stays live, and the car recovers by itself when the attack ends.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::bundle::BundleReader;
+use hatchback::disk::{self, Disk};
+use hatchback::flash::Flash;
+use hatchback::manifest::sha256;
+use hatchback::score::Clock;
+use hatchback::sync::error::SyncError;
+use hatchback::sync::link::{Fetcher, Link, LinkLimits};
+use hatchback::sync::release::{Release, chunk_path};
+use hatchback::sync::stage::Staging;
+use hatchback::sync::trust::Trust;
+use hatchback::sync::{Status, Step, Sync};
+use hatchback_tests::random::Random;
+use hatchback_tests::sim_disk::SimDisk;
+use hatchback_tests::versions::Versions;
+use hatchback_tests::wire::{Faults, Wire};
+use hatchback_tools::link::{DirectoryLink, HttpLink, HttpOptions};
+use hatchback_tools::publish::{Change, Objects, Store, publish};
+use hatchback_tools::signing::{new_fleet, rotate};
+use std::cell::Cell;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+use tough::schema::RoleType;
+
+/// When the story begins, seconds since 1970.
+const T0: u64 = 1_800_000_000;
+/// A timestamp lasts this long, everything else longer.
+const FRESH_S: u64 = 1_000;
+const ROOT_S: u64 = 100_000;
+
+static VERSIONS: LazyLock<Versions> = LazyLock::new(|| Versions::new(4, 600, 11));
+
+/// A clock that moves by so many seconds whenever it is read.
+struct Ticks(AtomicU64, u64);
+
+impl Clock for Ticks {
+    fn now(&self) -> Duration {
+        Duration::from_secs(self.0.fetch_add(self.1, Ordering::Relaxed))
+    }
+}
+
+/// A repository and its keys.
+struct Fleet {
+    folder: tempfile::TempDir,
+}
+
+impl Fleet {
+    /// A fleet whose first release is snapshot 1.
+    fn new() -> Self {
+        Self::signed_by([(2, 2), (1, 1), (1, 1), (1, 1)])
+    }
+
+    fn signed_by(counts: [(usize, u64); 4]) -> Self {
+        let fleet = Self { folder: tempfile::tempdir().unwrap() };
+        new_fleet(&fleet.keys(), counts, T0 + ROOT_S).unwrap();
+        fleet.publish(T0, &VERSIONS.snapshots[0]);
+        fleet
+    }
+
+    fn keys(&self) -> PathBuf {
+        self.folder.path().join("keys")
+    }
+
+    fn repository(&self) -> PathBuf {
+        self.folder.path().join("repository")
+    }
+
+    fn publish(&self, now: u64, bundle: &Path) {
+        let change = Change { bundles: vec![bundle.to_owned()], revoke: vec![], expires_s: FRESH_S };
+        publish(&Objects::directory(&self.repository()).unwrap(), &self.keys(), &change, now).unwrap();
+    }
+
+    fn delta(&self, now: u64, generation: usize) {
+        self.publish(now, &VERSIONS.deltas[generation - 1]);
+    }
+
+    fn file(&self, path: &str) -> PathBuf {
+        self.repository().join(path)
+    }
+
+    /// The same keys and the same history from here on apart.
+    fn fork(&self) -> Self {
+        let fork = Self { folder: tempfile::tempdir().unwrap() };
+        copy(self.folder.path(), fork.folder.path());
+        fork
+    }
+
+    fn link(&self) -> DirectoryLink {
+        DirectoryLink(self.repository())
+    }
+
+    /// Where the chunks of a bundle lie, in its order.
+    fn chunks(&self, bundle: &Path) -> Vec<PathBuf> {
+        let bundle = BundleReader::open(bundle).unwrap();
+        let chunks = bundle.manifest().blobs.iter().flat_map(|b| &b.chunks);
+        chunks.map(|c| self.file(&chunk_path(&c.sha256))).collect()
+    }
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let (from, to) = (entry.as_ref().unwrap().path(), to.join(entry.as_ref().unwrap().file_name()));
+        if from.is_dir() { copy(&from, &to) } else { std::fs::copy(&from, &to).map(drop).unwrap() }
+    }
+}
+
+/// A car on a simulated disk.
+struct Car {
+    disk: SimDisk,
+    sync: Sync,
+}
+
+impl Car {
+    /// A car that trusts the fleet's first root and has nothing yet.
+    fn new(fleet: &Fleet) -> Self {
+        let disk = SimDisk::default();
+        let sync =
+            Sync { disk: disk.shared(), directory: "/sync".into(), flash: "/flash".into(), lineage: None };
+        let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
+        Trust::init(&disk, &sync.directory, &root).unwrap();
+        Self { disk, sync }
+    }
+
+    /// A car that has synced with the fleet's first release.
+    fn at_first_release(fleet: &Fleet) -> Self {
+        let car = Self::new(fleet);
+        car.run(&mut fleet.link(), T0 + 1).unwrap();
+        car
+    }
+
+    fn run(&self, link: &mut dyn Link, now: u64) -> Result<Status, SyncError> {
+        self.run_timed(link, now, &Ticks(AtomicU64::new(0), 0), LinkLimits::default())
+    }
+
+    fn run_timed(
+        &self,
+        link: &mut dyn Link,
+        now: u64,
+        clock: &dyn Clock,
+        limits: LinkLimits,
+    ) -> Result<Status, SyncError> {
+        self.sync.run(&mut Fetcher::new(link, clock, limits), now, |_, _| {})
+    }
+
+    /// The sequence that is live, its rows as they must be; 0 if nothing is.
+    fn live(&self) -> usize {
+        let Ok(flash) = Flash::open(&self.sync.disk, &self.sync.flash) else { return 0 };
+        let sequence = flash.manifest().generation.sequence as usize;
+        for number in 0..2 {
+            let mut rows = 0;
+            let expected = &VERSIONS.rows[sequence - 1][number];
+            let table = flash.table(number).unwrap();
+            let same = |order, row: &[u8]| {
+                rows += 1;
+                assert_eq!(expected.get(&order).map(Vec::as_slice), Some(row));
+            };
+            table.scan(same, |e| panic!("{e}")).unwrap();
+            assert_eq!(rows, expected.len());
+        }
+        sequence
+    }
+
+    /// An attack fails and changes nothing; when it is over the next run brings `after`.
+    #[track_caller]
+    fn survives(
+        &self,
+        link: &mut dyn Link,
+        now: u64,
+        named: impl Fn(&SyncError) -> bool,
+        (healed, then, after): (&Fleet, u64, usize),
+    ) {
+        let (before, floor) = (self.live(), self.floor());
+        let error = self.run(link, now).expect_err("the attack went unnoticed");
+        assert!(named(&error), "{error:?}");
+        assert_eq!(self.sync.status().step, Step::Failed);
+        assert_eq!(self.sync.status().error, Some(error.to_string()));
+        assert_eq!(self.live(), before, "the live generation changed");
+        assert!(self.floor() >= floor, "the floor sank");
+        self.run(&mut healed.link(), then).unwrap();
+        assert_eq!(self.live(), after, "did not recover");
+    }
+
+    fn floor(&self) -> [u64; 4] {
+        let floor = Trust::open(&self.sync.disk, &self.sync.directory).unwrap().floor();
+        [floor.root, floor.timestamp, floor.snapshot, floor.targets]
+    }
+}
+
+#[test]
+fn a_car_follows_the_releases() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    assert_eq!(car.live(), 1);
+    fleet.delta(T0 + 10, 2);
+    fleet.delta(T0 + 20, 3);
+    let status = car.run(&mut fleet.link(), T0 + 30).unwrap();
+    assert_eq!((car.live(), status.installed.len(), status.newest), (3, 2, Some(3)));
+    let mut wire = Wire::new(fleet.link(), Faults::default());
+    let status = car.run(&mut wire, T0 + 40).unwrap();
+    assert_eq!(status.step, Step::Idle);
+    assert_eq!(wire.asked, ["metadata/2.root.json", "metadata/timestamp.json"], "a poll asks for no more");
+    assert_eq!(status.bytes_received, wire.bytes);
+    // What is on the way is one of the listed releases or gone.
+    let left = car.disk.list(Path::new("/sync/staged")).unwrap();
+    assert!(left.iter().all(|f| f.extension().unwrap() == "manifest"), "{left:?}");
+}
+
+#[test]
+fn arbitrary_software() {
+    let fleet = Fleet::new();
+    for chunk in [true, false] {
+        let (car, bad) = (Car::new(&fleet), fleet.fork());
+        let path = match chunk {
+            true => bad.chunks(&VERSIONS.snapshots[0]).remove(1),
+            false => {
+                let folder = std::fs::read_dir(bad.file("targets")).unwrap().next().unwrap().unwrap().path();
+                std::fs::read_dir(folder).unwrap().next().unwrap().unwrap().path()
+            }
+        };
+        let mut content = std::fs::read(&path).unwrap();
+        content[20] ^= 1;
+        std::fs::write(&path, content).unwrap();
+        let named = |e: &SyncError| matches!(e, SyncError::ArbitrarySoftware { .. });
+        car.survives(&mut bad.link(), T0 + 1, named, (&fleet, T0 + 2, 1));
+    }
+}
+
+#[test]
+fn a_chunk_swapped_for_another_valid_one() {
+    let fleet = Fleet::new();
+    let chunks = fleet.chunks(&VERSIONS.snapshots[0]);
+    let (short, long) = (&chunks[0], &chunks[chunks.len() - 1]);
+    for (from, to) in [(short, long), (long, short)] {
+        let (car, bad) = (Car::new(&fleet), fleet.fork());
+        let inside = |path: &Path| bad.file(path.strip_prefix(fleet.repository()).unwrap().to_str().unwrap());
+        std::fs::copy(from, inside(to)).unwrap();
+        let named =
+            |e: &SyncError| matches!(e, SyncError::ArbitrarySoftware { .. } | SyncError::EndlessData { .. });
+        car.survives(&mut bad.link(), T0 + 1, named, (&fleet, T0 + 2, 1));
+    }
+}
+
+#[test]
+fn rollback() {
+    let fleet = Fleet::new();
+    let old = fleet.fork();
+    fleet.delta(T0 + 10, 2);
+    let car = Car::new(&fleet);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    let named = |e: &SyncError| matches!(e, SyncError::Rollback { trusted: 2, offered: 1, .. });
+    car.survives(&mut old.link(), T0 + 12, named, (&fleet, T0 + 13, 2));
+}
+
+#[test]
+fn replay_after_torn_metadata() {
+    let fleet = Fleet::new();
+    let old = fleet.fork();
+    fleet.delta(T0 + 10, 2);
+    let files = ["timestamp.json", "snapshot.json", "targets.json", "root.json", "floor.a", "floor.b"];
+    for torn in 0..1 << files.len() {
+        let car = Car::new(&fleet);
+        car.run(&mut fleet.link(), T0 + 11).unwrap();
+        for (i, name) in files.iter().enumerate().filter(|(i, _)| torn >> i & 1 == 1) {
+            let path = car.sync.directory.join(name);
+            if i % 2 == 0 { drop(car.disk.create(&path)) } else { car.disk.remove_file(&path).unwrap() }
+        }
+        let error = car.run(&mut old.link(), T0 + 12).unwrap_err();
+        let both_floors = torn >> 4 == 3;
+        match &error {
+            SyncError::Floor { .. } => assert!(both_floors, "{torn:b}"),
+            SyncError::Replay { .. } | SyncError::Rollback { .. } => assert!(!both_floors, "{torn:b}"),
+            other => panic!("{torn:b}: {other:?}"),
+        }
+        assert_eq!(car.live(), 2);
+        let healed = car.run(&mut fleet.link(), T0 + 13);
+        assert_eq!(healed.is_err(), both_floors, "{torn:b}: {healed:?}");
+    }
+}
+
+#[test]
+fn freeze() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let frozen = fleet.fork();
+    fleet.delta(T0 + FRESH_S, 2);
+    let named = |e: &SyncError| matches!(e, SyncError::Freeze { role, .. } if role == "timestamp");
+    car.survives(&mut frozen.link(), T0 + FRESH_S + 1, named, (&fleet, T0 + FRESH_S + 2, 2));
+}
+
+#[test]
+fn a_clock_of_1970_or_2090() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    let behind = |e: &SyncError| matches!(e, SyncError::Clock { now: 0, floor: T0 });
+    let ahead = |e: &SyncError| matches!(e, SyncError::Freeze { role, .. } if role == "root");
+    car.survives(&mut fleet.link(), 0, behind, (&fleet, T0 + 11, 2));
+    fleet.delta(T0 + 20, 3);
+    car.survives(&mut fleet.link(), 3_786_912_000, ahead, (&fleet, T0 + 21, 3));
+}
+
+#[test]
+fn mix_and_match() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let (bad, other) = (fleet.fork(), fleet.fork());
+    bad.delta(T0 + 10, 2);
+    other.delta(T0 + 11, 3);
+    fleet.delta(T0 + 12, 2);
+    // Signed by the right keys, of the same version, but not of the same moment.
+    std::fs::copy(other.file("metadata/2.snapshot.json"), bad.file("metadata/2.snapshot.json")).unwrap();
+    let named = |e: &SyncError| matches!(e, SyncError::MixAndMatch { .. });
+    let error = car.run(&mut bad.link(), T0 + 13).unwrap_err();
+    assert!(named(&error), "{error:?}");
+    // The bad mirror's timestamp was a good one: the next good version is a higher one.
+    fleet.delta(T0 + 14, 3);
+    car.run(&mut fleet.link(), T0 + 15).unwrap();
+    assert_eq!(car.live(), 3);
+}
+
+#[test]
+fn endless_data() {
+    let fleet = Fleet::new();
+    for path in ["metadata/timestamp", "metadata/1.snapshot", "metadata/1.targets", "targets/", "chunks/"] {
+        let car = Car::new(&fleet);
+        let mut wire = Wire::new(fleet.link(), Faults { endless: Some(path), ..Faults::default() });
+        let named =
+            |e: &SyncError| matches!(e, SyncError::EndlessData { path: p, .. } if p.starts_with(path));
+        car.survives(&mut wire, T0 + 1, named, (&fleet, T0 + 2, 1));
+        assert!(wire.bytes < 200_000, "{} bytes were taken", wire.bytes);
+    }
+}
+
+#[test]
+fn slow_retrieval() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let mut wire = Wire::new(fleet.link(), Faults { single_bytes: true, ..Faults::default() });
+    let error = car.run_timed(&mut wire, T0 + 1, &Ticks(AtomicU64::new(0), 1), LinkLimits::default());
+    assert!(matches!(error, Err(SyncError::SlowRetrieval { bytes: 30..40, .. })), "{error:?}");
+    assert_eq!(car.live(), 0);
+    car.run(&mut fleet.link(), T0 + 2).unwrap();
+    assert_eq!(car.live(), 1);
+}
+
+#[test]
+fn wrong_keys() {
+    let (fleet, stranger) = (Fleet::new(), Fleet::new());
+    let car = Car::at_first_release(&fleet);
+    stranger.delta(T0 + 5, 2);
+    fleet.delta(T0 + 10, 2);
+    let named = |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "timestamp");
+    car.survives(&mut stranger.link(), T0 + 11, named, (&fleet, T0 + 12, 2));
+    // And a root that only its own keys sign.
+    rotate(&stranger.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
+    stranger.delta(T0 + 13, 3);
+    fleet.delta(T0 + 13, 3);
+    let named = |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "root");
+    car.survives(&mut stranger.link(), T0 + 14, named, (&fleet, T0 + 15, 3));
+}
+
+#[test]
+fn threshold_not_met() {
+    let fleet = Fleet::signed_by([(2, 2), (2, 2), (2, 2), (2, 2)]);
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    let bad = fleet.fork();
+    let path = bad.file("metadata/timestamp.json");
+    let mut stamp: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    stamp["signatures"].as_array_mut().unwrap().pop().unwrap();
+    std::fs::write(&path, stamp.to_string()).unwrap();
+    let named = |e: &SyncError| matches!(e, SyncError::Threshold { found: 1, threshold: 2, .. });
+    car.survives(&mut bad.link(), T0 + 11, named, (&fleet, T0 + 12, 2));
+}
+
+#[test]
+fn a_revoked_key_and_fast_forward_recovery() {
+    let fleet = Fleet::new();
+    let (fresh, car) = (Car::at_first_release(&fleet), Car::at_first_release(&fleet));
+    // Whoever stole the online keys signs many versions ahead; one car takes it up.
+    let thief = fleet.fork();
+    (0..5).for_each(|n| thief.delta(T0 + 10 + n, 2));
+    car.run(&mut thief.link(), T0 + 20).unwrap();
+    assert_eq!(car.floor()[1], 6);
+    fleet.delta(T0 + 20, 2);
+    let named = |e: &SyncError| matches!(e, SyncError::Rollback { trusted: 6, offered: 2, .. });
+    assert!(named(&car.run(&mut fleet.link(), T0 + 21).unwrap_err()));
+    rotate(&fleet.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
+    rotate(&fleet.keys(), RoleType::Root, T0 + ROOT_S).unwrap();
+    fleet.delta(T0 + 30, 3);
+    car.run(&mut fleet.link(), T0 + 31).unwrap();
+    assert_eq!(
+        (car.live(), car.floor()[0], car.floor()[1]),
+        (3, 3, 3),
+        "the lower versions are accepted again"
+    );
+    // The stolen key signs no more, even where the new root is handed on.
+    for version in 2..=3 {
+        let name = format!("metadata/{version}.root.json");
+        std::fs::copy(fleet.file(&name), thief.file(&name)).unwrap();
+    }
+    let named = |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "timestamp");
+    for car in [&car, &fresh] {
+        car.survives(&mut thief.link(), T0 + 32, named, (&fleet, T0 + 33, 3));
+    }
+}
+
+#[test]
+fn a_captive_portal() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    let page: &[u8] = b"<!DOCTYPE html><title>Welcome to our Wi-Fi</title>";
+    let mut wire = Wire::new(fleet.link(), Faults { portal: Some(page), ..Faults::default() });
+    let named = |e: &SyncError| matches!(e, SyncError::Malformed { .. });
+    car.survives(&mut wire, T0 + 11, named, (&fleet, T0 + 12, 2));
+}
+
+#[test]
+fn a_delta_for_another_parent_leads_nowhere() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let bad = fleet.fork();
+    bad.delta(T0 + 10, 3);
+    let named = |e: &SyncError| matches!(e, SyncError::NoWay { newest: 3, .. });
+    bad.publish(T0 + 11, &VERSIONS.snapshots[0]);
+    let error = car.run(&mut bad.link(), T0 + 12).unwrap_err();
+    assert!(named(&error) && car.live() == 1, "{error:?}");
+    bad.delta(T0 + 13, 2);
+    car.run(&mut bad.link(), T0 + 14).unwrap();
+    assert_eq!(car.live(), 3);
+}
+
+/// The release of the first snapshot, as the repository lists it.
+fn first_release() -> Release {
+    let bundle = BundleReader::open(&VERSIONS.snapshots[0]).unwrap();
+    let content = bundle.manifest_bytes();
+    Release {
+        generation: bundle.manifest().generation.clone(),
+        parent: None,
+        bytes: 0,
+        manifest_bytes: content.len() as u64,
+        manifest: sha256(content),
+    }
+}
+
+#[test]
+fn a_download_cut_at_every_byte_goes_on_at_the_chunk() {
+    let (fleet, release, clock) = (Fleet::new(), first_release(), Ticks(AtomicU64::new(0), 0));
+    let bundle = BundleReader::open(&VERSIONS.snapshots[0]).unwrap();
+    let blobs = &bundle.manifest().blobs;
+    let largest = blobs.iter().flat_map(|b| &b.chunks).map(|c| u64::from(c.stored)).max().unwrap();
+    let largest = largest.max(release.manifest_bytes);
+    let total = release.manifest_bytes + blobs.iter().map(|b| b.stored_bytes()).sum::<u64>();
+    let stage = |disk: &SimDisk, wire: &mut Wire<DirectoryLink>| {
+        let staging = Staging::open(disk, Path::new("/staged")).unwrap();
+        staging.stage(&release, &mut Fetcher::new(wire, &clock, LinkLimits::default()), |_| {})
+    };
+    for cut in 0..total {
+        let disk = SimDisk::default();
+        let mut wire = Wire::new(fleet.link(), Faults { breaks_after: Some(cut), ..Faults::default() });
+        let error = stage(&disk, &mut wire).unwrap_err();
+        assert!(matches!(error, SyncError::Link { .. }), "cut {cut}: {error:?}");
+        wire.faults = Faults::default();
+        let path = stage(&disk, &mut wire).unwrap();
+        assert_eq!(disk.read(&path).unwrap(), std::fs::read(&VERSIONS.snapshots[0]).unwrap(), "cut {cut}");
+        assert!(wire.bytes < total + largest, "cut {cut}: {} bytes instead of {total}", wire.bytes);
+    }
+    println!("{total} cuts");
+    // Breaks that leave something each time do not even end the run.
+    let mut wire = Wire::new(fleet.link(), Faults { breaks_each: Some(largest / 20), ..Faults::default() });
+    stage(&SimDisk::default(), &mut wire).unwrap();
+    assert_eq!(wire.bytes, total);
+}
+
+#[test]
+fn a_power_cut_at_every_call_ends_in_the_newest_generation() {
+    let fleet = Fleet::new();
+    let before = fleet.fork();
+    fleet.delta(T0 + 10, 2);
+    fleet.delta(T0 + 11, 3);
+    let run = |cut: Option<u64>, seed: u64| {
+        let car = Car::at_first_release(&before);
+        let calls = car.disk.calls();
+        if let Some(cut) = cut {
+            car.disk.cut_after(cut);
+            let _ = car.run(&mut fleet.link(), T0 + 12);
+            car.disk.reboot(seed);
+            assert!((1..=3).contains(&car.live()), "cut {cut}: {}", car.live());
+        }
+        car.run(&mut fleet.link(), T0 + 13).unwrap_or_else(|e| panic!("cut {cut:?}: {e}"));
+        assert_eq!(car.live(), 3, "cut {cut:?}");
+        let replayed = car.run(&mut before.link(), T0 + 14);
+        assert!(replayed.is_err(), "cut {cut:?}: a replay was accepted");
+        car.disk.calls() - calls
+    };
+    let (calls, mut random) = (run(None, 0), Random::new(5));
+    for cut in 0..calls {
+        run(Some(cut), random.bits());
+    }
+    println!("{calls} cuts");
+}
+
+/// A web server over a directory: answers every seventh request with an error, breaks every answer off after
+/// `breaks` bytes, and knows ranges or does not.
+fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}/models", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for (n, stream) in listener.incoming().enumerate() {
+            let (mut stream, mut from, mut path) = (stream.unwrap(), 0, String::new());
+            for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+                let line = line.unwrap_or_default().to_lowercase();
+                if let Some(rest) = line.strip_prefix("get /models/") {
+                    path = rest.split(' ').next().unwrap().to_owned();
+                } else if let Some(range) = line.strip_prefix("range: bytes=") {
+                    from = if ranges { range.trim_end_matches('-').parse().unwrap() } else { 0 };
+                } else if line.is_empty() {
+                    break;
+                }
+            }
+            let head = |status: &str, bytes| {
+                format!("HTTP/1.1 {status}\r\nContent-Length: {bytes}\r\nConnection: close\r\n\r\n")
+            };
+            let answer = match std::fs::read(folder.join(&path)) {
+                _ if n % 7 == 6 => head("503 Busy", 0).into_bytes(),
+                Err(_) => head("404 Not Found", 0).into_bytes(),
+                Ok(content) => {
+                    let status = if from > 0 { "206 Partial Content" } else { "200 OK" };
+                    let rest = &content[from..];
+                    [head(status, rest.len()).as_bytes(), &rest[..rest.len().min(breaks)]].concat()
+                }
+            };
+            let _ = stream.write_all(&answer);
+        }
+    });
+    address
+}
+
+#[test]
+fn over_http_with_broken_answers_and_error_storms() {
+    let fleet = Fleet::new();
+    for (breaks, ranges) in [(usize::MAX, true), (3_000, true), (usize::MAX, false)] {
+        let car = Car::new(&fleet);
+        let mut link =
+            HttpLink::new(&serve(fleet.repository(), breaks, ranges), &HttpOptions::default()).unwrap();
+        let (mut runs, mut bytes) = (0, 0);
+        while car.live() == 0 {
+            if let Err(e) = car.run(&mut link, T0 + 1) {
+                assert!(matches!(e, SyncError::Link { .. }), "{e:?}");
+            }
+            bytes += car.sync.status().bytes_received;
+            runs += 1;
+            assert!(runs < 50, "never ends: {:?}", car.sync.status());
+        }
+        println!("breaks {breaks}, ranges {ranges}: {runs} runs, {bytes} bytes");
+    }
+}
+
+/// A store that dies after so many writes.
+struct Dies<'a>(&'a dyn Store, Cell<u32>);
+
+impl Store for Dies<'_> {
+    fn get(&self, path: &str) -> anyhow::Result<Option<Vec<u8>>> {
+        self.0.get(path)
+    }
+    fn has(&self, path: &str) -> anyhow::Result<bool> {
+        self.0.has(path)
+    }
+    fn put(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
+        anyhow::ensure!(self.1.get() > 0, "killed");
+        self.1.set(self.1.get() - 1);
+        self.0.put(path, content)
+    }
+}
+
+#[test]
+fn a_killed_publish_leaves_nothing_that_a_car_sees() {
+    let start = Fleet::new();
+    let change = Change { bundles: vec![VERSIONS.deltas[1].clone()], revoke: vec![], expires_s: FRESH_S };
+    for writes in 0.. {
+        let fleet = start.fork();
+        let car = Car::at_first_release(&start);
+        let store = Objects::directory(&fleet.repository()).unwrap();
+        let done = publish(&Dies(&store, Cell::new(writes)), &fleet.keys(), &change, T0 + 10);
+        let status = car.run(&mut fleet.link(), T0 + 11).unwrap();
+        assert_eq!((car.live(), status.newest), if done.is_ok() { (2, Some(2)) } else { (1, Some(1)) });
+        publish(&store, &fleet.keys(), &change, T0 + 12).unwrap();
+        car.run(&mut fleet.link(), T0 + 13).unwrap();
+        assert_eq!(car.live(), 2);
+        if done.is_ok() {
+            assert!(writes > 5, "only {writes} writes");
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_byte_budget_stops_and_goes_on() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let bundle = BundleReader::open(&VERSIONS.snapshots[0]).unwrap();
+    let largest = bundle.manifest().blobs.iter().flat_map(|b| &b.chunks).map(|c| u64::from(c.stored)).max();
+    // Under one chunk and the metadata no run would get on.
+    let bytes_max = largest.unwrap() + 6_000;
+    let limits = LinkLimits { bytes_max, ..LinkLimits::default() };
+    let (mut runs, clock) = (0, Ticks(AtomicU64::new(0), 0));
+    while car.live() == 0 {
+        let ran = car.run_timed(&mut fleet.link(), T0 + 1, &clock, limits);
+        assert!(matches!(&ran, Ok(_) | Err(SyncError::Budget { .. })), "{ran:?}");
+        runs += 1;
+        assert!(runs < 100, "never ends");
+    }
+    assert!(runs > 1);
+}
+
+#[test]
+fn a_damaged_staged_bundle_is_fetched_again_and_a_car_without_root_says_so() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let release = first_release();
+    let staged = PathBuf::from("/sync/staged");
+    let staging = Staging::open(&car.disk, &staged).unwrap();
+    let clock = Ticks(AtomicU64::new(0), 0);
+    let mut link = fleet.link();
+    let path =
+        staging.stage(&release, &mut Fetcher::new(&mut link, &clock, LinkLimits::default()), |_| {}).unwrap();
+    car.disk.flip(&path, 1000 * 8);
+    let error = car.run(&mut fleet.link(), T0 + 1).unwrap_err();
+    assert!(matches!(error, SyncError::Flash(_)), "{error:?}");
+    assert!(!staging.is_refused(&release));
+    car.run(&mut fleet.link(), T0 + 2).unwrap();
+    assert_eq!(car.live(), 1);
+
+    let disk: Arc<dyn Disk> = disk::system();
+    let empty = tempfile::tempdir().unwrap();
+    let error = Trust::open(&disk, empty.path()).err().unwrap();
+    assert!(matches!(error, SyncError::NotProvisioned { .. }), "{error:?}");
+}

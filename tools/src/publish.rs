@@ -1,0 +1,331 @@
+//! `publish`: bundles become a release that cars find. Chunks go up first, each under its hash, then manifests,
+//! then the signed metadata, and last of all the timestamp, the one file that leads to everything else: a publish
+//! that is killed leaves nothing that a car could see. Only adds objects; what is old is for others to remove.
+
+use crate::report;
+use crate::signing::{DAY_S, block_on, roots, sources, timestamp};
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use hatchback::bundle::BundleReader;
+use hatchback::manifest::sha256;
+use hatchback::sync::release::{BYTES, chunk_path, manifest_path, target_name};
+use hatchback::sync::trust::PUBLISHED;
+use object_store::{ObjectStore, ObjectStoreExt, PutPayload, local::LocalFileSystem};
+use serde::Serialize;
+use serde_json::Value;
+use sigstore_tuf::TrustedMetadataSet;
+use std::collections::HashMap;
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use tough::editor::RepositoryEditor;
+use tough::schema::{Hashes, Signed, Target, Targets};
+use tough::{TargetName, schema};
+
+/// Signs bundles and puts them where cars fetch them
+#[derive(Args, Debug)]
+pub struct PublishArgs {
+    /// Bundles: snapshots and deltas
+    bundles: Vec<PathBuf>,
+    /// The repository: a directory that a web server or a CDN hands out
+    #[arg(long)]
+    to: PathBuf,
+    /// The folder of the keys and roots (`hatchback keys new`)
+    #[arg(long)]
+    keys: PathBuf,
+    /// Takes back this sequence; a car that has it stays on it until a newer release comes
+    #[arg(long)]
+    revoke: Vec<u64>,
+    /// Days until cars take the timestamp for frozen: publish again before that
+    #[arg(long, default_value_t = 7)]
+    days: u64,
+    /// Says what would be done, and does nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Prints the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Where a repository's objects are kept.
+pub trait Store {
+    /// The object at `path`, if there is one.
+    ///
+    /// # Errors
+    /// The store refused.
+    fn get(&self, path: &str) -> Result<Option<Vec<u8>>>;
+    /// Whether there is an object at `path`.
+    ///
+    /// # Errors
+    /// As `get`.
+    fn has(&self, path: &str) -> Result<bool>;
+    /// Puts an object at `path`, whole or not at all.
+    ///
+    /// # Errors
+    /// As `get`.
+    fn put(&self, path: &str, content: Vec<u8>) -> Result<()>;
+}
+
+/// Anything that the `object_store` crate reaches.
+pub struct Objects(Box<dyn ObjectStore>);
+
+impl Objects {
+    /// The directory at `path`, made if it is missing.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn directory(path: &Path) -> Result<Self> {
+        std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
+        Ok(Self(Box::new(LocalFileSystem::new_with_prefix(path)?)))
+    }
+}
+
+fn found<T>(result: object_store::Result<T>) -> Result<Option<T>> {
+    match result {
+        Err(object_store::Error::NotFound { .. }) => Ok(None),
+        result => Ok(Some(result?)),
+    }
+}
+
+impl Store for Objects {
+    fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
+        let path = path.into();
+        let bytes = block_on(async { self.0.get(&path).await?.bytes().await })?;
+        Ok(found(bytes)?.map(Into::into))
+    }
+
+    fn has(&self, path: &str) -> Result<bool> {
+        Ok(found(block_on(self.0.head(&path.into()))?)?.is_some())
+    }
+
+    fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
+        block_on(self.0.put(&path.into(), PutPayload::from(content)))??;
+        Ok(())
+    }
+}
+
+/// A store that keeps nothing: what would be written.
+struct DryRun<'a>(&'a dyn Store);
+
+impl Store for DryRun<'_> {
+    fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
+        self.0.get(path)
+    }
+    fn has(&self, path: &str) -> Result<bool> {
+        self.0.has(path)
+    }
+    fn put(&self, _: &str, _: Vec<u8>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What a publish changes.
+#[derive(Clone, Debug, Default)]
+pub struct Change {
+    /// Bundles to add.
+    pub bundles: Vec<PathBuf>,
+    /// Sequences to take back.
+    pub revoke: Vec<u64>,
+    /// Seconds until the timestamp expires; snapshot and targets last ten times as long.
+    pub expires_s: u64,
+}
+
+/// What was published.
+#[derive(Debug, Default, Serialize)]
+pub struct Published {
+    /// Target names added.
+    pub added: Vec<String>,
+    /// Target names taken back.
+    pub revoked: Vec<String>,
+    /// Chunks put up.
+    pub chunks: u64,
+    /// Bytes of them.
+    pub chunk_bytes: u64,
+    /// Chunks that were there.
+    pub chunks_known: u64,
+    /// Version of the timestamp that leads to it.
+    pub version: u64,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// A bundle, a key or the repository is refused; cars see nothing of it then.
+pub fn run(args: &PublishArgs) -> Result<()> {
+    let store = Objects::directory(&args.to)?;
+    let dry = DryRun(&store);
+    let store: &dyn Store = if args.dry_run { &dry } else { &store };
+    let (bundles, revoke) = (args.bundles.clone(), args.revoke.clone());
+    let change = Change { bundles, revoke, expires_s: args.days * DAY_S };
+    let done = publish(store, &args.keys, &change, crate::sync::now()?)?;
+    if args.json {
+        return report::write_json(Path::new("-"), &done);
+    }
+    done.added.iter().for_each(|name| println!("+ {name}"));
+    done.revoked.iter().for_each(|name| println!("- {name}"));
+    let (n, bytes, known) =
+        (report::count(done.chunks), report::bytes(done.chunk_bytes), report::count(done.chunks_known));
+    let dry = if args.dry_run { " (dry run: nothing was written)" } else { "" };
+    println!("version {}: {n} chunks, {bytes}; {known} were there{dry}", done.version);
+    Ok(())
+}
+
+/// The metadata that a repository has now.
+#[derive(Default)]
+struct Present {
+    timestamp: u64,
+    snapshot: u64,
+    targets: u64,
+    signed: Option<Signed<Targets>>,
+}
+
+/// Publishes `change` in `store`, signed with the keys in `keys`, as of `now` (seconds since 1970).
+///
+/// # Errors
+/// A bundle, a key or the repository is refused; cars see nothing of it then.
+pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
+    let present = present(store, keys)?;
+    let mut done = Published { version: present.timestamp + 1, ..Published::default() };
+    let mut added = Vec::new();
+    for path in &change.bundles {
+        added.push(put_bundle(store, path, &mut done)?);
+    }
+    let revoked = revoked(&present, &change.revoke)?;
+    done.added = added.iter().map(|(name, _)| name.raw().to_owned()).collect();
+    done.revoked = revoked.iter().map(|name| name.raw().to_owned()).collect();
+    let folder = tempfile::tempdir()?;
+    block_on(sign(keys, &present, added, &revoked, change.expires_s, now, folder.path()))??;
+    for (version, path) in roots(keys)? {
+        let name = format!("metadata/{version}.root.json");
+        if !store.has(&name)? {
+            store.put(&name, std::fs::read(&path)?)?;
+        }
+    }
+    for name in [
+        format!("{}.targets.json", present.targets + 1),
+        format!("{}.snapshot.json", present.snapshot + 1),
+        "timestamp.json".to_owned(),
+    ] {
+        let content = std::fs::read(folder.path().join(&name)).with_context(|| name.clone())?;
+        store.put(&format!("metadata/{name}"), content)?;
+    }
+    Ok(done)
+}
+
+/// Reads and verifies what the repository has now; expiry does not matter to the publisher.
+fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
+    let Some(timestamp) = store.get("metadata/timestamp.json")? else { return Ok(Present::default()) };
+    let long_ago = jiff::Timestamp::UNIX_EPOCH;
+    let mut refused = None;
+    // After a rotation what is there is signed by the keys of an older root.
+    for (_, path) in roots(keys)?.iter().rev() {
+        let mut set = TrustedMetadataSet::from_root(&std::fs::read(path)?)?;
+        if let Err(e) = set.update_timestamp(&timestamp, long_ago) {
+            refused = refused.or(Some(e));
+            continue;
+        }
+        let pinned = |role: &str, version: Option<u64>| {
+            let name = format!("metadata/{}.{role}.json", version.unwrap_or(0));
+            store.get(&name)?.with_context(|| format!("{name} is missing"))
+        };
+        let snapshot =
+            pinned("snapshot", set.timestamp().and_then(|t| t.snapshot_meta()).map(|m| m.version))?;
+        if let Err(e) = set.update_snapshot(&snapshot, long_ago) {
+            refused = refused.or(Some(e));
+            continue;
+        }
+        let targets = set.snapshot().and_then(|s| s.meta.get("targets.json")).map(|m| m.version);
+        let targets = pinned("targets", targets)?;
+        if let Err(e) = set.update_targets(&targets, long_ago) {
+            refused = refused.or(Some(e));
+            continue;
+        }
+        let signed: Signed<Targets> = serde_json::from_slice(&targets)?;
+        return Ok(Present {
+            timestamp: set.timestamp().map_or(0, |t| t.version),
+            snapshot: set.snapshot().map_or(0, |s| s.version),
+            targets: signed.signed.version.get(),
+            signed: Some(signed),
+        });
+    }
+    match refused {
+        Some(e) => Err(e).context("the repository is not signed by this fleet's keys"),
+        None => bail!("{}: holds no root", keys.display()),
+    }
+}
+
+fn put_bundle(store: &dyn Store, path: &Path, done: &mut Published) -> Result<(TargetName, Target)> {
+    let mut bundle = BundleReader::open(path)?;
+    let mut bytes = 0;
+    bundle.each_stored(|chunk, stored| {
+        bytes += stored.len() as u64;
+        let at = chunk_path(&chunk.sha256);
+        if store.has(&at)? {
+            done.chunks_known += 1;
+            return Ok(());
+        }
+        done.chunks += 1;
+        done.chunk_bytes += stored.len() as u64;
+        store.put(&at, stored.to_vec())
+    })?;
+    let (manifest, content) = (bundle.manifest(), bundle.manifest_bytes());
+    let name = target_name(&manifest.generation, manifest.parent);
+    let hash = sha256(content);
+    store.put(&manifest_path(&name, &hash), content.to_vec())?;
+    let target = Target {
+        length: content.len() as u64,
+        hashes: Hashes { sha256: hash.to_vec().into(), _extra: HashMap::new() },
+        custom: HashMap::from([(BYTES.to_owned(), Value::from(bytes))]),
+        _extra: HashMap::new(),
+    };
+    Ok((TargetName::new(name)?, target))
+}
+
+fn revoked(present: &Present, sequences: &[u64]) -> Result<Vec<TargetName>> {
+    let names: Vec<TargetName> =
+        present.signed.iter().flat_map(|s| s.signed.targets.keys()).cloned().collect();
+    let of = |name: &TargetName, sequence: u64| {
+        let file = name.raw().rsplit('/').next().unwrap_or_default();
+        file.split('-').next().and_then(|s| s.parse().ok()) == Some(sequence)
+    };
+    let mut revoked = Vec::new();
+    for sequence in sequences {
+        let before = revoked.len();
+        revoked.extend(names.iter().filter(|name| of(name, *sequence)).cloned());
+        ensure!(revoked.len() > before, "sequence {sequence} is not published");
+    }
+    Ok(revoked)
+}
+
+/// Signs the next version of all three roles into `folder`.
+async fn sign(
+    keys: &Path,
+    present: &Present,
+    added: Vec<(TargetName, Target)>,
+    revoked: &[TargetName],
+    expires_s: u64,
+    now: u64,
+    folder: &Path,
+) -> Result<()> {
+    let roots = roots(keys)?;
+    let (_, root) = roots.last().with_context(|| format!("{}: holds no root", keys.display()))?;
+    let mut editor = RepositoryEditor::new(root).await?;
+    if let Some(signed) = &present.signed {
+        editor.targets(signed.clone())?;
+    }
+    let next = |version: u64| NonZeroU64::new(version + 1).context("version");
+    let (soon, late) = (timestamp(now + expires_s)?, timestamp(now + 10 * expires_s)?);
+    let mut stamp = schema::Timestamp::new("1.0.0".to_owned(), next(present.timestamp)?, soon);
+    stamp._extra.insert(PUBLISHED.to_owned(), Value::from(now));
+    editor.timestamp(stamp)?;
+    editor.timestamp_version(next(present.timestamp)?).timestamp_expires(soon);
+    editor.snapshot_version(next(present.snapshot)?).snapshot_expires(late);
+    editor.targets_version(next(present.targets)?)?.targets_expires(late)?;
+    for (name, target) in added {
+        editor.add_target(name, target)?;
+    }
+    for name in revoked {
+        editor.remove_target(name)?;
+    }
+    editor.sign(&sources(keys)?).await?.write(folder).await?;
+    Ok(())
+}
