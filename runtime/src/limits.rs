@@ -57,8 +57,10 @@ pub const TARGETS_BYTES_MAX: u64 = 5 << 20;
 pub const ROTATIONS_MAX: u32 = 256;
 /// Seconds by which the car's clock may be behind the newest signed time.
 pub const CLOCK_SLACK_S: u64 = 3600;
-/// Times in a row that an object is asked for again where it broke off, as long as every time brings something.
+/// Times that an object is asked for again from where it broke off.
 pub const BREAKS_MAX: u32 = 64;
+/// Times in a row of those that may bring nothing.
+pub const STALLS_MAX: u32 = 1;
 
 const _: () = assert!(CHUNK_BYTES.is_multiple_of(PAGE_BYTES), "a chunk holds whole pages");
 const _: () =

@@ -510,7 +510,7 @@ fn a_power_cut_at_every_call_ends_in_the_newest_generation() {
     println!("{calls} cuts");
 }
 
-/// A web server over a directory: answers every seventh request with an error, breaks every answer off after
+/// A web server over a directory: answers two of 29 requests with an error, breaks every answer off after
 /// `breaks` bytes, and knows ranges or does not.
 fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -532,7 +532,7 @@ fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
                 format!("HTTP/1.1 {status}\r\nContent-Length: {bytes}\r\nConnection: close\r\n\r\n")
             };
             let answer = match std::fs::read(folder.join(&path)) {
-                _ if n % 7 == 6 => head("503 Busy", 0).into_bytes(),
+                _ if n % 29 >= 27 => head("503 Busy", 0).into_bytes(),
                 Err(_) => head("404 Not Found", 0).into_bytes(),
                 Ok(content) => {
                     let status = if from > 0 { "206 Partial Content" } else { "200 OK" };

@@ -3,7 +3,7 @@
 //! ends the run. Opens no socket: whoever runs the sync brings the link.
 
 use super::error::SyncError;
-use crate::limits::BREAKS_MAX;
+use crate::limits::{BREAKS_MAX, STALLS_MAX};
 use crate::score::Clock;
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -73,13 +73,14 @@ impl<'a> Fetcher<'a> {
     /// # Errors
     /// It is not there, is longer, comes too slowly or not at all, or the budget is used up.
     pub fn get(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, SyncError> {
-        let (began, mut content) = (self.clock.now(), Vec::new());
+        let (began, mut content, mut stalls) = (self.clock.now(), Vec::new(), 0);
         for _ in 0..BREAKS_MAX {
             let had = content.len();
             match self.go_on(path, bytes_max, began, &mut content)? {
                 Ok(()) => return Ok(content),
                 Err(LinkError::NotFound) => return Err(SyncError::NotFound { path: path.to_owned() }),
-                Err(LinkError::Broken(_)) if content.len() > had => {}
+                Err(LinkError::Broken(_)) if content.len() > had => stalls = 0,
+                Err(LinkError::Broken(_)) if stalls < STALLS_MAX => stalls += 1,
                 Err(LinkError::Broken(problem)) => {
                     return Err(SyncError::Link { path: path.to_owned(), problem });
                 }
