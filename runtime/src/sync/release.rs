@@ -72,7 +72,8 @@ fn parse_name(name: &str) -> Option<(Generation, Option<u64>)> {
         None => None,
     };
     let generation = Generation { lineage: lineage.to_owned(), sequence: sequence.parse().ok()? };
-    let ours = !lineage.starts_with('.')
+    let ours = !lineage.is_empty()
+        && !lineage.starts_with('.')
         && lineage.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
         && parent.is_none_or(|parent| parent < generation.sequence)
         && target_name(&generation, parent) == name;
