@@ -175,10 +175,9 @@ impl Cache {
             // Beyond these lines the hardware has understood.
             const LINES_MAX: usize = 8;
             let row = self.row(name.set, way);
-            row.iter().step_by(LINE).take(LINES_MAX).for_each(prefetch);
-            if let Some(last) = row.last() {
-                prefetch(last);
-            }
+            row.chunks(LINE).take(LINES_MAX).for_each(|line| prefetch(&line[0]));
+            // A row need not begin with a line.
+            prefetch(&row[row.len() - 1]);
         }
         Seen { name, way }
     }
