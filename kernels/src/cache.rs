@@ -164,7 +164,7 @@ impl Cache {
     /// Asks for the head of a set ahead of `see`.
     #[inline(always)]
     pub(crate) fn prefetch_set(&self, name: Name) {
-        self.head_of(name.set).iter().step_by(LINE).for_each(prefetch);
+        self.head_of(name.set).iter().step_by(LINE).for_each(|at| prefetch(at));
     }
 
     /// Looks for a row and asks for its bytes ahead of `read`. What it sees is a hint.
@@ -175,7 +175,7 @@ impl Cache {
             // Beyond these lines the hardware has understood.
             const LINES_MAX: usize = 8;
             let row = self.row(name.set, way);
-            row.iter().step_by(LINE).take(LINES_MAX).for_each(prefetch);
+            row.iter().step_by(LINE).take(LINES_MAX).for_each(|at| prefetch(at));
             if let Some(last) = row.last() {
                 prefetch(last);
             }

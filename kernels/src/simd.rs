@@ -68,11 +68,10 @@ pub(crate) fn dispatch<J: Job>(isa: Isa, job: J) -> J::Out {
     }
 }
 
-/// Asks for the cache line at `at` ahead of its use.
+/// Asks for the cache line at `at`, which may lie anywhere, ahead of its use.
 #[inline(always)]
-pub(crate) fn prefetch<T>(at: &T) {
-    let at = std::ptr::from_ref(at);
-    // SAFETY: a prefetch reads nothing that the program can see.
+pub(crate) fn prefetch<T>(at: *const T) {
+    // SAFETY: a prefetch reads nothing that the program can see and faults on no address.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
