@@ -288,13 +288,13 @@ mod tests {
     use super::*;
 
     /// What a family makes of words and halves; through the cache a way that is not found is only a miss.
-    struct All<'a>(&'a [AtomicU32; WAYS], &'a [u8; 16]);
+    struct All<'a>(&'a [AtomicU32; LANES], &'a [u8; 16]);
 
     impl Job for All<'_> {
-        type Out = ([u32; 5], [u8; 4 * WAYS], [u32; 8]);
+        type Out = ([u32; 5], [u8; 4 * LANES], [u32; 8]);
         #[inline(always)]
         fn run<S: Simd>(self) -> Self::Out {
-            let mut copy = [0; 4 * WAYS];
+            let mut copy = [0; 4 * LANES];
             S::copy_racing(self.0, &mut copy);
             (
                 std::array::from_fn(|word| S::find(self.0, word as u32)),
