@@ -164,7 +164,7 @@ impl Cache {
     /// Asks for the head of a set ahead of `see`.
     #[inline(always)]
     pub(crate) fn prefetch_set(&self, name: Name) {
-        self.head_of(name.set).iter().step_by(LINE).for_each(prefetch);
+        self.head_of(name.set).iter().step_by(LINE).for_each(|at| prefetch(at));
     }
 
     /// Looks for a row and asks for its bytes ahead of `read`. What it sees is a hint.

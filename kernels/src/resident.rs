@@ -88,7 +88,7 @@ impl Resident {
             Some(index) => prefetch(index.bucket(mix(key))),
             None => {
                 if let Some(row) = self.row(key) {
-                    row.iter().step_by(64).take(8).for_each(prefetch);
+                    row.iter().step_by(64).take(8).for_each(|at| prefetch(at));
                     row.last().inspect(|last| prefetch(*last));
                 }
             }

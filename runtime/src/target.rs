@@ -27,6 +27,10 @@ pub enum DeviceKind {
 pub struct Target {
     /// The Rust target triple of its programs.
     pub triple: String,
+    /// The CPU they are compiled for, as rustc names it; else any of that triple.
+    pub target_cpu: Option<String>,
+    /// The newest glibc that they may need.
+    pub glibc: Option<String>,
     /// Where requests are computed.
     pub device: DeviceKind,
     /// Compute capability of its GPU, such as `87`.
@@ -158,6 +162,7 @@ mod tests {
         assert_eq!(names, ["cpu", "drive-orin", "x86-cuda"]);
         let orin = Target::load(&targets().join("drive-orin.toml")).unwrap();
         assert_eq!((orin.device, orin.sm), (DeviceKind::Cuda, Some(87)));
+        assert_eq!((orin.target_cpu.as_deref(), orin.glibc.as_deref()), (Some("cortex-a78ae"), Some("2.31")));
     }
 
     #[test]

@@ -241,7 +241,7 @@ fn a_small_table_beside_a_large_one_has_its_cache() {
     let open = |cache_bytes_max| {
         Model::open(&hatchback::disk::system(), &flash, Budget { cache_bytes_max, ..budget }).err()
     };
-    assert!(open(least).is_none());
+    assert_eq!(open(least).map(|e| e.to_string()), None);
     let error = open(least - 1).unwrap().to_string();
     assert_eq!(
         error,

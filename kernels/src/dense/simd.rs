@@ -8,6 +8,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::isa::{Family, Isa};
+use crate::simd::prefetch;
 use half::f16;
 
 /// Rows of a tile at most.
@@ -183,18 +184,6 @@ impl Stored for i8 {
         // SAFETY: the caller's promise.
         unsafe { V::load_i8(p) }
     }
-}
-
-/// Asks for the cache line of `p`, which may lie anywhere.
-#[inline(always)]
-fn prefetch<T>(p: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch reads nothing and faults on no address.
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = p;
 }
 
 /// Finishes and stores `C` vectors of sums for `columns` columns.
@@ -558,18 +547,20 @@ mod neon {
         }
         #[inline(always)]
         unsafe fn load_f16(p: *const f16) -> Self {
-            // SAFETY: as said above.
+            let wide;
+            // SAFETY: as said above. In assembly because the f16 vector type is not stable in this compiler.
             unsafe {
-                let values = (*p.cast::<[f16; 4]>()).map(f16::to_f32);
-                Self(vld1q_f32(values.as_ptr()))
+                std::arch::asm!("fcvtl {w:v}.4s, {h:v}.4h", w = lateout(vreg) wide, h = in(vreg) vld1_u16(p.cast()),
+                                options(pure, nomem, nostack, preserves_flags));
             }
+            Self(wide)
         }
         #[inline(always)]
         unsafe fn load_i8(p: *const i8) -> Self {
             // SAFETY: as said above.
             unsafe {
-                let values = (*p.cast::<[i8; 4]>()).map(f32::from);
-                Self(vld1q_f32(values.as_ptr()))
+                let bytes = vreinterpret_s8_s32(vdup_n_s32(p.cast::<i32>().read_unaligned()));
+                Self(vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes)))))
             }
         }
         #[inline(always)]
