@@ -119,7 +119,7 @@ impl Ring {
     }
 
     /// Submits what is queued and waits for completions, at most `wait`: for one where somebody counts the time,
-    /// else for a quarter of those outstanding, so that one system call serves them all and the device has work
+    /// else for a sixteenth of those outstanding: one system call then serves several, and the device still has work
     /// meanwhile.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<()> {
         if wait == Some(Duration::ZERO) {
@@ -138,7 +138,7 @@ impl Ring {
                 return self.ring.submit().map(drop);
             }
         }
-        let wanted = if wait.is_some() { 1 } else { self.in_flight() / 4 };
+        let wanted = if wait.is_some() { 1 } else { self.in_flight() / 16 };
         match self.ring.submit_and_wait(wanted.max(1)) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(()),
             done => done.map(drop),
