@@ -60,7 +60,8 @@ impl Shed {
             return;
         }
         self.level.store(after, Ordering::Relaxed);
-        let zone = hottest.map_or("no temperature".to_owned(), |(zone, degrees)| format!("{zone} {degrees} °C"));
+        let zone =
+            hottest.map_or("no temperature".to_owned(), |(zone, degrees)| format!("{zone} {degrees} °C"));
         let power = watts.map_or("no power".to_owned(), |watts| format!("{watts:.1} W"));
         let what = ["nothing", "upkeep", "upkeep and all requests but one at a time"];
         log::warn!("{zone}, {power}: shedding {}", what[usize::from(after)]);
@@ -119,7 +120,7 @@ mod tests {
             (96.0, 10.0, REQUESTS),
             (94.0, 10.0, UPKEEP),
             (75.0, 10.0, NOTHING),
-            (60.0, 41.0, UPKEEP), // power alone
+            (60.0, 41.0, UPKEEP),  // power alone
             (60.0, 500.0, UPKEEP), // no limit for requests
             (60.0, 37.0, NOTHING),
         ] {

@@ -124,14 +124,18 @@ fn problems(report: &Value) -> String {
 
 /// What a board says where all is well.
 fn orin() -> Machine {
-    let board = Machine::new("drive-orin", "[machine]\nlock_memory = false\nrealtime_priority = 0\ncpus = []\n");
+    let board =
+        Machine::new("drive-orin", "[machine]\nlock_memory = false\nrealtime_priority = 0\ncpus = []\n");
     for (file, text) in [
         ("proc/device-tree/model", "NVIDIA DRIVE Orin\0"),
         ("etc/os-release", "NAME=x\nPRETTY_NAME=\"Ubuntu 20.04.6 LTS\"\n"),
         ("proc/sys/kernel/osrelease", "5.15.98-rt62-tegra\n"),
         ("sys/kernel/realtime", "1\n"),
         ("sys/devices/system/cpu/online", "0-11\n"),
-        ("proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimddp\n"),
+        (
+            "proc/cpuinfo",
+            "processor\t: 0\nFeatures\t: fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimddp\n",
+        ),
         ("proc/meminfo", "MemTotal: 29000000 kB\nMemAvailable: 20000000 kB\nNvMapMemUsed: 1024 kB\n"),
         ("sys/class/thermal/thermal_zone0/temp", "45500\n"),
         ("sys/class/thermal/thermal_zone0/type", "CPU-therm\n"),

@@ -279,8 +279,7 @@ pub extern "C" fn hatchback_score(
         let dense = values("dense", dense, samples * schema.dense_features.len())?;
         let sparse = values("sparse", sparse, schema.features.len())?;
         let scores = room("scores", scores, samples * model.outputs())?;
-        let statuses =
-            if statuses.is_null() { None } else { Some(room("statuses", statuses, samples)?) };
+        let statuses = if statuses.is_null() { None } else { Some(room("statuses", statuses, samples)?) };
         handle.score(&Input { samples, dense, sparse }, timeout_us, scores, statuses)
     })
 }

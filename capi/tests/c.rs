@@ -62,7 +62,8 @@ fn program(folder: &Path) -> PathBuf {
 fn a_c_program_scores_as_the_runtime_does() {
     let folder = tempfile::tempdir().unwrap();
     let (bundle, flash) = (folder.path().join("bundle"), folder.path().join("flash"));
-    pack_file(&here("../tools/demo/coupon/model.toml"), &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+    pack_file(&here("../tools/demo/coupon/model.toml"), &bundle, Overrides::default(), &mut |_, _| {})
+        .unwrap();
     lay_on_flash(&bundle, &flash).unwrap();
     let (lines, expected) = expected(&flash);
     let samples = folder.path().join("samples");
@@ -86,5 +87,8 @@ fn a_c_program_scores_as_the_runtime_does() {
 #[test]
 fn the_header_is_cpp_too() {
     let header = here("hatchback.h");
-    compile("c++", &["-std=c++17", "-fsyntax-only", "-include", header.to_str().unwrap(), "-x", "c++", "/dev/null"]);
+    compile(
+        "c++",
+        &["-std=c++17", "-fsyntax-only", "-include", header.to_str().unwrap(), "-x", "c++", "/dev/null"],
+    );
 }

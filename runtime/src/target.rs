@@ -251,9 +251,8 @@ mod tests {
         assert!(error("triple = \"x\"\ndevice = \"tpu\"").contains("tpu"));
         assert!(error("triple = \"x\"\ndevice = \"cpu\"").contains("budget"));
         std::fs::copy(targets().join("base.toml"), directory.path().join("base.toml")).unwrap();
-        let with = |fields: &str| {
-            error(&format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n{fields}"))
-        };
+        let with =
+            |fields: &str| error(&format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n{fields}"));
         let at = path.display().to_string();
         for (fields, texts) in [
             ("[upkeep]\nbusy_percent_max = 0", ["upkeep.busy_percent_max = 0", "1 to 100"]),

@@ -117,7 +117,8 @@ fn e2fs(program: &str, arguments: &[&str]) -> Result<String> {
     // Debian keeps these where only root looks.
     let path = std::env::var("PATH").unwrap_or_default();
     let output = command.env("PATH", format!("{path}:/usr/sbin:/sbin")).stdin(Stdio::null()).output();
-    let output = output.with_context(|| format!("{program}: is e2fsprogs installed? (apt install e2fsprogs)"))?;
+    let output =
+        output.with_context(|| format!("{program}: is e2fsprogs installed? (apt install e2fsprogs)"))?;
     let said = [output.stdout, output.stderr].concat();
     let said = String::from_utf8_lossy(&said).into_owned();
     ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), said.trim());
@@ -132,10 +133,32 @@ fn make(tree: &Path, files: &[Entry], image: &Path, mib: u64) -> Result<()> {
     let sum = hex(&digest(&SHA256, named.as_bytes()).as_ref()[..16]);
     let number = [&sum[..8], &sum[8..12], &sum[12..16], &sum[16..20], &sum[20..]].join("-");
     let extra = format!("hash_seed={number},root_owner=0:0,lazy_itable_init=0,lazy_journal_init=0");
-    e2fs("mke2fs", &[
-        "-q", "-t", "ext4", "-b", "4096", "-I", "256", "-m", "0", "-L", "hatchback", "-O", FEATURES, "-U", &number,
-        "-E", &extra, "-d", tree, image, &size,
-    ])?;
+    e2fs(
+        "mke2fs",
+        &[
+            "-q",
+            "-t",
+            "ext4",
+            "-b",
+            "4096",
+            "-I",
+            "256",
+            "-m",
+            "0",
+            "-L",
+            "hatchback",
+            "-O",
+            FEATURES,
+            "-U",
+            &number,
+            "-E",
+            &extra,
+            "-d",
+            tree,
+            image,
+            &size,
+        ],
+    )?;
     // The times and the owner that mke2fs took from here.
     let mut script = String::new();
     for path in std::iter::once("/").chain(files.iter().map(|f| f.path.as_str())) {

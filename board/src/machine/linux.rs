@@ -46,8 +46,8 @@ fn cpu(root: &Root) -> Vec<Reading> {
 /// Which of `needed` the CPUs do not say that they have.
 pub fn instructions_lacking(root: &Root, needed: &[&str]) -> Result<String, String> {
     let text = root.text("/proc/cpuinfo")?;
-    let line = text.lines().find(|line| line.starts_with("Features") || line.starts_with("flags"));
-    let (_, has) = line.and_then(|l| l.split_once(':')).ok_or("/proc/cpuinfo: lists no features")?;
+    let line = text.lines().find(|line| line.starts_with("Features"));
+    let (_, has) = line.and_then(|l| l.split_once(':')).ok_or("/proc/cpuinfo: is not an ARM CPU's")?;
     let has: Vec<&str> = has.split_whitespace().collect();
     let lacks: Vec<&str> = needed.iter().copied().filter(|n| !has.contains(n)).collect();
     Ok(if lacks.is_empty() { "none".to_owned() } else { lacks.join(" ") })
@@ -89,7 +89,9 @@ pub fn hottest(root: &Root) -> Option<(String, f64)> {
 
 fn thermal(root: &Root) -> Vec<Reading> {
     match celsius(root).as_slice() {
-        [] => vec![reading::<f64>("thermal", "zones °C", Err("/sys/class/thermal: no zone has one".to_owned()))],
+        [] => {
+            vec![reading::<f64>("thermal", "zones °C", Err("/sys/class/thermal: no zone has one".to_owned()))]
+        }
         zones => zones.iter().map(|(name, degrees)| reading("thermal", name, Ok(*degrees))).collect(),
     }
 }
@@ -127,7 +129,9 @@ pub fn watts(root: &Root) -> Option<f64> {
 
 fn power(root: &Root) -> Vec<Reading> {
     match rails(root).as_slice() {
-        [] => vec![reading::<f64>("power", "rails W", Err("/sys/class/hwmon: no rail is measured".to_owned()))],
+        [] => {
+            vec![reading::<f64>("power", "rails W", Err("/sys/class/hwmon: no rail is measured".to_owned()))]
+        }
         rails => rails.iter().map(|(name, watts)| reading("power", name, Ok(*watts))).collect(),
     }
 }
@@ -138,7 +142,10 @@ fn watchdogs(root: &Root) -> Vec<Reading> {
         let fact = |file: &str| root.text(&format!("{WATCHDOGS}/{name}/{file}"));
         let text = fact("identity").map(|identity| {
             let seconds = fact("timeout").unwrap_or_else(|_| "?".to_owned());
-            format!("{identity}, {seconds} s, {}", fact("state").unwrap_or_else(|_| "state not known".to_owned()))
+            format!(
+                "{identity}, {seconds} s, {}",
+                fact("state").unwrap_or_else(|_| "state not known".to_owned())
+            )
         });
         reading("watchdog", name, text)
     };

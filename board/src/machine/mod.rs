@@ -100,6 +100,14 @@ impl Report {
         });
         readings.extend(linux::flash(root, &target.machine.models, flash));
         readings.extend(settings::apply(&target.machine));
+        // Sections in the order in which they began, so that what was read in several places stands together.
+        let mut sections = Vec::new();
+        readings.iter().for_each(|r| {
+            if !sections.contains(&r.section) {
+                sections.push(r.section)
+            }
+        });
+        readings.sort_by_key(|r| sections.iter().position(|section| *section == r.section));
         let problems = problems(&readings, target);
         Self { triple: target.triple.clone(), readings, problems }
     }
@@ -115,10 +123,12 @@ fn problems(readings: &[Reading], target: &Target) -> Vec<String> {
     if !target.triple.starts_with(cpu) {
         problems.push(format!("the target is for {}, this program for {cpu}", target.triple));
     }
-    if let Some(lacks) = value("cpu", "instructions lacking").and_then(Value::as_str).filter(|l| *l != "none") {
+    if let Some(lacks) = value("cpu", "instructions lacking").and_then(Value::as_str).filter(|l| *l != "none")
+    {
         problems.push(format!("the CPU lacks instructions that the programs use: {lacks}"));
     }
-    let (max, total) = (target.budget.memory_bytes_max, value("memory", "total bytes").and_then(Value::as_u64));
+    let (max, total) =
+        (target.budget.memory_bytes_max, value("memory", "total bytes").and_then(Value::as_u64));
     if let Some(total) = total.filter(|&total| total < max) {
         problems.push(format!("budget.memory_bytes_max = {max}: the machine has {total} bytes"));
     }
