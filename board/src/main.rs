@@ -43,9 +43,9 @@ struct Cli {
     /// The report for programs
     #[arg(long, requires = "report")]
     json: bool,
-    /// Where the machine's facts are read, such as a copy of a board's /proc and /sys
+    /// Where /proc, /sys and /dev are, such as in a copy of a board's
     #[arg(long, default_value = "/")]
-    root: PathBuf,
+    system: PathBuf,
     #[command(subcommand)]
     command: Option<Command>,
 }
@@ -69,7 +69,7 @@ enum Command {
 fn main() -> Result<()> {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let cli = Cli::parse();
-    let (target, root) = (Target::load(&cli.target)?, Root::new(&cli.root));
+    let (target, root) = (Target::load(&cli.target)?, Root::new(&cli.system));
     let flash = if cli.flash.is_empty() { models(&target.machine.models) } else { cli.flash };
     let Some(command) = cli.command.filter(|_| !cli.report) else {
         ensure!(cli.report, "neither --report nor a command: try --help");
@@ -83,7 +83,7 @@ fn main() -> Result<()> {
     }
     ensure!(!flash.is_empty(), "{}: no model is there", target.machine.models.display());
     if let Command::Serve { .. } = command {
-        for setting in settings::apply(&target.machine) {
+        for setting in settings::apply(&target) {
             match (setting.value, setting.missing) {
                 (Some(value), _) => log::info!("{}: {value}", setting.name),
                 (None, why) => log::warn!("{}: {}", setting.name, why.unwrap_or_default()),

@@ -2,21 +2,27 @@
 //! asked for once, in the first thread, before there are others; threads inherit it. What is refused is said, and the daemon serves on.
 
 use crate::machine::{Reading, reading};
-use hatchback::target::Machine;
+use hatchback::target::Target;
 use rustix::mm::MlockAllFlags;
+use rustix::process::Resource;
 use rustix::thread::CpuSet;
 use thread_priority::{
     NormalThreadSchedulePolicy, RealtimeThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy,
     set_thread_priority_and_policy, thread_native_id,
 };
 
-/// Asks for what `machine` says; what it does not say stays as it is.
-pub fn apply(machine: &Machine) -> Vec<Reading> {
+/// Memory beside the target's budget: the program itself, its threads' stacks, connections.
+const BESIDE_BYTES: u64 = 512 << 20;
+
+/// Asks for what `target` says; what it does not say stays as it is.
+pub fn apply(target: &Target) -> Vec<Reading> {
+    let machine = &target.machine;
+    let memory = target.budget.memory_bytes_max.saturating_add(BESIDE_BYTES);
     let said = |asked: bool, what: &dyn Fn() -> Result<String, String>| {
         if asked { what() } else { Ok("as it was".to_owned()) }
     };
     vec![
-        reading("settings", "lock_memory", said(machine.lock_memory, &lock_memory)),
+        reading("settings", "lock_memory", said(machine.lock_memory, &|| lock_memory(memory))),
         reading("settings", "cpus", said(!machine.cpus.is_empty(), &|| keep_to(&machine.cpus))),
         reading(
             "settings",
@@ -26,8 +32,13 @@ pub fn apply(machine: &Machine) -> Vec<Reading> {
     ]
 }
 
-/// Pages stay from when they are first touched: nothing is read in that is not used.
-fn lock_memory() -> Result<String, String> {
+/// Pages stay from when they are first touched: nothing is read in that is not used. Under a limit below `bytes` it is not
+/// tried: the daemon would get no more memory from the system once it has reached it.
+fn lock_memory(bytes: u64) -> Result<String, String> {
+    let limit = rustix::process::getrlimit(Resource::Memlock).current;
+    if let Some(limit) = limit.filter(|&limit| limit < bytes && !rustix::process::geteuid().is_root()) {
+        return Err(format!("{limit} bytes may be locked and {bytes} are needed; the unit needs LimitMEMLOCK=infinity"));
+    }
     rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
         .map(|()| "memory is locked".to_owned())
         .map_err(|e| format!("{e}; the unit needs LimitMEMLOCK=infinity"))

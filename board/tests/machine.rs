@@ -46,7 +46,7 @@ impl Machine {
 
     fn daemon(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_hatchbackd"));
-        command.arg("--target").arg(self.path("own.toml")).arg("--root").arg(self.path("root"));
+        command.arg("--target").arg(self.path("own.toml")).arg("--system").arg(self.path("root"));
         command
     }
 

@@ -68,7 +68,8 @@ pub fn run(args: &ImageArgs) -> Result<()> {
     let (bytes, sum) = (report::bytes(content), sum(&image)?);
     println!("{}: {generation} as `{name}`, {bytes} in {mib} MiB of ext4", image.display());
     println!("sha256 {sum}; read back, every file is the same");
-    println!("{}: the same {} files for CopyTarget", manifest.display(), files.len());
+    let count = files.iter().filter(|f| !f.folder).count();
+    println!("{}: the same {count} files for CopyTarget", manifest.display());
     Ok(())
 }
 

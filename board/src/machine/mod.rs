@@ -99,7 +99,7 @@ impl Report {
             MachineKind::Sim => sim::readings(root),
         });
         readings.extend(linux::flash(root, &target.machine.models, flash));
-        readings.extend(settings::apply(&target.machine));
+        readings.extend(settings::apply(target));
         // Sections in the order in which they began, so that what was read in several places stands together.
         let mut sections = Vec::new();
         readings.iter().for_each(|r| {
