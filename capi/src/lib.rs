@@ -291,11 +291,14 @@ pub extern "C" fn hatchback_error() -> *const c_char {
 }
 
 /// Frees a model. The header says how.
+///
+/// # Safety
+/// `model` is null or what `hatchback_open` gave, given back once, and nobody uses it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_close(model: *mut Handle) {
+pub unsafe extern "C" fn hatchback_close(model: *mut Handle) {
     answer(|| {
         if !model.is_null() {
-            // SAFETY: by the header what `hatchback_open` made of a box, given back once, used by nobody.
+            // SAFETY: `hatchback_open` made it of a box, and by the caller's promise it is nobody else's.
             drop(unsafe { Box::from_raw(model) });
         }
         Ok(())
