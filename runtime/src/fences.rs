@@ -7,7 +7,7 @@
 /// Pages from one anchor to the next.
 const STRIDE: usize = 16;
 /// Anchors for an entry of the directory.
-const ANCHORS_AN_ENTRY: usize = 16;
+const ANCHORS_AN_ENTRY: usize = 4;
 
 /// Strictly ascending fences.
 pub struct Fences(Form);
@@ -163,7 +163,11 @@ mod tests {
     #[test]
     fn a_page_takes_18_bits_where_gaps_are_narrow() {
         let fences: Vec<u32> = (0..16_000).map(|i| i * 3000).collect();
-        assert_eq!(Fences::new(fences).unwrap().bytes(), 16_000 * 18 / 8 + 4 * 33, "and a directory of 32 entries");
+        assert_eq!(
+            Fences::new(fences).unwrap().bytes(),
+            16_000 * 18 / 8 + 4 * 129,
+            "and a directory of 128 entries"
+        );
         let fences: Vec<u32> = (0..16_000).map(|i| i * 70_000).collect();
         assert_eq!(Fences::new(fences).unwrap().bytes(), 16_000 * 4);
     }
