@@ -11,7 +11,7 @@ mod shed;
 mod supervisor;
 mod upkeep;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use hatchback::batch::Batch;
 use hatchback::disk;
@@ -46,6 +46,9 @@ struct Cli {
     /// Where /proc, /sys and /dev are, such as in a copy of a board's
     #[arg(long, default_value = "/")]
     system: PathBuf,
+    /// Where embeddings are looked up, `cpu` or `cuda` [default: the target's]
+    #[arg(long)]
+    device: Option<DeviceKind>,
     #[command(subcommand)]
     command: Option<Command>,
 }
@@ -75,21 +78,19 @@ fn main() -> Result<()> {
         ensure!(cli.report, "neither --report nor a command: try --help");
         return report(&root, &target, &flash, cli.json);
     };
-    if target.device == DeviceKind::Cuda {
-        bail!(
-            "{}: device: this version computes on the CPU only; take targets/cpu.toml",
-            cli.target.display()
-        );
-    }
     ensure!(!flash.is_empty(), "{}: no model is there", target.machine.models.display());
     if let Command::Serve { .. } = command {
         for refused in settings::apply(&target).iter().filter_map(settings::refused) {
             log::warn!("{refused}");
         }
     }
+    let lookups = cli.device.unwrap_or(target.device).open(target.tegra_profile);
+    let lookups =
+        lookups.with_context(|| format!("{}: device (`--device cpu` needs none)", cli.target.display()))?;
+    log::info!("lookups on: {}", lookups.name());
     let budget = target.budget;
     let clock = Arc::new(SystemClock::default());
-    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock).on(lookups);
     for given in &flash {
         let (name, flash) = open(given)?;
         serving.load(&name, &flash, budget)?;

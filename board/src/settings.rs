@@ -42,7 +42,9 @@ pub fn refused(setting: &Reading) -> Option<String> {
 fn lock_memory(bytes: u64) -> Result<String, String> {
     let limit = rustix::process::getrlimit(Resource::Memlock).current;
     if let Some(limit) = limit.filter(|&limit| limit < bytes && !rustix::process::geteuid().is_root()) {
-        return Err(format!("{limit} bytes may be locked and {bytes} are needed; the unit needs LimitMEMLOCK=infinity"));
+        return Err(format!(
+            "{limit} bytes may be locked and {bytes} are needed; the unit needs LimitMEMLOCK=infinity"
+        ));
     }
     rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
         .map(|()| "memory is locked".to_owned())
