@@ -6,6 +6,7 @@
 mod fallback;
 mod gemm;
 mod graph;
+mod layout;
 mod math;
 mod onnx;
 mod operators;
@@ -17,6 +18,7 @@ mod tests;
 use crate::isa::Isa;
 use fallback::Fallback;
 use graph::{Graph, Stop};
+use layout::Layout;
 use plan::{Plan, PlanScratch};
 use serde::{Deserialize, Serialize};
 
@@ -145,7 +147,7 @@ impl DenseEngine {
         let named: Vec<_> =
             inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
         let backend = match Graph::build(&model, &named, output, weights) {
-            Ok(graph) => Backend::Plan(Plan::new(graph, isa)),
+            Ok(graph) => Backend::Plan(Plan::new(Layout::new(graph), isa)),
             Err(Stop::Refused(e)) => return Err(e),
             Err(Stop::Unsupported(operator)) => {
                 let network = Box::new(Fallback::load(&model, named, output)?);
