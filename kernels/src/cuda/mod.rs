@@ -1,0 +1,4 @@
+//! The GPU: [`driver`] is the fence around CUDA. Kernels are CUDA C++ under `kernels/cuda`, built by its `make` and embedded
+//! here.
+
+pub mod driver;
