@@ -151,13 +151,10 @@ API int32_t hatchback_trt_open(char const* nvinfer, char const* parser, Library*
 
 API void hatchback_trt_close(Library* library) { delete library; }
 
-static int32_t parse(Library& library, Build const& build, INetworkDefinition& network, Problem problem) {
-    std::unique_ptr<nvonnxparser::IParser> parser{static_cast<nvonnxparser::IParser*>(
-        library.make_parser(&network, &library.log, static_cast<int>(NV_ONNX_PARSER_VERSION)))};
-    if (!parser) return library.log.refused("no ONNX parser", problem);
-    if (!parser->parse(build.onnx, build.onnx_bytes)) {
-        if (parser->getNbErrors() > 0) return problem.say("ONNX: %s", parser->getError(0)->desc()), REFUSED;
-        return library.log.refused("ONNX", problem);
+static int32_t parse(nvonnxparser::IParser& parser, Log& log, Build const& build, INetworkDefinition& network, Problem problem) {
+    if (!parser.parse(build.onnx, build.onnx_bytes)) {
+        if (parser.getNbErrors() > 0) return problem.say("ONNX: %s", parser.getError(0)->desc()), REFUSED;
+        return log.refused("ONNX", problem);
     }
     bool found = false;
     for (int32_t i = network.getNbOutputs() - 1; i >= 0; i--) {
@@ -184,7 +181,11 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
 #endif
     std::unique_ptr<INetworkDefinition> network{builder->createNetworkV2(flags)};
     if (!network) return log.refused("no network", problem);
-    if (int32_t const outcome = parse(*library, *build, *network, problem)) return outcome;
+    // The network's constants lie in the parser, so it lives until the plan is built.
+    std::unique_ptr<nvonnxparser::IParser> parser{static_cast<nvonnxparser::IParser*>(
+        library->make_parser(network.get(), &log, static_cast<int>(NV_ONNX_PARSER_VERSION)))};
+    if (!parser) return log.refused("no ONNX parser", problem);
+    if (int32_t const outcome = parse(*parser, log, *build, *network, problem)) return outcome;
     std::unique_ptr<IBuilderConfig> config{builder->createBuilderConfig()};
     if (!config) return log.refused("no configuration", problem);
     config->setMemoryPoolLimit(MemoryPoolType::kWORKSPACE, build->workspace_bytes_max);

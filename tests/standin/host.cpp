@@ -74,7 +74,7 @@ static void prepare(Fiber& fiber) {
     stacks.pop_back();
 #if defined(__x86_64__)
     void** top = (void**)(fiber.stack + STACK);
-    *--top = nullptr;
+    // As after a call: eight past a multiple of 16.
     *--top = nullptr;
     *--top = (void*)run_fiber;
     for (int i = 0; i < 6; i++) *--top = nullptr;

@@ -28,6 +28,7 @@ struct Tensor : ITensor {
     char const* getName() const noexcept override { return name.c_str(); }
 };
 struct Network : INetworkDefinition {
+    bool parser_lives = false;
     std::vector<std::string> inputs;
     std::vector<std::unique_ptr<Tensor>> outputs;
     int32_t getNbInputs() const noexcept override { return (int32_t)inputs.size(); }
@@ -63,6 +64,7 @@ struct Builder : IBuilder {
     }
     IHostMemory* buildSerializedNetwork(INetworkDefinition& n, IBuilderConfig& c) noexcept override {
         auto& network = (Network&)n;
+        if (!network.parser_lives) { say("the constants went with their parser"); return nullptr; }
         auto& config = (Config&)c;
         std::ostringstream plan;
         plan << "twin " << NV_TENSORRT_VERSION << ' ' << config.fp16 << ' ' << network.outputs[0]->name << ' ' << network.inputs.size();
@@ -80,6 +82,8 @@ struct Builder : IBuilder {
 // The names in a protobuf's fields 11 (inputs) and 12 (outputs) of field 7 (graph).
 struct Parser final : nvonnxparser::IParser, nvonnxparser::IParserError {
     Network* network;
+    explicit Parser(Network* n) : network(n) { network->parser_lives = true; }
+    ~Parser() { network->parser_lives = false; }
     bool walk(unsigned char const* p, size_t n, int depth) {
         for (size_t i = 0; i < n;) {
             auto number = [&] {
@@ -222,7 +226,5 @@ API void* createInferBuilder_INTERNAL(void* log, int32_t) { said_to = (ILogger*)
 #endif
 API void* createInferRuntime_INTERNAL(void* log, int32_t) { said_to = (ILogger*)log; return static_cast<IRuntime*>(new Runtime); }
 API void* createNvOnnxParser_INTERNAL(void* network, void*, int) {
-    auto parser = new Parser;
-    parser->network = (Network*)network;
-    return static_cast<nvonnxparser::IParser*>(parser);
+    return static_cast<nvonnxparser::IParser*>(new Parser((Network*)network));
 }
