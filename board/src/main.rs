@@ -7,7 +7,7 @@
 mod server;
 mod upkeep;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use hatchback::batch::Batch;
 use hatchback::disk;
@@ -30,6 +30,9 @@ struct Cli {
     /// A flash directory; several models are given as several NAME=DIR [default name: the model's own]
     #[arg(long, required = true, value_name = "[NAME=]DIR")]
     flash: Vec<String>,
+    /// Where embeddings are looked up, `cpu` or `cuda` [default: the target's]
+    #[arg(long)]
+    device: Option<DeviceKind>,
     #[command(subcommand)]
     command: Command,
 }
@@ -54,15 +57,13 @@ fn main() -> Result<()> {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let cli = Cli::parse();
     let target = Target::load(&cli.target)?;
-    if target.device == DeviceKind::Cuda {
-        bail!(
-            "{}: device: this version computes on the CPU only; take targets/cpu.toml",
-            cli.target.display()
-        );
-    }
+    let lookups = cli.device.unwrap_or(target.device).open(target.tegra_profile);
+    let lookups =
+        lookups.with_context(|| format!("{}: device (`--device cpu` needs none)", cli.target.display()))?;
+    log::info!("lookups on: {}", lookups.name());
     let budget = target.budget;
     let clock = Arc::new(SystemClock::default());
-    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock).on(lookups);
     for given in &cli.flash {
         let (name, flash) = open(given)?;
         serving.load(&name, &flash, budget)?;

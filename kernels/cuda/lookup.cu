@@ -136,11 +136,7 @@ struct Bags {
             u32 epoch = kind == MISSING ? load_racing(tail_of(f.cache, found.name.set) + EPOCH) : 0;
             q.ring.refs[ref] = {key, epoch, (u32)kind};
         }
-        if (kind == KEPT) {
-#pragma unroll Row<WORDS>::UNROLL
-            for (u32 i = 0; i < WORDS; i++)
-                if (lane + 32 * i < f.cache.row) q.ring.kept[(u64)ref * q.ring.kept_stride + lane + 32 * i] = found.row.words[i];
-        }
+        if (kind == KEPT) found.row.copy(q.ring.kept + (u64)ref * q.ring.kept_stride, f.cache.row, f.cache.row_bytes, lane);
     }
 };
 
@@ -239,8 +235,9 @@ template <u32 CODEC> struct Narrow { static constexpr u32 WORDS = CODEC == F32 ?
 template <u32 CODEC>
 __device__ __forceinline__ void pool_codec(const Query& q, u32 feature, const Feature& f, u32 first, u32 samples, u32 lane) {
     constexpr u32 WORDS = Narrow<CODEC>::WORDS;
-    // All columns must lie in those words; scale and bias behind them may not.
-    if (f.dim <= 32 * WORDS * Values<CODEC>::N && f.cache.row <= 32 * WORDS) pool<CODEC, WORDS, KEYS_NARROW, true>(q, feature, f, first, samples, lane);
+    // All columns must lie in those words; one more may hold the scale and the bias.
+    bool narrow = f.dim <= 32 * WORDS * Values<CODEC>::N && f.cache.row <= 32 * WORDS + (CODEC == U8 || CODEC == U4);
+    if (narrow) pool<CODEC, WORDS, KEYS_NARROW, true>(q, feature, f, first, samples, lane);
     else pool<CODEC, WORDS_WIDE, KEYS_WIDE, false>(q, feature, f, first, samples, lane);
 }
 

@@ -26,6 +26,15 @@ struct Row {
         }
     }
 
+    // Copies the row to `to`, a word that holds nothing but scale and bias included.
+    __device__ __forceinline__ void copy(u32* to, u32 row, u32 row_bytes, u32 lane) const {
+#pragma unroll UNROLL
+        for (u32 i = 0; i < WORDS; i++)
+            if (lane + 32 * i < row) to[lane + 32 * i] = words[i];
+        u32 shift = 8 * (row_bytes % 4);
+        if (row > 32 * WORDS && lane == 0) to[32 * WORDS] = shift ? parameters >> (32 - shift) : parameters;
+    }
+
     // Value `v` of word `i`. The products are exact: see kernels/src/codec.rs.
     template <u32 CODEC>
     __device__ __forceinline__ float value(u32 i, u32 v, float scale, float bias) const {

@@ -4,8 +4,11 @@
 use crate::budget::Budget;
 use crate::overlay::DELTAS_MAX;
 use crate::upkeep::Rules;
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::driver::{CudaError, Profile};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use toml::{Table, Value};
 
 /// Files that inherit from each other in a chain longer than this are a mistake.
@@ -19,6 +22,36 @@ pub enum DeviceKind {
     Cpu,
     /// A CUDA GPU.
     Cuda,
+}
+
+/// The name of no device.
+#[derive(Debug, thiserror::Error)]
+#[error("`{0}` is neither `cpu` nor `cuda`")]
+pub struct NoDeviceKind(String);
+
+impl FromStr for DeviceKind {
+    type Err = NoDeviceKind;
+
+    fn from_str(name: &str) -> Result<Self, NoDeviceKind> {
+        match name {
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda),
+            other => Err(NoDeviceKind(other.to_owned())),
+        }
+    }
+}
+
+impl DeviceKind {
+    /// Opens the machine's device of this kind; `tegra_profile` as in [`Target`].
+    ///
+    /// # Errors
+    /// The machine has none that the kernels can run on.
+    pub fn open(self, tegra_profile: bool) -> Result<Device, CudaError> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda => Device::cuda(Profile { tegra: tegra_profile }),
+        }
+    }
 }
 
 /// One machine.
@@ -35,6 +68,9 @@ pub struct Target {
     pub device: DeviceKind,
     /// Compute capability of its GPU, such as `87`.
     pub sm: Option<u32>,
+    /// Whether its GPU may do no more than a Tegra's: the driver compiles nothing.
+    #[serde(default)]
+    pub tegra_profile: bool,
     /// CUDA version on it.
     pub cuda: Option<String>,
     /// TensorRT version on it.
@@ -161,7 +197,7 @@ mod tests {
         names.sort();
         assert_eq!(names, ["cpu", "drive-orin", "x86-cuda"]);
         let orin = Target::load(&targets().join("drive-orin.toml")).unwrap();
-        assert_eq!((orin.device, orin.sm), (DeviceKind::Cuda, Some(87)));
+        assert_eq!((orin.device, orin.sm, orin.tegra_profile), (DeviceKind::Cuda, Some(87), true));
         assert_eq!((orin.target_cpu.as_deref(), orin.glibc.as_deref()), (Some("cortex-a78ae"), Some("2.31")));
     }
 

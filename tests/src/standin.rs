@@ -80,3 +80,22 @@ pub fn gpu(seed: u64) -> Arc<Gpu> {
         gpu
     }))
 }
+
+/// Runs all tests of this program once more, their device memory watched by AddressSanitizer. `this` is the test that asks.
+pub fn again_under_address_sanitizer(this: &str) {
+    if load().is_none() || std::env::var_os("HATCHBACK_STANDIN").is_some() {
+        return;
+    }
+    let library = build("standin-asan", &["-fsanitize=address", "-fno-omit-frame-pointer"]);
+    let runtime = Command::new("g++").arg("-print-file-name=libasan.so").output().unwrap();
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--skip", this, "--test-threads", "2"])
+        .env("HATCHBACK_STANDIN", &library)
+        .env("LD_PRELOAD", String::from_utf8(runtime.stdout).unwrap().trim())
+        // The test program is not instrumented itself, and keeps the driver to its end.
+        .env("ASAN_OPTIONS", "detect_leaks=0")
+        .output()
+        .unwrap();
+    let said = format!("{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
+    assert!(run.status.success(), "{said}");
+}
