@@ -7,7 +7,7 @@ use hatchback_kernels::cuda::dense::View;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu, Stream};
 use hatchback_kernels::cuda::graph::Graphs;
 use hatchback_kernels::dense::{
-    Activation, DenseEngine, DenseError, DeviceEngine, DeviceOptions, Network, Weights,
+    Activation, DenseEngine, DenseError, DenseNetwork, DeviceEngine, DeviceOptions, Weights,
 };
 use hatchback_tests::models::repository;
 use hatchback_tests::random::Random;
@@ -220,8 +220,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-fn compare(gpu: &Arc<Gpu>, what: &str, network: &Network, batches: &[usize]) {
-    let Network { onnx, inputs, output, activation, weights } = *network;
+fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]) {
+    let DenseNetwork { onnx, inputs, output, activation, weights } = *network;
     let cpu = DenseEngine::load(onnx.to_vec(), inputs, output, activation, weights).unwrap();
     assert_eq!(cpu.falls_back_for(), None, "{what}");
     let engine = DeviceEngine::load(gpu, network, &OWN).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -253,7 +253,7 @@ fn random_networks_give_the_cpus_bits() {
         let inputs = [("x", 4), ("y", 12)];
         let weights = [Weights::F32, Weights::F16, Weights::Int8][seed as usize % 3];
         let activation = activations[seed as usize % 2];
-        let network = Network { onnx: &onnx, inputs: &inputs, output: "out", activation, weights };
+        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "out", activation, weights };
         compare(&gpu, &format!("seed {seed}"), &network, &[1, 2, 40]);
     }
 }
@@ -272,7 +272,7 @@ fn the_networks_of_the_tree_give_the_cpus_bits() {
         let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
         for weights in [Weights::F32, Weights::F16, Weights::Int8] {
             let activation = Activation::Sigmoid;
-            let network = Network { onnx: &onnx, inputs, output: "logit", activation, weights };
+            let network = DenseNetwork { onnx: &onnx, inputs, output: "logit", activation, weights };
             compare(&gpu, path, &network, &[1, 7, 33]);
         }
     }
@@ -286,7 +286,7 @@ fn what_no_kernel_does_is_refused_by_name() {
     graph.node("Neg", &["x"], "out", &[]);
     graph.output("out", &[4]);
     let onnx = graph.file();
-    let network = Network {
+    let network = DenseNetwork {
         onnx: &onnx,
         inputs: &[("x", 4)],
         output: "out",

@@ -7,7 +7,7 @@
 
 use hatchback_kernels::cuda::dense::View;
 use hatchback_kernels::dense::{
-    Activation, DenseEngine, DeviceEngine, DeviceOptions, Network, TensorRtOptions, Weights,
+    Activation, DenseEngine, DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions, Weights,
 };
 use hatchback_kernels::tensorrt::{Build, Plans, TensorRt, TensorRtError};
 use hatchback_tests::models::repository;
@@ -196,6 +196,11 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
         assert_eq!(get("Orin", &asked), (plan.clone(), true));
         assert_eq!(std::fs::read(&path).unwrap(), whole);
     }
+    // Where nothing can be kept it is built, every time.
+    let nowhere = Plans::new(Path::new("/dev/null/plans"));
+    for _ in 0..2 {
+        assert_eq!(nowhere.get(&tensorrt, "Orin", &asked).unwrap(), (plan.clone(), true));
+    }
 }
 
 fn options(fp16: bool, plans: &Path) -> DeviceOptions {
@@ -209,7 +214,7 @@ fn options(fp16: bool, plans: &Path) -> DeviceOptions {
 fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
     let gpu = standin::gpu(3);
     let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
-    let network = Network {
+    let network = DenseNetwork {
         onnx: &onnx,
         inputs: &[("x", 5)],
         output: "sum",
@@ -245,7 +250,7 @@ fn an_engine_with_other_scores_than_the_cpus_is_passed_over() {
     let gpu = standin::gpu(3);
     let onnx = std::fs::read(repository("tests/data/families/dlrm/dense.onnx")).unwrap();
     let inputs = [("dense", 3), ("emb", 48)];
-    let network = Network {
+    let network = DenseNetwork {
         onnx: &onnx,
         inputs: &inputs,
         output: "logit",

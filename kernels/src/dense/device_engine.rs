@@ -10,6 +10,7 @@ use crate::cuda::cublas::{Cublas, CublasError};
 use crate::cuda::dense::{DenseKernels, View};
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::tensorrt::{self, Build, Plans, TensorRt, TensorRtError};
+use serde::Deserialize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ const F16_APART: f32 = 1e-2;
 
 /// A dense network as the schema names its ends.
 #[derive(Clone, Copy, Debug)]
-pub struct Network<'a> {
+pub struct DenseNetwork<'a> {
     /// The file.
     pub onnx: &'a [u8],
     /// Names and widths that the schema feeds, in the order that a run takes them.
@@ -36,11 +37,13 @@ pub struct Network<'a> {
 }
 
 /// TensorRT, if it may be used.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TensorRtOptions {
     /// `libhatchback_tensorrt.so`, which `kernels/tensorrt/make` builds.
     pub shim: PathBuf,
     /// Where `libnvinfer` and its ONNX parser are, unless they are found by name.
+    #[serde(default)]
     pub libraries: Option<(PathBuf, PathBuf)>,
     /// The folder that keeps the plans built here.
     pub plans: PathBuf,
@@ -94,13 +97,13 @@ impl DeviceEngine {
     ///
     /// # Errors
     /// The file does not load, nothing here can run it, or what runs it does not give the CPU's scores.
-    pub fn load(gpu: &Arc<Gpu>, network: &Network, options: &DeviceOptions) -> Result<Self, DenseError> {
+    pub fn load(gpu: &Arc<Gpu>, network: &DenseNetwork, options: &DeviceOptions) -> Result<Self, DenseError> {
         let model = onnx::read(network.onnx.to_vec().into())?;
         let shapes = match_interface(&model, network.inputs, network.output)?;
         let named: Vec<_> =
             network.inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
         let cpu = |weights| {
-            let Network { onnx, inputs, output, activation, .. } = *network;
+            let DenseNetwork { onnx, inputs, output, activation, .. } = *network;
             DenseEngine::load(onnx.to_vec(), inputs, output, activation, weights)
         };
         let kernels = Arc::new(DenseKernels::load(gpu)?);
@@ -161,6 +164,11 @@ impl DeviceEngine {
     /// Whether the scores are the CPU's to the bit.
     pub fn is_exact(&self) -> bool {
         matches!(self.backend, Backend::Plan { cublas: false, .. })
+    }
+
+    /// Whether a recorded run keeps its lane to itself, so that each recording needs one: TensorRT's states do.
+    pub fn records_keep_lanes(&self) -> bool {
+        matches!(self.backend, Backend::TensorRt { .. })
     }
 
     /// Values in one sample's score.
@@ -294,7 +302,7 @@ impl DeviceEngine {
 
 fn take_tensorrt(
     gpu: &Arc<Gpu>,
-    network: &Network,
+    network: &DenseNetwork,
     inputs: Vec<(&str, Vec<usize>)>,
     options: &TensorRtOptions,
     batch_max: usize,

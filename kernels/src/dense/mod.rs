@@ -20,7 +20,7 @@ mod tests;
 use crate::cuda::driver::CudaError;
 use crate::isa::Isa;
 use crate::tensorrt::TensorRtError;
-pub use device_engine::{DeviceEngine, DeviceLane, DeviceOptions, Network, TensorRtOptions};
+pub use device_engine::{DenseNetwork, DeviceEngine, DeviceLane, DeviceOptions, TensorRtOptions};
 use fallback::Fallback;
 use graph::{Graph, Stop};
 use layout::Layout;

@@ -58,14 +58,6 @@ pub enum TensorRtError {
     /// TensorRT refused; its own words.
     #[error("TensorRT: {0}")]
     Refused(String),
-    /// The folder of plans is not usable.
-    #[error("TensorRT: {path}: {source}", path = path.display())]
-    Plans {
-        /// Which file.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
 }
 
 /// A release of TensorRT as its library states it.

@@ -5,7 +5,7 @@
 use super::{Build, TensorRt, TensorRtError};
 use sha2::{Digest, Sha256};
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 /// The bytes of a hash.
@@ -23,10 +23,11 @@ impl Plans {
         Self { folder: folder.to_owned() }
     }
 
-    /// The plan of `build` for the GPU named `gpu`, and whether it was built now.
+    /// The plan of `build` for the GPU named `gpu`, and whether it was built now. A folder that cannot be read or written
+    /// costs the next start a build and is logged.
     ///
     /// # Errors
-    /// It cannot be built or, once built, not be kept.
+    /// It cannot be built.
     pub fn get(
         &self,
         tensorrt: &TensorRt,
@@ -34,25 +35,24 @@ impl Plans {
         build: &Build,
     ) -> Result<(Vec<u8>, bool), TensorRtError> {
         let path = self.path(tensorrt, gpu, build);
-        let fault = |path: &Path| {
-            let path = path.to_owned();
-            move |source| TensorRtError::Plans { path, source }
-        };
-        match fs::read(&path) {
-            Ok(bytes) => match whole(bytes) {
-                Some(plan) => return Ok((plan, false)),
-                None => log::warn!("{}: not the plan that was written; built anew", path.display()),
-            },
+        match fs::read(&path).map(whole) {
+            Ok(Some(plan)) => return Ok((plan, false)),
+            Ok(None) => log::warn!("{}: not the plan that was written; built anew", path.display()),
             Err(e) if e.kind() == ErrorKind::NotFound => {}
-            Err(e) => return Err(fault(&path)(e)),
+            Err(e) => log::warn!("{}: {e}; built anew", path.display()),
         }
         let plan = tensorrt.build(build)?;
-        fs::create_dir_all(&self.folder).map_err(fault(&self.folder))?;
-        let unfinished = path.with_extension("unfinished");
-        fs::write(&unfinished, [plan.as_slice(), &Sha256::digest(&plan)].concat())
-            .map_err(fault(&unfinished))?;
-        fs::rename(&unfinished, &path).map_err(fault(&path))?;
+        if let Err(e) = self.keep(&path, &plan) {
+            log::warn!("{}: {e}; the plan is not kept", path.display());
+        }
         Ok((plan, true))
+    }
+
+    fn keep(&self, path: &Path, plan: &[u8]) -> io::Result<()> {
+        fs::create_dir_all(&self.folder)?;
+        let unfinished = path.with_extension("unfinished");
+        fs::write(&unfinished, [plan, &Sha256::digest(plan)].concat())?;
+        fs::rename(&unfinished, path)
     }
 
     /// Where the plan of `build` lies.
