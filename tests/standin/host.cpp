@@ -73,8 +73,8 @@ static void prepare(Fiber& fiber) {
     fiber.stack = stacks.back();
     stacks.pop_back();
 #if defined(__x86_64__)
+    // Entered as if called: the stack is 8 bytes off a multiple of 16.
     void** top = (void**)(fiber.stack + STACK);
-    // As after a call: eight past a multiple of 16.
     *--top = nullptr;
     *--top = (void*)run_fiber;
     for (int i = 0; i < 6; i++) *--top = nullptr;

@@ -126,8 +126,8 @@ fn many_workers_on_one_model_score_as_one() {
         TablePlan::cached(KeySpace::Index, 900, 12, CodecChoice::U8),
         TablePlan::cached(KeySpace::Index, 300, 24, CodecChoice::F32),
     ];
-    let pooling = |i| [Pooling::Sum, Pooling::Mean, Pooling::None][i % 3];
-    let feature = |i| FeaturePlan {
+    let pooling = |i: usize| [Pooling::Sum, Pooling::Mean, Pooling::None][i % 3];
+    let feature = |i: usize| FeaturePlan {
         table: i % 3,
         pooling: pooling(i),
         hotness_max: 1 + (i as u32 * 5) % 6,
