@@ -382,3 +382,28 @@ fn show(points: &[Point]) {
     }
     println!("{table}");
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn point(what: &str, batch: usize, launches: f64, gb_per_s: Option<f64>) -> Point {
+        let what = what.to_owned();
+        Point { what, batch, hit_rate: 1.0, p50_us: 1.0, p99_us: 1.0, launches, waits: 1.0, gb_per_s }
+    }
+
+    #[test]
+    fn the_widest_lookups_and_the_most_launches_count() {
+        let points = [
+            point("lookup", 1, 1.0, Some(90.0)),
+            point("lookup", 64, 1.0, Some(60.0)),
+            point(GRAPH, 1, 1.0, None),
+            point(GRAPH, 64, 2.0, None),
+        ];
+        let found: Vec<String> = bars(&points, 100.0).iter().map(ToString::to_string).collect();
+        assert!(found[0].contains("batch 64") && found[0].contains("0.600") && found[0].ends_with("MISSED"));
+        assert!(found[1].contains("0.500") && found[1].ends_with("MISSED"), "{found:?}");
+        let found: Vec<String> = bars(&points[2..3], 100.0).iter().map(ToString::to_string).collect();
+        assert!(found[0].contains("not run") && found[1].ends_with("holds"), "{found:?}");
+    }
+}
