@@ -1,6 +1,7 @@
 //! The socket: one sample a line in, one score a line out, in order, a thread for each connection. When all request
 //! slots of a model are taken the answer is `busy`, at once. SIGTERM ends accepting, answers what was received, returns.
 
+use crate::shed::Shed;
 use anyhow::{Context, Result};
 use hatchback::batch::Batch;
 use hatchback::limits::SAMPLE_BYTES_MAX;
@@ -23,10 +24,17 @@ const CONNECTIONS_MAX: usize = 256;
 /// How often an idle connection looks whether the daemon is stopping.
 const IDLE: Duration = Duration::from_millis(100);
 
+/// Takes the socket's place; callers wait from then on.
+///
+/// # Errors
+/// The place is taken, or its folder may not be written.
+pub fn listen(socket: &Path) -> Result<UnixListener> {
+    UnixListener::bind(socket).with_context(|| socket.display().to_string())
+}
+
 /// Serves until SIGTERM or SIGINT.
-pub fn serve(serving: &Serving, socket: &Path) -> Result<()> {
+pub fn serve(serving: &Serving, listener: &UnixListener, socket: &Path, shed: &Shed) -> Result<()> {
     let stopping = Arc::new(AtomicBool::new(false));
-    let listener = UnixListener::bind(socket).with_context(|| socket.display().to_string())?;
     stop_on_signal(&stopping, socket)?;
     let open = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -41,7 +49,7 @@ pub fn serve(serving: &Serving, socket: &Path) -> Result<()> {
                 }
                 open.fetch_add(1, Ordering::AcqRel);
                 let work = move || {
-                    if let Err(e) = answer_all(serving, &connection, stopping) {
+                    if let Err(e) = answer_all(serving, shed, &connection, stopping) {
                         log::warn!("a connection was lost: {e}");
                     }
                     open.fetch_sub(1, Ordering::AcqRel);
@@ -73,7 +81,12 @@ fn stop_on_signal(stopping: &Arc<AtomicBool>, socket: &Path) -> Result<()> {
     Ok(())
 }
 
-fn answer_all(serving: &Serving, connection: &UnixStream, stopping: &AtomicBool) -> io::Result<()> {
+fn answer_all(
+    serving: &Serving,
+    shed: &Shed,
+    connection: &UnixStream,
+    stopping: &AtomicBool,
+) -> io::Result<()> {
     connection.set_read_timeout(Some(IDLE))?;
     let (mut reader, mut line) = (BufReader::new(connection), Vec::new());
     loop {
@@ -84,7 +97,7 @@ fn answer_all(serving: &Serving, connection: &UnixStream, stopping: &AtomicBool)
                 return answer(connection, &json!({"error": "the line is too long"}));
             }
             Ok(_) => {
-                answer(connection, &score(serving, &line))?;
+                answer(connection, &score(serving, shed, &line))?;
                 line.clear();
                 // A caller that never pauses must not keep the daemon from ending.
                 if stopping.load(Ordering::Acquire) && reader.buffer().is_empty() {
@@ -108,7 +121,8 @@ struct Addressed {
     model: Option<String>,
 }
 
-fn score(serving: &Serving, line: &[u8]) -> Value {
+fn score(serving: &Serving, shed: &Shed, line: &[u8]) -> Value {
+    let Some(_turn) = shed.turn() else { return json!({"error": "busy"}) };
     scored(serving, line).unwrap_or_else(|problem| json!({"error": problem}))
 }
 

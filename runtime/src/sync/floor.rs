@@ -5,6 +5,7 @@
 use super::error::{SyncError, io_error};
 use crate::commit;
 use crate::disk::Disk;
+use crc_fast::crc32_iscsi as crc32c;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::Path;
@@ -39,7 +40,7 @@ impl Floor {
         let body = postcard::to_allocvec(self).unwrap_or_default();
         let mut bytes = MAGIC.to_vec();
         bytes.extend(FLOOR_FORMAT.to_le_bytes());
-        bytes.extend(crc32c::crc32c(&body).to_le_bytes());
+        bytes.extend(crc32c(&body).to_le_bytes());
         bytes.extend(body);
         bytes
     }
@@ -60,7 +61,7 @@ impl Floor {
         if word(8) != FLOOR_FORMAT {
             return Err(format!("format {} is not {FLOOR_FORMAT}, the one this version reads", word(8)));
         }
-        if word(12) != crc32c::crc32c(body) {
+        if word(12) != crc32c(body) {
             return Err("checksum does not match".to_owned());
         }
         match postcard::take_from_bytes(body) {
