@@ -7,7 +7,7 @@ use hatchback::model::Model;
 use hatchback::pipeline::{Pipeline, RequestError};
 use hatchback::sample::Sample;
 use hatchback::score::{Clock, SystemClock};
-use hatchback::target::{DeviceKind, Target};
+use hatchback::target::Target;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -140,10 +140,9 @@ fn handle<'a>(model: *const Handle) -> Result<&'a Handle, Refusal> {
 
 fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
     let target = Target::load(Path::new(target)).map_err(refused)?;
-    if target.device == DeviceKind::Cuda {
-        return Err(refused("device: this version computes on the CPU only"));
-    }
+    let lookups = target.device.open(target.tegra_profile).map_err(refused)?;
     let model = Model::open(&disk::system(), Path::new(flash), target.budget).map_err(refused)?;
+    let model = model.onto(&lookups).map_err(refused)?;
     let clock = Arc::new(SystemClock::default());
     let pipeline = Pipeline::new(Arc::new(model), Arc::clone(&clock) as Arc<dyn Clock>).map_err(refused)?;
     Ok(Handle { pipeline, clock, batches: Mutex::default() })
