@@ -346,7 +346,7 @@ fn made_up(seed: u64, len: usize) -> Vec<f32> {
     let value = |i: u64| {
         let bits = (seed << 40 ^ i).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let bits = (bits ^ bits >> 31).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32;
-        if bits % 16 == 0 { 0.0 } else { bits as i32 as f32 / 2f32.powi(31) }
+        if bits.is_multiple_of(16) { 0.0 } else { bits as i32 as f32 / 2f32.powi(31) }
     };
     (0..len as u64).map(value).collect()
 }

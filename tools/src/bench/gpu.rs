@@ -266,7 +266,7 @@ impl Rig {
     fn under_updates(&mut self) -> Result<(Point, u64)> {
         let done = Arc::new(AtomicBool::new(false));
         let (tables, gpu, over) = (Arc::clone(&self.tables), Arc::clone(&self.gpu), Arc::clone(&done));
-        let (known, stride) = (self.known.clone(), self.format.row_bytes().next_multiple_of(4) / 4);
+        let (known, stride) = (self.known.clone(), self.format.row_bytes().div_ceil(4));
         let updates = std::thread::spawn(move || -> Result<u64> {
             let rows = gpu.mapped::<u8>(UPDATED * 4 * stride)?;
             let (mut changes, mut updated) = (Changes::new(&tables, UPDATED)?, 0);
