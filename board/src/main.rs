@@ -90,7 +90,8 @@ fn main() -> Result<()> {
     log::info!("lookups on: {}", lookups.name());
     let budget = target.budget;
     let clock = Arc::new(SystemClock::default());
-    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock).on(lookups);
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock)
+        .on(lookups, target.tensorrt_options.clone());
     for given in &flash {
         let (name, flash) = open(given)?;
         serving.load(&name, &flash, budget)?;

@@ -3,6 +3,7 @@
 
 use hatchback::batch::Batch;
 use hatchback::disk;
+use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::pipeline::{Pipeline, RequestError};
 use hatchback::sample::Sample;
@@ -141,8 +142,10 @@ fn handle<'a>(model: *const Handle) -> Result<&'a Handle, Refusal> {
 fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
     let target = Target::load(Path::new(target)).map_err(refused)?;
     let lookups = target.device.open(target.tegra_profile).map_err(|e| refused(format!("device: {e}")))?;
-    let model = Model::open(&disk::system(), Path::new(flash), target.budget).map_err(refused)?;
-    let model = model.onto(&lookups).map_err(refused)?;
+    let flash = Flash::open(&disk::system(), Path::new(flash)).map_err(refused)?;
+    let model = Model::from_flash(&flash, target.budget).map_err(refused)?.onto(&lookups);
+    let model =
+        model.and_then(|m| m.with_dense(&flash, target.tensorrt_options.as_ref())).map_err(refused)?;
     let clock = Arc::new(SystemClock::default());
     let pipeline = Pipeline::new(Arc::new(model), Arc::clone(&clock) as Arc<dyn Clock>).map_err(refused)?;
     Ok(Handle { pipeline, clock, batches: Mutex::default() })

@@ -4,6 +4,7 @@
 mod beside;
 mod dlrm;
 mod flash;
+mod gpu;
 mod hits;
 mod ladder;
 mod load;
@@ -17,6 +18,7 @@ use serde::Serialize;
 use std::fmt;
 
 pub use flash::FlashArgs;
+pub use gpu::GpuArgs;
 pub use hits::HitsArgs;
 pub use ladder::LadderArgs;
 pub use load::{Load, Measured};
@@ -35,6 +37,8 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Measures cold rows from flash beside the raw device and other row stores
     Flash(FlashArgs),
+    /// Measures lookups and whole requests on a GPU
+    Gpu(GpuArgs),
     /// Measures hit rates of the cache beside other policies, and its rows a MiB
     Hits(HitsArgs),
     /// Measures one pipeline under a rising number of callers
@@ -52,6 +56,7 @@ pub enum BenchCommand {
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
         BenchCommand::Flash(args) => flash::run(args),
+        BenchCommand::Gpu(args) => gpu::run(args),
         BenchCommand::Hits(args) => hits::run(args),
         BenchCommand::Ladder(args) => ladder::run(args),
         BenchCommand::Lookup(args) => lookup::run(args),
