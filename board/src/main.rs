@@ -1,10 +1,13 @@
 //! `hatchbackd`: the in-car daemon. Reads a target and flash directories, takes all memory at start, then
-//! checks the models against their probe sets or serves scores on a Unix socket;
-//! keeps the flash tier healthy meanwhile. Never touches the network.
+//! checks the models against their probe sets or serves scores on a Unix socket; keeps the flash tier healthy and
+//! takes staged releases up meanwhile. What serves never touches the network; what fetches (`sync`) is a process of its
+//! own that never opens a model.
 
 #![forbid(unsafe_code)]
 
 mod server;
+mod sync;
+mod update;
 mod upkeep;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -18,6 +21,7 @@ use hatchback::target::{DeviceKind, Target};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use update::{Update, UpdateThread};
 use upkeep::UpkeepThread;
 
 /// Serves recommendation models from flash
@@ -47,7 +51,15 @@ enum Command {
         /// The socket; created at start, removed at the end
         #[arg(long)]
         socket: PathBuf,
+        /// The sync directory from which a model takes its releases [default name: the only model's]
+        #[arg(long, value_name = "[NAME=]DIR")]
+        sync: Vec<String>,
+        /// The fleet's first root, in a place that `hatchbackd sync` cannot write
+        #[arg(long)]
+        root: Option<PathBuf>,
     },
+    /// Fetches releases for `serve` to take up
+    Sync(sync::SyncArgs),
 }
 
 fn main() -> Result<()> {
@@ -61,8 +73,17 @@ fn main() -> Result<()> {
         );
     }
     let budget = target.budget;
+    let mut updates = match &cli.command {
+        Command::Sync(args) => {
+            ensure!(cli.flash.len() == 1, "one `sync` serves one flash directory");
+            return sync::run(args, named(&cli.flash[0]).1.to_owned(), target.link);
+        }
+        Command::Serve { sync, root, .. } => updates(&cli.flash, sync, root.as_deref(), &target)?,
+        Command::Check { .. } => Vec::new(),
+    };
+    updates.iter_mut().try_for_each(Update::begin)?;
     let clock = Arc::new(SystemClock::default());
-    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    let serving = Arc::new(Serving::new(budget.memory_bytes_max, budget.reads_max, clock));
     for given in &cli.flash {
         let (name, flash) = open(given)?;
         serving.load(&name, &flash, budget)?;
@@ -74,12 +95,16 @@ fn main() -> Result<()> {
             let (name, flash) = open(given)?;
             check(&serving, &name, &flash, tolerance).with_context(|| format!("model `{name}`"))
         }),
-        Command::Serve { socket } => {
+        Command::Sync(_) => Ok(()),
+        Command::Serve { socket, .. } => {
             // Two models may be two names of one directory.
             let directories: BTreeSet<&Path> = cli.flash.iter().map(|given| named(given).1).collect();
             let start = |directory| UpkeepThread::start(directory, target.upkeep);
             let upkeep = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+            let start = |update| UpdateThread::start(update, &serving);
+            let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;
             let served = server::serve(&serving, &socket);
+            updates.into_iter().for_each(UpdateThread::stop);
             upkeep.into_iter().for_each(UpkeepThread::stop);
             served
         }
@@ -92,6 +117,22 @@ fn named(given: &str) -> (Option<&str>, &Path) {
         Some((name, directory)) if !name.contains('/') => (Some(name), Path::new(directory)),
         _ => (None, Path::new(given)),
     }
+}
+
+/// The updates of the models that have a sync directory.
+fn updates(flash: &[String], sync: &[String], root: Option<&Path>, target: &Target) -> Result<Vec<Update>> {
+    let root =
+        root.map(|path| std::fs::read(path).with_context(|| path.display().to_string())).transpose()?;
+    let update = |given: &String| {
+        let (name, directory) = named(given);
+        let of = flash.iter().map(|f| named(f)).find(|(n, _)| flash.len() == 1 || *n == name);
+        let (served, place) = of.with_context(|| format!("--sync {given}: no such model is served"))?;
+        let (disk, directory) = (disk::system(), directory.to_owned());
+        let sync = hatchback::sync::Sync { disk, directory, flash: place.to_owned(), lineage: None };
+        let name = served.or(name).unwrap_or_default().to_owned();
+        Ok(Update { name, sync, budget: target.budget, policy: target.update, root: root.clone() })
+    };
+    sync.iter().map(update).collect()
 }
 
 /// Opens a flash directory; without a name the model has its own.

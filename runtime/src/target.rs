@@ -3,6 +3,8 @@
 
 use crate::budget::Budget;
 use crate::overlay::DELTAS_MAX;
+use crate::sync::apply::Policy;
+use crate::sync::link::LinkRules;
 use crate::upkeep::Rules;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
@@ -22,7 +24,7 @@ pub enum DeviceKind {
 }
 
 /// One machine.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Target {
     /// The Rust target triple of its programs.
@@ -43,6 +45,10 @@ pub struct Target {
     pub budget: Budget,
     /// What upkeep of the flash tier may do, and when.
     pub upkeep: Rules,
+    /// When releases are looked for, and what that may cost.
+    pub link: LinkRules,
+    /// What a release must show before it counts as good.
+    pub update: Policy,
 }
 
 /// Why a target is refused.
@@ -91,11 +97,11 @@ impl Target {
             problem: e.to_string().trim().replace('\n', " "),
         };
         let target: Self = Value::Table(merged).try_into().map_err(parse)?;
-        target.check_upkeep(path)?;
+        target.check(path)?;
         Ok(target)
     }
 
-    fn check_upkeep(&self, path: &Path) -> Result<(), TargetError> {
+    fn check(&self, path: &Path) -> Result<(), TargetError> {
         let Rules { deltas_max, busy_percent_max, .. } = self.upkeep;
         let refuse =
             |field, value, problem| Err(TargetError::Field { path: path.to_owned(), field, value, problem });
@@ -105,6 +111,9 @@ impl Target {
         }
         if !(1..=100).contains(&busy_percent_max) {
             return refuse("upkeep.busy_percent_max", busy_percent_max, "is not 1 to 100".to_owned());
+        }
+        if let Some(hour) = self.link.hours.iter().find(|hour| **hour > 24) {
+            return refuse("link.hours", u64::from(*hour), "is beyond 24".to_owned());
         }
         Ok(())
     }

@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 pub mod flash_check;
+pub mod fleet;
 pub mod goldens;
 pub mod models;
 pub mod mutate;

@@ -8,7 +8,6 @@ pub mod eval;
 pub mod import;
 pub mod inspect;
 pub mod keys;
-pub mod link;
 pub mod metrics;
 pub mod onnx;
 pub mod pack;

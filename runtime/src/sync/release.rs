@@ -4,6 +4,8 @@
 
 use super::error::SyncError;
 use crate::manifest::{Generation, Hash};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sigstore_tuf::Targets;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub const BYTES: &str = "bytes";
 
 /// One release.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Release {
     /// What it leads to.
     pub generation: Generation,
@@ -22,7 +24,17 @@ pub struct Release {
     /// Bytes of its manifest.
     pub manifest_bytes: u64,
     /// SHA-256 of its manifest.
+    #[serde(serialize_with = "write_hex", deserialize_with = "read_hex")]
     pub manifest: Hash,
+}
+
+fn write_hex<S: Serializer>(hash: &Hash, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&hex(hash))
+}
+
+fn read_hex<'de, D: Deserializer<'de>>(from: D) -> Result<Hash, D::Error> {
+    let text = String::deserialize(from)?;
+    unhex(&text).ok_or_else(|| D::Error::custom("a hash has 64 hexadecimal digits"))
 }
 
 /// Hexadecimal digits of a hash.
