@@ -128,7 +128,8 @@ fn updates(flash: &[String], sync: &[String], root: Option<&Path>, target: &Targ
         let of = flash.iter().map(|f| named(f)).find(|(n, _)| flash.len() == 1 || *n == name);
         let (served, place) = of.with_context(|| format!("--sync {given}: no such model is served"))?;
         let (disk, directory) = (disk::system(), directory.to_owned());
-        let sync = hatchback::sync::Sync { disk, directory, flash: place.to_owned(), lineage: None };
+        let sync =
+            hatchback::sync::Sync { disk, directory, flash: place.to_owned(), lineage: None, cohort: 0 };
         let name = served.or(name).unwrap_or_default().to_owned();
         Ok(Update { name, sync, budget: target.budget, policy: target.update, root: root.clone() })
     };

@@ -36,6 +36,9 @@ pub struct SyncArgs {
     /// Which model, where nothing is live yet and the repository has several
     #[arg(long)]
     lineage: Option<String>,
+    /// When this car gets a release that a share of the fleet gets first: from 0, with the first per cent, to 99
+    #[arg(long, default_value_t = 99, value_parser = clap::value_parser!(u8).range(..100))]
+    cohort: u8,
     /// Certificates to trust, a PEM file [default: the system's]
     #[arg(long)]
     ca: Option<PathBuf>,
@@ -56,7 +59,8 @@ pub struct SyncArgs {
 /// The options are wrong, or with `once` why the sync stopped.
 pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     let directory = args.state.clone();
-    let sync = Sync { disk: disk::system(), directory, flash, lineage: args.lineage.clone() };
+    let sync =
+        Sync { disk: disk::system(), directory, flash, lineage: args.lineage.clone(), cohort: args.cohort };
     if let Some(root) = &args.root {
         let root = std::fs::read(root).with_context(|| root.display().to_string())?;
         Trust::init(sync.disk.as_ref(), &sync.directory, &root)?;

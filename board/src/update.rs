@@ -180,9 +180,9 @@ impl Work {
             return;
         }
         match self.serving.swap(name, &flash, *budget) {
-            Ok(carried) => {
+            Ok(swapped) => {
                 self.failed = None;
-                log::info!("serving {live} as `{name}`: {carried:?}");
+                log::info!("serving {live} as `{name}`: {swapped:?}");
             }
             Err(e) => {
                 log::error!("{live} is not served: {e}");

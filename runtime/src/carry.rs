@@ -6,10 +6,11 @@ use crate::model::{Model, Store, preload_table};
 use crate::reader::{PageReader, ReadMethod};
 use crate::table_rows::{PLACED, Place, TableRows};
 use hatchback_kernels::cache::Cache;
+use serde::Serialize;
 use std::path::PathBuf;
 
 /// What became of the rows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Carried {
     /// Rows that both generations have alike.
     pub copied: usize,

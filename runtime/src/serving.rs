@@ -70,6 +70,15 @@ pub enum ServingError {
     Threads(#[from] io::Error),
 }
 
+/// What a swap did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Swapped {
+    /// What became of the warm caches' rows.
+    pub carried: Carried,
+    /// How long it kept requests from being submitted at most.
+    pub pause: Duration,
+}
+
 struct Served {
     name: String,
     pipeline: Pipeline,
@@ -124,7 +133,7 @@ impl Serving {
     ///
     /// # Errors
     /// There is no such model, requests to it would not fit the new generation, or both do not fit the budget.
-    pub fn swap(&self, name: &str, flash: &Flash, budget: Budget) -> Result<Carried, ServingError> {
+    pub fn swap(&self, name: &str, flash: &Flash, budget: Budget) -> Result<Swapped, ServingError> {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         if self.schema(name).is_none() {
             return Err(ServingError::NotLoaded(name.to_owned()));
@@ -137,14 +146,16 @@ impl Serving {
         }
         let old = self.with(name, |old| Arc::clone(old.model()));
         let carried = old.map(|old| pipeline.model().carry(&old)).unwrap_or_default();
+        let begun = self.clock.now();
         {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
             if let Some(served) = models.iter_mut().find(|m| m.name == name) {
                 std::mem::swap(&mut served.pipeline, &mut pipeline);
             }
         }
+        let pause = self.clock.now().saturating_sub(begun);
         drop(pipeline);
-        Ok(carried)
+        Ok(Swapped { carried, pause })
     }
 
     /// Ends serving `name`, after what was submitted to it is answered.

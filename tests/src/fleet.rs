@@ -27,7 +27,7 @@ pub const T0: u64 = 1_800_000_000;
 /// A timestamp lasts this long, everything else longer.
 pub const FRESH_S: u64 = 1_000;
 /// A root lasts this long.
-pub const ROOT_S: u64 = 100_000;
+pub const ROOT_S: u64 = 1_000_000;
 
 /// The generations of the model.
 pub static VERSIONS: LazyLock<Versions> = LazyLock::new(|| Versions::new(4, 600, 11));
@@ -59,6 +59,14 @@ impl Fleet {
         Self::signed_by([(2, 2), (1, 1), (1, 1), (1, 1)])
     }
 
+    /// A fleet whose first release is this bundle.
+    pub fn of(snapshot: &Path) -> Self {
+        let fleet = Self { folder: tempfile::tempdir().unwrap() };
+        new_fleet(&fleet.keys(), [(2, 2), (1, 1), (1, 1), (1, 1)], T0 + ROOT_S).unwrap();
+        fleet.publish(T0, snapshot);
+        fleet
+    }
+
     /// A fleet with so many keys and thresholds a role.
     pub fn signed_by(counts: [(usize, u64); 4]) -> Self {
         let fleet = Self { folder: tempfile::tempdir().unwrap() };
@@ -84,7 +92,7 @@ impl Fleet {
 
     /// Takes a sequence back.
     pub fn revoke(&self, now: u64, sequence: u64) {
-        self.change(now, Change { revoke: vec![sequence], ..Change::default() });
+        self.change(now, Change { revoke: vec![sequence.to_string()], ..Change::default() });
     }
 
     fn change(&self, now: u64, change: Change) {
@@ -147,8 +155,13 @@ impl Car {
     /// A car that trusts the fleet's first root and has nothing yet.
     pub fn new(fleet: &Fleet) -> Self {
         let disk = SimDisk::default();
-        let sync =
-            Sync { disk: disk.shared(), directory: "/sync".into(), flash: "/flash".into(), lineage: None };
+        let sync = Sync {
+            disk: disk.shared(),
+            directory: "/sync".into(),
+            flash: "/flash".into(),
+            lineage: None,
+            cohort: 0,
+        };
         let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
         Trust::init(&disk, &sync.directory, &root).unwrap();
         Self { disk, sync, policy: Policy::default(), watched: None }

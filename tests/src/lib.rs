@@ -15,6 +15,7 @@ pub mod parsers;
 pub mod random;
 pub mod reference;
 pub mod rewrite;
+pub mod rollout;
 pub mod sim_disk;
 pub mod versions;
 pub mod victim;

@@ -285,6 +285,7 @@ fn first_release() -> Release {
         generation: bundle.manifest().generation.clone(),
         parent: None,
         bytes: 0,
+        share: 100,
         manifest_bytes: content.len() as u64,
         manifest: sha256(content),
     }
@@ -418,12 +419,19 @@ impl Store for Dies<'_> {
         self.1.set(self.1.get() - 1);
         self.0.put(path, content)
     }
+
+    fn put_new(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
+        anyhow::ensure!(self.1.get() > 0, "killed");
+        self.1.set(self.1.get() - 1);
+        self.0.put_new(path, content)
+    }
 }
 
 #[test]
 fn a_killed_publish_leaves_nothing_that_a_car_sees() {
     let start = Fleet::new();
-    let change = Change { bundles: vec![VERSIONS.deltas[1].clone()], revoke: vec![], expires_s: FRESH_S };
+    let change =
+        Change { bundles: vec![VERSIONS.deltas[1].clone()], expires_s: FRESH_S, ..Change::default() };
     for writes in 0.. {
         let fleet = start.fork();
         let car = Car::at_first_release(&start);

@@ -22,3 +22,4 @@ pub mod sort;
 pub mod spec;
 pub mod sync;
 pub mod synthetic;
+pub mod tuf;

@@ -36,6 +36,9 @@ pub struct SyncArgs {
     /// Which model, where nothing is live yet and the repository has several
     #[arg(long)]
     lineage: Option<String>,
+    /// When this car gets a release that a share of the fleet gets first: from 0, with the first per cent, to 99
+    #[arg(long, default_value_t = 99, value_parser = clap::value_parser!(u8).range(..100))]
+    cohort: u8,
     /// A target file, such as targets/cpu.toml, that says what a release must show [default: no more than its probe set]
     #[arg(long)]
     target: Option<PathBuf>,
@@ -80,7 +83,8 @@ pub fn now() -> Result<u64> {
 pub fn run(args: &SyncArgs) -> Result<()> {
     let flash = args.flash.clone().unwrap_or_default();
     let directory = args.state.clone();
-    let sync = Sync { disk: disk::system(), directory, flash, lineage: args.lineage.clone() };
+    let sync =
+        Sync { disk: disk::system(), directory, flash, lineage: args.lineage.clone(), cohort: args.cohort };
     let ran = if args.consent {
         sync.consent(now()?).map_err(Into::into).and_then(|asked| {
             ensure!(asked, "nothing waits for consent");

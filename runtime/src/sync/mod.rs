@@ -50,6 +50,9 @@ pub struct Sync {
     pub flash: PathBuf,
     /// Which model, where nothing is live yet and the repository has several.
     pub lineage: Option<String>,
+    /// When this car gets a release that is given to a share of the fleet first: 0 with the first per cent, 99 with
+    /// the last.
+    pub cohort: u8,
 }
 
 impl Sync {
@@ -132,7 +135,7 @@ impl Sync {
         staging.reclaim(&listed);
         let live = self.live()?;
         let lineage = lineage_of(live.as_ref(), self.lineage.as_deref(), &listed)?;
-        listed.retain(|r| Some(&r.generation.lineage) == lineage.as_ref());
+        listed.retain(|r| Some(&r.generation.lineage) == lineage.as_ref() && self.cohort < r.share);
         status.newest = listed.iter().map(|r| r.generation.sequence).max();
         status.withdrawn = live.as_ref().is_some_and(|live| status.newest < Some(live.sequence));
         if !status.state.is_fetching() {

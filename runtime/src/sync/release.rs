@@ -12,6 +12,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The field of a target's `custom` that says how many bytes its chunks take.
 pub const BYTES: &str = "bytes";
 
+/// The field of a target's `custom` that says which share of the fleet may have it, per cent; without it all may.
+pub const SHARE: &str = "share";
+
 /// One release.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Release {
@@ -21,6 +24,8 @@ pub struct Release {
     pub parent: Option<u64>,
     /// Bytes of its chunks, as announced.
     pub bytes: u64,
+    /// Cars with a cohort below this may have it.
+    pub share: u8,
     /// Bytes of its manifest.
     pub manifest_bytes: u64,
     /// SHA-256 of its manifest.
@@ -104,9 +109,12 @@ pub fn releases(targets: &Targets) -> Result<Vec<Release>, SyncError> {
             let problem = "is missing or not 64 hexadecimal digits".to_owned();
             return Err(SyncError::Release { name: name.clone(), field: "sha256", problem });
         };
-        let bytes = target.custom.as_ref().and_then(|c| c.get(BYTES)).and_then(serde_json::Value::as_u64);
-        let bytes = bytes.unwrap_or(u64::MAX);
-        releases.push(Release { generation, parent, bytes, manifest_bytes: target.length, manifest });
+        let number = |field: &str| {
+            target.custom.as_ref().and_then(|c| c.get(field)).and_then(serde_json::Value::as_u64)
+        };
+        let bytes = number(BYTES).unwrap_or(u64::MAX);
+        let share = number(SHARE).map_or(100, |share| share.min(100) as u8);
+        releases.push(Release { generation, parent, bytes, share, manifest_bytes: target.length, manifest });
     }
     Ok(releases)
 }
@@ -185,7 +193,7 @@ mod tests {
 
     fn release(sequence: u64, parent: Option<u64>, bytes: u64) -> Release {
         let generation = Generation { lineage: "m".to_owned(), sequence };
-        Release { generation, parent, bytes, manifest_bytes: 0, manifest: [0; 32] }
+        Release { generation, parent, bytes, share: 100, manifest_bytes: 0, manifest: [0; 32] }
     }
 
     fn path(live: Option<u64>, releases: &[Release]) -> Vec<(u64, Option<u64>)> {

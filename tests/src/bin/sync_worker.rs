@@ -38,7 +38,7 @@ fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().collect();
     let [_, repository, directory, flash, faults] = args.as_slice() else { anyhow::bail!("usage") };
     let (directory, flash) = (directory.into(), flash.into());
-    let sync = Sync { disk: disk::system(), directory, flash, lineage: None };
+    let sync = Sync { disk: disk::system(), directory, flash, lineage: None, cohort: 0 };
     let (mut link, clock) = (DirectoryLink(repository.into()), SystemClock::default());
     let faults = faults.parse().context("faults")?;
     let policy = Policy { consent: true, requests_min: 10, ..Policy::default() };

@@ -2,6 +2,7 @@
 //! reports share. Never judges a run by another machine's figures.
 
 mod beside;
+mod delta;
 mod dlrm;
 mod flash;
 mod hits;
@@ -16,6 +17,7 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 use std::fmt;
 
+pub use delta::DeltaArgs;
 pub use flash::FlashArgs;
 pub use hits::HitsArgs;
 pub use ladder::LadderArgs;
@@ -33,6 +35,8 @@ pub struct BenchArgs {
 /// What is measured.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
+    /// Measures updates applied while requests are served
+    Delta(DeltaArgs),
     /// Measures cold rows from flash beside the raw device and other row stores
     Flash(FlashArgs),
     /// Measures hit rates of the cache beside other policies, and its rows a MiB
@@ -51,6 +55,7 @@ pub enum BenchCommand {
 /// A model is refused or a file cannot be read or written.
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
+        BenchCommand::Delta(args) => delta::run(args),
         BenchCommand::Flash(args) => flash::run(args),
         BenchCommand::Hits(args) => hits::run(args),
         BenchCommand::Ladder(args) => ladder::run(args),
@@ -94,6 +99,11 @@ impl Bar {
     /// A figure that must be `bar` at least.
     pub fn at_least(name: impl Into<String>, value: f64, bar: f64) -> Self {
         Self { name: name.into(), bar, found: Found::Measured { value, holds: value >= bar } }
+    }
+
+    /// A figure that must be `bar` at most.
+    pub fn at_most(name: impl Into<String>, value: f64, bar: f64) -> Self {
+        Self { name: name.into(), bar, found: Found::Measured { value, holds: value <= bar } }
     }
 
     /// The same of a figure that is only there if its peer ran.
