@@ -5,8 +5,8 @@
 
 #![forbid(unsafe_code)]
 
+mod latency;
 mod server;
-mod sync;
 mod update;
 mod upkeep;
 
@@ -18,6 +18,8 @@ use hatchback::flash::Flash;
 use hatchback::score::SystemClock;
 use hatchback::serving::Serving;
 use hatchback::target::{DeviceKind, Target};
+use hatchback_link::daemon::{self, SyncArgs};
+use latency::Latencies;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -59,7 +61,7 @@ enum Command {
         root: Option<PathBuf>,
     },
     /// Fetches releases for `serve` to take up
-    Sync(sync::SyncArgs),
+    Sync(SyncArgs),
 }
 
 fn main() -> Result<()> {
@@ -76,7 +78,7 @@ fn main() -> Result<()> {
     let mut updates = match &cli.command {
         Command::Sync(args) => {
             ensure!(cli.flash.len() == 1, "one `sync` serves one flash directory");
-            return sync::run(args, named(&cli.flash[0]).1.to_owned(), target.link);
+            return daemon::run(args, named(&cli.flash[0]).1.to_owned(), target.link);
         }
         Command::Serve { sync, root, .. } => updates(&cli.flash, sync, root.as_deref(), &target)?,
         Command::Check { .. } => Vec::new(),
@@ -101,9 +103,10 @@ fn main() -> Result<()> {
             let directories: BTreeSet<&Path> = cli.flash.iter().map(|given| named(given).1).collect();
             let start = |directory| UpkeepThread::start(directory, target.upkeep);
             let upkeep = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-            let start = |update| UpdateThread::start(update, &serving);
+            let latencies = Arc::new(Latencies::default());
+            let start = |update| UpdateThread::start(update, &serving, &latencies);
             let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-            let served = server::serve(&serving, &socket);
+            let served = server::serve(&serving, &latencies, &socket);
             updates.into_iter().for_each(UpdateThread::stop);
             upkeep.into_iter().for_each(UpkeepThread::stop);
             served

@@ -1,6 +1,7 @@
 //! The socket: one sample a line in, one score a line out, in order, a thread for each connection. When all request
 //! slots of a model are taken the answer is `busy`, at once. SIGTERM ends accepting, answers what was received, returns.
 
+use crate::latency::Latencies;
 use anyhow::{Context, Result};
 use hatchback::batch::Batch;
 use hatchback::limits::SAMPLE_BYTES_MAX;
@@ -16,7 +17,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Connections held at once; one more is told `busy` and let go.
 const CONNECTIONS_MAX: usize = 256;
@@ -24,7 +25,7 @@ const CONNECTIONS_MAX: usize = 256;
 const IDLE: Duration = Duration::from_millis(100);
 
 /// Serves until SIGTERM or SIGINT.
-pub fn serve(serving: &Serving, socket: &Path) -> Result<()> {
+pub fn serve(serving: &Serving, latencies: &Latencies, socket: &Path) -> Result<()> {
     let stopping = Arc::new(AtomicBool::new(false));
     let listener = UnixListener::bind(socket).with_context(|| socket.display().to_string())?;
     stop_on_signal(&stopping, socket)?;
@@ -41,7 +42,7 @@ pub fn serve(serving: &Serving, socket: &Path) -> Result<()> {
                 }
                 open.fetch_add(1, Ordering::AcqRel);
                 let work = move || {
-                    if let Err(e) = answer_all(serving, &connection, stopping) {
+                    if let Err(e) = answer_all(serving, latencies, &connection, stopping) {
                         log::warn!("a connection was lost: {e}");
                     }
                     open.fetch_sub(1, Ordering::AcqRel);
@@ -73,7 +74,12 @@ fn stop_on_signal(stopping: &Arc<AtomicBool>, socket: &Path) -> Result<()> {
     Ok(())
 }
 
-fn answer_all(serving: &Serving, connection: &UnixStream, stopping: &AtomicBool) -> io::Result<()> {
+fn answer_all(
+    serving: &Serving,
+    latencies: &Latencies,
+    connection: &UnixStream,
+    stopping: &AtomicBool,
+) -> io::Result<()> {
     connection.set_read_timeout(Some(IDLE))?;
     let (mut reader, mut line) = (BufReader::new(connection), Vec::new());
     loop {
@@ -84,7 +90,7 @@ fn answer_all(serving: &Serving, connection: &UnixStream, stopping: &AtomicBool)
                 return answer(connection, &json!({"error": "the line is too long"}));
             }
             Ok(_) => {
-                answer(connection, &score(serving, &line))?;
+                answer(connection, &score(serving, latencies, &line))?;
                 line.clear();
                 // A caller that never pauses must not keep the daemon from ending.
                 if stopping.load(Ordering::Acquire) && reader.buffer().is_empty() {
@@ -108,11 +114,11 @@ struct Addressed {
     model: Option<String>,
 }
 
-fn score(serving: &Serving, line: &[u8]) -> Value {
-    scored(serving, line).unwrap_or_else(|problem| json!({"error": problem}))
+fn score(serving: &Serving, latencies: &Latencies, line: &[u8]) -> Value {
+    scored(serving, latencies, line).unwrap_or_else(|problem| json!({"error": problem}))
 }
 
-fn scored(serving: &Serving, line: &[u8]) -> Result<Value, String> {
+fn scored(serving: &Serving, latencies: &Latencies, line: &[u8]) -> Result<Value, String> {
     let text = std::str::from_utf8(line).map_err(|e| e.to_string())?;
     let names = serving.names();
     let name = match (serde_json::from_str(text).map_err(|e| e.to_string())?, names.as_slice()) {
@@ -124,11 +130,13 @@ fn scored(serving: &Serving, line: &[u8]) -> Result<Value, String> {
     let sample = Sample::from_json(text, &schema).map_err(|e| e.to_string())?;
     let mut batch = Batch::new(&schema, 1);
     batch.push(&schema, &sample).map_err(|e| e.to_string())?;
+    let began = Instant::now();
     let ticket = serving.submit(&name, &batch, None).map_err(|e| match e {
         RequestError::Busy(_) => "busy".to_owned(),
         e => e.to_string(),
     })?;
     let answer = ticket.wait().map_err(|e| e.to_string())?;
+    latencies.record(&name, ticket.generation(), began.elapsed());
     let scores = answer.scores();
     Ok(json!({"score": scores.values, "status": scores.statuses[0]}))
 }

@@ -2,6 +2,7 @@
 //! and its probation, and serves whatever is live on flash, whoever made it so. The two processes share the sync
 //! directory's record; a datagram on its socket `wake` only saves a second. Never opens a link.
 
+use crate::latency::Latencies;
 use anyhow::{Context, Result};
 use hatchback::budget::Budget;
 use hatchback::flash::Flash;
@@ -9,26 +10,17 @@ use hatchback::serving::Serving;
 use hatchback::sync::Sync;
 use hatchback::sync::apply::{Host, Policy, Watched};
 use hatchback::sync::state::State;
+use hatchback_link::daemon::{now, wake_socket};
 use std::io;
 use std::os::unix::net::UnixDatagram;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 /// How long to wait for a wake-up before looking by itself.
 const LOOK: Duration = Duration::from_secs(1);
-
-/// The socket in a sync directory that says: look.
-pub fn wake_socket(directory: &Path) -> PathBuf {
-    directory.join("wake")
-}
-
-/// The time, seconds since 1970; 0 where the clock is before that.
-pub fn now() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
-}
 
 /// What one model's updates are made of.
 pub struct Update {
@@ -90,7 +82,7 @@ impl UpdateThread {
     ///
     /// # Errors
     /// The socket cannot be bound, or the system gives no thread.
-    pub fn start(update: Update, serving: &Arc<Serving>) -> Result<Self> {
+    pub fn start(update: Update, serving: &Arc<Serving>, latencies: &Arc<Latencies>) -> Result<Self> {
         let wake = wake_socket(&update.sync.directory);
         if let Err(e) = std::fs::remove_file(&wake)
             && e.kind() != io::ErrorKind::NotFound
@@ -100,7 +92,8 @@ impl UpdateThread {
         let socket = UnixDatagram::bind(&wake).with_context(|| wake.display().to_string())?;
         socket.set_read_timeout(Some(LOOK))?;
         let stopping = Arc::new(AtomicBool::new(false));
-        let mut work = Work { update, serving: Arc::clone(serving), failed: None, said: String::new() };
+        let (serving, latencies) = (Arc::clone(serving), Arc::clone(latencies));
+        let mut work = Work { update, serving, latencies, failed: None, said: String::new() };
         let stop = Arc::clone(&stopping);
         let run = move || {
             if let Err(e) = rustix::process::nice(19) {
@@ -135,6 +128,7 @@ impl UpdateThread {
 struct Work {
     update: Update,
     serving: Arc<Serving>,
+    latencies: Arc<Latencies>,
     /// The generation that could not be served, and why.
     failed: Option<(String, String)>,
     /// What was said last of a wait, so that it is said once.
@@ -193,11 +187,12 @@ impl Work {
 
     /// What was seen of the live generation. One that cannot even be served is all faults.
     fn watched(&self) -> Watched {
-        match (self.failed.is_some(), self.serving.stats(&self.update.name)) {
-            (false, Some(stats)) => Watched {
+        let name = &self.update.name;
+        match (self.failed.is_some(), self.serving.stats(name), self.serving.generation(name)) {
+            (false, Some(stats), Some(generation)) => Watched {
                 requests: stats.requests,
                 faults: stats.failed + stats.counters.pages_damaged,
-                latency_us_p99: stats.latency_us_p99,
+                latency_us_p99: self.latencies.p99_us(name, &generation),
             },
             _ => Watched { faults: u64::MAX, ..Watched::default() },
         }

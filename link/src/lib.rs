@@ -3,6 +3,8 @@
 
 #![forbid(unsafe_code)]
 
+pub mod daemon;
+
 use hatchback::sync::link::{Link, LinkError, Take};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};

@@ -13,7 +13,6 @@ use crate::model::Model;
 use crate::score::{Clock, Counters, ScoreError, Worker};
 use hatchback_kernels::names::RowKey;
 use hatchback_kernels::query::Status;
-use hdrhistogram::Histogram;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -58,8 +57,6 @@ pub struct Stats {
     pub busy: u64,
     /// Requests that were answered with an error.
     pub failed: u64,
-    /// The 99th percentile of the time from the submission of a request to its scores, µs, to 1 %.
-    pub latency_us_p99: u64,
     /// Requests that wait now.
     pub waiting: usize,
     /// Keys named ahead that there was no room for.
@@ -112,8 +109,6 @@ struct Waiting {
     slot: u16,
     samples: u32,
     deadline: Option<Duration>,
-    /// When it was submitted.
-    since: Duration,
     /// Until then it waits for others to join it.
     due: Duration,
 }
@@ -127,12 +122,7 @@ struct Queue {
     ahead: usize,
     closing: bool,
     stats: Stats,
-    /// `None` only if its bounds were refused.
-    latencies_us: Option<Histogram<u64>>,
 }
-
-/// Latencies beyond it count as it, µs.
-const LATENCY_US_MAX: u64 = 60_000_000;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -157,7 +147,6 @@ impl Lane {
             ahead: 0,
             closing: false,
             stats: Stats::default(),
-            latencies_us: Histogram::new_with_bounds(1, LATENCY_US_MAX, 2).ok(),
         };
         Self {
             generation: model.generation().clone(),
@@ -189,11 +178,10 @@ impl Lane {
         let (samples, deadline) = (batch.size() as u32, deadline.filter(|_| self.has_deadlines));
         // A request with a deadline has no time to give.
         let alone = self.gather.is_zero() || deadline.is_some();
-        let since = self.clock.now();
-        let due = if alone { Duration::ZERO } else { since + self.gather };
+        let due = if alone { Duration::ZERO } else { self.clock.now() + self.gather };
         let mut queue = lock(&self.queue);
         queue.samples += batch.size();
-        let queued = queue.waiting.push_back(Waiting { slot, samples, deadline, since, due }).is_ok();
+        let queued = queue.waiting.push_back(Waiting { slot, samples, deadline, due }).is_ok();
         assert!(queued, "the queue has room for every slot");
         drop(queue);
         self.work.notify_one();
@@ -228,16 +216,7 @@ impl Lane {
     pub fn stats(&self) -> Stats {
         let queue = lock(&self.queue);
         let prefetch_waiting = queue.prefetch.len() + queue.ahead;
-        let latency_us_p99 = queue.latencies_us.as_ref().map_or(0, |l| l.value_at_quantile(0.99));
-        Stats { waiting: queue.waiting.len(), prefetch_waiting, latency_us_p99, ..queue.stats }
-    }
-
-    fn note_latencies(&self, answered: &[Waiting]) {
-        let now = self.clock.now();
-        if let Some(latencies) = &mut lock(&self.queue).latencies_us {
-            let us = |r: &Waiting| now.saturating_sub(r.since).as_micros() as u64;
-            answered.iter().for_each(|r| latencies.saturating_record(us(r)));
-        }
+        Stats { waiting: queue.waiting.len(), prefetch_waiting, ..queue.stats }
     }
 
     /// Lets the workers end once nothing waits.
@@ -478,7 +457,6 @@ fn score(lane: &Lane, worker: &mut Worker, batch: &mut Batch, hand: &mut Hand) {
             lock(&lane.queue).stats.failed += hand.requests.len() as u64;
         }
     }
-    lane.note_latencies(&hand.requests);
     hand.requests.clear();
     hand.answered = 0;
 }

@@ -101,6 +101,8 @@ struct Driver {
 /// Runs the story with so many cars.
 pub fn simulate(cars: u64, seed: u64) -> Rollout {
     let fleet = Fleet::new();
+    let lasting = Change { expires_s: 7 * 24 * HOUR_S, ..Change::default() };
+    publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &lasting, T0).unwrap();
     let mut random = Random::new(seed);
     let mut drivers: Vec<Driver> = (0..cars)
         .map(|n| {

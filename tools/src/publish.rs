@@ -10,25 +10,30 @@ use hatchback::bundle::BundleReader;
 use hatchback::manifest::sha256;
 use hatchback::sync::release::{BYTES, SHARE, chunk_path, manifest_path, target_name};
 use hatchback::sync::trust::PUBLISHED;
-use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, local::LocalFileSystem};
+use object_store::local::LocalFileSystem;
+use object_store::prefix::PrefixStore;
+use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use serde::Serialize;
 use serde_json::Value;
 use sigstore_tuf::TrustedMetadataSet;
 use std::collections::{BTreeSet, HashMap};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
+use tokio::runtime::Runtime;
 use tough::editor::RepositoryEditor;
 use tough::schema::{Hashes, Signed, Target, Targets};
 use tough::{TargetName, schema};
+use url::Url;
 
 /// Signs bundles and puts them where cars fetch them
 #[derive(Args, Debug)]
 pub struct PublishArgs {
     /// Bundles: snapshots and deltas
     bundles: Vec<PathBuf>,
-    /// The repository: a directory that a web server or a CDN hands out
+    /// The repository: a directory that a web server or a CDN hands out, or with the feature `s3` an `s3://BUCKET/PREFIX`
+    /// (endpoint and keys from the AWS_... environment)
     #[arg(long)]
-    to: PathBuf,
+    to: String,
     /// The folder of the keys and roots (`hatchback keys new`)
     #[arg(long)]
     keys: PathBuf,
@@ -74,7 +79,11 @@ pub trait Store {
 }
 
 /// Anything that the `object_store` crate reaches.
-pub struct Objects(Box<dyn ObjectStore>);
+pub struct Objects {
+    store: Box<dyn ObjectStore>,
+    /// One for all calls: connections live in it.
+    runtime: Runtime,
+}
 
 impl Objects {
     /// The directory at `path`, made if it is missing.
@@ -83,7 +92,28 @@ impl Objects {
     /// It cannot be made.
     pub fn directory(path: &Path) -> Result<Self> {
         std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
-        Ok(Self(Box::new(LocalFileSystem::new_with_prefix(path)?)))
+        Self::of(Box::new(LocalFileSystem::new_with_prefix(path)?))
+    }
+
+    /// The store at `to`: an address that `object_store` knows, or a directory.
+    ///
+    /// # Errors
+    /// There is no such store, or this program was built without it.
+    pub fn open(to: &str) -> Result<Self> {
+        if !to.contains("://") {
+            return Self::directory(Path::new(to));
+        }
+        let address = Url::parse(to).with_context(|| to.to_owned())?;
+        let options = std::env::vars().map(|(key, value)| (key.to_ascii_lowercase(), value));
+        let options = options.filter(|(key, _)| key.starts_with("aws_"));
+        let (store, prefix) =
+            object_store::parse_url_opts(&address, options).with_context(|| to.to_owned())?;
+        Self::of(Box::new(PrefixStore::new(store, prefix)))
+    }
+
+    fn of(store: Box<dyn ObjectStore>) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        Ok(Self { store, runtime })
     }
 }
 
@@ -97,22 +127,22 @@ fn found<T>(result: object_store::Result<T>) -> Result<Option<T>> {
 impl Store for Objects {
     fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
         let path = path.into();
-        let bytes = block_on(async { self.0.get(&path).await?.bytes().await })?;
+        let bytes = self.runtime.block_on(async { self.store.get(&path).await?.bytes().await });
         Ok(found(bytes)?.map(Into::into))
     }
 
     fn has(&self, path: &str) -> Result<bool> {
-        Ok(found(block_on(self.0.head(&path.into()))?)?.is_some())
+        Ok(found(self.runtime.block_on(self.store.head(&path.into())))?.is_some())
     }
 
     fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
-        block_on(self.0.put(&path.into(), PutPayload::from(content)))??;
+        self.runtime.block_on(self.store.put(&path.into(), PutPayload::from(content)))?;
         Ok(())
     }
 
     fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()> {
         let new = PutOptions::from(PutMode::Create);
-        block_on(self.0.put_opts(&path.into(), PutPayload::from(content), new))??;
+        self.runtime.block_on(self.store.put_opts(&path.into(), PutPayload::from(content), new))?;
         Ok(())
     }
 }
@@ -177,7 +207,7 @@ pub struct Published {
 /// # Errors
 /// A bundle, a key or the repository is refused; cars see nothing of it then.
 pub fn run(args: &PublishArgs) -> Result<()> {
-    let store = Objects::directory(&args.to)?;
+    let store = Objects::open(&args.to)?;
     let dry = DryRun(&store);
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
     let (bundles, revoke) = (args.bundles.clone(), args.revoke.clone());

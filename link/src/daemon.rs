@@ -1,7 +1,7 @@
-//! `hatchbackd sync`: the side that has the link. Looks for releases, stages them, and says so; writes nothing but the
-//! sync directory. Never opens a model, and never makes anything live: that is the serving process.
+//! The process that has the link: `hatchback-sync`, or `hatchbackd sync`. Looks for releases, stages them, and says so;
+//! writes nothing but the sync directory. Never opens a model, and never makes anything live: that is the serving process.
 
-use crate::update::{now, wake_socket};
+use crate::{LinkOptions, open};
 use anyhow::{Context, Result};
 use clap::Args;
 use hatchback::disk;
@@ -12,17 +12,26 @@ use hatchback::sync::link::{Fetcher, LinkLimits, LinkRules};
 use hatchback::sync::state::State;
 use hatchback::sync::trust::Trust;
 use hatchback::wear::WearBudget;
-use hatchback_link::{LinkOptions, open};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::unix::net::UnixDatagram;
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
 
 /// How often to look whether the serving process is done with a release.
 const LOOK: Duration = Duration::from_secs(1);
 
+/// The socket in a sync directory on which the serving process is told to look.
+pub fn wake_socket(directory: &Path) -> PathBuf {
+    directory.join("wake")
+}
+
+/// The time, seconds since 1970; 0 where the clock is before that.
+pub fn now() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
+}
+
 /// What the link leads to.
-#[derive(Args)]
+#[derive(Args, Debug)]
 pub struct SyncArgs {
     /// The repository: a directory, or the address of a web server
     #[arg(long)]
