@@ -1,16 +1,20 @@
-//! `hatchbackd`: the in-car daemon. Reads a target and flash directories, takes all memory at start, then
-//! checks the models against their probe sets or serves scores on a Unix socket; keeps the flash tier healthy and
-//! takes staged releases up meanwhile. What serves never touches the network; what fetches (`sync`) is a process of its
-//! own that never opens a model.
+//! `hatchbackd`: the in-car daemon. Reads a target and flash directories, reports what the machine is, or takes all
+//! memory at start, then checks the models against their probe sets or serves scores on a Unix socket;
+//! keeps the flash tier healthy and takes staged releases up meanwhile. What serves never touches the network; what
+//! fetches (`sync`) is a process of its own that never opens a model.
 
 #![forbid(unsafe_code)]
 
 mod latency;
+mod machine;
 mod server;
+mod settings;
+mod shed;
+mod supervisor;
 mod update;
 mod upkeep;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use hatchback::batch::Batch;
 use hatchback::disk;
@@ -20,6 +24,9 @@ use hatchback::serving::Serving;
 use hatchback::target::{DeviceKind, Target};
 use hatchback_link::daemon::{self, SyncArgs};
 use latency::Latencies;
+use machine::{Report, Root};
+use server::Server;
+use shed::Shed;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,11 +40,24 @@ struct Cli {
     /// What this machine is and may use, such as targets/cpu.toml
     #[arg(long)]
     target: PathBuf,
-    /// A flash directory; several models are given as several NAME=DIR [default name: the model's own]
-    #[arg(long, required = true, value_name = "[NAME=]DIR")]
+    /// A flash directory; several models are given as several NAME=DIR [default name: the model's own; default: every
+    /// folder where the target keeps models]
+    #[arg(long, value_name = "[NAME=]DIR")]
     flash: Vec<String>,
+    /// Tells what this machine is, what it lacks of the target and what could not be read, and ends
+    #[arg(long)]
+    report: bool,
+    /// The report for programs
+    #[arg(long, requires = "report")]
+    json: bool,
+    /// Where /proc, /sys and /dev are, such as in a copy of a board's
+    #[arg(long, default_value = "/")]
+    system: PathBuf,
+    /// Where embeddings are looked up, `cpu` or `cuda` [default: the target's]
+    #[arg(long)]
+    device: Option<DeviceKind>,
     #[command(subcommand)]
-    command: Command,
+    command: Option<Command>,
 }
 
 #[derive(Subcommand)]
@@ -56,7 +76,7 @@ enum Command {
         /// The sync directory from which a model takes its releases [default name: the only model's]
         #[arg(long, value_name = "[NAME=]DIR")]
         sync: Vec<String>,
-        /// The fleet's first root, in a place that `hatchbackd sync` cannot write
+        /// The fleet's first root, in a place that `sync` cannot write
         #[arg(long)]
         root: Option<PathBuf>,
     },
@@ -67,51 +87,99 @@ enum Command {
 fn main() -> Result<()> {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let cli = Cli::parse();
-    let target = Target::load(&cli.target)?;
-    if target.device == DeviceKind::Cuda {
-        bail!(
-            "{}: device: this version computes on the CPU only; take targets/cpu.toml",
-            cli.target.display()
-        );
-    }
-    let budget = target.budget;
-    let mut updates = match &cli.command {
+    let (target, root) = (Target::load(&cli.target)?, Root::new(&cli.system));
+    let flash = if cli.flash.is_empty() { models(&target.machine.models) } else { cli.flash };
+    let Some(command) = cli.command.filter(|_| !cli.report) else {
+        ensure!(cli.report, "neither --report nor a command: try --help");
+        return report(&root, &target, &flash, cli.json);
+    };
+    ensure!(!flash.is_empty(), "{}: no model is there", target.machine.models.display());
+    let mut updates = match &command {
         Command::Sync(args) => {
-            ensure!(cli.flash.len() == 1, "one `sync` serves one flash directory");
-            return daemon::run(args, named(&cli.flash[0]).1.to_owned(), target.link);
+            ensure!(flash.len() == 1, "one `sync` serves one flash directory");
+            return daemon::run(args, named(&flash[0]).1.to_owned(), target.link);
         }
-        Command::Serve { sync, root, .. } => updates(&cli.flash, sync, root.as_deref(), &target)?,
+        Command::Serve { sync, root, .. } => updates(&flash, sync, root.as_deref(), &target)?,
         Command::Check { .. } => Vec::new(),
     };
     updates.iter_mut().try_for_each(Update::begin)?;
+    if let Command::Serve { .. } = command {
+        for setting in settings::apply(&target) {
+            match (setting.value, setting.missing) {
+                (Some(value), _) => log::info!("{}: {value}", setting.name),
+                (None, why) => log::warn!("{}: {}", setting.name, why.unwrap_or_default()),
+            }
+        }
+    }
+    let lookups = cli.device.unwrap_or(target.device).open(target.tegra_profile);
+    let lookups =
+        lookups.with_context(|| format!("{}: device (`--device cpu` needs none)", cli.target.display()))?;
+    log::info!("lookups on: {}", lookups.name());
+    let budget = target.budget;
     let clock = Arc::new(SystemClock::default());
-    let serving = Arc::new(Serving::new(budget.memory_bytes_max, budget.reads_max, clock));
-    for given in &cli.flash {
+    let serving = Arc::new(Serving::new(budget.memory_bytes_max, budget.reads_max, clock).on(lookups));
+    for given in &flash {
         let (name, flash) = open(given)?;
         serving.load(&name, &flash, budget)?;
         log::info!("serving {} as `{name}` for {}", flash.manifest().generation, target.triple);
     }
     report_memory(&serving, budget.memory_bytes_max);
-    match cli.command {
-        Command::Check { tolerance } => cli.flash.iter().try_for_each(|given| {
+    match command {
+        Command::Check { tolerance } => flash.iter().try_for_each(|given| {
             let (name, flash) = open(given)?;
             check(&serving, &name, &flash, tolerance).with_context(|| format!("model `{name}`"))
         }),
+        Command::Serve { socket, .. } => serve(&serving, &target, &flash, updates, &root, &socket),
         Command::Sync(_) => Ok(()),
-        Command::Serve { socket, .. } => {
-            // Two models may be two names of one directory.
-            let directories: BTreeSet<&Path> = cli.flash.iter().map(|given| named(given).1).collect();
-            let start = |directory| UpkeepThread::start(directory, target.upkeep);
-            let upkeep = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-            let latencies = Arc::new(Latencies::default());
-            let start = |update| UpdateThread::start(update, &serving, &latencies);
-            let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-            let served = server::serve(&serving, &latencies, &socket);
-            updates.into_iter().for_each(UpdateThread::stop);
-            upkeep.into_iter().for_each(UpkeepThread::stop);
-            served
-        }
     }
+}
+
+/// Serves on `socket`, with upkeep of the directories and updates beside it.
+fn serve(
+    serving: &Arc<Serving>,
+    target: &Target,
+    flash: &[String],
+    updates: Vec<Update>,
+    root: &Root,
+    socket: &Path,
+) -> Result<()> {
+    let (shed, latencies) = (Arc::new(Shed::default()), Arc::new(Latencies::default()));
+    // Two models may be two names of one directory.
+    let directories: BTreeSet<&Path> = flash.iter().map(|given| named(given).1).collect();
+    let start = |directory| UpkeepThread::start(directory, target.upkeep, Arc::clone(&shed));
+    let upkeep = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+    let start = |update| UpdateThread::start(update, serving, &latencies);
+    let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+    let served = server::listen(socket).and_then(|listener| {
+        let serve =
+            || server::serve(Server { serving, latencies: &latencies, shed: &shed }, &listener, socket);
+        shed.watch(root, &target.shed, || supervisor::watched(serving, serve))
+    });
+    updates.into_iter().for_each(UpdateThread::stop);
+    upkeep.into_iter().for_each(UpkeepThread::stop);
+    served
+}
+
+/// Prints what the machine tells.
+fn report(root: &Root, target: &Target, flash: &[String], json: bool) -> Result<()> {
+    let directories: Vec<PathBuf> = flash.iter().map(|given| named(given).1.to_owned()).collect();
+    let report = Report::new(root, target, &directories);
+    if json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print!("{report}");
+    }
+    Ok(())
+}
+
+/// The models in `folder`, each by the name of its own.
+fn models(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let live = |path: &PathBuf| Flash::open(&disk::system(), path).is_ok();
+    let mut models: Vec<_> = entries.filter(live).collect();
+    models.sort();
+    let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    models.iter().map(|path| format!("{}={}", name(path), path.display())).collect()
 }
 
 /// The parts of `DIR` or `NAME=DIR`.

@@ -2,6 +2,7 @@
 //! slots of a model are taken the answer is `busy`, at once. SIGTERM ends accepting, answers what was received, returns.
 
 use crate::latency::Latencies;
+use crate::shed::Shed;
 use anyhow::{Context, Result};
 use hatchback::batch::Batch;
 use hatchback::limits::SAMPLE_BYTES_MAX;
@@ -24,10 +25,28 @@ const CONNECTIONS_MAX: usize = 256;
 /// How often an idle connection looks whether the daemon is stopping.
 const IDLE: Duration = Duration::from_millis(100);
 
+/// What requests meet.
+#[derive(Clone, Copy)]
+pub struct Server<'a> {
+    /// The models.
+    pub serving: &'a Serving,
+    /// How long requests took.
+    pub latencies: &'a Latencies,
+    /// What is shed.
+    pub shed: &'a Shed,
+}
+
+/// Takes the socket's place; callers wait from then on.
+///
+/// # Errors
+/// The place is taken, or its folder may not be written.
+pub fn listen(socket: &Path) -> Result<UnixListener> {
+    UnixListener::bind(socket).with_context(|| socket.display().to_string())
+}
+
 /// Serves until SIGTERM or SIGINT.
-pub fn serve(serving: &Serving, latencies: &Latencies, socket: &Path) -> Result<()> {
+pub fn serve(server: Server<'_>, listener: &UnixListener, socket: &Path) -> Result<()> {
     let stopping = Arc::new(AtomicBool::new(false));
-    let listener = UnixListener::bind(socket).with_context(|| socket.display().to_string())?;
     stop_on_signal(&stopping, socket)?;
     let open = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -42,7 +61,7 @@ pub fn serve(serving: &Serving, latencies: &Latencies, socket: &Path) -> Result<
                 }
                 open.fetch_add(1, Ordering::AcqRel);
                 let work = move || {
-                    if let Err(e) = answer_all(serving, latencies, &connection, stopping) {
+                    if let Err(e) = answer_all(server, &connection, stopping) {
                         log::warn!("a connection was lost: {e}");
                     }
                     open.fetch_sub(1, Ordering::AcqRel);
@@ -74,12 +93,7 @@ fn stop_on_signal(stopping: &Arc<AtomicBool>, socket: &Path) -> Result<()> {
     Ok(())
 }
 
-fn answer_all(
-    serving: &Serving,
-    latencies: &Latencies,
-    connection: &UnixStream,
-    stopping: &AtomicBool,
-) -> io::Result<()> {
+fn answer_all(server: Server<'_>, connection: &UnixStream, stopping: &AtomicBool) -> io::Result<()> {
     connection.set_read_timeout(Some(IDLE))?;
     let (mut reader, mut line) = (BufReader::new(connection), Vec::new());
     loop {
@@ -90,7 +104,7 @@ fn answer_all(
                 return answer(connection, &json!({"error": "the line is too long"}));
             }
             Ok(_) => {
-                answer(connection, &score(serving, latencies, &line))?;
+                answer(connection, &score(server, &line))?;
                 line.clear();
                 // A caller that never pauses must not keep the daemon from ending.
                 if stopping.load(Ordering::Acquire) && reader.buffer().is_empty() {
@@ -114,11 +128,13 @@ struct Addressed {
     model: Option<String>,
 }
 
-fn score(serving: &Serving, latencies: &Latencies, line: &[u8]) -> Value {
-    scored(serving, latencies, line).unwrap_or_else(|problem| json!({"error": problem}))
+fn score(server: Server<'_>, line: &[u8]) -> Value {
+    let Some(_turn) = server.shed.turn() else { return json!({"error": "busy"}) };
+    scored(server, line).unwrap_or_else(|problem| json!({"error": problem}))
 }
 
-fn scored(serving: &Serving, latencies: &Latencies, line: &[u8]) -> Result<Value, String> {
+fn scored(server: Server<'_>, line: &[u8]) -> Result<Value, String> {
+    let serving = server.serving;
     let text = std::str::from_utf8(line).map_err(|e| e.to_string())?;
     let names = serving.names();
     let name = match (serde_json::from_str(text).map_err(|e| e.to_string())?, names.as_slice()) {
@@ -136,7 +152,7 @@ fn scored(serving: &Serving, latencies: &Latencies, line: &[u8]) -> Result<Value
         e => e.to_string(),
     })?;
     let answer = ticket.wait().map_err(|e| e.to_string())?;
-    latencies.record(&name, ticket.generation(), began.elapsed());
+    server.latencies.record(&name, ticket.generation(), began.elapsed());
     let scores = answer.scores();
     Ok(json!({"score": scores.values, "status": scores.statuses[0]}))
 }

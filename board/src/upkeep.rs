@@ -2,6 +2,8 @@
 //! processes make live, and says what it did. Never on a request's path; what is served keeps the segments that
 //! it opened, whatever is reclaimed meanwhile.
 
+use crate::settings;
+use crate::shed::Shed;
 use anyhow::Result;
 use hatchback::catalog::{Catalog, Found};
 use hatchback::disk;
@@ -10,6 +12,7 @@ use hatchback::notes::Notes;
 use hatchback::pace::Pace;
 use hatchback::upkeep::{Did, Rules, Upkeep};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
@@ -24,22 +27,19 @@ pub struct UpkeepThread {
 }
 
 impl UpkeepThread {
-    /// Starts upkeep of `directory` by `rules`.
+    /// Starts upkeep of `directory` by `rules`; it waits while `shed` says so.
     ///
     /// # Errors
     /// Nothing is live there.
-    pub fn start(directory: &Path, rules: Rules) -> Result<Self> {
+    pub fn start(directory: &Path, rules: Rules, shed: Arc<Shed>) -> Result<Self> {
         let flash = Flash::open(&disk::system(), directory)?;
         let (stop, stopped) = channel();
         let worker = move || {
-            // The kernel derives the priority of reads and writes from it.
-            if let Err(e) = rustix::process::nice(19) {
-                log::warn!("upkeep runs at the priority of requests: {e}");
-            }
+            settings::behind_all();
             let mut worker = Work::new(flash, rules);
             let mut rest = Duration::ZERO;
             while stopped.recv_timeout(rest) == Err(RecvTimeoutError::Timeout) {
-                rest = worker.step();
+                rest = if shed.upkeep() { IDLE } else { worker.step() };
             }
             worker.end();
         };

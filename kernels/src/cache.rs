@@ -28,6 +28,17 @@ pub(crate) struct Seen {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Epoch(u32);
 
+impl Epoch {
+    /// The epoch of that number in a set's tail.
+    pub(crate) fn of(number: u32) -> Self {
+        Self(number)
+    }
+
+    pub(crate) fn number(self) -> u32 {
+        self.0
+    }
+}
+
 // The head of a set is the one cache line that a lookup touches before the row: the words' low halves, then what
 // readers share. Wide words have their high halves in a second line.
 const SEQUENCE: usize = LINE - 2;
@@ -98,6 +109,21 @@ impl Cache {
     /// All bytes the cache holds.
     pub fn bytes(&self) -> usize {
         4 * (self.heads.len() + self.tails.len() + self.rows.len())
+    }
+
+    /// Heads, tails and rows, for a copy elsewhere.
+    pub(crate) fn parts(&self) -> [&[AtomicU32]; 3] {
+        [&self.heads, &self.tails, &self.rows]
+    }
+
+    /// All words it holds: heads, tails, rows.
+    pub fn image(&self) -> Vec<u32> {
+        self.parts().into_iter().flatten().map(|word| word.load(Ordering::Relaxed)).collect()
+    }
+
+    /// Lets go of the rows and keeps how they are named.
+    pub(crate) fn into_naming(self) -> Naming {
+        self.naming
     }
 
     /// How the keys of `table` are named.

@@ -117,6 +117,11 @@ impl RowFormat {
         self.dim
     }
 
+    /// What scale and bias are multiplied with; a power of two.
+    pub(crate) fn unit(&self) -> f32 {
+        self.unit
+    }
+
     /// Bytes of an encoded row.
     pub fn row_bytes(&self) -> usize {
         self.codec.row_bytes(self.dim)

@@ -8,6 +8,7 @@
 
 pub mod cache;
 pub mod codec;
+pub mod cuda;
 pub mod dense;
 mod eviction;
 pub mod gather;

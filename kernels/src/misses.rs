@@ -2,6 +2,8 @@
 //! All memory is taken once; a list that is full says so before a bag is begun, never half-way through it.
 
 use crate::cache::Epoch;
+use crate::cuda::driver::{CudaError, Mapped};
+use crate::cuda::{Device, HostMemory};
 use crate::memory::Zeroed;
 use crate::names::RowKey;
 use crate::simd::READ_BYTES;
@@ -55,8 +57,10 @@ const NO_SLOT: u32 = u32::MAX;
 /// The miss list and the staging rows of one request.
 pub struct Misses {
     row_bytes_max: usize,
+    /// Bytes from one staged row to the next: whole words.
+    stride: usize,
     capacity: usize,
-    staging: Box<[u8]>,
+    staging: HostMemory<u8>,
     states: Vec<RowState>,
     list: Vec<Miss>,
     /// Open addressing from row to position in `list`; twice `capacity` entries.
@@ -72,11 +76,25 @@ pub struct Misses {
 impl Misses {
     /// Room for `capacity` lookups that wait, rows of up to `row_bytes_max` bytes.
     pub fn new(capacity: usize, row_bytes_max: usize) -> Self {
-        let capacity = capacity.max(1);
+        let (capacity, stride) = (capacity.max(1), row_bytes_max.next_multiple_of(4));
+        Self::staged(capacity, row_bytes_max, HostMemory::Plain(vec![0; capacity * stride].into()))
+    }
+
+    /// The same, where `device` reaches the staged rows.
+    ///
+    /// # Errors
+    /// There is not enough memory that a GPU reaches.
+    pub fn on(device: &Device, capacity: usize, row_bytes_max: usize) -> Result<Self, CudaError> {
+        let (capacity, stride) = (capacity.max(1), row_bytes_max.next_multiple_of(4));
+        Ok(Self::staged(capacity, row_bytes_max, device.host_memory(capacity * stride)?))
+    }
+
+    fn staged(capacity: usize, row_bytes_max: usize, staging: HostMemory<u8>) -> Self {
         Self {
             row_bytes_max,
+            stride: row_bytes_max.next_multiple_of(4),
             capacity,
-            staging: vec![0; capacity * row_bytes_max].into(),
+            staging,
             states: Vec::with_capacity(capacity),
             list: Vec::with_capacity(capacity),
             positions: vec![NO_SLOT; (2 * capacity).next_power_of_two()].into(),
@@ -90,7 +108,7 @@ impl Misses {
     /// All bytes held by a list of that size.
     pub fn bytes(capacity: usize, row_bytes_max: usize) -> usize {
         let capacity = capacity.max(1);
-        capacity * (row_bytes_max + 1 + size_of::<Miss>() + 4 + size_of::<OpenBag>())
+        capacity * (row_bytes_max.next_multiple_of(4) + 1 + size_of::<Miss>() + 4 + size_of::<OpenBag>())
             + 4 * (2 * capacity).next_power_of_two()
             + row_bytes_max.next_multiple_of(READ_BYTES)
     }
@@ -139,14 +157,19 @@ impl Misses {
 
     /// The staged bytes of `slot`, `[row_bytes_max]`.
     pub fn row(&self, slot: u32) -> &[u8] {
-        let start = slot as usize * self.row_bytes_max;
+        let start = slot as usize * self.stride;
         &self.staging[start..start + self.row_bytes_max]
     }
 
     /// The same, to be written.
     pub fn row_mut(&mut self, slot: u32) -> &mut [u8] {
-        let start = slot as usize * self.row_bytes_max;
+        let start = slot as usize * self.stride;
         &mut self.staging[start..start + self.row_bytes_max]
+    }
+
+    /// The staged rows where a GPU reaches them, and the words from one to the next.
+    pub(crate) fn staging(&self) -> Option<(&Mapped<u8>, usize)> {
+        Some((self.staging.mapped()?, self.stride / 4))
     }
 
     /// What became of the row in `slot`.
@@ -192,6 +215,15 @@ impl Misses {
         refs.iter().map(|&slot| match slot {
             ABSENT => (RowState::Absent, &[] as &[u8]),
             slot => (self.state(slot), self.row(slot)),
+        })
+    }
+
+    /// The same rows: what became of each, and its slot where it is fresh.
+    pub(crate) fn slots_of(&self, bag: &OpenBag) -> impl Iterator<Item = (RowState, Option<u32>)> {
+        let refs = &self.refs[bag.first_ref as usize..(bag.first_ref + bag.refs) as usize];
+        refs.iter().map(|&slot| match slot {
+            ABSENT => (RowState::Absent, None),
+            slot => (self.state(slot), (self.state(slot) == RowState::Fresh).then_some(slot)),
         })
     }
 

@@ -144,6 +144,11 @@ impl Naming {
         Self { tables, sets }
     }
 
+    /// Sets that it tells apart.
+    pub fn sets(&self) -> usize {
+        self.sets
+    }
+
     /// A byte that many words of a set differ in; never 0.
     pub fn tag(&self, word: u64) -> u8 {
         let hash = match &self.tables {

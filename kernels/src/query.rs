@@ -100,7 +100,7 @@ impl Status {
         [self.fresh, self.defaulted, self.absent, self.damaged].map(u64::from).iter().sum()
     }
 
-    fn count(&mut self, state: RowState) {
+    pub(crate) fn count(&mut self, state: RowState) {
         match state {
             RowState::Fresh => self.fresh += 1,
             RowState::Pending => self.defaulted += 1,

@@ -95,6 +95,11 @@ impl Resident {
         }
     }
 
+    /// Bytes of a row, the rows, and of an index the hashes and where each bucket begins in them.
+    pub(crate) fn parts(&self) -> (usize, &[u8], Option<(&[u64], &[u32])>) {
+        (self.row_bytes, &self.rows, self.index.as_ref().map(|i| (&*i.hashes, &*i.buckets)))
+    }
+
     /// All bytes held.
     pub fn bytes(&self) -> usize {
         self.rows.len() + self.index.as_ref().map_or(0, |i| 8 * i.hashes.len() + 4 * i.buckets.len())

@@ -49,6 +49,10 @@ impl Model {
     /// Fills the caches from those of `old`, whose model this is a later or earlier generation of.
     pub(crate) fn carry(&self, old: &Self) -> Carried {
         let mut carried = Carried::default();
+        // On a GPU they are not to be read from here.
+        if self.caches.is_empty() || old.caches.is_empty() {
+            return carried;
+        }
         let tables = self.tables.len().min(old.tables.len());
         let mut changed: Vec<Vec<u64>> = vec![Vec::new(); tables];
         let alike: Vec<_> = (0..tables).map(|t| self.alike(old, t)).collect();

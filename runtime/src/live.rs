@@ -3,6 +3,7 @@
 
 use crate::manifest::{Generation, Hash};
 use crate::segment::Part;
+use crc_fast::crc32_iscsi as crc32c;
 use serde::{Deserialize, Serialize};
 
 const MAGIC: &[u8; 8] = b"HATCHLIV";
@@ -81,7 +82,7 @@ impl LiveRecord {
         let body = postcard::to_allocvec(self).unwrap_or_default();
         let mut bytes = MAGIC.to_vec();
         bytes.extend(LIVE_FORMAT.to_le_bytes());
-        bytes.extend(crc32c::crc32c(&body).to_le_bytes());
+        bytes.extend(crc32c(&body).to_le_bytes());
         bytes.extend(body);
         bytes
     }
@@ -100,7 +101,7 @@ impl LiveRecord {
             fault("magic", "is not a live record")
         } else if word(8) != LIVE_FORMAT {
             fault("format", format!("{} is not {LIVE_FORMAT}, the one this version reads", word(8)))
-        } else if word(12) != crc32c::crc32c(body) {
+        } else if word(12) != crc32c(body) {
             fault("checksum", "does not match")
         } else {
             match postcard::take_from_bytes(body) {

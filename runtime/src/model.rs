@@ -13,9 +13,14 @@ use crate::reader::{DeviceDepth, PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, Placement, Schema, Table};
 use crate::segment::SegmentError;
 use crate::table_rows::{Place, TableRows};
+use crate::weights;
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::codec::RowFormat;
-use hatchback_kernels::dense::{DenseEngine, DenseError};
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::driver::CudaError;
+use hatchback_kernels::cuda::lookup::Lookup;
+use hatchback_kernels::cuda::tables::{Place as TablePlace, Tables};
+use hatchback_kernels::dense::{DenseEngine, DenseError, Weights};
 use hatchback_kernels::misses::{Miss, Misses};
 use hatchback_kernels::names::{Names, RowKey, mix};
 use hatchback_kernels::query::Status;
@@ -35,6 +40,19 @@ pub enum OpenError {
     /// The dense network is not usable.
     #[error(transparent)]
     Dense(#[from] DenseError),
+    /// The GPU does not take the model.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// The dense network does not bear the weights that the budget asks for.
+    #[error("budget.dense_weights = {weights}: probe sample {sample}: {problem}; take wider weights")]
+    Weights {
+        /// The field's value.
+        weights: Weights,
+        /// Which sample, from 0.
+        sample: usize,
+        /// What it scores.
+        problem: String,
+    },
     /// The budget cannot hold the model.
     #[error("budget.{field} = {value}: {problem}")]
     Budget {
@@ -49,12 +67,10 @@ pub enum OpenError {
 
 /// Where a table's rows are looked for.
 pub(crate) enum Store {
+    /// Empty where the rows are on a GPU.
     Resident(Resident),
     /// Number of the cache in `Model::caches`.
-    Cached {
-        cache: usize,
-        rows: TableRows,
-    },
+    Cached { cache: usize, rows: TableRows },
 }
 
 /// One table as it is served.
@@ -70,7 +86,10 @@ pub struct Model {
     budget: Budget,
     device: Arc<DeviceDepth>,
     pub(crate) tables: Vec<ServedTable>,
+    /// None where they are on a GPU.
     pub(crate) caches: Vec<Cache>,
+    /// The caches and resident tables where they are on a GPU.
+    pub(crate) on_gpu: Option<Arc<Tables>>,
     pub(crate) dense: DenseEngine,
     /// For each feature its network input and its first column there.
     pub(crate) columns: Vec<(usize, usize)>,
@@ -108,14 +127,56 @@ impl Model {
         let columns = columns_of(&schema);
         let generation = flash.manifest().generation.clone();
         let plan = MemoryPlan::default();
-        let mut model = Self { generation, schema, budget, device, tables, caches, dense, columns, plan };
+        let on_gpu = None;
+        let mut model =
+            Self { generation, schema, budget, device, tables, caches, on_gpu, dense, columns, plan };
         model.plan = model.sum_memory();
         let total = model.plan.total();
         if total > budget.memory_bytes_max {
             return Err(too_much(&budget, total, &model.caches, &model.plan));
         }
         model.preload(flash)?;
-        Ok(model)
+        weights::check(model, flash)
+    }
+
+    /// Takes the caches, as they are now, and the resident tables to where `lookups` are to be made.
+    ///
+    /// # Errors
+    /// The GPU has no room for them, or the budget none for what the workers need beside it.
+    pub fn onto(mut self, lookups: &Device) -> Result<Self, OpenError> {
+        let Device::Cuda(gpu) = lookups else { return Ok(self) };
+        let (batch, misses) = (self.budget.batch_max as usize, self.budget.misses_max as usize);
+        let (features, keys) = (self.schema.features.len(), self.schema.lookups_max());
+        let bytes = Lookup::bytes(features, keys, batch, misses, self.staging_row_bytes());
+        let what = "keys, rings and changes that the GPU shares, all workers";
+        self.plan.add(what, u64::from(self.budget.workers) * bytes as u64);
+        let total = self.plan.total();
+        if total > self.budget.memory_bytes_max {
+            return Err(too_much(&self.budget, total, &self.caches, &self.plan));
+        }
+        let (mut places, mut residents) = (Vec::with_capacity(self.tables.len()), Vec::new());
+        for table in &self.tables {
+            places.push(match &table.store {
+                Store::Cached { cache, .. } => TablePlace::Cached(*cache),
+                Store::Resident(rows) => {
+                    residents.push(rows);
+                    TablePlace::Resident(residents.len() - 1)
+                }
+            });
+        }
+        let caches = std::mem::take(&mut self.caches);
+        self.on_gpu = Some(Arc::new(Tables::new(gpu, places, caches, &residents)?));
+        for table in &mut self.tables {
+            if let Store::Resident(rows) = &mut table.store {
+                *rows = Resident::indexed(table.format.row_bytes(), &[]);
+            }
+        }
+        Ok(self)
+    }
+
+    /// Where its rows are looked up.
+    pub fn lookup_device(&self) -> Device {
+        self.on_gpu.as_ref().map_or(Device::Cpu, |tables| Device::Cuda(Arc::clone(tables.gpu())))
     }
 
     /// What is served.
@@ -150,7 +211,8 @@ impl Model {
 
     /// Rows that the embedding caches hold at most.
     pub fn cache_slots(&self) -> usize {
-        self.caches.iter().map(Cache::slots).sum()
+        let on_gpu = self.on_gpu.as_ref().map_or(0, |tables| tables.slots());
+        on_gpu + self.caches.iter().map(Cache::slots).sum::<usize>()
     }
 
     /// An empty batch of the size that the budget allows.

@@ -6,6 +6,7 @@ use crate::live::SegmentRef;
 use crate::scrub::Scrub;
 use crate::segment::{Counts, Part};
 use crate::wear::Wear;
+use crc_fast::{CrcAlgorithm, Digest};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -166,11 +167,15 @@ fn parse<T: DeserializeOwned>(key: &[u8], value: &[u8]) -> Result<T, String> {
 }
 
 fn seal(sequence: u64, entries: &Entries) -> u32 {
-    entries.iter().fold(crc32c::crc32c(&sequence.to_le_bytes()), |seal, (key, value)| {
-        let lengths = [key.len() as u32, value.len() as u32].map(u32::to_le_bytes);
-        let seal = lengths.iter().fold(seal, |seal, length| crc32c::crc32c_append(seal, length));
-        crc32c::crc32c_append(crc32c::crc32c_append(seal, key), value)
-    })
+    let mut seal = Digest::new(CrcAlgorithm::Crc32Iscsi);
+    seal.update(&sequence.to_le_bytes());
+    for (key, value) in entries {
+        seal.update(&(key.len() as u32).to_le_bytes());
+        seal.update(&(value.len() as u32).to_le_bytes());
+        seal.update(key);
+        seal.update(value);
+    }
+    seal.finalize() as u32
 }
 
 #[cfg(test)]

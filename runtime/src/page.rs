@@ -2,6 +2,7 @@
 //! Never reads a file.
 
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
+use crc_fast::crc32_iscsi as crc32c;
 
 /// The bytes of a page.
 pub type PageBytes = [u8; PAGE_BYTES];
@@ -98,7 +99,7 @@ pub fn seal(page: &mut PageBytes, segment: u32, number: u32, kind: PageKind, cou
     page[8..12].copy_from_slice(&number.to_le_bytes());
     page[12..14].copy_from_slice(&(count as u16).to_le_bytes());
     page[14..16].copy_from_slice(&(kind as u16).to_le_bytes());
-    let checksum = crc32c::crc32c(&page[4..]);
+    let checksum = crc32c(&page[4..]);
     page[..4].copy_from_slice(&checksum.to_le_bytes());
 }
 
@@ -122,7 +123,7 @@ impl<'a> Page<'a> {
         kind: PageKind,
         count_max: usize,
     ) -> Result<Self, PageFault> {
-        let (found, computed) = (u32_at(bytes, 0), crc32c::crc32c(&bytes[4..]));
+        let (found, computed) = (u32_at(bytes, 0), crc32c(&bytes[4..]));
         let count = u16_at(bytes, 12);
         if found != computed {
             Err(PageFault::Checksum { found, computed })

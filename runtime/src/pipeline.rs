@@ -24,12 +24,15 @@ impl Pipeline {
     /// Serves `model` with the slots and workers of its budget, all memory taken now.
     ///
     /// # Errors
-    /// The system gives no thread.
+    /// The system gives no thread, or the GPU no memory.
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
         let lane = Arc::new(Lane::new(&model, Arc::clone(&clock)));
         let mut pipeline = Self { lane, model, threads: Vec::new() };
         for number in 0..pipeline.model.budget().workers {
             let worker = Worker::new(Arc::clone(&pipeline.model), Arc::clone(&clock));
+            if let Some(e) = worker.broken() {
+                return Err(io::Error::other(Arc::clone(e)));
+            }
             let (lane, name) = (Arc::clone(&pipeline.lane), format!("worker {number}"));
             let work = move || work(&lane, worker);
             pipeline.threads.push(std::thread::Builder::new().name(name).spawn(work)?);

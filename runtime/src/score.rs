@@ -9,8 +9,11 @@ use crate::page::{Page, PageBytes};
 use crate::reader::{PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, MissPolicy, Table};
 use crate::table_rows::{Place, TableRows};
-use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::{Cache, Epoch};
 use hatchback_kernels::codec::ROW_BYTES_MAX;
+use hatchback_kernels::cuda::driver::CudaError;
+use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Lookup};
+use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::dense::{DenseError, DenseScratch};
 use hatchback_kernels::isa::Isa;
 use hatchback_kernels::misses::{Miss, Misses, RowState};
@@ -26,6 +29,10 @@ pub const BLOCK: usize = 128;
 
 /// Stands for a key that no page can hold.
 const NO_PLACE: u64 = u64::MAX;
+/// The slot of a row that a GPU has not been asked for.
+const NOT_ASKED: u32 = u32::MAX - 1;
+/// The slot of a row that is not to be inserted: it is in the cache already, or not on its page.
+const NOT_WANTED: u32 = u32::MAX;
 
 /// The time as the request flow sees it: monotonic, from any start.
 pub trait Clock: Send + Sync {
@@ -62,6 +69,15 @@ pub enum ScoreError {
     /// The dense network failed.
     #[error(transparent)]
     Dense(#[from] DenseError),
+    /// The GPU failed, now or when the worker was made.
+    #[error(transparent)]
+    Cuda(#[from] Arc<CudaError>),
+}
+
+impl From<CudaError> for ScoreError {
+    fn from(e: CudaError) -> Self {
+        Self::Cuda(Arc::new(e))
+    }
 }
 
 /// Scores of one batch, with what they were computed from.
@@ -128,17 +144,21 @@ impl Counters {
     }
 }
 
+type GpuMemory = (Misses, Vec<HostMemory<f32>>, Option<Lookup>);
+
 /// Serves requests on one model, one at a time.
 pub struct Worker {
     model: Arc<Model>,
     clock: Arc<dyn Clock>,
+    /// Where the model is on a GPU. A worker that could not be made there answers every request with the reason.
+    gpu: Option<Result<Box<Lookup>, Arc<CudaError>>>,
     misses: Misses,
     /// Rows to fetch while no request waits: those that were answered with defaults, and those that a caller
     /// named ahead.
     behind: Vec<Miss>,
     absent: Absent,
     /// One buffer for each network input, `[batch_max, width]`.
-    inputs: Vec<Vec<f32>>,
+    inputs: Vec<HostMemory<f32>>,
     widths: Vec<usize>,
     /// The dense network's memory.
     dense: DenseScratch,
@@ -157,11 +177,19 @@ impl Worker {
         let (schema, budget) = (model.schema(), model.budget());
         let batch = budget.batch_max as usize;
         let widths: Vec<usize> = schema.network.inputs.iter().map(|i| schema.input_width(i)).collect();
+        let (misses, inputs, gpu) = match Self::memory_on(&model, &model.lookup_device(), &widths) {
+            Ok((misses, inputs, lookup)) => (misses, inputs, lookup.map(|l| Ok(Box::new(l)))),
+            Err(e) => {
+                log::error!("a worker cannot use the GPU: {e}");
+                (Misses::new(1, 1), Vec::new(), Some(Err(Arc::new(e))))
+            }
+        };
         Self {
-            misses: Misses::new(budget.misses_max as usize, model.staging_row_bytes()),
+            misses,
             behind: Vec::with_capacity(budget.misses_max as usize),
             absent: Absent::new(),
-            inputs: widths.iter().map(|w| vec![0.0; batch * w]).collect(),
+            inputs,
+            gpu,
             widths,
             dense: model.dense.scratch(batch),
             scores: vec![0.0; batch * model.outputs()],
@@ -175,9 +203,30 @@ impl Worker {
         }
     }
 
+    /// The memory that a GPU reaches too where the model is on one, and its lookup.
+    fn memory_on(model: &Model, device: &Device, widths: &[usize]) -> Result<GpuMemory, CudaError> {
+        let budget = model.budget();
+        let (batch, misses_max) = (budget.batch_max as usize, budget.misses_max as usize);
+        let misses = Misses::on(device, misses_max, model.staging_row_bytes())?;
+        let inputs: Vec<_> =
+            widths.iter().map(|w| device.host_memory(batch * w)).collect::<Result<_, _>>()?;
+        let lookup = model.lookup_on_gpu(&inputs, widths)?;
+        Ok((misses, inputs, lookup))
+    }
+
+    /// Why every request of this worker will fail, if so.
+    pub(crate) fn broken(&self) -> Option<&Arc<CudaError>> {
+        self.gpu.as_ref().and_then(|gpu| gpu.as_ref().err())
+    }
+
     /// Running totals.
     pub fn counters(&self) -> Counters {
         self.counters
+    }
+
+    /// What the last request gave the dense network, `[batch, width]` in front of each.
+    pub(crate) fn inputs(&self) -> &[HostMemory<f32>] {
+        &self.inputs
     }
 
     /// The model.
@@ -194,8 +243,22 @@ impl Worker {
         self.model.check(batch)?;
         let (n, model) = (batch.size(), Arc::clone(&self.model));
         self.statuses[..n].fill(Status::default());
-        self.copy_dense(batch);
-        self.lookup(&model, batch, deadline);
+        match self.gpu.take() {
+            None => {
+                self.copy_dense(batch);
+                self.lookup(&model, batch, deadline);
+            }
+            Some(Err(e)) => {
+                self.gpu = Some(Err(Arc::clone(&e)));
+                return Err(e.into());
+            }
+            Some(Ok(mut lookup)) => {
+                self.copy_dense(batch);
+                let done = self.lookup_on_gpu(&mut lookup, &model, batch, deadline);
+                self.gpu = Some(Ok(lookup));
+                done?;
+            }
+        }
         let scores = &mut self.scores[..n * model.outputs()];
         if n > 0 {
             model.dense.run(n, &self.inputs, scores, &mut self.dense)?;
@@ -232,14 +295,45 @@ impl Worker {
                 }
             }
         }
-        for f in 0..batch.features() {
+        self.count_lookups(model, batch);
+        self.settle(model, batch.size(), deadline);
+    }
+
+    fn count_lookups(&mut self, model: &Model, batch: &Batch) {
+        for (f, feature) in model.schema().features.iter().enumerate() {
             let lookups = batch.bags(f).keys.len() as u64;
             self.counters.lookups += lookups;
-            if let Rows::Cached(_) = model.feature(f, 0).rows {
+            if model.is_cached(feature.table) {
                 self.counters.cached_lookups += lookups;
             }
         }
-        self.settle(model, batch.size(), deadline);
+    }
+
+    /// The same on the GPU: all features in one launch. Where nothing is missing, that is all; bags for which the miss list
+    /// had no room are queried again behind the others.
+    fn lookup_on_gpu(
+        &mut self,
+        lookup: &mut Lookup,
+        model: &Model,
+        batch: &Batch,
+        deadline: Option<Duration>,
+    ) -> Result<(), CudaError> {
+        let n = batch.size();
+        self.count_lookups(model, batch);
+        self.misses.clear();
+        lookup.begin(n, |f| batch.bags(f))?;
+        let mut more = lookup.collect(&mut self.misses, &mut self.statuses[..n])?;
+        loop {
+            if !self.misses.is_empty() {
+                self.fetch(model, deadline);
+                lookup.settle(&self.misses, &mut self.statuses[..n])?;
+                self.misses.clear();
+            }
+            if !more {
+                return Ok(());
+            }
+            more = lookup.again(&mut self.misses, &mut self.statuses[..n])?;
+        }
     }
 
     /// Fetches the missing rows, puts them into the caches and pools the bags that waited.
@@ -362,14 +456,20 @@ impl Worker {
             return true;
         }
         let Some(place) = model.locate(row) else { return true };
-        let (cache, mut buffer) = (model.cache(row.table), [0; ROW_BYTES_MAX]);
-        let epoch = cache.epoch(row);
-        if self.absent.holds(row) || cache.query(row, &mut buffer[..cache.row_bytes()]) {
+        if self.absent.holds(row) {
             return true;
+        }
+        // A GPU is asked for all of them together, in `fetch_behind`.
+        let (mut epoch, mut slot) = (Epoch::default(), NOT_ASKED);
+        if let Some(cache) = model.cache(row.table) {
+            (epoch, slot) = (cache.epoch(row), 0);
+            if cache.query(row, &mut [0; ROW_BYTES_MAX][..cache.row_bytes()]) {
+                return true;
+            }
         }
         let has_room = self.behind.len() < self.behind.capacity();
         if has_room {
-            self.behind.push(Miss { row, slot: 0, place: place.pack(), epoch });
+            self.behind.push(Miss { row, slot, place: place.pack(), epoch });
         }
         has_room
     }
@@ -385,6 +485,7 @@ impl Worker {
     pub fn fetch_behind(&mut self, pages_max: usize) -> usize {
         let model = Arc::clone(&self.model);
         let (mut next, mut begun, mut waiting, mut inserted) = (0, 0, 0, 0);
+        self.ask_gpu();
         self.round = self.round.wrapping_add(1);
         self.behind.sort_unstable_by_key(|m| (m.row.table, m.place));
         loop {
@@ -397,23 +498,52 @@ impl Worker {
                 begun += 1;
                 waiting += 1;
             }
-            let Self { reader, behind, absent, counters, round, .. } = self;
+            let Self { reader, behind, misses, absent, counters, round, .. } = self;
             let more = waiting > 0 || (next < behind.len() && begun < pages_max);
             let done = more
                 && reader.next(None, |token, page| {
                     if (token >> 32) as u32 == *round {
                         waiting -= 1;
                         let start = token as u32 as usize;
-                        let misses = &behind[start..start + group_len(&behind[start..])];
-                        inserted += insert(&model, misses, absent, page, counters);
+                        let range = start..start + group_len(&behind[start..]);
+                        inserted += insert(&model, (&mut behind[..], range), misses, absent, page, counters);
                     }
                 });
             if !done {
                 // Where the reader failed nothing is tried again.
-                self.behind.drain(..if more { self.behind.len() } else { next });
+                let end = if more { self.behind.len() } else { next };
+                inserted += self.insert_on_gpu(if more { 0 } else { next });
+                self.behind.drain(..end);
                 return inserted;
             }
         }
+    }
+
+    /// Asks the GPU for rows that were named ahead: those that it holds need no reading.
+    fn ask_gpu(&mut self) {
+        let Some(Ok(lookup)) = &mut self.gpu else { return };
+        self.behind.sort_unstable_by_key(|m| m.slot == NOT_ASKED);
+        let known = self.behind.partition_point(|m| m.slot != NOT_ASKED);
+        let asked = lookup.probe(&mut self.behind[known..], |miss, cached, epoch| {
+            (miss.slot, miss.epoch) = (if cached { NOT_WANTED } else { 0 }, epoch);
+        });
+        match asked {
+            Ok(()) => self.behind.retain(|m| m.slot != NOT_WANTED),
+            Err(e) => {
+                log::error!("rows named ahead: {e}");
+                self.behind.truncate(known);
+            }
+        }
+    }
+
+    /// Puts the first `read` rows of `behind`, which are staged in the slots that they name, into the GPU's caches.
+    fn insert_on_gpu(&mut self, read: usize) -> usize {
+        let Some(Ok(lookup)) = &mut self.gpu else { return 0 };
+        let rows = self.behind[..read].iter().filter(|m| m.slot != NOT_WANTED);
+        lookup.insert(&self.misses, rows).unwrap_or_else(|e| {
+            log::error!("rows that were read behind: {e}");
+            0
+        })
     }
 }
 
@@ -479,7 +609,10 @@ fn stage(
             }
             Some(Some(bytes)) => {
                 misses.row_mut(miss.slot)[..bytes.len()].copy_from_slice(bytes);
-                model.cache(miss.row.table).insert(miss.row, bytes, miss.epoch);
+                // On a GPU all rows go in together, behind the last page.
+                if let Some(cache) = model.cache(miss.row.table) {
+                    cache.insert(miss.row, bytes, miss.epoch);
+                }
                 RowState::Fresh
             }
         };
@@ -487,23 +620,30 @@ fn stage(
     }
 }
 
-/// Caches the rows of a page for `misses`, which are all of it; returns how many went in.
+/// Caches the rows of a page for the misses in `range` of `behind`, which are all of it; returns how many went in. For a GPU
+/// it stages them, each in the slot of its own number.
 fn insert(
     model: &Model,
-    misses: &[Miss],
+    (behind, range): (&mut [Miss], Range<usize>),
+    staging: &mut Misses,
     absent: &mut Absent,
     page: io::Result<&PageBytes>,
     counters: &mut Counters,
 ) -> usize {
-    let Some(page) = check_page(model, misses[0], page, counters) else { return 0 };
-    let segment = model.rows(misses[0].row.table).segment(Place::unpack(misses[0].place));
+    let first = behind[range.start];
+    let page = check_page(model, first, page, counters);
+    let segment = model.rows(first.row.table).segment(Place::unpack(first.place));
     let mut inserted = 0;
-    for miss in misses {
-        match segment.row(&page, miss.row.key) {
-            None => absent.note(miss.row),
-            Some(bytes) => {
-                let cache = model.cache(miss.row.table);
-                inserted += usize::from(cache.insert(miss.row, bytes, miss.epoch));
+    for number in range {
+        let miss = &mut behind[number];
+        miss.slot = NOT_WANTED;
+        let Some(page) = &page else { continue };
+        match (segment.row(page, miss.row.key), model.cache(miss.row.table)) {
+            (None, _) => absent.note(miss.row),
+            (Some(bytes), Some(cache)) => inserted += usize::from(cache.insert(miss.row, bytes, miss.epoch)),
+            (Some(bytes), None) => {
+                staging.row_mut(number as u32)[..bytes.len()].copy_from_slice(bytes);
+                miss.slot = number as u32;
             }
         }
     }
@@ -566,11 +706,40 @@ impl Model {
         }
     }
 
-    fn cache(&self, table: u16) -> &Cache {
+    /// The cache of a table's rows; `None` where it is on a GPU.
+    fn cache(&self, table: u16) -> Option<&Cache> {
         match &self.tables[usize::from(table)].store {
-            Store::Cached { cache, .. } => &self.caches[*cache],
+            Store::Cached { cache, .. } => self.caches.get(*cache),
             Store::Resident(_) => unreachable!("rows of resident tables never miss"),
         }
+    }
+
+    /// What looks the features up on the GPU, into `inputs`; `None` where the model is not on one.
+    fn lookup_on_gpu(
+        &self,
+        inputs: &[HostMemory<f32>],
+        widths: &[usize],
+    ) -> Result<Option<Lookup>, CudaError> {
+        let Some(tables) = &self.on_gpu else { return Ok(None) };
+        let schema = self.schema();
+        let feature = |(f, feature): (usize, &crate::schema::Feature)| {
+            let ((input, column), declared) = (self.columns[f], schema.table_of(f));
+            FeatureOnDevice {
+                table: feature.table,
+                format: self.tables[usize::from(feature.table)].format,
+                keys_end: (declared.keys == KeySpace::Index).then_some(declared.rows),
+                default_row: &declared.default_row,
+                pooling: feature.pooling,
+                hotness_max: feature.hotness_max as usize,
+                input: inputs[input].mapped().map_or(0, |i| i.address()),
+                stride: widths[input],
+                column,
+                width: schema.feature_width(f),
+            }
+        };
+        let features: Vec<_> = schema.features.iter().enumerate().map(feature).collect();
+        let (batch, misses) = (self.budget().batch_max as usize, self.budget().misses_max as usize);
+        Lookup::new(tables, &features, batch, misses, self.staging_row_bytes()).map(Some)
     }
 
     /// Whether the rows of `table` move between flash and a cache.

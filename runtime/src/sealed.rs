@@ -1,6 +1,7 @@
 //! Small records on flash: a magic, a format number, a CRC-32C of the rest, then postcard. Whatever is not exactly
 //! one of those is refused. Never reads or writes a file.
 
+use crc_fast::crc32_iscsi as crc32c;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -12,7 +13,7 @@ pub(crate) fn encode(magic: &[u8; 8], format: u32, value: &impl Serialize) -> Ve
     let body = postcard::to_allocvec(value).unwrap_or_default();
     let mut bytes = magic.to_vec();
     bytes.extend(format.to_le_bytes());
-    bytes.extend(crc32c::crc32c(&body).to_le_bytes());
+    bytes.extend(crc32c(&body).to_le_bytes());
     bytes.extend(body);
     bytes
 }
@@ -32,7 +33,7 @@ pub(crate) fn decode<T: DeserializeOwned>(magic: &[u8; 8], format: u32, bytes: &
     if word(8) != format {
         return Err(format!("format {} is not {format}, the one this version reads", word(8)));
     }
-    if word(12) != crc32c::crc32c(body) {
+    if word(12) != crc32c(body) {
         return Err("checksum does not match".to_owned());
     }
     match postcard::take_from_bytes(body) {

@@ -4,6 +4,7 @@
 use crate::limits::PAGE_BYTES;
 use crate::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
 use crate::segment::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SegmentError, SegmentKind, fences_in};
+use crc_fast::crc32_iscsi as crc32c;
 use std::path::{Path, PathBuf};
 
 /// What a placed segment says of its rows: their orders, ascending, and checksums.
@@ -122,9 +123,9 @@ impl SegmentCheck {
     /// Notes a row of a placed segment; holds a row of a base against its copy.
     fn take_copy(&mut self, order: u64, row: &[u8]) -> Result<(), SegmentError> {
         match (self.kind.part, self.copies.get(self.copies_met)) {
-            (Part::Placed, _) => self.copies.push((order, crc32c::crc32c(row))),
+            (Part::Placed, _) => self.copies.push((order, crc32c(row))),
             (Part::Base, Some(&(placed, checksum))) if placed == order => {
-                if checksum != crc32c::crc32c(row) {
+                if checksum != crc32c(row) {
                     return self.field("placed", format!("row of key order {order:#018x} is not the base's"));
                 }
                 self.copies_met += 1;

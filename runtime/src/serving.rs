@@ -12,6 +12,7 @@ use crate::pipeline::{Pipeline, RequestError, Stats, Ticket};
 use crate::reader::DeviceDepth;
 use crate::schema::Schema;
 use crate::score::Clock;
+use hatchback_kernels::cuda::Device;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
@@ -92,6 +93,7 @@ pub struct Serving {
     change: Mutex<()>,
     memory_bytes_max: u64,
     device: Arc<DeviceDepth>,
+    lookups: Device,
     clock: Arc<dyn Clock>,
 }
 
@@ -100,7 +102,13 @@ impl Serving {
     /// reads in flight.
     pub fn new(memory_bytes_max: u64, reads_max: u32, clock: Arc<dyn Clock>) -> Self {
         let device = DeviceDepth::new(reads_max as usize);
-        Self { models: RwLock::default(), change: Mutex::default(), memory_bytes_max, device, clock }
+        let (models, change, lookups) = (RwLock::default(), Mutex::default(), Device::Cpu);
+        Self { models, change, memory_bytes_max, device, lookups, clock }
+    }
+
+    /// The same, with every model's lookups made on `lookups`.
+    pub fn on(self, lookups: Device) -> Self {
+        Self { lookups, ..self }
     }
 
     fn models(&self) -> RwLockReadGuard<'_, Vec<Served>> {
@@ -181,7 +189,8 @@ impl Serving {
         let (max, taken) = (self.memory_bytes_max, self.memory().iter().map(|(_, plan)| plan.total()).sum());
         let reads_max = self.device.max() as u32;
         let budget = Budget { memory_bytes_max: max.saturating_sub(taken), reads_max, ..budget };
-        let model = Model::on_device(flash, budget, Arc::clone(&self.device)).map_err(|source| {
+        let model = Model::on_device(flash, budget, Arc::clone(&self.device));
+        let model = model.and_then(|model| model.onto(&self.lookups)).map_err(|source| {
             let name = name.to_owned();
             match source {
                 OpenError::Budget { field: "memory_bytes_max", problem, .. } => {

@@ -6,12 +6,21 @@ use crate::overlay::DELTAS_MAX;
 use crate::sync::apply::Policy;
 use crate::sync::link::LinkRules;
 use crate::upkeep::Rules;
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::driver::{CudaError, Profile};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use toml::{Table, Value};
 
 /// Files that inherit from each other in a chain longer than this are a mistake.
 const INHERIT_MAX: usize = 8;
+
+/// A real-time kernel serves interrupts at 50; above it a busy daemon would keep flash and network waiting.
+const REALTIME_PRIORITY_MAX: u8 = 49;
+
+/// CPUs that an affinity mask of Linux holds.
+const CPUS_MAX: u16 = 1024;
 
 /// Where requests are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -21,6 +30,76 @@ pub enum DeviceKind {
     Cpu,
     /// A CUDA GPU.
     Cuda,
+}
+
+/// Where the facts about a machine are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MachineKind {
+    /// An NVIDIA DRIVE AGX Orin.
+    Orin,
+    /// Any Linux machine that stands in for one.
+    Sim,
+}
+
+/// How the daemon runs on it.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Machine {
+    /// Where its facts are read.
+    pub kind: MachineKind,
+    /// Whether the daemon's memory is to stay in memory.
+    pub lock_memory: bool,
+    /// The real-time priority of what serves; 0 is the ordinary scheduling class.
+    pub realtime_priority: u8,
+    /// The CPUs that serve; none named: all.
+    pub cpus: Vec<u16>,
+    /// The directory whose folders are models on flash.
+    pub models: PathBuf,
+}
+
+/// When the daemon sheds what, °C of the hottest zone and watts of all rails; without a limit, never.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shed {
+    /// Above this upkeep waits.
+    pub upkeep_celsius: u32,
+    /// Above this requests are served one at a time.
+    pub requests_celsius: u32,
+    /// As `upkeep_celsius`, watts.
+    pub upkeep_watts: Option<u32>,
+    /// As `requests_celsius`, watts.
+    pub requests_watts: Option<u32>,
+}
+
+/// The name of no device.
+#[derive(Debug, thiserror::Error)]
+#[error("`{0}` is neither `cpu` nor `cuda`")]
+pub struct NoDeviceKind(String);
+
+impl FromStr for DeviceKind {
+    type Err = NoDeviceKind;
+
+    fn from_str(name: &str) -> Result<Self, NoDeviceKind> {
+        match name {
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda),
+            other => Err(NoDeviceKind(other.to_owned())),
+        }
+    }
+}
+
+impl DeviceKind {
+    /// Opens the machine's device of this kind; `tegra_profile` as in [`Target`].
+    ///
+    /// # Errors
+    /// The machine has none that the kernels can run on.
+    pub fn open(self, tegra_profile: bool) -> Result<Device, CudaError> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda => Device::cuda(Profile { tegra: tegra_profile }),
+        }
+    }
 }
 
 /// One machine.
@@ -37,6 +116,9 @@ pub struct Target {
     pub device: DeviceKind,
     /// Compute capability of its GPU, such as `87`.
     pub sm: Option<u32>,
+    /// Whether its GPU may do no more than a Tegra's: the driver compiles nothing.
+    #[serde(default)]
+    pub tegra_profile: bool,
     /// CUDA version on it.
     pub cuda: Option<String>,
     /// TensorRT version on it.
@@ -49,6 +131,10 @@ pub struct Target {
     pub link: LinkRules,
     /// What a release must show before it counts as good.
     pub update: Policy,
+    /// How the daemon runs on it.
+    pub machine: Machine,
+    /// What is shed when it is too hot.
+    pub shed: Shed,
 }
 
 /// Why a target is refused.
@@ -97,14 +183,18 @@ impl Target {
             problem: e.to_string().trim().replace('\n', " "),
         };
         let target: Self = Value::Table(merged).try_into().map_err(parse)?;
-        target.check(path)?;
-        Ok(target)
+        match target.wrong() {
+            None => Ok(target),
+            Some((field, value, problem)) => {
+                Err(TargetError::Field { path: path.to_owned(), field, value, problem })
+            }
+        }
     }
 
-    fn check(&self, path: &Path) -> Result<(), TargetError> {
+    /// The first field whose value makes no sense, its value and why.
+    fn wrong(&self) -> Option<(&'static str, u64, String)> {
         let Rules { deltas_max, busy_percent_max, .. } = self.upkeep;
-        let refuse =
-            |field, value, problem| Err(TargetError::Field { path: path.to_owned(), field, value, problem });
+        let refuse = |field, value, problem: String| Some((field, value, problem));
         if deltas_max >= DELTAS_MAX {
             let problem = format!("a table can have {DELTAS_MAX} deltas, so it must be below");
             return refuse("upkeep.deltas_max", deltas_max as u64, problem);
@@ -112,10 +202,29 @@ impl Target {
         if !(1..=100).contains(&busy_percent_max) {
             return refuse("upkeep.busy_percent_max", busy_percent_max, "is not 1 to 100".to_owned());
         }
-        if let Some(hour) = self.link.hours.iter().find(|hour| **hour > 24) {
-            return refuse("link.hours", u64::from(*hour), "is beyond 24".to_owned());
+        if let Some(&hour) = self.link.hours.iter().find(|&&hour| hour > 24) {
+            return refuse("link.hours", hour.into(), "is beyond 24".to_owned());
         }
-        Ok(())
+        let Machine { realtime_priority, ref cpus, .. } = self.machine;
+        if realtime_priority > REALTIME_PRIORITY_MAX {
+            let problem = format!("is above {REALTIME_PRIORITY_MAX}: interrupts are served at the next");
+            return refuse("machine.realtime_priority", realtime_priority.into(), problem);
+        }
+        if let Some(&cpu) = cpus.iter().find(|&&cpu| cpu >= CPUS_MAX) {
+            return refuse("machine.cpus", cpu.into(), format!("Linux numbers at most {CPUS_MAX} from 0"));
+        }
+        let Shed { upkeep_celsius, requests_celsius, upkeep_watts, requests_watts } = self.shed;
+        if upkeep_celsius > requests_celsius {
+            let problem = format!("is above requests_celsius = {requests_celsius}: upkeep is shed first");
+            return refuse("shed.upkeep_celsius", upkeep_celsius.into(), problem);
+        }
+        match upkeep_watts.zip(requests_watts) {
+            Some((upkeep, requests)) if upkeep > requests => {
+                let problem = format!("is above requests_watts = {requests}: upkeep is shed first");
+                refuse("shed.upkeep_watts", upkeep.into(), problem)
+            }
+            _ => None,
+        }
     }
 }
 
@@ -170,7 +279,7 @@ mod tests {
         names.sort();
         assert_eq!(names, ["cpu", "drive-orin", "x86-cuda"]);
         let orin = Target::load(&targets().join("drive-orin.toml")).unwrap();
-        assert_eq!((orin.device, orin.sm), (DeviceKind::Cuda, Some(87)));
+        assert_eq!((orin.device, orin.sm, orin.tegra_profile), (DeviceKind::Cuda, Some(87), true));
         assert_eq!((orin.target_cpu.as_deref(), orin.glibc.as_deref()), (Some("cortex-a78ae"), Some("2.31")));
     }
 
@@ -186,20 +295,25 @@ mod tests {
         assert!(error("inherits = \"../a\"").contains("inherits"));
         assert!(error("triple = \"x\"\ndevice = \"tpu\"").contains("tpu"));
         assert!(error("triple = \"x\"\ndevice = \"cpu\"").contains("budget"));
-        let upkeep = |fields: &str| {
-            let base = std::fs::read_to_string(targets().join("base.toml")).unwrap();
-            std::fs::write(directory.path().join("base.toml"), base).unwrap();
-            error(&format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n[upkeep]\n{fields}"))
-        };
+        std::fs::copy(targets().join("base.toml"), directory.path().join("base.toml")).unwrap();
+        let with =
+            |fields: &str| error(&format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n{fields}"));
         let at = path.display().to_string();
         for (fields, texts) in [
-            ("busy_percent_max = 0", ["upkeep.busy_percent_max = 0", "1 to 100"]),
-            ("deltas_max = 64", ["upkeep.deltas_max = 64", "below"]),
-            ("deltas_max = -1", ["upkeep", "deltas_max"]),
-            ("scrub_every_hours = \"weekly\"", ["upkeep", "scrub_every_hours"]),
-            ("scrub_hours = 1", ["upkeep", "scrub_hours"]),
+            ("[upkeep]\nbusy_percent_max = 0", ["upkeep.busy_percent_max = 0", "1 to 100"]),
+            ("[upkeep]\ndeltas_max = 64", ["upkeep.deltas_max = 64", "below"]),
+            ("[upkeep]\ndeltas_max = -1", ["upkeep", "deltas_max"]),
+            ("[upkeep]\nscrub_every_hours = \"weekly\"", ["upkeep", "scrub_every_hours"]),
+            ("[upkeep]\nscrub_hours = 1", ["upkeep", "scrub_hours"]),
+            ("[machine]\nkind = \"qnx\"", ["machine", "qnx"]),
+            ("[machine]\nrealtime_priority = 50", ["machine.realtime_priority = 50", "above 49"]),
+            ("[machine]\nrealtime_priority = 300", ["machine", "realtime_priority"]),
+            ("[machine]\ncpus = [3, 1024]", ["machine.cpus = 1024", "1024"]),
+            ("[shed]\nupkeep_celsius = 200", ["shed.upkeep_celsius = 200", "requests_celsius"]),
+            ("[shed]\nupkeep_watts = 9\nrequests_watts = 8", ["shed.upkeep_watts = 9", "requests_watts = 8"]),
+            ("[shed]\nupkeep_kelvin = 9", ["shed", "upkeep_kelvin"]),
         ] {
-            let said = upkeep(fields);
+            let said = with(fields);
             assert!(said.starts_with(&at) && texts.iter().all(|t| said.contains(t)), "{fields}: {said}");
         }
     }

@@ -1,8 +1,8 @@
 //! What crosses crates. The library holds what the test files share: a plain [`reference`] of the request flow,
-//! small random [`models`], a [`rewrite`]r that makes hostile bundles with valid hashes, and the one list of all
+//! small random [`models`], the GPU that they run on ([`standin`]), a [`rewrite`]r that makes hostile bundles with valid hashes, and the one list of all
 //! [`parsers`]. Never part of the product.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 pub mod flash_check;
@@ -17,6 +17,7 @@ pub mod reference;
 pub mod rewrite;
 pub mod rollout;
 pub mod sim_disk;
+pub mod standin;
 pub mod versions;
 pub mod victim;
 pub mod wire;

@@ -5,6 +5,7 @@
 pub mod bench;
 pub mod demo;
 pub mod eval;
+pub mod image;
 pub mod import;
 pub mod inspect;
 pub mod keys;

@@ -8,7 +8,7 @@ use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
 use hatchback_tools::pack::{Overrides, pack_file_onto};
 use hatchback_tools::spec::CodecChoice;
-use hatchback_tools::{bench, demo, eval, inspect, publish, report, run, serve, signing, sync, tuf};
+use hatchback_tools::{bench, demo, eval, image, inspect, publish, report, run, serve, signing, sync, tuf};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -25,6 +25,7 @@ enum Command {
     Demo(demo::DemoArgs),
     Pack(PackArgs),
     Inspect(inspect::InspectArgs),
+    Image(image::ImageArgs),
     Keys(signing::KeysArgs),
     Publish(publish::PublishArgs),
     Sync(sync::SyncArgs),
@@ -87,6 +88,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Pack(args) => pack(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Image(args) => image::run(&args),
         Command::Keys(args) => signing::run(&args),
         Command::Publish(args) => publish::run(&args),
         Command::Sync(args) => sync::run(&args),

@@ -23,6 +23,9 @@ pub struct RunArgs {
     /// Samples scored together
     #[arg(long, default_value_t = 1)]
     batch: usize,
+    /// Scores each request this often and prints its last answer (for who counts instructions)
+    #[arg(long, default_value_t = 1)]
+    repeat: u32,
 }
 
 /// A line of output: a score, or what is wrong with the line of input.
@@ -35,6 +38,7 @@ enum Answer<'a> {
 
 struct Output<W: Write> {
     to: W,
+    repeat: u32,
     refused: usize,
 }
 
@@ -47,6 +51,9 @@ impl<W: Write> Output<W> {
     /// Scores what was collected and forgets it.
     fn score(&mut self, worker: &mut Worker, batch: &mut Batch) -> Result<()> {
         let outputs = worker.model().outputs();
+        for _ in 1..self.repeat {
+            worker.score(batch, None)?;
+        }
         let scores = worker.score(batch, None)?;
         for (score, status) in scores.values.chunks_exact(outputs).zip(scores.statuses) {
             self.put(&Answer::Score { score, status: *status })?;
@@ -65,7 +72,8 @@ pub fn run(args: &RunArgs) -> Result<()> {
     let model = args.serve.open()?;
     let (mut worker, mut batch) = (serve::worker(&model), model.batch());
     let at_once = args.batch.clamp(1, model.budget().batch_max as usize);
-    let mut output = Output { to: BufWriter::new(io::stdout().lock()), refused: 0 };
+    let to = BufWriter::new(io::stdout().lock());
+    let mut output = Output { to, repeat: args.repeat, refused: 0 };
     let input: Box<dyn BufRead> = if args.samples == Path::new("-") {
         Box::new(io::stdin().lock())
     } else {

@@ -2,7 +2,7 @@
 //! serve, within the budget of a target and of the command line.
 
 use crate::report;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
 use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
@@ -11,6 +11,7 @@ use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::score::{SystemClock, Worker};
 use hatchback::target::{DeviceKind, Target};
+use hatchback_kernels::cuda::Device;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,6 +36,9 @@ pub struct ServeArgs {
     /// Most samples in a request [default: the target's]
     #[arg(long)]
     pub batch_max: Option<u32>,
+    /// Where embeddings are looked up, `cpu` or `cuda` [default: the target's, or the CPU]
+    #[arg(long)]
+    pub device: Option<DeviceKind>,
 }
 
 fn mib(n: f64) -> u64 {
@@ -42,22 +46,16 @@ fn mib(n: f64) -> u64 {
 }
 
 impl ServeArgs {
+    fn target(&self) -> Result<Option<Target>> {
+        Ok(self.target.as_deref().map(Target::load).transpose()?)
+    }
+
     /// The budget: the target's, with what the command line says on top.
     ///
     /// # Errors
-    /// The target does not load or is for another device.
+    /// The target does not load.
     pub fn budget(&self) -> Result<Budget> {
-        let mut budget = Budget::default();
-        if let Some(path) = &self.target {
-            let target = Target::load(path)?;
-            if target.device == DeviceKind::Cuda {
-                bail!(
-                    "{}: device: this version computes on the CPU only; take targets/cpu.toml",
-                    path.display()
-                );
-            }
-            budget = target.budget;
-        }
+        let mut budget = self.target()?.map_or_else(Budget::default, |target| target.budget);
         budget.cache_bytes_max = self.cache_mib.map_or(budget.cache_bytes_max, mib);
         budget.resident_bytes_max = self.resident_mib.map_or(budget.resident_bytes_max, mib);
         budget.batch_max = self.batch_max.unwrap_or(budget.batch_max);
@@ -78,7 +76,17 @@ impl ServeArgs {
     /// # Errors
     /// The model is refused or does not fit the budget.
     pub fn open(&self) -> Result<Arc<Model>> {
-        Ok(Arc::new(Model::from_flash(&self.flash()?, self.budget()?)?))
+        Ok(Arc::new(Model::from_flash(&self.flash()?, self.budget()?)?.onto(&self.device()?)?))
+    }
+
+    /// Where embeddings are looked up.
+    ///
+    /// # Errors
+    /// The target does not load, or the machine has no such device.
+    pub fn device(&self) -> Result<Device> {
+        let target = self.target()?;
+        let (kind, tegra) = target.map_or((DeviceKind::Cpu, false), |t| (t.device, t.tegra_profile));
+        self.device.unwrap_or(kind).open(tegra).context("device (`--device cpu` needs none)")
     }
 }
 

@@ -188,9 +188,10 @@ impl RowSource for Synthetic {
         self.sparse
     }
 
-    /// Expected counts of `keys::Distribution::PowerLaw` with the default exponent; cached tables only.
+    /// Expected counts of `keys::Distribution::PowerLaw` with the default exponent; cached tables of the first
+    /// generation only: a list of all hot keys is far larger than a delta.
     fn counts(&self) -> Result<Option<Vec<u64>>> {
-        if !self.cached {
+        if !self.cached || self.at.0 > 1 {
             return Ok(None);
         }
         let (scatter, order) = (Scatter::of_table(self.number, self.rows), self.order());

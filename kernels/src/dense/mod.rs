@@ -19,6 +19,7 @@ use fallback::Fallback;
 use graph::{Graph, Stop};
 use plan::{Plan, PlanScratch};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// What is applied to the network's output to make scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,6 +42,16 @@ pub enum Weights {
     F16,
     /// 8-bit integers and one scale for each output of a layer: a quarter of the memory.
     Int8,
+}
+
+impl fmt::Display for Weights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Int8 => "int8",
+        })
+    }
 }
 
 /// Why a dense network cannot be used.

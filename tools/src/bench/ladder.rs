@@ -143,10 +143,11 @@ pub fn run(args: &LadderArgs) -> Result<()> {
         cache_mib: args.cache_mib,
         resident_mib: args.resident_mib,
         batch_max: None,
+        device: None,
     };
     let flash = serve.flash()?;
     let budget = args.budget(&serve)?;
-    let model = Arc::new(Model::from_flash(&flash, budget)?);
+    let model = Arc::new(Model::from_flash(&flash, budget)?.onto(&serve.device()?)?);
     let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default()))?;
     let keys = args.keys.clone().unwrap_or(Distribution::PowerLaw { alpha: ALPHA });
     let workload = Workload::new(&flash, &keys, BagSizes::Full, 0)?;

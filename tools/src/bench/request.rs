@@ -15,6 +15,7 @@ use clap::Args;
 use hatchback::budget::Budget;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
+use hatchback_kernels::cuda::Device;
 use indicatif::ProgressBar;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -162,6 +163,7 @@ impl RequestArgs {
             cache_mib: None,
             resident_mib: self.resident_mib,
             batch_max: Some(batch_max),
+            device: None,
         })
     }
 
@@ -209,13 +211,14 @@ pub fn run(args: &RequestArgs) -> Result<()> {
     let mut serve = args.serve(made.as_ref(), batch_max)?;
     let flash = serve.flash()?;
     let (machine, model) = (Machine::this(), flash.manifest().generation.to_string());
+    let lookups = serve.device()?;
     let bar = serve::progress_bar(sweep.points(), "measuring", "{pos}/{len} points");
     let mut points = Vec::new();
     for keys in &sweep.keys {
         let workload = Workload::new(&flash, keys, args.bags, 0)?;
         for &cache_mib in &sweep.caches_mib {
             serve.cache_mib = Some(cache_mib);
-            points.extend(sweep.measure(&flash, args.budget(&serve)?, &workload, &bar)?);
+            points.extend(sweep.measure((&flash, &lookups), args.budget(&serve)?, &workload, &bar)?);
         }
     }
     bar.finish_and_clear();
@@ -246,12 +249,12 @@ impl Sweep {
     /// batches, and measured with each batch size after one window of it.
     fn measure(
         &self,
-        flash: &Flash,
+        (flash, lookups): (&Flash, &Device),
         budget: Budget,
         workload: &Workload,
         bar: &ProgressBar,
     ) -> Result<Vec<Point>> {
-        let model = Arc::new(Model::from_flash(flash, budget)?);
+        let model = Arc::new(Model::from_flash(flash, budget)?.onto(lookups)?);
         let mut load = Load::new(&model, workload, budget.workers as usize, self.window);
         let steady = load.warm_up(budget.batch_max as usize, self.warm_up_windows_max)?;
         let mut points = Vec::new();

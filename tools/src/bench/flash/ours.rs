@@ -16,7 +16,7 @@ use hatchback::segment_write::SegmentWriter;
 use hatchback::table_rows::TableRows;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 /// Depths at which the device is read.
@@ -27,6 +27,10 @@ const DEPTHS: [usize; 2] = [16, 64];
 const COMPACTION_BYTES_PER_S: f64 = 20e6;
 /// Pages of one step of a compaction.
 const STEP_PAGES: u64 = 64;
+/// How often idle reads and reads beside a compaction take turns, so that both see the same machine.
+const TURNS: usize = 20;
+/// How much longer device and table are compared than the other rates: shared devices have slow seconds.
+const BESIDE_RAW: usize = 12;
 
 /// The files of a table.
 pub struct Ours<'a> {
@@ -152,7 +156,7 @@ impl<'a> Ours<'a> {
         figures: &mut Figures,
     ) -> Result<()> {
         let (mut raw, mut uniform, mut of_raw) = (vec![], vec![], vec![]);
-        for round in 0..2 * self.plan.rounds + 2 {
+        for round in 0..BESIDE_RAW * self.plan.rounds + 2 {
             let before = if round % 2 == 0 { Some(self.raw(rows, fetcher)?) } else { None };
             let keys = self.draw.uniform(self.plan.batch);
             let (time, pages) = self.batch(rows, fetcher, &keys, false)?;
@@ -222,27 +226,31 @@ impl<'a> Ours<'a> {
         Ok(())
     }
 
-    /// The misses of requests alone (before and after) and while another thread compacts.
+    /// The misses of requests, in turns alone and while another thread compacts.
     fn compaction(&mut self, figures: &mut Figures) -> Result<()> {
         let rows = self.open(true)?;
         let (mut idle, mut busy) = (Latencies::default(), Latencies::default());
-        let (mut fetcher, half) = (Fetcher::new(16), (MISSES, self.plan.requests / 2));
-        self.latencies(&rows, &mut fetcher, half, true, &mut idle)?;
+        let (mut fetcher, some) = (Fetcher::new(16), (MISSES, self.plan.requests.div_ceil(TURNS)));
         let job = Compactor {
             data: *self.data,
             base: self.path(Part::Base),
             delta: self.path(Part::Delta),
             out: self.folder.join("compacted.seg"),
+            state: AtomicU8::new(PAUSED),
         };
-        let stop = AtomicBool::new(false);
         let rate = std::thread::scope(|scope| {
-            let thread = scope.spawn(|| job.run(&stop));
-            let read = self.latencies(&rows, &mut fetcher, (MISSES, self.plan.requests), true, &mut busy);
-            stop.store(true, Ordering::Relaxed);
+            let thread = scope.spawn(|| job.run());
+            let read = (0..TURNS).try_for_each(|_| {
+                self.latencies(&rows, &mut fetcher, some, true, &mut idle)?;
+                job.state.store(RUNNING, Ordering::Relaxed);
+                let read = self.latencies(&rows, &mut fetcher, some, true, &mut busy);
+                job.state.store(PAUSED, Ordering::Relaxed);
+                read
+            });
+            job.state.store(ENDING, Ordering::Relaxed);
             let rate = thread.join().map_err(|_| anyhow!("the compaction panicked"))?;
             read.and(rate)
         })?;
-        self.latencies(&rows, &mut fetcher, half, true, &mut idle)?;
         let (idle, busy) = (idle.percentiles(), busy.percentiles());
         figures.put_at(OURS, measure::MISSES_P50, 16, idle.p50_us);
         figures.put_at(OURS, measure::MISSES_P99, 16, idle.p99_us);
@@ -253,53 +261,69 @@ impl<'a> Ours<'a> {
     }
 }
 
-/// A compaction of base and delta at a fixed rate, over and over until it is told to stop.
+const PAUSED: u8 = 0;
+const RUNNING: u8 = 1;
+const ENDING: u8 = 2;
+
+/// A compaction of base and delta at a fixed rate, over and over until it is told to end.
 struct Compactor {
     data: Data,
     base: PathBuf,
     delta: PathBuf,
     out: PathBuf,
+    state: AtomicU8,
+}
+
+/// What a compaction did so far, in the time that it was running.
+#[derive(Default)]
+struct Done {
+    bytes: u64,
+    time: Duration,
 }
 
 impl Compactor {
-    /// Returns the megabytes that it wrote in a second.
-    fn run(&self, stop: &AtomicBool) -> Result<f64> {
-        let start = Instant::now();
-        let mut bytes = 0;
+    /// Returns the megabytes that it wrote in a second of running.
+    fn run(&self) -> Result<f64> {
+        let mut done = Done::default();
         // At least one pass, so that there is a file to remove.
         loop {
-            self.pass(stop, start, &mut bytes)?;
-            if stop.load(Ordering::Relaxed) {
+            self.pass(&mut done)?;
+            if self.state.load(Ordering::Relaxed) == ENDING {
                 break;
             }
         }
-        let rate = bytes as f64 / 1e6 / start.elapsed().as_secs_f64();
         disk::system().remove_file(&self.out)?;
-        Ok(rate)
+        Ok(done.bytes as f64 / 1e6 / done.time.as_secs_f64())
     }
 
     /// One compaction, as `hatchback::compact` does it.
-    fn pass(&self, stop: &AtomicBool, start: Instant, bytes: &mut u64) -> Result<()> {
+    fn pass(&self, done: &mut Done) -> Result<()> {
         let disk = disk::system();
         let rows = table::open(disk.as_ref(), &self.data, &self.base, None, Some(&self.delta))?;
         let mut merge = Merge::new(rows);
         let out: Box<dyn Output> = disk.create(&self.out).context(self.out.display().to_string())?;
         let mut writer = SegmentWriter::new(out, table::kind(&self.data, Part::Base)?);
-        let before = *bytes;
-        while !stop.load(Ordering::Relaxed) {
-            let until = merge.pages_read() + STEP_PAGES;
-            while merge.pages_read() < until {
-                let Some((order, row)) = merge.current()? else {
-                    writer.finish()?.0.sync()?;
-                    return Ok(());
-                };
-                writer.push(order, row)?;
-                merge.advance()?;
+        loop {
+            match self.state.load(Ordering::Relaxed) {
+                PAUSED => std::thread::sleep(Duration::from_micros(100)),
+                RUNNING => {
+                    let start = Instant::now();
+                    let before = merge.pages_read();
+                    while merge.pages_read() < before + STEP_PAGES {
+                        let Some((order, row)) = merge.current()? else {
+                            writer.finish()?.0.sync()?;
+                            return Ok(());
+                        };
+                        writer.push(order, row)?;
+                        merge.advance()?;
+                    }
+                    done.bytes += (merge.pages_read() - before) * PAGE_BYTES as u64;
+                    let due = Duration::from_secs_f64(done.bytes as f64 / COMPACTION_BYTES_PER_S);
+                    std::thread::sleep(due.saturating_sub(done.time + start.elapsed()));
+                    done.time += start.elapsed();
+                }
+                _ => return Ok(()),
             }
-            *bytes = before + merge.pages_read() * PAGE_BYTES as u64;
-            let due = Duration::from_secs_f64(*bytes as f64 / COMPACTION_BYTES_PER_S);
-            std::thread::sleep(due.saturating_sub(start.elapsed()));
         }
-        Ok(())
     }
 }

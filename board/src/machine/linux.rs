@@ -1,0 +1,213 @@
+//! What any Linux tells of itself: system, CPUs, memory, temperatures, power, watchdogs, and the device beneath a
+//! directory. Knows no board.
+
+use super::{Reading, Root, reading};
+use hatchback::catalog::Catalog;
+use hatchback::reader::{PageReader, ReadMethod};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// What needs no directory.
+pub fn readings(root: &Root) -> Vec<Reading> {
+    let mut all = system(root);
+    all.extend(cpu(root));
+    all.extend(memory(root));
+    all.extend(thermal(root));
+    all.extend(power(root));
+    all.extend(watchdogs(root));
+    all
+}
+
+fn system(root: &Root) -> Vec<Reading> {
+    let named = |text: String| {
+        let name = text.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="));
+        name.map(|name| name.trim_matches('"').to_owned()).ok_or_else(|| "it has no PRETTY_NAME".to_owned())
+    };
+    vec![
+        reading("system", "model", root.text("/proc/device-tree/model")),
+        reading("system", "os", root.text("/etc/os-release").and_then(named)),
+        reading("system", "kernel", root.text("/proc/sys/kernel/osrelease")),
+        reading("system", "real-time kernel", Ok(root.number("/sys/kernel/realtime") == Ok(1))),
+    ]
+}
+
+fn cpu(root: &Root) -> Vec<Reading> {
+    const FREQUENCY: &str = "/sys/devices/system/cpu/cpu0/cpufreq";
+    let mhz = |file: &str| root.number(&format!("{FREQUENCY}/{file}")).map(|khz| khz / 1000);
+    vec![
+        reading("cpu", "online", root.text("/sys/devices/system/cpu/online")),
+        reading("cpu", "isolated", root.text("/sys/devices/system/cpu/isolated")),
+        reading("cpu", "governor of cpu0", root.text(&format!("{FREQUENCY}/scaling_governor"))),
+        reading("cpu", "frequency of cpu0 MHz", mhz("scaling_cur_freq")),
+        reading("cpu", "frequency of cpu0 at most MHz", mhz("cpuinfo_max_freq")),
+    ]
+}
+
+/// Which of `needed` the CPUs do not say that they have.
+pub fn instructions_lacking(root: &Root, needed: &[&str]) -> Result<String, String> {
+    let text = root.text("/proc/cpuinfo")?;
+    let line = text.lines().find(|line| line.starts_with("Features"));
+    let (_, has) = line.and_then(|l| l.split_once(':')).ok_or("/proc/cpuinfo: is not an ARM CPU's")?;
+    let has: Vec<&str> = has.split_whitespace().collect();
+    let lacks: Vec<&str> = needed.iter().copied().filter(|n| !has.contains(n)).collect();
+    Ok(if lacks.is_empty() { "none".to_owned() } else { lacks.join(" ") })
+}
+
+/// A field of `/proc/meminfo`, in bytes.
+pub fn meminfo(root: &Root, field: &str) -> Result<u64, String> {
+    let text = root.text("/proc/meminfo")?;
+    let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    let kib = line.and_then(|l| l.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
+    kib.map(|kib| kib * 1024).ok_or_else(|| format!("/proc/meminfo: has no {field}"))
+}
+
+fn memory(root: &Root) -> Vec<Reading> {
+    vec![
+        reading("memory", "total bytes", meminfo(root, "MemTotal")),
+        reading("memory", "available bytes", meminfo(root, "MemAvailable")),
+        reading("memory", "huge pages", root.text("/sys/kernel/mm/transparent_hugepage/enabled")),
+    ]
+}
+
+/// The temperatures of the thermal zones that have one, °C.
+fn celsius(root: &Root) -> Vec<(String, f64)> {
+    const ZONES: &str = "/sys/class/thermal";
+    let zone = |name: String| {
+        let number = name.strip_prefix("thermal_zone")?;
+        let degrees = root.number(&format!("{ZONES}/{name}/temp")).ok()?;
+        let called = root.text(&format!("{ZONES}/{name}/type")).unwrap_or_else(|_| number.to_owned());
+        // A zone that is switched off reads far below zero on Tegra.
+        (degrees > -100_000).then_some((called, degrees as f64 / 1000.0))
+    };
+    root.names(ZONES).into_iter().filter_map(zone).collect()
+}
+
+/// The hottest thermal zone, °C.
+pub fn hottest(root: &Root) -> Option<(String, f64)> {
+    celsius(root).into_iter().max_by(|a, b| a.1.total_cmp(&b.1))
+}
+
+fn thermal(root: &Root) -> Vec<Reading> {
+    match celsius(root).as_slice() {
+        [] => {
+            vec![reading::<f64>("thermal", "zones °C", Err("/sys/class/thermal: no zone has one".to_owned()))]
+        }
+        zones => zones.iter().map(|(name, degrees)| reading("thermal", name, Ok(*degrees))).collect(),
+    }
+}
+
+/// The rails that are measured, watts: those that tell power, and those that tell voltage and current.
+fn rails(root: &Root) -> Vec<(String, f64)> {
+    const MONITORS: &str = "/sys/class/hwmon";
+    let mut rails = Vec::new();
+    for monitor in root.names(MONITORS) {
+        let folder = format!("{MONITORS}/{monitor}");
+        let chip = root.text(&format!("{folder}/name")).unwrap_or(monitor);
+        for file in root.names(&folder) {
+            let at = |kind: &str| file.strip_prefix(kind)?.strip_suffix("_input").map(str::to_owned);
+            let value = |kind: &str, n: &str| root.number(&format!("{folder}/{kind}{n}_input")).ok();
+            let (kind, n, watts) = if let Some(n) = at("power") {
+                ("power", n.clone(), value("power", &n).map(|microwatts| microwatts as f64 / 1e6))
+            } else if let Some(n) = at("curr") {
+                let watts = value("curr", &n).zip(value("in", &n));
+                ("in", n, watts.map(|(milliamps, millivolts)| (milliamps * millivolts) as f64 / 1e6))
+            } else {
+                continue;
+            };
+            let label = root.text(&format!("{folder}/{kind}{n}_label"));
+            rails.extend(watts.map(|watts| (label.unwrap_or_else(|_| format!("{chip} {n}")), watts)));
+        }
+    }
+    rails
+}
+
+/// What all measured rails draw together, watts.
+pub fn watts(root: &Root) -> Option<f64> {
+    let rails = rails(root);
+    (!rails.is_empty()).then(|| rails.iter().map(|(_, watts)| watts).sum())
+}
+
+fn power(root: &Root) -> Vec<Reading> {
+    match rails(root).as_slice() {
+        [] => {
+            vec![reading::<f64>("power", "rails W", Err("/sys/class/hwmon: no rail is measured".to_owned()))]
+        }
+        rails => rails.iter().map(|(name, watts)| reading("power", name, Ok(*watts))).collect(),
+    }
+}
+
+fn watchdogs(root: &Root) -> Vec<Reading> {
+    const WATCHDOGS: &str = "/sys/class/watchdog";
+    let told = |name: &String| {
+        let fact = |file: &str| root.text(&format!("{WATCHDOGS}/{name}/{file}"));
+        let text = fact("identity").map(|identity| {
+            let seconds = fact("timeout").unwrap_or_else(|_| "?".to_owned());
+            format!(
+                "{identity}, {seconds} s, {}",
+                fact("state").unwrap_or_else(|_| "state not known".to_owned())
+            )
+        });
+        reading("watchdog", name, text)
+    };
+    match root.names(WATCHDOGS).as_slice() {
+        [] => vec![reading::<bool>("watchdog", "hardware", Err(format!("{WATCHDOGS}: there is none")))],
+        names => names.iter().map(told).collect(),
+    }
+}
+
+/// What is beneath `directory`, where the models lie, and how far each of the `models` has worn it.
+pub fn flash(root: &Root, directory: &Path, models: &[PathBuf]) -> Vec<Reading> {
+    let at = models.first().map_or(directory, PathBuf::as_path);
+    let fault = |e: &dyn std::fmt::Display| format!("{}: {e}", at.display());
+    let space = rustix::fs::statvfs(at).map_err(|e| fault(&e));
+    let block = std::fs::metadata(at).map_err(|e| fault(&e)).map(|m| device(root, m.dev()));
+    let fact = |file: &str| block.clone().and_then(|folder| root.text(&format!("{folder}/{file}")));
+    // Field 7 of `stat` counts sectors of 512 bytes.
+    let written = fact("stat").and_then(|text| {
+        let sectors = text.split_whitespace().nth(6).and_then(|n| n.parse::<u64>().ok());
+        sectors.map(|n| n * 512).ok_or_else(|| "stat: has no seventh number".to_owned())
+    });
+    let mut all = vec![
+        reading("flash", "directory", Ok(at.display().to_string())),
+        reading("flash", "free bytes", space.as_ref().map(|s| s.f_bavail * s.f_frsize).map_err(Clone::clone)),
+        reading("flash", "size bytes", space.map(|s| s.f_blocks * s.f_frsize)),
+        reading("flash", "device", block.clone()),
+        reading("flash", "block bytes", fact("queue/logical_block_size")),
+        reading("flash", "queue depth", fact("queue/nr_requests")),
+        reading("flash", "scheduler", fact("queue/scheduler")),
+        reading("flash", "written since boot bytes", written),
+        reading("flash", "life used, device's own", life(root, block)),
+        reading("flash", "pages are read by", Ok(PageReader::new(1, ReadMethod::Auto).method())),
+    ];
+    all.extend(models.iter().map(|model| {
+        let name = format!("written by upkeep, {}", model.file_name().unwrap_or_default().to_string_lossy());
+        reading("flash", &name, written_by_us(model))
+    }));
+    all
+}
+
+/// The folder in `/sys` of the whole device with the number `number`.
+fn device(root: &Root, number: u64) -> String {
+    let folder = format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
+    // The facts of a partition are its device's, one folder up.
+    if root.path(&format!("{folder}/partition")).exists() { format!("{folder}/..") } else { folder }
+}
+
+/// How much of its life the device says that it has used: eMMC and UFS tell it in steps of a tenth.
+fn life(root: &Root, block: Result<String, String>) -> Result<String, String> {
+    let block = block?;
+    let emmc = format!("{block}/device/life_time");
+    let ufs = format!("{block}/device/../../../health_descriptor/life_time_estimation_a");
+    let path = root.first(&[&emmc, &ufs]).map_err(|_| "the device does not tell".to_owned())?;
+    root.text(path)
+}
+
+fn written_by_us(model: &Path) -> Result<u64, String> {
+    let place = Catalog::place(model);
+    if !place.exists() {
+        return Err("no upkeep yet".to_owned());
+    }
+    let scratch = tempfile::tempdir().map_err(|e| e.to_string())?;
+    let notes = Catalog::peek(&place, scratch.path()).map_err(|e| e.to_string())?;
+    Ok(notes.wear.bytes_total)
+}

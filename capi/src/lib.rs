@@ -1,0 +1,303 @@
+//! `libhatchback`: a model for C and C++ programs, in their own process. `hatchback.h` says what each call does; here
+//! pointers become slices, once a call, and results become numbers. No panic crosses into C, and nothing is computed here.
+
+use hatchback::batch::Batch;
+use hatchback::disk;
+use hatchback::model::Model;
+use hatchback::pipeline::{Pipeline, RequestError};
+use hatchback::sample::Sample;
+use hatchback::score::{Clock, SystemClock};
+use hatchback::target::{DeviceKind, Target};
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// What a call came to, as `hatchback_result`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It did what was asked.
+    Ok = 0,
+    /// Every request slot is taken.
+    Busy = 1,
+    /// An argument or the batch does not fit the model.
+    Request = 2,
+    /// The target or the flash directory is refused.
+    Open = 3,
+    /// The request could not be computed.
+    Failed = 4,
+}
+
+/// As `hatchback_shape`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    dense_features: u32,
+    sparse_features: u32,
+    outputs: u32,
+    batch_max: u32,
+}
+
+/// As `hatchback_bags`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Bags {
+    keys: *const u64,
+    offsets: *const u32,
+}
+
+/// As `hatchback_status`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Status {
+    fresh: u32,
+    defaulted: u32,
+    absent: u32,
+    damaged: u32,
+    late: u32,
+}
+
+/// A model, open for scoring.
+pub struct Handle {
+    pipeline: Pipeline,
+    clock: Arc<SystemClock>,
+    /// Batches between calls, so that a call takes no memory once as many threads as ever have called.
+    batches: Mutex<Vec<(Batch, Sample)>>,
+}
+
+/// Why a call did not do what was asked.
+struct Refusal(Outcome, String);
+
+fn request(problem: impl Into<String>) -> Refusal {
+    Refusal(Outcome::Request, problem.into())
+}
+
+fn refused(e: impl std::fmt::Display) -> Refusal {
+    Refusal(Outcome::Open, e.to_string())
+}
+
+impl From<RequestError> for Refusal {
+    fn from(e: RequestError) -> Self {
+        let outcome = match e {
+            RequestError::Busy(_) => Outcome::Busy,
+            _ => Outcome::Failed,
+        };
+        Self(outcome, e.to_string())
+    }
+}
+
+thread_local! {
+    static ERROR: RefCell<CString> = RefCell::default();
+}
+
+/// Does `work`; what goes wrong is kept for `hatchback_error`.
+fn answer(work: impl FnOnce() -> Result<(), Refusal>) -> Outcome {
+    let done = catch_unwind(AssertUnwindSafe(work));
+    match done.unwrap_or_else(|_| Err(Refusal(Outcome::Failed, "a panic inside libhatchback".to_owned()))) {
+        Ok(()) => Outcome::Ok,
+        Err(Refusal(outcome, text)) => {
+            // A text with a zero in it cannot be said in C.
+            ERROR.set(CString::new(text.replace('\0', " ")).unwrap_or_default());
+            outcome
+        }
+    }
+}
+
+/// The text at `text`, or what is wrong with the argument called `name`.
+fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str, Refusal> {
+    if text.is_null() {
+        return Err(request(format!("{name} is NULL")));
+    }
+    // SAFETY: not null, and by the header a string that ends in zero and lives through the call.
+    let text = unsafe { CStr::from_ptr(text) };
+    text.to_str().map_err(|e| request(format!("{name}: {e}")))
+}
+
+/// The `length` values at `start`, or what is wrong with the argument called `name`.
+fn values<'a, T>(name: &str, start: *const T, length: usize) -> Result<&'a [T], Refusal> {
+    match length {
+        0 => Ok(&[]),
+        _ if start.is_null() || !start.is_aligned() => Err(request(format!("{name} is NULL or not aligned"))),
+        // SAFETY: not null and aligned, and by the header there are that many values, which live through the call.
+        _ => Ok(unsafe { std::slice::from_raw_parts(start, length) }),
+    }
+}
+
+/// As [`values`], to be written.
+fn room<'a, T>(name: &str, start: *mut T, length: usize) -> Result<&'a mut [T], Refusal> {
+    values(name, start.cast_const(), length)?;
+    // SAFETY: as in `values`; by the header nothing else touches them during the call.
+    Ok(if length == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(start, length) } })
+}
+
+fn handle<'a>(model: *const Handle) -> Result<&'a Handle, Refusal> {
+    // SAFETY: null, or by the header what `hatchback_open` gave and `hatchback_close` did not get yet.
+    unsafe { model.as_ref() }.ok_or_else(|| request("model is NULL"))
+}
+
+fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
+    let target = Target::load(Path::new(target)).map_err(refused)?;
+    if target.device == DeviceKind::Cuda {
+        return Err(refused("device: this version computes on the CPU only"));
+    }
+    let model = Model::open(&disk::system(), Path::new(flash), target.budget).map_err(refused)?;
+    let clock = Arc::new(SystemClock::default());
+    let pipeline = Pipeline::new(Arc::new(model), Arc::clone(&clock) as Arc<dyn Clock>).map_err(refused)?;
+    Ok(Handle { pipeline, clock, batches: Mutex::default() })
+}
+
+/// Opens a model. The header says how.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_open(
+    target: *const c_char,
+    flash: *const c_char,
+    model: *mut *mut Handle,
+) -> Outcome {
+    answer(|| {
+        let place = room("model", model, 1)?;
+        place[0] = std::ptr::null_mut();
+        place[0] = Box::into_raw(Box::new(open(text("target", target)?, text("flash", flash)?)?));
+        Ok(())
+    })
+}
+
+/// What requests look like. The header says how.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_describe(model: *const Handle, shape: *mut Shape) -> Outcome {
+    answer(|| {
+        let model = handle(model)?.pipeline.model();
+        room("shape", shape, 1)?[0] = Shape {
+            dense_features: model.schema().dense_features.len() as u32,
+            sparse_features: model.schema().features.len() as u32,
+            outputs: model.outputs() as u32,
+            batch_max: model.budget().batch_max,
+        };
+        Ok(())
+    })
+}
+
+/// The number of a feature. The header says how.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_feature(model: *const Handle, name: *const c_char) -> i32 {
+    let mut number = -1;
+    answer(|| {
+        let (name, schema) = (text("name", name)?, handle(model)?.pipeline.model().schema());
+        let at = schema.features.iter().position(|f| f.name == name);
+        number = at.ok_or_else(|| request(format!("the model has no feature `{name}`")))? as i32;
+        Ok(())
+    });
+    number
+}
+
+/// The arguments of `hatchback_score` as slices.
+struct Input<'a> {
+    samples: usize,
+    dense: &'a [f32],
+    sparse: &'a [Bags],
+}
+
+impl Handle {
+    /// Fills `batch` with the samples of `input`.
+    fn fill(&self, input: &Input<'_>, batch: &mut Batch, sample: &mut Sample) -> Result<(), Refusal> {
+        let schema = self.pipeline.model().schema();
+        let width = schema.dense_features.len();
+        batch.clear();
+        for i in 0..input.samples {
+            sample.dense.clear();
+            sample.dense.extend_from_slice(&input.dense[i * width..][..width]);
+            for (bag, (given, feature)) in
+                sample.sparse.iter_mut().zip(input.sparse.iter().zip(&schema.features))
+            {
+                let offsets = values("offsets", given.offsets, input.samples + 1)?;
+                let (from, to) = (offsets[i] as usize, offsets[i + 1] as usize);
+                let longest = feature.hotness_max as usize;
+                if (i == 0 && from != 0) || from > to || to - from > longest {
+                    return Err(request(format!(
+                        "feature `{}`: offsets {from} to {to} of sample {i}: a bag has 0 to {longest} keys",
+                        feature.name
+                    )));
+                }
+                bag.clear();
+                bag.extend_from_slice(&values("keys", given.keys, to)?[from..]);
+            }
+            batch.push(schema, sample).map_err(|e| request(format!("sample {i}: {e}")))?;
+        }
+        Ok(())
+    }
+
+    fn score(
+        &self,
+        input: &Input<'_>,
+        timeout_us: u64,
+        scores: &mut [f32],
+        statuses: Option<&mut [Status]>,
+    ) -> Result<(), Refusal> {
+        let pool = || self.batches.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut batch, mut sample) = pool().pop().unwrap_or_else(|| {
+            let model = self.pipeline.model();
+            let sparse = vec![Vec::new(); model.schema().features.len()];
+            (model.batch(), Sample { sparse, ..Sample::default() })
+        });
+        let submitted = self.fill(input, &mut batch, &mut sample).and_then(|()| {
+            let deadline = (timeout_us > 0).then(|| self.clock.now() + Duration::from_micros(timeout_us));
+            Ok(self.pipeline.submit(&batch, deadline)?)
+        });
+        pool().push((batch, sample));
+        let ticket = submitted?;
+        let answer = ticket.wait()?;
+        scores.copy_from_slice(answer.scores().values);
+        for (to, from) in statuses.into_iter().flatten().zip(answer.scores().statuses) {
+            let hatchback::Status { fresh, defaulted, absent, damaged, late } = *from;
+            *to = Status { fresh, defaulted, absent, damaged, late: u32::from(late) };
+        }
+        Ok(())
+    }
+}
+
+/// Scores samples. The header says how.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_score(
+    model: *const Handle,
+    samples: u32,
+    dense: *const f32,
+    sparse: *const Bags,
+    timeout_us: u64,
+    scores: *mut f32,
+    statuses: *mut Status,
+) -> Outcome {
+    answer(|| {
+        let handle = handle(model)?;
+        let model = handle.pipeline.model();
+        let (schema, most) = (model.schema(), model.budget().batch_max);
+        if samples == 0 || samples > most {
+            return Err(request(format!("samples = {samples}: a request has 1 to {most}")));
+        }
+        let samples = samples as usize;
+        let dense = values("dense", dense, samples * schema.dense_features.len())?;
+        let sparse = values("sparse", sparse, schema.features.len())?;
+        let scores = room("scores", scores, samples * model.outputs())?;
+        let statuses = if statuses.is_null() { None } else { Some(room("statuses", statuses, samples)?) };
+        handle.score(&Input { samples, dense, sparse }, timeout_us, scores, statuses)
+    })
+}
+
+/// The text of the last error of this thread. The header says how.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_error() -> *const c_char {
+    ERROR.with_borrow(|text| text.as_ptr())
+}
+
+/// Frees a model. The header says how.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_close(model: *mut Handle) {
+    answer(|| {
+        if !model.is_null() {
+            // SAFETY: by the header what `hatchback_open` made of a box, given back once, used by nobody.
+            drop(unsafe { Box::from_raw(model) });
+        }
+        Ok(())
+    });
+}

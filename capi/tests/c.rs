@@ -1,0 +1,94 @@
+//! A C program scores the demo's samples through the header and the shared library, to the bit as the runtime does, and
+//! makes every mistake that the header names. As C++ the header is compiled only.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::Status;
+use hatchback::budget::Budget;
+use hatchback::disk;
+use hatchback::model::Model;
+use hatchback::sample::Sample;
+use hatchback::score::{SystemClock, Worker};
+use hatchback_tools::pack::{Overrides, pack_file};
+use hatchback_tools::serve::lay_on_flash;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+fn here(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// The lines of the demo's probe set, as the C program reads them, and the scores and statuses of the runtime.
+fn expected(flash: &Path) -> (String, Vec<(f32, Status)>) {
+    let model = Arc::new(Model::open(&disk::system(), flash, Budget::default()).unwrap());
+    let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+    let (mut lines, mut scores, mut batch) = (String::new(), Vec::new(), model.batch());
+    let probe = std::fs::read_to_string(here("../tools/demo/coupon/probe.jsonl")).unwrap();
+    for line in probe.lines() {
+        let sample = Sample::from_json(line, model.schema()).unwrap();
+        let dense = sample.dense.iter().map(ToString::to_string);
+        let sparse = sample.sparse.iter().flat_map(|bag| {
+            std::iter::once(bag.len() as u64).chain(bag.iter().copied()).map(|n| n.to_string())
+        });
+        lines += &(dense.chain(sparse).collect::<Vec<_>>().join(" ") + "\n");
+        batch.clear();
+        batch.push(model.schema(), &sample).unwrap();
+        let answer = worker.score(&batch, None).unwrap();
+        scores.push((answer.values[0], answer.statuses[0]));
+    }
+    (lines, scores)
+}
+
+/// Runs `cc` or `c++`.
+fn compile(compiler: &str, arguments: &[&str]) {
+    let mut command = Command::new(compiler);
+    command.args(["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I"]).arg(here(".")).args(arguments);
+    assert!(command.status().unwrap().success(), "{command:?}");
+}
+
+/// Compiles the C program in `folder`, where it finds the library by the name that this gives itself.
+fn program(folder: &Path) -> PathBuf {
+    let (built, link) = (std::env::current_exe().unwrap(), folder.join("libhatchback.so.0"));
+    std::os::unix::fs::symlink(built.with_file_name("libhatchback_capi.so"), &link).unwrap();
+    let (program, source) = (folder.join("score"), here("tests/score.c"));
+    let rpath = format!("-Wl,-rpath,{}", folder.display());
+    let [program_, source, link] = [&program, &source, &link].map(|path| path.to_str().unwrap());
+    compile("cc", &["-std=c99", "-O1", source, link, &rpath, "-o", program_]);
+    program
+}
+
+#[test]
+fn a_c_program_scores_as_the_runtime_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let (bundle, flash) = (folder.path().join("bundle"), folder.path().join("flash"));
+    pack_file(&here("../tools/demo/coupon/model.toml"), &bundle, Overrides::default(), &mut |_, _| {})
+        .unwrap();
+    lay_on_flash(&bundle, &flash).unwrap();
+    let (lines, expected) = expected(&flash);
+    let samples = folder.path().join("samples");
+    std::fs::write(&samples, lines).unwrap();
+    let output = Command::new(program(folder.path()))
+        .args([here("../targets/cpu.toml"), flash, samples])
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(said.lines().count(), expected.len());
+    for (line, (score, status)) in said.lines().zip(&expected) {
+        let mut fields = line.split(' ');
+        assert_eq!(fields.next().unwrap().parse::<f32>().unwrap().to_bits(), score.to_bits(), "{line}");
+        let counts: Vec<u32> = fields.map(|f| f.parse().unwrap()).collect();
+        let Status { fresh, defaulted, absent, damaged, late } = *status;
+        assert_eq!(counts, [fresh, defaulted, absent, damaged, u32::from(late)], "{line}");
+    }
+}
+
+#[test]
+fn the_header_is_cpp_too() {
+    let header = here("hatchback.h");
+    compile(
+        "c++",
+        &["-std=c++17", "-fsyntax-only", "-include", header.to_str().unwrap(), "-x", "c++", "/dev/null"],
+    );
+}

@@ -1,0 +1,115 @@
+/* Scores samples through libhatchback and prints what `hatchback run` prints; tests/c.rs compiles and runs it.
+ * usage: score TARGET FLASH SAMPLES
+ * A line of SAMPLES is the dense features, then for each sparse feature the number of its keys and the keys. */
+#include "hatchback.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { BATCH = 4, KEYS_MAX = 4096 };
+
+static int refused(const char *what) {
+    fprintf(stderr, "%s: %s\n", what, hatchback_error());
+    return 1;
+}
+
+/* Mistakes that a caller can make: none may be taken for scores. */
+static int mistakes(const char *target, const char *flash, const hatchback *model, const hatchback_shape *shape) {
+    hatchback *none = (hatchback *)&none;
+    float scores[BATCH];
+    uint32_t offsets[2] = {0, 0}, wild[2] = {7, 3}, long_bag[2] = {0, 1000000};
+    float *dense = calloc(shape->dense_features + 1, sizeof *dense);
+    hatchback_bags *bags = calloc(shape->sparse_features + 1, sizeof *bags);
+    uint32_t f;
+    if (!dense || !bags) return 1;
+    for (f = 0; f < shape->sparse_features; f++) bags[f].offsets = offsets;
+#define EXPECT(call, result, text)                                                          \
+    do {                                                                                    \
+        if ((call) != (result) || !strstr(hatchback_error(), (text))) return refused(#call); \
+    } while (0)
+    EXPECT(hatchback_open(target, "/nowhere", &none), HATCHBACK_OPEN, "/nowhere");
+    EXPECT(none != NULL, 0, "/nowhere");
+    EXPECT(hatchback_open("/nowhere.toml", flash, &none), HATCHBACK_OPEN, "/nowhere.toml");
+    EXPECT(hatchback_open(NULL, flash, &none), HATCHBACK_REQUEST, "target is NULL");
+    EXPECT(hatchback_open(target, flash, NULL), HATCHBACK_REQUEST, "model is NULL");
+    EXPECT(hatchback_feature(model, "no such feature"), -1, "no such feature");
+    EXPECT(hatchback_score(NULL, 1, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "model is NULL");
+    EXPECT(hatchback_score(model, 0, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "samples = 0");
+    EXPECT(hatchback_score(model, shape->batch_max + 1, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "samples = ");
+    EXPECT(hatchback_score(model, 1, NULL, bags, 0, scores, NULL), HATCHBACK_REQUEST, "dense is NULL");
+    EXPECT(hatchback_score(model, 1, dense, NULL, 0, scores, NULL), HATCHBACK_REQUEST, "sparse is NULL");
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, NULL, NULL), HATCHBACK_REQUEST, "scores is NULL");
+    bags[0].offsets = wild;
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "offsets 7 to 3");
+    bags[0].offsets = long_bag;
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "offsets 0 to 1000000");
+    bags[0].offsets = offsets;
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_OK, "offsets 0 to 1000000");
+    hatchback_close(NULL);
+    free(dense);
+    free(bags);
+    return 0;
+}
+
+int main(int count, char **arguments) {
+    hatchback *model;
+    hatchback_shape shape;
+    hatchback_status statuses[BATCH];
+    hatchback_bags *bags;
+    uint64_t **keys;
+    uint32_t **offsets, f, i, n, read = 0, samples;
+    float *dense, *scores;
+    FILE *file;
+    if (count != 4 || !(file = fopen(arguments[3], "r"))) return 2;
+    if (hatchback_open(arguments[1], arguments[2], &model) != HATCHBACK_OK) return refused("open");
+    if (hatchback_describe(model, &shape) != HATCHBACK_OK) return refused("describe");
+    dense = malloc(BATCH * shape.dense_features * sizeof *dense + 1);
+    scores = malloc(BATCH * shape.outputs * sizeof *scores);
+    bags = malloc(shape.sparse_features * sizeof *bags);
+    keys = malloc(shape.sparse_features * sizeof *keys);
+    offsets = malloc(shape.sparse_features * sizeof *offsets);
+    if (!dense || !scores || !bags || !keys || !offsets) return 2;
+    for (f = 0; f < shape.sparse_features; f++) {
+        keys[f] = malloc(KEYS_MAX * sizeof **keys);
+        offsets[f] = malloc((BATCH + 1) * sizeof **offsets);
+        if (!keys[f] || !offsets[f]) return 2;
+        bags[f].keys = keys[f];
+        bags[f].offsets = offsets[f];
+    }
+    do {
+        for (samples = 0; samples < BATCH; samples++) {
+            for (i = 0; i < shape.dense_features; i++)
+                if (fscanf(file, "%f", &dense[samples * shape.dense_features + i]) != 1) break;
+            for (f = 0; f < shape.sparse_features; f++) {
+                if (fscanf(file, "%" SCNu32, &n) != 1) break;
+                if (samples == 0) offsets[f][0] = 0;
+                offsets[f][samples + 1] = offsets[f][samples] + n;
+                for (i = 0; i < n; i++)
+                    if (fscanf(file, "%" SCNu64, &keys[f][offsets[f][samples] + i]) != 1) return 2;
+            }
+            if (f < shape.sparse_features) break;
+        }
+        if (samples == 0) break;
+        if (hatchback_score(model, samples, dense, bags, 0, scores, statuses) != HATCHBACK_OK) return refused("score");
+        for (i = 0; i < samples; i++)
+            printf("%.9g %" PRIu32 " %" PRIu32 " %" PRIu32 " %" PRIu32 " %" PRIu32 "\n", scores[i * shape.outputs],
+                   statuses[i].fresh, statuses[i].defaulted, statuses[i].absent, statuses[i].damaged, statuses[i].late);
+        read += samples;
+    } while (samples == BATCH);
+    if (read == 0) return 2;
+    if (mistakes(arguments[1], arguments[2], model, &shape)) return 1;
+    hatchback_close(model);
+    fclose(file);
+    for (f = 0; f < shape.sparse_features; f++) {
+        free(keys[f]);
+        free(offsets[f]);
+    }
+    free(dense);
+    free(scores);
+    free(bags);
+    free(keys);
+    free(offsets);
+    return 0;
+}

@@ -1,0 +1,309 @@
+// The verb `query`: probe, decode, pool and concatenate, all tables in one launch, straight into the dense network's input; and
+// `finish`, which pools the rest of the bags that missed, from the rows that the host read. What a query leaves open goes to a
+// ring in host memory: the missing keys with their places, copies of the hits behind them, and counts. To the bit what
+// kernels/src/query.rs does.
+//
+// A warp takes a few samples of one feature. Their keys lie side by side, so it names 32 at once, a lane each, and then has the
+// sets and rows of several keys on their way from memory together, whichever bags they are of. A row is believed only where
+// its set's sequence number is even and the same before and after it was read.
+#include "pool.cuh"
+
+// Keys whose rows are on their way at once: fewer where a row takes many registers.
+#define KEYS_NARROW 4
+#define KEYS_WIDE 1
+
+__device__ __forceinline__ u32 mix_32(u32 h) {
+    h = (h ^ h >> 16) * 0x85ebca6bu;
+    h = (h ^ h >> 13) * 0xc2b2ae35u;
+    return h ^ h >> 16;
+}
+
+__device__ __forceinline__ u64 mix(u64 h) {
+    h = (h ^ h >> 33) * 0xff51afd7ed558ccdull;
+    h = (h ^ h >> 33) * 0xc4ceb9fe1a85ec53ull;
+    return h ^ h >> 33;
+}
+
+// A cached row's name, as kernels/src/names.rs makes it.
+__device__ __forceinline__ Name name_of(const Feature& f, u64 key) {
+    if (f.has_end && key >= f.keys_end) return {0, 0};
+    if (f.cache.table_bits == 0) {
+        u32 hash = key < f.end ? mix_32(f.base + (u32)key) : 0;
+        return {(u32)((u64)hash * f.cache.sets >> 32), hash};
+    }
+    u64 hash = mix(key ^ f.salt);
+    return {(u32)__umul64hi(hash, f.cache.sets), hash << f.cache.table_bits | (f.table + 1)};
+}
+
+// A resident row's position, from 1; 0 where the table does not have it.
+__device__ __forceinline__ u64 position_of(const Feature& f, u64 key) {
+    if (f.place == RESIDENT) return key < f.count ? key + 1 : 0;
+    u64 hash = mix(key), bucket = __umul64hi(hash, f.bucket_count);
+    for (u32 i = f.buckets[bucket]; i < f.buckets[bucket + 1]; i++)
+        if (f.hashes[i] == hash) return i + 1;
+    return 0;
+}
+
+// One more use of a way, as eviction.rs counts them; whoever else counts, none is lost.
+__device__ __forceinline__ void use(u32* uses, u32 seen, u32 way) {
+    u32 shift = 2 * way;
+    while ((seen >> shift & 3) < 3) {
+        u32 now = atomicCAS(uses, seen, seen + (1u << shift));
+        if (now == seen) return;
+        seen = now;
+    }
+}
+
+// A lookup under way.
+template <u32 WORDS>
+struct Found {
+    Name name;
+    u32 head, way;
+    Row<WORDS> row;
+};
+
+// The bags of one warp, taken key by key.
+template <u32 CODEC, u32 WORDS, bool REGISTERS>
+struct Bags {
+    const Query& q;
+    const Feature& f;
+    Sum<CODEC, WORDS, REGISTERS> sum;
+    const u32* offsets;
+    u32 feature, lane;
+    // The bag in hand.
+    u32 sample, begin, end, absent;
+    enum { WHOLE, OPEN, NO_ROOM } state;
+    u32 first_ref, opened_at;
+
+    __device__ __forceinline__ Bags(const Query& q, const Feature& f, u32 feature, u32 lane)
+        : q(q), f(f), sum(f, lane), offsets(q.offsets + f.offsets_at), feature(feature), lane(lane) {}
+
+    __device__ __forceinline__ void start(u32 at) {
+        sample = at;
+        begin = offsets[at];
+        end = offsets[at + 1];
+        absent = 0;
+        state = WHOLE;
+        sum.begin(at);
+    }
+
+    __device__ __forceinline__ void finish() {
+        if (state == WHOLE) sum.close(end - begin);
+        if (lane == 0) {
+            if (state == NO_ROOM) {
+                u32 at = atomicAdd(&q.counts->again, 1u);
+                q.ring.again[2 * at] = feature;
+                q.ring.again[2 * at + 1] = sample;
+            } else if (absent) {
+                q.ring.absents[atomicAdd(&q.counts->absents, 1u)] = {sample, absent};
+            }
+        }
+    }
+
+    // Leaves the bag open at its first missing row; takes room for all that follow.
+    __device__ __forceinline__ void open(u32 position) {
+        u32 refs = end - begin - position;
+        u32 first = __shfl_sync(FULL, lane == 0 ? atomicAdd(&q.counts->refs, refs) : 0, 0);
+        if (first > q.ring.refs_max || refs > q.ring.refs_max - first) {
+            state = NO_ROOM;
+            return;
+        }
+        state = OPEN;
+        first_ref = first;
+        opened_at = position;
+        if (position) sum.store();
+        if (lane == 0) q.ring.bags[atomicAdd(&q.counts->bags, 1u)] = {feature, sample, position, first, refs};
+    }
+
+    // Takes the lookup at `at`, which was found or not.
+    __device__ __forceinline__ void take(u32 at, u64 key, Kind kind, const Found<WORDS>& found) {
+        while (at == end) {
+            finish();
+            start(sample + 1);
+        }
+        u32 position = at - begin;
+        if (state == WHOLE) {
+            if (kind == KEPT) return sum.add_row(position, found.row);
+            if (kind == ABSENT) {
+                absent++;
+                return sum.add_default(position);
+            }
+            open(position);
+        }
+        if (state == NO_ROOM) return;
+        u32 ref = first_ref + position - opened_at;
+        if (lane == 0) {
+            u32 epoch = kind == MISSING ? load_racing(tail_of(f.cache, found.name.set) + EPOCH) : 0;
+            q.ring.refs[ref] = {key, epoch, (u32)kind};
+        }
+        if (kind == KEPT) found.row.copy(q.ring.kept + (u64)ref * q.ring.kept_stride, f.cache.row, f.cache.row_bytes, lane);
+    }
+};
+
+// Reads a cached row that was seen in `found.way`; whether it is whole, and the name's.
+template <u32 CODEC, u32 WORDS>
+__device__ __forceinline__ bool believe(const Feature& f, const Found<WORDS>& found, u32 lane) {
+    u32 now = load_head(f.cache, found.name.set, lane);
+    u32 before = __shfl_sync(FULL, found.head, SEQUENCE);
+    bool same = before % 2 == 0 && __shfl_sync(FULL, now, SEQUENCE) == before && find(f.cache, found.name, now, lane) == found.way;
+    if (same && lane == USES) use(head_of(f.cache, found.name.set) + USES, now, found.way);
+    return same;
+}
+
+template <u32 CODEC, u32 WORDS>
+__device__ __forceinline__ void see(const Feature& f, Found<WORDS>& found, u32 lane) {
+    found.head = load_head(f.cache, found.name.set, lane);
+    found.way = find(f.cache, found.name, found.head, lane);
+}
+
+template <u32 CODEC, u32 WORDS>
+__device__ __forceinline__ void read(const Feature& f, Found<WORDS>& found, u32 lane) {
+    if (found.way < WAYS)
+        found.row.template load<CODEC>(row_of(f.cache, found.name.set, found.way), f.cache.row, f.cache.row_bytes, lane);
+}
+
+template <u32 CODEC, u32 WORDS, u32 KEYS, bool REGISTERS>
+__device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature& f, u32 first, u32 samples, u32 lane) {
+    Bags<CODEC, WORDS, REGISTERS> bags(q, f, feature, lane);
+    const u64* keys = q.keys + f.keys_at;
+    bags.start(first);
+    u32 end = bags.offsets[first + samples];
+    for (u32 chunk = bags.begin; chunk < end; chunk += 32) {
+        u64 key = chunk + lane < end ? keys[chunk + lane] : 0;
+        Name name = {0, 0};
+        if (chunk + lane < end) {
+            if (f.place == CACHED) name = name_of(f, key);
+            else name.word = position_of(f, key);
+        }
+        for (u32 group = 0; group < 32 && chunk + group < end; group += KEYS) {
+            Found<WORDS> found[KEYS];
+#pragma unroll
+            for (u32 k = 0; k < KEYS; k++) {
+                found[k].name.set = __shfl_sync(FULL, name.set, group + k);
+                found[k].name.word = __shfl_sync(FULL, name.word, group + k);
+            }
+            if (f.place == CACHED) {
+#pragma unroll
+                for (u32 k = 0; k < KEYS; k++) see<CODEC>(f, found[k], lane);
+#pragma unroll
+                for (u32 k = 0; k < KEYS; k++) read<CODEC>(f, found[k], lane);
+                fence();
+            } else {
+#pragma unroll
+                for (u32 k = 0; k < KEYS; k++)
+                    if (found[k].name.word) found[k].row.template load<CODEC>(f.rows + (found[k].name.word - 1) * f.cache.row, f.cache.row, f.cache.row_bytes, lane);
+            }
+#pragma unroll 1
+            for (u32 k = 0; k < KEYS && chunk + group + k < end; k++) {
+                // The one whose turn it is, picked out: so what follows is there once.
+                Found<WORDS> now = found[0];
+#pragma unroll
+                for (u32 other = 1; other < KEYS; other++)
+                    if (other == k) now = found[other];
+                u64 this_key = __shfl_sync(FULL, key, group + k);
+                Kind kind = now.name.word ? KEPT : ABSENT;
+                if (kind == KEPT && f.place == CACHED) {
+                    kind = MISSING;
+                    for (u32 look = 0; look < LOOKS && now.way < WAYS; look++) {
+                        if (look) {
+                            see<CODEC>(f, now, lane);
+                            read<CODEC>(f, now, lane);
+                            fence();
+                        }
+                        if (now.way < WAYS && believe<CODEC>(f, now, lane)) {
+                            kind = KEPT;
+                            break;
+                        }
+                    }
+                }
+                bags.take(chunk + group + k, this_key, kind, now);
+            }
+        }
+    }
+    // The last bag with keys, and empty ones behind it.
+    for (u32 last = first + samples - 1;; bags.start(bags.sample + 1)) {
+        bags.finish();
+        if (bags.sample == last) break;
+    }
+}
+
+// Words of a lane that stay in registers while a bag is added: 128 columns, or more of small codecs.
+template <u32 CODEC> struct Narrow { static constexpr u32 WORDS = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1; };
+// And of the widest row there is.
+#define WORDS_WIDE 32
+
+template <u32 CODEC>
+__device__ __forceinline__ void pool_codec(const Query& q, u32 feature, const Feature& f, u32 first, u32 samples, u32 lane) {
+    constexpr u32 WORDS = Narrow<CODEC>::WORDS;
+    // All columns must lie in those words; one more may hold the scale and the bias.
+    bool narrow = f.dim <= 32 * WORDS * Values<CODEC>::N && f.cache.row <= 32 * WORDS + (CODEC == U8 || CODEC == U4);
+    if (narrow) pool<CODEC, WORDS, KEYS_NARROW, true>(q, feature, f, first, samples, lane);
+    else pool<CODEC, WORDS_WIDE, KEYS_WIDE, false>(q, feature, f, first, samples, lane);
+}
+
+// One launch for all features: warps by feature, then by tile of samples.
+extern "C" __global__ void __launch_bounds__(128) query_tables(Query q) {
+    u32 lane = threadIdx.x % 32, warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    u32 tiles = (q.bags + q.tile - 1) / q.tile;
+    u32 feature = q.only ? 0 : warp / tiles, first = q.only ? 0 : warp % tiles * q.tile, samples = 1;
+    bool mine = q.only ? warp < q.bags : feature < q.feature_count;
+    if (mine) {
+        if (q.only) {
+            feature = q.only[2 * warp];
+            first = q.only[2 * warp + 1];
+        } else {
+            samples = min(q.tile, q.bags - first);
+        }
+        const Feature& f = q.features[feature];
+        switch (f.codec) {
+        case F32: pool_codec<F32>(q, feature, f, first, samples, lane); break;
+        case F16: pool_codec<F16>(q, feature, f, first, samples, lane); break;
+        case U8: pool_codec<U8>(q, feature, f, first, samples, lane); break;
+        default: pool_codec<U4>(q, feature, f, first, samples, lane);
+        }
+    }
+    // The last block to end tells the host what was left open.
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        fence();
+        if (atomicAdd(q.blocks, 1u) == gridDim.x - 1) {
+            fence();
+            u32* counts = (u32*)q.counts;
+            *q.ring.counts = {load_racing(counts), load_racing(counts + 1), load_racing(counts + 2), load_racing(counts + 3)};
+            for (u32 i = 0; i < 4; i++) store_racing(counts + i, 0);
+            store_racing(q.blocks, 0);
+            fence_host();
+        }
+    }
+}
+
+template <u32 CODEC>
+__device__ __forceinline__ void finish_bag(const Finish& c, const Feature& f, const OpenBag& bag, u32 lane) {
+    Sum<CODEC, WORDS_WIDE, false> sum(f, lane);
+    sum.begin(bag.sample);
+    for (u32 i = 0; i < bag.refs; i++) {
+        u32 slot = c.slots[bag.first + i];
+        if (slot == NO_SLOT) {
+            sum.add_default(bag.done + i);
+        } else {
+            Row<WORDS_WIDE> row;
+            row.template load<CODEC>(c.rows + (u64)slot * c.stride, f.cache.row, f.cache.row_bytes, lane);
+            sum.add_row(bag.done + i, row);
+        }
+    }
+    sum.close(bag.done + bag.refs);
+}
+
+// A warp an open bag.
+extern "C" __global__ void __launch_bounds__(128) finish_bags(Finish c) {
+    u32 lane = threadIdx.x % 32, warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (warp >= c.count) return;
+    OpenBag bag = c.bags[warp];
+    const Feature& f = c.features[bag.feature];
+    switch (f.codec) {
+    case F32: return finish_bag<F32>(c, f, bag, lane);
+    case F16: return finish_bag<F16>(c, f, bag, lane);
+    case U8: return finish_bag<U8>(c, f, bag, lane);
+    default: return finish_bag<U4>(c, f, bag, lane);
+    }
+}

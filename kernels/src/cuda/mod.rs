@@ -1,0 +1,95 @@
+//! The GPU: [`driver`] is the fence around CUDA, `launch` has a typed function for each kernel, [`tables`] the caches and resident
+//! tables in device memory, [`lookup`] the query of a batch and what follows from it. Kernels are CUDA C++ under `kernels/cuda`,
+//! built by its `make` and embedded here. The bytes and the results are the CPU's.
+
+pub mod driver;
+mod launch;
+pub mod lookup;
+pub mod tables;
+
+use driver::{CudaError, DeviceValue, Gpu, Mapped, Profile};
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+/// Where embeddings are looked up. Chosen once, at start.
+#[derive(Clone, Default)]
+pub enum Device {
+    /// The CPU.
+    #[default]
+    Cpu,
+    /// A CUDA GPU.
+    Cuda(Arc<Gpu>),
+}
+
+impl Device {
+    /// The first GPU.
+    ///
+    /// # Errors
+    /// There is none that the kernels can run on.
+    pub fn cuda(profile: Profile) -> Result<Self, CudaError> {
+        Gpu::open(profile).map(Self::Cuda)
+    }
+
+    /// What to call it in reports.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Cpu => "CPU",
+            Self::Cuda(gpu) => gpu.name(),
+        }
+    }
+
+    /// `len` zeros in host memory, where the device reaches them too if it is a GPU.
+    ///
+    /// # Errors
+    /// There is not enough memory that a GPU reaches.
+    pub fn host_memory<T: DeviceValue + Default>(&self, len: usize) -> Result<HostMemory<T>, CudaError> {
+        Ok(match self {
+            Self::Cpu => HostMemory::Plain(vec![T::default(); len].into()),
+            Self::Cuda(gpu) => HostMemory::Mapped(gpu.mapped(len)?),
+        })
+    }
+}
+
+/// Values in host memory.
+pub enum HostMemory<T> {
+    /// For the host alone.
+    Plain(Box<[T]>),
+    /// For a GPU too.
+    Mapped(Mapped<T>),
+}
+
+impl<T> HostMemory<T> {
+    /// The mapped values, if they are.
+    pub fn mapped(&self) -> Option<&Mapped<T>> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Mapped(mapped) => Some(mapped),
+        }
+    }
+}
+
+impl<T: DeviceValue> Deref for HostMemory<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match self {
+            Self::Plain(values) => values,
+            Self::Mapped(values) => values,
+        }
+    }
+}
+
+impl<T: DeviceValue> DerefMut for HostMemory<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        match self {
+            Self::Plain(values) => values,
+            Self::Mapped(values) => values,
+        }
+    }
+}
+
+impl<T: DeviceValue> AsRef<[T]> for HostMemory<T> {
+    fn as_ref(&self) -> &[T] {
+        self
+    }
+}

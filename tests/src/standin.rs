@@ -1,0 +1,101 @@
+//! The GPU that the tests run on: a stand-in for the CUDA driver (`tests/standin`), built on first use, which runs the product's
+//! kernels on the host. With `HATCHBACK_GPU=real` in the environment it is the machine's own.
+
+#![allow(unsafe_code)]
+
+use hatchback_kernels::cuda::driver::{Gpu, Profile};
+use libloading::Library;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, OnceLock};
+
+/// What the driver was asked for since the process began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Kernels and graphs launched.
+    pub launches: u64,
+    /// Times that the host waited for the device.
+    pub waits: u64,
+    /// Copies between host and device.
+    pub copies: u64,
+    /// Bytes allocated now.
+    pub bytes: u64,
+}
+
+/// The stand-in, loaded.
+pub struct StandIn(Library);
+
+/// Builds the stand-in with more `flags` for the compiler; returns the library.
+pub fn build(name: &str, flags: &[&str]) -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let out = here.join("../target").join(name);
+    let made = Command::new(here.join("standin/make")).arg(&out).args(flags).status();
+    assert!(made.is_ok_and(|status| status.success()), "tests/standin/make needs g++");
+    out.join("libcuda.so")
+}
+
+/// Loads the stand-in so that the product finds it as the driver; `None` if the machine's own GPU is asked for.
+pub fn load() -> Option<&'static StandIn> {
+    static LOADED: OnceLock<Option<StandIn>> = OnceLock::new();
+    LOADED
+        .get_or_init(|| {
+            if std::env::var("HATCHBACK_GPU").is_ok_and(|gpu| gpu == "real") {
+                return None;
+            }
+            let path =
+                std::env::var_os("HATCHBACK_STANDIN").map_or_else(|| build("standin", &[]), PathBuf::from);
+            // SAFETY: our own library, whose initialisation fills a table. Its SONAME is the driver's, so that whoever
+            // loads the driver by name gets this one.
+            Some(StandIn(unsafe { Library::new(path) }.unwrap()))
+        })
+        .as_ref()
+}
+
+impl StandIn {
+    /// What happens from now on happens in the order of `seed`.
+    pub fn seed(&self, seed: u64) {
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp.
+        unsafe { self.0.get::<extern "C" fn(u64)>(b"standin_seed\0").unwrap()(seed) };
+    }
+
+    /// What was asked for so far.
+    pub fn counts(&self) -> Counts {
+        let mut out = [0u64; 4];
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes four numbers.
+        unsafe { self.0.get::<extern "C" fn(*mut u64)>(b"standin_counts\0").unwrap()(out.as_mut_ptr()) };
+        let [launches, waits, copies, bytes] = out;
+        Counts { launches, waits, copies, bytes }
+    }
+}
+
+/// The GPU of the tests, its order of steps that of `seed`. Says on which it runs.
+pub fn gpu(seed: u64) -> Arc<Gpu> {
+    if let Some(stand_in) = load() {
+        stand_in.seed(seed);
+    }
+    static OPEN: OnceLock<Arc<Gpu>> = OnceLock::new();
+    Arc::clone(OPEN.get_or_init(|| {
+        let gpu = Gpu::open(Profile { tegra: load().is_some() }).unwrap();
+        println!("running on {}", gpu.name());
+        gpu
+    }))
+}
+
+/// Runs all tests of this program once more, their device memory watched by AddressSanitizer. `this` is the test that asks.
+pub fn again_under_address_sanitizer(this: &str) {
+    if load().is_none() || std::env::var_os("HATCHBACK_STANDIN").is_some() {
+        return;
+    }
+    let library = build("standin-asan", &["-fsanitize=address", "-fno-omit-frame-pointer"]);
+    let runtime = Command::new("g++").arg("-print-file-name=libasan.so").output().unwrap();
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--skip", this, "--test-threads", "2"])
+        .env("HATCHBACK_STANDIN", &library)
+        .env("LD_PRELOAD", String::from_utf8(runtime.stdout).unwrap().trim())
+        // The test program is not instrumented itself, and keeps the driver to its end.
+        .env("ASAN_OPTIONS", "detect_leaks=0")
+        .output()
+        .unwrap();
+    let said = format!("{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
+    assert!(run.status.success(), "{said}");
+}

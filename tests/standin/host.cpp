@@ -1,0 +1,191 @@
+// The scheduler of host.h: fibers, meetings of lanes, barriers, and the seeded choice of who goes on.
+#include "host.h"
+
+namespace sim {
+
+Block* block = nullptr;
+uint64_t progress = 0;
+static uint64_t state = 1;
+static Context scheduler;
+
+void seed(uint64_t seed) { state = seed * 2 + 1; }
+
+uint64_t random() {  // SplitMix64
+    uint64_t z = state += 0x9e3779b97f4a7c15ull;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+    return z ^ z >> 31;
+}
+
+void fail(const char* what, unsigned a, unsigned b) {
+    fprintf(stderr, "stand-in GPU: ");
+    fprintf(stderr, what, a, b);
+    fprintf(stderr, "\n");
+    abort();
+}
+
+#if defined(__x86_64__)
+extern "C" void sim_switch(void** save, void* to);
+asm(".text\n.globl sim_switch\nsim_switch:\n"
+    "  push %rbp\n  push %rbx\n  push %r12\n  push %r13\n  push %r14\n  push %r15\n"
+    "  mov %rsp, (%rdi)\n  mov %rsi, %rsp\n"
+    "  pop %r15\n  pop %r14\n  pop %r13\n  pop %r12\n  pop %rbx\n  pop %rbp\n  ret\n");
+static void switch_to(Context& from, Context& to) { sim_switch(&from.sp, to.sp); }
+#else
+static void switch_to(Context& from, Context& to) { swapcontext(&from.context, &to.context); }
+#endif
+
+constexpr size_t STACK = 64 << 10;
+static std::vector<char*> stacks;
+
+void yield() { switch_to(block->current->context, scheduler); }
+
+static void leave(Warp& warp) {
+    for (auto& m : warp.meetings)
+        for (int turn = 0; turn < 2; turn++)
+            if (m->arrived[turn] && (m->arrived[turn] & warp.alive) == (m->mask & warp.alive)) {
+                m->who[turn] = m->arrived[turn];
+                m->arrived[turn] = 0;
+                m->met++;
+            }
+}
+
+static void pass_barrier(Block& b) {
+    if (b.at_barrier == b.alive) b.at_barrier = 0, b.barriers++;
+}
+
+// Never returns: its frame must hold nothing that AddressSanitizer would leave marked.
+__attribute__((no_sanitize_address, noinline)) static void run_fiber() {
+    block->grid->body();
+    Fiber* me = block->current;
+    me->done = true;
+    block->alive--;
+    Warp& warp = block->warps[me->warp];
+    warp.alive &= ~(1u << me->lane);
+    leave(warp);
+    if (block->alive) pass_barrier(*block);
+    progress++;
+    for (;;) yield();
+}
+
+static void prepare(Fiber& fiber) {
+    if (stacks.empty()) stacks.push_back((char*)malloc(STACK));
+    fiber.stack = stacks.back();
+    stacks.pop_back();
+#if defined(__x86_64__)
+    // Entered as if called: the stack is 8 bytes off a multiple of 16.
+    void** top = (void**)(fiber.stack + STACK);
+    *--top = nullptr;
+    *--top = (void*)run_fiber;
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    fiber.context.sp = top;
+#else
+    getcontext(&fiber.context.context);
+    fiber.context.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.context.uc_stack.ss_size = STACK;
+    fiber.context.context.uc_link = nullptr;
+    makecontext(&fiber.context.context, run_fiber, 0);
+#endif
+}
+
+Meeting& meet(uint32_t mask, uint64_t value, unsigned& turn) {
+    Fiber* me = block->current;
+    Warp& warp = block->warps[me->warp];
+    uint32_t bit = 1u << me->lane;
+    if (!(mask & bit)) fail("lane %u takes part in a warp operation whose mask %08x leaves it out", me->lane, mask);
+    Meeting* m = nullptr;
+    for (auto& other : warp.meetings)
+        if (other->mask == mask) m = other.get();
+    if (!m) {
+        warp.meetings.push_back(std::make_unique<Meeting>());
+        m = warp.meetings.back().get();
+        m->mask = mask;
+        for (auto& t : m->turns) t = m->met;
+    }
+    uint32_t number = m->turns[me->lane]++;
+    turn = number & 1;
+    m->slots[turn][me->lane] = value;
+    m->arrived[turn] |= bit;
+    progress++;
+    if ((m->arrived[turn] & warp.alive) == (mask & warp.alive)) {
+        m->who[turn] = m->arrived[turn];
+        m->arrived[turn] = 0;
+        m->met++;
+    }
+    while (m->met == number) yield();
+    return *m;
+}
+
+void barrier() {
+    Block* b = block;
+    unsigned before = b->barriers;
+    b->at_barrier++;
+    progress++;
+    pass_barrier(*b);
+    while (b->barriers == before) yield();
+}
+
+std::unique_ptr<Grid> begin(std::function<void()> body, dim3 blocks, dim3 threads, bool exclusive) {
+    auto grid = std::make_unique<Grid>();
+    grid->body = std::move(body);
+    grid->blocks = blocks;
+    grid->threads = threads;
+    grid->exclusive = exclusive;
+    grid->order.resize(blocks.x * blocks.y * blocks.z);
+    for (size_t i = 0; i < grid->order.size(); i++) grid->order[i] = i;
+    for (size_t i = grid->order.size(); i > 1; i--) std::swap(grid->order[i - 1], grid->order[random() % i]);
+    return grid;
+}
+
+static void begin_block(Grid& grid) {
+    unsigned i = grid.order.back(), threads = grid.threads.x * grid.threads.y * grid.threads.z;
+    grid.order.pop_back();
+    auto b = std::make_unique<Block>();
+    b->grid = &grid;
+    b->index = {i % grid.blocks.x, i / grid.blocks.x % grid.blocks.y, i / (grid.blocks.x * grid.blocks.y)};
+    b->alive = threads;
+    b->fibers.resize(threads);
+    b->warps.resize((threads + 31) / 32);
+    for (unsigned t = 0; t < threads; t++) {
+        Fiber& f = b->fibers[t];
+        f.thread = {t % grid.threads.x, t / grid.threads.x % grid.threads.y, t / (grid.threads.x * grid.threads.y)};
+        f.lane = t & 31;
+        f.warp = t >> 5;
+        b->warps[f.warp].alive |= 1u << f.lane;
+        prepare(f);
+    }
+    grid.resident.push_back(std::move(b));
+}
+
+// Lets the lanes of a warp run until each has yielded, beginning at any.
+static void run_warp(Block& b, unsigned warp) {
+    unsigned from = warp * 32, lanes = std::min<unsigned>(32, b.fibers.size() - from), first = random() % lanes;
+    for (unsigned i = 0; i < lanes; i++) {
+        Fiber& f = b.fibers[from + (first + i) % lanes];
+        if (f.done) continue;
+        block = &b;
+        b.current = &f;
+        switch_to(scheduler, f.context);
+    }
+    block = nullptr;
+}
+
+void step(Grid& grid) {
+    size_t most = grid.exclusive ? 1 : 3;
+    while (grid.resident.size() < most && !grid.order.empty()) begin_block(grid);
+    size_t at = random() % grid.resident.size();
+    Block& b = *grid.resident[at];
+    unsigned warps = b.warps.size(), warp = random() % warps;
+    while (!b.warps[warp].alive) warp = (warp + 1) % warps;
+    // A deadlock is when no warp of the block can do anything.
+    uint64_t before = progress;
+    run_warp(b, warp);
+    static unsigned idle = 0;
+    idle = progress == before ? idle + 1 : 0;
+    if (idle > 100000) fail("deadlock: no thread of the resident blocks goes on");
+    if (b.alive) return;
+    for (Fiber& f : b.fibers) stacks.push_back(f.stack);
+    grid.resident.erase(grid.resident.begin() + at);
+}
+
+}  // namespace sim

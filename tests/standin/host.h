@@ -1,0 +1,197 @@
+// CUDA C++ as a host compiler reads it, and the machine that runs it: every CUDA thread is a fiber, several blocks (of several
+// kernels) are resident at once, and a seed decides which warp goes on. A switch happens at every warp operation, barrier and
+// fence. Finds lanes that disagree on a mask, divergence around barriers (as deadlock) and, built with AddressSanitizer, accesses
+// out of bounds. Shows neither timing nor the memory model: between two switches a fiber runs alone.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+
+namespace sim {
+
+[[noreturn]] void fail(const char* what, unsigned a = 0, unsigned b = 0);
+
+// A meeting of the lanes that a mask names. Two sets of slots: a lane that is ahead fills the other one.
+struct Meeting {
+    uint32_t mask = 0, arrived[2] = {}, met = 0;
+    uint64_t slots[2][32] = {};
+    uint32_t who[2] = {};
+    uint32_t turns[32] = {};
+};
+
+struct Warp {
+    uint32_t alive = 0;
+    std::vector<std::unique_ptr<Meeting>> meetings;
+};
+
+struct Context {
+#if defined(__x86_64__)
+    void* sp = nullptr;
+#else
+    ucontext_t context;
+#endif
+};
+
+struct Fiber {
+    Context context;
+    dim3 thread;
+    unsigned lane = 0, warp = 0;
+    bool done = false;
+    char* stack = nullptr;
+};
+
+struct Grid;
+
+struct Block {
+    Grid* grid = nullptr;
+    dim3 index;
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    unsigned alive = 0, at_barrier = 0, barriers = 0;
+    Fiber* current = nullptr;
+};
+
+// A launch under way.
+struct Grid {
+    std::function<void()> body;
+    dim3 blocks, threads;
+    std::vector<uint32_t> order;  // of the blocks still to begin, the next last
+    std::vector<std::unique_ptr<Block>> resident;
+    bool exclusive = false;       // has __shared__ memory: one block at a time
+    bool done() const { return order.empty() && resident.empty(); }
+};
+
+extern Block* block;       // whose fiber runs
+extern uint64_t progress;  // moves with everything that can let another fiber go on
+
+void yield();
+std::unique_ptr<Grid> begin(std::function<void()> body, dim3 blocks, dim3 threads, bool exclusive);
+// Runs one warp of the grid until each of its lanes has yielded once.
+void step(Grid& grid);
+uint64_t random();
+void seed(uint64_t seed);
+
+Meeting& meet(uint32_t mask, uint64_t value, unsigned& turn);
+
+template <class T>
+inline void exchange(uint32_t mask, T value, const uint64_t*& slots, uint32_t& who) {
+    static_assert(sizeof(T) <= 8);
+    uint64_t raw = 0;
+    memcpy(&raw, &value, sizeof value);
+    unsigned turn;
+    Meeting& m = meet(mask, raw, turn);
+    slots = m.slots[turn];
+    who = m.who[turn];
+}
+
+template <class T>
+inline T from(const uint64_t* slots, unsigned lane) {
+    T value;
+    memcpy(&value, &slots[lane & 31], sizeof value);
+    return value;
+}
+
+void barrier();
+
+template <auto F> struct Entry;
+template <class... A, void (*F)(A...)>
+struct Entry<F> {
+    template <size_t... I>
+    static std::function<void()> take(void** p, std::index_sequence<I...>) {
+        std::tuple<std::decay_t<A>...> copy{*(std::decay_t<A>*)p[I]...};
+        return [copy] { std::apply(F, copy); };
+    }
+    // The call with its arguments as they are now.
+    static std::function<void()> bind(void** p) { return take(p, std::index_sequence_for<A...>{}); }
+};
+
+struct Named { const char* name; std::function<void()> (*bind)(void**); bool exclusive; };
+void add(Named kernel);
+struct Add { Add(Named kernel) { add(kernel); } };
+
+}  // namespace sim
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __restrict__ __restrict
+#define threadIdx (sim::block->current->thread)
+#define blockIdx (sim::block->index)
+#define blockDim (sim::block->grid->threads)
+#define gridDim (sim::block->grid->blocks)
+
+static inline void __syncthreads() { sim::barrier(); }
+static inline void __threadfence() { sim::yield(); }
+static inline void __threadfence_block() { sim::yield(); }
+static inline void __threadfence_system() { sim::yield(); }
+static inline unsigned __ballot_sync(unsigned mask, int yes) {
+    const uint64_t* slots; uint32_t who, all = 0;
+    sim::exchange(mask, (uint32_t)(yes != 0), slots, who);
+    for (int i = 0; i < 32; i++) all |= (who >> i & 1 && slots[i] ? 1u : 0u) << i;
+    return all;
+}
+static inline int __any_sync(unsigned mask, int yes) { return __ballot_sync(mask, yes) != 0; }
+static inline int __all_sync(unsigned mask, int yes) { return __ballot_sync(mask, !yes) == 0; }
+static inline void __syncwarp(unsigned mask = ~0u) { __ballot_sync(mask, 0); }
+template <class T> static inline T __shfl_sync(unsigned mask, T v, int lane) {
+    const uint64_t* slots; uint32_t who;
+    sim::exchange(mask, v, slots, who);
+    if (!(who >> (lane & 31) & 1)) sim::fail("a shuffle reads lane %u, which takes no part", lane & 31);
+    return sim::from<T>(slots, lane);
+}
+template <class T> static inline T __shfl_xor_sync(unsigned mask, T v, unsigned d) {
+    const uint64_t* slots; uint32_t who;
+    unsigned lane = sim::block->current->lane;
+    sim::exchange(mask, v, slots, who);
+    return sim::from<T>(slots, lane ^ d);
+}
+template <class T> static inline T __shfl_down_sync(unsigned mask, T v, unsigned d) {
+    const uint64_t* slots; uint32_t who;
+    unsigned lane = sim::block->current->lane;
+    sim::exchange(mask, v, slots, who);
+    return lane + d < 32 && (who >> (lane + d) & 1) ? sim::from<T>(slots, lane + d) : v;
+}
+static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+static inline unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned __int128)a * b >> 64;
+}
+static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return ((uint64_t)high << 32 | low) >> (shift & 31);
+}
+static inline float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; }
+static inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }
+static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+template <class T> static inline T __ldg(const T* p) { return *p; }
+template <class T> static inline T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
+template <class T> static inline T atomicOr(T* p, T v) { T old = *p; *p = old | v; return old; }
+template <class T> static inline T atomicExch(T* p, T v) { T old = *p; *p = v; return old; }
+template <class T> static inline T atomicMax(T* p, T v) { T old = *p; *p = std::max(old, v); return old; }
+template <class T> static inline T atomicCAS(T* p, T expected, T v) { T old = *p; if (old == expected) *p = v; return old; }
+using std::max;
+using std::min;

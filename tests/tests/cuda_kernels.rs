@@ -1,0 +1,510 @@
+//! Every kernel against its CPU twin, to the bit: what a cache holds after any changes, what a query pools, misses and counts, for
+//! every codec, pooling, place and hit rate. Runs on the stand-in for the driver, or with `HATCHBACK_GPU=real` on the machine's GPU.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback_kernels::cache::{Cache, Epoch};
+use hatchback_kernels::codec::{Codec, ROW_BYTES_MAX, RowFormat};
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::driver::{Gpu, Mapped};
+use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Lookup};
+use hatchback_kernels::cuda::tables::{Changes, Place, Tables};
+use hatchback_kernels::isa::Isa;
+use hatchback_kernels::misses::{Miss, Misses, RowState};
+use hatchback_kernels::names::{Names, RowKey, mix};
+use hatchback_kernels::query::{Bags, Feature, Input, Pooling, Rows, Status};
+use hatchback_kernels::resident::Resident;
+use hatchback_tests::random::Random;
+use hatchback_tests::{reference, standin};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Indexed tables, which are named in 32 bits, and tables of any keys, which are not.
+fn namings() -> [Names; 2] {
+    [Names::new(vec![Some(90), Some(4_000_000_000), Some(0)]), Names::new(vec![None, Some(70), None])]
+}
+
+/// A row that some table of the naming can have, or not.
+fn any_row(naming: usize, random: &mut Random) -> RowKey {
+    let table = random.below(3) as u16;
+    let key = match (naming, table) {
+        (0, 1) => random.below(150) * 26_000_000,
+        (1, 0 | 2) => mix(random.below(150)),
+        _ => random.below(100),
+    };
+    RowKey { table, key }
+}
+
+struct Twin {
+    cpu: Cache,
+    tables: Arc<Tables>,
+    changes: Changes,
+    staged: Mapped<u8>,
+    stride: usize,
+    naming: usize,
+}
+
+impl Twin {
+    /// A cache on both sides that began on the host with the same rows.
+    fn new(gpu: &Arc<Gpu>, naming: usize, row_bytes: usize, random: &mut Random) -> Self {
+        let names = &namings()[naming];
+        let bytes = Cache::bytes_min(row_bytes, names) + 6 * 14 * (row_bytes + 11);
+        let make = || Cache::new(row_bytes, bytes, names).unwrap();
+        let (cpu, other) = (make(), make());
+        for _ in 0..40 {
+            let (row, bytes) = (any_row(naming, random), vec![random.bits() as u8; row_bytes]);
+            for cache in [&cpu, &other] {
+                cache.insert(row, &bytes, cache.epoch(row));
+                cache.query(row, &mut vec![0; row_bytes]);
+            }
+        }
+        let tables = Arc::new(Tables::new(gpu, vec![Place::Cached(0); 3], vec![other], &[]).unwrap());
+        let stride = row_bytes.div_ceil(4) + random.below(3) as usize;
+        let changes = Changes::new(&tables, 64).unwrap();
+        Self { cpu, tables, changes, staged: gpu.mapped(64 * 4 * stride).unwrap(), stride, naming }
+    }
+
+    /// Makes random changes of one kind on both sides; some inserts are late.
+    fn change(&mut self, random: &mut Random) {
+        let (verb, count) = (random.below(4), random.below(65) as usize);
+        let mut expected = Vec::new();
+        for slot in 0..count {
+            let row = any_row(self.naming, random);
+            let bytes = &mut self.staged[4 * slot * self.stride..][..4 * self.stride];
+            // What lies behind a row is no part of it.
+            bytes.iter_mut().for_each(|b| *b = random.bits() as u8);
+            let bytes = &bytes[..self.cpu.row_bytes()];
+            let since = if verb == 0 && random.one_in(5) { Epoch::default() } else { self.cpu.epoch(row) };
+            self.changes.add(row, slot as u32, since);
+            expected.push(u8::from(match verb {
+                0 | 1 => self.cpu.insert(row, bytes, since),
+                2 => self.cpu.update(row, bytes),
+                _ => self.cpu.invalidate(row),
+            }));
+        }
+        let done = match verb {
+            0 | 1 => self.changes.insert(&self.staged, self.stride),
+            2 => self.changes.update(&self.staged, self.stride),
+            _ => self.changes.invalidate(&self.staged, self.stride),
+        };
+        assert_eq!(done.unwrap(), expected, "verb {verb}");
+    }
+
+    fn check(&mut self, random: &mut Random) {
+        assert!(self.tables.image(0).unwrap() == self.cpu.image(), "the caches differ");
+        let held = |dump: &dyn Fn(&mut dyn FnMut(RowKey, &[u8]))| {
+            let mut rows = HashMap::new();
+            dump(&mut |row, bytes| assert!(rows.insert(row, bytes.to_vec()).is_none()));
+            rows
+        };
+        let on_cpu = held(&|each| self.cpu.dump(each));
+        assert_eq!(held(&|each| self.tables.dump(0, each).unwrap()), on_cpu);
+        let rows: Vec<RowKey> = (0..20).map(|_| any_row(self.naming, random)).collect();
+        rows.iter().for_each(|row| self.changes.add(*row, 0, Epoch::default()));
+        let (mut seen, cpu) = (0, &self.cpu);
+        self.changes
+            .probe(|number, cached, epoch| {
+                assert_eq!((cached, epoch), (on_cpu.contains_key(&rows[number]), cpu.epoch(rows[number])));
+                seen += 1;
+            })
+            .unwrap();
+        assert_eq!(seen, rows.len());
+    }
+}
+
+#[test]
+fn changes_leave_the_same_bytes() {
+    for seed in 0..24 {
+        let gpu = standin::gpu(seed);
+        let mut random = Random::new(seed);
+        let row_bytes = *random.pick(&[1, 4, 13, 20, 64, 132, 520, ROW_BYTES_MAX]);
+        let mut twin = Twin::new(&gpu, seed as usize % 2, row_bytes, &mut random);
+        for _ in 0..12 {
+            twin.change(&mut random);
+        }
+        twin.check(&mut random);
+    }
+}
+
+/// A table as a model has it: its rows on flash, and how they are served.
+struct Table {
+    format: RowFormat,
+    indexed: bool,
+    place: Place,
+    keys: Vec<u64>,
+    rows: HashMap<u64, Vec<u8>>,
+}
+
+struct Plan {
+    pooling: Pooling,
+    table: usize,
+    hotness_max: usize,
+    input: usize,
+    column: usize,
+    width: usize,
+    default_row: Vec<f32>,
+}
+
+/// A small model at random, on both sides.
+struct World {
+    tables: Vec<Table>,
+    features: Vec<Plan>,
+    strides: [usize; 2],
+    caches: Vec<Cache>,
+    residents: Vec<Resident>,
+    misses_max: usize,
+}
+
+fn format(random: &mut Random) -> RowFormat {
+    loop {
+        let codec = *random.pick(&[Codec::F32, Codec::F16, Codec::U8, Codec::U4]);
+        let dim = *random.pick(&[1, 2, 3, 8, 9, 16, 17, 32, 64, 127, 128, 129, 256, 300, 1000, 3000]);
+        let unit = if codec.is_quantized() { random.below(9) as i8 - 4 } else { 0 };
+        match RowFormat::new(codec, dim, unit) {
+            Some(format) if format.row_bytes() <= ROW_BYTES_MAX => return format,
+            _ => {}
+        }
+    }
+}
+
+impl World {
+    fn new(random: &mut Random) -> Self {
+        let count = 1 + random.below(4) as usize;
+        // Tables of one width share a cache.
+        let shared = format(random);
+        let mut tables: Vec<Table> = Vec::new();
+        let (mut widths, mut residents) = (Vec::<usize>::new(), Vec::new());
+        for _ in 0..count {
+            let format = if random.one_in(2) { shared } else { format(random) };
+            let (indexed, n) = (random.one_in(2), 1 + random.below(120));
+            let keys: Vec<u64> = (0..n).map(|i| if indexed { i } else { mix(i + 7) }).collect();
+            let row = |random: &mut Random| {
+                let values: Vec<f32> = (0..format.dim()).map(|_| random.signed()).collect();
+                let mut bytes = vec![0; format.row_bytes()];
+                format.encode(&values, &mut bytes).unwrap();
+                bytes
+            };
+            let rows: HashMap<u64, Vec<u8>> = keys.iter().map(|&k| (k, row(random))).collect();
+            let place = if random.one_in(3) {
+                let mut order: Vec<u64> = keys.clone();
+                if !indexed {
+                    order.sort_by_key(|&k| mix(k));
+                }
+                let bytes: Vec<u8> = order.iter().flat_map(|k| rows[k].clone()).collect();
+                residents.push(match indexed {
+                    true => Resident::indexed(format.row_bytes(), &bytes),
+                    false => {
+                        Resident::hashed(format.row_bytes(), order.iter().map(|&k| mix(k)).collect(), &bytes)
+                    }
+                });
+                Place::Resident(residents.len() - 1)
+            } else {
+                let width = format.row_bytes();
+                let number = widths.iter().position(|w| *w == width).unwrap_or_else(|| {
+                    widths.push(width);
+                    widths.len() - 1
+                });
+                Place::Cached(number)
+            };
+            tables.push(Table { format, indexed, place, keys, rows });
+        }
+        let misses_max = 8 + random.below(300) as usize;
+        let mut world =
+            Self { tables, features: Vec::new(), strides: [0; 2], caches: Vec::new(), residents, misses_max };
+        world.caches = world.make_caches(&widths);
+        for _ in 0..1 + random.below(6) {
+            let (table, hotness_max) = (random.below(count as u64) as usize, 1 + random.below(7) as usize);
+            let pooling = *random.pick(&[Pooling::Sum, Pooling::Mean, Pooling::None]);
+            let dim = world.tables[table].format.dim();
+            let (width, input) =
+                (if pooling == Pooling::None { hotness_max * dim } else { dim }, random.below(2) as usize);
+            let default_row = (0..dim).map(|_| 100.0 * random.signed()).collect();
+            let column = world.strides[input];
+            world.strides[input] += width;
+            world.features.push(Plan { pooling, table, hotness_max, input, column, width, default_row });
+        }
+        world
+    }
+
+    /// The caches as they begin: the same again each time.
+    fn make_caches(&self, widths: &[usize]) -> Vec<Cache> {
+        let of_width = |(number, width): (usize, &usize)| {
+            let end = |t: &Table| match t.place == Place::Cached(number) {
+                false => Some(0),
+                true => t.indexed.then_some(t.keys.len() as u64),
+            };
+            let names = Names::new(self.tables.iter().map(end).collect());
+            Cache::new(*width, Cache::bytes_min(*width, &names) + 3 * 14 * (width + 11), &names).unwrap()
+        };
+        widths.iter().enumerate().map(of_width).collect()
+    }
+
+    fn bags(&self, feature: &Plan, batch: usize, random: &mut Random) -> (Vec<u64>, Vec<u32>) {
+        let (table, mut keys, mut offsets) = (&self.tables[feature.table], Vec::new(), vec![0]);
+        let hot = random.one_in(2);
+        for _ in 0..batch {
+            let n = if random.one_in(4) { 0 } else { random.below(feature.hotness_max as u64 + 1) };
+            for _ in 0..n {
+                let few = if hot { table.keys.len().min(6) } else { table.keys.len() };
+                keys.push(match random.below(12) {
+                    0 => *random.pick(&[table.keys.len() as u64, u64::MAX, 1 << 32, 12345]),
+                    1 if !keys.is_empty() => *keys.last().unwrap(),
+                    _ => *random.pick(&table.keys[..few]),
+                });
+            }
+            offsets.push(keys.len() as u32);
+        }
+        (keys, offsets)
+    }
+
+    /// The features as the CPU's query takes them.
+    fn feature<'a>(&'a self, number: usize) -> Feature<'a> {
+        let plan = &self.features[number];
+        let table = &self.tables[plan.table];
+        Feature {
+            id: number as u16,
+            table: plan.table as u16,
+            format: table.format,
+            keys_end: table.indexed.then_some(table.keys.len() as u64),
+            default_row: &plan.default_row,
+            pooling: plan.pooling,
+            rows: match table.place {
+                Place::Cached(number) => Rows::Cached(&self.caches[number]),
+                Place::Resident(number) => Rows::Resident(&self.residents[number]),
+            },
+            column: plan.column,
+            width: plan.width,
+        }
+    }
+
+    /// The same as the GPU's query takes it.
+    fn on_device<'a>(&'a self, plan: &'a Plan, inputs: &[Mapped<f32>; 2]) -> FeatureOnDevice<'a> {
+        let table = &self.tables[plan.table];
+        FeatureOnDevice {
+            table: plan.table as u16,
+            format: table.format,
+            keys_end: table.indexed.then_some(table.keys.len() as u64),
+            default_row: &plan.default_row,
+            pooling: plan.pooling,
+            hotness_max: plan.hotness_max,
+            input: inputs[plan.input].address(),
+            stride: self.strides[plan.input],
+            column: plan.column,
+            width: plan.width,
+        }
+    }
+
+    /// Reads the missing rows as flash would hold them; some are damaged, some not waited for.
+    fn fetch(&self, misses: &mut Misses) {
+        misses.list_mut().sort_by_key(|m| m.row);
+        for i in 0..misses.list().len() {
+            let Miss { row, slot, .. } = misses.list()[i];
+            let state = match self.tables[usize::from(row.table)].rows.get(&row.key) {
+                None => RowState::Absent,
+                Some(_) if mix(row.key) % 11 == 0 => RowState::Damaged,
+                Some(_) if mix(row.key) % 11 == 1 => RowState::Late,
+                Some(bytes) => {
+                    misses.row_mut(slot)[..bytes.len()].copy_from_slice(bytes);
+                    RowState::Fresh
+                }
+            };
+            misses.set_state(slot, state);
+        }
+    }
+
+    fn row_bytes_max(&self) -> usize {
+        self.tables.iter().map(|t| t.format.row_bytes()).max().unwrap()
+    }
+
+    /// The CPU's answer, batch after batch on the same caches.
+    fn on_cpu(&self, batch: usize, bags: &[(Vec<u64>, Vec<u32>)]) -> ([Vec<f32>; 2], Vec<Status>) {
+        let mut inputs = self.strides.map(|stride| vec![f32::NAN; batch * stride]);
+        let (mut statuses, mut misses) =
+            (vec![Status::default(); batch], Misses::new(self.misses_max, self.row_bytes_max()));
+        let isa = Isa::detect();
+        let settle = |misses: &mut Misses, inputs: &mut [Vec<f32>; 2], statuses: &mut [Status]| {
+            self.fetch(misses);
+            for miss in misses.list().iter().filter(|m| misses.state(m.slot) == RowState::Fresh) {
+                let Place::Cached(number) = self.tables[usize::from(miss.row.table)].place else {
+                    unreachable!()
+                };
+                let cache = &self.caches[number];
+                cache.insert(miss.row, &misses.row(miss.slot)[..cache.row_bytes()], miss.epoch);
+            }
+            for bag in misses.bags() {
+                let plan = &self.features[usize::from(bag.feature)];
+                let mut into = Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
+                self.feature(usize::from(bag.feature)).finish(isa, bag, misses, &mut into, statuses);
+            }
+            misses.clear();
+        };
+        for (f, (keys, offsets)) in bags.iter().enumerate() {
+            let mut done = 0;
+            while done < batch {
+                let plan = &self.features[f];
+                let mut into = Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
+                let bags = Bags { keys, offsets };
+                done = self.feature(f).query(isa, bags, done, &mut into, &mut misses, &mut statuses);
+                if done < batch {
+                    settle(&mut misses, &mut inputs, &mut statuses);
+                }
+            }
+        }
+        settle(&mut misses, &mut inputs, &mut statuses);
+        (inputs, statuses)
+    }
+}
+
+/// One world on the GPU.
+struct OnGpu {
+    tables: Arc<Tables>,
+    lookup: Lookup,
+    inputs: [Mapped<f32>; 2],
+    misses: Misses,
+}
+
+impl OnGpu {
+    fn new(gpu: &Arc<Gpu>, world: &World, batch_max: usize) -> Self {
+        let places = world.tables.iter().map(|t| t.place).collect();
+        let widths: Vec<usize> = world.caches.iter().map(Cache::row_bytes).collect();
+        let residents: Vec<&Resident> = world.residents.iter().collect();
+        let tables = Arc::new(Tables::new(gpu, places, world.make_caches(&widths), &residents).unwrap());
+        let inputs = world.strides.map(|stride| gpu.mapped(batch_max * stride).unwrap());
+        let features: Vec<FeatureOnDevice> =
+            world.features.iter().map(|plan| world.on_device(plan, &inputs)).collect();
+        let lookup =
+            Lookup::new(&tables, &features, batch_max, world.misses_max, world.row_bytes_max()).unwrap();
+        let misses =
+            Misses::on(&Device::Cuda(Arc::clone(gpu)), world.misses_max, world.row_bytes_max()).unwrap();
+        Self { tables, lookup, inputs, misses }
+    }
+
+    fn answer(&mut self, world: &World, batch: usize, bags: &[(Vec<u64>, Vec<u32>)]) -> (usize, Vec<Status>) {
+        let mut statuses = vec![Status::default(); batch];
+        self.inputs.iter_mut().for_each(|input| input.fill(f32::NAN));
+        self.lookup.begin(batch, |f| Bags { keys: &bags[f].0, offsets: &bags[f].1 }).unwrap();
+        let (mut rounds, mut more) = (1, self.lookup.collect(&mut self.misses, &mut statuses).unwrap());
+        loop {
+            if !self.misses.is_empty() {
+                world.fetch(&mut self.misses);
+                self.lookup.settle(&self.misses, &mut statuses).unwrap();
+                self.misses.clear();
+            }
+            if !more {
+                return (rounds, statuses);
+            }
+            rounds += 1;
+            more = self.lookup.again(&mut self.misses, &mut statuses).unwrap();
+        }
+    }
+}
+
+#[test]
+fn queries_pool_the_same_bits() {
+    let mut several_rounds = 0;
+    for seed in 100..160 {
+        let gpu = standin::gpu(seed);
+        let mut random = Random::new(seed);
+        let world = World::new(&mut random);
+        let batch_max = 1 + random.below(40) as usize;
+        let mut on_gpu = OnGpu::new(&gpu, &world, batch_max);
+        let mut rounds_max = 1;
+        for _ in 0..5 {
+            let batch = random.below(batch_max as u64 + 1) as usize;
+            let bags: Vec<_> = world.features.iter().map(|f| world.bags(f, batch, &mut random)).collect();
+            let (inputs, statuses) = world.on_cpu(batch, &bags);
+            let (rounds, same) = on_gpu.answer(&world, batch, &bags);
+            rounds_max = rounds_max.max(rounds);
+            assert_eq!(same, statuses, "seed {seed}");
+            for (input, expected) in on_gpu.inputs.iter().zip(&inputs) {
+                assert!(reference::same_bits(&input[..expected.len()], expected), "seed {seed}");
+            }
+        }
+        several_rounds += usize::from(rounds_max > 1);
+        // In several rounds bags are taken in another order, and so are rows.
+        if rounds_max == 1 {
+            for (number, cache) in world.caches.iter().enumerate() {
+                assert!(on_gpu.tables.image(number).unwrap() == cache.image(), "seed {seed}: cache {number}");
+            }
+        }
+    }
+    assert!((1..30).contains(&several_rounds), "{several_rounds} of 60 worlds had too small a miss list");
+}
+
+/// Changes on one stream, a query on another, their steps among each other: a row that is pooled is whole, the key's own, and no
+/// older than what was there before.
+#[test]
+fn no_query_sees_a_torn_or_foreign_row() {
+    const KEYS: u64 = 60;
+    const DIM: usize = 64;
+    let format = RowFormat::new(Codec::F32, DIM, 0).unwrap();
+    let (mut hits, mut refused) = (0, 0);
+    for seed in 200..206 {
+        let gpu = standin::gpu(seed);
+        let mut random = Random::new(seed);
+        let names = Names::new(vec![Some(KEYS)]);
+        let cache = Cache::new(4 * DIM, 2 * 14 * (4 * DIM + 11), &names).unwrap();
+        let tables = Arc::new(Tables::new(&gpu, vec![Place::Cached(0)], vec![cache], &[]).unwrap());
+        let input = gpu.mapped::<f32>(64 * DIM).unwrap();
+        let feature = FeatureOnDevice {
+            table: 0,
+            format,
+            keys_end: Some(KEYS),
+            default_row: &[0.0; DIM],
+            pooling: Pooling::Sum,
+            hotness_max: 1,
+            input: input.address(),
+            stride: DIM,
+            column: 0,
+            width: DIM,
+        };
+        let mut lookup = Lookup::new(&tables, &[feature], 64, 64, 4 * DIM).unwrap();
+        let mut misses = Misses::on(&Device::Cuda(Arc::clone(&gpu)), 64, 4 * DIM).unwrap();
+        let (mut changes, mut staged) =
+            (Changes::new(&tables, 16).unwrap(), gpu.mapped::<u8>(16 * 4 * DIM).unwrap());
+        for version in 1..40u64 {
+            let rows = [(); 16].map(|()| RowKey { table: 0, key: random.below(KEYS) });
+            let mut epochs = [Epoch::default(); 16];
+            rows.iter().for_each(|row| changes.add(*row, 0, Epoch::default()));
+            changes.probe(|number, _, epoch| epochs[number] = epoch).unwrap();
+            for (slot, row) in rows.into_iter().enumerate() {
+                let value = ((4096 * row.key + version) as f32).to_le_bytes();
+                staged[4 * DIM * slot..][..4 * DIM].chunks_mut(4).for_each(|b| b.copy_from_slice(&value));
+                changes.add(row, slot as u32, epochs[slot]);
+            }
+            let keys: Vec<u64> = (0..64).map(|_| random.below(KEYS)).collect();
+            let offsets: Vec<u32> = (0..=64).collect();
+            lookup.begin(64, |_| Bags { keys: &keys, offsets: &offsets }).unwrap();
+            // Waits for the changes alone; the query runs meanwhile.
+            match version % 4 {
+                0 => changes.invalidate(&staged, DIM),
+                1 => changes.update(&staged, DIM),
+                _ => changes.insert(&staged, DIM),
+            }
+            .unwrap();
+            let mut statuses = vec![Status::default(); 64];
+            lookup.collect(&mut misses, &mut statuses).unwrap();
+            for (sample, key) in keys.iter().enumerate() {
+                let row = &input[sample * DIM..][..DIM];
+                if misses.bags().iter().any(|bag| bag.sample as usize == sample) {
+                    refused += 1;
+                    continue;
+                }
+                hits += 1;
+                assert!(row.iter().all(|v| v.to_bits() == row[0].to_bits()), "a torn row: {row:?}");
+                let (of, written) = (row[0] as u64 / 4096, row[0] as u64 % 4096);
+                assert!(
+                    of == *key && written <= version,
+                    "key {key} was answered with {of}'s row, version {written}"
+                );
+            }
+            misses.clear();
+        }
+    }
+    assert!(hits > 1000 && refused > 1000, "{hits} hits, {refused} misses");
+}
+
+#[test]
+fn all_of_it_under_address_sanitizer() {
+    standin::again_under_address_sanitizer("all_of_it_under_address_sanitizer");
+}

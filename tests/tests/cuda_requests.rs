@@ -1,0 +1,282 @@
+//! The request path on a GPU against the same model on the CPU: scores and statuses equal to the bit whatever is cached, one launch
+//! and one wait where every row is there. Runs on the stand-in for the driver, or with `HATCHBACK_GPU=real` on the machine's GPU.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::budget::Budget;
+use hatchback::model::{Model, OpenError};
+use hatchback::pipeline::Pipeline;
+use hatchback::sample::Sample;
+use hatchback::schema::{KeySpace, MissPolicy, Placement};
+use hatchback::score::{SystemClock, Worker};
+use hatchback::{Pooling, Status};
+use hatchback_kernels::cuda::Device;
+use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_of, tiny_budget};
+use hatchback_tests::random::Random;
+use hatchback_tests::reference::{Reference, same_bits};
+use hatchback_tests::standin;
+use hatchback_tools::spec::CodecChoice;
+use std::path::Path;
+use std::sync::Arc;
+
+const BATCH_MAX: u32 = 12;
+
+fn plan(seed: u64) -> ModelPlan {
+    use CodecChoice::{Auto, F16, F32, U4, U8};
+    let mut random = Random::new(seed);
+    let table = |random: &mut Random| TablePlan {
+        placement: *random.pick(&[
+            Placement::Cached,
+            Placement::Cached,
+            Placement::Resident,
+            Placement::Auto,
+        ]),
+        counts: random.one_in(2),
+        default_zeros: random.one_in(2),
+        ..TablePlan::cached(
+            *random.pick(&[KeySpace::Index, KeySpace::Sparse]),
+            1 + random.below(500),
+            *random.pick(&[1, 5, 16, 17, 32, 130]),
+            *random.pick(&[Auto, F32, F16, U8, U4]),
+        )
+    };
+    let tables: Vec<TablePlan> = (0..1 + random.below(5)).map(|_| table(&mut random)).collect();
+    let feature = |random: &mut Random| FeaturePlan {
+        table: random.below(tables.len() as u64) as usize,
+        pooling: *random.pick(&[Pooling::Sum, Pooling::Mean, Pooling::None]),
+        hotness_max: 1 + random.below(6) as u32,
+        second_input: random.one_in(2),
+    };
+    let features = (0..1 + random.below(7)).map(|_| feature(&mut random)).collect();
+    ModelPlan {
+        name: "random".to_owned(),
+        sequence: 1,
+        seed,
+        dense: random.below(4) as usize,
+        tables,
+        features,
+    }
+}
+
+/// The model on the GPU, with the least cache from `budget` up.
+fn open(flash: &Path, mut budget: Budget, seed: u64) -> Arc<Model> {
+    loop {
+        match Model::open(&hatchback::disk::system(), flash, budget) {
+            Ok(model) => return Arc::new(model.onto(&Device::Cuda(standin::gpu(seed))).unwrap()),
+            Err(OpenError::Budget { field: "cache_bytes_max", .. }) => budget.cache_bytes_max *= 2,
+            Err(OpenError::Budget { field: "resident_bytes_max", .. }) => budget.resident_bytes_max = 1 << 26,
+            Err(e) => panic!("{e}"),
+        }
+    }
+}
+
+/// Scores `samples` and compares with the reference; returns the whole status.
+fn check(worker: &mut Worker, reference: &Reference, samples: &[Sample]) -> Status {
+    let batch = batch_of(&Arc::clone(worker.model()), samples);
+    let before = worker.counters();
+    let scores = worker.score(&batch, None).unwrap();
+    let outputs = scores.values.len() / samples.len().max(1);
+    for (i, sample) in samples.iter().enumerate() {
+        let (score, expected) = (&scores.values[i * outputs..][..outputs], reference.output(sample));
+        assert!(same_bits(score, &expected), "sample {i}: {score:?} instead of {expected:?}");
+        assert_eq!(scores.statuses[i], reference.status(sample), "sample {i}");
+    }
+    let status = scores.status();
+    let counted = worker.counters().since(&before);
+    assert_eq!(counted.lookups, status.lookups());
+    assert!(counted.misses <= counted.missed_lookups && counted.missed_lookups <= counted.cached_lookups);
+    assert_eq!(counted.pages_damaged, 0);
+    status
+}
+
+fn worker(model: &Arc<Model>) -> Worker {
+    Worker::new(Arc::clone(model), Arc::new(SystemClock::default()))
+}
+
+#[test]
+fn scores_are_the_references() {
+    for seed in 0..40 {
+        let plan = plan(seed);
+        let packed = plan.pack();
+        let reference = Reference::new(&packed.schema, &packed.rows);
+        let tiny = Budget { resident_bytes_max: 0, ..tiny_budget(&packed.schema, BATCH_MAX) };
+        let budget = if seed % 3 == 0 {
+            tiny
+        } else {
+            Budget { batch_max: BATCH_MAX, cache_bytes_max: 64 << 10, ..tiny }
+        };
+        let budget = if seed % 2 == 0 { Budget { misses_max: 200, ..budget } } else { budget };
+        let model = open(&packed.install(), budget, seed);
+        let mut worker = worker(&model);
+        let mut random = Random::new(seed);
+        for _ in 0..6 {
+            let count =
+                if random.one_in(3) { u64::from(BATCH_MAX) } else { random.below(u64::from(BATCH_MAX) + 1) };
+            let samples: Vec<Sample> = (0..count).map(|_| plan.sample(random.below(30))).collect();
+            check(&mut worker, &reference, &samples);
+        }
+    }
+}
+
+/// Workers of one model on threads, each with a stream of its own, on a cache that always evicts.
+#[test]
+fn many_workers_on_one_model_score_as_one() {
+    let tables = vec![
+        TablePlan::cached(KeySpace::Sparse, 900, 12, CodecChoice::U8),
+        TablePlan::cached(KeySpace::Index, 900, 12, CodecChoice::U8),
+        TablePlan::cached(KeySpace::Index, 300, 24, CodecChoice::F32),
+    ];
+    let pooling = |i: usize| [Pooling::Sum, Pooling::Mean, Pooling::None][i % 3];
+    let feature = |i| FeaturePlan {
+        table: i % 3,
+        pooling: pooling(i),
+        hotness_max: 1 + (i as u32 * 5) % 6,
+        second_input: i % 3 == 0,
+    };
+    let plan = ModelPlan {
+        name: "busy".to_owned(),
+        sequence: 1,
+        seed: 5,
+        dense: 2,
+        tables,
+        features: (0..6).map(feature).collect(),
+    };
+    let packed = plan.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let model = open(&packed.install(), tiny_budget(&packed.schema, BATCH_MAX), 7);
+    let samples: Vec<Sample> = (0..60).map(|id| plan.sample(id)).collect();
+    std::thread::scope(|scope| {
+        for thread in 0..3usize {
+            let (model, samples, reference) = (&model, &samples, &reference);
+            scope.spawn(move || {
+                let mut worker = worker(model);
+                for turn in 0..25 {
+                    let start = (turn * 7 + thread * 11) % (samples.len() - 10);
+                    check(&mut worker, reference, &samples[start..start + 1 + turn % 10]);
+                }
+                assert!(worker.counters().hit_rate() < 1.0, "the cache is not tiny");
+            });
+        }
+    });
+}
+
+/// With room for every row, the second time around there is one launch and one wait, and nothing is copied or read.
+#[test]
+fn a_request_without_misses_is_one_launch() {
+    let plan = plan(1001);
+    let packed = plan.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let model = open(&packed.install(), Budget { batch_max: 64, ..Budget::default() }, 3);
+    let mut worker = worker(&model);
+    // Keys that no table has miss for ever under a policy that waits; none of these.
+    let known = |mut sample: Sample| {
+        for (f, bag) in sample.sparse.iter_mut().enumerate() {
+            bag.retain(|&key| reference.row(usize::from(packed.schema.features[f].table), key).is_some());
+        }
+        sample
+    };
+    let samples: Vec<Sample> = (0..64).map(|id| known(plan.sample(id))).collect();
+    check(&mut worker, &reference, &samples);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: counting launches: only the stand-in counts");
+    };
+    let (counted, before) = (worker.counters(), stand_in.counts());
+    check(&mut worker, &reference, &samples);
+    let (counted, after) = (worker.counters().since(&counted), stand_in.counts());
+    assert_eq!((counted.misses, counted.pages), (0, 0));
+    assert_eq!(
+        (after.launches - before.launches, after.waits - before.waits, after.copies - before.copies),
+        (1, 1, 0)
+    );
+    assert_eq!(after.bytes, before.bytes);
+}
+
+/// What `default` answered without is there for the next request, and so is what was named ahead.
+#[test]
+fn rows_fetched_behind_and_ahead_are_there_next_time() {
+    let table =
+        |keys| TablePlan { miss: MissPolicy::Default, ..TablePlan::cached(keys, 400, 20, CodecChoice::U8) };
+    let tables = vec![table(KeySpace::Index), table(KeySpace::Sparse)];
+    let features = (0..2).map(FeaturePlan::one_hot).collect();
+    let plan = ModelPlan { name: "behind".to_owned(), sequence: 1, seed: 9, dense: 0, tables, features };
+    let packed = plan.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let model = open(&packed.install(), Budget::default(), 11);
+    let mut worker = worker(&model);
+    let keys = [packed.rows[0].all_keys(), packed.rows[1].all_keys()];
+    let sample = |i: usize| Sample { sparse: keys.iter().map(|k| vec![k[i]]).collect(), ..Sample::default() };
+    let batch = batch_of(&model, &(0..40).map(sample).collect::<Vec<_>>());
+    assert_eq!(worker.score(&batch, None).unwrap().status(), Status { defaulted: 80, ..Status::default() });
+    // Known already, or not yet; and the same twice.
+    for (table, keys) in keys.iter().enumerate() {
+        for &key in keys[20..70].iter().chain(&keys[..5]) {
+            assert!(worker.fetch_ahead(hatchback::RowKey { table: table as u16, key }));
+        }
+    }
+    let (mut inserted, mut steps) = (0, 0);
+    while worker.behind() > 0 {
+        inserted += worker.fetch_behind(2);
+        steps += 1;
+    }
+    assert!(inserted >= 140 && steps > 1, "{inserted} rows in {steps} steps");
+    let samples: Vec<Sample> = (0..70).map(sample).collect();
+    let misses = worker.counters().misses;
+    check(&mut worker, &reference, &samples);
+    assert_eq!(worker.counters().misses, misses);
+    // What is there is not read again.
+    let pages = worker.counters().pages;
+    assert!(worker.fetch_ahead(hatchback::RowKey { table: 0, key: keys[0][3] }));
+    assert_eq!((worker.fetch_behind(8), worker.counters().pages, worker.behind()), (0, pages, 0));
+}
+
+#[test]
+fn a_pipeline_serves_from_the_gpu() {
+    let plan = plan(77);
+    let packed = plan.pack();
+    let reference = Reference::new(&packed.schema, &packed.rows);
+    let budget = Budget { batch_max: BATCH_MAX, workers: 2, ..Budget::default() };
+    let model = open(&packed.install(), budget, 13);
+    let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default())).unwrap();
+    for turn in 0..20 {
+        let samples: Vec<Sample> = (turn..turn + 5).map(|id| plan.sample(id)).collect();
+        let tickets = [(); 3].map(|()| pipeline.submit(&batch_of(&model, &samples), None).unwrap());
+        for ticket in &tickets {
+            let answer = ticket.wait().unwrap();
+            let scores = answer.scores();
+            let outputs = scores.values.len() / samples.len();
+            for (score, sample) in scores.values.chunks(outputs).zip(&samples) {
+                assert!(same_bits(score, &reference.output(sample)));
+            }
+        }
+    }
+}
+
+/// The budget counts what the GPU shares with the host.
+#[test]
+fn a_budget_that_does_not_hold_is_refused() {
+    let plan = plan(3);
+    let packed = plan.pack();
+    let flash = packed.install();
+    let open = |memory_bytes_max| {
+        let budget = Budget {
+            memory_bytes_max,
+            batch_max: BATCH_MAX,
+            misses_max: 64,
+            cache_bytes_max: 1 << 16,
+            ..Budget::default()
+        };
+        Model::open(&hatchback::disk::system(), &flash, budget)
+    };
+    let total = open(1 << 30).unwrap().memory().total();
+    let gpu = Device::Cuda(standin::gpu(1));
+    let error = open(total).unwrap().onto(&gpu).err().unwrap();
+    assert!(matches!(&error, OpenError::Budget { field: "memory_bytes_max", .. }), "{error}");
+    assert!(error.to_string().contains("that the GPU shares"), "{error}");
+    let more = open(1 << 30).unwrap().onto(&gpu).unwrap().memory().total();
+    assert_eq!(open(more).unwrap().onto(&gpu).unwrap().memory().total(), more);
+}
+
+#[test]
+fn all_of_it_under_address_sanitizer() {
+    standin::again_under_address_sanitizer("all_of_it_under_address_sanitizer");
+}

@@ -1,0 +1,96 @@
+//! The image of a bundle, as its user makes it: the same bytes each time, a model that serves when it is read back out,
+//! and a manifest that lists every file.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn hatchback(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_hatchback")).args(args).output().unwrap()
+}
+
+fn printed(args: &[&str]) -> String {
+    let output = hatchback(args);
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn coupon(file: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon").join(file).display().to_string()
+}
+
+fn e2fs(program: &str, args: &[&str]) -> String {
+    let output = Command::new(Path::new("/usr/sbin").join(program)).args(args).output().unwrap();
+    assert!(output.status.success(), "{program} {args:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn an_image_is_reproducible_and_serves() {
+    if !Path::new("/usr/sbin/mke2fs").exists() {
+        println!("SKIPPED: the image: e2fsprogs is not installed");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let bundle = path("bundle");
+    printed(&["pack", &coupon("model.toml"), "--out", &bundle]);
+    let said = printed(&["image", &bundle, "--out", &path("a"), "--name", "coupon"]);
+    assert!(said.contains("read back, every file is the same"), "{said}");
+    // The clock moves on, and nothing of it shows.
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    printed(&["image", &bundle, "--out", &path("b"), "--name", "coupon"]);
+    for file in ["models.img", "hatchback.yaml"] {
+        let read = |side: &str| std::fs::read(folder.path().join(side).join(file)).unwrap();
+        assert!(read("a") == read("b"), "{file} differs");
+    }
+
+    let image = path("a/models.img");
+    let back = path("back");
+    std::fs::create_dir(&back).unwrap();
+    e2fs("debugfs", &["-R", &format!("rdump /coupon {back}"), &image]);
+    let score = |model: &str| printed(&["run", model, "--samples", &coupon("probe.jsonl")]);
+    assert_eq!(score(&format!("{back}/coupon")), score(&bundle));
+    assert!(e2fs("dumpe2fs", &["-h", &image]).contains("hatchback"));
+
+    // Every file of the tree is listed once, with a source that is there.
+    let manifest = std::fs::read_to_string(path("a/hatchback.yaml")).unwrap();
+    let mut listed: Vec<PathBuf> = Vec::new();
+    for line in manifest.lines() {
+        if let Some(source) = line.trim().strip_prefix("pdk_sdk_installed_path: ") {
+            listed.push(folder.path().join("a").join(source.trim_matches('\'')));
+        }
+    }
+    let mut there = Vec::new();
+    let mut folders = vec![folder.path().join("a/models")];
+    while let Some(next) = folders.pop() {
+        for entry in std::fs::read_dir(next).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { folders.push(path) } else { there.push(path) }
+        }
+    }
+    listed.sort();
+    there.sort();
+    assert!(!there.is_empty());
+    assert_eq!(listed, there);
+    assert!(
+        manifest.starts_with("version: '1.4'\nfileList:\n  - destination: '/var/lib/hatchback/models/'\n")
+    );
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let bundle = path("bundle");
+    printed(&["pack", &coupon("model.toml"), "--out", &bundle]);
+    let refused = |args: &[&str]| {
+        let output = hatchback(&[&["image", &bundle, "--out"], args].concat());
+        assert!(!output.status.success(), "{args:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(refused(&[&path("."), "--name", "x"]).contains("exists"));
+    assert!(refused(&[&path("a"), "--name", "../x"]).contains("../x"));
+    assert!(refused(&[&path("b"), "--mib", "0"]).contains("mke2fs"));
+}
