@@ -80,11 +80,8 @@ fn main() -> Result<()> {
     };
     ensure!(!flash.is_empty(), "{}: no model is there", target.machine.models.display());
     if let Command::Serve { .. } = command {
-        for setting in settings::apply(&target) {
-            match (setting.value, setting.missing) {
-                (Some(value), _) => log::info!("{}: {value}", setting.name),
-                (None, why) => log::warn!("{}: {}", setting.name, why.unwrap_or_default()),
-            }
+        for refused in settings::apply(&target).iter().filter_map(settings::refused) {
+            log::warn!("{refused}");
         }
     }
     let lookups = cli.device.unwrap_or(target.device).open(target.tegra_profile);

@@ -141,7 +141,7 @@ fn handle<'a>(model: *const Handle) -> Result<&'a Handle, Refusal> {
 
 fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
     let target = Target::load(Path::new(target)).map_err(refused)?;
-    let lookups = target.device.open(target.tegra_profile).map_err(refused)?;
+    let lookups = target.device.open(target.tegra_profile).map_err(|e| refused(format!("device: {e}")))?;
     let flash = Flash::open(&disk::system(), Path::new(flash)).map_err(refused)?;
     let model = Model::from_flash(&flash, target.budget).map_err(refused)?.onto(&lookups);
     let model =
@@ -293,11 +293,14 @@ pub extern "C" fn hatchback_error() -> *const c_char {
 }
 
 /// Frees a model. The header says how.
+///
+/// # Safety
+/// `model` is null or what `hatchback_open` gave, given back once, and nobody uses it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_close(model: *mut Handle) {
+pub unsafe extern "C" fn hatchback_close(model: *mut Handle) {
     answer(|| {
         if !model.is_null() {
-            // SAFETY: by the header what `hatchback_open` made of a box, given back once, used by nobody.
+            // SAFETY: `hatchback_open` made it of a box, and by the caller's promise it is nobody else's.
             drop(unsafe { Box::from_raw(model) });
         }
         Ok(())

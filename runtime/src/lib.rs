@@ -47,6 +47,7 @@ pub mod target;
 pub mod upkeep;
 mod uring;
 pub mod wear;
+pub mod weights;
 
 pub use hatchback_kernels::cache::Cache;
 pub use hatchback_kernels::codec::{Codec, RowFault, RowFormat, choose_unit_exp};

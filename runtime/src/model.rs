@@ -13,6 +13,7 @@ use crate::reader::{DeviceDepth, PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, Placement, Schema, Table};
 use crate::segment::SegmentError;
 use crate::table_rows::{Place, TableRows};
+use crate::weights;
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::codec::RowFormat;
 use hatchback_kernels::cuda::Device;
@@ -20,7 +21,9 @@ use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::cuda::lookup::Lookup;
 use hatchback_kernels::cuda::step::Step;
 use hatchback_kernels::cuda::tables::{Place as TablePlace, Tables};
-use hatchback_kernels::dense::{DenseEngine, DenseError, DeviceEngine, DeviceOptions, TensorRtOptions};
+use hatchback_kernels::dense::{
+    DenseEngine, DenseError, DeviceEngine, DeviceOptions, TensorRtOptions, Weights,
+};
 use hatchback_kernels::misses::{Miss, Misses};
 use hatchback_kernels::names::{Names, RowKey, mix};
 use hatchback_kernels::query::Status;
@@ -43,6 +46,16 @@ pub enum OpenError {
     /// The GPU does not take the model.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// The dense network does not bear the weights that the budget asks for.
+    #[error("budget.dense_weights = {weights}: probe sample {sample}: {problem}; take wider weights")]
+    Weights {
+        /// The field's value.
+        weights: Weights,
+        /// Which sample, from 0.
+        sample: usize,
+        /// What it scores.
+        problem: String,
+    },
     /// The budget cannot hold the model.
     #[error("budget.{field} = {value}: {problem}")]
     Budget {
@@ -139,7 +152,7 @@ impl Model {
             return Err(too_much(&budget, total, &model.caches, &model.plan));
         }
         model.preload(flash)?;
-        Ok(model)
+        weights::check(model, flash)
     }
 
     /// Takes the caches, as they are now, and the resident tables to where `lookups` are to be made.

@@ -225,6 +225,11 @@ impl Worker {
         self.counters
     }
 
+    /// What the last request gave the dense network, `[batch, width]` in front of each.
+    pub(crate) fn inputs(&self) -> &[HostMemory<f32>] {
+        &self.inputs
+    }
+
     /// The model.
     pub fn model(&self) -> &Arc<Model> {
         &self.model

@@ -26,6 +26,7 @@ use graph::{Graph, Stop};
 use layout::Layout;
 use plan::{Plan, PlanScratch};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// What is applied to the network's output to make scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,6 +49,16 @@ pub enum Weights {
     F16,
     /// 8-bit integers and one scale for each output of a layer: a quarter of the memory.
     Int8,
+}
+
+impl fmt::Display for Weights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Int8 => "int8",
+        })
+    }
 }
 
 /// Why a dense network cannot be used.
