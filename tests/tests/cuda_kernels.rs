@@ -19,6 +19,9 @@ use hatchback_tests::{reference, standin};
 use std::collections::HashMap;
 use std::sync::Arc;
 
+/// Hands over every row that a cache holds.
+type Dump<'a> = dyn Fn(&mut dyn FnMut(RowKey, &[u8])) + 'a;
+
 /// Indexed tables, which are named in 32 bits, and tables of any keys, which are not.
 fn namings() -> [Names; 2] {
     [Names::new(vec![Some(90), Some(4_000_000_000), Some(0)]), Names::new(vec![None, Some(70), None])]
@@ -92,7 +95,7 @@ impl Twin {
 
     fn check(&mut self, random: &mut Random) {
         assert!(self.tables.image(0).unwrap() == self.cpu.image(), "the caches differ");
-        let held = |dump: &dyn Fn(&mut dyn FnMut(RowKey, &[u8]))| {
+        let held = |dump: &Dump<'_>| {
             let mut rows = HashMap::new();
             dump(&mut |row, bytes| assert!(rows.insert(row, bytes.to_vec()).is_none()));
             rows
@@ -301,7 +304,7 @@ impl World {
             let Miss { row, slot, .. } = misses.list()[i];
             let state = match self.tables[usize::from(row.table)].rows.get(&row.key) {
                 None => RowState::Absent,
-                Some(_) if mix(row.key) % 11 == 0 => RowState::Damaged,
+                Some(_) if mix(row.key).is_multiple_of(11) => RowState::Damaged,
                 Some(_) if mix(row.key) % 11 == 1 => RowState::Late,
                 Some(bytes) => {
                     misses.row_mut(slot)[..bytes.len()].copy_from_slice(bytes);

@@ -18,6 +18,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
+/// A network's inputs: name and shape of each.
+type Inputs<'a> = &'a [(&'a str, &'a [usize])];
+
 /// A shim and the twin of a TensorRT release.
 #[derive(Clone)]
 struct Twin {
@@ -276,7 +279,7 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree() {
     let libraries = (at("libtensorrt_rtx.so.1"), at("libtensorrt_onnxparser_rtx.so.1"));
     let shim = at("libhatchback_tensorrt.so");
     let tensorrt = TensorRt::open(&shim, Some((&libraries.0, &libraries.1))).unwrap();
-    let networks: [(&str, &[(&str, &[usize])]); 6] = [
+    let networks: [(&str, Inputs<'_>); 6] = [
         ("tests/data/families/dlrm", &[("dense", &[3]), ("emb", &[6, 8])]),
         ("tests/data/families/dcnv2", &[("dense", &[3]), ("emb", &[7, 4])]),
         ("tests/data/families/deepfm", &[("dense", &[3]), ("first", &[4]), ("second", &[4, 5])]),
