@@ -4,6 +4,7 @@
 
 use crate::batch::Batch;
 use crate::budget::{Budget, MemoryPlan};
+use crate::carry::Carried;
 use crate::flash::Flash;
 use crate::manifest::Generation;
 use crate::model::{Model, OpenError};
@@ -12,6 +13,7 @@ use crate::reader::DeviceDepth;
 use crate::schema::Schema;
 use crate::score::Clock;
 use hatchback_kernels::cuda::Device;
+use hatchback_kernels::dense::TensorRtOptions;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
@@ -70,6 +72,15 @@ pub enum ServingError {
     Threads(#[from] io::Error),
 }
 
+/// What a swap did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Swapped {
+    /// What became of the warm caches' rows.
+    pub carried: Carried,
+    /// How long it kept requests from being submitted at most.
+    pub pause: Duration,
+}
+
 struct Served {
     name: String,
     pipeline: Pipeline,
@@ -84,6 +95,7 @@ pub struct Serving {
     memory_bytes_max: u64,
     device: Arc<DeviceDepth>,
     lookups: Device,
+    tensorrt: Option<TensorRtOptions>,
     clock: Arc<dyn Clock>,
 }
 
@@ -92,13 +104,14 @@ impl Serving {
     /// reads in flight.
     pub fn new(memory_bytes_max: u64, reads_max: u32, clock: Arc<dyn Clock>) -> Self {
         let device = DeviceDepth::new(reads_max as usize);
-        let (models, change, lookups) = (RwLock::default(), Mutex::default(), Device::Cpu);
-        Self { models, change, memory_bytes_max, device, lookups, clock }
+        let (models, change) = (RwLock::default(), Mutex::default());
+        Self { models, change, memory_bytes_max, device, lookups: Device::Cpu, tensorrt: None, clock }
     }
 
-    /// The same, with every model's lookups made on `lookups`.
-    pub fn on(self, lookups: Device) -> Self {
-        Self { lookups, ..self }
+    /// The same, with every model's lookups made on `lookups`; on a GPU its dense networks run there too, on TensorRT where
+    /// that is given and there.
+    pub fn on(self, lookups: Device, tensorrt: Option<TensorRtOptions>) -> Self {
+        Self { lookups, tensorrt, ..self }
     }
 
     fn models(&self) -> RwLockReadGuard<'_, Vec<Served>> {
@@ -126,12 +139,12 @@ impl Serving {
         Ok(())
     }
 
-    /// Serves the live generation of `flash` in place of what `name` is now. Returns when the last request of the
-    /// old generation is answered and its memory is free.
+    /// Serves the live generation of `flash` in place of what `name` is now, with its caches as warm as they were.
+    /// Returns when the last request of the old generation is answered and its memory is free.
     ///
     /// # Errors
     /// There is no such model, requests to it would not fit the new generation, or both do not fit the budget.
-    pub fn swap(&self, name: &str, flash: &Flash, budget: Budget) -> Result<(), ServingError> {
+    pub fn swap(&self, name: &str, flash: &Flash, budget: Budget) -> Result<Swapped, ServingError> {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         if self.schema(name).is_none() {
             return Err(ServingError::NotLoaded(name.to_owned()));
@@ -142,14 +155,18 @@ impl Serving {
         {
             return Err(ServingError::Shape { name: name.to_owned(), field, problem });
         }
+        let old = self.with(name, |old| Arc::clone(old.model()));
+        let carried = old.map(|old| pipeline.model().carry(&old)).unwrap_or_default();
+        let begun = self.clock.now();
         {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
             if let Some(served) = models.iter_mut().find(|m| m.name == name) {
                 std::mem::swap(&mut served.pipeline, &mut pipeline);
             }
         }
+        let pause = self.clock.now().saturating_sub(begun);
         drop(pipeline);
-        Ok(())
+        Ok(Swapped { carried, pause })
     }
 
     /// Ends serving `name`, after what was submitted to it is answered.
@@ -176,15 +193,17 @@ impl Serving {
         let reads_max = self.device.max() as u32;
         let budget = Budget { memory_bytes_max: max.saturating_sub(taken), reads_max, ..budget };
         let model = Model::on_device(flash, budget, Arc::clone(&self.device));
-        let model = model.and_then(|model| model.onto(&self.lookups)).map_err(|source| {
-            let name = name.to_owned();
-            match source {
-                OpenError::Budget { field: "memory_bytes_max", problem, .. } => {
-                    ServingError::Memory { name, max, taken, problem }
+        let model = model.and_then(|model| model.onto(&self.lookups));
+        let model =
+            model.and_then(|model| model.with_dense(flash, self.tensorrt.as_ref())).map_err(|source| {
+                let name = name.to_owned();
+                match source {
+                    OpenError::Budget { field: "memory_bytes_max", problem, .. } => {
+                        ServingError::Memory { name, max, taken, problem }
+                    }
+                    source => ServingError::Open { name, source },
                 }
-                source => ServingError::Open { name, source },
-            }
-        })?;
+            })?;
         Ok(Pipeline::new(Arc::new(model), Arc::clone(&self.clock))?)
     }
 
@@ -229,6 +248,11 @@ impl Serving {
     /// What `name` did since it was loaded or swapped.
     pub fn stats(&self, name: &str) -> Option<Stats> {
         self.with(name, Pipeline::stats)
+    }
+
+    /// What all models together may take.
+    pub fn memory_bytes_max(&self) -> u64 {
+        self.memory_bytes_max
     }
 
     /// Where the memory of each model goes.

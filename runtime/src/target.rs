@@ -3,9 +3,12 @@
 
 use crate::budget::Budget;
 use crate::overlay::DELTAS_MAX;
+use crate::sync::apply::Policy;
+use crate::sync::link::LinkRules;
 use crate::upkeep::Rules;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Profile};
+use hatchback_kernels::dense::TensorRtOptions;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -101,7 +104,7 @@ impl DeviceKind {
 }
 
 /// One machine.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Target {
     /// The Rust target triple of its programs.
@@ -119,12 +122,18 @@ pub struct Target {
     pub tegra_profile: bool,
     /// CUDA version on it.
     pub cuda: Option<String>,
+    /// How TensorRT runs the dense network, where it is to be tried.
+    pub tensorrt_options: Option<TensorRtOptions>,
     /// TensorRT version on it.
     pub tensorrt: Option<String>,
     /// What a model may use.
     pub budget: Budget,
     /// What upkeep of the flash tier may do, and when.
     pub upkeep: Rules,
+    /// When releases are looked for, and what that may cost.
+    pub link: LinkRules,
+    /// What a release must show before it counts as good.
+    pub update: Policy,
     /// How the daemon runs on it.
     pub machine: Machine,
     /// What is shed when it is too hot.
@@ -195,6 +204,9 @@ impl Target {
         }
         if !(1..=100).contains(&busy_percent_max) {
             return refuse("upkeep.busy_percent_max", busy_percent_max, "is not 1 to 100".to_owned());
+        }
+        if let Some(&hour) = self.link.hours.iter().find(|&&hour| hour > 24) {
+            return refuse("link.hours", hour.into(), "is beyond 24".to_owned());
         }
         let Machine { realtime_priority, ref cpus, .. } = self.machine;
         if realtime_priority > REALTIME_PRIORITY_MAX {

@@ -2,9 +2,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback::Weights;
+use hatchback::budget::Budget;
+use hatchback::model::{Model, OpenError};
 use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, Placement};
 use hatchback::score::{SystemClock, Worker};
+use hatchback::weights::SCORE_DIFFERENCE_MAX;
 use hatchback_tests::models::{
     Installed, install_spec, open_with_least_cache, repository, score_all, tiny_budget,
 };
@@ -108,4 +112,52 @@ fn the_probe_set_comes_back_from_flash() {
         let flash = hatchback::flash::Flash::open(&hatchback::disk::system(), &installed.flash).unwrap();
         assert_eq!(flash.probe().unwrap(), probe(family, &installed));
     }
+}
+
+/// The family's model without its probe set, so that nothing can be compared when it is opened.
+fn without_probe(family: &str) -> Installed {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(repository(&format!("tests/data/families/{family}"))).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+    }
+    let path = folder.path().join("model.toml");
+    let spec = std::fs::read_to_string(&path).unwrap();
+    let (before, probe) = spec.split_once("[probe]").unwrap();
+    assert!(!probe.contains("\n["), "the probe set is described last");
+    std::fs::write(&path, before).unwrap();
+    install_spec(path.to_str().unwrap(), Some(CodecChoice::F32), None)
+}
+
+#[test]
+fn weights_that_move_a_probe_score_are_refused_and_no_others() {
+    let (mut refused, mut taken) = (0, 0);
+    for family in FAMILIES {
+        let (bare, whole) = (without_probe(family), installed(family, CodecChoice::F32, None));
+        let samples = probe(family, &whole);
+        let budget = |dense_weights| Budget { dense_weights, ..tiny_budget(&whole.schema, 32) };
+        let scores = |weights| {
+            let model = open_with_least_cache(&bare.flash, budget(weights));
+            score_all(&mut Worker::new(model, Arc::new(SystemClock::default())), &samples, 1).0
+        };
+        let trained = scores(Weights::F32);
+        for weights in [Weights::F16, Weights::Int8] {
+            let off = furthest(&scores(weights), &trained);
+            let wide = Budget { cache_bytes_max: 1 << 20, ..budget(weights) };
+            println!("{family}, {weights}: a score moves by {off:.1e}");
+            match Model::open(&hatchback::disk::system(), &whole.flash, wide) {
+                Ok(_) => {
+                    assert!(off <= SCORE_DIFFERENCE_MAX, "{family}, {weights}: taken");
+                    taken += 1;
+                }
+                Err(OpenError::Weights { weights: named, sample, .. }) => {
+                    assert!(off > SCORE_DIFFERENCE_MAX, "{family}, {weights}: refused");
+                    assert!(named == weights && sample < samples.len());
+                    refused += 1;
+                }
+                Err(e) => panic!("{family}, {weights}: {e}"),
+            }
+        }
+    }
+    assert!(refused > 0 && taken > 0, "{refused} refused, {taken} taken");
 }

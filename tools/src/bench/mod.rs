@@ -2,8 +2,10 @@
 //! reports share. Never judges a run by another machine's figures.
 
 mod beside;
+mod delta;
 mod dlrm;
 mod flash;
+mod gpu;
 mod hits;
 mod ladder;
 mod load;
@@ -16,7 +18,9 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 use std::fmt;
 
+pub use delta::DeltaArgs;
 pub use flash::FlashArgs;
+pub use gpu::GpuArgs;
 pub use hits::HitsArgs;
 pub use ladder::LadderArgs;
 pub use load::{Load, Measured};
@@ -33,8 +37,12 @@ pub struct BenchArgs {
 /// What is measured.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
+    /// Measures updates applied while requests are served
+    Delta(DeltaArgs),
     /// Measures cold rows from flash beside the raw device and other row stores
     Flash(FlashArgs),
+    /// Measures lookups and whole requests on a GPU
+    Gpu(GpuArgs),
     /// Measures hit rates of the cache beside other policies, and its rows a MiB
     Hits(HitsArgs),
     /// Measures one pipeline under a rising number of callers
@@ -51,7 +59,9 @@ pub enum BenchCommand {
 /// A model is refused or a file cannot be read or written.
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
+        BenchCommand::Delta(args) => delta::run(args),
         BenchCommand::Flash(args) => flash::run(args),
+        BenchCommand::Gpu(args) => gpu::run(args),
         BenchCommand::Hits(args) => hits::run(args),
         BenchCommand::Ladder(args) => ladder::run(args),
         BenchCommand::Lookup(args) => lookup::run(args),
@@ -94,6 +104,11 @@ impl Bar {
     /// A figure that must be `bar` at least.
     pub fn at_least(name: impl Into<String>, value: f64, bar: f64) -> Self {
         Self { name: name.into(), bar, found: Found::Measured { value, holds: value >= bar } }
+    }
+
+    /// A figure that must be `bar` at most.
+    pub fn at_most(name: impl Into<String>, value: f64, bar: f64) -> Self {
+        Self { name: name.into(), bar, found: Found::Measured { value, holds: value <= bar } }
     }
 
     /// The same of a figure that is only there if its peer ran.
