@@ -140,7 +140,7 @@ fn many_workers_on_one_model_score_as_one() {
         table: i % 3,
         pooling: pooling(i),
         hotness_max: 1 + (i as u32 * 5) % 6,
-        second_input: i % 3 == 0,
+        second_input: i.is_multiple_of(3),
     };
     let plan = ModelPlan {
         name: "busy".to_owned(),
