@@ -1,14 +1,17 @@
 //! `hatchbackd`: the in-car daemon. Reads a target and flash directories, reports what the machine is, or takes all
 //! memory at start, then checks the models against their probe sets or serves scores on a Unix socket;
-//! keeps the flash tier healthy meanwhile. Never touches the network.
+//! keeps the flash tier healthy and takes staged releases up meanwhile. What serves never touches the network; what
+//! fetches (`sync`) is a process of its own that never opens a model.
 
 #![forbid(unsafe_code)]
 
+mod latency;
 mod machine;
 mod server;
 mod settings;
 mod shed;
 mod supervisor;
+mod update;
 mod upkeep;
 
 use anyhow::{Context, Result, ensure};
@@ -19,11 +22,15 @@ use hatchback::flash::Flash;
 use hatchback::score::SystemClock;
 use hatchback::serving::Serving;
 use hatchback::target::{DeviceKind, Target};
+use hatchback_link::daemon::{self, SyncArgs};
+use latency::Latencies;
 use machine::{Report, Root};
+use server::Server;
 use shed::Shed;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use update::{Update, UpdateThread};
 use upkeep::UpkeepThread;
 
 /// Serves recommendation models from flash
@@ -66,7 +73,15 @@ enum Command {
         /// The socket; created at start, removed at the end
         #[arg(long)]
         socket: PathBuf,
+        /// The sync directory from which a model takes its releases [default name: the only model's]
+        #[arg(long, value_name = "[NAME=]DIR")]
+        sync: Vec<String>,
+        /// The fleet's first root, in a place that `sync` cannot write
+        #[arg(long)]
+        root: Option<PathBuf>,
     },
+    /// Fetches releases for `serve` to take up
+    Sync(SyncArgs),
 }
 
 fn main() -> Result<()> {
@@ -79,6 +94,15 @@ fn main() -> Result<()> {
         return report(&root, &target, &flash, cli.json);
     };
     ensure!(!flash.is_empty(), "{}: no model is there", target.machine.models.display());
+    let mut updates = match &command {
+        Command::Sync(args) => {
+            ensure!(flash.len() == 1, "one `sync` serves one flash directory");
+            return daemon::run(args, named(&flash[0]).1.to_owned(), target.link);
+        }
+        Command::Serve { sync, root, .. } => updates(&flash, sync, root.as_deref(), &target)?,
+        Command::Check { .. } => Vec::new(),
+    };
+    updates.iter_mut().try_for_each(Update::begin)?;
     if let Command::Serve { .. } = command {
         for refused in settings::apply(&target).iter().filter_map(settings::refused) {
             log::warn!("{refused}");
@@ -90,8 +114,8 @@ fn main() -> Result<()> {
     log::info!("lookups on: {}", lookups.name());
     let budget = target.budget;
     let clock = Arc::new(SystemClock::default());
-    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock)
-        .on(lookups, target.tensorrt_options.clone());
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    let serving = Arc::new(serving.on(lookups, target.tensorrt_options.clone()));
     for given in &flash {
         let (name, flash) = open(given)?;
         serving.load(&name, &flash, budget)?;
@@ -103,21 +127,33 @@ fn main() -> Result<()> {
             let (name, flash) = open(given)?;
             check(&serving, &name, &flash, tolerance).with_context(|| format!("model `{name}`"))
         }),
-        Command::Serve { socket } => serve(&serving, &target, &flash, &root, &socket),
+        Command::Serve { socket, .. } => serve(&serving, &target, &flash, updates, &root, &socket),
+        Command::Sync(_) => Ok(()),
     }
 }
 
-/// Serves on `socket`, with upkeep of the directories beside it.
-fn serve(serving: &Serving, target: &Target, flash: &[String], root: &Root, socket: &Path) -> Result<()> {
-    let shed = Arc::new(Shed::default());
+/// Serves on `socket`, with upkeep of the directories and updates beside it.
+fn serve(
+    serving: &Arc<Serving>,
+    target: &Target,
+    flash: &[String],
+    updates: Vec<Update>,
+    root: &Root,
+    socket: &Path,
+) -> Result<()> {
+    let (shed, latencies) = (Arc::new(Shed::default()), Arc::new(Latencies::default()));
     // Two models may be two names of one directory.
     let directories: BTreeSet<&Path> = flash.iter().map(|given| named(given).1).collect();
     let start = |directory| UpkeepThread::start(directory, target.upkeep, Arc::clone(&shed));
     let upkeep = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+    let start = |update| UpdateThread::start(update, serving, &latencies);
+    let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;
     let served = server::listen(socket).and_then(|listener| {
-        let serve = || server::serve(serving, &listener, socket, &shed);
+        let serve =
+            || server::serve(Server { serving, latencies: &latencies, shed: &shed }, &listener, socket);
         shed.watch(root, &target.shed, || supervisor::watched(serving, serve))
     });
+    updates.into_iter().for_each(UpdateThread::stop);
     upkeep.into_iter().for_each(UpkeepThread::stop);
     served
 }
@@ -150,6 +186,23 @@ fn named(given: &str) -> (Option<&str>, &Path) {
         Some((name, directory)) if !name.contains('/') => (Some(name), Path::new(directory)),
         _ => (None, Path::new(given)),
     }
+}
+
+/// The updates of the models that have a sync directory.
+fn updates(flash: &[String], sync: &[String], root: Option<&Path>, target: &Target) -> Result<Vec<Update>> {
+    let root =
+        root.map(|path| std::fs::read(path).with_context(|| path.display().to_string())).transpose()?;
+    let update = |given: &String| {
+        let (name, directory) = named(given);
+        let of = flash.iter().map(|f| named(f)).find(|(n, _)| flash.len() == 1 || *n == name);
+        let (served, place) = of.with_context(|| format!("--sync {given}: no such model is served"))?;
+        let (disk, directory) = (disk::system(), directory.to_owned());
+        let sync =
+            hatchback::sync::Sync { disk, directory, flash: place.to_owned(), lineage: None, cohort: 0 };
+        let name = served.or(name).unwrap_or_default().to_owned();
+        Ok(Update { name, sync, budget: target.budget, policy: target.update, root: root.clone() })
+    };
+    sync.iter().map(update).collect()
 }
 
 /// Opens a flash directory; without a name the model has its own.

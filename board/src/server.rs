@@ -1,6 +1,7 @@
 //! The socket: one sample a line in, one score a line out, in order, a thread for each connection. When all request
 //! slots of a model are taken the answer is `busy`, at once. SIGTERM ends accepting, answers what was received, returns.
 
+use crate::latency::Latencies;
 use crate::shed::Shed;
 use anyhow::{Context, Result};
 use hatchback::batch::Batch;
@@ -17,12 +18,23 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Connections held at once; one more is told `busy` and let go.
 const CONNECTIONS_MAX: usize = 256;
 /// How often an idle connection looks whether the daemon is stopping.
 const IDLE: Duration = Duration::from_millis(100);
+
+/// What requests meet.
+#[derive(Clone, Copy)]
+pub struct Server<'a> {
+    /// The models.
+    pub serving: &'a Serving,
+    /// How long requests took.
+    pub latencies: &'a Latencies,
+    /// What is shed.
+    pub shed: &'a Shed,
+}
 
 /// Takes the socket's place; callers wait from then on.
 ///
@@ -33,7 +45,7 @@ pub fn listen(socket: &Path) -> Result<UnixListener> {
 }
 
 /// Serves until SIGTERM or SIGINT.
-pub fn serve(serving: &Serving, listener: &UnixListener, socket: &Path, shed: &Shed) -> Result<()> {
+pub fn serve(server: Server<'_>, listener: &UnixListener, socket: &Path) -> Result<()> {
     let stopping = Arc::new(AtomicBool::new(false));
     stop_on_signal(&stopping, socket)?;
     let open = AtomicUsize::new(0);
@@ -49,7 +61,7 @@ pub fn serve(serving: &Serving, listener: &UnixListener, socket: &Path, shed: &S
                 }
                 open.fetch_add(1, Ordering::AcqRel);
                 let work = move || {
-                    if let Err(e) = answer_all(serving, shed, &connection, stopping) {
+                    if let Err(e) = answer_all(server, &connection, stopping) {
                         log::warn!("a connection was lost: {e}");
                     }
                     open.fetch_sub(1, Ordering::AcqRel);
@@ -81,12 +93,7 @@ fn stop_on_signal(stopping: &Arc<AtomicBool>, socket: &Path) -> Result<()> {
     Ok(())
 }
 
-fn answer_all(
-    serving: &Serving,
-    shed: &Shed,
-    connection: &UnixStream,
-    stopping: &AtomicBool,
-) -> io::Result<()> {
+fn answer_all(server: Server<'_>, connection: &UnixStream, stopping: &AtomicBool) -> io::Result<()> {
     connection.set_read_timeout(Some(IDLE))?;
     let (mut reader, mut line) = (BufReader::new(connection), Vec::new());
     loop {
@@ -97,7 +104,7 @@ fn answer_all(
                 return answer(connection, &json!({"error": "the line is too long"}));
             }
             Ok(_) => {
-                answer(connection, &score(serving, shed, &line))?;
+                answer(connection, &score(server, &line))?;
                 line.clear();
                 // A caller that never pauses must not keep the daemon from ending.
                 if stopping.load(Ordering::Acquire) && reader.buffer().is_empty() {
@@ -121,12 +128,13 @@ struct Addressed {
     model: Option<String>,
 }
 
-fn score(serving: &Serving, shed: &Shed, line: &[u8]) -> Value {
-    let Some(_turn) = shed.turn() else { return json!({"error": "busy"}) };
-    scored(serving, line).unwrap_or_else(|problem| json!({"error": problem}))
+fn score(server: Server<'_>, line: &[u8]) -> Value {
+    let Some(_turn) = server.shed.turn() else { return json!({"error": "busy"}) };
+    scored(server, line).unwrap_or_else(|problem| json!({"error": problem}))
 }
 
-fn scored(serving: &Serving, line: &[u8]) -> Result<Value, String> {
+fn scored(server: Server<'_>, line: &[u8]) -> Result<Value, String> {
+    let serving = server.serving;
     let text = std::str::from_utf8(line).map_err(|e| e.to_string())?;
     let names = serving.names();
     let name = match (serde_json::from_str(text).map_err(|e| e.to_string())?, names.as_slice()) {
@@ -138,11 +146,13 @@ fn scored(serving: &Serving, line: &[u8]) -> Result<Value, String> {
     let sample = Sample::from_json(text, &schema).map_err(|e| e.to_string())?;
     let mut batch = Batch::new(&schema, 1);
     batch.push(&schema, &sample).map_err(|e| e.to_string())?;
+    let began = Instant::now();
     let ticket = serving.submit(&name, &batch, None).map_err(|e| match e {
         RequestError::Busy(_) => "busy".to_owned(),
         e => e.to_string(),
     })?;
     let answer = ticket.wait().map_err(|e| e.to_string())?;
+    server.latencies.record(&name, ticket.generation(), began.elapsed());
     let scores = answer.scores();
     Ok(json!({"score": scores.values, "status": scores.statuses[0]}))
 }

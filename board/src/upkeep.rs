@@ -104,7 +104,7 @@ impl Work {
     fn follow_and_step(&mut self) -> Result<Did, FlashError> {
         let before = self.flash.manifest().generation.clone();
         if self.flash.refresh()? && self.flash.manifest().generation != before {
-            log::info!("{} is live on flash; the next start serves it", self.flash.manifest().generation);
+            log::info!("{} is live on flash", self.flash.manifest().generation);
             self.upkeep.wrote(now(), installed_bytes(&self.flash));
         }
         let did = self.upkeep.step(&mut self.flash, now(), self.pace.pages())?;

@@ -202,15 +202,29 @@ impl Flash {
         bundle: &mut BundleReader,
         progress: impl FnMut(u64),
     ) -> Result<Self, FlashError> {
+        Self::prepare(disk, directory, bundle, progress)?.commit()
+    }
+
+    /// Lays a bundle on flash beside what is live, checked and durable, so that it can be tried before it is live.
+    /// Nobody else changes the directory until what is returned is committed or dropped.
+    ///
+    /// # Errors
+    /// As `install`.
+    pub fn prepare(
+        disk: &Arc<dyn Disk>,
+        directory: &Path,
+        bundle: &mut BundleReader,
+        progress: impl FnMut(u64),
+    ) -> Result<Prepared, FlashError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
-        let _lock = lock(disk.as_ref(), directory)?;
+        let lock = lock(disk.as_ref(), directory)?;
         let held = match read_live(disk.as_ref(), directory)? {
             None => None,
             Some(_) => Some(Self::open(disk, directory)?),
         };
         let hash = sha256(bundle.manifest_bytes());
         if held.as_ref().is_some_and(|h| h.record.live.manifest == hash) {
-            return Self::open(disk, directory);
+            return Ok(Prepared { flash: Self::open(disk, directory)?, is_live: true, _lock: lock });
         }
         refuse(directory, bundle, held.as_ref())?;
         let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
@@ -221,10 +235,8 @@ impl Flash {
         let live = next_state(bundle.manifest(), hash, &counts, held.as_ref());
         check_deltas(bundle.path(), &live, &counts)?;
         let record = LiveRecord { live, previous: held.map(|h| h.record.live) };
-        write_live(disk.as_ref(), directory, &record)?;
-        let flash = Self::open(disk, directory)?;
-        flash.reclaim();
-        Ok(flash)
+        let (disk, directory, manifest) = (Arc::clone(disk), directory.to_owned(), bundle.manifest().clone());
+        Ok(Prepared { flash: Self { disk, directory, record, manifest }, is_live: false, _lock: lock })
     }
 
     /// Makes the generation before the live one live again.
@@ -239,7 +251,9 @@ impl Flash {
             return Err(FlashError::Field { path: self.directory, field: "previous", problem });
         };
         write_live(self.disk.as_ref(), &self.directory, &LiveRecord { live: previous, previous: None })?;
-        Self::open(&self.disk, &self.directory)
+        let flash = Self::open(&self.disk, &self.directory)?;
+        flash.reclaim();
+        Ok(flash)
     }
 
     /// The flash directory.
@@ -431,6 +445,46 @@ impl Flash {
         let hot: u64 = self.manifest.tables.iter().filter_map(|t| t.hot).map(blob).sum();
         let rest = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob) + hot;
         (0..self.manifest.tables.len()).try_fold(rest, |sum, i| Ok(sum + self.table(i)?.file_bytes()))
+    }
+}
+
+/// A generation that lies on flash whole and is not live yet. Dropped, it becomes live never, and its space returns
+/// with the next change of what is live.
+pub struct Prepared {
+    flash: Flash,
+    is_live: bool,
+    _lock: Lock,
+}
+
+impl Prepared {
+    /// The directory as it would be with this generation live.
+    pub fn flash(&self) -> &Flash {
+        &self.flash
+    }
+
+    /// Gives it up, and its space.
+    pub fn discard(self) {
+        let Flash { disk, directory, .. } = &self.flash;
+        // Where nothing is live the next bundle is written over it.
+        if let Ok(live) = Flash::open(disk, directory) {
+            live.reclaim();
+        }
+    }
+
+    /// Makes it live.
+    ///
+    /// # Errors
+    /// The live record cannot be written.
+    pub fn commit(self) -> Result<Flash, FlashError> {
+        let Flash { disk, directory, record, .. } = &self.flash;
+        if !self.is_live {
+            write_live(disk.as_ref(), directory, record)?;
+        }
+        let flash = Flash::open(disk, directory)?;
+        if !self.is_live {
+            flash.reclaim();
+        }
+        Ok(flash)
     }
 }
 

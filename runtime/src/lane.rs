@@ -55,6 +55,8 @@ pub struct Stats {
     pub batches: u64,
     /// Requests refused because every slot was taken.
     pub busy: u64,
+    /// Requests that were answered with an error.
+    pub failed: u64,
     /// Requests that wait now.
     pub waiting: usize,
     /// Keys named ahead that there was no room for.
@@ -344,6 +346,7 @@ pub fn work(lane: &Lane, mut worker: Worker) {
         let lost = &hand.requests[hand.answered..];
         log::error!("a worker panicked with {} requests in hand; another takes its place", lost.len());
         lost.iter().for_each(|r| lane.finish(r.slot, Err(RequestError::Panicked), |_| ()));
+        lock(&lane.queue).stats.failed += lost.len() as u64;
         if hand.ahead {
             lock(&lane.queue).ahead = 0;
         }
@@ -451,6 +454,7 @@ fn score(lane: &Lane, worker: &mut Worker, batch: &mut Batch, hand: &mut Hand) {
                 lane.finish(r.slot, Err(RequestError::Score(Arc::clone(&e))), |_| ());
                 hand.answered += 1;
             }
+            lock(&lane.queue).stats.failed += hand.requests.len() as u64;
         }
     }
     hand.requests.clear();

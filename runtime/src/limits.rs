@@ -57,6 +57,8 @@ pub const TARGETS_BYTES_MAX: u64 = 5 << 20;
 pub const ROTATIONS_MAX: u32 = 256;
 /// Seconds by which the car's clock may be behind the newest signed time.
 pub const CLOCK_SLACK_S: u64 = 3600;
+/// Starts with a release that may end without an end in good order before it is taken back.
+pub const STARTS_MAX: u32 = 5;
 /// Times that an object is asked for again from where it broke off.
 pub const BREAKS_MAX: u32 = 64;
 /// Times in a row of those that may bring nothing.

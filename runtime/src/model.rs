@@ -343,7 +343,13 @@ impl Model {
 }
 
 /// Reads the pages of `keys` in file order and inserts those keys' rows. A bad page costs its rows' warmth only.
-fn preload_table(number: usize, rows: &TableRows, cache: &Cache, keys: &[u64], reader: &mut PageReader) {
+pub(crate) fn preload_table(
+    number: usize,
+    rows: &TableRows,
+    cache: &Cache,
+    keys: &[u64],
+    reader: &mut PageReader,
+) {
     let mut places: Vec<(Place, u64)> = keys.iter().filter_map(|&k| Some((rows.locate(k)?, k))).collect();
     places.sort_unstable();
     let groups: Vec<&[(Place, u64)]> = places.chunk_by(|a, b| a.0 == b.0).collect();

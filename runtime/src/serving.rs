@@ -4,6 +4,7 @@
 
 use crate::batch::Batch;
 use crate::budget::{Budget, MemoryPlan};
+use crate::carry::Carried;
 use crate::flash::Flash;
 use crate::manifest::Generation;
 use crate::model::{Model, OpenError};
@@ -71,6 +72,15 @@ pub enum ServingError {
     Threads(#[from] io::Error),
 }
 
+/// What a swap did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Swapped {
+    /// What became of the warm caches' rows.
+    pub carried: Carried,
+    /// How long it kept requests from being submitted at most.
+    pub pause: Duration,
+}
+
 struct Served {
     name: String,
     pipeline: Pipeline,
@@ -129,12 +139,12 @@ impl Serving {
         Ok(())
     }
 
-    /// Serves the live generation of `flash` in place of what `name` is now. Returns when the last request of the
-    /// old generation is answered and its memory is free.
+    /// Serves the live generation of `flash` in place of what `name` is now, with its caches as warm as they were.
+    /// Returns when the last request of the old generation is answered and its memory is free.
     ///
     /// # Errors
     /// There is no such model, requests to it would not fit the new generation, or both do not fit the budget.
-    pub fn swap(&self, name: &str, flash: &Flash, budget: Budget) -> Result<(), ServingError> {
+    pub fn swap(&self, name: &str, flash: &Flash, budget: Budget) -> Result<Swapped, ServingError> {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         if self.schema(name).is_none() {
             return Err(ServingError::NotLoaded(name.to_owned()));
@@ -145,14 +155,18 @@ impl Serving {
         {
             return Err(ServingError::Shape { name: name.to_owned(), field, problem });
         }
+        let old = self.with(name, |old| Arc::clone(old.model()));
+        let carried = old.map(|old| pipeline.model().carry(&old)).unwrap_or_default();
+        let begun = self.clock.now();
         {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
             if let Some(served) = models.iter_mut().find(|m| m.name == name) {
                 std::mem::swap(&mut served.pipeline, &mut pipeline);
             }
         }
+        let pause = self.clock.now().saturating_sub(begun);
         drop(pipeline);
-        Ok(())
+        Ok(Swapped { carried, pause })
     }
 
     /// Ends serving `name`, after what was submitted to it is answered.
@@ -234,6 +248,11 @@ impl Serving {
     /// What `name` did since it was loaded or swapped.
     pub fn stats(&self, name: &str) -> Option<Stats> {
         self.with(name, Pipeline::stats)
+    }
+
+    /// What all models together may take.
+    pub fn memory_bytes_max(&self) -> u64 {
+        self.memory_bytes_max
     }
 
     /// Where the memory of each model goes.

@@ -3,6 +3,8 @@
 
 use crate::budget::Budget;
 use crate::overlay::DELTAS_MAX;
+use crate::sync::apply::Policy;
+use crate::sync::link::LinkRules;
 use crate::upkeep::Rules;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Profile};
@@ -102,7 +104,7 @@ impl DeviceKind {
 }
 
 /// One machine.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Target {
     /// The Rust target triple of its programs.
@@ -128,6 +130,10 @@ pub struct Target {
     pub budget: Budget,
     /// What upkeep of the flash tier may do, and when.
     pub upkeep: Rules,
+    /// When releases are looked for, and what that may cost.
+    pub link: LinkRules,
+    /// What a release must show before it counts as good.
+    pub update: Policy,
     /// How the daemon runs on it.
     pub machine: Machine,
     /// What is shed when it is too hot.
@@ -198,6 +204,9 @@ impl Target {
         }
         if !(1..=100).contains(&busy_percent_max) {
             return refuse("upkeep.busy_percent_max", busy_percent_max, "is not 1 to 100".to_owned());
+        }
+        if let Some(&hour) = self.link.hours.iter().find(|&&hour| hour > 24) {
+            return refuse("link.hours", hour.into(), "is beyond 24".to_owned());
         }
         let Machine { realtime_priority, ref cpus, .. } = self.machine;
         if realtime_priority > REALTIME_PRIORITY_MAX {

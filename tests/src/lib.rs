@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 pub mod flash_check;
+pub mod fleet;
 pub mod goldens;
 pub mod models;
 pub mod mutate;
@@ -14,6 +15,7 @@ pub mod parsers;
 pub mod random;
 pub mod reference;
 pub mod rewrite;
+pub mod rollout;
 pub mod sim_disk;
 pub mod standin;
 pub mod versions;

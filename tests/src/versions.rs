@@ -23,6 +23,8 @@ pub type Rows = BTreeMap<u64, Vec<u8>>;
 /// The generations of one model.
 pub struct Versions {
     folder: tempfile::TempDir,
+    /// The values behind `rows`.
+    plain: Vec<[Plain; 2]>,
     /// For each generation the bundle that leads to it from the one before (the first is a snapshot).
     pub deltas: Vec<PathBuf>,
     /// For each generation its snapshot bundle.
@@ -72,7 +74,8 @@ impl Versions {
         let widths: Vec<(String, usize)> = vec![("a".to_owned(), DIMS[0]), ("b".to_owned(), DIMS[1])];
         std::fs::write(folder.path().join("dense.onnx"), onnx::concat(&widths, "out")).unwrap();
         let mut tables: [Plain; 2] = std::array::from_fn(|t| first_table(t, rows, &mut random));
-        let mut versions = Self { folder, deltas: Vec::new(), snapshots: Vec::new(), rows: Vec::new() };
+        let mut versions =
+            Self { folder, plain: Vec::new(), deltas: Vec::new(), snapshots: Vec::new(), rows: Vec::new() };
         for generation in 1..=n as u64 {
             if generation > 1 {
                 tables
@@ -83,6 +86,14 @@ impl Versions {
             versions.add(generation, &tables);
         }
         versions
+    }
+
+    /// The bundle that leads from generation `from` straight to generation `to`.
+    pub fn merged(&self, from: usize, to: usize) -> PathBuf {
+        let out = self.folder.path().join(format!("merged{from}-{to}"));
+        let parent = Flash::open(&disk::system(), &self.folder.path().join(format!("flash{from}"))).unwrap();
+        pack_all(to as u64, &self.plain[to - 1], Some(&parent), self.folder.path(), &out);
+        out
     }
 
     fn add(&mut self, generation: u64, tables: &[Plain; 2]) {
@@ -100,6 +111,7 @@ impl Versions {
         let flash = lay_on_flash(&delta, &at("flash")).unwrap();
         let rows = |t: usize| expected(&flash, t, &tables[t]);
         self.rows.push([rows(0), rows(1)]);
+        self.plain.push(tables.clone());
         self.deltas.push(delta);
         self.snapshots.push(snapshot);
     }

@@ -1,6 +1,7 @@
-//! A link with faults, over any other one: it breaks after so many bytes, never ends, hands out single bytes, or
-//! answers everything with the same page.
+//! A link with faults, over any other one: it breaks after so many bytes or by chance, never ends, hands out single
+//! bytes, mixes answers up, or answers everything with the same page.
 
+use crate::random::Random;
 use hatchback::sync::link::{Link, LinkError, Take};
 use std::ops::ControlFlow;
 
@@ -17,6 +18,10 @@ pub struct Faults {
     pub single_bytes: bool,
     /// Answers everything with this.
     pub portal: Option<&'static [u8]>,
+    /// Of a hundred answers so many break off at a random byte, or give nothing at all.
+    pub loss_percent: u64,
+    /// Answers with what was asked for before, every so many times.
+    pub swaps_one_in: u64,
 }
 
 /// The link.
@@ -29,12 +34,13 @@ pub struct Wire<L> {
     pub bytes: u64,
     /// What was asked for.
     pub asked: Vec<String>,
+    random: Random,
 }
 
 impl<L: Link> Wire<L> {
     /// `link` with `faults`.
     pub fn new(link: L, faults: Faults) -> Self {
-        Self { link, faults, bytes: 0, asked: Vec::new() }
+        Self { link, faults, bytes: 0, asked: Vec::new(), random: Random::new(17) }
     }
 }
 
@@ -43,10 +49,15 @@ impl<L: Link> Link for Wire<L> {
         self.asked.push(path.to_owned());
         let (faults, bytes) = (&self.faults, &mut self.bytes);
         let (mut broke, mut given) = (false, 0);
+        let lost = self.random.below(100) < faults.loss_percent;
+        let until = if lost { self.random.below(4_000) } else { u64::MAX };
+        let swapped = faults.swaps_one_in > 0 && self.random.one_in(faults.swaps_one_in);
+        let other = if swapped { self.asked.iter().rev().nth(1).cloned() } else { None };
+        let path = other.as_deref().unwrap_or(path);
         let mut hand = |piece: &[u8]| {
             for part in piece.chunks(if faults.single_bytes { 1 } else { piece.len().max(1) }) {
                 let all = faults.breaks_after.map_or(u64::MAX, |n| n.saturating_sub(*bytes));
-                let each = faults.breaks_each.map_or(u64::MAX, |n| n.saturating_sub(given));
+                let each = faults.breaks_each.unwrap_or(u64::MAX).min(until).saturating_sub(given);
                 let left = all.min(each).min(part.len() as u64);
                 broke = left < part.len() as u64;
                 (*bytes, given) = (*bytes + left, given + left);

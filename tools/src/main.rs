@@ -8,7 +8,7 @@ use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
 use hatchback_tools::pack::{Overrides, pack_file_onto};
 use hatchback_tools::spec::CodecChoice;
-use hatchback_tools::{bench, demo, eval, image, inspect, publish, report, run, serve, signing, sync};
+use hatchback_tools::{bench, demo, eval, image, inspect, publish, report, run, serve, signing, sync, tuf};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -29,6 +29,8 @@ enum Command {
     Keys(signing::KeysArgs),
     Publish(publish::PublishArgs),
     Sync(sync::SyncArgs),
+    #[command(hide = true)]
+    Tuf(tuf::TufArgs),
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
     Bench(bench::BenchArgs),
@@ -90,6 +92,7 @@ fn main() -> ExitCode {
         Command::Keys(args) => signing::run(&args),
         Command::Publish(args) => publish::run(&args),
         Command::Sync(args) => sync::run(&args),
+        Command::Tuf(args) => tuf::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Bench(args) => bench::run(&args),

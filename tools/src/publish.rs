@@ -8,33 +8,41 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::manifest::sha256;
-use hatchback::sync::release::{BYTES, chunk_path, manifest_path, target_name};
+use hatchback::sync::release::{BYTES, SHARE, chunk_path, manifest_path, target_name};
 use hatchback::sync::trust::PUBLISHED;
-use object_store::{ObjectStore, ObjectStoreExt, PutPayload, local::LocalFileSystem};
+use object_store::local::LocalFileSystem;
+use object_store::prefix::PrefixStore;
+use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use serde::Serialize;
 use serde_json::Value;
 use sigstore_tuf::TrustedMetadataSet;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
+use tokio::runtime::Runtime;
 use tough::editor::RepositoryEditor;
 use tough::schema::{Hashes, Signed, Target, Targets};
 use tough::{TargetName, schema};
+use url::Url;
 
 /// Signs bundles and puts them where cars fetch them
 #[derive(Args, Debug)]
 pub struct PublishArgs {
     /// Bundles: snapshots and deltas
     bundles: Vec<PathBuf>,
-    /// The repository: a directory that a web server or a CDN hands out
+    /// The repository: a directory that a web server or a CDN hands out, or with the feature `s3` an `s3://BUCKET/PREFIX`
+    /// (endpoint and keys from the AWS_... environment)
     #[arg(long)]
-    to: PathBuf,
+    to: String,
     /// The folder of the keys and roots (`hatchback keys new`)
     #[arg(long)]
     keys: PathBuf,
-    /// Takes back this sequence; a car that has it stays on it until a newer release comes
-    #[arg(long)]
-    revoke: Vec<u64>,
+    /// Takes back this release; a car that has committed it says so, and stays on it until a newer one comes
+    #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
+    revoke: Vec<String>,
+    /// Share of the fleet that may have these bundles, per cent; publish them again to widen it
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u8).range(1..=100))]
+    share: u8,
     /// Days until cars take the timestamp for frozen: publish again before that
     #[arg(long, default_value_t = 7)]
     days: u64,
@@ -63,10 +71,19 @@ pub trait Store {
     /// # Errors
     /// As `get`.
     fn put(&self, path: &str, content: Vec<u8>) -> Result<()>;
+    /// The same where there must be none yet.
+    ///
+    /// # Errors
+    /// There is one, or as `get`.
+    fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()>;
 }
 
 /// Anything that the `object_store` crate reaches.
-pub struct Objects(Box<dyn ObjectStore>);
+pub struct Objects {
+    store: Box<dyn ObjectStore>,
+    /// One for all calls: connections live in it.
+    runtime: Runtime,
+}
 
 impl Objects {
     /// The directory at `path`, made if it is missing.
@@ -75,7 +92,28 @@ impl Objects {
     /// It cannot be made.
     pub fn directory(path: &Path) -> Result<Self> {
         std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
-        Ok(Self(Box::new(LocalFileSystem::new_with_prefix(path)?)))
+        Self::of(Box::new(LocalFileSystem::new_with_prefix(path)?))
+    }
+
+    /// The store at `to`: an address that `object_store` knows, or a directory.
+    ///
+    /// # Errors
+    /// There is no such store, or this program was built without it.
+    pub fn open(to: &str) -> Result<Self> {
+        if !to.contains("://") {
+            return Self::directory(Path::new(to));
+        }
+        let address = Url::parse(to).with_context(|| to.to_owned())?;
+        let options = std::env::vars().map(|(key, value)| (key.to_ascii_lowercase(), value));
+        let options = options.filter(|(key, _)| key.starts_with("aws_"));
+        let (store, prefix) =
+            object_store::parse_url_opts(&address, options).with_context(|| to.to_owned())?;
+        Self::of(Box::new(PrefixStore::new(store, prefix)))
+    }
+
+    fn of(store: Box<dyn ObjectStore>) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        Ok(Self { store, runtime })
     }
 }
 
@@ -89,16 +127,22 @@ fn found<T>(result: object_store::Result<T>) -> Result<Option<T>> {
 impl Store for Objects {
     fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
         let path = path.into();
-        let bytes = block_on(async { self.0.get(&path).await?.bytes().await })?;
+        let bytes = self.runtime.block_on(async { self.store.get(&path).await?.bytes().await });
         Ok(found(bytes)?.map(Into::into))
     }
 
     fn has(&self, path: &str) -> Result<bool> {
-        Ok(found(block_on(self.0.head(&path.into()))?)?.is_some())
+        Ok(found(self.runtime.block_on(self.store.head(&path.into())))?.is_some())
     }
 
     fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
-        block_on(self.0.put(&path.into(), PutPayload::from(content)))??;
+        self.runtime.block_on(self.store.put(&path.into(), PutPayload::from(content)))?;
+        Ok(())
+    }
+
+    fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()> {
+        let new = PutOptions::from(PutMode::Create);
+        self.runtime.block_on(self.store.put_opts(&path.into(), PutPayload::from(content), new))?;
         Ok(())
     }
 }
@@ -116,17 +160,29 @@ impl Store for DryRun<'_> {
     fn put(&self, _: &str, _: Vec<u8>) -> Result<()> {
         Ok(())
     }
+    fn put_new(&self, _: &str, _: Vec<u8>) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// What a publish changes.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Change {
     /// Bundles to add.
     pub bundles: Vec<PathBuf>,
-    /// Sequences to take back.
-    pub revoke: Vec<u64>,
+    /// Which share of the fleet may have them, per cent.
+    pub share: u8,
+    /// Releases to take back: `SEQUENCE` where there is one lineage, or `LINEAGE/SEQUENCE`.
+    pub revoke: Vec<String>,
     /// Seconds until the timestamp expires; snapshot and targets last ten times as long.
     pub expires_s: u64,
+}
+
+impl Default for Change {
+    /// Nothing but a new timestamp, for a day.
+    fn default() -> Self {
+        Self { bundles: Vec::new(), share: 100, revoke: Vec::new(), expires_s: DAY_S }
+    }
 }
 
 /// What was published.
@@ -151,11 +207,11 @@ pub struct Published {
 /// # Errors
 /// A bundle, a key or the repository is refused; cars see nothing of it then.
 pub fn run(args: &PublishArgs) -> Result<()> {
-    let store = Objects::directory(&args.to)?;
+    let store = Objects::open(&args.to)?;
     let dry = DryRun(&store);
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
     let (bundles, revoke) = (args.bundles.clone(), args.revoke.clone());
-    let change = Change { bundles, revoke, expires_s: args.days * DAY_S };
+    let change = Change { bundles, share: args.share, revoke, expires_s: args.days * DAY_S };
     let done = publish(store, &args.keys, &change, crate::sync::now()?)?;
     if args.json {
         return report::write_json(Path::new("-"), &done);
@@ -178,6 +234,19 @@ struct Present {
     signed: Option<Signed<Targets>>,
 }
 
+/// The versions that a publish signs.
+struct Next {
+    timestamp: u64,
+    snapshot: u64,
+    targets: u64,
+}
+
+impl Present {
+    fn next(&self) -> Next {
+        Next { timestamp: self.timestamp + 1, snapshot: self.snapshot + 1, targets: self.targets + 1 }
+    }
+}
+
 /// Publishes `change` in `store`, signed with the keys in `keys`, as of `now` (seconds since 1970).
 ///
 /// # Errors
@@ -187,27 +256,36 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     let mut done = Published { version: present.timestamp + 1, ..Published::default() };
     let mut added = Vec::new();
     for path in &change.bundles {
-        added.push(put_bundle(store, path, &mut done)?);
+        added.push(put_bundle(store, path, change.share, &mut done)?);
     }
     let revoked = revoked(&present, &change.revoke)?;
     done.added = added.iter().map(|(name, _)| name.raw().to_owned()).collect();
     done.revoked = revoked.iter().map(|name| name.raw().to_owned()).collect();
     let folder = tempfile::tempdir()?;
-    block_on(sign(keys, &present, added, &revoked, change.expires_s, now, folder.path()))??;
+    let mut next = present.next();
+    // What a killed publish left keeps its number: no car was led to it.
+    while store.has(&format!("metadata/{}.targets.json", next.targets))? {
+        next.targets += 1;
+    }
+    while store.has(&format!("metadata/{}.snapshot.json", next.snapshot))? {
+        next.snapshot += 1;
+    }
+    let lasts = (now, change.expires_s);
+    block_on(sign(keys, (&present, &next), added, &revoked, lasts, folder.path()))??;
     for (version, path) in roots(keys)? {
         let name = format!("metadata/{version}.root.json");
         if !store.has(&name)? {
             store.put(&name, std::fs::read(&path)?)?;
         }
     }
-    for name in [
-        format!("{}.targets.json", present.targets + 1),
-        format!("{}.snapshot.json", present.snapshot + 1),
-        "timestamp.json".to_owned(),
-    ] {
-        let content = std::fs::read(folder.path().join(&name)).with_context(|| name.clone())?;
-        store.put(&format!("metadata/{name}"), content)?;
+    let signed = |name: &str| std::fs::read(folder.path().join(name)).with_context(|| name.to_owned());
+    for name in [format!("{}.targets.json", next.targets), format!("{}.snapshot.json", next.snapshot)] {
+        let put = store.put_new(&format!("metadata/{name}"), signed(&name)?);
+        put.with_context(|| format!("{name}: another publisher is at work? Nothing was published"))?;
     }
+    let meanwhile = self::present(store, keys)?.timestamp;
+    ensure!(meanwhile == present.timestamp, "another publisher was faster; nothing was published: try again");
+    store.put("metadata/timestamp.json", signed("timestamp.json")?)?;
     Ok(done)
 }
 
@@ -253,7 +331,12 @@ fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
     }
 }
 
-fn put_bundle(store: &dyn Store, path: &Path, done: &mut Published) -> Result<(TargetName, Target)> {
+fn put_bundle(
+    store: &dyn Store,
+    path: &Path,
+    share: u8,
+    done: &mut Published,
+) -> Result<(TargetName, Target)> {
     let mut bundle = BundleReader::open(path)?;
     let mut bytes = 0;
     bundle.each_stored(|chunk, stored| {
@@ -274,36 +357,47 @@ fn put_bundle(store: &dyn Store, path: &Path, done: &mut Published) -> Result<(T
     let target = Target {
         length: content.len() as u64,
         hashes: Hashes { sha256: hash.to_vec().into(), _extra: HashMap::new() },
-        custom: HashMap::from([(BYTES.to_owned(), Value::from(bytes))]),
+        custom: HashMap::from([
+            (BYTES.to_owned(), Value::from(bytes)),
+            (SHARE.to_owned(), Value::from(share)),
+        ]),
         _extra: HashMap::new(),
     };
     Ok((TargetName::new(name)?, target))
 }
 
-fn revoked(present: &Present, sequences: &[u64]) -> Result<Vec<TargetName>> {
+/// The targets that `releases` name. One without a lineage must be of the only one.
+fn revoked(present: &Present, releases: &[String]) -> Result<Vec<TargetName>> {
     let names: Vec<TargetName> =
         present.signed.iter().flat_map(|s| s.signed.targets.keys()).cloned().collect();
-    let of = |name: &TargetName, sequence: u64| {
-        let file = name.raw().rsplit('/').next().unwrap_or_default();
-        file.split('-').next().and_then(|s| s.parse().ok()) == Some(sequence)
+    let parts = |name: &TargetName| {
+        let (lineage, file) = name.raw().split_once('/')?;
+        Some((lineage.to_owned(), file.split('-').next()?.parse::<u64>().ok()?))
     };
+    let lineages: BTreeSet<String> = names.iter().filter_map(parts).map(|(lineage, _)| lineage).collect();
     let mut revoked = Vec::new();
-    for sequence in sequences {
+    for release in releases {
+        let (lineage, sequence) = match (release.split_once('/'), lineages.first()) {
+            (Some((lineage, sequence)), _) => (lineage, sequence),
+            (None, Some(only)) if lineages.len() == 1 => (only.as_str(), release.as_str()),
+            _ => bail!("--revoke {release}: say LINEAGE/SEQUENCE; published are {lineages:?}"),
+        };
+        let sequence: u64 = sequence.parse().with_context(|| format!("--revoke {release}"))?;
         let before = revoked.len();
-        revoked.extend(names.iter().filter(|name| of(name, *sequence)).cloned());
-        ensure!(revoked.len() > before, "sequence {sequence} is not published");
+        let wanted = Some((lineage.to_owned(), sequence));
+        revoked.extend(names.iter().filter(|name| parts(name) == wanted).cloned());
+        ensure!(revoked.len() > before, "--revoke {release}: is not published");
     }
     Ok(revoked)
 }
 
-/// Signs the next version of all three roles into `folder`.
+/// Signs the next version of all three roles into `folder`, as of `now` and for `expires_s`.
 async fn sign(
     keys: &Path,
-    present: &Present,
+    (present, next): (&Present, &Next),
     added: Vec<(TargetName, Target)>,
     revoked: &[TargetName],
-    expires_s: u64,
-    now: u64,
+    (now, expires_s): (u64, u64),
     folder: &Path,
 ) -> Result<()> {
     let roots = roots(keys)?;
@@ -312,14 +406,14 @@ async fn sign(
     if let Some(signed) = &present.signed {
         editor.targets(signed.clone())?;
     }
-    let next = |version: u64| NonZeroU64::new(version + 1).context("version");
+    let version = |version: u64| NonZeroU64::new(version).context("version");
     let (soon, late) = (timestamp(now + expires_s)?, timestamp(now + 10 * expires_s)?);
-    let mut stamp = schema::Timestamp::new("1.0.0".to_owned(), next(present.timestamp)?, soon);
+    let mut stamp = schema::Timestamp::new("1.0.0".to_owned(), version(next.timestamp)?, soon);
     stamp._extra.insert(PUBLISHED.to_owned(), Value::from(now));
     editor.timestamp(stamp)?;
-    editor.timestamp_version(next(present.timestamp)?).timestamp_expires(soon);
-    editor.snapshot_version(next(present.snapshot)?).snapshot_expires(late);
-    editor.targets_version(next(present.targets)?)?.targets_expires(late)?;
+    editor.timestamp_version(version(next.timestamp)?).timestamp_expires(soon);
+    editor.snapshot_version(version(next.snapshot)?).snapshot_expires(late);
+    editor.targets_version(version(next.targets)?)?.targets_expires(late)?;
     for (name, target) in added {
         editor.add_target(name, target)?;
     }

@@ -32,6 +32,12 @@ enum Action {
         /// Signatures that a new root needs
         #[arg(long, default_value_t = 2)]
         root_threshold: u64,
+        /// Keys of each of the other roles
+        #[arg(long, default_value_t = 1)]
+        role_keys: usize,
+        /// Signatures that each of the other roles needs
+        #[arg(long, default_value_t = 1)]
+        role_threshold: u64,
         /// Days until the root expires
         #[arg(long, default_value_t = 365)]
         days: u64,
@@ -61,8 +67,9 @@ pub const ROLES: [RoleType; 4] = [RoleType::Root, RoleType::Targets, RoleType::S
 pub fn run(args: &KeysArgs) -> Result<()> {
     let now = crate::sync::now()?;
     let path = match &args.action {
-        Action::New { keys, root_keys, root_threshold, days } => {
-            let counts = [(*root_keys, *root_threshold), (1, 1), (1, 1), (1, 1)];
+        Action::New { keys, root_keys, root_threshold, role_keys, role_threshold, days } => {
+            let other = (*role_keys, *role_threshold);
+            let counts = [(*root_keys, *root_threshold), other, other, other];
             new_fleet(keys, counts, now + days * DAY_S)?
         }
         Action::Rotate { keys, role, days } => rotate(keys, *role, now + days * DAY_S)?,

@@ -1,16 +1,20 @@
-//! `sync`: what a car does, once: takes up what a repository has signed and brings a flash directory forward to
-//! it. Only reads the command line and shows the progress; the work is `hatchback::sync`.
+//! `sync`: what a car does, once, in one process: takes up what a repository has signed and brings a flash directory
+//! forward to it. Only reads the command line and shows the progress; the work is `hatchback::sync`.
 
-use crate::link::{DirectoryLink, HttpLink, HttpOptions};
 use crate::report;
 use crate::serve::progress_bar;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
+use hatchback::budget::Budget;
 use hatchback::disk;
 use hatchback::score::SystemClock;
 use hatchback::sync::Sync;
-use hatchback::sync::link::{Fetcher, Link, LinkLimits};
+use hatchback::sync::apply::{Host, Policy};
+use hatchback::sync::link::{Fetcher, LinkLimits};
+use hatchback::sync::state::{State, Status};
 use hatchback::sync::trust::Trust;
+use hatchback::target::Target;
+use hatchback_link::{LinkOptions, open};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -18,13 +22,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 #[derive(Args, Debug)]
 pub struct SyncArgs {
     /// The repository: a directory, or the address of a web server
-    #[arg(long, required_unless_present = "status")]
+    #[arg(long, required_unless_present_any = ["status", "consent"])]
     from: Option<String>,
-    /// The sync directory: what is trusted, and what is being fetched
+    /// The sync directory: what is trusted, what is being fetched, and where the update is
     #[arg(long)]
     state: PathBuf,
     /// The flash directory
-    #[arg(long, required_unless_present = "status")]
+    #[arg(long, required_unless_present_any = ["status", "consent"])]
     flash: Option<PathBuf>,
     /// The fleet's root, the first time
     #[arg(long)]
@@ -32,9 +36,18 @@ pub struct SyncArgs {
     /// Which model, where nothing is live yet and the repository has several
     #[arg(long)]
     lineage: Option<String>,
-    /// Most MiB to receive in this run; the next one goes on
+    /// When this car gets a release that a share of the fleet gets first: from 0, with the first per cent, to 99
+    #[arg(long, default_value_t = 99, value_parser = clap::value_parser!(u8).range(..100))]
+    cohort: u8,
+    /// A target file, such as targets/cpu.toml, that says what a release must show [default: no more than its probe set]
+    #[arg(long)]
+    target: Option<PathBuf>,
+    /// Most MiB to receive in this run, but a chunk at least; the next one goes on
     #[arg(long)]
     mib_max: Option<f64>,
+    /// Most MiB a second
+    #[arg(long)]
+    mib_per_s: Option<f64>,
     /// Certificates to trust, a PEM file [default: the system's]
     #[arg(long)]
     ca: Option<PathBuf>,
@@ -44,7 +57,10 @@ pub struct SyncArgs {
     /// The address of a proxy
     #[arg(long)]
     proxy: Option<String>,
-    /// Prints what the last run did, and does nothing
+    /// Agrees to the release that waits for it, and does nothing else
+    #[arg(long)]
+    consent: bool,
+    /// Prints where the update is and how it came there, and does nothing
     #[arg(long)]
     status: bool,
     /// Prints the status as JSON
@@ -60,59 +76,87 @@ pub fn now() -> Result<u64> {
     Ok(SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?.as_secs())
 }
 
-/// The link to the repository at `from`.
-///
-/// # Errors
-/// Its options are wrong.
-pub fn link(from: &str, options: &HttpOptions) -> Result<Box<dyn Link>> {
-    if from.starts_with("http://") || from.starts_with("https://") {
-        return Ok(Box::new(HttpLink::new(from, options)?));
-    }
-    let path = from.strip_prefix("file://").unwrap_or(from);
-    Ok(Box::new(DirectoryLink(path.into())))
-}
-
 /// Runs the command.
 ///
 /// # Errors
 /// Why the sync stopped; what was live is live.
 pub fn run(args: &SyncArgs) -> Result<()> {
-    let disk = disk::system();
     let flash = args.flash.clone().unwrap_or_default();
-    let sync = Sync { disk, directory: args.state.clone(), flash, lineage: args.lineage.clone() };
-    if !args.status {
-        if let Some(root) = &args.root {
-            let root = std::fs::read(root).with_context(|| root.display().to_string())?;
-            Trust::init(sync.disk.as_ref(), &sync.directory, &root)?;
-        }
-        let (ca, client, proxy) = (args.ca.clone(), args.client.clone(), args.proxy.clone());
-        let mut link = link(args.from.as_deref().unwrap_or_default(), &HttpOptions { ca, client, proxy })?;
-        let bytes_max = args.mib_max.map_or(u64::MAX, |mib| (mib * 1_048_576.0) as u64);
-        let clock = SystemClock::default();
-        let limits = LinkLimits { bytes_max, ..LinkLimits::default() };
-        let mut fetcher = Fetcher::new(link.as_mut(), &clock, limits);
-        let bar = progress_bar(0, "fetching", "{bytes}/{total_bytes}");
-        let ran = sync.run(&mut fetcher, now()?, |bytes, total| {
-            bar.set_length(total);
-            bar.set_position(bytes);
-        });
-        bar.finish_and_clear();
-        if let Err(e) = ran {
-            if args.json {
-                report::write_json(Path::new("-"), &sync.status())?;
-            }
-            return Err(e.into());
-        }
-    }
+    let directory = args.state.clone();
+    let sync =
+        Sync { disk: disk::system(), directory, flash, lineage: args.lineage.clone(), cohort: args.cohort };
+    let ran = if args.consent {
+        sync.consent(now()?).map_err(Into::into).and_then(|asked| {
+            ensure!(asked, "nothing waits for consent");
+            Ok(())
+        })
+    } else if args.status {
+        Ok(())
+    } else {
+        forward(args, &sync)
+    };
     let status = sync.status();
     if args.json {
-        return report::write_json(Path::new("-"), &status);
+        report::write_json(Path::new("-"), &status)?;
+    } else if ran.is_ok() {
+        print_status(&status, args.status);
+    }
+    ran
+}
+
+fn forward(args: &SyncArgs, sync: &Sync) -> Result<()> {
+    if let Some(root) = &args.root {
+        let root = std::fs::read(root).with_context(|| root.display().to_string())?;
+        Trust::init(sync.disk.as_ref(), &sync.directory, &root)?;
+    }
+    let (budget, policy) = match &args.target {
+        Some(path) => Target::load(path).map(|target| (target.budget, target.update))?,
+        None => (Budget::default(), Policy::default()),
+    };
+    let bytes = |mib: f64| (mib * 1_048_576.0) as u64;
+    let (ca, client, proxy) = (args.ca.clone(), args.client.clone(), args.proxy.clone());
+    let bytes_per_s_max = args.mib_per_s.map_or(0, bytes);
+    let mut link =
+        open(args.from.as_deref().unwrap_or_default(), &LinkOptions { ca, client, proxy, bytes_per_s_max })?;
+    let bytes_max = args.mib_max.map_or(u64::MAX, bytes);
+    let clock = SystemClock::default();
+    let limits = LinkLimits { bytes_max, ..LinkLimits::default() };
+    let mut fetcher = Fetcher::new(link.as_mut(), &clock, limits);
+    let host = Host { policy, budget, watched: None, root: None };
+    let bar = progress_bar(0, "fetching", "{bytes}/{total_bytes}");
+    let ran = sync.run(&mut fetcher, &host, now()?, |bytes, total| {
+        bar.set_length(total);
+        bar.set_position(bytes);
+    });
+    bar.finish_and_clear();
+    ran?;
+    Ok(())
+}
+
+fn print_status(status: &Status, history: bool) {
+    if history && !status.history.is_empty() {
+        let mut table = report::table(&["when", "state", "release", ""]);
+        for event in &status.history {
+            let when = jiff::Timestamp::from_second(event.at as i64).map(|t| t.to_string());
+            let (release, note) = (event.release.clone(), event.note.clone());
+            let when = when.unwrap_or_else(|_| event.at.to_string());
+            table.add_row([
+                when,
+                event.state.to_string(),
+                release.unwrap_or_default(),
+                note.unwrap_or_default(),
+            ]);
+        }
+        println!("{table}");
     }
     let live = status.live.as_deref().unwrap_or("nothing");
-    status.installed.iter().for_each(|release| println!("installed {release}"));
-    println!("{live} is live; {} received", report::bytes(status.bytes_received));
-    if let Some(error) = &status.error {
-        println!("the last run stopped: {error}");
+    println!("{live} is live; {}; {} received", status.state, report::bytes(status.bytes_received));
+    if status.withdrawn {
+        println!("the live release was taken back, and nothing newer is published yet");
     }
-    Ok(())
+    match (&status.error, status.state) {
+        (Some(error), _) => println!("the last attempt ended: {error}"),
+        (None, State::AwaitConsent) => println!("the owner is asked: `hatchback sync --consent`"),
+        (None, _) => {}
+    }
 }

@@ -9,9 +9,10 @@
 
 use crate::import::Source;
 use crate::keys::{ALPHA, Scatter, powerlaw_share};
-use crate::pack::{Overrides, Packed, RowSource, TakeBlock, pack};
+use crate::pack::{Overrides, Packed, RowSource, TakeBlock, pack_onto};
 use crate::spec::{CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec};
 use anyhow::{Context, Result};
+use hatchback::flash::Flash;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{Activation, Pooling, mix};
 use std::path::{Path, PathBuf};
@@ -40,13 +41,18 @@ pub const CRITEO_ONNX: &[u8] = include_bytes!("../demo/criteo/dense.onnx");
 
 /// The model with tables of up to `rows_max` rows: what `pack` takes, with `dense.onnx` in its base folder.
 pub fn criteo(rows_max: u64) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
-    let tables: Vec<Synthetic> = (0..CARDINALITIES.len()).map(|n| Synthetic::new(n, rows_max)).collect();
+    criteo_at(rows_max, (1, 1))
+}
+
+/// Its generation `sequence`: from each to the next one row in `one_in` has other values.
+fn criteo_at(rows_max: u64, at: (u64, u64)) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
+    let tables: Vec<Synthetic> = (0..CARDINALITIES.len()).map(|n| Synthetic::new(n, rows_max, at)).collect();
     let names: Vec<String> = (0..tables.len()).map(|n| format!("cat_{n}")).collect();
     let input = |name: &str, dense, features| InputSpec { name: name.to_owned(), dense, features };
     let spec = ModelSpec {
         format: 1,
         name: "synthetic-criteo".to_owned(),
-        sequence: 1,
+        sequence: at.0,
         dense_features: (0..13).map(|n| format!("int_{n}")).collect(),
         network: NetworkSpec {
             onnx: PathBuf::from("dense.onnx"),
@@ -67,11 +73,26 @@ pub fn criteo(rows_max: u64) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
 /// # Errors
 /// The bundle cannot be written.
 pub fn pack_criteo(rows_max: u64, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Packed> {
+    pack_criteo_at(rows_max, (1, 1), None, out, progress)
+}
+
+/// The same of a later generation, onto `parent`: its sequence, and that from each to the next one row in so many has
+/// other values.
+///
+/// # Errors
+/// The bundle cannot be written, or `parent` cannot be read.
+pub fn pack_criteo_at(
+    rows_max: u64,
+    at: (u64, u64),
+    parent: Option<&Flash>,
+    out: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
     let base = tempfile::tempdir().context("a temporary folder")?;
     let path = base.path().join("dense.onnx");
     std::fs::write(&path, CRITEO_ONNX).with_context(|| path.display().to_string())?;
-    let (spec, sources) = criteo(rows_max);
-    pack(&spec, &sources, base.path(), out, Overrides::default(), progress)
+    let (spec, sources) = criteo_at(rows_max, at);
+    pack_onto(&spec, &sources, parent, base.path(), out, Overrides::default(), progress)
 }
 
 fn feature(number: usize, name: &str) -> FeatureSpec {
@@ -105,13 +126,15 @@ struct Synthetic {
     rows: u64,
     sparse: bool,
     cached: bool,
+    /// The generation, and that one row in so many changes from each to the next.
+    at: (u64, u64),
 }
 
 impl Synthetic {
-    fn new(number: usize, rows_max: u64) -> Self {
+    fn new(number: usize, rows_max: u64, at: (u64, u64)) -> Self {
         let cardinality = CARDINALITIES[number];
         let rows = scaled(cardinality, rows_max);
-        Self { number, rows, sparse: SPARSE.contains(&number), cached: cardinality >= CACHED_ROWS }
+        Self { number, rows, sparse: SPARSE.contains(&number), cached: cardinality >= CACHED_ROWS, at }
     }
 
     fn spec(&self, name: &str) -> TableSpec {
@@ -142,9 +165,16 @@ impl Synthetic {
         order
     }
 
+    /// How many generations before this one there are since the row last changed, counted from the first.
+    fn version(&self, position: u64) -> u64 {
+        let (sequence, one_in) = self.at;
+        let changed = |g: &u64| mix(position << 20 ^ (self.number as u64) << 52 ^ g).is_multiple_of(one_in);
+        (2..=sequence).rev().find(changed).unwrap_or(1) - 1
+    }
+
     /// Values of the row at `position`, close to N(0, 1/sqrt(dim)).
     fn push_row(&self, position: u64, values: &mut Vec<f32>) {
-        let seed = (position << 16 | self.number as u64) * DIM as u64;
+        let seed = (position << 16 | self.number as u64) * DIM as u64 + (self.version(position) << 48);
         push_normals(seed, DIM, 1.0 / (DIM as f32).sqrt(), values);
     }
 }
@@ -158,9 +188,10 @@ impl RowSource for Synthetic {
         self.sparse
     }
 
-    /// Expected counts of `keys::Distribution::PowerLaw` with the default exponent; cached tables only.
+    /// Expected counts of `keys::Distribution::PowerLaw` with the default exponent; cached tables of the first
+    /// generation only: a list of all hot keys is far larger than a delta.
     fn counts(&self) -> Result<Option<Vec<u64>>> {
-        if !self.cached {
+        if !self.cached || self.at.0 > 1 {
             return Ok(None);
         }
         let (scatter, order) = (Scatter::of_table(self.number, self.rows), self.order());
@@ -246,13 +277,13 @@ mod tests {
 
     #[test]
     fn counts_fall_with_the_rank() {
-        let table = Synthetic::new(9, 5000);
+        let table = Synthetic::new(9, 5000, (1, 1));
         let (counts, order) = (table.counts().unwrap().unwrap(), table.order());
         let scatter = Scatter::of_table(9, 5000);
         let by_rank: Vec<u64> =
             (0..5000).map(|r| counts[order[scatter.place(r) as usize] as usize]).collect();
         assert!(by_rank.is_sorted_by(|a, b| a >= b) && by_rank[0] > by_rank[100]);
-        assert!(Synthetic::new(1, 5000).counts().unwrap().is_none());
+        assert!(Synthetic::new(1, 5000, (1, 1)).counts().unwrap().is_none());
     }
 
     /// Hot keys of the bundle are the hot keys of the load: a preloaded cache answers a power law far better

@@ -152,6 +152,14 @@ pub enum SyncError {
         /// What is wrong.
         problem: String,
     },
+    /// It is not used, or no longer: what was live before is live.
+    #[error("release {release} is not used: {why}")]
+    NotUsed {
+        /// Which generation it leads to.
+        release: String,
+        /// Why.
+        why: String,
+    },
     /// Its manifest is refused.
     #[error("release {name}: manifest: {source}")]
     Manifest {

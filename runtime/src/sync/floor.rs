@@ -5,13 +5,12 @@
 use super::error::{SyncError, io_error};
 use crate::commit;
 use crate::disk::Disk;
-use crc_fast::crc32_iscsi as crc32c;
+use crate::sealed;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::Path;
 
 const MAGIC: &[u8; 8] = b"HATCHFLR";
-const HEADER_BYTES: usize = 16;
 /// The format of the record.
 pub const FLOOR_FORMAT: u32 = 1;
 const COPIES: [&str; 2] = ["floor.a", "floor.b"];
@@ -34,15 +33,9 @@ pub struct Floor {
 }
 
 impl Floor {
-    /// The bytes of the record: a magic, a format number, a CRC-32C, then postcard.
+    /// The bytes of the record.
     pub fn encode(&self) -> Vec<u8> {
-        // Integers in memory always encode; an empty body would be refused by `decode`.
-        let body = postcard::to_allocvec(self).unwrap_or_default();
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend(FLOOR_FORMAT.to_le_bytes());
-        bytes.extend(crc32c(&body).to_le_bytes());
-        bytes.extend(body);
-        bytes
+        sealed::encode(MAGIC, FLOOR_FORMAT, self)
     }
 
     /// Reads a record back.
@@ -50,25 +43,7 @@ impl Floor {
     /// # Errors
     /// What is wrong.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let Some((header, body)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
-            return Err(format!("{} bytes are too few", bytes.len()));
-        };
-        let word =
-            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
-        if &header[..8] != MAGIC {
-            return Err("is not a floor record".to_owned());
-        }
-        if word(8) != FLOOR_FORMAT {
-            return Err(format!("format {} is not {FLOOR_FORMAT}, the one this version reads", word(8)));
-        }
-        if word(12) != crc32c(body) {
-            return Err("checksum does not match".to_owned());
-        }
-        match postcard::take_from_bytes(body) {
-            Ok((floor, [])) => Ok(floor),
-            Ok((_, rest)) => Err(format!("{} bytes follow it", rest.len())),
-            Err(e) => Err(format!("does not decode ({e})")),
-        }
+        sealed::decode(MAGIC, FLOOR_FORMAT, bytes)
     }
 
     /// The newest whole copy in `directory` and whether both are it; `None` where there never was one.

@@ -1,10 +1,10 @@
 //! The link to the repository: the one seam that everything fetched passes, and the limits on it. A broken
-//! object is asked for again from where it broke; more than was announced, too slow, or beyond the run's budget
-//! ends the run. Opens no socket: whoever runs the sync brings the link.
+//! object is asked for again from where it broke; more than was announced or too slow ends the run. Opens no socket: whoever runs the sync brings the link.
 
 use super::error::SyncError;
 use crate::limits::{BREAKS_MAX, STALLS_MAX};
 use crate::score::Clock;
+use serde::Deserialize;
 use std::ops::ControlFlow;
 use std::time::Duration;
 
@@ -32,10 +32,37 @@ pub enum LinkError {
     Broken(String),
 }
 
+/// When a car looks for releases, and what that may cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LinkRules {
+    /// Minutes from one look to the next; each is up to a quarter earlier or later, so that a fleet spreads.
+    pub poll_minutes: u32,
+    /// Bytes received on a day. What is under way when they are used up goes on the next day.
+    pub bytes_per_day_max: u64,
+    /// Bytes a second; 0 for no limit.
+    pub bytes_per_s_max: u64,
+    /// The hours of the day (UTC) in which it may fetch, from the first to before the second; equal for always.
+    pub hours: [u8; 2],
+}
+
+impl LinkRules {
+    /// Whether it may fetch at `now` (seconds since 1970).
+    pub fn is_open(&self, now: u64) -> bool {
+        let hour = (now / 3600 % 24) as u8;
+        match self.hours {
+            [from, to] if from == to => true,
+            [from, to] if from < to => (from..to).contains(&hour),
+            // Over midnight.
+            [from, to] => hour >= from || hour < to,
+        }
+    }
+}
+
 /// What a run may take from its link.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkLimits {
-    /// Bytes in all.
+    /// Bytes in all: from then on no further chunk is begun.
     pub bytes_max: u64,
     /// Bytes a second, over each object...
     pub rate_min: u64,
@@ -68,10 +95,19 @@ impl<'a> Fetcher<'a> {
         self.bytes
     }
 
+    /// Whether another chunk may be begun.
+    ///
+    /// # Errors
+    /// The budget is used up.
+    pub fn check_budget(&self) -> Result<(), SyncError> {
+        let bytes_max = self.limits.bytes_max;
+        if self.bytes < bytes_max { Ok(()) } else { Err(SyncError::Budget { bytes_max }) }
+    }
+
     /// The whole object at `path`, of at most `bytes_max` bytes.
     ///
     /// # Errors
-    /// It is not there, is longer, comes too slowly or not at all, or the budget is used up.
+    /// It is not there, is longer, comes too slowly or not at all.
     pub fn get(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, SyncError> {
         let (began, mut content, mut stalls) = (self.clock.now(), Vec::new(), 0);
         for _ in 0..BREAKS_MAX {
@@ -107,8 +143,6 @@ impl<'a> Fetcher<'a> {
             let path = path.to_owned();
             stop = if got > bytes_max {
                 Some(SyncError::EndlessData { path, bytes_max })
-            } else if *bytes > limits.bytes_max {
-                Some(SyncError::Budget { bytes_max: limits.bytes_max })
             } else if time > limits.patience && got < limits.rate_min.saturating_mul(time.as_secs()) {
                 Some(SyncError::SlowRetrieval { path, bytes: got, seconds: time.as_secs() })
             } else {

@@ -1,79 +1,46 @@
-//! Sync: from a repository's signed releases to the live generation. One `run` refreshes what is trusted, picks
-//! the way of fewest bytes, fetches, proves and stages each release and installs it. It can be stopped anywhere
+//! Sync: from a repository's signed releases to the live generation, and back if one does not prove itself. Two sides
+//! share one directory and one record (`state.rs`): `fetch`, which has the link and writes nothing but this
+//! directory, and `advance` (`apply.rs`), which has the flash directory and no link. Each can be stopped anywhere
 //! and run again: every step is found done, or done as far as it was, from what lies on disk.
 //!
 //! ```text
-//! DIR/root.json timestamp.json ...  the signed metadata, as they came
-//! DIR/root.factory                  the root that was put here first
+//! DIR/root.json timestamp.json ...  the newest signed metadata, as they came
+//! DIR/root.factory root.2 ...       the root that was put here first, and those after it
 //! DIR/floor.a floor.b               versions and time below which nothing is accepted
-//! DIR/status                        what the last run did (JSON)
-//! DIR/lock                          held by the one process that syncs
+//! DIR/status                        the state of the update, and the last steps
+//! DIR/lock                          held by whoever changes the status
 //! DIR/staged/HASH.manifest          a release's manifest
 //! DIR/staged/HASH.hatch.part        its bundle, as far as it has come
 //! DIR/staged/HASH.hatch             its bundle
-//! DIR/staged/HASH.refused           why it is never to be fetched again
+//! DIR/staged/HASH.refused           why it is never to be installed again
 //! ```
 
+pub mod apply;
 pub mod error;
 pub mod floor;
 pub mod link;
+pub mod probe;
 pub mod release;
 pub mod stage;
+pub mod state;
 pub mod trust;
 
-use crate::bundle::BundleReader;
-use crate::commit;
-use crate::disk::Disk;
-use crate::flash::{Flash, FlashError};
+use crate::disk::{Disk, Lock};
+use crate::flash::Flash;
 use crate::manifest::Generation;
+use apply::Host;
 use error::{SyncError, io_error};
 use link::Fetcher;
 use release::{Release, lineage_of, releases, way};
-use serde::{Deserialize, Serialize};
 use stage::Staging;
-use std::path::{Path, PathBuf};
+use state::{State, Status};
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 use trust::Trust;
 
-/// Where a sync is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Step {
-    /// Nothing is to be done: what is live is the newest that can be reached.
-    #[default]
-    Idle,
-    /// Taking up what was signed.
-    Refreshing,
-    /// Fetching a release.
-    Fetching,
-    /// Installing a release.
-    Installing,
-    /// The run stopped; `error` says why.
-    Failed,
-}
-
-/// The status of a sync directory, as the last run left it.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Status {
-    /// Where the run is, or how it ended.
-    pub step: Step,
-    /// When this was written, seconds since 1970.
-    pub at: u64,
-    /// What is live.
-    pub live: Option<String>,
-    /// The release being fetched or installed.
-    pub release: Option<String>,
-    /// The highest sequence that the repository lists.
-    pub newest: Option<u64>,
-    /// Releases that this run installed.
-    pub installed: Vec<String>,
-    /// Bytes that this run received.
-    pub bytes_received: u64,
-    /// Why it stopped.
-    pub error: Option<String>,
-}
-
 /// One car's sync.
+#[derive(Clone)]
 pub struct Sync {
     /// The disk of both directories.
     pub disk: Arc<dyn Disk>,
@@ -83,45 +50,78 @@ pub struct Sync {
     pub flash: PathBuf,
     /// Which model, where nothing is live yet and the repository has several.
     pub lineage: Option<String>,
+    /// When this car gets a release that is given to a share of the fleet first: 0 with the first per cent, 99 with
+    /// the last.
+    pub cohort: u8,
 }
 
 impl Sync {
-    /// The status that the last run left; the default if there was none.
+    /// Where the update is.
     pub fn status(&self) -> Status {
-        let bytes = self.disk.read(&self.directory.join("status")).unwrap_or_default();
-        serde_json::from_slice(&bytes).unwrap_or_default()
+        Status::read(self.disk.as_ref(), &self.directory)
     }
 
-    /// Brings the flash directory forward as of `now` (seconds since 1970). `progress` is told the bytes of the
-    /// release in hand that are there, and of all of it.
+    /// Both sides in turn, where one process is both, until nothing is left to do or the owner is to be asked. As
+    /// of `now` (seconds since 1970); `progress` is told the bytes of the release in hand that are there, and of all of it.
     ///
     /// # Errors
     /// Why it stopped. What was live is live, or a release on the way to the newest.
     pub fn run(
         &self,
         fetcher: &mut Fetcher<'_>,
+        host: &Host<'_>,
         now: u64,
         mut progress: impl FnMut(u64, u64),
     ) -> Result<Status, SyncError> {
-        let path = self.directory.join("lock");
-        self.disk.create_dir(&self.directory).map_err(io_error(&self.directory))?;
-        let lock = self.disk.lock(&path).map_err(io_error(&path))?;
-        let _lock = lock.ok_or(SyncError::Busy { path })?;
-        let mut status = Status { step: Step::Refreshing, at: now, ..Status::default() };
-        let ran = self.forward(fetcher, now, &mut status, &mut progress);
-        status.bytes_received = fetcher.bytes();
-        status.live = self.live().ok().flatten().map(|g| g.to_string());
-        match &ran {
-            Ok(()) => (status.step, status.release) = (Step::Idle, None),
-            Err(e) => (status.step, status.error) = (Step::Failed, Some(e.to_string())),
+        loop {
+            while self.advance(host, now)? {}
+            let status = self.fetch(fetcher, now, &mut progress)?;
+            if status.state != State::Staged && status.state != State::RollingBack {
+                return Ok(status);
+            }
+            while self.advance(host, now)? {}
+            let status = self.status();
+            match status.state {
+                State::Committed => {}
+                State::Failed => {
+                    let release = status.release.map(|r| r.generation.to_string()).unwrap_or_default();
+                    return Err(SyncError::NotUsed { release, why: status.error.unwrap_or_default() });
+                }
+                _ => return Ok(status),
+            }
         }
-        let saved = self.save(&status);
+    }
+
+    /// The side that fetches: takes up what was signed, and stages the next release on the way to the newest. Where
+    /// the other side has a release in hand it only looks whether that one was taken back.
+    ///
+    /// # Errors
+    /// Why it stopped.
+    pub fn fetch(
+        &self,
+        fetcher: &mut Fetcher<'_>,
+        now: u64,
+        mut progress: impl FnMut(u64, u64),
+    ) -> Result<Status, SyncError> {
+        let _lock = self.lock()?;
+        let mut status = self.status();
+        let before = fetcher.bytes();
+        let ran = self.stage_next(fetcher, now, &mut status, &mut progress);
+        status.bytes_received = fetcher.bytes();
+        status.received.spend(Duration::from_secs(now), fetcher.bytes() - before);
+        status.live = self.live().ok().flatten().map(|g| g.to_string());
+        let saved = match &ran {
+            Err(e) if status.state.is_fetching() => {
+                self.enter(&mut status, State::Failed, now, Some(e.to_string()))
+            }
+            Err(_) | Ok(()) => status.write(self.disk.as_ref(), &self.directory),
+        };
         ran?;
         saved?;
         Ok(status)
     }
 
-    fn forward(
+    fn stage_next(
         &self,
         fetcher: &mut Fetcher<'_>,
         now: u64,
@@ -134,21 +134,52 @@ impl Sync {
         let mut listed = releases(&targets)?;
         staging.reclaim(&listed);
         let live = self.live()?;
-        let Some(lineage) = lineage_of(live.as_ref(), self.lineage.as_deref(), &listed)? else {
-            return Ok(());
-        };
-        listed.retain(|r| r.generation.lineage == lineage);
+        let lineage = lineage_of(live.as_ref(), self.lineage.as_deref(), &listed)?;
+        listed.retain(|r| Some(&r.generation.lineage) == lineage.as_ref() && self.cohort < r.share);
         status.newest = listed.iter().map(|r| r.generation.sequence).max();
-        listed.retain(|r| !staging.is_refused(r));
-        for release in way(live.map(|g| g.sequence), &lineage, &listed)? {
-            status.release = Some(release.generation.to_string());
-            self.note(status, Step::Fetching)?;
-            let bundle = staging.stage(&release, fetcher, |bytes| progress(bytes, release.bytes))?;
-            self.note(status, Step::Installing)?;
-            self.install(&staging, &release, &bundle)?;
-            status.installed.push(release.generation.to_string());
+        status.withdrawn = live.as_ref().is_some_and(|live| status.newest < Some(live.sequence));
+        if !status.state.is_fetching() {
+            let in_hand = status.release.as_ref();
+            if in_hand.is_some_and(|hand| listed.iter().any(|r| r.manifest == hand.manifest)) {
+                return Ok(());
+            }
+            if !matches!(status.state, State::Staged | State::AwaitConsent) {
+                return self.enter(status, State::RollingBack, now, Some("it was taken back".to_owned()));
+            }
         }
-        Ok(())
+        listed.retain(|r| !staging.is_refused(r));
+        let next = way(live.map(|g| g.sequence), lineage.as_deref().unwrap_or_default(), &listed)?;
+        let Some(release) = next.into_iter().next() else {
+            status.release = None;
+            if matches!(status.state, State::Idle | State::Committed) {
+                return Ok(());
+            }
+            return self.enter(status, State::Idle, now, None);
+        };
+        let bytes = release.bytes;
+        status.release = Some(release.clone());
+        status.starts = 0;
+        self.enter(status, State::Notified, now, None)?;
+        self.enter(status, State::Fetching, now, None)?;
+        staging.stage(&release, fetcher, |there| progress(there, bytes))?;
+        self.enter(status, State::Staged, now, None)
+    }
+
+    fn enter(
+        &self,
+        status: &mut Status,
+        state: State,
+        now: u64,
+        note: Option<String>,
+    ) -> Result<(), SyncError> {
+        status.enter(self.disk.as_ref(), &self.directory, state, (now, note))
+    }
+
+    fn lock(&self) -> Result<Lock, SyncError> {
+        let path = self.directory.join("lock");
+        self.disk.create_dir(&self.directory).map_err(io_error(&self.directory))?;
+        let lock = self.disk.lock(&path).map_err(io_error(&path))?;
+        lock.ok_or(SyncError::Busy { path })
     }
 
     fn live(&self) -> Result<Option<Generation>, SyncError> {
@@ -158,47 +189,11 @@ impl Sync {
         }
     }
 
-    /// A bundle that is not installed although it is what was signed is the publisher's fault, and not fetched
-    /// again; one that is damaged is fetched again.
-    fn install(&self, staging: &Staging<'_>, release: &Release, bundle: &Path) -> Result<(), SyncError> {
-        let opened = BundleReader::open_on(self.disk.as_ref(), bundle).map_err(FlashError::from);
-        let installed =
-            opened.and_then(|mut bundle| Flash::install(&self.disk, &self.flash, &mut bundle, |_| {}));
-        match installed {
-            Ok(_) => staging.drop_bundle(release),
-            Err(e) if blames_bundle(&e) => {
-                if staging.is_sound(release) {
-                    staging.refuse(release, &e.to_string())?;
-                }
-                staging.drop_bundle(release)?;
-                Err(e.into())
-            }
-            // No room, another process, the car's own flash: the bundle waits.
-            Err(e) => Err(e.into()),
+    /// Whether what is live is `release`.
+    fn is_live(&self, release: &Release) -> Result<bool, SyncError> {
+        match self.live()? {
+            None => Ok(false),
+            Some(_) => Ok(Flash::open(&self.disk, &self.flash)?.record().live.manifest == release.manifest),
         }
     }
-
-    fn note(&self, status: &mut Status, step: Step) -> Result<(), SyncError> {
-        status.step = step;
-        self.save(status)
-    }
-
-    fn save(&self, status: &Status) -> Result<(), SyncError> {
-        let path = self.directory.join("status");
-        // A status always has a form in JSON.
-        let text = serde_json::to_vec_pretty(status).unwrap_or_default();
-        commit::replace(self.disk.as_ref(), &path, &text).map_err(io_error(&path))
-    }
-}
-
-fn blames_bundle(error: &FlashError) -> bool {
-    matches!(
-        error,
-        FlashError::Bundle(_)
-            | FlashError::Segment(_)
-            | FlashError::Dense { .. }
-            | FlashError::Probe { .. }
-            | FlashError::Schema { .. }
-            | FlashError::Lineage { .. }
-    )
 }

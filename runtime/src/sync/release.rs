@@ -4,14 +4,19 @@
 
 use super::error::SyncError;
 use crate::manifest::{Generation, Hash};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sigstore_tuf::Targets;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The field of a target's `custom` that says how many bytes its chunks take.
 pub const BYTES: &str = "bytes";
 
+/// The field of a target's `custom` that says which share of the fleet may have it, per cent; without it all may.
+pub const SHARE: &str = "share";
+
 /// One release.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Release {
     /// What it leads to.
     pub generation: Generation,
@@ -19,10 +24,22 @@ pub struct Release {
     pub parent: Option<u64>,
     /// Bytes of its chunks, as announced.
     pub bytes: u64,
+    /// Cars with a cohort below this may have it.
+    pub share: u8,
     /// Bytes of its manifest.
     pub manifest_bytes: u64,
     /// SHA-256 of its manifest.
+    #[serde(serialize_with = "write_hex", deserialize_with = "read_hex")]
     pub manifest: Hash,
+}
+
+fn write_hex<S: Serializer>(hash: &Hash, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&hex(hash))
+}
+
+fn read_hex<'de, D: Deserializer<'de>>(from: D) -> Result<Hash, D::Error> {
+    let text = String::deserialize(from)?;
+    unhex(&text).ok_or_else(|| D::Error::custom("a hash has 64 hexadecimal digits"))
 }
 
 /// Hexadecimal digits of a hash.
@@ -92,9 +109,12 @@ pub fn releases(targets: &Targets) -> Result<Vec<Release>, SyncError> {
             let problem = "is missing or not 64 hexadecimal digits".to_owned();
             return Err(SyncError::Release { name: name.clone(), field: "sha256", problem });
         };
-        let bytes = target.custom.as_ref().and_then(|c| c.get(BYTES)).and_then(serde_json::Value::as_u64);
-        let bytes = bytes.unwrap_or(u64::MAX);
-        releases.push(Release { generation, parent, bytes, manifest_bytes: target.length, manifest });
+        let number = |field: &str| {
+            target.custom.as_ref().and_then(|c| c.get(field)).and_then(serde_json::Value::as_u64)
+        };
+        let bytes = number(BYTES).unwrap_or(u64::MAX);
+        let share = number(SHARE).map_or(100, |share| share.min(100) as u8);
+        releases.push(Release { generation, parent, bytes, share, manifest_bytes: target.length, manifest });
     }
     Ok(releases)
 }
@@ -173,7 +193,7 @@ mod tests {
 
     fn release(sequence: u64, parent: Option<u64>, bytes: u64) -> Release {
         let generation = Generation { lineage: "m".to_owned(), sequence };
-        Release { generation, parent, bytes, manifest_bytes: 0, manifest: [0; 32] }
+        Release { generation, parent, bytes, share: 100, manifest_bytes: 0, manifest: [0; 32] }
     }
 
     fn path(live: Option<u64>, releases: &[Release]) -> Vec<(u64, Option<u64>)> {

@@ -10,7 +10,7 @@ use crate::commit::{self, part_of};
 use crate::disk::{Disk, Output};
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use crate::manifest::{Chunk, Manifest, sha256};
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// Space left alone: for records and the file system's own needs.
@@ -65,13 +65,16 @@ impl<'a> Staging<'a> {
         proved.unwrap_or(false)
     }
 
-    /// Drops the finished bundle of `release`.
+    /// Drops the finished bundle of `release`, if it is there.
     ///
     /// # Errors
     /// It cannot be removed.
     pub fn drop_bundle(&self, release: &Release) -> Result<(), SyncError> {
         let path = self.bundle(release);
-        self.disk.remove_file(&path).map_err(io_error(&path))
+        match self.disk.remove_file(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed.map_err(io_error(&path)),
+        }
     }
 
     /// Removes what belongs to none of `releases`. What cannot be removed costs space: it is reported and left.
@@ -116,8 +119,10 @@ impl<'a> Staging<'a> {
         at = at.max(header().len() as u64);
         progress(at);
         let mut unsynced = 0;
-        for chunk in &chunks[taken..] {
-            let fetched = fetch_chunk(chunk, fetcher);
+        for (n, chunk) in chunks[taken..].iter().enumerate() {
+            // However small the budget, a run that can fetch at all brings one chunk.
+            let within = if n == 0 { Ok(()) } else { fetcher.check_budget() };
+            let fetched = within.and_then(|()| fetch_chunk(chunk, fetcher));
             let Ok(stored) = fetched else {
                 out.sync().map_err(io_error(&part))?;
                 return fetched.map(|_| path);

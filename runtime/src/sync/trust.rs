@@ -29,7 +29,7 @@ pub struct Trust {
     /// Both copies of the floor are on disk as it is here.
     floor_saved: bool,
     /// Verified files that are not on disk yet, by name.
-    fresh: Vec<(&'static str, Vec<u8>)>,
+    fresh: Vec<(String, Vec<u8>)>,
     /// A new root took away keys that signed the cached files.
     rotated: bool,
 }
@@ -89,6 +89,30 @@ impl Trust {
         Ok(Self { disk, directory, set, floor, floor_saved, fresh: Vec::new(), rotated: false })
     }
 
+    /// The targets that were taken up last, proved once more from the files in `directory`, without a link and as of
+    /// no time. From `root` on, where that is given, else from the newest root there.
+    ///
+    /// # Errors
+    /// The files are not signed, or do not belong together.
+    pub fn kept(disk: &Arc<dyn Disk>, directory: &Path, root: Option<&[u8]>) -> Result<Targets, SyncError> {
+        let mut trust = Self::open(disk, directory)?;
+        if let Some(root) = root {
+            trust.set = TrustedMetadataSet::from_root(root).map_err(|e| named(e, "root", 0))?;
+            loop {
+                let name = root_name(trust.set.root().version + 1);
+                let Ok(bytes) = disk.read(&directory.join(&name)) else { break };
+                trust.set.update_root(&bytes).map_err(|e| named(e, &name, 0))?;
+            }
+        }
+        trust.load_cached();
+        let path = directory.join("targets.json");
+        let bytes = disk.read(&path).map_err(io_error(&path))?;
+        let taken = trust.set.update_targets(&bytes, jiff::Timestamp::UNIX_EPOCH);
+        taken.map_err(|e| named(e, "targets.json", 0))?;
+        let targets = trust.set.targets_role("targets").cloned();
+        targets.ok_or_else(|| malformed("targets.json", "is not there"))
+    }
+
     /// The floor.
     pub fn floor(&self) -> Floor {
         self.floor
@@ -139,6 +163,7 @@ impl Trust {
                 }
                 self.raise(|floor| floor.root = version);
             }
+            self.keep(&root_name(version), bytes.clone());
             self.keep("root.json", bytes);
         }
         self.above("root", self.floor.root, self.set.root().version)
@@ -241,9 +266,9 @@ impl Trust {
         self.floor_saved &= self.floor == before;
     }
 
-    fn keep(&mut self, name: &'static str, bytes: Vec<u8>) {
-        self.fresh.retain(|(kept, _)| *kept != name);
-        self.fresh.push((name, bytes));
+    fn keep(&mut self, name: &str, bytes: Vec<u8>) {
+        self.fresh.retain(|(kept, _)| kept != name);
+        self.fresh.push((name.to_owned(), bytes));
     }
 
     /// The floor before the files: what is on disk is never above it.
@@ -263,6 +288,11 @@ impl Trust {
             commit::replace(self.disk.as_ref(), &path, &bytes).map_err(io_error(&path))
         })
     }
+}
+
+/// Where a root is kept that was accepted after the first.
+fn root_name(version: u64) -> String {
+    format!("root.{version}")
 }
 
 fn malformed(path: &str, problem: &str) -> SyncError {

@@ -2,6 +2,7 @@
 //! reports share. Never judges a run by another machine's figures.
 
 mod beside;
+mod delta;
 mod dlrm;
 mod flash;
 mod gpu;
@@ -17,6 +18,7 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 use std::fmt;
 
+pub use delta::DeltaArgs;
 pub use flash::FlashArgs;
 pub use gpu::GpuArgs;
 pub use hits::HitsArgs;
@@ -35,6 +37,8 @@ pub struct BenchArgs {
 /// What is measured.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
+    /// Measures updates applied while requests are served
+    Delta(DeltaArgs),
     /// Measures cold rows from flash beside the raw device and other row stores
     Flash(FlashArgs),
     /// Measures lookups and whole requests on a GPU
@@ -55,6 +59,7 @@ pub enum BenchCommand {
 /// A model is refused or a file cannot be read or written.
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
+        BenchCommand::Delta(args) => delta::run(args),
         BenchCommand::Flash(args) => flash::run(args),
         BenchCommand::Gpu(args) => gpu::run(args),
         BenchCommand::Hits(args) => hits::run(args),
@@ -99,6 +104,11 @@ impl Bar {
     /// A figure that must be `bar` at least.
     pub fn at_least(name: impl Into<String>, value: f64, bar: f64) -> Self {
         Self { name: name.into(), bar, found: Found::Measured { value, holds: value >= bar } }
+    }
+
+    /// A figure that must be `bar` at most.
+    pub fn at_most(name: impl Into<String>, value: f64, bar: f64) -> Self {
+        Self { name: name.into(), bar, found: Found::Measured { value, holds: value <= bar } }
     }
 
     /// The same of a figure that is only there if its peer ran.

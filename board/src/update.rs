@@ -1,0 +1,200 @@
+//! Updates on a thread of their own, on the side that serves: takes what `hatchbackd sync` has staged through its probe
+//! and its probation, and serves whatever is live on flash, whoever made it so. The two processes share the sync
+//! directory's record; a datagram on its socket `wake` only saves a second. Never opens a link.
+
+use crate::latency::Latencies;
+use anyhow::{Context, Result};
+use hatchback::budget::Budget;
+use hatchback::flash::Flash;
+use hatchback::serving::Serving;
+use hatchback::sync::Sync;
+use hatchback::sync::apply::{Host, Policy, Watched};
+use hatchback::sync::state::State;
+use hatchback_link::daemon::{now, wake_socket};
+use std::io;
+use std::os::unix::net::UnixDatagram;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How long to wait for a wake-up before looking by itself.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// What one model's updates are made of.
+pub struct Update {
+    /// The name it is served under; empty for the model's own, until `begin`.
+    pub name: String,
+    /// Its sync and flash directories.
+    pub sync: Sync,
+    /// What it may use.
+    pub budget: Budget,
+    /// What a release must show.
+    pub policy: Policy,
+    /// The fleet's first root, read from a place that the syncing process cannot write.
+    pub root: Option<Vec<u8>>,
+}
+
+impl Update {
+    /// To be called before the model is opened: a release that kept this process from ending in good order too often
+    /// goes, and a new car waits for its first one.
+    ///
+    /// # Errors
+    /// The flash directory cannot be changed.
+    pub fn begin(&mut self) -> Result<()> {
+        self.sync.begin(now())?;
+        let root = self.root.as_deref();
+        let nobody = Host { policy: self.policy, budget: self.budget, watched: None, root };
+        while self.sync.status().state == State::RollingBack {
+            self.sync.advance(&nobody, now())?;
+        }
+        if !self.sync.flash.join("live").exists() {
+            log::info!("`{}`: nothing is live yet; waiting for the first release", self.name);
+        }
+        while !self.sync.flash.join("live").exists() {
+            match self.sync.advance(&nobody, now()) {
+                Ok(true) => {}
+                Ok(false) => std::thread::sleep(LOOK),
+                Err(e) => {
+                    log::warn!("update of `{}`: {e}", self.name);
+                    std::thread::sleep(LOOK);
+                }
+            }
+        }
+        if self.name.is_empty() {
+            let flash = Flash::open(&self.sync.disk, &self.sync.flash)?;
+            self.name.clone_from(&flash.manifest().generation.lineage);
+        }
+        Ok(())
+    }
+}
+
+/// The thread. `stop` ends it in good order.
+pub struct UpdateThread {
+    stopping: Arc<AtomicBool>,
+    wake: PathBuf,
+    thread: JoinHandle<()>,
+}
+
+impl UpdateThread {
+    /// Starts the updates of `update` in `serving`.
+    ///
+    /// # Errors
+    /// The socket cannot be bound, or the system gives no thread.
+    pub fn start(update: Update, serving: &Arc<Serving>, latencies: &Arc<Latencies>) -> Result<Self> {
+        let wake = wake_socket(&update.sync.directory);
+        if let Err(e) = std::fs::remove_file(&wake)
+            && e.kind() != io::ErrorKind::NotFound
+        {
+            return Err(e).with_context(|| wake.display().to_string());
+        }
+        let socket = UnixDatagram::bind(&wake).with_context(|| wake.display().to_string())?;
+        socket.set_read_timeout(Some(LOOK))?;
+        let stopping = Arc::new(AtomicBool::new(false));
+        let (serving, latencies) = (Arc::clone(serving), Arc::clone(latencies));
+        let mut work = Work { update, serving, latencies, failed: None, said: String::new() };
+        let stop = Arc::clone(&stopping);
+        let run = move || {
+            if let Err(e) = rustix::process::nice(19) {
+                log::warn!("updates run at the priority of requests: {e}");
+            }
+            while !stop.load(Ordering::Acquire) {
+                work.look();
+                // Whatever woke it, and whether anything did: it looks.
+                let _ = socket.recv(&mut [0; 16]);
+            }
+            if let Err(e) = work.update.sync.end() {
+                log::warn!("update of `{}`: {e}", work.update.name);
+            }
+        };
+        let thread = std::thread::Builder::new().name("update".to_owned()).spawn(run)?;
+        Ok(Self { stopping, wake, thread })
+    }
+
+    /// Ends it after the step that is under way.
+    pub fn stop(self) {
+        self.stopping.store(true, Ordering::Release);
+        if let Ok(socket) = UnixDatagram::unbound() {
+            let _ = socket.send_to(b"stop", &self.wake);
+        }
+        if self.thread.join().is_err() {
+            log::error!("updates ended in a panic");
+        }
+        let _ = std::fs::remove_file(&self.wake);
+    }
+}
+
+struct Work {
+    update: Update,
+    serving: Arc<Serving>,
+    latencies: Arc<Latencies>,
+    /// The generation that could not be served, and why.
+    failed: Option<(String, String)>,
+    /// What was said last of a wait, so that it is said once.
+    said: String,
+}
+
+impl Work {
+    /// Takes every step that can be taken now.
+    fn look(&mut self) {
+        loop {
+            self.follow();
+            let Update { name, sync, budget, policy, root } = &self.update;
+            let taken = self.serving.memory().iter().map(|(_, plan)| plan.total()).sum();
+            let memory_bytes_max = self.serving.memory_bytes_max().saturating_sub(taken);
+            let budget = Budget { memory_bytes_max, ..*budget };
+            let watched = Some(self.watched());
+            let host = Host { policy: *policy, budget, watched, root: root.as_deref() };
+            match sync.advance(&host, now()) {
+                Ok(true) => self.said.clear(),
+                Ok(false) => return,
+                Err(e) => {
+                    let text = e.to_string();
+                    if self.said != text {
+                        log::warn!("update of `{name}` waits: {text}");
+                        self.said = text;
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Serves what is live on flash.
+    fn follow(&mut self) {
+        let Update { name, sync, budget, .. } = &self.update;
+        let flash = match Flash::open(&sync.disk, &sync.flash) {
+            Ok(flash) => flash,
+            Err(e) => return log::warn!("update of `{name}`: {e}"),
+        };
+        let live = &flash.manifest().generation;
+        let failed = self.failed.as_ref().is_some_and(|(generation, _)| *generation == live.to_string());
+        if self.serving.generation(name).as_ref() == Some(live) || failed {
+            return;
+        }
+        match self.serving.swap(name, &flash, *budget) {
+            Ok(swapped) => {
+                self.failed = None;
+                log::info!("serving {live} as `{name}`: {swapped:?}");
+            }
+            Err(e) => {
+                log::error!("{live} is not served: {e}");
+                self.failed = Some((live.to_string(), e.to_string()));
+            }
+        }
+    }
+
+    /// What was seen of the live generation. One that cannot even be served is all faults.
+    fn watched(&self) -> Watched {
+        let name = &self.update.name;
+        match (self.failed.is_some(), self.serving.stats(name), self.serving.generation(name)) {
+            (false, Some(stats), Some(generation)) => Watched {
+                requests: stats.requests,
+                faults: stats.failed + stats.counters.pages_damaged,
+                latency_us_p99: self.latencies.p99_us(name, &generation),
+            },
+            _ => Watched { faults: u64::MAX, ..Watched::default() },
+        }
+    }
+}

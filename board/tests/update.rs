@@ -1,0 +1,155 @@
+//! The two processes of a car: `sync` stages what was published, `serve` takes it through its probe and its probation and
+//! serves it, while callers ask all the time.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::disk;
+use hatchback::sync::state::{State, Status};
+use hatchback_tools::pack::{Overrides, pack_file};
+use hatchback_tools::publish::{Change, Objects, publish};
+use hatchback_tools::signing::new_fleet;
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, SystemTime};
+
+fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+}
+
+struct Fleet {
+    folder: tempfile::TempDir,
+}
+
+impl Fleet {
+    fn new() -> Self {
+        let fleet = Self { folder: tempfile::tempdir().unwrap() };
+        new_fleet(&fleet.at("keys"), [(1, 1); 4], fleet.now() + 10_000).unwrap();
+        for name in ["base", "cpu"] {
+            let file = format!("{name}.toml");
+            std::fs::copy(repository("targets").join(&file), fleet.at(&file)).unwrap();
+        }
+        let own = "inherits = \"cpu\"\n[update]\nrequests_min = 50\n";
+        std::fs::write(fleet.at("own.toml"), own).unwrap();
+        fleet
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn now(&self) -> u64 {
+        SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs()
+    }
+
+    /// Publishes the demo's model as generation `sequence`, its recorded scores off by so much.
+    fn publish(&self, sequence: u64, off: f64) {
+        let model = self.at(&format!("model{sequence}"));
+        std::fs::create_dir_all(&model).unwrap();
+        for entry in std::fs::read_dir(repository("tools/demo/coupon")).unwrap() {
+            let path = entry.unwrap().path();
+            let Ok(bytes) = std::fs::read(&path) else { continue };
+            std::fs::write(model.join(path.file_name().unwrap()), bytes).unwrap();
+        }
+        let spec = std::fs::read_to_string(model.join("model.toml")).unwrap();
+        let spec = spec.replace("sequence = 1", &format!("sequence = {sequence}"));
+        std::fs::write(model.join("model.toml"), spec).unwrap();
+        let probe = std::fs::read_to_string(model.join("probe.jsonl")).unwrap();
+        let moved = probe.lines().map(|line| {
+            let mut sample: Value = serde_json::from_str(line).unwrap();
+            sample["score"] = (sample["score"].as_f64().unwrap() + off).into();
+            format!("{sample}\n")
+        });
+        std::fs::write(model.join("probe.jsonl"), moved.collect::<String>()).unwrap();
+        let bundle = self.at(&format!("{sequence}.hatch"));
+        pack_file(&model.join("model.toml"), &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+        let change = Change { bundles: vec![bundle], ..Change::default() };
+        let store = Objects::directory(&self.at("repository")).unwrap();
+        publish(&store, &self.at("keys"), &change, self.now()).unwrap();
+    }
+
+    fn daemon(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hatchbackd"));
+        command.arg("--target").arg(self.at("own.toml")).arg("--flash").arg(self.at("flash")).args(args);
+        command
+    }
+
+    /// One look of the syncing process.
+    fn sync(&self) -> bool {
+        let (from, state, root) = (self.at("repository"), self.at("sync"), self.at("keys/1.root.json"));
+        let [from, state, root] = [&from, &state, &root].map(|p| p.to_str().unwrap());
+        let args = ["sync", "--once", "--from", from, "--state", state, "--root", root];
+        self.daemon(&args).status().unwrap().success()
+    }
+
+    fn serve(&self) -> Child {
+        std::fs::create_dir_all(self.at("sync")).unwrap();
+        let (socket, state, root) = (self.at("socket"), self.at("sync"), self.at("keys/1.root.json"));
+        let [socket, state, root] = [&socket, &state, &root].map(|p| p.to_str().unwrap());
+        self.daemon(&["serve", "--socket", socket, "--sync", state, "--root", root]).spawn().unwrap()
+    }
+
+    /// Asks over and over until the update is in `state`; every answer is a score.
+    fn ask_until(&self, state: State) -> Status {
+        while UnixStream::connect(self.at("socket")).is_err() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut connection = BufReader::new(UnixStream::connect(self.at("socket")).unwrap());
+        let probe = std::fs::read_to_string(repository("tools/demo/coupon/probe.jsonl")).unwrap();
+        for line in probe.lines().cycle() {
+            writeln!(connection.get_mut(), "{line}").unwrap();
+            let mut answer = String::new();
+            connection.read_line(&mut answer).unwrap();
+            let answer: Value = serde_json::from_str(&answer).unwrap();
+            let expected: Value = serde_json::from_str(line).unwrap();
+            let difference = expected["score"].as_f64().unwrap() - answer["score"][0].as_f64().unwrap();
+            assert!(difference.abs() < 0.01, "{answer}");
+            let status = Status::read(disk::system().as_ref(), &self.at("sync"));
+            if status.state == state {
+                return status;
+            }
+        }
+        unreachable!()
+    }
+}
+
+#[test]
+fn what_is_published_is_served_if_it_proves_itself() {
+    let fleet = Fleet::new();
+    fleet.publish(1, 0.0);
+    // A new car: nothing is live, so it waits for its first release.
+    let mut daemon = fleet.serve();
+    assert!(fleet.sync());
+    let status = fleet.ask_until(State::Committed);
+    assert_eq!(status.live.as_deref(), Some("coupon-dlrm@1"));
+    // Live meanwhile, and watched until it has served its requests.
+    fleet.publish(2, 0.0);
+    assert!(fleet.sync());
+    fleet.ask_until(State::Probation);
+    let status = fleet.ask_until(State::Committed);
+    assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
+    // One that scores other than its trainer said is never live.
+    fleet.publish(3, 0.5);
+    assert!(fleet.sync());
+    let status = fleet.ask_until(State::Failed);
+    assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
+    assert!(status.error.unwrap().contains("a probe score differs by 0.5"), "{:?}", status.history.last());
+    assert!(fleet.sync());
+    assert!(Status::read(disk::system().as_ref(), &fleet.at("sync")).state.is_fetching());
+    // In good order, and again after a kill.
+    Command::new("kill").args(["-TERM", &daemon.id().to_string()]).status().unwrap();
+    assert!(daemon.wait().unwrap().success());
+    let mut daemon = fleet.serve();
+    fleet.publish(4, 0.0);
+    assert!(fleet.sync());
+    fleet.ask_until(State::Probation);
+    daemon.kill().unwrap();
+    daemon.wait().unwrap();
+    let _ = std::fs::remove_file(fleet.at("socket"));
+    let mut daemon = fleet.serve();
+    assert_eq!(fleet.ask_until(State::Committed).live.as_deref(), Some("coupon-dlrm@4"));
+    Command::new("kill").args(["-TERM", &daemon.id().to_string()]).status().unwrap();
+    assert!(daemon.wait().unwrap().success());
+}

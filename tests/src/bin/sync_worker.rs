@@ -1,0 +1,56 @@
+//! A process to be killed: takes a car through its updates until nothing is left to do, and says on stdout which state
+//! it is in. Knows nothing of the rows; the parent checks those.
+//!
+//! Usage: sync_worker REPOSITORY SYNC_DIRECTORY FLASH_DIRECTORY FAULTS, with what goes wrong on probation.
+
+use anyhow::{Context, Result};
+use hatchback::budget::Budget;
+use hatchback::disk;
+use hatchback::score::SystemClock;
+use hatchback::sync::Sync;
+use hatchback::sync::apply::{Host, Policy, Watched};
+use hatchback::sync::link::{Fetcher, LinkLimits};
+use hatchback::sync::state::State;
+use hatchback_link::DirectoryLink;
+use hatchback_tests::fleet::T0;
+
+/// The parent may be dead or have heard enough.
+fn say(state: State) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stdout(), "{state}");
+}
+
+/// Some states last for no longer than a write: they are seen from beside.
+fn watch(sync: &Sync) {
+    let sync = sync.clone();
+    std::thread::spawn(move || {
+        let mut before = None;
+        loop {
+            let state = sync.status().state;
+            if before.replace(state) != Some(state) {
+                say(state);
+            }
+        }
+    });
+}
+
+fn main() -> Result<()> {
+    let args: Vec<String> = std::env::args().collect();
+    let [_, repository, directory, flash, faults] = args.as_slice() else { anyhow::bail!("usage") };
+    let (directory, flash) = (directory.into(), flash.into());
+    let sync = Sync { disk: disk::system(), directory, flash, lineage: None, cohort: 0 };
+    let (mut link, clock) = (DirectoryLink(repository.into()), SystemClock::default());
+    let faults = faults.parse().context("faults")?;
+    let policy = Policy { consent: true, requests_min: 10, ..Policy::default() };
+    let watched = Some(Watched { requests: 10, faults, latency_us_p99: 5 });
+    let host = Host { policy, budget: Budget::default(), watched, root: None };
+    sync.begin(T0 + 50)?;
+    watch(&sync);
+    loop {
+        while sync.advance(&host, T0 + 50)? || sync.consent(T0 + 50)? {}
+        let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+        if sync.fetch(&mut fetcher, T0 + 50, |_, _| {})?.state.is_fetching() {
+            return sync.end().map_err(Into::into);
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! Releases that are signed and wrong, links that are bad for long, and cars that were away for long: one test a name. What
+//! is wrong is refused once and not fetched again; what is late comes in as few bytes as there are changed rows.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::bundle::BundleReader;
+use hatchback::flash::Flash;
+use hatchback::limits::CHUNK_BYTES;
+use hatchback::page::PageBytes;
+use hatchback::sync::error::SyncError;
+use hatchback::sync::link::LinkLimits;
+use hatchback::sync::state::State;
+use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS};
+use hatchback_tests::rewrite::{Parts, renumber, reseal};
+use hatchback_tests::versions::Versions;
+use hatchback_tests::wire::{Faults, Wire};
+use hatchback_tools::publish::{Change, Objects, Store, publish};
+use std::cell::Cell;
+use std::sync::atomic::AtomicU64;
+
+/// Publishes generation 2 as `change` makes it, every hash and signature valid: the car refuses it, says why, stays on
+/// generation 1, does not fetch it again, and takes generation 3.
+#[track_caller]
+fn refused(kind: &str, change: impl FnOnce(&mut Parts), why: &str) {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let from = if kind == "delta" { &VERSIONS.deltas[1] } else { &VERSIONS.snapshots[1] };
+    let mut parts = Parts::read(from);
+    change(&mut parts);
+    let bad = fleet.folder.path().join("bad.hatch");
+    std::fs::write(&bad, parts.bytes()).unwrap();
+    fleet.publish(T0 + 10, &bad);
+    let error = car.run(&mut fleet.link(), T0 + 11).unwrap_err();
+    assert!(matches!(&error, SyncError::NotUsed { why: found, .. } if found.contains(why)), "{error}");
+    assert_eq!((car.live(), car.sync.status().state), (1, State::Failed));
+    let mut wire = Wire::new(fleet.link(), Faults::default());
+    let status = car.run(&mut wire, T0 + 12).unwrap();
+    assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
+    assert_eq!((status.newest, car.live()), (Some(2), 1));
+    fleet.publish(T0 + 13, &VERSIONS.snapshots[2]);
+    car.run(&mut fleet.link(), T0 + 14).unwrap();
+    assert_eq!(car.live(), 3);
+}
+
+#[test]
+fn a_zip_bomb() {
+    let bomb = zstd::bulk::compress(&vec![0; 64 << 20], 19).unwrap();
+    let pack = |parts: &mut Parts| {
+        let dense = parts.manifest.dense as usize;
+        parts.manifest.blobs[dense].chunks[0].raw = CHUNK_BYTES as u32;
+        parts.stored[dense] = vec![bomb];
+    };
+    refused("snapshot", pack, "does not decompress");
+}
+
+#[test]
+fn duplicate_and_unsorted_keys() {
+    let twice = |pages: &mut Vec<PageBytes>| {
+        pages[0].copy_within(16..24, 24);
+        reseal(&mut pages[0]);
+    };
+    refused("snapshot", |p| p.edit_segment(1, twice), "keys do not ascend");
+    let swapped = |pages: &mut Vec<PageBytes>| {
+        (0..8).for_each(|i| pages[0].swap(16 + i, 24 + i));
+        reseal(&mut pages[0]);
+    };
+    refused("delta", |p| p.edit_segment(1, swapped), "keys do not ascend");
+    let pages_swapped = |pages: &mut Vec<PageBytes>| {
+        pages.swap(0, 1);
+        let data = pages.iter().filter(|p| hatchback_tests::rewrite::kind(p) == 2).count() as u32;
+        let fences = pages.iter().filter(|p| hatchback_tests::rewrite::kind(p) == 3).count() as u32;
+        renumber(pages, data, fences);
+    };
+    refused("snapshot", |p| p.edit_segment(1, pages_swapped), "ascend");
+}
+
+#[test]
+fn a_delta_for_another_schema() {
+    refused("delta", |p| p.manifest.schema.tables[0].name = "x".to_owned(), "name differs");
+    refused("delta", |p| p.manifest.schema.tables[1].name = "x".to_owned(), "name differs");
+}
+
+#[test]
+fn a_network_that_is_none() {
+    let network = |p: &mut Parts| p.set_content(p.manifest.dense, b"no network");
+    refused("delta", network, "dense network");
+}
+
+#[test]
+fn a_delta_of_another_lineage_is_not_ours() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let mut parts = Parts::read(&VERSIONS.deltas[1]);
+    parts.manifest.generation.lineage = "another".to_owned();
+    let other = fleet.folder.path().join("other.hatch");
+    std::fs::write(&other, parts.bytes()).unwrap();
+    fleet.publish(T0 + 10, &other);
+    let status = car.run(&mut fleet.link(), T0 + 11).unwrap();
+    assert_eq!((status.newest, status.release, car.live()), (Some(1), None, 1));
+}
+
+/// A page of the base is bad when a delta comes: the delta goes over it, the rows of that page are reported and no other.
+#[test]
+fn a_delta_over_a_damaged_base() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    let base = car.sync.flash.join("g000000000001").join("t0001-0000.seg");
+    car.disk.flip(&base, 100 * 8);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    assert_eq!(flash.manifest().generation.sequence, 2);
+    let (mut damaged, mut rows) = (0, 0);
+    let expected = &VERSIONS.rows[1][1];
+    let same = |order: u64, row: &[u8]| {
+        rows += 1;
+        assert_eq!(expected.get(&order).map(Vec::as_slice), Some(row));
+    };
+    flash.table(1).unwrap().scan(same, |_| damaged += 1).unwrap();
+    assert!(damaged == 1 && rows < expected.len(), "{damaged} pages, {rows} rows");
+}
+
+#[test]
+fn a_link_that_loses_a_third_or_mixes_answers_up() {
+    let fleet = Fleet::new();
+    for faults in
+        [Faults { loss_percent: 30, ..Faults::default() }, Faults { swaps_one_in: 4, ..Faults::default() }]
+    {
+        let (car, mut wire, mut runs) = (Car::new(&fleet), Wire::new(fleet.link(), faults.clone()), 0);
+        while car.live() == 0 {
+            let ran = car.run(&mut wire, T0 + 1);
+            runs += 1;
+            assert!(runs < 500, "{faults:?} never ends: {ran:?}");
+        }
+        println!("{faults:?}: {runs} runs, {} bytes", wire.bytes);
+        assert_eq!(car.live(), 1);
+    }
+}
+
+#[test]
+fn a_byte_a_second_is_given_up_and_what_came_is_kept() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let mut slow = Wire::new(fleet.link(), Faults { single_bytes: true, ..Faults::default() });
+    for _ in 0..3 {
+        let ran = car.run_timed(&mut slow, T0 + 1, &Ticks(AtomicU64::new(0), 1), LinkLimits::default());
+        assert!(matches!(ran, Err(SyncError::SlowRetrieval { .. })), "{ran:?}");
+    }
+    assert!(slow.bytes < 200, "{} bytes at a byte a second", slow.bytes);
+    car.run(&mut fleet.link(), T0 + 2).unwrap();
+    assert_eq!(car.live(), 1);
+}
+
+#[test]
+fn a_pause_of_three_days_amid_a_download() {
+    let fleet = Fleet::new();
+    let car = Car::new(&fleet);
+    let total = std::fs::metadata(&VERSIONS.snapshots[0]).unwrap().len();
+    let half = Faults { breaks_after: Some(total / 2), ..Faults::default() };
+    let mut wire = Wire::new(fleet.link(), half);
+    assert!(matches!(car.run(&mut wire, T0 + 1), Err(SyncError::Link { .. })));
+    let later = T0 + 3 * 24 * 3600;
+    wire.faults = Faults::default();
+    // Nothing was signed since: it could be a freeze, and is taken for one.
+    assert!(matches!(car.run(&mut wire, later), Err(SyncError::Freeze { .. })));
+    let before = wire.bytes;
+    let refresh = Change { expires_s: FRESH_S, ..Change::default() };
+    publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &refresh, later).unwrap();
+    let mut wire2 = Wire::new(fleet.link(), Faults::default());
+    car.run(&mut wire2, later + 1).unwrap();
+    assert_eq!(car.live(), 1);
+    let chunks = BundleReader::open(&VERSIONS.snapshots[0]).unwrap();
+    let largest = chunks.manifest().blobs.iter().flat_map(|b| &b.chunks).map(|c| u64::from(c.stored)).max();
+    let fetched = wire2.asked.iter().filter(|p| p.starts_with("chunks/")).count();
+    let all = chunks.manifest().blobs.iter().flat_map(|b| &b.chunks).count();
+    assert!(fetched < all, "{fetched} of {all} chunks were fetched after the pause");
+    assert!(before + wire2.bytes < total + largest.unwrap() + 20_000);
+}
+
+/// 20 generations behind: one merged delta, in fewer than 1.1 times the bytes of the rows that changed.
+#[test]
+fn a_car_far_behind_takes_one_merged_delta() {
+    let versions = Versions::changing(&[60; 20], 20_000, 77);
+    let merged = versions.merged(1, 21);
+    let fleet = Fleet::of(&versions.snapshots[0]);
+    let car = Car::at_first_release(&fleet);
+    (2..=21).for_each(|n| fleet.publish(T0 + n as u64, &versions.deltas[n - 1]));
+    fleet.publish(T0 + 30, &merged);
+    let mut wire = Wire::new(fleet.link(), Faults::default());
+    let status = car.run(&mut wire, T0 + 31).unwrap();
+    assert_eq!(status.live.as_deref(), Some("versions@21"));
+    let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    let mut changed = 0;
+    for (number, rows) in versions.rows[20].iter().enumerate() {
+        let found = hatchback_tests::flash_check::rows_of(&flash, number);
+        assert!(found == *rows, "table {number}");
+        let old = &versions.rows[0][number];
+        let width = rows.values().next().unwrap().len();
+        changed += rows.iter().filter(|(k, v)| old.get(k) != Some(v)).count() * (8 + width);
+        changed += old.keys().filter(|k| !rows.contains_key(k)).count() * 8;
+    }
+    let manifests = wire.asked.iter().filter(|p| p.starts_with("targets/")).count();
+    let chunks = BundleReader::open(&merged).unwrap();
+    let stored: u64 = chunks
+        .manifest()
+        .tables
+        .iter()
+        .map(|t| chunks.manifest().blobs[t.segment as usize].stored_bytes())
+        .sum();
+    println!("{changed} bytes of changed keys and rows, {stored} stored, {} received in all", wire.bytes);
+    assert_eq!(manifests, 1, "{:?}", wire.asked);
+    assert!((stored as f64) < 1.1 * changed as f64, "{stored} for {changed}");
+}
+
+#[test]
+fn a_share_of_the_fleet_goes_first() {
+    let fleet = Fleet::new();
+    let (mut first, mut last) = (Car::at_first_release(&fleet), Car::at_first_release(&fleet));
+    (first.sync.cohort, last.sync.cohort) = (4, 5);
+    let share = |now, share| {
+        let bundles = vec![VERSIONS.deltas[1].clone()];
+        let change = Change { bundles, share, expires_s: FRESH_S, ..Change::default() };
+        publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, now).unwrap()
+    };
+    share(T0 + 10, 5);
+    for car in [&first, &last] {
+        car.run(&mut fleet.link(), T0 + 11).unwrap();
+    }
+    assert_eq!((first.live(), last.live()), (2, 1));
+    let widened = share(T0 + 12, 100);
+    assert_eq!(widened.chunks, 0, "chunks are not put up twice");
+    for car in [&first, &last] {
+        car.run(&mut fleet.link(), T0 + 13).unwrap();
+    }
+    assert_eq!((first.live(), last.live()), (2, 2));
+}
+
+/// While one publisher is about to put its metadata up, another one publishes.
+struct Rival<'a>(&'a dyn Store, &'a Fleet, Cell<bool>);
+
+impl Store for Rival<'_> {
+    fn get(&self, path: &str) -> anyhow::Result<Option<Vec<u8>>> {
+        self.0.get(path)
+    }
+    fn has(&self, path: &str) -> anyhow::Result<bool> {
+        self.0.has(path)
+    }
+    fn put(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
+        self.0.put(path, content)
+    }
+    fn put_new(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
+        if !self.2.replace(true) {
+            self.1.delta(T0 + 10, 2);
+        }
+        self.0.put_new(path, content)
+    }
+}
+
+#[test]
+fn of_two_publishers_one_is_told_and_no_car_sees_both() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let store = Objects::directory(&fleet.repository()).unwrap();
+    let bundles = vec![VERSIONS.snapshots[2].clone()];
+    let change = Change { bundles, expires_s: FRESH_S, ..Change::default() };
+    let refused =
+        publish(&Rival(&store, &fleet, Cell::new(false)), &fleet.keys(), &change, T0 + 11).unwrap_err();
+    assert!(format!("{refused:#}").contains("another publisher"), "{refused:#}");
+    car.run(&mut fleet.link(), T0 + 12).unwrap();
+    assert_eq!(car.live(), 2);
+    publish(&store, &fleet.keys(), &change, T0 + 13).unwrap();
+    car.run(&mut fleet.link(), T0 + 14).unwrap();
+    assert_eq!(car.live(), 3);
+}

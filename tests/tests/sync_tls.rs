@@ -1,0 +1,183 @@
+//! Sync over HTTPS: certificates that it must know, one of its own where the server asks for it, and a proxy in between.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::sync::error::SyncError;
+use hatchback_link::{HttpLink, LinkOptions};
+use hatchback_tests::fleet::{Car, Fleet, T0};
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rustls::crypto::aws_lc_rs::default_provider;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{RootCertStore, ServerConfig, ServerConnection, StreamOwned};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A certificate authority with its PEM file.
+struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    certificate: CertificateDer<'static>,
+    pem: PathBuf,
+}
+
+impl Authority {
+    fn new(folder: &Path, name: &str) -> Self {
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.self_signed(&key).unwrap();
+        let pem = folder.join(format!("{name}.pem"));
+        std::fs::write(&pem, certificate.pem()).unwrap();
+        Self { certificate: certificate.der().clone(), issuer: Issuer::new(params, key), pem }
+    }
+
+    /// A certificate for `name`: its own form, and as a PEM file with its key.
+    fn signs(&self, folder: &Path, name: &str) -> (CertificateDer<'static>, PrivateKeyDer<'static>, PathBuf) {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let pem = folder.join(format!("{name}.key.pem"));
+        std::fs::write(&pem, certificate.pem() + &key.serialize_pem()).unwrap();
+        let private = PrivatePkcs8KeyDer::from(key.serialize_der());
+        (certificate.der().clone(), private.into(), pem)
+    }
+}
+
+/// Serves a folder; returns the address. Asks for certificates of `clients`, if given.
+fn serve(folder: PathBuf, own: &Authority, clients: Option<&Authority>, work: &Path) -> String {
+    let provider = Arc::new(default_provider());
+    let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));
+    let builder = builder.with_safe_default_protocol_versions().unwrap();
+    let builder = match clients {
+        None => builder.with_no_client_auth(),
+        Some(authority) => {
+            let mut roots = RootCertStore::empty();
+            roots.add(authority.certificate.clone()).unwrap();
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+            builder.with_client_cert_verifier(verifier.build().unwrap())
+        }
+    };
+    let (certificate, key, _) = own.signs(work, "127.0.0.1");
+    let config = Arc::new(builder.with_single_cert(vec![certificate], key).unwrap());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("https://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (folder, config) = (folder.clone(), Arc::clone(&config));
+            std::thread::spawn(move || {
+                let connection = ServerConnection::new(config).unwrap();
+                // A client that breaks off is not the server's concern.
+                let _ = answer(StreamOwned::new(connection, stream.unwrap()), &folder);
+            });
+        }
+    });
+    address
+}
+
+fn answer(mut stream: StreamOwned<ServerConnection, TcpStream>, folder: &Path) -> std::io::Result<()> {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        let mut byte = [0];
+        stream.read_exact(&mut byte)?;
+        head.push(byte[0]);
+    }
+    let head = String::from_utf8_lossy(&head);
+    let path = head.strip_prefix("GET /").and_then(|rest| rest.split(' ').next()).unwrap_or_default();
+    let (status, content) = match std::fs::read(folder.join(path)) {
+        Ok(content) => ("200 OK", content),
+        Err(_) => ("404 Not Found", Vec::new()),
+    };
+    let bytes = content.len();
+    write!(stream, "HTTP/1.1 {status}\r\nContent-Length: {bytes}\r\nConnection: close\r\n\r\n")?;
+    stream.write_all(&content)?;
+    stream.conn.send_close_notify();
+    stream.flush()
+}
+
+/// A proxy that knows CONNECT; counts what passes.
+fn proxy() -> (String, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, passed) = (format!("http://{}", listener.local_addr().unwrap()), Arc::default());
+    let count: Arc<AtomicUsize> = Arc::clone(&passed);
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (mut client, count) = (client.unwrap(), Arc::clone(&count));
+            std::thread::spawn(move || {
+                let mut reader = BufReader::new(client.try_clone().unwrap());
+                let mut line = String::new();
+                reader.read_line(&mut line).unwrap();
+                let to = line.strip_prefix("CONNECT ").unwrap().split(' ').next().unwrap().to_owned();
+                while line.trim() != "" {
+                    line.clear();
+                    reader.read_line(&mut line).unwrap();
+                }
+                let mut server = TcpStream::connect(to).unwrap();
+                client.write_all(b"HTTP/1.1 200 Connected\r\n\r\n").unwrap();
+                count.fetch_add(1, Ordering::Relaxed);
+                let (mut back, mut out) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+                std::thread::spawn(move || drop(std::io::copy(&mut back, &mut out)));
+                let _ = std::io::copy(&mut reader, &mut server);
+                let _ = server.shutdown(std::net::Shutdown::Write);
+            });
+        }
+    });
+    (address, passed)
+}
+
+#[test]
+fn only_over_certificates_that_are_known() {
+    let (fleet, work) = (Fleet::new(), tempfile::tempdir().unwrap());
+    let [ours, other] = ["ours", "other"].map(|name| Authority::new(work.path(), name));
+    let address = serve(fleet.repository(), &ours, None, work.path());
+    let car = Car::new(&fleet);
+    let options = |ca: &Path| LinkOptions { ca: Some(ca.to_owned()), ..LinkOptions::default() };
+    let mut link = HttpLink::new(&address, &options(&other.pem)).unwrap();
+    let refused = car.run(&mut link, T0 + 1).unwrap_err();
+    assert!(matches!(refused, SyncError::Link { .. }), "{refused:?}");
+    assert_eq!(car.live(), 0);
+    let mut link = HttpLink::new(&address, &options(&ours.pem)).unwrap();
+    car.run(&mut link, T0 + 2).unwrap();
+    assert_eq!(car.live(), 1);
+    assert!(HttpLink::new(&address, &options(Path::new("/nowhere.pem"))).is_err());
+}
+
+#[test]
+fn a_server_that_asks_gets_the_cars_own_certificate() {
+    let (fleet, work) = (Fleet::new(), tempfile::tempdir().unwrap());
+    let [server, cars] = ["server", "cars"].map(|name| Authority::new(work.path(), name));
+    let address = serve(fleet.repository(), &server, Some(&cars), work.path());
+    let car = Car::new(&fleet);
+    let ca = Some(server.pem.clone());
+    let mut link =
+        HttpLink::new(&address, &LinkOptions { ca: ca.clone(), ..LinkOptions::default() }).unwrap();
+    let refused = car.run(&mut link, T0 + 1).unwrap_err();
+    assert!(matches!(refused, SyncError::Link { .. }), "{refused:?}");
+    let (_, _, stranger) = server.signs(work.path(), "stranger");
+    let options = LinkOptions { ca: ca.clone(), client: Some(stranger), ..LinkOptions::default() };
+    assert!(car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 2).is_err());
+    assert_eq!(car.live(), 0);
+    let (_, _, client) = cars.signs(work.path(), "car-7");
+    let options = LinkOptions { ca, client: Some(client), ..LinkOptions::default() };
+    car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 3).unwrap();
+    assert_eq!(car.live(), 1);
+}
+
+#[test]
+fn through_a_proxy() {
+    let (fleet, work) = (Fleet::new(), tempfile::tempdir().unwrap());
+    let ours = Authority::new(work.path(), "ours");
+    let address = serve(fleet.repository(), &ours, None, work.path());
+    let (through, passed) = proxy();
+    let car = Car::new(&fleet);
+    let options = LinkOptions { ca: Some(ours.pem.clone()), proxy: Some(through), ..LinkOptions::default() };
+    car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 1).unwrap();
+    assert_eq!(car.live(), 1);
+    assert!(passed.load(Ordering::Relaxed) > 0, "nothing passed the proxy");
+    assert!(
+        HttpLink::new(&address, &LinkOptions { proxy: Some("no address".into()), ..LinkOptions::default() })
+            .is_err()
+    );
+}

@@ -1,0 +1,295 @@
+//! The states of an update: what a release must show, and the table of every state, stopped by a kill or by a power cut,
+//! with a release that proves itself and with one that does not. Each ends in the generation it should, whole, without help.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::disk::{self, Disk};
+use hatchback::flash::Flash;
+use hatchback::sync::apply::{Host, Policy, Watched};
+use hatchback::sync::error::SyncError;
+use hatchback::sync::state::State;
+use hatchback::sync::trust::Trust;
+use hatchback_tests::flash_check::whole_generation;
+use hatchback_tests::fleet::{Car, Fleet, T0, VERSIONS, copy};
+use hatchback_tests::random::Random;
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// A car at the first release, and a fleet whose second one it has not seen.
+fn next_release() -> (Fleet, Fleet) {
+    let fleet = Fleet::new();
+    let before = fleet.fork();
+    fleet.delta(T0 + 10, 2);
+    (before, fleet)
+}
+
+fn seen(requests: u64, faults: u64, latency_us_p99: u64) -> Option<Watched> {
+    Some(Watched { requests, faults, latency_us_p99 })
+}
+
+#[test]
+fn probation_ends_as_the_policy_says() {
+    let (before, fleet) = next_release();
+    let policy = Policy { requests_min: 100, faults_max: 1, latency_us_p99_max: 500, ..Policy::default() };
+    for (watched, ends, live) in [
+        (seen(100, 1, 500), State::Committed, 2),
+        (None, State::Committed, 2),
+        (seen(99, 0, 9_000), State::Probation, 2),
+        (seen(100, 0, 501), State::Failed, 1),
+        (seen(5, 2, 1), State::Failed, 1),
+    ] {
+        let mut car = Car::at_first_release(&before);
+        (car.policy, car.watched) = (policy, watched);
+        let ran = car.run(&mut fleet.link(), T0 + 11);
+        assert_eq!((car.sync.status().state, car.live()), (ends, live), "{watched:?}: {ran:?}");
+        assert_eq!(ran.is_err(), ends == State::Failed);
+        // On probation it waits; a release that failed does not come again, though it is still the newest.
+        car.watched = None;
+        let (again, after) = (car.run(&mut fleet.link(), T0 + 12).unwrap(), if live == 2 { 2 } else { 1 });
+        assert_eq!((again.newest, car.live()), (Some(2), after));
+        // A higher one does.
+        let better = fleet.fork();
+        better.publish(T0 + 13, &VERSIONS.snapshots[2]);
+        car.run(&mut better.link(), T0 + 14).unwrap();
+        assert_eq!(car.live(), 3, "{watched:?}");
+    }
+}
+
+#[test]
+fn a_probe_decides_before_a_release_is_live() {
+    let (before, fleet) = next_release();
+    let mut car = Car::at_first_release(&before);
+    // These models bring no probe scores.
+    car.policy.probe_samples_min = 1;
+    let error = car.run(&mut fleet.link(), T0 + 11).unwrap_err();
+    assert!(matches!(error, SyncError::NotUsed { .. }), "{error:?}");
+    let states: Vec<State> = car.sync.status().history.iter().map(|e| e.state).collect();
+    assert!(!states[5..].contains(&State::Probation), "{states:?}");
+    assert_eq!(car.live(), 1);
+}
+
+#[test]
+fn consent_is_asked_for_and_a_release_can_be_taken_back_meanwhile() {
+    let (before, fleet) = next_release();
+    let mut car = Car::at_first_release(&before);
+    car.policy.consent = true;
+    assert!(!car.sync.consent(T0 + 11).unwrap());
+    for now in T0 + 11..T0 + 13 {
+        assert_eq!(car.run(&mut fleet.link(), now).unwrap().state, State::AwaitConsent);
+        assert_eq!(car.live(), 1);
+    }
+    let revoked = fleet.fork();
+    revoked.revoke(T0 + 14, 2);
+    let status = car.run(&mut revoked.link(), T0 + 15).unwrap();
+    assert_eq!((status.state, car.live()), (State::Idle, 1));
+    revoked.delta(T0 + 16, 2);
+    car.run(&mut revoked.link(), T0 + 17).unwrap();
+    assert!(car.sync.consent(T0 + 18).unwrap());
+    assert_eq!(car.run(&mut revoked.link(), T0 + 19).unwrap().state, State::Committed);
+    assert_eq!(car.live(), 2);
+}
+
+#[test]
+fn a_release_taken_back_on_probation_is_rolled_back_and_one_taken_back_later_is_told() {
+    let (before, fleet) = next_release();
+    let (mut car, late) = (Car::at_first_release(&before), Car::at_first_release(&before));
+    car.policy.requests_min = 1;
+    car.watched = seen(0, 0, 0);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, State::Probation);
+    late.run(&mut fleet.link(), T0 + 11).unwrap();
+    fleet.revoke(T0 + 12, 2);
+    assert!(car.run(&mut fleet.link(), T0 + 13).is_err());
+    assert_eq!(car.live(), 1);
+    let status = late.run(&mut fleet.link(), T0 + 13).unwrap();
+    assert!(status.withdrawn && late.live() == 2, "{status:?}");
+    fleet.publish(T0 + 14, &VERSIONS.snapshots[2]);
+    for car in [car, late] {
+        let mut car = car;
+        car.watched = None;
+        let status = car.run(&mut fleet.link(), T0 + 15).unwrap();
+        assert!(car.live() == 3 && !status.withdrawn);
+    }
+}
+
+#[test]
+fn a_release_with_which_every_start_dies_is_taken_back() {
+    let (before, fleet) = next_release();
+    let mut car = Car::at_first_release(&before);
+    car.policy.requests_min = 1;
+    car.watched = seen(0, 0, 0);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, State::Probation);
+    // Ends in good order are no sign against it.
+    for start in 0..20 {
+        car.sync.begin(T0 + 20 + start).unwrap();
+        car.sync.end().unwrap();
+    }
+    for start in 0..5 {
+        car.sync.begin(T0 + 40 + start).unwrap();
+        assert_eq!(car.sync.status().state, State::Probation);
+    }
+    car.sync.begin(T0 + 50).unwrap();
+    assert_eq!(car.sync.status().state, State::RollingBack);
+    assert!(car.sync.advance(&car.host(), T0 + 51).unwrap());
+    assert_eq!((car.sync.status().state, car.live()), (State::Failed, 1));
+}
+
+/// The serving side proves for itself what was signed: whoever can write the sync directory alone gets nothing in.
+#[test]
+fn what_was_not_signed_is_not_applied() {
+    let (fleet, stranger) = (Fleet::new(), Fleet::new());
+    let before = fleet.fork();
+    fleet.delta(T0 + 10, 2);
+    stranger.delta(T0 + 10, 2);
+    let mut car = Car::at_first_release(&before);
+    car.policy.consent = true;
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    car.sync.consent(T0 + 11).unwrap();
+    // A car of the stranger's: everything about it is signed, but by other keys.
+    let theirs = Car::at_first_release(&stranger);
+    for name in ["root.json", "root.factory", "timestamp.json", "snapshot.json", "targets.json"] {
+        let bytes = theirs.disk.read(&theirs.sync.directory.join(name)).unwrap();
+        let mut file = car.disk.create(&car.sync.directory.join(name)).unwrap();
+        file.write_all(&bytes).unwrap();
+    }
+    let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
+    let host = Host { root: Some(&root), ..car.host() };
+    let refused = car.sync.advance(&host, T0 + 12).unwrap_err();
+    assert!(
+        matches!(
+            refused,
+            SyncError::MixAndMatch { .. } | SyncError::WrongKey { .. } | SyncError::Malformed { .. }
+        ),
+        "{refused:?}"
+    );
+    assert_eq!(car.live(), 1);
+}
+
+/// Every call of a whole update is cut once, with a release that is good and one that is not.
+#[test]
+fn a_power_cut_in_every_state_ends_in_one_whole_generation() {
+    let (before, fleet) = next_release();
+    let mut cuts: BTreeMap<String, u32> = BTreeMap::new();
+    for faults in [0, 1] {
+        let expected = if faults == 0 { 2 } else { 1 };
+        let car = || {
+            let mut car = Car::at_first_release(&before);
+            (car.policy.requests_min, car.watched) = (1, seen(1, faults, 1));
+            car
+        };
+        let run = |car: &Car| car.run(&mut fleet.link(), T0 + 12);
+        let whole = car();
+        let start = whole.disk.calls();
+        let _ = run(&whole);
+        let calls = whole.disk.calls() - start;
+        let mut random = Random::new(7 + faults);
+        for cut in 0..calls {
+            let car = car();
+            car.disk.cut_after(cut);
+            let _ = run(&car);
+            car.disk.reboot(random.bits());
+            let state = car.sync.status().state;
+            *cuts.entry(format!("{state}, faults {faults}")).or_default() += 1;
+            assert!((1..=2).contains(&car.live()), "cut {cut}");
+            car.sync.begin(T0 + 13).unwrap();
+            // The release that is bad fails once more, or was marked already.
+            let _ = run(&car);
+            assert_eq!(car.live(), expected, "cut {cut} in {state}, faults {faults}");
+            let end = run(&car).unwrap().state;
+            assert!(matches!(end, State::Committed | State::Idle), "cut {cut}: ends {end}");
+        }
+    }
+    println!("power cuts by state: {cuts:?}");
+    for state in ["notified", "fetching", "staged", "applying", "probation"] {
+        assert!(cuts.keys().any(|k| k.starts_with(state)), "never in {state}");
+    }
+    assert!(cuts.contains_key("rolling-back, faults 1"));
+}
+
+/// Directories of a car at the first release, on the real disk.
+struct Real {
+    folder: tempfile::TempDir,
+    repository: PathBuf,
+}
+
+impl Real {
+    fn new(template: &Path, repository: PathBuf) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        copy(template, folder.path());
+        Self { folder, repository }
+    }
+
+    fn start(&self, faults: u64) -> Child {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sync_worker"));
+        command.arg(&self.repository).arg(self.folder.path().join("sync"));
+        command.arg(self.folder.path().join("flash")).arg(faults.to_string());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// Runs until the process says `state`, and `delay_us` more. Returns whether it came there.
+    fn killed_in(&self, faults: u64, state: &str, delay_us: u64) -> bool {
+        let mut child = self.start(faults);
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let came = lines.map_while(Result::ok).any(|line| line == state);
+        std::thread::sleep(Duration::from_micros(delay_us));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        came
+    }
+
+    fn finish(&self, faults: u64) {
+        let mut child = self.start(faults);
+        // What it says must be read, or it would wait.
+        std::io::copy(&mut child.stdout.take().unwrap(), &mut std::io::sink()).unwrap();
+        let mut said = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert!(child.wait().unwrap().success() || faults > 0, "{said}");
+    }
+
+    fn live(&self, what: &str) -> usize {
+        let flash = Flash::open(&disk::system(), &self.folder.path().join("flash")).unwrap();
+        whole_generation(&flash, &VERSIONS, what)
+    }
+}
+
+/// How many processes to kill; the long run sets it to a thousand.
+fn kills() -> usize {
+    std::env::var("HATCHBACK_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(36)
+}
+
+#[test]
+fn a_kill_in_every_state_ends_in_one_whole_generation() {
+    let (before, fleet) = next_release();
+    let template = tempfile::tempdir().unwrap();
+    {
+        let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
+        Trust::init(disk::system().as_ref(), &template.path().join("sync"), &root).unwrap();
+        let first = Real { folder: tempfile::tempdir().unwrap(), repository: before.repository() };
+        copy(template.path(), first.folder.path());
+        first.finish(0);
+        copy(first.folder.path(), template.path());
+    }
+    let states: Vec<(&str, u64)> =
+        ["notified", "fetching", "staged", "await-consent", "applying", "probation"]
+            .into_iter()
+            .flat_map(|state| [(state, 0), (state, 1)])
+            .chain([("committed", 0), ("rolling-back", 1), ("failed", 1)])
+            .collect();
+    let (mut random, mut table) = (Random::new(3), BTreeMap::new());
+    for kill in 0..kills() {
+        let (state, faults) = states[kill % states.len()];
+        let car = Real::new(template.path(), fleet.repository());
+        let what = format!("kill {kill} in {state}, faults {faults}, HATCHBACK_KILLS={}", kills());
+        let came = car.killed_in(faults, state, random.below(3_000));
+        let live = car.live(&what);
+        assert!((1..=2).contains(&live), "{what}: {live} is live");
+        car.finish(faults);
+        assert_eq!(car.live(&what), if faults == 0 { 2 } else { 1 }, "{what}");
+        *table.entry((state, faults)).or_insert(0) += usize::from(came);
+    }
+    println!("kills by state and faults: {table:?}");
+    let seen = table.values().filter(|n| **n > 0).count();
+    assert!(seen + 3 >= states.len().min(kills()), "too few states were met: {table:?}");
+}
