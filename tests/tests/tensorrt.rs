@@ -18,9 +18,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
-/// A network's inputs: name and shape of each.
-type Inputs<'a> = &'a [(&'a str, &'a [usize])];
-
 /// A shim and the twin of a TensorRT release.
 #[derive(Clone)]
 struct Twin {
@@ -267,6 +264,9 @@ fn an_engine_with_other_scores_than_the_cpus_is_passed_over() {
     assert!(said.contains("TensorRT 8.6.3") && said.contains("from the CPU's"), "{said}");
 }
 
+/// Names and shapes of one sample.
+type Inputs = [(&'static str, &'static [usize])];
+
 /// Needs `tests/tensorrt/rtx`, which names the folder of shim and libraries.
 #[test]
 fn tensorrt_for_rtx_builds_every_network_of_the_tree() {
@@ -279,7 +279,7 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree() {
     let libraries = (at("libtensorrt_rtx.so.1"), at("libtensorrt_onnxparser_rtx.so.1"));
     let shim = at("libhatchback_tensorrt.so");
     let tensorrt = TensorRt::open(&shim, Some((&libraries.0, &libraries.1))).unwrap();
-    let networks: [(&str, Inputs<'_>); 6] = [
+    let networks: [(&str, &Inputs); 6] = [
         ("tests/data/families/dlrm", &[("dense", &[3]), ("emb", &[6, 8])]),
         ("tests/data/families/dcnv2", &[("dense", &[3]), ("emb", &[7, 4])]),
         ("tests/data/families/deepfm", &[("dense", &[3]), ("first", &[4]), ("second", &[4, 5])]),
