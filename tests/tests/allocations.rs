@@ -98,7 +98,8 @@ impl Fixture {
         let mut budget =
             Budget { cache_bytes_max: 1 << 20, batch_max: BATCH_MAX as u32, slots: 4, ..Budget::default() };
         change(&mut budget);
-        let serving = Serving::new(1 << 30, 16, Arc::new(SystemClock::default())).on(self.device.clone());
+        let serving =
+            Serving::new(1 << 30, 16, Arc::new(SystemClock::default())).on(self.device.clone(), None);
         serving.load(NAME, &self.flash, budget).unwrap();
         serving
     }
