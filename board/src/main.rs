@@ -104,11 +104,8 @@ fn main() -> Result<()> {
     };
     updates.iter_mut().try_for_each(Update::begin)?;
     if let Command::Serve { .. } = command {
-        for setting in settings::apply(&target) {
-            match (setting.value, setting.missing) {
-                (Some(value), _) => log::info!("{}: {value}", setting.name),
-                (None, why) => log::warn!("{}: {}", setting.name, why.unwrap_or_default()),
-            }
+        for refused in settings::apply(&target).iter().filter_map(settings::refused) {
+            log::warn!("{refused}");
         }
     }
     let lookups = cli.device.unwrap_or(target.device).open(target.tegra_profile);
@@ -117,7 +114,8 @@ fn main() -> Result<()> {
     log::info!("lookups on: {}", lookups.name());
     let budget = target.budget;
     let clock = Arc::new(SystemClock::default());
-    let serving = Arc::new(Serving::new(budget.memory_bytes_max, budget.reads_max, clock).on(lookups));
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    let serving = Arc::new(serving.on(lookups, target.tensorrt_options.clone()));
     for given in &flash {
         let (name, flash) = open(given)?;
         serving.load(&name, &flash, budget)?;

@@ -32,6 +32,11 @@ pub fn apply(target: &Target) -> Vec<Reading> {
     ]
 }
 
+/// What was asked for and not granted, and why.
+pub fn refused(setting: &Reading) -> Option<String> {
+    setting.missing.as_ref().map(|why| format!("{}: {why}", setting.name))
+}
+
 /// Pages stay from when they are first touched: nothing is read in that is not used. Under a limit below `bytes` it is not
 /// tried: the daemon would get no more memory from the system once it has reached it.
 fn lock_memory(bytes: u64) -> Result<String, String> {

@@ -3,11 +3,12 @@
 
 use hatchback::batch::Batch;
 use hatchback::disk;
+use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::pipeline::{Pipeline, RequestError};
 use hatchback::sample::Sample;
 use hatchback::score::{Clock, SystemClock};
-use hatchback::target::{DeviceKind, Target};
+use hatchback::target::Target;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -140,10 +141,11 @@ fn handle<'a>(model: *const Handle) -> Result<&'a Handle, Refusal> {
 
 fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
     let target = Target::load(Path::new(target)).map_err(refused)?;
-    if target.device == DeviceKind::Cuda {
-        return Err(refused("device: this version computes on the CPU only"));
-    }
-    let model = Model::open(&disk::system(), Path::new(flash), target.budget).map_err(refused)?;
+    let lookups = target.device.open(target.tegra_profile).map_err(|e| refused(format!("device: {e}")))?;
+    let flash = Flash::open(&disk::system(), Path::new(flash)).map_err(refused)?;
+    let model = Model::from_flash(&flash, target.budget).map_err(refused)?.onto(&lookups);
+    let model =
+        model.and_then(|m| m.with_dense(&flash, target.tensorrt_options.as_ref())).map_err(refused)?;
     let clock = Arc::new(SystemClock::default());
     let pipeline = Pipeline::new(Arc::new(model), Arc::clone(&clock) as Arc<dyn Clock>).map_err(refused)?;
     Ok(Handle { pipeline, clock, batches: Mutex::default() })
@@ -291,11 +293,14 @@ pub extern "C" fn hatchback_error() -> *const c_char {
 }
 
 /// Frees a model. The header says how.
+///
+/// # Safety
+/// `model` is null or what `hatchback_open` gave, given back once, and nobody uses it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_close(model: *mut Handle) {
+pub unsafe extern "C" fn hatchback_close(model: *mut Handle) {
     answer(|| {
         if !model.is_null() {
-            // SAFETY: by the header what `hatchback_open` made of a box, given back once, used by nobody.
+            // SAFETY: `hatchback_open` made it of a box, and by the caller's promise it is nobody else's.
             drop(unsafe { Box::from_raw(model) });
         }
         Ok(())

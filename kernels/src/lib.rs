@@ -20,3 +20,4 @@ pub mod query;
 pub mod resident;
 mod simd;
 mod sync;
+pub mod tensorrt;

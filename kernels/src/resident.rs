@@ -96,6 +96,7 @@ impl Resident {
     }
 
     /// Bytes of a row, the rows, and of an index the hashes and where each bucket begins in them.
+    #[allow(clippy::type_complexity)]
     pub(crate) fn parts(&self) -> (usize, &[u8], Option<(&[u64], &[u32])>) {
         (self.row_bytes, &self.rows, self.index.as_ref().map(|i| (&*i.hashes, &*i.buckets)))
     }

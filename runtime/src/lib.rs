@@ -27,6 +27,7 @@ pub mod manifest;
 pub mod merge;
 pub mod model;
 pub mod notes;
+mod on_gpu;
 pub mod overlay;
 pub mod pace;
 pub mod page;

@@ -19,8 +19,11 @@ use hatchback_kernels::codec::RowFormat;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::cuda::lookup::Lookup;
+use hatchback_kernels::cuda::step::Step;
 use hatchback_kernels::cuda::tables::{Place as TablePlace, Tables};
-use hatchback_kernels::dense::{DenseEngine, DenseError, Weights};
+use hatchback_kernels::dense::{
+    DenseEngine, DenseError, DeviceEngine, DeviceOptions, TensorRtOptions, Weights,
+};
 use hatchback_kernels::misses::{Miss, Misses};
 use hatchback_kernels::names::{Names, RowKey, mix};
 use hatchback_kernels::query::Status;
@@ -91,6 +94,8 @@ pub struct Model {
     /// The caches and resident tables where they are on a GPU.
     pub(crate) on_gpu: Option<Arc<Tables>>,
     pub(crate) dense: DenseEngine,
+    /// The dense network where it is on a GPU; then `dense` only knows its shape.
+    pub(crate) dense_on_gpu: Option<Arc<DeviceEngine>>,
     /// For each feature its network input and its first column there.
     pub(crate) columns: Vec<(usize, usize)>,
     plan: MemoryPlan,
@@ -127,9 +132,20 @@ impl Model {
         let columns = columns_of(&schema);
         let generation = flash.manifest().generation.clone();
         let plan = MemoryPlan::default();
-        let on_gpu = None;
-        let mut model =
-            Self { generation, schema, budget, device, tables, caches, on_gpu, dense, columns, plan };
+        let (on_gpu, dense_on_gpu) = (None, None);
+        let mut model = Self {
+            generation,
+            schema,
+            budget,
+            device,
+            tables,
+            caches,
+            on_gpu,
+            dense,
+            dense_on_gpu,
+            columns,
+            plan,
+        };
         model.plan = model.sum_memory();
         let total = model.plan.total();
         if total > budget.memory_bytes_max {
@@ -172,6 +188,47 @@ impl Model {
             }
         }
         Ok(self)
+    }
+
+    /// Takes the dense network, too, to the GPU on which the tables are. Where nothing there can run it, it stays on the CPU.
+    ///
+    /// # Errors
+    /// The network is not on `flash`, the GPU has no room for it, or the budget has none.
+    pub fn with_dense(
+        mut self,
+        flash: &Flash,
+        tensorrt: Option<&TensorRtOptions>,
+    ) -> Result<Self, OpenError> {
+        let Some(tables) = &self.on_gpu else { return Ok(self) };
+        let (batch_max, weights) = (self.budget.batch_max as usize, self.budget.dense_weights);
+        let options = DeviceOptions { tensorrt: tensorrt.cloned(), cublas: false, batch_max };
+        let engine = match self.schema.load_dense_on(tables.gpu(), &flash.dense()?, weights, &options) {
+            Ok(engine) => engine,
+            Err(e @ DenseError::Cuda(_)) => return Err(e.into()),
+            Err(e) => {
+                log::warn!("the dense network stays on the CPU: {e}");
+                return Ok(self);
+            }
+        };
+        let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
+        let worker = Step::bytes(&engine, widths, batch_max);
+        self.plan.add("dense network on the GPU, weights", engine.bytes() as u64);
+        self.plan.add("dense network on the GPU, all workers", u64::from(self.budget.workers) * worker);
+        let total = self.plan.total();
+        if total > self.budget.memory_bytes_max {
+            return Err(too_much(&self.budget, total, &self.caches, &self.plan));
+        }
+        self.dense_on_gpu = Some(Arc::new(engine));
+        Ok(self)
+    }
+
+    /// What runs the dense network, in words.
+    pub fn dense_runs_on(&self) -> String {
+        match (&self.dense_on_gpu, self.dense.falls_back_for()) {
+            (Some(engine), _) => engine.runs_on(),
+            (None, Some(operator)) => format!("the CPU, by rten (for {operator})"),
+            (None, None) => "the CPU".to_owned(),
+        }
     }
 
     /// Where its rows are looked up.

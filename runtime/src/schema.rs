@@ -4,11 +4,15 @@ use crate::limits::{
     DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_WIDTH_MAX, NAME_BYTES_MAX, TABLES_MAX,
 };
 use hatchback_kernels::codec::{Codec, ROW_BYTES_MAX, RowFormat};
-use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
+use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::dense::{
+    Activation, DenseEngine, DenseError, DenseNetwork, DeviceEngine, DeviceOptions, Weights,
+};
 use hatchback_kernels::names::mix;
 use hatchback_kernels::query::Pooling;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
+use std::sync::Arc;
 
 /// Which keys a table has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -280,6 +284,24 @@ impl Schema {
         let widths: Vec<(&str, usize)> =
             network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
         DenseEngine::load(onnx, &widths, &network.output, network.activation, weights)
+    }
+
+    /// The same onto a GPU.
+    ///
+    /// # Errors
+    /// As `load_dense`, or nothing on the GPU runs it to the CPU's scores.
+    pub fn load_dense_on(
+        &self,
+        gpu: &Arc<Gpu>,
+        onnx: &[u8],
+        weights: Weights,
+        options: &DeviceOptions,
+    ) -> Result<DeviceEngine, DenseError> {
+        let network = &self.network;
+        let inputs: Vec<(&str, usize)> =
+            network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
+        let (output, activation) = (network.output.as_str(), network.activation);
+        DeviceEngine::load(gpu, &DenseNetwork { onnx, inputs: &inputs, output, activation, weights }, options)
     }
 
     /// Most lookups of one sample.

@@ -5,6 +5,7 @@
 use crate::absent::Absent;
 use crate::batch::Batch;
 use crate::model::{Model, ServedTable, Store};
+use crate::on_gpu::OnGpu;
 use crate::page::{Page, PageBytes};
 use crate::reader::{PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, MissPolicy, Table};
@@ -144,14 +145,14 @@ impl Counters {
     }
 }
 
-type GpuMemory = (Misses, Vec<HostMemory<f32>>, Option<Lookup>);
+type GpuMemory = (Misses, Vec<HostMemory<f32>>, Option<OnGpu>);
 
 /// Serves requests on one model, one at a time.
 pub struct Worker {
     model: Arc<Model>,
     clock: Arc<dyn Clock>,
     /// Where the model is on a GPU. A worker that could not be made there answers every request with the reason.
-    gpu: Option<Result<Box<Lookup>, Arc<CudaError>>>,
+    gpu: Option<Result<OnGpu, Arc<CudaError>>>,
     misses: Misses,
     /// Rows to fetch while no request waits: those that were answered with defaults, and those that a caller
     /// named ahead.
@@ -178,7 +179,7 @@ impl Worker {
         let batch = budget.batch_max as usize;
         let widths: Vec<usize> = schema.network.inputs.iter().map(|i| schema.input_width(i)).collect();
         let (misses, inputs, gpu) = match Self::memory_on(&model, &model.lookup_device(), &widths) {
-            Ok((misses, inputs, lookup)) => (misses, inputs, lookup.map(|l| Ok(Box::new(l)))),
+            Ok((misses, inputs, gpu)) => (misses, inputs, gpu.map(Ok)),
             Err(e) => {
                 log::error!("a worker cannot use the GPU: {e}");
                 (Misses::new(1, 1), Vec::new(), Some(Err(Arc::new(e))))
@@ -208,10 +209,10 @@ impl Worker {
         let budget = model.budget();
         let (batch, misses_max) = (budget.batch_max as usize, budget.misses_max as usize);
         let misses = Misses::on(device, misses_max, model.staging_row_bytes())?;
-        let inputs: Vec<_> =
-            widths.iter().map(|w| device.host_memory(batch * w)).collect::<Result<_, _>>()?;
-        let lookup = model.lookup_on_gpu(&inputs, widths)?;
-        Ok((misses, inputs, lookup))
+        let inputs = widths.iter().map(|w| device.host_memory(batch * w)).collect::<Result<_, _>>();
+        let mut inputs = inputs?;
+        let gpu = OnGpu::new(model, widths, &mut inputs)?;
+        Ok((misses, inputs, gpu))
     }
 
     /// Why every request of this worker will fail, if so.
@@ -252,11 +253,14 @@ impl Worker {
                 self.gpu = Some(Err(Arc::clone(&e)));
                 return Err(e.into());
             }
-            Some(Ok(mut lookup)) => {
+            Some(Ok(mut gpu)) => {
                 self.copy_dense(batch);
-                let done = self.lookup_on_gpu(&mut lookup, &model, batch, deadline);
-                self.gpu = Some(Ok(lookup));
-                done?;
+                let scored = self.score_on_gpu(&mut gpu, &model, batch, deadline);
+                self.gpu = Some(Ok(gpu));
+                if scored? {
+                    let values = &self.scores[..n * model.outputs()];
+                    return Ok(Scores { values, statuses: &self.statuses[..n] });
+                }
             }
         }
         let scores = &mut self.scores[..n * model.outputs()];
@@ -309,20 +313,40 @@ impl Worker {
         }
     }
 
-    /// The same on the GPU: all features in one launch. Where nothing is missing, that is all; bags for which the miss list
-    /// had no room are queried again behind the others.
-    fn lookup_on_gpu(
+    /// The same on the GPU, scores included if the dense network is there too: returns whether it is. All features go in one
+    /// launch, with the network behind them. Where nothing is missing, that is all.
+    fn score_on_gpu(
         &mut self,
-        lookup: &mut Lookup,
+        gpu: &mut OnGpu,
         model: &Model,
         batch: &Batch,
         deadline: Option<Duration>,
-    ) -> Result<(), CudaError> {
+    ) -> Result<bool, ScoreError> {
         let n = batch.size();
         self.count_lookups(model, batch);
         self.misses.clear();
-        lookup.begin(n, |f| batch.bags(f))?;
-        let mut more = lookup.collect(&mut self.misses, &mut self.statuses[..n])?;
+        gpu.begin(batch)?;
+        let more = gpu.lookup().collect(&mut self.misses, &mut self.statuses[..n])?;
+        let missed = more || !self.misses.is_empty();
+        self.settle_on_gpu(gpu.lookup(), model, n, more, deadline)?;
+        let OnGpu::Step(step) = gpu else { return Ok(false) };
+        if missed {
+            step.run_dense(n)?;
+        }
+        self.scores[..n * model.outputs()].copy_from_slice(step.scores(n));
+        Ok(true)
+    }
+
+    /// Fetches what a query left open and finishes it; bags for which the miss list had no room are queried again behind
+    /// the others.
+    fn settle_on_gpu(
+        &mut self,
+        lookup: &mut Lookup,
+        model: &Model,
+        n: usize,
+        mut more: bool,
+        deadline: Option<Duration>,
+    ) -> Result<(), CudaError> {
         loop {
             if !self.misses.is_empty() {
                 self.fetch(model, deadline);
@@ -521,7 +545,8 @@ impl Worker {
 
     /// Asks the GPU for rows that were named ahead: those that it holds need no reading.
     fn ask_gpu(&mut self) {
-        let Some(Ok(lookup)) = &mut self.gpu else { return };
+        let Some(Ok(gpu)) = &mut self.gpu else { return };
+        let lookup = gpu.lookup();
         self.behind.sort_unstable_by_key(|m| m.slot == NOT_ASKED);
         let known = self.behind.partition_point(|m| m.slot != NOT_ASKED);
         let asked = lookup.probe(&mut self.behind[known..], |miss, cached, epoch| {
@@ -538,7 +563,8 @@ impl Worker {
 
     /// Puts the first `read` rows of `behind`, which are staged in the slots that they name, into the GPU's caches.
     fn insert_on_gpu(&mut self, read: usize) -> usize {
-        let Some(Ok(lookup)) = &mut self.gpu else { return 0 };
+        let Some(Ok(gpu)) = &mut self.gpu else { return 0 };
+        let lookup = gpu.lookup();
         let rows = self.behind[..read].iter().filter(|m| m.slot != NOT_WANTED);
         lookup.insert(&self.misses, rows).unwrap_or_else(|e| {
             log::error!("rows that were read behind: {e}");
@@ -714,13 +740,8 @@ impl Model {
         }
     }
 
-    /// What looks the features up on the GPU, into `inputs`; `None` where the model is not on one.
-    fn lookup_on_gpu(
-        &self,
-        inputs: &[HostMemory<f32>],
-        widths: &[usize],
-    ) -> Result<Option<Lookup>, CudaError> {
-        let Some(tables) = &self.on_gpu else { return Ok(None) };
+    /// The features as a GPU looks them up, into the inputs that begin at `inputs` there.
+    pub(crate) fn features_on_gpu(&self, inputs: &[u64], widths: &[usize]) -> Vec<FeatureOnDevice<'_>> {
         let schema = self.schema();
         let feature = |(f, feature): (usize, &crate::schema::Feature)| {
             let ((input, column), declared) = (self.columns[f], schema.table_of(f));
@@ -731,15 +752,13 @@ impl Model {
                 default_row: &declared.default_row,
                 pooling: feature.pooling,
                 hotness_max: feature.hotness_max as usize,
-                input: inputs[input].mapped().map_or(0, |i| i.address()),
+                input: inputs[input],
                 stride: widths[input],
                 column,
                 width: schema.feature_width(f),
             }
         };
-        let features: Vec<_> = schema.features.iter().enumerate().map(feature).collect();
-        let (batch, misses) = (self.budget().batch_max as usize, self.budget().misses_max as usize);
-        Lookup::new(tables, &features, batch, misses, self.staging_row_bytes()).map(Some)
+        schema.features.iter().enumerate().map(feature).collect()
     }
 
     /// Whether the rows of `table` move between flash and a cache.

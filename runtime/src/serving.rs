@@ -13,6 +13,7 @@ use crate::reader::DeviceDepth;
 use crate::schema::Schema;
 use crate::score::Clock;
 use hatchback_kernels::cuda::Device;
+use hatchback_kernels::dense::TensorRtOptions;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
@@ -94,6 +95,7 @@ pub struct Serving {
     memory_bytes_max: u64,
     device: Arc<DeviceDepth>,
     lookups: Device,
+    tensorrt: Option<TensorRtOptions>,
     clock: Arc<dyn Clock>,
 }
 
@@ -102,13 +104,14 @@ impl Serving {
     /// reads in flight.
     pub fn new(memory_bytes_max: u64, reads_max: u32, clock: Arc<dyn Clock>) -> Self {
         let device = DeviceDepth::new(reads_max as usize);
-        let (models, change, lookups) = (RwLock::default(), Mutex::default(), Device::Cpu);
-        Self { models, change, memory_bytes_max, device, lookups, clock }
+        let (models, change) = (RwLock::default(), Mutex::default());
+        Self { models, change, memory_bytes_max, device, lookups: Device::Cpu, tensorrt: None, clock }
     }
 
-    /// The same, with every model's lookups made on `lookups`.
-    pub fn on(self, lookups: Device) -> Self {
-        Self { lookups, ..self }
+    /// The same, with every model's lookups made on `lookups`; on a GPU its dense networks run there too, on TensorRT where
+    /// that is given and there.
+    pub fn on(self, lookups: Device, tensorrt: Option<TensorRtOptions>) -> Self {
+        Self { lookups, tensorrt, ..self }
     }
 
     fn models(&self) -> RwLockReadGuard<'_, Vec<Served>> {
@@ -190,15 +193,17 @@ impl Serving {
         let reads_max = self.device.max() as u32;
         let budget = Budget { memory_bytes_max: max.saturating_sub(taken), reads_max, ..budget };
         let model = Model::on_device(flash, budget, Arc::clone(&self.device));
-        let model = model.and_then(|model| model.onto(&self.lookups)).map_err(|source| {
-            let name = name.to_owned();
-            match source {
-                OpenError::Budget { field: "memory_bytes_max", problem, .. } => {
-                    ServingError::Memory { name, max, taken, problem }
+        let model = model.and_then(|model| model.onto(&self.lookups));
+        let model =
+            model.and_then(|model| model.with_dense(flash, self.tensorrt.as_ref())).map_err(|source| {
+                let name = name.to_owned();
+                match source {
+                    OpenError::Budget { field: "memory_bytes_max", problem, .. } => {
+                        ServingError::Memory { name, max, taken, problem }
+                    }
+                    source => ServingError::Open { name, source },
                 }
-                source => ServingError::Open { name, source },
-            }
-        })?;
+            })?;
         Ok(Pipeline::new(Arc::new(model), Arc::clone(&self.clock))?)
     }
 

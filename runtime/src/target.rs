@@ -8,6 +8,7 @@ use crate::sync::link::LinkRules;
 use crate::upkeep::Rules;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Profile};
+use hatchback_kernels::dense::TensorRtOptions;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -121,6 +122,8 @@ pub struct Target {
     pub tegra_profile: bool,
     /// CUDA version on it.
     pub cuda: Option<String>,
+    /// How TensorRT runs the dense network, where it is to be tried.
+    pub tensorrt_options: Option<TensorRtOptions>,
     /// TensorRT version on it.
     pub tensorrt: Option<String>,
     /// What a model may use.

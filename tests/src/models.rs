@@ -382,9 +382,10 @@ pub fn install_spec(spec: &str, codec: Option<CodecChoice>, placement: Option<Pl
     Installed { flash, schema: packed.schema, _folder: folder }
 }
 
-/// A path of the repository.
+/// A path of the repository; HATCHBACK_REPOSITORY says where it is on another machine than the one that built this.
 pub fn repository(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+    let here = || Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    std::env::var_os("HATCHBACK_REPOSITORY").map_or_else(here, PathBuf::from).join(path)
 }
 
 /// Scores `samples` on `worker` in batches of `size`: all scores, the whole status.

@@ -157,10 +157,11 @@ static void begin_block(Grid& grid) {
     grid.resident.push_back(std::move(b));
 }
 
-// Lets the lanes of a warp run until each has yielded, beginning at any.
+// Lets lanes of a warp run until each has yielded: all of them, or some, so that others see what half a warp has done.
 static void run_warp(Block& b, unsigned warp) {
     unsigned from = warp * 32, lanes = std::min<unsigned>(32, b.fibers.size() - from), first = random() % lanes;
-    for (unsigned i = 0; i < lanes; i++) {
+    unsigned count = random() % 4 ? lanes : 1 + random() % lanes;
+    for (unsigned i = 0; i < count; i++) {
         Fiber& f = b.fibers[from + (first + i) % lanes];
         if (f.done) continue;
         block = &b;

@@ -1,5 +1,5 @@
 // CUDA C++ as a host compiler reads it, and the machine that runs it: every CUDA thread is a fiber, several blocks (of several
-// kernels) are resident at once, and a seed decides which warp goes on. A switch happens at every warp operation, barrier and
+// kernels) are resident at once, and a seed decides which lanes of which warp go on. A switch happens at every warp operation, barrier and
 // fence. Finds lanes that disagree on a mask, divergence around barriers (as deadlock) and, built with AddressSanitizer, accesses
 // out of bounds. Shows neither timing nor the memory model: between two switches a fiber runs alone.
 #pragma once
@@ -84,7 +84,7 @@ extern uint64_t progress;  // moves with everything that can let another fiber g
 
 void yield();
 std::unique_ptr<Grid> begin(std::function<void()> body, dim3 blocks, dim3 threads, bool exclusive);
-// Runs one warp of the grid until each of its lanes has yielded once.
+// Runs lanes of one warp of the grid until each has yielded once.
 void step(Grid& grid);
 uint64_t random();
 void seed(uint64_t seed);

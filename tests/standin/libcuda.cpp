@@ -224,6 +224,8 @@ API Result cuMemcpyDtoDAsync_v2(Address d, Address p, size_t n, void* s) { LOCKE
 API Result cuMemsetD8Async(Address d, unsigned char v, size_t n, void* s) { LOCKED; return host(s, [=] { memset((void*)d, v, n); }); }
 API Result cuMemsetD8_v2(Address d, unsigned char v, size_t n) { LOCKED; NOT_IN_CAPTURE; run(idle); memset((void*)d, v, n); return SUCCESS; }
 
+API Result cuLaunchHostFunc(void* s, void (*run)(void*), void* with) { LOCKED; return host(s, [=] { run(with); }); }
+
 API Result cuModuleLoadData(void** m, const void* image) {
     const unsigned char* p = (const unsigned char*)image;
     // Machine code for CUDA (EM_CUDA), for the compute capability that this device says it has.

@@ -15,8 +15,10 @@ use hatchback::schema::{KeySpace, MissPolicy};
 use hatchback::score::SystemClock;
 use hatchback::serving::Serving;
 use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cuda::Device;
 use hatchback_kernels::names::{Names, RowKey};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
+use hatchback_tests::standin;
 use hatchback_tools::spec::CodecChoice;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
@@ -72,11 +74,13 @@ struct Fixture {
     flash: Flash,
     /// Keys of each table.
     keys: Vec<Vec<u64>>,
+    /// Where lookups are made.
+    device: Device,
 }
 
 impl Fixture {
     /// A table under each policy, a feature of up to three keys on each.
-    fn new() -> Self {
+    fn new(device: Device) -> Self {
         let policies = [MissPolicy::Wait, MissPolicy::Deadline, MissPolicy::Default];
         let table =
             |miss| TablePlan { miss, ..TablePlan::cached(KeySpace::Sparse, 3000, 16, CodecChoice::U8) };
@@ -87,14 +91,14 @@ impl Fixture {
         let packed = plan.pack();
         let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
         let keys = packed.rows.iter().map(|rows| rows.all_keys()).collect();
-        Self { packed, flash, keys }
+        Self { packed, flash, keys, device }
     }
 
     fn serving(&self, change: impl FnOnce(&mut Budget)) -> Serving {
         let mut budget =
             Budget { cache_bytes_max: 1 << 20, batch_max: BATCH_MAX as u32, slots: 4, ..Budget::default() };
         change(&mut budget);
-        let serving = Serving::new(1 << 30, 16, Arc::new(SystemClock::default()));
+        let serving = Serving::new(1 << 30, 16, Arc::new(SystemClock::default())).on(self.device.clone());
         serving.load(NAME, &self.flash, budget).unwrap();
         serving
     }
@@ -155,8 +159,14 @@ fn phase(what: &str, serving: &Serving, batches: &[Batch], deadline: Option<Dura
 fn after_warm_up_nothing_is_allocated() {
     cache_verbs();
     reading_threads();
-    let fixture = Fixture::new();
-    ahead(&fixture);
+    // What the driver takes itself is not counted.
+    for device in [Device::Cpu, Device::Cuda(standin::gpu(23))] {
+        every_path(&Fixture::new(device));
+    }
+}
+
+fn every_path(fixture: &Fixture) {
+    ahead(fixture);
     let serving = fixture.serving(|_| ());
     let fresh = |table: usize, from: usize| -> Vec<Batch> {
         (0..60).map(|i| fixture.batch(1 + i % BATCH_MAX, from + 12 * i, Some(table))).collect()
@@ -169,10 +179,10 @@ fn after_warm_up_nothing_is_allocated() {
     phase("deadlines that are kept", &serving, &fresh(1, 1000), Some(Duration::MAX));
     phase("defaults", &serving, &fresh(2, 0), None);
     phase("defaults as hits", &serving, &again(2), None);
-    eviction(&fixture);
-    unknown_keys(&fixture, &serving);
-    merged(&fixture);
-    two_workers(&fixture);
+    eviction(fixture);
+    unknown_keys(fixture, &serving);
+    merged(fixture);
+    two_workers(fixture);
 }
 
 /// The least cache: every request evicts what an earlier one put in.

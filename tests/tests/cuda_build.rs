@@ -3,9 +3,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback_kernels::cuda::driver::{CudaError, Gpu, Profile};
+use hatchback_kernels::cuda::driver::{CudaError, Gpu, Images, Profile};
 use hatchback_tests::models::repository;
+use hatchback_tests::standin;
 use std::process::Command;
+use std::sync::Arc;
 
 #[test]
 fn built_anew_the_kernels_are_the_same() {
@@ -39,4 +41,31 @@ fn without_a_gpu_the_reason_is_typed() {
         .unwrap();
     let said = String::from_utf8_lossy(&run.stdout);
     assert!(run.status.success() && (said.contains("refused: ") || said.contains("SKIPPED")), "{said}");
+}
+
+const CAR: &[u8] = include_bytes!("../../kernels/cuda/built/changes.sm_87.cubin");
+const DESK: &[u8] = include_bytes!("../../kernels/cuda/built/changes.sm_90.cubin");
+
+/// As on the board: what is not there as machine code for the GPU is refused, and so is what is damaged.
+#[test]
+fn kernels_that_do_not_fit_are_refused() {
+    let Some(_) = standin::load() else {
+        return println!("SKIPPED: a real driver knows what to do with PTX");
+    };
+    let [board, desk] = [true, false].map(|tegra| Gpu::open(Profile { tegra }).unwrap());
+    let refused = |gpu: &Arc<Gpu>, cubins| {
+        let e = gpu.module(&Images { name: "x", cubins, ptx: ".version 7.4" }).err().unwrap();
+        assert!(matches!(&e, CudaError::NoKernels { .. }), "{e}");
+        e.to_string()
+    };
+    assert!(refused(&board, &[(90, DESK)]).contains("`x` has no machine code for compute capability 87"));
+    assert!(refused(&board, &[(90, DESK)]).contains("Tegra profile"));
+    assert!(refused(&board, &[(87, DESK)]).contains("is refused"));
+    assert!(refused(&board, &[(87, b"\x7fELF, and then something else")]).contains("is refused"));
+    // The stand-in compiles no PTX.
+    assert!(refused(&desk, &[(90, DESK)]).contains("its PTX is refused"));
+    let module = board.module(&Images { name: "x", cubins: &[(87, CAR)], ptx: "" }).unwrap();
+    assert!(module.kernel("insert_rows").is_ok());
+    let missing = module.kernel("no_such_kernel").err().unwrap();
+    assert!(matches!(&missing, CudaError::Driver { call: "no_such_kernel", .. }), "{missing}");
 }

@@ -17,9 +17,16 @@ use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::standin;
 use hatchback_tools::spec::CodecChoice;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 const BATCH_MAX: u32 = 12;
+
+/// Taken for writing by the test that counts, for reading by the others: they share one driver.
+static COUNTING: RwLock<()> = RwLock::new(());
+
+fn not_counting() -> RwLockReadGuard<'static, ()> {
+    COUNTING.read().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn plan(seed: u64) -> ModelPlan {
     use CodecChoice::{Auto, F16, F32, U4, U8};
@@ -95,6 +102,7 @@ fn worker(model: &Arc<Model>) -> Worker {
 
 #[test]
 fn scores_are_the_references() {
+    let _shared = not_counting();
     for seed in 0..40 {
         let plan = plan(seed);
         let packed = plan.pack();
@@ -121,17 +129,18 @@ fn scores_are_the_references() {
 /// Workers of one model on threads, each with a stream of its own, on a cache that always evicts.
 #[test]
 fn many_workers_on_one_model_score_as_one() {
+    let _shared = not_counting();
     let tables = vec![
         TablePlan::cached(KeySpace::Sparse, 900, 12, CodecChoice::U8),
         TablePlan::cached(KeySpace::Index, 900, 12, CodecChoice::U8),
         TablePlan::cached(KeySpace::Index, 300, 24, CodecChoice::F32),
     ];
     let pooling = |i: usize| [Pooling::Sum, Pooling::Mean, Pooling::None][i % 3];
-    let feature = |i| FeaturePlan {
+    let feature = |i: usize| FeaturePlan {
         table: i % 3,
         pooling: pooling(i),
         hotness_max: 1 + (i as u32 * 5) % 6,
-        second_input: i % 3 == 0,
+        second_input: i.is_multiple_of(3),
     };
     let plan = ModelPlan {
         name: "busy".to_owned(),
@@ -163,6 +172,7 @@ fn many_workers_on_one_model_score_as_one() {
 /// With room for every row, the second time around there is one launch and one wait, and nothing is copied or read.
 #[test]
 fn a_request_without_misses_is_one_launch() {
+    let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
     let plan = plan(1001);
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
@@ -194,6 +204,7 @@ fn a_request_without_misses_is_one_launch() {
 /// What `default` answered without is there for the next request, and so is what was named ahead.
 #[test]
 fn rows_fetched_behind_and_ahead_are_there_next_time() {
+    let _shared = not_counting();
     let table =
         |keys| TablePlan { miss: MissPolicy::Default, ..TablePlan::cached(keys, 400, 20, CodecChoice::U8) };
     let tables = vec![table(KeySpace::Index), table(KeySpace::Sparse)];
@@ -231,6 +242,7 @@ fn rows_fetched_behind_and_ahead_are_there_next_time() {
 
 #[test]
 fn a_pipeline_serves_from_the_gpu() {
+    let _shared = not_counting();
     let plan = plan(77);
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
@@ -254,6 +266,7 @@ fn a_pipeline_serves_from_the_gpu() {
 /// The budget counts what the GPU shares with the host.
 #[test]
 fn a_budget_that_does_not_hold_is_refused() {
+    let _shared = not_counting();
     let plan = plan(3);
     let packed = plan.pack();
     let flash = packed.install();

@@ -165,7 +165,11 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         None => flash.probe()?,
     };
     ensure!(!samples.is_empty(), "there are no samples: name some with --samples");
-    let model = Arc::new(Model::from_flash(&flash, args.serve.budget()?)?.onto(&args.serve.device()?)?);
+    let model = Arc::new(
+        Model::from_flash(&flash, args.serve.budget()?)?
+            .onto(&args.serve.device()?)?
+            .with_dense(&flash, None)?,
+    );
     let found = evaluate(&model, &samples, args.batch)?;
     if let Some(path) = &args.plot {
         plot::over_time(path, &format!("{}: latency and hit rate", found.generation), &found.windows)?;

@@ -76,7 +76,10 @@ impl ServeArgs {
     /// # Errors
     /// The model is refused or does not fit the budget.
     pub fn open(&self) -> Result<Arc<Model>> {
-        Ok(Arc::new(Model::from_flash(&self.flash()?, self.budget()?)?.onto(&self.device()?)?))
+        let flash = self.flash()?;
+        let tensorrt = self.target()?.and_then(|target| target.tensorrt_options);
+        let model = Model::from_flash(&flash, self.budget()?)?.onto(&self.device()?)?;
+        Ok(Arc::new(model.with_dense(&flash, tensorrt.as_ref())?))
     }
 
     /// Where embeddings are looked up.

@@ -37,7 +37,7 @@ const LOOKUPS_PER_ROW: f64 = 16.0;
 /// Rows handed over at a time.
 const BLOCK_ROWS: u64 = 1024;
 /// The dense network, a DLRM over 13 dense features and 26 vectors of 32.
-const DENSE_ONNX: &[u8] = include_bytes!("../demo/criteo/dense.onnx");
+pub const CRITEO_ONNX: &[u8] = include_bytes!("../demo/criteo/dense.onnx");
 
 /// The model with tables of up to `rows_max` rows: what `pack` takes, with `dense.onnx` in its base folder.
 pub fn criteo(rows_max: u64) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
@@ -90,7 +90,7 @@ pub fn pack_criteo_at(
 ) -> Result<Packed> {
     let base = tempfile::tempdir().context("a temporary folder")?;
     let path = base.path().join("dense.onnx");
-    std::fs::write(&path, DENSE_ONNX).with_context(|| path.display().to_string())?;
+    std::fs::write(&path, CRITEO_ONNX).with_context(|| path.display().to_string())?;
     let (spec, sources) = criteo_at(rows_max, at);
     pack_onto(&spec, &sources, parent, base.path(), out, Overrides::default(), progress)
 }

@@ -132,11 +132,7 @@ fn problems(readings: &[Reading], target: &Target) -> Vec<String> {
     if let Some(total) = total.filter(|&total| total < max) {
         problems.push(format!("budget.memory_bytes_max = {max}: the machine has {total} bytes"));
     }
-    for reading in readings.iter().filter(|r| r.section == "settings") {
-        if let Some(why) = &reading.missing {
-            problems.push(format!("{}: {why}", reading.name));
-        }
-    }
+    problems.extend(readings.iter().filter(|r| r.section == "settings").filter_map(settings::refused));
     problems
 }
 

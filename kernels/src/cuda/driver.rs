@@ -431,6 +431,19 @@ impl Stream {
         self.wait()
     }
 
+    /// Puts a copy of `from` to `to` onto the stream.
+    ///
+    /// # Errors
+    /// The driver failed.
+    pub fn copy<T: DeviceValue>(&self, from: &Buffer<T>, to: &mut Buffer<T>) -> Result<()> {
+        assert!(from.len <= to.len);
+        self.gpu.context.bind_to_thread().call("bind")?;
+        let (bytes, stream) = (from.len * size_of::<T>(), self.stream.cu_stream());
+        // SAFETY: it fits; both stay until the device has passed, since freeing waits for it.
+        unsafe { result::memcpy_dtod_async(to.address, from.address, bytes, stream) }
+            .call("copy on the device")
+    }
+
     /// Copies `from[at..]` to `to` and waits for it.
     ///
     /// # Errors

@@ -145,7 +145,7 @@ pub(crate) struct BagNumber {
     pub sample: u32,
 }
 
-// SAFETY: of all: `repr(C)`, only integers and f32, no padding (the asserts below), zero is a value.
+// SAFETY: as all below, `repr(C)`, only integers and f32, no padding (the asserts below), zero is a value.
 unsafe impl DeviceValue for CacheView {}
 // SAFETY: above.
 unsafe impl DeviceValue for Change {}

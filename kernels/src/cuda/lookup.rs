@@ -148,7 +148,7 @@ impl Lookup {
     /// The GPU refuses the launch.
     pub fn begin<'a>(&mut self, batch: usize, bags: impl Fn(usize) -> Bags<'a>) -> Result<()> {
         self.take(batch, bags);
-        self.launch()
+        self.launch(batch)
     }
 
     /// Lays a batch's keys and offsets where the kernel reads them.
@@ -171,15 +171,25 @@ impl Lookup {
         }
     }
 
-    /// Launches the query of the batch that was taken, on its stream; for a graph to capture, too.
+    /// Lets the batch that was taken go on to `samples` with samples that have no keys.
+    pub fn pad(&mut self, samples: usize) {
+        assert!((self.batch..=self.batch_max).contains(&samples));
+        for view in &self.views {
+            let offsets = &mut self.offsets[view.offsets_at as usize..][self.batch..=samples];
+            offsets.fill(offsets[0]);
+        }
+    }
+
+    /// Launches the query of the first `samples` of the batch that was taken, on its stream; for a graph to record, too.
     ///
     /// # Errors
     /// The GPU refuses the launch.
-    pub fn launch(&self) -> Result<()> {
+    pub fn launch(&self, samples: usize) -> Result<()> {
+        assert!(samples <= self.batch_max);
         // As many warps as keep every multiprocessor busy, and a few samples a warp beyond that.
         let warps = self.tables.gpu().processors() as usize * 64;
-        let tile = (self.batch * self.views.len() / warps).clamp(1, 32);
-        self.tables.kernels.query(&self.stream, &self.memory(), None, self.batch, tile)
+        let tile = (samples * self.views.len() / warps).clamp(1, 32);
+        self.tables.kernels.query(&self.stream, &self.memory(), None, samples, tile)
     }
 
     fn memory(&self) -> QueryMemory<'_> {

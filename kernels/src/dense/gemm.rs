@@ -122,6 +122,31 @@ impl Matrix {
         free
     }
 
+    /// `[k, n]` as the kernels see them: rounded as they were packed, before the scale.
+    pub fn unpacked(&self) -> Vec<f32> {
+        match &self.panels {
+            Panels::F32(p) => self.unpack(p, |w| *w),
+            Panels::F16(p) => self.unpack(p, |w| w.to_f32()),
+            Panels::Int8(p) => self.unpack(p, |w| f32::from(*w)),
+        }
+    }
+
+    fn unpack<W>(&self, packed: &[W], value: impl Fn(&W) -> f32) -> Vec<f32> {
+        let mut all = vec![0.0; self.k * self.n];
+        for (first, width) in panels(self.n) {
+            let panel = &packed[first * self.k..][..self.k * width];
+            for (row, from) in all.chunks_exact_mut(self.n).zip(panel.chunks_exact(width)) {
+                row[first..].iter_mut().zip(from).for_each(|(to, from)| *to = value(from));
+            }
+        }
+        all
+    }
+
+    /// Scale and bias of each column.
+    pub fn finish(&self) -> (&[f32], &[f32]) {
+        (&self.scale[..self.n], &self.bias[..self.n])
+    }
+
     pub fn bytes(&self) -> usize {
         let panels = match &self.panels {
             Panels::F32(p) => size_of_val::<[_]>(p),

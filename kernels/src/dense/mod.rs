@@ -1,11 +1,14 @@
-//! The dense network on the CPU: an ONNX file, its weights packed once, run straight from the buffers that the
-//! lookup filled. What recommendation models are made of runs on kernels of our own, which take no memory in a
-//! run and whose scores do not depend on the batch or on the instruction set, to the bit; any other ONNX file
-//! runs on rten. Never owns its inputs.
+//! The dense network: an ONNX file on the CPU, its weights packed once, run straight from the buffers that the lookup
+//! filled. What recommendation models are made of runs on kernels of our own, which take no memory in a run and
+//! whose scores do not depend on the batch or on the instruction set, to the bit; any other ONNX file runs on rten.
+//! `device_engine.rs` is the same on a GPU. Never owns its inputs.
 
+mod device;
+mod device_engine;
 mod fallback;
 mod gemm;
 mod graph;
+mod layout;
 mod math;
 mod onnx;
 mod operators;
@@ -14,9 +17,13 @@ mod simd;
 #[cfg(test)]
 mod tests;
 
+use crate::cuda::driver::CudaError;
 use crate::isa::Isa;
+use crate::tensorrt::TensorRtError;
+pub use device_engine::{DenseNetwork, DeviceEngine, DeviceLane, DeviceOptions, TensorRtOptions};
 use fallback::Fallback;
 use graph::{Graph, Stop};
+use layout::Layout;
 use plan::{Plan, PlanScratch};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -100,6 +107,22 @@ pub enum DenseError {
     /// The network failed while it ran.
     #[error("dense network: {0}")]
     Run(String),
+    /// On the GPU the scores are not the CPU's.
+    #[error("dense network: {backend}: a score is {apart:e} from the CPU's, {bound:e} is allowed")]
+    Apart {
+        /// What ran it.
+        backend: String,
+        /// The largest distance, as a part of the score where that is above 1.
+        apart: f32,
+        /// The bound.
+        bound: f32,
+    },
+    /// The GPU cannot be used.
+    #[error("dense network: {0}")]
+    Cuda(#[source] Box<CudaError>),
+    /// TensorRT cannot.
+    #[error("dense network: {0}")]
+    TensorRt(#[source] Box<TensorRtError>),
 }
 
 /// A loaded network. Holding one proves that every input is fed at its width and that it ran once.
@@ -156,7 +179,7 @@ impl DenseEngine {
         let named: Vec<_> =
             inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
         let backend = match Graph::build(&model, &named, output, weights) {
-            Ok(graph) => Backend::Plan(Plan::new(graph, isa)),
+            Ok(graph) => Backend::Plan(Plan::new(Layout::new(graph), isa)),
             Err(Stop::Refused(e)) => return Err(e),
             Err(Stop::Unsupported(operator)) => {
                 let network = Box::new(Fallback::load(&model, named, output)?);

@@ -1,9 +1,8 @@
-//! The plan of a network: its nodes in order, bias and Relu fused into the products before them, and a buffer
-//! for every result, shared by results that are never alive together. A run takes no memory: the buffers are
-//! the worker's. Knows nothing of ONNX.
+//! A network laid out, run on the CPU. A run takes no memory: the buffers are the worker's. Knows nothing of ONNX.
 
 use super::gemm::{GemmScratch, Matrix, pack_columns, padded};
-use super::graph::{Graph, Id, Map, Node, Op, Operand, Zip};
+use super::graph::{Id, Map, Node, Op, Operand, Zip};
+use super::layout::{Layout, Place};
 use super::{math, simd};
 use crate::isa::Isa;
 
@@ -11,21 +10,9 @@ use crate::isa::Isa;
 /// that the results stay near too.
 const BLOCK: usize = 96;
 
-/// Where a value lies.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
-    Input(usize),
-    Buffer(usize),
-}
-
 /// A network ready to run. Read-only; all workers share it.
 pub(super) struct Plan {
-    nodes: Vec<Node>,
-    widths: Vec<usize>,
-    places: Vec<Place>,
-    /// Values a sample of each buffer.
-    buffers: Vec<usize>,
-    output: Id,
+    layout: Layout,
     isa: Isa,
     /// Rows of the tallest matrix.
     k_max: usize,
@@ -40,26 +27,22 @@ pub(super) struct PlanScratch {
 }
 
 impl Plan {
-    /// Plans `graph` for `isa`.
-    pub fn new(mut graph: Graph, isa: Isa) -> Self {
-        fuse(&mut graph);
-        drop_unused(&mut graph);
-        let (places, buffers) = place(&graph);
+    /// Plans a run of `layout` on `isa`.
+    pub fn new(layout: Layout, isa: Isa) -> Self {
         let (mut k_max, mut pack_max) = (0, 0);
-        for node in &graph.nodes {
+        for node in &layout.nodes {
             match &node.op {
                 Op::Matrix { matrix, .. } => k_max = k_max.max(matrix.k),
                 Op::Products { k, n, .. } => pack_max = pack_max.max(k * padded(*n)),
                 _ => {}
             }
         }
-        let Graph { nodes, widths, output, .. } = graph;
-        Self { nodes, widths, places, buffers, output, isa, k_max, pack_max }
+        Self { layout, isa, k_max, pack_max }
     }
 
     /// Values in one sample's result.
     pub fn outputs(&self) -> usize {
-        self.widths[self.output]
+        self.layout.outputs()
     }
 
     /// Weights and biases.
@@ -74,25 +57,26 @@ impl Plan {
             Op::Zip { left, right, .. } => left.len() + right.len(),
             _ => 0,
         };
-        let tables: usize = self.nodes.iter().map(|n| tables(&n.op)).sum();
+        let tables: usize = self.layout.nodes.iter().map(|n| tables(&n.op)).sum();
         self.matrices().map(Matrix::bytes).sum::<usize>() + 4 * tables
     }
 
     fn matrices(&self) -> impl Iterator<Item = &Matrix> {
-        self.nodes
+        self.layout
+            .nodes
             .iter()
             .filter_map(|n| if let Op::Matrix { matrix, .. } = &n.op { Some(&**matrix) } else { None })
     }
 
     /// Memory for runs of up to `batch_max` samples.
     pub fn scratch(&self, batch_max: usize) -> PlanScratch {
-        let buffers = self.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
+        let buffers = self.layout.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
         PlanScratch { buffers, gemm: GemmScratch::new(self.k_max, self.pack_max) }
     }
 
     /// The bytes of that.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
-        4 * self.buffers.iter().sum::<usize>() * batch_max.min(BLOCK)
+        4 * self.layout.buffers.iter().sum::<usize>() * batch_max.min(BLOCK)
             + GemmScratch::bytes(self.k_max, self.pack_max)
     }
 
@@ -107,11 +91,11 @@ impl Plan {
         let blocks = batch.div_ceil(BLOCK);
         for block in 0..blocks {
             let (first, end) = (block * batch / blocks, (block + 1) * batch / blocks);
-            for node in &self.nodes {
+            for node in &self.layout.nodes {
                 self.step(node, first, end - first, inputs, scratch);
             }
             let width = self.outputs();
-            let from = self.value(self.output, first, end - first, inputs, &scratch.buffers);
+            let from = self.value(self.layout.output, first, end - first, inputs, &scratch.buffers);
             out[first * width..end * width].copy_from_slice(from);
         }
     }
@@ -125,8 +109,8 @@ impl Plan {
         inputs: &'a [I],
         buffers: &'a [Vec<f32>],
     ) -> &'a [f32] {
-        let width = self.widths[id];
-        match self.places[id] {
+        let width = self.layout.widths[id];
+        match self.layout.places[id] {
             Place::Input(i) => &inputs[i].as_ref()[first * width..(first + n) * width],
             Place::Buffer(b) => &buffers[b][..n * width],
         }
@@ -140,10 +124,10 @@ impl Plan {
         inputs: &[I],
         scratch: &mut PlanScratch,
     ) {
-        let Place::Buffer(buffer) = self.places[node.output] else { return };
+        let Place::Buffer(buffer) = self.layout.places[node.output] else { return };
         // Taken out while it is written, so that the others can be read; an empty one takes no memory.
         let mut taken = std::mem::take(&mut scratch.buffers[buffer]);
-        let width = self.widths[node.output];
+        let width = self.layout.widths[node.output];
         let out = &mut taken[..n * width];
         let buffers = &scratch.buffers;
         let read = |i: usize| self.value(node.inputs[i], first, n, inputs, buffers);
@@ -162,7 +146,7 @@ impl Plan {
             }
             Op::Map(map) => {
                 // In place where the operand is not needed any more.
-                if self.places[node.inputs[0]] != Place::Buffer(buffer) {
+                if self.layout.places[node.inputs[0]] != Place::Buffer(buffer) {
                     out.copy_from_slice(read(0));
                 }
                 match map {
@@ -196,7 +180,7 @@ impl Plan {
                 }
             }
             Op::Pick(picks) => {
-                let from_width = self.widths[node.inputs[0]];
+                let from_width = self.layout.widths[node.inputs[0]];
                 for (from, to) in read(0).chunks_exact(from_width).zip(out.chunks_exact_mut(width)) {
                     to.iter_mut().zip(picks).for_each(|(to, &pick)| *to = from[pick as usize]);
                 }
@@ -268,98 +252,4 @@ fn sum(from: &[f32], n: usize, inner: usize, divisor: f32, out: &mut [f32]) {
             out.iter_mut().for_each(|sum| *sum /= divisor);
         }
     }
-}
-
-/// How often each value is read.
-fn uses(graph: &Graph) -> Vec<usize> {
-    let mut uses = vec![0; graph.widths.len()];
-    graph.nodes.iter().flat_map(|n| &n.inputs).for_each(|&id| uses[id] += 1);
-    uses[graph.output] += 1;
-    uses
-}
-
-/// Puts a bias that is added to a product, and the Relu after it, into the product.
-fn fuse(graph: &mut Graph) {
-    let uses = uses(graph);
-    let mut writer: Vec<Option<usize>> = vec![None; graph.widths.len()];
-    let mut kept: Vec<Node> = Vec::with_capacity(graph.nodes.len());
-    for node in graph.nodes.drain(..) {
-        let before = match node.inputs.as_slice() {
-            &[x] if uses[x] == 1 => writer[x],
-            _ => None,
-        };
-        let fused = before.is_some_and(|at| kept[at].absorb(&node));
-        let at = if fused { before.unwrap_or_default() } else { kept.len() };
-        writer[node.output] = Some(at);
-        if fused { kept[at].output = node.output } else { kept.push(node) }
-    }
-    graph.nodes = kept;
-}
-
-impl Node {
-    /// Does what `next` does to the result too, if it can.
-    fn absorb(&mut self, next: &Self) -> bool {
-        let Op::Matrix { rows, matrix } = &mut self.op else { return false };
-        match &next.op {
-            Op::Map(Map::Relu) if !matrix.relu => {
-                matrix.relu = true;
-                true
-            }
-            Op::Zip { zip: Zip::Add, left, right } if *rows == 1 && !matrix.relu => match (left, right) {
-                (Operand::Value { picks: None, .. }, Operand::Constant(bias))
-                | (Operand::Constant(bias), Operand::Value { picks: None, .. }) => matrix.take_bias(bias),
-                _ => false,
-            },
-            _ => false,
-        }
-    }
-}
-
-/// Drops nodes whose results nothing reads.
-fn drop_unused(graph: &mut Graph) {
-    let mut used = vec![false; graph.widths.len()];
-    used[graph.output] = true;
-    for node in graph.nodes.iter().rev() {
-        if used[node.output] {
-            node.inputs.iter().for_each(|&id| used[id] = true);
-        }
-    }
-    graph.nodes.retain(|n| used[n.output]);
-}
-
-/// A place for every value: a result takes the smallest buffer that is free and large enough, else the largest,
-/// which grows, else a new one.
-fn place(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
-    let mut places: Vec<Place> = (0..graph.widths.len()).map(Place::Input).collect();
-    let mut last = vec![0; graph.widths.len()];
-    for (at, node) in graph.nodes.iter().enumerate() {
-        node.inputs.iter().for_each(|&id| last[id] = at);
-    }
-    last[graph.output] = usize::MAX;
-    let (mut buffers, mut free): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
-    for (at, node) in graph.nodes.iter().enumerate() {
-        let width = graph.widths[node.output];
-        let dies = |id: Id| last[id] == at;
-        if let (Op::Map(_), Place::Buffer(b), true) = (&node.op, places[node.inputs[0]], dies(node.inputs[0]))
-        {
-            places[node.output] = Place::Buffer(b);
-            continue;
-        }
-        let fitting = free.iter().copied().filter(|&b| buffers[b] >= width).min_by_key(|&b| buffers[b]);
-        let chosen = fitting.or_else(|| free.iter().copied().max_by_key(|&b| buffers[b]));
-        let buffer = chosen.unwrap_or_else(|| {
-            buffers.push(0);
-            buffers.len() - 1
-        });
-        free.retain(|&b| b != buffer);
-        buffers[buffer] = buffers[buffer].max(width);
-        places[node.output] = Place::Buffer(buffer);
-        for &id in &node.inputs {
-            match places[id] {
-                Place::Buffer(b) if dies(id) && !free.contains(&b) => free.push(b),
-                _ => {}
-            }
-        }
-    }
-    (places, buffers)
 }

@@ -19,7 +19,7 @@ pub const TABLES: usize = 26;
 /// Values in a row.
 pub const DIM: usize = 128;
 /// Dense features.
-const DENSE: usize = 13;
+pub const DENSE: usize = 13;
 /// Widths of the network below the interaction.
 const BOTTOM: [usize; 4] = [DENSE, 512, 256, DIM];
 /// Pairs of different vectors among the tables' and the one from below.
@@ -93,7 +93,7 @@ fn add_network(graph: &mut Graph) -> String {
 }
 
 /// The network alone: what a bundle holds.
-fn network() -> Vec<u8> {
+pub fn network() -> Vec<u8> {
     let mut graph = Graph::default();
     graph.input("dense", Type::Float, &[DENSE]);
     graph.input("rows", Type::Float, &[TABLES, DIM]);

@@ -147,7 +147,8 @@ pub fn run(args: &LadderArgs) -> Result<()> {
     };
     let flash = serve.flash()?;
     let budget = args.budget(&serve)?;
-    let model = Arc::new(Model::from_flash(&flash, budget)?.onto(&serve.device()?)?);
+    let model =
+        Arc::new(Model::from_flash(&flash, budget)?.onto(&serve.device()?)?.with_dense(&flash, None)?);
     let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default()))?;
     let keys = args.keys.clone().unwrap_or(Distribution::PowerLaw { alpha: ALPHA });
     let workload = Workload::new(&flash, &keys, BagSizes::Full, 0)?;

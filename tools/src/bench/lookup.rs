@@ -193,7 +193,7 @@ impl Ours {
             let keys = vec![(0..rows as u64).collect(); TABLES];
             (Store::Resident((0..TABLES).map(|_| table()).collect()), keys)
         } else {
-            let (cache, keys) = fill_cache(rows, &encoded)?;
+            let (cache, keys) = fill_cache(rows, rows, &encoded)?;
             (Store::Cached(cache), keys)
         };
         Ok(Self {
@@ -251,9 +251,9 @@ impl Ours {
     }
 }
 
-/// A cache with `row` under every key of every table, and the keys of each that are in it.
-fn fill_cache(rows: usize, row: &[u8]) -> Result<(Cache, Vec<Vec<u64>>)> {
-    let names = Names::new(vec![Some(rows as u64); TABLES]);
+/// A cache for tables of keys below `end` with `row` under the first `rows` keys of each, and those of them that are in it.
+pub fn fill_cache(end: usize, rows: usize, row: &[u8]) -> Result<(Cache, Vec<Vec<u64>>)> {
+    let names = Names::new(vec![Some(end as u64); TABLES]);
     let bytes = (rows * TABLES) as f64 * 1.3 * (row.len() + 7) as f64;
     let cache = Cache::new(row.len(), bytes as usize, &names);
     let cache = cache.ok_or_else(|| anyhow::anyhow!("{rows} rows are too few"))?;

@@ -5,6 +5,7 @@ mod beside;
 mod delta;
 mod dlrm;
 mod flash;
+mod gpu;
 mod hits;
 mod ladder;
 mod load;
@@ -19,6 +20,7 @@ use std::fmt;
 
 pub use delta::DeltaArgs;
 pub use flash::FlashArgs;
+pub use gpu::GpuArgs;
 pub use hits::HitsArgs;
 pub use ladder::LadderArgs;
 pub use load::{Load, Measured};
@@ -39,6 +41,8 @@ pub enum BenchCommand {
     Delta(DeltaArgs),
     /// Measures cold rows from flash beside the raw device and other row stores
     Flash(FlashArgs),
+    /// Measures lookups and whole requests on a GPU
+    Gpu(GpuArgs),
     /// Measures hit rates of the cache beside other policies, and its rows a MiB
     Hits(HitsArgs),
     /// Measures one pipeline under a rising number of callers
@@ -57,6 +61,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
         BenchCommand::Delta(args) => delta::run(args),
         BenchCommand::Flash(args) => flash::run(args),
+        BenchCommand::Gpu(args) => gpu::run(args),
         BenchCommand::Hits(args) => hits::run(args),
         BenchCommand::Ladder(args) => ladder::run(args),
         BenchCommand::Lookup(args) => lookup::run(args),

@@ -254,7 +254,7 @@ impl Sweep {
         workload: &Workload,
         bar: &ProgressBar,
     ) -> Result<Vec<Point>> {
-        let model = Arc::new(Model::from_flash(flash, budget)?.onto(lookups)?);
+        let model = Arc::new(Model::from_flash(flash, budget)?.onto(lookups)?.with_dense(flash, None)?);
         let mut load = Load::new(&model, workload, budget.workers as usize, self.window);
         let steady = load.warm_up(budget.batch_max as usize, self.warm_up_windows_max)?;
         let mut points = Vec::new();

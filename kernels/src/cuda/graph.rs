@@ -1,0 +1,73 @@
+//! Work recorded once and launched whole: one call into the driver for many kernels, with no host between them. What a
+//! launch needs to know anew lies in memory that the kernels read.
+
+#![allow(unsafe_code)]
+
+use super::driver::{CudaError, Stream};
+use cudarc::driver::{CudaGraph, DriverError, sys};
+
+/// Recordings, and all that they name: `named` may change in what it holds, not in where that lies.
+pub struct Graphs<T> {
+    // Dropped before what they name.
+    graphs: Vec<CudaGraph>,
+    named: T,
+}
+
+// SAFETY: the driver lets any thread use a graph, one at a time, which `&mut self` sees to.
+unsafe impl<T: Send> Send for Graphs<T> {}
+
+fn call(call: &'static str) -> impl Fn(DriverError) -> CudaError {
+    move |error| CudaError::Driver { call, error }
+}
+
+impl<T> Graphs<T> {
+    /// No recordings yet.
+    pub fn new(named: T) -> Self {
+        Self { graphs: Vec::new(), named }
+    }
+
+    /// Records what `work` puts onto the stream that `stream` names; it must not wait, take memory on the device or use
+    /// another stream. Returns the recording's number: they count from 0.
+    ///
+    /// # Errors
+    /// The work fails or cannot be recorded.
+    pub fn record<E: From<CudaError>>(
+        &mut self,
+        stream: impl Fn(&T) -> &Stream,
+        work: impl FnOnce(&mut T) -> Result<(), E>,
+    ) -> Result<usize, E> {
+        // Of this thread alone: other threads go on allocating meanwhile.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let raw = stream(&self.named).raw().clone();
+        raw.begin_capture(mode).map_err(call("record a graph"))?;
+        let worked = work(&mut self.named);
+        // The stream must leave the recording whatever became of the work.
+        let graph = raw.end_capture(sys::CUgraphInstantiate_flags(0)).map_err(call("end a graph"));
+        worked?;
+        let invalid = DriverError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+        let graph = graph?.ok_or(CudaError::Driver { call: "record a graph", error: invalid })?;
+        graph.upload().map_err(call("upload a graph"))?;
+        self.graphs.push(graph);
+        Ok(self.graphs.len() - 1)
+    }
+
+    /// Puts all of recording `number` onto its stream, and returns.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    pub fn launch(&mut self, number: usize, stream: impl Fn(&T) -> &Stream) -> Result<(), CudaError> {
+        self.graphs[number].launch().map_err(call("launch a graph"))?;
+        stream(&self.named).count_launch();
+        Ok(())
+    }
+
+    /// What they name.
+    pub fn named(&self) -> &T {
+        &self.named
+    }
+
+    /// The same, to write what the next launch reads; the last one must have been waited for.
+    pub fn named_mut(&mut self) -> &mut T {
+        &mut self.named
+    }
+}

@@ -1,0 +1,301 @@
+// TensorRT behind a C interface, from one source for its headers 8.5 to 11.x and TensorRT for RTX 1.x. Apart from four
+// entry points that are looked up by name everything in TensorRT is a virtual call, so this links nothing of it. Built
+// by `make` beside this file where the headers are; loaded by `../src/tensorrt/shim.rs`, which is its only caller.
+// Never starts CUDA, never throws, and makes no call into a library whose version is not that of its headers: the order
+// of virtual calls is the header's, and a mistake would be silent.
+#include <NvInfer.h>
+#include <NvOnnxParser.h>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <dlfcn.h>
+#include <memory>
+
+#if !defined(TRT_MAJOR_RTX) && (NV_TENSORRT_MAJOR < 8 || (NV_TENSORRT_MAJOR == 8 && NV_TENSORRT_MINOR < 5))
+#error "TensorRT 8.5 is the oldest whose tensors have names"
+#endif
+// From 11 on, and in TensorRT for RTX, a network computes in the types that its ONNX file states.
+#if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 11
+#define TYPES_FROM_FILE 1
+#else
+#define TYPES_FROM_FILE 0
+#endif
+
+using namespace nvinfer1;
+
+namespace {
+
+// The number of this interface; shim.rs refuses another.
+constexpr int32_t INTERFACE = 1;
+
+// What went wrong; shim.rs has the same list.
+enum Outcome : int32_t {
+    DONE = 0,
+    NO_LIBRARY = 1,    // the loader did not find or take it
+    NO_ENTRY = 2,      // it lacks an entry point
+    VERSION = 3,       // it is of another version than the headers
+    REFUSED = 4,       // TensorRT said no; its own words are in `problem`
+    NO_FP16 = 5,       // this TensorRT takes its types from the file
+    INTERFACE_OF = 6,  // the network does not have such an input or output
+};
+
+// The caller's room for a sentence.
+struct Problem {
+    char* text;
+    size_t size;
+    void say(char const* format, ...) const __attribute__((format(printf, 2, 3))) {
+        va_list list;
+        va_start(list, format);
+        if (size > 0) vsnprintf(text, size, format, list);
+        va_end(list);
+    }
+};
+
+// Keeps the first error that TensorRT reports in a call: the ones after it follow from it.
+struct Log final : ILogger {
+    char first[400] = "";
+    void log(Severity severity, AsciiChar const* text) noexcept override {
+        if (severity <= Severity::kERROR && first[0] == 0) snprintf(first, sizeof first, "%s", text);
+    }
+    int32_t refused(char const* what, Problem problem) {
+        problem.say("%s: %s", what, first[0] ? first : "no reason given");
+        first[0] = 0;
+        return REFUSED;
+    }
+};
+
+// 8601 is 8.6.1; from 10 on 101000 is 10.10.0; RTX 1.7.1 is 10701. The patch may differ, the classes are the same.
+int32_t release(int32_t version) { return version < 10000 ? version / 100 : version / 100 + 1000000; }
+
+template <class T> T find(void* library, char const* name) { return reinterpret_cast<T>(dlsym(library, name)); }
+
+} // namespace
+
+struct Library {
+    Log log;
+    void* (*make_builder)(void*, int32_t);
+    void* (*make_runtime)(void*, int32_t);
+    void* (*make_parser)(void*, void*, int);
+    std::unique_ptr<IRuntime> runtime;
+};
+
+struct Engine {
+    std::unique_ptr<ICudaEngine> engine;
+};
+
+struct Context {
+    std::unique_ptr<IExecutionContext> context;
+};
+
+// One input of a network: `[batch, shape]`.
+struct InputShape {
+    char const* name;
+    int64_t const* shape;
+    int32_t rank;
+};
+
+struct Build {
+    void const* onnx;
+    size_t onnx_bytes;
+    InputShape const* inputs;
+    int32_t input_count;
+    char const* output;
+    int64_t batch_typical;
+    int64_t batch_max;
+    uint64_t workspace_bytes_max;
+    int32_t fp16;
+    int32_t compute_capability; // TensorRT for RTX alone: what to build for, 86 for 8.6; 0 is the GPU that is there
+};
+
+#define API extern "C" __attribute__((visibility("default")))
+
+API int32_t hatchback_trt_interface() { return INTERFACE; }
+
+API int32_t hatchback_trt_header_version() { return NV_TENSORRT_VERSION; }
+
+// Loads both libraries (`nullptr`: by the names of the headers' release) and compares versions. `*version` is the
+// library's as soon as it is known. Libraries stay loaded until the process ends: TensorRT registers what it cannot take back.
+API int32_t hatchback_trt_open(char const* nvinfer, char const* parser, Library** out, int32_t* version, char* text, size_t size) {
+    Problem const problem{text, size};
+    char names[2][64];
+#if defined(TRT_MAJOR_RTX)
+    snprintf(names[0], sizeof names[0], "libtensorrt_rtx.so.%d", NV_TENSORRT_MAJOR);
+    snprintf(names[1], sizeof names[1], "libtensorrt_onnxparser_rtx.so.%d", NV_TENSORRT_MAJOR);
+#else
+    snprintf(names[0], sizeof names[0], "libnvinfer.so.%d", NV_TENSORRT_MAJOR);
+    snprintf(names[1], sizeof names[1], "libnvonnxparser.so.%d", NV_TENSORRT_MAJOR);
+#endif
+    auto load = [&](char const* path, char const* name) {
+        void* library = dlopen(path ? path : name, RTLD_NOW | RTLD_GLOBAL);
+        if (!library) problem.say("%s", dlerror());
+        return library;
+    };
+    void* core = load(nvinfer, names[0]);
+    if (!core) return NO_LIBRARY;
+    auto const version_of = find<int32_t (*)()>(core, "getInferLibVersion");
+    if (!version_of) return problem.say("getInferLibVersion"), NO_ENTRY;
+    *version = version_of();
+    if (release(*version) != release(NV_TENSORRT_VERSION)) return VERSION;
+    void* onnx = load(parser, names[1]);
+    if (!onnx) return NO_LIBRARY;
+    auto library = std::make_unique<Library>();
+    library->make_builder = find<void* (*)(void*, int32_t)>(core, "createInferBuilder_INTERNAL");
+    library->make_runtime = find<void* (*)(void*, int32_t)>(core, "createInferRuntime_INTERNAL");
+    library->make_parser = find<void* (*)(void*, void*, int)>(onnx, "createNvOnnxParser_INTERNAL");
+    if (!library->make_builder || !library->make_runtime) return problem.say("createInfer..._INTERNAL"), NO_ENTRY;
+    if (!library->make_parser) return problem.say("createNvOnnxParser_INTERNAL"), NO_ENTRY;
+    *out = library.release();
+    return DONE;
+}
+
+API void hatchback_trt_close(Library* library) { delete library; }
+
+static int32_t parse(nvonnxparser::IParser& parser, Log& log, Build const& build, INetworkDefinition& network, Problem problem) {
+    if (!parser.parse(build.onnx, build.onnx_bytes)) {
+        if (parser.getNbErrors() > 0) return problem.say("ONNX: %s", parser.getError(0)->desc()), REFUSED;
+        return log.refused("ONNX", problem);
+    }
+    bool found = false;
+    for (int32_t i = network.getNbOutputs() - 1; i >= 0; i--) {
+        ITensor* output = network.getOutput(i);
+        if (strcmp(output->getName(), build.output) == 0) found = true;
+        else network.unmarkOutput(*output);
+    }
+    if (!found) return problem.say("no output `%s`", build.output), INTERFACE_OF;
+    if (network.getNbInputs() != build.input_count)
+        return problem.say("%d inputs, %d are fed", network.getNbInputs(), build.input_count), INTERFACE_OF;
+    return DONE;
+}
+
+// Builds a plan for this GPU. The caller gives `*plan` back with `hatchback_trt_drop_plan`.
+API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemory** plan, char* text, size_t size) {
+    Problem const problem{text, size};
+    Log& log = library->log;
+    std::unique_ptr<IBuilder> builder{static_cast<IBuilder*>(library->make_builder(&log, NV_TENSORRT_VERSION))};
+    if (!builder) return log.refused("no builder", problem);
+#if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 10
+    uint32_t const flags = 0;
+#else
+    uint32_t const flags = 1u << static_cast<uint32_t>(NetworkDefinitionCreationFlag::kEXPLICIT_BATCH);
+#endif
+    std::unique_ptr<INetworkDefinition> network{builder->createNetworkV2(flags)};
+    if (!network) return log.refused("no network", problem);
+    // The network's constants lie in the parser, so it lives until the plan is built.
+    std::unique_ptr<nvonnxparser::IParser> parser{static_cast<nvonnxparser::IParser*>(
+        library->make_parser(network.get(), &log, static_cast<int>(NV_ONNX_PARSER_VERSION)))};
+    if (!parser) return log.refused("no ONNX parser", problem);
+    if (int32_t const outcome = parse(*parser, log, *build, *network, problem)) return outcome;
+    std::unique_ptr<IBuilderConfig> config{builder->createBuilderConfig()};
+    if (!config) return log.refused("no configuration", problem);
+    config->setMemoryPoolLimit(MemoryPoolType::kWORKSPACE, build->workspace_bytes_max);
+#if TYPES_FROM_FILE
+    if (build->fp16) return NO_FP16;
+#else
+    if (build->fp16) config->setFlag(BuilderFlag::kFP16);
+#endif
+#if !defined(TRT_MAJOR_RTX)
+    config->clearFlag(BuilderFlag::kTF32); // its 10 bits are not the f32 that was asked for
+#else
+    if (build->compute_capability != 0) {
+        config->setNbComputeCapabilities(1);
+        if (!config->setComputeCapability(static_cast<ComputeCapability>(build->compute_capability), 0))
+            return log.refused("compute capability", problem);
+    }
+#endif
+    IOptimizationProfile* profile = builder->createOptimizationProfile();
+    if (!profile) return log.refused("no profile", problem);
+    for (int32_t i = 0; i < build->input_count; i++) {
+        InputShape const& input = build->inputs[i];
+        auto const dims = [&](int64_t batch) {
+            Dims dims{};
+            dims.nbDims = input.rank + 1;
+            dims.d[0] = static_cast<decltype(+dims.d[0])>(batch);
+            for (int32_t a = 0; a < input.rank; a++) dims.d[a + 1] = static_cast<decltype(+dims.d[0])>(input.shape[a]);
+            return dims;
+        };
+        if (input.rank + 1 > Dims::MAX_DIMS) return problem.say("input `%s`: %d axes", input.name, input.rank), INTERFACE_OF;
+        bool const set = profile->setDimensions(input.name, OptProfileSelector::kMIN, dims(1))
+            && profile->setDimensions(input.name, OptProfileSelector::kOPT, dims(build->batch_typical))
+            && profile->setDimensions(input.name, OptProfileSelector::kMAX, dims(build->batch_max));
+        if (!set) return log.refused(input.name, problem);
+    }
+    if (config->addOptimizationProfile(profile) < 0) return log.refused("profile", problem);
+    *plan = builder->buildSerializedNetwork(*network, *config);
+    return *plan ? int32_t{DONE} : log.refused("build", problem);
+}
+
+API void const* hatchback_trt_plan_data(IHostMemory const* plan) { return plan->data(); }
+
+API size_t hatchback_trt_plan_bytes(IHostMemory const* plan) { return plan->size(); }
+
+API void hatchback_trt_drop_plan(IHostMemory* plan) { delete plan; }
+
+// Makes a plan ready to run. CUDA must be up: without a driver some releases crash in the call after this.
+API int32_t hatchback_trt_load(Library* library, void const* plan, size_t bytes, Engine** out, char* text, size_t size) {
+    Problem const problem{text, size};
+    Log& log = library->log;
+    if (!library->runtime) library->runtime.reset(static_cast<IRuntime*>(library->make_runtime(&log, NV_TENSORRT_VERSION)));
+    if (!library->runtime) return log.refused("no runtime", problem);
+#if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR > 8 || NV_TENSORRT_MINOR >= 6
+    library->runtime->setEngineHostCodeAllowed(false); // as is the default; 8.5 has no such plans
+#endif
+    std::unique_ptr<ICudaEngine> engine{library->runtime->deserializeCudaEngine(plan, bytes)};
+    if (!engine) return log.refused("plan", problem);
+    *out = new Engine{std::move(engine)};
+    return DONE;
+}
+
+API void hatchback_trt_drop_engine(Engine* engine) { delete engine; }
+
+// Checks that the engine has exactly these tensors, in f32.
+API int32_t hatchback_trt_check(Engine const* engine, char const* const* inputs, int32_t count, char const* output, char* text, size_t size) {
+    Problem const problem{text, size};
+    ICudaEngine const& e = *engine->engine;
+    if (e.getNbIOTensors() != count + 1)
+        return problem.say("%d tensors, %d expected", e.getNbIOTensors(), count + 1), INTERFACE_OF;
+    for (int32_t i = 0; i <= count; i++) {
+        char const* name = i < count ? inputs[i] : output;
+        auto const mode = i < count ? TensorIOMode::kINPUT : TensorIOMode::kOUTPUT;
+        if (e.getTensorIOMode(name) != mode) return problem.say("no tensor `%s`", name), INTERFACE_OF;
+        if (e.getTensorDataType(name) != DataType::kFLOAT) return problem.say("`%s` is not f32", name), INTERFACE_OF;
+    }
+    return DONE;
+}
+
+// Device memory that a context takes.
+API uint64_t hatchback_trt_context_bytes(Engine const* engine) {
+#if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 11
+    return static_cast<uint64_t>(engine->engine->getDeviceMemorySizeV2());
+#else
+    return engine->engine->getDeviceMemorySize();
+#endif
+}
+
+// One worker's state; it takes its device memory here.
+API int32_t hatchback_trt_context(Library* library, Engine* engine, Context** out, char* text, size_t size) {
+    std::unique_ptr<IExecutionContext> context{engine->engine->createExecutionContext()};
+    if (!context) return library->log.refused("context", Problem{text, size});
+    *out = new Context{std::move(context)};
+    return DONE;
+}
+
+API void hatchback_trt_drop_context(Context* context) { delete context; }
+
+// Where a tensor lies on the device; an input's shape is set with it (`shape` null: the output).
+API int32_t hatchback_trt_bind(Context* context, InputShape const* tensor, int64_t batch, void* address) {
+    if (tensor->shape) {
+        Dims dims{};
+        dims.nbDims = tensor->rank + 1;
+        if (dims.nbDims > Dims::MAX_DIMS) return INTERFACE_OF;
+        dims.d[0] = static_cast<decltype(+dims.d[0])>(batch);
+        for (int32_t a = 0; a < tensor->rank; a++) dims.d[a + 1] = static_cast<decltype(+dims.d[0])>(tensor->shape[a]);
+        if (!context->context->setInputShape(tensor->name, dims)) return REFUSED;
+    }
+    return context->context->setTensorAddress(tensor->name, address) ? DONE : REFUSED;
+}
+
+// Puts the network onto `stream` (a `CUstream`) and returns.
+API int32_t hatchback_trt_enqueue(Context* context, void* stream) {
+    return context->context->enqueueV3(static_cast<cudaStream_t>(stream)) ? DONE : REFUSED;
+}

@@ -1,0 +1,64 @@
+//! A worker's part of a GPU: the whole step, from keys to scores, or the lookup alone where the dense network runs on
+//! the CPU. Never decides what is read from flash.
+
+use crate::batch::Batch;
+use crate::model::Model;
+use crate::schema::InputSource;
+use hatchback_kernels::cuda::HostMemory;
+use hatchback_kernels::cuda::driver::CudaError;
+use hatchback_kernels::cuda::lookup::Lookup;
+use hatchback_kernels::cuda::step::{Step, StepLimits};
+use hatchback_kernels::dense::DenseError;
+
+/// What a worker has on the GPU.
+pub(crate) enum OnGpu {
+    /// The lookup, into inputs that the host reaches too.
+    Lookup(Box<Lookup>),
+    /// The lookup and the dense network behind it.
+    Step(Box<Step>),
+}
+
+impl OnGpu {
+    /// The part of one worker on `model`, and the network's inputs where the host computes with them; `None` where the model
+    /// is not on a GPU.
+    pub fn new(
+        model: &Model,
+        widths: &[usize],
+        inputs: &mut Vec<HostMemory<f32>>,
+    ) -> Result<Option<Self>, CudaError> {
+        let Some(tables) = &model.on_gpu else { return Ok(None) };
+        let (batch_max, misses_max) = (model.budget().batch_max as usize, model.budget().misses_max as usize);
+        let row_bytes_max = model.staging_row_bytes();
+        let Some(engine) = &model.dense_on_gpu else {
+            let at: Vec<u64> = inputs.iter().map(|i| i.mapped().map_or(0, |i| i.address())).collect();
+            let features = model.features_on_gpu(&at, widths);
+            let lookup = Lookup::new(tables, &features, batch_max, misses_max, row_bytes_max)?;
+            return Ok(Some(Self::Lookup(Box::new(lookup))));
+        };
+        inputs.clear();
+        let dense = model.schema().network.inputs.iter().position(|i| i.source == InputSource::Dense);
+        let limits = StepLimits { batch_max, misses_max, row_bytes_max };
+        let step = Step::new(tables, engine, widths, dense, |at| model.features_on_gpu(at, widths), limits);
+        let step = step.map_err(|e| match e {
+            DenseError::Cuda(e) => *e,
+            e => CudaError::NoKernels { gpu: tables.gpu().name().to_owned(), problem: e.to_string() },
+        })?;
+        Ok(Some(Self::Step(Box::new(step))))
+    }
+
+    /// The lookup.
+    pub fn lookup(&mut self) -> &mut Lookup {
+        match self {
+            Self::Lookup(lookup) => lookup,
+            Self::Step(step) => step.lookup(),
+        }
+    }
+
+    /// Begins a request: one launch, no wait.
+    pub fn begin(&mut self, batch: &Batch) -> Result<(), CudaError> {
+        match self {
+            Self::Lookup(lookup) => lookup.begin(batch.size(), |f| batch.bags(f)),
+            Self::Step(step) => step.begin(batch.size(), |f| batch.bags(f), batch.dense()),
+        }
+    }
+}

@@ -1,0 +1,230 @@
+// A twin of libnvinfer and its ONNX parser in one library, for tests of the shim and of what is above it. Whatever the
+// network, a score is the sum of the sample's inputs; in FP16 its last 13 bits are cut off. Plans are text. Takes what
+// TensorRT takes and refuses what it refuses, as far as the shim can tell; it never computes a network.
+#include "NvInfer.h"
+#include "NvOnnxParser.h"
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+using namespace nvinfer1;
+
+static ILogger* said_to;
+static bool say(char const* text) {
+    said_to->log(ILogger::Severity::kERROR, text);
+    return false;
+}
+
+struct Text : IHostMemory {
+    std::string text;
+    void* data() const noexcept override { return const_cast<char*>(text.data()); }
+    size_t size() const noexcept override { return text.size(); }
+};
+struct Tensor : ITensor {
+    std::string name;
+    char const* getName() const noexcept override { return name.c_str(); }
+};
+struct Network : INetworkDefinition {
+    bool parser_lives = false;
+    std::vector<std::string> inputs;
+    std::vector<std::unique_ptr<Tensor>> outputs;
+    int32_t getNbInputs() const noexcept override { return (int32_t)inputs.size(); }
+    int32_t getNbOutputs() const noexcept override { return (int32_t)outputs.size(); }
+    ITensor* getOutput(int32_t i) const noexcept override { return outputs[i].get(); }
+    void unmarkOutput(ITensor& tensor) noexcept override {
+        for (size_t i = 0; i < outputs.size(); i++)
+            if (outputs[i].get() == &tensor) { outputs.erase(outputs.begin() + i); return; }
+    }
+};
+struct Profile : IOptimizationProfile {
+    std::vector<std::pair<std::string, Dims>> most;
+    bool setDimensions(char const* input, OptProfileSelector which, Dims const& dims) noexcept override {
+        if (which == OptProfileSelector::kMAX) most.emplace_back(input, dims);
+        return true;
+    }
+};
+struct Config : IBuilderConfig {
+    bool fp16 = false;
+    Profile* profile = nullptr;
+    void setMemoryPoolLimit(MemoryPoolType, size_t) noexcept override {}
+    void setFlag(BuilderFlag flag) noexcept override { fp16 |= flag == BuilderFlag::kFP16; }
+    void clearFlag(BuilderFlag) noexcept override {}
+    int32_t addOptimizationProfile(IOptimizationProfile* p) noexcept override { profile = (Profile*)p; return 0; }
+};
+struct Builder : IBuilder {
+    std::vector<std::unique_ptr<Profile>> profiles;
+    INetworkDefinition* createNetworkV2(uint32_t) noexcept override { return new Network; }
+    IBuilderConfig* createBuilderConfig() noexcept override { return new Config; }
+    IOptimizationProfile* createOptimizationProfile() noexcept override {
+        profiles.push_back(std::make_unique<Profile>());
+        return profiles.back().get();
+    }
+    IHostMemory* buildSerializedNetwork(INetworkDefinition& n, IBuilderConfig& c) noexcept override {
+        auto& network = (Network&)n;
+        if (!network.parser_lives) { say("the constants went with their parser"); return nullptr; }
+        auto& config = (Config&)c;
+        std::ostringstream plan;
+        plan << "twin " << NV_TENSORRT_VERSION << ' ' << config.fp16 << ' ' << network.outputs[0]->name << ' ' << network.inputs.size();
+        for (auto& [name, dims] : config.profile->most) {
+            int64_t width = 1;
+            for (int i = 1; i < dims.nbDims; i++) width *= dims.d[i];
+            plan << ' ' << name << ' ' << width << ' ' << dims.d[0];
+        }
+        auto text = std::make_unique<Text>();
+        text->text = plan.str();
+        return text.release();
+    }
+};
+
+// The names in a protobuf's fields 11 (inputs) and 12 (outputs) of field 7 (graph).
+struct Parser final : nvonnxparser::IParser, nvonnxparser::IParserError {
+    Network* network;
+    explicit Parser(Network* n) : network(n) { network->parser_lives = true; }
+    ~Parser() { network->parser_lives = false; }
+    bool walk(unsigned char const* p, size_t n, int depth) {
+        for (size_t i = 0; i < n;) {
+            auto number = [&] {
+                uint64_t v = 0;
+                for (int shift = 0; i < n; shift += 7) {
+                    v |= (uint64_t)(p[i] & 127) << shift;
+                    if (p[i++] < 128) break;
+                }
+                return v;
+            };
+            uint64_t const field = number();
+            if ((field & 7) == 0) { number(); continue; }
+            if ((field & 7) == 5) { i += 4; continue; }
+            if ((field & 7) != 2) return false;
+            size_t const size = number();
+            if (size > n - i) return false;
+            auto const id = field >> 3;
+            if (depth == 0 && id == 7 && !walk(p + i, size, 1)) return false;
+            if (depth == 1 && (id == 11 || id == 12) && !walk(p + i, size, (int)id)) return false;
+            if (depth > 1 && id == 1) {
+                std::string name((char const*)p + i, size);
+                if (depth == 11) network->inputs.push_back(name);
+                else { network->outputs.push_back(std::make_unique<Tensor>()); network->outputs.back()->name = name; }
+            }
+            i += size;
+        }
+        return true;
+    }
+    bool parse(void const* onnx, size_t bytes, char const*) noexcept override { return bytes > 0 && walk((unsigned char const*)onnx, bytes, 0); }
+    int32_t getNbErrors() const noexcept override { return 1; }
+    IParserError const* getError(int32_t) const noexcept override { return this; }
+    char const* desc() const noexcept override { return "not a network"; }
+};
+
+struct Input {
+    std::string name;
+    int64_t width, batch_max, batch;
+    float const* address;
+};
+struct Plan {
+    bool fp16;
+    std::string output;
+    std::vector<Input> inputs;
+};
+// What runs in the stream's order.
+struct Job {
+    Plan plan;
+    float* out;
+    static void run(void* p) {
+        std::unique_ptr<Job> job((Job*)p);
+        job->compute();
+    }
+    void compute() const {
+        for (int64_t b = 0; b < plan.inputs[0].batch; b++) {
+            float sum = 0;
+            for (auto& input : plan.inputs)
+                for (int64_t i = 0; i < input.width; i++) sum += input.address[b * input.width + i];
+            uint32_t bits;
+            memcpy(&bits, &sum, 4);
+            if (plan.fp16) bits &= ~0x1fffu;
+            memcpy(out + b, &bits, 4);
+        }
+    }
+};
+struct Context : IExecutionContext {
+    Plan plan;
+    float* out = nullptr;
+    bool setInputShape(char const* name, Dims const& dims) noexcept override {
+        for (auto& input : plan.inputs)
+            if (input.name == name) {
+                int64_t width = 1;
+                for (int i = 1; i < dims.nbDims; i++) width *= dims.d[i];
+                input.batch = dims.d[0];
+                return (width == input.width && dims.d[0] >= 1 && dims.d[0] <= input.batch_max) || say("shape beyond the profile");
+            }
+        return say("no such input");
+    }
+    bool setTensorAddress(char const* name, void* address) noexcept override {
+        if (plan.output == name) { out = (float*)address; return true; }
+        for (auto& input : plan.inputs)
+            if (input.name == name) { input.address = (float const*)address; return true; }
+        return say("no such tensor");
+    }
+    bool enqueueV3(cudaStream_t stream) noexcept override {
+        void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
+        if (!driver) driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+        auto const launch = driver ? (int (*)(cudaStream_t, void (*)(void*), void*))dlsym(driver, "cuLaunchHostFunc") : nullptr;
+        if (!launch) return say("no driver");
+        return launch(stream, Job::run, new Job{plan, out}) == 0 || say("cuLaunchHostFunc");
+    }
+};
+struct Engine : ICudaEngine {
+    Plan plan;
+    int32_t getNbIOTensors() const noexcept override { return (int32_t)plan.inputs.size() + 1; }
+    TensorIOMode getTensorIOMode(char const* name) const noexcept override {
+        if (plan.output == name) return TensorIOMode::kOUTPUT;
+        for (auto& input : plan.inputs)
+            if (input.name == name) return TensorIOMode::kINPUT;
+        return TensorIOMode::kNONE;
+    }
+    DataType getTensorDataType(char const*) const noexcept override { return DataType::kFLOAT; }
+#if TWIN_MAJOR >= 11
+    int64_t getDeviceMemorySizeV2() const noexcept override { return 4096; }
+#else
+    size_t getDeviceMemorySize() const noexcept override { return 4096; }
+#endif
+    IExecutionContext* createExecutionContext() noexcept override {
+        auto context = new Context;
+        context->plan = plan;
+        return context;
+    }
+};
+struct Runtime : IRuntime {
+    bool host_code = true;
+    void setEngineHostCodeAllowed(bool allowed) noexcept override { host_code = allowed; }
+    ICudaEngine* deserializeCudaEngine(void const* data, size_t bytes) noexcept override {
+        std::istringstream text(std::string((char const*)data, bytes));
+        std::string magic;
+        int version = 0;
+        size_t inputs = 0;
+        auto engine = std::make_unique<Engine>();
+        text >> magic >> version >> engine->plan.fp16 >> engine->plan.output >> inputs;
+        if (magic != "twin" || version != NV_TENSORRT_VERSION) { say("the plan is another release's"); return nullptr; }
+        for (size_t i = 0; i < inputs; i++) {
+            Input input{};
+            text >> input.name >> input.width >> input.batch_max;
+            engine->plan.inputs.push_back(input);
+        }
+#if TWIN_MAJOR > 8 || TWIN_MINOR >= 6
+        if (host_code) { say("host code is allowed"); return nullptr; }
+#endif
+        return engine.release();
+    }
+};
+
+#define API extern "C" __attribute__((visibility("default")))
+API int32_t getInferLibVersion() { return NV_TENSORRT_VERSION; }
+#ifndef TWIN_LACKS_BUILDER
+API void* createInferBuilder_INTERNAL(void* log, int32_t) { said_to = (ILogger*)log; return static_cast<IBuilder*>(new Builder); }
+#endif
+API void* createInferRuntime_INTERNAL(void* log, int32_t) { said_to = (ILogger*)log; return static_cast<IRuntime*>(new Runtime); }
+API void* createNvOnnxParser_INTERNAL(void* network, void*, int) {
+    return static_cast<nvonnxparser::IParser*>(new Parser((Network*)network));
+}

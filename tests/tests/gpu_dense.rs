@@ -1,0 +1,311 @@
+//! The dense network on a GPU against the CPU's, to the bit: random networks of every operator, and those of the tree.
+//! Runs on the stand-in for a driver, or with HATCHBACK_GPU=real on the GPU that is there.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback_kernels::cuda::dense::View;
+use hatchback_kernels::cuda::driver::{CudaError, Gpu, Stream};
+use hatchback_kernels::cuda::graph::Graphs;
+use hatchback_kernels::dense::{
+    Activation, DenseEngine, DenseError, DenseNetwork, DeviceEngine, DeviceOptions, Weights,
+};
+use hatchback_tests::models::repository;
+use hatchback_tests::random::Random;
+use hatchback_tests::standin;
+use hatchback_tools::onnx::{Graph, Message, Type, int, ints};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+const OWN: DeviceOptions = DeviceOptions { tensorrt: None, cublas: false, batch_max: 100 };
+
+/// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on values known so far, and all of
+/// them side by side as `out`. Values stay finite.
+struct Maker {
+    graph: Graph,
+    random: Random,
+    values: Vec<(String, Vec<usize>)>,
+    names: usize,
+}
+
+impl Maker {
+    fn network(seed: u64) -> Vec<u8> {
+        let mut graph = Graph::default();
+        graph.input("x", Type::Float, &[4]);
+        graph.input("y", Type::Float, &[3, 4]);
+        let values = vec![("x".to_owned(), vec![4]), ("y".to_owned(), vec![3, 4])];
+        let mut maker = Self { graph, random: Random::new(seed), values, names: 0 };
+        for _ in 0..3 + seed % 8 {
+            maker.add();
+        }
+        let mut flat = Vec::new();
+        for (name, shape) in maker.values.clone() {
+            flat.push(if shape.len() == 1 { name } else { maker.node("Flatten", &[&name], &[], None) });
+        }
+        let flat: Vec<&str> = flat.iter().map(String::as_str).collect();
+        maker.graph.node("Concat", &flat, "out", &[int("axis", 1)]);
+        maker.graph.output("out", &[1]);
+        maker.graph.file()
+    }
+
+    fn name(&mut self) -> String {
+        self.names += 1;
+        format!("v{}", self.names)
+    }
+
+    /// A node; its result is a value to go on from where its shape is given.
+    fn node(&mut self, op: &str, inputs: &[&str], with: &[Message], shape: Option<Vec<usize>>) -> String {
+        let name = self.name();
+        self.graph.node(op, inputs, &name, with);
+        self.values.extend(shape.map(|shape| (name.clone(), shape)));
+        name
+    }
+
+    fn floats(&mut self, shape: &[usize], value: impl Fn(&mut Random) -> f32) -> String {
+        let name = self.name();
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| value(&mut self.random)).collect();
+        self.graph.floats(&name, shape, &values);
+        name
+    }
+
+    fn integers(&mut self, values: &[i64]) -> String {
+        let name = self.name();
+        self.graph.integers(&name, &[values.len()], values);
+        name
+    }
+
+    fn add(&mut self) {
+        let at = self.random.below(self.values.len() as u64) as usize;
+        let (x, shape) = self.values[at].clone();
+        let last = *shape.last().unwrap();
+        match self.random.below(11) {
+            0 | 1 => self.product(&x, shape, last),
+            2 => {
+                let op = *self.random.pick(&["Relu", "Sigmoid", "Tanh"]);
+                self.node(op, &[&x], &[], Some(shape));
+            }
+            3 | 4 => self.zip(&x, shape),
+            5 => {
+                let axis = 1 + self.random.below(shape.len() as u64) as usize;
+                let mut out = shape;
+                out[axis - 1] = 1;
+                let axes = self.integers(&[axis as i64]);
+                match self.random.one_in(2) {
+                    true => self.node("ReduceSum", &[&x, &axes], &[], Some(out)),
+                    false => self.node("ReduceMean", &[&x], &[ints("axes", &[axis as u64])], Some(out)),
+                };
+            }
+            6 => {
+                let axis = 1 + self.random.below(shape.len() as u64) as usize;
+                let mut out = shape;
+                out[axis - 1] *= 2;
+                self.node("Concat", &[&x, &x], &[int("axis", axis as u64)], Some(out));
+            }
+            7 => {
+                let places: Vec<i64> =
+                    (0..1 + self.random.below(5)).map(|_| self.random.below(last as u64) as i64).collect();
+                let mut out = shape.clone();
+                *out.last_mut().unwrap() = places.len();
+                let places = self.integers(&places);
+                self.node("Gather", &[&x, &places], &[int("axis", shape.len() as u64)], Some(out));
+            }
+            8 if shape.len() == 2 => {
+                let turned = self.node(
+                    "Transpose",
+                    &[&x],
+                    &[ints("perm", &[0, 2, 1])],
+                    Some(vec![shape[1], shape[0]]),
+                );
+                let out = vec![shape[0], shape[0]];
+                self.node("MatMul", &[&x, &turned], &[], Some(out));
+            }
+            9 if shape.len() == 2 => {
+                let square = self.node("Transpose", &[&x], &[ints("perm", &[0, 2, 1])], None);
+                let out = vec![shape[1], shape[1]];
+                self.node("MatMul", &[&square, &x], &[], Some(out));
+            }
+            _ => {
+                let two = self.floats(&[], |_| 2.0);
+                let bounded = self.node("Tanh", &[&x], &[], None);
+                self.node("Pow", &[&bounded, &two], &[], Some(shape));
+            }
+        }
+    }
+
+    /// By weights of up to 70 columns, often with bias and Relu behind.
+    fn product(&mut self, x: &str, mut shape: Vec<usize>, k: usize) {
+        let n = 1 + self.random.below(70) as usize;
+        let w = self.floats(&[k, n], Random::signed);
+        let product = self.node("MatMul", &[x, &w], &[], None);
+        *shape.last_mut().unwrap() = n;
+        let bias = self.floats(&[n], Random::signed);
+        let sum = self.node("Add", &[&product, &bias], &[], None);
+        let op = *self.random.pick(&["Relu", "Tanh", "Identity"]);
+        self.node(op, &[&sum], &[], Some(shape));
+    }
+
+    fn zip(&mut self, x: &str, shape: Vec<usize>) {
+        let op = *self.random.pick(&["Add", "Sub", "Mul"]);
+        let other = match self.random.below(4) {
+            0 => self.floats(&[], |r| 2.0 + r.signed()),
+            1 => self.floats(&[*shape.last().unwrap()], Random::signed),
+            2 => {
+                // A computed column, which broadcasts.
+                let axes = [shape.len() as u64];
+                self.node("ReduceMean", &[x], &[ints("axes", &axes)], None)
+            }
+            _ => x.to_owned(),
+        };
+        let bounded = self.node("Tanh", &[x], &[], None);
+        let divided = match self.random.one_in(3) {
+            true => {
+                let divisor = self.floats(&[*shape.last().unwrap()], |r| 1.5 + r.signed());
+                self.node("Div", &[&bounded, &divisor], &[], None)
+            }
+            false => bounded,
+        };
+        let (left, right) = if self.random.one_in(2) { (divided, other) } else { (other, divided) };
+        self.node(op, &[&left, &right], &[], Some(shape));
+    }
+}
+
+/// The stand-in counts for the whole process: one test at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `n` samples on the device, enqueued at once or as a graph.
+fn on_device(
+    gpu: &Arc<Gpu>,
+    engine: &DeviceEngine,
+    n: usize,
+    inputs: &[Vec<f32>],
+    recorded: bool,
+) -> Vec<f32> {
+    let stream = gpu.stream().unwrap();
+    let mut fed = Vec::new();
+    for values in inputs {
+        let mut buffer = gpu.buffer(values.len()).unwrap();
+        stream.upload(values, &mut buffer, 0).unwrap();
+        fed.push(buffer);
+    }
+    let scores = gpu.buffer::<f32>(n * engine.outputs()).unwrap();
+    let mut out = vec![f32::NAN; scores.len()];
+    let mut lane = engine.lane(n).unwrap();
+    if recorded {
+        let mut graphs = Graphs::new((stream, fed, scores, lane));
+        let work = |(stream, fed, scores, lane): &mut (Stream, Vec<_>, _, _)| {
+            let views: Vec<_> = fed.iter().map(View::of).collect();
+            engine.enqueue(stream, n, &views, View::of(scores), lane)
+        };
+        graphs.record(|named| &named.0, work).unwrap();
+        let counts = || standin::load().map(|s| s.counts());
+        let before = counts();
+        graphs.launch(0, |named| &named.0).unwrap();
+        if let (Some(before), Some(after)) = (before, counts()) {
+            let asked =
+                [after.launches - before.launches, after.waits - before.waits, after.copies - before.copies];
+            assert_eq!(asked, [1, 0, 0], "launches, waits, copies");
+        }
+        let (stream, _, scores, _) = graphs.named();
+        stream.download(scores, 0, &mut out).unwrap();
+    } else {
+        let views: Vec<_> = fed.iter().map(View::of).collect();
+        engine.enqueue(&stream, n, &views, View::of(&scores), &mut lane).unwrap();
+        stream.download(&scores, 0, &mut out).unwrap();
+    }
+    out
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]) {
+    let DenseNetwork { onnx, inputs, output, activation, weights } = *network;
+    let cpu = DenseEngine::load(onnx.to_vec(), inputs, output, activation, weights).unwrap();
+    assert_eq!(cpu.falls_back_for(), None, "{what}");
+    let engine = DeviceEngine::load(gpu, network, &OWN).unwrap_or_else(|e| panic!("{what}: {e}"));
+    assert!(engine.is_exact() && engine.outputs() == cpu.outputs());
+    let mut random = Random::new(batches.len() as u64);
+    for &n in batches {
+        let fed: Vec<Vec<f32>> = inputs
+            .iter()
+            .map(|(_, width)| {
+                (0..n * width).map(|_| if random.one_in(6) { -0.0 } else { 3.0 * random.signed() }).collect()
+            })
+            .collect();
+        let mut expected = vec![0.0; n * cpu.outputs()];
+        cpu.run(n, &fed, &mut expected, &mut cpu.scratch(n)).unwrap();
+        for recorded in [false, true] {
+            let got = on_device(gpu, &engine, n, &fed, recorded);
+            assert_eq!(bits(&got), bits(&expected), "{what}, batch {n}, as a graph: {recorded}");
+        }
+    }
+}
+
+#[test]
+fn random_networks_give_the_cpus_bits() {
+    let _alone = alone();
+    let activations = [Activation::None, Activation::Sigmoid];
+    for seed in 0..30 {
+        let gpu = standin::gpu(seed);
+        let onnx = Maker::network(seed);
+        let inputs = [("x", 4), ("y", 12)];
+        let weights = [Weights::F32, Weights::F16, Weights::Int8][seed as usize % 3];
+        let activation = activations[seed as usize % 2];
+        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "out", activation, weights };
+        compare(&gpu, &format!("seed {seed}"), &network, &[1, 2, 40]);
+    }
+}
+
+#[test]
+fn the_networks_of_the_tree_give_the_cpus_bits() {
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let networks: [(&str, &[(&str, usize)]); 5] = [
+        ("tests/data/families/dlrm", &[("dense", 3), ("emb", 48)]),
+        ("tests/data/families/dcnv2", &[("dense", 3), ("emb", 28)]),
+        ("tests/data/families/deepfm", &[("dense", 3), ("first", 4), ("second", 20)]),
+        ("tests/data/families/wide_deep", &[("dense", 3), ("wide", 2), ("deep", 35)]),
+        ("tools/demo/coupon", &[("dense", 7), ("emb", 288)]),
+    ];
+    for (path, inputs) in networks {
+        let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
+        for weights in [Weights::F32, Weights::F16, Weights::Int8] {
+            let activation = Activation::Sigmoid;
+            let network = DenseNetwork { onnx: &onnx, inputs, output: "logit", activation, weights };
+            compare(&gpu, path, &network, &[1, 7, 33]);
+        }
+    }
+}
+
+#[test]
+fn what_no_kernel_does_is_refused_by_name() {
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let mut graph = Graph::default();
+    graph.input("x", Type::Float, &[4]);
+    graph.node("Neg", &["x"], "out", &[]);
+    graph.output("out", &[4]);
+    let onnx = graph.file();
+    let network = DenseNetwork {
+        onnx: &onnx,
+        inputs: &[("x", 4)],
+        output: "out",
+        activation: Activation::None,
+        weights: Weights::F32,
+    };
+    let said = DeviceEngine::load(&gpu, &network, &OWN).err().unwrap().to_string();
+    assert!(said.contains("Neg"), "{said}");
+}
+
+/// Work that waits cannot be recorded, and the stream is as it was.
+#[test]
+fn a_wait_is_not_recorded() {
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let mut graphs = Graphs::new(gpu.stream().unwrap());
+    let refused: Result<usize, CudaError> = graphs.record(|stream| stream, |stream| stream.wait());
+    assert!(matches!(refused.err().unwrap(), CudaError::Driver { .. }));
+    graphs.named().wait().unwrap();
+    let failed = graphs.record(|stream| stream, |_| Err(DenseError::Run("no".into())));
+    assert!(matches!(failed.err().unwrap(), DenseError::Run(_)));
+    graphs.named().wait().unwrap();
+}

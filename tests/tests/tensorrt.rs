@@ -1,0 +1,301 @@
+//! TensorRT's side without TensorRT: the shim built from its one source against a twin's headers (`tests/tensorrt`), and
+//! the twin loaded as the library. What is refused and why, the plans kept on disk, and on the stand-in for a GPU that
+//! an engine whose scores are not the CPU's is never used. With TENSORRT_RTX set (by `tests/tensorrt/rtx`), TensorRT
+//! for RTX itself builds every network of the tree on the CPU.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback_kernels::cuda::dense::View;
+use hatchback_kernels::dense::{
+    Activation, DenseEngine, DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions, Weights,
+};
+use hatchback_kernels::tensorrt::{Build, Plans, TensorRt, TensorRtError};
+use hatchback_tests::models::repository;
+use hatchback_tests::standin;
+use hatchback_tools::onnx::{Graph, Type};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+
+/// A shim and the twin of a TensorRT release.
+#[derive(Clone)]
+struct Twin {
+    shim: PathBuf,
+    library: PathBuf,
+}
+
+fn run(command: &mut Command) -> std::process::Output {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+/// The twin of release `major.minor`, compiled once: a library that is loaded must not be overwritten.
+fn compile(major: u32, minor: u32, library_only: &[&str]) -> Twin {
+    static MADE: Mutex<BTreeMap<String, Twin>> = Mutex::new(BTreeMap::new());
+    let name = format!("twin-{major}.{minor}{}", library_only.concat());
+    let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(twin) = made.get(&name) {
+        return twin.clone();
+    }
+    let twin = compile_into(&name, major, minor, library_only);
+    made.insert(name, twin.clone());
+    twin
+}
+
+fn compile_into(name: &str, major: u32, minor: u32, library_only: &[&str]) -> Twin {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    let release = format!("-DTWIN_MAJOR={major} -DTWIN_MINOR={minor}");
+    if library_only.is_empty() {
+        let mut make = Command::new(repository("kernels/tensorrt/make"));
+        make.arg(&folder).env("TENSORRT_INCLUDE", repository("tests/tensorrt"));
+        run(make.env("CXX", format!("c++ {release}")));
+    }
+    let library = folder.join("libtwin.so");
+    let mut cc = Command::new("c++");
+    cc.args(["-std=c++17", "-O1", "-fPIC", "-shared", "-o"]).arg(&library).args(release.split(' '));
+    run(cc.args(library_only).arg(repository("tests/tensorrt/twin.cpp")).arg("-ldl"));
+    Twin { shim: folder.join("libhatchback_tensorrt.so"), library }
+}
+
+fn twin() -> Twin {
+    compile(8, 6, &[])
+}
+
+fn open(shim: &Path, library: &Path) -> Result<TensorRt, TensorRtError> {
+    TensorRt::open(shim, Some((library, library)))
+}
+
+fn refusal(shim: &Path, library: &Path) -> TensorRtError {
+    open(shim, library).err().unwrap()
+}
+
+/// What the twin computes whatever it is given: the sum of the inputs.
+fn sum_network() -> Vec<u8> {
+    let mut graph = Graph::default();
+    graph.input("x", Type::Float, &[5]);
+    graph.integers("axes", &[1], &[1]);
+    graph.node("ReduceSum", &["x", "axes"], "sum", &[]);
+    graph.output("sum", &[1]);
+    graph.file()
+}
+
+fn build<'a>(onnx: &'a [u8], output: &'a str, fp16: bool) -> Build<'a> {
+    Build {
+        onnx,
+        inputs: vec![("x", vec![5])],
+        output,
+        batch_typical: 8,
+        batch_max: 32,
+        workspace_bytes_max: 1 << 20,
+        fp16,
+        compute_capability: None,
+    }
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let twin = twin();
+    let nowhere = Path::new("/nowhere/libhatchback_tensorrt.so");
+    let said = refusal(nowhere, &twin.library).to_string();
+    assert!(said.contains("/nowhere/") && said.contains("kernels/tensorrt/make"), "{said}");
+    let said = refusal(&twin.shim, Path::new("/nowhere/libnvinfer.so.8"));
+    assert!(matches!(&said, TensorRtError::NoLibrary(text) if text.contains("/nowhere/")), "{said}");
+    let said =
+        TensorRt::open(&twin.shim, Some((&twin.library, Path::new("/nowhere/parser.so")))).err().unwrap();
+    assert!(matches!(&said, TensorRtError::NoLibrary(text) if text.contains("parser.so")), "{said}");
+    let said = refusal(&twin.library, &twin.library);
+    assert!(matches!(&said, TensorRtError::NoEntry(name) if name == "hatchback_trt_interface"), "{said}");
+    let said = refusal(&twin.shim, &twin.shim);
+    assert!(matches!(&said, TensorRtError::NoEntry(name) if name == "getInferLibVersion"), "{said}");
+    let lacking = compile(8, 6, &["-DTWIN_LACKS_BUILDER"]);
+    let said = refusal(&twin.shim, &lacking.library);
+    assert!(matches!(&said, TensorRtError::NoEntry(name) if name.contains("createInfer")), "{said}");
+}
+
+#[test]
+fn another_release_than_the_headers_is_refused_before_any_call() {
+    for (major, minor) in [(8, 5), (11, 4)] {
+        let other = compile(major, minor, &[]);
+        let said = refusal(&twin().shim, &other.library);
+        let expected = format!("the library is {major}.{minor}.3, the shim was built for 8.6.3");
+        assert!(
+            matches!(said, TensorRtError::Version { .. }) && said.to_string().contains(&expected),
+            "{said}"
+        );
+        assert_eq!(
+            open(&other.shim, &other.library).unwrap().version().to_string(),
+            format!("{major}.{minor}.3")
+        );
+    }
+}
+
+#[test]
+fn the_shim_is_not_built_without_headers_and_says_what_to_do() {
+    let empty = tempfile::tempdir().unwrap();
+    let mut make = Command::new(repository("kernels/tensorrt/make"));
+    let output = make.arg(empty.path()).env("TENSORRT_INCLUDE", empty.path()).output().unwrap();
+    if output.status.success() {
+        return println!("SKIPPED: TensorRT's headers are installed here");
+    }
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(3) && said.contains("TENSORRT_INCLUDE"), "{said}");
+}
+
+#[test]
+fn networks_that_are_not_what_was_asked_for_are_refused() {
+    let tensorrt = open(&twin().shim, &twin().library).unwrap();
+    let onnx = sum_network();
+    let refused = |build: &Build| tensorrt.build(build).unwrap_err();
+    assert!(
+        matches!(refused(&build(b"", "sum", false)), TensorRtError::Refused(t) if t == "ONNX: not a network")
+    );
+    let said = refused(&build(&onnx, "score", false));
+    assert!(matches!(&said, TensorRtError::Interface(t) if t.contains("`score`")), "{said}");
+    let unfed = Build { inputs: Vec::new(), ..build(&onnx, "sum", false) };
+    let said = refused(&unfed);
+    assert!(matches!(&said, TensorRtError::Interface(t) if t.contains("1 inputs, 0 are fed")), "{said}");
+    let inside = Build { inputs: vec![("x\0y", vec![5])], ..build(&onnx, "sum", false) };
+    assert!(matches!(refused(&inside), TensorRtError::Interface(_)));
+    let deep = Build { inputs: vec![("x", vec![1; 8])], ..build(&onnx, "sum", false) };
+    assert!(matches!(refused(&deep), TensorRtError::Interface(_)));
+    let newer = compile(11, 4, &[]);
+    let said = open(&newer.shim, &newer.library).unwrap().build(&build(&onnx, "sum", true)).unwrap_err();
+    assert!(matches!(said, TensorRtError::NoFp16(v) if v.to_string() == "11.4.3"), "{said}");
+}
+
+#[test]
+fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damaged() {
+    let tensorrt = open(&twin().shim, &twin().library).unwrap();
+    let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
+    let plans = Plans::new(&folder.path().join("plans"));
+    let get = |gpu: &str, build: &Build| plans.get(&tensorrt, gpu, build).unwrap();
+    let asked = build(&onnx, "sum", false);
+    let (plan, new) = get("Orin", &asked);
+    assert!(new && plan.starts_with(b"twin 8603"));
+    assert_eq!(get("Orin", &asked), (plan.clone(), false));
+    let (other_onnx, other_newer) = (sum_network().repeat(2), compile(8, 5, &[]));
+    let newer = open(&other_newer.shim, &other_newer.library).unwrap();
+    let others = [
+        plans.path(&tensorrt, "H200", &asked),
+        plans.path(&newer, "Orin", &asked),
+        plans.path(&tensorrt, "Orin", &build(&onnx, "sum", true)),
+        plans.path(&tensorrt, "Orin", &build(&other_onnx, "sum", false)),
+        plans.path(&tensorrt, "Orin", &Build { batch_max: 64, ..asked.clone() }),
+        plans.path(&tensorrt, "Orin", &Build { inputs: vec![("x", vec![1, 5])], ..asked.clone() }),
+    ];
+    let path = plans.path(&tensorrt, "Orin", &asked);
+    assert!(others.iter().all(|other| *other != path && other.parent() == path.parent()));
+    let whole = std::fs::read(&path).unwrap();
+    let mut altered = whole.clone();
+    altered[3] ^= 1;
+    for damaged in [&altered[..], &whole[..whole.len() - 1], &whole[..5], b""] {
+        std::fs::write(&path, damaged).unwrap();
+        assert_eq!(get("Orin", &asked), (plan.clone(), true));
+        assert_eq!(std::fs::read(&path).unwrap(), whole);
+    }
+    // Where nothing can be kept it is built, every time.
+    let nowhere = Plans::new(Path::new("/dev/null/plans"));
+    for _ in 0..2 {
+        assert_eq!(nowhere.get(&tensorrt, "Orin", &asked).unwrap(), (plan.clone(), true));
+    }
+}
+
+fn options(fp16: bool, plans: &Path) -> DeviceOptions {
+    let Twin { shim, library } = twin();
+    let (libraries, plans) = (Some((library.clone(), library)), plans.to_owned());
+    let tensorrt = TensorRtOptions { shim, libraries, plans, fp16, workspace_bytes_max: 1 << 20 };
+    DeviceOptions { tensorrt: Some(tensorrt), cublas: true, batch_max: 40 }
+}
+
+#[test]
+fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
+    let gpu = standin::gpu(3);
+    let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
+    let network = DenseNetwork {
+        onnx: &onnx,
+        inputs: &[("x", 5)],
+        output: "sum",
+        activation: Activation::Sigmoid,
+        weights: Weights::F32,
+    };
+    let cpu =
+        DenseEngine::load(onnx.clone(), network.inputs, "sum", Activation::Sigmoid, Weights::F32).unwrap();
+    for (fp16, kept) in [(false, "built now"), (false, "kept from before"), (true, "built now")] {
+        let engine = DeviceEngine::load(&gpu, &network, &options(fp16, folder.path())).unwrap();
+        let name = engine.runs_on();
+        assert!(name.starts_with("TensorRT 8.6.3") && name.ends_with(kept) && !engine.is_exact(), "{name}");
+        let (mut lane, stream) = (engine.lane(40).unwrap(), gpu.stream().unwrap());
+        for batch in [1, 3, 40] {
+            let values: Vec<f32> = (0..5 * batch).map(|i| (i as f32 * 0.37).sin()).collect();
+            let (mut fed, mut scores) = (gpu.buffer(values.len()).unwrap(), gpu.buffer(batch).unwrap());
+            stream.upload(&values, &mut fed, 0).unwrap();
+            engine.enqueue(&stream, batch, &[View::of(&fed)], View::of(&scores), &mut lane).unwrap();
+            let (mut ours, mut theirs) = (vec![0.0; batch], vec![0.0; batch]);
+            stream.download(&scores, 0, &mut ours).unwrap();
+            cpu.run(batch, &[values], &mut theirs, &mut cpu.scratch(batch)).unwrap();
+            let far = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(if fp16 { far > 0.0 && far < 1e-3 } else { far == 0.0 }, "{far}");
+            stream.upload(&vec![0.0; batch], &mut scores, 0).unwrap();
+        }
+        assert!(engine.lane(41).is_err());
+        assert!(engine.enqueue(&stream, 41, &[], View::none(), &mut lane).is_err());
+    }
+}
+
+#[test]
+fn an_engine_with_other_scores_than_the_cpus_is_passed_over() {
+    let gpu = standin::gpu(3);
+    let onnx = std::fs::read(repository("tests/data/families/dlrm/dense.onnx")).unwrap();
+    let inputs = [("dense", 3), ("emb", 48)];
+    let network = DenseNetwork {
+        onnx: &onnx,
+        inputs: &inputs,
+        output: "logit",
+        activation: Activation::Sigmoid,
+        weights: Weights::F32,
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
+    assert!(!engine.runs_on().contains("TensorRT"), "{}", engine.runs_on());
+    let said = &engine.passed_over()[0];
+    assert!(said.contains("TensorRT 8.6.3") && said.contains("from the CPU's"), "{said}");
+}
+
+/// Names and shapes of one sample.
+type Inputs = [(&'static str, &'static [usize])];
+
+/// Needs `tests/tensorrt/rtx`, which names the folder of shim and libraries.
+#[test]
+fn tensorrt_for_rtx_builds_every_network_of_the_tree() {
+    let Some(folder) = std::env::var_os("TENSORRT_RTX").map(PathBuf::from) else {
+        return println!(
+            "SKIPPED: TENSORRT_RTX is not set; tests/tensorrt/rtx gets TensorRT for RTX and sets it"
+        );
+    };
+    let at = |name: &str| folder.join(name);
+    let libraries = (at("libtensorrt_rtx.so.1"), at("libtensorrt_onnxparser_rtx.so.1"));
+    let shim = at("libhatchback_tensorrt.so");
+    let tensorrt = TensorRt::open(&shim, Some((&libraries.0, &libraries.1))).unwrap();
+    let networks: [(&str, &Inputs); 6] = [
+        ("tests/data/families/dlrm", &[("dense", &[3]), ("emb", &[6, 8])]),
+        ("tests/data/families/dcnv2", &[("dense", &[3]), ("emb", &[7, 4])]),
+        ("tests/data/families/deepfm", &[("dense", &[3]), ("first", &[4]), ("second", &[4, 5])]),
+        ("tests/data/families/wide_deep", &[("dense", &[3]), ("wide", &[2]), ("deep", &[35])]),
+        ("tools/demo/coupon", &[("dense", &[7]), ("emb", &[18, 16])]),
+        ("tools/demo/criteo", &[("dense", &[13]), ("emb", &[26, 32])]),
+    ];
+    for (path, inputs) in networks {
+        let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
+        let inputs = inputs.iter().map(|(name, shape)| (*name, shape.to_vec())).collect();
+        let (workspace_bytes_max, compute_capability) = (64 << 20, Some(86));
+        let asked = Build { inputs, workspace_bytes_max, compute_capability, ..build(&onnx, "logit", false) };
+        let plan = tensorrt.build(&asked).unwrap_or_else(|e| panic!("{path}: {e}"));
+        println!("TensorRT for RTX {}: {path}: a plan of {} bytes", tensorrt.version(), plan.len());
+        assert!(plan.len() > onnx.len());
+        let said = tensorrt.build(&Build { fp16: true, ..asked }).unwrap_err();
+        assert!(matches!(said, TensorRtError::NoFp16(_)), "{said}");
+    }
+}
