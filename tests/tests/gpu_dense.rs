@@ -194,8 +194,7 @@ fn on_device(
     if recorded {
         let mut graphs = Graphs::new((stream, fed, scores, lane));
         let work = |(stream, fed, scores, lane): &mut (Stream, Vec<_>, _, _)| {
-            let views: Vec<_> = fed.iter().map(View::of).collect();
-            engine.enqueue(stream, n, &views, View::of(scores), lane)
+            engine.enqueue(stream, n, fed, View::of(scores), lane)
         };
         graphs.record(|named| &named.0, work).unwrap();
         let counts = || standin::load().map(|s| s.counts());
@@ -209,8 +208,7 @@ fn on_device(
         let (stream, _, scores, _) = graphs.named();
         stream.download(scores, 0, &mut out).unwrap();
     } else {
-        let views: Vec<_> = fed.iter().map(View::of).collect();
-        engine.enqueue(&stream, n, &views, View::of(&scores), &mut lane).unwrap();
+        engine.enqueue(&stream, n, &fed, View::of(&scores), &mut lane).unwrap();
         stream.download(&scores, 0, &mut out).unwrap();
     }
     out

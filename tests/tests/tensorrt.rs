@@ -230,9 +230,9 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
         let (mut lane, stream) = (engine.lane(40).unwrap(), gpu.stream().unwrap());
         for batch in [1, 3, 40] {
             let values: Vec<f32> = (0..5 * batch).map(|i| (i as f32 * 0.37).sin()).collect();
-            let (mut fed, mut scores) = (gpu.buffer(values.len()).unwrap(), gpu.buffer(batch).unwrap());
-            stream.upload(&values, &mut fed, 0).unwrap();
-            engine.enqueue(&stream, batch, &[View::of(&fed)], View::of(&scores), &mut lane).unwrap();
+            let (mut fed, mut scores) = ([gpu.buffer(values.len()).unwrap()], gpu.buffer(batch).unwrap());
+            stream.upload(&values, &mut fed[0], 0).unwrap();
+            engine.enqueue(&stream, batch, &fed, View::of(&scores), &mut lane).unwrap();
             let (mut ours, mut theirs) = (vec![0.0; batch], vec![0.0; batch]);
             stream.download(&scores, 0, &mut ours).unwrap();
             cpu.run(batch, &[values], &mut theirs, &mut cpu.scratch(batch)).unwrap();

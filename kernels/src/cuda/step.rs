@@ -70,8 +70,7 @@ impl Parts {
             let all = samples * widths[*input];
             engine.copy(stream, View::mapped(values).first(all), View::of(&inputs[*input]))?;
         }
-        let views: Vec<_> = inputs.iter().map(View::of).collect();
-        engine.enqueue(stream, samples, &views, View::mapped(scores), lane)
+        engine.enqueue(stream, samples, inputs, View::mapped(scores), lane)
     }
 }
 

@@ -91,7 +91,7 @@ impl DevicePlan {
         kernels: &DenseKernels,
         stream: &Stream,
         n: usize,
-        inputs: &[View<'a, f32>],
+        inputs: &'a [Buffer<f32>],
         scratch: &'a mut DevicePlanScratch,
     ) -> Result<View<'a, f32>, CublasError> {
         let DevicePlanScratch { buffers, cublas } = scratch;
@@ -105,11 +105,11 @@ impl DevicePlan {
         &self,
         id: Id,
         n: usize,
-        inputs: &[View<'a, f32>],
+        inputs: &'a [Buffer<f32>],
         buffers: &'a [Buffer<f32>],
     ) -> View<'a, f32> {
         let all = match self.places[id] {
-            Place::Input(i) => inputs[i],
+            Place::Input(i) => View::of(&inputs[i]),
             Place::Buffer(b) => View::of(&buffers[b]),
         };
         all.first(n * self.widths[id])
@@ -121,7 +121,7 @@ impl DevicePlan {
         stream: &Stream,
         node: &Node,
         n: usize,
-        inputs: &[View<f32>],
+        inputs: &[Buffer<f32>],
         (buffers, cublas): (&[Buffer<f32>], Option<&mut Cublas>),
     ) -> Result<(), CublasError> {
         let read = |i: usize| self.value(node.inputs[i], n, inputs, buffers);
@@ -165,7 +165,7 @@ impl DevicePlan {
         operand: &'a DeviceOperand,
         node: &Node,
         n: usize,
-        inputs: &[View<'a, f32>],
+        inputs: &'a [Buffer<f32>],
         buffers: &'a [Buffer<f32>],
     ) -> Side<'a> {
         match operand {

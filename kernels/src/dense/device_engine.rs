@@ -217,14 +217,14 @@ impl DeviceEngine {
         &self,
         stream: &Stream,
         batch: usize,
-        inputs: &[View<f32>],
+        inputs: &[Buffer<f32>],
         scores: View<f32>,
         lane: &mut DeviceLane,
     ) -> Result<(), DenseError> {
         if batch > lane.batch_max {
             return Err(DenseError::Batch { batch, max: lane.batch_max });
         }
-        let short = |(view, width): (&View<f32>, &usize)| view.len() < batch * width;
+        let short = |(values, width): (&Buffer<f32>, &usize)| values.len() < batch * width;
         if inputs.len() != self.widths.len() || inputs.iter().zip(&self.widths).any(short) {
             return Err(DenseError::Run(format!("inputs do not hold {batch} samples")));
         }
@@ -282,11 +282,10 @@ impl DeviceEngine {
             stream.upload(values, &mut buffer, 0)?;
             fed.push(buffer);
         }
-        let views: Vec<_> = fed.iter().map(View::of).collect();
         let mut scores = self.gpu.buffer::<f32>(samples * self.outputs)?;
         for batch in [samples, 1] {
             stream.upload(&vec![f32::NAN; scores.len()], &mut scores, 0)?;
-            self.enqueue(&stream, batch, &views, View::of(&scores), &mut lane)?;
+            self.enqueue(&stream, batch, &fed, View::of(&scores), &mut lane)?;
             let (mut ours, mut theirs) = (vec![0.0; batch * self.outputs], vec![0.0; batch * self.outputs]);
             stream.download(&scores, 0, &mut ours)?;
             reference.run(batch, &inputs, &mut theirs, &mut scratch)?;

@@ -6,6 +6,7 @@ mod plans;
 mod shim;
 
 use crate::cuda::dense::View;
+use crate::cuda::driver::Buffer;
 use crate::cuda::driver::{Gpu, Stream};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -171,7 +172,7 @@ impl Context {
         &mut self,
         stream: &Stream,
         batch: usize,
-        inputs: &[View<f32>],
+        inputs: &[Buffer<f32>],
         output: View<f32>,
     ) -> Result<(), TensorRtError> {
         self.context.enqueue(stream, batch, inputs, output)

@@ -5,6 +5,7 @@
 
 use super::{Build, TensorRtError, Version};
 use crate::cuda::dense::View;
+use crate::cuda::driver::Buffer;
 use crate::cuda::driver::Stream;
 use libloading::Library;
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -306,12 +307,12 @@ impl Context {
         &mut self,
         stream: &Stream,
         batch: usize,
-        inputs: &[View<f32>],
+        inputs: &[Buffer<f32>],
         output: View<f32>,
     ) -> Result<(), TensorRtError> {
         let calls = &self.engine.shim.calls;
-        let short = |(view, (_, shape)): (&View<f32>, &(CString, Vec<i64>))| {
-            view.len() < batch * shape.iter().product::<i64>() as usize
+        let short = |(values, (_, shape)): (&Buffer<f32>, &(CString, Vec<i64>))| {
+            values.len() < batch * shape.iter().product::<i64>() as usize
         };
         if inputs.len() != self.engine.inputs.len() || inputs.iter().zip(&self.engine.inputs).any(short) {
             return Err(TensorRtError::Interface(format!("the inputs do not hold {batch} samples")));
@@ -323,8 +324,8 @@ impl Context {
                 unsafe { (calls.bind)(self.context.get(), &tensor, batch as i64, address as *mut c_void) };
             if code == outcome::DONE { Ok(()) } else { Err(refused(name)) }
         };
-        for ((name, shape), view) in self.engine.inputs.iter().zip(inputs) {
-            bind(name, input_shape(name, shape), view.address())?;
+        for ((name, shape), values) in self.engine.inputs.iter().zip(inputs) {
+            bind(name, input_shape(name, shape), values.address())?;
         }
         let name = self.engine.output.as_c_str();
         bind(name, InputShape { name: name.as_ptr(), shape: null(), rank: 0 }, output.address())?;
