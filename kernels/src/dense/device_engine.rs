@@ -8,7 +8,7 @@ use super::layout::Layout;
 use super::{Activation, DenseEngine, DenseError, Weights, match_interface, onnx};
 use crate::cuda::cublas::{Cublas, CublasError};
 use crate::cuda::dense::{DenseKernels, View};
-use crate::cuda::driver::{CudaError, Gpu, Stream};
+use crate::cuda::driver::{Buffer, CudaError, Gpu, Stream};
 use crate::tensorrt::{self, Build, Plans, TensorRt, TensorRtError};
 use serde::Deserialize;
 use std::path::PathBuf;
