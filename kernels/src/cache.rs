@@ -111,19 +111,15 @@ impl Cache {
         4 * (self.heads.len() + self.tails.len() + self.rows.len())
     }
 
-    /// Heads, tails and rows, for a copy elsewhere.
-    pub(crate) fn parts(&self) -> [&[AtomicU32]; 3] {
-        [&self.heads, &self.tails, &self.rows]
-    }
-
     /// All words it holds: heads, tails, rows.
     pub fn image(&self) -> Vec<u32> {
-        self.parts().into_iter().flatten().map(|word| word.load(Ordering::Relaxed)).collect()
+        let words = self.heads.iter().chain(&*self.tails).chain(&*self.rows);
+        words.map(|word| word.load(Ordering::Relaxed)).collect()
     }
 
-    /// Lets go of the rows and keeps how they are named.
-    pub(crate) fn into_naming(self) -> Naming {
-        self.naming
+    /// How its rows are named, and heads, tails and rows, for a copy elsewhere: each can be let go of before the next.
+    pub(crate) fn into_parts(self) -> (Naming, [Zeroed<AtomicU32>; 3]) {
+        (self.naming, [self.heads, self.tails, self.rows])
     }
 
     /// How the keys of `table` are named.

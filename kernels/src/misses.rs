@@ -2,7 +2,8 @@
 //! All memory is taken once; a list that is full says so before a bag is begun, never half-way through it.
 
 use crate::cache::Epoch;
-use crate::cuda::driver::{CudaError, Mapped};
+use crate::cuda::driver::CudaError;
+use crate::cuda::memory::Mapped;
 use crate::cuda::{Device, HostMemory};
 use crate::memory::Zeroed;
 use crate::names::RowKey;

@@ -13,7 +13,7 @@ use crate::table_rows::{Place, TableRows};
 use hatchback_kernels::cache::{Cache, Epoch};
 use hatchback_kernels::codec::ROW_BYTES_MAX;
 use hatchback_kernels::cuda::driver::CudaError;
-use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Lookup};
+use hatchback_kernels::cuda::lookup::FeatureOnDevice;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::dense::{DenseError, DenseScratch};
 use hatchback_kernels::isa::Isa;
@@ -314,7 +314,9 @@ impl Worker {
     }
 
     /// The same on the GPU, scores included if the dense network is there too: returns whether it is. All features go in one
-    /// launch, with the network behind them. Where nothing is missing, that is all.
+    /// launch, with the network behind them. Where nothing is missing, that is all; else what was left open is fetched and
+    /// finished, bags for which the miss list had no room are queried again behind the others, and the last of it is one more
+    /// launch with the network behind.
     fn score_on_gpu(
         &mut self,
         gpu: &mut OnGpu,
@@ -326,38 +328,18 @@ impl Worker {
         self.count_lookups(model, batch);
         self.misses.clear();
         gpu.begin(batch)?;
-        let more = gpu.lookup().collect(&mut self.misses, &mut self.statuses[..n])?;
-        let missed = more || !self.misses.is_empty();
-        self.settle_on_gpu(gpu.lookup(), model, n, more, deadline)?;
-        let OnGpu::Step(step) = gpu else { return Ok(false) };
-        if missed {
-            step.run_dense(n)?;
+        let mut more = gpu.lookup().collect(&mut self.misses, &mut self.statuses[..n])?;
+        let mut open = more || !self.misses.is_empty();
+        while open {
+            self.fetch(model, deadline);
+            gpu.settle(&self.misses, &mut self.statuses[..n], !more)?;
+            self.misses.clear();
+            open = more;
+            more = more && gpu.lookup().again(&mut self.misses, &mut self.statuses[..n])?;
         }
+        let OnGpu::Step(step) = gpu else { return Ok(false) };
         self.scores[..n * model.outputs()].copy_from_slice(step.scores(n));
         Ok(true)
-    }
-
-    /// Fetches what a query left open and finishes it; bags for which the miss list had no room are queried again behind
-    /// the others.
-    fn settle_on_gpu(
-        &mut self,
-        lookup: &mut Lookup,
-        model: &Model,
-        n: usize,
-        mut more: bool,
-        deadline: Option<Duration>,
-    ) -> Result<(), CudaError> {
-        loop {
-            if !self.misses.is_empty() {
-                self.fetch(model, deadline);
-                lookup.settle(&self.misses, &mut self.statuses[..n])?;
-                self.misses.clear();
-            }
-            if !more {
-                return Ok(());
-            }
-            more = lookup.again(&mut self.misses, &mut self.statuses[..n])?;
-        }
     }
 
     /// Fetches the missing rows, puts them into the caches and pools the bags that waited.
