@@ -7,7 +7,7 @@ use super::driver::{Gpu, Images, Kernel, Result, Stream};
 use super::memory::{Buffer, View};
 use std::sync::Arc;
 
-const IMAGES: Images = Images {
+pub(super) const IMAGES: Images = Images {
     name: "dense",
     cubins: &[
         (87, include_bytes!("../../cuda/built/dense.sm_87.cubin")),
