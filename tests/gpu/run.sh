@@ -3,7 +3,8 @@
 #   ./run.sh [--quick]
 # What the machine is; every kernel against its CPU twin; whole requests on the demo model; lookups and requests timed.
 # TensorRT runs the dense network where its libraries and headers are. Leaves report/report.json, report/report.txt and the
-# log of each part. Exit status 1: something failed. With HATCHBACK_STANDIN=.../libcuda.so it runs on that stand-in.
+# log of each part. Exit status 1: something failed. With HATCHBACK_STANDIN=.../libcuda.so it runs on that stand-in, with
+# HATCHBACK_RUN=... its programs are run by that one, such as an emulator.
 set -u
 cd "$(dirname "$0")" || exit 1
 here=$PWD
@@ -23,10 +24,10 @@ loader=$(echo "$here"/lib/ld-linux-*.so.*)
 run() {
     program=$here/bin/$1
     shift
-    if [ -z "${own_libc:-}" ]; then "$program" "$@"; else "$loader" --library-path "$here/lib:${LD_LIBRARY_PATH:-}:/usr/local/nvidia/lib64:/usr/lib/$(uname -m)-linux-gnu:/usr/lib64:/usr/local/cuda/lib64" "$program" "$@"; fi
+    if [ -z "${own_libc:-}" ]; then ${HATCHBACK_RUN:-} "$program" "$@"; else "$loader" --library-path "$here/lib:${LD_LIBRARY_PATH:-}:/usr/local/nvidia/lib64:/usr/lib/$(uname -m)-linux-gnu:/usr/lib64:/usr/local/cuda/lib64" "$program" "$@"; fi
 }
 own_libc=
-if ! run hatchback --version >/dev/null 2>&1; then own_libc=yes; fi
+if [ -e "$loader" ] && ! run hatchback --version >/dev/null 2>&1; then own_libc=yes; fi
 if ! run hatchback --version; then echo "the programs do not run here"; exit 1; fi
 
 failed=0 parts=
@@ -50,6 +51,15 @@ machine() {
 }
 say "== the machine"
 machine | tee -a report/report.txt
+
+# What is to be known first, above all whether the driver takes the kernels' machine code.
+say "== the driver and the GPU"
+if ! (export CUDA_CACHE_DISABLE=1 && run hatchback bench gpu --facts) >report/facts.log 2>&1; then
+    say "nothing can be proven here: $(tail -n 1 report/facts.log)"
+    echo '{"parts": [{"name": "facts", "result": "FAILED"}]}' >report/report.json
+    exit 1
+fi
+tee -a report/report.txt <report/facts.log
 
 say "== TensorRT"
 tensorrt=

@@ -8,7 +8,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-const IMAGES: Images = Images {
+pub(super) const IMAGES: Images = Images {
     name: "dense",
     cubins: &[
         (87, include_bytes!("../../cuda/built/dense.sm_87.cubin")),

@@ -7,7 +7,7 @@ use crate::cuda::driver::{Buffer, CudaError, DeviceValue, Gpu, Images, Kernel, M
 use std::ffi::c_void;
 use std::sync::Arc;
 
-const CHANGES: Images = Images {
+pub(super) const CHANGES: Images = Images {
     name: "changes",
     cubins: &[
         (87, include_bytes!("../../cuda/built/changes.sm_87.cubin")),
@@ -16,7 +16,7 @@ const CHANGES: Images = Images {
     ptx: include_str!("../../cuda/built/changes.ptx"),
 };
 
-const LOOKUP: Images = Images {
+pub(super) const LOOKUP: Images = Images {
     name: "lookup",
     cubins: &[
         (87, include_bytes!("../../cuda/built/lookup.sm_87.cubin")),

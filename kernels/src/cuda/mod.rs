@@ -6,6 +6,7 @@
 pub mod cublas;
 pub mod dense;
 pub mod driver;
+pub mod facts;
 pub mod graph;
 mod launch;
 pub mod lookup;

@@ -13,6 +13,7 @@ use hatchback::{Activation, Codec, Pooling, RowFormat, RowKey, Status, Weights};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{Gpu, Profile};
+use hatchback_kernels::cuda::facts::facts;
 use hatchback_kernels::cuda::lookup::FeatureOnDevice;
 use hatchback_kernels::cuda::step::{Step, StepLimits};
 use hatchback_kernels::cuda::tables::{Changes, Place, Tables};
@@ -62,6 +63,9 @@ pub struct GpuArgs {
     /// Does without cuBLAS
     #[arg(long)]
     exact: bool,
+    /// Only asks the driver what is to be known first of a new board
+    #[arg(long)]
+    facts: bool,
     /// Writes all figures to this file (`-`: standard output)
     #[arg(long)]
     json: Option<PathBuf>,
@@ -325,6 +329,12 @@ fn bars(points: &[Point], copied: f64) -> Vec<Bar> {
 /// # Errors
 /// There is no GPU, or it fails.
 pub fn run(args: &GpuArgs) -> Result<()> {
+    if args.facts {
+        for (question, answer) in facts()? {
+            println!("{question:42} {answer}");
+        }
+        return Ok(());
+    }
     let gpu = Gpu::open(Profile::default())?;
     let name = format!("{}, compute capability {}.{}", gpu.name(), gpu.sm() / 10, gpu.sm() % 10);
     println!("{name}, {} of memory", report::bytes(gpu.memory()? as u64));
