@@ -21,3 +21,5 @@ pub mod resident;
 mod simd;
 mod sync;
 pub mod tensorrt;
+
+pub use simd::prefetch;

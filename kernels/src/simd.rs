@@ -70,7 +70,7 @@ pub(crate) fn dispatch<J: Job>(isa: Isa, job: J) -> J::Out {
 
 /// Asks for the cache line at `at`, which may lie anywhere, ahead of its use.
 #[inline(always)]
-pub(crate) fn prefetch<T>(at: *const T) {
+pub fn prefetch<T>(at: *const T) {
     // SAFETY: a prefetch reads nothing that the program can see and faults on no address.
     #[cfg(target_arch = "x86_64")]
     unsafe {
