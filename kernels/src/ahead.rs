@@ -7,17 +7,18 @@ use crate::codec::RowFormat;
 use crate::names::{Name, Namer, RowKey};
 use crate::resident::Resident;
 use crate::simd::{Simd, prefetch};
-use crate::sum::{RING, Rows, Sums};
+use crate::sum::{RING, ROWS_AHEAD, Rows, Sums};
 use std::ops::Range;
 
 /// Keys of a step.
 const GROUP: usize = 16;
-/// How far ahead of the sums keys are seen, and their rows asked for.
+/// How far ahead of the sums keys are seen.
 const SEE_AHEAD: usize = 32;
 /// How far ahead of that keys are named, and their sets asked for.
 const NAME_AHEAD: usize = 32;
 /// Keys of a bag that are summed before they are proved to be unchanged.
 const PIECE: usize = 32;
+const _: () = assert!(ROWS_AHEAD <= SEE_AHEAD);
 const _: () = assert!(PIECE + SEE_AHEAD + NAME_AHEAD + 2 * GROUP <= RING && RING <= u128::BITS as usize);
 
 /// What is known of the keys ahead, by their number modulo `RING`.
@@ -48,8 +49,9 @@ pub(crate) enum Found<'a> {
 pub(crate) trait Source {
     /// Names some keys, whose places in the ring begin at `at`, and asks for what `see` reads.
     fn name(&self, keys: &[u64], ring: &mut Ring, at: usize);
-    /// Finds the same and asks for their rows; a bit for each that is not there, the first in the lowest.
-    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize) -> u16;
+    /// Finds the rows of the same, and asks for them if they are the `first`; a bit for each that is not there, the first in
+    /// the lowest.
+    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool) -> u16;
     /// Where the rows are.
     fn rows(&self) -> Rows<'_>;
     /// Whether what was read of these keys' rows since they were seen is of whole rows, and theirs.
@@ -87,7 +89,8 @@ impl<'a, F: Source> Ahead<'a, F> {
                 self.named = keys.end;
             }
             let (keys, at) = (group(self.seen), self.seen % RING);
-            let lost = self.source.see::<S>(&self.keys[keys.clone()], self.ring, at);
+            let first = keys.start < ROWS_AHEAD;
+            let lost = self.source.see::<S>(&self.keys[keys.clone()], self.ring, at, first);
             self.lost = self.lost & !(0xffff << at) | u128::from(lost) << at;
             self.seen = keys.end;
         }
@@ -129,7 +132,8 @@ impl<'a, F: Source> Ahead<'a, F> {
     ) -> bool {
         let (Some(&begin), Some(&end)) = (offsets.first(), offsets.last()) else { return true };
         let (rows, slots) = (self.source.rows(), &self.ring.slots);
-        S::sum(Sums { rows, format, slots, offsets, start, first, out, stride })
+        let seen = self.seen;
+        S::sum(Sums { rows, format, slots, offsets, start, seen, first, out, stride })
             && self.source.is_unchanged(self.ring, begin as usize - start..end as usize - start)
     }
 
@@ -211,14 +215,16 @@ impl Source for Cached<'_> {
     }
 
     #[inline(always)]
-    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize) -> u16 {
+    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool) -> u16 {
         let mut lost = 0;
         for (n, i) in (at..at + keys.len()).enumerate() {
             let seen = self.cache.see::<S>(Name { set: ring.sets[i], word: ring.words[i] });
             ring.seen[i] = seen;
             match seen.slot() {
                 Some(slot) => {
-                    self.cache.prefetch_row(slot);
+                    if first {
+                        self.cache.prefetch_row(slot);
+                    }
                     ring.slots[i] = slot;
                 }
                 None => lost |= 1 << n,
@@ -262,12 +268,14 @@ impl Source for &Resident {
     }
 
     #[inline(always)]
-    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize) -> u16 {
+    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool) -> u16 {
         let mut lost = 0;
         for (n, (key, at)) in keys.iter().zip(&mut ring.slots[at..at + keys.len()]).enumerate() {
             match self.slot(*key) {
                 Some(slot) => {
-                    self.prefetch_row(slot);
+                    if first {
+                        self.prefetch_row(slot);
+                    }
                     *at = slot;
                 }
                 None => lost |= 1 << n,

@@ -9,14 +9,19 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::codec::{Codec, RowFormat};
+use crate::simd::prefetch;
 use crate::sync::AtomicU32;
 use crate::vector::Vector;
 use std::marker::PhantomData;
 
 /// Keys that are looked up at a time, at most; a power of two.
 pub(crate) const RING: usize = 128;
+/// How far ahead of the sums rows are asked for, but for the first ones: between the additions, not all at once.
+pub(crate) const ROWS_AHEAD: usize = 24;
 /// Values of a `Vector`.
 const LANES: usize = 16;
+/// Bytes of a cache line.
+const LINE: usize = 64;
 /// Bytes beyond the last row that may be read: rows are read by whole vectors.
 pub(crate) const BEYOND: usize = 4 * LANES;
 
@@ -48,6 +53,17 @@ impl<'a> Rows<'a> {
         // SAFETY: it lies in the rows, which are borrowed for as long as `self`.
         unsafe { self.start.add(start) }
     }
+
+    /// Asks for the values of a row from byte `from` on, and for as many bytes `behind` them.
+    #[inline(always)]
+    fn prefetch(&self, slot: u32, from: usize, values: usize, behind: usize) {
+        let at = self.start.wrapping_add(slot as usize * self.stride + from);
+        (0..values).step_by(LINE).for_each(|byte| prefetch(at.wrapping_add(byte)));
+        // A row need not begin with a line.
+        if !self.stride.is_multiple_of(LINE) {
+            prefetch(at.wrapping_add(values + behind - 1));
+        }
+    }
 }
 
 /// The sums of the rows of some bags one after the other, or of a part of one.
@@ -59,6 +75,8 @@ pub(crate) struct Sums<'a> {
     /// Where the keys of each bag begin, and where the last ends; keys are numbered from `start`.
     pub offsets: &'a [u32],
     pub start: usize,
+    /// Keys before it have their slots already.
+    pub seen: usize,
     /// Whether the sums begin from zero, and not from `out`.
     pub first: bool,
     /// `[bags, stride]`, of which `dim` columns are written.
@@ -105,7 +123,7 @@ impl Sums<'_> {
     /// Adds `N` vectors of columns of each bag, from vector `from` on; returns `N`.
     #[inline(always)]
     unsafe fn columns<V: Vector, C: Code, const N: usize>(&mut self, from: usize) -> usize {
-        let Self { rows, format, slots, offsets, start, first, stride, .. } = *self;
+        let Self { rows, format, slots, offsets, start, seen, first, stride, .. } = *self;
         let (row_bytes, end) = (format.row_bytes(), format.dim().min((from + N) * LANES));
         // Columns beyond the last are added up here and forgotten.
         let mut edge = [[0.0; LANES]; N];
@@ -133,6 +151,15 @@ impl Sums<'_> {
                     } else {
                         (V::splat(1.0), V::splat(0.0))
                     };
+                    if key + ROWS_AHEAD < seen {
+                        let behind = if C::SCALED { 4 } else { 0 };
+                        rows.prefetch(
+                            slots[(key + ROWS_AHEAD) % RING],
+                            from * C::BYTES,
+                            N * C::BYTES,
+                            behind,
+                        );
+                    }
                     let at = row.add(from * C::BYTES);
                     for n in 0..N {
                         let value = C::values::<V>(at.add(n * C::BYTES));
@@ -228,7 +255,17 @@ mod tests {
                     let rows = Rows::still(&bytes, format.row_bytes());
                     dispatch(
                         isa,
-                        Whole(Sums { rows, format, slots: &slots, offsets, start, first, out, stride }),
+                        Whole(Sums {
+                            rows,
+                            format,
+                            slots: &slots,
+                            offsets,
+                            start,
+                            seen: 0,
+                            first,
+                            out,
+                            stride,
+                        }),
                     )
                 };
                 let mut out = vec![7.0; 3 * stride];
