@@ -2,7 +2,7 @@
 //! step some groups behind the one before, so that what it reads is on its way from memory meanwhile. A bag is pooled
 //! here only if all its rows are there and stay as they are; any other is left to `query.rs`, row by row.
 
-use crate::cache::{Cache, Epoch, Seen};
+use crate::cache::{Cache, Epoch, Heads, Seen};
 use crate::codec::RowFormat;
 use crate::names::{Name, Namer, RowKey};
 use crate::resident::Resident;
@@ -170,6 +170,7 @@ impl<'a, F: Source> Ahead<'a, F> {
 /// The rows of one table in the embedding cache.
 pub(crate) struct Cached<'a> {
     cache: &'a Cache,
+    heads: Heads<'a>,
     namer: Namer,
     /// Keys beyond it are absent.
     last: u64,
@@ -179,7 +180,7 @@ impl<'a> Cached<'a> {
     pub fn new(cache: &'a Cache, table: u16, keys_end: Option<u64>) -> Self {
         // A table without keys has no rows in the cache either.
         let last = keys_end.map_or(u64::MAX, |end| end.saturating_sub(1));
-        Self { cache, namer: cache.namer(table), last }
+        Self { cache, heads: cache.heads(), namer: cache.namer(table), last }
     }
 
     #[inline(always)]
@@ -190,7 +191,7 @@ impl<'a> Cached<'a> {
 
     /// Asks for the sets of keys.
     pub fn ask<'k>(&self, keys: impl Iterator<Item = &'k u64>) {
-        keys.for_each(|key| self.cache.prefetch_set(self.name_of(*key).set));
+        keys.for_each(|key| self.heads.prefetch(self.name_of(*key).set));
     }
 
     #[inline(always)]
@@ -211,14 +212,15 @@ impl Source for Cached<'_> {
             Ok(keys) => self.name_all(keys, sets, words),
             Err(_) => self.name_all(keys, sets, words),
         }
-        sets.iter().for_each(|set| self.cache.prefetch_set(*set));
+        let heads = self.heads;
+        sets.iter().for_each(|set| heads.prefetch(*set));
     }
 
     #[inline(always)]
     fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool) -> u16 {
-        let mut lost = 0;
+        let (heads, mut lost) = (self.heads, 0);
         for (n, i) in (at..at + keys.len()).enumerate() {
-            let seen = self.cache.see::<S>(Name { set: ring.sets[i], word: ring.words[i] });
+            let seen = heads.see::<S>(Name { set: ring.sets[i], word: ring.words[i] });
             ring.seen[i] = seen;
             match seen.slot() {
                 Some(slot) => {
@@ -240,7 +242,7 @@ impl Source for Cached<'_> {
 
     #[inline(always)]
     fn is_unchanged(&self, ring: &Ring, keys: Range<usize>) -> bool {
-        self.cache.are_unchanged(keys.map(|key| ring.seen[key % RING]))
+        self.heads.are_unchanged(keys.map(|key| ring.seen[key % RING]))
     }
 
     #[inline(always)]

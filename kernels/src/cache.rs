@@ -82,6 +82,69 @@ pub struct Cache {
     rows: Zeroed<AtomicU32>,
 }
 
+/// The heads of all sets. A copy of it stays in registers, whatever else changes in memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Heads<'a> {
+    words: &'a [AtomicU32],
+    head: usize,
+}
+
+impl<'a> Heads<'a> {
+    /// The head of a set. Its sequence is even while the set is stable and odd while its one writer changes it.
+    #[inline(always)]
+    fn of(self, set: u32) -> &'a [AtomicU32] {
+        &self.words[set as usize * self.head..][..self.head]
+    }
+
+    /// Where the word stands in its set; `WAYS` or more if it does not.
+    #[inline(always)]
+    fn find<S: Simd>(self, name: Name) -> u32 {
+        let head = self.of(name.set);
+        let equal = |line: &[AtomicU32], word: u64| line.first_chunk().map_or(0, |l| S::find(l, word as u32));
+        let mut hits = equal(head, name.word) & ((1 << WAYS) - 1);
+        if head.len() > LINE {
+            hits &= equal(&head[HIGH..], name.word >> 32);
+        }
+        // No row has word 0; an empty way has.
+        if name.word == 0 { WAYS as u32 } else { hits.trailing_zeros() }
+    }
+
+    /// Asks for the head of a set ahead of `see`.
+    #[inline(always)]
+    pub(crate) fn prefetch(self, set: u32) {
+        self.of(set).iter().step_by(LINE).for_each(|at| prefetch(at));
+    }
+
+    /// Looks for a row. What is read of it then counts only if `are_unchanged` says so.
+    #[inline(always)]
+    pub(crate) fn see<S: Simd>(self, name: Name) -> Seen {
+        // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
+        let sequence = self.of(name.set)[SEQUENCE].load(Ordering::Acquire);
+        Seen { set: name.set, way: self.find::<S>(name), sequence }
+    }
+
+    /// Whether the sets of rows that were seen are still as they were, so that all that was read of the rows since is
+    /// whole and theirs; counts a use of each.
+    #[inline(always)]
+    pub(crate) fn are_unchanged(self, rows: impl Iterator<Item = Seen>) -> bool {
+        fence(Ordering::Acquire);
+        for seen in rows {
+            let head = self.of(seen.set);
+            if head[SEQUENCE].load(Ordering::Relaxed) != seen.sequence {
+                return false;
+            }
+            let uses = head[USES].load(Ordering::Relaxed);
+            let more = used(uses, seen.way as usize);
+            if more != uses {
+                // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to
+                // the writer costs a little accuracy of the eviction.
+                head[USES].store(more, Ordering::Relaxed);
+            }
+        }
+        true
+    }
+}
+
 /// How often a query looks again at a set that is being changed before it calls the row missing.
 const LOOKS: usize = if cfg!(loom) { 2 } else { 1000 };
 
@@ -156,10 +219,14 @@ impl Cache {
         self.name(self.namer(row.table), row.key)
     }
 
-    /// The head of a set. Its sequence is even while the set is stable and odd while its one writer changes it.
+    /// The heads of all sets.
     #[inline(always)]
+    pub(crate) fn heads(&self) -> Heads<'_> {
+        Heads { words: &self.heads, head: self.head }
+    }
+
     fn head_of(&self, set: u32) -> &[AtomicU32] {
-        &self.heads[set as usize * self.head..][..self.head]
+        self.heads().of(set)
     }
 
     fn tail_of(&self, set: u32) -> &[AtomicU32] {
@@ -186,19 +253,6 @@ impl Cache {
         prefetch_lines(&self.rows[slot as usize * self.row..][..self.row]);
     }
 
-    /// Where the word stands in its set; `WAYS` or more if it does not.
-    #[inline(always)]
-    fn find<S: Simd>(&self, name: Name) -> u32 {
-        let head = self.head_of(name.set);
-        let equal = |line: &[AtomicU32], word: u64| line.first_chunk().map_or(0, |l| S::find(l, word as u32));
-        let mut hits = equal(head, name.word) & ((1 << WAYS) - 1);
-        if head.len() > LINE {
-            hits &= equal(&head[HIGH..], name.word >> 32);
-        }
-        // No row has word 0; an empty way has.
-        if name.word == 0 { WAYS as u32 } else { hits.trailing_zeros() }
-    }
-
     #[inline(always)]
     fn word(&self, set: u32, way: u32) -> u64 {
         let (head, way) = (self.head_of(set), way as usize);
@@ -214,50 +268,15 @@ impl Cache {
         }
     }
 
-    /// Asks for the head of a set ahead of `see`.
-    #[inline(always)]
-    pub(crate) fn prefetch_set(&self, set: u32) {
-        self.head_of(set).iter().step_by(LINE).for_each(|at| prefetch(at));
-    }
-
-    /// Looks for a row. What is read of it then counts only if `are_unchanged` says so.
-    #[inline(always)]
-    pub(crate) fn see<S: Simd>(&self, name: Name) -> Seen {
-        // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
-        let sequence = self.head_of(name.set)[SEQUENCE].load(Ordering::Acquire);
-        Seen { set: name.set, way: self.find::<S>(name), sequence }
-    }
-
-    /// Whether the sets of rows that were seen are still as they were, so that all that was read of the rows since is
-    /// whole and theirs; counts a use of each.
-    #[inline(always)]
-    pub(crate) fn are_unchanged(&self, mut rows: impl Iterator<Item = Seen>) -> bool {
-        fence(Ordering::Acquire);
-        rows.all(|seen| {
-            let head = self.head_of(seen.set);
-            if head[SEQUENCE].load(Ordering::Relaxed) != seen.sequence {
-                return false;
-            }
-            let uses = head[USES].load(Ordering::Relaxed);
-            let more = used(uses, seen.way as usize);
-            if more != uses {
-                // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to
-                // the writer costs a little accuracy of the eviction.
-                head[USES].store(more, Ordering::Relaxed);
-            }
-            true
-        })
-    }
-
     /// Copies the row into `out` `[row_bytes, rounded up to READ_BYTES]` if it is cached. A row that is being
     /// replaced for very long counts as missing.
     #[inline(always)]
     pub(crate) fn read<S: Simd>(&self, name: Name, out: &mut [u8]) -> bool {
         for _ in 0..LOOKS {
-            let seen = self.see::<S>(name);
+            let seen = self.heads().see::<S>(name);
             if let Some(slot) = seen.slot() {
                 S::copy_racing(self.row(slot), out);
-                if self.are_unchanged(std::iter::once(seen)) {
+                if self.heads().are_unchanged(std::iter::once(seen)) {
                     return true;
                 }
             } else if seen.way >= WAYS as u32 {
@@ -326,7 +345,7 @@ impl Cache {
             if name.word == 0 || self.tail_of(name.set)[EPOCH].load(Ordering::Relaxed) != since.0 {
                 return false;
             }
-            let way = match self.find::<Plain>(name) {
+            let way = match self.heads().find::<Plain>(name) {
                 way if way < WAYS as u32 => way,
                 _ => {
                     let mut ways = self.load_ways(name.set);
@@ -359,7 +378,7 @@ impl Cache {
         self.in_set(row, |name| {
             let epoch = &self.tail_of(name.set)[EPOCH];
             epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-            let way = self.find::<Plain>(name);
+            let way = self.heads().find::<Plain>(name);
             let cached = way < WAYS as u32;
             if cached {
                 change(name, way);

@@ -120,7 +120,7 @@ pub(crate) mod x86 {
         // SAFETY: 32 bytes of the slice are read; see the head of the file for the race.
         unsafe {
             asm!("vmovdqu {v}, ymmword ptr [{p}]", v = lateout(ymm_reg) value, p = in(reg) from.as_ptr(),
-                 options(nostack, preserves_flags));
+                 options(nostack, preserves_flags, readonly));
         }
         value
     }
@@ -133,7 +133,7 @@ pub(crate) mod x86 {
         // SAFETY: 64 bytes of the slice are read; see the head of the file for the race.
         unsafe {
             asm!("vmovdqu64 {v}, zmmword ptr [{p}]", v = lateout(zmm_reg) value, p = in(reg) from.as_ptr(),
-                 options(nostack, preserves_flags));
+                 options(nostack, preserves_flags, readonly));
         }
         value
     }
@@ -274,7 +274,7 @@ pub(crate) mod arm {
         // SAFETY: 16 bytes of the slice are read; see the head of the file for the race.
         unsafe {
             asm!("ldr {v:q}, [{p}]", v = lateout(vreg) value, p = in(reg) from.as_ptr(),
-                 options(nostack, preserves_flags));
+                 options(nostack, preserves_flags, readonly));
         }
         value
     }

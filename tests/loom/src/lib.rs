@@ -39,10 +39,10 @@ mod memory {
 /// changed meanwhile.
 pub fn bag<const N: usize>(cache: &cache::Cache, rows: [names::RowKey; N]) -> Option<[[u8; 8]; N]> {
     use simd::{Plain, Simd};
-    let seen = rows.map(|row| cache.see::<Plain>(cache.name_of(row)));
+    let seen = rows.map(|row| cache.heads().see::<Plain>(cache.name_of(row)));
     let mut out = [[0; 8]; N];
     for (seen, out) in seen.iter().zip(&mut out) {
         Plain::copy_racing(cache.row(seen.slot()?), out);
     }
-    cache.are_unchanged(seen.into_iter()).then_some(out)
+    cache.heads().are_unchanged(seen.into_iter()).then_some(out)
 }
