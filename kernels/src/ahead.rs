@@ -137,7 +137,16 @@ impl<'a, F: Source> Ahead<'a, F> {
             && self.source.is_unchanged(self.ring, begin as usize - start..end as usize - start)
     }
 
-    /// The same for one bag of any length, a piece after the other; the rows are added to `out` `[dim]`, or put there side
+    /// Asks for the rows that the sum of a bag would have asked for, where none is made.
+    #[inline(always)]
+    pub fn pass(&self, format: RowFormat, bag: Range<usize>) {
+        let rows = self.source.rows();
+        for key in (bag.start + ROWS_AHEAD..bag.end + ROWS_AHEAD).take_while(|key| *key < self.seen) {
+            rows.prefetch(self.ring.slots[key % RING], 0, format.row_bytes(), 0);
+        }
+    }
+
+    /// Like `sum`, for one bag of any length, a piece after the other; the rows are added to `out` `[dim]`, or put there side
     /// by side. Returns false also if some row is not there.
     #[inline(always)]
     pub fn pool<S: Simd>(

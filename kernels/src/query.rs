@@ -252,6 +252,7 @@ impl Query<'_, '_> {
             if ahead.pool::<S>(feature.format, bag.start - start..bag.end - start, side_by_side, out) {
                 self.close(done..done + 1);
             } else if self.misses.has_room(bag.len()) {
+                ahead.pass(feature.format, bag.start - start..bag.end - start);
                 self.row_by_row::<S, F>(source, done, bag, &mut row);
             } else {
                 break;

@@ -56,7 +56,7 @@ impl<'a> Rows<'a> {
 
     /// Asks for the values of a row from byte `from` on, and for as many bytes `behind` them.
     #[inline(always)]
-    fn prefetch(&self, slot: u32, from: usize, values: usize, behind: usize) {
+    pub fn prefetch(&self, slot: u32, from: usize, values: usize, behind: usize) {
         let at = self.start.wrapping_add(slot as usize * self.stride + from);
         (0..values).step_by(LINE).for_each(|byte| prefetch(at.wrapping_add(byte)));
         // A row need not begin with a line.
