@@ -352,7 +352,7 @@ impl Job for Finish<'_, '_> {
 mod tests {
     use super::*;
     use crate::codec::Codec;
-    use crate::names::Names;
+    use crate::names::{Names, mix, unmix};
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     const KEYS: u64 = 400;
@@ -417,6 +417,95 @@ mod tests {
             }
         }
         bags - open.len()
+    }
+
+    /// What a query of `feature` leaves: columns, statuses, and of the miss list the bags with their rows' states.
+    fn left_by(isa: Isa, feature: &Feature<'_>, bags: Bags<'_>) -> (Vec<u32>, Vec<Status>, Vec<String>) {
+        let samples = bags.offsets.len() - 1;
+        let (mut data, mut statuses) = (vec![7.0; samples * feature.width], vec![Status::default(); samples]);
+        let mut input = Input { data: &mut data, stride: feature.width };
+        let mut misses = Misses::new(bags.keys.len(), feature.format.row_bytes());
+        let from = usize::from(samples > 3);
+        assert_eq!(feature.query(isa, bags, from, &mut input, &mut misses, &mut statuses), samples);
+        let open = misses.bags().iter().map(|bag| {
+            let states: Vec<_> = misses.rows_of(bag).map(|(state, _)| state).collect();
+            format!(
+                "{bag:?}: {states:?}, {:?}",
+                misses.list().iter().map(|miss| miss.row).collect::<Vec<_>>()
+            )
+        });
+        let open = open.collect();
+        (data.iter().map(|v| v.to_bits()).collect(), statuses, open)
+    }
+
+    /// The plain form goes row by row, the others do not where all rows of a bag are there.
+    #[test]
+    fn every_family_leaves_what_the_plain_form_leaves() {
+        let format = RowFormat::new(Codec::U8, DIM, 0).unwrap();
+        let encode = |key: u64| {
+            let mut bytes = vec![0; format.row_bytes()];
+            let value = |i: usize| ((key as usize * 31 + i * 7) % 101) as f32 * 0.1 - 3.0;
+            format.encode(&(0..DIM).map(value).collect::<Vec<_>>(), &mut bytes).unwrap();
+            bytes
+        };
+        let mut hashes: Vec<u64> = (0..KEYS).map(mix).collect();
+        hashes.sort_unstable();
+        let all: Vec<u8> = (0..KEYS).flat_map(encode).collect();
+        let sorted: Vec<u8> = hashes.iter().flat_map(|hash| encode(unmix(*hash))).collect();
+        let indexed = Resident::indexed(format.row_bytes(), &all);
+        let hashed = Resident::hashed(format.row_bytes(), hashes.into(), &sorted);
+        let caches = [Some(2 * KEYS), None].map(|end| {
+            let names = Names::new(vec![end]);
+            let cache = Cache::new(format.row_bytes(), 2000 * (format.row_bytes() + 11), &names).unwrap();
+            for key in (0..KEYS).filter(|key| key % 40 != 7) {
+                let row = RowKey { table: 0, key };
+                assert!(cache.insert(row, &encode(key), cache.epoch(row)));
+            }
+            cache
+        });
+        for round in 0..300u64 {
+            // Bags of all lengths, now and then with a key that is not there, or that the model does not have.
+            let offsets: Vec<u32> = (0..20)
+                .scan(0, |end, bag| {
+                    *end += (mix(round * 20 + bag) % [1, 3, 12, 90][(round % 4) as usize]) as u32;
+                    Some(*end)
+                })
+                .collect();
+            let key = |i: u64| mix(round << 32 | i) % [KEYS, KEYS + 9][(round / 4 % 2) as usize];
+            let keys: Vec<u64> = (0..u64::from(offsets[19])).map(key).collect();
+            for pooling in [Pooling::Sum, Pooling::Mean, Pooling::None] {
+                let width = if pooling == Pooling::None { DIM * 90 } else { DIM };
+                for (rows, keys_end) in [
+                    (Rows::Cached(&caches[0]), Some(KEYS)),
+                    (Rows::Cached(&caches[1]), None),
+                    (Rows::Resident(&indexed), None),
+                    (Rows::Resident(&hashed), None),
+                ] {
+                    let default_row = &[0.25; DIM];
+                    let feature = Feature {
+                        id: 3,
+                        table: 0,
+                        format,
+                        keys_end,
+                        default_row,
+                        pooling,
+                        rows,
+                        column: 0,
+                        width,
+                    };
+                    let bags = Bags { keys: &keys, offsets: &offsets };
+                    feature.ask(bags, 0);
+                    let plain = left_by(Isa::available()[0], &feature, bags);
+                    for isa in Isa::available() {
+                        assert_eq!(
+                            left_by(isa, &feature, bags),
+                            plain,
+                            "{isa:?}, {pooling:?}, round {round}"
+                        );
+                    }
+                }
+            }
+        }
     }
 
     /// Pools with writers at work in the same sets. A bag of 70 is summed in parts.
