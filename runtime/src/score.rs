@@ -279,6 +279,9 @@ impl Worker {
             for f in 0..batch.features() {
                 let (input, column) = model.columns[f];
                 let feature = model.feature(f, column);
+                if let Some(&(_, column)) = model.columns.get(f + 1) {
+                    model.feature(f + 1, column).ask(batch.bags(f + 1), first);
+                }
                 let mut done = first;
                 while done < end {
                     let statuses = &mut self.statuses[..end];
