@@ -363,7 +363,7 @@ mod tests {
         let mut bytes = vec![0; format.row_bytes()];
         format.encode(&[(key * 1024 + write % 1000) as f32; DIM], &mut bytes).unwrap();
         let row = RowKey { table: 0, key };
-        if write % 3 == 0 {
+        if write.is_multiple_of(3) {
             cache.update(row, &bytes);
         } else {
             cache.insert(row, &bytes, cache.epoch(row));
