@@ -73,10 +73,11 @@ enum Command {
         /// The socket; created at start, removed at the end
         #[arg(long)]
         socket: PathBuf,
-        /// The sync directory from which a model takes its releases [default name: the only model's]
+        /// The sync directory from which a model takes its releases [default name: the only model's; default without
+        /// --flash: every folder where the target keeps them]
         #[arg(long, value_name = "[NAME=]DIR")]
         sync: Vec<String>,
-        /// The fleet's first root, in a place that `sync` cannot write
+        /// The fleet's first root, in a place that `sync` cannot write; read where there is a sync directory
         #[arg(long)]
         root: Option<PathBuf>,
     },
@@ -88,11 +89,19 @@ fn main() -> Result<()> {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let cli = Cli::parse();
     let (target, root) = (Target::load(&cli.target)?, Root::new(&cli.system));
-    let flash = if cli.flash.is_empty() { models(&target.machine.models) } else { cli.flash };
-    let Some(command) = cli.command.filter(|_| !cli.report) else {
+    let named_none = cli.flash.is_empty();
+    let mut flash = if named_none { models(&target.machine.models) } else { cli.flash };
+    let Some(mut command) = cli.command.filter(|_| !cli.report) else {
         ensure!(cli.report, "neither --report nor a command: try --help");
         return report(&root, &target, &flash, cli.json);
     };
+    if let Command::Serve { sync, .. } = &mut command
+        && named_none
+        && sync.is_empty()
+    {
+        *sync = folders(&target.machine.updates);
+        await_models(&mut flash, sync, &target.machine.models);
+    }
     ensure!(!flash.is_empty(), "{}: no model is there", target.machine.models.display());
     let mut updates = match &command {
         Command::Sync(args) => {
@@ -170,14 +179,29 @@ fn report(root: &Root, target: &Target, flash: &[String], json: bool) -> Result<
     Ok(())
 }
 
-/// The models in `folder`, each by the name of its own.
-fn models(folder: &Path) -> Vec<String> {
+/// What lies in `folder`, in order, each as NAME=DIR.
+fn folders(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-    let live = |path: &PathBuf| Flash::open(&disk::system(), path).is_ok();
-    let mut models: Vec<_> = entries.filter(live).collect();
-    models.sort();
+    // Every ext4 file system has a `lost+found`.
+    let mut folders: Vec<_> = entries.filter(|path| path.is_dir() && !path.ends_with("lost+found")).collect();
+    folders.sort();
     let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    models.iter().map(|path| format!("{}={}", name(path), path.display())).collect()
+    folders.iter().map(|path| format!("{}={}", name(path), path.display())).collect()
+}
+
+/// The models in `folder`.
+fn models(folder: &Path) -> Vec<String> {
+    let live = |given: &String| Flash::open(&disk::system(), named(given).1).is_ok();
+    folders(folder).into_iter().filter(live).collect()
+}
+
+/// Adds the models in `folder` that wait for their first release.
+fn await_models(flash: &mut Vec<String>, sync: &[String], folder: &Path) {
+    for name in sync.iter().filter_map(|given| named(given).0) {
+        if !flash.iter().any(|given| named(given).0 == Some(name)) {
+            flash.push(format!("{name}={}", folder.join(name).display()));
+        }
+    }
 }
 
 /// The parts of `DIR` or `NAME=DIR`.
@@ -190,6 +214,7 @@ fn named(given: &str) -> (Option<&str>, &Path) {
 
 /// The updates of the models that have a sync directory.
 fn updates(flash: &[String], sync: &[String], root: Option<&Path>, target: &Target) -> Result<Vec<Update>> {
+    let root = root.filter(|_| !sync.is_empty());
     let root =
         root.map(|path| std::fs::read(path).with_context(|| path.display().to_string())).transpose()?;
     let update = |given: &String| {

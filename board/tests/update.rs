@@ -32,7 +32,12 @@ impl Fleet {
             let file = format!("{name}.toml");
             std::fs::copy(repository("targets").join(&file), fleet.at(&file)).unwrap();
         }
-        let own = "inherits = \"cpu\"\n[update]\nrequests_min = 50\n";
+        // The daemon finds model and updates by itself; the syncing process is told.
+        let [models, updates] = ["models", "updates"].map(|name| fleet.at(name));
+        std::fs::create_dir_all(fleet.at("updates/coupon")).unwrap();
+        let own = format!(
+            "inherits = \"cpu\"\n[update]\nrequests_min = 50\n[machine]\nmodels = {models:?}\nupdates = {updates:?}\n"
+        );
         std::fs::write(fleet.at("own.toml"), own).unwrap();
         fleet
     }
@@ -73,23 +78,23 @@ impl Fleet {
 
     fn daemon(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_hatchbackd"));
-        command.arg("--target").arg(self.at("own.toml")).arg("--flash").arg(self.at("flash")).args(args);
+        command.arg("--target").arg(self.at("own.toml")).args(args);
         command
     }
 
     /// One look of the syncing process.
     fn sync(&self) -> bool {
-        let (from, state, root) = (self.at("repository"), self.at("sync"), self.at("keys/1.root.json"));
-        let [from, state, root] = [&from, &state, &root].map(|p| p.to_str().unwrap());
-        let args = ["sync", "--once", "--from", from, "--state", state, "--root", root];
+        let [flash, from] = ["models/coupon", "repository"].map(|name| self.at(name));
+        let [state, root] = ["updates/coupon", "keys/1.root.json"].map(|name| self.at(name));
+        let [flash, from, state, root] = [&flash, &from, &state, &root].map(|p| p.to_str().unwrap());
+        let args = ["--flash", flash, "sync", "--once", "--from", from, "--state", state, "--root", root];
         self.daemon(&args).status().unwrap().success()
     }
 
     fn serve(&self) -> Child {
-        std::fs::create_dir_all(self.at("sync")).unwrap();
-        let (socket, state, root) = (self.at("socket"), self.at("sync"), self.at("keys/1.root.json"));
-        let [socket, state, root] = [&socket, &state, &root].map(|p| p.to_str().unwrap());
-        self.daemon(&["serve", "--socket", socket, "--sync", state, "--root", root]).spawn().unwrap()
+        let (socket, root) = (self.at("socket"), self.at("keys/1.root.json"));
+        let [socket, root] = [&socket, &root].map(|p| p.to_str().unwrap());
+        self.daemon(&["serve", "--socket", socket, "--root", root]).spawn().unwrap()
     }
 
     /// Asks over and over until the update is in `state`; every answer is a score.
@@ -107,7 +112,7 @@ impl Fleet {
             let expected: Value = serde_json::from_str(line).unwrap();
             let difference = expected["score"].as_f64().unwrap() - answer["score"][0].as_f64().unwrap();
             assert!(difference.abs() < 0.01, "{answer}");
-            let status = Status::read(disk::system().as_ref(), &self.at("sync"));
+            let status = Status::read(disk::system().as_ref(), &self.at("updates/coupon"));
             if status.state == state {
                 return status;
             }
@@ -138,7 +143,7 @@ fn what_is_published_is_served_if_it_proves_itself() {
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
     assert!(status.error.unwrap().contains("a probe score differs by 0.5"), "{:?}", status.history.last());
     assert!(fleet.sync());
-    assert!(Status::read(disk::system().as_ref(), &fleet.at("sync")).state.is_fetching());
+    assert!(Status::read(disk::system().as_ref(), &fleet.at("updates/coupon")).state.is_fetching());
     // In good order, and again after a kill.
     Command::new("kill").args(["-TERM", &daemon.id().to_string()]).status().unwrap();
     assert!(daemon.wait().unwrap().success());

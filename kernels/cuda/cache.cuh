@@ -47,11 +47,11 @@ __device__ __forceinline__ u32 load_head(const Cache& cache, u32 set, u32 lane) 
     return load_racing(head_of(cache, set) + (lane & (cache.head - 1)));
 }
 
-// Where the row stands, from its set's head over the warp; WAYS where it does not. For all lanes.
-__device__ __forceinline__ u32 find(const Cache& cache, Name name, u32 head, u32 lane) {
-    u32 equal = __ballot_sync(FULL, head == (lane < LINE || cache.head == LINE ? (u32)name.word : (u32)(name.word >> 32)));
+// Where the row that `word` names stands, from its set's head over the warp; WAYS where it does not. For all lanes.
+__device__ __forceinline__ u32 find(const Cache& cache, u64 word, u32 head, u32 lane) {
+    u32 equal = __ballot_sync(FULL, head == (lane < LINE || cache.head == LINE ? (u32)word : (u32)(word >> 32)));
     u32 hits = equal & (cache.head == LINE ? FULL : equal >> LINE) & WAY_BITS;
-    return name.word == 0 || hits == 0 ? WAYS : (u32)__ffs(hits) - 1;
+    return word == 0 || hits == 0 ? WAYS : (u32)__ffs(hits) - 1;
 }
 
 __device__ __forceinline__ u64 word_of(const Cache& cache, u32 set, u32 way) {

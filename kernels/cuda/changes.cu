@@ -65,20 +65,21 @@ __device__ __forceinline__ void change_rows(const Changes& c) {
             store_racing(sequence, before + 1);
             if (VERB != INSERT) store_racing(epoch, since + 1);
         }
+        __syncwarp();
         fence();
-        u32 way = find(cache, name, load_head(cache, name.set, lane), lane);
+        u32 way = find(cache, name.word, load_head(cache, name.set, lane), lane);
         bool done = VERB == INSERT ? name.word != 0 && since == change.epoch : way < WAYS;
         if (done && way == WAYS) way = __shfl_sync(FULL, lane == 0 ? take_way(cache, name) : 0, 0);
         if (done && lane == 0) set_word(cache, name.set, way, VERB == INVALIDATE ? 0 : name.word);
         if (done && VERB != INVALIDATE) write_row(cache, name.set, way, c.rows + (u64)change.slot * c.stride, lane);
-        fence();
         __syncwarp();
+        fence();
         if (lane == 0) {
             store_racing(sequence, before + 2);
             c.done[change.number] = done;
         }
-        fence();
         __syncwarp();
+        fence();
     }
 }
 
@@ -100,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(128) probe_rows(Cache cache, const 
     Name name = {list[warp].set, list[warp].word};
     u32 epoch = load_racing(tail_of(cache, name.set) + EPOCH);
     fence();
-    u32 way = find(cache, name, load_head(cache, name.set, lane), lane);
+    __syncwarp();
+    u32 way = find(cache, name.word, load_head(cache, name.set, lane), lane);
     if (lane == 0) out[warp] = Probed{way < WAYS, epoch};
 }
 
@@ -114,9 +116,11 @@ extern "C" __global__ void __launch_bounds__(128) dump_rows(Cache cache, u64 fir
     for (u32 look = 0; look < LOOKS; look++) {
         u32 before = __shfl_sync(FULL, load_racing(sequence), 0);
         fence();
+        __syncwarp();
         word = __shfl_sync(FULL, word_of(cache, set, way), 0);
         for (u32 i = lane; i < cache.row; i += 32) rows[(u64)warp * cache.row + i] = load_racing(row_of(cache, set, way) + i);
         fence();
+        __syncwarp();
         if (before % 2 == 0 && __shfl_sync(FULL, load_racing(sequence), 0) == before) break;
         word = 0;
     }

@@ -5,11 +5,12 @@
 //
 // A warp takes a few samples of one feature. Their keys lie side by side, so it names 32 at once, a lane each, and then has the
 // sets and rows of several keys on their way from memory together, whichever bags they are of. A row is believed only where
-// its set's sequence number is even and the same before and after it was read.
+// its set's sequence number is even and the same before and after it was read: after, by a fence; before, since where the row
+// lies is known only from what was read with the number.
 #include "pool.cuh"
 
 // Keys whose rows are on their way at once: fewer where a row takes many registers.
-#define KEYS_NARROW 4
+#define KEYS_NARROW 8
 #define KEYS_WIDE 1
 
 __device__ __forceinline__ u32 mix_32(u32 h) {
@@ -54,11 +55,10 @@ __device__ __forceinline__ void use(u32* uses, u32 seen, u32 way) {
     }
 }
 
-// A lookup under way.
+// A cached row on its way: its set's sequence number before it was read, its way, the set's head since, and the row.
 template <u32 WORDS>
 struct Found {
-    Name name;
-    u32 head, way;
+    u32 before, way, head;
     Row<WORDS> row;
 };
 
@@ -76,7 +76,7 @@ struct Bags {
     u32 first_ref, opened_at;
 
     __device__ __forceinline__ Bags(const Query& q, const Feature& f, u32 feature, u32 lane)
-        : q(q), f(f), sum(f, lane), offsets(q.offsets + f.offsets_at), feature(feature), lane(lane) {}
+        : q(q), f(f), sum(f, lane), offsets(q.offsets + (u64)feature * (q.samples + 1)), feature(feature), lane(lane) {}
 
     __device__ __forceinline__ void start(u32 at) {
         sample = at;
@@ -116,14 +116,14 @@ struct Bags {
     }
 
     // Takes the lookup at `at`, which was found or not.
-    __device__ __forceinline__ void take(u32 at, u64 key, Kind kind, const Found<WORDS>& found) {
+    __device__ __forceinline__ void take(u32 at, u64 key, Kind kind, u32 set, const Row<WORDS>& row) {
         while (at == end) {
             finish();
             start(sample + 1);
         }
         u32 position = at - begin;
         if (state == WHOLE) {
-            if (kind == KEPT) return sum.add_row(position, found.row);
+            if (kind == KEPT) return sum.add_row(position, row);
             if (kind == ABSENT) {
                 absent++;
                 return sum.add_default(position);
@@ -133,39 +133,38 @@ struct Bags {
         if (state == NO_ROOM) return;
         u32 ref = first_ref + position - opened_at;
         if (lane == 0) {
-            u32 epoch = kind == MISSING ? load_racing(tail_of(f.cache, found.name.set) + EPOCH) : 0;
+            u32 epoch = kind == MISSING ? load_racing(tail_of(f.cache, set) + EPOCH) : 0;
             q.ring.refs[ref] = {key, epoch, (u32)kind};
         }
-        if (kind == KEPT) found.row.copy(q.ring.kept + (u64)ref * q.ring.kept_stride, f.cache.row, f.cache.row_bytes, lane);
+        if (kind == KEPT) row.copy(q.ring.kept + (u64)ref * q.ring.kept_stride, f.cache.row, f.cache.row_bytes, lane);
     }
 };
 
-// Reads a cached row that was seen in `found.way`; whether it is whole, and the name's.
+// Finds the row that `word` names in the head that was loaded.
+template <u32 WORDS>
+__device__ __forceinline__ void see(const Feature& f, Found<WORDS>& found, u64 word, u32 lane) {
+    found.before = __shfl_sync(FULL, found.head, SEQUENCE);
+    found.way = find(f.cache, word, found.head, lane);
+}
+
 template <u32 CODEC, u32 WORDS>
-__device__ __forceinline__ bool believe(const Feature& f, const Found<WORDS>& found, u32 lane) {
-    u32 now = load_head(f.cache, found.name.set, lane);
-    u32 before = __shfl_sync(FULL, found.head, SEQUENCE);
-    bool same = before % 2 == 0 && __shfl_sync(FULL, now, SEQUENCE) == before && find(f.cache, found.name, now, lane) == found.way;
-    if (same && lane == USES) use(head_of(f.cache, found.name.set) + USES, now, found.way);
+__device__ __forceinline__ void read(const Feature& f, Found<WORDS>& found, u32 set, u32 lane) {
+    if (found.way < WAYS) found.row.template load<CODEC>(row_of(f.cache, set, found.way), f.cache.row, f.cache.row_bytes, lane);
+}
+
+// Whether the row that was read is whole, and the name's; counts its use then.
+template <u32 WORDS>
+__device__ __forceinline__ bool believe(const Feature& f, const Found<WORDS>& found, Name name, u32 lane) {
+    bool same = found.before % 2 == 0 && __shfl_sync(FULL, found.head, SEQUENCE) == found.before
+        && find(f.cache, name.word, found.head, lane) == found.way;
+    if (same && lane == USES) use(head_of(f.cache, name.set) + USES, found.head, found.way);
     return same;
-}
-
-template <u32 CODEC, u32 WORDS>
-__device__ __forceinline__ void see(const Feature& f, Found<WORDS>& found, u32 lane) {
-    found.head = load_head(f.cache, found.name.set, lane);
-    found.way = find(f.cache, found.name, found.head, lane);
-}
-
-template <u32 CODEC, u32 WORDS>
-__device__ __forceinline__ void read(const Feature& f, Found<WORDS>& found, u32 lane) {
-    if (found.way < WAYS)
-        found.row.template load<CODEC>(row_of(f.cache, found.name.set, found.way), f.cache.row, f.cache.row_bytes, lane);
 }
 
 template <u32 CODEC, u32 WORDS, u32 KEYS, bool REGISTERS>
 __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature& f, u32 first, u32 samples, u32 lane) {
     Bags<CODEC, WORDS, REGISTERS> bags(q, f, feature, lane);
-    const u64* keys = q.keys + f.keys_at;
+    const u64* keys = q.keys + f.keys_before * q.samples;
     bags.start(first);
     u32 end = bags.offsets[first + samples];
     for (u32 chunk = bags.begin; chunk < end; chunk += 32) {
@@ -177,21 +176,24 @@ __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature&
         }
         for (u32 group = 0; group < 32 && chunk + group < end; group += KEYS) {
             Found<WORDS> found[KEYS];
-#pragma unroll
-            for (u32 k = 0; k < KEYS; k++) {
-                found[k].name.set = __shfl_sync(FULL, name.set, group + k);
-                found[k].name.word = __shfl_sync(FULL, name.word, group + k);
-            }
             if (f.place == CACHED) {
+                // Each of these loops has loads of all keys under way before the next needs the first of them.
 #pragma unroll
-                for (u32 k = 0; k < KEYS; k++) see<CODEC>(f, found[k], lane);
+                for (u32 k = 0; k < KEYS; k++) found[k].head = load_head(f.cache, __shfl_sync(FULL, name.set, group + k), lane);
 #pragma unroll
-                for (u32 k = 0; k < KEYS; k++) read<CODEC>(f, found[k], lane);
+                for (u32 k = 0; k < KEYS; k++) see(f, found[k], __shfl_sync(FULL, name.word, group + k), lane);
+#pragma unroll
+                for (u32 k = 0; k < KEYS; k++) read<CODEC>(f, found[k], __shfl_sync(FULL, name.set, group + k), lane);
                 fence();
+                __syncwarp();
+#pragma unroll
+                for (u32 k = 0; k < KEYS; k++) found[k].head = load_head(f.cache, __shfl_sync(FULL, name.set, group + k), lane);
             } else {
 #pragma unroll
-                for (u32 k = 0; k < KEYS; k++)
-                    if (found[k].name.word) found[k].row.template load<CODEC>(f.rows + (found[k].name.word - 1) * f.cache.row, f.cache.row, f.cache.row_bytes, lane);
+                for (u32 k = 0; k < KEYS; k++) {
+                    u64 position = __shfl_sync(FULL, name.word, group + k);
+                    if (position) found[k].row.template load<CODEC>(f.rows + (position - 1) * f.cache.row, f.cache.row, f.cache.row_bytes, lane);
+                }
             }
 #pragma unroll 1
             for (u32 k = 0; k < KEYS && chunk + group + k < end; k++) {
@@ -201,22 +203,26 @@ __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature&
                 for (u32 other = 1; other < KEYS; other++)
                     if (other == k) now = found[other];
                 u64 this_key = __shfl_sync(FULL, key, group + k);
-                Kind kind = now.name.word ? KEPT : ABSENT;
+                Name this_name = {__shfl_sync(FULL, name.set, group + k), __shfl_sync(FULL, name.word, group + k)};
+                Kind kind = this_name.word ? KEPT : ABSENT;
                 if (kind == KEPT && f.place == CACHED) {
                     kind = MISSING;
                     for (u32 look = 0; look < LOOKS && now.way < WAYS; look++) {
                         if (look) {
-                            see<CODEC>(f, now, lane);
-                            read<CODEC>(f, now, lane);
+                            now.head = load_head(f.cache, this_name.set, lane);
+                            see(f, now, this_name.word, lane);
+                            read<CODEC>(f, now, this_name.set, lane);
                             fence();
+                            __syncwarp();
+                            now.head = load_head(f.cache, this_name.set, lane);
                         }
-                        if (now.way < WAYS && believe<CODEC>(f, now, lane)) {
+                        if (now.way < WAYS && believe(f, now, this_name, lane)) {
                             kind = KEPT;
                             break;
                         }
                     }
                 }
-                bags.take(chunk + group + k, this_key, kind, now);
+                bags.take(chunk + group + k, this_key, kind, this_name.set, now.row);
             }
         }
     }
@@ -294,16 +300,18 @@ __device__ __forceinline__ void finish_bag(const Finish& c, const Feature& f, co
     sum.close(bag.done + bag.refs);
 }
 
-// A warp an open bag.
-extern "C" __global__ void __launch_bounds__(128) finish_bags(Finish c) {
+// A warp an open bag, and then the next.
+extern "C" __global__ void __launch_bounds__(128) finish_bags(const Finish* at) {
     u32 lane = threadIdx.x % 32, warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (warp >= c.count) return;
-    OpenBag bag = c.bags[warp];
-    const Feature& f = c.features[bag.feature];
-    switch (f.codec) {
-    case F32: return finish_bag<F32>(c, f, bag, lane);
-    case F16: return finish_bag<F16>(c, f, bag, lane);
-    case U8: return finish_bag<U8>(c, f, bag, lane);
-    default: return finish_bag<U4>(c, f, bag, lane);
+    Finish c = *at;
+    for (; warp < c.count; warp += gridDim.x * (blockDim.x / 32)) {
+        OpenBag bag = c.bags[warp];
+        const Feature& f = c.features[bag.feature];
+        switch (f.codec) {
+        case F32: finish_bag<F32>(c, f, bag, lane); break;
+        case F16: finish_bag<F16>(c, f, bag, lane); break;
+        case U8: finish_bag<U8>(c, f, bag, lane); break;
+        default: finish_bag<U4>(c, f, bag, lane);
+        }
     }
 }

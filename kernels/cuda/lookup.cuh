@@ -16,8 +16,7 @@ struct Feature {
     const float* default_row;
     float* out;            // first column in the network's input
     u64 stride;            // columns of that input
-    u64 keys_at;           // where its keys begin in the request's, and its offsets
-    u64 offsets_at;
+    u64 keys_before;       // keys that the features before it have room for, a sample
     u64 keys_end;          // keys from here up are absent, where `has_end`
     u64 salt;              // names where tables are not all indexed
     u32 base, end;         // names where they are: number of the first row, and rows
@@ -57,18 +56,20 @@ struct Ring {
 
 struct Query {
     const Feature* features;
-    const u64* keys;
-    const u32* offsets;
+    const u64* keys;       // by feature, with room for the longest bags of `samples`
+    const u32* offsets;    // `[features, samples + 1]`
     Ring ring;
     Counts* counts;        // the same counts while the kernel runs, in device memory; zeros between launches
     u32* blocks;           // blocks that are done; likewise
     const u32* only;       // bags to do: feature, sample; or null for all
     u32 bags;              // how many: of `only`, or samples
+    u32 samples;
     u32 feature_count;
     u32 tile;              // samples of a feature that one warp takes
 };
+static_assert(sizeof(Feature) == 176 && sizeof(Query) == 120, "as kernels/src/cuda/launch.rs has them");
 
-// The bags that the host has found the rows of.
+// The bags that the host has found the rows of. Lies in host memory, so that a recorded launch learns them when it runs.
 struct Finish {
     const Feature* features;
     const OpenBag* bags;

@@ -14,13 +14,25 @@ use crate::memory::Zeroed;
 use crate::names::{Name, Namer, Names, Naming, RowKey};
 use crate::simd::{LANES, Plain, READ_BYTES, Simd, prefetch};
 use crate::sync::{AtomicU32, Ordering, fence, spin};
+#[cfg(not(loom))]
+use crate::{ahead::prefetch_lines, sum::Rows};
 
-/// A row's name, with the way where it was last seen.
+/// Where a row was seen, and the state of its set just before.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Seen {
-    pub name: Name,
+    set: u32,
     /// `WAYS` or more where it was not seen.
-    pub way: u32,
+    way: u32,
+    sequence: u32,
+}
+
+impl Seen {
+    /// The slot of a row that was seen in a set at rest.
+    #[inline(always)]
+    pub fn slot(self) -> Option<u32> {
+        let there = self.way < WAYS as u32 && self.sequence & 1 == 0;
+        there.then_some(self.set.wrapping_mul(WAYS as u32).wrapping_add(self.way))
+    }
 }
 
 /// The state of a set before a row was read from elsewhere. An insert with it is refused if the row could have
@@ -50,8 +62,10 @@ const HANDS: usize = 1;
 const TAIL: usize = 2 + GHOSTS / 4;
 /// Units of 4 bytes in a cache line.
 const LINE: usize = LANES;
-/// Units of one racing read: there is room for one beyond the last row.
+/// Units of one racing read.
 const READ: usize = READ_BYTES / 4;
+/// Units behind the last row: rows are read by whole vectors, up to 64 bytes.
+const BEYOND: usize = LANES;
 
 /// The cache. All memory is taken by `new` and never grows. Heads lie apart from rows: they are few enough to stay
 /// near the core.
@@ -68,6 +82,69 @@ pub struct Cache {
     rows: Zeroed<AtomicU32>,
 }
 
+/// The heads of all sets. A copy of it stays in registers, whatever else changes in memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Heads<'a> {
+    words: &'a [AtomicU32],
+    head: usize,
+}
+
+impl<'a> Heads<'a> {
+    /// The head of a set. Its sequence is even while the set is stable and odd while its one writer changes it.
+    #[inline(always)]
+    fn of(self, set: u32) -> &'a [AtomicU32] {
+        &self.words[set as usize * self.head..][..self.head]
+    }
+
+    /// Where the word stands in its set; `WAYS` or more if it does not.
+    #[inline(always)]
+    fn find<S: Simd>(self, name: Name) -> u32 {
+        let head = self.of(name.set);
+        let equal = |line: &[AtomicU32], word: u64| line.first_chunk().map_or(0, |l| S::find(l, word as u32));
+        let mut hits = equal(head, name.word) & ((1 << WAYS) - 1);
+        if head.len() > LINE {
+            hits &= equal(&head[HIGH..], name.word >> 32);
+        }
+        // No row has word 0; an empty way has.
+        if name.word == 0 { WAYS as u32 } else { hits.trailing_zeros() }
+    }
+
+    /// Asks for the head of a set ahead of `see`.
+    #[inline(always)]
+    pub(crate) fn prefetch(self, set: u32) {
+        self.of(set).iter().step_by(LINE).for_each(|at| prefetch(at));
+    }
+
+    /// Looks for a row. What is read of it then counts only if `are_unchanged` says so.
+    #[inline(always)]
+    pub(crate) fn see<S: Simd>(self, name: Name) -> Seen {
+        // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
+        let sequence = self.of(name.set)[SEQUENCE].load(Ordering::Acquire);
+        Seen { set: name.set, way: self.find::<S>(name), sequence }
+    }
+
+    /// Whether the sets of rows that were seen are still as they were, so that all that was read of the rows since is
+    /// whole and theirs; counts a use of each.
+    #[inline(always)]
+    pub(crate) fn are_unchanged(self, rows: impl Iterator<Item = Seen>) -> bool {
+        fence(Ordering::Acquire);
+        for seen in rows {
+            let head = self.of(seen.set);
+            if head[SEQUENCE].load(Ordering::Relaxed) != seen.sequence {
+                return false;
+            }
+            let uses = head[USES].load(Ordering::Relaxed);
+            let more = used(uses, seen.way as usize);
+            if more != uses {
+                // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to
+                // the writer costs a little accuracy of the eviction.
+                head[USES].store(more, Ordering::Relaxed);
+            }
+        }
+        true
+    }
+}
+
 /// How often a query looks again at a set that is being changed before it calls the row missing.
 const LOOKS: usize = if cfg!(loom) { 2 } else { 1000 };
 
@@ -82,17 +159,17 @@ impl Cache {
 
     /// Bytes of the smallest cache for rows of `row_bytes`.
     pub fn bytes_min(row_bytes: usize, names: &Names) -> usize {
-        names.sets_min() * Self::set_bytes(row_bytes, names) + READ_BYTES
+        names.sets_min() * Self::set_bytes(row_bytes, names) + 4 * BEYOND
     }
 
     /// A cache of at most `bytes_max` bytes for rows of `row_bytes`; `None` if that is less than `bytes_min`.
     pub fn new(row_bytes: usize, bytes_max: usize, names: &Names) -> Option<Self> {
-        let sets = bytes_max.checked_sub(READ_BYTES)? / Self::set_bytes(row_bytes, names);
-        let sets = sets.min(1 << 31);
+        let sets = bytes_max.checked_sub(4 * BEYOND)? / Self::set_bytes(row_bytes, names);
+        let sets = sets.min(u32::MAX as usize / WAYS);
         let naming = (sets >= names.sets_min()).then(|| Naming::new(names, sets))?;
         let (head, row) = (Self::head(names), row_bytes.div_ceil(4));
         let (heads, tails) = (Zeroed::new(sets * head), Zeroed::new(sets * TAIL));
-        let rows = Zeroed::new(sets * WAYS * row + READ);
+        let rows = Zeroed::new(sets * WAYS * row + BEYOND);
         Some(Self { row_bytes, row, head, sets, naming, heads, tails, rows })
     }
 
@@ -111,19 +188,15 @@ impl Cache {
         4 * (self.heads.len() + self.tails.len() + self.rows.len())
     }
 
-    /// Heads, tails and rows, for a copy elsewhere.
-    pub(crate) fn parts(&self) -> [&[AtomicU32]; 3] {
-        [&self.heads, &self.tails, &self.rows]
-    }
-
     /// All words it holds: heads, tails, rows.
     pub fn image(&self) -> Vec<u32> {
-        self.parts().into_iter().flatten().map(|word| word.load(Ordering::Relaxed)).collect()
+        let words = self.heads.iter().chain(&*self.tails).chain(&*self.rows);
+        words.map(|word| word.load(Ordering::Relaxed)).collect()
     }
 
-    /// Lets go of the rows and keeps how they are named.
-    pub(crate) fn into_naming(self) -> Naming {
-        self.naming
+    /// How its rows are named, and heads, tails and rows, for a copy elsewhere: each can be let go of before the next.
+    pub(crate) fn into_parts(self) -> (Naming, [Zeroed<AtomicU32>; 3]) {
+        (self.naming, [self.heads, self.tails, self.rows])
     }
 
     /// How the keys of `table` are named.
@@ -138,38 +211,42 @@ impl Cache {
         self.naming.name(namer, key)
     }
 
-    fn name_of(&self, row: RowKey) -> Name {
+    pub(crate) fn name_of(&self, row: RowKey) -> Name {
         self.name(self.namer(row.table), row.key)
     }
 
-    /// The head of a set. Its sequence is even while the set is stable and odd while its one writer changes it.
+    /// The heads of all sets.
     #[inline(always)]
+    pub(crate) fn heads(&self) -> Heads<'_> {
+        Heads { words: &self.heads, head: self.head }
+    }
+
     fn head_of(&self, set: u32) -> &[AtomicU32] {
-        &self.heads[set as usize * self.head..][..self.head]
+        self.heads().of(set)
     }
 
     fn tail_of(&self, set: u32) -> &[AtomicU32] {
         &self.tails[set as usize * TAIL..][..TAIL]
     }
 
-    /// The row in a way, and what is read beyond it.
+    /// The row in a slot, and what is read beyond it.
     #[inline(always)]
-    fn row(&self, set: u32, way: u32) -> &[AtomicU32] {
-        let start = (set as usize * WAYS + way as usize) * self.row;
-        &self.rows[start..][..self.row.next_multiple_of(READ)]
+    pub(crate) fn row(&self, slot: u32) -> &[AtomicU32] {
+        &self.rows[slot as usize * self.row..][..self.row.next_multiple_of(READ)]
     }
 
-    /// Where the word stands in its set; `WAYS` or more if it does not.
+    /// All rows.
+    #[cfg(not(loom))]
     #[inline(always)]
-    fn find<S: Simd>(&self, name: Name) -> u32 {
-        let head = self.head_of(name.set);
-        let equal = |line: &[AtomicU32], word: u64| line.first_chunk().map_or(0, |l| S::find(l, word as u32));
-        let mut hits = equal(head, name.word) & ((1 << WAYS) - 1);
-        if head.len() > LINE {
-            hits &= equal(&head[HIGH..], name.word >> 32);
-        }
-        // No row has word 0; an empty way has.
-        if name.word == 0 { WAYS as u32 } else { hits.trailing_zeros() }
+    pub(crate) fn rows(&self) -> Rows<'_> {
+        Rows::racing(&self.rows, self.row)
+    }
+
+    /// Asks for the row in a slot ahead of its use.
+    #[cfg(not(loom))]
+    #[inline(always)]
+    pub(crate) fn prefetch_row(&self, slot: u32) {
+        prefetch_lines(&self.rows[slot as usize * self.row..][..self.row]);
     }
 
     #[inline(always)]
@@ -187,78 +264,30 @@ impl Cache {
         }
     }
 
-    /// Asks for the head of a set ahead of `see`.
-    #[inline(always)]
-    pub(crate) fn prefetch_set(&self, name: Name) {
-        self.head_of(name.set).iter().step_by(LINE).for_each(|at| prefetch(at));
-    }
-
-    /// Looks for a row and asks for its bytes ahead of `read`. What it sees is a hint.
-    #[inline(always)]
-    pub(crate) fn see<S: Simd>(&self, name: Name) -> Seen {
-        let way = self.find::<S>(name);
-        if way < WAYS as u32 {
-            // Beyond these lines the hardware has understood.
-            const LINES_MAX: usize = 8;
-            let row = self.row(name.set, way);
-            row.chunks(LINE).take(LINES_MAX).for_each(|line| prefetch(&line[0]));
-            // A row need not begin with a line.
-            prefetch(&row[row.len() - 1]);
-        }
-        Seen { name, way }
-    }
-
     /// Copies the row into `out` `[row_bytes, rounded up to READ_BYTES]` if it is cached. A row that is being
     /// replaced for very long counts as missing.
     #[inline(always)]
-    pub(crate) fn read<S: Simd>(&self, mut seen: Seen, out: &mut [u8]) -> bool {
+    pub(crate) fn read<S: Simd>(&self, name: Name, out: &mut [u8]) -> bool {
         for _ in 0..LOOKS {
-            if seen.way >= WAYS as u32 {
+            let seen = self.heads().see::<S>(name);
+            if let Some(slot) = seen.slot() {
+                S::copy_racing(self.row(slot), out);
+                if self.heads().are_unchanged(std::iter::once(seen)) {
+                    return true;
+                }
+            } else if seen.way >= WAYS as u32 {
                 return false;
             }
-            if self.read_at::<S>(seen, out) {
-                return true;
-            }
             spin();
-            seen.way = self.find::<S>(seen.name);
         }
         false
-    }
-
-    /// One try at the way where the row was seen.
-    #[inline(always)]
-    fn read_at<S: Simd>(&self, seen: Seen, out: &mut [u8]) -> bool {
-        let Seen { name, way } = seen;
-        if way >= WAYS as u32 {
-            return false;
-        }
-        let head = self.head_of(name.set);
-        // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
-        let before = head[SEQUENCE].load(Ordering::Acquire);
-        if before & 1 == 1 || self.word(name.set, way) != name.word {
-            return false;
-        }
-        S::copy_racing(self.row(name.set, way), out);
-        fence(Ordering::Acquire);
-        if head[SEQUENCE].load(Ordering::Relaxed) != before {
-            return false;
-        }
-        let uses = head[USES].load(Ordering::Relaxed);
-        let more = used(uses, way as usize);
-        if more != uses {
-            // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to
-            // the writer costs a little accuracy of the eviction.
-            head[USES].store(more, Ordering::Relaxed);
-        }
-        true
     }
 
     /// Looks `row` up and, on a hit, copies its encoded bytes into `out` `[row_bytes]`.
     pub fn query(&self, row: RowKey, out: &mut [u8]) -> bool {
         let mut bytes = [0; ROW_BYTES_MAX.next_multiple_of(READ_BYTES)];
         let bytes = &mut bytes[..self.row_bytes.next_multiple_of(READ_BYTES)];
-        let seen = self.see::<Plain>(self.name_of(row));
-        let hit = self.read::<Plain>(seen, bytes);
+        let hit = self.read::<Plain>(self.name_of(row), bytes);
         if hit {
             out.copy_from_slice(&bytes[..self.row_bytes]);
         }
@@ -298,7 +327,7 @@ impl Cache {
     fn write(&self, name: Name, way: u32, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.row_bytes);
         self.set_word(name.set, way, name.word);
-        for (word, bytes) in self.row(name.set, way).iter().zip(bytes.chunks(4)) {
+        for (word, bytes) in self.row(name.set * WAYS as u32 + way).iter().zip(bytes.chunks(4)) {
             let mut full = [0; 4];
             full[..bytes.len()].copy_from_slice(bytes);
             word.store(u32::from_le_bytes(full), Ordering::Relaxed);
@@ -312,7 +341,7 @@ impl Cache {
             if name.word == 0 || self.tail_of(name.set)[EPOCH].load(Ordering::Relaxed) != since.0 {
                 return false;
             }
-            let way = match self.find::<Plain>(name) {
+            let way = match self.heads().find::<Plain>(name) {
                 way if way < WAYS as u32 => way,
                 _ => {
                     let mut ways = self.load_ways(name.set);
@@ -345,7 +374,7 @@ impl Cache {
         self.in_set(row, |name| {
             let epoch = &self.tail_of(name.set)[EPOCH];
             epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-            let way = self.find::<Plain>(name);
+            let way = self.heads().find::<Plain>(name);
             let cached = way < WAYS as u32;
             if cached {
                 change(name, way);
@@ -360,7 +389,7 @@ impl Cache {
         for slot in 0..self.slots() {
             let (set, way) = ((slot / WAYS) as u32, (slot % WAYS) as u32);
             let name = Name { set, word: self.word(set, way) };
-            if name.word != 0 && self.read::<Plain>(Seen { name, way }, &mut bytes) {
+            if name.word != 0 && self.read::<Plain>(name, &mut bytes) {
                 each(self.naming.row_of(name), &bytes[..self.row_bytes]);
             }
         }
@@ -457,8 +486,7 @@ mod tests {
             type Out = bool;
             #[inline(always)]
             fn run<S: Simd>(self) -> bool {
-                let seen = self.0.see::<S>(self.0.name_of(self.1));
-                self.0.read::<S>(seen, self.2)
+                self.0.read::<S>(self.0.name_of(self.1), self.2)
             }
         }
         dispatch(isa, Read(cache, row, out))

@@ -6,6 +6,7 @@
 
 #![deny(unsafe_code)]
 
+mod ahead;
 pub mod cache;
 pub mod codec;
 pub mod cuda;
@@ -19,5 +20,9 @@ pub mod names;
 pub mod query;
 pub mod resident;
 mod simd;
+mod sum;
 mod sync;
 pub mod tensorrt;
+mod vector;
+
+pub use simd::prefetch;

@@ -1,8 +1,10 @@
 //! What a query leaves open: the rows that fast memory did not hold, and the bags that wait for them.
 //! All memory is taken once; a list that is full says so before a bag is begun, never half-way through it.
 
+use crate::ahead::Ring;
 use crate::cache::Epoch;
-use crate::cuda::driver::{CudaError, Mapped};
+use crate::cuda::driver::CudaError;
+use crate::cuda::memory::Mapped;
 use crate::cuda::{Device, HostMemory};
 use crate::memory::Zeroed;
 use crate::names::RowKey;
@@ -68,9 +70,17 @@ pub struct Misses {
     refs: Vec<u32>,
     bags: Vec<OpenBag>,
     lookups: u64,
+    scratch: Scratch,
+}
+
+/// What a query works in.
+#[derive(Default)]
+pub(crate) struct Scratch {
     /// For one row on its way from the cache; begins on a cache line, since a vector that lies on two is slow to
     /// load again.
-    buffer: Zeroed<u8>,
+    pub row: Zeroed<u8>,
+    /// For what is known of the next keys; `None` while it is lent.
+    pub ring: Option<Box<Ring>>,
 }
 
 impl Misses {
@@ -101,7 +111,10 @@ impl Misses {
             refs: Vec::with_capacity(capacity),
             bags: Vec::with_capacity(capacity),
             lookups: 0,
-            buffer: Zeroed::new(row_bytes_max.next_multiple_of(READ_BYTES)),
+            scratch: Scratch {
+                row: Zeroed::new(row_bytes_max.next_multiple_of(READ_BYTES)),
+                ring: Some(Box::default()),
+            },
         }
     }
 
@@ -111,6 +124,7 @@ impl Misses {
         capacity * (row_bytes_max.next_multiple_of(4) + 1 + size_of::<Miss>() + 4 + size_of::<OpenBag>())
             + 4 * (2 * capacity).next_power_of_two()
             + row_bytes_max.next_multiple_of(READ_BYTES)
+            + size_of::<Ring>()
     }
 
     /// Forgets everything; keeps the memory.
@@ -187,13 +201,13 @@ impl Misses {
         (self.states.len() - 1) as u32
     }
 
-    /// Lends the buffer for one row; `give_buffer` brings it back.
-    pub(crate) fn take_buffer(&mut self) -> Zeroed<u8> {
-        std::mem::take(&mut self.buffer)
+    /// Lends the scratch memory; `give_scratch` brings it back.
+    pub(crate) fn take_scratch(&mut self) -> Scratch {
+        std::mem::take(&mut self.scratch)
     }
 
-    pub(crate) fn give_buffer(&mut self, buffer: Zeroed<u8>) {
-        self.buffer = buffer;
+    pub(crate) fn give_scratch(&mut self, scratch: Scratch) {
+        self.scratch = scratch;
     }
 
     /// Begins a bag that waits: its first `done` rows are pooled, the rest follow.

@@ -178,7 +178,8 @@ impl Naming {
         match namer {
             Namer::Indexed { base, end } => {
                 let hash = if key < end { mix_32(base + key as u32) } else { 0 };
-                let set = (u64::from(hash) * self.sets as u64) >> 32;
+                // There are fewer sets than 2^32, and the compiler should know.
+                let set = (u64::from(hash) * u64::from(self.sets as u32)) >> 32;
                 Name { set: set as u32, word: hash.into() }
             }
             Namer::Hashed { salt, table_bits, table } => {

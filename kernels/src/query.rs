@@ -2,14 +2,16 @@
 //! input. Bags with a missing row stop at it and are completed by `finish` once their rows were fetched; a
 //! bag's rows are always added in key order, so the bits do not depend on what was cached.
 
-use crate::cache::{Cache, Epoch, Seen};
+use crate::ahead::{Ahead, Cached, Found, Source};
+use crate::cache::Cache;
 use crate::codec::RowFormat;
 use crate::isa::Isa;
-use crate::misses::{Misses, OpenBag, RowState};
-use crate::names::{Name, Namer, RowKey};
+use crate::misses::{Misses, OpenBag, RowState, Scratch};
+use crate::names::RowKey;
 use crate::resident::Resident;
 use crate::simd::{Job, Simd, dispatch};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// How the rows of a bag become one vector. An empty bag is all zeros under each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -130,6 +132,19 @@ impl Feature<'_> {
         dispatch(isa, Query { feature: self, bags, from, input, misses, statuses })
     }
 
+    /// Asks for what `query` reads first from sample `from` on, ahead of it: of use while another feature is pooled.
+    pub fn ask(&self, bags: Bags<'_>, from: usize) {
+        const KEYS: usize = 32;
+        let start = bags.offsets[from] as usize;
+        let keys = bags.keys[start..].iter().take(KEYS);
+        match self.rows {
+            Rows::Cached(cache) => Cached::new(cache, self.table, self.keys_end).ask(keys),
+            Rows::Resident(table) => {
+                keys.filter_map(|key| table.slot(*key)).for_each(|slot| table.prefetch_row(slot))
+            }
+        }
+    }
+
     #[inline(always)]
     fn columns<'o>(&self, input: &'o mut Input<'_>, sample: usize) -> &'o mut [f32] {
         let start = sample * input.stride + self.column;
@@ -200,75 +215,109 @@ impl Job for Query<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self) -> usize {
         let Feature { rows, table, keys_end, .. } = self.feature;
-        let keys = &self.bags.keys[..self.bags.offsets[self.statuses.len()] as usize];
-        let start = self.bags.offsets[self.from] as usize;
         match rows {
-            Rows::Resident(table) => self.pool::<S, _>(Whole { table, keys }),
-            Rows::Cached(cache) => self.pool::<S, _>(Ahead {
-                cache,
-                namer: cache.namer(*table),
-                keys_end: *keys_end,
-                keys,
-                named: start,
-                looked: start,
-                ring: [Seen::default(); RING],
-            }),
+            Rows::Resident(table) => self.pool::<S, _>(table),
+            Rows::Cached(cache) => self.pool::<S, _>(&Cached::new(cache, *table, *keys_end)),
         }
     }
 }
 
 impl Query<'_, '_> {
-    /// Bag by bag: adds the rows that `found` gives; from a bag's first missing row on, notes what it needs.
+    /// Some bags in one go where all their rows are there, else bag by bag, and row by row where some row is missing.
     #[inline(always)]
-    fn pool<S: Simd, R: FindRow>(self, mut found: R) -> usize {
-        let feature = self.feature;
-        let mut buffer = self.misses.take_buffer();
-        let mut done = self.statuses.len();
-        for sample in self.from..self.statuses.len() {
-            let bag = self.bags.offsets[sample] as usize..self.bags.offsets[sample + 1] as usize;
-            if !self.misses.has_room(bag.len()) {
-                done = sample;
+    fn pool<S: Simd, F: Source>(mut self, source: &F) -> usize {
+        let (feature, samples, offsets) = (self.feature, self.statuses.len(), self.bags.offsets);
+        let (start, end) = (offsets[self.from] as usize, offsets[samples] as usize);
+        let Scratch { mut row, mut ring } = self.misses.take_scratch();
+        let mut ahead = Ahead::new(source, &self.bags.keys[start..end], ring.get_or_insert_default());
+        let mut done = self.from;
+        while done < samples {
+            let begin = offsets[done] as usize;
+            let end = begin + ahead.there::<S>(begin - start);
+            let fits = |offset: &&u32| **offset as usize <= end;
+            let run = match feature.pooling {
+                Pooling::None => 0,
+                _ => offsets[done + 1..=samples].iter().take_while(fits).count(),
+            };
+            let columns = &mut self.input.data[done * self.input.stride + feature.column..];
+            let bounds = &offsets[done..=done + run];
+            if run > 0 && ahead.sum::<S>(feature.format, bounds, start, columns, self.input.stride) {
+                self.close(done..done + run);
+                done += run;
+                continue;
+            }
+            let bag = begin..offsets[done + 1] as usize;
+            let out = feature.columns(self.input, done);
+            let side_by_side = feature.pooling == Pooling::None;
+            if ahead.pool::<S>(feature.format, bag.start - start..bag.end - start, side_by_side, out) {
+                self.close(done..done + 1);
+            } else if self.misses.has_room(bag.len()) {
+                ahead.pass(feature.format, bag.start - start..bag.end - start);
+                self.row_by_row::<S, F>(source, done, bag, &mut row);
+            } else {
                 break;
             }
-            let out = feature.columns(self.input, sample);
-            let (mut fresh, mut absent, mut missing) = (0, 0, None);
-            for (position, at) in bag.clone().enumerate() {
-                match found.row::<S>(at, &mut buffer) {
-                    Found::Row(bytes) => {
-                        feature.add_row::<S>(bytes, position, out);
-                        fresh += 1;
-                    }
-                    Found::Absent => {
-                        feature.add_default(position, out);
-                        absent += 1;
-                    }
-                    Found::Miss => {
-                        missing = Some(position);
-                        break;
-                    }
+            done += 1;
+        }
+        self.misses.give_scratch(Scratch { row, ring });
+        done
+    }
+
+    /// Completes bags whose rows were all there.
+    #[inline(always)]
+    fn close(&mut self, samples: Range<usize>) {
+        for sample in samples {
+            let keys = self.bags.offsets[sample + 1] - self.bags.offsets[sample];
+            self.statuses[sample].fresh += keys;
+            self.feature.close(keys as usize, self.feature.columns(self.input, sample));
+        }
+    }
+
+    /// Adds the rows of a bag that are there up to the first missing one; from that on, notes what the bag needs.
+    #[inline(always)]
+    fn row_by_row<S: Simd, F: Source>(
+        &mut self,
+        source: &F,
+        sample: usize,
+        bag: Range<usize>,
+        buffer: &mut [u8],
+    ) {
+        let feature = self.feature;
+        let keys = &self.bags.keys[bag.clone()];
+        let out = feature.columns(self.input, sample);
+        let (mut fresh, mut absent, mut missing) = (0, 0, None);
+        for (position, &key) in keys.iter().enumerate() {
+            match source.row::<S>(key, buffer) {
+                Found::Row(bytes) => {
+                    feature.add_row::<S>(bytes, position, out);
+                    fresh += 1;
                 }
-            }
-            self.statuses[sample].fresh += fresh;
-            self.statuses[sample].absent += absent;
-            match missing {
-                None => feature.close(bag.len(), out),
-                Some(position) => {
-                    self.misses.open(feature.id, sample, position);
-                    for at in bag.start + position..bag.end {
-                        match found.row::<S>(at, &mut buffer) {
-                            Found::Row(bytes) => self.misses.keep(&bytes[..feature.format.row_bytes()]),
-                            Found::Absent => self.misses.absent(),
-                            Found::Miss => {
-                                let row = RowKey { table: feature.table, key: self.bags.keys[at] };
-                                self.misses.miss(row, found.epoch(row));
-                            }
-                        }
-                    }
+                Found::Absent => {
+                    feature.add_default(position, out);
+                    absent += 1;
+                }
+                Found::Miss => {
+                    missing = Some(position);
+                    break;
                 }
             }
         }
-        self.misses.give_buffer(buffer);
-        done
+        self.statuses[sample].fresh += fresh;
+        self.statuses[sample].absent += absent;
+        let Some(position) = missing else {
+            return feature.close(bag.len(), out);
+        };
+        self.misses.open(feature.id, sample, position);
+        for &key in &keys[position..] {
+            match source.row::<S>(key, buffer) {
+                Found::Row(bytes) => self.misses.keep(&bytes[..feature.format.row_bytes()]),
+                Found::Absent => self.misses.absent(),
+                Found::Miss => {
+                    let row = RowKey { table: feature.table, key };
+                    self.misses.miss(row, source.epoch(row));
+                }
+            }
+        }
     }
 }
 
@@ -299,94 +348,203 @@ impl Job for Finish<'_, '_> {
     }
 }
 
-enum Found<'a> {
-    Row(&'a [u8]),
-    Absent,
-    Miss,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::Codec;
+    use crate::names::{Names, mix, unmix};
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Where the rows of a feature are found, asked for in the order of the keys.
-trait FindRow {
-    /// The row of key number `at`, at the front of what is returned.
-    fn row<'b, S: Simd>(&'b mut self, at: usize, buffer: &'b mut [u8]) -> Found<'b>;
+    const KEYS: u64 = 400;
+    const DIM: usize = 20;
 
-    fn epoch(&self, row: RowKey) -> Epoch;
-}
-
-/// A resident table has its rows in plain memory.
-struct Whole<'a> {
-    table: &'a Resident,
-    keys: &'a [u64],
-}
-
-impl FindRow for Whole<'_> {
-    #[inline(always)]
-    fn row<'b, S: Simd>(&'b mut self, at: usize, _buffer: &'b mut [u8]) -> Found<'b> {
-        const AHEAD: usize = 16;
-        if let Some(&key) = self.keys.get(at + AHEAD) {
-            self.table.prefetch(key);
-        }
-        self.table.row(self.keys[at]).map_or(Found::Absent, Found::Row)
-    }
-
-    fn epoch(&self, _row: RowKey) -> Epoch {
-        Epoch::default()
-    }
-}
-
-/// How far ahead of the reads keys are looked for, and their rows asked for.
-const SEE_AHEAD: usize = 12;
-/// How far ahead of the reads keys are named, and their sets asked for.
-const NAME_AHEAD: usize = 24;
-/// Places of keys that were named and not read yet.
-const RING: usize = 32;
-
-/// The embedding cache, looked through ahead of the reads, one key at a time: while a row is read, those of the next
-/// keys are on their way from memory, and behind them the sets of more keys.
-struct Ahead<'a> {
-    cache: &'a Cache,
-    namer: Namer,
-    keys_end: Option<u64>,
-    keys: &'a [u64],
-    named: usize,
-    looked: usize,
-    ring: [Seen; RING],
-}
-
-impl Ahead<'_> {
-    #[inline(always)]
-    fn look_ahead<S: Simd>(&mut self, at: usize) {
-        let end = self.keys.len();
-        for i in self.named..end.min(at + NAME_AHEAD + 1) {
-            let key = self.keys[i];
-            let absent = self.keys_end.is_some_and(|end| key >= end);
-            let name = if absent { Name::default() } else { self.cache.name(self.namer, key) };
-            self.cache.prefetch_set(name);
-            self.ring[i % RING].name = name;
-            self.named = i + 1;
-        }
-        for i in self.looked..end.min(at + SEE_AHEAD + 1) {
-            self.ring[i % RING] = self.cache.see::<S>(self.ring[i % RING].name);
-            self.looked = i + 1;
-        }
-    }
-}
-
-impl FindRow for Ahead<'_> {
-    #[inline(always)]
-    fn row<'b, S: Simd>(&'b mut self, at: usize, buffer: &'b mut [u8]) -> Found<'b> {
-        self.look_ahead::<S>(at);
-        let seen = self.ring[at % RING];
-        if self.cache.read::<S>(seen, buffer) {
-            Found::Row(buffer)
-        } else if seen.name.word == 0 {
-            Found::Absent
+    /// A row of one number, from which the key can be told.
+    fn put(cache: &Cache, format: RowFormat, key: u64, write: u64) {
+        let mut bytes = vec![0; format.row_bytes()];
+        format.encode(&[(key * 1024 + write % 1000) as f32; DIM], &mut bytes).unwrap();
+        let row = RowKey { table: 0, key };
+        if write % 3 == 0 {
+            cache.update(row, &bytes);
         } else {
-            Found::Miss
+            cache.insert(row, &bytes, cache.epoch(row));
         }
     }
 
-    fn epoch(&self, row: RowKey) -> Epoch {
-        self.cache.epoch(row)
+    /// Pools bags of `hotness` keys and checks all whose rows were there; returns how many.
+    fn pool(isa: Isa, cache: &Cache, format: RowFormat, hotness: usize, pooling: Pooling) -> usize {
+        let keys: Vec<u64> = (0..KEYS * 3).map(|i| i * 7 % KEYS).collect();
+        let offsets: Vec<u32> = (0..=keys.len() / hotness).map(|bag| (bag * hotness) as u32).collect();
+        let width = if pooling == Pooling::None { DIM * hotness } else { DIM };
+        let feature = Feature {
+            id: 0,
+            table: 0,
+            format,
+            keys_end: Some(KEYS),
+            default_row: &[0.0; DIM],
+            pooling,
+            rows: Rows::Cached(cache),
+            column: 0,
+            width,
+        };
+        let bags = offsets.len() - 1;
+        let (mut data, mut statuses) = (vec![f32::NAN; bags * width], vec![Status::default(); bags]);
+        let mut input = Input { data: &mut data, stride: width };
+        let mut misses = Misses::new(keys.len(), format.row_bytes());
+        let done = feature.query(
+            isa,
+            Bags { keys: &keys, offsets: &offsets },
+            0,
+            &mut input,
+            &mut misses,
+            &mut statuses,
+        );
+        assert_eq!(done, bags);
+        let open: Vec<usize> = misses.bags().iter().map(|bag| bag.sample as usize).collect();
+        for (bag, columns) in data.chunks(width).enumerate().filter(|(bag, _)| !open.contains(bag)) {
+            assert_eq!(statuses[bag].fresh as usize, hotness);
+            let keys = &keys[bag * hotness..][..hotness];
+            let named: u64 = keys.iter().sum();
+            for row in columns.chunks(DIM) {
+                assert!(row.iter().all(|v| *v == row[0]), "torn: {row:?}");
+            }
+            match pooling {
+                Pooling::None => columns.chunks(DIM).zip(keys).for_each(|(row, key)| {
+                    assert_eq!(row[0] as u64 / 1024, *key, "another key's row");
+                }),
+                _ => assert!(
+                    (named * 1024..named * 1024 + 1000 * hotness as u64).contains(&(columns[0] as u64))
+                ),
+            }
+        }
+        bags - open.len()
+    }
+
+    /// What a query of `feature` leaves: columns, statuses, and of the miss list the bags with their rows' states.
+    fn left_by(isa: Isa, feature: &Feature<'_>, bags: Bags<'_>) -> (Vec<u32>, Vec<Status>, Vec<String>) {
+        let samples = bags.offsets.len() - 1;
+        let (mut data, mut statuses) = (vec![7.0; samples * feature.width], vec![Status::default(); samples]);
+        let mut input = Input { data: &mut data, stride: feature.width };
+        let mut misses = Misses::new(bags.keys.len(), feature.format.row_bytes());
+        let from = usize::from(samples > 3);
+        assert_eq!(feature.query(isa, bags, from, &mut input, &mut misses, &mut statuses), samples);
+        let open = misses.bags().iter().map(|bag| {
+            let states: Vec<_> = misses.rows_of(bag).map(|(state, _)| state).collect();
+            format!(
+                "{bag:?}: {states:?}, {:?}",
+                misses.list().iter().map(|miss| miss.row).collect::<Vec<_>>()
+            )
+        });
+        let open = open.collect();
+        (data.iter().map(|v| v.to_bits()).collect(), statuses, open)
+    }
+
+    /// The plain form goes row by row, the others do not where all rows of a bag are there.
+    #[test]
+    fn every_family_leaves_what_the_plain_form_leaves() {
+        let format = RowFormat::new(Codec::U8, DIM, 0).unwrap();
+        let encode = |key: u64| {
+            let mut bytes = vec![0; format.row_bytes()];
+            let value = |i: usize| ((key as usize * 31 + i * 7) % 101) as f32 * 0.1 - 3.0;
+            format.encode(&(0..DIM).map(value).collect::<Vec<_>>(), &mut bytes).unwrap();
+            bytes
+        };
+        let mut hashes: Vec<u64> = (0..KEYS).map(mix).collect();
+        hashes.sort_unstable();
+        let all: Vec<u8> = (0..KEYS).flat_map(encode).collect();
+        let sorted: Vec<u8> = hashes.iter().flat_map(|hash| encode(unmix(*hash))).collect();
+        let indexed = Resident::indexed(format.row_bytes(), &all);
+        let hashed = Resident::hashed(format.row_bytes(), hashes.into(), &sorted);
+        let caches = [Some(2 * KEYS), None].map(|end| {
+            let names = Names::new(vec![end]);
+            let cache = Cache::new(format.row_bytes(), 2000 * (format.row_bytes() + 11), &names).unwrap();
+            for key in (0..KEYS).filter(|key| key % 40 != 7) {
+                let row = RowKey { table: 0, key };
+                assert!(cache.insert(row, &encode(key), cache.epoch(row)));
+            }
+            cache
+        });
+        for round in 0..300u64 {
+            // Bags of all lengths, now and then with a key that is not there, or that the model does not have.
+            let offsets: Vec<u32> = (0..20)
+                .scan(0, |end, bag| {
+                    *end += (mix(round * 20 + bag) % [1, 3, 12, 90][(round % 4) as usize]) as u32;
+                    Some(*end)
+                })
+                .collect();
+            let key = |i: u64| mix(round << 32 | i) % [KEYS, KEYS + 9][(round / 4 % 2) as usize];
+            let keys: Vec<u64> = (0..u64::from(offsets[19])).map(key).collect();
+            for pooling in [Pooling::Sum, Pooling::Mean, Pooling::None] {
+                let width = if pooling == Pooling::None { DIM * 90 } else { DIM };
+                for (rows, keys_end) in [
+                    (Rows::Cached(&caches[0]), Some(KEYS)),
+                    (Rows::Cached(&caches[1]), None),
+                    (Rows::Resident(&indexed), None),
+                    (Rows::Resident(&hashed), None),
+                ] {
+                    let default_row = &[0.25; DIM];
+                    let feature = Feature {
+                        id: 3,
+                        table: 0,
+                        format,
+                        keys_end,
+                        default_row,
+                        pooling,
+                        rows,
+                        column: 0,
+                        width,
+                    };
+                    let bags = Bags { keys: &keys, offsets: &offsets };
+                    feature.ask(bags, 0);
+                    let plain = left_by(Isa::available()[0], &feature, bags);
+                    for isa in Isa::available() {
+                        assert_eq!(
+                            left_by(isa, &feature, bags),
+                            plain,
+                            "{isa:?}, {pooling:?}, round {round}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Pools with writers at work in the same sets. A bag of 70 is summed in parts.
+    #[test]
+    fn pooled_rows_are_whole_and_those_of_their_keys() {
+        let format = RowFormat::new(Codec::F32, DIM, 0).unwrap();
+        let names = Names::new(vec![Some(KEYS)]);
+        // With fewer slots than keys, rows drive each other out; with more, they are only updated.
+        for slots in [KEYS as usize * 3 / 4, KEYS as usize * 3] {
+            let cache = Cache::new(format.row_bytes(), slots * (format.row_bytes() + 7), &names).unwrap();
+            (0..KEYS).for_each(|key| put(&cache, format, key, 1));
+            let (pooled, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            std::thread::scope(|scope| {
+                for writer in 0..2u64 {
+                    let (cache, finished) = (&cache, &finished);
+                    scope.spawn(move || {
+                        (0..60_000).for_each(|turn| put(cache, format, (turn * 7 + writer) % KEYS, turn));
+                        finished.fetch_add(1, Ordering::Release);
+                    });
+                }
+                for isa in Isa::available() {
+                    let (cache, pooled, finished) = (&cache, &pooled, &finished);
+                    scope.spawn(move || {
+                        loop {
+                            let last = finished.load(Ordering::Acquire) == 2;
+                            for (hotness, pooling) in
+                                [(1, Pooling::Sum), (5, Pooling::Sum), (4, Pooling::None), (70, Pooling::Sum)]
+                            {
+                                let there = pool(isa, cache, format, hotness, pooling);
+                                pooled.fetch_add(there, Ordering::Relaxed);
+                            }
+                            if last {
+                                return;
+                            }
+                        }
+                    });
+                }
+            });
+            assert!(pooled.into_inner() > 0);
+        }
     }
 }

@@ -1,9 +1,11 @@
 //! Resident tables: small tables held whole in fast memory, every key answered without a miss.
 //! Never changes after it is built.
 
+use crate::ahead::prefetch_lines;
 use crate::memory::Zeroed;
 use crate::names::mix;
 use crate::simd::prefetch;
+use crate::sum::{BEYOND, Rows};
 
 /// Rows of a bucket, on average.
 const BUCKET_ROWS: usize = 8;
@@ -13,6 +15,8 @@ pub struct Resident {
     row_bytes: usize,
     /// How a key finds its row; `None` where the key is the row's position.
     index: Option<Index>,
+    count: usize,
+    /// The rows, and `BEYOND` bytes.
     rows: Zeroed<u8>,
 }
 
@@ -64,41 +68,61 @@ impl Resident {
 
     fn with(row_bytes: usize, index: Option<Index>, from: &[u8]) -> Self {
         assert_eq!(from.len() % row_bytes, 0);
-        let mut rows = Zeroed::new(from.len());
-        rows.copy_from_slice(from);
-        Self { row_bytes, index, rows }
+        let count = from.len() / row_bytes;
+        assert!(u32::try_from(count).is_ok());
+        let mut rows = Zeroed::new(if count == 0 { 0 } else { from.len() + BEYOND });
+        rows[..from.len()].copy_from_slice(from);
+        Self { row_bytes, index, count, rows }
+    }
+
+    /// Which row is that of `key`, or `None` if the table does not have it.
+    #[inline(always)]
+    pub(crate) fn slot(&self, key: u64) -> Option<u32> {
+        match &self.index {
+            None => (key < self.count as u64).then_some(key as u32),
+            Some(index) => index.position(key).map(|position| position as u32),
+        }
+    }
+
+    #[inline(always)]
+    fn row_in(&self, slot: u32) -> &[u8] {
+        &self.rows[slot as usize * self.row_bytes..][..self.row_bytes]
     }
 
     /// The encoded row of `key`, or `None` if the table does not have it.
     #[inline(always)]
     pub fn row(&self, key: u64) -> Option<&[u8]> {
-        let position = match &self.index {
-            None => usize::try_from(key).ok()?,
-            Some(index) => index.position(key)?,
-        };
-        let start = position.checked_mul(self.row_bytes)?;
-        self.rows.get(start..start.checked_add(self.row_bytes)?)
+        self.slot(key).map(|slot| self.row_in(slot))
     }
 
-    /// Asks for what `row` will touch ahead of it.
+    /// All rows.
+    #[inline(always)]
+    pub(crate) fn rows(&self) -> Rows<'_> {
+        Rows::still(&self.rows, self.row_bytes)
+    }
+
+    /// Asks for what `slot` will read ahead of it.
     #[inline(always)]
     pub(crate) fn prefetch(&self, key: u64) {
-        match &self.index {
-            // Of an index only the first step is known without waiting for it.
-            Some(index) => prefetch(index.bucket(mix(key))),
-            None => {
-                if let Some(row) = self.row(key) {
-                    row.iter().step_by(64).take(8).for_each(|at| prefetch(at));
-                    row.last().inspect(|last| prefetch(*last));
-                }
-            }
+        if let Some(index) = &self.index {
+            prefetch(index.bucket(mix(key)));
         }
+    }
+
+    /// Asks for a row ahead of its use.
+    #[inline(always)]
+    pub(crate) fn prefetch_row(&self, slot: u32) {
+        prefetch_lines(self.row_in(slot));
     }
 
     /// Bytes of a row, the rows, and of an index the hashes and where each bucket begins in them.
     #[allow(clippy::type_complexity)]
     pub(crate) fn parts(&self) -> (usize, &[u8], Option<(&[u64], &[u32])>) {
-        (self.row_bytes, &self.rows, self.index.as_ref().map(|i| (&*i.hashes, &*i.buckets)))
+        (
+            self.row_bytes,
+            &self.rows[..self.count * self.row_bytes],
+            self.index.as_ref().map(|i| (&*i.hashes, &*i.buckets)),
+        )
     }
 
     /// All bytes held.

@@ -10,6 +10,8 @@
 
 use crate::isa::{Family, Isa};
 use crate::sync::{AtomicU32, Ordering};
+#[cfg(not(loom))]
+use crate::{sum::Sums, vector};
 use half::f16;
 
 /// Bytes of one racing read; what is copied is rounded up to it.
@@ -38,6 +40,13 @@ pub(crate) trait Simd {
     #[inline(always)]
     fn widen(halves: &[u8; 16]) -> [f32; 8] {
         std::array::from_fn(|i| f16::from_le_bytes([halves[2 * i], halves[2 * i + 1]]).to_f32())
+    }
+
+    /// Adds rows up in registers; `false` if the family has no such form.
+    #[cfg(not(loom))]
+    #[inline(always)]
+    fn sum(_: Sums<'_>) -> bool {
+        false
     }
 }
 
@@ -70,7 +79,7 @@ pub(crate) fn dispatch<J: Job>(isa: Isa, job: J) -> J::Out {
 
 /// Asks for the cache line at `at`, which may lie anywhere, ahead of its use.
 #[inline(always)]
-pub(crate) fn prefetch<T>(at: *const T) {
+pub fn prefetch<T>(at: *const T) {
     // SAFETY: a prefetch reads nothing that the program can see and faults on no address.
     #[cfg(target_arch = "x86_64")]
     unsafe {
@@ -111,7 +120,7 @@ pub(crate) mod x86 {
         // SAFETY: 32 bytes of the slice are read; see the head of the file for the race.
         unsafe {
             asm!("vmovdqu {v}, ymmword ptr [{p}]", v = lateout(ymm_reg) value, p = in(reg) from.as_ptr(),
-                 options(nostack, preserves_flags));
+                 options(nostack, preserves_flags, readonly));
         }
         value
     }
@@ -124,7 +133,7 @@ pub(crate) mod x86 {
         // SAFETY: 64 bytes of the slice are read; see the head of the file for the race.
         unsafe {
             asm!("vmovdqu64 {v}, zmmword ptr [{p}]", v = lateout(zmm_reg) value, p = in(reg) from.as_ptr(),
-                 options(nostack, preserves_flags));
+                 options(nostack, preserves_flags, readonly));
         }
         value
     }
@@ -181,6 +190,19 @@ pub(crate) mod x86 {
         u32::from(_mm512_cmpeq_epi32_mask(read_512(words), _mm512_set1_epi32(word as i32)))
     }
 
+    /// A function by itself: the loops of a sum want all registers.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn sum_avx2(sum: Sums<'_>) {
+        // SAFETY: the instructions are there.
+        unsafe { sum.run::<vector::x86::Two>() };
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+    fn sum_avx512(sum: Sums<'_>) {
+        // SAFETY: the instructions are there.
+        unsafe { sum.run::<vector::x86::One>() };
+    }
+
     // SAFETY of all below: `Simd` says that the machine has the instructions.
     impl Simd for Avx2 {
         #[inline(always)]
@@ -199,6 +221,13 @@ pub(crate) mod x86 {
         fn widen(halves: &[u8; 16]) -> [f32; 8] {
             // SAFETY: above.
             unsafe { widen(halves) }
+        }
+
+        #[inline(always)]
+        fn sum(sum: Sums<'_>) -> bool {
+            // SAFETY: above.
+            unsafe { sum_avx2(sum) };
+            true
         }
     }
 
@@ -220,6 +249,13 @@ pub(crate) mod x86 {
             // SAFETY: above.
             unsafe { widen(halves) }
         }
+
+        #[inline(always)]
+        fn sum(sum: Sums<'_>) -> bool {
+            // SAFETY: above.
+            unsafe { sum_avx512(sum) };
+            true
+        }
     }
 }
 
@@ -238,7 +274,7 @@ pub(crate) mod arm {
         // SAFETY: 16 bytes of the slice are read; see the head of the file for the race.
         unsafe {
             asm!("ldr {v:q}, [{p}]", v = lateout(vreg) value, p = in(reg) from.as_ptr(),
-                 options(nostack, preserves_flags));
+                 options(nostack, preserves_flags, readonly));
         }
         value
     }
@@ -279,6 +315,13 @@ pub(crate) mod arm {
                 vst1q_f32(out.as_mut_ptr().add(4), high);
             }
             out
+        }
+
+        #[inline(always)]
+        fn sum(sum: Sums<'_>) -> bool {
+            // SAFETY: Advanced SIMD is always there.
+            unsafe { sum.run::<vector::arm::Four>() };
+            true
         }
     }
 }

@@ -52,6 +52,7 @@ impl Default for Budget {
 #[derive(Clone, Debug, Default)]
 pub struct MemoryPlan {
     lines: Vec<(&'static str, u64)>,
+    opening: u64,
 }
 
 impl MemoryPlan {
@@ -69,6 +70,17 @@ impl MemoryPlan {
     pub fn total(&self) -> u64 {
         self.lines.iter().map(|(_, bytes)| bytes).sum()
     }
+
+    /// Notes what was there twice for a moment.
+    pub(crate) fn note_opening(&mut self, bytes: u64) {
+        self.opening = bytes;
+    }
+
+    /// Bytes that were taken beside the sum while the model was opened, and given back: what was on its way to a GPU was there
+    /// twice.
+    pub fn opening(&self) -> u64 {
+        self.opening
+    }
 }
 
 impl fmt::Display for MemoryPlan {
@@ -76,6 +88,10 @@ impl fmt::Display for MemoryPlan {
         for (what, bytes) in &self.lines {
             writeln!(f, "{bytes:>14}  {what}")?;
         }
-        write!(f, "{:>14}  total", self.total())
+        write!(f, "{:>14}  total", self.total())?;
+        match self.opening {
+            0 => Ok(()),
+            bytes => write!(f, "\n{bytes:>14}  more while it was opened, on its way to the GPU"),
+        }
     }
 }

@@ -1,13 +1,19 @@
 //! The fences of a base in memory: the top 32 bits of the first hash of each of its pages. In a table large
 //! enough for their memory to count they lie close together, so they are kept as one anchor for each 16 pages
 //! and 16-bit gaps between: 18 bits a page instead of 32. Hashes are spread evenly, so a small directory of their
-//! top bits leads to a few anchors, and a search touches three cache lines, however large the table. Never
-//! reads a file.
+//! top bits leads to a few anchors, and a search touches three cache lines, however large the table. Several
+//! searches go together, step by step, so that their cache misses overlap. Never reads a file.
+
+use hatchback_kernels::prefetch;
 
 /// Pages from one anchor to the next.
 const STRIDE: usize = 16;
 /// Anchors for an entry of the directory.
 const ANCHORS_AN_ENTRY: usize = 4;
+/// Anchors that are compared without asking how many an entry has: nearly always all of them.
+const WINDOW: usize = 12;
+/// Searches that go together.
+pub const AT_ONCE: usize = 32;
 
 /// Strictly ascending fences.
 pub struct Fences(Form);
@@ -51,26 +57,55 @@ impl Fences {
         Some(Self(Form::Close { anchors, gaps, directory, shift }))
     }
 
-    /// The last page whose fence is not above `prefix`; `None` if all are.
-    #[inline]
-    pub fn page(&self, prefix: u32) -> Option<u32> {
+    /// For each of `prefixes`, [`AT_ONCE`] at most, the last page whose fence is not above it; `None` if all are.
+    pub fn pages(&self, prefixes: &[u32], pages: &mut [Option<u32>]) {
         let (anchors, gaps, directory, shift) = match &self.0 {
-            Form::Wide(fences) => return (fences.partition_point(|&f| f <= prefix) as u32).checked_sub(1),
+            Form::Wide(fences) => {
+                let page = |prefix: &u32| (fences.partition_point(|f| f <= prefix) as u32).checked_sub(1);
+                return prefixes.iter().zip(pages).for_each(|(prefix, found)| *found = page(prefix));
+            }
             Form::Close { anchors, gaps, directory, shift } => (anchors, gaps, directory, shift),
         };
-        let top = (u64::from(prefix) >> shift) as usize;
-        let (below, until) = (directory[top] as usize, directory[top + 1] as usize);
-        let anchor = (below + anchors[below..until].partition_point(|&f| f <= prefix)).checked_sub(1)?;
-        let (first, left) = (anchor * STRIDE, prefix - anchors[anchor]);
-        // The gap behind a stretch's last page leads out of it, or to no page at all. All others are added up,
-        // needed or not: a loop that stops at the right one costs a mispredicted branch.
-        let last = gaps.len().min(first + STRIDE) - 1;
-        let (mut sum, mut page) = (0, 0);
-        for gap in &gaps[first..last] {
-            sum += u32::from(*gap);
-            page += usize::from(sum <= left);
+        // What each search found so far: an entry of the directory, then an anchor. No step branches on what
+        // it has just read: a mispredicted branch costs as much as a cache miss and ends their overlap.
+        let mut at = [0; AT_ONCE];
+        for (at, prefix) in at.iter_mut().zip(prefixes) {
+            *at = (u64::from(*prefix) >> shift) as usize;
+            prefetch(&directory[*at]);
         }
-        Some((first + page) as u32)
+        for at in &at[..prefixes.len()] {
+            let below = directory[*at] as usize;
+            anchors.get(below).inspect(|first| prefetch(*first));
+            anchors.get(below + WINDOW - 1).inspect(|last| prefetch(*last));
+        }
+        for (at, prefix) in at.iter_mut().zip(prefixes) {
+            let (below, until) = (directory[*at] as usize, directory[*at + 1] as usize);
+            // Those of the next entries are above `prefix` anyway.
+            *at = below
+                + match anchors.get(below..below + WINDOW) {
+                    Some(window) if until <= below + WINDOW => {
+                        window.iter().map(|f| usize::from(f <= prefix)).sum()
+                    }
+                    _ => anchors[below..until].partition_point(|f| f <= prefix),
+                };
+            let stretch = &gaps[at.saturating_sub(1) * STRIDE..];
+            stretch.first().inspect(|first| prefetch(*first));
+            stretch.get(STRIDE - 1).inspect(|last| prefetch(*last));
+        }
+        for ((at, prefix), found) in at.iter().zip(prefixes).zip(pages) {
+            *found = at.checked_sub(1).map(|anchor| {
+                let (first, left) = (anchor * STRIDE, prefix - anchors[anchor]);
+                // The gap behind a stretch's last page leads out of it, or to no page at all. All others are
+                // added up, needed or not.
+                let last = gaps.len().min(first + STRIDE) - 1;
+                let (mut sum, mut page) = (0, 0);
+                for gap in &gaps[first..last] {
+                    sum += u32::from(*gap);
+                    page += usize::from(sum <= left);
+                }
+                (first + page) as u32
+            });
+        }
     }
 
     /// The fence of `page`; `None` beyond the last.
@@ -108,9 +143,14 @@ mod tests {
         let all: Vec<u32> = (0..=fences.len()).map_while(|page| compact.get(page)).collect();
         assert_eq!(all, fences);
         let near = fences.iter().flat_map(|f| [f.saturating_sub(1), *f, f.saturating_add(1)]);
-        for prefix in near.chain([0, u32::MAX]).chain(more.iter().copied()) {
-            let plain = (fences.partition_point(|&f| f <= prefix) as u32).checked_sub(1);
-            assert_eq!(compact.page(prefix), plain, "{prefix:#x} in {fences:?}");
+        let searched: Vec<u32> = near.chain([0, u32::MAX]).chain(more.iter().copied()).collect();
+        for together in searched.chunks(AT_ONCE) {
+            let mut found = [None; AT_ONCE];
+            compact.pages(together, &mut found);
+            for (prefix, page) in together.iter().zip(found) {
+                let plain = (fences.partition_point(|f| f <= prefix) as u32).checked_sub(1);
+                assert_eq!(page, plain, "{prefix:#x} in {fences:?}");
+            }
         }
     }
 

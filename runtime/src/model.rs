@@ -172,9 +172,8 @@ impl Model {
     /// The GPU has no room for them, or the budget none for what the workers need beside it.
     pub fn onto(mut self, lookups: &Device) -> Result<Self, OpenError> {
         let Device::Cuda(gpu) = lookups else { return Ok(self) };
-        let (batch, misses) = (self.budget.batch_max as usize, self.budget.misses_max as usize);
-        let (features, keys) = (self.schema.features.len(), self.schema.lookups_max());
-        let bytes = Lookup::bytes(features, keys, batch, misses, self.staging_row_bytes());
+        let (features, lookups) = (self.schema.features.len(), self.schema.lookups_max());
+        let bytes = Lookup::bytes(features, lookups, self.limits_on(gpu));
         let what = "keys, rings and changes that the GPU shares, all workers";
         self.plan.add(what, u64::from(self.budget.workers) * bytes as u64);
         let total = self.plan.total();
@@ -191,6 +190,9 @@ impl Model {
                 }
             });
         }
+        // One cache after the other is given back; the resident tables once they are all there.
+        let tables = residents.iter().map(|rows| rows.bytes() as u64).sum::<u64>();
+        self.plan.note_opening(tables + self.caches.iter().map(|c| c.bytes() as u64).max().unwrap_or(0));
         let caches = std::mem::take(&mut self.caches);
         self.on_gpu = Some(Arc::new(Tables::new(gpu, places, caches, &residents)?));
         for table in &mut self.tables {

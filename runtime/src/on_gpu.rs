@@ -5,10 +5,12 @@ use crate::batch::Batch;
 use crate::model::Model;
 use crate::schema::InputSource;
 use hatchback_kernels::cuda::HostMemory;
-use hatchback_kernels::cuda::driver::CudaError;
-use hatchback_kernels::cuda::lookup::Lookup;
-use hatchback_kernels::cuda::step::{Step, StepLimits};
+use hatchback_kernels::cuda::driver::{CudaError, Gpu};
+use hatchback_kernels::cuda::lookup::{Keys, Limits, Lookup};
+use hatchback_kernels::cuda::step::Step;
 use hatchback_kernels::dense::DenseError;
+use hatchback_kernels::misses::Misses;
+use hatchback_kernels::query::Status;
 
 /// What a worker has on the GPU.
 pub(crate) enum OnGpu {
@@ -27,17 +29,15 @@ impl OnGpu {
         inputs: &mut Vec<HostMemory<f32>>,
     ) -> Result<Option<Self>, CudaError> {
         let Some(tables) = &model.on_gpu else { return Ok(None) };
-        let (batch_max, misses_max) = (model.budget().batch_max as usize, model.budget().misses_max as usize);
-        let row_bytes_max = model.staging_row_bytes();
+        let limits = model.limits_on(tables.gpu());
         let Some(engine) = &model.dense_on_gpu else {
             let at: Vec<u64> = inputs.iter().map(|i| i.mapped().map_or(0, |i| i.address())).collect();
             let features = model.features_on_gpu(&at, widths);
-            let lookup = Lookup::new(tables, &features, batch_max, misses_max, row_bytes_max)?;
+            let lookup = Lookup::new(tables, &features, limits)?;
             return Ok(Some(Self::Lookup(Box::new(lookup))));
         };
         inputs.clear();
         let dense = model.schema().network.inputs.iter().position(|i| i.source == InputSource::Dense);
-        let limits = StepLimits { batch_max, misses_max, row_bytes_max };
         let step = Step::new(tables, engine, widths, dense, |at| model.features_on_gpu(at, widths), limits);
         let step = step.map_err(|e| match e {
             DenseError::Cuda(e) => *e,
@@ -59,6 +59,26 @@ impl OnGpu {
         match self {
             Self::Lookup(lookup) => lookup.begin(batch.size(), |f| batch.bags(f)),
             Self::Step(step) => step.begin(batch.size(), |f| batch.bags(f), batch.dense()),
+        }
+    }
+
+    /// Finishes what waits in `misses` and puts its rows into the caches; with the `last` of a request the network follows.
+    pub fn settle(&mut self, misses: &Misses, statuses: &mut [Status], last: bool) -> Result<(), CudaError> {
+        match self {
+            Self::Step(step) if last => step.settle(misses, statuses),
+            _ => self.lookup().settle(misses, statuses),
+        }
+    }
+}
+
+impl Model {
+    /// What one worker's requests on `gpu` are bounded by.
+    pub(crate) fn limits_on(&self, gpu: &Gpu) -> Limits {
+        Limits {
+            batch_max: self.budget().batch_max as usize,
+            misses_max: self.budget().misses_max as usize,
+            row_bytes_max: self.staging_row_bytes(),
+            keys: Keys::on(gpu),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! The overlay: which keys of a table are not to be looked for in its base: those that deltas hold or delete,
 //! and those that the placed segment repeats. Exact, by whole 64-bit orders. Built at open from key pages; never changes afterwards.
 
+use hatchback_kernels::prefetch;
+
 /// Deltas over one base at most; compaction merges them long before.
 pub const DELTAS_MAX: usize = 64;
 /// Pages of one delta or placed segment at most.
@@ -55,12 +57,26 @@ impl Overlay {
         self.count == 0
     }
 
+    /// Where `order` is looked for first.
+    #[inline]
+    fn first_slot(&self, order: u64) -> usize {
+        // Orders of index tables are small and dense; a multiplication spreads them.
+        let hash = order.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        ((u128::from(hash) * self.orders.len() as u128) >> 64) as usize
+    }
+
+    /// Asks for the memory that `get` will read.
+    #[inline]
+    pub fn prefetch(&self, order: u64) {
+        let slot = self.first_slot(order);
+        self.orders.get(slot).inspect(|order| prefetch(*order));
+        self.places.get(slot).inspect(|place| prefetch(*place));
+    }
+
     /// The slot that holds `order`, or the empty one where it belongs.
     #[inline]
     fn slot(&self, order: u64) -> usize {
-        // Orders of index tables are small and dense; a multiplication spreads them.
-        let hash = order.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let mut slot = ((u128::from(hash) * self.orders.len() as u128) >> 64) as usize;
+        let mut slot = self.first_slot(order);
         while self.places[slot] != EMPTY && self.orders[slot] != order {
             slot = if slot + 1 == self.orders.len() { 0 } else { slot + 1 };
         }

@@ -2,38 +2,30 @@
 //! scores with a status. One worker serves one request at a time out of memory that it took at its start;
 //! it never waits for another worker and never allocates for the lookup.
 
+mod behind;
+mod fetch;
+
 use crate::absent::Absent;
 use crate::batch::Batch;
 use crate::model::{Model, ServedTable, Store};
 use crate::on_gpu::OnGpu;
-use crate::page::{Page, PageBytes};
 use crate::reader::{PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, MissPolicy, Table};
 use crate::table_rows::{Place, TableRows};
-use hatchback_kernels::cache::{Cache, Epoch};
-use hatchback_kernels::codec::ROW_BYTES_MAX;
+use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cuda::driver::CudaError;
-use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Lookup};
+use hatchback_kernels::cuda::lookup::FeatureOnDevice;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::dense::{DenseError, DenseScratch};
 use hatchback_kernels::isa::Isa;
-use hatchback_kernels::misses::{Miss, Misses, RowState};
+use hatchback_kernels::misses::{Miss, Misses};
 use hatchback_kernels::names::RowKey;
 use hatchback_kernels::query::{Feature, Input, Rows, Status};
-use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Samples whose columns are filled before the next ones begin: few enough that their columns stay near the core.
 pub const BLOCK: usize = 128;
-
-/// Stands for a key that no page can hold.
-const NO_PLACE: u64 = u64::MAX;
-/// The slot of a row that a GPU has not been asked for.
-const NOT_ASKED: u32 = u32::MAX - 1;
-/// The slot of a row that is not to be inserted: it is in the cache already, or not on its page.
-const NOT_WANTED: u32 = u32::MAX;
 
 /// The time as the request flow sees it: monotonic, from any start.
 pub trait Clock: Send + Sync {
@@ -287,6 +279,9 @@ impl Worker {
             for f in 0..batch.features() {
                 let (input, column) = model.columns[f];
                 let feature = model.feature(f, column);
+                if let Some(&(_, column)) = model.columns.get(f + 1) {
+                    model.feature(f + 1, column).ask(batch.bags(f + 1), first);
+                }
                 let mut done = first;
                 while done < end {
                     let statuses = &mut self.statuses[..end];
@@ -314,7 +309,9 @@ impl Worker {
     }
 
     /// The same on the GPU, scores included if the dense network is there too: returns whether it is. All features go in one
-    /// launch, with the network behind them. Where nothing is missing, that is all.
+    /// launch, with the network behind them. Where nothing is missing, that is all; else what was left open is fetched and
+    /// finished, bags for which the miss list had no room are queried again behind the others, and the last of it is one more
+    /// launch with the network behind.
     fn score_on_gpu(
         &mut self,
         gpu: &mut OnGpu,
@@ -326,38 +323,18 @@ impl Worker {
         self.count_lookups(model, batch);
         self.misses.clear();
         gpu.begin(batch)?;
-        let more = gpu.lookup().collect(&mut self.misses, &mut self.statuses[..n])?;
-        let missed = more || !self.misses.is_empty();
-        self.settle_on_gpu(gpu.lookup(), model, n, more, deadline)?;
-        let OnGpu::Step(step) = gpu else { return Ok(false) };
-        if missed {
-            step.run_dense(n)?;
+        let mut more = gpu.lookup().collect(&mut self.misses, &mut self.statuses[..n])?;
+        let mut open = more || !self.misses.is_empty();
+        while open {
+            self.fetch(model, deadline);
+            gpu.settle(&self.misses, &mut self.statuses[..n], !more)?;
+            self.misses.clear();
+            open = more;
+            more = more && gpu.lookup().again(&mut self.misses, &mut self.statuses[..n])?;
         }
+        let OnGpu::Step(step) = gpu else { return Ok(false) };
         self.scores[..n * model.outputs()].copy_from_slice(step.scores(n));
         Ok(true)
-    }
-
-    /// Fetches what a query left open and finishes it; bags for which the miss list had no room are queried again behind
-    /// the others.
-    fn settle_on_gpu(
-        &mut self,
-        lookup: &mut Lookup,
-        model: &Model,
-        n: usize,
-        mut more: bool,
-        deadline: Option<Duration>,
-    ) -> Result<(), CudaError> {
-        loop {
-            if !self.misses.is_empty() {
-                self.fetch(model, deadline);
-                lookup.settle(&self.misses, &mut self.statuses[..n])?;
-                self.misses.clear();
-            }
-            if !more {
-                return Ok(());
-            }
-            more = lookup.again(&mut self.misses, &mut self.statuses[..n])?;
-        }
     }
 
     /// Fetches the missing rows, puts them into the caches and pools the bags that waited.
@@ -374,306 +351,6 @@ impl Worker {
         }
         self.misses.clear();
     }
-
-    /// Fetches the missing rows, many pages in flight: first what must be waited for, then what the deadline
-    /// allows. The rest is noted for `fetch_behind`.
-    fn fetch(&mut self, model: &Model, deadline: Option<Duration>) {
-        for miss in self.misses.list_mut() {
-            let place = if self.absent.holds(miss.row) { None } else { model.locate(miss.row) };
-            miss.place = place.map_or(NO_PLACE, Place::pack);
-        }
-        let order = |m: &Miss| (model.miss_policy(m.row.table) as u8, m.row.table, m.place);
-        self.misses.list_mut().sort_unstable_by_key(order);
-        self.counters.misses += self.misses.list().len() as u64;
-        self.counters.missed_lookups += self.misses.lookups();
-        self.round = self.round.wrapping_add(1);
-        let mut state = Fetch { next: 0, must: 0, may: 0 };
-        loop {
-            self.begin_reads(model, deadline, &mut state);
-            // Misses may be left to begin although none of this request's reads is outstanding: the reader may
-            // be full of those that an earlier request no longer waits for.
-            let next = self.misses.list().get(state.next);
-            if state.must + state.may == 0 && next.is_none() {
-                return;
-            }
-            // Once only reads remain that the deadline may cut, it cuts the wait for them.
-            let may_cut = next.is_none_or(|m| model.miss_policy(m.row.table) != MissPolicy::Wait);
-            let cut = deadline.filter(|_| state.must == 0 && may_cut);
-            let wait = cut.map(|d| d.saturating_sub(self.clock.now()));
-            if !self.finish_read(model, wait, &mut state) {
-                return self.leave_unread(model, cut.is_some(), state.next);
-            }
-        }
-    }
-
-    /// Begins reads in order until the reader is full or nothing is left to begin.
-    fn begin_reads(&mut self, model: &Model, deadline: Option<Duration>, state: &mut Fetch) {
-        while state.next < self.misses.list().len() && self.reader.has_room() {
-            let range = state.next..state.next + group_len(&self.misses.list()[state.next..]);
-            let Miss { row, place, .. } = self.misses.list()[range.start];
-            let late = || deadline.is_some_and(|d| self.clock.now() >= d);
-            state.next = range.end;
-            match model.miss_policy(row.table) {
-                _ if place == NO_PLACE => self.set_states(range, RowState::Absent),
-                MissPolicy::Default => self.leave(range, RowState::Pending),
-                MissPolicy::Deadline if late() => self.leave(range, RowState::Late),
-                policy => {
-                    let place = Place::unpack(place);
-                    let token = u64::from(self.round) << 32 | range.start as u64;
-                    self.reader.begin(model.rows(row.table).segment(place).file(), place.page, token);
-                    *state.count(policy) += 1;
-                }
-            }
-        }
-    }
-
-    /// Takes one page in; returns whether one came within `wait`.
-    fn finish_read(&mut self, model: &Model, wait: Option<Duration>, state: &mut Fetch) -> bool {
-        let Self { reader, misses, absent, counters, round, .. } = self;
-        reader.next(wait, |token, page| {
-            // A page that a request before this one no longer waited for.
-            if (token >> 32) as u32 != *round {
-                return;
-            }
-            let start = token as u32 as usize;
-            let range = start..start + group_len(&misses.list()[start..]);
-            *state.count(model.miss_policy(misses.list()[start].row.table)) -= 1;
-            stage(model, misses, absent, range, page, counters);
-        })
-    }
-
-    /// Gives up the reads that are outstanding and, from `next` on, not begun: the deadline has come, or the
-    /// reader failed.
-    fn leave_unread(&mut self, model: &Model, late: bool, next: usize) {
-        for i in 0..self.misses.list().len() {
-            let miss = self.misses.list()[i];
-            match (self.misses.state(miss.slot), model.miss_policy(miss.row.table)) {
-                (RowState::Pending, _) if miss.place == NO_PLACE => {
-                    self.set_states(i..i + 1, RowState::Absent)
-                }
-                (RowState::Pending, MissPolicy::Default) if i >= next => {
-                    self.leave(i..i + 1, RowState::Pending)
-                }
-                (RowState::Pending, MissPolicy::Default) => {}
-                (RowState::Pending, _) if late => self.leave(i..i + 1, RowState::Late),
-                (RowState::Pending, _) => self.leave(i..i + 1, RowState::Damaged),
-                _ => {}
-            }
-        }
-    }
-
-    fn set_states(&mut self, range: Range<usize>, state: RowState) {
-        range.for_each(|i| self.misses.set_state(self.misses.list()[i].slot, state));
-    }
-
-    fn leave(&mut self, range: Range<usize>, state: RowState) {
-        self.set_states(range.clone(), state);
-        let room = self.behind.capacity() - self.behind.len();
-        self.behind.extend(self.misses.list()[range].iter().take(room));
-    }
-
-    /// Notes a row that a request to come will look up; `fetch_behind` fetches it. Returns whether there was
-    /// room; a row that is in memory or in no table needs none.
-    pub fn fetch_ahead(&mut self, row: RowKey) -> bool {
-        let model = Arc::clone(&self.model);
-        if !model.is_cached(row.table) {
-            return true;
-        }
-        let Some(place) = model.locate(row) else { return true };
-        if self.absent.holds(row) {
-            return true;
-        }
-        // A GPU is asked for all of them together, in `fetch_behind`.
-        let (mut epoch, mut slot) = (Epoch::default(), NOT_ASKED);
-        if let Some(cache) = model.cache(row.table) {
-            (epoch, slot) = (cache.epoch(row), 0);
-            if cache.query(row, &mut [0; ROW_BYTES_MAX][..cache.row_bytes()]) {
-                return true;
-            }
-        }
-        let has_room = self.behind.len() < self.behind.capacity();
-        if has_room {
-            self.behind.push(Miss { row, slot, place: place.pack(), epoch });
-        }
-        has_room
-    }
-
-    /// Rows that `fetch_behind` has yet to fetch.
-    pub fn behind(&self) -> usize {
-        self.behind.len()
-    }
-
-    /// Fetches, after the answer is out, the rows that the last requests answered with defaults, so that the
-    /// next request finds them in the cache. Reads at most `pages_max` pages and leaves the rest for the next
-    /// call. Returns how many rows went in.
-    pub fn fetch_behind(&mut self, pages_max: usize) -> usize {
-        let model = Arc::clone(&self.model);
-        let (mut next, mut begun, mut waiting, mut inserted) = (0, 0, 0, 0);
-        self.ask_gpu();
-        self.round = self.round.wrapping_add(1);
-        self.behind.sort_unstable_by_key(|m| (m.row.table, m.place));
-        loop {
-            while next < self.behind.len() && begun < pages_max && self.reader.has_room() {
-                let Miss { row, place, .. } = self.behind[next];
-                let token = u64::from(self.round) << 32 | next as u64;
-                let place = Place::unpack(place);
-                self.reader.begin(model.rows(row.table).segment(place).file(), place.page, token);
-                next += group_len(&self.behind[next..]);
-                begun += 1;
-                waiting += 1;
-            }
-            let Self { reader, behind, misses, absent, counters, round, .. } = self;
-            let more = waiting > 0 || (next < behind.len() && begun < pages_max);
-            let done = more
-                && reader.next(None, |token, page| {
-                    if (token >> 32) as u32 == *round {
-                        waiting -= 1;
-                        let start = token as u32 as usize;
-                        let range = start..start + group_len(&behind[start..]);
-                        inserted += insert(&model, (&mut behind[..], range), misses, absent, page, counters);
-                    }
-                });
-            if !done {
-                // Where the reader failed nothing is tried again.
-                let end = if more { self.behind.len() } else { next };
-                inserted += self.insert_on_gpu(if more { 0 } else { next });
-                self.behind.drain(..end);
-                return inserted;
-            }
-        }
-    }
-
-    /// Asks the GPU for rows that were named ahead: those that it holds need no reading.
-    fn ask_gpu(&mut self) {
-        let Some(Ok(gpu)) = &mut self.gpu else { return };
-        let lookup = gpu.lookup();
-        self.behind.sort_unstable_by_key(|m| m.slot == NOT_ASKED);
-        let known = self.behind.partition_point(|m| m.slot != NOT_ASKED);
-        let asked = lookup.probe(&mut self.behind[known..], |miss, cached, epoch| {
-            (miss.slot, miss.epoch) = (if cached { NOT_WANTED } else { 0 }, epoch);
-        });
-        match asked {
-            Ok(()) => self.behind.retain(|m| m.slot != NOT_WANTED),
-            Err(e) => {
-                log::error!("rows named ahead: {e}");
-                self.behind.truncate(known);
-            }
-        }
-    }
-
-    /// Puts the first `read` rows of `behind`, which are staged in the slots that they name, into the GPU's caches.
-    fn insert_on_gpu(&mut self, read: usize) -> usize {
-        let Some(Ok(gpu)) = &mut self.gpu else { return 0 };
-        let lookup = gpu.lookup();
-        let rows = self.behind[..read].iter().filter(|m| m.slot != NOT_WANTED);
-        lookup.insert(&self.misses, rows).unwrap_or_else(|e| {
-            log::error!("rows that were read behind: {e}");
-            0
-        })
-    }
-}
-
-/// Where a fetch stands.
-struct Fetch {
-    /// The first miss that no read was begun for.
-    next: usize,
-    /// Reads outstanding that the request waits for.
-    must: usize,
-    /// Reads outstanding that the deadline may cut.
-    may: usize,
-}
-
-impl Fetch {
-    fn count(&mut self, policy: MissPolicy) -> &mut usize {
-        if policy == MissPolicy::Wait { &mut self.must } else { &mut self.may }
-    }
-}
-
-/// How many misses at the front are of the same page.
-fn group_len(misses: &[Miss]) -> usize {
-    let same = |m: &&Miss| (m.row.table, m.place) == (misses[0].row.table, misses[0].place);
-    misses.iter().take_while(same).count()
-}
-
-/// Checks a page that was read for `misses`; a bad one is counted and reported.
-fn check_page<'a>(
-    model: &Model,
-    miss: Miss,
-    page: io::Result<&'a PageBytes>,
-    counters: &mut Counters,
-) -> Option<Page<'a>> {
-    counters.pages += 1;
-    let place = Place::unpack(miss.place);
-    match model.rows(miss.row.table).segment(place).check_read(place.page, page) {
-        Ok(page) => Some(page),
-        Err(e) => {
-            counters.pages_damaged += 1;
-            log::error!("{e}");
-            None
-        }
-    }
-}
-
-/// Stages and caches the rows of a page for the misses in `range`, which are all of it.
-fn stage(
-    model: &Model,
-    misses: &mut Misses,
-    absent: &mut Absent,
-    range: Range<usize>,
-    page: io::Result<&PageBytes>,
-    counters: &mut Counters,
-) {
-    let page = check_page(model, misses.list()[range.start], page, counters);
-    for i in range {
-        let miss = misses.list()[i];
-        let segment = model.rows(miss.row.table).segment(Place::unpack(miss.place));
-        let state = match page.as_ref().map(|p| segment.row(p, miss.row.key)) {
-            None => RowState::Damaged,
-            Some(None) => {
-                absent.note(miss.row);
-                RowState::Absent
-            }
-            Some(Some(bytes)) => {
-                misses.row_mut(miss.slot)[..bytes.len()].copy_from_slice(bytes);
-                // On a GPU all rows go in together, behind the last page.
-                if let Some(cache) = model.cache(miss.row.table) {
-                    cache.insert(miss.row, bytes, miss.epoch);
-                }
-                RowState::Fresh
-            }
-        };
-        misses.set_state(miss.slot, state);
-    }
-}
-
-/// Caches the rows of a page for the misses in `range` of `behind`, which are all of it; returns how many went in. For a GPU
-/// it stages them, each in the slot of its own number.
-fn insert(
-    model: &Model,
-    (behind, range): (&mut [Miss], Range<usize>),
-    staging: &mut Misses,
-    absent: &mut Absent,
-    page: io::Result<&PageBytes>,
-    counters: &mut Counters,
-) -> usize {
-    let first = behind[range.start];
-    let page = check_page(model, first, page, counters);
-    let segment = model.rows(first.row.table).segment(Place::unpack(first.place));
-    let mut inserted = 0;
-    for number in range {
-        let miss = &mut behind[number];
-        miss.slot = NOT_WANTED;
-        let Some(page) = &page else { continue };
-        match (segment.row(page, miss.row.key), model.cache(miss.row.table)) {
-            (None, _) => absent.note(miss.row),
-            (Some(bytes), Some(cache)) => inserted += usize::from(cache.insert(miss.row, bytes, miss.epoch)),
-            (Some(bytes), None) => {
-                staging.row_mut(number as u32)[..bytes.len()].copy_from_slice(bytes);
-                miss.slot = number as u32;
-            }
-        }
-    }
-    inserted
 }
 
 impl Model {

@@ -6,7 +6,7 @@
 //! changed, inserted or deleted; its keys are read at open and go into the table's overlay. A *placed* segment
 //! repeats the most used rows of a base, packed by how they are asked for; its keys go into the overlay too.
 
-use crate::fences::Fences;
+use crate::fences::{AT_ONCE, Fences};
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crate::manifest::{Generation, sha256};
 use crate::page::{AlignedPage, Page, PageBytes, PageFault, PageKind, seal, u64_at};
@@ -349,14 +349,23 @@ impl Segment {
         self.fences.bytes()
     }
 
-    /// The page of a base that holds `key` if any does; `None` if the base cannot have the key.
-    #[inline]
-    pub fn locate(&self, key: u64) -> Option<u32> {
+    /// For each of `keys`, [`AT_ONCE`] at most, the page of a base that holds it if any does; `None` if the base cannot
+    /// have it.
+    pub fn locate(&self, keys: &[u64], pages: &mut [Option<u32>]) {
         match self.kind.keys {
             KeySpace::Index => {
-                (key < self.counts.rows).then(|| (key / self.kind.rows_per_page() as u64) as u32)
+                let per_page = self.kind.rows_per_page() as u64;
+                for (key, page) in keys.iter().zip(pages) {
+                    *page = (*key < self.counts.rows).then(|| (key / per_page) as u32);
+                }
             }
-            KeySpace::Sparse => self.fences.page((KeySpace::Sparse.order(key) >> 32) as u32),
+            KeySpace::Sparse => {
+                let mut prefixes = [0; AT_ONCE];
+                for (key, prefix) in keys.iter().zip(&mut prefixes) {
+                    *prefix = (KeySpace::Sparse.order(*key) >> 32) as u32;
+                }
+                self.fences.pages(&prefixes[..keys.len()], pages);
+            }
         }
     }
 

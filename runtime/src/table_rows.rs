@@ -1,6 +1,7 @@
 //! The rows of one table on flash: a base, the placed copies of its most used rows, the deltas over it, and the
 //! overlay that says which of them to read for a key. One page read finds any row.
 
+use crate::fences::AT_ONCE;
 use crate::overlay::{DELTA_PAGES_MAX, DELTAS_MAX, Newest, Overlay};
 use crate::segment::{Segment, SegmentError};
 
@@ -73,14 +74,28 @@ impl TableRows {
     }
 
     /// The page to read for `key`; `None` if the table does not have it.
-    #[inline]
     pub fn locate(&self, key: u64) -> Option<Place> {
+        let mut place = [None];
+        self.locate_all(&[key], &mut place);
+        place[0]
+    }
+
+    /// The same for as many keys as there are, faster: their cache misses overlap.
+    pub fn locate_all(&self, keys: &[u64], places: &mut [Option<Place>]) {
         let base = &self.segments[0];
-        match self.overlay.get(base.kind().keys().order(key)) {
-            None => base.locate(key).map(|page| Place { segment: 0, page }),
-            Some(Newest::Delta(delta, page)) => Some(Place { segment: delta as u8 + 1, page }),
-            Some(Newest::Placed(page)) => Some(Place { segment: PLACED, page }),
-            Some(Newest::Deleted) => None,
+        let order = |key: u64| base.kind().keys().order(key);
+        for (keys, places) in keys.chunks(AT_ONCE).zip(places.chunks_mut(AT_ONCE)) {
+            keys.iter().for_each(|key| self.overlay.prefetch(order(*key)));
+            let mut pages = [None; AT_ONCE];
+            base.locate(keys, &mut pages);
+            for ((key, place), page) in keys.iter().zip(places).zip(pages) {
+                *place = match self.overlay.get(order(*key)) {
+                    None => page.map(|page| Place { segment: 0, page }),
+                    Some(Newest::Delta(delta, page)) => Some(Place { segment: delta as u8 + 1, page }),
+                    Some(Newest::Placed(page)) => Some(Place { segment: PLACED, page }),
+                    Some(Newest::Deleted) => None,
+                };
+            }
         }
     }
 

@@ -57,6 +57,8 @@ pub struct Machine {
     pub cpus: Vec<u16>,
     /// The directory whose folders are models on flash.
     pub models: PathBuf,
+    /// The directory whose folders are the sync directories of models, by the models' names.
+    pub updates: PathBuf,
 }
 
 /// When the daemon sheds what, °C of the hottest zone and watts of all rails; without a limit, never.

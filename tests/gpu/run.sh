@@ -1,17 +1,32 @@
 #!/bin/sh
 # Proves and measures the GPU path on this machine, which needs a CUDA driver of 11.4 or later and nothing else:
-#   ./run.sh [--quick]
+#   ./run.sh [--quick] [FOLDER]
 # What the machine is; every kernel against its CPU twin; whole requests on the demo model; lookups and requests timed.
-# TensorRT runs the dense network where its libraries and headers are. Leaves report/report.json, report/report.txt and the
-# log of each part. Exit status 1: something failed. With HATCHBACK_STANDIN=.../libcuda.so it runs on that stand-in.
+# TensorRT runs the dense network where its libraries and headers are. FOLDER (`report` beside this file, or where that cannot be
+# written a new one under TMPDIR) takes report.json, report.txt and the log of each part. Whatever fails, the rest is done; each
+# part says how it went. Exit status 1: a part failed. With HATCHBACK_STANDIN=.../libcuda.so it runs on that stand-in, with
+# HATCHBACK_RUN=... its programs are run by that one, such as an emulator.
 set -u
-cd "$(dirname "$0")" || exit 1
-here=$PWD
-quick=
-[ "${1:-}" = --quick ] && quick=--quick
-rm -rf report
-mkdir report
-for program in bin/*.gz; do [ ! -f "$program" ] || gunzip -f "$program"; done
+here=$(cd "$(dirname "$0")" && pwd)
+quick= to=
+for argument; do
+    case $argument in
+    --quick) quick=--quick ;;
+    -*) sed -n '2,9s/^# \?//p' "$0" >&2; exit 2 ;;
+    *) to=$argument ;;
+    esac
+done
+if [ -z "$to" ]; then
+    to=$here/report
+    { rm -rf "$to" && mkdir "$to"; } 2>/dev/null || to=$(mktemp -d) || exit 1
+fi
+mkdir -p "$to/bin" && to=$(cd "$to" && pwd) || exit 1
+cd "$to" || exit 1
+rm -f ./*.log report.json report.txt bench.json bench_exact.json
+for program in "$here"/bin/*.gz; do
+    name=$(basename "$program" .gz)
+    { gzip -dc "$program" >"bin/$name" && chmod +x "bin/$name"; } || exit 1
+done
 export HATCHBACK_REPOSITORY="$here/tree" HATCHBACK_GPU=real
 if [ -n "${HATCHBACK_STANDIN:-}" ]; then
     unset HATCHBACK_GPU
@@ -21,24 +36,41 @@ fi
 # Where the system's C library is older than the programs need, they run on the one in lib/.
 loader=$(echo "$here"/lib/ld-linux-*.so.*)
 run() {
-    program=$here/bin/$1
+    program=$to/bin/$1
     shift
-    if [ -z "${own_libc:-}" ]; then "$program" "$@"; else "$loader" --library-path "$here/lib:${LD_LIBRARY_PATH:-}:/usr/local/nvidia/lib64:/usr/lib/$(uname -m)-linux-gnu:/usr/lib64:/usr/local/cuda/lib64" "$program" "$@"; fi
+    if [ -z "${own_libc:-}" ]; then ${HATCHBACK_RUN:-} "$program" "$@"; else "$loader" --library-path "$here/lib:${LD_LIBRARY_PATH:-}:/usr/local/nvidia/lib64:/usr/lib/$(uname -m)-linux-gnu:/usr/lib64:/usr/local/cuda/lib64" "$program" "$@"; fi
 }
 own_libc=
-if ! run hatchback --version >/dev/null 2>&1; then own_libc=yes; fi
-if ! run hatchback --version; then echo "the programs do not run here"; exit 1; fi
+if [ -e "$loader" ] && ! run hatchback --version >/dev/null 2>&1; then own_libc=yes; fi
 
 failed=0 parts=
-say() { echo "$@" | tee -a report/report.txt; }
-part() { # part NAME COMMAND...: its output to a log; whether it passed to the report
+say() { echo "$@" | tee -a report.txt; }
+# What there is to say, in JSON's quotes.
+quoted() { printf '"%s"' "$(printf %s "$1" | tr '\n\t' '  ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g')"; }
+outcome() { # outcome NAME passed|FAILED|"not run" WHY
+    say "$(printf '%-28s %s' "$1" "$2")${3:+: $3}"
+    parts="$parts${parts:+,
+}{\"name\": \"$1\", \"result\": \"$2\", \"why\": $(quoted "${3:-}")}"
+}
+part() { # part NAME COMMAND...: its output to a log; how it went to the report
     name=$1
     shift
-    if "$@" >"report/$name.log" 2>&1; then outcome=passed; else outcome=FAILED failed=1; fi
-    skips=$(grep -c SKIPPED "report/$name.log")
-    say "$(printf '%-28s %s' "$name" "$outcome")$([ "$skips" = 0 ] || echo ", $skips skipped")"
-    [ "$outcome" = passed ] || tail -n 15 "report/$name.log"
-    parts="$parts${parts:+, }{\"name\": \"$name\", \"result\": \"$outcome\"}"
+    "$@" >"$name.log" 2>&1
+    status=$?
+    skips=$(grep -c SKIPPED "$name.log")
+    if [ "$status" = 0 ]; then
+        outcome "$name" passed "$([ "$skips" = 0 ] || echo "$skips skipped")"
+    else
+        failed=1
+        outcome "$name" FAILED "status $status: $(grep -v '^ *$' "$name.log" | grep -m 1 -iE 'error|panicked|refused|fail' || tail -n 1 "$name.log")"
+        tail -n 15 "$name.log"
+    fi
+    return "$status"
+}
+not_run() { # not_run WHY NAME...
+    why=$1
+    shift
+    for name; do outcome "$name" "not run" "$why"; done
 }
 
 machine() {
@@ -49,50 +81,61 @@ machine() {
     nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.memory,clocks.max.sm --format=csv 2>/dev/null || echo "no nvidia-smi"
 }
 say "== the machine"
-machine | tee -a report/report.txt
-
-say "== TensorRT"
-tensorrt=
-if shim=$(tree/kernels/tensorrt/make "$here/report" 2>report/tensorrt.log); then
-    say "its headers are here: $shim"
-    tensorrt="--tensorrt $shim"
-else
-    say "not used: $(tail -n 1 report/tensorrt.log)"
-fi
-
-say "== every kernel against its CPU twin, and requests on models"
-for suite in bin/*; do
-    [ "$suite" = bin/hatchback ] || part "$(basename "$suite")" run "$(basename "$suite")" --nocapture
-done
+machine | tee -a report.txt
 
 # The demo model's scores, here and on the CPU, to the bit.
 demo_requests() {
-    demo=tree/tools/demo/coupon samples=heldout
+    demo=$here/tree/tools/demo/coupon samples=heldout
     [ -z "$quick" ] || samples=probe
-    run hatchback pack $demo/model.toml -o report/demo.bundle || return 1
+    run hatchback pack "$demo/model.toml" -o demo.bundle || return 1
     for device in cpu cuda; do
-        run hatchback run report/demo.bundle --samples $demo/$samples.jsonl --batch 32 --device $device >report/$device.scores || return 1
+        run hatchback run demo.bundle --samples "$demo/$samples.jsonl" --batch 32 --device $device >$device.scores || return 1
     done
-    [ -s report/cpu.scores ] && cmp report/cpu.scores report/cuda.scores && echo "$(wc -l <report/cpu.scores) scores, the same to the bit"
-    result=$?
-    rm -f report/demo.bundle report/*.scores
-    return $result
+    [ -s cpu.scores ] && cmp cpu.scores cuda.scores && echo "$(wc -l <cpu.scores) scores, the same to the bit"
 }
-say "== the demo model"
-part demo demo_requests
 
-say "== measured"
-[ -z "${HATCHBACK_STANDIN:-}" ] || say "(on the stand-in: no time says anything)"
-part bench run hatchback bench gpu $quick $tensorrt --plans report --json report/bench.json
-part bench_exact run hatchback bench gpu $quick --exact --json report/bench_exact.json
-cat report/bench.log | tee -a report/report.txt
+suites=$(for suite in bin/*; do [ "$suite" = bin/hatchback ] || basename "$suite"; done)
+# What is to be known first, above all whether there is a GPU whose driver takes the kernels' machine code.
+facts() { CUDA_CACHE_DISABLE=1 run hatchback bench gpu --facts; }
+say "== the driver and the GPU"
+if part programs run hatchback --version && part gpu facts; then
+    tee -a report.txt <gpu.log
+
+    say "== TensorRT"
+    tensorrt=
+    if shim=$("$here/tree/kernels/tensorrt/make" "$to" 2>tensorrt.log); then
+        say "its headers are here: $shim"
+        tensorrt="--tensorrt $shim"
+    else
+        say "not used: $(tail -n 1 tensorrt.log)"
+    fi
+
+    say "== every kernel against its CPU twin, and requests on models"
+    for suite in $suites; do part "$suite" run "$suite" --nocapture; done
+
+    say "== the demo model"
+    part demo demo_requests
+    rm -f demo.bundle ./*.scores
+
+    say "== measured"
+    [ -z "${HATCHBACK_STANDIN:-}" ] || say "(on the stand-in: no time says anything)"
+    part bench run hatchback bench gpu $quick $tensorrt --plans "$to" --json bench.json
+    part bench_exact run hatchback bench gpu $quick --exact --json bench_exact.json
+    cat bench.log | tee -a report.txt
+else
+    tensorrt=
+    why="nothing can be proven here: $(tail -n 1 gpu.log 2>/dev/null || tail -n 1 programs.log)"
+    not_run "$why" $suites demo bench bench_exact
+fi
+rm -rf bin
+
 json() { if [ -s "$1" ]; then cat "$1"; else echo null; fi; }
 {
     printf '{"parts": [%s],\n"tensorrt": %s,\n"bench":\n' "$parts" "$([ -n "$tensorrt" ] && echo true || echo false)"
-    json report/bench.json
+    json bench.json
     printf ',\n"bench_exact":\n'
-    json report/bench_exact.json
+    json bench_exact.json
     echo '}'
-} >report/report.json
-echo "report/report.json and report/report.txt tell all; report/*.log the rest"
+} >report.json
+say "$([ "$failed" = 0 ] && echo passed || echo FAILED): $to/report.json and report.txt tell all, the logs beside them the rest"
 exit $failed

@@ -1,5 +1,6 @@
 //! The GPU that the tests run on: a stand-in for the CUDA driver (`tests/standin`), built on first use, which runs the product's
-//! kernels on the host. With `HATCHBACK_GPU=real` in the environment it is the machine's own.
+//! kernels on the host. With `HATCHBACK_GPU=real` in the environment it is the machine's own. The stand-in is the board's GPU, or
+//! with `STANDIN_DEVICE=desk` one with memory of its own.
 
 #![allow(unsafe_code)]
 
@@ -51,7 +52,32 @@ pub fn load() -> Option<&'static StandIn> {
         .as_ref()
 }
 
+/// Loads the stand-in for cuBLAS beside that for the driver, so that the product finds it; `false` if the machine's own GPU is
+/// asked for.
+pub fn load_cublas() -> bool {
+    static LOADED: OnceLock<Option<Library>> = OnceLock::new();
+    let of_driver =
+        || std::env::var_os("HATCHBACK_STANDIN").map_or_else(|| build("standin", &[]), PathBuf::from);
+    // SAFETY: our own library, which does nothing when it is loaded; its SONAME is cuBLAS's.
+    let library = || unsafe { Library::new(of_driver().with_file_name("libcublas.so")) }.unwrap();
+    LOADED.get_or_init(|| load().map(|_| library())).is_some()
+}
+
+/// Whether the GPU shares the host's memory, as the stand-in does unless told otherwise.
+pub fn is_board() -> bool {
+    load().is_some() && std::env::var_os("STANDIN_DEVICE").is_none()
+}
+
 impl StandIn {
+    /// Whoever opens the GPU from now on finds this one; a name of tests/standin/libcuda.cpp.
+    pub fn device(&self, name: &std::ffi::CStr) {
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its argument.
+        unsafe {
+            let device = self.0.get::<extern "C" fn(*const std::ffi::c_char)>(b"standin_device\0");
+            device.unwrap()(name.as_ptr());
+        }
+    }
+
     /// What happens from now on happens in the order of `seed`.
     pub fn seed(&self, seed: u64) {
         // SAFETY: the function has this type in tests/standin/libcuda.cpp.
@@ -75,22 +101,26 @@ pub fn gpu(seed: u64) -> Arc<Gpu> {
     }
     static OPEN: OnceLock<Arc<Gpu>> = OnceLock::new();
     Arc::clone(OPEN.get_or_init(|| {
-        let gpu = Gpu::open(Profile { tegra: load().is_some() }).unwrap();
+        let gpu = Gpu::open(Profile { tegra: is_board() }).unwrap();
         println!("running on {}", gpu.name());
         gpu
     }))
 }
 
-/// Runs all tests of this program once more, their device memory watched by AddressSanitizer. `this` is the test that asks.
+/// Runs all tests of this program once more on a GPU with memory of its own, that memory watched by AddressSanitizer and every
+/// access by its alignment, which a GPU insists on. `this` is the test that asks.
 pub fn again_under_address_sanitizer(this: &str) {
     if load().is_none() || std::env::var_os("HATCHBACK_STANDIN").is_some() {
         return;
     }
-    let library = build("standin-asan", &["-fsanitize=address", "-fno-omit-frame-pointer"]);
+    let watched =
+        ["-fsanitize=address,alignment", "-fno-sanitize-recover=alignment", "-fno-omit-frame-pointer"];
+    let library = build("standin-asan", &watched);
     let runtime = Command::new("g++").arg("-print-file-name=libasan.so").output().unwrap();
     let run = Command::new(std::env::current_exe().unwrap())
         .args(["--skip", this, "--test-threads", "2"])
         .env("HATCHBACK_STANDIN", &library)
+        .env("STANDIN_DEVICE", "desk")
         .env("LD_PRELOAD", String::from_utf8(runtime.stdout).unwrap().trim())
         // The test program is not instrumented itself, and keeps the driver to its end.
         .env("ASAN_OPTIONS", "detect_leaks=0")

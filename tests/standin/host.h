@@ -123,7 +123,7 @@ struct Entry<F> {
     static std::function<void()> bind(void** p) { return take(p, std::index_sequence_for<A...>{}); }
 };
 
-struct Named { const char* name; std::function<void()> (*bind)(void**); bool exclusive; };
+struct Named { const char* name; std::function<void()> (*bind)(void**); unsigned threads; bool exclusive; };
 void add(Named kernel);
 struct Add { Add(Named kernel) { add(kernel); } };
 

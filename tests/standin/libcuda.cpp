@@ -1,7 +1,11 @@
 // A stand-in for the CUDA driver library: the entry points that this project calls, over the host machine of host.h. Work on a
 // stream is queued until someone waits; then the heads of all streams go on in an order of the seed, two kernels at a time among
 // each other. Device memory is host memory of exactly the size asked for, filled with rubbish. Kernels are found by name in the
-// cubin that the product loads, and run as the same source compiled for the host. For tests alone; the device's name says so.
+// image that the product loads, and run as the same source compiled for the host. For tests alone; the device's name says so.
+//
+// Stricter than a driver where a driver would let a mistake pass until it hurts: there is no legacy stream, since it is in no order
+// with streams of one's own; copies stay within what was allocated; a block is no larger than its kernel was built for. What
+// spoils a recording on a GPU spoils it here. STANDIN_DEVICE says which GPU it is: see `devices`.
 #include "host.h"
 
 #include <deque>
@@ -10,12 +14,14 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 
 #define API extern "C" __attribute__((visibility("default")))
 typedef int Result;
 typedef unsigned long long Address;
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_IMAGE = 200, NO_BINARY = 209, NOT_FOUND = 500,
-       NOT_READY = 600, CAPTURE_UNSUPPORTED = 900 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NO_BINARY = 209, NEWER_PTX = 222,
+       NOT_FOUND = 500, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_ISOLATION = 905,
+       CAPTURE_WRONG_THREAD = 908 };
 
 namespace {
 
@@ -24,13 +30,23 @@ std::recursive_mutex lock;
 
 std::vector<sim::Named>& table() { static std::vector<sim::Named> t; return t; }
 
-struct Event { uint64_t recorded = 0, done = 0; };
+// Which GPU this is: the board's, a desk's with machine code of its own, one that needs the PTX, and ones that are too old.
+struct Device { const char* name; int sm, driver, integrated, processors; };
+const Device devices[] = {{"board", 87, 11040, 1, 2}, {"desk", 90, 13000, 0, 132}, {"ptx", 89, 12040, 0, 2},
+                          {"old driver", 87, 11020, 1, 2}, {"old GPU", 75, 13000, 0, 2}};
+const Device* device_named(const char* name) {
+    for (auto& d : devices) if (!name || !strcmp(d.name, name)) return &d;
+    sim::fail("STANDIN_DEVICE names none of its devices");
+}
+const Device*& device() { static const Device* d = device_named(getenv("STANDIN_DEVICE")); return d; }
+
+struct Event { uint64_t recorded = 0, done = 0; bool in_capture = false; };
 
 struct Op {
     enum Kind { HOST, KERNEL, RECORD, WAIT } kind;
     std::function<void()> run;  // what it does, or a kernel's body
     dim3 blocks, threads;
-    bool exclusive = false;
+    bool exclusive = false, copies = false;
     std::shared_ptr<Event> event;
     uint64_t number = 0;
     std::shared_ptr<sim::Grid> grid;  // while it runs
@@ -38,20 +54,23 @@ struct Op {
 
 struct Stream {
     std::deque<Op> ops;
+    // What is recorded, by whom, and whether something was done that a recording does not bear.
     std::vector<Op>* captured = nullptr;
+    std::thread::id by;
+    bool spoiled = false;
 };
 
 std::set<Stream*> streams;
-Stream null_stream;
 uint64_t launches, waits, copies, live_bytes;
-std::map<Address, size_t> sizes;
+struct Memory { size_t bytes; bool pinned; };
+std::map<Address, Memory> memories;
 
 // Lets the head of one stream go on; false if none can.
 bool advance() {
     std::vector<Stream*> ready;
     unsigned running = 0;
     bool exclusive = false;
-    auto all = [&](auto each) { each(&null_stream); for (Stream* s : streams) each(s); };
+    auto all = [&](auto each) { for (Stream* s : streams) each(s); };
     all([&](Stream* s) { if (!s->ops.empty() && s->ops.front().grid) running++, exclusive |= s->ops.front().exclusive; });
     all([&](Stream* s) {
         if (s->ops.empty()) return;
@@ -64,7 +83,7 @@ bool advance() {
     Stream* s = ready[sim::random() % ready.size()];
     Op& op = s->ops.front();
     switch (op.kind) {
-    case Op::HOST: op.run(); break;
+    case Op::HOST: copies += op.copies; op.run(); break;
     case Op::RECORD: op.event->done = std::max(op.event->done, op.number); break;
     case Op::WAIT: break;
     case Op::KERNEL:
@@ -83,10 +102,13 @@ template <class Until> void run(Until until) {
 
 bool idle() {
     for (Stream* s : streams) if (!s->ops.empty()) return false;
-    return null_stream.ops.empty();
+    return true;
 }
 
-Stream* of(void* stream) { return stream ? (Stream*)stream : &null_stream; }
+Stream* of(void* stream) {
+    if (!streams.count((Stream*)stream)) sim::fail("work on the legacy stream, or on one that is gone");
+    return (Stream*)stream;
+}
 
 Result give(void* stream, Op op) {
     Stream* s = of(stream);
@@ -101,53 +123,84 @@ Result host(void* stream, std::function<void()> run) {
     return give(stream, std::move(op));
 }
 
-bool capturing() {
-    for (Stream* s : streams) if (s->captured) return true;
-    return false;
+Result copy(void* stream, std::function<void()> run) {
+    Op op{Op::HOST};
+    op.run = std::move(run);
+    op.copies = true;
+    return give(stream, std::move(op));
 }
 
-// Host waits end a capture, as they do in the real driver.
-#define NOT_IN_CAPTURE if (capturing()) return CAPTURE_UNSUPPORTED
+bool spoil(Stream* s) { return s->captured && (s->spoiled = true); }
 
-Result allocate(Address* p, size_t n, size_t alignment) {
+// Memory, modules and waits for events are not for a thread that records.
+bool recording_here() {
+    bool found = false;
+    for (Stream* s : streams) if (s->captured && s->by == std::this_thread::get_id()) found = s->spoiled = true;
+    return found;
+}
+#define NOT_WHILE_RECORDING if (recording_here()) return CAPTURE_UNSUPPORTED
+
+// The context that the calling thread has bound; without one a driver does nothing.
+thread_local void* current;
+#define BOUND if (!current) return INVALID_CONTEXT
+
+Result allocate(Address* p, size_t n, size_t alignment, bool pinned) {
+    BOUND;
     LOCKED;
+    NOT_WHILE_RECORDING;
     if (!n) return INVALID_VALUE;
     void* memory;
     if (posix_memalign(&memory, alignment, n)) return OUT_OF_MEMORY;
     memset(memory, 0xa5, n);
     *p = (Address)memory;
-    sizes[*p] = n;
+    memories[*p] = {n, pinned};
     live_bytes += n;
     return SUCCESS;
 }
 
-Result release(Address p) {
+// Whether `n` bytes from `p` on are one allocation's.
+const Memory* within(Address p, size_t n) {
+    auto at = memories.upper_bound(p);
+    if (at == memories.begin()) return nullptr;
+    --at;
+    return p - at->first <= at->second.bytes && n <= at->second.bytes - (p - at->first) ? &at->second : nullptr;
+}
+
+void check_device(Address p, size_t n) {
+    const Memory* memory = within(p, n);
+    if (!memory || memory->pinned) sim::fail("a copy leaves the device memory that was allocated");
+}
+
+// Device memory is freed once the device is done; pinned memory at once, whoever still writes there.
+Result release(Address p, bool pinned) {
+    BOUND;
     LOCKED;
-    run(idle);
-    auto at = sizes.find(p);
-    if (at == sizes.end()) sim::fail("memory is freed that was not allocated");
-    live_bytes -= at->second;
-    sizes.erase(at);
+    NOT_WHILE_RECORDING;
+    if (!pinned) run(idle);
+    auto at = memories.find(p);
+    if (at == memories.end() || at->second.pinned != pinned) sim::fail("memory is freed that was not allocated so");
+    live_bytes -= at->second.bytes;
+    memories.erase(at);
     free((void*)p);
     return SUCCESS;
 }
 
-struct Module { std::string image; };
+struct Module { std::string image, entry; };  // what a kernel's name stands behind in the image
 struct Function { sim::Named kernel; };
 typedef std::vector<Op> Graph;
 int context;
-thread_local void* current;
 
 }  // namespace
 
 void sim::add(sim::Named kernel) { table().push_back(kernel); }
 
 // For the tests themselves.
+API void standin_device(const char* name) { LOCKED; device() = device_named(name); }
 API void standin_seed(uint64_t seed) { LOCKED; sim::seed(seed); }
 API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; }
 
 API Result cuInit(unsigned) { return SUCCESS; }
-API Result cuDriverGetVersion(int* v) { *v = 11040; return SUCCESS; }
+API Result cuDriverGetVersion(int* v) { *v = device()->driver; return SUCCESS; }
 API Result cuDeviceGetCount(int* n) { *n = 1; return SUCCESS; }
 API Result cuDeviceGet(int* d, int i) { *d = 0; return i ? INVALID_DEVICE : SUCCESS; }
 API Result cuDeviceGetName(char* s, int n, int) { snprintf(s, n, "stand-in (no GPU: kernels run on the host)"); return SUCCESS; }
@@ -155,8 +208,9 @@ API Result cuDeviceGetUuid(char* u, int) { memset(u, 7, 16); return SUCCESS; }
 API Result cuDeviceGetUuid_v2(char* u, int) { return cuDeviceGetUuid(u, 0); }
 API Result cuDeviceTotalMem_v2(size_t* n, int) { *n = 4ull << 30; return SUCCESS; }
 API Result cuDeviceGetAttribute(int* v, int a, int) {
-    // Compute capability 8.7, integrated, 2 multiprocessors, warps of 32, blocks of 1024; no pools, no managed memory.
-    static const std::map<int, int> known = {{1, 1024}, {10, 32}, {16, 2}, {18, 1}, {75, 8}, {76, 7}};
+    // Blocks of 1024, warps of 32; no pools, no managed memory.
+    const Device& d = *device();
+    const std::map<int, int> known = {{1, 1024}, {10, 32}, {16, d.processors}, {18, d.integrated}, {75, d.sm / 10}, {76, d.sm % 10}};
     auto at = known.find(a);
     *v = at == known.end() ? 0 : at->second;
     return SUCCESS;
@@ -165,39 +219,61 @@ API Result cuDevicePrimaryCtxRetain(void** c, int) { *c = &context; return SUCCE
 API Result cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
 API Result cuCtxGetCurrent(void** c) { *c = current; return SUCCESS; }
 API Result cuCtxSetCurrent(void* c) { current = c; return SUCCESS; }
-API Result cuCtxSynchronize() { LOCKED; NOT_IN_CAPTURE; waits++; run(idle); return SUCCESS; }
+API Result cuCtxSynchronize() {
+    BOUND;
+    LOCKED;
+    // Of all streams, so it spoils every recording, whoever makes it.
+    bool spoiled = false;
+    for (Stream* s : streams) spoiled |= spoil(s);
+    if (spoiled) return CAPTURE_UNSUPPORTED;
+    waits++;
+    run(idle);
+    return SUCCESS;
+}
 API Result cuMemGetInfo_v2(size_t* left, size_t* all) { *all = 4ull << 30; *left = *all - live_bytes; return SUCCESS; }
 API Result cuGetErrorName(Result, const char** s) { *s = "CUDA_ERROR (stand-in)"; return SUCCESS; }
 API Result cuGetErrorString(Result r, const char** s) {
-    *s = r == NO_BINARY ? "no binary for this GPU" : r == CAPTURE_UNSUPPORTED ? "not permitted while a stream is captured" : "stand-in error";
+    *s = r == NO_BINARY ? "no binary for this GPU" : r == NEWER_PTX ? "the PTX is newer than the driver" : r == CAPTURE_UNSUPPORTED ? "not permitted while a stream is captured" : "stand-in error";
     return SUCCESS;
 }
 
-API Result cuStreamCreate(void** s, unsigned) { LOCKED; *s = *streams.insert(new Stream).first; return SUCCESS; }
+API Result cuStreamCreate(void** s, unsigned flags) {
+    BOUND;
+    LOCKED;
+    if (flags != 1) sim::fail("a stream that waits for the legacy stream");
+    *s = *streams.insert(new Stream).first;
+    return SUCCESS;
+}
 API Result cuStreamCreateWithPriority(void** s, unsigned flags, int) { return cuStreamCreate(s, flags); }
-API Result cuStreamDestroy_v2(void* s) { LOCKED; run([&] { return of(s)->ops.empty(); }); streams.erase(of(s)); delete of(s); return SUCCESS; }
-API Result cuStreamSynchronize(void* s) { LOCKED; NOT_IN_CAPTURE; waits++; run([&] { return of(s)->ops.empty(); }); return SUCCESS; }
-API Result cuStreamQuery(void* s) { LOCKED; NOT_IN_CAPTURE; advance(); return of(s)->ops.empty() ? SUCCESS : NOT_READY; }
+API Result cuStreamDestroy_v2(void* s) { BOUND; LOCKED; Stream* gone = of(s); run([&] { return gone->ops.empty(); }); streams.erase(gone); delete gone; return SUCCESS; }
+API Result cuStreamSynchronize(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; waits++; run([&] { return of(s)->ops.empty(); }); return SUCCESS; }
+API Result cuStreamQuery(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; advance(); return of(s)->ops.empty() ? SUCCESS : NOT_READY; }
 
-API Result cuEventCreate(void** e, unsigned) { *e = new std::shared_ptr<Event>(new Event); return SUCCESS; }
-API Result cuEventDestroy_v2(void* e) { LOCKED; delete (std::shared_ptr<Event>*)e; return SUCCESS; }
+API Result cuEventCreate(void** e, unsigned) { BOUND; *e = new std::shared_ptr<Event>(new Event); return SUCCESS; }
+API Result cuEventDestroy_v2(void* e) { BOUND; LOCKED; delete (std::shared_ptr<Event>*)e; return SUCCESS; }
 API Result cuEventRecord(void* e, void* s) {
+    BOUND;
     LOCKED;
     Op op{Op::RECORD};
     op.event = *(std::shared_ptr<Event>*)e;
+    op.event->in_capture = of(s)->captured;
     op.number = ++op.event->recorded;
     return give(s, std::move(op));
 }
 API Result cuStreamWaitEvent(void* s, void* e, unsigned) {
+    BOUND;
     LOCKED;
     Op op{Op::WAIT};
     op.event = *(std::shared_ptr<Event>*)e;
     op.number = op.event->recorded;
+    // A recording depends on nothing outside it.
+    if (op.event->in_capture != (of(s)->captured != nullptr)) return spoil(of(s)), CAPTURE_ISOLATION;
     return give(s, std::move(op));
 }
 API Result cuEventSynchronize(void* e) {
+    BOUND;
     LOCKED;
-    NOT_IN_CAPTURE;
+    NOT_WHILE_RECORDING;
     waits++;
     Event& event = **(std::shared_ptr<Event>*)e;
     uint64_t number = event.recorded;
@@ -205,55 +281,93 @@ API Result cuEventSynchronize(void* e) {
     return SUCCESS;
 }
 API Result cuEventQuery(void* e) {
+    BOUND;
     LOCKED;
-    NOT_IN_CAPTURE;
+    NOT_WHILE_RECORDING;
     Event& event = **(std::shared_ptr<Event>*)e;
     if (event.done < event.recorded) advance();
     return event.done < event.recorded ? NOT_READY : SUCCESS;
 }
 API Result cuEventElapsedTime(float* ms, void*, void*) { *ms = 0; return SUCCESS; }
 
-API Result cuMemAlloc_v2(Address* p, size_t n) { return allocate(p, n, 256); }
-API Result cuMemFree_v2(Address p) { LOCKED; NOT_IN_CAPTURE; return release(p); }
-API Result cuMemHostAlloc(void** p, size_t n, unsigned) { return allocate((Address*)p, n, 4096); }
-API Result cuMemFreeHost(void* p) { LOCKED; NOT_IN_CAPTURE; return release((Address)p); }
+API Result cuMemAlloc_v2(Address* p, size_t n) { return allocate(p, n, 256, false); }
+API Result cuMemFree_v2(Address p) { return release(p, false); }
+API Result cuMemHostAlloc(void** p, size_t n, unsigned flags) {
+    if (flags != 2) sim::fail("pinned memory that is not mapped, or that the host reads slowly");
+    return allocate((Address*)p, n, 4096, true);
+}
+API Result cuMemFreeHost(void* p) { return release((Address)p, true); }
 API Result cuMemHostGetDevicePointer_v2(Address* d, void* p, unsigned) { *d = (Address)p; return SUCCESS; }
-API Result cuMemcpyHtoDAsync_v2(Address d, const void* p, size_t n, void* s) { LOCKED; copies++; return host(s, [=] { memcpy((void*)d, p, n); }); }
-API Result cuMemcpyDtoHAsync_v2(void* p, Address d, size_t n, void* s) { LOCKED; copies++; return host(s, [=] { memcpy(p, (void*)d, n); }); }
-API Result cuMemcpyDtoDAsync_v2(Address d, Address p, size_t n, void* s) { LOCKED; copies++; return host(s, [=] { memmove((void*)d, (void*)p, n); }); }
-API Result cuMemsetD8Async(Address d, unsigned char v, size_t n, void* s) { LOCKED; return host(s, [=] { memset((void*)d, v, n); }); }
-API Result cuMemsetD8_v2(Address d, unsigned char v, size_t n) { LOCKED; NOT_IN_CAPTURE; run(idle); memset((void*)d, v, n); return SUCCESS; }
+API Result cuMemcpyHtoDAsync_v2(Address d, const void* p, size_t n, void* s) {
+    BOUND;
+    LOCKED;
+    check_device(d, n);
+    const Memory* from = within((Address)p, n);
+    if (of(s)->captured && !(from && from->pinned)) sim::fail("a recording copies from memory that is not pinned");
+    return copy(s, [=] { memcpy((void*)d, p, n); });
+}
+API Result cuMemcpyDtoHAsync_v2(void* p, Address d, size_t n, void* s) { BOUND; LOCKED; check_device(d, n); return copy(s, [=] { memcpy(p, (void*)d, n); }); }
+API Result cuMemcpyDtoDAsync_v2(Address d, Address p, size_t n, void* s) {
+    BOUND;
+    LOCKED;
+    check_device(d, n);
+    check_device(p, n);
+    return copy(s, [=] { memmove((void*)d, (void*)p, n); });
+}
+API Result cuMemsetD8Async(Address d, unsigned char v, size_t n, void* s) { BOUND; LOCKED; check_device(d, n); return host(s, [=] { memset((void*)d, v, n); }); }
 
 API Result cuLaunchHostFunc(void* s, void (*run)(void*), void* with) { LOCKED; return host(s, [=] { run(with); }); }
 
+// PTX, which a driver compiles if it is no newer than itself and for no later GPU.
+static Result load_ptx(void** m, const char* text) {
+    const char *version = strstr(text, "\n.version "), *target = strstr(text, "\n.target sm_");
+    int major, minor, sm;
+    if (!version || !target || sscanf(version, "\n.version %d.%d", &major, &minor) != 2 || sscanf(target, "\n.target sm_%d", &sm) != 1)
+        return INVALID_IMAGE;
+    // CUDA 11.4 is ISA 7.4, 12.0 is 8.0.
+    if (10 * major + minor > (device()->driver / 1000 - 4) * 10 + device()->driver % 1000 / 10) return NEWER_PTX;
+    if (sm > device()->sm) return NO_BINARY;
+    *m = new Module{text, ".entry "};
+    return SUCCESS;
+}
 API Result cuModuleLoadData(void** m, const void* image) {
+    BOUND;
+    LOCKED;
+    NOT_WHILE_RECORDING;
     const unsigned char* p = (const unsigned char*)image;
+    if (!memcmp(p, "//", 2)) return load_ptx(m, (const char*)image);
     // Machine code for CUDA (EM_CUDA), for the compute capability that this device says it has.
     if (memcmp(p, "\177ELF", 4) || p[18] != 190) return INVALID_IMAGE;
+    if ((Address)image % 8) sim::fail("an image that does not begin on a multiple of 8");
     unsigned flags;
     memcpy(&flags, p + 48, 4);
-    if ((flags & 0xff) != 87) return NO_BINARY;
+    if ((int)(flags & 0xff) != device()->sm) return NO_BINARY;
     uint64_t sections, programs;
     uint16_t size, count, psize, pcount;
     memcpy(&programs, p + 32, 8), memcpy(&sections, p + 40, 8);
     memcpy(&psize, p + 54, 2), memcpy(&pcount, p + 56, 2), memcpy(&size, p + 58, 2), memcpy(&count, p + 60, 2);
     size_t bytes = std::max(sections + (size_t)size * count, programs + (size_t)psize * pcount);
-    *m = new Module{std::string((const char*)p, bytes)};
+    *m = new Module{std::string((const char*)p, bytes), ".text."};
     return SUCCESS;
 }
-API Result cuModuleUnload(void* m) { delete (Module*)m; return SUCCESS; }
+API Result cuModuleUnload(void* m) { BOUND; LOCKED; NOT_WHILE_RECORDING; delete (Module*)m; return SUCCESS; }
 API Result cuModuleGetFunction(void** f, void* m, const char* name) {
+    BOUND;
     // The image must have it too: what is tested here is what was built for the device.
-    if (((Module*)m)->image.find(std::string(".text.") + name + '\0') == std::string::npos) return NOT_FOUND;
+    const Module& module = *(Module*)m;
+    const std::string there = module.entry + name + (module.entry == ".text." ? '\0' : '(');
+    if (module.image.find(there) == std::string::npos) return NOT_FOUND;
     for (auto& kernel : table()) if (!strcmp(kernel.name, name)) { *f = new Function{kernel}; return SUCCESS; }
     return NOT_FOUND;
 }
 API Result cuFuncGetAttribute(int* v, int, void*) { *v = 0; return SUCCESS; }
 API Result cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned, void* s, void** arguments, void**) {
+    BOUND;
     LOCKED;
-    if (!gx || !gy || !gz || !bx || !by || !bz || bx * by * bz > 1024) return INVALID_VALUE;
-    if (!of(s)->captured) launches++;
     sim::Named& kernel = ((Function*)f)->kernel;
+    // No more threads than the kernel was built for: its registers would not do.
+    if (!gx || !gy || !gz || gx > 0x7fffffff || gy > 65535 || gz > 65535 || !bx || !by || !bz || bx * by * bz > kernel.threads) return INVALID_VALUE;
+    if (!of(s)->captured) launches++;
     Op op{Op::KERNEL};
     op.run = kernel.bind(arguments);
     op.blocks = {gx, gy, gz};
@@ -262,16 +376,34 @@ API Result cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsign
     return give(s, std::move(op));
 }
 
-API Result cuStreamBeginCapture_v2(void* s, int) { LOCKED; of(s)->captured = new Graph; return SUCCESS; }
-API Result cuStreamEndCapture(void* s, void** g) { LOCKED; *g = of(s)->captured; of(s)->captured = nullptr; return SUCCESS; }
+API Result cuStreamBeginCapture_v2(void* s, int mode) {
+    BOUND;
+    LOCKED;
+    if (mode != 1) sim::fail("a recording that other threads may spoil");
+    if (of(s)->captured) return CAPTURE_UNSUPPORTED;
+    of(s)->captured = new Graph, of(s)->by = std::this_thread::get_id(), of(s)->spoiled = false;
+    return SUCCESS;
+}
+API Result cuStreamEndCapture(void* s, void** g) {
+    BOUND;
+    LOCKED;
+    if (of(s)->by != std::this_thread::get_id()) return CAPTURE_WRONG_THREAD;
+    *g = of(s)->captured;
+    of(s)->captured = nullptr;
+    if (!of(s)->spoiled) return SUCCESS;
+    delete (Graph*)*g;
+    *g = nullptr;
+    return CAPTURE_INVALIDATED;
+}
 API Result cuStreamIsCapturing(void* s, int* c) { LOCKED; *c = of(s)->captured ? 1 : 0; return SUCCESS; }
-API Result cuGraphInstantiateWithFlags(void** x, void* g, unsigned long long) { *x = new Graph(*(Graph*)g); return SUCCESS; }
-API Result cuGraphUpload(void*, void*) { return SUCCESS; }
+API Result cuGraphInstantiateWithFlags(void** x, void* g, unsigned long long) { BOUND; *x = new Graph(*(Graph*)g); return SUCCESS; }
+API Result cuGraphUpload(void*, void*) { BOUND; return SUCCESS; }
 API Result cuGraphLaunch(void* x, void* s) {
+    BOUND;
     LOCKED;
     launches++;
     for (Op op : *(Graph*)x) give(s, std::move(op));
     return SUCCESS;
 }
 API Result cuGraphDestroy(void* g) { delete (Graph*)g; return SUCCESS; }
-API Result cuGraphExecDestroy(void* x) { LOCKED; run(idle); delete (Graph*)x; return SUCCESS; }
+API Result cuGraphExecDestroy(void* x) { BOUND; LOCKED; run(idle); delete (Graph*)x; return SUCCESS; }

@@ -46,13 +46,17 @@ fn without_a_gpu_the_reason_is_typed() {
 const CAR: &[u8] = include_bytes!("../../kernels/cuda/built/changes.sm_87.cubin");
 const DESK: &[u8] = include_bytes!("../../kernels/cuda/built/changes.sm_90.cubin");
 
-/// As on the board: what is not there as machine code for the GPU is refused, and so is what is damaged.
+const PTX: &str = include_str!("../../kernels/cuda/built/changes.ptx");
+
+/// As on the board: what is not there as machine code for the GPU is refused, and so is what is damaged. A desk's GPU takes the PTX
+/// where there is no machine code for it, if its driver knows that PTX.
 #[test]
-fn kernels_that_do_not_fit_are_refused() {
-    let Some(_) = standin::load() else {
-        return println!("SKIPPED: a real driver knows what to do with PTX");
+fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a real driver is one GPU's alone");
     };
     let [board, desk] = [true, false].map(|tegra| Gpu::open(Profile { tegra }).unwrap());
+    assert!(board.integrated() && board.sm() == 87);
     let refused = |gpu: &Arc<Gpu>, cubins| {
         let e = gpu.module(&Images { name: "x", cubins, ptx: ".version 7.4" }).err().unwrap();
         assert!(matches!(&e, CudaError::NoKernels { .. }), "{e}");
@@ -62,10 +66,31 @@ fn kernels_that_do_not_fit_are_refused() {
     assert!(refused(&board, &[(90, DESK)]).contains("Tegra profile"));
     assert!(refused(&board, &[(87, DESK)]).contains("is refused"));
     assert!(refused(&board, &[(87, b"\x7fELF, and then something else")]).contains("is refused"));
-    // The stand-in compiles no PTX.
     assert!(refused(&desk, &[(90, DESK)]).contains("its PTX is refused"));
     let module = board.module(&Images { name: "x", cubins: &[(87, CAR)], ptx: "" }).unwrap();
     assert!(module.kernel("insert_rows").is_ok());
     let missing = module.kernel("no_such_kernel").err().unwrap();
     assert!(matches!(&missing, CudaError::Driver { call: "no_such_kernel", .. }), "{missing}");
+    let cubins = &[(87, CAR), (90, DESK)];
+    for (device, sm, integrated) in [(c"desk", 90, false), (c"ptx", 89, false), (c"board", 87, true)] {
+        stand_in.device(device);
+        let gpu = Gpu::open(Profile::default()).unwrap();
+        assert_eq!((gpu.sm(), gpu.integrated()), (sm, integrated));
+        let module = gpu.module(&Images { name: "x", cubins, ptx: PTX }).unwrap();
+        assert!(module.kernel("update_rows").is_ok() && module.kernel("update_row").is_err(), "{device:?}");
+    }
+    // Without machine code for it the board's own driver would compile the PTX, which is as old as it; no newer one.
+    assert!(board.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_err());
+    assert!(desk.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_ok());
+    let newer = PTX.replace(".version 7.4", ".version 7.8").leak();
+    let e = desk.module(&Images { name: "x", cubins: &[], ptx: newer }).err().unwrap().to_string();
+    assert!(e.contains("its PTX is refused"), "{e}");
+    for (device, what) in
+        [(c"old driver", "the CUDA driver is 11.2"), (c"old GPU", "compute capability is 7.5")]
+    {
+        stand_in.device(device);
+        let e = Gpu::open(Profile::default()).err().unwrap();
+        assert!(matches!(&e, CudaError::TooOld { .. }) && e.to_string().contains(what), "{e}");
+    }
+    stand_in.device(c"board");
 }

@@ -6,8 +6,9 @@
 use hatchback_kernels::cache::{Cache, Epoch};
 use hatchback_kernels::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::cuda::Device;
-use hatchback_kernels::cuda::driver::{Gpu, Mapped};
-use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Lookup};
+use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Keys, Limits, Lookup};
+use hatchback_kernels::cuda::memory::Mapped;
 use hatchback_kernels::cuda::tables::{Changes, Place, Tables};
 use hatchback_kernels::isa::Isa;
 use hatchback_kernels::misses::{Miss, Misses, RowState};
@@ -367,7 +368,7 @@ struct OnGpu {
 }
 
 impl OnGpu {
-    fn new(gpu: &Arc<Gpu>, world: &World, batch_max: usize) -> Self {
+    fn new(gpu: &Arc<Gpu>, world: &World, batch_max: usize, keys: Keys) -> Self {
         let places = world.tables.iter().map(|t| t.place).collect();
         let widths: Vec<usize> = world.caches.iter().map(Cache::row_bytes).collect();
         let residents: Vec<&Resident> = world.residents.iter().collect();
@@ -375,8 +376,9 @@ impl OnGpu {
         let inputs = world.strides.map(|stride| gpu.mapped(batch_max * stride).unwrap());
         let features: Vec<FeatureOnDevice> =
             world.features.iter().map(|plan| world.on_device(plan, &inputs)).collect();
-        let lookup =
-            Lookup::new(&tables, &features, batch_max, world.misses_max, world.row_bytes_max()).unwrap();
+        let (misses_max, row_bytes_max) = (world.misses_max, world.row_bytes_max());
+        let limits = Limits { batch_max, misses_max, row_bytes_max, keys };
+        let lookup = Lookup::new(&tables, &features, limits).unwrap();
         let misses =
             Misses::on(&Device::Cuda(Arc::clone(gpu)), world.misses_max, world.row_bytes_max()).unwrap();
         Self { tables, lookup, inputs, misses }
@@ -410,7 +412,8 @@ fn queries_pool_the_same_bits() {
         let mut random = Random::new(seed);
         let world = World::new(&mut random);
         let batch_max = 1 + random.below(40) as usize;
-        let mut on_gpu = OnGpu::new(&gpu, &world, batch_max);
+        let keys = [Keys::InPlace, Keys::Brought][seed as usize / 2 % 2];
+        let mut on_gpu = OnGpu::new(&gpu, &world, batch_max, keys);
         let mut rounds_max = 1;
         for _ in 0..5 {
             let batch = random.below(batch_max as u64 + 1) as usize;
@@ -462,7 +465,9 @@ fn no_query_sees_a_torn_or_foreign_row() {
             column: 0,
             width: DIM,
         };
-        let mut lookup = Lookup::new(&tables, &[feature], 64, 64, 4 * DIM).unwrap();
+        let keys = Keys::on(&gpu);
+        let limits = Limits { batch_max: 64, misses_max: 64, row_bytes_max: 4 * DIM, keys };
+        let mut lookup = Lookup::new(&tables, &[feature], limits).unwrap();
         let mut misses = Misses::on(&Device::Cuda(Arc::clone(&gpu)), 64, 4 * DIM).unwrap();
         let (mut changes, mut staged) =
             (Changes::new(&tables, 16).unwrap(), gpu.mapped::<u8>(16 * 4 * DIM).unwrap());

@@ -3,16 +3,17 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback_kernels::cuda::dense::View;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu, Stream};
 use hatchback_kernels::cuda::graph::Graphs;
+use hatchback_kernels::cuda::memory::{Buffer, Mapped};
 use hatchback_kernels::dense::{
-    Activation, DenseEngine, DenseError, DenseNetwork, DeviceEngine, DeviceOptions, Weights,
+    Activation, DenseEngine, DenseError, DenseNetwork, DeviceEngine, DeviceLane, DeviceOptions, Weights,
 };
 use hatchback_tests::models::repository;
 use hatchback_tests::random::Random;
 use hatchback_tests::standin;
 use hatchback_tools::onnx::{Graph, Message, Type, int, ints};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const OWN: DeviceOptions = DeviceOptions { tensorrt: None, cublas: false, batch_max: 100 };
@@ -193,8 +194,8 @@ fn on_device(
     let mut lane = engine.lane(n).unwrap();
     if recorded {
         let mut graphs = Graphs::new((stream, fed, scores, lane));
-        let work = |(stream, fed, scores, lane): &mut (Stream, Vec<_>, _, _)| {
-            engine.enqueue(stream, n, fed, View::of(scores), lane)
+        let work = |(stream, fed, scores, lane): &mut (Stream, Vec<_>, Buffer<f32>, DeviceLane)| {
+            engine.enqueue(stream, n, fed, scores.view(), lane)
         };
         graphs.record(|named| &named.0, work).unwrap();
         let counts = || standin::load().map(|s| s.counts());
@@ -208,7 +209,7 @@ fn on_device(
         let (stream, _, scores, _) = graphs.named();
         stream.download(scores, 0, &mut out).unwrap();
     } else {
-        engine.enqueue(&stream, n, &fed, View::of(&scores), &mut lane).unwrap();
+        engine.enqueue(&stream, n, &fed, scores.view(), &mut lane).unwrap();
         stream.download(&scores, 0, &mut out).unwrap();
     }
     out
@@ -276,6 +277,42 @@ fn the_networks_of_the_tree_give_the_cpus_bits() {
     }
 }
 
+/// With its sums in another order than ours they are the CPU's within the bound, recorded or not; where it is missing, that is said.
+#[test]
+fn products_by_cublas_are_close_to_the_cpus() {
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
+    let inputs = [("dense", 7), ("emb", 288)];
+    let (activation, weights) = (Activation::Sigmoid, Weights::Int8);
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation, weights };
+    let options = DeviceOptions { cublas: true, ..OWN };
+    let load = || DeviceEngine::load(&gpu, &network, &options).unwrap();
+    let without = load();
+    if !standin::load_cublas() {
+        return println!("SKIPPED: the machine's own cuBLAS is for the benchmark: {}", without.runs_on());
+    }
+    // Unless the stand-in was named in the environment, and so was found by itself.
+    if without.is_exact() {
+        assert!(without.passed_over()[0].contains("no cuBLAS on this machine"));
+    }
+    let engine = load();
+    assert!(!engine.is_exact() && engine.runs_on().contains("cuBLAS") && engine.passed_over().is_empty());
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation, weights).unwrap();
+    let mut random = Random::new(4);
+    let mut apart = 0;
+    for n in [1, 9, 64] {
+        let fed = inputs.map(|(_, width)| (0..n * width).map(|_| random.signed()).collect::<Vec<f32>>());
+        let mut expected = vec![0.0; n * cpu.outputs()];
+        cpu.run(n, &fed, &mut expected, &mut cpu.scratch(n)).unwrap();
+        for recorded in [false, true] {
+            let got = on_device(&gpu, &engine, n, &fed, recorded);
+            assert!(got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{got:?}, {expected:?}");
+            apart += usize::from(bits(&got) != bits(&expected));
+        }
+    }
+    assert!(apart > 0, "sums in another order have other bits");
+}
+
 #[test]
 fn what_no_kernel_does_is_refused_by_name() {
     let (_alone, gpu) = (alone(), standin::gpu(7));
@@ -295,15 +332,49 @@ fn what_no_kernel_does_is_refused_by_name() {
     assert!(said.contains("Neg"), "{said}");
 }
 
-/// Work that waits cannot be recorded, and the stream is as it was.
+/// Work that waits or takes memory cannot be recorded, and the stream is as it was.
 #[test]
-fn a_wait_is_not_recorded() {
+fn what_spoils_a_recording_is_an_error() {
     let (_alone, gpu) = (alone(), standin::gpu(7));
     let mut graphs = Graphs::new(gpu.stream().unwrap());
     let refused: Result<usize, CudaError> = graphs.record(|stream| stream, |stream| stream.wait());
     assert!(matches!(refused.err().unwrap(), CudaError::Driver { .. }));
     graphs.named().wait().unwrap();
+    let takes = |stream: &mut Stream| stream.gpu().buffer::<u8>(8).map(drop);
+    assert!(graphs.record(|stream| stream, takes).is_err());
+    let other = gpu.event().unwrap();
+    gpu.stream().unwrap().record(&other).unwrap();
+    assert!(graphs.record(|stream| stream, |stream| stream.after(&other)).is_err());
+    graphs.named().wait().unwrap();
     let failed = graphs.record(|stream| stream, |_| Err(DenseError::Run("no".into())));
     assert!(matches!(failed.err().unwrap(), DenseError::Run(_)));
     graphs.named().wait().unwrap();
+}
+
+/// Others go on taking and freeing memory and waiting while work is recorded.
+#[test]
+fn a_recording_and_other_threads_do_not_disturb_each_other() {
+    let (_alone, gpu) = (alone(), standin::gpu(8));
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                let (mapped, buffer) = (gpu.mapped::<u32>(9).unwrap(), gpu.buffer::<u32>(9).unwrap());
+                let stream = gpu.stream().unwrap();
+                stream.bring(&mapped, &buffer, 9).unwrap();
+                stream.wait().unwrap();
+            }
+        });
+        for _ in 0..60 {
+            let (from, to) = (gpu.mapped::<u32>(3).unwrap(), gpu.buffer::<u32>(3).unwrap());
+            let mut graphs = Graphs::new((gpu.stream().unwrap(), from, to));
+            let work = |(stream, from, to): &mut (Stream, Mapped<u32>, Buffer<u32>)| {
+                (0..20).try_for_each(|_| stream.bring(from, to, 3))
+            };
+            graphs.record(|named| &named.0, work).unwrap();
+            graphs.launch(0, |named| &named.0).unwrap();
+            graphs.named().0.wait().unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+    });
 }

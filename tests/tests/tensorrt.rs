@@ -5,10 +5,19 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback_kernels::cuda::dense::View;
+use hatchback_kernels::cache::Cache;
+use hatchback_kernels::codec::{Codec, RowFormat};
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Keys, Limits};
+use hatchback_kernels::cuda::memory::View;
+use hatchback_kernels::cuda::step::Step;
+use hatchback_kernels::cuda::tables::{Place, Tables};
 use hatchback_kernels::dense::{
     Activation, DenseEngine, DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions, Weights,
 };
+use hatchback_kernels::misses::{Misses, RowState};
+use hatchback_kernels::names::{Names, RowKey};
+use hatchback_kernels::query::{Bags, Pooling, Status};
 use hatchback_kernels::tensorrt::{Build, Plans, TensorRt, TensorRtError};
 use hatchback_tests::models::repository;
 use hatchback_tests::standin;
@@ -16,7 +25,7 @@ use hatchback_tools::onnx::{Graph, Type};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A shim and the twin of a TensorRT release.
 #[derive(Clone)]
@@ -55,7 +64,10 @@ fn compile_into(name: &str, major: u32, minor: u32, library_only: &[&str]) -> Tw
     }
     let library = folder.join("libtwin.so");
     let mut cc = Command::new("c++");
-    cc.args(["-std=c++17", "-O1", "-fPIC", "-shared", "-o"]).arg(&library).args(release.split(' '));
+    // Several releases are loaded side by side: none may find another's functions.
+    cc.args(["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-shared", "-o"])
+        .arg(&library)
+        .args(release.split(' '));
     run(cc.args(library_only).arg(repository("tests/tensorrt/twin.cpp")).arg("-ldl"));
     Twin { shim: folder.join("libhatchback_tensorrt.so"), library }
 }
@@ -232,7 +244,7 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
             let values: Vec<f32> = (0..5 * batch).map(|i| (i as f32 * 0.37).sin()).collect();
             let (mut fed, mut scores) = ([gpu.buffer(values.len()).unwrap()], gpu.buffer(batch).unwrap());
             stream.upload(&values, &mut fed[0], 0).unwrap();
-            engine.enqueue(&stream, batch, &fed, View::of(&scores), &mut lane).unwrap();
+            engine.enqueue(&stream, batch, &fed, scores.view(), &mut lane).unwrap();
             let (mut ours, mut theirs) = (vec![0.0; batch], vec![0.0; batch]);
             stream.download(&scores, 0, &mut ours).unwrap();
             cpu.run(batch, &[values], &mut theirs, &mut cpu.scratch(batch)).unwrap();
@@ -264,12 +276,72 @@ fn an_engine_with_other_scores_than_the_cpus_is_passed_over() {
     assert!(said.contains("TensorRT 8.6.3") && said.contains("from the CPU's"), "{said}");
 }
 
+/// Each size of a batch has a recording, and each recording a state of TensorRT's; rows that were missing come in between.
+#[test]
+fn recorded_requests_run_on_an_engine_for_every_size() {
+    let gpu = standin::gpu(5);
+    let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
+    let (activation, weights) = (Activation::None, Weights::F32);
+    let network = DenseNetwork { onnx: &onnx, inputs: &[("x", 5)], output: "sum", activation, weights };
+    let engine = Arc::new(DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap());
+    assert!(engine.records_keep_lanes(), "{}", engine.runs_on());
+    let cache = Cache::new(20, 1 << 16, &Names::new(vec![Some(100)])).unwrap();
+    let value = |key: u64, i: u64| (5 * key + i) as f32 / 64.0;
+    let row = |key: u64| (0..5).flat_map(|i| value(key, i).to_le_bytes()).collect::<Vec<u8>>();
+    for key in 0..50 {
+        let name = RowKey { table: 0, key };
+        assert!(cache.insert(name, &row(key), cache.epoch(name)));
+    }
+    let tables = Arc::new(Tables::new(&gpu, vec![Place::Cached(0)], vec![cache], &[]).unwrap());
+    let features = |inputs: &[u64]| {
+        vec![FeatureOnDevice {
+            table: 0,
+            format: RowFormat::new(Codec::F32, 5, 0).unwrap(),
+            keys_end: Some(100),
+            default_row: &[0.0; 5],
+            pooling: Pooling::Sum,
+            hotness_max: 1,
+            input: inputs[0],
+            stride: 5,
+            column: 0,
+            width: 5,
+        }]
+    };
+    for keys in [Keys::InPlace, Keys::Brought] {
+        let limits = Limits { batch_max: 40, misses_max: 64, row_bytes_max: 20, keys };
+        let mut step = Step::new(&tables, &engine, &[5], None, features, limits).unwrap();
+        let mut misses = Misses::on(&Device::Cuda(Arc::clone(&gpu)), 64, 20).unwrap();
+        let mut missed = 0;
+        for (first, batch) in [(0, 1), (7, 3), (20, 17), (10, 40), (45, 40), (30, 5), (60, 40), (0, 0)] {
+            let keys: Vec<u64> = (first..first + batch as u64).collect();
+            let (offsets, mut statuses) =
+                ((0..=batch as u32).collect::<Vec<_>>(), vec![Status::default(); batch]);
+            step.begin(batch, |_| Bags { keys: &keys, offsets: &offsets }, &[]).unwrap();
+            assert!(!step.lookup().collect(&mut misses, &mut statuses).unwrap());
+            if !misses.is_empty() {
+                missed += misses.list().len();
+                for miss in misses.list().to_vec() {
+                    misses.row_mut(miss.slot).copy_from_slice(&row(miss.row.key));
+                    misses.set_state(miss.slot, RowState::Fresh);
+                }
+                step.settle(&misses, &mut statuses).unwrap();
+                misses.clear();
+            }
+            assert!(statuses.iter().all(|s| *s == Status { fresh: 1, ..Status::default() }));
+            let sums: Vec<f32> = keys.iter().map(|&k| (0..5).map(|i| value(k, i)).sum()).collect();
+            assert_eq!(step.scores(batch), sums, "{batch} from {first}");
+        }
+        // The second time around the rows of the first are there.
+        assert_eq!(missed > 0, keys == Keys::InPlace);
+    }
+}
+
 /// Names and shapes of one sample.
 type Inputs = [(&'static str, &'static [usize])];
 
-/// Needs `tests/tensorrt/rtx`, which names the folder of shim and libraries.
+/// Needs `tests/tensorrt/rtx`, which names the folder of shims and libraries.
 #[test]
-fn tensorrt_for_rtx_builds_every_network_of_the_tree() {
+fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
     let Some(folder) = std::env::var_os("TENSORRT_RTX").map(PathBuf::from) else {
         return println!(
             "SKIPPED: TENSORRT_RTX is not set; tests/tensorrt/rtx gets TensorRT for RTX and sets it"
@@ -295,7 +367,33 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree() {
         let plan = tensorrt.build(&asked).unwrap_or_else(|e| panic!("{path}: {e}"));
         println!("TensorRT for RTX {}: {path}: a plan of {} bytes", tensorrt.version(), plan.len());
         assert!(plan.len() > onnx.len());
-        let said = tensorrt.build(&Build { fp16: true, ..asked }).unwrap_err();
+        let said = tensorrt.build(&Build { fp16: true, ..asked.clone() }).unwrap_err();
         assert!(matches!(said, TensorRtError::NoFp16(_)), "{said}");
+        let torn = tensorrt.build(&Build { onnx: &onnx[..onnx.len() / 2], ..asked.clone() }).unwrap_err();
+        assert!(matches!(torn, TensorRtError::Refused(_)), "{torn}");
+        let unknown = tensorrt.build(&Build { output: "score", ..asked }).unwrap_err();
+        assert!(matches!(&unknown, TensorRtError::Interface(t) if t.contains("`score`")), "{unknown}");
     }
+    // The shims of all other releases: refused before the first call.
+    let mut refused = 0;
+    for other in std::fs::read_dir(folder.join("shims")).unwrap() {
+        let other = other.unwrap().path().join("libhatchback_tensorrt.so");
+        match TensorRt::open(&other, Some((&libraries.0, &libraries.1))) {
+            Ok(same) => assert_eq!(same.version().to_string(), tensorrt.version().to_string()),
+            Err(said @ TensorRtError::Version { .. }) => {
+                println!("{said}");
+                refused += 1;
+            }
+            Err(said) => panic!("{said}"),
+        }
+    }
+    assert!(refused > 0);
+    // By name it is not found here, and a text is no library.
+    let said = TensorRt::open(&shim, None).err().unwrap();
+    assert!(matches!(&said, TensorRtError::NoLibrary(t) if t.contains("libtensorrt_rtx.so.1")), "{said}");
+    let text = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(text.path(), "not a library").unwrap();
+    let said = TensorRt::open(&shim, Some((&libraries.0, text.path()))).err().unwrap();
+    assert!(matches!(&said, TensorRtError::NoLibrary(_)), "{said}");
+    println!("{said}");
 }

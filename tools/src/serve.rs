@@ -140,5 +140,10 @@ pub fn memory_table(model: &Model) -> comfy_table::Table {
     }
     let total = model.memory().total();
     table.add_row(["total".to_owned(), report::count(total), report::bytes(total)]);
+    let opening = model.memory().opening();
+    if opening > 0 {
+        let what = "more while it was opened, on its way to the GPU".to_owned();
+        table.add_row([what, report::count(opening), report::bytes(opening)]);
+    }
     table
 }

@@ -1,11 +1,12 @@
-//! cuBLAS, fenced: single-precision products on a stream, in a workspace of its own so that they can be recorded into
+//! cuBLAS, fenced: single-precision products on a stream, in a workspace of our own so that they can be recorded into
 //! a graph. The library is loaded if it is there; nothing is linked. Its sums are in an order of its own: within
 //! rounding of ours, not to the bit.
 
 #![allow(unsafe_code)]
 
-use super::dense::{DeviceMatrix, View};
-use super::driver::{Buffer, CudaError, Gpu, Stream};
+use super::dense::DeviceMatrix;
+use super::driver::{CudaError, Gpu, Stream};
+use super::memory::{Buffer, View};
 use cudarc::cublas::{result, sys};
 use std::sync::Arc;
 
@@ -35,7 +36,7 @@ pub enum CublasError {
 pub struct Cublas {
     handle: sys::cublasHandle_t,
     gpu: Arc<Gpu>,
-    _workspace: Buffer<u8>,
+    workspace: Buffer<u8>,
 }
 
 // SAFETY: a handle may move between threads; `&mut self` keeps it to one at a time.
@@ -58,13 +59,7 @@ impl Cublas {
         let workspace = gpu.buffer::<u8>(WORKSPACE_BYTES)?;
         gpu.context().bind_to_thread().map_err(|error| CudaError::Driver { call: "bind", error })?;
         let handle = result::create_handle().map_err(refused("create"))?;
-        let this = Self { handle, gpu: Arc::clone(gpu), _workspace: workspace };
-        let address = this._workspace.address() as *mut std::ffi::c_void;
-        // SAFETY: the handle was just made; the workspace lives as long as it.
-        unsafe { sys::cublasSetWorkspace_v2(handle, address, WORKSPACE_BYTES) }
-            .result()
-            .map_err(refused("workspace"))?;
-        Ok(this)
+        Ok(Self { handle, gpu: Arc::clone(gpu), workspace })
     }
 
     /// `out[m, n] = a[m, k] x matrix`, not finished.
@@ -86,11 +81,16 @@ impl Cublas {
         let (one, zero) = (1.0f32, 0.0f32);
         let (m, k, n) = (m as i32, k as i32, n as i32);
         self.gpu.context().bind_to_thread().map_err(|error| CudaError::Driver { call: "bind", error })?;
-        // SAFETY: handle and stream live; column-major, a row-major product is that of the turned operands in the
+        // SAFETY: handle, stream and workspace live; column-major, a row-major product is that of the turned operands in the
         // other order, whose sizes were checked.
         unsafe {
             let stream = stream.raw().cu_stream();
             result::set_stream(self.handle, stream.cast()).map_err(refused("stream"))?;
+            // With each stream cuBLAS goes back to a workspace of its own, for which it takes memory.
+            let workspace = self.workspace.address() as *mut std::ffi::c_void;
+            sys::cublasSetWorkspace_v2(self.handle, workspace, self.workspace.len())
+                .result()
+                .map_err(refused("workspace"))?;
             let (w, a, out) = (by.weights.address(), a.address(), out.address());
             let (w, a, out) = (w as *const f32, a as *const f32, out as *mut f32);
             result::sgemm(self.handle, none, none, n, m, k, &one, w, n, a, k, &zero, out, n)

@@ -3,12 +3,11 @@
 
 #![allow(unsafe_code)]
 
-use super::driver::{Buffer, CudaError, DeviceValue, Gpu, Images, Kernel, Mapped, Stream};
-use std::ffi::c_void;
-use std::marker::PhantomData;
+use super::driver::{Gpu, Images, Kernel, Result, Stream};
+use super::memory::{Buffer, View};
 use std::sync::Arc;
 
-const IMAGES: Images = Images {
+pub(super) const IMAGES: Images = Images {
     name: "dense",
     cubins: &[
         (87, include_bytes!("../../cuda/built/dense.sm_87.cubin")),
@@ -23,52 +22,6 @@ const THREADS: u32 = 256;
 const BLOCKS_MAX: usize = 1 << 16;
 /// Up to this many rows a product takes the narrow tiles.
 const FEW_ROWS: usize = 32;
-
-/// Values on the device that a launch reads or writes: their place and their number.
-#[derive(Clone, Copy)]
-pub struct View<'a, T> {
-    address: u64,
-    len: usize,
-    of: PhantomData<&'a T>,
-}
-
-impl<'a, T: DeviceValue> View<'a, T> {
-    /// All of `buffer`.
-    pub fn of(buffer: &'a Buffer<T>) -> Self {
-        Self { address: buffer.address(), len: buffer.len(), of: PhantomData }
-    }
-
-    /// All of `memory`, which the host reaches too.
-    pub fn mapped(memory: &'a Mapped<T>) -> Self {
-        Self { address: memory.address(), len: memory.len(), of: PhantomData }
-    }
-
-    /// Nothing; the kernels take it as "none".
-    pub fn none() -> Self {
-        Self { address: 0, len: 0, of: PhantomData }
-    }
-
-    /// The first `len`.
-    pub fn first(self, len: usize) -> Self {
-        assert!(len <= self.len, "{len} of {} values", self.len);
-        Self { len, ..self }
-    }
-
-    /// Where they lie.
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-}
 
 /// A weight matrix `[k, n]` on the device and what follows a product by it.
 pub struct DeviceMatrix {
@@ -110,13 +63,6 @@ pub struct DenseKernels {
     pick: Kernel,
 }
 
-type Result<T> = std::result::Result<T, CudaError>;
-
-/// The pointers of arguments, in the kernel's order.
-macro_rules! arguments {
-    ($($name:ident),*) => { &mut [$(std::ptr::from_mut(&mut $name).cast::<c_void>()),*] };
-}
-
 fn strided(values: usize) -> u32 {
     values.div_ceil(THREADS as usize).min(BLOCKS_MAX) as u32
 }
@@ -154,18 +100,16 @@ impl DenseKernels {
         out: View<f32>,
     ) -> Result<()> {
         let (k, n) = (by.k, by.n);
-        assert!(a.len >= m * k && out.len >= m * n && by.weights.len() >= k * n);
+        assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
         assert!(by.scale.len() >= n && by.bias.len() >= n && m < 1 << 31 && k * n < 1 << 31);
         let few = m <= FEW_ROWS;
         let (kernel, rows, columns) = if few { (&self.matrix_few, 8, 32) } else { (&self.matrix, 64, 64) };
         let blocks = m.div_ceil(rows) * n.div_ceil(columns);
-        let (mut a, mut w, mut out) = (a.address, by.weights.address(), out.address);
-        let (mut scale, mut bias) = (by.scale.address(), by.bias.address());
-        let (mut m, mut k, mut n, mut relu) = (m as i32, k as i32, n as i32, i32::from(by.relu));
+        let (w, scale, bias) = (by.weights.address(), by.scale.address(), by.bias.address());
+        let (shape, relu) = ((m as i32, k as i32, n as i32), i32::from(by.relu));
+        let arguments = (a.address(), w, scale, bias, out.address(), shape.0, shape.1, shape.2, relu);
         // SAFETY: the parameters of `dense_matrix` and `dense_matrix_few`; the sizes were checked.
-        unsafe {
-            stream.launch(kernel, blocks as u32, THREADS, arguments![a, w, scale, bias, out, m, k, n, relu])
-        }
+        unsafe { stream.launch(kernel, blocks as u32, THREADS, arguments) }
     }
 
     /// What follows a product by `matrix` that a library left in `out[m, n]`.
@@ -173,12 +117,12 @@ impl DenseKernels {
     /// # Errors
     /// As `matrix`.
     pub fn finish(&self, stream: &Stream, m: usize, by: &DeviceMatrix, out: View<f32>) -> Result<()> {
-        assert!(out.len >= m * by.n && by.scale.len() >= by.n && by.bias.len() >= by.n);
-        let blocks = strided(m * by.n);
-        let (mut out, mut scale, mut bias) = (out.address, by.scale.address(), by.bias.address());
-        let (mut values, mut n, mut relu) = ((m * by.n) as i64, by.n as i32, i32::from(by.relu));
+        let (n, values) = (by.n, m * by.n);
+        assert!(out.len() >= values && by.scale.len() >= n && by.bias.len() >= n);
+        let (scale, bias) = (by.scale.address(), by.bias.address());
+        let arguments = (out.address(), scale, bias, values as i64, n as i32, i32::from(by.relu));
         // SAFETY: the parameters of `dense_finish`; the sizes were checked.
-        unsafe { stream.launch(&self.finish, blocks, THREADS, arguments![out, scale, bias, values, n, relu]) }
+        unsafe { stream.launch(&self.finish, strided(values), THREADS, arguments) }
     }
 
     /// `products` times `[m, k] x [k, n]`; the second operand is `[n, k]` if `turned`.
@@ -193,15 +137,13 @@ impl DenseKernels {
         (a, b): (View<f32>, View<f32>),
         out: View<f32>,
     ) -> Result<()> {
-        assert!(a.len >= products * m * k && b.len >= products * k * n && out.len >= products * m * n);
-        assert!(m * k < 1 << 31 && k * n < 1 << 31 && m * n < 1 << 31);
-        let blocks = products.min(BLOCKS_MAX) as u32;
-        let (mut a, mut b, mut out, mut products) = (a.address, b.address, out.address, products as i64);
-        let (mut m, mut k, mut n, mut turned) = (m as i32, k as i32, n as i32, i32::from(turned));
+        assert!(a.len() >= products * m * k && b.len() >= products * k * n);
+        assert!(out.len() >= products * m * n && m * k < 1 << 31 && k * n < 1 << 31 && m * n < 1 << 31);
+        let (blocks, turned) = (products.min(BLOCKS_MAX) as u32, i32::from(turned));
+        let (a, b, out) = (a.address(), b.address(), out.address());
+        let arguments = (a, b, out, products as i64, m as i32, k as i32, n as i32, turned);
         // SAFETY: the parameters of `dense_products`; the sizes were checked.
-        unsafe {
-            stream.launch(&self.products, blocks, THREADS, arguments![a, b, out, products, m, k, n, turned])
-        }
+        unsafe { stream.launch(&self.products, blocks, THREADS, arguments) }
     }
 
     /// A function of each value: 0 Relu, 1 the logistic function, 2 the hyperbolic tangent. `out` may be `from`.
@@ -209,12 +151,10 @@ impl DenseKernels {
     /// # Errors
     /// As `matrix`.
     pub fn map(&self, stream: &Stream, what: i32, from: View<f32>, out: View<f32>) -> Result<()> {
-        assert!(out.len >= from.len && (0..3).contains(&what));
-        let blocks = strided(from.len);
-        let (mut values, mut what) = (from.len as i64, what);
-        let (mut from, mut out) = (from.address, out.address);
+        assert!(out.len() >= from.len() && (0..3).contains(&what));
+        let arguments = (from.address(), out.address(), from.len() as i64, what);
         // SAFETY: the parameters of `dense_map`; the sizes were checked.
-        unsafe { stream.launch(&self.map, blocks, THREADS, arguments![from, out, values, what]) }
+        unsafe { stream.launch(&self.map, strided(from.len()), THREADS, arguments) }
     }
 
     /// `out[samples, width]` of two values each: 0 sum, 1 difference, 2 product, 3 quotient. Picks must lie in the
@@ -231,26 +171,18 @@ impl DenseKernels {
         out: View<f32>,
     ) -> Result<()> {
         for side in [left, right] {
-            assert!(side.picks.is_empty() || side.picks.len >= width);
+            assert!(side.picks.is_empty() || side.picks.len() >= width);
             let each = if side.picks.is_empty() { width } else { side.width };
-            assert!(side.values.len >= if side.width == 0 { each } else { samples * each });
+            assert!(side.values.len() >= if side.width == 0 { each } else { samples * each });
             assert!(side.width == 0 || !side.picks.is_empty() || side.width == width);
         }
-        assert!(out.len >= samples * width && (0..4).contains(&what));
-        let blocks = strided(samples * width);
-        let (mut l, mut lp, mut lw) = (left.values.address, left.picks.address, left.width as i32);
-        let (mut r, mut rp, mut rw) = (right.values.address, right.picks.address, right.width as i32);
-        let (mut out, mut values, mut width, mut what) =
-            (out.address, (samples * width) as i64, width as i32, what);
+        let values = samples * width;
+        assert!(out.len() >= values && (0..4).contains(&what));
+        let side = |s: Side| (s.values.address(), s.picks.address(), s.width as i32);
+        let (l, r) = (side(left), side(right));
+        let arguments = (l.0, l.1, l.2, r.0, r.1, r.2, out.address(), values as i64, width as i32, what);
         // SAFETY: the parameters of `dense_zip`; the sizes were checked, the picks are the caller's plan's.
-        unsafe {
-            stream.launch(
-                &self.zip,
-                blocks,
-                THREADS,
-                arguments![l, lp, lw, r, rp, rw, out, values, width, what],
-            )
-        }
+        unsafe { stream.launch(&self.zip, strided(values), THREADS, arguments) }
     }
 
     /// `out[outer, inner]` from `[outer, n, inner]`, added in order, divided by `divisor`.
@@ -265,12 +197,11 @@ impl DenseKernels {
         divisor: f32,
         out: View<f32>,
     ) -> Result<()> {
-        assert!(from.len >= outer * n * inner && out.len >= outer * inner && n > 0 && inner > 0);
-        let blocks = strided(outer * inner);
-        let (mut from, mut out, mut values) = (from.address, out.address, (outer * inner) as i64);
-        let (mut n, mut inner, mut divisor) = (n as i32, inner as i32, divisor);
+        let values = outer * inner;
+        assert!(from.len() >= values * n && out.len() >= values && n > 0 && inner > 0);
+        let arguments = (from.address(), out.address(), values as i64, n as i32, inner as i32, divisor);
         // SAFETY: the parameters of `dense_sum`; the sizes were checked.
-        unsafe { stream.launch(&self.sum, blocks, THREADS, arguments![from, out, values, n, inner, divisor]) }
+        unsafe { stream.launch(&self.sum, strided(values), THREADS, arguments) }
     }
 
     /// Columns `first..first + part` of `out[rows, stride]` from `[rows, part]`.
@@ -285,14 +216,12 @@ impl DenseKernels {
         (stride, first): (usize, usize),
         out: View<f32>,
     ) -> Result<()> {
-        assert!(from.len >= rows * part && out.len >= rows * stride && first + part <= stride && part > 0);
-        let blocks = strided(rows * part);
-        let (mut from, mut out, mut values) = (from.address, out.address, (rows * part) as i64);
-        let (mut part, mut stride, mut first) = (part as i32, stride as i32, first as i32);
+        let values = rows * part;
+        assert!(from.len() >= values && out.len() >= rows * stride && first + part <= stride && part > 0);
+        let (from, out) = (from.address(), out.address());
+        let arguments = (from, out, values as i64, part as i32, stride as i32, first as i32);
         // SAFETY: the parameters of `dense_concat`; the sizes were checked.
-        unsafe {
-            stream.launch(&self.concat, blocks, THREADS, arguments![from, out, values, part, stride, first])
-        }
+        unsafe { stream.launch(&self.concat, strided(values), THREADS, arguments) }
     }
 
     /// `out[samples, width]`: value `picks[i]` of each sample of `from_width`. Picks must lie in that.
@@ -307,20 +236,11 @@ impl DenseKernels {
         samples: usize,
         out: View<f32>,
     ) -> Result<()> {
-        let width = picks.len;
-        assert!(from.len >= samples * from_width && out.len >= samples * width && width > 0);
-        let blocks = strided(samples * width);
-        let (mut from, mut picks, mut out) = (from.address, picks.address, out.address);
-        let (mut values, mut width, mut from_width) =
-            ((samples * width) as i64, width as i32, from_width as i32);
+        let (width, values) = (picks.len(), samples * picks.len());
+        assert!(from.len() >= samples * from_width && out.len() >= values && width > 0);
+        let (from, picks, out) = (from.address(), picks.address(), out.address());
+        let arguments = (from, picks, out, values as i64, width as i32, from_width as i32);
         // SAFETY: the parameters of `dense_pick`; the sizes were checked, the picks are the caller's plan's.
-        unsafe {
-            stream.launch(
-                &self.pick,
-                blocks,
-                THREADS,
-                arguments![from, picks, out, values, width, from_width],
-            )
-        }
+        unsafe { stream.launch(&self.pick, strided(values), THREADS, arguments) }
     }
 }

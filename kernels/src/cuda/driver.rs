@@ -1,20 +1,17 @@
-//! The CUDA driver, fenced: one GPU with its streams, events, memory and kernels. Asks whether the driver library is there
-//! before the first call into it. All memory is plain device memory or pinned, mapped host memory: what a Tegra lacks
-//! (managed memory, memory pools, IPC) is used on no GPU. Never compiles a kernel but by the driver's own JIT, where the
-//! profile allows that. Knows nothing of embeddings.
+//! The CUDA driver, fenced: one GPU with its streams, events and kernels; its memory is `memory`. Asks whether the driver
+//! library is there before the first call into it. Never compiles a kernel but by the driver's own JIT, where the profile
+//! allows that; never touches the legacy stream, which is in no order with ours. Knows nothing of embeddings.
 //!
 //! Work on a stream is asynchronous: what a launch names must stay alive and untouched by the host until the stream or an
 //! event behind the launch was waited for. Freeing memory waits for the whole device.
 
 #![allow(unsafe_code)]
 
+use super::memory::report;
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 use std::ffi::{CString, c_void};
-use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Why the GPU cannot be used. The first four mean that this machine has none for us: the caller takes the CPU or refuses to start.
 #[derive(Debug, thiserror::Error)]
@@ -53,10 +50,10 @@ pub enum CudaError {
     },
 }
 
-type Result<T> = std::result::Result<T, CudaError>;
+pub(super) type Result<T> = std::result::Result<T, CudaError>;
 
 /// Names the call that failed.
-trait Call<T> {
+pub(super) trait Call<T> {
     fn call(self, call: &'static str) -> Result<T>;
 }
 
@@ -65,24 +62,6 @@ impl<T> Call<T> for std::result::Result<T, DriverError> {
         self.map_err(|error| CudaError::Driver { call, error })
     }
 }
-
-/// Plain values that lie in device memory as they do here; all-zero bytes are a value.
-///
-/// # Safety
-/// `repr(C)` or a primitive, without padding, references or destructor, and valid as zeros.
-pub unsafe trait DeviceValue: Copy {}
-// SAFETY: primitives.
-unsafe impl DeviceValue for u8 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for u16 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for u32 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for u64 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for i32 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for f32 {}
 
 /// How a GPU may be used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -118,6 +97,11 @@ pub struct Gpu {
     name: String,
     sm: u32,
     processors: u32,
+    integrated: bool,
+    /// For what is done at once, on behalf of nobody's stream.
+    own: Arc<CudaStream>,
+    /// Held while work is recorded: who waits for the whole device meanwhile spoils the recording.
+    recording: Mutex<()>,
     launches: AtomicU64,
     waits: AtomicU64,
 }
@@ -132,12 +116,6 @@ impl Gpu {
         if !unsafe { sys::is_culib_present() } {
             return Err(CudaError::NoDriver);
         }
-        let context = CudaContext::new(0).map_err(|error| match error.0 {
-            sys::CUresult::CUDA_ERROR_NO_DEVICE => CudaError::NoGpu,
-            _ => CudaError::Driver { call: "open", error },
-        })?;
-        // SAFETY: every stream here is ordered by our own events, and no `CudaSlice` is ever made.
-        unsafe { context.disable_event_tracking() };
         let mut driver = 0;
         // SAFETY: the driver writes one integer.
         unsafe { sys::cuDriverGetVersion(&mut driver) }.result().call("version")?;
@@ -145,6 +123,12 @@ impl Gpu {
         if driver < 11_040 {
             return too_old("the CUDA driver", format!("{}.{}", driver / 1000, driver % 1000 / 10), "11.4");
         }
+        let context = CudaContext::new(0).map_err(|error| match error.0 {
+            sys::CUresult::CUDA_ERROR_NO_DEVICE => CudaError::NoGpu,
+            _ => CudaError::Driver { call: "open", error },
+        })?;
+        // SAFETY: every stream here is ordered by our own events, and no `CudaSlice` is ever made.
+        unsafe { context.disable_event_tracking() };
         let (major, minor) = context.compute_capability().call("compute capability")?;
         let sm = (10 * major + minor) as u32;
         if sm < 80 {
@@ -152,10 +136,22 @@ impl Gpu {
         }
         let count = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         let processors = context.attribute(count).call("multiprocessors")? as u32;
+        let integrated = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED;
+        let integrated = context.attribute(integrated).call("integrated")? != 0;
         let name = context.name().call("name")?;
         log::info!("GPU: {name}, compute capability {major}.{minor}, driver {driver}");
-        let (launches, waits) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Self { context, profile, name, sm, processors, launches, waits }))
+        Ok(Arc::new(Self {
+            own: context.new_stream().call("new stream")?,
+            context,
+            profile,
+            name,
+            sm,
+            processors,
+            integrated,
+            recording: Mutex::new(()),
+            launches: AtomicU64::new(0),
+            waits: AtomicU64::new(0),
+        }))
     }
 
     /// The name that the driver gives it.
@@ -171,6 +167,11 @@ impl Gpu {
     /// Its multiprocessors.
     pub fn processors(&self) -> u32 {
         self.processors
+    }
+
+    /// Whether its memory is the host's, as on the board.
+    pub fn integrated(&self) -> bool {
+        self.integrated
     }
 
     /// Bytes of its memory.
@@ -195,6 +196,21 @@ impl Gpu {
         self.waits.fetch_add(1, Ordering::Relaxed);
     }
 
+    pub(super) fn own_stream(&self) -> &Arc<CudaStream> {
+        &self.own
+    }
+
+    /// Keeps others from waiting for the whole device.
+    pub(super) fn recording(&self) -> MutexGuard<'_, ()> {
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for all streams.
+    pub(super) fn wait_for_all(&self) -> std::result::Result<(), DriverError> {
+        let _nobody_records = self.recording();
+        self.context.synchronize()
+    }
+
     /// A stream of its own.
     ///
     /// # Errors
@@ -213,48 +229,6 @@ impl Gpu {
         Ok(Event { event, gpu: Arc::clone(self) })
     }
 
-    /// `len` zeros in device memory.
-    ///
-    /// # Errors
-    /// There is not enough.
-    pub fn buffer<T: DeviceValue>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>> {
-        self.context.bind_to_thread().call("bind")?;
-        // The driver refuses an allocation of nothing.
-        let bytes = (len * size_of::<T>()).max(1);
-        // SAFETY: the memory is zeroed before anyone has its address.
-        let address = unsafe {
-            let address = result::malloc_sync(bytes).call("allocate device memory")?;
-            result::memset_d8_sync(address, 0, bytes).call("zero device memory")?;
-            address
-        };
-        Ok(Buffer { address, len, gpu: Arc::clone(self), of: PhantomData })
-    }
-
-    /// `len` zeros in host memory that the device reaches too. Every access of the device crosses the bus: for what is
-    /// small or read once.
-    ///
-    /// # Errors
-    /// There is not enough.
-    pub fn mapped<T: DeviceValue>(self: &Arc<Self>, len: usize) -> Result<Mapped<T>> {
-        self.context.bind_to_thread().call("bind")?;
-        let bytes = (len * size_of::<T>()).max(1);
-        // SAFETY: the memory is zeroed before anyone has its address.
-        let (host, address) = unsafe {
-            let host =
-                result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP).call("allocate pinned memory")?;
-            host.cast::<u8>().write_bytes(0, bytes);
-            let mut address = 0;
-            sys::cuMemHostGetDevicePointer_v2(&mut address, host, 0).result().call("map pinned memory")?;
-            (host, address)
-        };
-        let none = CudaError::Driver {
-            call: "allocate pinned memory",
-            error: DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY),
-        };
-        let host = NonNull::new(host.cast()).ok_or(none)?;
-        Ok(Mapped { host, address, len, gpu: Arc::clone(self) })
-    }
-
     /// Loads the image that fits this GPU: its machine code, or else the PTX where the profile allows that.
     ///
     /// # Errors
@@ -264,8 +238,15 @@ impl Gpu {
         let none = |problem| CudaError::NoKernels { gpu: self.name.clone(), problem };
         let mut tried = format!("`{}` has no machine code for compute capability {}", images.name, self.sm);
         if let Some((_, cubin)) = images.cubins.iter().find(|(sm, _)| *sm == self.sm) {
+            // Where the driver reads words, they begin on words.
+            let mut image = vec![0u64; cubin.len().div_ceil(8)];
+            for (word, bytes) in image.iter_mut().zip(cubin.chunks(8)) {
+                let mut eight = [0; 8];
+                eight[..bytes.len()].copy_from_slice(bytes);
+                *word = u64::from_ne_bytes(eight);
+            }
             // SAFETY: a whole image, which the driver copies.
-            match unsafe { result::module::load_data(cubin.as_ptr().cast()) } {
+            match unsafe { result::module::load_data(image.as_ptr().cast()) } {
                 Ok(module) => return Ok(Arc::new(Module { module, gpu: Arc::clone(self) })),
                 Err(e) => tried = format!("the machine code of `{}` is refused: {e}", images.name),
             }
@@ -329,6 +310,32 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
+/// The arguments of a launch: a tuple of plain values.
+pub trait Arguments {
+    /// Calls `launch` with a pointer to each.
+    fn with<T>(&mut self, launch: impl FnOnce(&mut [*mut c_void]) -> T) -> T;
+}
+
+macro_rules! arguments {
+    ($($name:ident)*) => {
+        impl<$($name: Copy),*> Arguments for ($($name,)*) {
+            #[allow(non_snake_case)]
+            fn with<T>(&mut self, launch: impl FnOnce(&mut [*mut c_void]) -> T) -> T {
+                let ($($name,)*) = self;
+                launch(&mut [$(std::ptr::from_mut($name).cast()),*])
+            }
+        }
+    };
+}
+
+arguments!(A);
+arguments!(A B C D);
+arguments!(A B C D E);
+arguments!(A B C D E F);
+arguments!(A B C D E F G H);
+arguments!(A B C D E F G H I);
+arguments!(A B C D E F G H I J);
+
 /// Work for the device, in order.
 pub struct Stream {
     stream: Arc<CudaStream>,
@@ -346,11 +353,15 @@ impl Stream {
         &self.stream
     }
 
+    pub(super) fn bind(&self) -> Result<()> {
+        self.gpu.context.bind_to_thread().call("bind")
+    }
+
     /// Launches `kernel` on `blocks` of `threads`.
     ///
     /// # Safety
-    /// `arguments` point to one value for each of the kernel's parameters, in order and of its type; the memory they name is
-    /// as large as the kernel takes it to be and stays alive until the launch was waited for.
+    /// `arguments` are the kernel's parameters, in order and as it has them; the memory they name is as large as the kernel
+    /// takes it to be and stays alive until the launch was waited for.
     ///
     /// # Errors
     /// The driver refuses.
@@ -359,16 +370,18 @@ impl Stream {
         kernel: &Kernel,
         blocks: u32,
         threads: u32,
-        arguments: &mut [*mut c_void],
+        mut arguments: impl Arguments,
     ) -> Result<()> {
         if blocks == 0 {
             return Ok(());
         }
-        self.gpu.context.bind_to_thread().call("bind")?;
+        self.bind()?;
         let (function, stream) = (kernel.function, self.stream.cu_stream());
         // SAFETY: the caller's promise.
-        unsafe { result::launch_kernel(function, (blocks, 1, 1), (threads, 1, 1), 0, stream, arguments) }
-            .call(kernel.name)?;
+        arguments.with(|arguments| unsafe {
+            result::launch_kernel(function, (blocks, 1, 1), (threads, 1, 1), 0, stream, arguments)
+                .call(kernel.name)
+        })?;
         self.count_launch();
         Ok(())
     }
@@ -392,7 +405,7 @@ impl Stream {
     /// # Errors
     /// The driver failed.
     pub fn record(&self, event: &Event) -> Result<()> {
-        self.gpu.context.bind_to_thread().call("bind")?;
+        self.bind()?;
         // SAFETY: both live.
         unsafe { result::event::record(event.event, self.stream.cu_stream()) }.call("record an event")
     }
@@ -402,68 +415,11 @@ impl Stream {
     /// # Errors
     /// The driver failed.
     pub fn after(&self, event: &Event) -> Result<()> {
-        self.gpu.context.bind_to_thread().call("bind")?;
+        self.bind()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both live.
         unsafe { result::stream::wait_event(self.stream.cu_stream(), event.event, flags) }
             .call("wait for an event")
-    }
-
-    /// Copies `from` to `to[at..]` and waits for it.
-    ///
-    /// # Errors
-    /// The driver failed.
-    pub fn upload<T: DeviceValue>(&self, from: &[T], to: &mut Buffer<T>, at: usize) -> Result<()> {
-        assert!(at + from.len() <= to.len);
-        if from.is_empty() {
-            return Ok(());
-        }
-        self.gpu.context.bind_to_thread().call("bind")?;
-        // SAFETY: it fits, and the host waits before it lets go of `from`.
-        unsafe {
-            result::memcpy_htod_async(
-                to.address + (at * size_of::<T>()) as u64,
-                from,
-                self.stream.cu_stream(),
-            )
-        }
-        .call("copy to the device")?;
-        self.wait()
-    }
-
-    /// Puts a copy of `from` to `to` onto the stream.
-    ///
-    /// # Errors
-    /// The driver failed.
-    pub fn copy<T: DeviceValue>(&self, from: &Buffer<T>, to: &mut Buffer<T>) -> Result<()> {
-        assert!(from.len <= to.len);
-        self.gpu.context.bind_to_thread().call("bind")?;
-        let (bytes, stream) = (from.len * size_of::<T>(), self.stream.cu_stream());
-        // SAFETY: it fits; both stay until the device has passed, since freeing waits for it.
-        unsafe { result::memcpy_dtod_async(to.address, from.address, bytes, stream) }
-            .call("copy on the device")
-    }
-
-    /// Copies `from[at..]` to `to` and waits for it.
-    ///
-    /// # Errors
-    /// The driver failed.
-    pub fn download<T: DeviceValue>(&self, from: &Buffer<T>, at: usize, to: &mut [T]) -> Result<()> {
-        assert!(at + to.len() <= from.len);
-        if to.is_empty() {
-            return Ok(());
-        }
-        self.gpu.context.bind_to_thread().call("bind")?;
-        // SAFETY: it fits, any bytes are a value, and the host waits before it lets go of `to`.
-        unsafe {
-            result::memcpy_dtoh_async(
-                to,
-                from.address + (at * size_of::<T>()) as u64,
-                self.stream.cu_stream(),
-            )
-        }
-        .call("copy from the device")?;
-        self.wait()
     }
 }
 
@@ -499,96 +455,5 @@ impl Drop for Event {
             unsafe { result::event::destroy(self.event) }
         };
         report("destroy an event", destroy());
-    }
-}
-
-/// Values in device memory.
-pub struct Buffer<T> {
-    address: sys::CUdeviceptr,
-    len: usize,
-    gpu: Arc<Gpu>,
-    of: PhantomData<T>,
-}
-
-impl<T> Buffer<T> {
-    /// Where they lie on the device.
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-}
-
-impl<T> Drop for Buffer<T> {
-    fn drop(&mut self) {
-        let free = || {
-            self.gpu.context.bind_to_thread()?;
-            // SAFETY: nobody has it any more; the driver waits for the device first.
-            unsafe { result::free_sync(self.address) }
-        };
-        report("free device memory", free());
-    }
-}
-
-/// Values in pinned host memory that the device reaches too. The host reads what the device wrote only after it waited.
-pub struct Mapped<T> {
-    host: NonNull<T>,
-    address: sys::CUdeviceptr,
-    len: usize,
-    gpu: Arc<Gpu>,
-}
-
-// SAFETY: it owns its memory as a `Box` does.
-unsafe impl<T: Send> Send for Mapped<T> {}
-// SAFETY: as above.
-unsafe impl<T: Sync> Sync for Mapped<T> {}
-
-impl<T> Mapped<T> {
-    /// Where they lie for the device.
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-}
-
-impl<T: DeviceValue> Deref for Mapped<T> {
-    type Target = [T];
-
-    fn deref(&self) -> &[T] {
-        // SAFETY: `len` values were zeroed here; the device writes only between a launch and the wait for it.
-        unsafe { std::slice::from_raw_parts(self.host.as_ptr(), self.len) }
-    }
-}
-
-impl<T: DeviceValue> DerefMut for Mapped<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and `self` is borrowed for as long.
-        unsafe { std::slice::from_raw_parts_mut(self.host.as_ptr(), self.len) }
-    }
-}
-
-impl<T> Drop for Mapped<T> {
-    fn drop(&mut self) {
-        let free = || {
-            self.gpu.context.bind_to_thread()?;
-            // A kernel may still write here.
-            self.gpu.context.synchronize()?;
-            // SAFETY: nobody has it any more.
-            unsafe { result::free_host(self.host.as_ptr().cast()) }
-        };
-        report("free pinned memory", free());
-    }
-}
-
-fn report(what: &str, done: std::result::Result<(), DriverError>) {
-    if let Err(e) = done {
-        log::error!("CUDA: {what}: {e}");
     }
 }

@@ -3,14 +3,28 @@
 
 #![allow(unsafe_code)]
 
-use super::driver::{CudaError, Stream};
+use super::driver::{CudaError, Gpu, Stream};
+use super::memory::report;
 use cudarc::driver::{CudaGraph, DriverError, sys};
+use std::sync::Arc;
 
 /// Recordings, and all that they name: `named` may change in what it holds, not in where that lies.
 pub struct Graphs<T> {
     // Dropped before what they name.
-    graphs: Vec<CudaGraph>,
+    graphs: Vec<Recording>,
     named: T,
+}
+
+/// A graph, given back by a thread that has the GPU's context.
+struct Recording {
+    graph: CudaGraph,
+    gpu: Arc<Gpu>,
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        report("destroy a graph", self.gpu.context().bind_to_thread());
+    }
 }
 
 // SAFETY: the driver lets any thread use a graph, one at a time, which `&mut self` sees to.
@@ -26,8 +40,8 @@ impl<T> Graphs<T> {
         Self { graphs: Vec::new(), named }
     }
 
-    /// Records what `work` puts onto the stream that `stream` names; it must not wait, take memory on the device or use
-    /// another stream. Returns the recording's number: they count from 0.
+    /// Records what `work` puts onto the stream that `stream` names; it must not wait, take or free memory that the device reaches
+    /// or use another stream. Returns the recording's number: they count from 0.
     ///
     /// # Errors
     /// The work fails or cannot be recorded.
@@ -38,7 +52,8 @@ impl<T> Graphs<T> {
     ) -> Result<usize, E> {
         // Of this thread alone: other threads go on allocating meanwhile.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        let raw = stream(&self.named).raw().clone();
+        let (raw, gpu) = (stream(&self.named).raw().clone(), Arc::clone(stream(&self.named).gpu()));
+        let _alone = gpu.recording();
         raw.begin_capture(mode).map_err(call("record a graph"))?;
         let worked = work(&mut self.named);
         // The stream must leave the recording whatever became of the work.
@@ -47,7 +62,7 @@ impl<T> Graphs<T> {
         let invalid = DriverError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
         let graph = graph?.ok_or(CudaError::Driver { call: "record a graph", error: invalid })?;
         graph.upload().map_err(call("upload a graph"))?;
-        self.graphs.push(graph);
+        self.graphs.push(Recording { graph, gpu: Arc::clone(&gpu) });
         Ok(self.graphs.len() - 1)
     }
 
@@ -56,7 +71,7 @@ impl<T> Graphs<T> {
     /// # Errors
     /// The driver refuses.
     pub fn launch(&mut self, number: usize, stream: impl Fn(&T) -> &Stream) -> Result<(), CudaError> {
-        self.graphs[number].launch().map_err(call("launch a graph"))?;
+        self.graphs[number].graph.launch().map_err(call("launch a graph"))?;
         stream(&self.named).count_launch();
         Ok(())
     }

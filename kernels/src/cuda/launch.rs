@@ -3,11 +3,11 @@
 
 #![allow(unsafe_code)]
 
-use crate::cuda::driver::{Buffer, CudaError, DeviceValue, Gpu, Images, Kernel, Mapped, Stream};
-use std::ffi::c_void;
+use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream};
+use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use std::sync::Arc;
 
-const CHANGES: Images = Images {
+pub(super) const CHANGES: Images = Images {
     name: "changes",
     cubins: &[
         (87, include_bytes!("../../cuda/built/changes.sm_87.cubin")),
@@ -16,7 +16,7 @@ const CHANGES: Images = Images {
     ptx: include_str!("../../cuda/built/changes.ptx"),
 };
 
-const LOOKUP: Images = Images {
+pub(super) const LOOKUP: Images = Images {
     name: "lookup",
     cubins: &[
         (87, include_bytes!("../../cuda/built/lookup.sm_87.cubin")),
@@ -78,8 +78,7 @@ pub(crate) struct FeatureView {
     pub default_row: u64,
     pub out: u64,
     pub stride: u64,
-    pub keys_at: u64,
-    pub offsets_at: u64,
+    pub keys_before: u64,
     pub keys_end: u64,
     pub salt: u64,
     pub base: u32,
@@ -164,11 +163,12 @@ unsafe impl DeviceValue for Absents {}
 // SAFETY: above.
 unsafe impl DeviceValue for BagNumber {}
 
-const _: () = assert!(size_of::<CacheView>() == 48 && size_of::<FeatureView>() == 184);
+const _: () = assert!(size_of::<CacheView>() == 48 && size_of::<FeatureView>() == 176);
 const _: () = assert!(size_of::<Change>() == 24 && size_of::<Ref>() == 16 && size_of::<BagView>() == 20);
 
 /// What `insert_rows`, `update_rows` and `invalidate_rows` take.
 #[repr(C)]
+#[derive(Clone, Copy)]
 struct ChangesArgument {
     cache: CacheView,
     list: u64,
@@ -192,6 +192,7 @@ pub(crate) struct Ring {
 }
 
 #[repr(C)]
+#[derive(Clone, Copy)]
 struct RingArgument {
     counts: u64,
     bags: u64,
@@ -205,6 +206,7 @@ struct RingArgument {
 
 /// What `query_tables` takes.
 #[repr(C)]
+#[derive(Clone, Copy)]
 struct QueryArgument {
     features: u64,
     keys: u64,
@@ -214,13 +216,17 @@ struct QueryArgument {
     blocks: u64,
     only: u64,
     bags: u32,
+    samples: u32,
     feature_count: u32,
     tile: u32,
 }
 
-/// What `finish_bags` takes.
+const _: () = assert!(size_of::<QueryArgument>() == 120);
+
+/// What `finish_bags` reads when it runs.
 #[repr(C)]
-struct FinishArgument {
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct FinishView {
     features: u64,
     bags: u64,
     slots: u64,
@@ -228,6 +234,9 @@ struct FinishArgument {
     count: u32,
     stride: u32,
 }
+
+// SAFETY: as above: four addresses and two numbers.
+unsafe impl DeviceValue for FinishView {}
 
 /// How a cache changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -258,8 +267,10 @@ pub(crate) struct ChangesAt {
 /// A request's keys and offsets, and the counters that the kernel keeps between launches.
 pub(crate) struct QueryMemory<'a> {
     pub features: &'a Buffer<FeatureView>,
-    pub keys: &'a Mapped<u64>,
-    pub offsets: &'a Mapped<u32>,
+    /// Where the device finds the keys, and the offsets, of `samples` samples.
+    pub keys: u64,
+    pub offsets: u64,
+    pub samples: usize,
     pub ring: &'a Ring,
     /// `Counts` and the count of finished blocks.
     pub counters: &'a Buffer<u32>,
@@ -276,10 +287,42 @@ pub(crate) struct Kernels {
     finish: Kernel,
 }
 
-type Result<T> = std::result::Result<T, CudaError>;
+/// The bags that a query left open, and where their rows are.
+pub(crate) struct Finish {
+    pub bags: Mapped<BagView>,
+    /// By ref: the row, or `NO_SLOT`.
+    pub slots: Mapped<u32>,
+    what: Mapped<FinishView>,
+}
 
-fn pointer<T>(argument: &mut T) -> *mut c_void {
-    std::ptr::from_mut(argument).cast()
+impl Finish {
+    /// For up to `misses_max` of them.
+    pub fn new(gpu: &Arc<Gpu>, misses_max: usize) -> Result<Self> {
+        Ok(Self { bags: gpu.mapped(misses_max)?, slots: gpu.mapped(misses_max)?, what: gpu.mapped(1)? })
+    }
+
+    /// Lets the next launch finish the first `count` bags, with rows of `rows` `[.., stride]` words, which stay until it was
+    /// waited for.
+    pub fn set(
+        &mut self,
+        features: &Buffer<FeatureView>,
+        count: usize,
+        (rows, stride): (&Mapped<u8>, usize),
+    ) {
+        for bag in &self.bags[..count] {
+            let slots = &self.slots[bag.first as usize..][..bag.refs as usize];
+            assert!(slots.iter().all(|&s| s == NO_SLOT || (s as usize + 1) * 4 * stride <= rows.len()));
+            assert!((bag.feature as usize) < features.len());
+        }
+        self.what[0] = FinishView {
+            features: features.address(),
+            bags: self.bags.address(),
+            slots: self.slots.address(),
+            rows: rows.address(),
+            count: count as u32,
+            stride: stride as u32,
+        };
+    }
 }
 
 impl Kernels {
@@ -317,7 +360,7 @@ impl Kernels {
             Verb::Update => &self.update,
             Verb::Invalidate => &self.invalidate,
         };
-        let mut argument = ChangesArgument {
+        let argument = ChangesArgument {
             cache,
             list: changes.list.address() + (at.first * size_of::<Change>()) as u64,
             runs: changes.runs.address() + 4 * at.first_run as u64,
@@ -327,23 +370,14 @@ impl Kernels {
             done: changes.done.address(),
         };
         // SAFETY: the kernel takes this structure; every set, slot and number in it is in its array.
-        unsafe { stream.launch(kernel, blocks(at.sets), THREADS, &mut [pointer(&mut argument)]) }
+        unsafe { stream.launch(kernel, blocks(at.sets), THREADS, (argument,)) }
     }
 
     /// Looks for the first `count` rows of the list.
-    pub fn probe(
-        &self,
-        stream: &Stream,
-        mut cache: CacheView,
-        changes: &ChangeList,
-        count: usize,
-    ) -> Result<()> {
+    pub fn probe(&self, stream: &Stream, cache: CacheView, changes: &ChangeList, count: usize) -> Result<()> {
         assert!(count <= changes.probed.len());
         assert!(changes.list[..count].iter().all(|c| u64::from(c.set) < cache.sets));
-        let (mut list, mut out, mut number) =
-            (changes.list.address(), changes.probed.address(), count as u32);
-        let arguments =
-            &mut [pointer(&mut cache), pointer(&mut list), pointer(&mut out), pointer(&mut number)];
+        let arguments = (cache, changes.list.address(), changes.probed.address(), count as u32);
         // SAFETY: the kernel takes these four; every set is one of the cache's.
         unsafe { stream.launch(&self.probe, blocks(count), THREADS, arguments) }
     }
@@ -352,22 +386,15 @@ impl Kernels {
     pub fn dump(
         &self,
         stream: &Stream,
-        mut cache: CacheView,
-        mut first: u64,
+        cache: CacheView,
+        first: u64,
         slots: usize,
         words: &Mapped<u64>,
         rows: &Mapped<u32>,
     ) -> Result<()> {
         assert!(slots <= words.len() && slots * cache.row as usize <= rows.len());
         assert!(first + slots as u64 <= cache.sets * crate::eviction::WAYS as u64);
-        let (mut count, mut words, mut rows) = (slots as u32, words.address(), rows.address());
-        let arguments = &mut [
-            pointer(&mut cache),
-            pointer(&mut first),
-            pointer(&mut count),
-            pointer(&mut words),
-            pointer(&mut rows),
-        ];
+        let arguments = (cache, first, slots as u32, words.address(), rows.address());
         // SAFETY: the kernel takes these five; the slots are the cache's, and there is room for them.
         unsafe { stream.launch(&self.dump, blocks(slots), THREADS, arguments) }
     }
@@ -382,16 +409,17 @@ impl Kernels {
         bags: usize,
         tile: usize,
     ) -> Result<()> {
-        let QueryMemory { features, keys, offsets, ring, counters } = memory;
+        let QueryMemory { features, keys, offsets, samples, ring, counters } = memory;
         assert!(
             ring.kept.len() >= 4 * ring.refs.len() * ring.kept_stride && ring.bags.len() >= ring.refs.len()
         );
         assert!(counters.len() >= 5 && tile > 0 && only.is_none_or(|o| bags <= o.len()));
         assert!(only.is_some() || ring.again.len().min(ring.absents.len()) >= bags * features.len());
-        let mut argument = QueryArgument {
+        assert!(only.is_some() || bags == *samples);
+        let argument = QueryArgument {
             features: features.address(),
-            keys: keys.address(),
-            offsets: offsets.address(),
+            keys: *keys,
+            offsets: *offsets,
             ring: RingArgument {
                 counts: ring.counts.address(),
                 bags: ring.bags.address(),
@@ -406,38 +434,20 @@ impl Kernels {
             blocks: counters.address() + size_of::<Counts>() as u64,
             only: only.map_or(0, Mapped::address),
             bags: bags as u32,
+            samples: *samples as u32,
             feature_count: features.len() as u32,
             tile: tile as u32,
         };
         let warps = if only.is_some() { bags } else { bags.div_ceil(tile) * features.len() };
         // SAFETY: the kernel takes this structure; the ring holds what it can leave, and the caller checked the rest.
-        unsafe { stream.launch(&self.query, blocks(warps), THREADS, &mut [pointer(&mut argument)]) }
+        unsafe { stream.launch(&self.query, blocks(warps), THREADS, (argument,)) }
     }
 
-    /// Pools the rest of `count` open bags from `rows` `[.., stride]` words.
-    pub fn finish(
-        &self,
-        stream: &Stream,
-        features: &Buffer<FeatureView>,
-        bags: &Mapped<BagView>,
-        slots: &Mapped<u32>,
-        count: usize,
-        (rows, stride): (&Mapped<u8>, usize),
-    ) -> Result<()> {
-        for bag in &bags[..count] {
-            let slots = &slots[bag.first as usize..][..bag.refs as usize];
-            assert!(slots.iter().all(|&s| s == NO_SLOT || (s as usize + 1) * 4 * stride <= rows.len()));
-            assert!((bag.feature as usize) < features.len());
-        }
-        let mut argument = FinishArgument {
-            features: features.address(),
-            bags: bags.address(),
-            slots: slots.address(),
-            rows: rows.address(),
-            count: count as u32,
-            stride: stride as u32,
-        };
-        // SAFETY: the kernel takes this structure; every feature, ref and slot in it is in its array.
-        unsafe { stream.launch(&self.finish, blocks(count), THREADS, &mut [pointer(&mut argument)]) }
+    /// Pools the rest of the open bags that `finish` is set to when this runs: at most `bags_max`.
+    pub fn finish(&self, stream: &Stream, finish: &Finish, bags_max: usize) -> Result<()> {
+        // A warp goes on to the next bag where there are more.
+        let blocks = blocks(bags_max).min(stream.gpu().processors() * 16);
+        // SAFETY: the kernel takes this structure's address; every feature, ref and slot in it is in its array.
+        unsafe { stream.launch(&self.finish, blocks, THREADS, (finish.what.address(),)) }
     }
 }

@@ -4,18 +4,17 @@
 
 use crate::cache::Epoch;
 use crate::codec::{Codec, RowFormat};
-use crate::cuda::driver::{Buffer, CudaError, Gpu, Mapped, Stream};
+use crate::cuda::driver::{Gpu, Result, Stream};
 use crate::cuda::launch::{
-    ABSENT, Absents, BagNumber, BagView, CacheView, Counts, FeatureView, MISSING, NO_SLOT, QueryMemory, Ref,
-    Ring,
+    ABSENT, Absents, BagNumber, BagView, CacheView, Counts, FeatureView, Finish, MISSING, NO_SLOT,
+    QueryMemory, Ref, Ring,
 };
+use crate::cuda::memory::{Buffer, Mapped};
 use crate::cuda::tables::{Changes, Place, Tables};
 use crate::misses::{Miss, Misses, RowState};
 use crate::names::{Namer, RowKey};
 use crate::query::{Bags, Pooling, Status};
 use std::sync::Arc;
-
-type Result<T> = std::result::Result<T, CudaError>;
 
 /// One sparse feature, and where its vectors go on the device.
 pub struct FeatureOnDevice<'a> {
@@ -41,6 +40,82 @@ pub struct FeatureOnDevice<'a> {
     pub width: usize,
 }
 
+/// Where the query reads a request's keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keys {
+    /// Where the host wrote them.
+    InPlace,
+    /// In device memory, where one copy on the stream brings them.
+    Brought,
+}
+
+impl Keys {
+    /// What suits `gpu`: a bus between it and the host is crossed once, and in one piece.
+    pub fn on(gpu: &Gpu) -> Self {
+        if gpu.integrated() { Self::InPlace } else { Self::Brought }
+    }
+}
+
+/// Sizes of a worker's requests.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Samples of a request at most.
+    pub batch_max: usize,
+    /// Lookups that may wait for rows at once.
+    pub misses_max: usize,
+    /// Bytes of the longest row of any table.
+    pub row_bytes_max: usize,
+    /// Where keys are read.
+    pub keys: Keys,
+}
+
+/// A request's keys and offsets in one piece, as words: the keys of each feature, with room for the longest bags, then the
+/// offsets of each. Everything lies closer together the fewer samples there are.
+struct Request {
+    words: Mapped<u32>,
+    /// Where the device reads it, if not in `words`.
+    brought: Option<Buffer<u32>>,
+    /// Longest bags of all features together, and how many features.
+    lookups: usize,
+    features: usize,
+    /// Samples of the request in hand.
+    samples: usize,
+}
+
+impl Request {
+    fn words(lookups: usize, features: usize, samples: usize) -> usize {
+        2 * lookups * samples + features * (samples + 1)
+    }
+
+    fn new(gpu: &Arc<Gpu>, lookups: usize, features: usize, limits: Limits) -> Result<Self> {
+        let words = Self::words(lookups, features, limits.batch_max);
+        let brought = (limits.keys == Keys::Brought).then(|| gpu.buffer(words)).transpose()?;
+        Ok(Self { words: gpu.mapped(words)?, brought, lookups, features, samples: 0 })
+    }
+
+    /// Where the device finds the keys and the offsets of `samples` samples.
+    fn addresses(&self, samples: usize) -> (u64, u64) {
+        let keys = self.brought.as_ref().map_or(self.words.address(), Buffer::address);
+        (keys, keys + 8 * (self.lookups * samples) as u64)
+    }
+
+    fn put_keys(&mut self, keys_before: usize, keys: &[u64]) {
+        let words = &mut self.words[2 * keys_before * self.samples..][..2 * keys.len()];
+        for (words, key) in words.chunks_exact_mut(2).zip(keys) {
+            words.copy_from_slice(&[*key as u32, (*key >> 32) as u32]);
+        }
+    }
+
+    /// The offsets of a feature, `[samples + 1]`.
+    fn offsets(&self, feature: usize) -> &[u32] {
+        &self.words[2 * self.lookups * self.samples + feature * (self.samples + 1)..][..=self.samples]
+    }
+
+    fn offsets_mut(&mut self, feature: usize) -> &mut [u32] {
+        &mut self.words[2 * self.lookups * self.samples + feature * (self.samples + 1)..][..=self.samples]
+    }
+}
+
 /// Looks up one batch at a time. Takes all memory when it is made.
 pub struct Lookup {
     tables: Arc<Tables>,
@@ -51,84 +126,70 @@ pub struct Lookup {
     hotness: Box<[usize]>,
     /// Kept for the features.
     _default_rows: Buffer<f32>,
-    batch_max: usize,
+    limits: Limits,
     /// Samples of the batch in hand.
     batch: usize,
-    keys: Mapped<u64>,
-    offsets: Mapped<u32>,
+    request: Request,
     ring: Ring,
     counters: Buffer<u32>,
     only: Mapped<BagNumber>,
-    open: Mapped<BagView>,
-    slots: Mapped<u32>,
+    finish: Finish,
     changes: Changes,
 }
 
 impl Lookup {
-    /// A lookup of `features` for batches of up to `batch_max` samples, of which `misses_max` lookups can wait; the longest row of
-    /// any table has `row_bytes_max` bytes.
+    /// A lookup of `features` within `limits`.
     ///
     /// # Errors
     /// The GPU has no memory for it.
-    pub fn new(
-        tables: &Arc<Tables>,
-        features: &[FeatureOnDevice<'_>],
-        batch_max: usize,
-        misses_max: usize,
-        row_bytes_max: usize,
-    ) -> Result<Self> {
-        let (gpu, misses_max) = (tables.gpu(), misses_max.max(1));
+    pub fn new(tables: &Arc<Tables>, features: &[FeatureOnDevice<'_>], limits: Limits) -> Result<Self> {
+        let (gpu, misses_max) = (tables.gpu(), limits.misses_max.max(1));
+        let limits = Limits { misses_max, ..limits };
         let stream = gpu.stream()?;
         let defaults: Vec<f32> = features.iter().flat_map(|f| f.default_row).copied().collect();
         let mut default_rows = gpu.buffer(defaults.len())?;
         stream.upload(&defaults, &mut default_rows, 0)?;
-        let (mut keys, mut default_row) = (0, default_rows.address());
+        let (mut lookups, mut default_row) = (0, default_rows.address());
         let mut views = Vec::with_capacity(features.len());
-        for (number, feature) in features.iter().enumerate() {
+        for feature in features {
             let mut view = view_of(tables, feature);
             view.default_row = default_row;
-            view.keys_at = keys as u64;
-            view.offsets_at = (number * (batch_max + 1)) as u64;
-            keys += batch_max * feature.hotness_max;
+            view.keys_before = lookups as u64;
+            lookups += feature.hotness_max;
             default_row += size_of_val(feature.default_row) as u64;
             views.push(view);
         }
         let mut on_device = gpu.buffer(views.len())?;
         stream.upload(&views, &mut on_device, 0)?;
-        let bags = batch_max * features.len();
+        let bags = limits.batch_max * features.len();
         Ok(Self {
             features: on_device,
             views: views.into(),
             hotness: features.iter().map(|f| f.hotness_max).collect(),
             _default_rows: default_rows,
-            batch_max,
+            limits,
             batch: 0,
-            keys: gpu.mapped(keys)?,
-            offsets: gpu.mapped(features.len() * (batch_max + 1))?,
-            ring: ring(gpu, bags, misses_max, row_bytes_max)?,
+            request: Request::new(gpu, lookups, features.len(), limits)?,
+            ring: ring(gpu, bags, limits)?,
             counters: gpu.buffer(5)?,
             only: gpu.mapped(bags)?,
-            open: gpu.mapped(misses_max)?,
-            slots: gpu.mapped(misses_max)?,
+            finish: Finish::new(gpu, misses_max)?,
             changes: Changes::new(tables, misses_max)?,
             tables: Arc::clone(tables),
             stream,
         })
     }
 
-    /// All bytes of host memory that such a lookup takes; `lookups_max` are those of one sample.
-    pub fn bytes(
-        features: usize,
-        lookups_max: usize,
-        batch_max: usize,
-        misses_max: usize,
-        row_bytes_max: usize,
-    ) -> usize {
-        let bag = 4 + size_of::<Absents>() + 2 * size_of::<BagNumber>();
+    /// All bytes that such a lookup takes, but for the tables; `lookups_max` are those of one sample.
+    pub fn bytes(features: usize, lookups_max: usize, limits: Limits) -> usize {
+        let Limits { batch_max, misses_max, row_bytes_max, keys } = limits;
+        let (places, misses_max) = (if keys == Keys::Brought { 2 } else { 1 }, misses_max.max(1));
+        let bag = size_of::<Absents>() + 2 * size_of::<BagNumber>();
         let miss = 2 * size_of::<BagView>() + size_of::<Ref>() + row_bytes_max.next_multiple_of(4) + 4;
-        batch_max * (8 * lookups_max + bag * features)
-            + misses_max.max(1) * miss
-            + Changes::bytes(misses_max.max(1))
+        places * 4 * Request::words(lookups_max, features, batch_max)
+            + batch_max * bag * features
+            + misses_max * miss
+            + Changes::bytes(misses_max)
     }
 
     /// The stream that everything is on.
@@ -141,20 +202,21 @@ impl Lookup {
         &self.tables
     }
 
-    /// Begins the query of `batch` samples, `bags(f)` for feature `f`: one launch, no wait. Behind it on the stream the inputs are
-    /// whole if nothing was missing.
+    /// Begins the query of `batch` samples, `bags(f)` for feature `f`: one launch, no wait, and where keys are brought one copy.
+    /// Behind it on the stream the inputs are whole if nothing was missing.
     ///
     /// # Errors
     /// The GPU refuses the launch.
     pub fn begin<'a>(&mut self, batch: usize, bags: impl Fn(usize) -> Bags<'a>) -> Result<()> {
-        self.take(batch, bags);
+        self.take((batch, batch), bags);
+        self.bring(batch)?;
         self.launch(batch)
     }
 
-    /// Lays a batch's keys and offsets where the kernel reads them.
-    pub fn take<'a>(&mut self, batch: usize, bags: impl Fn(usize) -> Bags<'a>) {
-        assert!(batch <= self.batch_max);
-        self.batch = batch;
+    /// Lays the keys and offsets of a batch out, and goes on to `samples` with samples that have no keys.
+    pub fn take<'a>(&mut self, (batch, samples): (usize, usize), bags: impl Fn(usize) -> Bags<'a>) {
+        assert!((batch..=self.limits.batch_max).contains(&samples));
+        (self.batch, self.request.samples) = (batch, samples);
         // An empty batch launches nothing.
         self.ring.counts[0] = Counts::default();
         for (f, view) in self.views.iter().enumerate() {
@@ -166,40 +228,44 @@ impl Lookup {
                 offsets[0] == 0
                     && offsets.windows(2).all(|o| o[0] <= o[1] && (o[1] - o[0]) as usize <= hotness)
             );
-            self.keys[view.keys_at as usize..][..keys.len()].copy_from_slice(keys);
-            self.offsets[view.offsets_at as usize..][..offsets.len()].copy_from_slice(offsets);
+            self.request.put_keys(view.keys_before as usize, keys);
+            let to = self.request.offsets_mut(f);
+            to[..=batch].copy_from_slice(offsets);
+            to[batch..].fill(offsets[batch]);
         }
     }
 
-    /// Lets the batch that was taken go on to `samples` with samples that have no keys.
-    pub fn pad(&mut self, samples: usize) {
-        assert!((self.batch..=self.batch_max).contains(&samples));
-        for view in &self.views {
-            let offsets = &mut self.offsets[view.offsets_at as usize..][self.batch..=samples];
-            offsets.fill(offsets[0]);
-        }
+    /// Puts what the device needs to bring a batch that was laid out for `samples` onto the stream; for a graph to record, too.
+    ///
+    /// # Errors
+    /// The GPU refuses.
+    pub fn bring(&self, samples: usize) -> Result<()> {
+        let Request { words, brought, lookups, features, .. } = &self.request;
+        let Some(brought) = brought else { return Ok(()) };
+        self.stream.bring(words, brought, Request::words(*lookups, *features, samples))
     }
 
-    /// Launches the query of the first `samples` of the batch that was taken, on its stream; for a graph to record, too.
+    /// Launches the query of a batch that was laid out for `samples`, on its stream; for a graph to record, too.
     ///
     /// # Errors
     /// The GPU refuses the launch.
     pub fn launch(&self, samples: usize) -> Result<()> {
-        assert!(samples <= self.batch_max);
+        assert!(samples <= self.limits.batch_max);
         // As many warps as keep every multiprocessor busy, and a few samples a warp beyond that.
         let warps = self.tables.gpu().processors() as usize * 64;
         let tile = (samples * self.views.len() / warps).clamp(1, 32);
-        self.tables.kernels.query(&self.stream, &self.memory(), None, samples, tile)
+        self.tables.kernels.query(&self.stream, &self.memory(samples), None, samples, tile)
     }
 
-    fn memory(&self) -> QueryMemory<'_> {
-        let Self { features, keys, offsets, ring, counters, .. } = self;
-        QueryMemory { features, keys, offsets, ring, counters }
+    fn memory(&self, samples: usize) -> QueryMemory<'_> {
+        let Self { features, request, ring, counters, .. } = self;
+        let (keys, offsets) = request.addresses(samples);
+        QueryMemory { features, keys, offsets, samples, ring, counters }
     }
 
     fn bag(&self, number: BagNumber) -> usize {
-        let at = self.views[number.feature as usize].offsets_at as usize + number.sample as usize;
-        (self.offsets[at + 1] - self.offsets[at]) as usize
+        let offsets = &self.request.offsets(number.feature as usize)[number.sample as usize..];
+        (offsets[1] - offsets[0]) as usize
     }
 
     /// Waits for the query and notes in `misses`, which is empty, what it left open; counts the rows that were there in
@@ -210,8 +276,8 @@ impl Lookup {
     /// The GPU failed.
     pub fn collect(&mut self, misses: &mut Misses, statuses: &mut [Status]) -> Result<bool> {
         self.stream.wait()?;
-        for view in &self.views {
-            let offsets = &self.offsets[view.offsets_at as usize..][..=self.batch];
+        for f in 0..self.views.len() {
+            let offsets = &self.request.offsets(f)[..=self.batch];
             statuses.iter_mut().zip(offsets.windows(2)).for_each(|(s, o)| s.fresh += o[1] - o[0]);
         }
         Ok(self.note(misses, statuses))
@@ -257,32 +323,42 @@ impl Lookup {
     /// # Errors
     /// The GPU failed.
     pub fn settle(&mut self, misses: &Misses, statuses: &mut [Status]) -> Result<()> {
-        let Some((rows, stride)) = misses.staging() else { return Ok(()) };
+        self.ready(misses, statuses)?;
+        self.finish(misses.bags().len())?;
+        self.settled()
+    }
+
+    /// Begins to put the fresh rows into the caches, and tells the next `finish` of the open bags; counts their rows.
+    pub(crate) fn ready(&mut self, misses: &Misses, statuses: &mut [Status]) -> Result<()> {
+        let Some((rows, stride)) = misses.staging() else {
+            unreachable!("the misses of a GPU's worker are staged where the GPU reaches them")
+        };
         for miss in misses.list().iter().filter(|m| misses.state(m.slot) == RowState::Fresh) {
             self.changes.add(miss.row, miss.slot, miss.epoch);
         }
-        let inserted = self.changes.begin_insert(rows, stride)?;
+        self.changes.begin_insert(rows, stride)?;
         for (number, bag) in misses.bags().iter().enumerate() {
             let first = bag.first_ref as usize;
-            for (slot, (state, fresh)) in self.slots[first..].iter_mut().zip(misses.slots_of(bag)) {
+            for (slot, (state, fresh)) in self.finish.slots[first..].iter_mut().zip(misses.slots_of(bag)) {
                 *slot = fresh.unwrap_or(NO_SLOT);
                 statuses[bag.sample as usize].count(state);
             }
             let (feature, first) = (u32::from(bag.feature), first as u32);
-            self.open[number] =
+            self.finish.bags[number] =
                 BagView { feature, sample: bag.sample, done: bag.done, first, refs: bag.refs };
         }
-        let count = misses.bags().len();
-        self.tables.kernels.finish(
-            &self.stream,
-            &self.features,
-            &self.open,
-            &self.slots,
-            count,
-            (rows, stride),
-        )?;
-        // The staged rows are free again once both are done.
-        self.stream.after(inserted)?;
+        self.finish.set(&self.features, misses.bags().len(), (rows, stride));
+        Ok(())
+    }
+
+    /// Puts the pooling of the open bags, at most `bags_max`, onto the stream; for a graph to record, too.
+    pub(crate) fn finish(&self, bags_max: usize) -> Result<()> {
+        self.tables.kernels.finish(&self.stream, &self.finish, bags_max)
+    }
+
+    /// Waits until the rows are in the caches and all that was put onto the stream is done: the staged rows are free again.
+    pub(crate) fn settled(&self) -> Result<()> {
+        self.stream.after(self.changes.made())?;
         self.stream.wait()
     }
 
@@ -296,7 +372,8 @@ impl Lookup {
             let bag = self.only[number];
             statuses[bag.sample as usize].fresh += self.bag(bag) as u32;
         }
-        self.tables.kernels.query(&self.stream, &self.memory(), Some(&self.only), count, 1)?;
+        let memory = self.memory(self.request.samples);
+        self.tables.kernels.query(&self.stream, &memory, Some(&self.only), count, 1)?;
         self.stream.wait()?;
         Ok(self.note(misses, statuses))
     }
@@ -321,7 +398,8 @@ impl Lookup {
     }
 }
 
-fn ring(gpu: &Arc<Gpu>, bags: usize, misses_max: usize, row_bytes_max: usize) -> Result<Ring> {
+fn ring(gpu: &Arc<Gpu>, bags: usize, limits: Limits) -> Result<Ring> {
+    let Limits { misses_max, row_bytes_max, .. } = limits;
     let kept_stride = row_bytes_max.div_ceil(4);
     Ok(Ring {
         counts: gpu.mapped(1)?,

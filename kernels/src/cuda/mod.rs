@@ -1,4 +1,4 @@
-//! The GPU: [`driver`] is the fence around CUDA, `launch` has a typed function for each kernel, [`tables`] the caches and resident
+//! The GPU: [`driver`] and [`memory`] are the fence around CUDA, `launch` has a typed function for each kernel, [`tables`] the caches and resident
 //! tables in device memory, [`lookup`] the query of a batch and what follows from it, [`dense`] the operators of a network and
 //! [`cublas`] its products by a library, [`step`] all of a request as one [`graph`]. Kernels are CUDA C++ under `kernels/cuda`,
 //! built by its `make` and embedded here. The bytes and, but for cuBLAS, the results are the CPU's.
@@ -6,13 +6,16 @@
 pub mod cublas;
 pub mod dense;
 pub mod driver;
+pub mod facts;
 pub mod graph;
 mod launch;
 pub mod lookup;
+pub mod memory;
 pub mod step;
 pub mod tables;
 
-use driver::{CudaError, DeviceValue, Gpu, Mapped, Profile};
+use driver::{CudaError, Gpu, Profile};
+use memory::{DeviceValue, Mapped};
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 

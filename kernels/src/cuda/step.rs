@@ -1,27 +1,17 @@
 //! A request whose rows are all cached, as one launch: query, pooling and dense network in one graph, with no host in
-//! between. There is a recording for every power of two up to the largest batch; a batch in between takes the next one,
-//! with samples that have no keys behind its own. What missed is the caller's to fetch: then the bags are finished and
-//! `dense` runs anew.
+//! between. What missed is the caller's to fetch; then a second graph finishes the bags and runs the network anew. There are
+//! recordings of both for every power of two up to the largest batch; a batch in between takes the next ones, with samples
+//! that have no keys behind its own.
 
-use crate::cuda::dense::View;
-use crate::cuda::driver::{Buffer, CudaError, Mapped, Stream};
+use crate::cuda::driver::{CudaError, Stream};
 use crate::cuda::graph::Graphs;
-use crate::cuda::lookup::{FeatureOnDevice, Lookup};
+use crate::cuda::lookup::{FeatureOnDevice, Limits, Lookup};
+use crate::cuda::memory::{Buffer, Mapped};
 use crate::cuda::tables::Tables;
 use crate::dense::{DenseError, DeviceEngine, DeviceLane};
-use crate::query::Bags;
+use crate::misses::Misses;
+use crate::query::{Bags, Status};
 use std::sync::Arc;
-
-/// Sizes of a worker's requests.
-#[derive(Clone, Copy, Debug)]
-pub struct StepLimits {
-    /// Samples of a request at most.
-    pub batch_max: usize,
-    /// Lookups that may wait for rows at once.
-    pub misses_max: usize,
-    /// Bytes of the longest row.
-    pub row_bytes_max: usize,
-}
 
 /// The batches of the recordings, ascending.
 fn rungs(batch_max: usize) -> impl Iterator<Item = usize> {
@@ -35,8 +25,9 @@ fn lane_batches(engine: &DeviceEngine, batch_max: usize) -> impl Iterator<Item =
 
 /// One worker's requests on the device. Takes all its memory when it is made.
 pub struct Step {
+    /// Two for each rung: a request, and what follows on its misses.
     graphs: Graphs<Parts>,
-    /// The batch of each recording, ascending.
+    /// The batches of the recordings, ascending.
     rungs: Vec<usize>,
 }
 
@@ -56,21 +47,28 @@ struct Parts {
 }
 
 impl Parts {
-    /// Everything, for the `samples` of recording `number`.
-    fn enqueue(&mut self, number: usize, samples: usize) -> Result<(), DenseError> {
-        self.lookup.launch(samples)?;
-        self.run_dense(number, samples)
-    }
-
-    fn run_dense(&mut self, number: usize, samples: usize) -> Result<(), DenseError> {
-        let Self { lookup, engine, lanes, inputs, widths, dense, scores } = self;
-        let (stream, last) = (lookup.stream(), lanes.len() - 1);
-        let lane = &mut lanes[number.min(last)];
+    /// A request of rung `number`, which has `samples`.
+    fn request(&mut self, number: usize, samples: usize) -> Result<(), DenseError> {
+        let Self { lookup, engine, inputs, widths, dense, .. } = self;
+        lookup.bring(samples)?;
+        lookup.launch(samples)?;
         if let Some((input, values)) = dense {
             let all = samples * widths[*input];
-            engine.copy(stream, View::mapped(values).first(all), View::of(&inputs[*input]))?;
+            engine.copy(lookup.stream(), values.view().first(all), inputs[*input].view())?;
         }
-        engine.enqueue(stream, samples, inputs, View::mapped(scores), lane)
+        self.network(number, samples)
+    }
+
+    /// What follows once its misses were read.
+    fn settle(&mut self, number: usize, samples: usize, misses_max: usize) -> Result<(), DenseError> {
+        self.lookup.finish(misses_max)?;
+        self.network(number, samples)
+    }
+
+    fn network(&mut self, number: usize, samples: usize) -> Result<(), DenseError> {
+        let Self { lookup, engine, lanes, inputs, scores, .. } = self;
+        let last = lanes.len() - 1;
+        engine.enqueue(lookup.stream(), samples, inputs, scores.view(), &mut lanes[number.min(last)])
     }
 }
 
@@ -86,16 +84,16 @@ impl Step {
         widths: &[usize],
         dense: Option<usize>,
         features: impl FnOnce(&[u64]) -> Vec<FeatureOnDevice<'a>>,
-        limits: StepLimits,
+        limits: Limits,
     ) -> Result<Self, DenseError> {
-        let StepLimits { batch_max, misses_max, row_bytes_max } = limits;
+        let (batch_max, misses_max) = (limits.batch_max, limits.misses_max.max(1));
         let gpu = tables.gpu();
         let inputs =
             widths.iter().map(|w| gpu.buffer(batch_max * w)).collect::<Result<Vec<Buffer<f32>>, _>>()?;
         let at: Vec<u64> = inputs.iter().map(Buffer::address).collect();
         let dense = dense.map(|i| Ok::<_, CudaError>((i, gpu.mapped(batch_max * widths[i])?))).transpose()?;
         let parts = Parts {
-            lookup: Lookup::new(tables, &features(&at), batch_max, misses_max, row_bytes_max)?,
+            lookup: Lookup::new(tables, &features(&at), limits)?,
             lanes: lane_batches(engine, batch_max).map(|b| engine.lane(b)).collect::<Result<_, _>>()?,
             scores: gpu.mapped(batch_max * engine.outputs())?,
             engine: Arc::clone(engine),
@@ -105,10 +103,12 @@ impl Step {
         };
         let mut step = Self { graphs: Graphs::new(parts), rungs: rungs(batch_max).collect() };
         for (number, &rung) in step.rungs.iter().enumerate() {
-            // Once without recording: a library takes what it needs at the first run of a size.
-            step.graphs.named_mut().run_dense(number, rung)?;
-            Self::stream_of(step.graphs.named()).wait()?;
-            step.graphs.record(Self::stream_of, |parts| parts.enqueue(number, rung))?;
+            // Once without recording, for samples without keys: driver and libraries take what they need at the first run.
+            step.graphs.named_mut().request(number, rung)?;
+            step.graphs.named_mut().settle(number, rung, misses_max)?;
+            step.stream().wait()?;
+            step.graphs.record(Self::stream_of, |parts| parts.request(number, rung))?;
+            step.graphs.record(Self::stream_of, |parts| parts.settle(number, rung, misses_max))?;
         }
         Ok(step)
     }
@@ -133,8 +133,8 @@ impl Step {
         &mut self.graphs.named_mut().lookup
     }
 
-    /// Begins a request of `batch` samples: `bags(f)` for feature `f`, `dense` its dense features. One launch, no wait;
-    /// the request before must have been waited for.
+    /// Begins a request of `batch` samples: `bags(f)` for feature `f`, `dense` its dense features. One launch, no wait, and
+    /// where keys are brought one copy in it; the request before must have been waited for.
     ///
     /// # Errors
     /// The GPU refuses.
@@ -145,15 +145,14 @@ impl Step {
         dense: &[f32],
     ) -> Result<(), CudaError> {
         let number = self.take(batch, bags, dense);
-        self.graphs.launch(number, Self::stream_of)
+        self.graphs.launch(2 * number, Self::stream_of)
     }
 
     /// Lays a request where the device reads it; returns the recording for it.
     fn take<'a>(&mut self, batch: usize, bags: impl Fn(usize) -> Bags<'a>, dense: &[f32]) -> usize {
         let number = self.number(batch);
         let parts = self.graphs.named_mut();
-        parts.lookup.take(batch, bags);
-        parts.lookup.pad(self.rungs[number]);
+        parts.lookup.take((batch, self.rungs[number]), bags);
         if let Some((_, values)) = &mut parts.dense {
             values[..dense.len()].copy_from_slice(dense);
         }
@@ -176,17 +175,19 @@ impl Step {
         dense: &[f32],
     ) -> Result<(), DenseError> {
         let number = self.take(batch, bags, dense);
-        self.graphs.named_mut().enqueue(number, self.rungs[number])
+        self.graphs.named_mut().request(number, self.rungs[number])
     }
 
-    /// Runs the dense network anew over inputs that have been finished, and waits.
+    /// As [`Lookup::settle`] for the last misses of a request, whose samples are `statuses`, and then the scores: one launch
+    /// behind what changes the caches.
     ///
     /// # Errors
-    /// The GPU refuses.
-    pub fn run_dense(&mut self, batch: usize) -> Result<(), DenseError> {
-        let number = self.number(batch);
-        self.graphs.named_mut().run_dense(number, self.rungs[number])?;
-        Ok(self.stream().wait()?)
+    /// The GPU failed.
+    pub fn settle(&mut self, misses: &Misses, statuses: &mut [Status]) -> Result<(), CudaError> {
+        let number = self.number(statuses.len());
+        self.lookup().ready(misses, statuses)?;
+        self.graphs.launch(2 * number + 1, Self::stream_of)?;
+        self.lookup().settled()
     }
 
     /// The scores of the last request, `[batch, outputs]`, once it was waited for.

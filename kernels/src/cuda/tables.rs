@@ -2,14 +2,13 @@
 //! host as it is, byte for byte, and goes on as the host's would. Never decides what is worth caching.
 
 use crate::cache::{Cache, Epoch};
-use crate::cuda::driver::{Buffer, CudaError, DeviceValue, Event, Gpu, Mapped, Stream};
+use crate::cuda::driver::{Event, Gpu, Result, Stream};
 use crate::cuda::launch::{CacheView, Change, ChangeList, ChangesAt, Kernels, Verb};
+use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use crate::eviction::WAYS;
 use crate::names::{Name, Namer, Naming, RowKey};
 use crate::resident::Resident;
 use std::sync::{Arc, Mutex, PoisonError};
-
-type Result<T> = std::result::Result<T, CudaError>;
 
 /// Words uploaded at once.
 const PIECE: usize = 1 << 18;
@@ -54,24 +53,31 @@ pub struct Tables {
     changes: Mutex<Stream>,
 }
 
-/// Copies `from`, made words piece by piece, to the device.
-fn upload<T: DeviceValue, F>(stream: &Stream, from: &[F], make: impl Fn(&F) -> T) -> Result<Buffer<T>> {
-    let mut to = stream.gpu().buffer(from.len())?;
-    let mut piece = Vec::with_capacity(PIECE.min(from.len()));
-    for (number, values) in from.chunks(PIECE).enumerate() {
+/// `len` values on the device, made piece by piece.
+fn upload<T: DeviceValue>(
+    stream: &Stream,
+    len: usize,
+    mut values: impl Iterator<Item = T>,
+) -> Result<Buffer<T>> {
+    let mut to = stream.gpu().buffer(len)?;
+    let mut piece = Vec::with_capacity(PIECE.min(len));
+    for at in (0..len).step_by(PIECE) {
         piece.clear();
-        piece.extend(values.iter().map(&make));
-        stream.upload(&piece, &mut to, number * PIECE)?;
+        piece.extend(values.by_ref().take(PIECE));
+        stream.upload(&piece, &mut to, at)?;
     }
     Ok(to)
 }
 
 impl DeviceCache {
     fn new(stream: &Stream, cache: Cache) -> Result<Self> {
-        let [heads, tails, rows] =
-            cache.parts().map(|part| upload(stream, part, |word| word.load(crate::sync::Ordering::Relaxed)));
+        let row_bytes = cache.row_bytes();
+        let (naming, parts) = cache.into_parts();
+        // Each goes from the host before the next: no more than the rows of one cache is there twice.
+        let [heads, tails, rows] = parts.map(|part| {
+            upload(stream, part.len(), part.iter().map(|w| w.load(crate::sync::Ordering::Relaxed)))
+        });
         let (heads, tails, rows) = (heads?, tails?, rows?);
-        let (row_bytes, naming) = (cache.row_bytes(), cache.into_naming());
         let sets = naming.sets();
         let table_bits = match naming.namer(0) {
             Namer::Indexed { .. } => 0,
@@ -100,19 +106,20 @@ impl DeviceResident {
         let (row_bytes, bytes, index) = table.parts();
         let row = row_bytes.div_ceil(4);
         // Rows begin on whole words there.
-        let words: Vec<u32> = bytes
+        let words = bytes
             .chunks(row_bytes)
             .flat_map(|row| row.chunks(4))
-            .map(|four| four.iter().rev().fold(0, |word, byte| word << 8 | u32::from(*byte)))
-            .collect();
+            .map(|four| four.iter().rev().fold(0, |word, byte| word << 8 | u32::from(*byte)));
+        let count = bytes.len() / row_bytes;
+        let rows = upload(stream, count * row, words)?;
         let index = match index {
             None => None,
             Some((hashes, buckets)) => {
-                Some((upload(stream, hashes, |h| *h)?, upload(stream, buckets, |b| *b)?))
+                let hashes = upload(stream, hashes.len(), hashes.iter().copied())?;
+                Some((hashes, upload(stream, buckets.len(), buckets.iter().copied())?))
             }
         };
-        let rows = upload(stream, &words, |w| *w)?;
-        Ok(Self { rows, row, row_bytes, count: bytes.len() / row_bytes, index })
+        Ok(Self { rows, row, row_bytes, count, index })
     }
 }
 
@@ -295,9 +302,13 @@ impl Changes {
     }
 
     /// Begins to insert; `made` marks the end. Nothing may be gathered before that.
-    pub(crate) fn begin_insert(&mut self, rows: &Mapped<u8>, stride: usize) -> Result<&Event> {
-        self.begin(Verb::Insert, rows, stride)?;
-        Ok(&self.made)
+    pub(crate) fn begin_insert(&mut self, rows: &Mapped<u8>, stride: usize) -> Result<()> {
+        self.begin(Verb::Insert, rows, stride).map(drop)
+    }
+
+    /// The end of the last changes.
+    pub(crate) fn made(&self) -> &Event {
+        &self.made
     }
 
     fn begin(&mut self, verb: Verb, rows: &Mapped<u8>, stride: usize) -> Result<usize> {

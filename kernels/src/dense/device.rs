@@ -5,8 +5,9 @@
 use super::graph::{Id, Map, Op, Operand, Zip};
 use super::layout::{Layout, Place};
 use crate::cuda::cublas::{Cublas, CublasError};
-use crate::cuda::dense::{DenseKernels, DeviceMatrix, Side, View};
-use crate::cuda::driver::{Buffer, CudaError, Gpu, Stream};
+use crate::cuda::dense::{DenseKernels, DeviceMatrix, Side};
+use crate::cuda::driver::{CudaError, Gpu, Stream};
+use crate::cuda::memory::{Buffer, View};
 use std::sync::Arc;
 
 /// A node as it lies on the device.
@@ -109,8 +110,8 @@ impl DevicePlan {
         buffers: &'a [Buffer<f32>],
     ) -> View<'a, f32> {
         let all = match self.places[id] {
-            Place::Input(i) => View::of(&inputs[i]),
-            Place::Buffer(b) => View::of(&buffers[b]),
+            Place::Input(i) => inputs[i].view(),
+            Place::Buffer(b) => buffers[b].view(),
         };
         all.first(n * self.widths[id])
     }
@@ -154,7 +155,7 @@ impl DevicePlan {
                 }
             }
             DeviceOp::Pick(picks) => {
-                kernels.pick(stream, (read(0), self.widths[node.inputs[0]]), View::of(picks), n, out)?;
+                kernels.pick(stream, (read(0), self.widths[node.inputs[0]]), picks.view(), n, out)?;
             }
         }
         Ok(())
@@ -171,12 +172,10 @@ impl DevicePlan {
         match operand {
             DeviceOperand::Value { input, picks } => {
                 let id = node.inputs[*input];
-                let picks = picks.as_ref().map_or(View::none(), View::of);
+                let picks = picks.as_ref().map_or(View::none(), Buffer::view);
                 Side { values: self.value(id, n, inputs, buffers), picks, width: self.widths[id] }
             }
-            DeviceOperand::Constant(values) => {
-                Side { values: View::of(values), picks: View::none(), width: 0 }
-            }
+            DeviceOperand::Constant(values) => Side { values: values.view(), picks: View::none(), width: 0 },
         }
     }
 }

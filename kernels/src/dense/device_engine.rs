@@ -7,8 +7,9 @@ use super::graph::{Graph, Map, Stop};
 use super::layout::Layout;
 use super::{Activation, DenseEngine, DenseError, Weights, match_interface, onnx};
 use crate::cuda::cublas::{Cublas, CublasError};
-use crate::cuda::dense::{DenseKernels, View};
-use crate::cuda::driver::{Buffer, CudaError, Gpu, Stream};
+use crate::cuda::dense::DenseKernels;
+use crate::cuda::driver::{CudaError, Gpu, Stream};
+use crate::cuda::memory::{Buffer, View};
 use crate::tensorrt::{self, Build, Plans, TensorRt, TensorRtError};
 use serde::Deserialize;
 use std::path::PathBuf;
@@ -285,7 +286,7 @@ impl DeviceEngine {
         let mut scores = self.gpu.buffer::<f32>(samples * self.outputs)?;
         for batch in [samples, 1] {
             stream.upload(&vec![f32::NAN; scores.len()], &mut scores, 0)?;
-            self.enqueue(&stream, batch, &fed, View::of(&scores), &mut lane)?;
+            self.enqueue(&stream, batch, &fed, scores.view(), &mut lane)?;
             let (mut ours, mut theirs) = (vec![0.0; batch * self.outputs], vec![0.0; batch * self.outputs]);
             stream.download(&scores, 0, &mut ours)?;
             reference.run(batch, &inputs, &mut theirs, &mut scratch)?;

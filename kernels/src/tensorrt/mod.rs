@@ -5,14 +5,13 @@
 mod plans;
 mod shim;
 
-use crate::cuda::dense::View;
-use crate::cuda::driver::Buffer;
-use crate::cuda::driver::{Gpu, Stream};
+use crate::cuda::driver::Gpu;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use plans::Plans;
+pub use shim::Context;
 
 /// Why TensorRT is not used. The caller takes the kernels of `dense` instead.
 #[derive(Debug, thiserror::Error)]
@@ -111,11 +110,6 @@ pub struct Engine {
     engine: Arc<shim::Engine>,
 }
 
-/// One worker's state of an engine, with its device memory.
-pub struct Context {
-    context: shim::Context,
-}
-
 impl TensorRt {
     /// Loads the shim at `shim` and TensorRT under its usual names, or `libraries`: it and its ONNX parser.
     ///
@@ -158,23 +152,6 @@ impl Engine {
     /// # Errors
     /// There is not enough device memory.
     pub fn context(&self) -> Result<Context, TensorRtError> {
-        Ok(Context { context: self.engine.context()? })
-    }
-}
-
-impl Context {
-    /// Puts the network onto `stream`: `batch` samples of `inputs`, in the order of the build, into `output`. What is
-    /// named must stay until the stream has passed.
-    ///
-    /// # Errors
-    /// TensorRT refuses, or the batch is beyond the build's.
-    pub fn enqueue(
-        &mut self,
-        stream: &Stream,
-        batch: usize,
-        inputs: &[Buffer<f32>],
-        output: View<f32>,
-    ) -> Result<(), TensorRtError> {
-        self.context.enqueue(stream, batch, inputs, output)
+        self.engine.context()
     }
 }

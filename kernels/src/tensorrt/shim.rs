@@ -4,9 +4,8 @@
 #![allow(unsafe_code)]
 
 use super::{Build, TensorRtError, Version};
-use crate::cuda::dense::View;
-use crate::cuda::driver::Buffer;
 use crate::cuda::driver::Stream;
+use crate::cuda::memory::{Buffer, View};
 use libloading::Library;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
@@ -120,8 +119,8 @@ pub(super) struct Engine {
 // called; TensorRT documents an engine as usable from several threads.
 unsafe impl Sync for Engine {}
 
-/// One worker's state of an engine.
-pub(super) struct Context {
+/// One worker's state of an engine, with its device memory.
+pub struct Context {
     // Dropped before the engine that it is of.
     context: Owned,
     engine: Arc<Engine>,
@@ -302,7 +301,11 @@ impl Engine {
 }
 
 impl Context {
-    /// Puts the network onto `stream`: `batch` samples of `inputs`, results to `output`.
+    /// Puts the network onto `stream`: `batch` samples of `inputs`, in the order of the build, into `output`. What is
+    /// named must stay until the stream has passed.
+    ///
+    /// # Errors
+    /// TensorRT refuses, or the batch is beyond the build's.
     pub fn enqueue(
         &mut self,
         stream: &Stream,

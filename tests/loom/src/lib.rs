@@ -34,3 +34,15 @@ mod memory {
         }
     }
 }
+
+/// The rows of a bag as `query` takes them: all seen, then all read, then proved together. `None` if one is not there or
+/// changed meanwhile.
+pub fn bag<const N: usize>(cache: &cache::Cache, rows: [names::RowKey; N]) -> Option<[[u8; 8]; N]> {
+    use simd::{Plain, Simd};
+    let seen = rows.map(|row| cache.heads().see::<Plain>(cache.name_of(row)));
+    let mut out = [[0; 8]; N];
+    for (seen, out) in seen.iter().zip(&mut out) {
+        Plain::copy_racing(cache.row(seen.slot()?), out);
+    }
+    cache.heads().are_unchanged(seen.into_iter()).then_some(out)
+}

@@ -1,6 +1,7 @@
 //! What must hold in every order of the cache's steps. Run by `./test` with `--cfg loom`.
 #![cfg(loom)]
 
+use hatchback_loom::bag;
 use hatchback_loom::cache::Cache;
 use hatchback_loom::names::{Names, RowKey};
 use loom::sync::Arc;
@@ -90,5 +91,41 @@ fn a_late_insert_never_brings_an_old_row_back() {
         cache.update(row(1), &bytes(2));
         late.join().unwrap();
         assert_ne!(get(&cache, 1), Some(1));
+    });
+}
+
+/// Rows that are proved together: each is of one piece, its own, and there while the other was read.
+#[test]
+fn a_bag_is_of_whole_rows_or_none() {
+    loom::model(|| {
+        let cache = cache();
+        put(&cache, 1, 1);
+        put(&cache, 2, 2);
+        let writer = Arc::clone(&cache);
+        let writer = thread::spawn(move || {
+            writer.update(row(1), &bytes(4));
+            writer.update(row(2), &bytes(5));
+        });
+        let found = bag(&cache, [row(1), row(2)]);
+        assert!(
+            found.is_none_or(|f| [[1, 2], [4, 2], [4, 5]].map(|[a, b]| [bytes(a), bytes(b)]).contains(&f))
+        );
+        writer.join().unwrap();
+        assert_eq!(bag(&cache, [row(1), row(2)]), Some([bytes(4), bytes(5)]));
+    });
+}
+
+/// One row of a bag is driven out by another.
+#[test]
+fn a_bag_never_has_another_row() {
+    loom::model(|| {
+        let cache = cache();
+        put(&cache, 1, 1);
+        put(&cache, 2, 2);
+        let writer = Arc::clone(&cache);
+        let writer = thread::spawn(move || put(&writer, 3, 3));
+        assert!(bag(&cache, [row(1), row(2)]).is_none_or(|found| found == [bytes(1), bytes(2)]));
+        writer.join().unwrap();
+        assert_eq!(bag(&cache, [row(3)]), Some([bytes(3)]));
     });
 }

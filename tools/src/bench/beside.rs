@@ -135,11 +135,11 @@ struct Ours {
 
 impl Ours {
     fn open(flash: &Flash, name: &'static str, dense_weights: Weights, rows: usize) -> Result<Self> {
-        // Sets of 16 that are 40 % full on average overflow almost never.
+        // Sets of 14 that are a third full on average overflow almost never.
         let slot_bytes = (4 * super::dlrm::DIM + 6) as u64;
         let budget = Budget {
             memory_bytes_max: u64::MAX,
-            cache_bytes_max: (TABLES * rows) as u64 * slot_bytes * 5 / 2,
+            cache_bytes_max: (TABLES * rows) as u64 * slot_bytes * 3,
             dense_weights,
             ..Budget::default()
         };

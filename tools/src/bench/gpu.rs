@@ -13,8 +13,10 @@ use hatchback::{Activation, Codec, Pooling, RowFormat, RowKey, Status, Weights};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{Gpu, Profile};
-use hatchback_kernels::cuda::lookup::FeatureOnDevice;
-use hatchback_kernels::cuda::step::{Step, StepLimits};
+use hatchback_kernels::cuda::facts::facts;
+use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Keys, Limits, Lookup};
+use hatchback_kernels::cuda::memory::Buffer;
+use hatchback_kernels::cuda::step::Step;
 use hatchback_kernels::cuda::tables::{Changes, Place, Tables};
 use hatchback_kernels::dense::{DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions};
 use hatchback_kernels::misses::{Misses, RowState};
@@ -29,6 +31,8 @@ use std::time::Instant;
 
 /// What the bar on launches is about.
 const GRAPH: &str = "request, one graph";
+/// What the bar on the memory's speed is about.
+const LOOKUP: &str = "lookup";
 /// Tables, each with one key a sample.
 const TABLES: usize = dlrm::TABLES;
 /// The batch of the points over hit rates and under updates.
@@ -62,6 +66,9 @@ pub struct GpuArgs {
     /// Does without cuBLAS
     #[arg(long)]
     exact: bool,
+    /// Only asks the driver what is to be known first of a new board
+    #[arg(long)]
+    facts: bool,
     /// Writes all figures to this file (`-`: standard output)
     #[arg(long)]
     json: Option<PathBuf>,
@@ -82,6 +89,8 @@ struct Point {
     launches: f64,
     /// Times that the host waited, a request.
     waits: f64,
+    /// Copies between host and device, a request.
+    copies: f64,
     /// Bytes of rows, sets and results that a lookup must move, per second; lookups alone.
     gb_per_s: Option<f64>,
 }
@@ -94,6 +103,10 @@ struct Rig {
     rows: usize,
     known: Vec<Vec<u64>>,
     step: Step,
+    /// Lookups alone, with keys brought and with keys in place.
+    lookups: [Lookup; 2],
+    /// Where those put their vectors.
+    _vectors: Buffer<f32>,
     misses: Misses,
     statuses: Vec<Status>,
     offsets: Vec<u32>,
@@ -147,10 +160,17 @@ impl Rig {
             column: table * dim,
             width: dim,
         };
-        let features = |inputs: &[u64]| (0..TABLES).map(|t| feature(t, inputs[1])).collect();
+        let features = |input: u64| -> Vec<_> { (0..TABLES).map(|t| feature(t, input)).collect() };
         let misses_max = TABLES * batch_max.min(4 * BATCH);
-        let limits = StepLimits { batch_max, misses_max, row_bytes_max: format.row_bytes() };
-        let step = Step::new(&tables, &engine, &widths, Some(0), features, limits)?;
+        let keys = Keys::on(&gpu);
+        let limits = Limits { batch_max, misses_max, row_bytes_max: format.row_bytes(), keys };
+        let step = Step::new(&tables, &engine, &widths, Some(0), |inputs| features(inputs[1]), limits)?;
+        let vectors = gpu.buffer::<f32>(batch_max * TABLES * dim)?;
+        let lookup = |keys| {
+            let limits = Limits { keys, misses_max: TABLES, ..limits };
+            Lookup::new(&tables, &features(vectors.address()), limits)
+        };
+        let lookups = [lookup(Keys::Brought)?, lookup(Keys::InPlace)?];
         let misses = Misses::on(&Device::Cuda(Arc::clone(&gpu)), misses_max, format.row_bytes())?;
         let rig = Self {
             gpu,
@@ -159,6 +179,8 @@ impl Rig {
             rows,
             known,
             step,
+            lookups,
+            _vectors: vectors,
             misses,
             statuses: vec![Status::default(); batch_max],
             offsets: (0..=batch_max as u32).collect(),
@@ -211,6 +233,8 @@ impl Rig {
             p99_us: percentile(&mut times, 0.99),
             launches: launches as f64 / rounds,
             waits: waits as f64 / rounds,
+            // Recorded with the launch, or not at all.
+            copies: f64::from(u8::from(Keys::on(&self.gpu) == Keys::Brought)),
             gb_per_s: None,
         })
     }
@@ -226,40 +250,66 @@ impl Rig {
         }
         misses.clear();
         let mut more = step.lookup().collect(misses, &mut statuses[..batch])?;
-        let missed = more || !misses.is_empty();
-        while more || !misses.is_empty() {
+        let mut open = more || !misses.is_empty();
+        while open {
             for number in 0..misses.list().len() {
                 misses.set_state(misses.list()[number].slot, RowState::Late);
             }
-            step.lookup().settle(misses, &mut statuses[..batch])?;
+            match more {
+                true => step.lookup().settle(misses, &mut statuses[..batch])?,
+                false => step.settle(misses, &mut statuses[..batch])?,
+            }
             misses.clear();
+            open = more;
             more = more && step.lookup().again(misses, &mut statuses[..batch])?;
-        }
-        if missed {
-            step.run_dense(batch)?;
         }
         ensure!(step.scores(batch).iter().all(|s| s.is_finite()), "a score is not finite");
         Ok(())
     }
 
-    /// Lookups alone, many launches behind one another: what the device takes, not the way to it.
-    fn lookups(&mut self, batch: usize) -> Result<Point> {
+    /// Lookups alone, many launches behind one another: what the device takes, not the way to it. First with the keys in its
+    /// memory already, then with each of the ways to them.
+    fn lookups(&mut self, batch: usize) -> Result<Vec<Point>> {
         let repeats = if self.rounds < 10 { 1 } else { 20 };
-        let mut times = Vec::with_capacity(self.rounds);
-        for _ in 0..self.rounds {
-            let keys = self.keys(batch, 1.0);
-            let (lookup, offsets) = (self.step.lookup(), &self.offsets[..=batch]);
-            lookup.take(batch, |f| Bags { keys: &keys[f], offsets });
-            let start = Instant::now();
-            (0..repeats).try_for_each(|_| lookup.launch(batch))?;
-            lookup.stream().wait()?;
-            times.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(repeats));
-        }
-        let (p50_us, p99_us) = (percentile(&mut times, 0.5), percentile(&mut times, 0.99));
         let moved = TABLES * (8 + SET_BYTES + self.format.row_bytes() + 4 * self.format.dim());
-        let gb_per_s = Some((batch * moved) as f64 / p50_us / 1e3);
-        let what = "lookup".to_owned();
-        Ok(Point { what, batch, hit_rate: 1.0, p50_us, p99_us, launches: 1.0, waits: 0.0, gb_per_s })
+        let mut points = Vec::new();
+        for (what, which, bring) in
+            [(LOOKUP, 0, false), ("lookup, keys brought", 0, true), ("lookup, keys in place", 1, false)]
+        {
+            let mut times = Vec::with_capacity(self.rounds);
+            for _ in 0..self.rounds {
+                let keys = self.keys(batch, 1.0);
+                let offsets = &self.offsets[..=batch];
+                let lookup = &mut self.lookups[which];
+                lookup.take((batch, batch), |f| Bags { keys: &keys[f], offsets });
+                lookup.bring(batch)?;
+                lookup.stream().wait()?;
+                let start = Instant::now();
+                for _ in 0..repeats {
+                    if bring {
+                        lookup.bring(batch)?;
+                    }
+                    lookup.launch(batch)?;
+                }
+                lookup.stream().wait()?;
+                times.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(repeats));
+            }
+            let (p50_us, p99_us) = (percentile(&mut times, 0.5), percentile(&mut times, 0.99));
+            let (gb_per_s, what) = (Some((batch * moved) as f64 / p50_us / 1e3), what.to_owned());
+            let copies = f64::from(u8::from(bring));
+            points.push(Point {
+                what,
+                batch,
+                hit_rate: 1.0,
+                p50_us,
+                p99_us,
+                launches: 1.0,
+                waits: 0.0,
+                copies,
+                gb_per_s,
+            });
+        }
+        Ok(points)
     }
 
     /// Requests while another thread overwrites cached rows without end.
@@ -304,7 +354,7 @@ fn copied_gb_per_s(gpu: &Arc<Gpu>, quick: bool) -> Result<f64> {
 }
 
 fn bars(points: &[Point], copied: f64) -> Vec<Bar> {
-    let lookups = points.iter().filter(|p| p.what == "lookup");
+    let lookups = points.iter().filter(|p| p.what == LOOKUP);
     let widest = lookups.max_by_key(|p| p.batch);
     let share = widest.and_then(|p| p.gb_per_s).map(|g| g / copied);
     let batch = widest.map_or(0, |p| p.batch);
@@ -325,6 +375,12 @@ fn bars(points: &[Point], copied: f64) -> Vec<Bar> {
 /// # Errors
 /// There is no GPU, or it fails.
 pub fn run(args: &GpuArgs) -> Result<()> {
+    if args.facts {
+        for (question, answer) in facts()? {
+            println!("{question:42} {answer}");
+        }
+        return Ok(());
+    }
     let gpu = Gpu::open(Profile::default())?;
     let name = format!("{}, compute capability {}.{}", gpu.name(), gpu.sm() / 10, gpu.sm() % 10);
     println!("{name}, {} of memory", report::bytes(gpu.memory()? as u64));
@@ -341,7 +397,7 @@ pub fn run(args: &GpuArgs) -> Result<()> {
     println!("the memory copies at {copied:.0} GB/s (read and written)");
     let mut points = Vec::new();
     for &batch in &batches {
-        points.push(rig.lookups(batch)?);
+        points.extend(rig.lookups(batch)?);
         for (what, recorded) in [(GRAPH, true), ("request, kernel by kernel", false)] {
             points.push(rig.time(what, (batch, 1.0), |rig, keys, dense| rig.request(keys, dense, recorded))?);
         }
@@ -366,7 +422,8 @@ pub fn run(args: &GpuArgs) -> Result<()> {
 }
 
 fn show(points: &[Point]) {
-    let mut table = report::table(&["", "batch", "hit rate", "p50", "p99", "launches", "waits", "GB/s"]);
+    let mut table =
+        report::table(&["", "batch", "hit rate", "p50", "p99", "launches", "waits", "copies", "GB/s"]);
     for p in points {
         let time = |us: f64| if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") };
         table.add_row([
@@ -377,6 +434,7 @@ fn show(points: &[Point]) {
             time(p.p99_us),
             format!("{:.0}", p.launches),
             format!("{:.0}", p.waits),
+            format!("{:.0}", p.copies),
             p.gb_per_s.map_or(String::new(), |g| format!("{g:.0}")),
         ]);
     }
@@ -389,14 +447,24 @@ mod tests {
 
     fn point(what: &str, batch: usize, launches: f64, gb_per_s: Option<f64>) -> Point {
         let what = what.to_owned();
-        Point { what, batch, hit_rate: 1.0, p50_us: 1.0, p99_us: 1.0, launches, waits: 1.0, gb_per_s }
+        Point {
+            what,
+            batch,
+            hit_rate: 1.0,
+            p50_us: 1.0,
+            p99_us: 1.0,
+            launches,
+            waits: 1.0,
+            copies: 0.0,
+            gb_per_s,
+        }
     }
 
     #[test]
     fn the_widest_lookups_and_the_most_launches_count() {
         let points = [
-            point("lookup", 1, 1.0, Some(90.0)),
-            point("lookup", 64, 1.0, Some(60.0)),
+            point(LOOKUP, 1, 1.0, Some(90.0)),
+            point(LOOKUP, 64, 1.0, Some(60.0)),
             point(GRAPH, 1, 1.0, None),
             point(GRAPH, 64, 2.0, None),
         ];

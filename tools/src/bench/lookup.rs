@@ -207,6 +207,23 @@ impl Ours {
         })
     }
 
+    fn feature<'a>(format: RowFormat, store: &'a Store, default_row: &'a [f32], table: usize) -> Feature<'a> {
+        Feature {
+            id: table as u16,
+            table: table as u16,
+            format,
+            keys_end: None,
+            default_row,
+            pooling: Pooling::Sum,
+            rows: match store {
+                Store::Cached(cache) => Rows::Cached(cache),
+                Store::Resident(tables) => Rows::Resident(&tables[table]),
+            },
+            column: table * format.dim(),
+            width: format.dim(),
+        }
+    }
+
     fn run(&mut self, calls: &Calls) -> Result<Vec<f64>> {
         let (dim, batch) = (self.format.dim(), calls.shape.batch);
         let mut times = Vec::with_capacity(calls.positions.len());
@@ -221,25 +238,16 @@ impl Ours {
             let start = cpu_us();
             let isa = Isa::detect();
             for first in (0..batch).step_by(BLOCK) {
-                for (t, keys) in keys.iter().enumerate() {
-                    let feature = Feature {
-                        id: t as u16,
-                        table: t as u16,
-                        format: self.format,
-                        keys_end: None,
-                        default_row: &self.default_row,
-                        pooling: Pooling::Sum,
-                        rows: match &self.store {
-                            Store::Cached(cache) => Rows::Cached(cache),
-                            Store::Resident(tables) => Rows::Resident(&tables[t]),
-                        },
-                        column: t * dim,
-                        width: dim,
-                    };
-                    let bags = Bags { keys, offsets: &calls.offsets };
+                for t in 0..TABLES {
+                    let bags = |t: usize| Bags { keys: &keys[t], offsets: &calls.offsets };
+                    if t + 1 < TABLES {
+                        Self::feature(self.format, &self.store, &self.default_row, t + 1)
+                            .ask(bags(t + 1), first);
+                    }
+                    let feature = Self::feature(self.format, &self.store, &self.default_row, t);
                     let mut input = Input { data: &mut self.out, stride: TABLES * dim };
                     let block = &mut statuses[..batch.min(first + BLOCK)];
-                    feature.query(isa, bags, first, &mut input, &mut self.misses, block);
+                    feature.query(isa, bags(t), first, &mut input, &mut self.misses, block);
                 }
             }
             times.push(cpu_us() - start);

@@ -21,13 +21,14 @@ struct Miss {
 /// Reads with a fixed number of pages in flight.
 pub struct Fetcher {
     reader: PageReader,
+    places: Vec<Option<Place>>,
     misses: Vec<Miss>,
 }
 
 impl Fetcher {
     /// Up to `depth` pages in flight.
     pub fn new(depth: usize) -> Self {
-        Self { reader: PageReader::new(depth, ReadMethod::Auto), misses: Vec::new() }
+        Self { reader: PageReader::new(depth, ReadMethod::Auto), places: Vec::new(), misses: Vec::new() }
     }
 
     /// `io_uring` or `threads`.
@@ -41,12 +42,15 @@ impl Fetcher {
     /// The device refused, a page is damaged, or a key is not in the table.
     pub fn fetch(&mut self, rows: &TableRows, keys: &[u64], out: &mut [u8]) -> Result<u64> {
         self.misses.clear();
-        for (slot, &key) in keys.iter().enumerate() {
-            let place = rows.locate(key).context("a key is not in the table")?.pack();
+        self.places.clear();
+        self.places.resize(keys.len(), None);
+        rows.locate_all(keys, &mut self.places);
+        for (slot, (&key, place)) in keys.iter().zip(&self.places).enumerate() {
+            let place = place.context("a key is not in the table")?.pack();
             self.misses.push(Miss { place, key, slot });
         }
         self.misses.sort_unstable_by_key(|m| m.place);
-        let Self { reader, misses } = self;
+        let Self { reader, misses, .. } = self;
         let row_bytes = out.len() / keys.len().max(1);
         let (mut next, mut pages) = (0, 0);
         drive(

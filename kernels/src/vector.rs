@@ -1,0 +1,332 @@
+//! 16 f32 in vector registers, loaded from encoded rows that may change at the same moment: each load of a row is inline
+//! assembly, to the compiler as good as a run of relaxed atomic loads (see `simd.rs`). One form for each family of vector
+//! instructions; all give the same bits. Never stores to rows.
+
+#![allow(unsafe_code)]
+
+/// 16 f32 in registers. All are `unsafe`: the machine must have the instructions, and the pointers be good for what is
+/// read there or written. What is read of rows may change meanwhile.
+pub(crate) trait Vector: Copy {
+    /// Vectors that fit into the registers beside what else a sum needs.
+    const VECTORS_MAX: usize;
+    unsafe fn splat(x: f32) -> Self;
+    unsafe fn load(from: *const f32) -> Self;
+    unsafe fn store(self, to: *mut f32);
+    unsafe fn add(self, other: Self) -> Self;
+    /// `self * x + y`, rounded once.
+    unsafe fn mul_add(self, x: Self, y: Self) -> Self;
+    /// 16 f32 of a row.
+    unsafe fn f32s(at: *const u8) -> Self;
+    /// 16 f16 of a row.
+    unsafe fn f16s(at: *const u8) -> Self;
+    /// 16 codes of a byte, of a row.
+    unsafe fn u8s(at: *const u8) -> Self;
+    /// 16 codes of half a byte, of a row, the low half first.
+    unsafe fn u4s(at: *const u8) -> Self;
+    /// Two f16 of a row.
+    unsafe fn halves(at: *const u8) -> (f32, f32);
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod x86 {
+    use super::Vector;
+    use std::arch::asm;
+    use std::arch::x86_64::*;
+
+    macro_rules! read {
+        ($name:ident, $features:literal, $vector:ty, $class:ident, $load:literal) => {
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn $name(at: *const u8) -> $vector {
+                let value;
+                // SAFETY: the caller's.
+                unsafe {
+                    asm!($load, v = lateout($class) value, p = in(reg) at,
+                         options(nostack, preserves_flags, readonly));
+                }
+                value
+            }
+        };
+    }
+    read!(read_512, "avx512f", __m512i, zmm_reg, "vmovdqu64 {v}, zmmword ptr [{p}]");
+    read!(read_256, "avx2", __m256i, ymm_reg, "vmovdqu {v}, ymmword ptr [{p}]");
+    read!(read_128, "avx2", __m128i, xmm_reg, "vmovdqu {v}, xmmword ptr [{p}]");
+    read!(read_64, "avx2", __m128i, xmm_reg, "vmovq {v}, qword ptr [{p}]");
+    read!(read_32, "avx2", __m128i, xmm_reg, "vmovd {v}, dword ptr [{p}]");
+
+    /// 16 codes of a byte each, from 8 bytes of two.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn unpack(pairs: __m128i) -> __m128i {
+        let wide = _mm_cvtepu8_epi16(pairs);
+        _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16::<4>(wide)), _mm_set1_epi16(0x0f0f))
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn halves(at: *const u8) -> (f32, f32) {
+        // SAFETY: the caller's.
+        let values = _mm_cvtph_ps(unsafe { read_32(at) });
+        (_mm_cvtss_f32(values), _mm_cvtss_f32(_mm_movehdup_ps(values)))
+    }
+
+    /// AVX-512.
+    #[derive(Clone, Copy)]
+    pub(crate) struct One(__m512);
+
+    impl Vector for One {
+        const VECTORS_MAX: usize = 8;
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(_mm512_set1_ps(x)) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(_mm512_loadu_ps(from)) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: the caller's.
+            unsafe { _mm512_storeu_ps(to, self.0) }
+        }
+        #[inline(always)]
+        unsafe fn add(self, other: Self) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(_mm512_add_ps(self.0, other.0)) }
+        }
+        #[inline(always)]
+        unsafe fn mul_add(self, x: Self, y: Self) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(_mm512_fmadd_ps(self.0, x.0, y.0)) }
+        }
+        #[inline(always)]
+        unsafe fn f32s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(_mm512_castsi512_ps(read_512(at))) }
+        }
+        #[inline(always)]
+        unsafe fn f16s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(_mm512_cvtph_ps(read_256(at))) }
+        }
+        #[inline(always)]
+        unsafe fn u8s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(read_128(at)))) }
+        }
+        #[inline(always)]
+        unsafe fn u4s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(unpack(read_64(at))))) }
+        }
+        #[inline(always)]
+        unsafe fn halves(at: *const u8) -> (f32, f32) {
+            // SAFETY: the caller's.
+            unsafe { halves(at) }
+        }
+    }
+
+    /// AVX2.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Two([__m256; 2]);
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn codes(bytes: __m128i) -> Two {
+        let eight = |bytes| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+        Two([eight(bytes), eight(_mm_bsrli_si128::<8>(bytes))])
+    }
+
+    impl Vector for Two {
+        const VECTORS_MAX: usize = 4;
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self([_mm256_set1_ps(x); 2]) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self([_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))]) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: the caller's.
+            unsafe {
+                _mm256_storeu_ps(to, self.0[0]);
+                _mm256_storeu_ps(to.add(8), self.0[1]);
+            }
+        }
+        #[inline(always)]
+        unsafe fn add(self, other: Self) -> Self {
+            let ([a, b], [c, d]) = (self.0, other.0);
+            // SAFETY: the caller's.
+            unsafe { Self([_mm256_add_ps(a, c), _mm256_add_ps(b, d)]) }
+        }
+        #[inline(always)]
+        unsafe fn mul_add(self, x: Self, y: Self) -> Self {
+            let ([a, b], x, y) = (self.0, x.0, y.0);
+            // SAFETY: the caller's.
+            unsafe { Self([_mm256_fmadd_ps(a, x[0], y[0]), _mm256_fmadd_ps(b, x[1], y[1])]) }
+        }
+        #[inline(always)]
+        unsafe fn f32s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self([_mm256_castsi256_ps(read_256(at)), _mm256_castsi256_ps(read_256(at.add(32)))]) }
+        }
+        #[inline(always)]
+        unsafe fn f16s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self([_mm256_cvtph_ps(read_128(at)), _mm256_cvtph_ps(read_128(at.add(16)))]) }
+        }
+        #[inline(always)]
+        unsafe fn u8s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { codes(read_128(at)) }
+        }
+        #[inline(always)]
+        unsafe fn u4s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { codes(unpack(read_64(at))) }
+        }
+        #[inline(always)]
+        unsafe fn halves(at: *const u8) -> (f32, f32) {
+            // SAFETY: the caller's.
+            unsafe { halves(at) }
+        }
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod arm {
+    use super::Vector;
+    use std::arch::aarch64::*;
+    use std::arch::asm;
+
+    #[inline(always)]
+    unsafe fn read_128(at: *const u8) -> uint8x16_t {
+        let value;
+        // SAFETY: the caller's.
+        unsafe {
+            asm!("ldr {v:q}, [{p}]", v = lateout(vreg) value, p = in(reg) at,
+                 options(nostack, preserves_flags, readonly));
+        }
+        value
+    }
+
+    #[inline(always)]
+    unsafe fn read_64(at: *const u8) -> uint8x8_t {
+        let value;
+        // SAFETY: the caller's.
+        unsafe {
+            asm!("ldr {v:d}, [{p}]", v = lateout(vreg) value, p = in(reg) at,
+                 options(nostack, preserves_flags, readonly));
+        }
+        value
+    }
+
+    #[inline(always)]
+    unsafe fn read_32(at: *const u8) -> uint8x16_t {
+        let value;
+        // SAFETY: the caller's.
+        unsafe {
+            asm!("ldr {v:s}, [{p}]", v = lateout(vreg) value, p = in(reg) at,
+                 options(nostack, preserves_flags, readonly));
+        }
+        value
+    }
+
+    /// Eight f16 as f32. In assembly because its f16 vector type is not stable in this compiler.
+    #[inline(always)]
+    unsafe fn widen(halves: uint8x16_t) -> [float32x4_t; 2] {
+        let (low, high);
+        // SAFETY: it touches no memory; Advanced SIMD is always there.
+        unsafe {
+            asm!("fcvtl {l:v}.4s, {h:v}.4h", "fcvtl2 {u:v}.4s, {h:v}.8h",
+                 l = out(vreg) low, u = out(vreg) high, h = in(vreg) halves,
+                 options(pure, nomem, nostack, preserves_flags));
+        }
+        [low, high]
+    }
+
+    /// Advanced SIMD.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Four([float32x4_t; 4]);
+
+    #[inline(always)]
+    unsafe fn codes(bytes: uint8x16_t) -> Four {
+        // SAFETY: Advanced SIMD is always there.
+        unsafe {
+            let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
+            let low = [vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low)];
+            let high = [vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)];
+            Four([low[0], low[1], high[0], high[1]].map(|v| vcvtq_f32_u32(v)))
+        }
+    }
+
+    impl Vector for Four {
+        const VECTORS_MAX: usize = 4;
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self([vdupq_n_f32(x); 4]) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(std::array::from_fn(|i| vld1q_f32(from.add(4 * i)))) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            for (i, four) in self.0.into_iter().enumerate() {
+                // SAFETY: the caller's.
+                unsafe { vst1q_f32(to.add(4 * i), four) };
+            }
+        }
+        #[inline(always)]
+        unsafe fn add(self, other: Self) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(std::array::from_fn(|i| vaddq_f32(self.0[i], other.0[i]))) }
+        }
+        #[inline(always)]
+        unsafe fn mul_add(self, x: Self, y: Self) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(std::array::from_fn(|i| vfmaq_f32(y.0[i], self.0[i], x.0[i]))) }
+        }
+        #[inline(always)]
+        unsafe fn f32s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { Self(std::array::from_fn(|i| vreinterpretq_f32_u8(read_128(at.add(16 * i))))) }
+        }
+        #[inline(always)]
+        unsafe fn f16s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            let ([a, b], [c, d]) = unsafe { (widen(read_128(at)), widen(read_128(at.add(16)))) };
+            Self([a, b, c, d])
+        }
+        #[inline(always)]
+        unsafe fn u8s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe { codes(read_128(at)) }
+        }
+        #[inline(always)]
+        unsafe fn u4s(at: *const u8) -> Self {
+            // SAFETY: the caller's.
+            unsafe {
+                let pairs = read_64(at);
+                let (low, high) = (vand_u8(pairs, vdup_n_u8(15)), vshr_n_u8::<4>(pairs));
+                codes(vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high)))
+            }
+        }
+        #[inline(always)]
+        unsafe fn halves(at: *const u8) -> (f32, f32) {
+            // SAFETY: the caller's.
+            unsafe {
+                let [values, _] = widen(read_32(at));
+                (vgetq_lane_f32::<0>(values), vgetq_lane_f32::<1>(values))
+            }
+        }
+    }
+}
