@@ -148,14 +148,17 @@ fn named(store: &dyn Store, present: &Present, since: u64) -> Result<BTreeSet<St
         let Some(bytes) = fetch(&path)? else { break };
         let snapshot: Signed<Snapshot> = serde_json::from_slice(&bytes).with_context(|| path.clone())?;
         named.insert(path);
-        let number = |field: &str| snapshot.signed._extra.get(field).and_then(Value::as_u64).unwrap_or(0);
-        // What came before was left when this one was published.
-        next = if number(PUBLISHED) > since { number(PREVIOUS).min(version - 1) } else { 0 };
+        next = 0;
         let targets = snapshot.signed.meta.get("targets.json").map_or(0, |meta| meta.version.get());
         let path = format!("metadata/{targets}.targets.json");
         let Some(bytes) = fetch(&path)? else { continue };
         let targets: Signed<Targets> = serde_json::from_slice(&bytes).with_context(|| path.clone())?;
         named.insert(path);
+        let number = |field: &str| targets.signed._extra.get(field).and_then(Value::as_u64).unwrap_or(0);
+        // What came before was left when this was published.
+        if number(PUBLISHED) > since {
+            next = number(PREVIOUS).min(version - 1);
+        }
         for (name, target) in &targets.signed.targets {
             let hash: Hash = target.hashes.sha256.as_ref().try_into().context(name.raw().to_owned())?;
             let path = manifest_path(name.raw(), &hash);

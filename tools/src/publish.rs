@@ -74,7 +74,7 @@ impl Default for Change {
 /// The one file that leads to everything else.
 const TIMESTAMP: &str = "metadata/timestamp.json";
 
-/// The field of a snapshot's metadata that says which version of it cars were led to before.
+/// The field of the targets' metadata that says which version of the snapshot cars were led to before.
 pub const PREVIOUS: &str = "previous";
 
 /// What was published.
@@ -307,17 +307,16 @@ async fn sign(
     let (_, root) = roots.last().with_context(|| format!("{}: holds no root", keys.display()))?;
     let mut editor = RepositoryEditor::new(root).await?;
     if let Some(signed) = &present.signed {
-        editor.targets(signed.clone())?;
+        let mut signed = signed.clone();
+        signed.signed._extra.insert(PUBLISHED.to_owned(), Value::from(now));
+        signed.signed._extra.insert(PREVIOUS.to_owned(), Value::from(present.snapshot));
+        editor.targets(signed)?;
     }
     let version = |version: u64| NonZeroU64::new(version).context("version");
     let (soon, late) = (timestamp(now + expires_s)?, timestamp(now + 10 * expires_s)?);
     let mut stamp = schema::Timestamp::new("1.0.0".to_owned(), version(next.timestamp)?, soon);
     stamp._extra.insert(PUBLISHED.to_owned(), Value::from(now));
     editor.timestamp(stamp)?;
-    let mut snapshot = schema::Snapshot::new("1.0.0".to_owned(), version(next.snapshot)?, late);
-    snapshot._extra.insert(PUBLISHED.to_owned(), Value::from(now));
-    snapshot._extra.insert(PREVIOUS.to_owned(), Value::from(present.snapshot));
-    editor.snapshot(snapshot)?;
     editor.timestamp_version(version(next.timestamp)?).timestamp_expires(soon);
     editor.snapshot_version(version(next.snapshot)?).snapshot_expires(late);
     editor.targets_version(version(next.targets)?)?.targets_expires(late)?;
