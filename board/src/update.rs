@@ -6,6 +6,8 @@ use crate::latency::Latencies;
 use anyhow::{Context, Result};
 use hatchback::budget::Budget;
 use hatchback::flash::Flash;
+use hatchback::pace::rests;
+use hatchback::score::SystemClock;
 use hatchback::serving::Serving;
 use hatchback::sync::Sync;
 use hatchback::sync::apply::{Host, Policy, Watched};
@@ -45,7 +47,7 @@ impl Update {
     pub fn begin(&mut self) -> Result<()> {
         self.sync.begin(now())?;
         let root = self.root.as_deref();
-        let nobody = Host { policy: self.policy, budget: self.budget, watched: None, root };
+        let nobody = Host { policy: self.policy, budget: self.budget, watched: None, root, rest: &|| {} };
         while self.sync.status().state == State::RollingBack {
             self.sync.advance(&nobody, now())?;
         }
@@ -93,13 +95,13 @@ impl UpdateThread {
         socket.set_read_timeout(Some(LOOK))?;
         let stopping = Arc::new(AtomicBool::new(false));
         let (serving, latencies) = (Arc::clone(serving), Arc::clone(latencies));
-        let mut work = Work { update, serving, latencies, failed: None, said: String::new() };
         let stop = Arc::clone(&stopping);
+        let mut work = Work { stopping: stop, update, serving, latencies, failed: None, said: String::new() };
         let run = move || {
             if let Err(e) = rustix::process::nice(19) {
                 log::warn!("updates run at the priority of requests: {e}");
             }
-            while !stop.load(Ordering::Acquire) {
+            while !work.stopping.load(Ordering::Acquire) {
                 work.look();
                 // Whatever woke it, and whether anything did: it looks.
                 let _ = socket.recv(&mut [0; 16]);
@@ -126,6 +128,7 @@ impl UpdateThread {
 }
 
 struct Work {
+    stopping: Arc<AtomicBool>,
     update: Update,
     serving: Arc<Serving>,
     latencies: Arc<Latencies>,
@@ -145,8 +148,13 @@ impl Work {
             let memory_bytes_max = self.serving.memory_bytes_max().saturating_sub(taken);
             let budget = Budget { memory_bytes_max, ..*budget };
             let watched = Some(self.watched());
-            let host = Host { policy: *policy, budget, watched, root: root.as_deref() };
-            match sync.advance(&host, now()) {
+            let advanced = {
+                let clock = SystemClock::default();
+                let (root, rest) = (root.as_deref(), &self.rests(&clock));
+                let host = Host { policy: *policy, budget, watched, root, rest };
+                sync.advance(&host, now())
+            };
+            match advanced {
                 Ok(true) => self.said.clear(),
                 Ok(false) => return,
                 Err(e) => {
@@ -161,6 +169,15 @@ impl Work {
         }
     }
 
+    /// Rests between pieces of work as the policy has it; none once it is to stop.
+    fn rests<'a>(&'a self, clock: &'a SystemClock) -> impl Fn() + 'a {
+        rests(self.update.policy.busy_percent_max, clock, |time| {
+            if !self.stopping.load(Ordering::Acquire) {
+                std::thread::sleep(time);
+            }
+        })
+    }
+
     /// Serves what is live on flash.
     fn follow(&mut self) {
         let Update { name, sync, budget, .. } = &self.update;
@@ -173,7 +190,11 @@ impl Work {
         if self.serving.generation(name).as_ref() == Some(live) || failed {
             return;
         }
-        match self.serving.swap(name, &flash, *budget) {
+        let swapped = {
+            let clock = SystemClock::default();
+            self.serving.swap(name, &flash, *budget, &self.rests(&clock))
+        };
+        match swapped {
             Ok(swapped) => {
                 self.failed = None;
                 log::info!("serving {live} as `{name}`: {swapped:?}");

@@ -6,8 +6,9 @@
 use hatchback::disk;
 use hatchback::sync::state::{State, Status};
 use hatchback_tools::pack::{Overrides, pack_file};
-use hatchback_tools::publish::{Change, Objects, publish};
+use hatchback_tools::publish::{Change, publish};
 use hatchback_tools::signing::new_fleet;
+use hatchback_tools::store::Objects;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

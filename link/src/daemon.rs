@@ -1,16 +1,14 @@
 //! The process that has the link: `hatchback-sync`, or `hatchbackd sync`. Looks for releases, stages them, and says so;
 //! writes nothing but the sync directory. Never opens a model, and never makes anything live: that is the serving process.
 
-use crate::{LinkOptions, open};
-use anyhow::{Context, Result};
+use crate::args::CarArgs;
+use anyhow::Result;
 use clap::Args;
-use hatchback::disk;
 use hatchback::score::SystemClock;
 use hatchback::sync::Sync;
 use hatchback::sync::error::SyncError;
 use hatchback::sync::link::{Fetcher, LinkLimits, LinkRules};
 use hatchback::sync::state::State;
-use hatchback::sync::trust::Trust;
 use hatchback::wear::WearBudget;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::unix::net::UnixDatagram;
@@ -36,27 +34,8 @@ pub struct SyncArgs {
     /// The repository: a directory, or the address of a web server
     #[arg(long)]
     from: String,
-    /// The sync directory
-    #[arg(long)]
-    state: PathBuf,
-    /// The fleet's root, the first time
-    #[arg(long)]
-    root: Option<PathBuf>,
-    /// Which model, where nothing is live yet and the repository has several
-    #[arg(long)]
-    lineage: Option<String>,
-    /// When this car gets a release that a share of the fleet gets first: from 0, with the first per cent, to 99
-    #[arg(long, default_value_t = 99, value_parser = clap::value_parser!(u8).range(..100))]
-    cohort: u8,
-    /// Certificates to trust, a PEM file [default: the system's]
-    #[arg(long)]
-    ca: Option<PathBuf>,
-    /// This car's certificate chain and key, a PEM file
-    #[arg(long)]
-    client: Option<PathBuf>,
-    /// The address of a proxy
-    #[arg(long)]
-    proxy: Option<String>,
+    #[command(flatten)]
+    car: CarArgs,
     /// Ends after the first look
     #[arg(long)]
     once: bool,
@@ -67,17 +46,10 @@ pub struct SyncArgs {
 /// # Errors
 /// The options are wrong, or with `once` why the sync stopped.
 pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
-    let directory = args.state.clone();
-    let sync =
-        Sync { disk: disk::system(), directory, flash, lineage: args.lineage.clone(), cohort: args.cohort };
-    if let Some(root) = &args.root {
-        let root = std::fs::read(root).with_context(|| root.display().to_string())?;
-        Trust::init(sync.disk.as_ref(), &sync.directory, &root)?;
-    }
-    let (ca, client, proxy) = (args.ca.clone(), args.client.clone(), args.proxy.clone());
-    let options = LinkOptions { ca, client, proxy, bytes_per_s_max: rules.bytes_per_s_max };
+    let sync = args.car.sync(flash);
+    args.car.provision(&sync)?;
     // Wrong options are to be known now and not in an hour.
-    open(&args.from, &options)?;
+    args.car.link(&args.from, rules.bytes_per_s_max)?;
     let (mut due, mut in_hand) = (Instant::now(), false);
     loop {
         // Once the serving process is done with a release there may be a next one on the way to the newest.
@@ -87,7 +59,7 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
         }
         in_hand = !state.is_fetching();
         if due <= Instant::now() && rules.is_open(now()) {
-            let looked = look(&sync, args, &options, rules);
+            let looked = look(&sync, args, rules);
             due = Instant::now() + wait(rules, looked.is_ok());
             match looked {
                 Ok(state) if state.is_fetching() => {}
@@ -103,8 +75,8 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     }
 }
 
-fn look(sync: &Sync, args: &SyncArgs, options: &LinkOptions, rules: LinkRules) -> Result<State> {
-    let mut link = open(&args.from, options)?;
+fn look(sync: &Sync, args: &SyncArgs, rules: LinkRules) -> Result<State> {
+    let mut link = args.car.link(&args.from, rules.bytes_per_s_max)?;
     let budget = WearBudget { bytes_per_day_max: rules.bytes_per_day_max };
     let left = sync.status().received.left(budget, Duration::from_secs(now()));
     if left == 0 {

@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod args;
 pub mod daemon;
 
 use hatchback::sync::link::{Link, LinkError, Take};

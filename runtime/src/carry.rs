@@ -2,6 +2,7 @@
 //! them. Rows of segments that both have are copied; rows that a delta changed are read from flash; rows that are gone
 //! are left out. The old caches stay as they are: requests in flight are still answered from them.
 
+use crate::flash::Flash;
 use crate::model::{Model, Store, preload_table};
 use crate::reader::{PageReader, ReadMethod};
 use crate::table_rows::{PLACED, Place, TableRows};
@@ -22,6 +23,9 @@ pub struct Carried {
 
 /// Rows that are read anew at most: one in so many of a cache's slots. Beyond that requests warm it sooner.
 const READ_ONE_IN: usize = 4;
+
+/// Rows between two rests.
+const REST_ROWS: usize = 256;
 
 /// For each segment number of `old`, as a place has it, the number of the same segment in `new`.
 fn same_segments(old: &TableRows, new: &TableRows) -> [Option<u8>; 256] {
@@ -46,18 +50,24 @@ struct Alike<'a> {
 }
 
 impl Model {
-    /// Fills the caches from those of `old`, whose model this is a later or earlier generation of.
-    pub(crate) fn carry(&self, old: &Self) -> Carried {
+    /// Fills the caches from those of `old`, whose model this is a later or earlier generation of; `rest` is called between
+    /// rows.
+    pub(crate) fn carry(&self, old: &Self, rest: &dyn Fn()) -> Carried {
         let mut carried = Carried::default();
         // On a GPU they are not to be read from here.
         if self.caches.is_empty() || old.caches.is_empty() {
             return carried;
         }
+        let mut rows: usize = 0;
         let tables = self.tables.len().min(old.tables.len());
         let mut changed: Vec<Vec<u64>> = vec![Vec::new(); tables];
         let alike: Vec<_> = (0..tables).map(|t| self.alike(old, t)).collect();
         for cache in &old.caches {
             cache.dump(|row, bytes| {
+                rows += 1;
+                if rows.is_multiple_of(REST_ROWS) {
+                    rest();
+                }
                 let table = usize::from(row.table);
                 let Some(Some(Alike { new, old, cache, same })) = alike.get(table) else { return };
                 let Some(to) = new.locate(row.key) else {
@@ -77,10 +87,16 @@ impl Model {
         let mut reader = PageReader::on(self.device(), ReadMethod::Auto);
         for (number, keys) in changed.iter().enumerate() {
             let Store::Cached { cache, rows } = &self.tables[number].store else { continue };
-            preload_table(number, rows, &self.caches[*cache], keys, &mut reader);
+            preload_table(number, rows, &self.caches[*cache], keys, (&mut reader, Some(rest)));
             carried.read += keys.len();
         }
         carried
+    }
+
+    /// Whether a swap to what is live in `flash` will carry most of the rows here: after a delta nearly all are of segments that
+    /// both have.
+    pub(crate) fn carries_to(&self, flash: &Flash) -> bool {
+        !self.caches.is_empty() && flash.manifest().parent == Some(self.generation().sequence)
     }
 
     /// What table `number` has here and in `old`; `None` if one of them keeps it elsewhere or encodes it otherwise.

@@ -262,7 +262,8 @@ impl Compaction {
         // Read back before it counts: it may have been reclaimed, or not have become what was written.
         flash.segment(self.number, self.base.of, Part::Base)?;
         let mut live = self.over;
-        live.tables[self.number] = TableState { base: self.base.of, placed: None, deltas };
+        let hot = live.tables[self.number].hot;
+        live.tables[self.number] = TableState { base: self.base.of, placed: None, deltas, hot };
         flash.replace_state(live)?;
         Ok(Compacted { rows: counts.rows, bytes })
     }

@@ -19,8 +19,8 @@ use crate::bundle::{BundleError, BundleReader};
 use crate::commit;
 use crate::disk::{Disk, Lock};
 use crate::limits::{HOT_KEYS_MAX, PLACED_ONE_IN, PLACED_ROWS_MIN};
-use crate::live::{LiveError, LiveRecord, SegmentRef, State, TableState};
-use crate::manifest::{Generation, Manifest, ManifestError, sha256};
+use crate::live::{HotList, LiveError, LiveRecord, SegmentRef, State, TableState};
+use crate::manifest::{Generation, Hash, Manifest, ManifestError, sha256};
 use crate::overlay::{DELTA_PAGES_MAX, DELTAS_MAX};
 use crate::sample::{ProbeError, Sample};
 use crate::schema::{Schema, Table};
@@ -322,8 +322,9 @@ impl Flash {
     /// # Errors
     /// The file cannot be read.
     pub fn hot_keys(&self, number: usize) -> Result<Vec<u64>, FlashError> {
-        let Some(hot) = self.manifest.tables[number].hot else { return Ok(Vec::new()) };
-        let bytes = self.read(&hot_name(number), hot)?;
+        let Some(hot) = self.record.live.tables[number].hot else { return Ok(Vec::new()) };
+        let path = folder_of(&self.directory, hot.sequence).join(hot_name(number));
+        let bytes = self.read(path, hot.sha256)?;
         Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
     }
 
@@ -332,7 +333,7 @@ impl Flash {
     /// # Errors
     /// The file cannot be read.
     pub fn dense(&self) -> Result<Vec<u8>, FlashError> {
-        self.read("dense.onnx", self.manifest.dense)
+        self.read(self.file("dense.onnx"), self.manifest.blobs[self.manifest.dense as usize].sha256)
     }
 
     /// The probe set; empty if the bundle had none.
@@ -341,18 +342,17 @@ impl Flash {
     /// The file cannot be read or does not decode.
     pub fn probe(&self) -> Result<Vec<Sample>, FlashError> {
         let Some(probe) = self.manifest.probe else { return Ok(Vec::new()) };
-        let bytes = self.read("probe", probe)?;
+        let bytes = self.read(self.file("probe"), self.manifest.blobs[probe as usize].sha256)?;
         Sample::decode_set(&bytes).map_err(|source| FlashError::Probe { path: self.file("probe"), source })
     }
 
-    /// The file that holds `blob`, whole and as the manifest has it.
-    fn read(&self, name: &str, blob: u32) -> Result<Vec<u8>, FlashError> {
-        let path = self.file(name);
+    /// The file at `path`, whole and with the hash that it had when it arrived.
+    fn read(&self, path: PathBuf, hash: Hash) -> Result<Vec<u8>, FlashError> {
         let bytes = self.disk.read(&path).map_err(io_error(&path))?;
-        if sha256(&bytes) == self.manifest.blobs[blob as usize].sha256 {
+        if sha256(&bytes) == hash {
             return Ok(bytes);
         }
-        let problem = "does not match its hash in the manifest".to_owned();
+        let problem = "does not match its hash".to_owned();
         Err(FlashError::Field { path, field: "content", problem })
     }
 
@@ -425,7 +425,9 @@ impl Flash {
             let folder = folder_of(&self.directory, state.generation.sequence);
             used.extend(["manifest", "dense.onnx", "probe"].map(|name| folder.join(name)));
             for (number, table) in state.tables.iter().enumerate() {
-                used.insert(folder.join(hot_name(number)));
+                used.extend(
+                    table.hot.map(|hot| folder_of(&self.directory, hot.sequence).join(hot_name(number))),
+                );
                 for (of, _) in table.segments() {
                     used.insert(
                         folder_of(&self.directory, of.sequence).join(segment_name(number, of.serial)),
@@ -442,7 +444,7 @@ impl Flash {
     /// A segment cannot be opened.
     pub fn bytes(&self) -> Result<u64, FlashError> {
         let blob = |b: u32| self.manifest.blobs[b as usize].raw_bytes();
-        let hot: u64 = self.manifest.tables.iter().filter_map(|t| t.hot).map(blob).sum();
+        let hot: u64 = self.record.live.tables.iter().filter_map(|t| t.hot).map(|hot| hot.bytes).sum();
         let rest = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob) + hot;
         (0..self.manifest.tables.len()).try_fold(rest, |sum, i| Ok(sum + self.table(i)?.file_bytes()))
     }
@@ -597,27 +599,28 @@ fn check_space(disk: &dyn Disk, directory: &Path, bytes: u64) -> Result<(), Flas
     if needed <= free { Ok(()) } else { Err(FlashError::Space { path: directory.to_owned(), needed, free }) }
 }
 
-/// The state after a bundle whose segments hold `counts`. A delta that leaves a table alone adds nothing to it.
-fn next_state(
-    manifest: &Manifest,
-    hash: crate::manifest::Hash,
-    counts: &[Counts],
-    held: Option<&Flash>,
-) -> State {
+/// The state after a bundle whose segments hold `counts`. A delta that leaves a table or its hot list alone adds nothing to it.
+fn next_state(manifest: &Manifest, hash: Hash, counts: &[Counts], held: Option<&Flash>) -> State {
     let sequence = manifest.generation.sequence;
     let arrived = SegmentRef { sequence, serial: 0 };
     let over = held.filter(|_| manifest.parent.is_some()).map(|h| &h.record.live.tables);
+    let hot = |number: usize| {
+        let list = &manifest.blobs[manifest.tables[number].hot? as usize];
+        Some(HotList { sequence, bytes: list.raw_bytes(), sha256: list.sha256 })
+    };
     let table = |number: usize| match over {
         None => TableState {
             base: arrived,
             placed: manifest.tables[number].placed.map(|_| SegmentRef { sequence, serial: PLACED_SERIAL }),
             deltas: Vec::new(),
+            hot: hot(number),
         },
         Some(tables) => {
             let mut table = tables[number].clone();
             if counts[number].rows + counts[number].deletes > 0 {
                 table.deltas.push(arrived);
             }
+            table.hot = hot(number).or(table.hot);
             table
         }
     };

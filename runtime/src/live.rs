@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 const MAGIC: &[u8; 8] = b"HATCHLIV";
 const HEADER_BYTES: usize = 16;
 /// The format of the live record.
-pub const LIVE_FORMAT: u32 = 1;
+pub const LIVE_FORMAT: u32 = 2;
 
 /// A segment file: the folder of the generation that brought it, and which compaction of that generation made it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -30,6 +30,19 @@ pub struct TableState {
     pub placed: Option<SegmentRef>,
     /// What changed since, oldest first.
     pub deltas: Vec<SegmentRef>,
+    /// Its most used keys; `None` if the trainer counted no lookups.
+    pub hot: Option<HotList>,
+}
+
+/// A hot list: of the generation itself, or of one before that a delta left as it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HotList {
+    /// Sequence of the generation that brought it.
+    pub sequence: u64,
+    /// Its length.
+    pub bytes: u64,
+    /// SHA-256 of it.
+    pub sha256: Hash,
 }
 
 impl TableState {

@@ -123,12 +123,24 @@ impl Model {
     /// # Errors
     /// As `open`.
     pub fn on_device(flash: &Flash, budget: Budget, device: Arc<DeviceDepth>) -> Result<Self, OpenError> {
+        let model = Self::cold(flash, budget, device, &|| {})?;
+        model.preload(flash, None)?;
+        Ok(model)
+    }
+
+    /// The same with empty caches, `rest` between the tables.
+    pub(crate) fn cold(
+        flash: &Flash,
+        budget: Budget,
+        device: Arc<DeviceDepth>,
+        rest: &dyn Fn(),
+    ) -> Result<Self, OpenError> {
         let schema = Arc::new(flash.manifest().schema.clone());
         check_budget(&schema, &budget)?;
         let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
         let resident = choose_resident(&schema, &budget)?;
         let caches = make_caches(&schema, &resident, &budget)?;
-        let tables = open_tables(flash, &schema, &resident, &caches)?;
+        let tables = open_tables(flash, &schema, &resident, &caches, rest)?;
         let columns = columns_of(&schema);
         let generation = flash.manifest().generation.clone();
         let plan = MemoryPlan::default();
@@ -151,7 +163,6 @@ impl Model {
         if total > budget.memory_bytes_max {
             return Err(too_much(&budget, total, &model.caches, &model.plan));
         }
-        model.preload(flash)?;
         weights::check(model, flash)
     }
 
@@ -320,7 +331,7 @@ impl Model {
     }
 
     /// Puts the trainer's most used keys into the caches, up to each table's fair share.
-    fn preload(&self, flash: &Flash) -> Result<(), OpenError> {
+    pub(crate) fn preload(&self, flash: &Flash, rest: Option<&dyn Fn()>) -> Result<(), OpenError> {
         let mut reader = PageReader::on(&self.device, ReadMethod::Auto);
         for (number, table) in self.tables.iter().enumerate() {
             let Store::Cached { cache, rows } = &table.store else { continue };
@@ -329,7 +340,7 @@ impl Model {
             let mut keys = flash.hot_keys(number)?;
             // A set overflows before all slots are taken; three quarters go in almost surely.
             keys.truncate((share * 3 / 4) as usize);
-            preload_table(number, rows, cache, &keys, &mut reader);
+            preload_table(number, rows, cache, &keys, (&mut reader, rest));
         }
         Ok(())
     }
@@ -344,20 +355,28 @@ impl Model {
     }
 }
 
-/// Reads the pages of `keys` in file order and inserts those keys' rows. A bad page costs its rows' warmth only.
+/// Reads the pages of `keys` in file order and inserts those keys' rows. Where there is to be `rest`, no read is in flight meanwhile: it
+/// would keep others' waiting. A bad page costs its rows' warmth only.
 pub(crate) fn preload_table(
     number: usize,
     rows: &TableRows,
     cache: &Cache,
     keys: &[u64],
-    reader: &mut PageReader,
+    (reader, rest): (&mut PageReader, Option<&dyn Fn()>),
 ) {
     let mut places: Vec<(Place, u64)> = keys.iter().filter_map(|&k| Some((rows.locate(k)?, k))).collect();
     places.sort_unstable();
     let groups: Vec<&[(Place, u64)]> = places.chunk_by(|a, b| a.0 == b.0).collect();
     let mut begun = 0;
     while begun < groups.len() || reader.in_flight() > 0 {
-        while begun < groups.len() && reader.has_room() {
+        let mut goes_on = true;
+        if let Some(rest) = rest {
+            goes_on = reader.in_flight() == 0;
+            if goes_on {
+                rest();
+            }
+        }
+        while goes_on && begun < groups.len() && reader.has_room() {
             let place = groups[begun][0].0;
             reader.begin(rows.segment(place).file(), place.page, begun as u64);
             begun += 1;
@@ -487,9 +506,11 @@ fn open_tables(
     schema: &Schema,
     resident: &[bool],
     caches: &[Cache],
+    rest: &dyn Fn(),
 ) -> Result<Vec<ServedTable>, OpenError> {
     let mut tables = Vec::with_capacity(schema.tables.len());
     for (number, table) in schema.tables.iter().enumerate() {
+        rest();
         let rows = flash.table(number)?;
         let format = table.format().ok_or_else(|| SegmentError::Field {
             path: flash.directory().to_owned(),

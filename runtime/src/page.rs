@@ -34,14 +34,15 @@ pub enum PageKind {
     Keys = 5,
     /// The orders of the keys that a delta deletes.
     Deletes = 6,
+    /// As `Keys`, in 32 bits each: those of an index table.
+    ShortKeys = 7,
 }
 
 impl PageKind {
     /// The kind with this number.
     fn of(number: u16) -> Option<Self> {
-        [Self::Index, Self::Hashed, Self::Fences, Self::Trailer, Self::Keys, Self::Deletes]
-            .into_iter()
-            .find(|k| *k as u16 == number)
+        use PageKind::*;
+        [Index, Hashed, Fences, Trailer, Keys, Deletes, ShortKeys].into_iter().find(|k| *k as u16 == number)
     }
 }
 

@@ -20,10 +20,11 @@ use std::sync::Arc;
 
 const MAGIC: &[u8; 8] = b"HATCHSEG";
 /// The format of segments.
-pub const SEGMENT_FORMAT: u32 = 1;
+pub const SEGMENT_FORMAT: u32 = 2;
 pub(crate) const PAYLOAD_BYTES: usize = PAGE_BYTES - PAGE_HEADER_BYTES;
 pub(crate) const FENCES_PER_PAGE: usize = PAYLOAD_BYTES / 4;
 pub(crate) const KEYS_PER_PAGE: usize = PAYLOAD_BYTES / 8;
+pub(crate) const SHORT_KEYS_PER_PAGE: usize = PAYLOAD_BYTES / 4;
 
 /// What is wrong with a segment.
 #[derive(Debug, thiserror::Error)]
@@ -203,6 +204,16 @@ pub(crate) fn fences_in(page: &Page<'_>) -> impl Iterator<Item = u32> {
     page.payload().chunks_exact(4).take(page.count()).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
 }
 
+/// The orders in a page of keys, short keys or deletes.
+pub(crate) fn orders_in(kind: PageKind, page: &Page<'_>) -> impl Iterator<Item = u64> {
+    let width = if kind == PageKind::ShortKeys { 4 } else { 8 };
+    page.payload().chunks_exact(width).take(page.count()).map(|bytes| {
+        let mut word = [0; 8];
+        word[..bytes.len()].copy_from_slice(bytes);
+        u64::from_le_bytes(word)
+    })
+}
+
 /// A segment open for reads. Holding one proves that its trailer is whole and that it is the segment that was
 /// asked for; its other pages are checked as they are read.
 pub struct Segment {
@@ -278,6 +289,7 @@ impl Segment {
             let (kind, most) = match crate::page::claimed_kind(&page.0) {
                 Some(PageKind::Fences) => (PageKind::Fences, FENCES_PER_PAGE),
                 Some(PageKind::Deletes) => (PageKind::Deletes, KEYS_PER_PAGE),
+                Some(PageKind::ShortKeys) => (PageKind::ShortKeys, SHORT_KEYS_PER_PAGE),
                 _ => (PageKind::Keys, KEYS_PER_PAGE),
             };
             let checked = Page::check(&page.0, self.kind.id, number, kind, most);
@@ -295,13 +307,13 @@ impl Segment {
         let (mut rows, mut deletes) = (0u64, 0u64);
         let per_page = self.kind.rows_per_page() as u64;
         self.each_index_page(|kind, page| {
-            for i in 0..page.count() {
-                if kind == PageKind::Keys {
-                    take(page.order(i), Some((rows / per_page) as u32));
-                    rows += 1;
-                } else {
-                    take(page.order(i), None);
+            for order in orders_in(kind, page) {
+                if kind == PageKind::Deletes {
+                    take(order, None);
                     deletes += 1;
+                } else {
+                    take(order, Some((rows / per_page) as u32));
+                    rows += 1;
                 }
             }
             Ok(())

@@ -3,7 +3,10 @@
 
 use crate::limits::PAGE_BYTES;
 use crate::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
-use crate::segment::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SegmentError, SegmentKind, fences_in};
+use crate::segment::{
+    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentError, SegmentKind, fences_in,
+    orders_in,
+};
 use crc_fast::crc32_iscsi as crc32c;
 use std::path::{Path, PathBuf};
 
@@ -84,7 +87,10 @@ impl SegmentCheck {
             match claimed_kind(page) {
                 Some(PageKind::Trailer) => self.take_trailer(page)?,
                 Some(PageKind::Fences) => self.take_fences(page)?,
-                Some(PageKind::Keys) => self.take_keys(page)?,
+                Some(PageKind::Keys) => self.take_keys(page, (PageKind::Keys, KEYS_PER_PAGE))?,
+                Some(PageKind::ShortKeys) => {
+                    self.take_keys(page, (PageKind::ShortKeys, SHORT_KEYS_PER_PAGE))?;
+                }
                 Some(PageKind::Deletes) => self.take_deletes(page)?,
                 _ => self.take_rows(page)?,
             }
@@ -162,12 +168,16 @@ impl SegmentCheck {
         Ok(())
     }
 
-    fn take_keys(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
-        let checked = self.page(page, PageKind::Keys, KEYS_PER_PAGE)?;
+    fn take_keys(
+        &mut self,
+        page: &PageBytes,
+        (kind, per_page): (PageKind, usize),
+    ) -> Result<(), SegmentError> {
+        let checked = self.page(page, kind, per_page)?;
         if self.kind.part == Part::Base || self.counts.deletes > 0 {
             return self.field("keys", "do not belong here");
         }
-        (0..checked.count()).try_for_each(|i| self.repeat("keys", checked.order(i)))?;
+        orders_in(kind, &checked).try_for_each(|order| self.repeat("keys", order))?;
         self.counts.index_pages += 1;
         Ok(())
     }

@@ -3,7 +3,7 @@
 
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crate::page::{Page, PageBytes, PageFault, PageKind, seal};
-use crate::segment::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SegmentKind};
+use crate::segment::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, PAYLOAD_BYTES, Part, SegmentKind};
 use std::io::{self, Write};
 
 /// Why rows cannot become a segment.
@@ -235,8 +235,7 @@ impl<W: Write> SegmentWriter<W> {
 
     /// Writes `entries` of `N` bytes each, as many a page as fit.
     fn write_index<const N: usize>(&mut self, kind: PageKind, entries: &[[u8; N]]) -> Result<(), WriteError> {
-        let per_page = if kind == PageKind::Fences { FENCES_PER_PAGE } else { KEYS_PER_PAGE };
-        for entries in entries.chunks(per_page) {
+        for entries in entries.chunks(PAYLOAD_BYTES / N) {
             let mut page = [0; PAGE_BYTES];
             page[PAGE_HEADER_BYTES..]
                 .chunks_exact_mut(N)
@@ -258,10 +257,14 @@ impl<W: Write> SegmentWriter<W> {
         }
         let bytes = |words: Vec<u64>| words.into_iter().map(u64::to_le_bytes).collect::<Vec<_>>();
         let fences: Vec<_> = std::mem::take(&mut self.fences).into_iter().map(u32::to_le_bytes).collect();
-        let (keys, deletes) =
-            (bytes(std::mem::take(&mut self.keys)), bytes(std::mem::take(&mut self.deletes)));
+        let (keys, deletes) = (std::mem::take(&mut self.keys), bytes(std::mem::take(&mut self.deletes)));
         self.write_index(PageKind::Fences, &fences)?;
-        self.write_index(PageKind::Keys, &keys)?;
+        // An index table's keys would otherwise be a sixth of what a delta writes.
+        let short = keys.iter().map(|key| u32::try_from(*key).map(u32::to_le_bytes));
+        match short.collect::<Result<Vec<_>, _>>() {
+            Ok(short) if self.kind.part == Part::Delta => self.write_index(PageKind::ShortKeys, &short)?,
+            _ => self.write_index(PageKind::Keys, &bytes(keys))?,
+        }
         self.write_index(PageKind::Deletes, &deletes)?;
         self.out.write_all(&self.kind.trailer(self.counts))?;
         Ok((self.out, self.counts))

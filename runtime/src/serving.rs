@@ -133,30 +133,37 @@ impl Serving {
         if self.schema(name).is_some() {
             return Err(ServingError::Loaded(name.to_owned()));
         }
-        let pipeline = self.open(name, flash, budget)?;
+        let pipeline = self.open(name, flash, budget, (None, &|| {}))?;
         let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
         models.push(Served { name: name.to_owned(), pipeline });
         Ok(())
     }
 
     /// Serves the live generation of `flash` in place of what `name` is now, with its caches as warm as they were.
-    /// Returns when the last request of the old generation is answered and its memory is free.
+    /// Returns when the last request of the old generation is answered and its memory is free. `rest` is called between
+    /// small pieces of work, beside which requests are served.
     ///
     /// # Errors
     /// There is no such model, requests to it would not fit the new generation, or both do not fit the budget.
-    pub fn swap(&self, name: &str, flash: &Flash, budget: Budget) -> Result<Swapped, ServingError> {
+    pub fn swap(
+        &self,
+        name: &str,
+        flash: &Flash,
+        budget: Budget,
+        rest: &dyn Fn(),
+    ) -> Result<Swapped, ServingError> {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         if self.schema(name).is_none() {
             return Err(ServingError::NotLoaded(name.to_owned()));
         }
-        let mut pipeline = self.open(name, flash, budget)?;
+        let old = self.with(name, |old| Arc::clone(old.model()));
+        let mut pipeline = self.open(name, flash, budget, (old.as_deref(), rest))?;
         if let Some(Err((field, problem))) =
             self.with(name, |old| takes_the_same(old.model(), pipeline.model()))
         {
             return Err(ServingError::Shape { name: name.to_owned(), field, problem });
         }
-        let old = self.with(name, |old| Arc::clone(old.model()));
-        let carried = old.map(|old| pipeline.model().carry(&old)).unwrap_or_default();
+        let carried = old.map(|old| pipeline.model().carry(&old, rest)).unwrap_or_default();
         let begun = self.clock.now();
         {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
@@ -183,7 +190,14 @@ impl Serving {
         removed.map(drop).ok_or_else(|| ServingError::NotLoaded(name.to_owned()))
     }
 
-    fn open(&self, name: &str, flash: &Flash, budget: Budget) -> Result<Pipeline, ServingError> {
+    /// Opens what is to be served in place of `old`. Where that one's rows will be carried over, the trainer's hot keys are not read.
+    fn open(
+        &self,
+        name: &str,
+        flash: &Flash,
+        budget: Budget,
+        (old, rest): (Option<&Model>, &dyn Fn()),
+    ) -> Result<Pipeline, ServingError> {
         let served = self.models().iter().map(|m| m.pipeline.model().budget().workers).sum::<u32>();
         let (workers, max) = ((served + budget.workers) as usize, self.device.max());
         if workers > max {
@@ -192,7 +206,13 @@ impl Serving {
         let (max, taken) = (self.memory_bytes_max, self.memory().iter().map(|(_, plan)| plan.total()).sum());
         let reads_max = self.device.max() as u32;
         let budget = Budget { memory_bytes_max: max.saturating_sub(taken), reads_max, ..budget };
-        let model = Model::on_device(flash, budget, Arc::clone(&self.device));
+        let is_near = old.is_some_and(|old| old.carries_to(flash));
+        let model = Model::cold(flash, budget, Arc::clone(&self.device), rest).and_then(|model| {
+            if !is_near {
+                model.preload(flash, old.map(|_| rest))?;
+            }
+            Ok(model)
+        });
         let model = model.and_then(|model| model.onto(&self.lookups));
         let model =
             model.and_then(|model| model.with_dense(flash, self.tensorrt.as_ref())).map_err(|source| {

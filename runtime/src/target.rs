@@ -207,6 +207,10 @@ impl Target {
         if !(1..=100).contains(&busy_percent_max) {
             return refuse("upkeep.busy_percent_max", busy_percent_max, "is not 1 to 100".to_owned());
         }
+        let busy_percent_max = self.update.busy_percent_max;
+        if !(1..=100).contains(&busy_percent_max) {
+            return refuse("update.busy_percent_max", busy_percent_max, "is not 1 to 100".to_owned());
+        }
         if let Some(&hour) = self.link.hours.iter().find(|&&hour| hour > 24) {
             return refuse("link.hours", hour.into(), "is beyond 24".to_owned());
         }
@@ -306,6 +310,7 @@ mod tests {
         let at = path.display().to_string();
         for (fields, texts) in [
             ("[upkeep]\nbusy_percent_max = 0", ["upkeep.busy_percent_max = 0", "1 to 100"]),
+            ("[update]\nbusy_percent_max = 101", ["update.busy_percent_max = 101", "1 to 100"]),
             ("[upkeep]\ndeltas_max = 64", ["upkeep.deltas_max = 64", "below"]),
             ("[upkeep]\ndeltas_max = -1", ["upkeep", "deltas_max"]),
             ("[upkeep]\nscrub_every_hours = \"weekly\"", ["upkeep", "scrub_every_hours"]),

@@ -15,8 +15,9 @@ use hatchback::sync::release::chunk_path;
 use hatchback::sync::state::{State, Status};
 use hatchback::sync::trust::Trust;
 use hatchback_link::DirectoryLink;
-use hatchback_tools::publish::{Change, Objects, publish};
+use hatchback_tools::publish::{Change, publish};
 use hatchback_tools::signing::new_fleet;
+use hatchback_tools::store::Objects;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -192,7 +193,13 @@ impl Car {
 
     /// What the process around its updates brings to them.
     pub fn host(&self) -> Host<'static> {
-        Host { policy: self.policy, budget: Budget::default(), watched: self.watched, root: None }
+        Host {
+            policy: self.policy,
+            budget: Budget::default(),
+            watched: self.watched,
+            root: None,
+            rest: &|| {},
+        }
     }
 
     /// The sequence that is live, its rows as they must be; 0 if nothing is.

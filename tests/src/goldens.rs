@@ -2,7 +2,7 @@
 
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, repository};
 use crate::parsers::{golden_generation, golden_tables, join};
-use hatchback::live::{LiveRecord, SegmentRef, State, TableState};
+use hatchback::live::{HotList, LiveRecord, SegmentRef, State, TableState};
 use hatchback::manifest::sha256;
 use hatchback::mix;
 use hatchback::sample::Sample;
@@ -92,6 +92,7 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
                 base: SegmentRef { sequence: 1, serial: 0 },
                 placed: Some(SegmentRef { sequence: 1, serial: 1 }),
                 deltas: vec![SegmentRef { sequence: 1, serial }],
+                hot: Some(HotList { sequence: 1, bytes: 80, sha256: sha256(&encoded) }),
             };
             let (generation, manifest) = (manifest.generation, sha256(&encoded));
             let live = State { generation, manifest, tables: vec![table(1), table(2)] };

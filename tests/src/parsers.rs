@@ -212,6 +212,7 @@ fn check_page(bytes: &PageBytes) {
         (PageKind::Trailer, 4080),
         (PageKind::Keys, 8),
         (PageKind::Deletes, 8),
+        (PageKind::ShortKeys, 4),
     ];
     for (kind, entry) in kinds {
         let Ok(page) = Page::check(bytes, word(4), word(8), kind, payload / entry) else { continue };
@@ -224,7 +225,9 @@ fn check_page(bytes: &PageBytes) {
                     let _ = page.position(page.order(i));
                 }
                 PageKind::Keys | PageKind::Deletes => drop(page.order(i)),
-                PageKind::Fences | PageKind::Trailer => assert!(4 * i < page.payload().len()),
+                PageKind::Fences | PageKind::ShortKeys | PageKind::Trailer => {
+                    assert!(4 * i < page.payload().len())
+                }
             }
         }
     }

@@ -8,7 +8,8 @@ use hatchback::sync::apply::{Policy, Watched};
 use hatchback::sync::link::{Link, LinkError, Take};
 use hatchback::sync::state::State;
 use hatchback_link::DirectoryLink;
-use hatchback_tools::publish::{Change, Objects, publish};
+use hatchback_tools::publish::{Change, publish};
+use hatchback_tools::store::Objects;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 

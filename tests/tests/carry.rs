@@ -96,7 +96,7 @@ fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
         }
         for generation in 2..=GENERATIONS {
             let flash = install(folder.path(), &versions.deltas[generation - 1]);
-            let carried = serving.swap("m", &flash, budget).unwrap().carried;
+            let carried = serving.swap("m", &flash, budget, &|| {}).unwrap().carried;
             let changed: usize = (0..2).map(|t| flash.table(t).unwrap().changed()).sum();
             assert!(carried.copied > 2000 && carried.read > 0 && carried.read <= changed, "{carried:?}");
         }
@@ -105,7 +105,7 @@ fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
     assert!(served.load(Ordering::Relaxed) > 0);
     // The last generation, once all its callers are gone: warm but for what came with the last delta.
     let last = install(folder.path(), &versions.deltas[GENERATIONS - 1]);
-    serving.swap("m", &last, budget).unwrap();
+    serving.swap("m", &last, budget, &|| {}).unwrap();
     let sequence = score(&serving, &schema, &versions, &pairs[..1]);
     assert_eq!(sequence, GENERATIONS);
     everything();

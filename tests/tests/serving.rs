@@ -98,7 +98,7 @@ fn a_hundred_swaps_under_load_mix_nothing_and_fail_nobody() {
         let schema = serving.schema("m").unwrap();
         for swap in 0..100 {
             let next = made[1 - swap % 2];
-            serving.swap("m", &next.flash, budget()).unwrap();
+            serving.swap("m", &next.flash, budget(), &|| {}).unwrap();
             // Whoever asks after the swap has the new generation.
             let sequence = score(&serving, "m", &schema, &[plan(1).sample(7)], &made);
             assert_eq!(sequence, 2 - swap as u64 % 2);
@@ -152,10 +152,10 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
     // Room for two: for a second model, or for the old and the new generation.
     let serving = serving(2 * each);
     serving.load("a", &one.flash, budget()).unwrap();
-    serving.swap("a", &two.flash, budget()).unwrap();
+    serving.swap("a", &two.flash, budget(), &|| {}).unwrap();
     serving.load("b", &one.flash, budget()).unwrap();
     assert_eq!(total(&serving), 2 * each);
-    let refused = serving.swap("a", &one.flash, budget()).unwrap_err();
+    let refused = serving.swap("a", &one.flash, budget(), &|| {}).unwrap_err();
     assert!(matches!(&refused, ServingError::Memory { taken, .. } if *taken == 2 * each));
     let text = refused.to_string();
     let start = format!("model `a`: memory_bytes_max = {}, and {} bytes are taken: ", 2 * each, 2 * each);
@@ -167,9 +167,11 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
     // What it says to lower is what makes it fit.
     serving.unload("b").unwrap();
     let larger = Budget { cache_bytes_max: 64 << 10, ..budget() };
-    let text = serving.swap("a", &one.flash, larger).unwrap_err().to_string();
+    let text = serving.swap("a", &one.flash, larger, &|| {}).unwrap_err().to_string();
     let fits = text.split("lower cache_bytes_max to ").nth(1).unwrap().split(':').next().unwrap();
-    serving.swap("a", &one.flash, Budget { cache_bytes_max: fits.parse().unwrap(), ..budget() }).unwrap();
+    serving
+        .swap("a", &one.flash, Budget { cache_bytes_max: fits.parse().unwrap(), ..budget() }, &|| {})
+        .unwrap();
     assert_eq!(serving.generation("a").unwrap().sequence, 1);
 }
 
@@ -179,12 +181,13 @@ fn what_callers_would_notice_is_refused() {
     let serving = serving(1 << 30);
     serving.load("m", &one.flash, budget()).unwrap();
     assert!(matches!(serving.load("m", &two.flash, budget()), Err(ServingError::Loaded(_))));
-    assert!(matches!(serving.swap("n", &two.flash, budget()), Err(ServingError::NotLoaded(_))));
+    assert!(matches!(serving.swap("n", &two.flash, budget(), &|| {}), Err(ServingError::NotLoaded(_))));
     assert!(matches!(serving.unload("n"), Err(ServingError::NotLoaded(_))));
     let many = Budget { workers: 15, ..budget() };
     let error = serving.load("n", &two.flash, many).unwrap_err().to_string();
     assert_eq!(error, "model `n`: reads_max = 16: 17 workers of all models need a read each");
-    let field = |plan: &ModelPlan, budget: Budget| match serving.swap("m", &make(plan).flash, budget) {
+    let field = |plan: &ModelPlan, budget: Budget| match serving.swap("m", &make(plan).flash, budget, &|| {})
+    {
         Err(ServingError::Shape { field, .. }) => field,
         other => panic!("{other:?}"),
     };

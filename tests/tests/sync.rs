@@ -12,13 +12,15 @@ use hatchback::sync::release::Release;
 use hatchback::sync::stage::Staging;
 use hatchback::sync::state::{State, Status};
 use hatchback::sync::trust::Trust;
+use hatchback::wear::WearBudget;
 use hatchback_link::{DirectoryLink, HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, ROOT_S, T0, Ticks, VERSIONS};
 use hatchback_tests::random::Random;
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::wire::{Faults, Wire};
-use hatchback_tools::publish::{Change, Objects, Store, publish};
+use hatchback_tools::publish::{Change, publish};
 use hatchback_tools::signing::rotate;
+use hatchback_tools::store::{Object, Objects, Store};
 use std::cell::Cell;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
@@ -301,7 +303,7 @@ fn a_download_cut_at_every_byte_goes_on_at_the_chunk() {
     let total = release.manifest_bytes + blobs.iter().map(|b| b.stored_bytes()).sum::<u64>();
     let stage = |disk: &SimDisk, wire: &mut Wire<DirectoryLink>| {
         let staging = Staging::open(disk, Path::new("/staged")).unwrap();
-        staging.stage(&release, &mut Fetcher::new(wire, &clock, LinkLimits::default()), |_| {})
+        staging.stage(&release, &mut Fetcher::new(wire, &clock, LinkLimits::default()), |_, _| Ok(()))
     };
     for cut in 0..total {
         let disk = SimDisk::default();
@@ -425,6 +427,17 @@ impl Store for Dies<'_> {
         self.1.set(self.1.get() - 1);
         self.0.put_new(path, content)
     }
+    fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> anyhow::Result<()> {
+        anyhow::ensure!(self.1.get() > 0, "killed");
+        self.1.set(self.1.get() - 1);
+        self.0.replace(path, before, content)
+    }
+    fn list(&self) -> anyhow::Result<Vec<Object>> {
+        self.0.list()
+    }
+    fn delete(&self, path: &str) -> anyhow::Result<()> {
+        self.0.delete(path)
+    }
 }
 
 #[test]
@@ -465,6 +478,30 @@ fn a_byte_budget_stops_and_goes_on() {
     assert!(runs > 1);
 }
 
+/// A car whose power goes at any moment has paid for every byte that came: the day's budget holds.
+#[test]
+fn bytes_of_a_run_that_dies_are_counted() {
+    let fleet = Fleet::new();
+    let now = std::time::Duration::from_secs(T0 + 1);
+    let received = |car: &Car| {
+        let budget = WearBudget { bytes_per_day_max: u64::MAX };
+        u64::MAX - car.sync.status().received.left(budget, now)
+    };
+    let whole = Car::new(&fleet);
+    let calls = whole.disk.calls();
+    let mut wire = Wire::new(fleet.link(), Faults::default());
+    whole.run(&mut wire, T0 + 1).unwrap();
+    assert_eq!(received(&whole), wire.bytes, "a run that ends has paid what came");
+    let calls = whole.disk.calls() - calls;
+    for cut in 0..calls {
+        let (car, mut wire) = (Car::new(&fleet), Wire::new(fleet.link(), Faults::default()));
+        car.disk.cut_after(cut);
+        let _ = car.run(&mut wire, T0 + 1);
+        car.disk.reboot(cut);
+        assert!(received(&car) >= wire.bytes, "cut {cut}: {} of {}", received(&car), wire.bytes);
+    }
+}
+
 #[test]
 fn a_damaged_staged_bundle_is_fetched_again_and_a_car_without_root_says_so() {
     let fleet = Fleet::new();
@@ -474,8 +511,9 @@ fn a_damaged_staged_bundle_is_fetched_again_and_a_car_without_root_says_so() {
     let staging = Staging::open(&car.disk, &staged).unwrap();
     let clock = Ticks(AtomicU64::new(0), 0);
     let mut link = fleet.link();
-    let path =
-        staging.stage(&release, &mut Fetcher::new(&mut link, &clock, LinkLimits::default()), |_| {}).unwrap();
+    let path = staging
+        .stage(&release, &mut Fetcher::new(&mut link, &clock, LinkLimits::default()), |_, _| Ok(()))
+        .unwrap();
     car.disk.flip(&path, 1000 * 8);
     let error = car.run(&mut fleet.link(), T0 + 1).unwrap_err();
     assert!(matches!(error, SyncError::NotUsed { .. }), "{error:?}");

@@ -6,17 +6,26 @@
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::limits::CHUNK_BYTES;
+use hatchback::manifest::sha256;
 use hatchback::page::PageBytes;
 use hatchback::sync::error::SyncError;
 use hatchback::sync::link::LinkLimits;
+use hatchback::sync::release::manifest_path;
 use hatchback::sync::state::State;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS};
 use hatchback_tests::rewrite::{Parts, renumber, reseal};
 use hatchback_tests::versions::Versions;
 use hatchback_tests::wire::{Faults, Wire};
-use hatchback_tools::publish::{Change, Objects, Store, publish};
+use hatchback_tools::publish::{Change, publish};
+use hatchback_tools::signing::{block_on, sources, timestamp};
+use hatchback_tools::store::{Object, Objects, Store};
 use std::cell::Cell;
+use std::collections::HashMap;
+use std::num::NonZeroU64;
+use std::path::Path;
 use std::sync::atomic::AtomicU64;
+use tough::editor::RepositoryEditor;
+use tough::schema::{Hashes, Target};
 
 /// Publishes generation 2 as `change` makes it, every hash and signature valid: the car refuses it, says why, stays on
 /// generation 1, does not fetch it again, and takes generation 3.
@@ -84,6 +93,52 @@ fn a_delta_for_another_schema() {
 fn a_network_that_is_none() {
     let network = |p: &mut Parts| p.set_content(p.manifest.dense, b"no network");
     refused("delta", network, "dense network");
+}
+
+/// Signs the manifest of `bundle` under another name than its own, with the fleet's own keys.
+fn sign_as(fleet: &Fleet, now: u64, bundle: &Path, name: &str) {
+    let (bundle, version) = (BundleReader::open(bundle).unwrap(), NonZeroU64::new(2).unwrap());
+    let (content, expires) = (bundle.manifest_bytes(), timestamp(now + FRESH_S).unwrap());
+    let hash = sha256(content);
+    let hashes = Hashes { sha256: hash.to_vec().into(), _extra: HashMap::new() };
+    let (custom, _extra) = (HashMap::new(), HashMap::new());
+    let target = Target { length: content.len() as u64, hashes, custom, _extra };
+    std::fs::write(fleet.file(&manifest_path(name, &hash)), content).unwrap();
+    let signed = std::fs::read(fleet.file("metadata/1.targets.json")).unwrap();
+    let work = async {
+        let mut editor = RepositoryEditor::new(fleet.keys().join("1.root.json")).await.unwrap();
+        editor.targets(serde_json::from_slice(&signed).unwrap()).unwrap();
+        editor.timestamp_version(version).timestamp_expires(expires);
+        editor.snapshot_version(version).snapshot_expires(expires);
+        editor.targets_version(version).unwrap().targets_expires(expires).unwrap();
+        editor.add_target(name, target).unwrap();
+        let signed = editor.sign(&sources(&fleet.keys()).unwrap()).await.unwrap();
+        signed.write(fleet.file("metadata")).await.unwrap();
+    };
+    block_on(work).unwrap();
+}
+
+#[test]
+fn a_signed_name_that_says_another_parent_or_sequence() {
+    for (name, wrong) in [
+        ("versions/000000000003-from-000000000001", "parent"),
+        ("versions/000000000003-snapshot", "parent"),
+        ("versions/000000000002-from-000000000001", "generation"),
+    ] {
+        let fleet = Fleet::new();
+        let car = Car::at_first_release(&fleet);
+        sign_as(&fleet, T0 + 10, &VERSIONS.deltas[2], name);
+        let mut wire = Wire::new(fleet.link(), Faults::default());
+        let error = car.run(&mut wire, T0 + 11).unwrap_err();
+        assert!(matches!(&error, SyncError::Release { field, .. } if *field == wrong), "{name}: {error:?}");
+        assert_eq!((car.live(), car.sync.status().state), (1, State::Failed));
+        assert!(!wire.asked.iter().any(|path| path.starts_with("chunks/")), "{:?}", wire.asked);
+        let (revoke, bundles) = (vec![name.to_owned()], VERSIONS.deltas[1..3].to_vec());
+        let change = Change { revoke, bundles, expires_s: FRESH_S, ..Change::default() };
+        publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, T0 + 12).unwrap();
+        car.run(&mut fleet.link(), T0 + 13).unwrap();
+        assert_eq!(car.live(), 3, "{name}");
+    }
 }
 
 #[test]
@@ -235,8 +290,8 @@ fn a_share_of_the_fleet_goes_first() {
     assert_eq!((first.live(), last.live()), (2, 2));
 }
 
-/// While one publisher is about to put its metadata up, another one publishes.
-struct Rival<'a>(&'a dyn Store, &'a Fleet, Cell<bool>);
+/// While one publisher is about to put up its first object whose path ends so, another one publishes.
+struct Rival<'a>(&'a dyn Store, &'a Fleet, &'static str, Cell<bool>);
 
 impl Store for Rival<'_> {
     fn get(&self, path: &str) -> anyhow::Result<Option<Vec<u8>>> {
@@ -249,22 +304,44 @@ impl Store for Rival<'_> {
         self.0.put(path, content)
     }
     fn put_new(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
-        if !self.2.replace(true) {
+        self.others(path);
+        self.0.put_new(path, content)
+    }
+    fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> anyhow::Result<()> {
+        self.others(path);
+        self.0.replace(path, before, content)
+    }
+    fn list(&self) -> anyhow::Result<Vec<Object>> {
+        self.0.list()
+    }
+    fn delete(&self, path: &str) -> anyhow::Result<()> {
+        self.0.delete(path)
+    }
+}
+
+impl Rival<'_> {
+    fn others(&self, path: &str) {
+        if path.ends_with(self.2) && !self.3.replace(true) {
             self.1.delta(T0 + 10, 2);
         }
-        self.0.put_new(path, content)
     }
 }
 
 #[test]
 fn of_two_publishers_one_is_told_and_no_car_sees_both() {
+    for moment in ["targets.json", "snapshot.json", "timestamp.json"] {
+        beside_a_rival(moment);
+    }
+}
+
+fn beside_a_rival(moment: &'static str) {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
     let store = Objects::directory(&fleet.repository()).unwrap();
     let bundles = vec![VERSIONS.snapshots[2].clone()];
     let change = Change { bundles, expires_s: FRESH_S, ..Change::default() };
-    let refused =
-        publish(&Rival(&store, &fleet, Cell::new(false)), &fleet.keys(), &change, T0 + 11).unwrap_err();
+    let refused = publish(&Rival(&store, &fleet, moment, Cell::new(false)), &fleet.keys(), &change, T0 + 11)
+        .unwrap_err();
     assert!(format!("{refused:#}").contains("another publisher"), "{refused:#}");
     car.run(&mut fleet.link(), T0 + 12).unwrap();
     assert_eq!(car.live(), 2);

@@ -12,6 +12,7 @@ use hatchback::sync::trust::Trust;
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::fleet::{Car, Fleet, T0, VERSIONS, copy};
 use hatchback_tests::random::Random;
+use hatchback_tests::wire::{Faults, Wire};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -90,6 +91,32 @@ fn consent_is_asked_for_and_a_release_can_be_taken_back_meanwhile() {
     assert!(car.sync.consent(T0 + 18).unwrap());
     assert_eq!(car.run(&mut revoked.link(), T0 + 19).unwrap().state, State::Committed);
     assert_eq!(car.live(), 2);
+}
+
+#[test]
+fn a_newer_release_takes_the_place_of_one_that_waits_for_consent() {
+    let (before, fleet) = next_release();
+    let mut car = Car::at_first_release(&before);
+    car.policy.consent = true;
+    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, State::AwaitConsent);
+    let offered = |car: &Car| car.sync.status().release.map(|r| r.generation.sequence);
+    fleet.publish(T0 + 12, &VERSIONS.snapshots[2]);
+    // Until the newer one is there whole, the older one is on offer.
+    let half = std::fs::metadata(&VERSIONS.snapshots[2]).unwrap().len() / 2;
+    let faults = Faults { breaks_after: Some(half + 2_000), ..Faults::default() };
+    car.run(&mut Wire::new(fleet.link(), faults), T0 + 13).unwrap_err();
+    assert_eq!((car.sync.status().state, offered(&car)), (State::AwaitConsent, Some(2)));
+    assert_eq!(car.run(&mut fleet.link(), T0 + 14).unwrap().state, State::AwaitConsent);
+    assert_eq!((offered(&car), car.live()), (Some(3), 1));
+    let bundles = car.disk.list(Path::new("/sync/staged")).unwrap();
+    assert_eq!(bundles.iter().filter(|f| f.extension().unwrap() == "hatch").count(), 1, "{bundles:?}");
+    // Nothing newer: it is not fetched again.
+    let mut wire = Wire::new(fleet.link(), Faults::default());
+    car.run(&mut wire, T0 + 15).unwrap();
+    assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
+    assert!(car.sync.consent(T0 + 16).unwrap());
+    assert_eq!(car.run(&mut fleet.link(), T0 + 17).unwrap().state, State::Committed);
+    assert_eq!(car.live(), 3);
 }
 
 #[test]

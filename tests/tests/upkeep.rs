@@ -174,6 +174,37 @@ fn a_compaction_does_not_finish_over_what_arrived_meanwhile() {
     assert_eq!(whole_generation(&Flash::open(&disk.shared(), Path::new(DIR)).unwrap(), &versions, ""), 3);
 }
 
+/// A delta whose most used keys are its parent's brings no list of them: the parent's stays, whatever becomes of its segments.
+#[test]
+fn a_hot_list_outlives_deltas_compactions_and_rollbacks() {
+    let versions = Versions::new(4, 900, 49);
+    let manifest = |n: usize| BundleReader::open(&versions.deltas[n - 1]).unwrap().manifest().clone();
+    assert!(manifest(1).tables.iter().all(|t| t.hot.is_some()));
+    assert!(manifest(2).tables.iter().all(|t| t.hot.is_none()), "the lists are nearly the same");
+    let (disk, mut flash) = laid(&versions, 1);
+    let lists = |flash: &Flash| [0, 1].map(|t| flash.hot_keys(t).unwrap());
+    let first = lists(&flash);
+    assert!(first.iter().all(|list| list.len() > 500));
+    let mut held = first;
+    for n in 2..=4 {
+        flash = install(&disk, &versions, n).unwrap();
+        for (t, list) in held.iter_mut().enumerate() {
+            if manifest(n).tables[t].hot.is_some() {
+                *list = flash.hot_keys(t).unwrap();
+            }
+        }
+        assert_eq!(lists(&flash), held, "generation {n}");
+    }
+    let mut upkeep = Upkeep::new(rules(u64::MAX), None, Notes::default());
+    settle(&mut upkeep, &mut flash, at(0));
+    assert_eq!((deltas(&flash), lists(&flash)), (vec![0, 0], held));
+    flash = flash.rollback().unwrap();
+    flash.reclaim();
+    assert!(lists(&flash).iter().all(|list| list.len() > 500));
+    let listed: u64 = lists(&flash).iter().map(|list| 8 * list.len() as u64).sum();
+    assert!(flash.bytes().unwrap() > listed);
+}
+
 /// Another process may take away what is still being written; then it must not become live.
 #[test]
 fn a_compaction_does_not_publish_a_segment_that_is_gone() {

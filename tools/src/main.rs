@@ -8,7 +8,9 @@ use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
 use hatchback_tools::pack::{Overrides, pack_file_onto};
 use hatchback_tools::spec::CodecChoice;
-use hatchback_tools::{bench, demo, eval, image, inspect, publish, report, run, serve, signing, sync, tuf};
+use hatchback_tools::{
+    bench, demo, eval, image, inspect, prune, publish, report, run, serve, signing, sync, tuf,
+};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -28,6 +30,7 @@ enum Command {
     Image(image::ImageArgs),
     Keys(signing::KeysArgs),
     Publish(publish::PublishArgs),
+    Prune(prune::PruneArgs),
     Sync(sync::SyncArgs),
     #[command(hide = true)]
     Tuf(tuf::TufArgs),
@@ -91,6 +94,7 @@ fn main() -> ExitCode {
         Command::Image(args) => image::run(&args),
         Command::Keys(args) => signing::run(&args),
         Command::Publish(args) => publish::run(&args),
+        Command::Prune(args) => prune::run(&args),
         Command::Sync(args) => sync::run(&args),
         Command::Tuf(args) => tuf::run(&args),
         Command::Run(args) => run::run(&args),

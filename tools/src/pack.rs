@@ -23,6 +23,11 @@ use std::collections::{BinaryHeap, HashMap};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 
+/// A delta brings its own hot list where, of some number of the hottest keys from this on...
+const HOT_COMPARED_MIN: usize = 256;
+/// ...more than one in so many is not among as many of its parent's.
+const HOT_CHANGED_ONE_IN: usize = 10;
+
 /// Takes some rows: keys and values `[keys, dim]`.
 pub type TakeBlock<'a> = &'a mut dyn FnMut(&[u64], &[f32]) -> Result<()>;
 
@@ -335,6 +340,8 @@ fn write_table(
     ensure!(count == table.rows, "{count} rows instead of {}", table.rows);
     rows.finish()?.end()?;
     let placed = if kept.keys.is_empty() { None } else { Some(of.write_placed(bundle, &kept)?) };
+    let known = of.parent.map_or(Ok(Vec::new()), |parent| parent.hot_keys(of.number))?;
+    let hot = if is_news(&known, &hot) { hot } else { Vec::new() };
     let hot: Vec<u8> = hot.into_iter().flat_map(u64::to_le_bytes).collect();
     let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
     Ok(TableBlobs { segment, hot, placed })
@@ -457,6 +464,17 @@ fn each_row(
     })
 }
 
+/// Whether a cache of some size that is warmed from the list `old` would hold too little of what one of `new` would: a list is whole,
+/// and can be far larger than the delta that brings it.
+fn is_news(old: &[u64], new: &[u64]) -> bool {
+    let rank: HashMap<u64, usize> = old.iter().enumerate().map(|(rank, key)| (*key, rank)).collect();
+    let sizes = (HOT_COMPARED_MIN.ilog2()..usize::BITS).map(|bits| 1 << bits);
+    sizes.take_while(|size| *size < new.len()).chain([new.len()]).any(|size| {
+        let missing = |key: &&u64| rank.get(key).is_none_or(|rank| *rank >= size);
+        new[..size].iter().filter(missing).count() > size / HOT_CHANGED_ONE_IN
+    })
+}
+
 /// The most used keys, most used first; empty if the trainer gave no counts.
 fn hot_keys(source: &dyn RowSource) -> Result<Vec<u64>> {
     let Some(counts) = source.counts()? else { return Ok(Vec::new()) };
@@ -475,4 +493,28 @@ fn hot_keys(source: &dyn RowSource) -> Result<Vec<u64>> {
     })?;
     // `Reverse` sorts the most used to the front.
     Ok(heap.into_sorted_vec().iter().map(|Reverse((_, Reverse(key)))| *key).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hot_list_is_news_where_a_cache_of_some_size_would_miss_a_tenth_of_it() {
+        let old: Vec<u64> = (0..10_000).collect();
+        let with = |changed: std::ops::Range<usize>| {
+            let mut new = old.clone();
+            changed.for_each(|at| new[at] += 1_000_000);
+            new
+        };
+        assert!(!is_news(&old, &old) && !is_news(&old, &[]) && !is_news(&[], &[]));
+        assert!(is_news(&[], &old));
+        assert!(is_news(&old, &with(0..26)) && !is_news(&old, &with(0..25)), "of the hottest 256");
+        assert!(is_news(&old, &with(8_000..9_001)) && !is_news(&old, &with(9_000..10_000)), "of all");
+        let mut turned = old.clone();
+        turned.rotate_left(20);
+        assert!(!is_news(&old, &turned), "nearly the same order");
+        turned.reverse();
+        assert!(is_news(&old, &turned), "the coldest first");
+    }
 }

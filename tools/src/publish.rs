@@ -1,29 +1,25 @@
 //! `publish`: bundles become a release that cars find. Chunks go up first, each under its hash, then manifests,
 //! then the signed metadata, and last of all the timestamp, the one file that leads to everything else: a publish
-//! that is killed leaves nothing that a car could see. Only adds objects; what is old is for others to remove.
+//! that is killed leaves nothing that a car could see. Only adds objects; what is old is for `prune` to remove.
 
 use crate::report;
 use crate::signing::{DAY_S, block_on, roots, sources, timestamp};
+use crate::store::{DryRun, Objects, Store};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::manifest::sha256;
 use hatchback::sync::release::{BYTES, SHARE, chunk_path, manifest_path, target_name};
 use hatchback::sync::trust::PUBLISHED;
-use object_store::local::LocalFileSystem;
-use object_store::prefix::PrefixStore;
-use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use serde::Serialize;
 use serde_json::Value;
 use sigstore_tuf::TrustedMetadataSet;
 use std::collections::{BTreeSet, HashMap};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
-use tokio::runtime::Runtime;
 use tough::editor::RepositoryEditor;
 use tough::schema::{Hashes, Signed, Target, Targets};
 use tough::{TargetName, schema};
-use url::Url;
 
 /// Signs bundles and puts them where cars fetch them
 #[derive(Args, Debug)]
@@ -37,7 +33,8 @@ pub struct PublishArgs {
     /// The folder of the keys and roots (`hatchback keys new`)
     #[arg(long)]
     keys: PathBuf,
-    /// Takes back this release; a car that has committed it says so, and stays on it until a newer one comes
+    /// Takes back this release, or one target of it by its whole name; a car that has committed it says so, and stays on it
+    /// until a newer one comes
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     revoke: Vec<String>,
     /// Share of the fleet that may have these bundles, per cent; publish them again to widen it
@@ -54,117 +51,6 @@ pub struct PublishArgs {
     json: bool,
 }
 
-/// Where a repository's objects are kept.
-pub trait Store {
-    /// The object at `path`, if there is one.
-    ///
-    /// # Errors
-    /// The store refused.
-    fn get(&self, path: &str) -> Result<Option<Vec<u8>>>;
-    /// Whether there is an object at `path`.
-    ///
-    /// # Errors
-    /// As `get`.
-    fn has(&self, path: &str) -> Result<bool>;
-    /// Puts an object at `path`, whole or not at all.
-    ///
-    /// # Errors
-    /// As `get`.
-    fn put(&self, path: &str, content: Vec<u8>) -> Result<()>;
-    /// The same where there must be none yet.
-    ///
-    /// # Errors
-    /// There is one, or as `get`.
-    fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()>;
-}
-
-/// Anything that the `object_store` crate reaches.
-pub struct Objects {
-    store: Box<dyn ObjectStore>,
-    /// One for all calls: connections live in it.
-    runtime: Runtime,
-}
-
-impl Objects {
-    /// The directory at `path`, made if it is missing.
-    ///
-    /// # Errors
-    /// It cannot be made.
-    pub fn directory(path: &Path) -> Result<Self> {
-        std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
-        Self::of(Box::new(LocalFileSystem::new_with_prefix(path)?))
-    }
-
-    /// The store at `to`: an address that `object_store` knows, or a directory.
-    ///
-    /// # Errors
-    /// There is no such store, or this program was built without it.
-    pub fn open(to: &str) -> Result<Self> {
-        if !to.contains("://") {
-            return Self::directory(Path::new(to));
-        }
-        let address = Url::parse(to).with_context(|| to.to_owned())?;
-        let options = std::env::vars().map(|(key, value)| (key.to_ascii_lowercase(), value));
-        let options = options.filter(|(key, _)| key.starts_with("aws_"));
-        let (store, prefix) =
-            object_store::parse_url_opts(&address, options).with_context(|| to.to_owned())?;
-        Self::of(Box::new(PrefixStore::new(store, prefix)))
-    }
-
-    fn of(store: Box<dyn ObjectStore>) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        Ok(Self { store, runtime })
-    }
-}
-
-fn found<T>(result: object_store::Result<T>) -> Result<Option<T>> {
-    match result {
-        Err(object_store::Error::NotFound { .. }) => Ok(None),
-        result => Ok(Some(result?)),
-    }
-}
-
-impl Store for Objects {
-    fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
-        let path = path.into();
-        let bytes = self.runtime.block_on(async { self.store.get(&path).await?.bytes().await });
-        Ok(found(bytes)?.map(Into::into))
-    }
-
-    fn has(&self, path: &str) -> Result<bool> {
-        Ok(found(self.runtime.block_on(self.store.head(&path.into())))?.is_some())
-    }
-
-    fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
-        self.runtime.block_on(self.store.put(&path.into(), PutPayload::from(content)))?;
-        Ok(())
-    }
-
-    fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()> {
-        let new = PutOptions::from(PutMode::Create);
-        self.runtime.block_on(self.store.put_opts(&path.into(), PutPayload::from(content), new))?;
-        Ok(())
-    }
-}
-
-/// A store that keeps nothing: what would be written.
-struct DryRun<'a>(&'a dyn Store);
-
-impl Store for DryRun<'_> {
-    fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
-        self.0.get(path)
-    }
-    fn has(&self, path: &str) -> Result<bool> {
-        self.0.has(path)
-    }
-    fn put(&self, _: &str, _: Vec<u8>) -> Result<()> {
-        Ok(())
-    }
-    fn put_new(&self, _: &str, _: Vec<u8>) -> Result<()> {
-        Ok(())
-    }
-}
-
 /// What a publish changes.
 #[derive(Clone, Debug)]
 pub struct Change {
@@ -172,7 +58,7 @@ pub struct Change {
     pub bundles: Vec<PathBuf>,
     /// Which share of the fleet may have them, per cent.
     pub share: u8,
-    /// Releases to take back: `SEQUENCE` where there is one lineage, or `LINEAGE/SEQUENCE`.
+    /// Releases to take back: `SEQUENCE` where there is one lineage, `LINEAGE/SEQUENCE`, or a target's whole name.
     pub revoke: Vec<String>,
     /// Seconds until the timestamp expires; snapshot and targets last ten times as long.
     pub expires_s: u64,
@@ -184,6 +70,12 @@ impl Default for Change {
         Self { bundles: Vec::new(), share: 100, revoke: Vec::new(), expires_s: DAY_S }
     }
 }
+
+/// The one file that leads to everything else.
+const TIMESTAMP: &str = "metadata/timestamp.json";
+
+/// The field of the targets' metadata that says which version of the snapshot cars were led to before.
+pub const PREVIOUS: &str = "previous";
 
 /// What was published.
 #[derive(Debug, Default, Serialize)]
@@ -227,11 +119,13 @@ pub fn run(args: &PublishArgs) -> Result<()> {
 
 /// The metadata that a repository has now.
 #[derive(Default)]
-struct Present {
+pub(crate) struct Present {
+    /// The timestamp's bytes.
+    stamp: Option<Vec<u8>>,
     timestamp: u64,
-    snapshot: u64,
+    pub(crate) snapshot: u64,
     targets: u64,
-    signed: Option<Signed<Targets>>,
+    pub(crate) signed: Option<Signed<Targets>>,
 }
 
 /// The versions that a publish signs.
@@ -254,9 +148,9 @@ impl Present {
 pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
     let present = present(store, keys)?;
     let mut done = Published { version: present.timestamp + 1, ..Published::default() };
-    let mut added = Vec::new();
+    let (mut added, mut known) = (Vec::new(), Vec::new());
     for path in &change.bundles {
-        added.push(put_bundle(store, path, change.share, &mut done)?);
+        added.push(put_bundle(store, path, change.share, (&mut done, &mut known))?);
     }
     let revoked = revoked(&present, &change.revoke)?;
     done.added = added.iter().map(|(name, _)| name.raw().to_owned()).collect();
@@ -283,15 +177,17 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         let put = store.put_new(&format!("metadata/{name}"), signed(&name)?);
         put.with_context(|| format!("{name}: another publisher is at work? Nothing was published"))?;
     }
-    let meanwhile = self::present(store, keys)?.timestamp;
-    ensure!(meanwhile == present.timestamp, "another publisher was faster; nothing was published: try again");
-    store.put("metadata/timestamp.json", signed("timestamp.json")?)?;
+    for chunk in &known {
+        ensure!(store.has(chunk)?, "{chunk} was removed meanwhile; nothing was published: try again");
+    }
+    let put = store.replace(TIMESTAMP, present.stamp.as_deref(), signed("timestamp.json")?);
+    put.context("another publisher was faster? Nothing was published: try again")?;
     Ok(done)
 }
 
 /// Reads and verifies what the repository has now; expiry does not matter to the publisher.
-fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
-    let Some(timestamp) = store.get("metadata/timestamp.json")? else { return Ok(Present::default()) };
+pub(crate) fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
+    let Some(timestamp) = store.get(TIMESTAMP)? else { return Ok(Present::default()) };
     let long_ago = jiff::Timestamp::UNIX_EPOCH;
     let mut refused = None;
     // After a rotation what is there is signed by the keys of an older root.
@@ -319,6 +215,7 @@ fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
         }
         let signed: Signed<Targets> = serde_json::from_slice(&targets)?;
         return Ok(Present {
+            stamp: Some(timestamp),
             timestamp: set.timestamp().map_or(0, |t| t.version),
             snapshot: set.snapshot().map_or(0, |s| s.version),
             targets: signed.signed.version.get(),
@@ -331,11 +228,12 @@ fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
     }
 }
 
+/// Puts up what the store does not have yet; what it has is added to `known`.
 fn put_bundle(
     store: &dyn Store,
     path: &Path,
     share: u8,
-    done: &mut Published,
+    (done, known): (&mut Published, &mut Vec<String>),
 ) -> Result<(TargetName, Target)> {
     let mut bundle = BundleReader::open(path)?;
     let mut bytes = 0;
@@ -344,6 +242,7 @@ fn put_bundle(
         let at = chunk_path(&chunk.sha256);
         if store.has(&at)? {
             done.chunks_known += 1;
+            known.push(at);
             return Ok(());
         }
         done.chunks += 1;
@@ -377,6 +276,10 @@ fn revoked(present: &Present, releases: &[String]) -> Result<Vec<TargetName>> {
     let lineages: BTreeSet<String> = names.iter().filter_map(parts).map(|(lineage, _)| lineage).collect();
     let mut revoked = Vec::new();
     for release in releases {
+        if let Some(name) = names.iter().find(|name| name.raw() == release) {
+            revoked.push(name.clone());
+            continue;
+        }
         let (lineage, sequence) = match (release.split_once('/'), lineages.first()) {
             (Some((lineage, sequence)), _) => (lineage, sequence),
             (None, Some(only)) if lineages.len() == 1 => (only.as_str(), release.as_str()),
@@ -404,7 +307,10 @@ async fn sign(
     let (_, root) = roots.last().with_context(|| format!("{}: holds no root", keys.display()))?;
     let mut editor = RepositoryEditor::new(root).await?;
     if let Some(signed) = &present.signed {
-        editor.targets(signed.clone())?;
+        let mut signed = signed.clone();
+        signed.signed._extra.insert(PUBLISHED.to_owned(), Value::from(now));
+        signed.signed._extra.insert(PREVIOUS.to_owned(), Value::from(present.snapshot));
+        editor.targets(signed)?;
     }
     let version = |version: u64| NonZeroU64::new(version).context("version");
     let (soon, late) = (timestamp(now + expires_s)?, timestamp(now + 10 * expires_s)?);
@@ -414,11 +320,12 @@ async fn sign(
     editor.timestamp_version(version(next.timestamp)?).timestamp_expires(soon);
     editor.snapshot_version(version(next.snapshot)?).snapshot_expires(late);
     editor.targets_version(version(next.targets)?)?.targets_expires(late)?;
-    for (name, target) in added {
-        editor.add_target(name, target)?;
-    }
+    // A release may take the place of one of the same name that is taken back.
     for name in revoked {
         editor.remove_target(name)?;
+    }
+    for (name, target) in added {
+        editor.add_target(name, target)?;
     }
     editor.sign(&sources(keys)?).await?.write(folder).await?;
     Ok(())

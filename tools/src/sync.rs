@@ -6,15 +6,13 @@ use crate::serve::progress_bar;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hatchback::budget::Budget;
-use hatchback::disk;
 use hatchback::score::SystemClock;
 use hatchback::sync::Sync;
 use hatchback::sync::apply::{Host, Policy};
 use hatchback::sync::link::{Fetcher, LinkLimits};
 use hatchback::sync::state::{State, Status};
-use hatchback::sync::trust::Trust;
 use hatchback::target::Target;
-use hatchback_link::{LinkOptions, open};
+use hatchback_link::args::CarArgs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -24,21 +22,11 @@ pub struct SyncArgs {
     /// The repository: a directory, or the address of a web server
     #[arg(long, required_unless_present_any = ["status", "consent"])]
     from: Option<String>,
-    /// The sync directory: what is trusted, what is being fetched, and where the update is
-    #[arg(long)]
-    state: PathBuf,
+    #[command(flatten)]
+    car: CarArgs,
     /// The flash directory
     #[arg(long, required_unless_present_any = ["status", "consent"])]
     flash: Option<PathBuf>,
-    /// The fleet's root, the first time
-    #[arg(long)]
-    root: Option<PathBuf>,
-    /// Which model, where nothing is live yet and the repository has several
-    #[arg(long)]
-    lineage: Option<String>,
-    /// When this car gets a release that a share of the fleet gets first: from 0, with the first per cent, to 99
-    #[arg(long, default_value_t = 99, value_parser = clap::value_parser!(u8).range(..100))]
-    cohort: u8,
     /// A target file, such as targets/cpu.toml, that says what a release must show [default: no more than its probe set]
     #[arg(long)]
     target: Option<PathBuf>,
@@ -48,15 +36,6 @@ pub struct SyncArgs {
     /// Most MiB a second
     #[arg(long)]
     mib_per_s: Option<f64>,
-    /// Certificates to trust, a PEM file [default: the system's]
-    #[arg(long)]
-    ca: Option<PathBuf>,
-    /// This car's certificate chain and key, a PEM file
-    #[arg(long)]
-    client: Option<PathBuf>,
-    /// The address of a proxy
-    #[arg(long)]
-    proxy: Option<String>,
     /// Agrees to the release that waits for it, and does nothing else
     #[arg(long)]
     consent: bool,
@@ -82,9 +61,7 @@ pub fn now() -> Result<u64> {
 /// Why the sync stopped; what was live is live.
 pub fn run(args: &SyncArgs) -> Result<()> {
     let flash = args.flash.clone().unwrap_or_default();
-    let directory = args.state.clone();
-    let sync =
-        Sync { disk: disk::system(), directory, flash, lineage: args.lineage.clone(), cohort: args.cohort };
+    let sync = args.car.sync(flash);
     let ran = if args.consent {
         sync.consent(now()?).map_err(Into::into).and_then(|asked| {
             ensure!(asked, "nothing waits for consent");
@@ -105,24 +82,19 @@ pub fn run(args: &SyncArgs) -> Result<()> {
 }
 
 fn forward(args: &SyncArgs, sync: &Sync) -> Result<()> {
-    if let Some(root) = &args.root {
-        let root = std::fs::read(root).with_context(|| root.display().to_string())?;
-        Trust::init(sync.disk.as_ref(), &sync.directory, &root)?;
-    }
+    args.car.provision(sync)?;
     let (budget, policy) = match &args.target {
         Some(path) => Target::load(path).map(|target| (target.budget, target.update))?,
         None => (Budget::default(), Policy::default()),
     };
     let bytes = |mib: f64| (mib * 1_048_576.0) as u64;
-    let (ca, client, proxy) = (args.ca.clone(), args.client.clone(), args.proxy.clone());
-    let bytes_per_s_max = args.mib_per_s.map_or(0, bytes);
     let mut link =
-        open(args.from.as_deref().unwrap_or_default(), &LinkOptions { ca, client, proxy, bytes_per_s_max })?;
+        args.car.link(args.from.as_deref().unwrap_or_default(), args.mib_per_s.map_or(0, bytes))?;
     let bytes_max = args.mib_max.map_or(u64::MAX, bytes);
     let clock = SystemClock::default();
     let limits = LinkLimits { bytes_max, ..LinkLimits::default() };
     let mut fetcher = Fetcher::new(link.as_mut(), &clock, limits);
-    let host = Host { policy, budget, watched: None, root: None };
+    let host = Host { policy, budget, watched: None, root: None, rest: &|| {} };
     let bar = progress_bar(0, "fetching", "{bytes}/{total_bytes}");
     let ran = sync.run(&mut fetcher, &host, now()?, |bytes, total| {
         bar.set_length(total);

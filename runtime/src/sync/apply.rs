@@ -33,6 +33,8 @@ pub struct Policy {
     pub faults_max: u64,
     /// The 99th percentile of their latency, µs; 0 for no limit.
     pub latency_us_p99_max: u64,
+    /// Share of the time that applying it may take while requests are served, per cent.
+    pub busy_percent_max: u64,
 }
 
 impl Default for Policy {
@@ -45,6 +47,7 @@ impl Default for Policy {
             requests_min: 0,
             faults_max: 0,
             latency_us_p99_max: 0,
+            busy_percent_max: 100,
         }
     }
 }
@@ -61,7 +64,7 @@ pub struct Watched {
 }
 
 /// What the process around an update brings to it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Host<'a> {
     /// What a release must show.
     pub policy: Policy,
@@ -72,6 +75,8 @@ pub struct Host<'a> {
     /// The fleet's first root, from elsewhere than the sync directory, which another process writes; `None` to
     /// take the one there.
     pub root: Option<&'a [u8]>,
+    /// Called between small pieces of work: requests are served beside it (`pace::rests`).
+    pub rest: &'a dyn Fn(),
 }
 
 /// How a step ended.
@@ -201,7 +206,7 @@ impl Sync {
             if crate::manifest::sha256(bundle.manifest_bytes()) != release.manifest {
                 return Ok(None);
             }
-            Flash::prepare(&self.disk, &self.flash, &mut bundle, |_| {}).map(Some)
+            Flash::prepare(&self.disk, &self.flash, &mut bundle, |_| (host.rest)()).map(Some)
         });
         let prepared = match prepared {
             Ok(Some(prepared)) => prepared,
@@ -216,7 +221,7 @@ impl Sync {
             Err(e) if staging.is_sound(release) => return Ok(Verdict::Bad(e.to_string())),
             Err(e) => return self.damaged(staging, release, &e.to_string()),
         };
-        match judge(probe(prepared.flash(), host.budget), &host.policy)? {
+        match judge(probe(prepared.flash(), host.budget, host.rest), &host.policy)? {
             Some(why) => {
                 prepared.discard();
                 Ok(Verdict::Bad(why))
@@ -254,7 +259,7 @@ impl Sync {
             }
         }
         let flash = Flash::open(&self.disk, &self.flash)?;
-        Ok(match judge(probe(&flash, host.budget), policy)? {
+        Ok(match judge(probe(&flash, host.budget, host.rest), policy)? {
             Some(why) => Verdict::Bad(why),
             None => Verdict::Next(State::Committed),
         })

@@ -27,6 +27,7 @@ pub mod trust;
 
 use crate::disk::{Disk, Lock};
 use crate::flash::Flash;
+use crate::limits::CHUNK_BYTES;
 use crate::manifest::Generation;
 use apply::Host;
 use error::{SyncError, io_error};
@@ -38,6 +39,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use trust::Trust;
+
+/// Bytes that are paid for at once.
+const AHEAD_BYTES: u64 = 4 * CHUNK_BYTES as u64;
 
 /// One car's sync.
 #[derive(Clone)]
@@ -105,10 +109,12 @@ impl Sync {
     ) -> Result<Status, SyncError> {
         let _lock = self.lock()?;
         let mut status = self.status();
-        let before = fetcher.bytes();
-        let ran = self.stage_next(fetcher, now, &mut status, &mut progress);
+        let mut paid = fetcher.bytes();
+        self.pay(&mut status, now, &mut paid)?;
+        let ran = self.stage_next(fetcher, (now, &mut paid), &mut status, &mut progress);
         status.bytes_received = fetcher.bytes();
-        status.received.spend(Duration::from_secs(now), fetcher.bytes() - before);
+        status.received.spend(Duration::from_secs(now), fetcher.bytes().saturating_sub(paid));
+        status.received.refund(paid.saturating_sub(fetcher.bytes()));
         status.live = self.live().ok().flatten().map(|g| g.to_string());
         let saved = match &ran {
             Err(e) if status.state.is_fetching() => {
@@ -124,7 +130,7 @@ impl Sync {
     fn stage_next(
         &self,
         fetcher: &mut Fetcher<'_>,
-        now: u64,
+        (now, paid): (u64, &mut u64),
         status: &mut Status,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<(), SyncError> {
@@ -138,14 +144,14 @@ impl Sync {
         listed.retain(|r| Some(&r.generation.lineage) == lineage.as_ref() && self.cohort < r.share);
         status.newest = listed.iter().map(|r| r.generation.sequence).max();
         status.withdrawn = live.as_ref().is_some_and(|live| status.newest < Some(live.sequence));
-        if !status.state.is_fetching() {
-            let in_hand = status.release.as_ref();
-            if in_hand.is_some_and(|hand| listed.iter().any(|r| r.manifest == hand.manifest)) {
-                return Ok(());
-            }
-            if !matches!(status.state, State::Staged | State::AwaitConsent) {
-                return self.enter(status, State::RollingBack, now, Some("it was taken back".to_owned()));
-            }
+        let in_hand = status.release.clone().filter(|_| !status.state.is_fetching());
+        let waits = matches!(status.state, State::Staged | State::AwaitConsent);
+        let on_offer = in_hand.clone().filter(|hand| listed.iter().any(|r| r.manifest == hand.manifest));
+        if in_hand.is_some() && !waits {
+            return match on_offer {
+                Some(_) => Ok(()),
+                None => self.enter(status, State::RollingBack, now, Some("it was taken back".to_owned())),
+            };
         }
         listed.retain(|r| !staging.is_refused(r));
         let next = way(live.map(|g| g.sequence), lineage.as_deref().unwrap_or_default(), &listed)?;
@@ -156,13 +162,32 @@ impl Sync {
             }
             return self.enter(status, State::Idle, now, None);
         };
-        let bytes = release.bytes;
-        status.release = Some(release.clone());
-        status.starts = 0;
-        self.enter(status, State::Notified, now, None)?;
-        self.enter(status, State::Fetching, now, None)?;
-        staging.stage(&release, fetcher, |there| progress(there, bytes))?;
+        if on_offer.as_ref().is_some_and(|hand| hand.manifest == release.manifest) {
+            return Ok(());
+        }
+        if on_offer.is_none() {
+            status.release = Some(release.clone());
+            status.starts = 0;
+            self.enter(status, State::Notified, now, None)?;
+            self.enter(status, State::Fetching, now, None)?;
+        }
+        staging.stage(&release, fetcher, |there, will_have| {
+            progress(there, release.bytes);
+            if will_have > *paid { self.pay(status, now, paid) } else { Ok(()) }
+        })?;
+        // What waited is on offer until the newer one is there whole.
+        if let Some(older) = on_offer {
+            staging.drop_bundle(&older)?;
+            status.release = Some(release);
+        }
         self.enter(status, State::Staged, now, None)
+    }
+
+    /// Pays for the next bytes before they come, durably: a run that is killed has paid too much and never too little.
+    fn pay(&self, status: &mut Status, now: u64, paid: &mut u64) -> Result<(), SyncError> {
+        status.received.spend(Duration::from_secs(now), AHEAD_BYTES);
+        *paid += AHEAD_BYTES;
+        status.write(self.disk.as_ref(), &self.directory)
     }
 
     fn enter(

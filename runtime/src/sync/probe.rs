@@ -5,6 +5,7 @@ use crate::batch::Batch;
 use crate::budget::Budget;
 use crate::flash::{Flash, FlashError};
 use crate::model::{Model, OpenError};
+use crate::reader::DeviceDepth;
 use crate::score::{SystemClock, Worker};
 use crate::segment::SegmentError;
 use std::sync::Arc;
@@ -40,21 +41,22 @@ impl From<OpenError> for ProbeFault {
     }
 }
 
-/// Scores the probe set of `flash`, one sample a request, in memory that `budget` allows.
+/// Scores the probe set of `flash`, one sample a request, in memory that `budget` allows; `rest` is called in between.
 ///
 /// # Errors
 /// The generation cannot be opened, or a score is not a number or rests on damaged rows.
-pub fn probe(flash: &Flash, budget: Budget) -> Result<Probed, ProbeFault> {
+pub fn probe(flash: &Flash, budget: Budget, rest: &dyn Fn()) -> Result<Probed, ProbeFault> {
     let cache_bytes_max = budget.cache_bytes_max.min(CACHE_BYTES_MAX);
     let budget = Budget { workers: 1, slots: 1, gather_us: 0, cache_bytes_max, ..budget };
     let samples = flash.probe().map_err(|e| match e {
         e @ FlashError::Io { .. } => ProbeFault::Device(e),
         e => ProbeFault::Generation(e.to_string()),
     })?;
-    let model = Arc::new(Model::from_flash(flash, budget)?);
+    let model = Arc::new(Model::cold(flash, budget, DeviceDepth::new(budget.reads_max as usize), rest)?);
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
     let (mut batch, mut probed) = (Batch::new(model.schema(), 1), Probed::default());
     for (number, sample) in samples.iter().enumerate() {
+        rest();
         let wrong = |problem: String| ProbeFault::Generation(format!("probe sample {number}: {problem}"));
         batch.clear();
         batch.push(model.schema(), sample).map_err(|e| wrong(e.to_string()))?;

@@ -81,7 +81,7 @@ pub fn manifest_path(name: &str, hash: &Hash) -> String {
 }
 
 /// Takes a target's name apart; `None` if it is not a release's.
-fn parse_name(name: &str) -> Option<(Generation, Option<u64>)> {
+pub fn parse_name(name: &str) -> Option<(Generation, Option<u64>)> {
     let (lineage, file) = name.split_once('/')?;
     let (sequence, kind) = file.split_once('-')?;
     let parent = match kind.strip_prefix("from-") {

@@ -91,15 +91,16 @@ impl<'a> Staging<'a> {
         }
     }
 
-    /// Makes the bundle of `release` stand in the folder. `progress` is told the bytes of chunks that are there.
+    /// Makes the bundle of `release` stand in the folder. Before each chunk, `progress` is told the bytes of chunks that
+    /// are there and the bytes that `fetcher` will have received behind it, and may end the run.
     ///
     /// # Errors
-    /// Something does not arrive, is not what was signed, or there is no room. What arrived is kept.
+    /// Something does not arrive, is not what was signed, or there is no room; or `progress`'s. What arrived is kept.
     pub fn stage(
         &self,
         release: &Release,
         fetcher: &mut Fetcher<'_>,
-        mut progress: impl FnMut(u64),
+        mut progress: impl FnMut(u64, u64) -> Result<(), SyncError>,
     ) -> Result<PathBuf, SyncError> {
         let path = self.bundle(release);
         if self.disk.open(&path).is_ok() {
@@ -117,12 +118,12 @@ impl<'a> Staging<'a> {
         }
         .map_err(io_error(&part))?;
         at = at.max(header().len() as u64);
-        progress(at);
         let mut unsynced = 0;
         for (n, chunk) in chunks[taken..].iter().enumerate() {
             // However small the budget, a run that can fetch at all brings one chunk.
             let within = if n == 0 { Ok(()) } else { fetcher.check_budget() };
-            let fetched = within.and_then(|()| fetch_chunk(chunk, fetcher));
+            let begun = within.and_then(|()| progress(at, fetcher.bytes() + u64::from(chunk.stored)));
+            let fetched = begun.and_then(|()| fetch_chunk(chunk, fetcher));
             let Ok(stored) = fetched else {
                 out.sync().map_err(io_error(&part))?;
                 return fetched.map(|_| path);
@@ -133,8 +134,8 @@ impl<'a> Staging<'a> {
                 out.sync().map_err(io_error(&part))?;
                 unsynced = 0;
             }
-            progress(at);
         }
+        progress(at, fetcher.bytes())?;
         self.finish(&path, out, at, &manifest_bytes)
     }
 

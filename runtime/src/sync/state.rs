@@ -116,13 +116,14 @@ pub struct Status {
 }
 
 impl Status {
-    /// The record in `directory`: the default where there is none, and where it is damaged, which it then says.
+    /// The record in `directory`: the default where there is none, and where it is damaged, which it then says; the bytes
+    /// of that day then count as received.
     pub fn read(disk: &dyn Disk, directory: &Path) -> Self {
         let path = directory.join("status");
         let Ok(bytes) = disk.read(&path) else { return Self::default() };
         Self::decode(&bytes).unwrap_or_else(|problem| {
             let error = Some(format!("{}: {problem}", path.display()));
-            Self { error, ..Self::default() }
+            Self { error, received: Wear::unknown(), ..Self::default() }
         })
     }
 

@@ -43,7 +43,7 @@ fn main() -> Result<()> {
     let faults = faults.parse().context("faults")?;
     let policy = Policy { consent: true, requests_min: 10, ..Policy::default() };
     let watched = Some(Watched { requests: 10, faults, latency_us_p99: 5 });
-    let host = Host { policy, budget: Budget::default(), watched, root: None };
+    let host = Host { policy, budget: Budget::default(), watched, root: None, rest: &|| {} };
     sync.begin(T0 + 50)?;
     watch(&sync);
     loop {

@@ -17,6 +17,7 @@ use hatchback::carry::Carried;
 use hatchback::disk;
 use hatchback::flash::Flash;
 use hatchback::manifest::Manifest;
+use hatchback::pace::rests;
 use hatchback::pipeline::RequestError;
 use hatchback::score::SystemClock;
 use hatchback::serving::Serving;
@@ -55,6 +56,9 @@ pub struct DeltaArgs {
     /// Least time of a window without an update
     #[arg(long, default_value_t = 2.0)]
     seconds: f64,
+    /// Share of the time that applying may take, as `busy_percent_max` of a target
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=100))]
+    busy_percent: u64,
     /// A smaller model, fewer deltas
     #[arg(long)]
     quick: bool,
@@ -178,7 +182,8 @@ fn measure(
         let (idle, ()) = rest(window)?;
         let hit_rate_before = serving.stats(NAME).unwrap_or_default().counters.since(&before).hit_rate();
         let began = Instant::now();
-        let (applying, mut point) = beside(serving, &requests, || apply(serving, flash, delta, budget))?;
+        let (applying, mut point) =
+            beside(serving, &requests, || apply(serving, flash, delta, (budget, args.busy_percent)))?;
         window = began.elapsed().max(least);
         rest(least)?;
         (point.idle, point.applying) = (idle.percentiles(), applying.percentiles());
@@ -224,13 +229,20 @@ fn beside<T: Send>(
     })
 }
 
-fn apply(serving: &Serving, flash: &Flash, delta: &Path, budget: Budget) -> Result<Point> {
+fn apply(
+    serving: &Serving,
+    flash: &Flash,
+    delta: &Path,
+    (budget, busy_percent): (Budget, u64),
+) -> Result<Point> {
     let (before, began) = (written()?, Instant::now());
     let mut bundle = BundleReader::open(delta)?;
-    let installed = Flash::install(&disk::system(), flash.directory(), &mut bundle, |_| ())?;
+    let clock = SystemClock::default();
+    let rest = rests(busy_percent, &clock, thread::sleep);
+    let installed = Flash::install(&disk::system(), flash.directory(), &mut bundle, |_| rest())?;
     let (install_s, written_bytes) = (began.elapsed().as_secs_f64(), written()? - before);
     let swapping = Instant::now();
-    let swapped = serving.swap(NAME, &installed, budget)?;
+    let swapped = serving.swap(NAME, &installed, budget, &rest)?;
     let (rows, changed_bytes) = changed(&installed)?;
     let none = Percentiles::default();
     Ok(Point {
@@ -347,6 +359,7 @@ mod tests {
             batch: 2,
             cache_mib: 1,
             seconds: 0.2,
+            busy_percent: 100,
             quick: true,
             flash: None,
             json: Some(json.clone()),

@@ -1,0 +1,186 @@
+//! Where a repository's objects are kept: a directory, or with the feature `s3` a server that speaks the S3 protocol, both
+//! through the `object_store` crate. Knows nothing of releases.
+
+use anyhow::{Context, Result, ensure};
+use futures_util::TryStreamExt;
+use object_store::local::LocalFileSystem;
+use object_store::prefix::PrefixStore;
+use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, UpdateVersion};
+use std::path::Path;
+use tokio::runtime::Runtime;
+use url::Url;
+
+/// An object of a store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Object {
+    /// Where it lies.
+    pub path: String,
+    /// Its size.
+    pub bytes: u64,
+    /// When it was put there, seconds since 1970.
+    pub modified: u64,
+}
+
+/// Where a repository's objects are kept.
+pub trait Store {
+    /// The object at `path`, if there is one.
+    ///
+    /// # Errors
+    /// The store refused.
+    fn get(&self, path: &str) -> Result<Option<Vec<u8>>>;
+    /// Whether there is an object at `path`.
+    ///
+    /// # Errors
+    /// As `get`.
+    fn has(&self, path: &str) -> Result<bool>;
+    /// Puts an object at `path`, whole or not at all.
+    ///
+    /// # Errors
+    /// As `get`.
+    fn put(&self, path: &str, content: Vec<u8>) -> Result<()>;
+    /// The same where there must be none yet.
+    ///
+    /// # Errors
+    /// There is one, or as `get`.
+    fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()>;
+    /// Puts an object at `path` in place of the one that holds `before`; with `None` as `put_new`. A store without conditional
+    /// writes, as a directory is, leaves a moment between the look and the write.
+    ///
+    /// # Errors
+    /// Another one is there by now, or as `get`.
+    fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> Result<()>;
+    /// Every object.
+    ///
+    /// # Errors
+    /// As `get`.
+    fn list(&self) -> Result<Vec<Object>>;
+    /// Removes the object at `path`.
+    ///
+    /// # Errors
+    /// As `get`.
+    fn delete(&self, path: &str) -> Result<()>;
+}
+
+/// Anything that the `object_store` crate reaches.
+pub struct Objects {
+    store: Box<dyn ObjectStore>,
+    /// One for all calls: connections live in it.
+    runtime: Runtime,
+}
+
+impl Objects {
+    /// The directory at `path`, made if it is missing.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn directory(path: &Path) -> Result<Self> {
+        std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
+        Self::of(Box::new(LocalFileSystem::new_with_prefix(path)?))
+    }
+
+    /// The store at `to`: an address that `object_store` knows, or a directory.
+    ///
+    /// # Errors
+    /// There is no such store, or this program was built without it.
+    pub fn open(to: &str) -> Result<Self> {
+        if !to.contains("://") {
+            return Self::directory(Path::new(to));
+        }
+        let address = Url::parse(to).with_context(|| to.to_owned())?;
+        let options = std::env::vars().map(|(key, value)| (key.to_ascii_lowercase(), value));
+        let options = options.filter(|(key, _)| key.starts_with("aws_"));
+        let (store, prefix) =
+            object_store::parse_url_opts(&address, options).with_context(|| to.to_owned())?;
+        Self::of(Box::new(PrefixStore::new(store, prefix)))
+    }
+
+    fn of(store: Box<dyn ObjectStore>) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        Ok(Self { store, runtime })
+    }
+}
+
+fn found<T>(result: object_store::Result<T>) -> Result<Option<T>> {
+    match result {
+        Err(object_store::Error::NotFound { .. }) => Ok(None),
+        result => Ok(Some(result?)),
+    }
+}
+
+impl Store for Objects {
+    fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
+        let path = path.into();
+        let bytes = self.runtime.block_on(async { self.store.get(&path).await?.bytes().await });
+        Ok(found(bytes)?.map(Into::into))
+    }
+
+    fn has(&self, path: &str) -> Result<bool> {
+        Ok(found(self.runtime.block_on(self.store.head(&path.into())))?.is_some())
+    }
+
+    fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
+        self.runtime.block_on(self.store.put(&path.into(), PutPayload::from(content)))?;
+        Ok(())
+    }
+
+    fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()> {
+        let new = PutOptions::from(PutMode::Create);
+        self.runtime.block_on(self.store.put_opts(&path.into(), PutPayload::from(content), new))?;
+        Ok(())
+    }
+
+    fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> Result<()> {
+        let Some(before) = before else { return self.put_new(path, content) };
+        let (path, content) = (path.into(), PutPayload::from(content));
+        self.runtime.block_on(async {
+            let found = self.store.get(&path).await?;
+            let (e_tag, version) = (found.meta.e_tag.clone(), found.meta.version.clone());
+            ensure!(found.bytes().await? == before, "{path}: is another one by now");
+            let same = PutOptions::from(PutMode::Update(UpdateVersion { e_tag, version }));
+            match self.store.put_opts(&path, content.clone(), same).await {
+                Err(object_store::Error::NotImplemented { .. }) => self.store.put(&path, content).await?,
+                put => put?,
+            };
+            Ok(())
+        })
+    }
+
+    fn list(&self) -> Result<Vec<Object>> {
+        let objects = self.store.list(None).map_ok(|meta| {
+            let modified = u64::try_from(meta.last_modified.timestamp()).unwrap_or(0);
+            Object { path: meta.location.into(), bytes: meta.size, modified }
+        });
+        Ok(self.runtime.block_on(objects.try_collect())?)
+    }
+
+    fn delete(&self, path: &str) -> Result<()> {
+        Ok(self.runtime.block_on(self.store.delete(&path.into()))?)
+    }
+}
+
+/// A store that keeps nothing: what would be written.
+pub struct DryRun<'a>(pub &'a dyn Store);
+
+impl Store for DryRun<'_> {
+    fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
+        self.0.get(path)
+    }
+    fn has(&self, path: &str) -> Result<bool> {
+        self.0.has(path)
+    }
+    fn put(&self, _: &str, _: Vec<u8>) -> Result<()> {
+        Ok(())
+    }
+    fn put_new(&self, _: &str, _: Vec<u8>) -> Result<()> {
+        Ok(())
+    }
+    fn replace(&self, _: &str, _: Option<&[u8]>, _: Vec<u8>) -> Result<()> {
+        Ok(())
+    }
+    fn list(&self) -> Result<Vec<Object>> {
+        self.0.list()
+    }
+    fn delete(&self, _: &str) -> Result<()> {
+        Ok(())
+    }
+}
