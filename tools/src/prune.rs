@@ -189,8 +189,8 @@ fn outside(listed: &Targets, releases: Option<u64>) -> Vec<String> {
     }
     let from = |lineage: &str| {
         let (sequences, snapshot) = models.get(lineage)?;
-        let newest = sequences.iter().rev().take(usize::try_from(releases).unwrap_or(usize::MAX));
-        Some((*newest.last()?).min((*snapshot)?))
+        let mut newest = sequences.iter().rev().take(usize::try_from(releases).unwrap_or(usize::MAX));
+        Some((*newest.next_back()?).min((*snapshot)?))
     };
     let is_outside = |(name, (generation, _), _): (&str, _, _)| {
         let generation: hatchback::manifest::Generation = generation;
