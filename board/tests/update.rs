@@ -88,7 +88,13 @@ impl Fleet {
         let [state, root] = ["updates/coupon", "keys/1.root.json"].map(|name| self.at(name));
         let [flash, from, state, root] = [&flash, &from, &state, &root].map(|p| p.to_str().unwrap());
         let args = ["--flash", flash, "sync", "--once", "--from", from, "--state", state, "--root", root];
-        self.daemon(&args).status().unwrap().success()
+        loop {
+            let run = self.daemon(&args).output().unwrap();
+            // The serving process holds the directory for a moment after its state can be read.
+            if !String::from_utf8_lossy(&run.stderr).contains("another process is syncing") {
+                return run.status.success();
+            }
+        }
     }
 
     fn serve(&self) -> Child {
