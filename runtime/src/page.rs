@@ -181,7 +181,7 @@ impl<'a> Page<'a> {
         &self.payload()[start..start + row_bytes]
     }
 
-    /// Checks that the orders ascend strictly, from above `after`.
+    /// Checks that the orders of a page of keys or of hashed rows ascend strictly, from above `after`.
     ///
     /// # Errors
     /// The first entry that does not.
