@@ -9,6 +9,7 @@ use hatchback::limits::SAMPLE_BYTES_MAX;
 use hatchback::pipeline::RequestError;
 use hatchback::sample::Sample;
 use hatchback::serving::Serving;
+use rustix::net::{Shutdown, shutdown};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -47,7 +48,7 @@ pub fn listen(socket: &Path) -> Result<UnixListener> {
 /// Serves until SIGTERM or SIGINT.
 pub fn serve(server: Server<'_>, listener: &UnixListener, socket: &Path) -> Result<()> {
     let stopping = Arc::new(AtomicBool::new(false));
-    stop_on_signal(&stopping, socket)?;
+    stop_on_signal(&stopping, listener)?;
     let open = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for connection in listener.incoming() {
@@ -76,18 +77,23 @@ pub fn serve(server: Server<'_>, listener: &UnixListener, socket: &Path) -> Resu
             }
         }
     });
-    std::fs::remove_file(socket).with_context(|| socket.display().to_string())
+    match std::fs::remove_file(socket) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e).context(socket.display().to_string()),
+        _ => Ok(()),
+    }
 }
 
-/// On a signal sets `stopping` and wakes the listener with a connection of its own.
-fn stop_on_signal(stopping: &Arc<AtomicBool>, socket: &Path) -> Result<()> {
-    let (mut signals, stopping, socket) =
-        (Signals::new([SIGTERM, SIGINT])?, Arc::clone(stopping), socket.to_owned());
+/// On a signal sets `stopping` and shuts the listener, which ends its wait even where somebody removed the socket's file.
+fn stop_on_signal(stopping: &Arc<AtomicBool>, listener: &UnixListener) -> Result<()> {
+    let (mut signals, stopping, listener) =
+        (Signals::new([SIGTERM, SIGINT])?, Arc::clone(stopping), listener.try_clone()?);
     std::thread::spawn(move || {
         if signals.forever().next().is_some() {
             log::info!("stopping: no new connections, answering what was received");
             stopping.store(true, Ordering::Release);
-            let _ = UnixStream::connect(socket);
+            if let Err(e) = shutdown(&listener, Shutdown::Both) {
+                log::error!("the socket cannot be shut: {e}");
+            }
         }
     });
     Ok(())

@@ -134,6 +134,15 @@ fn many_connections_are_served_and_drained() {
     assert!(!car.socket().exists());
 }
 
+#[test]
+fn a_daemon_whose_socket_was_removed_ends() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    std::fs::remove_file(car.socket()).unwrap();
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
 /// One slot, and a request that waits in it for others to join: the next is told so at once. What was received before
 /// the SIGTERM is answered.
 #[test]
