@@ -69,11 +69,12 @@ fn realtime(priority: u8) -> Result<String, String> {
         .map_err(|e| format!("{priority}: {e}; the unit needs LimitRTPRIO={priority} or more"))
 }
 
-/// Takes the calling thread out of the real-time class and to the lowest priority of the ordinary one, from which the
-/// kernel derives that of its reads and writes.
+/// Takes the calling thread out of the real-time class and has it run where nobody else wants the CPU: it is put aside at
+/// once when a request comes, which the lowest priority of the ordinary class is not (a slice of it may last
+/// milliseconds). The kernel derives that of its reads and writes from it.
 pub fn behind_all() {
-    let policy = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Other);
+    let policy = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
     if let Err(e) = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, policy) {
-        log::warn!("upkeep runs at the priority of requests: {e}");
+        log::warn!("a thread beside requests runs at their priority: {e}");
     }
 }

@@ -3,6 +3,7 @@
 //! directory's record; a datagram on its socket `wake` only saves a second. Never opens a link.
 
 use crate::latency::Latencies;
+use crate::settings;
 use anyhow::{Context, Result};
 use hatchback::budget::Budget;
 use hatchback::flash::Flash;
@@ -98,9 +99,7 @@ impl UpdateThread {
         let stop = Arc::clone(&stopping);
         let mut work = Work { stopping: stop, update, serving, latencies, failed: None, said: String::new() };
         let run = move || {
-            if let Err(e) = rustix::process::nice(19) {
-                log::warn!("updates run at the priority of requests: {e}");
-            }
+            settings::behind_all();
             while !work.stopping.load(Ordering::Acquire) {
                 work.look();
                 // Whatever woke it, and whether anything did: it looks.

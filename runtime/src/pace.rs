@@ -5,8 +5,8 @@ use crate::score::Clock;
 use std::cell::Cell;
 use std::time::Duration;
 
-/// Work goes on for this long before it rests.
-const WORK_MIN: Duration = Duration::from_millis(1);
+/// Work goes on for this long before it rests: a request that comes meanwhile may have to wait for it.
+const WORK_MIN: Duration = Duration::from_micros(200);
 
 /// A rest, to be called between small pieces of work: once they have taken a while it has `sleep` rest for so long that the work
 /// stays below `busy_percent_max` (1 to 100) of the time.

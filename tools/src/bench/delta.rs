@@ -27,6 +27,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use thread_priority::{
+    NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy, set_thread_priority_and_policy,
+    thread_native_id,
+};
 
 /// One row in so many changes from each generation to the next.
 const CHANGED_ONE_IN: u64 = 100;
@@ -206,7 +210,8 @@ fn beside<T: Send>(
     thread::scope(|scope| {
         let worker = scope.spawn(|| {
             // As the daemon's update thread has it: behind every request.
-            let _ = rustix::process::nice(19);
+            let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
+            let _ = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
             let done = work();
             stop.store(true, Ordering::Release);
             done
