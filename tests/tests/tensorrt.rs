@@ -388,9 +388,9 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
         }
     }
     assert!(refused > 0);
-    // By name it is not found here, and a text is no library.
-    let said = TensorRt::open(&shim, None).err().unwrap();
-    assert!(matches!(&said, TensorRtError::NoLibrary(t) if t.contains("libtensorrt_rtx.so.1")), "{said}");
+    // Neither what is missing nor a text is a library.
+    let said = TensorRt::open(&shim, Some((&at("missing.so"), &libraries.1))).err().unwrap();
+    assert!(matches!(&said, TensorRtError::NoLibrary(t) if t.contains("missing.so")), "{said}");
     let text = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(text.path(), "not a library").unwrap();
     let said = TensorRt::open(&shim, Some((&libraries.0, text.path()))).err().unwrap();
