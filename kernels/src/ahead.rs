@@ -6,7 +6,7 @@ use crate::cache::{Cache, Epoch, Heads, Seen};
 use crate::codec::RowFormat;
 use crate::names::{Name, Namer, RowKey};
 use crate::resident::Resident;
-use crate::simd::{Simd, prefetch};
+use crate::simd::{Simd, prefetch_l2};
 use crate::sum::{RING, ROWS_AHEAD, Rows, Sums};
 use std::ops::Range;
 
@@ -320,7 +320,7 @@ impl Source for &Resident {
 pub(crate) fn prefetch_lines<T>(row: &[T]) {
     const LINES_MAX: usize = 8;
     let line = 64 / size_of::<T>();
-    row.chunks_exact(line).take(LINES_MAX).for_each(|line| prefetch(&line[0]));
+    row.chunks_exact(line).take(LINES_MAX).for_each(|line| prefetch_l2(&line[0]));
     // A row need not begin with a line.
-    row.last().inspect(|last| prefetch(*last));
+    row.last().inspect(|last| prefetch_l2(*last));
 }

@@ -12,7 +12,7 @@ use crate::codec::ROW_BYTES_MAX;
 use crate::eviction::{GHOSTS, WAYS, Ways, used};
 use crate::memory::Zeroed;
 use crate::names::{Name, Namer, Names, Naming, RowKey};
-use crate::simd::{LANES, Plain, READ_BYTES, Simd, prefetch};
+use crate::simd::{LANES, Plain, READ_BYTES, Simd, prefetch_l2};
 use crate::sync::{AtomicU32, Ordering, fence, spin};
 #[cfg(not(loom))]
 use crate::{ahead::prefetch_lines, sum::Rows};
@@ -112,7 +112,7 @@ impl<'a> Heads<'a> {
     /// Asks for the head of a set ahead of `see`.
     #[inline(always)]
     pub(crate) fn prefetch(self, set: u32) {
-        self.of(set).iter().step_by(LINE).for_each(|at| prefetch(at));
+        self.of(set).iter().step_by(LINE).for_each(|at| prefetch_l2(at));
     }
 
     /// Looks for a row. What is read of it then counts only if `are_unchanged` says so.

@@ -3,7 +3,7 @@
 
 use crate::isa::Isa;
 use crate::memory::Zeroed;
-use crate::simd::{Job, Simd, dispatch, prefetch};
+use crate::simd::{Job, Simd, dispatch, prefetch_l2};
 
 /// Rows of one table as f32 on huge pages.
 pub struct Rows {
@@ -57,7 +57,7 @@ impl Job for Pool<'_> {
             let out = &mut self.out[sample * self.stride + self.column..][..self.rows.dim];
             for (i, &position) in bag.iter().enumerate() {
                 if let Some(&next) = self.positions.get(sample * self.hotness + i + AHEAD) {
-                    self.rows.row(next).iter().step_by(16).for_each(|at| prefetch(at));
+                    self.rows.row(next).iter().step_by(16).for_each(|at| prefetch_l2(at));
                 }
                 let row = self.rows.row(position);
                 if i == 0 {

@@ -87,7 +87,7 @@ impl Misses {
     /// Room for `capacity` lookups that wait, rows of up to `row_bytes_max` bytes.
     pub fn new(capacity: usize, row_bytes_max: usize) -> Self {
         let (capacity, stride) = (capacity.max(1), row_bytes_max.next_multiple_of(4));
-        Self::staged(capacity, row_bytes_max, HostMemory::Plain(vec![0; capacity * stride].into()))
+        Self::staged(capacity, row_bytes_max, HostMemory::Plain(Zeroed::new(capacity * stride)))
     }
 
     /// The same, where `device` reaches the staged rows.

@@ -4,7 +4,7 @@
 use crate::ahead::prefetch_lines;
 use crate::memory::Zeroed;
 use crate::names::mix;
-use crate::simd::prefetch;
+use crate::simd::prefetch_l2;
 use crate::sum::{BEYOND, Rows};
 
 /// Rows of a bucket, on average.
@@ -105,7 +105,7 @@ impl Resident {
     #[inline(always)]
     pub(crate) fn prefetch(&self, key: u64) {
         if let Some(index) = &self.index {
-            prefetch(index.bucket(mix(key)));
+            prefetch_l2(index.bucket(mix(key)));
         }
     }
 

@@ -9,7 +9,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::codec::{Codec, RowFormat};
-use crate::simd::prefetch;
+use crate::simd::prefetch_l2;
 use crate::sync::AtomicU32;
 use crate::vector::Vector;
 use std::marker::PhantomData;
@@ -58,10 +58,10 @@ impl<'a> Rows<'a> {
     #[inline(always)]
     pub fn prefetch(&self, slot: u32, from: usize, values: usize, behind: usize) {
         let at = self.start.wrapping_add(slot as usize * self.stride + from);
-        (0..values).step_by(LINE).for_each(|byte| prefetch(at.wrapping_add(byte)));
+        (0..values).step_by(LINE).for_each(|byte| prefetch_l2(at.wrapping_add(byte)));
         // A row need not begin with a line.
         if !self.stride.is_multiple_of(LINE) {
-            prefetch(at.wrapping_add(values + behind - 1));
+            prefetch_l2(at.wrapping_add(values + behind - 1));
         }
     }
 }

@@ -14,6 +14,7 @@ pub mod memory;
 pub mod step;
 pub mod tables;
 
+use crate::memory::{Zeroable, Zeroed};
 use driver::{CudaError, Gpu, Profile};
 use memory::{DeviceValue, Mapped};
 use std::ops::{Deref, DerefMut};
@@ -50,9 +51,9 @@ impl Device {
     ///
     /// # Errors
     /// There is not enough memory that a GPU reaches.
-    pub fn host_memory<T: DeviceValue + Default>(&self, len: usize) -> Result<HostMemory<T>, CudaError> {
+    pub fn host_memory<T: DeviceValue + Zeroable>(&self, len: usize) -> Result<HostMemory<T>, CudaError> {
         Ok(match self {
-            Self::Cpu => HostMemory::Plain(vec![T::default(); len].into()),
+            Self::Cpu => HostMemory::Plain(Zeroed::new(len)),
             Self::Cuda(gpu) => HostMemory::Mapped(gpu.mapped(len)?),
         })
     }
@@ -61,7 +62,7 @@ impl Device {
 /// Values in host memory.
 pub enum HostMemory<T> {
     /// For the host alone.
-    Plain(Box<[T]>),
+    Plain(Zeroed<T>),
     /// For a GPU too.
     Mapped(Mapped<T>),
 }
@@ -76,7 +77,7 @@ impl<T> HostMemory<T> {
     }
 }
 
-impl<T: DeviceValue> Deref for HostMemory<T> {
+impl<T: DeviceValue + Zeroable> Deref for HostMemory<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -87,7 +88,7 @@ impl<T: DeviceValue> Deref for HostMemory<T> {
     }
 }
 
-impl<T: DeviceValue> DerefMut for HostMemory<T> {
+impl<T: DeviceValue + Zeroable> DerefMut for HostMemory<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         match self {
             Self::Plain(values) => values,
@@ -96,7 +97,7 @@ impl<T: DeviceValue> DerefMut for HostMemory<T> {
     }
 }
 
-impl<T: DeviceValue> AsRef<[T]> for HostMemory<T> {
+impl<T: DeviceValue + Zeroable> AsRef<[T]> for HostMemory<T> {
     fn as_ref(&self) -> &[T] {
         self
     }

@@ -10,6 +10,7 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use hatchback::{Codec, Pooling, RowFormat, RowKey, Status, mix};
 use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::gather;
 use hatchback_kernels::isa::Isa;
 use hatchback_kernels::misses::Misses;
@@ -141,7 +142,7 @@ struct Limit {
     all: gather::Rows,
     rows: usize,
     dim: usize,
-    out: Vec<f32>,
+    out: HostMemory<f32>,
 }
 
 impl Limit {
@@ -177,7 +178,7 @@ struct Ours {
     default_row: Vec<f32>,
     misses: Misses,
     statuses: Vec<Status>,
-    out: Vec<f32>,
+    out: HostMemory<f32>,
     /// Keys that are there, by table: sets of the cache overflow here and there, and what is not cached is not asked for.
     keys: Vec<Vec<u64>>,
 }
@@ -202,7 +203,7 @@ impl Ours {
             default_row: vec![0.0; dim],
             misses: Misses::new(16, format.row_bytes()),
             statuses: vec![Status::default(); batch_max],
-            out: vec![0.0; batch_max * TABLES * dim],
+            out: Device::Cpu.host_memory(batch_max * TABLES * dim)?,
             keys,
         })
     }
@@ -380,7 +381,7 @@ pub fn run(args: &LookupArgs) -> Result<()> {
             all: gather::Rows::new(TABLES * rows, dim),
             rows,
             dim,
-            out: vec![0.0; batch_max * TABLES * dim],
+            out: Device::Cpu.host_memory(batch_max * TABLES * dim)?,
         };
         let ours = OURS.map(|(codec, resident, ..)| Ours::new(codec, resident, dim, rows, batch_max));
         let ours = ours.into_iter().collect::<Result<_>>()?;
