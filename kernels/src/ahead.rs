@@ -6,32 +6,60 @@ use crate::cache::{Cache, Epoch, Heads, Seen};
 use crate::codec::RowFormat;
 use crate::names::{Name, Namer, RowKey};
 use crate::resident::Resident;
-use crate::simd::{Simd, prefetch_l2};
+use crate::simd::{Simd, prefetch, prefetch_l2};
 use crate::sum::{RING, ROWS_AHEAD, Rows, Sums};
 use std::ops::Range;
 
 /// Keys of a step.
 const GROUP: usize = 16;
 /// How far ahead of the sums keys are seen.
-const SEE_AHEAD: usize = 32;
+const SEE_AHEAD: usize = 48;
 /// How far ahead of that keys are named, and their sets asked for.
-const NAME_AHEAD: usize = 32;
+const NAME_AHEAD: usize = 48;
+/// How far ahead of that keys are read.
+const KEYS_AHEAD: usize = 64;
 /// Keys of a bag that are summed before they are proved to be unchanged.
-const PIECE: usize = 32;
+const PIECE: usize = 64;
 const _: () = assert!(ROWS_AHEAD <= SEE_AHEAD);
-const _: () = assert!(PIECE + SEE_AHEAD + NAME_AHEAD + 2 * GROUP <= RING && RING <= u128::BITS as usize);
+const _: () = assert!(PIECE + SEE_AHEAD + NAME_AHEAD + 2 * GROUP <= RING && PIECE <= 64);
 
 /// What is known of the keys ahead, by their number modulo `RING`.
 pub(crate) struct Ring {
     sets: [u32; RING],
     words: [u64; RING],
-    seen: [Seen; RING],
+    ways: [u32; RING],
+    sequences: [u32; RING],
     slots: [u32; RING],
 }
 
 impl Default for Ring {
     fn default() -> Self {
-        Self { sets: [0; RING], words: [0; RING], seen: [Seen::default(); RING], slots: [0; RING] }
+        Self { sets: [0; RING], words: [0; RING], ways: [0; RING], sequences: [0; RING], slots: [0; RING] }
+    }
+}
+
+impl Ring {
+    /// Turns the hits of a group into ways and slots, many at a time; a bit for each key that is not there.
+    #[inline(always)]
+    fn see(&mut self, at: usize) -> u16 {
+        fn group<T>(of: &mut [T; RING], at: usize) -> Option<&mut [T; GROUP]> {
+            of[at..].first_chunk_mut()
+        }
+        let sets = group(&mut self.sets, at);
+        let (words, sequences) = (group(&mut self.words, at), group(&mut self.sequences, at));
+        let (ways, slots) = (group(&mut self.ways, at), group(&mut self.slots, at));
+        let (Some(sets), Some(words), Some(sequences), Some(ways), Some(slots)) =
+            (sets, words, sequences, ways, slots)
+        else {
+            return !0;
+        };
+        let mut lost = 0;
+        for n in 0..GROUP {
+            let seen = Seen::of(Name { set: sets[n], word: words[n] }, ways[n], sequences[n]);
+            (ways[n], slots[n]) = (seen.way, seen.slot());
+            lost |= u16::from(!seen.is_there()) << n;
+        }
+        lost
     }
 }
 
@@ -47,11 +75,11 @@ pub(crate) enum Found<'a> {
 
 /// Where the rows of a feature are found.
 pub(crate) trait Source {
-    /// Names some keys, whose places in the ring begin at `at`, and asks for what `see` reads.
-    fn name(&self, keys: &[u64], ring: &mut Ring, at: usize);
+    /// Names some keys, whose places in the ring begin at `at`, and asks for what `see` reads if they are the `first`.
+    fn name(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool);
     /// Finds the rows of the same, and asks for them if they are the `first`; a bit for each that is not there, the first in
-    /// the lowest.
-    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool) -> u16;
+    /// the lowest. Asks for what it will read for the named keys at places `next`.
+    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool, next: Range<usize>) -> u16;
     /// Where the rows are.
     fn rows(&self) -> Rows<'_>;
     /// Whether what was read of these keys' rows since they were seen is of whole rows, and theirs.
@@ -70,28 +98,38 @@ pub(crate) struct Ahead<'a, F> {
     named: usize,
     seen: usize,
     /// A bit for each place of the ring whose key was not there.
-    lost: u128,
+    lost: [u64; RING / 64],
+    /// Whether sums are written past the caches.
+    stream: bool,
 }
 
 impl<'a, F: Source> Ahead<'a, F> {
-    pub fn new(source: &'a F, keys: &'a [u64], ring: &'a mut Ring) -> Self {
-        Self { source, keys, ring, named: 0, seen: 0, lost: 0 }
+    pub fn new(source: &'a F, keys: &'a [u64], ring: &'a mut Ring, stream: bool) -> Self {
+        Self { source, keys, ring, named: 0, seen: 0, lost: [0; RING / 64], stream }
     }
 
     /// Sees all keys before `end`, and more.
     #[inline(always)]
     fn reach<S: Simd>(&mut self, end: usize) {
-        let group = |from: usize| from..self.keys.len().min(from + GROUP);
-        while self.seen < self.keys.len().min(end + SEE_AHEAD) {
-            while self.named < self.keys.len().min(self.seen + GROUP + NAME_AHEAD) {
+        let count = self.keys.len();
+        let group = |from: usize| from.min(count)..count.min(from + GROUP);
+        while self.seen < count.min(end + SEE_AHEAD) {
+            while self.named < count.min(self.seen + NAME_AHEAD + GROUP) {
                 let keys = group(self.named);
-                self.source.name(&self.keys[keys.clone()], self.ring, self.named % RING);
+                // The next keys of the walk, on their way from memory.
+                prefetch(self.keys.as_ptr().wrapping_add(keys.start + KEYS_AHEAD));
+                prefetch(self.keys.as_ptr().wrapping_add(keys.start + KEYS_AHEAD + GROUP / 2));
+                let first = keys.start < NAME_AHEAD;
+                self.source.name(&self.keys[keys.clone()], self.ring, self.named % RING, first);
                 self.named = keys.end;
             }
             let (keys, at) = (group(self.seen), self.seen % RING);
             let first = keys.start < ROWS_AHEAD;
-            let lost = self.source.see::<S>(&self.keys[keys.clone()], self.ring, at, first);
-            self.lost = self.lost & !(0xffff << at) | u128::from(lost) << at;
+            let next = group(self.seen + NAME_AHEAD);
+            let next = next.start % RING..next.start % RING + next.len();
+            let lost = self.source.see::<S>(&self.keys[keys.clone()], self.ring, at, first, next);
+            let (word, bit) = (&mut self.lost[at / 64], at % 64);
+            *word = *word & !(0xffff << bit) | u64::from(lost) << bit;
             self.seen = keys.end;
         }
     }
@@ -101,7 +139,8 @@ impl<'a, F: Source> Ahead<'a, F> {
     pub fn there<S: Simd>(&mut self, from: usize) -> usize {
         let end = self.keys.len().min(from + PIECE);
         self.reach::<S>(end);
-        let lost = self.lost.rotate_right((from % RING) as u32);
+        let word = |i: usize| u128::from(self.lost[i % self.lost.len()]);
+        let lost = (word(from / 64) | word(from / 64 + 1) << 64) >> (from % 64);
         (end - from).min(lost.trailing_zeros() as usize)
     }
 
@@ -133,7 +172,8 @@ impl<'a, F: Source> Ahead<'a, F> {
         let (Some(&begin), Some(&end)) = (offsets.first(), offsets.last()) else { return true };
         let (rows, slots) = (self.source.rows(), &self.ring.slots);
         let seen = self.seen;
-        S::sum(Sums { rows, format, slots, offsets, start, seen, first, out, stride })
+        let stream = self.stream;
+        S::sum(Sums { rows, format, slots, offsets, start, seen, first, out, stride, stream })
             && self.source.is_unchanged(self.ring, begin as usize - start..end as usize - start)
     }
 
@@ -203,43 +243,52 @@ impl<'a> Cached<'a> {
         keys.for_each(|key| self.heads.prefetch(self.name_of(*key).set));
     }
 
+    /// Asks for the rows of keys.
     #[inline(always)]
-    fn name_all(&self, keys: &[u64], sets: &mut [u32], words: &mut [u64]) {
-        for ((key, set), word) in keys.iter().zip(sets).zip(words) {
-            let name = self.name_of(*key);
-            (*set, *word) = (name.set, name.word);
+    pub fn ask_rows<'k, S: Simd>(&self, keys: impl Iterator<Item = &'k u64>) {
+        let seen = keys.map(|key| self.heads.see::<S>(self.name_of(*key)));
+        seen.filter(|seen| seen.is_there()).for_each(|seen| self.cache.prefetch_row(seen.slot()));
+    }
+
+    /// Looks for keys in their sets, and asks for those of the named keys at places `next`: one by one, so that memory
+    /// answers meanwhile.
+    #[inline(always)]
+    fn look<S: Simd, const WIDE: bool>(&self, ring: &mut Ring, at: usize, keys: usize, next: Range<usize>) {
+        let (heads, next) = (self.heads, &ring.sets[next]);
+        let names = ring.sets[at..][..keys].iter().zip(&ring.words[at..][..keys]);
+        let looks = ring.ways[at..][..keys].iter_mut().zip(&mut ring.sequences[at..][..keys]);
+        for (n, ((&set, &word), (way, sequence))) in names.zip(looks).enumerate() {
+            next.get(n).inspect(|set| heads.prefetch(**set));
+            (*way, *sequence) = heads.look::<S, WIDE>(Name { set, word });
         }
     }
 }
 
 impl Source for Cached<'_> {
     #[inline(always)]
-    fn name(&self, keys: &[u64], ring: &mut Ring, at: usize) {
+    fn name(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool) {
         let (sets, words) = (&mut ring.sets[at..at + keys.len()], &mut ring.words[at..at + keys.len()]);
         // Of a length that is known, the compiler makes vectors.
         match <&[u64; GROUP]>::try_from(keys) {
-            Ok(keys) => self.name_all(keys, sets, words),
-            Err(_) => self.name_all(keys, sets, words),
+            Ok(keys) => self.cache.name_all(self.namer, self.last, keys, sets, words),
+            Err(_) => self.cache.name_all(self.namer, self.last, keys, sets, words),
         }
-        let heads = self.heads;
-        sets.iter().for_each(|set| heads.prefetch(*set));
+        if first {
+            let heads = self.heads;
+            sets.iter().for_each(|set| heads.prefetch(*set));
+        }
     }
 
     #[inline(always)]
-    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool) -> u16 {
-        let (heads, mut lost) = (self.heads, 0);
-        for (n, i) in (at..at + keys.len()).enumerate() {
-            let seen = heads.see::<S>(Name { set: ring.sets[i], word: ring.words[i] });
-            ring.seen[i] = seen;
-            match seen.slot() {
-                Some(slot) => {
-                    if first {
-                        self.cache.prefetch_row(slot);
-                    }
-                    ring.slots[i] = slot;
-                }
-                None => lost |= 1 << n,
-            }
+    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool, next: Range<usize>) -> u16 {
+        match self.heads.is_wide() {
+            true => self.look::<S, true>(ring, at, keys.len(), next),
+            false => self.look::<S, false>(ring, at, keys.len(), next),
+        }
+        let lost = ring.see(at);
+        if first {
+            let there = (0..keys.len()).filter(|n| lost >> n & 1 == 0);
+            there.for_each(|n| self.cache.prefetch_row(ring.slots[at + n]));
         }
         lost
     }
@@ -251,7 +300,8 @@ impl Source for Cached<'_> {
 
     #[inline(always)]
     fn is_unchanged(&self, ring: &Ring, keys: Range<usize>) -> bool {
-        self.heads.are_unchanged(keys.map(|key| ring.seen[key % RING]))
+        let seen = |i: usize| Seen { set: ring.sets[i], way: ring.ways[i], sequence: ring.sequences[i] };
+        self.heads.are_unchanged(keys.map(|key| seen(key % RING)))
     }
 
     #[inline(always)]
@@ -274,12 +324,19 @@ impl Source for Cached<'_> {
 /// A resident table has its rows in plain memory.
 impl Source for &Resident {
     #[inline(always)]
-    fn name(&self, keys: &[u64], _ring: &mut Ring, _at: usize) {
+    fn name(&self, keys: &[u64], _ring: &mut Ring, _at: usize, _first: bool) {
         keys.iter().for_each(|key| self.prefetch(*key));
     }
 
     #[inline(always)]
-    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool) -> u16 {
+    fn see<S: Simd>(
+        &self,
+        keys: &[u64],
+        ring: &mut Ring,
+        at: usize,
+        first: bool,
+        _next: Range<usize>,
+    ) -> u16 {
         let mut lost = 0;
         for (n, (key, at)) in keys.iter().zip(&mut ring.slots[at..at + keys.len()]).enumerate() {
             match self.slot(*key) {

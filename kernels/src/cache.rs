@@ -17,21 +17,34 @@ use crate::sync::{AtomicU32, Ordering, fence, spin};
 #[cfg(not(loom))]
 use crate::{ahead::prefetch_lines, sum::Rows};
 
-/// Where a row was seen, and the state of its set just before.
-#[derive(Clone, Copy, Default)]
+/// Where a row was looked for, and the state of its set just before.
+#[derive(Clone, Copy)]
 pub(crate) struct Seen {
-    set: u32,
-    /// `WAYS` or more where it was not seen.
-    way: u32,
-    sequence: u32,
+    pub set: u32,
+    /// `WAYS` where it was not seen.
+    pub way: u32,
+    pub sequence: u32,
 }
 
 impl Seen {
-    /// The slot of a row that was seen in a set at rest.
+    /// What comes of a set's hits.
     #[inline(always)]
-    pub fn slot(self) -> Option<u32> {
-        let there = self.way < WAYS as u32 && self.sequence & 1 == 0;
-        there.then_some(self.set.wrapping_mul(WAYS as u32).wrapping_add(self.way))
+    pub fn of(name: Name, hits: u32, sequence: u32) -> Self {
+        // No row has word 0; an empty way has.
+        let hits = if name.word == 0 { 0 } else { hits & ((1 << WAYS) - 1) };
+        Self { set: name.set, way: (hits | 1 << WAYS).trailing_zeros(), sequence }
+    }
+
+    /// The row's slot; the first of the next set where it was not seen.
+    #[inline(always)]
+    pub fn slot(self) -> u32 {
+        self.set.wrapping_mul(WAYS as u32).wrapping_add(self.way)
+    }
+
+    /// Whether the row was seen in a set at rest.
+    #[inline(always)]
+    pub fn is_there(self) -> bool {
+        self.way < WAYS as u32 && self.sequence & 1 == 0
     }
 }
 
@@ -55,7 +68,6 @@ impl Epoch {
 // readers share. Wide words have their high halves in a second line.
 const SEQUENCE: usize = LINE - 2;
 const USES: usize = LINE - 1;
-const HIGH: usize = LINE;
 // The tail is for the one writer: the epoch, the hands of the eviction, its ghosts.
 const EPOCH: usize = 0;
 const HANDS: usize = 1;
@@ -85,54 +97,72 @@ pub struct Cache {
 /// The heads of all sets. A copy of it stays in registers, whatever else changes in memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Heads<'a> {
-    words: &'a [AtomicU32],
-    head: usize,
+    lines: &'a [[AtomicU32; LINE]],
+    /// Whether a head has two lines.
+    wide: bool,
 }
 
 impl<'a> Heads<'a> {
-    /// The head of a set. Its sequence is even while the set is stable and odd while its one writer changes it.
+    /// Whether words have high halves.
     #[inline(always)]
-    fn of(self, set: u32) -> &'a [AtomicU32] {
-        &self.words[set as usize * self.head..][..self.head]
+    pub(crate) fn is_wide(self) -> bool {
+        self.wide
     }
 
-    /// Where the word stands in its set; `WAYS` or more if it does not.
+    /// The head of a set, without the high halves of its words. Its sequence is even while the set is stable and odd while
+    /// its one writer changes it.
     #[inline(always)]
-    fn find<S: Simd>(self, name: Name) -> u32 {
-        let head = self.of(name.set);
-        let equal = |line: &[AtomicU32], word: u64| line.first_chunk().map_or(0, |l| S::find(l, word as u32));
-        let mut hits = equal(head, name.word) & ((1 << WAYS) - 1);
-        if head.len() > LINE {
-            hits &= equal(&head[HIGH..], name.word >> 32);
-        }
-        // No row has word 0; an empty way has.
-        if name.word == 0 { WAYS as u32 } else { hits.trailing_zeros() }
+    fn of(self, set: u32) -> &'a [AtomicU32; LINE] {
+        &self.lines[(set as usize) << u32::from(self.wide)]
+    }
+
+    /// The high halves of a set's words, where they are wide.
+    #[inline(always)]
+    fn high(self, set: u32) -> Option<&'a [AtomicU32; LINE]> {
+        self.wide.then(|| &self.lines[2 * set as usize + 1])
     }
 
     /// Asks for the head of a set ahead of `see`.
     #[inline(always)]
     pub(crate) fn prefetch(self, set: u32) {
-        self.of(set).iter().step_by(LINE).for_each(|at| prefetch_l2(at));
+        let head = self.lines.as_ptr().wrapping_add((set as usize) << u32::from(self.wide));
+        prefetch_l2(head);
+        if self.wide {
+            prefetch_l2(head.wrapping_add(1));
+        }
+    }
+
+    /// The ways of a set with the word, the first in the lowest bit, and others beyond the last; and the state of the set
+    /// just before. `WIDE` is what `is_wide` says.
+    #[inline(always)]
+    pub(crate) fn look<S: Simd, const WIDE: bool>(self, name: Name) -> (u32, u32) {
+        // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
+        let head = &self.lines[(name.set as usize) << u32::from(WIDE)];
+        let sequence = head[SEQUENCE].load(Ordering::Acquire);
+        let mut hits = S::find(head, name.word as u32);
+        if WIDE {
+            hits &= S::find(&self.lines[2 * name.set as usize + 1], (name.word >> 32) as u32);
+        }
+        (hits, sequence)
     }
 
     /// Looks for a row. What is read of it then counts only if `are_unchanged` says so.
     #[inline(always)]
     pub(crate) fn see<S: Simd>(self, name: Name) -> Seen {
-        // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
-        let sequence = self.of(name.set)[SEQUENCE].load(Ordering::Acquire);
-        Seen { set: name.set, way: self.find::<S>(name), sequence }
+        let (hits, sequence) =
+            if self.wide { self.look::<S, true>(name) } else { self.look::<S, false>(name) };
+        Seen::of(name, hits, sequence)
     }
 
-    /// Whether the sets of rows that were seen are still as they were, so that all that was read of the rows since is
+    /// Whether the sets of rows that were there are still as they were, so that all that was read of the rows since is
     /// whole and theirs; counts a use of each.
     #[inline(always)]
     pub(crate) fn are_unchanged(self, rows: impl Iterator<Item = Seen>) -> bool {
         fence(Ordering::Acquire);
+        let mut changed = 0;
         for seen in rows {
             let head = self.of(seen.set);
-            if head[SEQUENCE].load(Ordering::Relaxed) != seen.sequence {
-                return false;
-            }
+            changed |= head[SEQUENCE].load(Ordering::Relaxed) ^ seen.sequence;
             let uses = head[USES].load(Ordering::Relaxed);
             let more = used(uses, seen.way as usize);
             if more != uses {
@@ -141,7 +171,7 @@ impl<'a> Heads<'a> {
                 head[USES].store(more, Ordering::Relaxed);
             }
         }
-        true
+        changed == 0
     }
 }
 
@@ -211,6 +241,19 @@ impl Cache {
         self.naming.name(namer, key)
     }
 
+    /// The names of some keys below `last`, or word 0.
+    #[inline(always)]
+    pub(crate) fn name_all(
+        &self,
+        namer: Namer,
+        last: u64,
+        keys: &[u64],
+        sets: &mut [u32],
+        words: &mut [u64],
+    ) {
+        self.naming.name_all(namer, last, keys, sets, words);
+    }
+
     pub(crate) fn name_of(&self, row: RowKey) -> Name {
         self.name(self.namer(row.table), row.key)
     }
@@ -218,10 +261,10 @@ impl Cache {
     /// The heads of all sets.
     #[inline(always)]
     pub(crate) fn heads(&self) -> Heads<'_> {
-        Heads { words: &self.heads, head: self.head }
+        Heads { lines: self.heads.as_chunks().0, wide: self.head > LINE }
     }
 
-    fn head_of(&self, set: u32) -> &[AtomicU32] {
+    fn head_of(&self, set: u32) -> &[AtomicU32; LINE] {
         self.heads().of(set)
     }
 
@@ -251,16 +294,16 @@ impl Cache {
 
     #[inline(always)]
     fn word(&self, set: u32, way: u32) -> u64 {
-        let (head, way) = (self.head_of(set), way as usize);
-        let high = head.get(HIGH + way).map_or(0, |high| high.load(Ordering::Relaxed));
-        u64::from(high) << 32 | u64::from(head[way].load(Ordering::Relaxed))
+        let (heads, way) = (self.heads(), way as usize);
+        let high = heads.high(set).map_or(0, |high| high[way].load(Ordering::Relaxed));
+        u64::from(high) << 32 | u64::from(heads.of(set)[way].load(Ordering::Relaxed))
     }
 
     fn set_word(&self, set: u32, way: u32, word: u64) {
-        let (head, way) = (self.head_of(set), way as usize);
-        head[way].store(word as u32, Ordering::Relaxed);
-        if let Some(high) = head.get(HIGH + way) {
-            high.store((word >> 32) as u32, Ordering::Relaxed);
+        let (heads, way) = (self.heads(), way as usize);
+        heads.of(set)[way].store(word as u32, Ordering::Relaxed);
+        if let Some(high) = heads.high(set) {
+            high[way].store((word >> 32) as u32, Ordering::Relaxed);
         }
     }
 
@@ -270,12 +313,12 @@ impl Cache {
     pub(crate) fn read<S: Simd>(&self, name: Name, out: &mut [u8]) -> bool {
         for _ in 0..LOOKS {
             let seen = self.heads().see::<S>(name);
-            if let Some(slot) = seen.slot() {
-                S::copy_racing(self.row(slot), out);
+            if seen.is_there() {
+                S::copy_racing(self.row(seen.slot()), out);
                 if self.heads().are_unchanged(std::iter::once(seen)) {
                     return true;
                 }
-            } else if seen.way >= WAYS as u32 {
+            } else if seen.way == WAYS as u32 {
                 return false;
             }
             spin();
@@ -341,7 +384,7 @@ impl Cache {
             if name.word == 0 || self.tail_of(name.set)[EPOCH].load(Ordering::Relaxed) != since.0 {
                 return false;
             }
-            let way = match self.heads().find::<Plain>(name) {
+            let way = match self.heads().see::<Plain>(name).way {
                 way if way < WAYS as u32 => way,
                 _ => {
                     let mut ways = self.load_ways(name.set);
@@ -374,7 +417,7 @@ impl Cache {
         self.in_set(row, |name| {
             let epoch = &self.tail_of(name.set)[EPOCH];
             epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-            let way = self.heads().find::<Plain>(name);
+            let way = self.heads().see::<Plain>(name).way;
             let cached = way < WAYS as u32;
             if cached {
                 change(name, way);

@@ -52,7 +52,7 @@ impl Job for Pool<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        const AHEAD: usize = 16;
+        const AHEAD: usize = 48;
         for (sample, bag) in self.positions.chunks_exact(self.hotness).enumerate() {
             let out = &mut self.out[sample * self.stride + self.column..][..self.rows.dim];
             for (i, &position) in bag.iter().enumerate() {

@@ -14,6 +14,7 @@ pub mod dense;
 mod eviction;
 pub mod gather;
 pub mod isa;
+pub mod lead;
 mod memory;
 pub mod misses;
 pub mod names;

@@ -176,18 +176,43 @@ impl Naming {
     #[inline(always)]
     pub fn name(&self, namer: Namer, key: u64) -> Name {
         match namer {
+            Namer::Indexed { base, end } => self.indexed(base, end, key),
+            Namer::Hashed { salt, table_bits, table } => self.hashed(salt, table_bits, table, key),
+        }
+    }
+
+    /// The names of some keys below `last`, or word 0.
+    #[inline(always)]
+    pub fn name_all(&self, namer: Namer, last: u64, keys: &[u64], sets: &mut [u32], words: &mut [u64]) {
+        let names = keys.iter().zip(sets.iter_mut().zip(words));
+        let put = |set: &mut u32, word: &mut u64, key: u64, name: Name| {
+            (*set, *word) = (name.set, if key <= last { name.word } else { 0 });
+        };
+        // A loop for each kind: in one the compiler would do both for every key.
+        match namer {
             Namer::Indexed { base, end } => {
-                let hash = if key < end { mix_32(base + key as u32) } else { 0 };
-                // There are fewer sets than 2^32, and the compiler should know.
-                let set = (u64::from(hash) * u64::from(self.sets as u32)) >> 32;
-                Name { set: set as u32, word: hash.into() }
+                names.for_each(|(&key, (set, word))| put(set, word, key, self.indexed(base, end, key)));
             }
             Namer::Hashed { salt, table_bits, table } => {
-                let hash = mix(key ^ salt);
-                let set = (u128::from(hash) * self.sets as u128) >> 64;
-                Name { set: set as u32, word: hash << table_bits | table }
+                let name = |key| self.hashed(salt, table_bits, table, key);
+                names.for_each(|(&key, (set, word))| put(set, word, key, name(key)));
             }
         }
+    }
+
+    #[inline(always)]
+    fn indexed(&self, base: u32, end: u64, key: u64) -> Name {
+        let hash = if key < end { mix_32(base + key as u32) } else { 0 };
+        // There are fewer sets than 2^32, and the compiler should know.
+        let set = (u64::from(hash) * u64::from(self.sets as u32)) >> 32;
+        Name { set: set as u32, word: hash.into() }
+    }
+
+    #[inline(always)]
+    fn hashed(&self, salt: u64, table_bits: u32, table: u64, key: u64) -> Name {
+        let hash = mix(key ^ salt);
+        let set = (u128::from(hash) * self.sets as u128) >> 64;
+        Name { set: set as u32, word: hash << table_bits | table }
     }
 
     /// The inverse of `name`.

@@ -9,7 +9,7 @@ use crate::isa::Isa;
 use crate::misses::{Misses, OpenBag, RowState, Scratch};
 use crate::names::RowKey;
 use crate::resident::Resident;
-use crate::simd::{Job, Simd, dispatch};
+use crate::simd::{Job, Simd, dispatch, drain};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -26,6 +26,7 @@ pub enum Pooling {
 }
 
 /// Where a feature's rows are looked for.
+#[derive(Clone, Copy)]
 pub enum Rows<'a> {
     /// In the embedding cache; what is not there is a miss.
     Cached(&'a Cache),
@@ -34,6 +35,7 @@ pub enum Rows<'a> {
 }
 
 /// One sparse feature as the kernel sees it.
+#[derive(Clone, Copy)]
 pub struct Feature<'a> {
     /// The feature's number, handed back in every open bag.
     pub id: u16,
@@ -132,19 +134,6 @@ impl Feature<'_> {
         dispatch(isa, Query { feature: self, bags, from, input, misses, statuses })
     }
 
-    /// Asks for what `query` reads first from sample `from` on, ahead of it: of use while another feature is pooled.
-    pub fn ask(&self, bags: Bags<'_>, from: usize) {
-        const KEYS: usize = 32;
-        let start = bags.offsets[from] as usize;
-        let keys = bags.keys[start..].iter().take(KEYS);
-        match self.rows {
-            Rows::Cached(cache) => Cached::new(cache, self.table, self.keys_end).ask(keys),
-            Rows::Resident(table) => {
-                keys.filter_map(|key| table.slot(*key)).for_each(|slot| table.prefetch_row(slot))
-            }
-        }
-    }
-
     #[inline(always)]
     fn columns<'o>(&self, input: &'o mut Input<'_>, sample: usize) -> &'o mut [f32] {
         let start = sample * input.stride + self.column;
@@ -199,6 +188,12 @@ impl Feature<'_> {
     }
 }
 
+/// Keys of a query for which it is not worth while to look ahead.
+const FEW: usize = 2;
+/// Bytes of a network input from which on it is written past the caches: less than that is still near the core when the
+/// network reads it.
+const STREAM_FROM: usize = 4 << 20;
+
 /// The query of one feature over a batch.
 struct Query<'a, 'd> {
     feature: &'a Feature<'a>,
@@ -229,8 +224,17 @@ impl Query<'_, '_> {
         let (feature, samples, offsets) = (self.feature, self.statuses.len(), self.bags.offsets);
         let (start, end) = (offsets[self.from] as usize, offsets[samples] as usize);
         let Scratch { mut row, mut ring } = self.misses.take_scratch();
-        let mut ahead = Ahead::new(source, &self.bags.keys[start..end], ring.get_or_insert_default());
+        let stream = 4 * samples * self.input.stride > STREAM_FROM;
+        let mut ahead = Ahead::new(source, &self.bags.keys[start..end], ring.get_or_insert_default(), stream);
         let mut done = self.from;
+        while end - start <= FEW && done < samples {
+            let bag = offsets[done] as usize..offsets[done + 1] as usize;
+            if !self.misses.has_room(bag.len()) {
+                break;
+            }
+            self.row_by_row::<S, F>(source, done, bag, &mut row);
+            done += 1;
+        }
         while done < samples {
             let begin = offsets[done] as usize;
             let end = begin + ahead.there::<S>(begin - start);
@@ -260,6 +264,9 @@ impl Query<'_, '_> {
             done += 1;
         }
         self.misses.give_scratch(Scratch { row, ring });
+        if stream {
+            drain();
+        }
         done
     }
 
@@ -352,6 +359,7 @@ impl Job for Finish<'_, '_> {
 mod tests {
     use super::*;
     use crate::codec::Codec;
+    use crate::lead::Lead;
     use crate::names::{Names, mix, unmix};
     use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -494,7 +502,7 @@ mod tests {
                         width,
                     };
                     let bags = Bags { keys: &keys, offsets: &offsets };
-                    feature.ask(bags, 0);
+                    Lead::new(keys.len(), 2).ask(Isa::detect(), 0, |_| (feature, bags));
                     let plain = left_by(Isa::available()[0], &feature, bags);
                     for isa in Isa::available() {
                         assert_eq!(

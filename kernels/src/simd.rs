@@ -106,6 +106,16 @@ prefetch! {
     prefetch_l2, _MM_HINT_T1, "prfm pldl2keep, [{p}]"
 }
 
+/// Puts stores past the caches in order with all that follows.
+#[inline(always)]
+pub(crate) fn drain() {
+    // SAFETY: every x86-64 has it, and it touches nothing.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+}
+
 #[cfg(all(target_arch = "x86_64", not(loom)))]
 pub(crate) mod x86 {
     use super::*;

@@ -15,9 +15,9 @@ use crate::vector::Vector;
 use std::marker::PhantomData;
 
 /// Keys that are looked up at a time, at most; a power of two.
-pub(crate) const RING: usize = 128;
+pub(crate) const RING: usize = 256;
 /// How far ahead of the sums rows are asked for, but for the first ones: between the additions, not all at once.
-pub(crate) const ROWS_AHEAD: usize = 24;
+pub(crate) const ROWS_AHEAD: usize = 48;
 /// Values of a `Vector`.
 const LANES: usize = 16;
 /// Bytes of a cache line.
@@ -82,6 +82,8 @@ pub(crate) struct Sums<'a> {
     /// `[bags, stride]`, of which `dim` columns are written.
     pub out: &'a mut [f32],
     pub stride: usize,
+    /// Whether `out` is too large to stay near the core, and `simd::drain` follows.
+    pub stream: bool,
 }
 
 impl Sums<'_> {
@@ -123,7 +125,7 @@ impl Sums<'_> {
     /// Adds `N` vectors of columns of each bag, from vector `from` on; returns `N`.
     #[inline(always)]
     unsafe fn columns<V: Vector, C: Code, const N: usize>(&mut self, from: usize) -> usize {
-        let Self { rows, format, slots, offsets, start, seen, first, stride, .. } = *self;
+        let Self { rows, format, slots, offsets, start, seen, first, stride, stream, .. } = *self;
         let (row_bytes, end) = (format.row_bytes(), format.dim().min((from + N) * LANES));
         // Columns beyond the last are added up here and forgotten.
         let mut edge = [[0.0; LANES]; N];
@@ -168,8 +170,14 @@ impl Sums<'_> {
                         sums[n] = sums[n].add(value);
                     }
                 }
-                for n in 0..N {
-                    sums[n].store(to.add(n * LANES));
+                if stream && whole && to.addr().is_multiple_of(LINE) {
+                    for n in 0..N {
+                        sums[n].stream(to.add(n * LANES));
+                    }
+                } else {
+                    for n in 0..N {
+                        sums[n].store(to.add(n * LANES));
+                    }
                 }
             }
             if !whole {
@@ -265,6 +273,7 @@ mod tests {
                             first,
                             out,
                             stride,
+                            stream: false,
                         }),
                     )
                 };

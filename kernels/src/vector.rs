@@ -12,6 +12,8 @@ pub(crate) trait Vector: Copy {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
+    /// Past the caches where the machine can and `to` begins a line; in no order with other stores until `simd::drain`.
+    unsafe fn stream(self, to: *mut f32);
     unsafe fn add(self, other: Self) -> Self;
     /// `self * x + y`, rounded once.
     unsafe fn mul_add(self, x: Self, y: Self) -> Self;
@@ -92,6 +94,11 @@ pub(crate) mod x86 {
             unsafe { _mm512_storeu_ps(to, self.0) }
         }
         #[inline(always)]
+        unsafe fn stream(self, to: *mut f32) {
+            // SAFETY: the caller's.
+            unsafe { _mm512_stream_ps(to, self.0) }
+        }
+        #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
             // SAFETY: the caller's.
             unsafe { Self(_mm512_add_ps(self.0, other.0)) }
@@ -157,6 +164,14 @@ pub(crate) mod x86 {
             unsafe {
                 _mm256_storeu_ps(to, self.0[0]);
                 _mm256_storeu_ps(to.add(8), self.0[1]);
+            }
+        }
+        #[inline(always)]
+        unsafe fn stream(self, to: *mut f32) {
+            // SAFETY: the caller's.
+            unsafe {
+                _mm256_stream_ps(to, self.0[0]);
+                _mm256_stream_ps(to.add(8), self.0[1]);
             }
         }
         #[inline(always)]
@@ -284,6 +299,11 @@ pub(crate) mod arm {
                 // SAFETY: the caller's.
                 unsafe { vst1q_f32(to.add(4 * i), four) };
             }
+        }
+        #[inline(always)]
+        unsafe fn stream(self, to: *mut f32) {
+            // SAFETY: the caller's.
+            unsafe { self.store(to) }
         }
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {

@@ -18,14 +18,12 @@ use hatchback_kernels::cuda::lookup::FeatureOnDevice;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::dense::{DenseError, DenseScratch};
 use hatchback_kernels::isa::Isa;
+use hatchback_kernels::lead::Lead;
 use hatchback_kernels::misses::{Miss, Misses};
 use hatchback_kernels::names::RowKey;
 use hatchback_kernels::query::{Feature, Input, Rows, Status};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Samples whose columns are filled before the next ones begin: few enough that their columns stay near the core.
-pub const BLOCK: usize = 128;
 
 /// The time as the request flow sees it: monotonic, from any start.
 pub trait Clock: Send + Sync {
@@ -270,27 +268,22 @@ impl Worker {
         }
     }
 
-    /// Fills the embedding inputs, a block of samples after the other and in it feature by feature; when the miss list
-    /// is full, fetches and goes on.
+    /// Fills the embedding inputs feature by feature; when the miss list is full, fetches and goes on.
     fn lookup(&mut self, model: &Model, batch: &Batch, deadline: Option<Duration>) {
         self.misses.clear();
-        for first in (0..batch.size()).step_by(BLOCK) {
-            let end = batch.size().min(first + BLOCK);
-            for f in 0..batch.features() {
-                let (input, column) = model.columns[f];
-                let feature = model.feature(f, column);
-                if let Some(&(_, column)) = model.columns.get(f + 1) {
-                    model.feature(f + 1, column).ask(batch.bags(f + 1), first);
-                }
-                let mut done = first;
-                while done < end {
-                    let statuses = &mut self.statuses[..end];
-                    let mut into = Input { data: &mut self.inputs[input], stride: self.widths[input] };
-                    done =
-                        feature.query(self.isa, batch.bags(f), done, &mut into, &mut self.misses, statuses);
-                    if done < end {
-                        self.settle(model, batch.size(), deadline);
-                    }
+        let (samples, features) = (batch.size(), batch.features());
+        let lead = Lead::new((0..features).map(|f| batch.bags(f).keys.len()).sum(), features);
+        for f in 0..features {
+            lead.ask(self.isa, f, |f| (model.feature(f, model.columns[f].1), batch.bags(f)));
+            let (input, column) = model.columns[f];
+            let feature = model.feature(f, column);
+            let mut done = 0;
+            while done < samples {
+                let statuses = &mut self.statuses[..samples];
+                let mut into = Input { data: &mut self.inputs[input], stride: self.widths[input] };
+                done = feature.query(self.isa, batch.bags(f), done, &mut into, &mut self.misses, statuses);
+                if done < samples {
+                    self.settle(model, samples, deadline);
                 }
             }
         }

@@ -42,7 +42,10 @@ pub fn bag<const N: usize>(cache: &cache::Cache, rows: [names::RowKey; N]) -> Op
     let seen = rows.map(|row| cache.heads().see::<Plain>(cache.name_of(row)));
     let mut out = [[0; 8]; N];
     for (seen, out) in seen.iter().zip(&mut out) {
-        Plain::copy_racing(cache.row(seen.slot()?), out);
+        if !seen.is_there() {
+            return None;
+        }
+        Plain::copy_racing(cache.row(seen.slot()), out);
     }
     cache.heads().are_unchanged(seen.into_iter()).then_some(out)
 }

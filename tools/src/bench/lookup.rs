@@ -13,6 +13,7 @@ use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::gather;
 use hatchback_kernels::isa::Isa;
+use hatchback_kernels::lead::Lead;
 use hatchback_kernels::misses::Misses;
 use hatchback_kernels::names::Names;
 use hatchback_kernels::query::{Bags, Feature, Input, Rows};
@@ -49,8 +50,6 @@ const OURS: [(Codec, bool, &str, &[&str]); 6] = [
     (Codec::U8, false, "Hatchback, u8, cached", BYTES),
     (Codec::U8, true, "Hatchback, u8, resident", BYTES),
 ];
-/// Samples whose columns are filled by all tables in turn before the next ones begin, as a worker does it.
-const BLOCK: usize = hatchback::score::BLOCK;
 
 /// Measures pooled lookups on one core beside the machine's limit, PyTorch and FBGEMM
 #[derive(Args, Debug)]
@@ -237,19 +236,17 @@ impl Ours {
             let statuses = &mut self.statuses[..batch];
             statuses.fill(Status::default());
             let start = cpu_us();
-            let isa = Isa::detect();
-            for first in (0..batch).step_by(BLOCK) {
-                for t in 0..TABLES {
-                    let bags = |t: usize| Bags { keys: &keys[t], offsets: &calls.offsets };
-                    if t + 1 < TABLES {
-                        Self::feature(self.format, &self.store, &self.default_row, t + 1)
-                            .ask(bags(t + 1), first);
-                    }
-                    let feature = Self::feature(self.format, &self.store, &self.default_row, t);
-                    let mut input = Input { data: &mut self.out, stride: TABLES * dim };
-                    let block = &mut statuses[..batch.min(first + BLOCK)];
-                    feature.query(isa, bags(t), first, &mut input, &mut self.misses, block);
-                }
+            let (isa, lead) = (Isa::detect(), Lead::new(TABLES * batch * calls.shape.hotness, TABLES));
+            let (format, store, default_row) = (self.format, &self.store, &self.default_row);
+            let feature = |t: usize| {
+                let bags = Bags { keys: &keys[t], offsets: &calls.offsets };
+                (Self::feature(format, store, default_row, t), bags)
+            };
+            for t in 0..TABLES {
+                lead.ask(isa, t, feature);
+                let mut input = Input { data: &mut self.out, stride: TABLES * dim };
+                let (feature, bags) = feature(t);
+                feature.query(isa, bags, 0, &mut input, &mut self.misses, statuses);
             }
             times.push(cpu_us() - start);
             let fresh: u32 = statuses.iter().map(|s| s.fresh).sum();
