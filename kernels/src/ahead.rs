@@ -2,8 +2,9 @@
 //! step some groups behind the one before, so that what it reads is on its way from memory meanwhile. A bag is pooled
 //! here only if all its rows are there and stay as they are; any other is left to `query.rs`, row by row.
 
-use crate::cache::{Cache, Epoch, Heads, Seen};
+use crate::cache::{Cache, Epoch};
 use crate::codec::RowFormat;
+use crate::heads::{Heads, Seen};
 use crate::names::{Name, Namer, RowKey};
 use crate::resident::Resident;
 use crate::simd::{Simd, prefetch, prefetch_l2};

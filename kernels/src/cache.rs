@@ -9,44 +9,14 @@
 //! lookup costs that line and the row. A slot takes 6.3 bytes beside its row where all tables are indexed, else 10.9.
 
 use crate::codec::ROW_BYTES_MAX;
-use crate::eviction::{GHOSTS, WAYS, Ways, used};
+use crate::eviction::{GHOSTS, WAYS, Ways};
+use crate::heads::{Heads, LINE, SEQUENCE, USES};
 use crate::memory::Zeroed;
 use crate::names::{Name, Namer, Names, Naming, RowKey};
-use crate::simd::{LANES, Plain, READ_BYTES, Simd, prefetch_l2};
+use crate::simd::{BEYOND, Plain, READ_BYTES, Simd};
 use crate::sync::{AtomicU32, Ordering, fence, spin};
 #[cfg(not(loom))]
 use crate::{ahead::prefetch_lines, sum::Rows};
-
-/// Where a row was looked for, and the state of its set just before.
-#[derive(Clone, Copy)]
-pub(crate) struct Seen {
-    pub set: u32,
-    /// `WAYS` where it was not seen.
-    pub way: u32,
-    pub sequence: u32,
-}
-
-impl Seen {
-    /// What comes of a set's hits.
-    #[inline(always)]
-    pub fn of(name: Name, hits: u32, sequence: u32) -> Self {
-        // No row has word 0; an empty way has.
-        let hits = if name.word == 0 { 0 } else { hits & ((1 << WAYS) - 1) };
-        Self { set: name.set, way: (hits | 1 << WAYS).trailing_zeros(), sequence }
-    }
-
-    /// The row's slot; the first of the next set where it was not seen.
-    #[inline(always)]
-    pub fn slot(self) -> u32 {
-        self.set.wrapping_mul(WAYS as u32).wrapping_add(self.way)
-    }
-
-    /// Whether the row was seen in a set at rest.
-    #[inline(always)]
-    pub fn is_there(self) -> bool {
-        self.way < WAYS as u32 && self.sequence & 1 == 0
-    }
-}
 
 /// The state of a set before a row was read from elsewhere. An insert with it is refused if the row could have
 /// been updated or invalidated since: a late insert never brings an old row back.
@@ -64,20 +34,12 @@ impl Epoch {
     }
 }
 
-// The head of a set is the one cache line that a lookup touches before the row: the words' low halves, then what
-// readers share. Wide words have their high halves in a second line.
-const SEQUENCE: usize = LINE - 2;
-const USES: usize = LINE - 1;
 // The tail is for the one writer: the epoch, the hands of the eviction, its ghosts.
 const EPOCH: usize = 0;
 const HANDS: usize = 1;
 const TAIL: usize = 2 + GHOSTS / 4;
-/// Units of 4 bytes in a cache line.
-const LINE: usize = LANES;
 /// Units of one racing read.
 const READ: usize = READ_BYTES / 4;
-/// Units behind the last row: rows are read by whole vectors, up to 64 bytes.
-const BEYOND: usize = LANES;
 
 /// The cache. All memory is taken by `new` and never grows. Heads lie apart from rows: they are few enough to stay
 /// near the core.
@@ -94,87 +56,6 @@ pub struct Cache {
     rows: Zeroed<AtomicU32>,
 }
 
-/// The heads of all sets. A copy of it stays in registers, whatever else changes in memory.
-#[derive(Clone, Copy)]
-pub(crate) struct Heads<'a> {
-    lines: &'a [[AtomicU32; LINE]],
-    /// Whether a head has two lines.
-    wide: bool,
-}
-
-impl<'a> Heads<'a> {
-    /// Whether words have high halves.
-    #[inline(always)]
-    pub(crate) fn is_wide(self) -> bool {
-        self.wide
-    }
-
-    /// The head of a set, without the high halves of its words. Its sequence is even while the set is stable and odd while
-    /// its one writer changes it.
-    #[inline(always)]
-    fn of(self, set: u32) -> &'a [AtomicU32; LINE] {
-        &self.lines[(set as usize) << u32::from(self.wide)]
-    }
-
-    /// The high halves of a set's words, where they are wide.
-    #[inline(always)]
-    fn high(self, set: u32) -> Option<&'a [AtomicU32; LINE]> {
-        self.wide.then(|| &self.lines[2 * set as usize + 1])
-    }
-
-    /// Asks for the head of a set ahead of `see`.
-    #[inline(always)]
-    pub(crate) fn prefetch(self, set: u32) {
-        let head = self.lines.as_ptr().wrapping_add((set as usize) << u32::from(self.wide));
-        prefetch_l2(head);
-        if self.wide {
-            prefetch_l2(head.wrapping_add(1));
-        }
-    }
-
-    /// The ways of a set with the word, the first in the lowest bit, and others beyond the last; and the state of the set
-    /// just before. `WIDE` is what `is_wide` says.
-    #[inline(always)]
-    pub(crate) fn look<S: Simd, const WIDE: bool>(self, name: Name) -> (u32, u32) {
-        // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
-        let head = &self.lines[(name.set as usize) << u32::from(WIDE)];
-        let sequence = head[SEQUENCE].load(Ordering::Acquire);
-        let mut hits = S::find(head, name.word as u32);
-        if WIDE {
-            hits &= S::find(&self.lines[2 * name.set as usize + 1], (name.word >> 32) as u32);
-        }
-        (hits, sequence)
-    }
-
-    /// Looks for a row. What is read of it then counts only if `are_unchanged` says so.
-    #[inline(always)]
-    pub(crate) fn see<S: Simd>(self, name: Name) -> Seen {
-        let (hits, sequence) =
-            if self.wide { self.look::<S, true>(name) } else { self.look::<S, false>(name) };
-        Seen::of(name, hits, sequence)
-    }
-
-    /// Whether the sets of rows that were there are still as they were, so that all that was read of the rows since is
-    /// whole and theirs; counts a use of each.
-    #[inline(always)]
-    pub(crate) fn are_unchanged(self, rows: impl Iterator<Item = Seen>) -> bool {
-        fence(Ordering::Acquire);
-        let mut changed = 0;
-        for seen in rows {
-            let head = self.of(seen.set);
-            changed |= head[SEQUENCE].load(Ordering::Relaxed) ^ seen.sequence;
-            let uses = head[USES].load(Ordering::Relaxed);
-            let more = used(uses, seen.way as usize);
-            if more != uses {
-                // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to
-                // the writer costs a little accuracy of the eviction.
-                head[USES].store(more, Ordering::Relaxed);
-            }
-        }
-        changed == 0
-    }
-}
-
 /// How often a query looks again at a set that is being changed before it calls the row missing.
 const LOOKS: usize = if cfg!(loom) { 2 } else { 1000 };
 
@@ -189,17 +70,17 @@ impl Cache {
 
     /// Bytes of the smallest cache for rows of `row_bytes`.
     pub fn bytes_min(row_bytes: usize, names: &Names) -> usize {
-        names.sets_min() * Self::set_bytes(row_bytes, names) + 4 * BEYOND
+        names.sets_min() * Self::set_bytes(row_bytes, names) + BEYOND
     }
 
     /// A cache of at most `bytes_max` bytes for rows of `row_bytes`; `None` if that is less than `bytes_min`.
     pub fn new(row_bytes: usize, bytes_max: usize, names: &Names) -> Option<Self> {
-        let sets = bytes_max.checked_sub(4 * BEYOND)? / Self::set_bytes(row_bytes, names);
+        let sets = bytes_max.checked_sub(BEYOND)? / Self::set_bytes(row_bytes, names);
         let sets = sets.min(u32::MAX as usize / WAYS);
         let naming = (sets >= names.sets_min()).then(|| Naming::new(names, sets))?;
         let (head, row) = (Self::head(names), row_bytes.div_ceil(4));
         let (heads, tails) = (Zeroed::new(sets * head), Zeroed::new(sets * TAIL));
-        let rows = Zeroed::new(sets * WAYS * row + BEYOND);
+        let rows = Zeroed::new(sets * WAYS * row + BEYOND / 4);
         Some(Self { row_bytes, row, head, sets, naming, heads, tails, rows })
     }
 
@@ -261,7 +142,7 @@ impl Cache {
     /// The heads of all sets.
     #[inline(always)]
     pub(crate) fn heads(&self) -> Heads<'_> {
-        Heads { lines: self.heads.as_chunks().0, wide: self.head > LINE }
+        Heads::new(&self.heads, self.head > LINE)
     }
 
     fn head_of(&self, set: u32) -> &[AtomicU32; LINE] {

@@ -13,6 +13,7 @@ pub mod cuda;
 pub mod dense;
 mod eviction;
 pub mod gather;
+mod heads;
 pub mod isa;
 pub mod lead;
 mod memory;

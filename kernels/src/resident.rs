@@ -4,8 +4,8 @@
 use crate::ahead::prefetch_lines;
 use crate::memory::Zeroed;
 use crate::names::mix;
-use crate::simd::prefetch_l2;
-use crate::sum::{BEYOND, Rows};
+use crate::simd::{BEYOND, prefetch_l2};
+use crate::sum::Rows;
 
 /// Rows of a bucket, on average.
 const BUCKET_ROWS: usize = 8;

@@ -16,6 +16,8 @@ use half::f16;
 
 /// Bytes of one racing read; what is copied is rounded up to it.
 pub const READ_BYTES: usize = if cfg!(loom) { 8 } else { 32 };
+/// Bytes behind the last of some rows that may be read: rows are read by whole vectors.
+pub const BEYOND: usize = 64;
 /// Units of 4 bytes that `find` compares: a cache line.
 pub const LANES: usize = if cfg!(loom) { 4 } else { 16 };
 

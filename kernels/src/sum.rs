@@ -9,7 +9,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::codec::{Codec, RowFormat};
-use crate::simd::prefetch_l2;
+use crate::simd::{BEYOND, prefetch_l2};
 use crate::sync::AtomicU32;
 use crate::vector::Vector;
 use std::marker::PhantomData;
@@ -22,8 +22,6 @@ pub(crate) const ROWS_AHEAD: usize = 48;
 const LANES: usize = 16;
 /// Bytes of a cache line.
 const LINE: usize = 64;
-/// Bytes beyond the last row that may be read: rows are read by whole vectors.
-pub(crate) const BEYOND: usize = 4 * LANES;
 
 /// Encoded rows in memory, `stride` bytes apart, and `BEYOND` bytes.
 #[derive(Clone, Copy)]

@@ -7,6 +7,8 @@ pub mod cache;
 pub mod codec;
 #[path = "../../../kernels/src/eviction.rs"]
 mod eviction;
+#[path = "../../../kernels/src/heads.rs"]
+mod heads;
 #[path = "../../../kernels/src/isa.rs"]
 mod isa;
 #[path = "../../../kernels/src/names.rs"]
