@@ -22,6 +22,36 @@ fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
 }
 
+/// Ends with its test, whatever becomes of that.
+struct Daemon(Child);
+
+impl Daemon {
+    /// Asks it to end, which it does in good order.
+    fn stop(&mut self) {
+        Command::new("kill").args(["-TERM", &self.0.id().to_string()]).status().unwrap();
+        assert!(self.0.wait().unwrap().success());
+    }
+
+    /// The scheduling classes, as Linux numbers them, of the threads whose names begin with `name`.
+    fn classes(&self, name: &str) -> Vec<u32> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).unwrap().flatten();
+        let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+        let of = stats.filter_map(|stat| {
+            let (_, rest) = stat.split_once('(')?;
+            let (called, fields) = rest.rsplit_once(") ")?;
+            called.starts_with(name).then(|| fields.split(' ').nth(38)?.parse().ok())?
+        });
+        of.collect()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 struct Fleet {
     folder: tempfile::TempDir,
 }
@@ -99,10 +129,10 @@ impl Fleet {
         }
     }
 
-    fn serve(&self) -> Child {
+    fn serve(&self) -> Daemon {
         let (socket, root) = (self.at("socket"), self.at("keys/1.root.json"));
         let [socket, root] = [&socket, &root].map(|p| p.to_str().unwrap());
-        self.daemon(&["serve", "--socket", socket, "--root", root]).spawn().unwrap()
+        Daemon(self.daemon(&["serve", "--socket", socket, "--root", root]).spawn().unwrap())
     }
 
     /// Asks over and over until the update is in `state`; from the first score on every answer is one.
@@ -147,18 +177,6 @@ fn check(line: &str, answer: &Value) {
     assert!(difference.abs() < 0.01, "{answer}");
 }
 
-/// The scheduling classes, as Linux numbers them, of the threads whose names begin with `name`.
-fn classes(daemon: &Child, name: &str) -> Vec<u32> {
-    let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.id())).unwrap().flatten();
-    let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
-    let of = stats.filter_map(|stat| {
-        let (_, rest) = stat.split_once('(')?;
-        let (called, fields) = rest.rsplit_once(") ")?;
-        called.starts_with(name).then(|| fields.split(' ').nth(38)?.parse().ok())?
-    });
-    of.collect()
-}
-
 /// A car of two models, one of which has none yet.
 #[test]
 fn a_model_that_waits_for_its_first_release_holds_up_no_other() {
@@ -185,8 +203,7 @@ fn a_model_that_waits_for_its_first_release_holds_up_no_other() {
     while !Catalog::place(&fleet.at("models/coupon")).exists() {
         std::thread::sleep(Duration::from_millis(5));
     }
-    Command::new("kill").args(["-TERM", &daemon.id().to_string()]).status().unwrap();
-    assert!(daemon.wait().unwrap().success());
+    daemon.stop();
 }
 
 #[test]
@@ -205,9 +222,9 @@ fn what_is_published_is_served_if_it_proves_itself() {
     let status = fleet.ask_until(State::Committed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
     // Updates and upkeep run where nobody else wants the CPU; who serves what they brought does not.
-    let (other, idle) = (0, 5);
-    assert_eq!(classes(&daemon, "update"), [idle]);
-    assert_eq!(classes(&daemon, "worker"), [other; 2], "two workers");
+    let (own, idle) = (daemon.classes("hatchbackd")[0], 5);
+    assert_eq!(daemon.classes("update"), [idle]);
+    assert_eq!(daemon.classes("worker"), [own; 2], "two workers");
     // One that scores other than its trainer said is never live.
     fleet.publish(3, 0.5);
     assert!(fleet.sync());
@@ -217,17 +234,14 @@ fn what_is_published_is_served_if_it_proves_itself() {
     assert!(fleet.sync());
     assert!(Status::read(disk::system().as_ref(), &fleet.at("updates/coupon")).state.is_fetching());
     // In good order, and again after a kill.
-    Command::new("kill").args(["-TERM", &daemon.id().to_string()]).status().unwrap();
-    assert!(daemon.wait().unwrap().success());
-    let mut daemon = fleet.serve();
+    daemon.stop();
+    let daemon = fleet.serve();
     fleet.publish(4, 0.0);
     assert!(fleet.sync());
     fleet.ask_until(State::Probation);
-    daemon.kill().unwrap();
-    daemon.wait().unwrap();
+    drop(daemon);
     let _ = std::fs::remove_file(fleet.at("socket"));
     let mut daemon = fleet.serve();
     assert_eq!(fleet.ask_until(State::Committed).live.as_deref(), Some("coupon-dlrm@4"));
-    Command::new("kill").args(["-TERM", &daemon.id().to_string()]).status().unwrap();
-    assert!(daemon.wait().unwrap().success());
+    daemon.stop();
 }
