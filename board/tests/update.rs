@@ -143,6 +143,8 @@ impl Fleet {
         let mut connection = BufReader::new(UnixStream::connect(self.at("socket")).unwrap());
         let mut scored = false;
         for line in probe().lines().cycle() {
+            // Who asks without a pause leaves nothing to an update, which runs where nobody else wants the CPU.
+            std::thread::sleep(Duration::from_millis(1));
             let answer = ask(&mut connection, "coupon", line);
             scored |= answer["score"].is_array();
             if scored {
