@@ -103,7 +103,7 @@ fn main() -> Result<()> {
         await_models(&mut flash, sync, &target.machine.models);
     }
     ensure!(!flash.is_empty(), "{}: no model is there", target.machine.models.display());
-    let mut updates = match &command {
+    let updates = match &command {
         Command::Sync(args) => {
             ensure!(flash.len() == 1, "one `sync` serves one flash directory");
             return daemon::run(args, named(&flash[0]).1.to_owned(), target.link);
@@ -111,7 +111,7 @@ fn main() -> Result<()> {
         Command::Serve { sync, root, .. } => updates(&flash, sync, root.as_deref(), &target)?,
         Command::Check { .. } => Vec::new(),
     };
-    updates.iter_mut().try_for_each(Update::begin)?;
+    updates.iter().try_for_each(Update::begin)?;
     if let Command::Serve { .. } = command {
         for refused in settings::apply(&target).iter().filter_map(settings::refused) {
             log::warn!("{refused}");
@@ -125,7 +125,9 @@ fn main() -> Result<()> {
     let clock = Arc::new(SystemClock::default());
     let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
     let serving = Arc::new(serving.on(lookups, target.tensorrt_options.clone()));
-    for given in &flash {
+    // A model that waits for its first release keeps no other from being served.
+    let awaited = |given: &&String| updates.iter().any(|update| update.awaited_at(named(given).1));
+    for given in flash.iter().filter(|given| !awaited(given)) {
         let (name, flash) = open(given)?;
         serving.load(&name, &flash, budget)?;
         log::info!("serving {} as `{name}` for {}", flash.manifest().generation, target.triple);
@@ -158,8 +160,8 @@ fn serve(
     let start = |update| UpdateThread::start(update, serving, &latencies);
     let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;
     let served = server::listen(socket).and_then(|listener| {
-        let serve =
-            || server::serve(Server { serving, latencies: &latencies, shed: &shed }, &listener, socket);
+        let server = Server { serving, latencies: &latencies, shed: &shed, is_only: flash.len() == 1 };
+        let serve = || server::serve(server, &listener, socket);
         shed.watch(root, &target.shed, || supervisor::watched(serving, serve))
     });
     updates.into_iter().for_each(UpdateThread::stop);

@@ -35,6 +35,8 @@ pub struct Server<'a> {
     pub latencies: &'a Latencies,
     /// What is shed.
     pub shed: &'a Shed,
+    /// Whether there is one model and no other to come: callers need not name it.
+    pub is_only: bool,
 }
 
 /// Takes the socket's place; callers wait from then on.
@@ -145,7 +147,8 @@ fn scored(server: Server<'_>, line: &[u8]) -> Result<Value, String> {
     let names = serving.names();
     let name = match (serde_json::from_str(text).map_err(|e| e.to_string())?, names.as_slice()) {
         (Addressed { model: Some(name) }, _) => name,
-        (_, [only]) => only.clone(),
+        (_, []) => return Err("no model is served yet".to_owned()),
+        (_, [only]) if server.is_only => only.clone(),
         _ => return Err(format!("model: is to be one of {}", names.join(", "))),
     };
     let schema = serving.schema(&name).ok_or_else(|| RequestError::NotServed.to_string())?;

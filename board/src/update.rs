@@ -9,14 +9,14 @@ use hatchback::budget::Budget;
 use hatchback::flash::Flash;
 use hatchback::pace::rests;
 use hatchback::score::SystemClock;
-use hatchback::serving::Serving;
+use hatchback::serving::{Serving, Swapped};
 use hatchback::sync::Sync;
 use hatchback::sync::apply::{Host, Policy, Watched};
 use hatchback::sync::state::State;
 use hatchback_link::daemon::{now, wake_socket};
 use std::io;
 use std::os::unix::net::UnixDatagram;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -27,7 +27,7 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// What one model's updates are made of.
 pub struct Update {
-    /// The name it is served under; empty for the model's own, until `begin`.
+    /// The name it is served under; empty for the model's own, until that is known.
     pub name: String,
     /// Its sync and flash directories.
     pub sync: Sync,
@@ -41,35 +41,30 @@ pub struct Update {
 
 impl Update {
     /// To be called before the model is opened: a release that kept this process from ending in good order too often
-    /// goes, and a new car waits for its first one.
+    /// goes.
     ///
     /// # Errors
     /// The flash directory cannot be changed.
-    pub fn begin(&mut self) -> Result<()> {
+    pub fn begin(&self) -> Result<()> {
         self.sync.begin(now())?;
         let root = self.root.as_deref();
         let nobody = Host { policy: self.policy, budget: self.budget, watched: None, root, rest: &|| {} };
         while self.sync.status().state == State::RollingBack {
             self.sync.advance(&nobody, now())?;
         }
-        if !self.sync.flash.join("live").exists() {
+        if !self.is_live() {
             log::info!("`{}`: nothing is live yet; waiting for the first release", self.name);
         }
-        while !self.sync.flash.join("live").exists() {
-            match self.sync.advance(&nobody, now()) {
-                Ok(true) => {}
-                Ok(false) => std::thread::sleep(LOOK),
-                Err(e) => {
-                    log::warn!("update of `{}`: {e}", self.name);
-                    std::thread::sleep(LOOK);
-                }
-            }
-        }
-        if self.name.is_empty() {
-            let flash = Flash::open(&self.sync.disk, &self.sync.flash)?;
-            self.name.clone_from(&flash.manifest().generation.lineage);
-        }
         Ok(())
+    }
+
+    /// Whether nothing is live at `flash` before this brings its first release.
+    pub fn awaited_at(&self, flash: &Path) -> bool {
+        self.sync.flash == flash && !self.is_live()
+    }
+
+    fn is_live(&self) -> bool {
+        self.sync.flash.join("live").exists()
     }
 }
 
@@ -168,32 +163,41 @@ impl Work {
         }
     }
 
-    /// Rests between pieces of work as the policy has it; none once it is to stop.
+    /// Rests between pieces of work as the policy has it; none once it is to stop, or where it is in nobody's way.
     fn rests<'a>(&'a self, clock: &'a SystemClock) -> impl Fn() + 'a {
         rests(self.update.policy.busy_percent_max, clock, |time| {
-            if !self.stopping.load(Ordering::Acquire) {
+            if !self.stopping.load(Ordering::Acquire) && !self.serving.names().is_empty() {
                 std::thread::sleep(time);
             }
         })
     }
 
-    /// Serves what is live on flash.
+    /// Serves what is live on flash, if something is.
     fn follow(&mut self) {
-        let Update { name, sync, budget, .. } = &self.update;
+        if !self.update.is_live() {
+            return;
+        }
+        let Update { name, sync, .. } = &mut self.update;
         let flash = match Flash::open(&sync.disk, &sync.flash) {
             Ok(flash) => flash,
             Err(e) => return log::warn!("update of `{name}`: {e}"),
         };
         let live = &flash.manifest().generation;
+        if name.is_empty() {
+            name.clone_from(&live.lineage);
+        }
         let failed = self.failed.as_ref().is_some_and(|(generation, _)| *generation == live.to_string());
         if self.serving.generation(name).as_ref() == Some(live) || failed {
             return;
         }
-        let swapped = {
+        let (name, budget) = (&self.update.name, self.update.budget);
+        let served = if self.serving.generation(name).is_none() {
+            self.serving.load(name, &flash, budget).map(|()| Swapped::default())
+        } else {
             let clock = SystemClock::default();
-            self.serving.swap(name, &flash, *budget, &self.rests(&clock))
+            self.serving.swap(name, &flash, budget, &self.rests(&clock))
         };
-        match swapped {
+        match served {
             Ok(swapped) => {
                 self.failed = None;
                 log::info!("serving {live} as `{name}`: {swapped:?}");

@@ -27,21 +27,27 @@ pub struct UpkeepThread {
 }
 
 impl UpkeepThread {
-    /// Starts upkeep of `directory` by `rules`; it waits while `shed` says so.
+    /// Starts upkeep of `directory` by `rules`; it waits until something is live there, and while `shed` says so.
     ///
     /// # Errors
-    /// Nothing is live there.
+    /// The system gives no thread.
     pub fn start(directory: &Path, rules: Rules, shed: Arc<Shed>) -> Result<Self> {
-        let flash = Flash::open(&disk::system(), directory)?;
         let (stop, stopped) = channel();
+        let directory = directory.to_owned();
         let worker = move || {
             settings::behind_all();
-            let mut worker = Work::new(flash, rules);
-            let mut rest = Duration::ZERO;
+            let (mut worker, mut rest) = (None, Duration::ZERO);
             while stopped.recv_timeout(rest) == Err(RecvTimeoutError::Timeout) {
-                rest = if shed.upkeep() { IDLE } else { worker.step() };
+                if worker.is_none() {
+                    worker =
+                        Flash::open(&disk::system(), &directory).ok().map(|flash| Work::new(flash, rules));
+                }
+                rest = match &mut worker {
+                    Some(worker) if !shed.upkeep() => worker.step(),
+                    _ => IDLE,
+                };
             }
-            worker.end();
+            worker.into_iter().for_each(Work::end);
         };
         Ok(Self { stop, thread: std::thread::Builder::new().name("upkeep".to_owned()).spawn(worker)? })
     }
@@ -135,7 +141,7 @@ impl Work {
         self.waits = matches!(did, Did::Waits { .. }).then(|| did.clone());
     }
 
-    fn end(&mut self) {
+    fn end(mut self) {
         match self.upkeep.pause(now()) {
             Ok(()) => log::info!("upkeep stopped, {} bytes written in all", self.upkeep.wear().bytes_total),
             Err(e) => log::warn!("upkeep stopped: {e}"),

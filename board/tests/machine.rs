@@ -205,6 +205,54 @@ fn what_does_not_fit_is_named() {
     assert!(problems(&board.report()).contains("[1023]"), "a CPU that is not there is not granted");
 }
 
+/// Models and updates must outlive a start, and on a board an update of its OS.
+#[test]
+fn what_does_not_last_is_named() {
+    let board = orin();
+    let target = std::fs::read_to_string(board.path("own.toml")).unwrap();
+    let state = board.path("state");
+    std::fs::create_dir(&state).unwrap();
+    let state = state.canonicalize().unwrap();
+    let [models, updates] = ["models", "updates"].map(|name| state.join(name));
+    std::fs::write(board.path("own.toml"), format!("{target}models = {models:?}\nupdates = {updates:?}\n"))
+        .unwrap();
+    let lies_on = |mounts: &[(&Path, &str)]| {
+        let line = |(point, rest): &(&Path, &str)| format!("36 1 98:0 / {} {rest}\n", point.display());
+        board.says("proc/self/mountinfo", &mounts.iter().map(line).collect::<String>());
+        let report = board.report();
+        let told = reading(&report, "flash", "updates lie on").as_str().unwrap().to_owned();
+        (told, problems(&report))
+    };
+    let root = Path::new("/");
+    let all = (root, "rw,relatime shared:1 - ext4 /dev/vblkdev1 rw");
+    // The partition that the image is for, with the folder of a mount hidden by the next.
+    let (told, said) =
+        lies_on(&[(&state, "rw - tmpfs none rw"), all, (&state, "rw - ext4 /dev/vblkdev3 rw")]);
+    assert_eq!(told, format!("ext4 of /dev/vblkdev3 at {}", state.display()));
+    assert!(!said.contains("lies on"), "{said}");
+    for (mounts, fault) in [
+        (vec![all], "the root file system, which an update of the OS replaces"),
+        (vec![all, (&state, "rw - tmpfs none rw")], "lies on tmpfs, which is empty after each start"),
+        (vec![(root, "rw - overlay overlay rw,upperdir=/up")], "lies on an overlay"),
+        (vec![all, (&state, "ro,noatime - ext4 /dev/vblkdev3 rw")], "read-only"),
+        (vec![all, (&state, "rw - squashfs /dev/vblkdev3 ro")], "read-only"),
+    ] {
+        let (_, said) = lies_on(&mounts);
+        for (name, place) in [("models", &models), ("updates", &updates)] {
+            assert!(said.contains(&format!("machine.{name} = {}", place.display())), "{said}");
+        }
+        assert!(said.contains(fault), "{fault}: {said}");
+    }
+    // One of the two alone.
+    std::fs::create_dir(&models).unwrap();
+    let (_, said) = lies_on(&[all, (&models, "rw - ext4 /dev/vblkdev3 rw")]);
+    assert!(said.contains("machine.updates") && !said.contains("machine.models"), "{said}");
+    // A desk's root file system is as good as any.
+    let desk = Machine::new("cpu", "");
+    desk.says("proc/self/mountinfo", "36 1 98:0 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n");
+    assert!(!problems(&desk.report()).contains("lies on"));
+}
+
 #[test]
 fn a_machine_that_tells_nothing_is_reported_too() {
     for base in ["drive-orin", "cpu"] {

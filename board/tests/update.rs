@@ -3,10 +3,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback::catalog::Catalog;
 use hatchback::disk;
 use hatchback::sync::state::{State, Status};
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::publish::{Change, publish};
+use hatchback_tools::serve::lay_on_flash;
 use hatchback_tools::signing::new_fleet;
 use hatchback_tools::store::Objects;
 use serde_json::Value;
@@ -18,6 +20,36 @@ use std::time::{Duration, SystemTime};
 
 fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+}
+
+/// Ends with its test, whatever becomes of that.
+struct Daemon(Child);
+
+impl Daemon {
+    /// Asks it to end, which it does in good order.
+    fn stop(&mut self) {
+        Command::new("kill").args(["-TERM", &self.0.id().to_string()]).status().unwrap();
+        assert!(self.0.wait().unwrap().success());
+    }
+
+    /// The scheduling classes, as Linux numbers them, of the threads whose names begin with `name`.
+    fn classes(&self, name: &str) -> Vec<u32> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).unwrap().flatten();
+        let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+        let of = stats.filter_map(|stat| {
+            let (_, rest) = stat.split_once('(')?;
+            let (called, fields) = rest.rsplit_once(") ")?;
+            called.starts_with(name).then(|| fields.split(' ').nth(38)?.parse().ok())?
+        });
+        of.collect()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 struct Fleet {
@@ -97,29 +129,29 @@ impl Fleet {
         }
     }
 
-    fn serve(&self) -> Child {
+    fn serve(&self) -> Daemon {
         let (socket, root) = (self.at("socket"), self.at("keys/1.root.json"));
         let [socket, root] = [&socket, &root].map(|p| p.to_str().unwrap());
-        self.daemon(&["serve", "--socket", socket, "--root", root]).spawn().unwrap()
+        Daemon(self.daemon(&["serve", "--socket", socket, "--root", root]).spawn().unwrap())
     }
 
-    /// Asks over and over until the update is in `state`; every answer is a score.
+    /// Asks over and over until the update is in `state`; from the first score on every answer is one.
     fn ask_until(&self, state: State) -> Status {
         while UnixStream::connect(self.at("socket")).is_err() {
             std::thread::sleep(Duration::from_millis(5));
         }
         let mut connection = BufReader::new(UnixStream::connect(self.at("socket")).unwrap());
-        let probe = std::fs::read_to_string(repository("tools/demo/coupon/probe.jsonl")).unwrap();
-        for line in probe.lines().cycle() {
-            writeln!(connection.get_mut(), "{line}").unwrap();
-            let mut answer = String::new();
-            connection.read_line(&mut answer).unwrap();
-            let answer: Value = serde_json::from_str(&answer).unwrap();
-            let expected: Value = serde_json::from_str(line).unwrap();
-            let difference = expected["score"].as_f64().unwrap() - answer["score"][0].as_f64().unwrap();
-            assert!(difference.abs() < 0.01, "{answer}");
+        let mut scored = false;
+        for line in probe().lines().cycle() {
+            // Who asks without a pause leaves nothing to an update, which runs where nobody else wants the CPU.
+            std::thread::sleep(Duration::from_millis(1));
+            let answer = ask(&mut connection, "coupon", line);
+            scored |= answer["score"].is_array();
+            if scored {
+                check(line, &answer);
+            }
             let status = Status::read(disk::system().as_ref(), &self.at("updates/coupon"));
-            if status.state == state {
+            if scored && status.state == state {
                 return status;
             }
         }
@@ -127,11 +159,60 @@ impl Fleet {
     }
 }
 
+fn probe() -> String {
+    std::fs::read_to_string(repository("tools/demo/coupon/probe.jsonl")).unwrap()
+}
+
+/// What `model` answers to `line`.
+fn ask(connection: &mut BufReader<UnixStream>, model: &str, line: &str) -> Value {
+    let addressed = line.replacen('{', &format!("{{\"model\": {model:?}, "), 1);
+    writeln!(connection.get_mut(), "{addressed}").unwrap();
+    let mut answer = String::new();
+    connection.read_line(&mut answer).unwrap();
+    serde_json::from_str(&answer).unwrap()
+}
+
+/// The line's own score.
+fn check(line: &str, answer: &Value) {
+    let expected: Value = serde_json::from_str(line).unwrap();
+    let difference = expected["score"].as_f64().unwrap() - answer["score"][0].as_f64().unwrap();
+    assert!(difference.abs() < 0.01, "{answer}");
+}
+
+/// A car of two models, one of which has none yet.
+#[test]
+fn a_model_that_waits_for_its_first_release_holds_up_no_other() {
+    let fleet = Fleet::new();
+    fleet.publish(1, 0.0);
+    lay_on_flash(&fleet.at("1.hatch"), &fleet.at("models/other")).unwrap();
+    let mut daemon = fleet.serve();
+    while UnixStream::connect(fleet.at("socket")).is_err() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let mut connection = BufReader::new(UnixStream::connect(fleet.at("socket")).unwrap());
+    let (text, mut first) = (probe(), String::new());
+    let line = text.lines().next().unwrap();
+    check(line, &ask(&mut connection, "other", line));
+    assert_eq!(ask(&mut connection, "coupon", line)["error"], "no such model is served");
+    // Who names none is not given another model's score, although one alone is served.
+    writeln!(connection.get_mut(), "{line}").unwrap();
+    connection.read_line(&mut first).unwrap();
+    assert!(first.contains("model: is to be one of other"), "{first}");
+    assert!(fleet.sync());
+    assert_eq!(fleet.ask_until(State::Committed).live.as_deref(), Some("coupon-dlrm@1"));
+    check(line, &ask(&mut connection, "other", line));
+    // Its upkeep begins too, and writes its catalog.
+    while !Catalog::place(&fleet.at("models/coupon")).exists() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    daemon.stop();
+}
+
 #[test]
 fn what_is_published_is_served_if_it_proves_itself() {
     let fleet = Fleet::new();
     fleet.publish(1, 0.0);
-    // A new car: nothing is live, so it waits for its first release.
+    // A new car: nothing is live, so nothing is served before its first release.
     let mut daemon = fleet.serve();
     assert!(fleet.sync());
     let status = fleet.ask_until(State::Committed);
@@ -142,6 +223,10 @@ fn what_is_published_is_served_if_it_proves_itself() {
     fleet.ask_until(State::Probation);
     let status = fleet.ask_until(State::Committed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
+    // Updates and upkeep run where nobody else wants the CPU; who serves what they brought does not.
+    let (own, idle) = (daemon.classes("hatchbackd")[0], 5);
+    assert_eq!(daemon.classes("update"), [idle]);
+    assert_eq!(daemon.classes("worker"), [own; 2], "two workers");
     // One that scores other than its trainer said is never live.
     fleet.publish(3, 0.5);
     assert!(fleet.sync());
@@ -151,17 +236,14 @@ fn what_is_published_is_served_if_it_proves_itself() {
     assert!(fleet.sync());
     assert!(Status::read(disk::system().as_ref(), &fleet.at("updates/coupon")).state.is_fetching());
     // In good order, and again after a kill.
-    Command::new("kill").args(["-TERM", &daemon.id().to_string()]).status().unwrap();
-    assert!(daemon.wait().unwrap().success());
-    let mut daemon = fleet.serve();
+    daemon.stop();
+    let daemon = fleet.serve();
     fleet.publish(4, 0.0);
     assert!(fleet.sync());
     fleet.ask_until(State::Probation);
-    daemon.kill().unwrap();
-    daemon.wait().unwrap();
+    drop(daemon);
     let _ = std::fs::remove_file(fleet.at("socket"));
     let mut daemon = fleet.serve();
     assert_eq!(fleet.ask_until(State::Committed).live.as_deref(), Some("coupon-dlrm@4"));
-    Command::new("kill").args(["-TERM", &daemon.id().to_string()]).status().unwrap();
-    assert!(daemon.wait().unwrap().success());
+    daemon.stop();
 }

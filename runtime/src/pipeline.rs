@@ -9,6 +9,7 @@ use crate::manifest::Generation;
 use crate::model::Model;
 use crate::score::{Clock, Scores, Worker};
 use std::io;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -75,6 +76,40 @@ impl Drop for Pipeline {
             // What a thread had in hand when it panicked was answered.
             let _ = thread.join();
         }
+    }
+}
+
+/// Makes pipelines on a thread of its own, which has the scheduling class, priority and CPUs of who made this. Workers
+/// inherit those, and not what is lowest: that of an update's thread, from which a swap comes.
+pub(crate) struct Maker(Sender<Order>);
+
+struct Order {
+    model: Arc<Model>,
+    clock: Arc<dyn Clock>,
+    made: Sender<io::Result<Pipeline>>,
+}
+
+impl Maker {
+    /// Starts the thread; it ends with this.
+    pub(crate) fn new() -> Self {
+        let (orders, taken) = channel::<Order>();
+        let make = move || {
+            taken.iter().for_each(|order| {
+                // Who ordered waits for it.
+                let _ = order.made.send(Pipeline::new(order.model, order.clock));
+            });
+        };
+        // Without a thread nobody takes orders, and `make` says so.
+        let _ = std::thread::Builder::new().name("pipelines".to_owned()).spawn(make);
+        Self(orders)
+    }
+
+    /// As [`Pipeline::new`].
+    pub(crate) fn make(&self, model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Pipeline> {
+        let (made, pipeline) = channel();
+        let gone = || io::Error::other("the thread that makes pipelines is gone");
+        self.0.send(Order { model, clock, made }).map_err(|_| gone())?;
+        pipeline.recv().map_err(|_| gone())?
     }
 }
 

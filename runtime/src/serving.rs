@@ -8,7 +8,7 @@ use crate::carry::Carried;
 use crate::flash::Flash;
 use crate::manifest::Generation;
 use crate::model::{Model, OpenError};
-use crate::pipeline::{Pipeline, RequestError, Stats, Ticket};
+use crate::pipeline::{Maker, Pipeline, RequestError, Stats, Ticket};
 use crate::reader::DeviceDepth;
 use crate::schema::Schema;
 use crate::score::Clock;
@@ -97,15 +97,17 @@ pub struct Serving {
     lookups: Device,
     tensorrt: Option<TensorRtOptions>,
     clock: Arc<dyn Clock>,
+    maker: Maker,
 }
 
 impl Serving {
     /// Serves nothing yet. All models together take at most `memory_bytes_max`, and have at most `reads_max` page
-    /// reads in flight.
+    /// reads in flight. Whoever loads and swaps, their threads have the scheduling of the one that calls this.
     pub fn new(memory_bytes_max: u64, reads_max: u32, clock: Arc<dyn Clock>) -> Self {
         let device = DeviceDepth::new(reads_max as usize);
         let (models, change) = (RwLock::default(), Mutex::default());
-        Self { models, change, memory_bytes_max, device, lookups: Device::Cpu, tensorrt: None, clock }
+        let (lookups, tensorrt, maker) = (Device::Cpu, None, Maker::new());
+        Self { models, change, memory_bytes_max, device, lookups, tensorrt, clock, maker }
     }
 
     /// The same, with every model's lookups made on `lookups`; on a GPU its dense networks run there too, on TensorRT where
@@ -224,7 +226,7 @@ impl Serving {
                     source => ServingError::Open { name, source },
                 }
             })?;
-        Ok(Pipeline::new(Arc::new(model), Arc::clone(&self.clock))?)
+        Ok(self.maker.make(Arc::new(model), Arc::clone(&self.clock))?)
     }
 
     /// As [`Pipeline::submit`], to the model `name`.

@@ -5,7 +5,7 @@
 # TensorRT runs the dense network where its libraries and headers are. FOLDER (`report` beside this file, or where that cannot be
 # written a new one under TMPDIR) takes report.json, report.txt and the log of each part. Whatever fails, the rest is done; each
 # part says how it went. Exit status 1: a part failed. With HATCHBACK_STANDIN=.../libcuda.so it runs on that stand-in, with
-# HATCHBACK_RUN=... its programs are run by that one, such as an emulator.
+# HATCHBACK_RUN=... its programs are run by that one, such as an emulator, and HATCHBACK_BENCH="--batch 4" measures only that.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 quick= to=
@@ -119,8 +119,8 @@ if part programs run hatchback --version && part gpu facts; then
 
     say "== measured"
     [ -z "${HATCHBACK_STANDIN:-}" ] || say "(on the stand-in: no time says anything)"
-    part bench run hatchback bench gpu $quick $tensorrt --plans "$to" --json bench.json
-    part bench_exact run hatchback bench gpu $quick --exact --json bench_exact.json
+    part bench run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} $tensorrt --plans "$to" --json bench.json
+    part bench_exact run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} --exact --json bench_exact.json
     cat bench.log | tee -a report.txt
 else
     tensorrt=

@@ -1,5 +1,5 @@
-//! `image`: what a board is flashed with, of a bundle: an ext4 image of the models' partition, and for who has no such
-//! partition the same files with the manifest that DRIVE OS's CopyTarget takes. The same bundle gives the same bytes. Reads
+//! `image`: what a board is flashed with, of a bundle: an ext4 image of the partition that holds models and updates, and for
+//! who has no such partition the same files with the manifest that DRIVE OS's CopyTarget takes. The same bundle gives the same bytes. Reads
 //! back what it wrote; never touches a device.
 
 use crate::report;
@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
-/// Where a board keeps its models: `machine.models` of the targets.
-const MODELS: &str = "/var/lib/hatchback/models";
+/// Where a board mounts it: the folder of `machine.models` and `machine.updates` of the targets.
+const MOUNTED: &str = "/var/lib/hatchback";
 /// The time of every file, in seconds: that of the bundle is not known, and the time now would differ at each call.
 const MADE: u64 = 1_000_000_000;
 /// Room beside the content: the journal, and the file system's own tables.
@@ -30,13 +30,14 @@ const FEATURES: &str = "none,has_journal,ext_attr,dir_index,filetype,extent,64bi
 pub struct ImageArgs {
     /// The bundle
     bundle: PathBuf,
-    /// A new directory for models.img, hatchback.yaml and the files that it lists
+    /// A new directory for hatchback.img, hatchback.yaml and the files that it lists
     #[arg(short, long)]
     out: PathBuf,
     /// The model's name on the board [default: its lineage]
     #[arg(long)]
     name: Option<String>,
-    /// The partition's size, MiB [default: thrice the content, for the next generation beside it and a merge]
+    /// The partition's size, MiB [default: four times the content: the next release as it is fetched, laid on flash
+    /// beside what is live, and a merge]
     #[arg(long)]
     mib: Option<u64>,
 }
@@ -47,20 +48,22 @@ pub struct ImageArgs {
 /// The bundle is refused, e2fsprogs is missing, there is no room, or the image does not read back as it was written.
 pub fn run(args: &ImageArgs) -> Result<()> {
     fs::create_dir(&args.out).with_context(|| args.out.display().to_string())?;
-    let tree = args.out.join("models");
-    let laid = tree.join(".new");
-    fs::create_dir(&tree)?;
+    let tree = args.out.join("hatchback");
+    let (models, laid) = (tree.join("models"), tree.join(".new"));
+    for folder in [&tree, &models, &tree.join("updates")] {
+        fs::create_dir(folder)?;
+    }
     let flash = lay_on_flash(&args.bundle, &laid)?;
     let generation = flash.manifest().generation.clone();
     drop(flash);
     let name = args.name.as_ref().unwrap_or(&generation.lineage);
     ensure!(!name.is_empty() && !name.contains(['/', '.']), "--name {name}: is not the name of a folder");
-    fs::rename(&laid, tree.join(name))?;
+    fs::rename(&laid, models.join(name))?;
 
     let files = files(&tree)?;
     let content = files.iter().map(|f| f.bytes.next_multiple_of(4096)).sum::<u64>();
-    let mib = args.mib.unwrap_or(3 * content.div_ceil(1 << 20) + SPARE_MIB);
-    let image = args.out.join("models.img");
+    let mib = args.mib.unwrap_or(4 * content.div_ceil(1 << 20) + SPARE_MIB);
+    let image = args.out.join("hatchback.img");
     make(&tree, &files, &image, mib)?;
     read_back(&tree, &files, &image)?;
     let manifest = args.out.join("hatchback.yaml");
@@ -198,9 +201,9 @@ fn copy_target(files: &[Entry]) -> String {
     let mut text = "version: '1.4'\nfileList:\n".to_owned();
     let mut put = |path: &str, folder: bool| {
         let (slash, mode) = if folder { ("/", "0755") } else { ("", "0644") };
-        text += &format!("  - destination: '{MODELS}{path}{slash}'\n");
+        text += &format!("  - destination: '{MOUNTED}{path}{slash}'\n");
         if !folder {
-            text += &format!("    source:\n      pdk_sdk_installed_path: 'models{path}'\n");
+            text += &format!("    source:\n      pdk_sdk_installed_path: 'hatchback{path}'\n");
         }
         text += &format!("    perm: {mode}\n    owner: root\n    group: root\n");
     };

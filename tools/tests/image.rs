@@ -41,17 +41,19 @@ fn an_image_is_reproducible_and_serves() {
     // The clock moves on, and nothing of it shows.
     std::thread::sleep(std::time::Duration::from_millis(1100));
     printed(&["image", &bundle, "--out", &path("b"), "--name", "coupon"]);
-    for file in ["models.img", "hatchback.yaml"] {
+    for file in ["hatchback.img", "hatchback.yaml"] {
         let read = |side: &str| std::fs::read(folder.path().join(side).join(file)).unwrap();
         assert!(read("a") == read("b"), "{file} differs");
     }
 
-    let image = path("a/models.img");
+    let image = path("a/hatchback.img");
     let back = path("back");
     std::fs::create_dir(&back).unwrap();
-    e2fs("debugfs", &["-R", &format!("rdump /coupon {back}"), &image]);
+    e2fs("debugfs", &["-R", &format!("rdump / {back}"), &image]);
     let score = |model: &str| printed(&["run", model, "--samples", &coupon("probe.jsonl")]);
-    assert_eq!(score(&format!("{back}/coupon")), score(&bundle));
+    assert_eq!(score(&format!("{back}/models/coupon")), score(&bundle));
+    let room = std::fs::read_dir(format!("{back}/updates")).unwrap();
+    assert_eq!(room.count(), 0, "updates have a folder of their own");
     assert!(e2fs("dumpe2fs", &["-h", &image]).contains("hatchback"));
 
     // Every file of the tree is listed once, with a source that is there.
@@ -63,7 +65,7 @@ fn an_image_is_reproducible_and_serves() {
         }
     }
     let mut there = Vec::new();
-    let mut folders = vec![folder.path().join("a/models")];
+    let mut folders = vec![folder.path().join("a/hatchback")];
     while let Some(next) = folders.pop() {
         for entry in std::fs::read_dir(next).unwrap() {
             let path = entry.unwrap().path();
@@ -74,9 +76,7 @@ fn an_image_is_reproducible_and_serves() {
     there.sort();
     assert!(!there.is_empty());
     assert_eq!(listed, there);
-    assert!(
-        manifest.starts_with("version: '1.4'\nfileList:\n  - destination: '/var/lib/hatchback/models/'\n")
-    );
+    assert!(manifest.starts_with("version: '1.4'\nfileList:\n  - destination: '/var/lib/hatchback/'\n"));
 }
 
 #[test]

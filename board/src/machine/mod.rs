@@ -2,6 +2,7 @@
 //! Linux has, `orin` what a DRIVE AGX Orin has besides, `sim` a desk that stands in for it. Only reads; `settings` changes.
 
 mod linux;
+mod mounts;
 mod orin;
 mod sim;
 
@@ -9,6 +10,7 @@ pub use linux::{hottest, watts};
 
 use crate::settings;
 use hatchback::target::{MachineKind, Target};
+use mounts::Mount;
 use serde::Serialize;
 use serde_json::Value;
 use std::fmt;
@@ -99,6 +101,15 @@ impl Report {
             MachineKind::Sim => sim::readings(root),
         });
         readings.extend(linux::flash(root, &target.machine.models, flash));
+        let places = [("models", &target.machine.models), ("updates", &target.machine.updates)];
+        let places = places.map(|(name, place)| (name, place, Mount::beneath(root, place)));
+        readings.extend(places.iter().map(|(name, _, mount)| {
+            reading(
+                "flash",
+                &format!("{name} lie on"),
+                mount.as_ref().map(Mount::to_string).map_err(Clone::clone),
+            )
+        }));
         readings.extend(settings::apply(target));
         // Sections in the order in which they began, so that what was read in several places stands together.
         let mut sections = Vec::new();
@@ -108,7 +119,11 @@ impl Report {
             }
         });
         readings.sort_by_key(|r| sections.iter().position(|section| *section == r.section));
-        let problems = problems(&readings, target);
+        let mut problems = problems(&readings, target);
+        problems.extend(places.iter().filter_map(|(name, place, mount)| {
+            let fault = mount.as_ref().ok()?.fault(target.machine.kind)?;
+            Some(format!("machine.{name} = {}: {fault}", place.display()))
+        }));
         Self { triple: target.triple.clone(), readings, problems }
     }
 }

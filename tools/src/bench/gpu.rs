@@ -35,7 +35,7 @@ const GRAPH: &str = "request, one graph";
 const LOOKUP: &str = "lookup";
 /// Tables, each with one key a sample.
 const TABLES: usize = dlrm::TABLES;
-/// The batch of the points over hit rates and under updates.
+/// The batch of the points over hit rates and under updates, or the largest that is asked for if that is smaller.
 const BATCH: usize = 64;
 /// Rows of one update.
 const UPDATED: usize = 256;
@@ -313,7 +313,7 @@ impl Rig {
     }
 
     /// Requests while another thread overwrites cached rows without end.
-    fn under_updates(&mut self) -> Result<(Point, u64)> {
+    fn under_updates(&mut self, batch: usize) -> Result<(Point, u64)> {
         let done = Arc::new(AtomicBool::new(false));
         let (tables, gpu, over) = (Arc::clone(&self.tables), Arc::clone(&self.gpu), Arc::clone(&done));
         let (known, stride) = (self.known.clone(), self.format.row_bytes().div_ceil(4));
@@ -330,7 +330,7 @@ impl Rig {
             }
             Ok(updated)
         });
-        let point = self.time("request, rows updated meanwhile", (BATCH, 1.0), |rig, keys, dense| {
+        let point = self.time("request, rows updated meanwhile", (batch, 1.0), |rig, keys, dense| {
             rig.request(keys, dense, true)
         });
         done.store(true, Ordering::Relaxed);
@@ -389,7 +389,7 @@ pub fn run(args: &GpuArgs) -> Result<()> {
         (true, true) => vec![1, 8, 64],
         (true, false) => (0..=16).step_by(2).map(|n| 1 << n).collect(),
     };
-    let batch_max = batches.iter().copied().max().unwrap_or(1).max(BATCH);
+    let batch_max = batches.iter().copied().max().unwrap_or(1);
     let (mut rig, engine) = Rig::new(Arc::clone(&gpu), args, batch_max)?;
     engine.passed_over().iter().for_each(|why| println!("passed over: {why}"));
     println!("the dense network runs on {}", engine.runs_on());
@@ -403,12 +403,12 @@ pub fn run(args: &GpuArgs) -> Result<()> {
         }
     }
     for hit_rate in [0.99, 0.95, 0.9, 0.7, 0.5] {
-        let shape = (BATCH, hit_rate);
+        let shape = (batch_max.min(BATCH), hit_rate);
         points.push(
             rig.time("request, misses noted", shape, |rig, keys, dense| rig.request(keys, dense, true))?,
         );
     }
-    let (point, updated) = rig.under_updates()?;
+    let (point, updated) = rig.under_updates(batch_max.min(BATCH))?;
     points.push(point);
     show(&points);
     println!("{} rows were overwritten meanwhile", report::count(updated));
