@@ -16,8 +16,6 @@
 #define HANDS 1u
 #define GHOST_WORDS 4u
 #define TAIL (2u + GHOST_WORDS)
-// How often a query looks again at a set that is being changed before it calls the row missing.
-#define LOOKS 1000u
 
 struct Cache {
     u32* heads;

@@ -60,7 +60,6 @@ __device__ __forceinline__ void change_rows(const Changes& c) {
         Name name = {change.set, change.word};
         u32 *sequence = head_of(cache, name.set) + SEQUENCE, *epoch = tail_of(cache, name.set) + EPOCH;
         u32 before = load_racing(sequence), since = load_racing(epoch);
-        __syncwarp();
         if (lane == 0) {
             store_racing(sequence, before + 1);
             if (VERB != INSERT) store_racing(epoch, since + 1);
@@ -78,8 +77,6 @@ __device__ __forceinline__ void change_rows(const Changes& c) {
             store_racing(sequence, before + 2);
             c.done[change.number] = done;
         }
-        __syncwarp();
-        fence();
     }
 }
 
@@ -94,14 +91,14 @@ struct Probed {
     u32 epoch;
 };
 
+// These two are on the stream of the changes, so nothing changes meanwhile.
+
 // Whether rows are cached, and the epochs of their sets; for rows to be read ahead. A warp a row.
 extern "C" __global__ void __launch_bounds__(128) probe_rows(Cache cache, const Change* list, Probed* out, u32 count) {
     u32 lane = threadIdx.x % 32, warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (warp >= count) return;
     Name name = {list[warp].set, list[warp].word};
     u32 epoch = load_racing(tail_of(cache, name.set) + EPOCH);
-    fence();
-    __syncwarp();
     u32 way = find(cache, name.word, load_head(cache, name.set, lane), lane);
     if (lane == 0) out[warp] = Probed{way < WAYS, epoch};
 }
@@ -111,18 +108,6 @@ extern "C" __global__ void __launch_bounds__(128) dump_rows(Cache cache, u64 fir
     u32 lane = threadIdx.x % 32, warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (warp >= count) return;
     u32 set = (u32)((first + warp) / WAYS), way = (u32)((first + warp) % WAYS);
-    u32* sequence = head_of(cache, set) + SEQUENCE;
-    u64 word = 0;
-    for (u32 look = 0; look < LOOKS; look++) {
-        u32 before = __shfl_sync(FULL, load_racing(sequence), 0);
-        fence();
-        __syncwarp();
-        word = __shfl_sync(FULL, word_of(cache, set, way), 0);
-        for (u32 i = lane; i < cache.row; i += 32) rows[(u64)warp * cache.row + i] = load_racing(row_of(cache, set, way) + i);
-        fence();
-        __syncwarp();
-        if (before % 2 == 0 && __shfl_sync(FULL, load_racing(sequence), 0) == before) break;
-        word = 0;
-    }
-    if (lane == 0) words[warp] = word;
+    for (u32 i = lane; i < cache.row; i += 32) rows[(u64)warp * cache.row + i] = load_racing(row_of(cache, set, way) + i);
+    if (lane == 0) words[warp] = word_of(cache, set, way);
 }

@@ -7,11 +7,19 @@
 // sets and rows of several keys on their way from memory together, whichever bags they are of. A row is believed only where
 // its set's sequence number is even and the same before and after it was read: after, by a fence; before, since where the row
 // lies is known only from what was read with the number.
+//
+// A row that is too wide for registers is added as it is read, and believed then: a bag that took one in that had changed meanwhile
+// counts for nothing and is asked for again.
 #include "pool.cuh"
 
-// Keys whose rows are on their way at once: fewer where a row takes many registers.
-#define KEYS_NARROW 8
-#define KEYS_WIDE 1
+// Words of a lane that stay in registers while a bag is added: 128 columns, or more of small codecs.
+template <u32 CODEC> struct Narrow { static constexpr u32 WORDS = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1; };
+// Those of a piece of a wide row.
+template <u32 CODEC> struct Piece { static constexpr u32 WORDS = 2 * Narrow<CODEC>::WORDS; };
+// Keys whose rows are on their way at once.
+#define KEYS 8
+// How often a query looks again at a set that is being changed before it calls the row missing.
+#define LOOKS 1000u
 
 __device__ __forceinline__ u32 mix_32(u32 h) {
     h = (h ^ h >> 16) * 0x85ebca6bu;
@@ -55,11 +63,9 @@ __device__ __forceinline__ void use(u32* uses, u32 seen, u32 way) {
     }
 }
 
-// A cached row on its way: its set's sequence number before it was read, its way, the set's head since, and the row.
-template <u32 WORDS>
+// Where a cached row was found: its set's sequence number before it was read, its way, and the set's head, read before or since.
 struct Found {
     u32 before, way, head;
-    Row<WORDS> row;
 };
 
 // The bags of one warp, taken key by key.
@@ -72,7 +78,7 @@ struct Bags {
     u32 feature, lane;
     // The bag in hand.
     u32 sample, begin, end, absent;
-    enum { WHOLE, OPEN, NO_ROOM } state;
+    enum { WHOLE, OPEN, AGAIN } state;
     u32 first_ref, opened_at;
 
     __device__ __forceinline__ Bags(const Query& q, const Feature& f, u32 feature, u32 lane)
@@ -90,7 +96,7 @@ struct Bags {
     __device__ __forceinline__ void finish() {
         if (state == WHOLE) sum.close(end - begin);
         if (lane == 0) {
-            if (state == NO_ROOM) {
+            if (state == AGAIN) {
                 u32 at = atomicAdd(&q.counts->again, 1u);
                 q.ring.again[2 * at] = feature;
                 q.ring.again[2 * at + 1] = sample;
@@ -105,7 +111,7 @@ struct Bags {
         u32 refs = end - begin - position;
         u32 first = __shfl_sync(FULL, lane == 0 ? atomicAdd(&q.counts->refs, refs) : 0, 0);
         if (first > q.ring.refs_max || refs > q.ring.refs_max - first) {
-            state = NO_ROOM;
+            state = AGAIN;
             return;
         }
         state = OPEN;
@@ -115,12 +121,27 @@ struct Bags {
         if (lane == 0) q.ring.bags[atomicAdd(&q.counts->bags, 1u)] = {feature, sample, position, first, refs};
     }
 
-    // Takes the lookup at `at`, which was found or not.
-    __device__ __forceinline__ void take(u32 at, u64 key, Kind kind, u32 set, const Row<WORDS>& row) {
+    // Goes on to the bag that has the lookup at `at`.
+    __device__ __forceinline__ void go_to(u32 at) {
         while (at == end) {
             finish();
             start(sample + 1);
         }
+    }
+
+    // Writes down the lookup at `at` of the bag, which is open.
+    __device__ __forceinline__ u32 note(u32 at, u64 key, Kind kind, u32 set) {
+        u32 ref = first_ref + at - begin - opened_at;
+        if (lane == 0) {
+            u32 epoch = kind == MISSING ? load_racing(tail_of(f.cache, set) + EPOCH) : 0;
+            q.ring.refs[ref] = {key, epoch, (u32)kind};
+        }
+        return ref;
+    }
+
+    // Takes the lookup at `at` of the bag, which was found or not.
+    template <class AnyRow>
+    __device__ __forceinline__ void take(u32 at, u64 key, Kind kind, u32 set, const AnyRow& row) {
         u32 position = at - begin;
         if (state == WHOLE) {
             if (kind == KEPT) return sum.add_row(position, row);
@@ -130,52 +151,68 @@ struct Bags {
             }
             open(position);
         }
-        if (state == NO_ROOM) return;
-        u32 ref = first_ref + position - opened_at;
-        if (lane == 0) {
-            u32 epoch = kind == MISSING ? load_racing(tail_of(f.cache, set) + EPOCH) : 0;
-            q.ring.refs[ref] = {key, epoch, (u32)kind};
-        }
+        if (state == AGAIN) return;
+        u32 ref = note(at, key, kind, set);
         if (kind == KEPT) row.copy(q.ring.kept + (u64)ref * q.ring.kept_stride, f.cache.row, f.cache.row_bytes, lane);
+    }
+
+    // The row that the lookup at `at` took was another's in part.
+    __device__ __forceinline__ void spoil(u32 at, u64 key, u32 set) {
+        if (state == OPEN) note(at, key, MISSING, set);
+        else state = AGAIN;
+    }
+
+    // Completes the bags before `sample`: the last one with keys, and empty ones behind it.
+    __device__ __forceinline__ void end_at(u32 last) {
+        for (finish(); sample + 1 < last; finish()) start(sample + 1);
     }
 };
 
 // Finds the row that `word` names in the head that was loaded.
-template <u32 WORDS>
-__device__ __forceinline__ void see(const Feature& f, Found<WORDS>& found, u64 word, u32 lane) {
+__device__ __forceinline__ void see(const Feature& f, Found& found, u64 word, u32 lane) {
     found.before = __shfl_sync(FULL, found.head, SEQUENCE);
     found.way = find(f.cache, word, found.head, lane);
 }
 
 template <u32 CODEC, u32 WORDS>
-__device__ __forceinline__ void read(const Feature& f, Found<WORDS>& found, u32 set, u32 lane) {
-    if (found.way < WAYS) found.row.template load<CODEC>(row_of(f.cache, set, found.way), f.cache.row, f.cache.row_bytes, lane);
+__device__ __forceinline__ void load(const Feature& f, Row<WORDS>& row, const u32* from, u32 lane) {
+    row.load(from, 0, f.cache.row, lane);
+    row.parameters = load_parameters<CODEC>(from, f.cache.row_bytes);
+}
+
+template <u32 CODEC, u32 WORDS>
+__device__ __forceinline__ void read(const Feature& f, const Found& found, Row<WORDS>& row, u32 set, u32 lane) {
+    if (found.way < WAYS) load<CODEC>(f, row, row_of(f.cache, set, found.way), lane);
 }
 
 // Whether the row that was read is whole, and the name's; counts its use then.
-template <u32 WORDS>
-__device__ __forceinline__ bool believe(const Feature& f, const Found<WORDS>& found, Name name, u32 lane) {
+__device__ __forceinline__ bool believe(const Feature& f, const Found& found, Name name, u32 lane) {
     bool same = found.before % 2 == 0 && __shfl_sync(FULL, found.head, SEQUENCE) == found.before
         && find(f.cache, name.word, found.head, lane) == found.way;
     if (same && lane == USES) use(head_of(f.cache, name.set) + USES, found.head, found.way);
     return same;
 }
 
-template <u32 CODEC, u32 WORDS, u32 KEYS, bool REGISTERS>
+// The lane's key of the 32 from `chunk` on, and its name; word 0 where there is none. A resident row's word is its position.
+__device__ __forceinline__ Name name_at(const Feature& f, const u64* keys, u32 at, u32 end, u64& key) {
+    key = at < end ? keys[at] : 0;
+    if (at >= end) return {0, 0};
+    return f.place == CACHED ? name_of(f, key) : Name{0, position_of(f, key)};
+}
+
+template <u32 CODEC>
 __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature& f, u32 first, u32 samples, u32 lane) {
-    Bags<CODEC, WORDS, REGISTERS> bags(q, f, feature, lane);
+    constexpr u32 WORDS = Narrow<CODEC>::WORDS;
+    Bags<CODEC, WORDS, true> bags(q, f, feature, lane);
     const u64* keys = q.keys + f.keys_before * q.samples;
     bags.start(first);
     u32 end = bags.offsets[first + samples];
     for (u32 chunk = bags.begin; chunk < end; chunk += 32) {
-        u64 key = chunk + lane < end ? keys[chunk + lane] : 0;
-        Name name = {0, 0};
-        if (chunk + lane < end) {
-            if (f.place == CACHED) name = name_of(f, key);
-            else name.word = position_of(f, key);
-        }
+        u64 key;
+        Name name = name_at(f, keys, chunk + lane, end, key);
         for (u32 group = 0; group < 32 && chunk + group < end; group += KEYS) {
-            Found<WORDS> found[KEYS];
+            Found found[KEYS];
+            Row<WORDS> rows[KEYS];
             if (f.place == CACHED) {
                 // Each of these loops has loads of all keys under way before the next needs the first of them.
 #pragma unroll
@@ -183,7 +220,7 @@ __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature&
 #pragma unroll
                 for (u32 k = 0; k < KEYS; k++) see(f, found[k], __shfl_sync(FULL, name.word, group + k), lane);
 #pragma unroll
-                for (u32 k = 0; k < KEYS; k++) read<CODEC>(f, found[k], __shfl_sync(FULL, name.set, group + k), lane);
+                for (u32 k = 0; k < KEYS; k++) read<CODEC>(f, found[k], rows[k], __shfl_sync(FULL, name.set, group + k), lane);
                 fence();
                 __syncwarp();
 #pragma unroll
@@ -192,16 +229,17 @@ __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature&
 #pragma unroll
                 for (u32 k = 0; k < KEYS; k++) {
                     u64 position = __shfl_sync(FULL, name.word, group + k);
-                    if (position) found[k].row.template load<CODEC>(f.rows + (position - 1) * f.cache.row, f.cache.row, f.cache.row_bytes, lane);
+                    if (position) load<CODEC>(f, rows[k], f.rows + (position - 1) * f.cache.row, lane);
                 }
             }
 #pragma unroll 1
             for (u32 k = 0; k < KEYS && chunk + group + k < end; k++) {
                 // The one whose turn it is, picked out: so what follows is there once.
-                Found<WORDS> now = found[0];
+                Found now = found[0];
+                Row<WORDS> row = rows[0];
 #pragma unroll
                 for (u32 other = 1; other < KEYS; other++)
-                    if (other == k) now = found[other];
+                    if (other == k) now = found[other], row = rows[other];
                 u64 this_key = __shfl_sync(FULL, key, group + k);
                 Name this_name = {__shfl_sync(FULL, name.set, group + k), __shfl_sync(FULL, name.word, group + k)};
                 Kind kind = this_name.word ? KEPT : ABSENT;
@@ -211,7 +249,7 @@ __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature&
                         if (look) {
                             now.head = load_head(f.cache, this_name.set, lane);
                             see(f, now, this_name.word, lane);
-                            read<CODEC>(f, now, this_name.set, lane);
+                            read<CODEC>(f, now, row, this_name.set, lane);
                             fence();
                             __syncwarp();
                             now.head = load_head(f.cache, this_name.set, lane);
@@ -222,29 +260,62 @@ __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature&
                         }
                     }
                 }
-                bags.take(chunk + group + k, this_key, kind, this_name.set, now.row);
+                bags.go_to(chunk + group + k);
+                bags.take(chunk + group + k, this_key, kind, this_name.set, row);
             }
         }
     }
-    // The last bag with keys, and empty ones behind it.
-    for (u32 last = first + samples - 1;; bags.start(bags.sample + 1)) {
-        bags.finish();
-        if (bags.sample == last) break;
-    }
+    bags.end_at(first + samples);
 }
 
-// Words of a lane that stay in registers while a bag is added: 128 columns, or more of small codecs.
-template <u32 CODEC> struct Narrow { static constexpr u32 WORDS = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1; };
-// And of the widest row there is.
-#define WORDS_WIDE 32
+// The same for rows that are too wide for registers, one after the other.
+template <u32 CODEC>
+__device__ __forceinline__ void pool_wide(const Query& q, u32 feature, const Feature& f, u32 first, u32 samples, u32 lane) {
+    Bags<CODEC, Piece<CODEC>::WORDS, false> bags(q, f, feature, lane);
+    const u64* keys = q.keys + f.keys_before * q.samples;
+    bags.start(first);
+    u32 end = bags.offsets[first + samples];
+    for (u32 chunk = bags.begin; chunk < end; chunk += 32) {
+        u64 key;
+        Name name = name_at(f, keys, chunk + lane, end, key);
+        for (u32 k = 0; k < 32 && chunk + k < end; k++) {
+            u64 this_key = __shfl_sync(FULL, key, k);
+            Name this_name = {__shfl_sync(FULL, name.set, k), __shfl_sync(FULL, name.word, k)};
+            bags.go_to(chunk + k);
+            if (bags.state == bags.AGAIN) continue;
+            Kind kind = this_name.word ? KEPT : ABSENT;
+            FarRow row = {nullptr};
+            Found found;
+            if (kind == KEPT && f.place != CACHED) row.from = f.rows + (this_name.word - 1) * f.cache.row;
+            if (kind == KEPT && f.place == CACHED) {
+                kind = MISSING;
+                for (u32 look = 0; look < LOOKS; look++) {
+                    found.head = load_head(f.cache, this_name.set, lane);
+                    see(f, found, this_name.word, lane);
+                    if (found.way == WAYS || found.before % 2 == 0) break;
+                    fence();
+                    __syncwarp();
+                }
+                if (found.way < WAYS && found.before % 2 == 0) kind = KEPT, row.from = row_of(f.cache, this_name.set, found.way);
+            }
+            bags.take(chunk + k, this_key, kind, this_name.set, row);
+            if (kind != KEPT || f.place != CACHED) continue;
+            fence();
+            __syncwarp();
+            found.head = load_head(f.cache, this_name.set, lane);
+            if (!believe(f, found, this_name, lane)) bags.spoil(chunk + k, this_key, this_name.set);
+        }
+    }
+    bags.end_at(first + samples);
+}
 
 template <u32 CODEC>
 __device__ __forceinline__ void pool_codec(const Query& q, u32 feature, const Feature& f, u32 first, u32 samples, u32 lane) {
     constexpr u32 WORDS = Narrow<CODEC>::WORDS;
     // All columns must lie in those words; one more may hold the scale and the bias.
     bool narrow = f.dim <= 32 * WORDS * Values<CODEC>::N && f.cache.row <= 32 * WORDS + (CODEC == U8 || CODEC == U4);
-    if (narrow) pool<CODEC, WORDS, KEYS_NARROW, true>(q, feature, f, first, samples, lane);
-    else pool<CODEC, WORDS_WIDE, KEYS_WIDE, false>(q, feature, f, first, samples, lane);
+    if (narrow) pool<CODEC>(q, feature, f, first, samples, lane);
+    else pool_wide<CODEC>(q, feature, f, first, samples, lane);
 }
 
 // One launch for all features: warps by feature, then by tile of samples.
@@ -285,16 +356,14 @@ extern "C" __global__ void __launch_bounds__(128) query_tables(Query q) {
 
 template <u32 CODEC>
 __device__ __forceinline__ void finish_bag(const Finish& c, const Feature& f, const OpenBag& bag, u32 lane) {
-    Sum<CODEC, WORDS_WIDE, false> sum(f, lane);
+    Sum<CODEC, Piece<CODEC>::WORDS, false> sum(f, lane);
     sum.begin(bag.sample);
     for (u32 i = 0; i < bag.refs; i++) {
         u32 slot = c.slots[bag.first + i];
         if (slot == NO_SLOT) {
             sum.add_default(bag.done + i);
         } else {
-            Row<WORDS_WIDE> row;
-            row.template load<CODEC>(c.rows + (u64)slot * c.stride, f.cache.row, f.cache.row_bytes, lane);
-            sum.add_row(bag.done + i, row);
+            sum.add_row(bag.done + i, FarRow{c.rows + (u64)slot * c.stride});
         }
     }
     sum.close(bag.done + bag.refs);

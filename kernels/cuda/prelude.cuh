@@ -42,8 +42,8 @@ __device__ __forceinline__ float widen(u16 half) {
 
 #else
 
-inline u32 load_racing(const u32* at) { return *(const volatile u32*)at; }
-inline void store_racing(u32* at, u32 v) { *(volatile u32*)at = v; }
+inline u32 load_racing(const u32* at) { return sim::load(at); }
+inline void store_racing(u32* at, u32 v) { sim::store(at, v); }
 inline void fence() { __threadfence(); }
 inline void fence_host() { __threadfence_system(); }
 inline float widen(u16 half) {

@@ -1,11 +1,12 @@
-// The scheduler of host.h: fibers, meetings of lanes, barriers, and the seeded choice of who goes on.
+// The scheduler of host.h: fibers, meetings of lanes, barriers, the seeded choice of who goes on, and what of memory who sees.
 #include "host.h"
 
 namespace sim {
 
 Block* block = nullptr;
 uint64_t progress = 0;
-static uint64_t state = 1;
+bool racing = false;
+static uint64_t state = 1, steps = 0;
 static Context scheduler;
 
 void seed(uint64_t seed) { state = seed * 2 + 1; }
@@ -54,6 +55,76 @@ static void pass_barrier(Block& b) {
     if (b.at_barrier == b.alive) b.at_barrier = 0, b.barriers++;
 }
 
+static Warp& warp_here() { return block->warps[block->current->warp]; }
+
+// Other lanes, or other warps, may go on here, even for long.
+static void pause() {
+    unsigned chance = racing ? random() % 512 : 16;
+    if (chance > 15) return;
+    Fiber& me = *block->current;
+    if (chance < 2) me.wakes = steps + random() % 512;
+    if (chance == 0)
+        for (Fiber& f : block->fibers) if (f.warp == me.warp) f.wakes = me.wakes;
+    yield();
+}
+
+template <class Words, class At>
+static auto find(Words& words, At at) {
+    return std::find_if(words.begin(), words.end(), [at](auto& word) { return word.first == at; });
+}
+
+static void perform(std::pair<uint32_t*, uint32_t> write) { *(volatile uint32_t*)write.first = write.second; }
+
+static void perform_all(Warp& warp) {
+    for (auto& write : warp.written) perform(write);
+    warp.written.clear();
+}
+
+uint32_t load(const uint32_t* at) {
+    pause();
+    auto& written = warp_here().written;
+    auto mine = find(written, at);
+    if (mine != written.end()) return mine->second;
+    uint32_t now = *(const volatile uint32_t*)at;
+    if (!racing) return now;
+    auto& seen = block->current->seen;
+    auto before = find(seen, at);
+    if (before == seen.end()) return seen.emplace_back(at, now).second;
+    return random() % 2 ? before->second : before->second = now;
+}
+
+void store(uint32_t* at, uint32_t value) {
+    pause();
+    settle(at);
+    if (racing && random() % 2) warp_here().written.emplace_back(at, value);
+    else perform({at, value});
+}
+
+void settle(const void* at) {
+    auto& written = warp_here().written;
+    auto write = find(written, (const uint32_t*)at);
+    if (write != written.end()) perform(*write), written.erase(write);
+    unsigned first = block->current->warp * 32, end = std::min<unsigned>(first + 32, block->fibers.size());
+    for (unsigned i = first; i < end; i++) {
+        auto& seen = block->fibers[i].seen;
+        auto before = find(seen, (const uint32_t*)at);
+        if (before != seen.end()) seen.erase(before);
+    }
+}
+
+void fence() {
+    pause();
+    perform_all(warp_here());
+    block->current->seen.clear();
+    block->current->fenced = true;
+    yield();
+}
+
+void met(bool fenced) {
+    if (fenced) block->current->seen.clear();
+    block->current->fenced = false;
+}
+
 // Never returns: its frame must hold nothing that AddressSanitizer would leave marked.
 __attribute__((no_sanitize_address, noinline)) static void run_fiber() {
     block->grid->body();
@@ -62,6 +133,7 @@ __attribute__((no_sanitize_address, noinline)) static void run_fiber() {
     block->alive--;
     Warp& warp = block->warps[me->warp];
     warp.alive &= ~(1u << me->lane);
+    if (!warp.alive) perform_all(warp);
     leave(warp);
     if (block->alive) pass_barrier(*block);
     progress++;
@@ -118,6 +190,8 @@ Meeting& meet(uint32_t mask, uint64_t value, unsigned& turn) {
 
 void barrier() {
     Block* b = block;
+    perform_all(warp_here());
+    b->current->seen.clear();
     unsigned before = b->barriers;
     b->at_barrier++;
     progress++;
@@ -163,7 +237,7 @@ static void run_warp(Block& b, unsigned warp) {
     unsigned count = random() % 4 ? lanes : 1 + random() % lanes;
     for (unsigned i = 0; i < count; i++) {
         Fiber& f = b.fibers[from + (first + i) % lanes];
-        if (f.done) continue;
+        if (f.done || f.wakes > steps) continue;
         block = &b;
         b.current = &f;
         switch_to(scheduler, f.context);
@@ -172,6 +246,7 @@ static void run_warp(Block& b, unsigned warp) {
 }
 
 void step(Grid& grid) {
+    steps++;
     size_t most = grid.exclusive ? 1 : 3;
     while (grid.resident.size() < most && !grid.order.empty()) begin_block(grid);
     size_t at = random() % grid.resident.size();
@@ -181,6 +256,12 @@ void step(Grid& grid) {
     // A deadlock is when no warp of the block can do anything.
     uint64_t before = progress;
     run_warp(b, warp);
+    auto& written = b.warps[warp].written;
+    if (!written.empty() && random() % 16 == 0) {
+        std::swap(written.back(), written[random() % written.size()]);
+        perform(written.back());
+        written.pop_back();
+    }
     static unsigned idle = 0;
     idle = progress == before ? idle + 1 : 0;
     if (idle > 100000) fail("deadlock: no thread of the resident blocks goes on");

@@ -1,7 +1,12 @@
 // CUDA C++ as a host compiler reads it, and the machine that runs it: every CUDA thread is a fiber, several blocks (of several
 // kernels) are resident at once, and a seed decides which lanes of which warp go on. A switch happens at every warp operation, barrier and
-// fence. Finds lanes that disagree on a mask, divergence around barriers (as deadlock) and, built with AddressSanitizer, accesses
-// out of bounds. Shows neither timing nor the memory model: between two switches a fiber runs alone.
+// fence, and while two kernels run also before reads and writes that race: for a moment, or until the other kernel has done a lot.
+// Finds lanes that disagree on a mask, divergence around barriers (as deadlock) and, built with AddressSanitizer, accesses
+// out of bounds. Shows no timing.
+//
+// Of the memory model it shows what fences are for, where two kernels meet. What a lane has read of a word it may go on reading until it
+// passes a fence, or meets (`__syncwarp`) a lane that did. What a warp writes comes to others in any order until one of its lanes
+// passes a fence. Atomics, and words read for the first time, are as they are in memory.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -40,6 +45,7 @@ struct Meeting {
 struct Warp {
     uint32_t alive = 0;
     std::vector<std::unique_ptr<Meeting>> meetings;
+    std::vector<std::pair<uint32_t*, uint32_t>> written;  // but not come to others
 };
 
 struct Context {
@@ -56,6 +62,10 @@ struct Fiber {
     unsigned lane = 0, warp = 0;
     bool done = false;
     char* stack = nullptr;
+    uint64_t wakes = 0;  // does not go on before that many steps
+    // Words as it read them since its last fence, and whether it passed one since it last met its warp.
+    std::vector<std::pair<const uint32_t*, uint32_t>> seen;
+    bool fenced = false;
 };
 
 struct Grid;
@@ -81,6 +91,7 @@ struct Grid {
 
 extern Block* block;       // whose fiber runs
 extern uint64_t progress;  // moves with everything that can let another fiber go on
+extern bool racing;        // two kernels run
 
 void yield();
 std::unique_ptr<Grid> begin(std::function<void()> body, dim3 blocks, dim3 threads, bool exclusive);
@@ -110,6 +121,13 @@ inline T from(const uint64_t* slots, unsigned lane) {
 }
 
 void barrier();
+uint32_t load(const uint32_t* at);
+void store(uint32_t* at, uint32_t value);
+void fence();
+// The word at `at`, as it is in memory for an atomic.
+void settle(const void* at);
+// Lanes that met: what one passed a fence for, all see.
+void met(bool fenced);
 
 template <auto F> struct Entry;
 template <class... A, void (*F)(A...)>
@@ -143,9 +161,8 @@ struct Add { Add(Named kernel) { add(kernel); } };
 #define gridDim (sim::block->grid->blocks)
 
 static inline void __syncthreads() { sim::barrier(); }
-static inline void __threadfence() { sim::yield(); }
-static inline void __threadfence_block() { sim::yield(); }
-static inline void __threadfence_system() { sim::yield(); }
+static inline void __threadfence() { sim::fence(); }
+static inline void __threadfence_system() { sim::fence(); }
 static inline unsigned __ballot_sync(unsigned mask, int yes) {
     const uint64_t* slots; uint32_t who, all = 0;
     sim::exchange(mask, (uint32_t)(yes != 0), slots, who);
@@ -154,7 +171,7 @@ static inline unsigned __ballot_sync(unsigned mask, int yes) {
 }
 static inline int __any_sync(unsigned mask, int yes) { return __ballot_sync(mask, yes) != 0; }
 static inline int __all_sync(unsigned mask, int yes) { return __ballot_sync(mask, !yes) == 0; }
-static inline void __syncwarp(unsigned mask = ~0u) { __ballot_sync(mask, 0); }
+static inline void __syncwarp(unsigned mask = ~0u) { sim::met(__ballot_sync(mask, sim::block->current->fenced)); }
 template <class T> static inline T __shfl_sync(unsigned mask, T v, int lane) {
     const uint64_t* slots; uint32_t who;
     sim::exchange(mask, v, slots, who);
@@ -188,10 +205,7 @@ static inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4);
 static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 template <class T> static inline T __ldg(const T* p) { return *p; }
-template <class T> static inline T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
-template <class T> static inline T atomicOr(T* p, T v) { T old = *p; *p = old | v; return old; }
-template <class T> static inline T atomicExch(T* p, T v) { T old = *p; *p = v; return old; }
-template <class T> static inline T atomicMax(T* p, T v) { T old = *p; *p = std::max(old, v); return old; }
-template <class T> static inline T atomicCAS(T* p, T expected, T v) { T old = *p; if (old == expected) *p = v; return old; }
+template <class T> static inline T atomicAdd(T* p, T v) { sim::settle(p); T old = *p; *p = old + v; return old; }
+template <class T> static inline T atomicCAS(T* p, T expected, T v) { sim::settle(p); T old = *p; if (old == expected) *p = v; return old; }
 using std::max;
 using std::min;

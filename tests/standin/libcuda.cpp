@@ -32,7 +32,7 @@ std::vector<sim::Named>& table() { static std::vector<sim::Named> t; return t; }
 
 // Which GPU this is: the board's, a desk's with machine code of its own, one that needs the PTX, and ones that are too old.
 struct Device { const char* name; int sm, driver, integrated, processors; };
-const Device devices[] = {{"board", 87, 11040, 1, 2}, {"desk", 90, 13000, 0, 132}, {"ptx", 89, 12040, 0, 2},
+const Device devices[] = {{"board", 87, 11040, 1, 1}, {"desk", 90, 13000, 0, 1}, {"ptx", 89, 12040, 0, 132},
                           {"old driver", 87, 11020, 1, 2}, {"old GPU", 75, 13000, 0, 2}};
 const Device* device_named(const char* name) {
     for (auto& d : devices) if (!name || !strcmp(d.name, name)) return &d;
@@ -87,6 +87,7 @@ bool advance() {
     case Op::RECORD: op.event->done = std::max(op.event->done, op.number); break;
     case Op::WAIT: break;
     case Op::KERNEL:
+        sim::racing = running > (op.grid ? 1 : 0);
         if (!op.grid) op.grid = sim::begin(op.run, op.blocks, op.threads, op.exclusive);
         for (int i = 0; i < 8 && !op.grid->done(); i++) sim::step(*op.grid);
         if (!op.grid->done()) return true;
