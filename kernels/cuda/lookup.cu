@@ -68,26 +68,32 @@ struct Found {
     u32 before, way, head;
 };
 
-// The bags of one warp, taken key by key.
+// The bags of one warp, up to 32, taken key by key.
 template <u32 CODEC, u32 WORDS, bool REGISTERS>
 struct Bags {
     const Query& q;
     const Feature& f;
     Sum<CODEC, WORDS, REGISTERS> sum;
-    const u32* offsets;
     u32 feature, lane;
+    // The first, and where each ends, a lane each: offsets are read once, side by side.
+    u32 first, ends;
     // The bag in hand.
     u32 sample, begin, end, absent;
     enum { WHOLE, OPEN, AGAIN } state;
     u32 first_ref, opened_at;
 
-    __device__ __forceinline__ Bags(const Query& q, const Feature& f, u32 feature, u32 lane)
-        : q(q), f(f), sum(f, lane), offsets(q.offsets + (u64)feature * (q.samples + 1)), feature(feature), lane(lane) {}
+    __device__ __forceinline__ Bags(const Query& q, const Feature& f, u32 feature, u32 first, u32 samples, u32 lane)
+        : q(q), f(f), sum(f, lane), feature(feature), lane(lane), first(first) {
+        const u32* offsets = q.offsets + (u64)feature * (q.samples + 1) + first;
+        ends = lane < samples ? offsets[lane + 1] : 0;
+        end = offsets[0];
+        start(first);
+    }
 
     __device__ __forceinline__ void start(u32 at) {
         sample = at;
-        begin = offsets[at];
-        end = offsets[at + 1];
+        begin = end;
+        end = __shfl_sync(FULL, ends, at - first);
         absent = 0;
         state = WHOLE;
         sum.begin(at);
@@ -203,10 +209,9 @@ __device__ __forceinline__ Name name_at(const Feature& f, const u64* keys, u32 a
 template <u32 CODEC>
 __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature& f, u32 first, u32 samples, u32 lane) {
     constexpr u32 WORDS = Narrow<CODEC>::WORDS;
-    Bags<CODEC, WORDS, true> bags(q, f, feature, lane);
+    Bags<CODEC, WORDS, true> bags(q, f, feature, first, samples, lane);
     const u64* keys = q.keys + f.keys_before * q.samples;
-    bags.start(first);
-    u32 end = bags.offsets[first + samples];
+    u32 end = __shfl_sync(FULL, bags.ends, samples - 1);
     for (u32 chunk = bags.begin; chunk < end; chunk += 32) {
         u64 key;
         Name name = name_at(f, keys, chunk + lane, end, key);
@@ -271,10 +276,9 @@ __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature&
 // The same for rows that are too wide for registers, one after the other.
 template <u32 CODEC>
 __device__ __forceinline__ void pool_wide(const Query& q, u32 feature, const Feature& f, u32 first, u32 samples, u32 lane) {
-    Bags<CODEC, Piece<CODEC>::WORDS, false> bags(q, f, feature, lane);
+    Bags<CODEC, Piece<CODEC>::WORDS, false> bags(q, f, feature, first, samples, lane);
     const u64* keys = q.keys + f.keys_before * q.samples;
-    bags.start(first);
-    u32 end = bags.offsets[first + samples];
+    u32 end = __shfl_sync(FULL, bags.ends, samples - 1);
     for (u32 chunk = bags.begin; chunk < end; chunk += 32) {
         u64 key;
         Name name = name_at(f, keys, chunk + lane, end, key);

@@ -65,7 +65,7 @@ struct Query {
     u32 bags;              // how many: of `only`, or samples
     u32 samples;
     u32 feature_count;
-    u32 tile;              // samples of a feature that one warp takes
+    u32 tile;              // samples of a feature that one warp takes, 32 at most
 };
 static_assert(sizeof(Feature) == 176 && sizeof(Query) == 120, "as kernels/src/cuda/launch.rs has them");
 

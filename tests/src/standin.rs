@@ -53,13 +53,13 @@ pub fn load() -> Option<&'static StandIn> {
 }
 
 /// Loads the stand-in for cuBLAS beside that for the driver, so that the product finds it; `false` if the machine's own GPU is
-/// asked for.
+/// asked for. It is called as CUDA 13 calls it.
 pub fn load_cublas() -> bool {
     static LOADED: OnceLock<Option<Library>> = OnceLock::new();
     let of_driver =
         || std::env::var_os("HATCHBACK_STANDIN").map_or_else(|| build("standin", &[]), PathBuf::from);
     // SAFETY: our own library, which does nothing when it is loaded; its SONAME is cuBLAS's.
-    let library = || unsafe { Library::new(of_driver().with_file_name("libcublas.so")) }.unwrap();
+    let library = || unsafe { Library::new(of_driver().with_file_name("libcublas.so.13")) }.unwrap();
     LOADED.get_or_init(|| load().map(|_| library())).is_some()
 }
 

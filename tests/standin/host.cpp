@@ -59,10 +59,10 @@ static Warp& warp_here() { return block->warps[block->current->warp]; }
 
 // Other lanes, or other warps, may go on here, even for long.
 static void pause() {
-    unsigned chance = racing ? random() % 512 : 16;
-    if (chance > 15) return;
+    unsigned chance = racing ? random() % 512 : 512;
+    if (chance >= 32) return;
     Fiber& me = *block->current;
-    if (chance < 2) me.wakes = steps + random() % 512;
+    if (chance < 5) me.wakes = steps + random() % 256;
     if (chance == 0)
         for (Fiber& f : block->fibers) if (f.warp == me.warp) f.wakes = me.wakes;
     yield();

@@ -1,6 +1,7 @@
 // A stand-in for cuBLAS, as far as this project calls it: products that run in the stream's order, on the stand-in for the driver.
-// Sums are added in an order of its own, from the last product to the first. Insists on a workspace of the caller's, which a
-// change of the stream takes away, as in cuBLAS: it would take memory of its own else, which a recording does not bear.
+// Sums are added in an order of its own, from the last product to the first. Insists on the context of the thread that calls, and on a
+// workspace of the caller's, which a change of the stream takes away, as in cuBLAS: it would take memory of its own else, which a
+// recording does not bear.
 #include <cstdio>
 #include <cstdlib>
 #include <dlfcn.h>
@@ -30,8 +31,22 @@ struct Product {
     }
 };
 
-API int cublasCreate_v2(Handle** h) { *h = new Handle; return SUCCESS; }
-API int cublasDestroy_v2(Handle* h) { delete h; return SUCCESS; }
+static void* of_driver(const char* name) {
+    void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
+    return driver ? dlsym(driver, name) : nullptr;
+}
+static bool bound() {
+    auto current = (int (*)(void**))of_driver("cuCtxGetCurrent");
+    void* context = nullptr;
+    return current && !current(&context) && context;
+}
+
+API int cublasCreate_v2(Handle** h) { return bound() ? (*h = new Handle, SUCCESS) : NOT_INITIALIZED; }
+API int cublasDestroy_v2(Handle* h) {
+    if (!bound()) fprintf(stderr, "stand-in cuBLAS: destroyed by a thread without a context\n"), abort();
+    delete h;
+    return SUCCESS;
+}
 API int cublasSetStream_v2(Handle* h, void* stream) { *h = {stream, nullptr, 0}; return SUCCESS; }
 API int cublasSetWorkspace_v2(Handle* h, void* workspace, size_t bytes) { h->workspace = workspace, h->bytes = bytes; return SUCCESS; }
 API int cublasSgemm_v2(Handle* h, int turn_a, int turn_b, int m, int n, int k, const float* alpha, const float* a, int lda, const float* b, int ldb,
@@ -41,10 +56,7 @@ API int cublasSgemm_v2(Handle* h, int turn_a, int turn_b, int m, int n, int k, c
         fprintf(stderr, "stand-in cuBLAS: a product without a workspace of the caller's\n");
         abort();
     }
-    void* driver = dlopen("libcuda.so", RTLD_NOW | RTLD_NOLOAD);
-    auto launch = driver ? (int (*)(void*, void (*)(void*), void*))dlsym(driver, "cuLaunchHostFunc") : nullptr;
-    if (!launch) return NOT_INITIALIZED;
+    auto launch = (int (*)(void*, void (*)(void*), void*))of_driver("cuLaunchHostFunc");
+    if (!launch || !bound()) return NOT_INITIALIZED;
     return launch(h->stream, Product::run, new Product{m, n, k, lda, ldb, ldc, a, b, c}) ? EXECUTION_FAILED : SUCCESS;
 }
-API const char* cublasGetStatusName(int) { return "CUBLAS (stand-in)"; }
-API const char* cublasGetStatusString(int) { return "stand-in error"; }

@@ -80,6 +80,10 @@ bool advance() {
         ready.push_back(s);
     });
     if (ready.empty()) return false;
+    // Now and then one of them lags behind all others for a while.
+    static Stream* slow = nullptr;
+    if (sim::random() % 64 == 0) slow = sim::random() % 4 ? nullptr : ready[sim::random() % ready.size()];
+    if (ready.size() > 1) ready.erase(std::remove(ready.begin(), ready.end(), slow), ready.end());
     Stream* s = ready[sim::random() % ready.size()];
     Op& op = s->ops.front();
     switch (op.kind) {
@@ -187,7 +191,7 @@ Result release(Address p, bool pinned) {
 }
 
 struct Module { std::string image, entry; };  // what a kernel's name stands behind in the image
-struct Function { sim::Named kernel; };
+struct Function { sim::Named kernel; bool ran = false; };
 typedef std::vector<Op> Graph;
 int context;
 
@@ -368,6 +372,9 @@ API Result cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsign
     sim::Named& kernel = ((Function*)f)->kernel;
     // No more threads than the kernel was built for: its registers would not do.
     if (!gx || !gy || !gz || gx > 0x7fffffff || gy > 65535 || gz > 65535 || !bx || !by || !bz || bx * by * bz > kernel.threads) return INVALID_VALUE;
+    // A driver loads a kernel when it is first launched, for which it takes memory.
+    if (of(s)->captured && !((Function*)f)->ran) return spoil(of(s)), CAPTURE_UNSUPPORTED;
+    ((Function*)f)->ran = true;
     if (!of(s)->captured) launches++;
     Op op{Op::KERNEL};
     op.run = kernel.bind(arguments);

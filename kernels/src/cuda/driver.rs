@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
     /// There is no driver library.
-    #[error("no CUDA driver on this machine (libcuda.so cannot be loaded)")]
+    #[error("no CUDA driver on this machine (neither libcuda.so nor libcuda.so.1 can be loaded)")]
     NoDriver,
     /// There is a driver, but no GPU.
     #[error("the CUDA driver finds no GPU")]

@@ -413,7 +413,7 @@ impl Kernels {
         assert!(
             ring.kept.len() >= 4 * ring.refs.len() * ring.kept_stride && ring.bags.len() >= ring.refs.len()
         );
-        assert!(counters.len() >= 5 && tile > 0 && only.is_none_or(|o| bags <= o.len()));
+        assert!(counters.len() >= 5 && (1..=32).contains(&tile) && only.is_none_or(|o| bags <= o.len()));
         assert!(only.is_some() || ring.again.len().min(ring.absents.len()) >= bags * features.len());
         assert!(only.is_some() || bags == *samples);
         let argument = QueryArgument {

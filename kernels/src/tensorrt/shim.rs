@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 use super::{Build, TensorRtError, Version};
+use crate::cuda::cublas::why;
 use crate::cuda::driver::Stream;
 use crate::cuda::memory::{Buffer, View};
 use libloading::Library;
@@ -204,7 +205,7 @@ impl Shim {
         // SAFETY: the shim's initializers only register themselves; whoever names the file vouches for it.
         let library = unsafe { Library::new(shim) };
         let library =
-            library.map_err(|e| TensorRtError::NotBuilt { path: shim.to_owned(), problem: e.to_string() })?;
+            library.map_err(|e| TensorRtError::NotBuilt { path: shim.to_owned(), problem: why(&e) })?;
         // Never unloaded, as TensorRT itself is not.
         let calls = Calls::find(Box::leak(Box::new(library)))?;
         let path = |p: &Path| c_string(&p.to_string_lossy());
