@@ -50,7 +50,7 @@ struct Ring {
     Ref* refs;             // `[refs_max]`
     u32* kept;             // the rows of KEPT lookups, at the number of the ref: `[refs_max, kept_stride]`
     Absents* absents;      // `[features * batch_max]`
-    u32* again;            // bags for which there was no room: feature, sample; `[features * batch_max, 2]`
+    u32* again;            // bags to ask for again: no room, or a row changed as it was added: feature, sample; `[features * batch_max, 2]`
     u32 refs_max, kept_stride;
 };
 

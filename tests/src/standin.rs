@@ -21,6 +21,8 @@ pub struct Counts {
     pub copies: u64,
     /// Bytes allocated now.
     pub bytes: u64,
+    /// Whether work is under way that nobody has waited for.
+    pub busy: bool,
 }
 
 /// The stand-in, loaded.
@@ -86,11 +88,11 @@ impl StandIn {
 
     /// What was asked for so far.
     pub fn counts(&self) -> Counts {
-        let mut out = [0u64; 4];
-        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes four numbers.
+        let mut out = [0u64; 5];
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes five numbers.
         unsafe { self.0.get::<extern "C" fn(*mut u64)>(b"standin_counts\0").unwrap()(out.as_mut_ptr()) };
-        let [launches, waits, copies, bytes] = out;
-        Counts { launches, waits, copies, bytes }
+        let [launches, waits, copies, bytes, busy] = out;
+        Counts { launches, waits, copies, bytes, busy: busy != 0 }
     }
 }
 

@@ -148,6 +148,8 @@ bool recording_here() {
 // The context that the calling thread has bound; without one a driver does nothing.
 thread_local void* current;
 #define BOUND if (!current) return INVALID_CONTEXT
+// What is given back without one would stay for ever.
+#define BOUND_TO_GIVE_BACK if (!current) sim::fail("something is given back by a thread that has not bound the context")
 
 Result allocate(Address* p, size_t n, size_t alignment, bool pinned) {
     BOUND;
@@ -178,13 +180,14 @@ void check_device(Address p, size_t n) {
 
 // Device memory is freed once the device is done; pinned memory at once, whoever still writes there.
 Result release(Address p, bool pinned) {
-    BOUND;
+    BOUND_TO_GIVE_BACK;
     LOCKED;
     NOT_WHILE_RECORDING;
     if (!pinned) run(idle);
     auto at = memories.find(p);
     if (at == memories.end() || at->second.pinned != pinned) sim::fail("memory is freed that was not allocated so");
     live_bytes -= at->second.bytes;
+    memset((void*)p, 0x5a, at->second.bytes);
     memories.erase(at);
     free((void*)p);
     return SUCCESS;
@@ -202,7 +205,7 @@ void sim::add(sim::Named kernel) { table().push_back(kernel); }
 // For the tests themselves.
 API void standin_device(const char* name) { LOCKED; device() = device_named(name); }
 API void standin_seed(uint64_t seed) { LOCKED; sim::seed(seed); }
-API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; }
+API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; }
 
 API Result cuInit(unsigned) { return SUCCESS; }
 API Result cuDriverGetVersion(int* v) { *v = device()->driver; return SUCCESS; }
@@ -250,12 +253,12 @@ API Result cuStreamCreate(void** s, unsigned flags) {
     return SUCCESS;
 }
 API Result cuStreamCreateWithPriority(void** s, unsigned flags, int) { return cuStreamCreate(s, flags); }
-API Result cuStreamDestroy_v2(void* s) { BOUND; LOCKED; Stream* gone = of(s); run([&] { return gone->ops.empty(); }); streams.erase(gone); delete gone; return SUCCESS; }
+API Result cuStreamDestroy_v2(void* s) { BOUND_TO_GIVE_BACK; LOCKED; Stream* gone = of(s); run([&] { return gone->ops.empty(); }); streams.erase(gone); delete gone; return SUCCESS; }
 API Result cuStreamSynchronize(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; waits++; run([&] { return of(s)->ops.empty(); }); return SUCCESS; }
 API Result cuStreamQuery(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; advance(); return of(s)->ops.empty() ? SUCCESS : NOT_READY; }
 
 API Result cuEventCreate(void** e, unsigned) { BOUND; *e = new std::shared_ptr<Event>(new Event); return SUCCESS; }
-API Result cuEventDestroy_v2(void* e) { BOUND; LOCKED; delete (std::shared_ptr<Event>*)e; return SUCCESS; }
+API Result cuEventDestroy_v2(void* e) { BOUND_TO_GIVE_BACK; LOCKED; delete (std::shared_ptr<Event>*)e; return SUCCESS; }
 API Result cuEventRecord(void* e, void* s) {
     BOUND;
     LOCKED;
@@ -355,7 +358,7 @@ API Result cuModuleLoadData(void** m, const void* image) {
     *m = new Module{std::string((const char*)p, bytes), ".text."};
     return SUCCESS;
 }
-API Result cuModuleUnload(void* m) { BOUND; LOCKED; NOT_WHILE_RECORDING; delete (Module*)m; return SUCCESS; }
+API Result cuModuleUnload(void* m) { BOUND_TO_GIVE_BACK; LOCKED; NOT_WHILE_RECORDING; delete (Module*)m; return SUCCESS; }
 API Result cuModuleGetFunction(void** f, void* m, const char* name) {
     BOUND;
     // The image must have it too: what is tested here is what was built for the device.
@@ -413,5 +416,5 @@ API Result cuGraphLaunch(void* x, void* s) {
     for (Op op : *(Graph*)x) give(s, std::move(op));
     return SUCCESS;
 }
-API Result cuGraphDestroy(void* g) { delete (Graph*)g; return SUCCESS; }
-API Result cuGraphExecDestroy(void* x) { BOUND; LOCKED; run(idle); delete (Graph*)x; return SUCCESS; }
+API Result cuGraphDestroy(void* g) { BOUND_TO_GIVE_BACK; delete (Graph*)g; return SUCCESS; }
+API Result cuGraphExecDestroy(void* x) { BOUND_TO_GIVE_BACK; LOCKED; run(idle); delete (Graph*)x; return SUCCESS; }

@@ -133,7 +133,8 @@ fn many_workers_on_one_model_score_as_one() {
     let tables = vec![
         TablePlan::cached(KeySpace::Sparse, 900, 12, CodecChoice::U8),
         TablePlan::cached(KeySpace::Index, 900, 12, CodecChoice::U8),
-        TablePlan::cached(KeySpace::Index, 300, 24, CodecChoice::F32),
+        // Rows that are added as they are read.
+        TablePlan::cached(KeySpace::Index, 300, 260, CodecChoice::F32),
     ];
     let pooling = |i: usize| [Pooling::Sum, Pooling::Mean, Pooling::None][i % 3];
     let feature = |i: usize| FeaturePlan {
@@ -206,9 +207,12 @@ fn a_request_without_misses_is_one_launch() {
 #[test]
 fn rows_fetched_behind_and_ahead_are_there_next_time() {
     let _shared = not_counting();
-    let table =
-        |keys| TablePlan { miss: MissPolicy::Default, ..TablePlan::cached(keys, 400, 20, CodecChoice::U8) };
-    let tables = vec![table(KeySpace::Index), table(KeySpace::Sparse)];
+    // Each in a cache of its own, since their rows are of different widths.
+    let table = |keys, dim| TablePlan {
+        miss: MissPolicy::Default,
+        ..TablePlan::cached(keys, 400, dim, CodecChoice::U8)
+    };
+    let tables = vec![table(KeySpace::Index, 20), table(KeySpace::Sparse, 24)];
     let features = (0..2).map(FeaturePlan::one_hot).collect();
     let plan = ModelPlan { name: "behind".to_owned(), sequence: 1, seed: 9, dense: 0, tables, features };
     let packed = plan.pack();

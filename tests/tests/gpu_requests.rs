@@ -81,12 +81,13 @@ fn keys_brought() -> u64 {
     u64::from(!standin::is_board())
 }
 
-/// Launches, waits and copies that `work` asks of the stand-in.
+/// Launches, waits and copies that `work` asks of the stand-in; it waits for all that it began.
 fn asked(work: impl FnOnce()) -> Option<[u64; 3]> {
     let counts = || standin::load().map(|s| s.counts());
     let before = counts();
     work();
     let (before, after) = (before?, counts()?);
+    assert!(!after.busy);
     Some([after.launches - before.launches, after.waits - before.waits, after.copies - before.copies])
 }
 

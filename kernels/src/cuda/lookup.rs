@@ -269,8 +269,8 @@ impl Lookup {
     }
 
     /// Waits for the query and notes in `misses`, which is empty, what it left open; counts the rows that were there in
-    /// `statuses`, which are of the batch and were not counted in before. Returns whether bags are left for `again`, for
-    /// which there was no room.
+    /// `statuses`, which are of the batch and were not counted in before. Returns whether bags are left for `again`: there was
+    /// no room for them, or a wide row changed as it was added.
     ///
     /// # Errors
     /// The GPU failed.
@@ -362,7 +362,7 @@ impl Lookup {
         self.stream.wait()
     }
 
-    /// Queries the bags for which there was no room, and waits; as [`Lookup::collect`].
+    /// Queries the bags that were left, and waits; as [`Lookup::collect`].
     ///
     /// # Errors
     /// The GPU failed.

@@ -303,7 +303,7 @@ impl Worker {
 
     /// The same on the GPU, scores included if the dense network is there too: returns whether it is. All features go in one
     /// launch, with the network behind them. Where nothing is missing, that is all; else what was left open is fetched and
-    /// finished, bags for which the miss list had no room are queried again behind the others, and the last of it is one more
+    /// finished, bags for which the miss list had no room (or whose rows changed) are queried again behind the others, and the last of it is one more
     /// launch with the network behind.
     fn score_on_gpu(
         &mut self,
