@@ -62,7 +62,7 @@ static void pause() {
     unsigned chance = racing ? random() % 512 : 512;
     if (chance >= 32) return;
     Fiber& me = *block->current;
-    if (chance < 5) me.wakes = steps + random() % 256;
+    if (chance < 8) me.wakes = steps + random() % 512;
     if (chance == 0)
         for (Fiber& f : block->fibers) if (f.warp == me.warp) f.wakes = me.wakes;
     yield();

@@ -82,7 +82,7 @@ bool advance() {
     if (ready.empty()) return false;
     // Now and then one of them lags behind all others for a while.
     static Stream* slow = nullptr;
-    if (sim::random() % 64 == 0) slow = sim::random() % 4 ? nullptr : ready[sim::random() % ready.size()];
+    if (sim::random() % 1024 == 0) slow = sim::random() % 4 ? nullptr : ready[sim::random() % ready.size()];
     if (ready.size() > 1) ready.erase(std::remove(ready.begin(), ready.end(), slow), ready.end());
     Stream* s = ready[sim::random() % ready.size()];
     Op& op = s->ops.front();

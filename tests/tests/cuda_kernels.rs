@@ -461,6 +461,27 @@ fn queries_pool_the_same_bits() {
     assert!((1..30).contains(&several_rounds), "{several_rounds} of 60 worlds had too small a miss list");
 }
 
+/// Ends a query of 64 samples, with rows of `version` where any missed: how many did, and how often bags were asked for again.
+fn answer_all(lookup: &mut Lookup, misses: &mut Misses, version: u64, dim: usize) -> (usize, usize) {
+    let (mut statuses, mut missed, mut again) = ([Status::default(); 64], 0, 0);
+    let mut more = lookup.collect(misses, &mut statuses).unwrap();
+    loop {
+        for Miss { row, slot, .. } in misses.list().to_vec() {
+            let value = ((4096 * row.key + version) as f32).to_le_bytes();
+            misses.row_mut(slot)[..4 * dim].chunks_mut(4).for_each(|b| b.copy_from_slice(&value));
+            misses.set_state(slot, RowState::Fresh);
+        }
+        missed += misses.list().len();
+        lookup.settle(misses, &mut statuses).unwrap();
+        misses.clear();
+        if !more {
+            return (missed, again);
+        }
+        again += 1;
+        more = lookup.again(misses, &mut statuses).unwrap();
+    }
+}
+
 /// Changes on one stream, a query on another, their steps among each other: a row that is pooled is whole, the key's own, and no
 /// older than what was there before.
 #[test]
@@ -518,23 +539,8 @@ fn no_query_sees_a_torn_or_foreign_row() {
                 _ => changes.insert(&staged, dim),
             }
             .unwrap();
-            let mut statuses = vec![Status::default(); 64];
-            let mut more = lookup.collect(&mut misses, &mut statuses).unwrap();
-            loop {
-                for Miss { row, slot, .. } in misses.list().to_vec() {
-                    let value = ((4096 * row.key + version) as f32).to_le_bytes();
-                    misses.row_mut(slot)[..4 * dim].chunks_mut(4).for_each(|b| b.copy_from_slice(&value));
-                    misses.set_state(slot, RowState::Fresh);
-                }
-                refused += misses.list().len();
-                lookup.settle(&misses, &mut statuses).unwrap();
-                misses.clear();
-                if !more {
-                    break;
-                }
-                spoiled += 1;
-                more = lookup.again(&mut misses, &mut statuses).unwrap();
-            }
+            let (missed, again) = answer_all(&mut lookup, &mut misses, version, dim);
+            (refused, spoiled) = (refused + missed, spoiled + again);
             for (sample, ends) in offsets.windows(2).enumerate() {
                 let (row, keys) = (&input[sample * dim..][..dim], &keys[ends[0] as usize..ends[1] as usize]);
                 hits += keys.len();

@@ -241,7 +241,9 @@ fn rows_fetched_behind_and_ahead_are_there_next_time() {
     assert_eq!(worker.counters().misses, misses);
     // What is there is not read again.
     let pages = worker.counters().pages;
-    assert!(worker.fetch_ahead(hatchback::RowKey { table: 0, key: keys[0][3] }));
+    for (table, keys) in keys.iter().enumerate() {
+        assert!(worker.fetch_ahead(hatchback::RowKey { table: table as u16, key: keys[3] }));
+    }
     assert_eq!((worker.fetch_behind(8), worker.counters().pages, worker.behind()), (0, pages, 0));
 }
 

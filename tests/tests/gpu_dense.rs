@@ -399,11 +399,10 @@ fn a_recording_and_other_threads_do_not_disturb_each_other() {
             let (from, to) = (gpu.mapped::<u32>(3).unwrap(), gpu.buffer::<u32>(3).unwrap());
             let mut graphs = Graphs::new((gpu.stream().unwrap(), from, to));
             let work = |(stream, from, to): &mut (Stream, Mapped<u32>, Buffer<u32>)| {
-                (0..20).try_for_each(|_| {
-                    // The others' turn.
-                    std::thread::yield_now();
-                    stream.bring(from, to, 3)
-                })
+                stream.bring(from, to, 3)?;
+                // The others' turn.
+                std::thread::sleep(std::time::Duration::from_micros(300));
+                stream.bring(from, to, 3)
             };
             graphs.record(|named| &named.0, work).unwrap();
             graphs.launch(0, |named| &named.0).unwrap();
