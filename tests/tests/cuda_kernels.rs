@@ -491,7 +491,7 @@ fn no_query_sees_a_torn_or_foreign_row() {
         // More keys than fit, so that they drive each other out; or so few that the same are changed and read all the time.
         let keys_end = if seed % 2 == 0 { 60 } else { 6 };
         // Rows that are read whole before they are added, or piece by piece.
-        let (dim, versions) = if seed % 3 < 2 { (64, 40) } else { (300, 16) };
+        let (dim, versions) = if seed % 3 < 2 { (64, 26) } else { (300, 14) };
         let format = RowFormat::new(Codec::F32, dim, 0).unwrap();
         let default_row = vec![0.0; dim];
         let gpu = standin::gpu(seed);

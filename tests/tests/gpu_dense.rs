@@ -395,7 +395,7 @@ fn a_recording_and_other_threads_do_not_disturb_each_other() {
                 stream.wait().unwrap();
             }
         });
-        for _ in 0..60 {
+        let recorded = (0..60).try_for_each(|_| {
             let (from, to) = (gpu.mapped::<u32>(3).unwrap(), gpu.buffer::<u32>(3).unwrap());
             let mut graphs = Graphs::new((gpu.stream().unwrap(), from, to));
             let work = |(stream, from, to): &mut (Stream, Mapped<u32>, Buffer<u32>)| {
@@ -404,10 +404,11 @@ fn a_recording_and_other_threads_do_not_disturb_each_other() {
                 std::thread::sleep(std::time::Duration::from_micros(300));
                 stream.bring(from, to, 3)
             };
-            graphs.record(|named| &named.0, work).unwrap();
-            graphs.launch(0, |named| &named.0).unwrap();
-            graphs.named().0.wait().unwrap();
-        }
+            graphs.record(|named| &named.0, work)?;
+            graphs.launch(0, |named| &named.0)?;
+            graphs.named().0.wait()
+        });
         done.store(true, Ordering::Relaxed);
+        recorded.unwrap();
     });
 }
