@@ -218,7 +218,8 @@ code!(U4, LANES / 2, true, u4s);
 mod tests {
     use super::*;
     use crate::isa::Isa;
-    use crate::simd::{Job, Plain, Simd, dispatch};
+    use crate::memory::Zeroed;
+    use crate::simd::{Job, Plain, Simd, dispatch, drain};
 
     struct Whole<'a>(Sums<'a>);
 
@@ -246,7 +247,9 @@ mod tests {
             }
             let slots = std::array::from_fn(|i| (i * 7 % 20) as u32);
             // The second bag is empty, the third goes over the end of the ring.
-            let (start, offsets, stride) = (1000, [1003, 1010, 1010, 1000 + RING as u32 + 5], dim + 3);
+            // Whole lines, so that sums may go past the caches.
+            let stride = (dim + 3).next_multiple_of(LANES);
+            let (start, offsets) = (1000, [1003, 1010, 1010, 1000 + RING as u32 + 5]);
             let mut plain = vec![7.0; 3 * stride];
             for (out, bounds) in plain.chunks_mut(stride).zip(offsets.windows(2)) {
                 out[..dim].fill(0.0);
@@ -257,7 +260,7 @@ mod tests {
             }
             let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
             for isa in Isa::available() {
-                let sum = |offsets: &[u32], first, out: &mut [f32]| {
+                let sum = |offsets: &[u32], first, out: &mut [f32], stream| {
                     let rows = Rows::still(&bytes, format.row_bytes());
                     dispatch(
                         isa,
@@ -271,18 +274,23 @@ mod tests {
                             first,
                             out,
                             stride,
-                            stream: false,
+                            stream,
                         }),
                     )
                 };
-                let mut out = vec![7.0; 3 * stride];
-                let summed = sum(&offsets, true, &mut out);
-                // The plain form has no sums of its own.
-                assert_eq!(summed, isa != Isa::available()[0]);
-                assert!(!summed || bits(&out) == bits(&plain), "{isa:?}, {codec:?}, {dim} columns");
+                for stream in [false, true] {
+                    let mut out = Zeroed::new(3 * stride);
+                    out.fill(7.0);
+                    let summed = sum(&offsets, true, &mut out, stream);
+                    drain();
+                    // The plain form has no sums of its own.
+                    assert_eq!(summed, isa != Isa::available()[0]);
+                    assert!(!summed || bits(&out) == bits(&plain), "{isa:?}, {codec:?}, {dim} columns");
+                }
+                let summed = isa != Isa::available()[0];
                 let mut parts = vec![7.0; stride];
-                sum(&[1003, 1006], true, &mut parts);
-                sum(&[1006, 1010], false, &mut parts);
+                sum(&[1003, 1006], true, &mut parts, false);
+                sum(&[1006, 1010], false, &mut parts, false);
                 assert!(
                     !summed || bits(&parts) == bits(&plain[..stride]),
                     "{isa:?}, {codec:?}, {dim} columns, parts"
