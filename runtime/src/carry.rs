@@ -3,9 +3,11 @@
 //! are left out. The old caches stay as they are: requests in flight are still answered from them.
 
 use crate::flash::Flash;
-use crate::model::{Model, Store, preload_table};
+use crate::model::Model;
+use crate::preload::preload_table;
 use crate::reader::{PageReader, ReadMethod};
 use crate::table_rows::{PLACED, Place, TableRows};
+use crate::tables::Store;
 use hatchback_kernels::cache::Cache;
 use serde::Serialize;
 use std::path::PathBuf;

@@ -5,6 +5,7 @@
 pub mod bench;
 pub mod demo;
 pub mod eval;
+mod hot;
 pub mod image;
 pub mod import;
 pub mod inspect;
@@ -12,6 +13,7 @@ pub mod keys;
 pub mod metrics;
 pub mod onnx;
 pub mod pack;
+mod pack_table;
 pub mod place;
 pub mod plot;
 pub mod prune;

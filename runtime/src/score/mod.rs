@@ -7,11 +7,12 @@ mod fetch;
 
 use crate::absent::Absent;
 use crate::batch::Batch;
-use crate::model::{Model, ServedTable, Store};
+use crate::model::Model;
 use crate::on_gpu::OnGpu;
 use crate::reader::{PageReader, ReadMethod};
 use crate::schema::{InputSource, KeySpace, MissPolicy, Table};
 use crate::table_rows::{Place, TableRows};
+use crate::tables::{ServedTable, Store};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::cuda::lookup::FeatureOnDevice;
