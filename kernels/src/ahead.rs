@@ -4,6 +4,7 @@
 
 use crate::cache::{Cache, Epoch};
 use crate::codec::RowFormat;
+use crate::eviction::used;
 use crate::heads::{Heads, Seen};
 use crate::names::{Name, Namer, RowKey};
 use crate::resident::Resident;
@@ -30,37 +31,68 @@ pub(crate) struct Ring {
     words: [u64; RING],
     ways: [u32; RING],
     sequences: [u32; RING],
+    uses: [u32; RING],
     slots: [u32; RING],
 }
 
 impl Default for Ring {
     fn default() -> Self {
-        Self { sets: [0; RING], words: [0; RING], ways: [0; RING], sequences: [0; RING], slots: [0; RING] }
+        let none = [0; RING];
+        Self { sets: none, words: [0; RING], ways: none, sequences: none, uses: none, slots: none }
     }
 }
 
 impl Ring {
-    /// Turns the hits of a group into ways and slots, many at a time; a bit for each key that is not there.
+    /// Turns the hits of a group into ways and slots, many at a time.
     #[inline(always)]
-    fn see(&mut self, at: usize) -> u16 {
+    fn see(&mut self, at: usize) -> Looked {
         fn group<T>(of: &mut [T; RING], at: usize) -> Option<&mut [T; GROUP]> {
             of[at..].first_chunk_mut()
         }
         let sets = group(&mut self.sets, at);
         let (words, sequences) = (group(&mut self.words, at), group(&mut self.sequences, at));
         let (ways, slots) = (group(&mut self.ways, at), group(&mut self.slots, at));
-        let (Some(sets), Some(words), Some(sequences), Some(ways), Some(slots)) =
-            (sets, words, sequences, ways, slots)
+        let (Some(sets), Some(words), Some(sequences), Some(uses), Some(ways), Some(slots)) =
+            (sets, words, sequences, group(&mut self.uses, at), ways, slots)
         else {
-            return !0;
+            return Looked { lost: !0, uncounted: 0 };
         };
-        let mut lost = 0;
+        let mut looked = Looked::default();
         for n in 0..GROUP {
             let seen = Seen::of(Name { set: sets[n], word: words[n] }, ways[n], sequences[n]);
             (ways[n], slots[n]) = (seen.way, seen.slot());
-            lost |= u16::from(!seen.is_there()) << n;
+            looked.lost |= u16::from(!seen.is_there()) << n;
+            looked.uncounted |= u16::from(used(uses[n], seen.way as usize) != uses[n]) << n;
         }
-        lost
+        looked
+    }
+}
+
+/// What is known of a group of keys, a bit for each, the first in the lowest.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Looked {
+    /// Not there.
+    lost: u16,
+    /// If it is there, another use of it is worth counting.
+    uncounted: u16,
+}
+
+/// One bit of a `Looked` for each place of the ring.
+#[derive(Clone, Copy, Default)]
+struct Bits([u64; RING / 64]);
+
+impl Bits {
+    #[inline(always)]
+    fn set(&mut self, at: usize, group: u16) {
+        let (word, bit) = (&mut self.0[at / 64], at % 64);
+        *word = *word & !(0xffff << bit) | u64::from(group) << bit;
+    }
+
+    /// Those of key `from` and the 63 behind it.
+    #[inline(always)]
+    fn of(&self, from: usize) -> u64 {
+        let word = |i: usize| u128::from(self.0[i % self.0.len()]);
+        ((word(from / 64) | word(from / 64 + 1) << 64) >> (from % 64)) as u64
     }
 }
 
@@ -78,12 +110,25 @@ pub(crate) enum Found<'a> {
 pub(crate) trait Source {
     /// Names some keys, whose places in the ring begin at `at`, and asks for what `see` reads if they are the `first`.
     fn name(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool);
-    /// Finds the rows of the same, and asks for them if they are the `first`; a bit for each that is not there, the first in
-    /// the lowest. Asks for what it will read for the named keys at places `next`.
-    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool, next: Range<usize>) -> u16;
+    /// Finds the rows of the same, and asks for them if they are the `first`. Asks for what it will read for the named keys at
+    /// places `next`.
+    fn see<S: Simd>(
+        &self,
+        keys: &[u64],
+        ring: &mut Ring,
+        at: usize,
+        first: bool,
+        next: Range<usize>,
+    ) -> Looked;
     /// Where the rows are.
     fn rows(&self) -> Rows<'_>;
-    /// Whether what was read of these keys' rows since they were seen is of whole rows, and theirs.
+    /// The changes that have ended; read before keys are seen.
+    fn changes(&self) -> u32;
+    /// Whether what was read of any keys' rows is of whole rows, and theirs, if they were seen after `changes` was read.
+    fn has_none_since(&self, changes: u32) -> bool;
+    /// Counts a use of the row at that place of the ring.
+    fn count(&self, ring: &Ring, at: usize);
+    /// Whether what was read of these keys' rows since they were seen is of whole rows, and theirs; then counts a use of each.
     fn is_unchanged(&self, ring: &Ring, keys: Range<usize>) -> bool;
     /// The row of one key, perhaps in `buffer`.
     fn row<'b, S: Simd>(&'b self, key: u64, buffer: &'b mut [u8]) -> Found<'b>;
@@ -98,15 +143,20 @@ pub(crate) struct Ahead<'a, F> {
     ring: &'a mut Ring,
     named: usize,
     seen: usize,
-    /// A bit for each place of the ring whose key was not there.
-    lost: [u64; RING / 64],
+    lost: Bits,
+    uncounted: Bits,
+    /// The changes that had ended before key `from` was seen, and those behind it.
+    changes: u32,
+    from: usize,
     /// Whether sums are written past the caches.
     stream: bool,
 }
 
 impl<'a, F: Source> Ahead<'a, F> {
     pub fn new(source: &'a F, keys: &'a [u64], ring: &'a mut Ring, stream: bool) -> Self {
-        Self { source, keys, ring, named: 0, seen: 0, lost: [0; RING / 64], stream }
+        let (lost, uncounted) = (Bits::default(), Bits::default());
+        let changes = source.changes();
+        Self { source, keys, ring, named: 0, seen: 0, lost, uncounted, changes, from: 0, stream }
     }
 
     /// Sees all keys before `end`, and more.
@@ -128,9 +178,9 @@ impl<'a, F: Source> Ahead<'a, F> {
             let first = keys.start < ROWS_AHEAD;
             let next = group(self.seen + NAME_AHEAD);
             let next = next.start % RING..next.start % RING + next.len();
-            let lost = self.source.see::<S>(&self.keys[keys.clone()], self.ring, at, first, next);
-            let (word, bit) = (&mut self.lost[at / 64], at % 64);
-            *word = *word & !(0xffff << bit) | u64::from(lost) << bit;
+            let looked = self.source.see::<S>(&self.keys[keys.clone()], self.ring, at, first, next);
+            self.lost.set(at, looked.lost);
+            self.uncounted.set(at, looked.uncounted);
             self.seen = keys.end;
         }
     }
@@ -140,9 +190,7 @@ impl<'a, F: Source> Ahead<'a, F> {
     pub fn there<S: Simd>(&mut self, from: usize) -> usize {
         let end = self.keys.len().min(from + PIECE);
         self.reach::<S>(end);
-        let word = |i: usize| u128::from(self.lost[i % self.lost.len()]);
-        let lost = (word(from / 64) | word(from / 64 + 1) << 64) >> (from % 64);
-        (end - from).min(lost.trailing_zeros() as usize)
+        (end - from).min(self.lost.of(from).trailing_zeros() as usize)
     }
 
     /// Writes the sums of bags whose keys are all there, a piece at most, to `out` `[bags, stride]`. Their keys are those
@@ -150,7 +198,7 @@ impl<'a, F: Source> Ahead<'a, F> {
     /// some row changed meanwhile.
     #[inline(always)]
     pub fn sum<S: Simd>(
-        &self,
+        &mut self,
         format: RowFormat,
         offsets: &[u32],
         start: usize,
@@ -162,7 +210,7 @@ impl<'a, F: Source> Ahead<'a, F> {
 
     #[inline(always)]
     fn add<S: Simd>(
-        &self,
+        &mut self,
         format: RowFormat,
         offsets: &[u32],
         start: usize,
@@ -172,10 +220,28 @@ impl<'a, F: Source> Ahead<'a, F> {
     ) -> bool {
         let (Some(&begin), Some(&end)) = (offsets.first(), offsets.last()) else { return true };
         let (rows, slots) = (self.source.rows(), &self.ring.slots);
-        let seen = self.seen;
-        let stream = self.stream;
+        let (seen, stream) = (self.seen, self.stream);
+        let keys = begin as usize - start..end as usize - start;
         S::sum(Sums { rows, format, slots, offsets, start, seen, first, out, stride, stream })
-            && self.source.is_unchanged(self.ring, begin as usize - start..end as usize - start)
+            && self.is_unchanged(keys)
+    }
+
+    /// Whether the rows of these keys, a piece at most, are as they were when they were seen; then counts a use of each.
+    #[inline(always)]
+    fn is_unchanged(&mut self, keys: Range<usize>) -> bool {
+        let known = keys.start >= self.from;
+        if known && self.source.has_none_since(self.changes) {
+            let mut uncounted = u128::from(self.uncounted.of(keys.start)) & ((1 << keys.len()) - 1);
+            while uncounted != 0 {
+                self.source.count(self.ring, (keys.start + uncounted.trailing_zeros() as usize) % RING);
+                uncounted &= uncounted - 1;
+            }
+            return true;
+        }
+        if known {
+            (self.changes, self.from) = (self.source.changes(), self.seen);
+        }
+        self.source.is_unchanged(self.ring, keys)
     }
 
     /// Asks for the rows that the sum of a bag would have asked for, where none is made.
@@ -257,10 +323,11 @@ impl<'a> Cached<'a> {
     fn look<S: Simd, const WIDE: bool>(&self, ring: &mut Ring, at: usize, keys: usize, next: Range<usize>) {
         let (heads, next) = (self.heads, &ring.sets[next]);
         let names = ring.sets[at..][..keys].iter().zip(&ring.words[at..][..keys]);
-        let looks = ring.ways[at..][..keys].iter_mut().zip(&mut ring.sequences[at..][..keys]);
-        for (n, ((&set, &word), (way, sequence))) in names.zip(looks).enumerate() {
+        let states = ring.sequences[at..][..keys].iter_mut().zip(&mut ring.uses[at..][..keys]);
+        let looks = ring.ways[at..][..keys].iter_mut().zip(states);
+        for (n, ((&set, &word), (way, (sequence, uses)))) in names.zip(looks).enumerate() {
             next.get(n).inspect(|set| heads.prefetch(**set));
-            (*way, *sequence) = heads.look::<S, WIDE>(Name { set, word });
+            (*way, *sequence, *uses) = heads.look::<S, WIDE>(Name { set, word });
         }
     }
 }
@@ -281,22 +348,44 @@ impl Source for Cached<'_> {
     }
 
     #[inline(always)]
-    fn see<S: Simd>(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool, next: Range<usize>) -> u16 {
+    fn see<S: Simd>(
+        &self,
+        keys: &[u64],
+        ring: &mut Ring,
+        at: usize,
+        first: bool,
+        next: Range<usize>,
+    ) -> Looked {
         match self.heads.is_wide() {
             true => self.look::<S, true>(ring, at, keys.len(), next),
             false => self.look::<S, false>(ring, at, keys.len(), next),
         }
-        let lost = ring.see(at);
+        let looked = ring.see(at);
         if first {
-            let there = (0..keys.len()).filter(|n| lost >> n & 1 == 0);
+            let there = (0..keys.len()).filter(|n| looked.lost >> n & 1 == 0);
             there.for_each(|n| self.cache.prefetch_row(ring.slots[at + n]));
         }
-        lost
+        looked
     }
 
     #[inline(always)]
     fn rows(&self) -> Rows<'_> {
         self.cache.rows()
+    }
+
+    #[inline(always)]
+    fn changes(&self) -> u32 {
+        self.cache.changes().ended()
+    }
+
+    #[inline(always)]
+    fn has_none_since(&self, changes: u32) -> bool {
+        self.cache.changes().none_since(changes)
+    }
+
+    #[inline(always)]
+    fn count(&self, ring: &Ring, at: usize) {
+        self.heads.count(ring.sets[at], ring.ways[at]);
     }
 
     #[inline(always)]
@@ -337,7 +426,7 @@ impl Source for &Resident {
         at: usize,
         first: bool,
         _next: Range<usize>,
-    ) -> u16 {
+    ) -> Looked {
         let mut lost = 0;
         for (n, (key, at)) in keys.iter().zip(&mut ring.slots[at..at + keys.len()]).enumerate() {
             match self.slot(*key) {
@@ -350,7 +439,7 @@ impl Source for &Resident {
                 None => lost |= 1 << n,
             }
         }
-        lost
+        Looked { lost, uncounted: 0 }
     }
 
     #[inline(always)]
@@ -358,7 +447,17 @@ impl Source for &Resident {
         Resident::rows(self)
     }
 
+    fn changes(&self) -> u32 {
+        0
+    }
+
     #[inline(always)]
+    fn has_none_since(&self, _changes: u32) -> bool {
+        true
+    }
+
+    fn count(&self, _ring: &Ring, _at: usize) {}
+
     fn is_unchanged(&self, _ring: &Ring, _keys: Range<usize>) -> bool {
         true
     }

@@ -8,13 +8,14 @@
 //! is nothing left to verify. Words, sequence and uses share one cache line (two where words are wide), so that a
 //! lookup costs that line and the row. A slot takes 6.3 bytes beside its row where all tables are indexed, else 10.9.
 
+use crate::changes::Changes;
 use crate::codec::ROW_BYTES_MAX;
 use crate::eviction::{GHOSTS, WAYS, Ways};
 use crate::heads::{Heads, LINE, SEQUENCE, USES};
 use crate::memory::Zeroed;
 use crate::names::{Name, Namer, Names, Naming, RowKey};
 use crate::simd::{BEYOND, Plain, READ_BYTES, Simd};
-use crate::sync::{AtomicU32, Ordering, fence, spin};
+use crate::sync::{AtomicU32, Ordering, spin};
 #[cfg(not(loom))]
 use crate::{ahead::prefetch_lines, sum::Rows};
 
@@ -54,6 +55,7 @@ pub struct Cache {
     heads: Zeroed<AtomicU32>,
     tails: Zeroed<AtomicU32>,
     rows: Zeroed<AtomicU32>,
+    changes: Changes,
 }
 
 /// How often a query looks again at a set that is being changed before it calls the row missing.
@@ -81,7 +83,7 @@ impl Cache {
         let (head, row) = (Self::head(names), row_bytes.div_ceil(4));
         let (heads, tails) = (Zeroed::new(sets * head), Zeroed::new(sets * TAIL));
         let rows = Zeroed::new(sets * WAYS * row + BEYOND / 4);
-        Some(Self { row_bytes, row, head, sets, naming, heads, tails, rows })
+        Some(Self { row_bytes, row, head, sets, naming, heads, tails, rows, changes: Changes::default() })
     }
 
     /// Bytes of a row.
@@ -143,6 +145,12 @@ impl Cache {
     #[inline(always)]
     pub(crate) fn heads(&self) -> Heads<'_> {
         Heads::new(&self.heads, self.head > LINE)
+    }
+
+    /// The changes of all sets.
+    #[inline(always)]
+    pub(crate) fn changes(&self) -> &Changes {
+        &self.changes
     }
 
     fn head_of(&self, set: u32) -> &[AtomicU32; LINE] {
@@ -241,9 +249,10 @@ impl Cache {
             }
             spin();
         };
-        fence(Ordering::Release);
+        self.changes.begin();
         let result = change(name);
         head[SEQUENCE].store(sequence.wrapping_add(2), Ordering::Release);
+        self.changes.end();
         result
     }
 

@@ -89,10 +89,10 @@ impl<'a> Heads<'a> {
         }
     }
 
-    /// The ways of a set with the word, the first in the lowest bit, and others beyond the last; and the state of the set
-    /// just before. `WIDE` is what `is_wide` says.
+    /// The ways of a set with the word, the first in the lowest bit, and others beyond the last; the state of the set just
+    /// before; and the uses of its ways. `WIDE` is what `is_wide` says.
     #[inline(always)]
-    pub fn look<S: Simd, const WIDE: bool>(self, name: Name) -> (u32, u32) {
+    pub fn look<S: Simd, const WIDE: bool>(self, name: Name) -> (u32, u32, u32) {
         // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
         let head = &self.lines[(name.set as usize) << u32::from(WIDE)];
         let sequence = head[SEQUENCE].load(Ordering::Acquire);
@@ -100,13 +100,13 @@ impl<'a> Heads<'a> {
         if WIDE {
             hits &= S::find(&self.lines[2 * name.set as usize + 1], (name.word >> 32) as u32);
         }
-        (hits, sequence)
+        (hits, sequence, head[USES].load(Ordering::Relaxed))
     }
 
     /// Looks for a row. What is read of it then counts only if `are_unchanged` says so.
     #[inline(always)]
     pub fn see<S: Simd>(self, name: Name) -> Seen {
-        let (hits, sequence) =
+        let (hits, sequence, _) =
             if self.wide { self.look::<S, true>(name) } else { self.look::<S, false>(name) };
         Seen::of(name, hits, sequence)
     }
@@ -120,14 +120,21 @@ impl<'a> Heads<'a> {
         for seen in rows {
             let head = self.of(seen.set);
             changed |= head[SEQUENCE].load(Ordering::Relaxed) ^ seen.sequence;
-            let uses = head[USES].load(Ordering::Relaxed);
-            let more = used(uses, seen.way as usize);
-            if more != uses {
-                // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to
-                // the writer costs a little accuracy of the eviction.
-                head[USES].store(more, Ordering::Relaxed);
-            }
+            self.count(seen.set, seen.way);
         }
         changed == 0
+    }
+
+    /// Counts a use of a row.
+    #[inline(always)]
+    pub fn count(self, set: u32, way: u32) {
+        let head = self.of(set);
+        let uses = head[USES].load(Ordering::Relaxed);
+        let more = used(uses, way as usize);
+        if more != uses {
+            // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to the
+            // writer costs a little accuracy of the eviction.
+            head[USES].store(more, Ordering::Relaxed);
+        }
     }
 }

@@ -8,6 +8,7 @@
 
 mod ahead;
 pub mod cache;
+mod changes;
 pub mod codec;
 pub mod cuda;
 pub mod dense;

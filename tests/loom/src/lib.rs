@@ -3,6 +3,8 @@
 
 #[path = "../../../kernels/src/cache.rs"]
 pub mod cache;
+#[path = "../../../kernels/src/changes.rs"]
+mod changes;
 #[path = "../../../kernels/src/codec.rs"]
 pub mod codec;
 #[path = "../../../kernels/src/eviction.rs"]
@@ -37,10 +39,21 @@ mod memory {
     }
 }
 
+/// The changes of `cache` that have ended.
+pub fn ended(cache: &cache::Cache) -> u32 {
+    cache.changes().ended()
+}
+
+/// Whether no change is known but those that had ended then.
+pub fn none_since(cache: &cache::Cache, ended: u32) -> bool {
+    cache.changes().none_since(ended)
+}
+
 /// The rows of a bag as `query` takes them: all seen, then all read, then proved together. `None` if one is not there or
 /// changed meanwhile.
 pub fn bag<const N: usize>(cache: &cache::Cache, rows: [names::RowKey; N]) -> Option<[[u8; 8]; N]> {
     use simd::{Plain, Simd};
+    let changes = ended(cache);
     let seen = rows.map(|row| cache.heads().see::<Plain>(cache.name_of(row)));
     let mut out = [[0; 8]; N];
     for (seen, out) in seen.iter().zip(&mut out) {
@@ -49,5 +62,5 @@ pub fn bag<const N: usize>(cache: &cache::Cache, rows: [names::RowKey; N]) -> Op
         }
         Plain::copy_racing(cache.row(seen.slot()), out);
     }
-    cache.heads().are_unchanged(seen.into_iter()).then_some(out)
+    (none_since(cache, changes) || cache.heads().are_unchanged(seen.into_iter())).then_some(out)
 }
