@@ -49,7 +49,7 @@ impl Update {
         self.sync.begin(now())?;
         let root = self.root.as_deref();
         let nobody = Host { policy: self.policy, budget: self.budget, watched: None, root, rest: &|| {} };
-        while self.sync.status().state == State::RollingBack {
+        while self.sync.status()?.state == State::RollingBack {
             self.sync.advance(&nobody, now())?;
         }
         if !self.is_live() {

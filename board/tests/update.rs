@@ -150,7 +150,7 @@ impl Fleet {
             if scored {
                 check(line, &answer);
             }
-            let status = Status::read(disk::system().as_ref(), &self.at("updates/coupon"));
+            let status = Status::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap();
             if scored && status.state == state {
                 return status;
             }
@@ -234,7 +234,7 @@ fn what_is_published_is_served_if_it_proves_itself() {
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
     assert!(status.error.unwrap().contains("a probe score differs by 0.5"), "{:?}", status.history.last());
     assert!(fleet.sync());
-    assert!(Status::read(disk::system().as_ref(), &fleet.at("updates/coupon")).state.is_fetching());
+    assert!(Status::read(disk::system().as_ref(), &fleet.at("updates/coupon")).unwrap().state.is_fetching());
     // In good order, and again after a kill.
     daemon.stop();
     let daemon = fleet.serve();

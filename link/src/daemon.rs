@@ -53,11 +53,11 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     let (mut due, mut in_hand) = (Instant::now(), false);
     loop {
         // Once the serving process is done with a release there may be a next one on the way to the newest.
-        let state = sync.status().state;
-        if in_hand && state.is_fetching() {
+        let is_done = sync.status().is_ok_and(|status| status.state.is_fetching());
+        if in_hand && is_done {
             due = Instant::now();
         }
-        in_hand = !state.is_fetching();
+        in_hand = !is_done;
         if due <= Instant::now() && rules.is_open(now()) {
             let looked = look(&sync, args, rules);
             due = Instant::now() + wait(rules, looked.is_ok());
@@ -78,14 +78,14 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
 fn look(sync: &Sync, args: &SyncArgs, rules: LinkRules) -> Result<State> {
     let mut link = args.car.link(&args.from, rules.bytes_per_s_max)?;
     let budget = WearBudget { bytes_per_day_max: rules.bytes_per_day_max };
-    let left = sync.status().received.left(budget, Duration::from_secs(now()));
+    let left = sync.status()?.received.left(budget, Duration::from_secs(now()));
     if left == 0 {
         let bytes_max = rules.bytes_per_day_max;
         return Err(SyncError::Budget { bytes_max }.into());
     }
     let clock = SystemClock::default();
-    let mut fetcher =
-        Fetcher::new(link.as_mut(), &clock, LinkLimits { bytes_max: left, ..LinkLimits::default() });
+    let limits = LinkLimits { bytes_max: left, open: rules.open_for(now()), ..LinkLimits::default() };
+    let mut fetcher = Fetcher::new(link.as_mut(), &clock, limits);
     let status = sync.fetch(&mut fetcher, now(), |_, _| {})?;
     log::info!("{}: {} bytes received", status.state, status.bytes_received);
     Ok(status.state)

@@ -75,18 +75,16 @@ fn broken(e: impl std::fmt::Display) -> LinkError {
     LinkError::Broken(e.to_string())
 }
 
-fn pump(mut from: impl Read, mut skip: u64, take: Take<'_>) -> Result<(), LinkError> {
+fn pump(mut from: impl Read, take: Take<'_>) -> Result<(), LinkError> {
     let mut piece = vec![0; PIECE_BYTES];
     loop {
         let n = match from.read(&mut piece) {
             Ok(0) => return Ok(()),
-            Ok(n) => n as u64,
+            Ok(n) => n,
             Err(e) if e.kind() == ErrorKind::Interrupted => continue,
             Err(e) => return Err(broken(e)),
         };
-        let begin = skip.min(n);
-        skip -= begin;
-        if begin < n && take(&piece[begin as usize..n as usize]).is_break() {
+        if take(&piece[..n]).is_break() {
             return Ok(());
         }
     }
@@ -102,7 +100,7 @@ impl Link for DirectoryLink {
             _ => broken(e),
         })?;
         file.seek(SeekFrom::Start(from)).map_err(broken)?;
-        pump(file, 0, take)
+        pump(file, take)
     }
 }
 
@@ -168,16 +166,15 @@ impl Link for HttpLink {
             request = request.header("Range", format!("bytes={from}-"));
         }
         let response = request.call().map_err(broken)?;
-        let skip = match response.status().as_u16() {
-            // A server that knows no ranges begins anew.
-            200 => from,
-            206 if from > 0 => 0,
+        match response.status().as_u16() {
+            200 if from == 0 => pump(response.into_body().into_reader(), take),
+            206 if from > 0 => pump(response.into_body().into_reader(), take),
+            200 => Err(LinkError::NoRanges),
             // What was there is all there is.
-            416 if from > 0 => return Ok(()),
-            404 | 410 => return Err(LinkError::NotFound),
-            status => return Err(LinkError::Broken(format!("status {status}"))),
-        };
-        pump(response.into_body().into_reader(), skip, take)
+            416 if from > 0 => Ok(()),
+            404 | 410 => Err(LinkError::NotFound),
+            status => Err(LinkError::Broken(format!("status {status}"))),
+        }
     }
 }
 

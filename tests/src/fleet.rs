@@ -222,8 +222,8 @@ impl Car {
         let (before, floor) = (self.live(), self.floor());
         let error = self.run(link, now).expect_err("the attack went unnoticed");
         assert!(named(&error), "{error:?}");
-        assert_eq!(self.sync.status().state, State::Failed);
-        assert_eq!(self.sync.status().error, Some(error.to_string()));
+        assert_eq!(self.sync.status().unwrap().state, State::Failed);
+        assert_eq!(self.sync.status().unwrap().error, Some(error.to_string()));
         assert_eq!(self.live(), before, "the live generation changed");
         assert!(self.floor() >= floor, "the floor sank");
         self.run(&mut healed.link(), then).unwrap();

@@ -159,7 +159,7 @@ pub fn simulate(cars: u64, seed: u64) -> Rollout {
 }
 
 fn live(car: &Car) -> u64 {
-    let live = car.sync.status().live.unwrap_or_default();
+    let live = car.sync.status().unwrap().live.unwrap_or_default();
     live.rsplit('@').next().and_then(|s| s.parse().ok()).unwrap_or(0)
 }
 
@@ -169,7 +169,7 @@ impl Driver {
         // Two steps: until a release is on probation, then what is seen there.
         self.car.watched = Some(Watched::default());
         let ran = self.car.run(link, now);
-        let on_probation = self.car.sync.status().state == State::Probation;
+        let on_probation = self.car.sync.status().unwrap().state == State::Probation;
         assert!(on_probation || ran.is_ok(), "{ran:?}");
         if !on_probation {
             return false;

@@ -63,6 +63,7 @@ impl Clock for SimClock {
 struct SimFile {
     content: Vec<u8>,
     durable: Vec<u8>,
+    unreadable: bool,
 }
 
 /// A change of names that the medium does not have yet.
@@ -195,6 +196,11 @@ impl SimDisk {
         let file = state.file(path).unwrap();
         file.content[bit / 8] ^= 1 << (bit % 8);
         file.durable.clone_from(&file.content);
+    }
+
+    /// From now on the device gives nothing of this file, until another stands in its place.
+    pub fn spoil(&self, path: &Path) {
+        self.state().file(path).unwrap().unreadable = true;
     }
 
     /// Every file.
@@ -339,7 +345,10 @@ impl Disk for SimDisk {
     }
 
     fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
-        Ok(self.state().file(path)?.content.clone())
+        match self.state().file(path)? {
+            file if file.unreadable => Err(io::Error::other("the device reports an error")),
+            file => Ok(file.content.clone()),
+        }
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {

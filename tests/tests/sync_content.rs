@@ -41,7 +41,7 @@ fn refused(kind: &str, change: impl FnOnce(&mut Parts), why: &str) {
     fleet.publish(T0 + 10, &bad);
     let error = car.run(&mut fleet.link(), T0 + 11).unwrap_err();
     assert!(matches!(&error, SyncError::NotUsed { why: found, .. } if found.contains(why)), "{error}");
-    assert_eq!((car.live(), car.sync.status().state), (1, State::Failed));
+    assert_eq!((car.live(), car.sync.status().unwrap().state), (1, State::Failed));
     let mut wire = Wire::new(fleet.link(), Faults::default());
     let status = car.run(&mut wire, T0 + 12).unwrap();
     assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
@@ -131,7 +131,7 @@ fn a_signed_name_that_says_another_parent_or_sequence() {
         let mut wire = Wire::new(fleet.link(), Faults::default());
         let error = car.run(&mut wire, T0 + 11).unwrap_err();
         assert!(matches!(&error, SyncError::Release { field, .. } if *field == wrong), "{name}: {error:?}");
-        assert_eq!((car.live(), car.sync.status().state), (1, State::Failed));
+        assert_eq!((car.live(), car.sync.status().unwrap().state), (1, State::Failed));
         assert!(!wire.asked.iter().any(|path| path.starts_with("chunks/")), "{:?}", wire.asked);
         let (revoke, bundles) = (vec![name.to_owned()], VERSIONS.deltas[1..3].to_vec());
         let change = Change { revoke, bundles, expires_s: FRESH_S, ..Change::default() };

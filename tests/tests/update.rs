@@ -5,18 +5,22 @@
 
 use hatchback::disk::{self, Disk};
 use hatchback::flash::Flash;
+use hatchback::sync::Sync;
 use hatchback::sync::apply::{Host, Policy, Watched};
 use hatchback::sync::error::SyncError;
+use hatchback::sync::link::{Fetcher, Link, LinkError, LinkLimits, Take};
 use hatchback::sync::state::State;
 use hatchback::sync::trust::Trust;
+use hatchback_link::DirectoryLink;
 use hatchback_tests::flash_check::whole_generation;
-use hatchback_tests::fleet::{Car, Fleet, T0, VERSIONS, copy};
+use hatchback_tests::fleet::{Car, Fleet, T0, Ticks, VERSIONS, copy};
 use hatchback_tests::random::Random;
 use hatchback_tests::wire::{Faults, Wire};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 /// A car at the first release, and a fleet whose second one it has not seen.
@@ -45,7 +49,7 @@ fn probation_ends_as_the_policy_says() {
         let mut car = Car::at_first_release(&before);
         (car.policy, car.watched) = (policy, watched);
         let ran = car.run(&mut fleet.link(), T0 + 11);
-        assert_eq!((car.sync.status().state, car.live()), (ends, live), "{watched:?}: {ran:?}");
+        assert_eq!((car.sync.status().unwrap().state, car.live()), (ends, live), "{watched:?}: {ran:?}");
         assert_eq!(ran.is_err(), ends == State::Failed);
         // On probation it waits; a release that failed does not come again, though it is still the newest.
         car.watched = None;
@@ -67,7 +71,7 @@ fn a_probe_decides_before_a_release_is_live() {
     car.policy.probe_samples_min = 1;
     let error = car.run(&mut fleet.link(), T0 + 11).unwrap_err();
     assert!(matches!(error, SyncError::NotUsed { .. }), "{error:?}");
-    let states: Vec<State> = car.sync.status().history.iter().map(|e| e.state).collect();
+    let states: Vec<State> = car.sync.status().unwrap().history.iter().map(|e| e.state).collect();
     assert!(!states[5..].contains(&State::Probation), "{states:?}");
     assert_eq!(car.live(), 1);
 }
@@ -99,13 +103,13 @@ fn a_newer_release_takes_the_place_of_one_that_waits_for_consent() {
     let mut car = Car::at_first_release(&before);
     car.policy.consent = true;
     assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, State::AwaitConsent);
-    let offered = |car: &Car| car.sync.status().release.map(|r| r.generation.sequence);
+    let offered = |car: &Car| car.sync.status().unwrap().release.map(|r| r.generation.sequence);
     fleet.publish(T0 + 12, &VERSIONS.snapshots[2]);
     // Until the newer one is there whole, the older one is on offer.
     let half = std::fs::metadata(&VERSIONS.snapshots[2]).unwrap().len() / 2;
     let faults = Faults { breaks_after: Some(half + 2_000), ..Faults::default() };
     car.run(&mut Wire::new(fleet.link(), faults), T0 + 13).unwrap_err();
-    assert_eq!((car.sync.status().state, offered(&car)), (State::AwaitConsent, Some(2)));
+    assert_eq!((car.sync.status().unwrap().state, offered(&car)), (State::AwaitConsent, Some(2)));
     assert_eq!(car.run(&mut fleet.link(), T0 + 14).unwrap().state, State::AwaitConsent);
     assert_eq!((offered(&car), car.live()), (Some(3), 1));
     let bundles = car.disk.list(Path::new("/sync/staged")).unwrap();
@@ -155,12 +159,85 @@ fn a_release_with_which_every_start_dies_is_taken_back() {
     }
     for start in 0..5 {
         car.sync.begin(T0 + 40 + start).unwrap();
-        assert_eq!(car.sync.status().state, State::Probation);
+        assert_eq!(car.sync.status().unwrap().state, State::Probation);
     }
     car.sync.begin(T0 + 50).unwrap();
-    assert_eq!(car.sync.status().state, State::RollingBack);
+    assert_eq!(car.sync.status().unwrap().state, State::RollingBack);
     assert!(car.sync.advance(&car.host(), T0 + 51).unwrap());
-    assert_eq!((car.sync.status().state, car.live()), (State::Failed, 1));
+    assert_eq!((car.sync.status().unwrap().state, car.live()), (State::Failed, 1));
+}
+
+/// What else happens before each answer of a link.
+struct Meanwhile<F>(DirectoryLink, F);
+
+impl<F: FnMut(&str) -> Result<(), LinkError>> Link for Meanwhile<F> {
+    fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
+        (self.1)(path)?;
+        self.0.get(path, from, take)
+    }
+}
+
+/// A car on the real disk, whose locks hold, at the first release and asking for consent to the second.
+fn asking(before: &Fleet, fleet: &Fleet) -> (tempfile::TempDir, Car) {
+    let (folder, mut car) = (tempfile::tempdir().unwrap(), Car::new(before));
+    let [directory, flash] = ["sync", "flash"].map(|name| folder.path().join(name));
+    car.sync = Sync { disk: disk::system(), directory, flash, ..car.sync };
+    let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
+    Trust::init(disk::system().as_ref(), &car.sync.directory, &root).unwrap();
+    car.run(&mut before.link(), T0 + 1).unwrap();
+    car.policy = Policy { consent: true, requests_min: 1, ..Policy::default() };
+    car.watched = seen(0, 0, 0);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, State::AwaitConsent);
+    (folder, car)
+}
+
+#[test]
+fn the_side_that_serves_goes_on_while_the_link_is_waited_for() {
+    let (before, fleet) = next_release();
+    let (_folder, mut car) = asking(&before, &fleet);
+    fleet.publish(T0 + 12, &VERSIONS.snapshots[2]);
+    let (host, sync, clock) = (car.host(), &car.sync, Ticks(AtomicU64::new(0), 0));
+    let mut agreed = false;
+    let mut link = Meanwhile(fleet.link(), |path: &str| {
+        if path.starts_with("chunks/") && !agreed {
+            agreed = sync.consent(T0 + 13).unwrap();
+            while sync.advance(&host, T0 + 13).unwrap() {}
+            sync.begin(T0 + 14).unwrap();
+            assert_eq!(sync.status().unwrap().starts, 1);
+            sync.end().unwrap();
+            let (mut link, clock) = (fleet.link(), Ticks(AtomicU64::new(0), 0));
+            let mut another = Fetcher::new(&mut link, &clock, LinkLimits::default());
+            let refused = sync.fetch(&mut another, T0 + 14, |_, _| {}).unwrap_err();
+            assert!(matches!(refused, SyncError::Busy { .. }), "{refused:?}");
+        }
+        Ok(())
+    });
+    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+    // What is on probation by now keeps its place.
+    let status = sync.fetch(&mut fetcher, T0 + 12, |_, _| {}).unwrap();
+    let release = status.release.unwrap().generation.sequence;
+    assert_eq!((status.state, release, status.starts), (State::Probation, 2, 0));
+    car.watched = seen(1, 0, 1);
+    let mut wire = Wire::new(fleet.link(), Faults::default());
+    let status = car.run(&mut wire, T0 + 15).unwrap();
+    let release = status.release.unwrap().generation.sequence;
+    assert_eq!((status.state, release), (State::AwaitConsent, 3));
+    assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
+}
+
+/// The other side holds the record for a moment: who finds it so waits for that moment.
+#[test]
+fn a_lock_that_is_held_for_a_moment_is_waited_for() {
+    let (before, fleet) = next_release();
+    let (_folder, car) = asking(&before, &fleet);
+    let lock = car.sync.disk.lock(&car.sync.directory.join("lock")).unwrap().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(50));
+            drop(lock);
+        });
+        assert!(car.sync.consent(T0 + 12).unwrap());
+    });
 }
 
 /// The serving side proves for itself what was signed: whoever can write the sync directory alone gets nothing in.
@@ -217,7 +294,7 @@ fn a_power_cut_in_every_state_ends_in_one_whole_generation() {
             car.disk.cut_after(cut);
             let _ = run(&car);
             car.disk.reboot(random.bits());
-            let state = car.sync.status().state;
+            let state = car.sync.status().unwrap().state;
             *cuts.entry(format!("{state}, faults {faults}")).or_default() += 1;
             assert!((1..=2).contains(&car.live()), "cut {cut}");
             car.sync.begin(T0 + 13).unwrap();

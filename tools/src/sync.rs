@@ -74,9 +74,9 @@ pub fn run(args: &SyncArgs) -> Result<()> {
     };
     let status = sync.status();
     if args.json {
-        report::write_json(Path::new("-"), &status)?;
+        report::write_json(Path::new("-"), &status?)?;
     } else if ran.is_ok() {
-        print_status(&status, args.status);
+        print_status(&status?, args.status);
     }
     ran
 }

@@ -98,17 +98,18 @@ impl Sync {
     /// # Errors
     /// The record cannot be written.
     pub fn begin(&self, now: u64) -> Result<(), SyncError> {
-        if !matches!(self.status().state, State::Applying | State::Probation) {
+        let is_tried = |status: &Status| matches!(status.state, State::Applying | State::Probation);
+        if !is_tried(&self.status()?) {
             return Ok(());
         }
-        let _lock = self.lock()?;
-        let mut status = self.status();
-        status.starts += 1;
-        if status.starts > STARTS_MAX {
-            let why = format!("{} starts with it did not end", status.starts - 1);
-            return self.enter(&mut status, State::RollingBack, now, Some(why));
-        }
-        status.write(self.disk.as_ref(), &self.directory)
+        self.change(|status| {
+            status.starts += u32::from(is_tried(status));
+            if is_tried(status) && status.starts > STARTS_MAX {
+                let why = format!("{} starts with it did not end", status.starts - 1);
+                status.enter(State::RollingBack, now, Some(why));
+            }
+            Ok(())
+        })
     }
 
     /// To be called when a process ends in good order: that was no sign against the release.
@@ -116,13 +117,13 @@ impl Sync {
     /// # Errors
     /// The record cannot be written.
     pub fn end(&self) -> Result<(), SyncError> {
-        if self.status().starts == 0 {
+        if self.status()?.starts == 0 {
             return Ok(());
         }
-        let _lock = self.lock()?;
-        let mut status = self.status();
-        status.starts = 0;
-        status.write(self.disk.as_ref(), &self.directory)
+        self.change(|status| {
+            status.starts = 0;
+            Ok(())
+        })
     }
 
     /// The owner agrees. Returns whether there was something to agree to.
@@ -130,13 +131,13 @@ impl Sync {
     /// # Errors
     /// The record cannot be written.
     pub fn consent(&self, now: u64) -> Result<bool, SyncError> {
-        let _lock = self.lock()?;
-        let mut status = self.status();
-        let asked = status.state == State::AwaitConsent;
-        if asked {
-            self.enter(&mut status, State::Applying, now, Some("the owner agreed".to_owned()))?;
-        }
-        Ok(asked)
+        self.change(|status| {
+            let asked = status.state == State::AwaitConsent;
+            if asked {
+                status.enter(State::Applying, now, Some("the owner agreed".to_owned()));
+            }
+            Ok(asked)
+        })
     }
 
     /// Takes one step, if this side has the update in hand. Returns whether another state was entered.
@@ -144,11 +145,11 @@ impl Sync {
     /// # Errors
     /// The step could not be taken now, through no fault of the release; it can be tried again.
     pub fn advance(&self, host: &Host<'_>, now: u64) -> Result<bool, SyncError> {
-        if self.status().state.is_fetching() {
+        if self.status()?.state.is_fetching() {
             return Ok(false);
         }
         let _lock = self.lock()?;
-        let mut status = self.status();
+        let mut status = self.status()?;
         let Some(release) = status.release.clone() else { return Ok(false) };
         let place = self.directory.join("staged");
         let staging = Staging::open(self.disk.as_ref(), &place)?;
@@ -189,7 +190,8 @@ impl Sync {
         note: Option<String>,
     ) -> Result<(), SyncError> {
         status.live = self.live()?.map(|g| g.to_string());
-        self.enter(status, state, now, note)
+        status.enter(state, now, note);
+        self.write(status)
     }
 
     fn apply(&self, staging: &Staging<'_>, release: &Release, host: &Host<'_>) -> Result<Verdict, SyncError> {

@@ -142,6 +142,9 @@ pub enum SyncError {
         /// The budget.
         bytes_max: u64,
     },
+    /// The hours in which it may fetch are over. The next run in them goes on.
+    #[error("the link's hours are over")]
+    Closed,
     /// A release is not what its signed name says.
     #[error("release {name}: {field}: {problem}")]
     Release {

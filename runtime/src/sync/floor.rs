@@ -49,7 +49,7 @@ impl Floor {
     /// The newest whole copy in `directory` and whether both are it; `None` where there never was one.
     ///
     /// # Errors
-    /// No copy is whole, but there are some; or they cannot be read.
+    /// There are copies, and none is whole and can be read.
     pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Option<(Self, bool)>, SyncError> {
         let (mut whole, mut problem) = (Vec::new(), None);
         for name in COPIES {
@@ -58,7 +58,7 @@ impl Floor {
                 Ok(Ok(floor)) => whole.push(floor),
                 Ok(Err(wrong)) => problem = Some(format!("{name}: {wrong}")),
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(e) => return Err(io_error(&path)(e)),
+                Err(e) => problem = Some(format!("{name}: {e}")),
             }
         }
         let alike = whole.len() == COPIES.len() && whole.iter().all(|f| *f == whole[0]);

@@ -8,6 +8,8 @@ use serde::Deserialize;
 use std::ops::ControlFlow;
 use std::time::Duration;
 
+const DAY_S: u64 = 24 * 3600;
+
 /// Takes the next bytes of an object; `Break` means: no more of it.
 pub type Take<'a> = &'a mut dyn FnMut(&[u8]) -> ControlFlow<()>;
 
@@ -17,7 +19,7 @@ pub trait Link {
     /// `take` breaks off.
     ///
     /// # Errors
-    /// There is no such object, or the link broke; what was taken until then counts.
+    /// There is no such object, or the link broke; what was taken until then counts. Or it can only begin anew.
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError>;
 }
 
@@ -27,6 +29,9 @@ pub enum LinkError {
     /// There is no such object.
     #[error("not found")]
     NotFound,
+    /// It gives whole objects only; nothing was taken.
+    #[error("begins at the first byte only")]
+    NoRanges,
     /// Anything else; asking again later may help.
     #[error("{0}")]
     Broken(String),
@@ -49,12 +54,16 @@ pub struct LinkRules {
 impl LinkRules {
     /// Whether it may fetch at `now` (seconds since 1970).
     pub fn is_open(&self, now: u64) -> bool {
-        let hour = (now / 3600 % 24) as u8;
-        match self.hours {
-            [from, to] if from == to => true,
-            [from, to] if from < to => (from..to).contains(&hour),
-            // Over midnight.
-            [from, to] => hour >= from || hour < to,
+        !self.open_for(now).is_zero()
+    }
+
+    /// How long it may fetch from `now` on.
+    pub fn open_for(&self, now: u64) -> Duration {
+        let [from, to] = self.hours.map(|hour| u64::from(hour) * 3600);
+        let since = (now + DAY_S - from) % DAY_S;
+        match (to + DAY_S - from) % DAY_S {
+            0 => Duration::MAX,
+            length => Duration::from_secs(length.saturating_sub(since)),
         }
     }
 }
@@ -64,6 +73,8 @@ impl LinkRules {
 pub struct LinkLimits {
     /// Bytes in all: from then on no further chunk is begun.
     pub bytes_max: u64,
+    /// For how long it may be used: as above.
+    pub open: Duration,
     /// Bytes a second, over each object...
     pub rate_min: u64,
     /// ...once it has taken this long.
@@ -72,7 +83,7 @@ pub struct LinkLimits {
 
 impl Default for LinkLimits {
     fn default() -> Self {
-        Self { bytes_max: u64::MAX, rate_min: 1024, patience: Duration::from_secs(30) }
+        Self { bytes_max: u64::MAX, open: Duration::MAX, rate_min: 1024, patience: Duration::from_secs(30) }
     }
 }
 
@@ -81,13 +92,14 @@ pub struct Fetcher<'a> {
     link: &'a mut dyn Link,
     clock: &'a dyn Clock,
     limits: LinkLimits,
+    began: Duration,
     bytes: u64,
 }
 
 impl<'a> Fetcher<'a> {
     /// A fetcher over `link`; `clock` times it.
     pub fn new(link: &'a mut dyn Link, clock: &'a dyn Clock, limits: LinkLimits) -> Self {
-        Self { link, clock, limits, bytes: 0 }
+        Self { link, clock, limits, began: clock.now(), bytes: 0 }
     }
 
     /// Bytes received so far.
@@ -98,10 +110,13 @@ impl<'a> Fetcher<'a> {
     /// Whether another chunk may be begun.
     ///
     /// # Errors
-    /// The budget is used up.
-    pub fn check_budget(&self) -> Result<(), SyncError> {
-        let bytes_max = self.limits.bytes_max;
-        if self.bytes < bytes_max { Ok(()) } else { Err(SyncError::Budget { bytes_max }) }
+    /// The budget is used up, or the time in which it may be.
+    pub fn check_limits(&self) -> Result<(), SyncError> {
+        let LinkLimits { bytes_max, open, .. } = self.limits;
+        if self.bytes >= bytes_max {
+            return Err(SyncError::Budget { bytes_max });
+        }
+        if self.clock.now().saturating_sub(self.began) < open { Ok(()) } else { Err(SyncError::Closed) }
     }
 
     /// The whole object at `path`, of at most `bytes_max` bytes.
@@ -109,13 +124,14 @@ impl<'a> Fetcher<'a> {
     /// # Errors
     /// It is not there, is longer, comes too slowly or not at all.
     pub fn get(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, SyncError> {
-        let (began, mut content, mut stalls) = (self.clock.now(), Vec::new(), 0);
+        let since = (self.clock.now(), self.bytes);
+        let (mut content, mut most, mut stalls) = (Vec::new(), 0, 0);
         for _ in 0..BREAKS_MAX {
-            let had = content.len();
-            match self.go_on(path, bytes_max, began, &mut content)? {
+            match self.go_on(path, bytes_max, since, &mut content)? {
                 Ok(()) => return Ok(content),
                 Err(LinkError::NotFound) => return Err(SyncError::NotFound { path: path.to_owned() }),
-                Err(LinkError::Broken(_)) if content.len() > had => stalls = 0,
+                Err(LinkError::NoRanges) => content.clear(),
+                Err(LinkError::Broken(_)) if content.len() > most => (most, stalls) = (content.len(), 0),
                 Err(LinkError::Broken(_)) if stalls < STALLS_MAX => stalls += 1,
                 Err(LinkError::Broken(problem)) => {
                     return Err(SyncError::Link { path: path.to_owned(), problem });
@@ -131,7 +147,7 @@ impl<'a> Fetcher<'a> {
         &mut self,
         path: &str,
         bytes_max: u64,
-        began: Duration,
+        (began, before): (Duration, u64),
         content: &mut Vec<u8>,
     ) -> Result<Result<(), LinkError>, SyncError> {
         let (limits, clock, bytes) = (self.limits, self.clock, &mut self.bytes);
@@ -139,12 +155,13 @@ impl<'a> Fetcher<'a> {
         let mut stop = None;
         let mut take = |piece: &[u8]| {
             *bytes += piece.len() as u64;
-            let (got, time) = ((content.len() + piece.len()) as u64, clock.now().saturating_sub(began));
+            // What came twice came too.
+            let (came, time) = (*bytes - before, clock.now().saturating_sub(began));
             let path = path.to_owned();
-            stop = if got > bytes_max {
+            stop = if (content.len() + piece.len()) as u64 > bytes_max {
                 Some(SyncError::EndlessData { path, bytes_max })
-            } else if time > limits.patience && got < limits.rate_min.saturating_mul(time.as_secs()) {
-                Some(SyncError::SlowRetrieval { path, bytes: got, seconds: time.as_secs() })
+            } else if time > limits.patience && came < limits.rate_min.saturating_mul(time.as_secs()) {
+                Some(SyncError::SlowRetrieval { path, bytes: came, seconds: time.as_secs() })
             } else {
                 content.extend_from_slice(piece);
                 return ControlFlow::Continue(());
@@ -153,5 +170,28 @@ impl<'a> Fetcher<'a> {
         };
         let done = self.link.get(path, from, &mut take);
         stop.map_or(Ok(done), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hours_end_at_their_second_also_over_midnight() {
+        let rules = |hours| LinkRules { poll_minutes: 1, bytes_per_day_max: 1, bytes_per_s_max: 0, hours };
+        let open_for = |hours, hour: u64| rules(hours).open_for(400 * DAY_S + hour * 3600 + 60).as_secs();
+        for always in [[0, 24], [5, 5], [24, 0]] {
+            assert_eq!((0..24).map(|hour| open_for(always, hour)).min(), Some(u64::MAX), "{always:?}");
+        }
+        for (hours, opens) in [([2, 5], 2..5), ([22, 4], 22..28), ([20, 24], 20..24)] {
+            for hour in 0..24 {
+                // The hour as counted from the day on which they began.
+                let at = if hour < opens.start { hour + 24 } else { hour };
+                let left = if opens.contains(&at) { (opens.end - at) * 3600 - 60 } else { 0 };
+                assert_eq!(open_for(hours, hour), left, "{hours:?} at {hour}");
+                assert_eq!(rules(hours).is_open(hour * 3600), left > 0);
+            }
+        }
     }
 }

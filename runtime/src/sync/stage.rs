@@ -77,12 +77,14 @@ impl<'a> Staging<'a> {
         }
     }
 
-    /// Removes what belongs to none of `releases`. What cannot be removed costs space: it is reported and left.
-    pub fn reclaim(&self, releases: &[Release]) {
-        let wanted: Vec<String> = releases.iter().map(|r| hex(&r.manifest)).collect();
+    /// Removes all but what belongs to the releases `in_hand`, and the marks against those `listed`. What cannot be
+    /// removed costs space: it is reported and left.
+    pub fn reclaim<'r>(&self, listed: &[Release], in_hand: impl Iterator<Item = &'r Release>) {
+        let in_hand: Vec<String> = in_hand.map(|r| hex(&r.manifest)).collect();
+        let marks: Vec<PathBuf> = listed.iter().map(|r| self.file(r, "refused")).collect();
         for file in self.disk.list(self.directory).unwrap_or_default() {
             let name = file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-            if wanted.iter().any(|hash| name.starts_with(hash.as_str())) {
+            if marks.contains(&file) || in_hand.iter().any(|hash| name.starts_with(hash.as_str())) {
                 continue;
             }
             if let Err(e) = self.disk.remove_file(&file) {
@@ -120,8 +122,8 @@ impl<'a> Staging<'a> {
         at = at.max(header().len() as u64);
         let mut unsynced = 0;
         for (n, chunk) in chunks[taken..].iter().enumerate() {
-            // However small the budget, a run that can fetch at all brings one chunk.
-            let within = if n == 0 { Ok(()) } else { fetcher.check_budget() };
+            // However small the budget, and late the hour, a run that can fetch at all brings one chunk.
+            let within = if n == 0 { Ok(()) } else { fetcher.check_limits() };
             let begun = within.and_then(|()| progress(at, fetcher.bytes() + u64::from(chunk.stored)));
             let fetched = begun.and_then(|()| fetch_chunk(chunk, fetcher));
             let Ok(stored) = fetched else {

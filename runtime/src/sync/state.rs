@@ -10,6 +10,7 @@ use crate::sealed;
 use crate::wear::Wear;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::io::ErrorKind::NotFound;
 use std::path::Path;
 
 const MAGIC: &[u8; 8] = b"HATCHUPD";
@@ -118,13 +119,19 @@ pub struct Status {
 impl Status {
     /// The record in `directory`: the default where there is none, and where it is damaged, which it then says; the bytes
     /// of that day then count as received.
-    pub fn read(disk: &dyn Disk, directory: &Path) -> Self {
+    ///
+    /// # Errors
+    /// It may be there and whole, and cannot be read now.
+    pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Self, SyncError> {
         let path = directory.join("status");
-        let Ok(bytes) = disk.read(&path) else { return Self::default() };
-        Self::decode(&bytes).unwrap_or_else(|problem| {
+        let bytes = match disk.read(&path) {
+            Err(e) if e.kind() == NotFound => return Ok(Self::default()),
+            read => read.map_err(io_error(&path))?,
+        };
+        Ok(Self::decode(&bytes).unwrap_or_else(|problem| {
             let error = Some(format!("{}: {problem}", path.display()));
             Self { error, received: Wear::unknown(), ..Self::default() }
-        })
+        }))
     }
 
     /// Makes this the record.
@@ -136,17 +143,8 @@ impl Status {
         commit::replace(disk, &path, &self.encode()).map_err(io_error(&path))
     }
 
-    /// Enters `state`, durably.
-    ///
-    /// # Errors
-    /// It cannot be written.
-    pub fn enter(
-        &mut self,
-        disk: &dyn Disk,
-        directory: &Path,
-        state: State,
-        (now, note): (u64, Option<String>),
-    ) -> Result<(), SyncError> {
+    /// Enters `state`; to be written then.
+    pub fn enter(&mut self, state: State, now: u64, note: Option<String>) {
         let release = self.release.as_ref().map(|r| r.generation.to_string());
         (self.state, self.at) = (state, now);
         self.error = note.clone().filter(|_| matches!(state, State::Failed | State::RollingBack));
@@ -158,7 +156,6 @@ impl Status {
         }
         let over = self.history.len().saturating_sub(HISTORY_MAX);
         self.history.drain(..over);
-        self.write(disk, directory)
     }
 
     /// The bytes of the record.

@@ -10,7 +10,7 @@ use hatchback::score::SystemClock;
 use hatchback::sync::Sync;
 use hatchback::sync::apply::{Host, Policy, Watched};
 use hatchback::sync::link::{Fetcher, LinkLimits};
-use hatchback::sync::state::State;
+use hatchback::sync::state::{State, Status};
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::T0;
 
@@ -26,7 +26,7 @@ fn watch(sync: &Sync) {
     std::thread::spawn(move || {
         let mut before = None;
         loop {
-            let state = sync.status().state;
+            let Ok(Status { state, .. }) = sync.status() else { continue };
             if before.replace(state) != Some(state) {
                 say(state);
             }
