@@ -240,6 +240,31 @@ fn a_lock_that_is_held_for_a_moment_is_waited_for() {
     });
 }
 
+/// What was staged is signed for by the targets, however much of the metadata around them is newer by now.
+#[test]
+fn a_refresh_that_breaks_off_keeps_nothing_from_being_applied() {
+    let (before, fleet) = next_release();
+    let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
+    for broken in ["snapshot.json", "targets.json"] {
+        let (_folder, mut car) = asking(&before, &fleet);
+        let newer = fleet.fork();
+        newer.publish(T0 + 12, &VERSIONS.snapshots[2]);
+        let mut link = Meanwhile(newer.link(), |path: &str| {
+            if path.ends_with(broken) { Err(LinkError::Broken("cut".to_owned())) } else { Ok(()) }
+        });
+        let error = car.run(&mut link, T0 + 13).unwrap_err();
+        assert!(matches!(error, SyncError::Link { .. }), "{error:?}");
+        assert!(car.sync.consent(T0 + 14).unwrap());
+        car.watched = seen(1, 0, 1);
+        let host = Host { root: Some(&root), ..car.host() };
+        while car.sync.advance(&host, T0 + 14).unwrap() {}
+        assert_eq!((car.sync.status().unwrap().state, car.live()), (State::Committed, 2), "{broken}");
+        // Older metadata are refused as ever.
+        let replayed = car.run(&mut fleet.link(), T0 + 15).unwrap_err();
+        assert!(matches!(replayed, SyncError::Rollback { .. } | SyncError::Replay { .. }), "{replayed:?}");
+    }
+}
+
 /// The serving side proves for itself what was signed: whoever can write the sync directory alone gets nothing in.
 #[test]
 fn what_was_not_signed_is_not_applied() {

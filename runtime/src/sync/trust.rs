@@ -10,7 +10,7 @@ use crate::disk::Disk;
 use crate::limits::{
     CLOCK_SLACK_S, ROOT_BYTES_MAX, ROTATIONS_MAX, SNAPSHOT_BYTES_MAX, TARGETS_BYTES_MAX, TIMESTAMP_BYTES_MAX,
 };
-use sigstore_tuf::{Error as TufError, MetaFile, Root, Targets, TrustedMetadataSet};
+use sigstore_tuf::{Error as TufError, MetaFile, Metadata, Root, Targets, TrustedMetadataSet};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -89,11 +89,12 @@ impl Trust {
         Ok(Self { disk, directory, set, floor, floor_saved, fresh: Vec::new(), rotated: false })
     }
 
-    /// The targets that were taken up last, proved once more from the files in `directory`, without a link and as of
-    /// no time. From `root` on, where that is given, else from the newest root there.
+    /// The targets that were taken up last, whose signatures are proved once more, without a link and as of no time: from
+    /// `root` on, where that is given, else from the newest root there. Timestamp and snapshot are not asked: whoever can
+    /// write here could put back older ones too, and a refresh that broke off leaves newer ones.
     ///
     /// # Errors
-    /// The files are not signed, or do not belong together.
+    /// The files are not signed.
     pub fn kept(disk: &Arc<dyn Disk>, directory: &Path, root: Option<&[u8]>) -> Result<Targets, SyncError> {
         let mut trust = Self::open(disk, directory)?;
         if let Some(root) = root {
@@ -104,13 +105,13 @@ impl Trust {
                 trust.set.update_root(&bytes).map_err(|e| named(e, &name, 0))?;
             }
         }
-        trust.load_cached();
-        let path = directory.join("targets.json");
+        let (name, root) = ("targets.json", trust.set.root());
+        let path = directory.join(name);
         let bytes = disk.read(&path).map_err(io_error(&path))?;
-        let taken = trust.set.update_targets(&bytes, jiff::Timestamp::UNIX_EPOCH);
-        taken.map_err(|e| named(e, "targets.json", 0))?;
-        let targets = trust.set.targets_role("targets").cloned();
-        targets.ok_or_else(|| malformed("targets.json", "is not there"))
+        let targets = Metadata::<Targets>::from_slice(&bytes).map_err(|e| named(e, name, 0))?;
+        let keys = root.role("targets").ok_or_else(|| malformed("root.json", "names no role targets"))?;
+        targets.verify_threshold(&root.keys, keys, "targets").map_err(|e| named(e, name, 0))?;
+        Ok(targets.into_signed())
     }
 
     /// The floor.
