@@ -1,5 +1,5 @@
-//! Links to a repository: a directory, or a web server over HTTP(S) with ranges. Follows no redirect to another
-//! scheme and keeps no cookies; what arrives is proved by whoever asked for it.
+//! Links to a repository: a directory, or a web server over HTTP(S) with ranges. Follows redirects from HTTPS to HTTPS
+//! only and keeps no cookies; what arrives is proved by whoever asked for it.
 
 #![forbid(unsafe_code)]
 
@@ -132,7 +132,8 @@ impl HttpLink {
     pub fn new(base: &str, options: &LinkOptions) -> Result<Self, OpenError> {
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let mut tls = TlsConfig::builder().unversioned_rustls_crypto_provider(provider);
-        if base.starts_with("https://") || options.ca.is_some() {
+        let is_https = base.starts_with("https://");
+        if is_https || options.ca.is_some() {
             let ca = options.ca.as_deref().unwrap_or(Path::new(SYSTEM_CA));
             tls = tls.root_certs(RootCerts::from(pem(ca)?.0));
         }
@@ -146,7 +147,10 @@ impl HttpLink {
             ureq::Proxy::new(value)
                 .map_err(|e| OpenError::Proxy { value: value.to_owned(), problem: e.to_string() })
         });
-        let config = Agent::config_builder()
+        let builder = Agent::config_builder().https_only(is_https);
+        // One from plain HTTP is a captive portal's.
+        let builder = if is_https { builder } else { builder.max_redirects(0) };
+        let config = builder
             .tls_config(tls.build())
             .proxy(proxy.transpose()?)
             .http_status_as_error(false)

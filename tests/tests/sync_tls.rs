@@ -77,6 +77,26 @@ fn serve(folder: PathBuf, own: &Authority, clients: Option<&Authority>, work: &P
     address
 }
 
+/// A server that sends everybody elsewhere; returns its address, and whether somebody came.
+fn elsewhere(to: String) -> (String, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, came) = (format!("http://{}", listener.local_addr().unwrap()), Arc::default());
+    let count: Arc<AtomicUsize> = Arc::clone(&came);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            count.fetch_add(1, Ordering::Relaxed);
+            let lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            lines.map_while(Result::ok).find(String::is_empty);
+            let _ = write!(
+                stream,
+                "HTTP/1.1 302 Found\r\nLocation: {to}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            );
+        }
+    });
+    (address, came)
+}
+
 fn answer(mut stream: StreamOwned<ServerConnection, TcpStream>, folder: &Path) -> std::io::Result<()> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -86,10 +106,12 @@ fn answer(mut stream: StreamOwned<ServerConnection, TcpStream>, folder: &Path) -
     }
     let head = String::from_utf8_lossy(&head);
     let path = head.strip_prefix("GET /").and_then(|rest| rest.split(' ').next()).unwrap_or_default();
-    let (status, content) = match std::fs::read(folder.join(path)) {
-        Ok(content) => ("200 OK", content),
-        Err(_) => ("404 Not Found", Vec::new()),
-    };
+    let (status, content) =
+        match (std::fs::read(folder.join(path)), std::fs::read_to_string(folder.join("elsewhere"))) {
+            (_, Ok(to)) => (format!("302 Found\r\nLocation: {to}/{path}"), Vec::new()),
+            (Ok(content), _) => ("200 OK".to_owned(), content),
+            _ => ("404 Not Found".to_owned(), Vec::new()),
+        };
     let bytes = content.len();
     write!(stream, "HTTP/1.1 {status}\r\nContent-Length: {bytes}\r\nConnection: close\r\n\r\n")?;
     stream.write_all(&content)?;
@@ -163,6 +185,31 @@ fn a_server_that_asks_gets_the_cars_own_certificate() {
     let options = LinkOptions { ca, client: Some(client), ..LinkOptions::default() };
     car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 3).unwrap();
     assert_eq!(car.live(), 1);
+}
+
+/// HTTPS leads to HTTPS; plain HTTP leads nowhere else: a captive portal's redirect is a broken link.
+#[test]
+fn redirects_stay_within_https() {
+    let (fleet, work) = (Fleet::new(), tempfile::tempdir().unwrap());
+    let ours = Authority::new(work.path(), "ours");
+    let repository = serve(fleet.repository(), &ours, None, work.path());
+    let refused = |from: &str, ca: Option<&Path>| {
+        let options = LinkOptions { ca: ca.map(Path::to_owned), ..LinkOptions::default() };
+        let car = Car::new(&fleet);
+        let ran = car.run(&mut HttpLink::new(from, &options).unwrap(), T0 + 1);
+        ran.err().inspect(|e| assert!(matches!(e, SyncError::Link { .. }), "{e:?}")).is_some()
+    };
+    let sends = tempfile::tempdir().unwrap();
+    let sender = serve(sends.path().to_owned(), &ours, None, work.path());
+    let send_to = |to: &str| std::fs::write(sends.path().join("elsewhere"), to).unwrap();
+    send_to(&repository);
+    assert!(!refused(&sender, Some(&ours.pem)), "from HTTPS to HTTPS");
+    let (plain, came) = elsewhere(format!("{repository}/metadata/timestamp.json"));
+    send_to(&plain);
+    assert!(refused(&sender, Some(&ours.pem)), "from HTTPS to HTTP");
+    assert_eq!(came.load(Ordering::Relaxed), 0, "was asked in the clear");
+    assert!(refused(&plain, None), "from HTTP to HTTPS");
+    assert!(came.load(Ordering::Relaxed) > 0);
 }
 
 #[test]
