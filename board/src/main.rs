@@ -25,9 +25,10 @@ use hatchback::target::{DeviceKind, Target};
 use hatchback_link::daemon::{self, SyncArgs};
 use latency::Latencies;
 use machine::{Report, Root};
-use server::Server;
+use server::{Server, Socket, Stop};
 use shed::Shed;
 use std::collections::BTreeSet;
+use std::io::{self, ErrorKind::NotFound};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use update::{Update, UpdateThread};
@@ -89,11 +90,12 @@ fn main() -> Result<()> {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let cli = Cli::parse();
     let (target, root) = (Target::load(&cli.target)?, Root::new(&cli.system));
+    let device = cli.device.unwrap_or(target.device);
     let named_none = cli.flash.is_empty();
     let mut flash = if named_none { models(&target.machine.models) } else { cli.flash };
     let Some(mut command) = cli.command.filter(|_| !cli.report) else {
         ensure!(cli.report, "neither --report nor a command: try --help");
-        return report(&root, &target, &flash, cli.json);
+        return report(&root, &target, device, &flash, cli.json);
     };
     if let Command::Serve { sync, .. } = &mut command
         && named_none
@@ -111,13 +113,16 @@ fn main() -> Result<()> {
         Command::Serve { sync, root, .. } => updates(&flash, sync, root.as_deref(), &target)?,
         Command::Check { .. } => Vec::new(),
     };
-    updates.iter().try_for_each(Update::begin)?;
+    let syncs: Vec<_> = updates.iter().map(|update| update.sync.clone()).collect();
+    let stop = Arc::new(Stop::default());
     if let Command::Serve { .. } = command {
         for refused in settings::apply(&target).iter().filter_map(settings::refused) {
             log::warn!("{refused}");
         }
+        let syncs = syncs.clone();
+        stop.on_signal(move || syncs.iter().for_each(update::ended))?;
     }
-    let lookups = cli.device.unwrap_or(target.device).open(target.tegra_profile);
+    let lookups = device.open(target.tegra_profile);
     let lookups =
         lookups.with_context(|| format!("{}: device (`--device cpu` needs none)", cli.target.display()))?;
     log::info!("lookups on: {}", lookups.name());
@@ -125,22 +130,51 @@ fn main() -> Result<()> {
     let clock = Arc::new(SystemClock::default());
     let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
     let serving = Arc::new(serving.on(lookups, target.tensorrt_options.clone()));
-    // A model that waits for its first release keeps no other from being served.
-    let awaited = |given: &&String| updates.iter().any(|update| update.awaited_at(named(given).1));
-    for given in flash.iter().filter(|given| !awaited(given)) {
+    let load = |given: &String| -> Result<()> {
         let (name, flash) = open(given)?;
         serving.load(&name, &flash, budget)?;
         log::info!("serving {} as `{name}` for {}", flash.manifest().generation, target.triple);
-    }
-    report_memory(&serving, budget.memory_bytes_max);
+        Ok(())
+    };
     match command {
-        Command::Check { tolerance } => flash.iter().try_for_each(|given| {
-            let (name, flash) = open(given)?;
-            check(&serving, &name, &flash, tolerance).with_context(|| format!("model `{name}`"))
-        }),
-        Command::Serve { socket, .. } => serve(&serving, &target, &flash, updates, &root, &socket),
+        Command::Check { tolerance } => {
+            flash.iter().try_for_each(load)?;
+            report_memory(&serving, budget.memory_bytes_max);
+            flash.iter().try_for_each(|given| {
+                let (name, flash) = open(given)?;
+                check(&serving, &name, &flash, tolerance).with_context(|| format!("model `{name}`"))
+            })
+        }
+        Command::Serve { socket, .. } => {
+            updates.iter().for_each(Update::begin);
+            let served = load_each(&flash, &updates, load).and_then(|()| {
+                report_memory(&serving, budget.memory_bytes_max);
+                serve(&serving, &target, &flash, updates, &root, &socket, &stop)
+            });
+            // Nothing that comes here is a release's fault: with one that cannot be opened others are served.
+            served.inspect_err(|_| syncs.iter().for_each(update::ended))
+        }
         Command::Sync(_) => Ok(()),
     }
+}
+
+/// Loads the models that can be: one that waits for its first release, or is damaged, keeps no other from being served.
+///
+/// # Errors
+/// None can be, nor may a release change that.
+fn load_each(flash: &[String], updates: &[Update], load: impl Fn(&String) -> Result<()>) -> Result<()> {
+    let awaited = |given: &&String| updates.iter().any(|update| update.awaited_at(named(given).1));
+    let (mut loaded, mut fault) = (0, None);
+    for given in flash.iter().filter(|given| !awaited(given)) {
+        match load(given) {
+            Ok(()) => loaded += 1,
+            Err(e) => {
+                log::error!("{given} is not served: {e:#}");
+                fault = Some(e);
+            }
+        }
+    }
+    fault.filter(|_| loaded == 0 && updates.is_empty()).map_or(Ok(()), Err)
 }
 
 /// Serves on `socket`, with upkeep of the directories and updates beside it.
@@ -151,7 +185,9 @@ fn serve(
     updates: Vec<Update>,
     root: &Root,
     socket: &Path,
+    stop: &Stop,
 ) -> Result<()> {
+    let socket = Socket::listen(socket, stop)?;
     let (shed, latencies) = (Arc::new(Shed::default()), Arc::new(Latencies::default()));
     // Two models may be two names of one directory.
     let directories: BTreeSet<&Path> = flash.iter().map(|given| named(given).1).collect();
@@ -159,20 +195,18 @@ fn serve(
     let upkeep = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
     let start = |update| UpdateThread::start(update, serving, &latencies);
     let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-    let served = server::listen(socket).and_then(|listener| {
-        let server = Server { serving, latencies: &latencies, shed: &shed, is_only: flash.len() == 1 };
-        let serve = || server::serve(server, &listener, socket);
-        shed.watch(root, &target.shed, || supervisor::watched(serving, serve))
-    });
+    let server = Server { serving, latencies: &latencies, shed: &shed, is_only: flash.len() == 1 };
+    let serve = || server::serve(server, &socket, stop);
+    shed.watch(root, &target.shed, || supervisor::watched(serving, serve));
     updates.into_iter().for_each(UpdateThread::stop);
     upkeep.into_iter().for_each(UpkeepThread::stop);
-    served
+    Ok(())
 }
 
 /// Prints what the machine tells.
-fn report(root: &Root, target: &Target, flash: &[String], json: bool) -> Result<()> {
+fn report(root: &Root, target: &Target, device: DeviceKind, flash: &[String], json: bool) -> Result<()> {
     let directories: Vec<PathBuf> = flash.iter().map(|given| named(given).1.to_owned()).collect();
-    let report = Report::new(root, target, &directories);
+    let report = Report::new(root, target, device, &directories);
     if json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
@@ -183,7 +217,12 @@ fn report(root: &Root, target: &Target, flash: &[String], json: bool) -> Result<
 
 /// What lies in `folder`, in order, each as NAME=DIR.
 fn folders(folder: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let entries = std::fs::read_dir(folder).inspect_err(|e| {
+        if e.kind() != NotFound {
+            log::error!("{}: {e}", folder.display());
+        }
+    });
+    let entries = entries.into_iter().flatten().flatten().map(|entry| entry.path());
     // Every ext4 file system has a `lost+found`.
     let mut folders: Vec<_> = entries.filter(|path| path.is_dir() && !path.ends_with("lost+found")).collect();
     folders.sort();
@@ -191,9 +230,10 @@ fn folders(folder: &Path) -> Vec<String> {
     folders.iter().map(|path| format!("{}={}", name(path), path.display())).collect()
 }
 
-/// The models in `folder`.
+/// The models in `folder`: where there is a live record, whatever its state.
 fn models(folder: &Path) -> Vec<String> {
-    let live = |given: &String| Flash::open(&disk::system(), named(given).1).is_ok();
+    let missing = |e: io::Error| e.kind() == NotFound;
+    let live = |given: &String| !named(given).1.join("live").metadata().is_err_and(missing);
     folders(folder).into_iter().filter(live).collect()
 }
 

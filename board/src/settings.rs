@@ -4,7 +4,7 @@
 use crate::machine::{Reading, reading};
 use hatchback::target::Target;
 use rustix::mm::MlockAllFlags;
-use rustix::process::Resource;
+use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use thread_priority::{
     NormalThreadSchedulePolicy, RealtimeThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy,
@@ -22,6 +22,7 @@ pub fn apply(target: &Target) -> Vec<Reading> {
         if asked { what() } else { Ok("as it was".to_owned()) }
     };
     vec![
+        reading("settings", "open files", raise_open_files()),
         reading("settings", "lock_memory", said(machine.lock_memory, &|| lock_memory(memory))),
         reading("settings", "cpus", said(!machine.cpus.is_empty(), &|| keep_to(&machine.cpus))),
         reading(
@@ -35,6 +36,14 @@ pub fn apply(target: &Target) -> Vec<Reading> {
 /// What was asked for and not granted, and why.
 pub fn refused(setting: &Reading) -> Option<String> {
     setting.missing.as_ref().map(|why| format!("{}: {why}", setting.name))
+}
+
+/// As many as the system allows: each segment of a cached table is an open file, in an update those of two generations.
+fn raise_open_files() -> Result<String, String> {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
+        .map(|()| limit.maximum.map_or("as many as they like".to_owned(), |files| format!("at most {files}")))
+        .map_err(|e| format!("{e}; the unit needs LimitNOFILE"))
 }
 
 /// Pages stay from when they are first touched: nothing is read in that is not used. Under a limit below `bytes` it is not

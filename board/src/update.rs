@@ -12,6 +12,7 @@ use hatchback::score::SystemClock;
 use hatchback::serving::{Serving, Swapped};
 use hatchback::sync::Sync;
 use hatchback::sync::apply::{Host, Policy, Watched};
+use hatchback::sync::error::SyncError;
 use hatchback::sync::state::State;
 use hatchback_link::daemon::{now, wake_socket};
 use std::io;
@@ -41,20 +42,21 @@ pub struct Update {
 
 impl Update {
     /// To be called before the model is opened: a release that kept this process from ending in good order too often
-    /// goes.
-    ///
-    /// # Errors
-    /// The flash directory cannot be changed.
-    pub fn begin(&self) -> Result<()> {
-        self.sync.begin(now())?;
-        let root = self.root.as_deref();
-        let nobody = Host { policy: self.policy, budget: self.budget, watched: None, root, rest: &|| {} };
-        while self.sync.status()?.state == State::RollingBack {
-            self.sync.advance(&nobody, now())?;
+    /// goes. What keeps that from being done is said, and keeps nothing from being served.
+    pub fn begin(&self) {
+        if let Err(e) = self.count_start() {
+            log::error!("update of `{}`: this start does not count: {e}", self.name);
         }
         if !self.is_live() {
             log::info!("`{}`: nothing is live yet; waiting for the first release", self.name);
         }
+    }
+
+    fn count_start(&self) -> Result<(), SyncError> {
+        self.sync.begin(now())?;
+        let root = self.root.as_deref();
+        let nobody = Host { policy: self.policy, budget: self.budget, watched: None, root, rest: &|| {} };
+        while self.sync.status()?.state == State::RollingBack && self.sync.advance(&nobody, now())? {}
         Ok(())
     }
 
@@ -65,6 +67,13 @@ impl Update {
 
     fn is_live(&self) -> bool {
         self.sync.flash.join("live").exists()
+    }
+}
+
+/// To be called where the process ends in good order, or of something that says nothing about a release.
+pub fn ended(sync: &Sync) {
+    if let Err(e) = sync.end() {
+        log::warn!("{}: this start counts as one that did not end: {e}", sync.directory.display());
     }
 }
 
@@ -92,7 +101,8 @@ impl UpdateThread {
         let stopping = Arc::new(AtomicBool::new(false));
         let (serving, latencies) = (Arc::clone(serving), Arc::clone(latencies));
         let stop = Arc::clone(&stopping);
-        let mut work = Work { stopping: stop, update, serving, latencies, failed: None, said: String::new() };
+        let (said, unopened) = (String::new(), String::new());
+        let mut work = Work { stopping: stop, update, serving, latencies, failed: None, said, unopened };
         let run = move || {
             settings::behind_all();
             while !work.stopping.load(Ordering::Acquire) {
@@ -100,9 +110,7 @@ impl UpdateThread {
                 // Whatever woke it, and whether anything did: it looks.
                 let _ = socket.recv(&mut [0; 16]);
             }
-            if let Err(e) = work.update.sync.end() {
-                log::warn!("update of `{}`: {e}", work.update.name);
-            }
+            ended(&work.update.sync);
         };
         let thread = std::thread::Builder::new().name("update".to_owned()).spawn(run)?;
         Ok(Self { stopping, wake, thread })
@@ -130,6 +138,8 @@ struct Work {
     failed: Option<(String, String)>,
     /// What was said last of a wait, so that it is said once.
     said: String,
+    /// The same of what is live and cannot be opened.
+    unopened: String,
 }
 
 impl Work {
@@ -180,8 +190,16 @@ impl Work {
         let Update { name, sync, .. } = &mut self.update;
         let flash = match Flash::open(&sync.disk, &sync.flash) {
             Ok(flash) => flash,
-            Err(e) => return log::warn!("update of `{name}`: {e}"),
+            Err(e) => {
+                let text = e.to_string();
+                if self.unopened != text {
+                    log::error!("`{name}`: what is live cannot be opened: {text}");
+                    self.unopened = text;
+                }
+                return;
+            }
         };
+        self.unopened.clear();
         let live = &flash.manifest().generation;
         if name.is_empty() {
             name.clone_from(&live.lineage);

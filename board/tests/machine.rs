@@ -144,7 +144,13 @@ fn orin() -> Machine {
         ("sys/class/hwmon/hwmon3/in1_input", "5000\n"),
         ("sys/class/hwmon/hwmon3/curr1_input", "2500\n"),
         ("sys/class/hwmon/hwmon3/in1_label", "VDD_CPU\n"),
+        // The sum of its rails and the voltage of a shunt: no rail.
+        ("sys/class/hwmon/hwmon3/curr4_input", "2500\n"),
+        ("sys/class/hwmon/hwmon3/in4_input", "40\n"),
         ("sys/class/hwmon/hwmon4/power1_input", "7500000\n"),
+        // The same watts once more.
+        ("sys/class/hwmon/hwmon4/curr1_input", "1500\n"),
+        ("sys/class/hwmon/hwmon4/in1_input", "5000\n"),
         ("sys/class/hwmon/hwmon4/name", "ina\n"),
         ("sys/class/watchdog/watchdog0/identity", "Tegra WDT\n"),
         ("sys/class/watchdog/watchdog0/timeout", "120\n"),
@@ -187,6 +193,7 @@ fn a_board_is_reported_as_it_is() {
     assert!(reading(&report, "gpu", "libnvinfer.so.8").as_str().unwrap().contains("none of"), "{report:#}");
     let readings = report["readings"].as_array().unwrap();
     assert!(readings.iter().all(|r| r["name"] != "off"), "a zone that is off is no reading");
+    assert_eq!(readings.iter().filter(|r| r["section"] == "power").count(), 2, "each rail is read once");
     let said = board.daemon().arg("--report").output().unwrap().stdout;
     let said = String::from_utf8(said).unwrap();
     assert!(said.contains("CPU-therm                        45.5\n"), "{said}");
@@ -203,6 +210,28 @@ fn what_does_not_fit_is_named() {
     assert!(problems(&Machine::new(other, "").report()).contains(std::env::consts::ARCH));
     let board = Machine::new("cpu", "[machine]\ncpus = [1023]\n");
     assert!(problems(&board.report()).contains("[1023]"), "a CPU that is not there is not granted");
+    let desk = Machine::new("cpu", "").with_model();
+    assert!(!problems(&desk.report()).contains("model "));
+    std::fs::write(desk.path("models/coupon/live"), "damaged").unwrap();
+    assert!(problems(&desk.report()).contains("models/coupon/live"), "a damaged model is named");
+}
+
+/// What would keep a start from happening stands in the report; so does a GPU other than the target's.
+#[test]
+fn a_gpu_that_is_not_there_or_not_the_targets_is_named() {
+    let desk = Machine::new("cpu", "");
+    assert_eq!(reading(&desk.report(), "settings", "lookups on"), "CPU");
+    let desk = Machine::new("x86-cuda", "sm = 90\n");
+    if Path::new("/dev/nvidiactl").exists() {
+        println!("SKIPPED: a report without a driver: this machine has one");
+    } else {
+        let said = problems(&desk.report());
+        assert!(said.contains("lookups on: no CUDA driver on this machine"), "{said}");
+    }
+    let driver = hatchback_tests::standin::build("standin", &[]);
+    let output = desk.daemon().args(["--report", "--json"]).env("LD_PRELOAD", driver).output().unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(problems(&report).contains("sm = 90: the GPU's is 87"), "{report:#}");
 }
 
 /// Models and updates must outlive a start, and on a board an update of its OS.

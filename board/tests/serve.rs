@@ -66,8 +66,9 @@ impl Car {
     fn serve(&self, target: &Path, flash: &[String]) -> Child {
         let socket = self.socket();
         let args = ["serve", "--socket", socket.to_str().unwrap()];
-        let child = self.daemon_on(target, flash, &args).spawn().unwrap();
+        let mut child = self.daemon_on(target, flash, &args).spawn().unwrap();
         while UnixStream::connect(self.socket()).is_err() {
+            assert!(child.try_wait().unwrap().is_none(), "it ended");
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         child
@@ -139,6 +140,80 @@ fn a_daemon_whose_socket_was_removed_ends() {
     let car = Car::new();
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
     std::fs::remove_file(car.socket()).unwrap();
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
+#[test]
+fn a_caller_that_does_not_read_keeps_no_daemon_from_ending() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    let connection = car.connect();
+    connection.get_ref().set_write_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
+    // Until its answers fill what lies between, and then its requests.
+    while (&mut connection.get_ref()).write_all(b"{}\n{}\n{}\n{}\n").is_ok() {}
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
+#[test]
+fn a_line_longer_than_any_sample_takes_no_memory() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    let mut connection = car.connect();
+    connection.get_mut().write_all(&vec![b' '; (64 << 10) + 1]).unwrap();
+    connection.get_mut().shutdown(std::net::Shutdown::Write).unwrap();
+    assert_eq!(read(&mut connection)["error"], "the line is too long");
+    let (line, mut connection) = (&probe()[0], car.connect());
+    let padded = format!("{}{line}", " ".repeat((64 << 10) - line.len() - 1));
+    check(line, &ask(&mut connection, &padded));
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
+/// A bit flipped in one model's live record: it is told, and the others are served.
+#[test]
+fn a_damaged_model_holds_up_no_other() {
+    let car = Car::new();
+    let damaged = car.folder.path().join("damaged");
+    hatchback_tests::fleet::copy(&car.folder.path().join("flash"), &damaged);
+    let mut record = std::fs::read(damaged.join("live")).unwrap();
+    let middle = record.len() / 2;
+    record[middle] ^= 1;
+    std::fs::write(damaged.join("live"), record).unwrap();
+    let flash = [format!("damaged={}", damaged.display()), format!("whole={}", car.flash())];
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &flash);
+    let (line, mut connection) = (&probe()[0], car.connect());
+    let to = |name: &str| line.replacen('{', &format!("{{\"model\": \"{name}\", "), 1);
+    check(line, &ask(&mut connection, &to("whole")));
+    assert_eq!(ask(&mut connection, &to("damaged"))["error"], "no such model is served");
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+    // Alone, with nothing that could put it right, it is why the daemon does not start.
+    let alone =
+        car.daemon_on(&repository("targets/cpu.toml"), &flash[..1], &["serve", "--socket", "/nowhere"]);
+    let said = { alone }.output().unwrap();
+    assert!(!said.status.success() && String::from_utf8_lossy(&said.stderr).contains("damaged/live"));
+}
+
+/// Each segment is an open file: the daemon takes as many as it may.
+#[test]
+fn the_limit_of_open_files_is_raised() {
+    let car = Car::new();
+    let daemon = car.daemon(&["serve", "--socket", car.socket().to_str().unwrap()]);
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", "ulimit -Sn 64 && exec \"$0\" \"$@\""])
+        .arg(daemon.get_program())
+        .args(daemon.get_args());
+    let mut daemon = shell.spawn().unwrap();
+    while UnixStream::connect(car.socket()).is_err() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", daemon.id())).unwrap();
+    let files = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+    let files: Vec<&str> = files.split_whitespace().collect();
+    assert!(files[0] == files[1] && files[0] != "64", "{limits}");
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
 }

@@ -130,9 +130,18 @@ impl Fleet {
     }
 
     fn serve(&self) -> Daemon {
-        let (socket, root) = (self.at("socket"), self.at("keys/1.root.json"));
+        self.serve_on("socket")
+    }
+
+    fn serve_on(&self, socket: &str) -> Daemon {
+        let (socket, root) = (self.at(socket), self.at("keys/1.root.json"));
         let [socket, root] = [&socket, &root].map(|p| p.to_str().unwrap());
         Daemon(self.daemon(&["serve", "--socket", socket, "--root", root]).spawn().unwrap())
+    }
+
+    /// Starts with the release in hand that were counted and did not end.
+    fn starts(&self) -> u32 {
+        Status::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap().starts
     }
 
     /// Asks over and over until the update is in `state`; from the first score on every answer is one.
@@ -246,4 +255,52 @@ fn what_is_published_is_served_if_it_proves_itself() {
     let mut daemon = fleet.serve();
     assert_eq!(fleet.ask_until(State::Committed).live.as_deref(), Some("coupon-dlrm@4"));
     daemon.stop();
+}
+
+/// With a release on probation: what ends a start for another reason is no sign against it, and whoever holds the record
+/// keeps nothing from being served.
+#[test]
+fn only_starts_that_die_count_against_a_release() {
+    let fleet = Fleet::new();
+    fleet.publish(1, 0.0);
+    let daemon = fleet.serve();
+    assert!(fleet.sync());
+    fleet.ask_until(State::Probation);
+    drop(daemon);
+    std::fs::remove_file(fleet.at("socket")).unwrap();
+    assert_eq!(fleet.starts(), 0, "it was not there when the start began");
+    // The record is somebody else's all the time.
+    let lock = disk::system().lock(&fleet.at("updates/coupon/lock")).unwrap().unwrap();
+    let mut daemon = fleet.serve();
+    while UnixStream::connect(fleet.at("socket")).is_err() {
+        assert!(daemon.0.try_wait().unwrap().is_none(), "it ended");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let mut connection = BufReader::new(UnixStream::connect(fleet.at("socket")).unwrap());
+    let text = probe();
+    let line = text.lines().next().unwrap();
+    check(line, &ask(&mut connection, "coupon", line));
+    daemon.stop();
+    drop(lock);
+    // There is no place for the socket.
+    assert!(!fleet.serve_on("nowhere/socket").0.wait().unwrap().success());
+    assert_eq!(fleet.starts(), 0);
+    // Told to stop while another model is opened, which does not end: its record is a pipe that nobody writes to.
+    std::fs::create_dir(fleet.at("models/other")).unwrap();
+    assert!(Command::new("mkfifo").arg(fleet.at("models/other/live")).status().unwrap().success());
+    let mut daemon = fleet.serve();
+    while fleet.starts() == 0 {
+        assert!(daemon.0.try_wait().unwrap().is_none(), "it ended");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    daemon.stop();
+    assert_eq!(fleet.starts(), 0);
+    std::fs::remove_dir_all(fleet.at("models/other")).unwrap();
+    // One that is killed does count.
+    let daemon = fleet.serve();
+    while UnixStream::connect(fleet.at("socket")).is_err() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop(daemon);
+    assert_eq!(fleet.starts(), 1);
 }

@@ -1,7 +1,7 @@
 //! Samples: one line of JSON each for people and tools, a compact set for the probe in a bundle.
 //! Checked against the schema on the way in; never scored here.
 
-use crate::limits::{PROBE_BYTES_MAX, SAMPLE_BYTES_MAX};
+use crate::limits::{NAME_BYTES_MAX, PROBE_BYTES_MAX, SAMPLE_BYTES_MAX};
 use crate::schema::Schema;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
@@ -82,6 +82,15 @@ impl Sample {
         let sample = Self { dense: parsed.dense, sparse, label: parsed.label, score: parsed.score };
         sample.check(schema)?;
         Ok(sample)
+    }
+
+    /// Bytes that the JSON of a sample has at most, however it is written; blanks beyond those around values may take more.
+    pub fn json_bytes_max(schema: &Schema) -> usize {
+        // A value with all its digits, an escaped name, a field's own name: each with what stands around it.
+        let (value, key, name, other) = (64, 32, 6 * NAME_BYTES_MAX + 32, 1024);
+        let bag = |hotness_max: u32| name + key * hotness_max as usize;
+        let bags: usize = schema.features.iter().map(|f| bag(f.hotness_max)).sum();
+        (other + name + value * schema.dense_features.len() + bags).min(SAMPLE_BYTES_MAX)
     }
 
     /// Checks the sample against a schema.

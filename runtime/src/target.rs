@@ -122,12 +122,8 @@ pub struct Target {
     /// Whether its GPU may do no more than a Tegra's: the driver compiles nothing.
     #[serde(default)]
     pub tegra_profile: bool,
-    /// CUDA version on it.
-    pub cuda: Option<String>,
     /// How TensorRT runs the dense network, where it is to be tried.
     pub tensorrt_options: Option<TensorRtOptions>,
-    /// TensorRT version on it.
-    pub tensorrt: Option<String>,
     /// What a model may use.
     pub budget: Budget,
     /// What upkeep of the flash tier may do, and when.

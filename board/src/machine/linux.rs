@@ -96,7 +96,10 @@ fn thermal(root: &Root) -> Vec<Reading> {
     }
 }
 
-/// The rails that are measured, watts: those that tell power, and those that tell voltage and current.
+/// Of an INA3221, the usual monitor of three rails, what comes behind their voltages and currents is no rail.
+const RAILS_MAX: u32 = 3;
+
+/// The rails that are measured, watts: by power where a chip tells it, else by voltage and current.
 fn rails(root: &Root) -> Vec<(String, f64)> {
     const MONITORS: &str = "/sys/class/hwmon";
     let mut rails = Vec::new();
@@ -109,6 +112,10 @@ fn rails(root: &Root) -> Vec<(String, f64)> {
             let (kind, n, watts) = if let Some(n) = at("power") {
                 ("power", n.clone(), value("power", &n).map(|microwatts| microwatts as f64 / 1e6))
             } else if let Some(n) = at("curr") {
+                let is_rail = n.parse().is_ok_and(|n: u32| n <= RAILS_MAX);
+                if !is_rail || value("power", &n).is_some() {
+                    continue;
+                }
                 let watts = value("curr", &n).zip(value("in", &n));
                 ("in", n, watts.map(|(milliamps, millivolts)| (milliamps * millivolts) as f64 / 1e6))
             } else {

@@ -9,7 +9,9 @@ mod sim;
 pub use linux::{hottest, watts};
 
 use crate::settings;
-use hatchback::target::{MachineKind, Target};
+use hatchback::disk;
+use hatchback::flash::Flash;
+use hatchback::target::{DeviceKind, MachineKind, Target};
 use mounts::Mount;
 use serde::Serialize;
 use serde_json::Value;
@@ -93,8 +95,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Reads the machine that `target` describes, and its models on flash.
-    pub fn new(root: &Root, target: &Target, flash: &[PathBuf]) -> Self {
+    /// Reads the machine that `target` describes, and its models on flash; opens them and `device` as a start would.
+    pub fn new(root: &Root, target: &Target, device: DeviceKind, flash: &[PathBuf]) -> Self {
         let mut readings = linux::readings(root);
         readings.extend(match target.machine.kind {
             MachineKind::Orin => orin::readings(root),
@@ -110,6 +112,10 @@ impl Report {
                 mount.as_ref().map(Mount::to_string).map_err(Clone::clone),
             )
         }));
+        let lookups = device.open(target.tegra_profile);
+        let lookups = lookups.as_ref().map_err(|e| format!("{e} (`--device cpu` needs none)"));
+        let name = lookups.as_ref().map(|device| device.name().to_owned());
+        readings.push(reading("settings", "lookups on", name.map_err(Clone::clone)));
         readings.extend(settings::apply(target));
         // Sections in the order in which they began, so that what was read in several places stands together.
         let mut sections = Vec::new();
@@ -123,6 +129,13 @@ impl Report {
         problems.extend(places.iter().filter_map(|(name, place, mount)| {
             let fault = mount.as_ref().ok()?.fault(target.machine.kind)?;
             Some(format!("machine.{name} = {}: {fault}", place.display()))
+        }));
+        let sm =
+            lookups.ok().and_then(|device| device.sm()).zip(target.sm).filter(|(has, wanted)| has != wanted);
+        problems.extend(sm.map(|(has, wanted)| format!("sm = {wanted}: the GPU's is {has}")));
+        problems.extend(flash.iter().filter_map(|model| {
+            let fault = Flash::open(&disk::system(), model).err()?;
+            Some(format!("model {}: {fault}", model.display()))
         }));
         Self { triple: target.triple.clone(), readings, problems }
     }

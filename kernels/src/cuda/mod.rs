@@ -47,6 +47,14 @@ impl Device {
         }
     }
 
+    /// The compute capability of a GPU, such as 87.
+    pub fn sm(&self) -> Option<u32> {
+        match self {
+            Self::Cpu => None,
+            Self::Cuda(gpu) => Some(gpu.sm()),
+        }
+    }
+
     /// `len` zeros in host memory, where the device reaches them too if it is a GPU.
     ///
     /// # Errors
