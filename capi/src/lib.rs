@@ -65,7 +65,7 @@ pub struct Status {
 pub struct Handle {
     pipeline: Pipeline,
     clock: Arc<SystemClock>,
-    /// Batches between calls, so that a call takes no memory once as many threads as ever have called.
+    /// Batches between calls, as many as requests that are served at once.
     batches: Mutex<Vec<(Batch, Sample)>>,
 }
 
@@ -146,9 +146,29 @@ fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
     let model = Model::from_flash(&flash, target.budget).map_err(refused)?.onto(&lookups);
     let model =
         model.and_then(|m| m.with_dense(&flash, target.tensorrt_options.as_ref())).map_err(refused)?;
+    let batches = batches(&model)?;
     let clock = Arc::new(SystemClock::default());
     let pipeline = Pipeline::new(Arc::new(model), Arc::clone(&clock) as Arc<dyn Clock>).map_err(refused)?;
-    Ok(Handle { pipeline, clock, batches: Mutex::default() })
+    Ok(Handle { pipeline, clock, batches: Mutex::new(batches) })
+}
+
+/// As many batches, and samples to fill them from, as the model has request slots, if its budget holds them too.
+fn batches(model: &Model) -> Result<Vec<(Batch, Sample)>, Refusal> {
+    let (schema, budget) = (model.schema(), model.budget());
+    let each = Batch::bytes(schema, budget.batch_max as usize) + Batch::bytes(schema, 1);
+    let (taken, ours) = (model.memory().total(), u64::from(budget.slots) * each as u64);
+    if taken + ours > budget.memory_bytes_max {
+        let max = budget.memory_bytes_max;
+        return Err(refused(format!(
+            "memory_bytes_max = {max}: the model takes {taken} bytes and the batches of calls {ours}; lower slots or batch_max"
+        )));
+    }
+    let sample = || Sample {
+        dense: Vec::with_capacity(schema.dense_features.len()),
+        sparse: schema.features.iter().map(|f| Vec::with_capacity(f.hotness_max as usize)).collect(),
+        ..Sample::default()
+    };
+    Ok((0..budget.slots).map(|_| (model.batch(), sample())).collect())
 }
 
 /// Opens a model. The header says how.
@@ -238,11 +258,8 @@ impl Handle {
         statuses: Option<&mut [Status]>,
     ) -> Result<(), Refusal> {
         let pool = || self.batches.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut batch, mut sample) = pool().pop().unwrap_or_else(|| {
-            let model = self.pipeline.model();
-            let sparse = vec![Vec::new(); model.schema().features.len()];
-            (model.batch(), Sample { sparse, ..Sample::default() })
-        });
+        let slots = self.pipeline.model().budget().slots as usize;
+        let (mut batch, mut sample) = pool().pop().ok_or(RequestError::Busy(slots))?;
         let submitted = self.fill(input, &mut batch, &mut sample).and_then(|()| {
             let deadline = (timeout_us > 0).then(|| self.clock.now() + Duration::from_micros(timeout_us));
             Ok(self.pipeline.submit(&batch, deadline)?)

@@ -9,6 +9,7 @@ use hatchback::disk;
 use hatchback::model::Model;
 use hatchback::sample::Sample;
 use hatchback::score::{SystemClock, Worker};
+use hatchback::target::Target;
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::serve::lay_on_flash;
 use std::path::{Path, PathBuf};
@@ -82,6 +83,36 @@ fn a_c_program_scores_as_the_runtime_does() {
         let Status { fresh, defaulted, absent, damaged, late } = *status;
         assert_eq!(counts, [fresh, defaulted, absent, damaged, u32::from(late)], "{line}");
     }
+}
+
+/// What calls take is taken by `hatchback_open`, and is in the budget.
+#[test]
+fn a_budget_that_holds_the_model_and_not_its_calls_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (bundle, flash, target) =
+        (folder.path().join("bundle"), folder.path().join("flash"), folder.path().join("own.toml"));
+    pack_file(&here("../tools/demo/coupon/model.toml"), &bundle, Overrides::default(), &mut |_, _| {})
+        .unwrap();
+    lay_on_flash(&bundle, &flash).unwrap();
+    for name in ["base.toml", "cpu.toml"] {
+        std::fs::copy(here("../targets").join(name), folder.path().join(name)).unwrap();
+    }
+    let cpu = Target::load(&folder.path().join("cpu.toml")).unwrap();
+    let taken = Model::open(&disk::system(), &flash, cpu.budget).unwrap().memory().total();
+    std::fs::write(folder.path().join("samples"), "").unwrap();
+    let (program, samples) = (program(folder.path()), folder.path().join("samples"));
+    let said = |memory_bytes_max: u64| {
+        let text = format!("inherits = \"cpu\"\n[budget]\nmemory_bytes_max = {memory_bytes_max}\n");
+        std::fs::write(&target, text).unwrap();
+        let output = Command::new(&program).args([&target, &flash, &samples]).output().unwrap();
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let refused = said(taken);
+    assert!(
+        refused.contains(&format!("the model takes {taken} bytes and the batches of calls")),
+        "{refused}"
+    );
+    assert!(!said(2 * taken).contains("memory_bytes_max"));
 }
 
 #[test]
