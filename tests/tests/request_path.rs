@@ -373,7 +373,9 @@ fn budgets_that_cannot_hold_the_model_are_refused_by_name() {
 /// Who reads lines knows from the schema how long they may be.
 #[test]
 fn the_longest_sample_is_no_longer_than_its_schema_says() {
-    let schema = BundleReader::open(&VERSIONS.snapshots[0]).unwrap().manifest().schema.clone();
+    let mut schema = BundleReader::open(&VERSIONS.snapshots[0]).unwrap().manifest().schema.clone();
+    schema.dense_features = (0..100).map(|n| n.to_string()).collect();
+    schema.features.iter_mut().for_each(|feature| feature.hotness_max = 1000);
     let bag = |hotness_max: u32| vec![u64::MAX; hotness_max as usize];
     let sparse: BTreeMap<_, _> =
         schema.features.iter().map(|f| (f.name.clone(), bag(f.hotness_max))).collect();
