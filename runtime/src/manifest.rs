@@ -1,7 +1,7 @@
 //! The manifest of a bundle: which generation it is, the schema, and every blob's chunks with their hashes.
 //! Encoded as a format number, then postcard. Never trusts what it decodes before `check`.
 
-use crate::limits::{CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PROBE_BYTES_MAX};
+use crate::limits::{CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX};
 use crate::schema::{Schema, SchemaError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -150,6 +150,16 @@ impl Manifest {
         }
         manifest.check()?;
         Ok(manifest)
+    }
+
+    /// Bytes of the segment that it brings for table `number`.
+    pub fn segment_bytes(&self, number: usize) -> u64 {
+        self.blobs[self.tables[number].segment as usize].raw_bytes()
+    }
+
+    /// Whether it is a delta that changes nothing in table `number`: its segment is a trailer and no more.
+    pub fn leaves_alone(&self, number: usize) -> bool {
+        self.parent.is_some() && self.segment_bytes(number) == PAGE_BYTES as u64
     }
 
     fn check(&self) -> Result<(), ManifestError> {

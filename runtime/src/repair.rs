@@ -26,7 +26,7 @@ impl Flash {
         let mut found = AlignedPage::zeroed();
         let is_read = segment.read_page(damage.page, &mut found).is_ok();
         let has_its_checksum = is_read && found.0[..4] == page[..4];
-        if !has_its_checksum && !self.left_alone(damage.table) {
+        if !has_its_checksum && !self.manifest().leaves_alone(damage.table) {
             return Ok(false);
         }
         self.repair(damage, &page)?;
@@ -42,12 +42,6 @@ impl Flash {
         let is_merged = damage.part == Part::Base && damage.segment == live.base;
         let table = before.tables.get(damage.table)?;
         (is_parent && is_merged && table.base != damage.segment).then_some(before)
-    }
-
-    /// Whether the live generation changed nothing in table `number`: its delta was a trailer and no more.
-    fn left_alone(&self, number: usize) -> bool {
-        let blob = self.manifest().tables[number].segment;
-        self.manifest().blobs[blob as usize].raw_bytes() == PAGE_BYTES as u64
     }
 }
 

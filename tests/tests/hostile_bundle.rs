@@ -8,7 +8,7 @@ use hatchback::budget::Budget;
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
 use hatchback::limits::{CHUNK_BYTES, FEATURES_MAX, HOTNESS_MAX, MANIFEST_BYTES_MAX};
-use hatchback::manifest::Manifest;
+use hatchback::manifest::{Chunk, Manifest};
 use hatchback::model::Model;
 use hatchback::page::PageBytes;
 use hatchback::schema::{Feature, InputSource, KeySpace};
@@ -519,6 +519,19 @@ fn a_snapshot_that_calls_itself_a_delta() {
     let victim = Victim::default();
     let attack = |m: &mut Manifest| (m.parent, m.tables[HOT].placed) = (Some(5), None);
     victim.refuses_manifest(attack, &["t0000-0000.seg: fences: this segment has none"]);
+}
+
+#[test]
+fn a_delta_that_is_too_long_to_be_opened() {
+    let victim = Victim::default();
+    let attack = |p: &mut Parts| {
+        (p.manifest.parent, p.manifest.tables[HOT].placed) = (Some(5), None);
+        let (blob, chunks) = (p.manifest.tables[HASHED].segment as usize, 65_537);
+        let chunk = Chunk { stored: 1, raw: CHUNK_BYTES as u32, sha256: [0; 32] };
+        p.manifest.blobs[blob].chunks = vec![chunk; chunks];
+        p.stored[blob] = vec![vec![0]; chunks];
+    };
+    victim.refuses(&victim.attacked(attack), &["attack.bundle: pages: a delta of 16777472 pages"]);
 }
 
 #[test]

@@ -4,12 +4,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
+use hatchback::disk::Disk;
 use hatchback::flash::Flash;
 use hatchback::limits::CHUNK_BYTES;
 use hatchback::manifest::sha256;
+use hatchback::overlay::DELTAS_MAX;
 use hatchback::page::PageBytes;
 use hatchback::sync::error::SyncError;
-use hatchback::sync::link::LinkLimits;
+use hatchback::sync::link::{Fetcher, LinkLimits};
 use hatchback::sync::release::manifest_path;
 use hatchback::sync::state::State;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS};
@@ -21,6 +23,7 @@ use hatchback_tools::signing::{block_on, sources, timestamp};
 use hatchback_tools::store::{Object, Objects, Store};
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::io::Write;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::atomic::AtomicU64;
@@ -138,6 +141,66 @@ fn a_signed_name_that_says_another_parent_or_sequence() {
         publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, T0 + 12).unwrap();
         car.run(&mut fleet.link(), T0 + 13).unwrap();
         assert_eq!(car.live(), 3, "{name}");
+    }
+}
+
+#[test]
+fn row_counts_that_lie() {
+    refused("snapshot", |p| p.manifest.schema.tables[0].rows += 1, "rows: 606 instead of 607");
+    refused("snapshot", |p| p.manifest.schema.tables[1].rows = 100, "rows: 256 placed, over 100");
+}
+
+/// Every table of the car as if it had as many deltas as can be opened; returns the live record before.
+fn fill(car: &Car) -> Vec<u8> {
+    let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
+    let mut record = flash.record().clone();
+    record.live.tables.iter_mut().for_each(|t| t.deltas = vec![t.deltas[0]; DELTAS_MAX]);
+    write_live(car, &record.encode());
+    flash.record().encode()
+}
+
+fn write_live(car: &Car, record: &[u8]) {
+    car.disk.create(&car.sync.flash.join("live")).unwrap().write_all(record).unwrap();
+}
+
+/// A base with a bad page cannot be merged, and one day it takes no further delta: none is fetched, the one that was fetched
+/// already is not marked, and a snapshot, or a merge after all, lets the car go on.
+#[test]
+fn a_chain_of_deltas_that_is_full() {
+    for merged in [false, true] {
+        let fleet = Fleet::new();
+        let car = Car::at_first_release(&fleet);
+        fleet.delta(T0 + 10, 2);
+        car.run(&mut fleet.link(), T0 + 11).unwrap();
+        fleet.delta(T0 + 12, 3);
+        let (mut link, clock) = (fleet.link(), Ticks(AtomicU64::new(0), 0));
+        let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+        car.sync.fetch(&mut fetcher, T0 + 13, |_, _| {}).unwrap();
+        assert_eq!(car.sync.status().unwrap().state, State::Staged);
+
+        let (before, written) = (fill(&car), car.disk.written());
+        while car.sync.advance(&car.host(), T0 + 14).unwrap() {}
+        let status = car.sync.status().unwrap();
+        assert!(status.error.as_ref().unwrap().contains("takes no further delta"), "{status:?}");
+        assert_eq!((car.live(), status.state), (2, State::Failed));
+        let (written, delta) =
+            (car.disk.written() - written, BundleReader::open(&VERSIONS.deltas[2]).unwrap());
+        let bytes: u64 = delta.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+        assert!(written < bytes / 2, "{written} bytes written of a delta of {bytes}");
+
+        let mut wire = Wire::new(fleet.link(), Faults::default());
+        let error = car.run(&mut wire, T0 + 15).unwrap_err();
+        assert!(matches!(error, SyncError::NoWay { newest: 3, .. }), "{error:?}");
+        assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
+        let newest = if merged {
+            write_live(&car, &before);
+            3
+        } else {
+            fleet.publish(T0 + 16, &VERSIONS.snapshots[3]);
+            4
+        };
+        car.run(&mut fleet.link(), T0 + 17).unwrap();
+        assert_eq!(car.live(), newest);
     }
 }
 

@@ -223,7 +223,7 @@ fn a_compaction_does_not_publish_a_segment_that_is_gone() {
 
 /// A table that has as many deltas as can be opened takes no other one.
 #[test]
-fn a_delta_too_many_is_refused_before_it_is_live() {
+fn a_delta_too_many_is_refused_before_it_is_written() {
     let versions = Versions::new(3, 100, 47);
     let (disk, flash) = laid(&versions, 2);
     let mut record = flash.record().clone();
@@ -231,9 +231,11 @@ fn a_delta_too_many_is_refused_before_it_is_live() {
     record.live.tables[0].deltas = vec![delta; hatchback::overlay::DELTAS_MAX];
     let live = Path::new(DIR).join("live");
     disk.create(&live).unwrap().write_all(&record.encode()).unwrap();
+    let written = disk.written();
     let refused = install(&disk, &versions, 3).err().unwrap().to_string();
-    assert!(refused.contains("deltas: table 0 would have 65"), "{refused}");
+    assert!(refused.contains("table `t0` takes no further delta"), "{refused}");
     assert_eq!(disk.read(&live).unwrap(), record.encode());
+    assert_eq!(disk.written(), written, "refused only after it was written");
 }
 
 /// A page that stops a merge stops neither the other table's nor the scrub, which finds it.

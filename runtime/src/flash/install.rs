@@ -8,12 +8,13 @@ use super::{
 use crate::bundle::BundleReader;
 use crate::commit;
 use crate::disk::{Disk, Lock};
+use crate::limits::PAGE_BYTES;
 use crate::live::{HotList, LiveRecord, SegmentRef, State, TableState};
 use crate::manifest::{Hash, Manifest, sha256};
 use crate::overlay::{DELTA_PAGES_MAX, DELTAS_MAX};
 use crate::sample::Sample;
 use crate::schema::{Schema, Table};
-use crate::segment::{Counts, Part};
+use crate::segment::{Counts, Part, SegmentError};
 use crate::segment_check::{Copies, SegmentCheck};
 use hatchback_kernels::dense::Weights;
 use std::path::Path;
@@ -56,13 +57,13 @@ impl Flash {
             return Ok(Prepared { flash: Self::open(disk, directory)?, is_live: true, _lock: lock });
         }
         refuse(directory, bundle, held.as_ref())?;
+        check_deltas(bundle, held.as_ref())?;
         let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
         check_space(disk.as_ref(), directory, needed)?;
         let folder = folder_of(directory, bundle.manifest().generation.sequence);
         let counts = Incoming { disk: disk.as_ref(), folder: &folder, progress }.write(bundle)?;
         disk.sync_dir(directory).map_err(io_error(directory))?;
         let live = next_state(bundle.manifest(), hash, &counts, held.as_ref());
-        check_deltas(bundle.path(), &live, &counts)?;
         let record = LiveRecord { live, previous: held.map(|h| h.record.live) };
         let (disk, directory, manifest) = (Arc::clone(disk), directory.to_owned(), bundle.manifest().clone());
         Ok(Prepared { flash: Self { disk, directory, record, manifest }, is_live: false, _lock: lock })
@@ -191,13 +192,20 @@ fn next_state(manifest: &Manifest, hash: Hash, counts: &[Counts], held: Option<&
     State { generation: manifest.generation.clone(), manifest: hash, tables }
 }
 
-/// More deltas than a table can be opened with must not become live; compaction makes room.
-fn check_deltas(bundle: &Path, live: &State, counts: &[Counts]) -> Result<(), FlashError> {
-    for (number, (table, counts)) in live.tables.iter().zip(counts).enumerate() {
-        let (deltas, pages) = (table.deltas.len(), counts.data_pages);
-        if deltas > DELTAS_MAX || (deltas > 0 && pages > DELTA_PAGES_MAX) {
-            let problem = format!("table {number} would have {deltas}, the last of {pages} pages");
-            return Err(FlashError::Field { path: bundle.to_owned(), field: "deltas", problem });
+/// More deltas, or longer ones, than a table can be opened with are not even written.
+fn check_deltas(bundle: &BundleReader, held: Option<&Flash>) -> Result<(), FlashError> {
+    let manifest = bundle.manifest();
+    let Some(live) = held.filter(|_| manifest.parent.is_some()) else { return Ok(()) };
+    for (number, table) in live.record.live.tables.iter().enumerate() {
+        let path = bundle.path().to_owned();
+        let pages = manifest.segment_bytes(number) / PAGE_BYTES as u64;
+        if pages > u64::from(DELTA_PAGES_MAX) {
+            let problem = format!("a delta of {pages} pages, over {DELTA_PAGES_MAX}");
+            return Err(SegmentError::Field { path, field: "pages", problem }.into());
+        }
+        if table.deltas.len() >= DELTAS_MAX && !manifest.leaves_alone(number) {
+            let table = manifest.schema.tables[number].name.clone();
+            return Err(FlashError::Full { path, table });
         }
     }
     Ok(())
@@ -252,7 +260,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         let counts = check.finish()?;
         if part == Part::Base && counts.rows != table.rows {
             let problem = format!("{} instead of {}", counts.rows, table.rows);
-            return Err(FlashError::Field { path, field: "rows", problem });
+            return Err(SegmentError::Field { path, field: "rows", problem }.into());
         }
         if let Some(hot) = blobs.hot {
             self.copy(bundle, hot, &hot_name(number), |_| Ok(()))?;
@@ -278,7 +286,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             if rows <= most {
                 Ok(())
             } else {
-                Err(FlashError::Field { path: path.clone(), field: "rows", problem })
+                Err(SegmentError::Field { path: path.clone(), field: "rows", problem }.into())
             }
         };
         let mut check = SegmentCheck::new(&path, kind);

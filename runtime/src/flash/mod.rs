@@ -25,6 +25,7 @@ use crate::disk::{Disk, Lock};
 use crate::limits::{HOT_KEYS_MAX, PLACED_ONE_IN, PLACED_ROWS_MIN};
 use crate::live::{LiveError, LiveRecord, SegmentRef, State};
 use crate::manifest::{Generation, Hash, Manifest, ManifestError, sha256};
+use crate::overlay::DELTAS_MAX;
 use crate::sample::{ProbeError, Sample};
 use crate::schema::Schema;
 use crate::segment::{Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
@@ -123,6 +124,15 @@ pub enum FlashError {
         parent: u64,
         /// What is live.
         live: String,
+    },
+    /// The bundle is a delta, and a table that it changes has as many deltas as can be opened. Nothing was written; a
+    /// merge of those makes room, and a snapshot needs none.
+    #[error("{path}: table `{table}` takes no further delta before those that it has are merged", path = path.display())]
+    Full {
+        /// The bundle.
+        path: PathBuf,
+        /// Which table.
+        table: String,
     },
     /// A delta's table is not put together as the live one is.
     #[error("{path}: table `{table}`: {field} differs from the live generation's", path = path.display())]
@@ -223,6 +233,11 @@ impl Flash {
     /// The live generation's manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// Whether a table has as many deltas as can be opened, so that none may come before they are merged.
+    pub fn is_full(&self) -> bool {
+        self.record.live.tables.iter().any(|table| table.deltas.len() >= DELTAS_MAX)
     }
 
     pub(crate) fn disk(&self) -> &Arc<dyn Disk> {

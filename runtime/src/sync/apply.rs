@@ -216,7 +216,7 @@ impl Sync {
             Err(FlashError::Bundle(BundleError::Io { source, .. })) if source.kind() == NotFound => {
                 return Ok(Verdict::Over("its bundle is gone".to_owned()));
             }
-            Err(e @ (FlashError::NotNewer { .. } | FlashError::Parent { .. })) => {
+            Err(e @ (FlashError::NotNewer { .. } | FlashError::Parent { .. } | FlashError::Full { .. })) => {
                 return Ok(Verdict::Over(e.to_string()));
             }
             Err(e) if !blames_bundle(&e) => return Err(e.into()),

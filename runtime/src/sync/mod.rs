@@ -197,7 +197,9 @@ impl Sync {
             return Ok(None);
         }
         listed.retain(|r| !staging.is_refused(r));
-        let next = way(live.map(|g| g.sequence), lineage.as_deref().unwrap_or_default(), &listed);
+        let takes_deltas = live.is_some() && !Flash::open(&self.disk, &self.flash)?.is_full();
+        let lineage = lineage.as_deref().unwrap_or_default();
+        let next = way(live.map(|g| g.sequence), takes_deltas, lineage, &listed);
         let next = next.map(|way| way.into_iter().next());
         staging.reclaim(&all, next.as_ref().ok().into_iter().flatten().chain(&on_offer));
         let Some(release) = next? else {

@@ -143,11 +143,17 @@ pub fn lineage_of(
 }
 
 /// The releases to install one after the other: those of fewest bytes that lead from `live` to the highest
-/// sequence that can be reached. Empty where nothing is newer than `live`.
+/// sequence that can be reached, by a snapshot first where what is live does not take deltas. Empty where nothing is newer
+/// than `live`.
 ///
 /// # Errors
 /// There is something newer, and no way to it.
-pub fn way(live: Option<u64>, lineage: &str, releases: &[Release]) -> Result<Vec<Release>, SyncError> {
+pub fn way(
+    live: Option<u64>,
+    takes_deltas: bool,
+    lineage: &str,
+    releases: &[Release],
+) -> Result<Vec<Release>, SyncError> {
     let mut steps: Vec<&Release> = releases
         .iter()
         .filter(|r| r.generation.lineage == lineage && live.is_none_or(|live| r.generation.sequence > live))
@@ -156,7 +162,7 @@ pub fn way(live: Option<u64>, lineage: &str, releases: &[Release]) -> Result<Vec
     let Some(newest) = steps.last().map(|r| r.generation.sequence) else { return Ok(Vec::new()) };
     // Every step leads to a higher sequence: in their order each way is known before it is gone on from.
     let mut best: BTreeMap<u64, (u64, Option<&Release>)> = BTreeMap::new();
-    if let Some(live) = live {
+    if let Some(live) = live.filter(|_| takes_deltas) {
         best.insert(live, (0, None));
     }
     for step in steps {
@@ -197,7 +203,7 @@ mod tests {
     }
 
     fn path(live: Option<u64>, releases: &[Release]) -> Vec<(u64, Option<u64>)> {
-        way(live, "m", releases).unwrap().iter().map(|r| (r.generation.sequence, r.parent)).collect()
+        way(live, true, "m", releases).unwrap().iter().map(|r| (r.generation.sequence, r.parent)).collect()
     }
 
     #[test]
@@ -214,7 +220,9 @@ mod tests {
         assert_eq!(path(Some(3), &all), []);
         assert_eq!(path(None, &all), [(3, None)]);
         assert_eq!(path(None, &all[..4]), [(1, None), (3, Some(1))]);
-        assert!(matches!(way(Some(0), "m", &all[1..3]), Err(SyncError::NoWay { newest: 3, .. })));
+        assert!(matches!(way(Some(0), true, "m", &all[1..3]), Err(SyncError::NoWay { newest: 3, .. })));
+        let by_snapshot = way(Some(2), false, "m", &all).unwrap();
+        assert_eq!(by_snapshot, [all[4].clone()], "where no delta is taken");
     }
 
     #[test]
