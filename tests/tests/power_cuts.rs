@@ -212,6 +212,35 @@ fn a_full_disk_is_refused_before_anything_is_written() {
     check(&disk, &versions, &[2], "once there is room");
 }
 
+/// What an install leaves that is stopped takes no room from the next one: of the same bundle, or of another where nothing
+/// is live.
+#[test]
+fn what_a_stopped_install_left_is_in_nobodys_way() {
+    let versions = Versions::new(2, 900, 13);
+    for (live, next) in [(true, 1), (false, 0), (false, 1)] {
+        let start = || {
+            let disk = SimDisk::default();
+            if live {
+                run(Step::Install(1), &disk, &versions).unwrap();
+            }
+            disk
+        };
+        let (counted, disk) = (start(), start());
+        let before = counted.calls();
+        let first = &versions.snapshots[usize::from(live)];
+        install(first, &counted).unwrap();
+        let bundle = BundleReader::open(&versions.snapshots[next]).unwrap();
+        let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
+        // Before the live record: everything was written.
+        disk.fail_after(counted.calls() - before - 6);
+        let used = disk.used();
+        assert!(install(first, &disk).is_err() && disk.used() > used + bytes / 2);
+        disk.set_capacity(Some(used + bytes + (1 << 20)));
+        install(&versions.snapshots[next], &disk).unwrap();
+        check(&disk, &versions, &[next + 1], "in the room of what was left");
+    }
+}
+
 #[test]
 fn space_is_reclaimed_when_nothing_needs_it() {
     let versions = Versions::new(4, 900, 10);

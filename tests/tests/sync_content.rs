@@ -45,6 +45,7 @@ fn refused(kind: &str, change: impl FnOnce(&mut Parts), why: &str) {
     let error = car.run(&mut fleet.link(), T0 + 11).unwrap_err();
     assert!(matches!(&error, SyncError::NotUsed { why: found, .. } if found.contains(why)), "{error}");
     assert_eq!((car.live(), car.sync.status().unwrap().state), (1, State::Failed));
+    nothing_left_of_2(&car);
     let mut wire = Wire::new(fleet.link(), Faults::default());
     let status = car.run(&mut wire, T0 + 12).unwrap();
     assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
@@ -52,6 +53,35 @@ fn refused(kind: &str, change: impl FnOnce(&mut Parts), why: &str) {
     fleet.publish(T0 + 13, &VERSIONS.snapshots[2]);
     car.run(&mut fleet.link(), T0 + 14).unwrap();
     assert_eq!(car.live(), 3);
+}
+
+fn nothing_left_of_2(car: &Car) {
+    let paths = car.disk.paths();
+    let left: Vec<_> = paths.iter().filter(|p| p.starts_with(car.sync.flash.join("g000000000002"))).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+/// The power goes, or the device fails, while a release is laid on flash, and the publisher takes it back: its room returns.
+#[test]
+fn a_release_that_is_taken_back_while_it_is_written() {
+    let fleet = Fleet::new();
+    for car in [Car::new(&fleet), Car::at_first_release(&fleet)] {
+        let (live, fleet) = (car.live(), fleet.fork());
+        fleet.publish(T0 + 10, &VERSIONS.snapshots[1]);
+        let (mut link, clock) = (fleet.link(), Ticks(AtomicU64::new(0), 0));
+        let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+        car.sync.fetch(&mut fetcher, T0 + 11, |_, _| {}).unwrap();
+        assert!(car.sync.advance(&car.host(), T0 + 12).unwrap());
+        car.disk.fail_after(25);
+        car.sync.advance(&car.host(), T0 + 12).unwrap_err();
+        assert_eq!(car.sync.status().unwrap().state, State::Applying);
+        assert!(car.disk.paths().iter().any(|p| p.starts_with(car.sync.flash.join("g000000000002"))));
+        fleet.revoke(T0 + 13, 2);
+        car.sync.fetch(&mut fetcher, T0 + 14, |_, _| {}).unwrap();
+        while car.sync.advance(&car.host(), T0 + 15).unwrap() {}
+        assert_eq!((car.live(), car.sync.status().unwrap().state), (live, State::Failed));
+        nothing_left_of_2(&car);
+    }
 }
 
 #[test]

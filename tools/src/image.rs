@@ -19,8 +19,12 @@ use std::time::{Duration, SystemTime};
 const MOUNTED: &str = "/var/lib/hatchback";
 /// The time of every file, in seconds: that of the bundle is not known, and the time now would differ at each call.
 const MADE: u64 = 1_000_000_000;
-/// Room beside the content: the journal, and the file system's own tables.
+/// How often the content must find room: as it is live, as it was before, as the next release is fetched, as that is laid on flash,
+/// and in a merge.
+const TIMES: u64 = 5;
+/// Room beside that for the journal and the file system's own tables: this, and one part in so many.
 const SPARE_MIB: u64 = 32;
+const SPARE_ONE_IN: u64 = 20;
 /// What Linux 5.4 and e2fsprogs 1.45 (Ubuntu 20.04) know, whatever this machine's defaults are.
 const FEATURES: &str = "none,has_journal,ext_attr,dir_index,filetype,extent,64bit,flex_bg,sparse_super,large_file,\
                         huge_file,dir_nlink,extra_isize,metadata_csum";
@@ -36,8 +40,8 @@ pub struct ImageArgs {
     /// The model's name on the board [default: its lineage]
     #[arg(long)]
     name: Option<String>,
-    /// The partition's size, MiB [default: four times the content: the next release as it is fetched, laid on flash
-    /// beside what is live, and a merge]
+    /// The partition's size, MiB [default: room for five times the content: what is live and what was before, the next
+    /// release as it is fetched and as it is laid on flash, and a merge]
     #[arg(long)]
     mib: Option<u64>,
 }
@@ -62,7 +66,7 @@ pub fn run(args: &ImageArgs) -> Result<()> {
 
     let files = files(&tree)?;
     let content = files.iter().map(|f| f.bytes.next_multiple_of(4096)).sum::<u64>();
-    let mib = args.mib.unwrap_or(4 * content.div_ceil(1 << 20) + SPARE_MIB);
+    let mib = args.mib.unwrap_or(partition_mib(content));
     let image = args.out.join("hatchback.img");
     make(&tree, &files, &image, mib)?;
     read_back(&tree, &files, &image)?;
@@ -74,6 +78,12 @@ pub fn run(args: &ImageArgs) -> Result<()> {
     let count = files.iter().filter(|f| !f.folder).count();
     println!("{}: the same {count} files for CopyTarget", manifest.display());
     Ok(())
+}
+
+/// The size of a partition with room for all that becomes of `content` bytes.
+fn partition_mib(content: u64) -> u64 {
+    let mib = TIMES * content.div_ceil(1 << 20);
+    mib + mib / SPARE_ONE_IN + SPARE_MIB
 }
 
 /// A file or a folder of the tree, by its path in it.
@@ -230,4 +240,28 @@ fn sum(path: &Path) -> Result<String> {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_partition_has_room_for_a_release_beside_two_others() {
+        if e2fs("mke2fs", &["-V"]).is_err() {
+            println!("SKIPPED: the room of a partition: e2fsprogs is not installed");
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let (tree, image) = (folder.path().join("tree"), folder.path().join("image"));
+        fs::create_dir(&tree).unwrap();
+        for mib in [1, 12, 75, 220, 850] {
+            make(&tree, &[], &image, partition_mib(mib << 20)).unwrap();
+            let told = e2fs("dumpe2fs", &["-h", text(&image).unwrap()]).unwrap();
+            let free = told.lines().find_map(|l| l.strip_prefix("Free blocks:")).unwrap();
+            let free: u64 = free.trim().parse().unwrap();
+            assert!(free * 4096 >= TIMES * (mib << 20), "{mib} MiB five times, {free} blocks are free");
+            fs::remove_file(&image).unwrap();
+        }
+    }
 }

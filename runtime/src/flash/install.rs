@@ -3,7 +3,7 @@
 
 use super::{
     Flash, FlashError, PLACED_SERIAL, check_space, folder_of, hot_name, io_error, kind_of, lock,
-    placed_rows_max, read_live, segment_name, write_live,
+    placed_rows_max, reclaim, segment_name, write_live,
 };
 use crate::bundle::BundleReader;
 use crate::commit;
@@ -48,16 +48,15 @@ impl Flash {
     ) -> Result<Prepared, FlashError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
         let lock = lock(disk.as_ref(), directory)?;
-        let held = match read_live(disk.as_ref(), directory)? {
-            None => None,
-            Some(_) => Some(Self::open(disk, directory)?),
-        };
+        let held = Self::held(disk, directory)?;
         let hash = sha256(bundle.manifest_bytes());
         if held.as_ref().is_some_and(|h| h.record.live.manifest == hash) {
             return Ok(Prepared { flash: Self::open(disk, directory)?, is_live: true, _lock: lock });
         }
         refuse(directory, bundle, held.as_ref())?;
         check_deltas(bundle, held.as_ref())?;
+        // What an attempt left that was stopped is not to be in this one's way.
+        reclaim(disk.as_ref(), directory, held.as_ref());
         let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
         check_space(disk.as_ref(), directory, needed)?;
         let folder = folder_of(directory, bundle.manifest().generation.sequence);
@@ -71,7 +70,7 @@ impl Flash {
 }
 
 /// A generation that lies on flash whole and is not live yet. Dropped, it becomes live never, and its space returns
-/// with the next change of what is live.
+/// with the next bundle, or by `Flash::reclaim_in`.
 pub struct Prepared {
     flash: Flash,
     is_live: bool,
@@ -82,15 +81,6 @@ impl Prepared {
     /// The directory as it would be with this generation live.
     pub fn flash(&self) -> &Flash {
         &self.flash
-    }
-
-    /// Gives it up, and its space.
-    pub fn discard(self) {
-        let Flash { disk, directory, .. } = &self.flash;
-        // Where nothing is live the next bundle is written over it.
-        if let Ok(live) = Flash::open(disk, directory) {
-            live.reclaim();
-        }
     }
 
     /// Makes it live.

@@ -203,6 +203,14 @@ impl Flash {
         Ok(Self { disk: Arc::clone(disk), directory: directory.to_owned(), record, manifest })
     }
 
+    /// The live generation of `directory`, if there is one.
+    fn held(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Option<Self>, FlashError> {
+        match read_live(disk.as_ref(), directory)? {
+            None => Ok(None),
+            Some(_) => Self::open(disk, directory).map(Some),
+        }
+    }
+
     /// Makes the generation before the live one live again.
     ///
     /// # Errors
@@ -371,20 +379,21 @@ impl Flash {
     /// and what an interrupted install left, or a compaction of what is no longer live. What cannot be removed costs space, not
     /// correctness: it is reported and left.
     pub fn reclaim(&self) {
-        let used = self.used_files();
-        let folders = self.disk.list(&self.directory).unwrap_or_default();
-        let is_generation =
-            |p: &&PathBuf| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with('g'));
-        for folder in folders.iter().filter(is_generation) {
-            let files = self.disk.list(folder).unwrap_or_default();
-            let (keep, drop): (Vec<_>, Vec<_>) = files.into_iter().partition(|f| used.contains(f));
-            let removed = drop.iter().try_for_each(|f| self.disk.remove_file(f));
-            let removed =
-                removed.and_then(|()| if keep.is_empty() { self.disk.remove_dir(folder) } else { Ok(()) });
-            if let Err(e) = removed {
-                log::warn!("{}: not reclaimed: {e}", folder.display());
-            }
-        }
+        reclaim(self.disk.as_ref(), &self.directory, Some(self));
+    }
+
+    /// The same in a directory where perhaps nothing is live, so that every generation goes: for who gives up a bundle
+    /// that was, or was being, laid there.
+    ///
+    /// # Errors
+    /// Another process is changing the directory, or the live record is damaged.
+    pub fn reclaim_in(disk: &Arc<dyn Disk>, directory: &Path) -> Result<(), FlashError> {
+        let _lock = match lock(disk.as_ref(), directory) {
+            Err(FlashError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(()),
+            lock => lock?,
+        };
+        reclaim(disk.as_ref(), directory, Self::held(disk, directory)?.as_ref());
+        Ok(())
     }
 
     fn used_files(&self) -> BTreeSet<PathBuf> {
@@ -422,6 +431,22 @@ impl Flash {
 /// Rows of a table of `rows` that may be placed.
 pub fn placed_rows_max(rows: u64) -> u64 {
     (rows / PLACED_ONE_IN).max(PLACED_ROWS_MIN).min(rows).min(HOT_KEYS_MAX as u64)
+}
+
+/// Removes from `directory` what `held`, all that is live there, does not use.
+fn reclaim(disk: &dyn Disk, directory: &Path, held: Option<&Flash>) {
+    let used = held.map(Flash::used_files).unwrap_or_default();
+    let folders = disk.list(directory).unwrap_or_default();
+    let is_generation = |p: &&PathBuf| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with('g'));
+    for folder in folders.iter().filter(is_generation) {
+        let files = disk.list(folder).unwrap_or_default();
+        let (keep, drop): (Vec<_>, Vec<_>) = files.into_iter().partition(|f| used.contains(f));
+        let removed = drop.iter().try_for_each(|f| disk.remove_file(f));
+        let removed = removed.and_then(|()| if keep.is_empty() { disk.remove_dir(folder) } else { Ok(()) });
+        if let Err(e) = removed {
+            log::warn!("{}: not reclaimed: {e}", folder.display());
+        }
+    }
 }
 
 fn folder_of(directory: &Path, sequence: u64) -> PathBuf {

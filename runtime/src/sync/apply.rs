@@ -175,7 +175,11 @@ impl Sync {
                 }
                 self.settle(&mut status, state, now, None)?;
             }
-            Verdict::Over(why) => self.settle(&mut status, State::Failed, now, Some(why))?,
+            Verdict::Over(why) => {
+                // The next attempt, of another release too, finds the room that this one took.
+                Flash::reclaim_in(&self.disk, &self.flash)?;
+                self.settle(&mut status, State::Failed, now, Some(why))?;
+            }
             Verdict::Bad(why) => self.settle(&mut status, State::RollingBack, now, Some(why))?,
         }
         log::info!("{}: {before} -> {}", release.generation, status.state);
@@ -224,10 +228,7 @@ impl Sync {
             Err(e) => return self.damaged(staging, release, &e.to_string()),
         };
         match judge(probe(prepared.flash(), host.budget, host.rest), &host.policy)? {
-            Some(why) => {
-                prepared.discard();
-                Ok(Verdict::Bad(why))
-            }
+            Some(why) => Ok(Verdict::Bad(why)),
             None => {
                 prepared.commit()?;
                 Ok(Verdict::Next(State::Probation))
