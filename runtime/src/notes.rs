@@ -9,7 +9,7 @@ use crate::wear::Wear;
 use crc_fast::{CrcAlgorithm, Digest};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The format of every entry; it stands before each value.
@@ -68,8 +68,8 @@ impl Notes {
                 }
             }
         }
-        let here: BTreeSet<&SegmentKey> = self.segments.keys().collect();
-        self.scrub.damage.retain(|d| here.contains(&(d.table as u32, d.segment)));
+        let is_live = |table: usize, of| live.tables.get(table)?.segments().find(|(live, _)| *live == of);
+        self.scrub.damage.retain(|d| is_live(d.table, d.segment).is_some());
     }
 
     /// As entries of a store.
@@ -111,7 +111,7 @@ impl Notes {
 
 /// What a segment says of itself; none if it does not open, which reads of it will report.
 fn counts(flash: &Flash, number: usize, of: SegmentRef, part: Part) -> Option<Counts> {
-    match flash.segment(number, of, part) {
+    match flash.segment_pages(number, of, part) {
         Ok(segment) => Some(segment.counts()),
         Err(e) => {
             log::warn!("not in the catalog: {e}");

@@ -1,10 +1,10 @@
-//! Scrubbing: reading every page of the live generation's segments again, a few at a time, to find what went
-//! bad before a request does; and putting a good page in a bad one's place. Never guesses a page's content.
+//! Scrubbing: reading every page of the live generation's segments again, rows and index, a few at a time, to find what
+//! went bad before a request or a start does; and putting a good page in a bad one's place. Never guesses a page's content.
 
 use crate::flash::{Flash, FlashError, io_error};
 use crate::live::SegmentRef;
 use crate::page::{AlignedPage, PageBytes};
-use crate::segment::{Part, Segment, SegmentError};
+use crate::segment::Part;
 use serde::{Deserialize, Serialize};
 
 /// Bad pages that one pass lists; a further pass, after the repair of these, lists the rest.
@@ -19,9 +19,10 @@ pub struct Damage {
     pub segment: SegmentRef,
     /// What that holds of the table.
     pub part: Part,
-    /// Which page.
+    /// Which page; 0 of a segment that does not open at all.
     pub page: u32,
-    /// Keys on it, at most (exact but for the bases of sparse tables).
+    /// Keys that are lost with it, at most: those on it (exact but for the bases of sparse tables), or all of a segment
+    /// that does not open without it.
     pub keys: u64,
     /// What is wrong with it.
     pub fault: String,
@@ -43,17 +44,26 @@ pub struct Scrub {
 
 impl Scrub {
     /// Reads up to `pages` pages. Returns whether more is left of the pass.
-    ///
-    /// # Errors
-    /// A segment cannot be opened at all.
-    pub fn step(&mut self, flash: &Flash, pages: u64) -> Result<bool, FlashError> {
+    pub fn step(&mut self, flash: &Flash, pages: u64) -> bool {
         let mut left = pages;
+        let mut page = AlignedPage::zeroed();
         while left > 0 {
-            let Some((of, part)) = self.current(flash) else { return Ok(false) };
-            let segment = flash.segment(self.table, of, part)?;
-            let mut page = AlignedPage::zeroed();
-            while self.page < segment.counts().data_pages && left > 0 {
-                if let Err(e) = check(&segment, self.page, &mut page) {
+            let Some((of, part)) = self.current(flash) else { return false };
+            let segment = match twice(|| flash.segment_pages(self.table, of, part)) {
+                Ok(segment) => segment,
+                // Without its trailer nothing says what its pages are.
+                Err(e) => {
+                    let keys = flash.manifest().schema.tables[self.table].rows;
+                    self.page = 0;
+                    self.found(of, part, keys, e.to_string());
+                    self.next_segment();
+                    (self.pages, left) = (self.pages.saturating_add(1), left - 1);
+                    continue;
+                }
+            };
+            let end = segment.counts().data_pages + segment.counts().index_pages;
+            while self.page < end && left > 0 {
+                if let Err(e) = twice(|| segment.prove(self.page, &mut page)) {
                     self.found(of, part, segment.keys_of(self.page), e.to_string());
                 }
                 self.page += 1;
@@ -61,15 +71,14 @@ impl Scrub {
                 left -= 1;
             }
             // Beyond the end, where a compaction made the segment shorter since.
-            if self.page >= segment.counts().data_pages {
-                self.skip_segment();
+            if self.page >= end {
+                self.next_segment();
             }
         }
-        Ok(true)
+        true
     }
 
-    /// Leaves out the rest of the segment that the pass is in, because it does not open.
-    pub fn skip_segment(&mut self) {
+    fn next_segment(&mut self) {
         (self.segment, self.page) = (self.segment.saturating_add(1), 0);
     }
 
@@ -91,17 +100,9 @@ impl Scrub {
     }
 }
 
-fn check(segment: &Segment, number: u32, page: &mut AlignedPage) -> Result<(), SegmentError> {
-    // A page that fails once is read once more: the transfer may have been at fault.
-    for attempt in 0..2 {
-        let read = segment.read_page(number, page).and_then(|()| segment.check(number, &page.0).map(drop));
-        match read {
-            Err(e) if attempt == 1 => return Err(e),
-            Err(_) => {}
-            Ok(()) => return Ok(()),
-        }
-    }
-    Ok(())
+/// What fails once is read once more: the transfer may have been at fault.
+fn twice<T, E>(mut read: impl FnMut() -> Result<T, E>) -> Result<T, E> {
+    read().or_else(|_| read())
 }
 
 impl Flash {
@@ -111,7 +112,7 @@ impl Flash {
     /// # Errors
     /// The page is not the one that is damaged, or it cannot be written.
     pub fn repair(&self, damage: &Damage, page: &PageBytes) -> Result<(), FlashError> {
-        let segment = self.segment(damage.table, damage.segment, damage.part)?;
+        let segment = self.segment_pages(damage.table, damage.segment, damage.part)?;
         segment.check(damage.page, page)?;
         let (path, _) = self.segment_place(damage.table, damage.segment, damage.part)?;
         self.disk().write_page(&path, damage.page, page).map_err(io_error(&path))

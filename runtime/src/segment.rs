@@ -9,7 +9,7 @@
 use crate::fences::{AT_ONCE, Fences};
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crate::manifest::{Generation, sha256};
-use crate::page::{AlignedPage, Page, PageBytes, PageFault, PageKind, seal, u64_at};
+use crate::page::{AlignedPage, Page, PageBytes, PageFault, PageKind, claimed_kind, seal, u64_at};
 use crate::reader::PageFile;
 use crate::schema::{KeySpace, Table};
 use hatchback_kernels::codec::{Codec, RowFault, RowFormat};
@@ -231,6 +231,18 @@ impl Segment {
     /// # Errors
     /// The file is not that segment, or its trailer or fences are damaged.
     pub fn open(path: &Path, file: Arc<dyn PageFile>, kind: SegmentKind) -> Result<Self, SegmentError> {
+        let mut segment = Self::open_pages(path, file, kind)?;
+        if segment.kind.has_fences() {
+            segment.read_fences()?;
+        }
+        Ok(segment)
+    }
+
+    /// The same by its trailer alone, for who reads pages and looks no key up: a large base has thousands of fences.
+    ///
+    /// # Errors
+    /// The file is not that segment, or its trailer is damaged.
+    pub fn open_pages(path: &Path, file: Arc<dyn PageFile>, kind: SegmentKind) -> Result<Self, SegmentError> {
         let io = |source| SegmentError::Io { path: path.to_owned(), source };
         let bytes = file.bytes().map_err(io)?;
         let pages = u32::try_from(bytes / PAGE_BYTES as u64).unwrap_or(0);
@@ -240,9 +252,6 @@ impl Segment {
             return segment.field("length", format!("{bytes} bytes are not 1 to 2^32 - 1 pages"));
         }
         segment.read_trailer(pages - 1)?;
-        if segment.kind.has_fences() {
-            segment.read_fences()?;
-        }
         Ok(segment)
     }
 
@@ -286,16 +295,39 @@ impl Segment {
         let mut page = AlignedPage::zeroed();
         for number in self.counts.data_pages..self.counts.data_pages + self.counts.index_pages {
             self.read_page(number, &mut page)?;
-            let (kind, most) = match crate::page::claimed_kind(&page.0) {
-                Some(PageKind::Fences) => (PageKind::Fences, FENCES_PER_PAGE),
-                Some(PageKind::Deletes) => (PageKind::Deletes, KEYS_PER_PAGE),
-                Some(PageKind::ShortKeys) => (PageKind::ShortKeys, SHORT_KEYS_PER_PAGE),
-                _ => (PageKind::Keys, KEYS_PER_PAGE),
-            };
-            let checked = Page::check(&page.0, self.kind.id, number, kind, most);
-            take(kind, &checked.map_err(|e| self.page_error(number, e))?)?;
+            let (kind, checked) = self.check_index(number, &page.0)?;
+            take(kind, &checked)?;
         }
         Ok(())
+    }
+
+    /// Checks a page between the rows and the trailer, as what it claims to be.
+    fn check_index<'a>(
+        &self,
+        number: u32,
+        page: &'a PageBytes,
+    ) -> Result<(PageKind, Page<'a>), SegmentError> {
+        let (kind, most) = match claimed_kind(page) {
+            Some(PageKind::Fences) => (PageKind::Fences, FENCES_PER_PAGE),
+            Some(PageKind::Deletes) => (PageKind::Deletes, KEYS_PER_PAGE),
+            Some(PageKind::ShortKeys) => (PageKind::ShortKeys, SHORT_KEYS_PER_PAGE),
+            _ => (PageKind::Keys, KEYS_PER_PAGE),
+        };
+        let checked = Page::check(page, self.kind.id, number, kind, most);
+        Ok((kind, checked.map_err(|e| self.page_error(number, e))?))
+    }
+
+    /// Reads page `number`, of any before the trailer, into `page` and checks it.
+    ///
+    /// # Errors
+    /// The device refused, or what is wrong with the page.
+    pub fn prove(&self, number: u32, page: &mut AlignedPage) -> Result<(), SegmentError> {
+        self.read_page(number, page)?;
+        if number < self.counts.data_pages {
+            self.check(number, &page.0).map(drop)
+        } else {
+            self.check_index(number, &page.0).map(drop)
+        }
     }
 
     /// Hands the keys of a delta or a placed segment to `take`: the order of each key with the page that holds its row, or with
@@ -383,8 +415,12 @@ impl Segment {
         Some((first(number as usize)?, first(number as usize + 1).map_or(u64::MAX, |next| next - 1)))
     }
 
-    /// Keys that data page `number` holds, at most: exact but for the bases of sparse tables.
+    /// Keys that are lost with page `number`, at most: those on it, exact but for the bases of sparse tables; all where it is of the
+    /// index, without which the segment does not open.
     pub fn keys_of(&self, number: u32) -> u64 {
+        if number >= self.counts.data_pages {
+            return self.counts.rows.saturating_add(self.counts.deletes);
+        }
         let per_page = self.kind.rows_per_page() as u64;
         if self.kind.has_fences() {
             return per_page;

@@ -201,7 +201,9 @@ impl Upkeep {
     /// the next call goes on with something else.
     pub fn step(&mut self, flash: &mut Flash, now: Duration, pages: u64) -> Result<Did, FlashError> {
         self.follow(flash, now);
-        let Some(mut compaction) = self.next_compaction(flash)? else { return self.scrub(flash, now, pages) };
+        let Some(mut compaction) = self.next_compaction(flash)? else {
+            return Ok(self.scrub(flash, now, pages));
+        };
         let table = compaction.table();
         let bytes = compaction.next_bytes();
         if bytes.is_err() {
@@ -216,7 +218,7 @@ impl Upkeep {
             compaction.sync()?;
         }
         self.compaction = Some(compaction);
-        match self.scrub(flash, now, pages)? {
+        match self.scrub(flash, now, pages) {
             Did::Nothing => Ok(Did::Waits { table, bytes }),
             did => Ok(did),
         }
@@ -322,27 +324,27 @@ impl Upkeep {
         Ok(Did::Compacted { table, compacted })
     }
 
-    fn scrub(&mut self, flash: &Flash, now: Duration, pages: u64) -> Result<Did, FlashError> {
+    fn scrub(&mut self, flash: &Flash, now: Duration, pages: u64) -> Did {
         if let Some(ended) = self.notes.scrubbed {
             // A clock that went back says nothing of how long ago that was.
             if now >= ended && now - ended < self.rules.scrub_every {
-                return Ok(Did::Nothing);
+                return Did::Nothing;
             }
             (self.notes.scrub, self.notes.scrubbed) = (Scrub::default(), None);
         }
-        let more = self.notes.scrub.step(flash, pages).inspect_err(|_| self.notes.scrub.skip_segment())?;
+        let more = self.notes.scrub.step(flash, pages);
         self.unrecorded_pages = self.unrecorded_pages.saturating_add(pages);
         if more {
             if self.unrecorded_pages >= SCRUB_RECORD_PAGES {
                 self.record(now);
             }
-            return Ok(Did::Scrubbed);
+            return Did::Scrubbed;
         }
         let repaired = self.repair(flash, now);
         self.notes.scrubbed = Some(now);
         self.record(now);
         let Scrub { pages, damage, .. } = &self.notes.scrub;
-        Ok(Did::ScrubEnded { pages: *pages, repaired, damaged: damage.len() })
+        Did::ScrubEnded { pages: *pages, repaired, damaged: damage.len() }
     }
 
     /// Mends what can be mended; returns how many pages that were.

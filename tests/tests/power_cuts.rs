@@ -6,16 +6,19 @@
 
 use hatchback::bundle::BundleReader;
 use hatchback::compact::Compaction;
+use hatchback::disk::Disk;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::page::{AlignedPage, PageBytes};
 use hatchback::schema::KeySpace;
+use hatchback::score::Clock;
 use hatchback::scrub::Scrub;
 use hatchback::table_rows::Place;
 use hatchback::unmix;
 use hatchback_tests::random::Random;
+use hatchback_tests::rewrite::{kind, pages_of};
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::versions::{Rows, Versions};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -258,7 +261,7 @@ fn scrubbing_finds_exactly_the_bad_pages_and_repair_mends_them() {
     run(Step::Install(2), &disk, &versions).unwrap();
     let scrub = |disk: &SimDisk| {
         let (flash, mut scrub) = (open(disk).unwrap(), Scrub::default());
-        while scrub.step(&flash, 3).unwrap() {}
+        while scrub.step(&flash, 3) {}
         scrub
     };
     assert_eq!(scrub(&disk).damage, []);
@@ -277,6 +280,58 @@ fn scrubbing_finds_exactly_the_bad_pages_and_repair_mends_them() {
     flash.repair(&found.damage[0], &content(page)).unwrap();
     assert_eq!(scrub(&disk).damage, []);
     check(&disk, &versions, &[2], "after the repair");
+}
+
+/// Of every page, whatever it holds, and of a segment that is gone.
+#[test]
+fn scrubbing_finds_a_bad_bit_on_every_page() {
+    let versions = Versions::new(2, 900, 14);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    run(Step::Install(2), &disk, &versions).unwrap();
+    let scrub = || {
+        let (flash, mut scrub) = (open(&disk).unwrap(), Scrub::default());
+        while scrub.step(&flash, 100) {}
+        scrub.damage
+    };
+    let segments = disk.paths().into_iter().filter(|p| p.extension().is_some_and(|e| e == "seg"));
+    let (mut random, mut kinds) = (Random::new(14), BTreeSet::new());
+    for path in segments {
+        let pages = pages_of(&disk.read(&path).unwrap());
+        for (page, content) in pages.iter().enumerate() {
+            let bit = page * 4096 * 8 + random.below(4096 * 8) as usize;
+            disk.flip(&path, bit);
+            let damage = scrub();
+            disk.flip(&path, bit);
+            assert_eq!(damage.len(), 1, "{} page {page}", path.display());
+            assert!(damage[0].fault.starts_with(&format!("{}: page {page}: ", path.display())), "{damage:?}");
+            assert!(damage[0].keys > 0);
+            kinds.insert(kind(content));
+        }
+        disk.rename(&path, Path::new("/gone")).unwrap();
+        let damage = scrub();
+        disk.rename(Path::new("/gone"), &path).unwrap();
+        assert!(damage.len() == 1 && damage[0].fault.starts_with(&path.display().to_string()), "{damage:?}");
+    }
+    assert!(kinds.into_iter().eq(1..=7), "not every kind of page was met");
+    assert_eq!(scrub(), []);
+}
+
+/// A step reads what it was told to, and the trailer: not all the fences of a large base.
+#[test]
+fn a_step_of_a_scrub_is_as_short_as_it_is_asked_to_be() {
+    let versions = Versions::new(1, 900, 15);
+    let disk = SimDisk::default();
+    run(Step::Install(1), &disk, &versions).unwrap();
+    let (flash, mut scrub) = (open(&disk).unwrap(), Scrub::default());
+    disk.slow(1, 1);
+    let (clock, mut steps) = (disk.clock(), 0);
+    let start = clock.now();
+    while scrub.step(&flash, 1) {
+        steps += 1;
+    }
+    let reads = (clock.now() - start).as_micros() as u64;
+    assert_eq!((scrub.pages, reads), (steps, 2 * steps));
 }
 
 #[test]

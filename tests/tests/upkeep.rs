@@ -256,6 +256,28 @@ fn damage_stops_one_table_only() {
     assert_eq!((deltas(&flash), upkeep.damage()[0].page), (vec![2, 0], 1));
 }
 
+/// What a start would be refused for counts as damage, and is known across starts.
+#[test]
+fn an_index_that_went_bad_is_damage() {
+    let versions = Versions::new(2, 400, 51);
+    for page in ["the fences", "the trailer"] {
+        let (disk, mut flash) = laid(&versions, 2);
+        let base = Path::new(DIR).join("g000000000001/t0001-0000.seg");
+        let pages = disk.read(&base).unwrap().len() / 4096;
+        disk.flip(&base, (pages - if page == "the fences" { 2 } else { 1 }) * 4096 * 8 + 200);
+        let mut upkeep = Upkeep::new(rules(u64::MAX), None, Notes::default());
+        let did = settle(&mut upkeep, &mut flash, at(0));
+        assert!(
+            matches!(did.last(), Some(Did::ScrubEnded { damaged: 1, repaired: 0, .. })),
+            "{page}: {did:?}"
+        );
+        let mut next = Upkeep::new(rules(u64::MAX), None, upkeep.notes().clone());
+        settle(&mut next, &mut flash, at(1));
+        assert_eq!(next.damage(), upkeep.damage(), "{page}");
+        assert!(next.damage()[0].keys > 300 && next.damage()[0].table == 1, "{:?}", next.damage());
+    }
+}
+
 /// A scrub that was kept across compactions ends, wherever it stood.
 #[test]
 fn a_scrub_outlives_the_segments_it_stood_in() {
@@ -263,13 +285,13 @@ fn a_scrub_outlives_the_segments_it_stood_in() {
     for stop in 0..40 {
         let (_disk, mut flash) = laid(&versions, 3);
         let mut scrub = Scrub::default();
-        scrub.step(&flash, stop).unwrap();
+        scrub.step(&flash, stop);
         for table in 0..2 {
             let mut merge = Compaction::begin(&flash, table).unwrap().unwrap();
             while merge.step(&flash, 100, u64::MAX).unwrap() {}
             merge.finish(&mut flash).unwrap();
         }
-        let ended = (0..1000).any(|_| !scrub.step(&flash, 1).unwrap());
+        let ended = (0..1000).any(|_| !scrub.step(&flash, 1));
         assert!(ended, "stopped at page {stop}");
     }
 }

@@ -276,6 +276,18 @@ impl Flash {
         Ok(Segment::open(&path, file, kind)?)
     }
 
+    /// The same without the index of its keys: to read it page by page.
+    pub(crate) fn segment_pages(
+        &self,
+        number: usize,
+        of: SegmentRef,
+        part: Part,
+    ) -> Result<Segment, FlashError> {
+        let (path, kind) = self.segment_place(number, of, part)?;
+        let file = self.disk.open_pages(&path).map_err(io_error(&path))?;
+        Ok(Segment::open_pages(&path, file, kind)?)
+    }
+
     /// Opens the rows of table `number`.
     ///
     /// # Errors
