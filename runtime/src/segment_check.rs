@@ -3,11 +3,13 @@
 
 use crate::limits::PAGE_BYTES;
 use crate::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
+use crate::schema::KeySpace;
 use crate::segment::{
     Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentError, SegmentKind, fences_in,
     orders_in,
 };
 use crc_fast::crc32_iscsi as crc32c;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// What a placed segment says of its rows: their orders, ascending, and checksums.
@@ -18,6 +20,10 @@ pub struct Copies(Vec<(u64, u32)>);
 pub struct SegmentCheck {
     path: PathBuf,
     kind: SegmentKind,
+    /// Rows of the table: before this segment, and with it.
+    rows: Range<u64>,
+    /// Rows so far of keys that an index table did not have before.
+    rows_new: u64,
     counts: Counts,
     /// The order of the last row.
     last_row: Option<u64>,
@@ -34,11 +40,14 @@ pub struct SegmentCheck {
 }
 
 impl SegmentCheck {
-    /// A check of a segment of `kind`; `path` is what errors name.
-    pub fn new(path: &Path, kind: SegmentKind) -> Self {
+    /// A check of a segment of `kind`, over a table of `rows.start` rows (0 for a base or what is placed of it), that makes it one of
+    /// `rows.end`; `path` is what errors name.
+    pub fn new(path: &Path, kind: SegmentKind, rows: Range<u64>) -> Self {
         Self {
             path: path.to_owned(),
             kind,
+            rows,
+            rows_new: 0,
             counts: Counts::default(),
             last_row: None,
             last_delete: None,
@@ -51,8 +60,8 @@ impl SegmentCheck {
     }
 
     /// A check of a base that `copies` must have been copied from.
-    pub fn of_copied(path: &Path, kind: SegmentKind, copies: Copies) -> Self {
-        Self { copies: copies.0, ..Self::new(path, kind) }
+    pub fn of_copied(path: &Path, kind: SegmentKind, rows: Range<u64>, copies: Copies) -> Self {
+        Self { copies: copies.0, ..Self::new(path, kind, rows) }
     }
 
     fn field<T>(&self, field: &'static str, problem: impl Into<String>) -> Result<T, SegmentError> {
@@ -110,6 +119,7 @@ impl SegmentCheck {
         }
         if kind == PageKind::Hashed {
             self.take_orders(&checked)?;
+            self.take_keys_of_index(&checked)?;
         }
         for row in 0..checked.count() {
             let bytes = checked.row(kind, self.kind.format.row_bytes(), row);
@@ -156,6 +166,34 @@ impl SegmentCheck {
         }
         self.last_row = Some(page.order(page.count() - 1));
         Ok(())
+    }
+
+    /// The keys of an index table end with its rows: a merge fills what is below its last key.
+    fn take_keys_of_index(&mut self, page: &Page<'_>) -> Result<(), SegmentError> {
+        if self.kind.keys() == KeySpace::Sparse {
+            return Ok(());
+        }
+        for order in (0..page.count()).map(|i| page.order(i)) {
+            if order >= self.rows.end {
+                return self.field("keys", format!("{order} is not in 0..{}", self.rows.end));
+            }
+            self.rows_new += u64::from(order >= self.rows.start);
+        }
+        Ok(())
+    }
+
+    /// A base has all rows, and a delta all those by which an index table has grown.
+    fn check_rows(&self) -> Result<(), SegmentError> {
+        let (found, expected) = match (self.kind.part, self.kind.keys()) {
+            (Part::Base, _) => (self.counts.rows, self.rows.end),
+            (Part::Delta, KeySpace::Index) => (self.rows_new, self.rows.end.saturating_sub(self.rows.start)),
+            _ => return Ok(()),
+        };
+        if found == expected {
+            return Ok(());
+        }
+        let which = if self.kind.part == Part::Delta { "new ones " } else { "" };
+        self.field("rows", format!("{found} {which}instead of {expected}"))
     }
 
     fn take_fences(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
@@ -219,6 +257,7 @@ impl SegmentCheck {
         if let (Part::Base, Some((order, _))) = (self.kind.part, self.copies.get(self.copies_met)) {
             return self.field("placed", format!("key order {order:#018x} is not in the base"));
         }
+        self.check_rows()?;
         self.done = true;
         Ok(())
     }

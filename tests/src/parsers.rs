@@ -20,6 +20,7 @@ use hatchback::target::Target;
 use hatchback::{Codec, DenseEngine, Weights};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
 use hatchback_tools::spec::ModelSpec;
+use std::ops::Range;
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -109,14 +110,16 @@ fn read_bundle(bytes: &[u8]) {
         };
         let mut copies = Copies::default();
         if let Some(placed) = table.placed {
-            let mut check = SegmentCheck::new(Path::new("placed"), kind(PLACED_SERIAL, Part::Placed));
+            let kind = kind(PLACED_SERIAL, Part::Placed);
+            let mut check = SegmentCheck::new(Path::new("placed"), kind, 0..declared.rows);
             let _ = bundle.read_blob(placed, |chunk| {
                 let _ = check.take(chunk);
                 Ok::<(), BundleError>(())
             });
             copies = check.finish_placed().map_or(copies, |(_, copies)| copies);
         }
-        let mut check = SegmentCheck::of_copied(Path::new("segment"), kind(0, part), copies);
+        let rows = rows_over(part, declared);
+        let mut check = SegmentCheck::of_copied(Path::new("segment"), kind(0, part), rows, copies);
         let _ = bundle.read_blob(table.segment, |chunk| {
             let _ = check.take(chunk);
             Ok::<(), BundleError>(())
@@ -126,6 +129,11 @@ fn read_bundle(bytes: &[u8]) {
     if let Some(Ok(set)) = manifest.probe.map(|blob| bundle.blob(blob)) {
         let _ = Sample::decode_set(&set);
     }
+}
+
+/// A delta over a table of as many rows.
+fn rows_over(part: Part, table: &Table) -> Range<u64> {
+    (if part == Part::Delta { table.rows } else { 0 })..table.rows
 }
 
 /// The live generation record.
@@ -184,7 +192,7 @@ fn check_segment(bytes: &[u8]) {
     for (number, table) in golden_tables().iter().enumerate() {
         for part in [Part::Base, Part::Delta, Part::Placed] {
             let kind = SegmentKind::new(&golden_generation(), 0, number, table, part).unwrap();
-            let mut check = SegmentCheck::new(Path::new("segment"), kind);
+            let mut check = SegmentCheck::new(Path::new("segment"), kind, rows_over(part, table));
             if check.take(bytes).is_ok() {
                 let _ = check.finish();
             }

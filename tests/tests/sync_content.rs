@@ -15,7 +15,7 @@ use hatchback::sync::link::{Fetcher, LinkLimits};
 use hatchback::sync::release::manifest_path;
 use hatchback::sync::state::State;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS};
-use hatchback_tests::rewrite::{Parts, renumber, reseal};
+use hatchback_tests::rewrite::{Parts, count, kind, renumber, reseal};
 use hatchback_tests::versions::Versions;
 use hatchback_tests::wire::{Faults, Wire};
 use hatchback_tools::publish::{Change, publish};
@@ -178,6 +178,31 @@ fn a_signed_name_that_says_another_parent_or_sequence() {
 fn row_counts_that_lie() {
     refused("snapshot", |p| p.manifest.schema.tables[0].rows += 1, "rows: 606 instead of 607");
     refused("snapshot", |p| p.manifest.schema.tables[1].rows = 100, "rows: 256 placed, over 100");
+}
+
+/// A merge of an index table fills what lies below its last key: a key beyond its rows would fill the disk.
+#[test]
+fn keys_beyond_an_index_table() {
+    let last = |key: u64| {
+        move |p: &mut Parts| {
+            p.edit_segment(0, |pages| {
+                let (row, short) = (pages.iter().rposition(|page| kind(page) == 2).unwrap(), pages.len() - 2);
+                let (at, entry) = (16 + 8 * (count(&pages[row]) - 1), 16 + 4 * (count(&pages[short]) - 1));
+                assert_eq!(kind(&pages[short]), 7);
+                pages[row][at..at + 8].copy_from_slice(&key.to_le_bytes());
+                pages[short][entry..entry + 4].copy_from_slice(&(key as u32).to_le_bytes());
+                reseal(&mut pages[row]);
+                reseal(&mut pages[short]);
+            });
+        }
+    };
+    refused("delta", last(u64::from(u32::MAX)), "keys: 4294967295 is not in 0..");
+    // The manifest says that there are as many rows: then they have to come.
+    let grown = |p: &mut Parts| {
+        last(u64::from(u32::MAX))(p);
+        p.manifest.schema.tables[0].rows = 1 << 32;
+    };
+    refused("delta", grown, "new ones instead of");
 }
 
 /// Every table of the car as if it had as many deltas as can be opened; returns the live record before.

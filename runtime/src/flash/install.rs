@@ -17,6 +17,7 @@ use crate::schema::{Schema, Table};
 use crate::segment::{Counts, Part, SegmentError};
 use crate::segment_check::{Copies, SegmentCheck};
 use hatchback_kernels::dense::Weights;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -60,7 +61,8 @@ impl Flash {
         let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
         check_space(disk.as_ref(), directory, needed)?;
         let folder = folder_of(directory, bundle.manifest().generation.sequence);
-        let counts = Incoming { disk: disk.as_ref(), folder: &folder, progress }.write(bundle)?;
+        let over = held.as_ref().filter(|_| bundle.manifest().parent.is_some());
+        let counts = Incoming { disk: disk.as_ref(), folder: &folder, over, progress }.write(bundle)?;
         disk.sync_dir(directory).map_err(io_error(directory))?;
         let live = next_state(bundle.manifest(), hash, &counts, held.as_ref());
         let record = LiveRecord { live, previous: held.map(|h| h.record.live) };
@@ -205,6 +207,8 @@ fn check_deltas(bundle: &BundleReader, held: Option<&Flash>) -> Result<(), Flash
 struct Incoming<'a, P> {
     disk: &'a dyn Disk,
     folder: &'a Path,
+    /// What it is a delta of.
+    over: Option<&'a Flash>,
     progress: P,
 }
 
@@ -236,7 +240,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         manifest: &Manifest,
         number: usize,
     ) -> Result<Counts, FlashError> {
-        let (blobs, table) = (&manifest.tables[number], &manifest.schema.tables[number]);
+        let blobs = &manifest.tables[number];
         let part = if manifest.parent.is_some() { Part::Delta } else { Part::Base };
         let name = segment_name(number, 0);
         let path = self.folder.join(&name);
@@ -245,17 +249,19 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             Some(blob) => self.placed(bundle, manifest, number, blob)?,
             None => Copies::default(),
         };
-        let mut check = SegmentCheck::of_copied(&path, kind, copies);
+        let mut check = SegmentCheck::of_copied(&path, kind, self.rows(manifest, number), copies);
         self.copy(bundle, blobs.segment, &name, |chunk| Ok(check.take(chunk)?))?;
         let counts = check.finish()?;
-        if part == Part::Base && counts.rows != table.rows {
-            let problem = format!("{} instead of {}", counts.rows, table.rows);
-            return Err(SegmentError::Field { path, field: "rows", problem }.into());
-        }
         if let Some(hot) = blobs.hot {
             self.copy(bundle, hot, &hot_name(number), |_| Ok(()))?;
         }
         Ok(counts)
+    }
+
+    /// Rows of a table before this generation, and with it.
+    fn rows(&self, manifest: &Manifest, number: usize) -> Range<u64> {
+        let before = self.over.map_or(0, |live| live.manifest.schema.tables[number].rows);
+        before..manifest.schema.tables[number].rows
     }
 
     /// Writes a placed segment; returns what the base must be found to hold.
@@ -279,7 +285,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
                 Err(SegmentError::Field { path: path.clone(), field: "rows", problem }.into())
             }
         };
-        let mut check = SegmentCheck::new(&path, kind);
+        let mut check = SegmentCheck::new(&path, kind, self.rows(manifest, number));
         self.copy(bundle, blob, &name, |chunk| {
             check.take(chunk)?;
             few(check.counts().rows)
