@@ -127,7 +127,9 @@ impl Work {
                 log::info!("merged table `{}`: {rows} rows, {bytes} bytes", name(table));
             }
             Did::ScrubEnded { pages, repaired, damaged } => {
-                log::info!("scrubbed {pages} pages: {repaired} repaired, {damaged} to be fetched again");
+                log::info!(
+                    "scrubbed {pages} pages: {repaired} repaired, {damaged} bad until the next snapshot"
+                );
             }
             Did::Waits { table, bytes } if self.waits.as_ref() != Some(did) => {
                 let spent = self.upkeep.wear().bytes;

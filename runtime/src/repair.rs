@@ -14,7 +14,7 @@ use crate::segment_write::{SegmentWriter, Written};
 
 impl Flash {
     /// Rebuilds a damaged page from the retained generation and puts it in place. Returns whether that was possible;
-    /// if not, the page must be fetched again.
+    /// if not, it stays bad until a snapshot brings the table anew.
     ///
     /// # Errors
     /// A retained segment is damaged too, or the page cannot be written.

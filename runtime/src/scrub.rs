@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// Bad pages that one pass lists; a further pass, after the repair of these, lists the rest.
 pub const DAMAGE_MAX: usize = 1024;
 
-/// A page that must be fetched again.
+/// A bad page. Where it cannot be rebuilt it stays so until a snapshot brings the table anew.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
     /// Number of the table.
@@ -106,8 +106,8 @@ fn twice<T, E>(mut read: impl FnMut() -> Result<T, E>) -> Result<T, E> {
 }
 
 impl Flash {
-    /// Puts `page`, fetched again from where the segment came from, in the place of a damaged one. It must be
-    /// exactly that page: its own checksum, segment and number prove it.
+    /// Puts `page` in the place of a damaged one. It must be exactly the page that was lost: its own checksum, segment and
+    /// number prove it.
     ///
     /// # Errors
     /// The page is not the one that is damaged, or it cannot be written.

@@ -74,7 +74,7 @@ pub enum Did {
         pages: u64,
         /// Bad pages that were rebuilt from what is retained.
         repaired: usize,
-        /// Pages that must be fetched again; `Upkeep::damage` has them.
+        /// Pages that stay bad until a snapshot brings their tables anew; `Upkeep::damage` has them.
         damaged: usize,
     },
     /// Merged some pages of a table; more are left.
