@@ -2,12 +2,11 @@
 //! the generation before. The only commit point of the flash tier. Describes itself; needs no other file.
 
 use crate::manifest::{Generation, Hash};
+use crate::sealed;
 use crate::segment::Part;
-use crc_fast::crc32_iscsi as crc32c;
 use serde::{Deserialize, Serialize};
 
 const MAGIC: &[u8; 8] = b"HATCHLIV";
-const HEADER_BYTES: usize = 16;
 /// The format of the live record.
 pub const LIVE_FORMAT: u32 = 2;
 
@@ -74,54 +73,17 @@ pub struct LiveRecord {
     pub previous: Option<State>,
 }
 
-/// Why a live record is refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{field}: {problem}")]
-pub struct LiveError {
-    /// Which field.
-    pub field: &'static str,
-    /// Its value and what is wrong.
-    pub problem: String,
-}
-
-fn fault<T>(field: &'static str, problem: impl Into<String>) -> Result<T, LiveError> {
-    Err(LiveError { field, problem: problem.into() })
-}
-
 impl LiveRecord {
-    /// The bytes of the record: a magic, a format number, a CRC-32C, then postcard.
+    /// The bytes of the record.
     pub fn encode(&self) -> Vec<u8> {
-        // Strings and integers in memory always encode; an empty body would be refused by `decode`.
-        let body = postcard::to_allocvec(self).unwrap_or_default();
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend(LIVE_FORMAT.to_le_bytes());
-        bytes.extend(crc32c(&body).to_le_bytes());
-        bytes.extend(body);
-        bytes
+        sealed::encode(MAGIC, LIVE_FORMAT, self)
     }
 
     /// Reads a record back.
     ///
     /// # Errors
-    /// Which field is wrong and how.
-    pub fn decode(bytes: &[u8]) -> Result<Self, LiveError> {
-        let Some((header, body)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
-            return fault("length", format!("{} bytes are too few", bytes.len()));
-        };
-        let word =
-            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
-        if &header[..8] != MAGIC {
-            fault("magic", "is not a live record")
-        } else if word(8) != LIVE_FORMAT {
-            fault("format", format!("{} is not {LIVE_FORMAT}, the one this version reads", word(8)))
-        } else if word(12) != crc32c(body) {
-            fault("checksum", "does not match")
-        } else {
-            match postcard::take_from_bytes(body) {
-                Ok((record, [])) => Ok(record),
-                Ok((_, rest)) => fault("length", format!("{} bytes follow the record", rest.len())),
-                Err(e) => fault("record", format!("does not decode ({e})")),
-            }
-        }
+    /// What is wrong.
+    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
+        sealed::decode(MAGIC, LIVE_FORMAT, bytes)
     }
 }

@@ -36,13 +36,7 @@ impl Wear {
         Self { bytes: u64::MAX, ..Self::default() }
     }
 
-    /// Whether `bytes` more may be written at `now` (since the epoch).
-    pub fn allows(&mut self, budget: WearBudget, now: Duration, bytes: u64) -> bool {
-        self.tell(now);
-        self.bytes.checked_add(bytes).is_some_and(|sum| sum <= budget.bytes_per_day_max)
-    }
-
-    /// Bytes that may still be written at `now`.
+    /// Bytes that may still be written at `now` (since the epoch).
     pub fn left(&mut self, budget: WearBudget, now: Duration) -> u64 {
         self.tell(now);
         budget.bytes_per_day_max.saturating_sub(self.bytes)
@@ -93,10 +87,10 @@ mod tests {
     #[test]
     fn a_day_has_its_bytes_and_no_more() {
         let mut wear = Wear::default();
-        assert!(wear.allows(BUDGET, at(1000), 100) && !wear.allows(BUDGET, at(1000), 101));
+        assert_eq!(wear.left(BUDGET, at(1000)), 100);
         wear.spend(at(1000), 60);
-        assert!(wear.allows(BUDGET, at(1000), 40) && !wear.allows(BUDGET, at(1000), 41));
-        assert!(wear.allows(BUDGET, at(1024), 100));
+        assert_eq!(wear.left(BUDGET, at(1000)), 40);
+        assert_eq!(wear.left(BUDGET, at(1024)), 100);
         assert_eq!(wear.bytes_total, 60);
     }
 
@@ -106,25 +100,25 @@ mod tests {
         wear.spend(at(10_000), 100);
         // Fifty ignitions of a car whose clock starts at 1970 and is set soon after.
         for _ in 0..50 {
-            assert!(!wear.allows(BUDGET, at(0), 1));
-            assert!(!wear.allows(BUDGET, at(10_001), 1));
+            assert_eq!(wear.left(BUDGET, at(0)), 0);
+            assert_eq!(wear.left(BUDGET, at(10_001)), 0);
         }
-        assert!(wear.allows(BUDGET, at(10_024), 100));
+        assert_eq!(wear.left(BUDGET, at(10_024)), 100);
     }
 
     #[test]
     fn a_clock_that_was_wrong_once_costs_a_day() {
         let mut wear = Wear::default();
         wear.spend(at(900_000), 100);
-        let hours = (0..100).find(|h| wear.allows(BUDGET, at(10_000 + h), 1));
+        let hours = (0..100).find(|h| wear.left(BUDGET, at(10_000 + h)) > 0);
         assert_eq!(hours, Some(24));
     }
 
     #[test]
     fn a_lost_state_counts_as_spent() {
         let mut wear = Wear::unknown();
-        assert!(!wear.allows(BUDGET, at(1000), 0));
-        assert!(wear.allows(BUDGET, at(1024), 100));
+        assert_eq!(wear.left(BUDGET, at(1000)), 0);
+        assert_eq!(wear.left(BUDGET, at(1024)), 100);
     }
 
     proptest! {
@@ -138,7 +132,7 @@ mod tests {
                 if highest.is_none_or(|h| hour / 24 > h) {
                     (highest, days) = (Some(hour / 24), days + 1);
                 }
-                if wear.allows(BUDGET, at(hour), bytes) {
+                if bytes <= wear.left(BUDGET, at(hour)) {
                     wear.spend(at(hour), bytes);
                     spent += bytes;
                 }

@@ -23,7 +23,7 @@ use crate::bundle::BundleError;
 use crate::commit;
 use crate::disk::{Disk, Lock};
 use crate::limits::{HOT_KEYS_MAX, PLACED_ONE_IN, PLACED_ROWS_MIN};
-use crate::live::{LiveError, LiveRecord, SegmentRef, State};
+use crate::live::{LiveRecord, SegmentRef, State};
 use crate::manifest::{Generation, Hash, Manifest, ManifestError, sha256};
 use crate::overlay::DELTAS_MAX;
 use crate::sample::{ProbeError, Sample};
@@ -54,12 +54,12 @@ pub enum FlashError {
     #[error(transparent)]
     Segment(#[from] SegmentError),
     /// The live record is refused.
-    #[error("{path}: {source}", path = path.display())]
+    #[error("{path}: {problem}", path = path.display())]
     Live {
         /// The file.
         path: PathBuf,
         /// What is wrong.
-        source: LiveError,
+        problem: String,
     },
     /// A manifest on flash is refused.
     #[error("{path}: {source}", path = path.display())]
@@ -481,7 +481,9 @@ fn lock(disk: &dyn Disk, directory: &Path) -> Result<Lock, FlashError> {
 fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<LiveRecord>, FlashError> {
     let path = directory.join("live");
     match disk.read(&path) {
-        Ok(bytes) => LiveRecord::decode(&bytes).map(Some).map_err(|source| FlashError::Live { path, source }),
+        Ok(bytes) => {
+            LiveRecord::decode(&bytes).map(Some).map_err(|problem| FlashError::Live { path, problem })
+        }
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(io_error(&path)(e)),
     }
