@@ -283,7 +283,7 @@ fn verify_bundle(bundle: &mut BundleReader) -> Vec<String> {
     (0..blobs).filter_map(read).collect()
 }
 
-/// Reads every page of the live generation; returns what is wrong.
+/// Reads every page of the live generation and every file beside them; returns what is wrong.
 fn verify_flash(flash: &Flash) -> Vec<String> {
     let mut damage = Vec::new();
     for number in 0..flash.manifest().tables.len() {
@@ -296,7 +296,9 @@ fn verify_flash(flash: &Flash) -> Vec<String> {
             Ok(Err(e)) => damage.push(e.to_string()),
             Ok(Ok(())) => {}
         }
+        damage.extend(flash.hot_keys(number).err().map(|e| e.to_string()));
     }
+    damage.extend(flash.dense().err().map(|e| e.to_string()));
     damage.extend(flash.probe().err().map(|e| e.to_string()));
     damage
 }

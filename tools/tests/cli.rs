@@ -80,6 +80,21 @@ fn pack_inspect_eval() {
     // The directory it was laid on serves the same, and its pages are sound.
     let flash = desk.path("coupon.flash");
     printed(&["inspect", &flash, "--verify"]);
+    let folder = Path::new(&flash).join("g000000000001");
+    for name in ["dense.onnx", "t0000.hot", "probe"] {
+        let whole = std::fs::read(folder.join(name)).unwrap();
+        let mut bad = whole.clone();
+        bad[whole.len() / 2] ^= 1;
+        std::fs::write(folder.join(name), bad).unwrap();
+        let output = hatchback(&["inspect", &flash, "--verify"], "");
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(
+            !output.status.success() && said.contains("DAMAGED") && said.contains(name),
+            "{name}: {said}"
+        );
+        std::fs::write(folder.join(name), whole).unwrap();
+    }
+    printed(&["inspect", &flash, "--verify"]);
     let plot = desk.path("plot.svg");
     assert!(printed(&["eval", &flash, "--plot", &plot]).contains("hit rate"));
     assert!(std::fs::read_to_string(plot).unwrap().contains("<svg"));
