@@ -42,8 +42,8 @@ fn read_hex<'de, D: Deserializer<'de>>(from: D) -> Result<Hash, D::Error> {
     unhex(&text).ok_or_else(|| D::Error::custom("a hash has 64 hexadecimal digits"))
 }
 
-/// Hexadecimal digits of a hash.
-pub fn hex(hash: &Hash) -> String {
+/// Hexadecimal digits of a hash or of a part of one.
+pub fn hex(hash: &[u8]) -> String {
     hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
