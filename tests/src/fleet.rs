@@ -2,7 +2,7 @@
 
 use crate::flash_check::whole_generation;
 use crate::sim_disk::SimDisk;
-use crate::versions::Versions;
+use crate::versions::{Versions, copy};
 use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
@@ -106,6 +106,13 @@ impl Fleet {
         self.publish(now, &VERSIONS.deltas[generation - 1]);
     }
 
+    /// The same after a rotation of keys: the new ones sign these sequences too.
+    pub fn delta_after_rotation(&self, now: u64, generation: usize, carry: &[&str]) {
+        let carry = carry.iter().map(|c| (*c).to_owned()).collect();
+        let bundles = vec![VERSIONS.deltas[generation - 1].clone()];
+        self.change(now, Change { bundles, carry, ..Change::default() });
+    }
+
     /// A file of the repository.
     pub fn file(&self, path: &str) -> PathBuf {
         self.repository().join(path)
@@ -128,15 +135,6 @@ impl Fleet {
         let bundle = BundleReader::open(bundle).unwrap();
         let chunks = bundle.manifest().blobs.iter().flat_map(|b| &b.chunks);
         chunks.map(|c| self.file(&chunk_path(&c.sha256))).collect()
-    }
-}
-
-/// Copies a folder with all that is in it.
-pub fn copy(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap() {
-        let (from, to) = (entry.as_ref().unwrap().path(), to.join(entry.as_ref().unwrap().file_name()));
-        if from.is_dir() { copy(&from, &to) } else { std::fs::copy(&from, &to).map(drop).unwrap() }
     }
 }
 

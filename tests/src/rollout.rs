@@ -189,7 +189,7 @@ fn direct(fleet: &Fleet, hour: u64, is_bad: bool, rollout: &mut Rollout) {
     let now = T0 + 30 + hour * HOUR_S;
     let change = |bundles: Vec<PathBuf>, share, revoke: &[&str]| {
         let revoke = revoke.iter().map(|r| (*r).to_owned()).collect();
-        let change = Change { bundles, share, revoke, expires_s: 7 * 24 * HOUR_S };
+        let change = Change { bundles, share, revoke, expires_s: 7 * 24 * HOUR_S, ..Change::default() };
         publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, now).unwrap();
     };
     match hour {

@@ -63,8 +63,8 @@ impl Store for Aged {
     fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
         self.store.get(path)
     }
-    fn has(&self, path: &str) -> Result<bool> {
-        self.store.has(path)
+    fn bytes(&self, path: &str) -> Result<Option<u64>> {
+        self.store.bytes(path)
     }
     fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
         self.put_at.borrow_mut().insert(path.to_owned(), self.now.get());
@@ -257,5 +257,5 @@ fn what_is_not_whole_or_not_ours_is_left_alone() {
     std::fs::remove_file(fleet.file("metadata/timestamp.json")).unwrap();
     let refused = store.prune(&fleet, LATER).unwrap_err();
     assert!(refused.to_string().contains("nothing is published"), "{refused:#}");
-    assert!(store.has("metadata/1.targets.json").unwrap());
+    assert!(store.bytes("metadata/1.targets.json").unwrap().is_some());
 }

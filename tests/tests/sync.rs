@@ -5,9 +5,11 @@
 
 use hatchback::bundle::BundleReader;
 use hatchback::disk::{self, Disk};
+use hatchback::flash::{Flash, FlashError};
 use hatchback::manifest::sha256;
+use hatchback::sync::Sync;
 use hatchback::sync::error::SyncError;
-use hatchback::sync::link::{Fetcher, LinkLimits};
+use hatchback::sync::link::{Fetcher, Link, LinkError, LinkLimits, Take};
 use hatchback::sync::release::Release;
 use hatchback::sync::stage::Staging;
 use hatchback::sync::state::{State, Status};
@@ -16,8 +18,10 @@ use hatchback::wear::WearBudget;
 use hatchback_link::{DirectoryLink, HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, ROOT_S, T0, Ticks, VERSIONS};
 use hatchback_tests::random::Random;
+use hatchback_tests::rewrite::Parts;
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::wire::{Faults, Wire};
+use hatchback_tools::prune::{Window, prune};
 use hatchback_tools::publish::{Change, publish};
 use hatchback_tools::signing::rotate;
 use hatchback_tools::store::{Object, Objects, Store};
@@ -234,7 +238,7 @@ fn wrong_keys() {
     car.survives(&mut stranger.link(), T0 + 11, named, (&fleet, T0 + 12, 2));
     // And a root that only its own keys sign.
     rotate(&stranger.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
-    stranger.delta(T0 + 13, 3);
+    stranger.delta_after_rotation(T0 + 13, 3, &["1", "2"]);
     fleet.delta(T0 + 13, 3);
     let named = |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "root");
     car.survives(&mut stranger.link(), T0 + 14, named, (&fleet, T0 + 15, 3));
@@ -268,7 +272,15 @@ fn a_revoked_key_and_fast_forward_recovery() {
     assert!(named(&car.run(&mut fleet.link(), T0 + 21).unwrap_err()));
     rotate(&fleet.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
     rotate(&fleet.keys(), RoleType::Root, T0 + ROOT_S).unwrap();
-    fleet.delta(T0 + 30, 3);
+    // The root's keys go back to where they are kept; releases are signed without them.
+    let away = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(fleet.keys()).unwrap().map(Result::unwrap) {
+        if entry.file_name().to_string_lossy().starts_with("root-") {
+            std::fs::rename(entry.path(), away.path().join(entry.file_name())).unwrap();
+        }
+    }
+    assert_eq!(away.path().read_dir().unwrap().count(), 2);
+    fleet.delta_after_rotation(T0 + 30, 3, &["1", "2"]);
     car.run(&mut fleet.link(), T0 + 31).unwrap();
     assert_eq!(
         (car.live(), car.floor()[0], car.floor()[1]),
@@ -284,6 +296,141 @@ fn a_revoked_key_and_fast_forward_recovery() {
     for car in [&car, &fresh] {
         car.survives(&mut thief.link(), T0 + 32, named, (&fleet, T0 + 33, 3));
     }
+}
+
+#[test]
+fn what_a_thief_listed_is_not_signed_by_the_new_keys() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    fleet.delta(T0 + 10, 2);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    // The targets' key is stolen: a release is listed that nobody made.
+    fleet.delta(T0 + 20, 3);
+    rotate(&fleet.keys(), RoleType::Targets, T0 + ROOT_S).unwrap();
+    let (store, keys) = (Objects::directory(&fleet.repository()).unwrap(), fleet.keys());
+    let words = |words: &[&str]| words.iter().map(|w| (*w).to_owned()).collect::<Vec<_>>();
+    let change = |carry: &[&str], revoke: &[&str]| Change {
+        bundles: vec![VERSIONS.merged(2, 4)],
+        carry: words(carry),
+        revoke: words(revoke),
+        expires_s: FRESH_S,
+        ..Change::default()
+    };
+    let before = store.list().unwrap().len();
+    for (carry, open) in [(&[][..], "1-snapshot"), (&["1", "2"], "3-from-000000000002 sha256 ")] {
+        let refused = publish(&store, &keys, &change(carry, &[]), T0 + 30).unwrap_err().to_string();
+        assert!(refused.contains(open), "{refused}");
+        assert_eq!(store.list().unwrap().len(), before, "nothing was put up");
+    }
+    let window = Window { releases: Some(1), grace_s: 0, expires_s: FRESH_S };
+    let refused = prune(&store, &keys, &window, T0 + 30).unwrap_err().to_string();
+    assert!(refused.contains("publish first"), "{refused}");
+    let done = publish(&store, &keys, &change(&["1", "2"], &["3"]), T0 + 30).unwrap();
+    assert_eq!((done.carried.len(), done.revoked), (2, words(&["versions/000000000003-from-000000000002"])));
+    car.run(&mut fleet.link(), T0 + 31).unwrap();
+    assert_eq!(car.live(), 4);
+    let again = publish(&store, &keys, &change(&["1"], &[]), T0 + 40).unwrap_err().to_string();
+    assert!(again.contains("--carry"), "{again}");
+}
+
+#[test]
+fn a_name_that_cars_were_shown_stands_for_one_content() {
+    let fleet = Fleet::new();
+    let store = Objects::directory(&fleet.repository()).unwrap();
+    // The second release is packed anew and nobody thought of its sequence.
+    let other = fleet.folder.path().join("other.hatch");
+    let mut parts = Parts::read(&VERSIONS.deltas[1]);
+    parts.manifest.probe = None;
+    parts.manifest.schema.features[0].hotness_max += 1;
+    std::fs::write(&other, parts.bytes()).unwrap();
+    let change = |revoke: &[&str]| Change {
+        bundles: vec![other.clone()],
+        revoke: revoke.iter().map(|r| (*r).to_owned()).collect(),
+        expires_s: FRESH_S,
+        ..Change::default()
+    };
+    let refused = |now, revoke: &[&str]| {
+        let refused = publish(&store, &fleet.keys(), &change(revoke), now).unwrap_err().to_string();
+        assert!(refused.contains("was published with other content"), "{refused}");
+    };
+    fleet.delta(T0 + 10, 2);
+    refused(T0 + 11, &[]);
+    refused(T0 + 12, &["2"]);
+    fleet.revoke(T0 + 13, 2);
+    fleet.delta(T0 + 14, 2);
+    fleet.revoke(T0 + 15, 2);
+    refused(T0 + 16, &[]);
+    // Nobody was shown what a publish left that was killed before its timestamp.
+    let fleet = Fleet::new();
+    let store = Objects::directory(&fleet.repository()).unwrap();
+    let first = Change { bundles: vec![VERSIONS.deltas[1].clone()], expires_s: FRESH_S, ..Change::default() };
+    let writes = (0..).find(|&writes| {
+        let _ = publish(&Dies(&store, Cell::new(writes)), &fleet.keys(), &first, T0 + 10);
+        fleet.file("metadata/2.snapshot.json").exists()
+    });
+    assert!(writes.is_some());
+    publish(&store, &fleet.keys(), &change(&[]), T0 + 11).unwrap();
+}
+
+#[test]
+fn a_chunk_that_a_power_cut_emptied_is_put_up_again() {
+    let fleet = Fleet::new();
+    let car = Car::at_first_release(&fleet);
+    let chunk = fleet.chunks(&VERSIONS.deltas[1]).remove(0);
+    std::fs::create_dir_all(chunk.parent().unwrap()).unwrap();
+    std::fs::write(&chunk, b"").unwrap();
+    fleet.delta(T0 + 10, 2);
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    assert_eq!(car.live(), 2);
+}
+
+#[test]
+fn a_bundle_that_no_car_would_take_is_refused() {
+    let fleet = Fleet::new();
+    let path = fleet.folder.path().join("odd.hatch");
+    let mut parts = Parts::read(&VERSIONS.snapshots[1]);
+    parts.manifest.generation.lineage = ".versions".to_owned();
+    std::fs::write(&path, parts.bytes()).unwrap();
+    let change = Change { bundles: vec![path], ..Change::default() };
+    let store = Objects::directory(&fleet.repository()).unwrap();
+    let refused = publish(&store, &fleet.keys(), &change, T0 + 10).unwrap_err().to_string();
+    assert!(refused.contains("cars take no release named"), "{refused}");
+}
+
+/// A link whose server is in no hurry: meanwhile another process tries to sync the same car.
+struct Meanwhile<'a>(DirectoryLink, &'a Car);
+
+impl Link for Meanwhile<'_> {
+    fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
+        let refused = self.1.run(&mut self.0, T0 + 1);
+        assert!(matches!(refused, Err(SyncError::Busy { .. })), "{refused:?}");
+        self.0.get(path, from, take)
+    }
+}
+
+/// With the system's own locks, which the simulated disk only stands for.
+#[test]
+fn one_process_at_a_time_changes_a_directory() {
+    let (fleet, folder, disk) = (Fleet::new(), tempfile::tempdir().unwrap(), disk::system());
+    let flash = folder.path().join("flash");
+    let bundle = |n: usize| BundleReader::open(&VERSIONS.snapshots[n]).unwrap();
+    let prepared = Flash::prepare(&disk, &flash, &mut bundle(0), |_| ()).unwrap();
+    let second = || Flash::install(&disk, &flash, &mut bundle(1), |_| ());
+    assert!(matches!(second(), Err(FlashError::Busy { .. })));
+    prepared.commit().unwrap();
+    second().unwrap();
+
+    let mut car = Car::new(&fleet);
+    let directory = folder.path().join("sync");
+    car.sync = Sync { disk, directory, flash: folder.path().join("new"), ..car.sync };
+    let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
+    Trust::init(car.sync.disk.as_ref(), &car.sync.directory, &root).unwrap();
+    let (mut link, clock) = (Meanwhile(fleet.link(), &car), Ticks(AtomicU64::new(0), 0));
+    let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
+    let status = car.sync.fetch(&mut fetcher, T0 + 1, |_, _| ()).unwrap();
+    assert_eq!(status.state, State::Staged);
+    while car.sync.advance(&car.host(), T0 + 1).unwrap() {}
+    assert_eq!(car.live(), 1);
 }
 
 #[test]
@@ -470,8 +617,8 @@ impl Store for Dies<'_> {
     fn get(&self, path: &str) -> anyhow::Result<Option<Vec<u8>>> {
         self.0.get(path)
     }
-    fn has(&self, path: &str) -> anyhow::Result<bool> {
-        self.0.has(path)
+    fn bytes(&self, path: &str) -> anyhow::Result<Option<u64>> {
+        self.0.bytes(path)
     }
     fn put(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
         anyhow::ensure!(self.1.get() > 0, "killed");

@@ -166,11 +166,11 @@ fn a_signed_name_that_says_another_parent_or_sequence() {
         assert!(matches!(&error, SyncError::Release { field, .. } if *field == wrong), "{name}: {error:?}");
         assert_eq!((car.live(), car.sync.status().unwrap().state), (1, State::Failed));
         assert!(!wire.asked.iter().any(|path| path.starts_with("chunks/")), "{:?}", wire.asked);
-        let (revoke, bundles) = (vec![name.to_owned()], VERSIONS.deltas[1..3].to_vec());
+        let (revoke, bundles) = (vec![name.to_owned()], vec![VERSIONS.snapshots[3].clone()]);
         let change = Change { revoke, bundles, expires_s: FRESH_S, ..Change::default() };
         publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, T0 + 12).unwrap();
         car.run(&mut fleet.link(), T0 + 13).unwrap();
-        assert_eq!(car.live(), 3, "{name}");
+        assert_eq!(car.live(), 4, "{name}");
     }
 }
 
@@ -415,8 +415,8 @@ impl Store for Rival<'_> {
     fn get(&self, path: &str) -> anyhow::Result<Option<Vec<u8>>> {
         self.0.get(path)
     }
-    fn has(&self, path: &str) -> anyhow::Result<bool> {
-        self.0.has(path)
+    fn bytes(&self, path: &str) -> anyhow::Result<Option<u64>> {
+        self.0.bytes(path)
     }
     fn put(&self, path: &str, content: Vec<u8>) -> anyhow::Result<()> {
         self.0.put(path, content)

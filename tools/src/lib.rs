@@ -16,6 +16,7 @@ pub mod pack;
 mod pack_table;
 pub mod place;
 pub mod plot;
+mod present;
 pub mod prune;
 pub mod publish;
 pub mod report;

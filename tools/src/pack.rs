@@ -138,6 +138,12 @@ pub fn pack_onto(
     overrides: Overrides,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Packed> {
+    if let Some(parent) = parent {
+        let parent = &parent.manifest().generation;
+        ensure!(spec.name == parent.lineage, "name: `{}`, the parent's is `{}`", spec.name, parent.lineage);
+        let (ours, theirs) = (spec.sequence, parent.sequence);
+        ensure!(ours > theirs, "sequence: {ours} is not above the parent's, {theirs}");
+    }
     let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
     let mut advance = |rows: u64| progress(rows, total);
     let mut tables = Vec::new();

@@ -2,7 +2,8 @@
 //! to within the grace stays, and so does what was put there within it, for a publisher may be about to name it. Each object is removed
 //! by itself and none that a listed release names: a prune that is killed leaves a whole repository, and the next one goes on.
 
-use crate::publish::{Change, PREVIOUS, Present, present, publish};
+use crate::present::{Past, Present, present};
+use crate::publish::{Change, publish};
 use crate::report;
 use crate::signing::DAY_S;
 use crate::store::{DryRun, Object, Objects, Store};
@@ -10,12 +11,11 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hatchback::manifest::{Hash, Manifest};
 use hatchback::sync::release::{SHARE, chunk_path, manifest_path, parse_name};
-use hatchback::sync::trust::PUBLISHED;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use tough::schema::{Signed, Snapshot, Targets};
+use tough::schema::Targets;
 
 /// Removes from a repository what no release needs any more
 #[derive(Args, Debug)]
@@ -100,6 +100,7 @@ pub fn prune(store: &dyn Store, keys: &Path, window: &Window, now: u64) -> Resul
     // Listed before it is known what is named: what comes meanwhile is not in the list.
     let objects = store.list()?;
     let present = present(store, keys)?;
+    ensure!(!present.is_outdated, "keys were replaced since the last publish: publish first");
     let listed = &present.signed.as_ref().context("nothing is published here")?.signed;
     let named = named(store, &present, now.saturating_sub(window.grace_s))?;
     let mut done = Pruned { unlisted: outside(listed, window.releases), ..Pruned::default() };
@@ -138,38 +139,26 @@ fn is_old(object: &Object, named: &BTreeSet<String>, grace_s: u64, now: u64) -> 
 fn named(store: &dyn Store, present: &Present, since: u64) -> Result<BTreeSet<String>> {
     let (mut named, mut next) = (BTreeSet::new(), present.snapshot);
     while next > 0 {
-        let version = next;
-        let fetch = |path: &str| {
-            let found = store.get(path)?;
-            ensure!(found.is_some() || version != present.snapshot, "{path} is missing");
-            anyhow::Ok(found)
-        };
-        let path = format!("metadata/{version}.snapshot.json");
-        let Some(bytes) = fetch(&path)? else { break };
-        let snapshot: Signed<Snapshot> = serde_json::from_slice(&bytes).with_context(|| path.clone())?;
-        named.insert(path);
-        next = 0;
-        let targets = snapshot.signed.meta.get("targets.json").map_or(0, |meta| meta.version.get());
-        let path = format!("metadata/{targets}.targets.json");
-        let Some(bytes) = fetch(&path)? else { continue };
-        let targets: Signed<Targets> = serde_json::from_slice(&bytes).with_context(|| path.clone())?;
-        named.insert(path);
-        let number = |field: &str| targets.signed._extra.get(field).and_then(Value::as_u64).unwrap_or(0);
-        // What came before was left when this was published.
-        if number(PUBLISHED) > since {
-            next = number(PREVIOUS).min(version - 1);
-        }
-        for (name, target) in &targets.signed.targets {
+        let is_newest = next == present.snapshot;
+        let past = Past::read(store, next)?;
+        ensure!(past.is_some() || !is_newest, "metadata of version {next} are missing");
+        let Some(past) = past else { break };
+        for (name, target) in &past.targets.targets {
             let hash: Hash = target.hashes.sha256.as_ref().try_into().context(name.raw().to_owned())?;
             let path = manifest_path(name.raw(), &hash);
             if named.contains(&path) {
                 continue;
             }
-            let Some(bytes) = fetch(&path)? else { continue };
+            let bytes = store.get(&path)?;
+            ensure!(bytes.is_some() || !is_newest, "{path} is missing");
+            let Some(bytes) = bytes else { continue };
             let manifest = Manifest::decode(&bytes).with_context(|| path.clone())?;
             named.extend(manifest.blobs.iter().flat_map(|b| &b.chunks).map(|c| chunk_path(&c.sha256)));
             named.insert(path);
         }
+        // What came before was left when this was published.
+        next = if past.published() > since { past.previous() } else { 0 };
+        named.extend(past.paths);
     }
     Ok(named)
 }

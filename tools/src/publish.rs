@@ -1,24 +1,25 @@
 //! `publish`: bundles become a release that cars find. Chunks go up first, each under its hash, then manifests,
 //! then the signed metadata, and last of all the timestamp, the one file that leads to everything else: a publish
-//! that is killed leaves nothing that a car could see. Only adds objects; what is old is for `prune` to remove.
+//! that is killed leaves nothing that a car could see. Only adds objects; what is old is for `prune` to remove. Never gives a
+//! name that cars were shown to other content, and never signs unasked what only keys that were replaced vouch for.
 
+use crate::present::{Names, PREVIOUS, Present, TIMESTAMP, present};
 use crate::report;
 use crate::signing::{DAY_S, block_on, roots, sources, timestamp};
 use crate::store::{DryRun, Objects, Store};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
-use hatchback::manifest::sha256;
-use hatchback::sync::release::{BYTES, SHARE, chunk_path, manifest_path, target_name};
+use hatchback::manifest::{Blob, sha256};
+use hatchback::sync::release::{BYTES, SHARE, chunk_path, hex, manifest_path, parse_name, target_name};
 use hatchback::sync::trust::PUBLISHED;
 use serde::Serialize;
 use serde_json::Value;
-use sigstore_tuf::TrustedMetadataSet;
 use std::collections::{BTreeSet, HashMap};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use tough::editor::RepositoryEditor;
-use tough::schema::{Hashes, Signed, Target, Targets};
+use tough::schema::{Hashes, Target};
 use tough::{TargetName, schema};
 
 /// Signs bundles and puts them where cars fetch them
@@ -37,6 +38,10 @@ pub struct PublishArgs {
     /// until a newer one comes
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     revoke: Vec<String>,
+    /// After a rotation of keys: signs this release, which so far only the replaced keys vouch for, with the new ones. Each that is listed
+    /// has to be named here or with `--revoke`, or given again as a bundle: whoever stole a key may have listed some
+    #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
+    carry: Vec<String>,
     /// Share of the fleet that may have these bundles, per cent; publish them again to widen it
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u8).range(1..=100))]
     share: u8,
@@ -60,6 +65,8 @@ pub struct Change {
     pub share: u8,
     /// Releases to take back: `SEQUENCE` where there is one lineage, `LINEAGE/SEQUENCE`, or a target's whole name.
     pub revoke: Vec<String>,
+    /// Releases to sign again after a rotation of keys, named in the same ways.
+    pub carry: Vec<String>,
     /// Seconds until the timestamp expires; snapshot and targets last ten times as long.
     pub expires_s: u64,
 }
@@ -67,15 +74,9 @@ pub struct Change {
 impl Default for Change {
     /// Nothing but a new timestamp, for a day.
     fn default() -> Self {
-        Self { bundles: Vec::new(), share: 100, revoke: Vec::new(), expires_s: DAY_S }
+        Self { bundles: Vec::new(), share: 100, revoke: Vec::new(), carry: Vec::new(), expires_s: DAY_S }
     }
 }
-
-/// The one file that leads to everything else.
-const TIMESTAMP: &str = "metadata/timestamp.json";
-
-/// The field of the targets' metadata that says which version of the snapshot cars were led to before.
-pub const PREVIOUS: &str = "previous";
 
 /// What was published.
 #[derive(Debug, Default, Serialize)]
@@ -84,6 +85,8 @@ pub struct Published {
     pub added: Vec<String>,
     /// Target names taken back.
     pub revoked: Vec<String>,
+    /// Targets that the replaced keys had signed and the new ones sign now: name and SHA-256 of the manifest.
+    pub carried: Vec<String>,
     /// Chunks put up.
     pub chunks: u64,
     /// Bytes of them.
@@ -102,30 +105,20 @@ pub fn run(args: &PublishArgs) -> Result<()> {
     let store = Objects::open(&args.to)?;
     let dry = DryRun(&store);
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
-    let (bundles, revoke) = (args.bundles.clone(), args.revoke.clone());
-    let change = Change { bundles, share: args.share, revoke, expires_s: args.days * DAY_S };
+    let (bundles, revoke, carry) = (args.bundles.clone(), args.revoke.clone(), args.carry.clone());
+    let change = Change { bundles, share: args.share, revoke, carry, expires_s: args.days * DAY_S };
     let done = publish(store, &args.keys, &change, crate::sync::now()?)?;
     if args.json {
         return report::write_json(Path::new("-"), &done);
     }
     done.added.iter().for_each(|name| println!("+ {name}"));
     done.revoked.iter().for_each(|name| println!("- {name}"));
+    done.carried.iter().for_each(|target| println!("= {target}"));
     let (n, bytes, known) =
         (report::count(done.chunks), report::bytes(done.chunk_bytes), report::count(done.chunks_known));
     let dry = if args.dry_run { " (dry run: nothing was written)" } else { "" };
     println!("version {}: {n} chunks, {bytes}; {known} were there{dry}", done.version);
     Ok(())
-}
-
-/// The metadata that a repository has now.
-#[derive(Default)]
-pub(crate) struct Present {
-    /// The timestamp's bytes.
-    stamp: Option<Vec<u8>>,
-    timestamp: u64,
-    pub(crate) snapshot: u64,
-    targets: u64,
-    pub(crate) signed: Option<Signed<Targets>>,
 }
 
 /// The versions that a publish signs.
@@ -135,9 +128,48 @@ struct Next {
     targets: u64,
 }
 
-impl Present {
-    fn next(&self) -> Next {
-        Next { timestamp: self.timestamp + 1, snapshot: self.snapshot + 1, targets: self.targets + 1 }
+/// A bundle and the target that it becomes.
+struct Offer {
+    bundle: BundleReader,
+    name: TargetName,
+    target: Target,
+}
+
+impl Offer {
+    fn open(path: &Path, share: u8) -> Result<Self> {
+        let bundle = BundleReader::open(path)?;
+        let (manifest, content) = (bundle.manifest(), bundle.manifest_bytes());
+        let name = target_name(&manifest.generation, manifest.parent);
+        ensure!(parse_name(&name).is_some(), "{}: cars take no release named {name:?}", path.display());
+        let bytes: u64 = manifest.blobs.iter().map(Blob::stored_bytes).sum();
+        let target = Target {
+            length: content.len() as u64,
+            hashes: Hashes { sha256: sha256(content).to_vec().into(), _extra: HashMap::new() },
+            custom: HashMap::from([
+                (BYTES.to_owned(), Value::from(bytes)),
+                (SHARE.to_owned(), Value::from(share)),
+            ]),
+            _extra: HashMap::new(),
+        };
+        Ok(Self { name: TargetName::new(name)?, target, bundle })
+    }
+
+    /// Puts up what the store does not have yet; what it has is added to `known` with its size.
+    fn put(&mut self, store: &dyn Store, done: &mut Published, known: &mut Vec<(String, u64)>) -> Result<()> {
+        self.bundle.each_stored(|chunk, stored| {
+            let (at, bytes) = (chunk_path(&chunk.sha256), stored.len() as u64);
+            // One of another size is what a power cut left.
+            if store.bytes(&at)? == Some(bytes) {
+                done.chunks_known += 1;
+                known.push((at, bytes));
+                return Ok(());
+            }
+            done.chunks += 1;
+            done.chunk_bytes += bytes;
+            store.put(&at, stored.to_vec())
+        })?;
+        let content = self.bundle.manifest_bytes();
+        store.put(&manifest_path(self.name.raw(), &sha256(content)), content.to_vec())
     }
 }
 
@@ -148,28 +180,42 @@ impl Present {
 pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
     let present = present(store, keys)?;
     let mut done = Published { version: present.timestamp + 1, ..Published::default() };
-    let (mut added, mut known) = (Vec::new(), Vec::new());
-    for path in &change.bundles {
-        added.push(put_bundle(store, path, change.share, (&mut done, &mut known))?);
-    }
-    let revoked = revoked(&present, &change.revoke)?;
-    done.added = added.iter().map(|(name, _)| name.raw().to_owned()).collect();
+    let mut offers =
+        change.bundles.iter().map(|path| Offer::open(path, change.share)).collect::<Result<Vec<_>>>()?;
+    let revoked = named(&present, &change.revoke, "--revoke")?;
+    let carried = carried(&present, change, &revoked, &offers)?;
+    let mut names = if offers.is_empty() && carried.is_empty() {
+        Names::default()
+    } else {
+        Names::read(store, &present)?
+    };
+    carried.iter().try_for_each(|(name, target)| names.hold(name, target))?;
+    offers.iter().try_for_each(|offer| names.hold(&offer.name, &offer.target))?;
+    done.added = offers.iter().map(|offer| offer.name.raw().to_owned()).collect();
     done.revoked = revoked.iter().map(|name| name.raw().to_owned()).collect();
+    done.carried = carried.iter().map(|(name, target)| described(name, target)).collect();
+    let mut known = Vec::new();
+    offers.iter_mut().try_for_each(|offer| offer.put(store, &mut done, &mut known))?;
     let folder = tempfile::tempdir()?;
-    let mut next = present.next();
+    let mut next = Next {
+        timestamp: present.timestamp + 1,
+        snapshot: present.snapshot + 1,
+        targets: present.targets + 1,
+    };
     // What a killed publish left keeps its number: no car was led to it.
-    while store.has(&format!("metadata/{}.targets.json", next.targets))? {
+    while store.bytes(&format!("metadata/{}.targets.json", next.targets))?.is_some() {
         next.targets += 1;
     }
-    while store.has(&format!("metadata/{}.snapshot.json", next.snapshot))? {
+    while store.bytes(&format!("metadata/{}.snapshot.json", next.snapshot))?.is_some() {
         next.snapshot += 1;
     }
     let lasts = (now, change.expires_s);
+    let added = offers.into_iter().map(|offer| (offer.name, offer.target)).collect();
     block_on(sign(keys, (&present, &next), added, &revoked, lasts, folder.path()))??;
     for (version, path) in roots(keys)? {
-        let name = format!("metadata/{version}.root.json");
-        if !store.has(&name)? {
-            store.put(&name, std::fs::read(&path)?)?;
+        let (name, root) = (format!("metadata/{version}.root.json"), std::fs::read(&path)?);
+        if store.bytes(&name)? != Some(root.len() as u64) {
+            store.put(&name, root)?;
         }
     }
     let signed = |name: &str| std::fs::read(folder.path().join(name)).with_context(|| name.to_owned());
@@ -177,121 +223,73 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
         let put = store.put_new(&format!("metadata/{name}"), signed(&name)?);
         put.with_context(|| format!("{name}: another publisher is at work? Nothing was published"))?;
     }
-    for chunk in &known {
-        ensure!(store.has(chunk)?, "{chunk} was removed meanwhile; nothing was published: try again");
+    for (chunk, bytes) in &known {
+        let is_there = store.bytes(chunk)? == Some(*bytes);
+        ensure!(is_there, "{chunk} was removed meanwhile; nothing was published: try again");
     }
     let put = store.replace(TIMESTAMP, present.stamp.as_deref(), signed("timestamp.json")?);
     put.context("another publisher was faster? Nothing was published: try again")?;
     Ok(done)
 }
 
-/// Reads and verifies what the repository has now; expiry does not matter to the publisher.
-pub(crate) fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
-    let Some(timestamp) = store.get(TIMESTAMP)? else { return Ok(Present::default()) };
-    let long_ago = jiff::Timestamp::UNIX_EPOCH;
-    let mut refused = None;
-    // After a rotation what is there is signed by the keys of an older root.
-    for (_, path) in roots(keys)?.iter().rev() {
-        let mut set = TrustedMetadataSet::from_root(&std::fs::read(path)?)?;
-        if let Err(e) = set.update_timestamp(&timestamp, long_ago) {
-            refused = refused.or(Some(e));
-            continue;
-        }
-        let pinned = |role: &str, version: Option<u64>| {
-            let name = format!("metadata/{}.{role}.json", version.unwrap_or(0));
-            store.get(&name)?.with_context(|| format!("{name} is missing"))
-        };
-        let snapshot =
-            pinned("snapshot", set.timestamp().and_then(|t| t.snapshot_meta()).map(|m| m.version))?;
-        if let Err(e) = set.update_snapshot(&snapshot, long_ago) {
-            refused = refused.or(Some(e));
-            continue;
-        }
-        let targets = set.snapshot().and_then(|s| s.meta.get("targets.json")).map(|m| m.version);
-        let targets = pinned("targets", targets)?;
-        if let Err(e) = set.update_targets(&targets, long_ago) {
-            refused = refused.or(Some(e));
-            continue;
-        }
-        let signed: Signed<Targets> = serde_json::from_slice(&targets)?;
-        return Ok(Present {
-            stamp: Some(timestamp),
-            timestamp: set.timestamp().map_or(0, |t| t.version),
-            snapshot: set.snapshot().map_or(0, |s| s.version),
-            targets: signed.signed.version.get(),
-            signed: Some(signed),
-        });
-    }
-    match refused {
-        Some(e) => Err(e).context("the repository is not signed by this fleet's keys"),
-        None => bail!("{}: holds no root", keys.display()),
-    }
+fn described(name: &TargetName, target: &Target) -> String {
+    format!("{} sha256 {}", name.raw(), hex(&target.hashes.sha256))
 }
 
-/// Puts up what the store does not have yet; what it has is added to `known`.
-fn put_bundle(
-    store: &dyn Store,
-    path: &Path,
-    share: u8,
-    (done, known): (&mut Published, &mut Vec<String>),
-) -> Result<(TargetName, Target)> {
-    let mut bundle = BundleReader::open(path)?;
-    let mut bytes = 0;
-    bundle.each_stored(|chunk, stored| {
-        bytes += stored.len() as u64;
-        let at = chunk_path(&chunk.sha256);
-        if store.has(&at)? {
-            done.chunks_known += 1;
-            known.push(at);
-            return Ok(());
-        }
-        done.chunks += 1;
-        done.chunk_bytes += stored.len() as u64;
-        store.put(&at, stored.to_vec())
-    })?;
-    let (manifest, content) = (bundle.manifest(), bundle.manifest_bytes());
-    let name = target_name(&manifest.generation, manifest.parent);
-    let hash = sha256(content);
-    store.put(&manifest_path(&name, &hash), content.to_vec())?;
-    let target = Target {
-        length: content.len() as u64,
-        hashes: Hashes { sha256: hash.to_vec().into(), _extra: HashMap::new() },
-        custom: HashMap::from([
-            (BYTES.to_owned(), Value::from(bytes)),
-            (SHARE.to_owned(), Value::from(share)),
-        ]),
-        _extra: HashMap::new(),
+/// What is to be signed again although only keys that were replaced vouch for it: what the publisher named and nothing else.
+fn carried(
+    present: &Present,
+    change: &Change,
+    revoked: &[TargetName],
+    offers: &[Offer],
+) -> Result<Vec<(TargetName, Target)>> {
+    if !present.is_outdated {
+        ensure!(change.carry.is_empty(), "--carry: the newest root vouches for all that is listed");
+        return Ok(Vec::new());
+    }
+    let named = named(present, &change.carry, "--carry")?;
+    let is_open = |name: &TargetName| {
+        !named.contains(name) && !revoked.contains(name) && !offers.iter().any(|offer| offer.name == *name)
     };
-    Ok((TargetName::new(name)?, target))
+    let mut open: Vec<String> =
+        present.listed().filter(|(name, _)| is_open(name)).map(|(n, t)| described(n, t)).collect();
+    open.sort();
+    ensure!(
+        open.is_empty(),
+        "keys were replaced, and only an older root vouches for what is listed; say with --carry or --revoke what becomes of it, or \
+         give the bundle again:\n{}",
+        open.join("\n")
+    );
+    let carried = present.listed().filter(|(name, _)| named.contains(name) && !revoked.contains(name));
+    Ok(carried.map(|(name, target)| (name.clone(), target.clone())).collect())
 }
 
-/// The targets that `releases` name. One without a lineage must be of the only one.
-fn revoked(present: &Present, releases: &[String]) -> Result<Vec<TargetName>> {
-    let names: Vec<TargetName> =
-        present.signed.iter().flat_map(|s| s.signed.targets.keys()).cloned().collect();
+/// The targets that `releases` name, which the command line has under `flag`. One without a lineage must be of the only one.
+fn named(present: &Present, releases: &[String], flag: &str) -> Result<Vec<TargetName>> {
+    let names: Vec<TargetName> = present.listed().map(|(name, _)| name.clone()).collect();
     let parts = |name: &TargetName| {
         let (lineage, file) = name.raw().split_once('/')?;
         Some((lineage.to_owned(), file.split('-').next()?.parse::<u64>().ok()?))
     };
     let lineages: BTreeSet<String> = names.iter().filter_map(parts).map(|(lineage, _)| lineage).collect();
-    let mut revoked = Vec::new();
+    let mut found = Vec::new();
     for release in releases {
         if let Some(name) = names.iter().find(|name| name.raw() == release) {
-            revoked.push(name.clone());
+            found.push(name.clone());
             continue;
         }
         let (lineage, sequence) = match (release.split_once('/'), lineages.first()) {
             (Some((lineage, sequence)), _) => (lineage, sequence),
             (None, Some(only)) if lineages.len() == 1 => (only.as_str(), release.as_str()),
-            _ => bail!("--revoke {release}: say LINEAGE/SEQUENCE; published are {lineages:?}"),
+            _ => bail!("{flag} {release}: say LINEAGE/SEQUENCE; published are {lineages:?}"),
         };
-        let sequence: u64 = sequence.parse().with_context(|| format!("--revoke {release}"))?;
-        let before = revoked.len();
+        let sequence: u64 = sequence.parse().with_context(|| format!("{flag} {release}"))?;
+        let before = found.len();
         let wanted = Some((lineage.to_owned(), sequence));
-        revoked.extend(names.iter().filter(|name| parts(name) == wanted).cloned());
-        ensure!(revoked.len() > before, "--revoke {release}: is not published");
+        found.extend(names.iter().filter(|name| parts(name) == wanted).cloned());
+        ensure!(found.len() > before, "{flag} {release}: is not published");
     }
-    Ok(revoked)
+    Ok(found)
 }
 
 /// Signs the next version of all three roles into `folder`, as of `now` and for `expires_s`.

@@ -28,12 +28,12 @@ pub trait Store {
     /// # Errors
     /// The store refused.
     fn get(&self, path: &str) -> Result<Option<Vec<u8>>>;
-    /// Whether there is an object at `path`.
+    /// The size of the object at `path`, if there is one.
     ///
     /// # Errors
     /// As `get`.
-    fn has(&self, path: &str) -> Result<bool>;
-    /// Puts an object at `path`, whole or not at all.
+    fn bytes(&self, path: &str) -> Result<Option<u64>>;
+    /// Puts an object at `path`, whole or not at all; it is durable then.
     ///
     /// # Errors
     /// As `get`.
@@ -75,7 +75,7 @@ impl Objects {
     /// It cannot be made.
     pub fn directory(path: &Path) -> Result<Self> {
         std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
-        Self::of(Box::new(LocalFileSystem::new_with_prefix(path)?))
+        Self::of(Box::new(LocalFileSystem::new_with_prefix(path)?.with_fsync(true)))
     }
 
     /// The store at `to`: an address that `object_store` knows, or a directory.
@@ -114,8 +114,8 @@ impl Store for Objects {
         Ok(found(bytes)?.map(Into::into))
     }
 
-    fn has(&self, path: &str) -> Result<bool> {
-        Ok(found(self.runtime.block_on(self.store.head(&path.into())))?.is_some())
+    fn bytes(&self, path: &str) -> Result<Option<u64>> {
+        Ok(found(self.runtime.block_on(self.store.head(&path.into())))?.map(|meta| meta.size))
     }
 
     fn put(&self, path: &str, content: Vec<u8>) -> Result<()> {
@@ -165,8 +165,8 @@ impl Store for DryRun<'_> {
     fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
         self.0.get(path)
     }
-    fn has(&self, path: &str) -> Result<bool> {
-        self.0.has(path)
+    fn bytes(&self, path: &str) -> Result<Option<u64>> {
+        self.0.bytes(path)
     }
     fn put(&self, _: &str, _: Vec<u8>) -> Result<()> {
         Ok(())

@@ -140,17 +140,19 @@ fn a_delta_is_packed_and_laid_over_its_parent() {
     }
     let spec = std::fs::read_to_string(&source).unwrap().replace("sequence = 1", "sequence = 2");
     std::fs::write(desk.path("model.toml"), spec).unwrap();
-    let delta = desk.path("delta.hatch");
-    printed(&[
-        "pack",
-        &desk.path("model.toml"),
-        "--placement",
-        "cached",
-        "--parent",
-        &first,
-        "--out",
-        &delta,
-    ]);
+    let (delta, spec) = (desk.path("delta.hatch"), desk.path("model.toml"));
+    let pack = ["pack", &spec, "--placement", "cached", "--parent", &first, "--out", &delta];
+    let second = std::fs::read_to_string(&spec).unwrap();
+    for (from, to, why) in [
+        ("sequence = 2", "sequence = 1", "sequence: 1 is not above the parent's, 1"),
+        ("coupon-dlrm", "other", "name: `other`, the parent's is `coupon-dlrm`"),
+    ] {
+        std::fs::write(&spec, second.replace(from, to)).unwrap();
+        let text = refused(&pack);
+        assert!(text.contains(why) && !Path::new(&delta).exists(), "{text}");
+    }
+    std::fs::write(&spec, second).unwrap();
+    printed(&pack);
     assert!(std::fs::metadata(&delta).unwrap().len() < std::fs::metadata(&first).unwrap().len());
     let found: Value =
         serde_json::from_str(&printed(&["eval", &delta, "--flash", &flash, "--json", "-"])).unwrap();
@@ -182,7 +184,7 @@ fn bench_and_demo_run() {
     assert!(report["bars"].is_array() && Path::new(&plot).exists());
     let out = desk.path("demo");
     let text = printed(&["demo", "--out", &out, "--rows-max", "20000", "--seconds", "0.5"]);
-    assert!(text.contains("PyTorch f32") && text.contains("0 damaged"), "{text}");
+    assert!(text.contains("PyTorch f32") && text.contains(" 0 damaged"), "{text}");
     assert!(Path::new(&out).join("criteo/criteo.svg").exists());
 }
 
