@@ -40,7 +40,7 @@ fn held_out_scores_are_pytorchs_and_eight_bits_cost_nothing() {
     let (exact, samples) = scores(CodecChoice::F32, None);
     assert!(samples.len() > 2000);
     let recorded: Vec<f32> = samples.iter().map(|s| s.score.expect("a recorded score")).collect();
-    let off = exact.iter().zip(&recorded).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let off = metrics::largest_difference(&exact, &recorded);
     let auc_exact = auc(&exact, &samples);
     println!("{} rows, at most {off:.1e} from PyTorch, AUC {auc_exact:.5}", samples.len());
     assert!(off <= 1e-4);

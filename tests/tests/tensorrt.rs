@@ -21,6 +21,7 @@ use hatchback_kernels::query::{Bags, Pooling, Status};
 use hatchback_kernels::tensorrt::{Build, Plans, TensorRt, TensorRtError};
 use hatchback_tests::models::repository;
 use hatchback_tests::standin;
+use hatchback_tools::metrics::largest_difference;
 use hatchback_tools::onnx::{Graph, Type};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -248,7 +249,7 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
             let (mut ours, mut theirs) = (vec![0.0; batch], vec![0.0; batch]);
             stream.download(&scores, 0, &mut ours).unwrap();
             cpu.run(batch, &[values], &mut theirs, &mut cpu.scratch(batch)).unwrap();
-            let far = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            let far = largest_difference(&ours, &theirs);
             assert!(if fp16 { far > 0.0 && far < 1e-3 } else { far == 0.0 }, "{far}");
             stream.upload(&vec![0.0; batch], &mut scores, 0).unwrap();
         }

@@ -1,7 +1,7 @@
 //! `eval`: a labelled set through the whole request path: AUC, logloss, hit rates, statuses, latencies, and
 //! how far the scores are from those that the trainer recorded.
 
-use crate::metrics::{Latencies, Lookups, Percentiles, auc, logloss};
+use crate::metrics::{Latencies, Lookups, Percentiles, auc, largest_difference, logloss};
 use crate::pack::read_samples;
 use crate::plot::{self, Window};
 use crate::report;
@@ -101,13 +101,13 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
     found.samples = samples.len();
     (found.hit_rate, found.lookups, found.pages) = (counters.hit_rate(), counters.lookups, counters.pages);
     found.latency = all.percentiles();
-    found.judge(samples);
+    found.judge(samples)?;
     Ok(found)
 }
 
 impl Evaluation {
     /// Compares the scores with labels and recorded scores, where all samples have them.
-    fn judge(&mut self, samples: &[Sample]) {
+    fn judge(&mut self, samples: &[Sample]) -> Result<()> {
         let labels: Option<Vec<f32>> = samples.iter().map(|s| s.label).collect();
         let reference: Option<Vec<f32>> = samples.iter().map(|s| s.score).collect();
         if let Some(labels) = &labels {
@@ -118,9 +118,11 @@ impl Evaluation {
                 (auc(reference, labels), logloss(reference, labels));
         }
         if let Some(reference) = &reference {
-            let difference = self.scores.iter().zip(reference).map(|(a, b)| f64::from((a - b).abs()));
-            self.score_difference_max = Some(difference.fold(0.0, f64::max));
+            let difference = largest_difference(&self.scores, reference);
+            ensure!(!difference.is_nan(), "a score or a recorded score is not a number");
+            self.score_difference_max = Some(difference);
         }
+        Ok(())
     }
 
     /// The report for people.

@@ -33,6 +33,12 @@ pub fn logloss(scores: &[f32], labels: &[f32]) -> Option<f64> {
     (!scores.is_empty()).then(|| scores.iter().zip(labels).map(loss).sum::<f64>() / scores.len() as f64)
 }
 
+/// The largest difference of two scores at the same place; 0 for none. NaN if one is no number, which `max` would pass over.
+pub fn largest_difference(a: &[f32], b: &[f32]) -> f64 {
+    let differences = a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs()));
+    differences.fold(0.0, |most, d| if most.is_nan() || most > d { most } else { d })
+}
+
 /// What the rows of many requests were.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Lookups {
@@ -130,6 +136,19 @@ impl Latencies {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_score_that_is_no_number_is_not_passed_over() {
+        assert_eq!(largest_difference(&[1.0, 5.0, 2.0], &[1.5, 2.0, 2.0]), 3.0);
+        for at in 0..3 {
+            let mut scores = [1.0, 9.0, 2.0];
+            scores[at] = f32::NAN;
+            assert!(
+                largest_difference(&scores, &[0.0; 3]).is_nan()
+                    && largest_difference(&[0.0; 3], &scores).is_nan()
+            );
+        }
+    }
 
     proptest! {
         #[test]

@@ -5,6 +5,7 @@
 use super::dlrm::{Dlrm, TABLES};
 use super::peer::{self, Peer, cpu_us, percentile};
 use super::{Bar, Machine, NotRun, Report, bars_table};
+use crate::metrics::largest_difference;
 use crate::plot::{self, Axis, Series};
 use crate::{report, serve};
 use anyhow::{Context, Result, ensure};
@@ -175,12 +176,12 @@ impl Ours {
         Ok(())
     }
 
-    fn times(&mut self, batches: &[Batch], first: usize, calls: usize) -> Result<Vec<f64>> {
-        let mut times = Vec::with_capacity(calls);
-        self.worker.score(&batches[first % batches.len()], None)?;
-        for call in first..first + calls {
+    fn times(&mut self, batches: &[Batch]) -> Result<Vec<f64>> {
+        let mut times = Vec::with_capacity(batches.len());
+        batches.first().map_or(Ok(()), |first| self.worker.score(first, None).map(drop))?;
+        for batch in batches {
             let start = cpu_us();
-            self.worker.score(&batches[call % batches.len()], None)?;
+            self.worker.score(batch, None)?;
             times.push(cpu_us() - start);
         }
         Ok(times)
@@ -240,7 +241,7 @@ fn measure(plan: &Plan, model: &Dlrm, ours: &mut [Ours], peers: &mut Peers) -> R
     for batch in BATCHES {
         let calls = plan.calls(batch);
         let mut batches = Vec::new();
-        for first in (0..samples_of(plan).min(2 * calls * batch as usize)).step_by(batch as usize) {
+        for first in (0..2 * calls * batch as usize).step_by(batch as usize) {
             let mut one = Batch::new(ours[0].worker.model().schema(), batch as usize);
             (first..first + batch as usize)
                 .try_for_each(|n| one.push(ours[0].worker.model().schema(), &model.sample(n)))?;
@@ -249,9 +250,10 @@ fn measure(plan: &Plan, model: &Dlrm, ours: &mut [Ours], peers: &mut Peers) -> R
         let mut best = vec![(f64::INFINITY, f64::INFINITY); names.len()];
         for round in 0..plan.rounds {
             for (number, name) in names.iter().enumerate() {
-                let first = round * calls;
+                // The same requests for all: the samples last for two turns.
+                let first = round * calls % batches.len();
                 let mut times = match ours.get_mut(number) {
-                    Some(ours) => ours.times(&batches, first, calls)?,
+                    Some(ours) => ours.times(&batches[first..first + calls])?,
                     None => peers.times(name, batch, calls, first)?,
                 };
                 let (p50, p99) = &mut best[number];
@@ -286,9 +288,7 @@ fn differences(plan: &Plan, model: &Dlrm, ours: &mut [Ours], peers: &mut Peers) 
             reference = scores.last().cloned();
         }
     }
-    let far =
-        |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max);
-    Ok(scores.iter().map(|s| reference.as_ref().map(|r| far(s, r))).collect())
+    Ok(scores.iter().map(|s| reference.as_ref().map(|r| largest_difference(s, r))).collect())
 }
 
 /// The figures of `engine` at `batch`.
