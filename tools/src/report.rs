@@ -41,6 +41,17 @@ pub fn count(n: u64) -> String {
     head.into_iter().chain(groups).collect::<Vec<_>>().join(",")
 }
 
+/// A figure: thousands grouped, otherwise three digits that count.
+pub fn digits(value: f64) -> String {
+    match value {
+        v if v >= 1000.0 => count(v.round() as u64),
+        v if v >= 100.0 => format!("{v:.0}"),
+        v if v >= 10.0 => format!("{v:.1}"),
+        v if v >= 1.0 => format!("{v:.2}"),
+        v => format!("{v:.3}"),
+    }
+}
+
 /// Microseconds with a sensible number of digits.
 pub fn micros(time: Duration) -> String {
     let us = time.as_secs_f64() * 1e6;

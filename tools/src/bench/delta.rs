@@ -1,8 +1,8 @@
 //! `bench delta`: deltas of one row in a hundred are laid on flash, made live and swapped in while requests are served.
-//! Windows without and with an update take turns, so that none owns a quiet minute. One process does what the daemon
-//! does; never measures the link.
+//! Windows without and with an update take turns, so that none owns a quiet minute. Every request is drawn anew before its
+//! clock starts, so that some of its rows are read from flash. One process does what the daemon does; never measures the link.
 
-use super::{Bar, Machine, Report};
+use super::{Bar, Machine, Report, written_bytes};
 use crate::keys::{ALPHA, BagSizes, Distribution, Workload};
 use crate::metrics::{Latencies, Percentiles};
 use crate::report;
@@ -34,8 +34,6 @@ use thread_priority::{
 
 /// One row in so many changes from each generation to the next.
 const CHANGED_ONE_IN: u64 = 100;
-/// Requests that the caller draws before it begins, and sends again and again.
-const REQUESTS: usize = 4096;
 /// How far p99 may rise while an update is applied.
 const P99_RATIO_MAX: f64 = 1.2;
 /// Bytes written for each byte of what changed.
@@ -54,9 +52,9 @@ pub struct DeltaArgs {
     /// Samples in a request
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
-    /// Embedding cache, MiB
-    #[arg(long, default_value_t = 64)]
-    cache_mib: u64,
+    /// Embedding cache, MiB: smaller than the model, so that requests have misses [default: 64; quick: 8]
+    #[arg(long)]
+    cache_mib: Option<u64>,
     /// Least time of a window without an update
     #[arg(long, default_value_t = 2.0)]
     seconds: f64,
@@ -118,7 +116,7 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
     let flash = lay_on_flash(&bundles[0], &place)?;
     let budget = Budget {
         memory_bytes_max: 16 << 30,
-        cache_bytes_max: args.cache_mib << 20,
+        cache_bytes_max: args.cache_mib.unwrap_or(if args.quick { 8 } else { 64 }) << 20,
         batch_max: args.batch,
         ..Budget::default()
     };
@@ -165,31 +163,28 @@ fn measure(
     deltas: &[PathBuf],
     budget: Budget,
 ) -> Result<Vec<Point>> {
-    let mut workload = Workload::new(flash, &Distribution::PowerLaw { alpha: ALPHA }, BagSizes::Full, 0)?;
-    let one = |_| {
-        let mut batch = Batch::new(&flash.manifest().schema, args.batch as usize);
-        workload.fill(&mut batch, args.batch as usize).map(|()| batch)
-    };
-    let requests = (0..REQUESTS).map(one).collect::<Result<Vec<_>>>()?;
+    let workload = Workload::new(flash, &Distribution::PowerLaw { alpha: ALPHA }, BagSizes::Full, 0)?;
+    let samples = args.batch as usize;
+    let mut caller = Caller { workload, batch: Batch::new(&flash.manifest().schema, samples), samples };
     let progress = progress_bar(deltas.len() as u64, "applying", "{pos}/{len} deltas");
     let least = Duration::try_from_secs_f64(args.seconds).context("--seconds")?;
-    let rest = |time: Duration| {
-        beside(serving, &requests, move || {
+    let rest = |caller: &mut Caller, time: Duration| {
+        caller.beside(serving, move || {
             thread::sleep(time);
             Ok(())
         })
     };
-    rest(least)?;
+    rest(&mut caller, least)?;
     let (mut points, mut window) = (Vec::new(), least);
     for delta in deltas {
         let before = serving.stats(NAME).unwrap_or_default().counters;
-        let (idle, ()) = rest(window)?;
+        let (idle, ()) = rest(&mut caller, window)?;
         let hit_rate_before = serving.stats(NAME).unwrap_or_default().counters.since(&before).hit_rate();
         let began = Instant::now();
         let (applying, mut point) =
-            beside(serving, &requests, || apply(serving, flash, delta, (budget, args.busy_percent)))?;
+            caller.beside(serving, || apply(serving, flash, delta, (budget, args.busy_percent)))?;
         window = began.elapsed().max(least);
-        rest(least)?;
+        rest(&mut caller, least)?;
         (point.idle, point.applying) = (idle.percentiles(), applying.percentiles());
         point.hit_rate_before = hit_rate_before;
         point.hit_rate_after = serving.stats(NAME).unwrap_or_default().counters.hit_rate();
@@ -200,38 +195,45 @@ fn measure(
     Ok(points)
 }
 
-/// Serves requests one after the other for as long as `work` takes, and times them.
-fn beside<T: Send>(
-    serving: &Serving,
-    requests: &[Batch],
-    work: impl FnOnce() -> Result<T> + Send,
-) -> Result<(Latencies, T)> {
-    let stop = AtomicBool::new(false);
-    thread::scope(|scope| {
-        let worker = scope.spawn(|| {
-            // As the daemon's update thread has it: behind every request.
-            let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
-            let _ = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
-            let done = work();
-            stop.store(true, Ordering::Release);
-            done
-        });
-        let mut latencies = Latencies::default();
-        for batch in requests.iter().cycle() {
-            let sent = Instant::now();
-            match serving.submit(NAME, batch, None) {
-                Ok(ticket) => drop(ticket.wait()?),
-                Err(RequestError::Busy(_)) => thread::yield_now(),
-                Err(e) => return Err(e.into()),
+/// Who sends requests, one after the other.
+struct Caller {
+    workload: Workload,
+    batch: Batch,
+    samples: usize,
+}
+
+impl Caller {
+    /// Sends requests for as long as `work` takes, and times them.
+    fn beside<T: Send>(
+        &mut self,
+        serving: &Serving,
+        work: impl FnOnce() -> Result<T> + Send,
+    ) -> Result<(Latencies, T)> {
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let worker = scope.spawn(|| {
+                // As the daemon's update thread has it: behind every request.
+                let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
+                let _ = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
+                let done = work();
+                stop.store(true, Ordering::Release);
+                done
+            });
+            let mut latencies = Latencies::default();
+            while !stop.load(Ordering::Acquire) {
+                self.workload.fill(&mut self.batch, self.samples)?;
+                let sent = Instant::now();
+                match serving.submit(NAME, &self.batch, None) {
+                    Ok(ticket) => drop(ticket.wait()?),
+                    Err(RequestError::Busy(_)) => thread::yield_now(),
+                    Err(e) => return Err(e.into()),
+                }
+                latencies.record(sent.elapsed());
             }
-            latencies.record(sent.elapsed());
-            if stop.load(Ordering::Acquire) {
-                break;
-            }
-        }
-        let done = worker.join().map_err(|_| anyhow!("the update panicked"))??;
-        Ok((latencies, done))
-    })
+            let done = worker.join().map_err(|_| anyhow!("the update panicked"))??;
+            Ok((latencies, done))
+        })
+    }
 }
 
 fn apply(
@@ -240,12 +242,12 @@ fn apply(
     delta: &Path,
     (budget, busy_percent): (Budget, u64),
 ) -> Result<Point> {
-    let (before, began) = (written()?, Instant::now());
+    let (before, began) = (written_bytes()?, Instant::now());
     let mut bundle = BundleReader::open(delta)?;
     let clock = SystemClock::default();
     let rest = rests(busy_percent, &clock, thread::sleep);
     let installed = Flash::install(&disk::system(), flash.directory(), &mut bundle, |_| rest())?;
-    let (install_s, written_bytes) = (began.elapsed().as_secs_f64(), written()? - before);
+    let (install_s, written_bytes) = (began.elapsed().as_secs_f64(), written_bytes()? - before);
     let swapping = Instant::now();
     let swapped = serving.swap(NAME, &installed, budget, &rest)?;
     let (rows, changed_bytes) = changed(&installed)?;
@@ -267,19 +269,16 @@ fn apply(
     })
 }
 
-/// Bytes that this process has had written to a device.
-fn written() -> Result<u64> {
-    let text = std::fs::read_to_string("/proc/self/io").context("/proc/self/io")?;
-    let line =
-        text.lines().find_map(|l| l.strip_prefix("write_bytes: ")).context("/proc/self/io: write_bytes")?;
-    Ok(line.trim().parse()?)
-}
-
 /// Rows of the newest deltas, and the bytes of their keys and rows and of the network.
 fn changed(flash: &Flash) -> Result<(u64, u64)> {
     let manifest: &Manifest = flash.manifest();
     let (mut rows, mut bytes) = (0, manifest.blobs[manifest.dense as usize].raw_bytes());
     for (number, table) in manifest.schema.tables.iter().enumerate() {
+        // A table of which nothing changed has an older delta last, or none.
+        let deltas = &flash.record().live.tables[number].deltas;
+        if deltas.last().is_none_or(|delta| delta.sequence != manifest.generation.sequence) {
+            continue;
+        }
         let of = flash.table(number)?;
         let newest = of.segments().last().map(|s| s.counts()).unwrap_or_default();
         rows += newest.rows;
@@ -353,6 +352,27 @@ impl Point {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hatchback::mix;
+
+    #[test]
+    fn what_changed_is_of_the_newest_generation() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut flash, place) = (None, folder.path().join("car"));
+        for bundle in make(1000, 2, folder.path()).unwrap() {
+            let mut bundle = BundleReader::open(&bundle).unwrap();
+            flash = Some(Flash::install(&disk::system(), &place, &mut bundle, |_| ()).unwrap());
+        }
+        let flash = flash.unwrap();
+        // As the synthetic model has it.
+        let is_new = |number: u64, row: u64| mix(row << 20 ^ number << 52 ^ 3).is_multiple_of(CHANGED_ONE_IN);
+        let tables = flash.manifest().schema.tables.iter().enumerate();
+        let of = |(n, table): (usize, &hatchback::schema::Table)| {
+            (0..table.rows).filter(|&row| is_new(n as u64, row)).count()
+        };
+        let rows: Vec<usize> = tables.map(of).collect();
+        assert!(rows.contains(&0), "some tables are small");
+        assert_eq!(changed(&flash).unwrap().0, rows.iter().sum::<usize>() as u64);
+    }
 
     #[test]
     fn updates_are_applied_beside_requests() {
@@ -362,7 +382,7 @@ mod tests {
             rows_max: Some(3_000),
             deltas: Some(1),
             batch: 2,
-            cache_mib: 1,
+            cache_mib: Some(1),
             seconds: 0.2,
             busy_percent: 100,
             quick: true,
@@ -375,6 +395,8 @@ mod tests {
         let carried = point["carried"]["copied"].as_u64().unwrap();
         assert!(carried > 100 && point["carried"]["read"].as_u64().unwrap() < carried / 20, "{point}");
         assert!(point["rows"].as_u64().unwrap() > 100, "{point}");
+        let hits = |when: &str| point[when].as_f64().unwrap();
+        assert!(hits("hit_rate_before") < 1.0 && hits("hit_rate_after") < 1.0, "{point}");
         assert_eq!(report["bars"].as_array().unwrap().len(), 3);
     }
 }

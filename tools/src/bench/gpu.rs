@@ -1,5 +1,5 @@
 //! `bench gpu`: lookups and whole requests on a GPU, all rows cached, some missing, or changed meanwhile: beside the
-//! memory's own speed, as one graph and kernel by kernel, with the driver's calls counted. Never reads flash: a miss is
+//! memory's own speed, as one graph and kernel by kernel, with launches and waits counted. Never reads flash: a miss is
 //! noted, answered with the default row and pooled, as one that the deadline cuts.
 
 use super::lookup::fill_cache;
@@ -89,8 +89,6 @@ struct Point {
     launches: f64,
     /// Times that the host waited, a request.
     waits: f64,
-    /// Copies between host and device, a request.
-    copies: f64,
     /// Bytes of rows, sets and results that a lookup must move, per second; lookups alone.
     gb_per_s: Option<f64>,
 }
@@ -233,8 +231,6 @@ impl Rig {
             p99_us: percentile(&mut times, 0.99),
             launches: launches as f64 / rounds,
             waits: waits as f64 / rounds,
-            // Recorded with the launch, or not at all.
-            copies: f64::from(u8::from(Keys::on(&self.gpu) == Keys::Brought)),
             gb_per_s: None,
         })
     }
@@ -296,7 +292,6 @@ impl Rig {
             }
             let (p50_us, p99_us) = (percentile(&mut times, 0.5), percentile(&mut times, 0.99));
             let (gb_per_s, what) = (Some((batch * moved) as f64 / p50_us / 1e3), what.to_owned());
-            let copies = f64::from(u8::from(bring));
             points.push(Point {
                 what,
                 batch,
@@ -305,7 +300,6 @@ impl Rig {
                 p99_us,
                 launches: 1.0,
                 waits: 0.0,
-                copies,
                 gb_per_s,
             });
         }
@@ -422,8 +416,7 @@ pub fn run(args: &GpuArgs) -> Result<()> {
 }
 
 fn show(points: &[Point]) {
-    let mut table =
-        report::table(&["", "batch", "hit rate", "p50", "p99", "launches", "waits", "copies", "GB/s"]);
+    let mut table = report::table(&["", "batch", "hit rate", "p50", "p99", "launches", "waits", "GB/s"]);
     for p in points {
         let time = |us: f64| if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") };
         table.add_row([
@@ -434,7 +427,6 @@ fn show(points: &[Point]) {
             time(p.p99_us),
             format!("{:.0}", p.launches),
             format!("{:.0}", p.waits),
-            format!("{:.0}", p.copies),
             p.gb_per_s.map_or(String::new(), |g| format!("{g:.0}")),
         ]);
     }
@@ -447,17 +439,7 @@ mod tests {
 
     fn point(what: &str, batch: usize, launches: f64, gb_per_s: Option<f64>) -> Point {
         let what = what.to_owned();
-        Point {
-            what,
-            batch,
-            hit_rate: 1.0,
-            p50_us: 1.0,
-            p99_us: 1.0,
-            launches,
-            waits: 1.0,
-            copies: 0.0,
-            gb_per_s,
-        }
+        Point { what, batch, hit_rate: 1.0, p50_us: 1.0, p99_us: 1.0, launches, waits: 1.0, gb_per_s }
     }
 
     #[test]

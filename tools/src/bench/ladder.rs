@@ -1,5 +1,6 @@
 //! `bench ladder`: throughput and latency over a rising number of callers of one pipeline, each sending its next request
-//! when it has its answer. Steps take turns, so that none owns a quiet minute; never sends a batch twice in a turn.
+//! when it has its answer. Steps take turns, so that none owns a quiet minute; each turn has draws of its own, which a caller sends
+//! again once it is through with them. Never draws while it measures.
 
 use super::request::{bundle_in, make_synthetic};
 use super::{Bar, Machine, Report};

@@ -4,11 +4,12 @@
 
 use super::peer::{self, Peer, cpu_us, percentile};
 use super::{Bar, Machine, NotRun, Report, bars_table};
+use crate::keys::Scatter;
 use crate::plot::{self, Axis, Panel, Series};
 use crate::{report, serve};
 use anyhow::{Result, ensure};
 use clap::Args;
-use hatchback::{Codec, Pooling, RowFormat, RowKey, Status, mix};
+use hatchback::{Codec, Pooling, RowFormat, RowKey, Status};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::gather;
@@ -123,10 +124,11 @@ struct Calls {
 impl Calls {
     fn draw(shape: Shape, rows: usize, calls: usize, rng: &mut StdRng) -> Result<Self> {
         let zipf = Zipf::new(rows as f64, ALPHA)?;
+        let scatters = std::array::from_fn::<_, TABLES, _>(|table| Scatter::of_table(table, rows as u64));
         let mut one = |table: usize| match shape.keys {
             "uniform" => rng.random_range(0..rows as u64),
-            // Popular rows are not neighbours, and not the same in each table.
-            _ => mix(zipf.sample(rng) as u64 * TABLES as u64 + table as u64) % rows as u64,
+            // Popular rows are not neighbours, and not the same in each table. The most popular has rank 1.
+            _ => scatters[table].place((zipf.sample(rng) as u64).clamp(1, rows as u64) - 1),
         };
         let keys = shape.batch * shape.hotness;
         let mut call = || (0..TABLES).map(|t| (0..keys).map(|_| one(t)).collect()).collect();
@@ -146,10 +148,11 @@ struct Limit {
 
 impl Limit {
     fn run(&mut self, calls: &Calls) -> Vec<f64> {
-        let (isa, stride, all) = (Isa::detect(), TABLES * self.dim, (TABLES * self.rows) as u64);
+        let (isa, stride) = (Isa::detect(), TABLES * self.dim);
+        let scatter = Scatter::of_table(TABLES, (TABLES * self.rows) as u64);
         let mut time = |tables: &Vec<Vec<u64>>| {
             let scattered = |(t, positions): (usize, &Vec<u64>)| -> Vec<u64> {
-                positions.iter().map(|&p| mix((t * self.rows) as u64 + p) % all).collect()
+                positions.iter().map(|&p| scatter.place((t * self.rows) as u64 + p)).collect()
             };
             let places: Vec<Vec<u64>> = tables.iter().enumerate().map(scattered).collect();
             let start = cpu_us();
@@ -540,6 +543,17 @@ mod tests {
         let bars = bars(&points);
         assert_eq!(bars[0], Bar::at_least("batch 1, one key: best fp32 peer / f32, cached", 15.0, 20.0));
         assert_eq!(bars.len(), 26);
+    }
+
+    #[test]
+    fn popular_keys_leave_no_row_out() {
+        let shape = Shape { keys: "zipf", hotness: 10, batch: 2048 };
+        let drawn = Calls::draw(shape, 100, 1, &mut StdRng::seed_from_u64(3)).unwrap();
+        for table in &drawn.positions[0] {
+            let mut seen = [0; 100];
+            table.iter().for_each(|&p| seen[p as usize] += 1);
+            assert!(seen.iter().all(|&n| n > 0) && seen.iter().any(|&n| n > 2048), "{seen:?}");
+        }
     }
 
     #[test]

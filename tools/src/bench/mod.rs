@@ -13,7 +13,8 @@ mod lookup;
 mod peer;
 mod request;
 
-use anyhow::Result;
+use crate::report::digits;
+use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use std::fmt;
@@ -138,13 +139,23 @@ pub fn bars_table(bars: &[Bar]) -> comfy_table::Table {
     let mut table = crate::report::table(&["bar", "found", "demanded", ""]);
     for bar in bars {
         let (found, holds) = match &bar.found {
-            Found::Measured { value, holds: true } => (format!("{value:.2}"), "holds"),
-            Found::Measured { value, holds: false } => (format!("{value:.2}"), "MISSED"),
+            Found::Measured { value, holds: true } => (digits(*value), "holds"),
+            Found::Measured { value, holds: false } => (digits(*value), "MISSED"),
             Found::NotRun { reason } => ("not run".to_owned(), reason.as_str()),
         };
-        table.add_row([bar.name.clone(), found, format!("{:.2}", bar.bar), holds.to_owned()]);
+        table.add_row([bar.name.clone(), found, digits(bar.bar), holds.to_owned()]);
     }
     table
+}
+
+/// Bytes that this process made the system write, as the system counts them.
+///
+/// # Errors
+/// The system does not tell.
+pub fn written_bytes() -> Result<u64> {
+    let io = std::fs::read_to_string("/proc/self/io").context("/proc/self/io")?;
+    let bytes = io.lines().find_map(|line| line.strip_prefix("write_bytes: "));
+    bytes.and_then(|b| b.trim().parse().ok()).context("/proc/self/io: no write_bytes")
 }
 
 /// A peer that did not run.

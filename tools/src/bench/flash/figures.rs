@@ -2,7 +2,7 @@
 //! show them. Never measures.
 
 use super::data::Data;
-use crate::bench::{Bar, Found};
+use crate::bench::{Bar, Found, NotRun, bars_table};
 use crate::report;
 use serde::Serialize;
 use std::time::Duration;
@@ -113,15 +113,7 @@ pub enum Point {
     /// Something that was measured.
     Figure(Figure),
     /// A peer that was not.
-    NotRun {
-        /// Which.
-        engine: &'static str,
-        /// Why.
-        #[serde(rename = "not run")]
-        reason: String,
-        /// What would include it.
-        command: &'static str,
-    },
+    NotRun(NotRun),
 }
 
 /// All that was found.
@@ -163,7 +155,7 @@ impl Figures {
     /// Why an engine did not run.
     fn not_run(&self, wanted: &str) -> Option<&str> {
         self.0.iter().find_map(|point| match point {
-            Point::NotRun { engine, reason, .. } if *engine == wanted => Some(reason.as_str()),
+            Point::NotRun(peer) if peer.engine == wanted => Some(peer.reason.as_str()),
             _ => None,
         })
     }
@@ -219,15 +211,11 @@ fn bar_of(name: &str, value: Option<f64>, bar: f64, holds: fn(f64, f64) -> bool)
     Bar { name: name.to_owned(), bar, found }
 }
 
-/// A figure for people: thousands grouped, otherwise three digits that count.
+/// A figure for people.
 fn shown(measure: &str, value: f64) -> String {
     match value {
         _ if measure.ends_with("µs") => report::micros(Duration::from_secs_f64(value / 1e6)),
-        v if v >= 1000.0 => report::count(v.round() as u64),
-        v if v >= 100.0 => format!("{v:.0}"),
-        v if v >= 10.0 => format!("{v:.1}"),
-        v if v >= 1.0 => format!("{v:.2}"),
-        v => format!("{v:.3}"),
+        value => report::digits(value),
     }
 }
 
@@ -237,8 +225,8 @@ pub fn print(figures: &Figures, data: &Data, bars: &[Bar]) {
     println!("{}", peer_table(figures, READS, &[Some(64), Some(16)]));
     println!("{}", peer_table(figures, WRITES, &[None]));
     for point in &figures.0 {
-        if let Point::NotRun { engine, reason, command } = point {
-            println!("{engine}: not run: {reason}; `{command}`");
+        if let Point::NotRun(peer) = point {
+            println!("{}", peer.cells().join(": "));
         }
     }
     println!(
@@ -252,16 +240,7 @@ pub fn print(figures: &Figures, data: &Data, bars: &[Bar]) {
     if data.rows * (data.row_bytes as u64) < COLD_BYTES_MIN {
         println!("So small a table soon lies in the peers' caches: compare engines with 10,000,000 rows.");
     }
-    let mut table = report::table(&["bar", "found", "demanded", ""]);
-    for bar in bars {
-        let (value, holds) = match &bar.found {
-            Found::Measured { value, holds: true } => (shown("", *value), "holds".to_owned()),
-            Found::Measured { value, .. } => (shown("", *value), "MISSED".to_owned()),
-            Found::NotRun { reason } => ("not run".to_owned(), reason.clone()),
-        };
-        table.add_row([bar.name.clone(), value, shown("", bar.bar), holds]);
-    }
-    println!("{table}");
+    println!("{}", bars_table(bars));
 }
 
 /// The device and ours, a column for each depth.
@@ -316,8 +295,8 @@ fn peer_table(figures: &Figures, columns: [Column; 5], depths: &[Option<usize>])
         }
     }
     for point in &figures.0 {
-        if let Point::NotRun { engine, .. } = point {
-            table.add_row([*engine, "not run", "", "", "", ""]);
+        if let Point::NotRun(peer) = point {
+            table.add_row([peer.engine, "not run", "", "", "", ""]);
         }
     }
     table.to_string()
@@ -358,13 +337,11 @@ mod tests {
     #[test]
     fn what_did_not_run_is_listed() {
         let mut figures = found(1.0, 1.0);
-        let rocks = Point::NotRun { engine: ROCKSDB, reason: "no C++".to_owned(), command: "" };
-        figures.0.push(rocks);
+        figures.0.push(Point::NotRun(NotRun::new(ROCKSDB, "no C++".to_owned(), "")));
         let bar = serde_json::to_value(figures.bars().pop().unwrap()).unwrap();
         assert_eq!((&bar["not run"], &bar["bar"]), (&"RocksDB: no C++".into(), &5.0.into()));
         figures.0.pop();
-        let (engine, reason, command) = ("sled", "not compiled in".to_owned(), "cargo run");
-        figures.0.push(Point::NotRun { engine, reason, command });
+        figures.0.push(Point::NotRun(NotRun::new("sled", "not compiled in".to_owned(), "cargo run")));
         let json = serde_json::to_value(&figures.0).unwrap();
         assert_eq!(json[5]["not run"], "not compiled in");
         assert_eq!((&json[0]["engine"], &json[0]["depth"]), (&OURS.into(), &16.into()));

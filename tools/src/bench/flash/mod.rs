@@ -110,7 +110,10 @@ fn count(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> {
 
 type Counted = fn(&Data, &Path, &mut Figures) -> Result<()>;
 
+/// A folder of its own, on a device.
 fn scratch(dir: Option<&Path>) -> Result<TempDir> {
+    /// Of tmpfs and of ramfs.
+    const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
     let made = match dir {
         None => tempfile::tempdir(),
         Some(dir) => {
@@ -118,7 +121,11 @@ fn scratch(dir: Option<&Path>) -> Result<TempDir> {
             tempfile::tempdir_in(dir)
         }
     };
-    made.context("a temporary folder")
+    let made = made.context("a temporary folder")?;
+    let kind = rustix::fs::statfs(made.path()).context("what the temporary folder lies on")?.f_type as u64;
+    let place = made.path().parent().unwrap_or(made.path()).display();
+    ensure!(!IN_MEMORY.contains(&kind), "{place} lies in memory: name a folder on the device with --dir");
+    Ok(made)
 }
 
 impl FlashArgs {
@@ -194,6 +201,15 @@ mod tests {
         assert!(parse("flash --rows 10").is_err() && parse("flash --row-bytes 4").is_err());
         let odd = run(&parse("flash --row-bytes 33").unwrap()).unwrap_err().to_string();
         assert!(odd.contains("--row-bytes"), "{odd}");
+    }
+
+    #[test]
+    fn memory_is_no_device() {
+        if !std::fs::read_to_string("/proc/mounts").unwrap().contains(" /dev/shm tmpfs ") {
+            return println!("SKIPPED: a folder in memory: no tmpfs is at /dev/shm");
+        }
+        let refused = scratch(Some(Path::new("/dev/shm"))).unwrap_err().to_string();
+        assert!(refused.contains("/dev/shm lies in memory"), "{refused}");
     }
 
     #[test]

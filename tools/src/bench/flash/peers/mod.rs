@@ -18,6 +18,7 @@ mod store;
 use super::Plan;
 use super::data::Data;
 use super::figures::{Figures, Point, ROCKSDB};
+use crate::bench::NotRun;
 use anyhow::Result;
 use std::path::Path;
 
@@ -36,7 +37,7 @@ pub fn measure(data: &Data, plan: &Plan, folder: &Path, figures: &mut Figures, m
     for engine in NAMES {
         let own = folder.join(engine);
         let command = if engine == ROCKSDB { PEERS_ROCKSDB } else { PEERS };
-        let not_run = |reason| Point::NotRun { engine, reason, command };
+        let not_run = |reason| Point::NotRun(NotRun::new(engine, reason, command));
         match compiled(engine).map(|measure| measure(data, plan, &own, engine)) {
             None => figures.0.push(not_run("not compiled in".to_owned())),
             Some(Err(e)) => figures.0.push(not_run(format!("{e:#}"))),
@@ -78,13 +79,11 @@ mod tests {
         assert_eq!(steps, NAMES.len());
         for engine in NAMES {
             let listed = figures.0.iter().find(|p| {
-                matches!(p, Point::NotRun { engine: e, .. } if *e == engine)
+                matches!(p, Point::NotRun(peer) if peer.engine == engine)
                     || matches!(p, Point::Figure(f) if f.engine == engine)
             });
             match listed.unwrap() {
-                Point::NotRun { reason, .. } => {
-                    assert!(compiled(engine).is_none(), "{engine}: {reason}")
-                }
+                Point::NotRun(peer) => assert!(compiled(engine).is_none(), "{engine}: {}", peer.reason),
                 Point::Figure(_) => assert!(compiled(engine).is_some()),
             }
         }

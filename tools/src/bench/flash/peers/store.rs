@@ -4,6 +4,7 @@
 use crate::bench::flash::data::{Data, Draw};
 use crate::bench::flash::figures::{Figures, measure};
 use crate::bench::flash::{MISSES, Plan, median, per_second};
+use crate::bench::written_bytes;
 use crate::metrics::{Latencies, Percentiles};
 use anyhow::{Context, Result, anyhow};
 use hatchback::limits::PAGE_BYTES;
@@ -73,13 +74,6 @@ pub fn measure<S: Store>(data: &Data, plan: &Plan, folder: &Path, name: &'static
     let changed = data.changed() * data.row_bytes as u64;
     figures.put(name, measure::UPDATE_AMP, (written_bytes()? - before) as f64 / changed.max(1) as f64);
     Ok(figures)
-}
-
-/// Bytes that this process made the system write, as the system counts them.
-fn written_bytes() -> Result<u64> {
-    let io = fs::read_to_string("/proc/self/io").context("/proc/self/io")?;
-    let bytes = io.lines().find_map(|line| line.strip_prefix("write_bytes: "));
-    bytes.and_then(|b| b.parse().ok()).context("/proc/self/io: no write_bytes")
 }
 
 /// Batch reads from a store.
