@@ -2,13 +2,17 @@
 
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, repository};
 use crate::parsers::{golden_generation, golden_tables, join};
-use hatchback::live::{HotList, LiveRecord, SegmentRef, State, TableState};
-use hatchback::manifest::sha256;
+use hatchback::live::{self, HotList, LiveRecord, SegmentRef, TableState};
+use hatchback::manifest::{Generation, sha256};
 use hatchback::mix;
 use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
 use hatchback::segment::{Part, SegmentKind};
 use hatchback::segment_write::SegmentWriter;
+use hatchback::sync::floor::Floor;
+use hatchback::sync::release::Release;
+use hatchback::sync::state::{Event, State, Status};
+use hatchback::wear::Wear;
 use hatchback_tools::spec::CodecChoice;
 
 /// A file of the repository.
@@ -79,6 +83,43 @@ fn probe_sets() -> Vec<Vec<u8>> {
     vec![Sample::encode_set(&samples).unwrap(), Sample::encode_set(&[]).unwrap()]
 }
 
+/// Where an update is, with every field in use.
+fn status() -> Status {
+    let (at, note) = (1_800_000_000, Some("rolled back: the probe is off".to_owned()));
+    let name = golden_generation().to_string();
+    let event = |state| Event { at, state, release: Some(name.clone()), note: note.clone() };
+    let release = Release {
+        generation: golden_generation(),
+        parent: None,
+        bytes: 1 << 20,
+        share: 5,
+        manifest_bytes: 700,
+        manifest: sha256(b"golden"),
+    };
+    Status {
+        state: State::Probation,
+        live: Some(name.clone()),
+        release: Some(release),
+        newest: Some(1),
+        received: Wear::unknown(),
+        starts: 3,
+        history: [State::Fetching, State::Failed].map(event).to_vec(),
+        ..Status::default()
+    }
+}
+
+/// The live record of a small model.
+fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
+    let table = |serial| TableState {
+        base: SegmentRef { sequence: 1, serial: 0 },
+        placed: Some(SegmentRef { sequence: 1, serial: 1 }),
+        deltas: vec![SegmentRef { sequence: 1, serial }],
+        hot: Some(HotList { sequence: 1, bytes: 80, sha256: sha256(encoded) }),
+    };
+    let live = live::State { generation, manifest: sha256(encoded), tables: vec![table(1), table(2)] };
+    LiveRecord { previous: Some(live.clone()), live }
+}
+
 /// Whole inputs for the parser of that name.
 pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
     let families = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
@@ -88,20 +129,16 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             let bundle = std::fs::read(&packed.bundle).unwrap();
             let manifest = crate::rewrite::Parts::read(&packed.bundle).manifest;
             let encoded = manifest.encode().unwrap();
-            let table = |serial| TableState {
-                base: SegmentRef { sequence: 1, serial: 0 },
-                placed: Some(SegmentRef { sequence: 1, serial: 1 }),
-                deltas: vec![SegmentRef { sequence: 1, serial }],
-                hot: Some(HotList { sequence: 1, bytes: 80, sha256: sha256(&encoded) }),
-            };
-            let (generation, manifest) = (manifest.generation, sha256(&encoded));
-            let live = State { generation, manifest, tables: vec![table(1), table(2)] };
-            let record = LiveRecord { previous: Some(live.clone()), live };
             vec![match parser {
                 "manifest" => encoded,
                 "bundle" => bundle,
-                _ => record.encode(),
+                _ => live_record(manifest.generation, &encoded).encode(),
             }]
+        }
+        "status" => vec![status().encode(), Status::default().encode()],
+        "floor" => {
+            let (root, timestamp, snapshot, targets) = (2, 300, 200, 200);
+            vec![Floor { writes: 9, root, timestamp, snapshot, targets, time: 1_800_000_000 }.encode()]
         }
         "segment" => segments(),
         "page" => segments().iter().flat_map(|s| s.chunks(4096).map(<[u8]>::to_vec)).collect(),

@@ -16,6 +16,8 @@ use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
 use hatchback::segment::{Part, SegmentKind};
 use hatchback::segment_check::{Copies, SegmentCheck};
+use hatchback::sync::floor::Floor;
+use hatchback::sync::state::Status;
 use hatchback::target::Target;
 use hatchback::{Codec, DenseEngine, Weights};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
@@ -32,6 +34,8 @@ pub const PARSERS: &[(&str, Parser)] = &[
     ("manifest", manifest),
     ("bundle", bundle),
     ("live_record", live_record),
+    ("status", status),
+    ("floor", floor),
     ("segment", segment),
     ("page", page),
     ("sample", sample),
@@ -138,13 +142,38 @@ fn rows_over(part: Part, table: &Table) -> Range<u64> {
 
 /// The live generation record.
 pub fn live_record(bytes: &[u8]) {
-    let _ = LiveRecord::decode(bytes);
+    sealed(bytes, |bytes| {
+        if let Ok(record) = LiveRecord::decode(bytes) {
+            assert_eq!(LiveRecord::decode(&record.encode()), Ok(record));
+        }
+    });
+}
+
+/// The record of where an update is.
+pub fn status(bytes: &[u8]) {
+    sealed(bytes, |bytes| {
+        if let Ok(status) = Status::decode(bytes) {
+            assert_eq!(Status::decode(&status.encode()), Ok(status));
+        }
+    });
+}
+
+/// The record below which nothing is accepted.
+pub fn floor(bytes: &[u8]) {
+    sealed(bytes, |bytes| {
+        if let Ok(floor) = Floor::decode(bytes) {
+            assert_eq!(Floor::decode(&floor.encode()), Ok(floor));
+        }
+    });
+}
+
+/// Hands the record over as it is, and with a checksum that is right.
+fn sealed(bytes: &[u8], parse: impl Fn(&[u8])) {
+    parse(bytes);
     let mut fixed = bytes.to_vec();
     if let Some((header, body)) = fixed.split_at_mut_checked(16) {
         header[12..].copy_from_slice(&crc32c::crc32c(body).to_le_bytes());
-        if let Ok(record) = LiveRecord::decode(&fixed) {
-            assert_eq!(LiveRecord::decode(&record.encode()), Ok(record));
-        }
+        parse(&fixed);
     }
 }
 

@@ -92,5 +92,10 @@ fn what_does_not_fit_is_refused() {
     };
     assert!(refused(&[&path("."), "--name", "x"]).contains("exists"));
     assert!(refused(&[&path("a"), "--name", "../x"]).contains("../x"));
-    assert!(refused(&[&path("b"), "--mib", "0"]).contains("mke2fs"));
+    if !Path::new("/usr/sbin/mke2fs").exists() {
+        println!("SKIPPED: an image of 0 MiB: e2fsprogs is not installed");
+        return;
+    }
+    let said = refused(&[&path("b"), "--mib", "0"]);
+    assert!(said.contains("mke2fs") && !said.contains("is e2fsprogs installed?"), "{said}");
 }
