@@ -11,6 +11,7 @@ use hatchback_kernels::cuda::step::Step;
 use hatchback_kernels::dense::DenseError;
 use hatchback_kernels::misses::Misses;
 use hatchback_kernels::query::Status;
+use std::sync::Arc;
 
 /// What a worker has on the GPU.
 pub(crate) enum OnGpu {
@@ -52,6 +53,12 @@ impl OnGpu {
             Self::Lookup(lookup) => lookup,
             Self::Step(step) => step.lookup(),
         }
+    }
+
+    /// After an error: itself again, once nothing that was begun reads or writes what the next request does; else the GPU is gone.
+    pub fn recovered(mut self) -> Result<Self, Arc<CudaError>> {
+        self.lookup().give_up()?;
+        Ok(self)
     }
 
     /// Begins a request: one launch, no wait.

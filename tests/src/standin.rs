@@ -23,6 +23,8 @@ pub struct Counts {
     pub bytes: u64,
     /// Whether work is under way that nobody has waited for.
     pub busy: bool,
+    /// Kernels launched for the first time, for which a driver takes memory.
+    pub loaded: u64,
 }
 
 /// The stand-in, loaded.
@@ -88,11 +90,21 @@ impl StandIn {
 
     /// What was asked for so far.
     pub fn counts(&self) -> Counts {
-        let mut out = [0u64; 5];
-        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes five numbers.
+        let mut out = [0u64; 6];
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes six numbers.
         unsafe { self.0.get::<extern "C" fn(*mut u64)>(b"standin_counts\0").unwrap()(out.as_mut_ptr()) };
-        let [launches, waits, copies, bytes, busy] = out;
-        Counts { launches, waits, copies, bytes, busy: busy != 0 }
+        let [launches, waits, copies, bytes, busy, loaded] = out;
+        Counts { launches, waits, copies, bytes, busy: busy != 0, loaded }
+    }
+
+    /// Lets `times` calls to come fail, and the GPU go on: launches of the kernel `what`, or of a `graph`, a `wait` for a stream or `wait for all`, or
+    /// the allocation of `pinned memory`; `after` more of their kind succeed before.
+    pub fn fault(&self, what: &std::ffi::CStr, after: u32, times: u32) {
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its argument.
+        unsafe {
+            let fault = self.0.get::<extern "C" fn(*const std::ffi::c_char, u32, u32)>(b"standin_fault\0");
+            fault.unwrap()(what.as_ptr(), after, times);
+        }
     }
 }
 

@@ -61,7 +61,7 @@ struct Stream {
 };
 
 std::set<Stream*> streams;
-uint64_t launches, waits, copies, live_bytes;
+uint64_t launches, waits, copies, live_bytes, loaded;
 struct Memory { size_t bytes; bool pinned; };
 std::map<Address, Memory> memories;
 
@@ -151,12 +151,22 @@ thread_local void* current;
 // What is given back without one would stay for ever.
 #define BOUND_TO_GIVE_BACK if (!current) sim::fail("something is given back by a thread that has not bound the context")
 
+// Calls that fail as those do that leave the GPU in order: what they are of, a kernel's name or one of those below, how many before them
+// do not, and how many do.
+std::string fault;
+unsigned fault_after, fault_times;
+bool fails(const char* what) {
+    if (fault != what || !fault_times) return false;
+    return fault_after ? fault_after--, false : (fault_times--, true);
+}
+
 Result allocate(Address* p, size_t n, size_t alignment, bool pinned) {
     BOUND;
     LOCKED;
     NOT_WHILE_RECORDING;
     if (!n) return INVALID_VALUE;
     void* memory;
+    if (pinned && fails("pinned memory")) return OUT_OF_MEMORY;
     if (posix_memalign(&memory, alignment, n)) return OUT_OF_MEMORY;
     memset(memory, 0xa5, n);
     *p = (Address)memory;
@@ -205,7 +215,8 @@ void sim::add(sim::Named kernel) { table().push_back(kernel); }
 // For the tests themselves.
 API void standin_device(const char* name) { LOCKED; device() = device_named(name); }
 API void standin_seed(uint64_t seed) { LOCKED; sim::seed(seed); }
-API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; }
+API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; out[5] = loaded; }
+API void standin_fault(const char* what, unsigned after, unsigned times) { LOCKED; fault = what, fault_after = after, fault_times = times; }
 
 API Result cuInit(unsigned) { return SUCCESS; }
 API Result cuDriverGetVersion(int* v) { *v = device()->driver; return SUCCESS; }
@@ -254,7 +265,7 @@ API Result cuStreamCreate(void** s, unsigned flags) {
 }
 API Result cuStreamCreateWithPriority(void** s, unsigned flags, int) { return cuStreamCreate(s, flags); }
 API Result cuStreamDestroy_v2(void* s) { BOUND_TO_GIVE_BACK; LOCKED; Stream* gone = of(s); run([&] { return gone->ops.empty(); }); streams.erase(gone); delete gone; return SUCCESS; }
-API Result cuStreamSynchronize(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; waits++; run([&] { return of(s)->ops.empty(); }); return SUCCESS; }
+API Result cuStreamSynchronize(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; if (fails("wait")) return OUT_OF_MEMORY; waits++; run([&] { return of(s)->ops.empty(); }); return SUCCESS; }
 API Result cuStreamQuery(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; advance(); return of(s)->ops.empty() ? SUCCESS : NOT_READY; }
 
 API Result cuEventCreate(void** e, unsigned) { BOUND; *e = new std::shared_ptr<Event>(new Event); return SUCCESS; }
@@ -377,7 +388,9 @@ API Result cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsign
     if (!gx || !gy || !gz || gx > 0x7fffffff || gy > 65535 || gz > 65535 || !bx || !by || !bz || bx * by * bz > kernel.threads) return INVALID_VALUE;
     // A driver loads a kernel when it is first launched, for which it takes memory.
     if (of(s)->captured && !((Function*)f)->ran) return spoil(of(s)), CAPTURE_UNSUPPORTED;
+    loaded += !((Function*)f)->ran;
     ((Function*)f)->ran = true;
+    if (fails(kernel.name)) return OUT_OF_MEMORY;
     if (!of(s)->captured) launches++;
     Op op{Op::KERNEL};
     op.run = kernel.bind(arguments);
@@ -412,6 +425,7 @@ API Result cuGraphUpload(void*, void*) { BOUND; return SUCCESS; }
 API Result cuGraphLaunch(void* x, void* s) {
     BOUND;
     LOCKED;
+    if (fails("graph")) return OUT_OF_MEMORY;
     launches++;
     for (Op op : *(Graph*)x) give(s, std::move(op));
     return SUCCESS;

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::budget::Budget;
+use hatchback::flash::Flash;
 use hatchback::model::{Model, OpenError};
 use hatchback::pipeline::Pipeline;
 use hatchback::sample::Sample;
@@ -187,7 +188,10 @@ fn a_request_without_misses_is_one_launch() {
         sample
     };
     let samples: Vec<Sample> = (0..64).map(|id| known(plan.sample(id))).collect();
+    let loaded = || standin::load().map(|s| s.counts().loaded);
+    let before = loaded();
     check(&mut worker, &reference, &samples);
+    assert_eq!(loaded(), before, "kernels that were first launched by a request");
     let Some(stand_in) = standin::load() else {
         return println!("SKIPPED: counting launches: only the stand-in counts");
     };
@@ -300,6 +304,121 @@ fn a_budget_that_does_not_hold_is_refused() {
     assert!(opening > 0 && opening <= held && onto.memory().to_string().contains("while it was opened"));
     let more = onto.memory().total();
     assert_eq!(open(more).unwrap().onto(&gpu).unwrap().memory().total(), more);
+}
+
+/// A model of two caches, since rows are of two widths, and its sample `i`, of three rows of each.
+fn two_caches(seed: u64, miss: MissPolicy) -> (ModelPlan, impl Fn(u64) -> Sample) {
+    let table = |keys, dim| TablePlan { miss, ..TablePlan::cached(keys, 400, dim, CodecChoice::U8) };
+    let tables = vec![table(KeySpace::Index, 20), table(KeySpace::Index, 24)];
+    let feature = |table| FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(table) };
+    let features = (0..2).map(feature).collect();
+    let plan = ModelPlan { name: "two".to_owned(), sequence: 1, seed, dense: 0, tables, features };
+    let keys = |i: u64| (0..3).map(|n| (7 * i + 31 * n) % 400).collect::<Vec<u64>>();
+    (plan, move |i| Sample { sparse: vec![keys(i), keys(i + 200)], ..Sample::default() })
+}
+
+/// A call into the driver that fails once costs its request, or the rows that were being fetched ahead, and nothing else: every row
+/// that is cached afterwards is its key's.
+#[test]
+fn a_call_that_fails_once_leaves_no_row_under_another_key() {
+    let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a call that fails: only the stand-in fails when it is told to");
+    };
+    // The network where the rows are, or not.
+    for seed in 0..12 {
+        let (plan, sample) = two_caches(seed, MissPolicy::Wait);
+        let packed = plan.pack();
+        let reference = Reference::new(&packed.schema, &packed.rows);
+        let flash = packed.install();
+        let model = open(&flash, Budget { batch_max: BATCH_MAX, ..Budget::default() }, seed);
+        let flash = Flash::open(&hatchback::disk::system(), &flash).unwrap();
+        let with_dense = seed % 2 == 1;
+        let model = match with_dense {
+            true => Arc::new(Arc::into_inner(model).unwrap().with_dense(&flash, None).unwrap()),
+            false => model,
+        };
+        let mut worker = worker(&model);
+        let samples = |from: u64, count: u64| (from..from + count).map(&sample).collect::<Vec<_>>();
+        let mut faults = vec![(c"insert_rows", 0), (c"insert_rows", 1), (c"wait", 0), (c"wait", 1)];
+        faults.push(if with_dense { (c"graph", 1) } else { (c"finish_bags", 0) });
+        for (number, (what, after)) in faults.into_iter().enumerate() {
+            let first = 24 * number as u64;
+            let batch = batch_of(&model, &samples(first, 12));
+            stand_in.fault(what, after, 1);
+            let failed = worker.score(&batch, None).map(drop).unwrap_err().to_string();
+            assert!(failed.starts_with("CUDA: "), "{failed}");
+            // Other rows are staged where those were, and then all of them are asked for.
+            check(&mut worker, &reference, &samples(first + 12, 12));
+            check(&mut worker, &reference, &samples(first, 12));
+        }
+        for (number, (what, after)) in
+            [(c"probe_rows", 0), (c"probe_rows", 1), (c"insert_rows", 1)].into_iter().enumerate()
+        {
+            let keys = 130 + 90 * number as u64..170 + 90 * number as u64;
+            for key in keys.clone() {
+                assert!((0..2).all(|table| worker.fetch_ahead(hatchback::RowKey { table, key })));
+            }
+            stand_in.fault(what, after, 1);
+            while worker.behind() > 0 {
+                worker.fetch_behind(8);
+            }
+            let asked = |key| Sample { sparse: vec![vec![key % 400], vec![key % 400]], ..Sample::default() };
+            check(&mut worker, &reference, &(380..392).map(asked).collect::<Vec<_>>());
+            for keys in keys.collect::<Vec<u64>>().chunks(12) {
+                check(&mut worker, &reference, &keys.iter().map(|&key| asked(key)).collect::<Vec<_>>());
+            }
+        }
+    }
+}
+
+/// A worker that the GPU has no memory for says so to every request, and takes no keys to fetch ahead; so does one whose GPU is gone.
+#[test]
+fn a_worker_without_a_gpu_fetches_nothing_ahead() {
+    let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a call that fails: only the stand-in fails when it is told to");
+    };
+    let (plan, sample) = two_caches(5, MissPolicy::Default);
+    let packed = plan.pack();
+    let model = open(&packed.install(), Budget { batch_max: BATCH_MAX, ..Budget::default() }, 5);
+    let batch = batch_of(&model, &[sample(1)]);
+    let row = |key| hatchback::RowKey { table: 0, key };
+    stand_in.fault(c"pinned memory", 0, 1);
+    let (mut broken, mut gone) = (worker(&model), worker(&model));
+    assert!(broken.score(&batch, None).unwrap_err().to_string().contains("pinned memory"));
+    assert_eq!(gone.score(&batch, None).unwrap().status().defaulted, 6);
+    assert!(gone.fetch_ahead(row(50)) && gone.behind() == 7);
+    // Nor can what was begun be waited for.
+    stand_in.fault(c"wait", 0, 2);
+    for worker in [&mut broken, &mut gone] {
+        assert!(worker.score(&batch, None).is_err() && worker.score(&batch, None).is_err());
+        assert!(!worker.fetch_ahead(row(60)));
+        assert_eq!((worker.fetch_behind(8), worker.behind()), (0, 0));
+    }
+}
+
+/// Between requests through a pipeline nothing is asked of the GPU.
+#[test]
+fn a_request_through_a_pipeline_is_one_launch_and_one_wait() {
+    let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
+    let (plan, sample) = two_caches(6, MissPolicy::Wait);
+    let packed = plan.pack();
+    let model = open(&packed.install(), Budget { batch_max: BATCH_MAX, ..Budget::default() }, 6);
+    let Device::Cuda(gpu) = model.lookup_device() else { unreachable!() };
+    let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default())).unwrap();
+    let ask = || {
+        let batch = batch_of(&model, &(0..10).map(&sample).collect::<Vec<_>>());
+        pipeline.submit(&batch, None).unwrap().wait().map(drop).unwrap();
+    };
+    // Once with misses, and once more for what the worker does behind its first answer.
+    (0..2).for_each(|_| ask());
+    let before = gpu.calls();
+    (0..20).for_each(|_| ask());
+    // With it the worker goes, whatever it is at.
+    drop(pipeline);
+    let after = gpu.calls();
+    assert_eq!((after.launches - before.launches, after.waits - before.waits), (20, 20));
 }
 
 #[test]

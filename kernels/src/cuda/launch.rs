@@ -339,6 +339,22 @@ impl Kernels {
         })
     }
 
+    /// Launches the kernels of the caches, with nothing to do: a driver loads a kernel when it is first launched, for which it
+    /// takes memory, and these are first needed long after the start.
+    pub fn warm(&self, stream: &Stream) -> Result<()> {
+        let cache = CacheView::default();
+        let changes = ChangesArgument { cache, list: 0, runs: 0, sets: 0, stride: 0, rows: 0, done: 0 };
+        for kernel in [&self.insert, &self.update, &self.invalidate] {
+            // SAFETY: the kernel takes this structure, and of no sets it touches nothing.
+            unsafe { stream.launch(kernel, 1, THREADS, (changes,)) }?;
+        }
+        // SAFETY: the kernel takes these four, and for no rows it touches nothing.
+        unsafe { stream.launch(&self.probe, 1, THREADS, (cache, 0u64, 0u64, 0u32)) }?;
+        // SAFETY: the kernel takes these five, and of no slots it touches nothing.
+        unsafe { stream.launch(&self.dump, 1, THREADS, (cache, 0u64, 0u32, 0u64, 0u64)) }?;
+        stream.wait()
+    }
+
     /// Changes a cache as the list says, with rows of `rows` `[.., stride]` words.
     pub fn change(
         &self,

@@ -162,7 +162,7 @@ impl Lookup {
         let mut on_device = gpu.buffer(views.len())?;
         stream.upload(&views, &mut on_device, 0)?;
         let bags = limits.batch_max * features.len();
-        Ok(Self {
+        let lookup = Self {
             features: on_device,
             views: views.into(),
             hotness: features.iter().map(|f| f.hotness_max).collect(),
@@ -177,7 +177,12 @@ impl Lookup {
             changes: Changes::new(tables, misses_max)?,
             tables: Arc::clone(tables),
             stream,
-        })
+        };
+        // One sample without keys: a driver loads a kernel when it is first launched, for which it takes memory.
+        lookup.launch(limits.batch_max.min(1))?;
+        lookup.finish(1)?;
+        lookup.stream.wait()?;
+        Ok(lookup)
     }
 
     /// All bytes that such a lookup takes, but for the tables; `lookups_max` are those of one sample.
@@ -385,6 +390,9 @@ impl Lookup {
     pub fn insert<'a>(&mut self, misses: &Misses, rows: impl Iterator<Item = &'a Miss>) -> Result<usize> {
         let Some((staged, stride)) = misses.staging() else { return Ok(0) };
         rows.for_each(|miss| self.changes.add(miss.row, miss.slot, miss.epoch));
+        if self.changes.is_empty() {
+            return Ok(0);
+        }
         Ok(self.changes.insert(staged, stride)?.iter().map(|&done| usize::from(done)).sum())
     }
 
@@ -395,6 +403,15 @@ impl Lookup {
     pub fn probe(&mut self, rows: &mut [Miss], mut each: impl FnMut(&mut Miss, bool, Epoch)) -> Result<()> {
         rows.iter().for_each(|miss| self.changes.add(miss.row, 0, miss.epoch));
         self.changes.probe(|number, cached, epoch| each(&mut rows[number], cached, epoch))
+    }
+
+    /// After an error of any of these: waits until nothing that was begun reads or writes what the next request does.
+    ///
+    /// # Errors
+    /// The GPU is gone.
+    pub fn give_up(&mut self) -> Result<()> {
+        self.changes.give_up()?;
+        self.stream.wait()
     }
 }
 

@@ -8,7 +8,7 @@ use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use crate::eviction::WAYS;
 use crate::names::{Name, Namer, Naming, RowKey};
 use crate::resident::Resident;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Words uploaded at once.
 const PIECE: usize = 1 << 18;
@@ -134,10 +134,11 @@ impl Tables {
         caches: Vec<Cache>,
         residents: &[&Resident],
     ) -> Result<Self> {
-        let stream = gpu.stream()?;
+        let (stream, kernels) = (gpu.stream()?, Kernels::load(gpu)?);
+        kernels.warm(&stream)?;
         Ok(Self {
             gpu: Arc::clone(gpu),
-            kernels: Kernels::load(gpu)?,
+            kernels,
             places,
             caches: caches.into_iter().map(|c| DeviceCache::new(&stream, c)).collect::<Result<_>>()?,
             residents: residents.iter().map(|r| DeviceResident::new(&stream, r)).collect::<Result<_>>()?,
@@ -160,6 +161,10 @@ impl Tables {
         self.caches.iter().map(|c| c.view.sets as usize * WAYS).sum()
     }
 
+    fn changes(&self) -> MutexGuard<'_, Stream> {
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn cache_view(&self, number: usize) -> CacheView {
         self.caches[number].view
     }
@@ -177,7 +182,7 @@ impl Tables {
     /// # Errors
     /// The GPU failed.
     pub fn image(&self, number: usize) -> Result<Vec<u32>> {
-        let stream = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = self.changes();
         let DeviceCache { heads, tails, rows, .. } = &self.caches[number];
         let mut image = Vec::new();
         for part in [heads, tails, rows] {
@@ -274,7 +279,7 @@ impl Changes {
     /// Puts the gathered rows in, as [`Cache::insert`] would one after the other; returns which went in, in the order of `add`.
     ///
     /// # Errors
-    /// The GPU failed.
+    /// The GPU failed: with this as with all of the following nothing is gathered then, and before more is, `give_up` is called.
     pub fn insert(&mut self, rows: &Mapped<u8>, stride: usize) -> Result<&[u8]> {
         self.make(Verb::Insert, rows, stride)
     }
@@ -314,7 +319,10 @@ impl Changes {
     fn begin(&mut self, verb: Verb, rows: &Mapped<u8>, stride: usize) -> Result<usize> {
         let Self { tables, gathered, list, made } = self;
         gathered.sort_unstable_by_key(|(cache, change)| (*cache, change.set, change.number));
-        let stream = tables.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        // Gone on every way out.
+        let gathered = gathered.drain(..);
+        let gathered = gathered.as_slice();
+        let stream = tables.changes();
         let (mut first, mut first_run, count) = (0, 0, gathered.len());
         for of_cache in gathered.chunk_by(|a, b| a.0 == b.0) {
             let runs = &mut list.runs[first_run..];
@@ -332,7 +340,6 @@ impl Changes {
             first += of_cache.len();
             first_run += sets + 1;
         }
-        gathered.clear();
         stream.record(made)?;
         Ok(count)
     }
@@ -343,8 +350,10 @@ impl Changes {
     /// The GPU failed.
     pub fn probe(&mut self, mut each: impl FnMut(usize, bool, Epoch)) -> Result<()> {
         let Self { tables, gathered, list, .. } = self;
-        let stream = tables.changes.lock().unwrap_or_else(PoisonError::into_inner);
         gathered.sort_unstable_by_key(|(cache, change)| (*cache, change.number));
+        let gathered = gathered.drain(..);
+        let gathered = gathered.as_slice();
+        let stream = tables.changes();
         for of_cache in gathered.chunk_by(|a, b| a.0 == b.0) {
             of_cache.iter().enumerate().for_each(|(i, (_, change))| list.list[i] = *change);
             tables.kernels.probe(&stream, tables.caches[of_cache[0].0].view, list, of_cache.len())?;
@@ -353,7 +362,16 @@ impl Changes {
                 each(change.number as usize, found.cached != 0, Epoch::of(found.epoch));
             }
         }
-        gathered.clear();
         Ok(())
+    }
+
+    /// After an error: waits until nothing that was begun reads the list or the rows any more. What was gathered counts for
+    /// nothing.
+    ///
+    /// # Errors
+    /// The GPU is gone.
+    pub fn give_up(&mut self) -> Result<()> {
+        self.gathered.clear();
+        self.tables.changes().wait()
     }
 }

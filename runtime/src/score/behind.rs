@@ -5,10 +5,12 @@ use super::fetch::{check_page, group_len};
 use super::{Counters, Worker};
 use crate::absent::Absent;
 use crate::model::Model;
+use crate::on_gpu::OnGpu;
 use crate::page::PageBytes;
 use crate::table_rows::Place;
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::codec::ROW_BYTES_MAX;
+use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::misses::{Miss, Misses};
 use hatchback_kernels::names::RowKey;
 use std::io;
@@ -25,6 +27,9 @@ impl Worker {
     /// room; a row that is in memory or in no table needs none.
     pub fn fetch_ahead(&mut self, row: RowKey) -> bool {
         let model = Arc::clone(&self.model);
+        if self.broken().is_some() {
+            return false;
+        }
         if !model.is_cached(row.table) {
             return true;
         }
@@ -59,6 +64,12 @@ impl Worker {
         let model = Arc::clone(&self.model);
         let (mut next, mut begun, mut waiting, mut inserted) = (0, 0, 0, 0);
         self.ask_gpu();
+        if self.broken().is_some() {
+            self.behind.clear();
+        }
+        if self.behind.is_empty() {
+            return 0;
+        }
         self.round = self.round.wrapping_add(1);
         self.behind.sort_unstable_by_key(|m| (m.row.table, m.place));
         loop {
@@ -104,10 +115,16 @@ impl Worker {
         match asked {
             Ok(()) => self.behind.retain(|m| m.slot != NOT_WANTED),
             Err(e) => {
-                log::error!("rows named ahead: {e}");
                 self.behind.truncate(known);
+                self.recover("rows named ahead", &e);
             }
         }
+    }
+
+    /// Lets the GPU be used on after it failed at `what`, if it can be.
+    fn recover(&mut self, what: &str, e: &CudaError) {
+        log::error!("{what}: {e}");
+        self.gpu = self.gpu.take().map(|gpu| gpu.and_then(OnGpu::recovered));
     }
 
     /// Puts the first `read` rows of `behind`, which are staged in the slots that they name, into the GPU's caches.
@@ -115,8 +132,9 @@ impl Worker {
         let Some(Ok(gpu)) = &mut self.gpu else { return 0 };
         let lookup = gpu.lookup();
         let rows = self.behind[..read].iter().filter(|m| m.slot != NOT_WANTED);
-        lookup.insert(&self.misses, rows).unwrap_or_else(|e| {
-            log::error!("rows that were read behind: {e}");
+        let inserted = lookup.insert(&self.misses, rows);
+        inserted.unwrap_or_else(|e| {
+            self.recover("rows that were read behind", &e);
             0
         })
     }

@@ -142,7 +142,8 @@ type GpuMemory = (Misses, Vec<HostMemory<f32>>, Option<OnGpu>);
 pub struct Worker {
     model: Arc<Model>,
     clock: Arc<dyn Clock>,
-    /// Where the model is on a GPU. A worker that could not be made there answers every request with the reason.
+    /// Where the model is on a GPU. A worker that could not be made there, or whose GPU is gone, answers every request with the
+    /// reason.
     gpu: Option<Result<OnGpu, Arc<CudaError>>>,
     misses: Misses,
     /// Rows to fetch while no request waits: those that were answered with defaults, and those that a caller
@@ -247,7 +248,7 @@ impl Worker {
             Some(Ok(mut gpu)) => {
                 self.copy_dense(batch);
                 let scored = self.score_on_gpu(&mut gpu, &model, batch, deadline);
-                self.gpu = Some(Ok(gpu));
+                self.gpu = Some(if scored.is_ok() { Ok(gpu) } else { gpu.recovered() });
                 if scored? {
                     let values = &self.scores[..n * model.outputs()];
                     return Ok(Scores { values, statuses: &self.statuses[..n] });
