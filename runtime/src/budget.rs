@@ -71,13 +71,18 @@ impl MemoryPlan {
         self.lines.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Notes what was there twice for a moment.
+    /// Takes a line out again, of what is given back.
+    pub(crate) fn remove(&mut self, what: &str) {
+        self.lines.retain(|(line, _)| *line != what);
+    }
+
+    /// Notes what was there for a moment beside the sum; of several moments the most counts.
     pub(crate) fn note_opening(&mut self, bytes: u64) {
-        self.opening = bytes;
+        self.opening = self.opening.max(bytes);
     }
 
     /// Bytes that were taken beside the sum while the model was opened, and given back: what was on its way to a GPU was there
-    /// twice.
+    /// twice, and what came from one in pieces.
     pub fn opening(&self) -> u64 {
         self.opening
     }
@@ -91,7 +96,7 @@ impl fmt::Display for MemoryPlan {
         write!(f, "{:>14}  total", self.total())?;
         match self.opening {
             0 => Ok(()),
-            bytes => write!(f, "\n{bytes:>14}  more while it was opened, on its way to the GPU"),
+            bytes => write!(f, "\n{bytes:>14}  more while it was opened, on its way to or from the GPU"),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The warm cache over a swap: the rows that the old generation's caches hold go into the new one's, as the new one has
-//! them. Rows of segments that both have are copied; rows that a delta changed are read from flash; rows that are gone
+//! The warm cache over a swap: the rows that the old generation's caches hold, here or on a GPU, go into the new one's, as the new one has
+//! them, and before those go to a GPU themselves. Rows of segments that both have are copied; rows that a delta changed are read from flash; rows that are gone
 //! are left out. The old caches stay as they are: requests in flight are still answered from them.
 
 use crate::flash::Flash;
@@ -9,6 +9,8 @@ use crate::reader::{PageReader, ReadMethod};
 use crate::table_rows::{PLACED, Place, TableRows};
 use crate::tables::Store;
 use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cuda::driver::CudaError;
+use hatchback_kernels::names::RowKey;
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -52,39 +54,37 @@ struct Alike<'a> {
 }
 
 impl Model {
-    /// Fills the caches from those of `old`, whose model this is a later or earlier generation of; `rest` is called between
-    /// rows.
-    pub(crate) fn carry(&self, old: &Self, rest: &dyn Fn()) -> Carried {
+    /// Fills the caches, which are in host memory still, from those of `old`, wherever those are, whose model this is a later or
+    /// earlier generation of; `rest` is called between rows.
+    pub(crate) fn carry(&mut self, old: &Self, rest: &dyn Fn()) -> Carried {
+        self.note_opening(old.on_gpu.as_ref().map_or(0, |tables| tables.dump_bytes() as u64));
         let mut carried = Carried::default();
-        // On a GPU they are not to be read from here.
-        if self.caches.is_empty() || old.caches.is_empty() {
-            return carried;
-        }
         let mut rows: usize = 0;
         let tables = self.tables.len().min(old.tables.len());
         let mut changed: Vec<Vec<u64>> = vec![Vec::new(); tables];
         let alike: Vec<_> = (0..tables).map(|t| self.alike(old, t)).collect();
-        for cache in &old.caches {
-            cache.dump(|row, bytes| {
-                rows += 1;
-                if rows.is_multiple_of(REST_ROWS) {
-                    rest();
-                }
-                let table = usize::from(row.table);
-                let Some(Some(Alike { new, old, cache, same })) = alike.get(table) else { return };
-                let Some(to) = new.locate(row.key) else {
-                    carried.left += 1;
-                    return;
-                };
-                let moved = |from: Place| Some(Place { segment: same[usize::from(from.segment)]?, ..from });
-                if old.locate(row.key).and_then(moved) == Some(to) {
-                    carried.copied += usize::from(cache.insert(row, bytes, cache.epoch(row)));
-                } else if changed[table].len() < cache.slots() / READ_ONE_IN {
-                    changed[table].push(row.key);
-                } else {
-                    carried.left += 1;
-                }
-            });
+        let each = |row: RowKey, bytes: &[u8]| {
+            rows += 1;
+            if rows.is_multiple_of(REST_ROWS) {
+                rest();
+            }
+            let table = usize::from(row.table);
+            let Some(Some(Alike { new, old, cache, same })) = alike.get(table) else { return };
+            let Some(to) = new.locate(row.key) else {
+                carried.left += 1;
+                return;
+            };
+            let moved = |from: Place| Some(Place { segment: same[usize::from(from.segment)]?, ..from });
+            if old.locate(row.key).and_then(moved) == Some(to) {
+                carried.copied += usize::from(cache.insert(row, bytes, cache.epoch(row)));
+            } else if changed[table].len() < cache.slots() / READ_ONE_IN {
+                changed[table].push(row.key);
+            } else {
+                carried.left += 1;
+            }
+        };
+        if let Err(e) = old.dump(rest, each) {
+            log::error!("the rows that are left of the caches stay behind: {e}");
         }
         let mut reader = PageReader::on(self.device(), ReadMethod::Auto);
         for (number, keys) in changed.iter().enumerate() {
@@ -95,10 +95,17 @@ impl Model {
         carried
     }
 
+    /// Calls `each` for every row that the caches hold, and `rest` between pieces of those on a GPU.
+    fn dump(&self, rest: &dyn Fn(), mut each: impl FnMut(RowKey, &[u8])) -> Result<(), CudaError> {
+        self.caches.iter().for_each(|cache| cache.dump(&mut each));
+        let Some(tables) = &self.on_gpu else { return Ok(()) };
+        (0..tables.caches()).try_for_each(|number| tables.dump(number, rest, &mut each))
+    }
+
     /// Whether a swap to what is live in `flash` will carry most of the rows here: after a delta nearly all are of segments that
     /// both have.
     pub(crate) fn carries_to(&self, flash: &Flash) -> bool {
-        !self.caches.is_empty() && flash.manifest().parent == Some(self.generation().sequence)
+        self.cache_slots() > 0 && flash.manifest().parent == Some(self.generation().sequence)
     }
 
     /// What table `number` has here and in `old`; `None` if one of them keeps it elsewhere or encodes it otherwise.

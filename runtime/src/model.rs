@@ -66,6 +66,10 @@ pub enum OpenError {
     },
 }
 
+/// Lines of the memory plan that go where the dense network goes to a GPU.
+const DENSE_WEIGHTS: &str = "dense network weights";
+const DENSE_RESULTS: &str = "dense network results between layers, all workers";
+
 /// A model ready to serve.
 pub struct Model {
     generation: Generation,
@@ -77,9 +81,11 @@ pub struct Model {
     pub(crate) caches: Vec<Cache>,
     /// The caches and resident tables where they are on a GPU.
     pub(crate) on_gpu: Option<Arc<Tables>>,
-    pub(crate) dense: DenseEngine,
-    /// The dense network where it is on a GPU; then `dense` only knows its shape.
+    /// None where the network is on a GPU.
+    pub(crate) dense: Option<DenseEngine>,
+    /// The dense network where it is on a GPU.
     pub(crate) dense_on_gpu: Option<Arc<DeviceEngine>>,
+    outputs: usize,
     /// For each feature its network input and its first column there.
     pub(crate) columns: Vec<(usize, usize)>,
     plan: MemoryPlan,
@@ -137,7 +143,8 @@ impl Model {
             tables,
             caches,
             on_gpu,
-            dense,
+            outputs: dense.outputs(),
+            dense: Some(dense),
             dense_on_gpu,
             columns,
             plan,
@@ -201,6 +208,10 @@ impl Model {
                 return Ok(self);
             }
         };
+        // What it was held against is given back.
+        self.plan.note_opening(self.dense.take().map_or(0, |dense| dense.bytes() as u64));
+        self.plan.remove(DENSE_WEIGHTS);
+        self.plan.remove(DENSE_RESULTS);
         let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
         let worker = Step::bytes(&engine, widths, batch_max);
         self.plan.add("dense network on the GPU, weights", engine.bytes() as u64);
@@ -212,7 +223,7 @@ impl Model {
 
     /// What runs the dense network, in words.
     pub fn dense_runs_on(&self) -> String {
-        match (&self.dense_on_gpu, self.dense.falls_back_for()) {
+        match (&self.dense_on_gpu, self.dense.as_ref().and_then(DenseEngine::falls_back_for)) {
             (Some(engine), _) => engine.runs_on(),
             (None, Some(operator)) => format!("the CPU, by rten (for {operator})"),
             (None, None) => "the CPU".to_owned(),
@@ -251,7 +262,7 @@ impl Model {
 
     /// Values in a sample's score.
     pub fn outputs(&self) -> usize {
-        self.dense.outputs()
+        self.outputs
     }
 
     /// Rows that the embedding caches hold at most.
@@ -263,6 +274,11 @@ impl Model {
     /// An empty batch of the size that the budget allows.
     pub fn batch(&self) -> Batch {
         Batch::new(&self.schema, self.budget.batch_max as usize)
+    }
+
+    /// Notes memory that was taken for a moment while the model was opened.
+    pub(crate) fn note_opening(&mut self, bytes: u64) {
+        self.plan.note_opening(bytes);
     }
 
     fn check_total(&self) -> Result<(), OpenError> {
@@ -280,7 +296,7 @@ impl Model {
             "indexes of the segments and overlays of their deltas",
             sum(&|s| if let Store::Cached { rows, .. } = s { rows.index_bytes() } else { 0 }),
         );
-        plan.add("dense network weights", self.dense.bytes() as u64);
+        plan.add(DENSE_WEIGHTS, self.dense.as_ref().map_or(0, |dense| dense.bytes() as u64));
         let waiting = self.budget.misses_max as usize;
         let misses = Misses::bytes(waiting, self.staging_row_bytes()) + waiting * size_of::<Miss>();
         let misses = misses + Absent::bytes();
@@ -289,8 +305,8 @@ impl Model {
         plan.add("page buffers, all workers", workers * reads as u64);
         let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
         plan.add("dense network inputs, all workers", workers * (4 * batch * widths) as u64);
-        let dense = workers * self.dense.scratch_bytes(batch) as u64;
-        plan.add("dense network results between layers, all workers", dense);
+        let dense = self.dense.as_ref().map_or(0, |dense| dense.scratch_bytes(batch) as u64);
+        plan.add(DENSE_RESULTS, workers * dense);
         let per_sample = size_of::<Status>() + 4 * self.outputs();
         plan.add("scores and statuses, all workers", workers * (batch * per_sample) as u64);
         let request = Batch::bytes(&self.schema, batch);

@@ -135,7 +135,7 @@ impl Serving {
         if self.schema(name).is_some() {
             return Err(ServingError::Loaded(name.to_owned()));
         }
-        let pipeline = self.open(name, flash, budget, (None, &|| {}))?;
+        let (pipeline, _) = self.open(name, flash, budget, (None, &|| {}))?;
         let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
         models.push(Served { name: name.to_owned(), pipeline });
         Ok(())
@@ -159,13 +159,12 @@ impl Serving {
             return Err(ServingError::NotLoaded(name.to_owned()));
         }
         let old = self.with(name, |old| Arc::clone(old.model()));
-        let mut pipeline = self.open(name, flash, budget, (old.as_deref(), rest))?;
+        let (mut pipeline, carried) = self.open(name, flash, budget, (old.as_deref(), rest))?;
         if let Some(Err((field, problem))) =
             self.with(name, |old| takes_the_same(old.model(), pipeline.model()))
         {
             return Err(ServingError::Shape { name: name.to_owned(), field, problem });
         }
-        let carried = old.map(|old| pipeline.model().carry(&old, rest)).unwrap_or_default();
         let begun = self.clock.now();
         {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
@@ -192,14 +191,15 @@ impl Serving {
         removed.map(drop).ok_or_else(|| ServingError::NotLoaded(name.to_owned()))
     }
 
-    /// Opens what is to be served in place of `old`. Where that one's rows will be carried over, the trainer's hot keys are not read.
+    /// Opens what is to be served in place of `old`, with that one's rows carried over while the caches are in host memory. Where those
+    /// are nearly all, the trainer's hot keys are not read.
     fn open(
         &self,
         name: &str,
         flash: &Flash,
         budget: Budget,
         (old, rest): (Option<&Model>, &dyn Fn()),
-    ) -> Result<Pipeline, ServingError> {
+    ) -> Result<(Pipeline, Carried), ServingError> {
         let served = self.models().iter().map(|m| m.pipeline.model().budget().workers).sum::<u32>();
         let (workers, max) = ((served + budget.workers) as usize, self.device.max());
         if workers > max {
@@ -209,9 +209,13 @@ impl Serving {
         let reads_max = self.device.max() as u32;
         let budget = Budget { memory_bytes_max: max.saturating_sub(taken), reads_max, ..budget };
         let is_near = old.is_some_and(|old| old.carries_to(flash));
-        let model = Model::cold(flash, budget, Arc::clone(&self.device), rest).and_then(|model| {
+        let mut carried = Carried::default();
+        let model = Model::cold(flash, budget, Arc::clone(&self.device), rest).and_then(|mut model| {
             if !is_near {
                 model.preload(flash, old.map(|_| rest))?;
+            }
+            if let Some(old) = old {
+                carried = model.carry(old, rest);
             }
             Ok(model)
         });
@@ -226,7 +230,7 @@ impl Serving {
                     source => ServingError::Open { name, source },
                 }
             })?;
-        Ok(self.maker.make(Arc::new(model), Arc::clone(&self.clock))?)
+        Ok((self.maker.make(Arc::new(model), Arc::clone(&self.clock))?, carried))
     }
 
     /// As [`Pipeline::submit`], to the model `name`.

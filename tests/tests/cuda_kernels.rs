@@ -109,7 +109,7 @@ impl Twin {
             rows
         };
         let on_cpu = held(&|each| self.cpu.dump(each));
-        assert_eq!(held(&|each| self.tables.dump(0, each).unwrap()), on_cpu);
+        assert_eq!(held(&|each| self.tables.dump(0, &|| {}, each).unwrap()), on_cpu);
         let rows: Vec<RowKey> = (0..20).map(|_| any_row(self.naming, random)).collect();
         rows.iter().for_each(|row| self.changes.add(*row, 0, Epoch::default()));
         let (mut seen, cpu) = (0, &self.cpu);

@@ -3,21 +3,26 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback::batch::Batch;
 use hatchback::budget::Budget;
+use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::model::{Model, OpenError};
 use hatchback::pipeline::Pipeline;
 use hatchback::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::score::{SystemClock, Worker};
+use hatchback::serving::Serving;
 use hatchback::{Pooling, Status};
 use hatchback_kernels::cuda::Device;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_of, tiny_budget};
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::standin;
+use hatchback_tests::versions::Versions;
 use hatchback_tools::spec::CodecChoice;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 const BATCH_MAX: u32 = 12;
@@ -419,6 +424,66 @@ fn a_request_through_a_pipeline_is_one_launch_and_one_wait() {
     drop(pipeline);
     let after = gpu.calls();
     assert_eq!((after.launches - before.launches, after.waits - before.waits), (20, 20));
+}
+
+/// A swap to a delta on a GPU: what did not change is as warm as before, what did is the new generation's.
+#[test]
+fn a_swap_carries_the_caches_on_the_gpu() {
+    let _shared = not_counting();
+    let versions = Versions::changing(&[12], 400, 31);
+    let folder = tempfile::tempdir().unwrap();
+    let install = |bundle: &Path| {
+        let mut bundle = BundleReader::open(bundle).unwrap();
+        Flash::install(&hatchback::disk::system(), folder.path(), &mut bundle, |_| {}).unwrap()
+    };
+    let flash = install(&versions.snapshots[0]);
+    let budget = Budget { cache_bytes_max: 1 << 20, batch_max: 64, ..Budget::default() };
+    let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
+    let serving = serving.on(Device::Cuda(standin::gpu(21)), None);
+    serving.load("m", &flash, budget).unwrap();
+    let schema = serving.schema("m").unwrap();
+    // The keys that both generations have.
+    let both = |t: usize| {
+        let [old, new] = [0, 1].map(|g: usize| &versions.rows[g][t]);
+        old.keys().filter(|order| new.contains_key(order)).copied().collect::<Vec<u64>>()
+    };
+    let (index, hashed) = (both(0), both(1));
+    let pairs: Vec<(u64, u64)> = (0..index.len().max(hashed.len()))
+        .map(|i| (index[i % index.len()], hashed[i % hashed.len()]))
+        .collect();
+    let everything = |generation: usize| {
+        for some in pairs.chunks(64) {
+            let mut batch = Batch::new(&schema, some.len());
+            for (index, hashed) in some {
+                let sparse = vec![vec![*index], vec![hatchback::unmix(*hashed)]];
+                batch.push(&schema, &Sample { sparse, ..Sample::default() }).unwrap();
+            }
+            let ticket = serving.submit("m", &batch, None).unwrap();
+            let answer = ticket.wait().unwrap();
+            for ((index, hashed), found) in some.iter().zip(answer.scores().values.chunks(10)) {
+                let [a, b] = &versions.rows[generation];
+                let bytes: Vec<u8> = found.iter().flat_map(|value| value.to_le_bytes()).collect();
+                assert_eq!(bytes, [&a[index][..], &b[hashed][..]].concat());
+            }
+        }
+    };
+    everything(0);
+    let flash = install(&versions.deltas[1]);
+    let rested = AtomicUsize::new(0);
+    let rest = || {
+        rested.fetch_add(1, Ordering::Relaxed);
+    };
+    let carried = serving.swap("m", &flash, budget, &rest).unwrap().carried;
+    let unchanged = |t: usize, order: &u64| versions.rows[0][t][order] == versions.rows[1][t][order];
+    let alike =
+        index.iter().filter(|o| unchanged(0, o)).count() + hashed.iter().filter(|o| unchanged(1, o)).count();
+    let changed = index.len() + hashed.len() - alike;
+    assert_eq!((carried.copied, carried.read), (alike, changed), "{carried:?}");
+    assert!(changed > 20 && rested.load(Ordering::Relaxed) > 2);
+    everything(1);
+    let counters = serving.stats("m").unwrap().counters;
+    assert_eq!((counters.misses, counters.pages), (0, 0));
+    assert!(serving.memory()[0].1.opening() > 0);
 }
 
 #[test]

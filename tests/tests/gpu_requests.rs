@@ -24,6 +24,10 @@ const FAMILIES: [&str; 4] = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
 fn worker(flash: &Flash, budget: Budget, device: &Device) -> Worker {
     let model =
         Model::from_flash(flash, budget).unwrap().onto(device).unwrap().with_dense(flash, None).unwrap();
+    // What runs there is not kept here too.
+    let kept = |line: &str| model.memory().lines().iter().any(|(what, bytes)| *what == line && *bytes > 0);
+    assert_eq!(kept("dense network weights"), matches!(device, Device::Cpu));
+    assert_eq!(kept("dense network on the GPU, weights"), matches!(device, Device::Cuda(_)));
     let name = model.dense_runs_on();
     assert_eq!(name.starts_with("our kernels"), matches!(device, Device::Cuda(_)), "{name}");
     Worker::new(Arc::new(model), Arc::new(SystemClock::default()))

@@ -12,6 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Words uploaded at once.
 const PIECE: usize = 1 << 18;
+/// Slots dumped at once: changes wait for so many to be copied.
+const DUMPED_SLOTS: usize = 1024;
 
 /// Where the rows of a table are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -193,27 +195,45 @@ impl Tables {
         Ok(image)
     }
 
-    /// Calls `each` for every row that cache `number` holds, in no particular order.
+    /// Calls `each` for every row that cache `number` holds, in no particular order, and `rest` between pieces of the cache.
+    /// Changes go on meanwhile: a row that moves may be left out or told twice.
     ///
     /// # Errors
     /// The GPU failed.
-    pub fn dump(&self, number: usize, mut each: impl FnMut(RowKey, &[u8])) -> Result<()> {
-        const SLOTS: usize = 4096;
-        let stream = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+    pub fn dump(&self, number: usize, rest: &dyn Fn(), mut each: impl FnMut(RowKey, &[u8])) -> Result<()> {
         let DeviceCache { view, naming, .. } = &self.caches[number];
         let (slots, row) = (view.sets as usize * WAYS, view.row as usize);
-        let (words, rows) = (self.gpu.mapped(SLOTS)?, self.gpu.mapped(SLOTS * row)?);
-        for first in (0..slots).step_by(SLOTS) {
-            let count = SLOTS.min(slots - first);
-            self.kernels.dump(&stream, *view, first as u64, count, &words, &rows)?;
-            stream.wait()?;
+        let (words, rows) = (self.gpu.mapped(DUMPED_SLOTS)?, self.gpu.mapped(DUMPED_SLOTS * row)?);
+        let (copied, mut bytes) = (self.gpu.event()?, Vec::with_capacity(4 * row));
+        for first in (0..slots).step_by(DUMPED_SLOTS) {
+            let count = DUMPED_SLOTS.min(slots - first);
+            {
+                // No change is made beside the kernel; whoever makes one need not wait for the host.
+                let stream = self.changes();
+                self.kernels.dump(&stream, *view, first as u64, count, &words, &rows)?;
+                stream.record(&copied)?;
+            }
+            copied.wait()?;
             for (i, &word) in words[..count].iter().enumerate().filter(|(_, word)| **word != 0) {
-                let bytes: Vec<u8> = rows[i * row..][..row].iter().flat_map(|w| w.to_le_bytes()).collect();
+                bytes.clear();
+                bytes.extend(rows[i * row..][..row].iter().flat_map(|w| w.to_le_bytes()));
                 let name = Name { set: ((first + i) / WAYS) as u32, word };
                 each(naming.row_of(name), &bytes[..view.row_bytes as usize]);
             }
+            rest();
         }
         Ok(())
+    }
+
+    /// Pinned memory that a dump takes at most.
+    pub fn dump_bytes(&self) -> usize {
+        let row = self.caches.iter().map(|c| c.view.row as usize).max();
+        row.map_or(0, |row| DUMPED_SLOTS * (size_of::<u64>() + 4 * row))
+    }
+
+    /// How many caches there are.
+    pub fn caches(&self) -> usize {
+        self.caches.len()
     }
 }
 

@@ -153,8 +153,8 @@ pub struct Worker {
     /// One buffer for each network input, `[batch_max, width]`.
     inputs: Vec<HostMemory<f32>>,
     widths: Vec<usize>,
-    /// The dense network's memory.
-    dense: DenseScratch,
+    /// The dense network's memory where it runs here.
+    dense: Option<DenseScratch>,
     scores: Vec<f32>,
     statuses: Vec<Status>,
     reader: PageReader,
@@ -184,7 +184,7 @@ impl Worker {
             inputs,
             gpu,
             widths,
-            dense: model.dense.scratch(batch),
+            dense: model.dense.as_ref().map(|dense| dense.scratch(batch)),
             scores: vec![0.0; batch * model.outputs()],
             statuses: vec![Status::default(); batch],
             reader: PageReader::on(model.device(), ReadMethod::Auto),
@@ -256,8 +256,11 @@ impl Worker {
             }
         }
         let scores = &mut self.scores[..n * model.outputs()];
+        let (Some(dense), Some(scratch)) = (&model.dense, &mut self.dense) else {
+            unreachable!("a network that is not here is on the GPU, which has scored")
+        };
         if n > 0 {
-            model.dense.run(n, &self.inputs, scores, &mut self.dense)?;
+            dense.run(n, &self.inputs, scores, scratch)?;
         }
         Ok(Scores { values: scores, statuses: &self.statuses[..n] })
     }
