@@ -245,6 +245,7 @@ API Result cuCtxSynchronize() {
     bool spoiled = false;
     for (Stream* s : streams) spoiled |= spoil(s);
     if (spoiled) return CAPTURE_UNSUPPORTED;
+    if (fails("wait for all")) return OUT_OF_MEMORY;
     waits++;
     run(idle);
     return SUCCESS;

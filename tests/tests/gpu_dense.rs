@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback_kernels::cuda::driver::{CudaError, Gpu, Stream};
+use hatchback_kernels::cuda::driver::{CudaError, Gpu, Profile, Stream};
 use hatchback_kernels::cuda::graph::Graphs;
 use hatchback_kernels::cuda::memory::{Buffer, Mapped, View};
 use hatchback_kernels::dense::{
@@ -337,6 +337,20 @@ fn what_no_kernel_does_is_refused_by_name() {
     assert!(said.contains("Neg"), "{said}");
 }
 
+/// Pinned memory goes even where the device cannot be waited for.
+#[test]
+fn a_device_that_cannot_be_waited_for_keeps_no_memory() {
+    let (_alone, gpu) = (alone(), standin::gpu(9));
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a call that fails: only the stand-in fails when it is told to");
+    };
+    let before = stand_in.counts().bytes;
+    let mapped = gpu.mapped::<u32>(9).unwrap();
+    stand_in.fault(c"wait for all", 0, 1);
+    drop(mapped);
+    assert_eq!(stand_in.counts().bytes, before);
+}
+
 /// Work that waits or takes memory cannot be recorded, and the stream is as it was.
 #[test]
 fn what_spoils_a_recording_is_an_error() {
@@ -354,6 +368,14 @@ fn what_spoils_a_recording_is_an_error() {
     let failed = graphs.record(|stream| stream, |_| Err(DenseError::Run("no".into())));
     assert!(matches!(failed.err().unwrap(), DenseError::Run(_)));
     graphs.named().wait().unwrap();
+    // What others spoil is recorded anew.
+    let mut times = 0;
+    let once = |stream: &mut Stream| {
+        times += 1;
+        if times == 1 { stream.wait() } else { Ok::<_, CudaError>(()) }
+    };
+    graphs.record(|stream| stream, once).unwrap();
+    assert_eq!(times, 2);
 }
 
 /// Whichever thread gives something back, it goes once the device is done with it, and nothing stays.
@@ -386,11 +408,13 @@ fn any_thread_gives_back_what_the_device_is_done_with() {
 fn a_recording_and_other_threads_do_not_disturb_each_other() {
     let (_alone, gpu) = (alone(), standin::gpu(8));
     let done = AtomicBool::new(false);
+    // As another model of the process opens it.
+    let other = Gpu::open(Profile { tegra: standin::is_board() }).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
-                let (mapped, buffer) = (gpu.mapped::<u32>(9).unwrap(), gpu.buffer::<u32>(9).unwrap());
-                let stream = gpu.stream().unwrap();
+                let (mapped, buffer) = (other.mapped::<u32>(9).unwrap(), other.buffer::<u32>(9).unwrap());
+                let stream = other.stream().unwrap();
                 stream.bring(&mapped, &buffer, 9).unwrap();
                 stream.wait().unwrap();
             }

@@ -90,6 +90,10 @@ pub struct Calls {
     pub waits: u64,
 }
 
+/// Held while work is recorded: who waits for the whole device meanwhile spoils the recording. One for all, as the context is, however
+/// often the GPU is opened.
+static RECORDING: Mutex<()> = Mutex::new(());
+
 /// A GPU that the kernels can run on. Holding one proves that the driver is there and young enough.
 pub struct Gpu {
     context: Arc<CudaContext>,
@@ -100,8 +104,6 @@ pub struct Gpu {
     integrated: bool,
     /// For what is done at once, on behalf of nobody's stream.
     own: Arc<CudaStream>,
-    /// Held while work is recorded: who waits for the whole device meanwhile spoils the recording.
-    recording: Mutex<()>,
     launches: AtomicU64,
     waits: AtomicU64,
 }
@@ -148,7 +150,6 @@ impl Gpu {
             sm,
             processors,
             integrated,
-            recording: Mutex::new(()),
             launches: AtomicU64::new(0),
             waits: AtomicU64::new(0),
         }))
@@ -201,8 +202,8 @@ impl Gpu {
     }
 
     /// Keeps others from waiting for the whole device.
-    pub(super) fn recording(&self) -> MutexGuard<'_, ()> {
-        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn recording(&self) -> MutexGuard<'static, ()> {
+        RECORDING.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for all streams.

@@ -8,6 +8,9 @@ use super::memory::report;
 use cudarc::driver::{CudaGraph, DriverError, sys};
 use std::sync::Arc;
 
+/// How often a recording is begun: the process may have others that use the GPU and know nothing of it.
+const TRIES: usize = 4;
+
 /// Recordings, and all that they name: `named` may change in what it holds, not in where that lies.
 pub struct Graphs<T> {
     // Dropped before what they name.
@@ -41,25 +44,33 @@ impl<T> Graphs<T> {
     }
 
     /// Records what `work` puts onto the stream that `stream` names; it must not wait, take or free memory that the device reaches
-    /// or use another stream. Returns the recording's number: they count from 0.
+    /// or use another stream. What others in the process spoil is recorded anew, a few times. Returns the recording's number: they
+    /// count from 0.
     ///
     /// # Errors
     /// The work fails or cannot be recorded.
     pub fn record<E: From<CudaError>>(
         &mut self,
         stream: impl Fn(&T) -> &Stream,
-        work: impl FnOnce(&mut T) -> Result<(), E>,
+        mut work: impl FnMut(&mut T) -> Result<(), E>,
     ) -> Result<usize, E> {
         // Of this thread alone: other threads go on allocating meanwhile.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         let (raw, gpu) = (stream(&self.named).raw().clone(), Arc::clone(stream(&self.named).gpu()));
-        let _alone = gpu.recording();
-        raw.begin_capture(mode).map_err(call("record a graph"))?;
-        let worked = work(&mut self.named);
-        // The stream must leave the recording whatever became of the work.
-        let graph = raw.end_capture(sys::CUgraphInstantiate_flags(0)).map_err(call("end a graph"));
-        worked?;
         let invalid = DriverError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+        let _alone = gpu.recording();
+        let mut tries = 0..TRIES;
+        let graph = loop {
+            raw.begin_capture(mode).map_err(call("record a graph"))?;
+            let worked = work(&mut self.named);
+            // The stream must leave the recording whatever became of the work.
+            let graph = raw.end_capture(sys::CUgraphInstantiate_flags(0));
+            tries.next();
+            if tries.is_empty() || graph.as_ref().err() != Some(&invalid) {
+                worked?;
+                break graph.map_err(call("end a graph"));
+            }
+        };
         let graph = graph?.ok_or(CudaError::Driver { call: "record a graph", error: invalid })?;
         graph.upload().map_err(call("upload a graph"))?;
         self.graphs.push(Recording { graph, gpu: Arc::clone(&gpu) });
