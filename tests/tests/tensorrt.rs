@@ -184,7 +184,16 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
     let tensorrt = open(&twin().shim, &twin().library).unwrap();
     let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
     let plans = Plans::new(&folder.path().join("plans"));
-    let get = |gpu: &str, build: &Build| plans.get(&tensorrt, gpu, build).unwrap();
+    let get_from = |plans: &Plans, gpu: &str, build: &Build| {
+        let path = plans.path(&tensorrt, gpu, build);
+        if let Some(plan) = plans.kept(&path).unwrap() {
+            return (plan, false);
+        }
+        let plan = tensorrt.build(build).unwrap();
+        plans.keep(&path, &plan);
+        (plan, true)
+    };
+    let get = |gpu: &str, build: &Build| get_from(&plans, gpu, build);
     let asked = build(&onnx, "sum", false);
     let (plan, new) = get("Orin", &asked);
     assert!(new && plan.starts_with(b"twin 8603"));
@@ -212,8 +221,23 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
     // Where nothing can be kept it is built, every time.
     let nowhere = Plans::new(Path::new("/dev/null/plans"));
     for _ in 0..2 {
-        assert_eq!(nowhere.get(&tensorrt, "Orin", &asked).unwrap(), (plan.clone(), true));
+        assert_eq!(get_from(&nowhere, "Orin", &asked), (plan.clone(), true));
     }
+    plans.keep(&path, &[]);
+    assert!(matches!(plans.kept(&path), Err(TensorRtError::OfNoUse { .. })));
+    std::fs::remove_file(&path).unwrap();
+    // Those that were used last are kept.
+    let sized = |batch_max| Build { batch_max, ..asked.clone() };
+    for batch_max in 8..20 {
+        assert!(get("Orin", &sized(batch_max)).1);
+        // Two files of one moment have no order.
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert!(!get("Orin", &sized(8)).1);
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let kept = std::fs::read_dir(path.parent().unwrap()).unwrap().count();
+    assert_eq!(kept, 8);
+    assert!((13..20).chain([8]).all(|batch_max| plans.path(&tensorrt, "Orin", &sized(batch_max)).exists()));
 }
 
 fn options(fp16: bool, plans: &Path) -> DeviceOptions {
@@ -256,6 +280,15 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
         assert!(engine.lane(41).is_err());
         assert!(engine.enqueue(&stream, 41, &[], View::none(), &mut lane).is_err());
     }
+    // A kept plan that the library refuses is built anew, once.
+    let plans = Plans::new(folder.path());
+    for entry in std::fs::read_dir(folder.path()).unwrap() {
+        plans.keep(&entry.unwrap().path(), b"whole, and no plan");
+    }
+    for kept in ["built now", "kept from before"] {
+        let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
+        assert!(engine.runs_on().ends_with(kept), "{} {:?}", engine.runs_on(), engine.passed_over());
+    }
 }
 
 #[test]
@@ -275,6 +308,10 @@ fn an_engine_with_other_scores_than_the_cpus_is_passed_over() {
     assert!(!engine.runs_on().contains("TensorRT"), "{}", engine.runs_on());
     let said = &engine.passed_over()[0];
     assert!(said.contains("TensorRT 8.6.3") && said.contains("from the CPU's"), "{said}");
+    // No start builds it again.
+    let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
+    let said = &engine.passed_over()[0];
+    assert!(said.contains("of no use"), "{said}");
 }
 
 /// Each size of a batch has a recording, and each recording a state of TensorRT's; rows that were missing come in between.

@@ -122,8 +122,9 @@ impl DeviceEngine {
         let mut passed_over = Vec::new();
         if let Some(tensorrt) = &options.tensorrt {
             let bound = if tensorrt.fp16 { F16_APART } else { F32_APART };
-            let backend = take_tensorrt(gpu, network, named.clone(), tensorrt, options.batch_max);
-            match backend.and_then(|b| engine(b).checked(&cpu(Weights::F32)?, bound)) {
+            let trained = cpu(Weights::F32)?;
+            let take = |backend| engine(backend).checked(&trained, bound);
+            match take_tensorrt(gpu, network, named.clone(), (tensorrt, options.batch_max), take) {
                 Ok(engine) => return Ok(engine),
                 Err(e) => pass_over(&e, &mut passed_over),
             }
@@ -300,13 +301,14 @@ impl DeviceEngine {
     }
 }
 
+/// What `take` makes of the network on TensorRT.
 fn take_tensorrt(
     gpu: &Arc<Gpu>,
     network: &DenseNetwork,
     inputs: Vec<(&str, Vec<usize>)>,
-    options: &TensorRtOptions,
-    batch_max: usize,
-) -> Result<Backend, DenseError> {
+    (options, batch_max): (&TensorRtOptions, usize),
+    take: impl Fn(Backend) -> Result<DeviceEngine, DenseError>,
+) -> Result<DeviceEngine, DenseError> {
     let libraries = options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
     let tensorrt = TensorRt::open(&options.shim, libraries)?;
     let build = Build {
@@ -319,11 +321,25 @@ fn take_tensorrt(
         fp16: options.fp16,
         compute_capability: None,
     };
-    let (plan, new) = Plans::new(&options.plans).get(&tensorrt, gpu.name(), &build)?;
-    let engine = tensorrt.load(gpu, &plan, &build)?;
-    let made = if new { "built now" } else { "kept from before" };
     let types = if options.fp16 { "FP16" } else { "FP32" };
-    Ok(Backend::TensorRt { engine, name: format!("TensorRT {}, {types}, plan {made}", tensorrt.version()) })
+    let take = |plan: &[u8], made| {
+        let name = format!("TensorRT {}, {types}, plan {made}", tensorrt.version());
+        take(Backend::TensorRt { engine: tensorrt.load(gpu, plan, &build)?, name })
+    };
+    let plans = Plans::new(&options.plans);
+    let path = plans.path(&tensorrt, gpu.name(), &build);
+    if let Some(plan) = plans.kept(&path)? {
+        match take(&plan, "kept from before") {
+            Err(e) if !matches!(e, DenseError::Cuda(_)) => log::warn!("{}: {e}; built anew", path.display()),
+            taken => return taken,
+        }
+    }
+    let plan = tensorrt.build(&build)?;
+    let taken = take(&plan, "built now");
+    // Another build would give no other scores.
+    let is_no_use = matches!(taken, Err(DenseError::Apart { .. }));
+    plans.keep(&path, if is_no_use { &[] } else { &plan });
+    taken
 }
 
 fn pass_over(why: &DenseError, passed_over: &mut Vec<String>) {

@@ -55,6 +55,12 @@ pub enum TensorRtError {
     /// The network's inputs or outputs are not those that were asked for.
     #[error("TensorRT: {0}")]
     Interface(String),
+    /// An earlier start built it and could not use it.
+    #[error("TensorRT: {path} says that the engine built here was of no use; remove it to try again", path = path.display())]
+    OfNoUse {
+        /// What says so.
+        path: PathBuf,
+    },
     /// TensorRT refused; its own words.
     #[error("TensorRT: {0}")]
     Refused(String),
