@@ -101,7 +101,7 @@ pub(super) enum Known {
     /// The same for every request.
     Constant(Rc<Constant>),
     /// Integers: axes, indices, shapes.
-    Sizes { sizes: Vec<Size>, scalar: bool },
+    Sizes { sizes: Rc<[Size]>, scalar: bool },
 }
 
 /// A tensor of floats.
@@ -188,6 +188,13 @@ impl Builder {
         if self.values <= VALUES_MAX { Ok(()) } else { Err(problem()) }
     }
 
+    /// The same of weights.
+    pub fn pack(&mut self, weights: usize) -> Result<(), Stop> {
+        self.packed = self.packed.saturating_add(weights);
+        let problem = || malformed(&format!("over {WEIGHTS_MAX} weights"));
+        if self.packed <= WEIGHTS_MAX { Ok(()) } else { Err(problem()) }
+    }
+
     /// A new node; its result has this shape.
     pub fn node(&mut self, inputs: Vec<Id>, op: Op, shape: Vec<usize>) -> Result<Known, Stop> {
         let output = self.value(&shape)?;
@@ -204,10 +211,7 @@ impl Builder {
         bias: impl Fn(usize) -> f32,
     ) -> Result<Known, Stop> {
         let (k, mut out) = (shape[shape.len() - 1], shape);
-        self.packed = self.packed.saturating_add(k.saturating_mul(padded(n)));
-        if self.packed > WEIGHTS_MAX {
-            return Err(malformed(&format!("over {WEIGHTS_MAX} weights")));
-        }
+        self.pack(k.saturating_mul(padded(n)))?;
         out.pop();
         let rows = out.iter().product();
         out.push(n);

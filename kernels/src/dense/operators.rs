@@ -45,6 +45,9 @@ impl Builder {
             },
             _ => Err(Stop::Unsupported(node.op_type().to_owned())),
         }?;
+        if let Known::Sizes { sizes, .. } = &one {
+            self.spend(sizes.len())?;
+        }
         Ok(vec![one])
     }
 
@@ -64,8 +67,8 @@ impl Builder {
         match self.maybe(node, i)? {
             None => Ok(None),
             Some(Known::Sizes { sizes, .. }) => sizes
-                .into_iter()
-                .map(|s| if let Size::Fixed(n) = s { Ok(n) } else { Err(unsupported(node, "by the batch")) })
+                .iter()
+                .map(|s| if let Size::Fixed(n) = s { Ok(*n) } else { Err(unsupported(node, "by the batch")) })
                 .collect::<Result<_, _>>()
                 .map(Some),
             Some(_) => Err(unsupported(node, "by computed integers")),
@@ -228,7 +231,9 @@ impl Builder {
     fn concat(&mut self, node: &NodeProto) -> Result<Known, Stop> {
         let all = (0..node.input.len()).map(|i| self.input(node, i)).collect::<Result<Vec<_>, _>>()?;
         if let Some(sizes) = all.iter().map(|k| k.sizes()).collect::<Option<Vec<_>>>() {
-            return Ok(Known::Sizes { sizes: sizes.concat(), scalar: false });
+            // Before they are there: a few nodes make a list of any length of themselves.
+            self.spend(sizes.iter().map(|s| s.len()).sum())?;
+            return Ok(Known::Sizes { sizes: sizes.concat().into(), scalar: false });
         }
         let Some(Known::Value(_, first)) = all.first() else {
             return Err(unsupported(node, "of constants"));
@@ -255,7 +260,11 @@ impl Builder {
     fn view(&mut self, node: &NodeProto) -> Result<Known, Stop> {
         let known = self.input(node, 0)?;
         if let (Known::Sizes { sizes, .. }, "Unsqueeze" | "Squeeze") = (&known, node.op_type()) {
-            return Ok(Known::Sizes { sizes: sizes.clone(), scalar: node.op_type() == "Squeeze" });
+            let scalar = node.op_type() == "Squeeze";
+            if scalar && sizes.len() != 1 {
+                return Err(malformed(&format!("Squeeze of {} integers", sizes.len())));
+            }
+            return Ok(Known::Sizes { sizes: Rc::clone(sizes), scalar });
         }
         let Known::Value(id, shape) = known else { return Err(unsupported(node, "of a constant")) };
         let width: usize = shape.iter().product();
@@ -329,6 +338,7 @@ impl Builder {
         if let Known::Constant(c) = &known {
             return match (c.shape.as_slice(), node.ints("perm").unwrap_or(&[1, 0])) {
                 (&[rows, columns], [1, 0]) => {
+                    self.pack(c.values.len())?;
                     let values = (0..rows * columns).map(|i| c.values[i % rows * columns + i / rows]);
                     let turned = Constant { shape: vec![columns, rows], values: values.collect() };
                     Ok(Known::Constant(Rc::new(turned)))
@@ -439,8 +449,8 @@ impl Builder {
 }
 
 impl Known {
-    fn sizes(&self) -> Option<Vec<Size>> {
-        if let Self::Sizes { sizes, .. } = self { Some(sizes.clone()) } else { None }
+    fn sizes(&self) -> Option<&[Size]> {
+        if let Self::Sizes { sizes, .. } = self { Some(sizes) } else { None }
     }
 }
 

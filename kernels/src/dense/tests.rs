@@ -249,6 +249,19 @@ fn files_that_lie_are_refused() {
     let last = node("Identity", &["d40"], &["out"], &[]);
     let bomb = std::iter::once(first).chain((0..40).map(double)).chain([last]).collect();
     refused(&network(bomb, vec![]), "values a sample");
+    // The same of integers, and of lists and weights that are only passed on.
+    let double =
+        |i: usize| node("Concat", &[&format!("d{i}"), &format!("d{i}")], &[&format!("d{}", i + 1)], &[]);
+    refused(&network((0..40).map(double).collect(), vec![ints("d0", &[1])]), "values a sample");
+    let again = |op: &str| (0..200).map(|_| node(op, &["w"], &["o"], &[])).collect();
+    refused(&network(again("Identity"), vec![ints("w", &vec![1; 1 << 17])]), "values a sample");
+    refused(&network(again("Transpose"), vec![floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19])]), "weights");
+    // As an index two integers are no single one.
+    let squeezed = vec![
+        node("Squeeze", &["two"], &["i"], &[]),
+        node("Gather", &["y", "i"], &["out"], &[("axis", &[1])]),
+    ];
+    refused(&network(squeezed, vec![ints("two", &[0, 1])]), "Squeeze of 2 integers");
     // The same weights packed again and again.
     let wide = floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19]);
     let many =
