@@ -10,6 +10,9 @@
 //
 // A row that is too wide for registers is added as it is read, and believed then: a bag that took one in that had changed meanwhile
 // counts for nothing and is asked for again.
+//
+// Changed since the first version: eight keys of narrow rows at once instead of four; bags that wait are read where they lie when
+// `finish` runs, so that a graph can record it; wide rows in pieces, no local memory; a tile's offsets are read once.
 #include "pool.cuh"
 
 // Words of a lane that stay in registers while a bag is added: 128 columns, or more of small codecs.

@@ -555,7 +555,9 @@ fn no_query_sees_a_torn_or_foreign_row() {
     }
     let told = format!("{hits} lookups, {refused} rows missed, {spoiled} times bags again");
     println!("{told}");
-    assert!(hits > 20_000 && refused > 2000 && spoiled > 10, "{told}");
+    assert!(hits > 20_000 && refused > 2000, "{told}");
+    // A GPU promises no overlap.
+    assert!(spoiled > 10 || standin::load().is_none(), "{told}");
 }
 
 #[test]

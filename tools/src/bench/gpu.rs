@@ -4,7 +4,7 @@
 
 use super::lookup::fill_cache;
 use super::peer::percentile;
-use super::{Bar, Machine, Report, bars_table, dlrm};
+use super::{Bar, Found, Machine, Report, bars_table, dlrm};
 use crate::report;
 use crate::synthetic::CRITEO_ONNX;
 use anyhow::{Context, Result, ensure};
@@ -361,6 +361,11 @@ fn bars(points: &[Point], copied: f64) -> Vec<Bar> {
             0.7,
         ),
         Bar::at_least("requests an own launch and an own wait, all rows cached", 1.0 / most, 1.0),
+        Bar {
+            name: "lookups a second beside HPS's cache kernels on the same keys".to_owned(),
+            bar: 2.0,
+            found: Found::NotRun { reason: "nothing here builds and runs HPS's kernels".to_owned() },
+        },
     ]
 }
 
@@ -453,6 +458,7 @@ mod tests {
         let found: Vec<String> = bars(&points, 100.0).iter().map(ToString::to_string).collect();
         assert!(found[0].contains("batch 64") && found[0].contains("0.600") && found[0].ends_with("MISSED"));
         assert!(found[1].contains("0.500") && found[1].ends_with("MISSED"), "{found:?}");
+        assert!(found[2].contains("HPS") && found[2].contains("not run"), "{found:?}");
         let found: Vec<String> = bars(&points[2..3], 100.0).iter().map(ToString::to_string).collect();
         assert!(found[0].contains("not run") && found[1].ends_with("holds"), "{found:?}");
     }
