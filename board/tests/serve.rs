@@ -176,7 +176,7 @@ fn a_line_longer_than_any_sample_takes_no_memory() {
 fn a_damaged_model_holds_up_no_other() {
     let car = Car::new();
     let damaged = car.folder.path().join("damaged");
-    hatchback_tests::fleet::copy(&car.folder.path().join("flash"), &damaged);
+    hatchback_tests::versions::copy(&car.folder.path().join("flash"), &damaged);
     let mut record = std::fs::read(damaged.join("live")).unwrap();
     let middle = record.len() / 2;
     record[middle] ^= 1;
