@@ -15,7 +15,7 @@ use hatchback::score::{SystemClock, Worker};
 use hatchback::serving::Serving;
 use hatchback::{Pooling, Status};
 use hatchback_kernels::cuda::Device;
-use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_of, tiny_budget};
+use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, tiny_budget};
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::standin;
@@ -312,14 +312,53 @@ fn a_budget_that_does_not_hold_is_refused() {
 }
 
 /// A model of two caches, since rows are of two widths, and its sample `i`, of three rows of each.
-fn two_caches(seed: u64, miss: MissPolicy) -> (ModelPlan, impl Fn(u64) -> Sample) {
-    let table = |keys, dim| TablePlan { miss, ..TablePlan::cached(keys, 400, dim, CodecChoice::U8) };
-    let tables = vec![table(KeySpace::Index, 20), table(KeySpace::Index, 24)];
+fn two_caches(seed: u64, misses: [MissPolicy; 2]) -> (ModelPlan, impl Fn(u64) -> Sample) {
+    let table =
+        |miss, dim| TablePlan { miss, ..TablePlan::cached(KeySpace::Index, 400, dim, CodecChoice::U8) };
+    let tables = vec![table(misses[0], 20), table(misses[1], 24)];
     let feature = |table| FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(table) };
     let features = (0..2).map(feature).collect();
     let plan = ModelPlan { name: "two".to_owned(), sequence: 1, seed, dense: 0, tables, features };
     let keys = |i: u64| (0..3).map(|n| (7 * i + 31 * n) % 400).collect::<Vec<u64>>();
     (plan, move |i| Sample { sparse: vec![keys(i), keys(i + 200)], ..Sample::default() })
+}
+
+/// The model on the GPU, with room for every row, with its network or without.
+fn open_for(packed: &Packed, with_dense: bool, seed: u64) -> Arc<Model> {
+    let flash = packed.install();
+    let model = open(&flash, Budget { batch_max: BATCH_MAX, ..Budget::default() }, seed);
+    let flash = Flash::open(&hatchback::disk::system(), &flash).unwrap();
+    match with_dense {
+        true => Arc::new(Arc::into_inner(model).unwrap().with_dense(&flash, None).unwrap()),
+        false => model,
+    }
+}
+
+/// Rows were on their way into a cache when the launch behind them failed, and rows that the request did not wait for are staged next.
+#[test]
+fn what_was_begun_ends_before_its_rows_are_staged_over() {
+    let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a call that fails: only the stand-in fails when it is told to");
+    };
+    for seed in 0..4 {
+        let (plan, sample) = two_caches(seed, [MissPolicy::Wait, MissPolicy::Default]);
+        let packed = plan.pack();
+        let reference = Reference::new(&packed.schema, &packed.rows);
+        let with_dense = seed % 2 == 1;
+        let model = open_for(&packed, with_dense, seed);
+        let mut worker = worker(&model);
+        for first in [0, 12, 24] {
+            let samples: Vec<Sample> = (first..first + 12).map(&sample).collect();
+            let (what, after) = if with_dense { (c"graph", 1) } else { (c"finish_bags", 0) };
+            stand_in.fault(what, after, 1);
+            assert!(worker.score(&batch_of(&model, &samples), None).is_err() && worker.behind() > 0);
+            while worker.behind() > 0 {
+                worker.fetch_behind(8);
+            }
+            check(&mut worker, &reference, &samples);
+        }
+    }
 }
 
 /// A call into the driver that fails once costs its request, or the rows that were being fetched ahead, and nothing else: every row
@@ -332,17 +371,11 @@ fn a_call_that_fails_once_leaves_no_row_under_another_key() {
     };
     // The network where the rows are, or not.
     for seed in 0..12 {
-        let (plan, sample) = two_caches(seed, MissPolicy::Wait);
+        let (plan, sample) = two_caches(seed, [MissPolicy::Wait; 2]);
         let packed = plan.pack();
         let reference = Reference::new(&packed.schema, &packed.rows);
-        let flash = packed.install();
-        let model = open(&flash, Budget { batch_max: BATCH_MAX, ..Budget::default() }, seed);
-        let flash = Flash::open(&hatchback::disk::system(), &flash).unwrap();
         let with_dense = seed % 2 == 1;
-        let model = match with_dense {
-            true => Arc::new(Arc::into_inner(model).unwrap().with_dense(&flash, None).unwrap()),
-            false => model,
-        };
+        let model = open_for(&packed, with_dense, seed);
         let mut worker = worker(&model);
         let samples = |from: u64, count: u64| (from..from + count).map(&sample).collect::<Vec<_>>();
         let mut faults = vec![(c"insert_rows", 0), (c"insert_rows", 1), (c"wait", 0), (c"wait", 1)];
@@ -384,7 +417,7 @@ fn a_worker_without_a_gpu_fetches_nothing_ahead() {
     let Some(stand_in) = standin::load() else {
         return println!("SKIPPED: a call that fails: only the stand-in fails when it is told to");
     };
-    let (plan, sample) = two_caches(5, MissPolicy::Default);
+    let (plan, sample) = two_caches(5, [MissPolicy::Default; 2]);
     let packed = plan.pack();
     let model = open(&packed.install(), Budget { batch_max: BATCH_MAX, ..Budget::default() }, 5);
     let batch = batch_of(&model, &[sample(1)]);
@@ -407,7 +440,7 @@ fn a_worker_without_a_gpu_fetches_nothing_ahead() {
 #[test]
 fn a_request_through_a_pipeline_is_one_launch_and_one_wait() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
-    let (plan, sample) = two_caches(6, MissPolicy::Wait);
+    let (plan, sample) = two_caches(6, [MissPolicy::Wait; 2]);
     let packed = plan.pack();
     let model = open(&packed.install(), Budget { batch_max: BATCH_MAX, ..Budget::default() }, 6);
     let Device::Cuda(gpu) = model.lookup_device() else { unreachable!() };
