@@ -168,7 +168,7 @@ impl Limit {
 /// Where our rows are.
 enum Store {
     /// All tables in one cache.
-    Cached(Cache),
+    Cached(Box<Cache>),
     /// Each table whole.
     Resident(Vec<Resident>),
 }
@@ -197,7 +197,7 @@ impl Ours {
             (Store::Resident((0..TABLES).map(|_| table()).collect()), keys)
         } else {
             let (cache, keys) = fill_cache(rows, rows, &encoded)?;
-            (Store::Cached(cache), keys)
+            (Store::Cached(Box::new(cache)), keys)
         };
         Ok(Self {
             format,
