@@ -67,7 +67,7 @@ def it_reads_what_we_sign(hatchback: str, work: pathlib.Path) -> None:
     assert info is not None, "the release is not listed"
     client.download_target(info)
     run([hatchback, "keys", "rotate", keys, "timestamp"])
-    run([hatchback, "publish", "--carry", "1", "--keys", keys, "--to", repository])
+    run([hatchback, "publish", "--keys", keys, "--to", repository])
     updater().refresh()
     stamp = repository / "metadata" / "timestamp.json"
     stamp.write_bytes(stamp.read_bytes().replace(b'"version": 2', b'"version": 3'))

@@ -106,13 +106,6 @@ impl Fleet {
         self.publish(now, &VERSIONS.deltas[generation - 1]);
     }
 
-    /// The same after a rotation of keys: the new ones sign these sequences too.
-    pub fn delta_after_rotation(&self, now: u64, generation: usize, carry: &[&str]) {
-        let carry = carry.iter().map(|c| (*c).to_owned()).collect();
-        let bundles = vec![VERSIONS.deltas[generation - 1].clone()];
-        self.change(now, Change { bundles, carry, ..Change::default() });
-    }
-
     /// A file of the repository.
     pub fn file(&self, path: &str) -> PathBuf {
         self.repository().join(path)

@@ -6,7 +6,7 @@ use crate::store::Store;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::sync::trust::PUBLISHED;
 use serde_json::Value;
-use sigstore_tuf::TrustedMetadataSet;
+use sigstore_tuf::{Metadata, TrustedMetadataSet};
 use std::collections::HashMap;
 use std::path::Path;
 use tough::TargetName;
@@ -31,7 +31,7 @@ pub struct Present {
     pub targets: u64,
     /// What is listed.
     pub signed: Option<Signed<Targets>>,
-    /// Whether keys were replaced since: only an older root vouches for it.
+    /// Whether the targets' keys were replaced since: only an older root vouches for what is listed.
     pub is_outdated: bool,
 }
 
@@ -120,6 +120,14 @@ impl Names {
     }
 }
 
+/// Whether the keys that `root` names for the role signed the metadata of the `targets`.
+fn vouches(root: &[u8], targets: &[u8]) -> Result<bool> {
+    let set = TrustedMetadataSet::from_root(root)?;
+    let role = set.root().role("targets").context("the root names no role targets")?;
+    let targets = Metadata::<sigstore_tuf::Targets>::from_slice(targets)?;
+    Ok(targets.verify_threshold(&set.root().keys, role, "targets").is_ok())
+}
+
 /// Reads and verifies what the repository has now; expiry does not matter to the publisher.
 ///
 /// # Errors
@@ -129,8 +137,10 @@ pub fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
     let long_ago = jiff::Timestamp::UNIX_EPOCH;
     let mut refused = None;
     // After a rotation what is there is signed by the keys of an older root.
-    for (age, (_, path)) in roots(keys)?.iter().rev().enumerate() {
-        let mut set = TrustedMetadataSet::from_root(&std::fs::read(path)?)?;
+    let roots =
+        roots(keys)?.iter().rev().map(|(_, path)| Ok(std::fs::read(path)?)).collect::<Result<Vec<_>>>()?;
+    for root in &roots {
+        let mut set = TrustedMetadataSet::from_root(root)?;
         if let Err(e) = set.update_timestamp(&timestamp, long_ago) {
             refused = refused.or(Some(e));
             continue;
@@ -158,7 +168,7 @@ pub fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
             snapshot: set.snapshot().map_or(0, |s| s.version),
             targets: signed.signed.version.get(),
             signed: Some(signed),
-            is_outdated: age > 0,
+            is_outdated: !vouches(&roots[0], &targets)?,
         });
     }
     match refused {

@@ -100,7 +100,7 @@ pub fn prune(store: &dyn Store, keys: &Path, window: &Window, now: u64) -> Resul
     // Listed before it is known what is named: what comes meanwhile is not in the list.
     let objects = store.list()?;
     let present = present(store, keys)?;
-    ensure!(!present.is_outdated, "keys were replaced since the last publish: publish first");
+    ensure!(!present.is_outdated, "the targets' keys were replaced since the last publish: publish first");
     let listed = &present.signed.as_ref().context("nothing is published here")?.signed;
     let named = named(store, &present, now.saturating_sub(window.grace_s))?;
     let mut done = Pruned { unlisted: outside(listed, window.releases), ..Pruned::default() };

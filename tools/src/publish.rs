@@ -38,8 +38,8 @@ pub struct PublishArgs {
     /// until a newer one comes
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     revoke: Vec<String>,
-    /// After a rotation of keys: signs this release, which so far only the replaced keys vouch for, with the new ones. Each that is listed
-    /// has to be named here or with `--revoke`, or given again as a bundle: whoever stole a key may have listed some
+    /// After a rotation of the targets' key: signs this release, which so far only the replaced key vouches for, with the new one. Each that
+    /// has to be named here or with `--revoke`, or given again as a bundle: whoever stole that key may have listed some
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     carry: Vec<String>,
     /// Share of the fleet that may have these bundles, per cent; publish them again to widen it
@@ -256,7 +256,7 @@ fn carried(
     open.sort();
     ensure!(
         open.is_empty(),
-        "keys were replaced, and only an older root vouches for what is listed; say with --carry or --revoke what becomes of it, or \
+        "the targets' keys were replaced, and only an older root vouches for what is listed; say with --carry or --revoke what becomes of it, or \
          give the bundle again:\n{}",
         open.join("\n")
     );
