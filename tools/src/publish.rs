@@ -38,8 +38,9 @@ pub struct PublishArgs {
     /// until a newer one comes
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     revoke: Vec<String>,
-    /// After a rotation of the targets' key: signs this release, which so far only the replaced key vouches for, with the new one. Each that
-    /// has to be named here or with `--revoke`, or given again as a bundle: whoever stole that key may have listed some
+    /// After a rotation of the targets' key: signs this release, for which only the replaced key vouches, with the new one.
+    /// Each that is listed has to be named here or with `--revoke`, or given again as a bundle: whoever stole that key
+    /// may have listed some
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     carry: Vec<String>,
     /// Share of the fleet that may have these bundles, per cent; publish them again to widen it
