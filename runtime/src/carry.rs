@@ -1,6 +1,7 @@
-//! The warm cache over a swap: the rows that the old generation's caches hold, here or on a GPU, go into the new one's, as the new one has
-//! them, and before those go to a GPU themselves. Rows of segments that both have are copied; rows that a delta changed are read from flash; rows that are gone
-//! are left out. The old caches stay as they are: requests in flight are still answered from them.
+//! The warm cache over a swap: the rows that the old generation's caches hold, here or on a GPU, go into the new one's,
+//! as the new one has them, and before those go to a GPU themselves. Rows of segments that both have are copied; rows
+//! that a delta changed are read from flash; rows that are gone are left out. The old caches stay as they are: requests
+//! in flight are still answered from them.
 
 use crate::flash::Flash;
 use crate::model::Model;
