@@ -27,7 +27,9 @@ impl Latencies {
             Some((of, latencies)) if of == generation => latencies.saturating_record(us),
             _ => {
                 // Bounds that are sound; were they not, nothing would be measured.
-                let Ok(mut latencies) = Histogram::new_with_bounds(1, LATENCY_US_MAX, 2) else { return };
+                let Ok(mut latencies) = Histogram::new_with_bounds(1, LATENCY_US_MAX, 2) else {
+                    return;
+                };
                 latencies.saturating_record(us);
                 models.insert(model.to_owned(), (generation.clone(), latencies));
             }

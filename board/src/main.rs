@@ -123,8 +123,8 @@ fn main() -> Result<()> {
         stop.on_signal(move || syncs.iter().for_each(update::ended))?;
     }
     let lookups = device.open(target.tegra_profile);
-    let lookups =
-        lookups.with_context(|| format!("{}: device (`--device cpu` needs none)", cli.target.display()))?;
+    let lookups = lookups
+        .with_context(|| format!("{}: device (`--device cpu` needs none)", cli.target.display()))?;
     log::info!("lookups on: {}", lookups.name());
     let budget = target.budget;
     let clock = Arc::new(SystemClock::default());
@@ -162,7 +162,11 @@ fn main() -> Result<()> {
 ///
 /// # Errors
 /// None can be, nor may a release change that.
-fn load_each(flash: &[String], updates: &[Update], load: impl Fn(&String) -> Result<()>) -> Result<()> {
+fn load_each(
+    flash: &[String],
+    updates: &[Update],
+    load: impl Fn(&String) -> Result<()>,
+) -> Result<()> {
     let awaited = |given: &&String| updates.iter().any(|update| update.awaited_at(named(given).1));
     let (mut loaded, mut fault) = (0, None);
     for given in flash.iter().filter(|given| !awaited(given)) {
@@ -204,7 +208,13 @@ fn serve(
 }
 
 /// Prints what the machine tells.
-fn report(root: &Root, target: &Target, device: DeviceKind, flash: &[String], json: bool) -> Result<()> {
+fn report(
+    root: &Root,
+    target: &Target,
+    device: DeviceKind,
+    flash: &[String],
+    json: bool,
+) -> Result<()> {
     let directories: Vec<PathBuf> = flash.iter().map(|given| named(given).1.to_owned()).collect();
     let report = Report::new(root, target, device, &directories);
     if json {
@@ -224,7 +234,8 @@ fn folders(folder: &Path) -> Vec<String> {
     });
     let entries = entries.into_iter().flatten().flatten().map(|entry| entry.path());
     // Every ext4 file system has a `lost+found`.
-    let mut folders: Vec<_> = entries.filter(|path| path.is_dir() && !path.ends_with("lost+found")).collect();
+    let mut folders: Vec<_> =
+        entries.filter(|path| path.is_dir() && !path.ends_with("lost+found")).collect();
     folders.sort();
     let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     folders.iter().map(|path| format!("{}={}", name(path), path.display())).collect()
@@ -255,17 +266,29 @@ fn named(given: &str) -> (Option<&str>, &Path) {
 }
 
 /// The updates of the models that have a sync directory.
-fn updates(flash: &[String], sync: &[String], root: Option<&Path>, target: &Target) -> Result<Vec<Update>> {
+fn updates(
+    flash: &[String],
+    sync: &[String],
+    root: Option<&Path>,
+    target: &Target,
+) -> Result<Vec<Update>> {
     let root = root.filter(|_| !sync.is_empty());
-    let root =
-        root.map(|path| std::fs::read(path).with_context(|| path.display().to_string())).transpose()?;
+    let root = root
+        .map(|path| std::fs::read(path).with_context(|| path.display().to_string()))
+        .transpose()?;
     let update = |given: &String| {
         let (name, directory) = named(given);
         let of = flash.iter().map(|f| named(f)).find(|(n, _)| flash.len() == 1 || *n == name);
-        let (served, place) = of.with_context(|| format!("--sync {given}: no such model is served"))?;
+        let (served, place) =
+            of.with_context(|| format!("--sync {given}: no such model is served"))?;
         let (disk, directory) = (disk::system(), directory.to_owned());
-        let sync =
-            hatchback::sync::Sync { disk, directory, flash: place.to_owned(), lineage: None, cohort: 0 };
+        let sync = hatchback::sync::Sync {
+            disk,
+            directory,
+            flash: place.to_owned(),
+            lineage: None,
+            cohort: 0,
+        };
         let name = served.or(name).unwrap_or_default().to_owned();
         Ok(Update { name, sync, budget: target.budget, policy: target.update, root: root.clone() })
     };

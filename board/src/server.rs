@@ -105,7 +105,9 @@ impl<'a> Socket<'a> {
 impl Drop for Socket<'_> {
     fn drop(&mut self) {
         match std::fs::remove_file(self.path) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => log::warn!("{}: {e}", self.path.display()),
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                log::warn!("{}: {e}", self.path.display())
+            }
             _ => {}
         }
     }
@@ -148,7 +150,8 @@ fn answer_all(server: Server<'_>, connection: &UnixStream, stop: &Stop) -> io::R
     connection.set_write_timeout(Some(IDLE))?;
     let (mut reader, mut line) = (BufReader::new(connection), Vec::new());
     loop {
-        let bytes_max = if line.len() < LINE_BYTES { LINE_BYTES } else { line_bytes_max(server.serving) };
+        let bytes_max =
+            if line.len() < LINE_BYTES { LINE_BYTES } else { line_bytes_max(server.serving) };
         let room = bytes_max.saturating_sub(line.len()) as u64;
         match reader.by_ref().take(room).read_until(b'\n', &mut line) {
             Ok(0) if line.is_empty() => return Ok(()),
@@ -228,7 +231,9 @@ fn answer(mut connection: &UnixStream, value: &Value, stop: &Stop) -> io::Result
     while !rest.is_empty() {
         match connection.write(rest) {
             Ok(n) => rest = &rest[n..],
-            Err(e) if e.kind() == io::ErrorKind::Interrupted || is_timeout(&e) && !stop.is_asked() => {}
+            Err(e)
+                if e.kind() == io::ErrorKind::Interrupted || is_timeout(&e) && !stop.is_asked() => {
+            }
             Err(e) => return Err(e),
         }
     }

@@ -42,7 +42,11 @@ pub fn refused(setting: &Reading) -> Option<String> {
 fn raise_open_files() -> Result<String, String> {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
-        .map(|()| limit.maximum.map_or("as many as they like".to_owned(), |files| format!("at most {files}")))
+        .map(|()| {
+            limit
+                .maximum
+                .map_or("as many as they like".to_owned(), |files| format!("at most {files}"))
+        })
         .map_err(|e| format!("{e}; the unit needs LimitNOFILE"))
 }
 
@@ -50,7 +54,9 @@ fn raise_open_files() -> Result<String, String> {
 /// tried: the daemon would get no more memory from the system once it has reached it.
 fn lock_memory(bytes: u64) -> Result<String, String> {
     let limit = rustix::process::getrlimit(Resource::Memlock).current;
-    if let Some(limit) = limit.filter(|&limit| limit < bytes && !rustix::process::geteuid().is_root()) {
+    if let Some(limit) =
+        limit.filter(|&limit| limit < bytes && !rustix::process::geteuid().is_root())
+    {
         return Err(format!(
             "{limit} bytes may be locked and {bytes} are needed; the unit needs LimitMEMLOCK=infinity"
         ));
@@ -83,7 +89,8 @@ fn realtime(priority: u8) -> Result<String, String> {
 /// milliseconds). The kernel derives that of its reads and writes from it.
 pub fn behind_all() {
     let policy = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
-    if let Err(e) = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, policy) {
+    if let Err(e) = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, policy)
+    {
         log::warn!("a thread beside requests runs at their priority: {e}");
     }
 }

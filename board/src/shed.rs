@@ -60,8 +60,8 @@ impl Shed {
             return;
         }
         self.level.store(after, Ordering::Relaxed);
-        let zone =
-            hottest.map_or("no temperature".to_owned(), |(zone, degrees)| format!("{zone} {degrees} °C"));
+        let zone = hottest
+            .map_or("no temperature".to_owned(), |(zone, degrees)| format!("{zone} {degrees} °C"));
         let power = watts.map_or("no power".to_owned(), |watts| format!("{watts:.1} W"));
         let what = ["nothing", "upkeep", "upkeep and all requests but one at a time"];
         log::warn!("{zone}, {power}: shedding {}", what[usize::from(after)]);
@@ -105,8 +105,12 @@ fn level(limits: &Limits, before: u8, celsius: Option<f64>, watts: Option<f64>) 
 mod tests {
     use super::*;
 
-    const LIMITS: Limits =
-        Limits { upkeep_celsius: 80, requests_celsius: 100, upkeep_watts: Some(40), requests_watts: None };
+    const LIMITS: Limits = Limits {
+        upkeep_celsius: 80,
+        requests_celsius: 100,
+        upkeep_watts: Some(40),
+        requests_watts: None,
+    };
 
     #[test]
     fn upkeep_goes_first_and_comes_back_last() {
@@ -127,7 +131,11 @@ mod tests {
             now = level(&LIMITS, now, Some(celsius), Some(watts));
             assert_eq!(now, expected, "{celsius} °C, {watts} W");
         }
-        assert_eq!(level(&LIMITS, REQUESTS, None, None), NOTHING, "what cannot be read sheds nothing");
+        assert_eq!(
+            level(&LIMITS, REQUESTS, None, None),
+            NOTHING,
+            "what cannot be read sheds nothing"
+        );
     }
 
     #[test]

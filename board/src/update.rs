@@ -55,8 +55,11 @@ impl Update {
     fn count_start(&self) -> Result<(), SyncError> {
         self.sync.begin(now())?;
         let root = self.root.as_deref();
-        let nobody = Host { policy: self.policy, budget: self.budget, watched: None, root, rest: &|| {} };
-        while self.sync.status()?.state == State::RollingBack && self.sync.advance(&nobody, now())? {}
+        let nobody =
+            Host { policy: self.policy, budget: self.budget, watched: None, root, rest: &|| {} };
+        while self.sync.status()?.state == State::RollingBack
+            && self.sync.advance(&nobody, now())?
+        {}
         Ok(())
     }
 
@@ -89,7 +92,11 @@ impl UpdateThread {
     ///
     /// # Errors
     /// The socket cannot be bound, or the system gives no thread.
-    pub fn start(update: Update, serving: &Arc<Serving>, latencies: &Arc<Latencies>) -> Result<Self> {
+    pub fn start(
+        update: Update,
+        serving: &Arc<Serving>,
+        latencies: &Arc<Latencies>,
+    ) -> Result<Self> {
         let wake = wake_socket(&update.sync.directory);
         if let Err(e) = std::fs::remove_file(&wake)
             && e.kind() != io::ErrorKind::NotFound
@@ -102,7 +109,8 @@ impl UpdateThread {
         let (serving, latencies) = (Arc::clone(serving), Arc::clone(latencies));
         let stop = Arc::clone(&stopping);
         let (said, unopened) = (String::new(), String::new());
-        let mut work = Work { stopping: stop, update, serving, latencies, failed: None, said, unopened };
+        let mut work =
+            Work { stopping: stop, update, serving, latencies, failed: None, said, unopened };
         let run = move || {
             settings::behind_all();
             while !work.stopping.load(Ordering::Acquire) {
@@ -204,7 +212,8 @@ impl Work {
         if name.is_empty() {
             name.clone_from(&live.lineage);
         }
-        let failed = self.failed.as_ref().is_some_and(|(generation, _)| *generation == live.to_string());
+        let failed =
+            self.failed.as_ref().is_some_and(|(generation, _)| *generation == live.to_string());
         if self.serving.generation(name).as_ref() == Some(live) || failed {
             return;
         }

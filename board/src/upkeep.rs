@@ -39,8 +39,9 @@ impl UpkeepThread {
             let (mut worker, mut rest) = (None, Duration::ZERO);
             while stopped.recv_timeout(rest) == Err(RecvTimeoutError::Timeout) {
                 if worker.is_none() {
-                    worker =
-                        Flash::open(&disk::system(), &directory).ok().map(|flash| Work::new(flash, rules));
+                    worker = Flash::open(&disk::system(), &directory)
+                        .ok()
+                        .map(|flash| Work::new(flash, rules));
                 }
                 rest = match &mut worker {
                     Some(worker) if !shed.upkeep() => worker.step(),
@@ -49,7 +50,10 @@ impl UpkeepThread {
             }
             worker.into_iter().for_each(Work::end);
         };
-        Ok(Self { stop, thread: std::thread::Builder::new().name("upkeep".to_owned()).spawn(worker)? })
+        Ok(Self {
+            stop,
+            thread: std::thread::Builder::new().name("upkeep".to_owned()).spawn(worker)?,
+        })
     }
 
     /// Ends upkeep after the step that is under way; what was merged so far is durable.
@@ -80,13 +84,14 @@ fn installed_bytes(flash: &Flash) -> u64 {
 
 impl Work {
     fn new(flash: Flash, rules: Rules) -> Self {
-        let (catalog, notes, found) = match Catalog::open(&Catalog::place(flash.directory()), &flash) {
-            Ok((catalog, notes, found)) => (Some(catalog), notes, Some(found)),
-            Err(e) => {
-                log::warn!("upkeep starts without what it knew: {e}");
-                (None, Notes::lost(), None)
-            }
-        };
+        let (catalog, notes, found) =
+            match Catalog::open(&Catalog::place(flash.directory()), &flash) {
+                Ok((catalog, notes, found)) => (Some(catalog), notes, Some(found)),
+                Err(e) => {
+                    log::warn!("upkeep starts without what it knew: {e}");
+                    (None, Notes::lost(), None)
+                }
+            };
         let mut upkeep = Upkeep::new(rules, catalog, notes);
         if let Some(Found::Stale { .. }) = found {
             upkeep.wrote(now(), installed_bytes(&flash));
@@ -145,7 +150,10 @@ impl Work {
 
     fn end(mut self) {
         match self.upkeep.pause(now()) {
-            Ok(()) => log::info!("upkeep stopped, {} bytes written in all", self.upkeep.wear().bytes_total),
+            Ok(()) => log::info!(
+                "upkeep stopped, {} bytes written in all",
+                self.upkeep.wear().bytes_total
+            ),
             Err(e) => log::warn!("upkeep stopped: {e}"),
         }
     }

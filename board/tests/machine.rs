@@ -25,7 +25,8 @@ impl Machine {
         let machine = Self(tempfile::tempdir().unwrap());
         for entry in std::fs::read_dir(repository("targets")).unwrap() {
             let path = entry.unwrap().path();
-            std::fs::copy(&path, machine.path(path.file_name().unwrap().to_str().unwrap())).unwrap();
+            std::fs::copy(&path, machine.path(path.file_name().unwrap().to_str().unwrap()))
+                .unwrap();
         }
         std::fs::write(machine.path("own.toml"), format!("inherits = \"{base}\"\n{more}")).unwrap();
         machine
@@ -64,7 +65,11 @@ impl Machine {
         lay_on_flash(&bundle, &self.path("models/coupon")).unwrap();
         let target = std::fs::read_to_string(self.path("own.toml")).unwrap();
         let models = self.path("models");
-        std::fs::write(self.path("own.toml"), format!("{target}\n[machine]\nmodels = {models:?}\n")).unwrap();
+        std::fs::write(
+            self.path("own.toml"),
+            format!("{target}\n[machine]\nmodels = {models:?}\n"),
+        )
+        .unwrap();
         self
     }
 
@@ -124,8 +129,10 @@ fn problems(report: &Value) -> String {
 
 /// What a board says where all is well.
 fn orin() -> Machine {
-    let board =
-        Machine::new("drive-orin", "[machine]\nlock_memory = false\nrealtime_priority = 0\ncpus = []\n");
+    let board = Machine::new(
+        "drive-orin",
+        "[machine]\nlock_memory = false\nrealtime_priority = 0\ncpus = []\n",
+    );
     for (file, text) in [
         ("proc/device-tree/model", "NVIDIA DRIVE Orin\0"),
         ("etc/os-release", "NAME=x\nPRETTY_NAME=\"Ubuntu 20.04.6 LTS\"\n"),
@@ -136,7 +143,10 @@ fn orin() -> Machine {
             "proc/cpuinfo",
             "processor\t: 0\nFeatures\t: fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimddp\n",
         ),
-        ("proc/meminfo", "MemTotal: 29000000 kB\nMemAvailable: 20000000 kB\nNvMapMemUsed: 1024 kB\n"),
+        (
+            "proc/meminfo",
+            "MemTotal: 29000000 kB\nMemAvailable: 20000000 kB\nNvMapMemUsed: 1024 kB\n",
+        ),
         ("sys/class/thermal/thermal_zone0/temp", "45500\n"),
         ("sys/class/thermal/thermal_zone0/type", "CPU-therm\n"),
         ("sys/class/thermal/thermal_zone1/temp", "-256000\n"),
@@ -190,10 +200,17 @@ fn a_board_is_reported_as_it_is() {
         let value: Value = value;
         assert_eq!(reading(&report, section, name), value, "{section}: {name}");
     }
-    assert!(reading(&report, "gpu", "libnvinfer.so.8").as_str().unwrap().contains("none of"), "{report:#}");
+    assert!(
+        reading(&report, "gpu", "libnvinfer.so.8").as_str().unwrap().contains("none of"),
+        "{report:#}"
+    );
     let readings = report["readings"].as_array().unwrap();
     assert!(readings.iter().all(|r| r["name"] != "off"), "a zone that is off is no reading");
-    assert_eq!(readings.iter().filter(|r| r["section"] == "power").count(), 2, "each rail is read once");
+    assert_eq!(
+        readings.iter().filter(|r| r["section"] == "power").count(),
+        2,
+        "each rail is read once"
+    );
     let said = board.daemon().arg("--report").output().unwrap().stdout;
     let said = String::from_utf8(said).unwrap();
     assert!(said.contains("CPU-therm                        45.5\n"), "{said}");
@@ -205,7 +222,10 @@ fn what_does_not_fit_is_named() {
     board.says("proc/cpuinfo", "Features\t: fp asimd aes pmull sha1 sha2 crc32\n");
     board.says("proc/meminfo", "MemTotal: 1000 kB\n");
     let said = problems(&board.report());
-    assert!(said.contains("atomics fphp asimdhp asimddp") && said.contains("1024000 bytes"), "{said}");
+    assert!(
+        said.contains("atomics fphp asimdhp asimddp") && said.contains("1024000 bytes"),
+        "{said}"
+    );
     let other = if cfg!(target_arch = "x86_64") { "drive-orin" } else { "cpu" };
     assert!(problems(&Machine::new(other, "").report()).contains(std::env::consts::ARCH));
     let board = Machine::new("cpu", "[machine]\ncpus = [1023]\n");
@@ -229,7 +249,8 @@ fn a_gpu_that_is_not_there_or_not_the_targets_is_named() {
         assert!(said.contains("lookups on: no CUDA driver on this machine"), "{said}");
     }
     let driver = hatchback_tests::standin::build("standin", &[]);
-    let output = desk.daemon().args(["--report", "--json"]).env("LD_PRELOAD", driver).output().unwrap();
+    let output =
+        desk.daemon().args(["--report", "--json"]).env("LD_PRELOAD", driver).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(problems(&report).contains("sm = 90: the GPU's is 87"), "{report:#}");
 }
@@ -243,10 +264,14 @@ fn what_does_not_last_is_named() {
     std::fs::create_dir(&state).unwrap();
     let state = state.canonicalize().unwrap();
     let [models, updates] = ["models", "updates"].map(|name| state.join(name));
-    std::fs::write(board.path("own.toml"), format!("{target}models = {models:?}\nupdates = {updates:?}\n"))
-        .unwrap();
+    std::fs::write(
+        board.path("own.toml"),
+        format!("{target}models = {models:?}\nupdates = {updates:?}\n"),
+    )
+    .unwrap();
     let lies_on = |mounts: &[(&Path, &str)]| {
-        let line = |(point, rest): &(&Path, &str)| format!("36 1 98:0 / {} {rest}\n", point.display());
+        let line =
+            |(point, rest): &(&Path, &str)| format!("36 1 98:0 / {} {rest}\n", point.display());
         board.says("proc/self/mountinfo", &mounts.iter().map(line).collect::<String>());
         let report = board.report();
         let told = reading(&report, "flash", "updates lie on").as_str().unwrap().to_owned();
@@ -261,7 +286,10 @@ fn what_does_not_last_is_named() {
     assert!(!said.contains("lies on"), "{said}");
     for (mounts, fault) in [
         (vec![all], "the root file system, which an update of the OS replaces"),
-        (vec![all, (&state, "rw - tmpfs none rw")], "lies on tmpfs, which is empty after each start"),
+        (
+            vec![all, (&state, "rw - tmpfs none rw")],
+            "lies on tmpfs, which is empty after each start",
+        ),
         (vec![(root, "rw - overlay overlay rw,upperdir=/up")], "lies on an overlay"),
         (vec![all, (&state, "ro,noatime - ext4 /dev/vblkdev3 rw")], "read-only"),
         (vec![all, (&state, "rw - squashfs /dev/vblkdev3 ro")], "read-only"),
@@ -287,7 +315,8 @@ fn a_machine_that_tells_nothing_is_reported_too() {
     for base in ["drive-orin", "cpu"] {
         let report = Machine::new(base, "").report();
         let readings = report["readings"].as_array().unwrap();
-        let missing = readings.iter().filter(|r| r.get("missing").is_some_and(|why| why != "")).count();
+        let missing =
+            readings.iter().filter(|r| r.get("missing").is_some_and(|why| why != "")).count();
         assert!(missing > 12 && readings.len() > missing, "{report:#}");
         let both = readings.iter().any(|r| r.get("value").is_some() == r.get("missing").is_some());
         assert!(!both, "a reading has a value or a reason: {report:#}");
@@ -296,7 +325,8 @@ fn a_machine_that_tells_nothing_is_reported_too() {
 
 #[test]
 fn a_hot_machine_serves_one_at_a_time_and_says_busy() {
-    let machine = Machine::new("cpu", "[shed]\nupkeep_celsius = 60\nrequests_celsius = 80\n").with_model();
+    let machine =
+        Machine::new("cpu", "[shed]\nupkeep_celsius = 60\nrequests_celsius = 80\n").with_model();
     machine.says("sys/class/thermal/thermal_zone0/temp", "50000");
     let serves = machine.serve(&mut machine.daemon());
     let busy = |answers: &[Value]| answers.iter().filter(|a| a["error"] == "busy").count();

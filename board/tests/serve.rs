@@ -51,7 +51,8 @@ impl Car {
     fn target(&self, budget: &str) -> PathBuf {
         for name in ["base", "cpu"] {
             let file = format!("{name}.toml");
-            std::fs::copy(repository("targets").join(&file), self.folder.path().join(&file)).unwrap();
+            std::fs::copy(repository("targets").join(&file), self.folder.path().join(&file))
+                .unwrap();
         }
         let path = self.folder.path().join("own.toml");
         std::fs::write(&path, format!("inherits = \"cpu\"\n[budget]\n{budget}\n")).unwrap();
@@ -110,7 +111,10 @@ fn check(line: &str, answer: &Value) {
 fn the_probe_set_is_checked() {
     let car = Car::new();
     assert!(car.daemon(&["check"]).status().unwrap().success());
-    assert!(!car.daemon(&["check", "--tolerance", "0"]).status().unwrap().success(), "u8 rows are not exact");
+    assert!(
+        !car.daemon(&["check", "--tolerance", "0"]).status().unwrap().success(),
+        "u8 rows are not exact"
+    );
 }
 
 #[test]
@@ -190,10 +194,15 @@ fn a_damaged_model_holds_up_no_other() {
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
     // Alone, with nothing that could put it right, it is why the daemon does not start.
-    let alone =
-        car.daemon_on(&repository("targets/cpu.toml"), &flash[..1], &["serve", "--socket", "/nowhere"]);
+    let alone = car.daemon_on(
+        &repository("targets/cpu.toml"),
+        &flash[..1],
+        &["serve", "--socket", "/nowhere"],
+    );
     let said = { alone }.output().unwrap();
-    assert!(!said.status.success() && String::from_utf8_lossy(&said.stderr).contains("damaged/live"));
+    assert!(
+        !said.status.success() && String::from_utf8_lossy(&said.stderr).contains("damaged/live")
+    );
 }
 
 /// Each segment is an open file: the daemon takes as many as it may.
@@ -259,8 +268,9 @@ fn several_models_are_served_by_name_within_one_budget() {
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
     // What holds one does not hold two.
-    let target =
-        car.target("memory_bytes_max = 300_000_000\ncache_bytes_max = 200_000_000\nresident_bytes_max = 0");
+    let target = car.target(
+        "memory_bytes_max = 300_000_000\ncache_bytes_max = 200_000_000\nresident_bytes_max = 0",
+    );
     let check = |flash: &[String]| car.daemon_on(&target, flash, &["check"]).output().unwrap();
     assert!(check(&flash[..1]).status.success());
     let refused = String::from_utf8(check(&flash).stderr).unwrap();

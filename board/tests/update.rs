@@ -102,7 +102,8 @@ impl Fleet {
         });
         std::fs::write(model.join("probe.jsonl"), moved.collect::<String>()).unwrap();
         let bundle = self.at(&format!("{sequence}.hatch"));
-        pack_file(&model.join("model.toml"), &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+        pack_file(&model.join("model.toml"), &bundle, Overrides::default(), &mut |_, _| {})
+            .unwrap();
         let change = Change { bundles: vec![bundle], ..Change::default() };
         let store = Objects::directory(&self.at("repository")).unwrap();
         publish(&store, &self.at("keys"), &change, self.now()).unwrap();
@@ -118,8 +119,10 @@ impl Fleet {
     fn sync(&self) -> bool {
         let [flash, from] = ["models/coupon", "repository"].map(|name| self.at(name));
         let [state, root] = ["updates/coupon", "keys/1.root.json"].map(|name| self.at(name));
-        let [flash, from, state, root] = [&flash, &from, &state, &root].map(|p| p.to_str().unwrap());
-        let args = ["--flash", flash, "sync", "--once", "--from", from, "--state", state, "--root", root];
+        let [flash, from, state, root] =
+            [&flash, &from, &state, &root].map(|p| p.to_str().unwrap());
+        let args =
+            ["--flash", flash, "sync", "--once", "--from", from, "--state", state, "--root", root];
         loop {
             let run = self.daemon(&args).output().unwrap();
             // The serving process holds the directory for a moment after its state can be read.
@@ -241,9 +244,18 @@ fn what_is_published_is_served_if_it_proves_itself() {
     assert!(fleet.sync());
     let status = fleet.ask_until(State::Failed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
-    assert!(status.error.unwrap().contains("a probe score differs by 0.5"), "{:?}", status.history.last());
+    assert!(
+        status.error.unwrap().contains("a probe score differs by 0.5"),
+        "{:?}",
+        status.history.last()
+    );
     assert!(fleet.sync());
-    assert!(Status::read(disk::system().as_ref(), &fleet.at("updates/coupon")).unwrap().state.is_fetching());
+    assert!(
+        Status::read(disk::system().as_ref(), &fleet.at("updates/coupon"))
+            .unwrap()
+            .state
+            .is_fetching()
+    );
     // In good order, and again after a kill.
     daemon.stop();
     let daemon = fleet.serve();

@@ -22,7 +22,8 @@ struct Car {
 
 impl Car {
     fn new() -> Self {
-        let car = Self { folder: tempfile::tempdir().unwrap(), versions: Versions::new(4, 3000, 61) };
+        let car =
+            Self { folder: tempfile::tempdir().unwrap(), versions: Versions::new(4, 3000, 61) };
         (1..=3).for_each(|generation| car.install(generation));
         car
     }
@@ -55,7 +56,8 @@ impl Car {
         let targets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../targets");
         std::fs::copy(targets.join("base.toml"), self.folder.path().join("base.toml")).unwrap();
         let target = self.folder.path().join("car.toml");
-        let text = format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n[upkeep]\n{rules}");
+        let text =
+            format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n[upkeep]\n{rules}");
         std::fs::write(&target, text).unwrap();
         let socket = self.folder.path().join("socket");
         let mut command = Command::new(env!("CARGO_BIN_EXE_hatchbackd"));
@@ -72,9 +74,14 @@ impl Car {
 fn score(socket: &Path) -> Value {
     loop {
         let mut connection = BufReader::new(UnixStream::connect(socket).unwrap());
-        let _ = connection.get_mut().write_all(b"{\"dense\": [], \"sparse\": {\"f0\": [5], \"f1\": [5]}}\n");
+        let _ = connection
+            .get_mut()
+            .write_all(b"{\"dense\": [], \"sparse\": {\"f0\": [5], \"f1\": [5]}}\n");
         let mut answer = String::new();
-        if connection.read_line(&mut answer).is_ok() && !answer.contains("busy") && !answer.is_empty() {
+        if connection.read_line(&mut answer).is_ok()
+            && !answer.contains("busy")
+            && !answer.is_empty()
+        {
             let answer: Value = serde_json::from_str(&answer).unwrap();
             assert_eq!(answer["status"]["damaged"], 0, "{answer}");
             return answer["score"].clone();
@@ -108,7 +115,11 @@ fn a_serving_daemon_merges_follows_and_stops() {
     }
     stop(daemon);
     let left = part(&car).unwrap();
-    assert!(left > 0 && left % 4096 == 0 && car.deltas() == 4, "{left} bytes, {} deltas", car.deltas());
+    assert!(
+        left > 0 && left % 4096 == 0 && car.deltas() == 4,
+        "{left} bytes, {} deltas",
+        car.deltas()
+    );
     // The next start goes on, with room; scores stay, and the segments that the model opened go away under it.
     let (daemon, socket) = car.serve(&format!("{merge} 1_000_000_000"));
     while car.deltas() > 0 {
@@ -127,5 +138,9 @@ fn a_serving_daemon_merges_follows_and_stops() {
     let (_, notes, found) = Catalog::open(&Catalog::place(flash.directory()), &flash).unwrap();
     let installed: u64 = flash.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
     assert_eq!(found, Found::Kept);
-    assert!(notes.wear.bytes_total > installed + 40_000, "{:?} does not count the install", notes.wear);
+    assert!(
+        notes.wear.bytes_total > installed + 40_000,
+        "{:?} does not count the install",
+        notes.wear
+    );
 }

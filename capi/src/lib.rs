@@ -97,7 +97,9 @@ thread_local! {
 /// Does `work`; what goes wrong is kept for `hatchback_error`.
 fn answer(work: impl FnOnce() -> Result<(), Refusal>) -> Outcome {
     let done = catch_unwind(AssertUnwindSafe(work));
-    match done.unwrap_or_else(|_| Err(Refusal(Outcome::Failed, "a panic inside libhatchback".to_owned()))) {
+    match done
+        .unwrap_or_else(|_| Err(Refusal(Outcome::Failed, "a panic inside libhatchback".to_owned())))
+    {
         Ok(()) => Outcome::Ok,
         Err(Refusal(outcome, text)) => {
             // A text with a zero in it cannot be said in C.
@@ -121,7 +123,9 @@ fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str, Refusal> {
 fn values<'a, T>(name: &str, start: *const T, length: usize) -> Result<&'a [T], Refusal> {
     match length {
         0 => Ok(&[]),
-        _ if start.is_null() || !start.is_aligned() => Err(request(format!("{name} is NULL or not aligned"))),
+        _ if start.is_null() || !start.is_aligned() => {
+            Err(request(format!("{name} is NULL or not aligned")))
+        }
         // SAFETY: not null and aligned, and by the header there are that many values, which live through the call.
         _ => Ok(unsafe { std::slice::from_raw_parts(start, length) }),
     }
@@ -141,14 +145,17 @@ fn handle<'a>(model: *const Handle) -> Result<&'a Handle, Refusal> {
 
 fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
     let target = Target::load(Path::new(target)).map_err(refused)?;
-    let lookups = target.device.open(target.tegra_profile).map_err(|e| refused(format!("device: {e}")))?;
+    let lookups =
+        target.device.open(target.tegra_profile).map_err(|e| refused(format!("device: {e}")))?;
     let flash = Flash::open(&disk::system(), Path::new(flash)).map_err(refused)?;
     let model = Model::from_flash(&flash, target.budget).map_err(refused)?.onto(&lookups);
-    let model =
-        model.and_then(|m| m.with_dense(&flash, target.tensorrt_options.as_ref())).map_err(refused)?;
+    let model = model
+        .and_then(|m| m.with_dense(&flash, target.tensorrt_options.as_ref()))
+        .map_err(refused)?;
     let batches = batches(&model)?;
     let clock = Arc::new(SystemClock::default());
-    let pipeline = Pipeline::new(Arc::new(model), Arc::clone(&clock) as Arc<dyn Clock>).map_err(refused)?;
+    let pipeline =
+        Pipeline::new(Arc::new(model), Arc::clone(&clock) as Arc<dyn Clock>).map_err(refused)?;
     Ok(Handle { pipeline, clock, batches: Mutex::new(batches) })
 }
 
@@ -165,7 +172,11 @@ fn batches(model: &Model) -> Result<Vec<(Batch, Sample)>, Refusal> {
     }
     let sample = || Sample {
         dense: Vec::with_capacity(schema.dense_features.len()),
-        sparse: schema.features.iter().map(|f| Vec::with_capacity(f.hotness_max as usize)).collect(),
+        sparse: schema
+            .features
+            .iter()
+            .map(|f| Vec::with_capacity(f.hotness_max as usize))
+            .collect(),
         ..Sample::default()
     };
     Ok((0..budget.slots).map(|_| (model.batch(), sample())).collect())
@@ -223,7 +234,12 @@ struct Input<'a> {
 
 impl Handle {
     /// Fills `batch` with the samples of `input`.
-    fn fill(&self, input: &Input<'_>, batch: &mut Batch, sample: &mut Sample) -> Result<(), Refusal> {
+    fn fill(
+        &self,
+        input: &Input<'_>,
+        batch: &mut Batch,
+        sample: &mut Sample,
+    ) -> Result<(), Refusal> {
         let schema = self.pipeline.model().schema();
         let width = schema.dense_features.len();
         batch.clear();
@@ -261,7 +277,8 @@ impl Handle {
         let slots = self.pipeline.model().budget().slots as usize;
         let (mut batch, mut sample) = pool().pop().ok_or(RequestError::Busy(slots))?;
         let submitted = self.fill(input, &mut batch, &mut sample).and_then(|()| {
-            let deadline = (timeout_us > 0).then(|| self.clock.now() + Duration::from_micros(timeout_us));
+            let deadline =
+                (timeout_us > 0).then(|| self.clock.now() + Duration::from_micros(timeout_us));
             Ok(self.pipeline.submit(&batch, deadline)?)
         });
         pool().push((batch, sample));
@@ -298,7 +315,8 @@ pub extern "C" fn hatchback_score(
         let dense = values("dense", dense, samples * schema.dense_features.len())?;
         let sparse = values("sparse", sparse, schema.features.len())?;
         let scores = room("scores", scores, samples * model.outputs())?;
-        let statuses = if statuses.is_null() { None } else { Some(room("statuses", statuses, samples)?) };
+        let statuses =
+            if statuses.is_null() { None } else { Some(room("statuses", statuses, samples)?) };
         handle.score(&Input { samples, dense, sparse }, timeout_us, scores, statuses)
     })
 }

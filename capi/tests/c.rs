@@ -44,7 +44,10 @@ fn expected(flash: &Path) -> (String, Vec<(f32, Status)>) {
 /// Runs `cc` or `c++`.
 fn compile(compiler: &str, arguments: &[&str]) {
     let mut command = Command::new(compiler);
-    command.args(["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I"]).arg(here(".")).args(arguments);
+    command
+        .args(["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I"])
+        .arg(here("."))
+        .args(arguments);
     assert!(command.status().unwrap().success(), "{command:?}");
 }
 
@@ -63,8 +66,13 @@ fn program(folder: &Path) -> PathBuf {
 fn a_c_program_scores_as_the_runtime_does() {
     let folder = tempfile::tempdir().unwrap();
     let (bundle, flash) = (folder.path().join("bundle"), folder.path().join("flash"));
-    pack_file(&here("../tools/demo/coupon/model.toml"), &bundle, Overrides::default(), &mut |_, _| {})
-        .unwrap();
+    pack_file(
+        &here("../tools/demo/coupon/model.toml"),
+        &bundle,
+        Overrides::default(),
+        &mut |_, _| {},
+    )
+    .unwrap();
     lay_on_flash(&bundle, &flash).unwrap();
     let (lines, expected) = expected(&flash);
     let samples = folder.path().join("samples");
@@ -78,7 +86,11 @@ fn a_c_program_scores_as_the_runtime_does() {
     assert_eq!(said.lines().count(), expected.len());
     for (line, (score, status)) in said.lines().zip(&expected) {
         let mut fields = line.split(' ');
-        assert_eq!(fields.next().unwrap().parse::<f32>().unwrap().to_bits(), score.to_bits(), "{line}");
+        assert_eq!(
+            fields.next().unwrap().parse::<f32>().unwrap().to_bits(),
+            score.to_bits(),
+            "{line}"
+        );
         let counts: Vec<u32> = fields.map(|f| f.parse().unwrap()).collect();
         let Status { fresh, defaulted, absent, damaged, late } = *status;
         assert_eq!(counts, [fresh, defaulted, absent, damaged, u32::from(late)], "{line}");
@@ -91,8 +103,13 @@ fn a_budget_that_holds_the_model_and_not_its_calls_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (bundle, flash, target) =
         (folder.path().join("bundle"), folder.path().join("flash"), folder.path().join("own.toml"));
-    pack_file(&here("../tools/demo/coupon/model.toml"), &bundle, Overrides::default(), &mut |_, _| {})
-        .unwrap();
+    pack_file(
+        &here("../tools/demo/coupon/model.toml"),
+        &bundle,
+        Overrides::default(),
+        &mut |_, _| {},
+    )
+    .unwrap();
     lay_on_flash(&bundle, &flash).unwrap();
     for name in ["base.toml", "cpu.toml"] {
         std::fs::copy(here("../targets").join(name), folder.path().join(name)).unwrap();
@@ -120,6 +137,14 @@ fn the_header_is_cpp_too() {
     let header = here("hatchback.h");
     compile(
         "c++",
-        &["-std=c++17", "-fsyntax-only", "-include", header.to_str().unwrap(), "-x", "c++", "/dev/null"],
+        &[
+            "-std=c++17",
+            "-fsyntax-only",
+            "-include",
+            header.to_str().unwrap(),
+            "-x",
+            "c++",
+            "/dev/null",
+        ],
     );
 }

@@ -41,7 +41,8 @@ fn median(mut values: Vec<f64>) -> f64 {
 fn values(len: usize) -> Vec<f32> {
     let mut state = 7u64;
     let mut uniform = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1 << 24) as f32 - 0.5
     };
     (0..len).map(|_| (0..4).map(|_| uniform()).sum::<f32>() * 1.7).collect()
@@ -61,17 +62,26 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let (path, inputs, output) = (&args[0], &args[1..args.len() - 1], &args[args.len() - 1]);
     let onnx = std::fs::read(path).unwrap();
-    let inputs: Vec<(&str, usize)> =
-        inputs.iter().map(|i| i.split_once('=').unwrap()).map(|(n, w)| (n, w.parse().unwrap())).collect();
+    let inputs: Vec<(&str, usize)> = inputs
+        .iter()
+        .map(|i| i.split_once('=').unwrap())
+        .map(|(n, w)| (n, w.parse().unwrap()))
+        .collect();
     let only = std::env::var("ISA").ok();
     let asked = |isa: &Isa| only.as_ref().is_none_or(|only| isa.name() == only);
     let isas = Isa::available().into_iter().skip(1).filter(asked);
     let mut engines = Vec::new();
     for isa in isas {
         for weights in [Weights::F32, Weights::F16, Weights::Int8] {
-            let engine =
-                DenseEngine::load_for(isa, onnx.clone(), &inputs, output, Activation::Sigmoid, weights)
-                    .unwrap();
+            let engine = DenseEngine::load_for(
+                isa,
+                onnx.clone(),
+                &inputs,
+                output,
+                Activation::Sigmoid,
+                weights,
+            )
+            .unwrap();
             engines.push((format!("{} {weights:?}", isa.name()), engine));
         }
     }
@@ -94,12 +104,16 @@ fn main() {
         let mut times = vec![Vec::new(); engines.len() + 1];
         for _ in 0..rounds {
             for ((_, engine), times) in engines.iter().zip(&mut times) {
-                let (mut out, mut scratch) = (vec![0.0; batch * engine.outputs()], engine.scratch(batch));
+                let (mut out, mut scratch) =
+                    (vec![0.0; batch * engine.outputs()], engine.scratch(batch));
                 times.push(time(|| engine.run(batch, &data, &mut out, &mut scratch).unwrap()));
             }
             times[engines.len()].push(time(|| {
-                let fed: Vec<_> =
-                    inputs.iter().zip(&data).map(|(i, data)| feed(&rten, i.0, batch, data)).collect();
+                let fed: Vec<_> = inputs
+                    .iter()
+                    .zip(&data)
+                    .map(|(i, data)| feed(&rten, i.0, batch, data))
+                    .collect();
                 rten.run(fed, &[rten.output_ids()[0]], Some(options.clone())).unwrap();
             }));
         }

@@ -233,7 +233,8 @@ impl<'a, F: Source> Ahead<'a, F> {
         if known && self.source.has_none_since(self.changes) {
             let mut uncounted = u128::from(self.uncounted.of(keys.start)) & ((1 << keys.len()) - 1);
             while uncounted != 0 {
-                self.source.count(self.ring, (keys.start + uncounted.trailing_zeros() as usize) % RING);
+                self.source
+                    .count(self.ring, (keys.start + uncounted.trailing_zeros() as usize) % RING);
                 uncounted &= uncounted - 1;
             }
             return true;
@@ -248,7 +249,8 @@ impl<'a, F: Source> Ahead<'a, F> {
     #[inline(always)]
     pub fn pass(&self, format: RowFormat, bag: Range<usize>) {
         let rows = self.source.rows();
-        for key in (bag.start + ROWS_AHEAD..bag.end + ROWS_AHEAD).take_while(|key| *key < self.seen) {
+        for key in (bag.start + ROWS_AHEAD..bag.end + ROWS_AHEAD).take_while(|key| *key < self.seen)
+        {
             rows.prefetch(self.ring.slots[key % RING], 0, format.row_bytes(), 0);
         }
     }
@@ -271,7 +273,13 @@ impl<'a, F: Source> Ahead<'a, F> {
             }
             let whole = if side_by_side {
                 let offsets: [u32; PIECE + 1] = std::array::from_fn(|i| (from + i) as u32);
-                self.sum::<S>(format, &offsets[..=end - from], 0, &mut out[(from - bag.start) * dim..], dim)
+                self.sum::<S>(
+                    format,
+                    &offsets[..=end - from],
+                    0,
+                    &mut out[(from - bag.start) * dim..],
+                    dim,
+                )
             } else {
                 self.add::<S>(format, &[from as u32, end as u32], 0, from == bag.start, out, dim)
             };
@@ -320,7 +328,13 @@ impl<'a> Cached<'a> {
     /// Looks for keys in their sets, and asks for those of the named keys at places `next`: one by one, so that memory
     /// answers meanwhile.
     #[inline(always)]
-    fn look<S: Simd, const WIDE: bool>(&self, ring: &mut Ring, at: usize, keys: usize, next: Range<usize>) {
+    fn look<S: Simd, const WIDE: bool>(
+        &self,
+        ring: &mut Ring,
+        at: usize,
+        keys: usize,
+        next: Range<usize>,
+    ) {
         let (heads, next) = (self.heads, &ring.sets[next]);
         let names = ring.sets[at..][..keys].iter().zip(&ring.words[at..][..keys]);
         let states = ring.sequences[at..][..keys].iter_mut().zip(&mut ring.uses[at..][..keys]);
@@ -335,7 +349,8 @@ impl<'a> Cached<'a> {
 impl Source for Cached<'_> {
     #[inline(always)]
     fn name(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool) {
-        let (sets, words) = (&mut ring.sets[at..at + keys.len()], &mut ring.words[at..at + keys.len()]);
+        let (sets, words) =
+            (&mut ring.sets[at..at + keys.len()], &mut ring.words[at..at + keys.len()]);
         // Of a length that is known, the compiler makes vectors.
         match <&[u64; GROUP]>::try_from(keys) {
             Ok(keys) => self.cache.name_all(self.namer, self.last, keys, sets, words),
@@ -390,7 +405,8 @@ impl Source for Cached<'_> {
 
     #[inline(always)]
     fn is_unchanged(&self, ring: &Ring, keys: Range<usize>) -> bool {
-        let seen = |i: usize| Seen { set: ring.sets[i], way: ring.ways[i], sequence: ring.sequences[i] };
+        let seen =
+            |i: usize| Seen { set: ring.sets[i], way: ring.ways[i], sequence: ring.sequences[i] };
         self.heads.are_unchanged(keys.map(|key| seen(key % RING)))
     }
 

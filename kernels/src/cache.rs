@@ -83,7 +83,17 @@ impl Cache {
         let (head, row) = (Self::head(names), row_bytes.div_ceil(4));
         let (heads, tails) = (Zeroed::new(sets * head), Zeroed::new(sets * TAIL));
         let rows = Zeroed::new(sets * WAYS * row + BEYOND / 4);
-        Some(Self { row_bytes, row, head, sets, naming, heads, tails, rows, changes: Changes::default() })
+        Some(Self {
+            row_bytes,
+            row,
+            head,
+            sets,
+            naming,
+            heads,
+            tails,
+            rows,
+            changes: Changes::default(),
+        })
     }
 
     /// Bytes of a row.
@@ -279,8 +289,9 @@ impl Cache {
                 _ => {
                     let mut ways = self.load_ways(name.set);
                     let empty = (0..WAYS).find(|&way| self.word(name.set, way as u32) == 0);
-                    let way = empty
-                        .unwrap_or_else(|| ways.evict(|w| self.naming.tag(self.word(name.set, w as u32))));
+                    let way = empty.unwrap_or_else(|| {
+                        ways.evict(|w| self.naming.tag(self.word(name.set, w as u32)))
+                    });
                     ways.place(way, self.naming.tag(name.word));
                     self.store_ways(name.set, &ways);
                     way as u32
@@ -477,7 +488,9 @@ mod tests {
         let cache = Cache::new(20, 64 * 1024, &names).unwrap();
         let beyond = RowKey { table: 0, key: 10 };
         assert!(
-            !put(&cache, beyond, &[1; 20]) && !cache.update(beyond, &[1; 20]) && !cache.invalidate(beyond)
+            !put(&cache, beyond, &[1; 20])
+                && !cache.update(beyond, &[1; 20])
+                && !cache.invalidate(beyond)
         );
         assert!(put(&cache, RowKey { table: 1, key: 0 }, &[2; 20]));
         assert!(!cache.query(beyond, &mut [0; 20]));
@@ -532,7 +545,11 @@ mod tests {
         let out = &out[..136];
         if hit {
             assert!(out.chunks(8).all(|c| c == &out[..8]), "torn row");
-            assert_eq!(u64::from_le_bytes(out[..8].try_into().unwrap()) >> 32, key, "another key's row");
+            assert_eq!(
+                u64::from_le_bytes(out[..8].try_into().unwrap()) >> 32,
+                key,
+                "another key's row"
+            );
         }
         hit
     }

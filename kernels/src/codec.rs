@@ -138,9 +138,10 @@ impl RowFormat {
             return Err(RowFault::NotFinite { column, value });
         }
         match self.codec {
-            Codec::F32 => {
-                out.chunks_exact_mut(4).zip(row).for_each(|(b, v)| b.copy_from_slice(&v.to_le_bytes()))
-            }
+            Codec::F32 => out
+                .chunks_exact_mut(4)
+                .zip(row)
+                .for_each(|(b, v)| b.copy_from_slice(&v.to_le_bytes())),
             Codec::F16 => {
                 for (column, (b, &value)) in out.chunks_exact_mut(2).zip(row).enumerate() {
                     b.copy_from_slice(&self.to_f16(column, value)?.to_le_bytes());
@@ -153,7 +154,11 @@ impl RowFormat {
 
     fn to_f16(self, column: usize, value: f32) -> Result<f16, RowFault> {
         let half = f16::from_f32(value);
-        if half.is_finite() { Ok(half) } else { Err(RowFault::TooLarge { column, value, codec: self.codec }) }
+        if half.is_finite() {
+            Ok(half)
+        } else {
+            Err(RowFault::TooLarge { column, value, codec: self.codec })
+        }
     }
 
     /// Scale and bias are rounded to f16 first; the codes are then computed against the rounded pair.
@@ -187,7 +192,8 @@ impl RowFormat {
     #[inline(always)]
     fn parameters<S: Simd>(&self, row: &[u8]) -> (f32, f32) {
         let p = &row[row.len() - 4..];
-        let [scale, bias, ..] = S::widen(&[p[0], p[1], p[2], p[3], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        let [scale, bias, ..] =
+            S::widen(&[p[0], p[1], p[2], p[3], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
         (scale * self.unit, bias * self.unit)
     }
 
@@ -253,7 +259,8 @@ impl RowFormat {
         let not_finite = |(column, value): (usize, f32)| RowFault::NotFinite { column, value };
         let bad = match self.codec {
             Codec::F32 => {
-                let values = row.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+                let values =
+                    row.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
                 values.enumerate().find(|(_, v)| !v.is_finite())
             }
             Codec::F16 => {
@@ -327,8 +334,12 @@ mod tests {
     fn nan_scale_is_refused() {
         let mut bytes = encoded(Codec::U8, &[0.0, 1.0]);
         bytes[2..4].copy_from_slice(&f16::NAN.to_le_bytes());
-        assert!(matches!(format(Codec::U8, 2).check(&bytes), Err(RowFault::NotFinite { column: 2, .. })));
-        let infinite = RowFormat::new(Codec::F32, 1, 0).unwrap().check(&f32::INFINITY.to_le_bytes());
+        assert!(matches!(
+            format(Codec::U8, 2).check(&bytes),
+            Err(RowFault::NotFinite { column: 2, .. })
+        ));
+        let infinite =
+            RowFormat::new(Codec::F32, 1, 0).unwrap().check(&f32::INFINITY.to_le_bytes());
         assert!(matches!(infinite, Err(RowFault::NotFinite { column: 0, .. })));
         assert!(format(Codec::F16, 1).encode(&[70000.0], &mut [0; 2]).is_err());
     }

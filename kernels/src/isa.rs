@@ -36,7 +36,8 @@ impl Isa {
         {
             use std::arch::is_x86_feature_detected as has;
             let avx2 = has!("avx2") && has!("fma") && has!("f16c");
-            let avx512 = has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
+            let avx512 =
+                has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
             all.extend(avx2.then_some(Family::Avx2));
             all.extend((avx2 && avx512).then_some(Family::Avx512));
         }

@@ -22,18 +22,23 @@ pub struct Lead {
 impl Lead {
     /// For a batch of so many keys in so many features.
     pub fn new(keys: usize, features: usize) -> Self {
-        Self { features, by: (KEYS_AHEAD * features).checked_div(keys).unwrap_or(0).min(KEYS_AHEAD) }
+        Self {
+            features,
+            by: (KEYS_AHEAD * features).checked_div(keys).unwrap_or(0).min(KEYS_AHEAD),
+        }
     }
 
     /// Asks for what the queries behind that of feature `at` read first; called before each query, in turn. `feature` says
     /// what feature and bags have a number.
     pub fn ask<'a>(&self, isa: Isa, at: usize, feature: impl Fn(usize) -> (Feature<'a>, Bags<'a>)) {
         let next = |ahead: usize| if at == 0 { 0..=ahead } else { at + ahead..=at + ahead };
-        let those = |range: RangeInclusive<usize>| range.take_while(|f| *f < self.features).map(&feature);
+        let those =
+            |range: RangeInclusive<usize>| range.take_while(|f| *f < self.features).map(&feature);
         // What the search for rows reads comes first, as far ahead again.
         those(next((2 * self.by).max(1))).for_each(|(feature, bags)| sets(&feature, bags));
         if self.by > 0 {
-            those(next(self.by)).for_each(|(feature, bags)| dispatch(isa, AskRows { feature, bags }));
+            those(next(self.by))
+                .for_each(|(feature, bags)| dispatch(isa, AskRows { feature, bags }));
         }
     }
 }

@@ -42,9 +42,11 @@ impl<T> Default for Zeroed<T> {
 impl<T: Zeroable> Zeroed<T> {
     /// `len` zeros.
     pub fn new(len: usize) -> Self {
-        let layout = Layout::array::<T>(len).unwrap_or_else(|_| handle_alloc_error(Layout::new::<T>()));
+        let layout =
+            Layout::array::<T>(len).unwrap_or_else(|_| handle_alloc_error(Layout::new::<T>()));
         let map = (layout.size() > 0).then(|| {
-            let map = MmapMut::map_anon(layout.size()).unwrap_or_else(|_| handle_alloc_error(layout));
+            let map =
+                MmapMut::map_anon(layout.size()).unwrap_or_else(|_| handle_alloc_error(layout));
             #[cfg(target_os = "linux")]
             if let Err(e) = map.advise(memmap2::Advice::HugePage) {
                 log::debug!("{} bytes without huge pages: {e}", layout.size());
@@ -71,6 +73,8 @@ impl<T: Zeroable> DerefMut for Zeroed<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         let Some(map) = &self.map else { return &mut [] };
         // SAFETY: as above, and `self` is borrowed for as long.
-        unsafe { std::slice::from_raw_parts_mut(map.as_mut_ptr().cast(), map.len() / size_of::<T>()) }
+        unsafe {
+            std::slice::from_raw_parts_mut(map.as_mut_ptr().cast(), map.len() / size_of::<T>())
+        }
     }
 }

@@ -121,7 +121,8 @@ impl Misses {
     /// All bytes held by a list of that size.
     pub fn bytes(capacity: usize, row_bytes_max: usize) -> usize {
         let capacity = capacity.max(1);
-        capacity * (row_bytes_max.next_multiple_of(4) + 1 + size_of::<Miss>() + 4 + size_of::<OpenBag>())
+        capacity
+            * (row_bytes_max.next_multiple_of(4) + 1 + size_of::<Miss>() + 4 + size_of::<OpenBag>())
             + 4 * (2 * capacity).next_power_of_two()
             + row_bytes_max.next_multiple_of(READ_BYTES)
             + size_of::<Ring>()
@@ -213,7 +214,13 @@ impl Misses {
     /// Begins a bag that waits: its first `done` rows are pooled, the rest follow.
     pub(crate) fn open(&mut self, feature: u16, sample: usize, done: usize) {
         let first_ref = self.refs.len() as u32;
-        self.bags.push(OpenBag { feature, sample: sample as u32, done: done as u32, first_ref, refs: 0 });
+        self.bags.push(OpenBag {
+            feature,
+            sample: sample as u32,
+            done: done as u32,
+            first_ref,
+            refs: 0,
+        });
     }
 
     fn push_ref(&mut self, slot: u32) {

@@ -162,13 +162,17 @@ impl Naming {
     #[inline(always)]
     pub fn namer(&self, table: u16) -> Namer {
         match &self.tables {
-            Tables::Indexed { bases } => match bases.get(usize::from(table)..usize::from(table) + 2) {
-                Some(&[base, next]) => Namer::Indexed { base, end: u64::from(next - base) },
-                _ => Namer::Indexed { base: 0, end: 0 },
-            },
-            Tables::Hashed { table_bits } => {
-                Namer::Hashed { salt: salt(table), table_bits: *table_bits, table: u64::from(table) + 1 }
+            Tables::Indexed { bases } => {
+                match bases.get(usize::from(table)..usize::from(table) + 2) {
+                    Some(&[base, next]) => Namer::Indexed { base, end: u64::from(next - base) },
+                    _ => Namer::Indexed { base: 0, end: 0 },
+                }
             }
+            Tables::Hashed { table_bits } => Namer::Hashed {
+                salt: salt(table),
+                table_bits: *table_bits,
+                table: u64::from(table) + 1,
+            },
         }
     }
 
@@ -183,7 +187,14 @@ impl Naming {
 
     /// The names of some keys below `last`, or word 0.
     #[inline(always)]
-    pub fn name_all(&self, namer: Namer, last: u64, keys: &[u64], sets: &mut [u32], words: &mut [u64]) {
+    pub fn name_all(
+        &self,
+        namer: Namer,
+        last: u64,
+        keys: &[u64],
+        sets: &mut [u32],
+        words: &mut [u64],
+    ) {
         let names = keys.iter().zip(sets.iter_mut().zip(words));
         let put = |set: &mut u32, word: &mut u64, key: u64, name: Name| {
             (*set, *word) = (name.set, if key <= last { name.word } else { 0 });
@@ -191,7 +202,9 @@ impl Naming {
         // A loop for each kind: in one the compiler would do both for every key.
         match namer {
             Namer::Indexed { base, end } => {
-                names.for_each(|(&key, (set, word))| put(set, word, key, self.indexed(base, end, key)));
+                names.for_each(|(&key, (set, word))| {
+                    put(set, word, key, self.indexed(base, end, key))
+                });
             }
             Namer::Hashed { salt, table_bits, table } => {
                 let name = |key| self.hashed(salt, table_bits, table, key);

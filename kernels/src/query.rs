@@ -158,7 +158,9 @@ impl Feature<'_> {
 
     fn add_default(&self, position: usize, out: &mut [f32]) {
         let (out, first) = self.place(position, out);
-        out.iter_mut().zip(self.default_row).for_each(|(o, v)| *o = if first { 0.0 } else { *o } + v);
+        out.iter_mut()
+            .zip(self.default_row)
+            .for_each(|(o, v)| *o = if first { 0.0 } else { *o } + v);
     }
 
     /// Completes the columns of a bag whose `keys` rows are all added.
@@ -183,7 +185,13 @@ impl Feature<'_> {
     ) {
         dispatch(
             isa,
-            Finish { feature: self, bag, misses, input, status: &mut statuses[bag.sample as usize] },
+            Finish {
+                feature: self,
+                bag,
+                misses,
+                input,
+                status: &mut statuses[bag.sample as usize],
+            },
         );
     }
 }
@@ -225,7 +233,8 @@ impl Query<'_, '_> {
         let (start, end) = (offsets[self.from] as usize, offsets[samples] as usize);
         let Scratch { mut row, mut ring } = self.misses.take_scratch();
         let stream = 4 * samples * self.input.stride > STREAM_FROM;
-        let mut ahead = Ahead::new(source, &self.bags.keys[start..end], ring.get_or_insert_default(), stream);
+        let mut ahead =
+            Ahead::new(source, &self.bags.keys[start..end], ring.get_or_insert_default(), stream);
         let mut done = self.from;
         while end - start <= FEW && done < samples {
             let bag = offsets[done] as usize..offsets[done + 1] as usize;
@@ -245,7 +254,8 @@ impl Query<'_, '_> {
             };
             let columns = &mut self.input.data[done * self.input.stride + feature.column..];
             let bounds = &offsets[done..=done + run];
-            if run > 0 && ahead.sum::<S>(feature.format, bounds, start, columns, self.input.stride) {
+            if run > 0 && ahead.sum::<S>(feature.format, bounds, start, columns, self.input.stride)
+            {
                 self.close(done..done + run);
                 done += run;
                 continue;
@@ -253,7 +263,12 @@ impl Query<'_, '_> {
             let bag = begin..offsets[done + 1] as usize;
             let out = feature.columns(self.input, done);
             let side_by_side = feature.pooling == Pooling::None;
-            if ahead.pool::<S>(feature.format, bag.start - start..bag.end - start, side_by_side, out) {
+            if ahead.pool::<S>(
+                feature.format,
+                bag.start - start..bag.end - start,
+                side_by_side,
+                out,
+            ) {
                 self.close(done..done + 1);
             } else if self.misses.has_room(bag.len()) {
                 ahead.pass(feature.format, bag.start - start..bag.end - start);
@@ -381,7 +396,8 @@ mod tests {
     /// Pools bags of `hotness` keys and checks all whose rows were there; returns how many.
     fn pool(isa: Isa, cache: &Cache, format: RowFormat, hotness: usize, pooling: Pooling) -> usize {
         let keys: Vec<u64> = (0..KEYS * 3).map(|i| i * 7 % KEYS).collect();
-        let offsets: Vec<u32> = (0..=keys.len() / hotness).map(|bag| (bag * hotness) as u32).collect();
+        let offsets: Vec<u32> =
+            (0..=keys.len() / hotness).map(|bag| (bag * hotness) as u32).collect();
         let width = if pooling == Pooling::None { DIM * hotness } else { DIM };
         let feature = Feature {
             id: 0,
@@ -395,7 +411,8 @@ mod tests {
             width,
         };
         let bags = offsets.len() - 1;
-        let (mut data, mut statuses) = (vec![f32::NAN; bags * width], vec![Status::default(); bags]);
+        let (mut data, mut statuses) =
+            (vec![f32::NAN; bags * width], vec![Status::default(); bags]);
         let mut input = Input { data: &mut data, stride: width };
         let mut misses = Misses::new(keys.len(), format.row_bytes());
         let done = feature.query(
@@ -408,7 +425,8 @@ mod tests {
         );
         assert_eq!(done, bags);
         let open: Vec<usize> = misses.bags().iter().map(|bag| bag.sample as usize).collect();
-        for (bag, columns) in data.chunks(width).enumerate().filter(|(bag, _)| !open.contains(bag)) {
+        for (bag, columns) in data.chunks(width).enumerate().filter(|(bag, _)| !open.contains(bag))
+        {
             assert_eq!(statuses[bag].fresh as usize, hotness);
             let keys = &keys[bag * hotness..][..hotness];
             let named: u64 = keys.iter().sum();
@@ -420,7 +438,8 @@ mod tests {
                     assert_eq!(row[0] as u64 / 1024, *key, "another key's row");
                 }),
                 _ => assert!(
-                    (named * 1024..named * 1024 + 1000 * hotness as u64).contains(&(columns[0] as u64))
+                    (named * 1024..named * 1024 + 1000 * hotness as u64)
+                        .contains(&(columns[0] as u64))
                 ),
             }
         }
@@ -428,9 +447,14 @@ mod tests {
     }
 
     /// What a query of `feature` leaves: columns, statuses, and of the miss list the bags with their rows' states.
-    fn left_by(isa: Isa, feature: &Feature<'_>, bags: Bags<'_>) -> (Vec<u32>, Vec<Status>, Vec<String>) {
+    fn left_by(
+        isa: Isa,
+        feature: &Feature<'_>,
+        bags: Bags<'_>,
+    ) -> (Vec<u32>, Vec<Status>, Vec<String>) {
         let samples = bags.offsets.len() - 1;
-        let (mut data, mut statuses) = (vec![7.0; samples * feature.width], vec![Status::default(); samples]);
+        let (mut data, mut statuses) =
+            (vec![7.0; samples * feature.width], vec![Status::default(); samples]);
         let mut input = Input { data: &mut data, stride: feature.width };
         let mut misses = Misses::new(bags.keys.len(), feature.format.row_bytes());
         let from = usize::from(samples > 3);
@@ -464,7 +488,8 @@ mod tests {
         let hashed = Resident::hashed(format.row_bytes(), hashes.into(), &sorted);
         let caches = [Some(2 * KEYS), None].map(|end| {
             let names = Names::new(vec![end]);
-            let cache = Cache::new(format.row_bytes(), 2000 * (format.row_bytes() + 11), &names).unwrap();
+            let cache =
+                Cache::new(format.row_bytes(), 2000 * (format.row_bytes() + 11), &names).unwrap();
             for key in (0..KEYS).filter(|key| key % 40 != 7) {
                 let row = RowKey { table: 0, key };
                 assert!(cache.insert(row, &encode(key), cache.epoch(row)));
@@ -523,14 +548,16 @@ mod tests {
         let names = Names::new(vec![Some(KEYS)]);
         // With fewer slots than keys, rows drive each other out; with more, they are only updated.
         for slots in [KEYS as usize * 3 / 4, KEYS as usize * 3] {
-            let cache = Cache::new(format.row_bytes(), slots * (format.row_bytes() + 7), &names).unwrap();
+            let cache =
+                Cache::new(format.row_bytes(), slots * (format.row_bytes() + 7), &names).unwrap();
             (0..KEYS).for_each(|key| put(&cache, format, key, 1));
             let (pooled, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
             std::thread::scope(|scope| {
                 for writer in 0..2u64 {
                     let (cache, finished) = (&cache, &finished);
                     scope.spawn(move || {
-                        (0..60_000).for_each(|turn| put(cache, format, (turn * 7 + writer) % KEYS, turn));
+                        (0..60_000)
+                            .for_each(|turn| put(cache, format, (turn * 7 + writer) % KEYS, turn));
                         finished.fetch_add(1, Ordering::Release);
                     });
                 }
@@ -539,9 +566,12 @@ mod tests {
                     scope.spawn(move || {
                         loop {
                             let last = finished.load(Ordering::Acquire) == 2;
-                            for (hotness, pooling) in
-                                [(1, Pooling::Sum), (5, Pooling::Sum), (4, Pooling::None), (70, Pooling::Sum)]
-                            {
+                            for (hotness, pooling) in [
+                                (1, Pooling::Sum),
+                                (5, Pooling::Sum),
+                                (4, Pooling::None),
+                                (70, Pooling::Sum),
+                            ] {
                                 let there = pool(isa, cache, format, hotness, pooling);
                                 pooled.fetch_add(there, Ordering::Relaxed);
                             }

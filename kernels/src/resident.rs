@@ -127,6 +127,7 @@ impl Resident {
 
     /// All bytes held.
     pub fn bytes(&self) -> usize {
-        self.rows.len() + self.index.as_ref().map_or(0, |i| 8 * i.hashes.len() + 4 * i.buckets.len())
+        self.rows.len()
+            + self.index.as_ref().map_or(0, |i| 8 * i.hashes.len() + 4 * i.buckets.len())
     }
 }

@@ -26,7 +26,8 @@ pub(crate) trait Simd {
     /// A mask of the words that equal `word`, the first in the lowest bit.
     #[inline(always)]
     fn find(words: &[AtomicU32; LANES], word: u32) -> u32 {
-        let hit = |(way, w): (usize, &AtomicU32)| u32::from(w.load(Ordering::Relaxed) == word) << way;
+        let hit =
+            |(way, w): (usize, &AtomicU32)| u32::from(w.load(Ordering::Relaxed) == word) << way;
         words.iter().enumerate().map(hit).sum()
     }
 

@@ -35,7 +35,12 @@ pub(crate) struct Rows<'a> {
 impl<'a> Rows<'a> {
     /// Rows that may change meanwhile, `stride` words apart.
     pub fn racing(words: &'a [AtomicU32], stride: usize) -> Self {
-        Self { start: words.as_ptr().cast(), len: 4 * words.len(), stride: 4 * stride, of: PhantomData }
+        Self {
+            start: words.as_ptr().cast(),
+            len: 4 * words.len(),
+            stride: 4 * stride,
+            of: PhantomData,
+        }
     }
 
     /// Rows that nobody changes, `stride` bytes apart.
@@ -238,9 +243,11 @@ mod tests {
             .into_iter()
             .flat_map(|c| (1..200).map(move |d| (c, d)))
         {
-            let format = RowFormat::new(codec, dim, if codec.is_quantized() { -3 } else { 0 }).unwrap();
+            let format =
+                RowFormat::new(codec, dim, if codec.is_quantized() { -3 } else { 0 }).unwrap();
             let mut bytes = vec![0; 20 * format.row_bytes() + BEYOND];
-            for (n, row) in bytes[..20 * format.row_bytes()].chunks_exact_mut(format.row_bytes()).enumerate()
+            for (n, row) in
+                bytes[..20 * format.row_bytes()].chunks_exact_mut(format.row_bytes()).enumerate()
             {
                 let value = |i: usize| ((i * 7 + n * 13) as f32 * 0.37).sin() / (n + 1) as f32;
                 format.encode(&(0..dim).map(value).collect::<Vec<_>>(), row).unwrap();
@@ -254,8 +261,13 @@ mod tests {
             for (out, bounds) in plain.chunks_mut(stride).zip(offsets.windows(2)) {
                 out[..dim].fill(0.0);
                 for key in bounds[0] as usize - start..bounds[1] as usize - start {
-                    let row = &bytes[slots[key % RING] as usize * format.row_bytes()..][..format.row_bytes()];
-                    format.accumulate::<Plain>(row, &mut out[..dim], key + start == bounds[0] as usize);
+                    let row = &bytes[slots[key % RING] as usize * format.row_bytes()..]
+                        [..format.row_bytes()];
+                    format.accumulate::<Plain>(
+                        row,
+                        &mut out[..dim],
+                        key + start == bounds[0] as usize,
+                    );
                 }
             }
             let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
@@ -285,7 +297,10 @@ mod tests {
                     drain();
                     // The plain form has no sums of its own.
                     assert_eq!(summed, isa != Isa::available()[0]);
-                    assert!(!summed || bits(&out) == bits(&plain), "{isa:?}, {codec:?}, {dim} columns");
+                    assert!(
+                        !summed || bits(&out) == bits(&plain),
+                        "{isa:?}, {codec:?}, {dim} columns"
+                    );
                 }
                 let summed = isa != Isa::available()[0];
                 let mut parts = vec![7.0; stride];

@@ -189,7 +189,9 @@ pub(crate) mod x86 {
         #[inline(always)]
         unsafe fn f32s(at: *const u8) -> Self {
             // SAFETY: the caller's.
-            unsafe { Self([_mm256_castsi256_ps(read_256(at)), _mm256_castsi256_ps(read_256(at.add(32)))]) }
+            unsafe {
+                Self([_mm256_castsi256_ps(read_256(at)), _mm256_castsi256_ps(read_256(at.add(32)))])
+            }
         }
         #[inline(always)]
         unsafe fn f16s(at: *const u8) -> Self {

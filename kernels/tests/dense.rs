@@ -48,16 +48,19 @@ const NETWORKS: [Network; 6] = [
 ];
 
 fn load((folder, inputs): Network, isa: Isa, weights: Weights) -> DenseEngine {
-    let onnx = std::fs::read(format!("{}/../{folder}/dense.onnx", env!("CARGO_MANIFEST_DIR"))).unwrap();
-    let engine = DenseEngine::load_for(isa, onnx, inputs, "logit", Activation::Sigmoid, weights).unwrap();
+    let onnx =
+        std::fs::read(format!("{}/../{folder}/dense.onnx", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    let engine =
+        DenseEngine::load_for(isa, onnx, inputs, "logit", Activation::Sigmoid, weights).unwrap();
     assert_eq!(engine.falls_back_for(), None, "{folder}");
     engine
 }
 
 /// Inputs for `batch` samples; the same for a sample whatever the batch.
 fn inputs((_, inputs): Network, batch: usize) -> Vec<Vec<f32>> {
-    let value =
-        |i: usize| ((i * 7919 % 1009) as f32 / 504.5 - 1.0) * if i.is_multiple_of(6) { 0.0 } else { 1.0 };
+    let value = |i: usize| {
+        ((i * 7919 % 1009) as f32 / 504.5 - 1.0) * if i.is_multiple_of(6) { 0.0 } else { 1.0 }
+    };
     inputs.iter().map(|(_, width)| (0..batch * width).map(value).collect()).collect()
 }
 
@@ -81,7 +84,12 @@ fn a_run_takes_nothing_from_the_heap() {
             for batch in [1, 2, 31, 200] {
                 let before = ALLOCATIONS.get();
                 engine.run(batch, &data, &mut scores[..batch], &mut scratch).unwrap();
-                assert_eq!(ALLOCATIONS.get() - before, 0, "{}, {weights:?}, batch {batch}", network.0);
+                assert_eq!(
+                    ALLOCATIONS.get() - before,
+                    0,
+                    "{}, {weights:?}, batch {batch}",
+                    network.0
+                );
             }
         }
     }
@@ -110,7 +118,12 @@ fn scores_depend_on_neither_the_instruction_set_nor_the_batch() {
                         bits(&scores(&engine, size, &part))
                     });
                     let parts: Vec<u32> = parts.collect();
-                    assert_eq!(parts, all[0][..parts.len()], "{}, {isa:?}, batch {size}", network.0);
+                    assert_eq!(
+                        parts,
+                        all[0][..parts.len()],
+                        "{}, {isa:?}, batch {size}",
+                        network.0
+                    );
                 }
             }
             assert!(all.iter().all(|scores| *scores == all[0]), "{}, {weights:?}", network.0);
@@ -128,7 +141,12 @@ fn shorter_weights_stay_close_and_take_less() {
             let engine = load(network, Isa::detect(), weights);
             let ours = scores(&engine, 64, &data);
             let off = ours.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            println!("{}, {weights:?}: {off:.1e}, {} of {} bytes", network.0, engine.bytes(), exact.bytes());
+            println!(
+                "{}, {weights:?}: {off:.1e}, {} of {} bytes",
+                network.0,
+                engine.bytes(),
+                exact.bytes()
+            );
             assert!(off > 0.0 && off <= bound, "{}, {weights:?}: {off}", network.0);
             assert!(engine.bytes() < exact.bytes());
         }

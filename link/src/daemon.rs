@@ -84,7 +84,8 @@ fn look(sync: &Sync, args: &SyncArgs, rules: LinkRules) -> Result<State> {
         return Err(SyncError::Budget { bytes_max }.into());
     }
     let clock = SystemClock::default();
-    let limits = LinkLimits { bytes_max: left, open: rules.open_for(now()), ..LinkLimits::default() };
+    let limits =
+        LinkLimits { bytes_max: left, open: rules.open_for(now()), ..LinkLimits::default() };
     let mut fetcher = Fetcher::new(link.as_mut(), &clock, limits);
     let status = sync.fetch(&mut fetcher, now(), |_, _| {})?;
     log::info!("{}: {} bytes received", status.state, status.bytes_received);
@@ -102,7 +103,8 @@ fn wait(rules: LinkRules, is_ok: bool) -> Duration {
 
 /// Wakes the serving process. Without one the release waits; it looks when it starts.
 fn tell(sync: &Sync) {
-    let told = UnixDatagram::unbound().and_then(|s| s.send_to(b"staged", wake_socket(&sync.directory)));
+    let told =
+        UnixDatagram::unbound().and_then(|s| s.send_to(b"staged", wake_socket(&sync.directory)));
     if let Err(e) = told {
         log::info!("nobody serves {} now: {e}", sync.flash.display());
     }

@@ -140,7 +140,8 @@ impl HttpLink {
         if let Some(path) = &options.client {
             let (chain, key) = pem(path)?;
             let problem = || "holds no private key".to_owned();
-            let key = key.ok_or_else(|| OpenError::Pem { path: path.clone(), problem: problem() })?;
+            let key =
+                key.ok_or_else(|| OpenError::Pem { path: path.clone(), problem: problem() })?;
             tls = tls.client_cert(Some(ClientCert::new_with_certs(&chain, key)));
         }
         let proxy = options.proxy.as_deref().map(|value| {

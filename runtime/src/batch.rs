@@ -86,7 +86,10 @@ impl Batch {
         }
         sample.check(schema)?;
         if sample.sparse.len() != self.features.len() || sample.dense.len() != self.dense_features {
-            return Err(BatchError::Schema { features: self.features.len(), dense: self.dense_features });
+            return Err(BatchError::Schema {
+                features: self.features.len(),
+                dense: self.dense_features,
+            });
         }
         self.dense.extend_from_slice(&sample.dense);
         for (feature, bag) in self.features.iter_mut().zip(&sample.sparse) {

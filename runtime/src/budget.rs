@@ -96,7 +96,9 @@ impl fmt::Display for MemoryPlan {
         write!(f, "{:>14}  total", self.total())?;
         match self.opening {
             0 => Ok(()),
-            bytes => write!(f, "\n{bytes:>14}  more while it was opened, on its way to or from the GPU"),
+            bytes => {
+                write!(f, "\n{bytes:>14}  more while it was opened, on its way to or from the GPU")
+            }
         }
     }
 }

@@ -55,7 +55,11 @@ pub(crate) fn io_error(path: &Path) -> impl FnOnce(io::Error) -> BundleError + '
     move |source| BundleError::Io { path: path.to_owned(), source }
 }
 
-pub(crate) fn field_error(path: &Path, field: impl Into<String>, problem: impl Into<String>) -> BundleError {
+pub(crate) fn field_error(
+    path: &Path,
+    field: impl Into<String>,
+    problem: impl Into<String>,
+) -> BundleError {
     BundleError::Field { path: path.to_owned(), field: field.into(), problem: problem.into() }
 }
 
@@ -126,11 +130,15 @@ impl BundleWriter {
         }
         let compressed = zstd::bulk::compress(&self.chunk, ZSTD_LEVEL)?;
         // Where it saves under a sixteenth the car had better not decompress.
-        let stored = if compressed.len() < self.chunk.len() / 16 * 15 { &compressed } else { &self.chunk };
+        let stored =
+            if compressed.len() < self.chunk.len() / 16 * 15 { &compressed } else { &self.chunk };
         self.written += stored.len() as u64;
         self.file.as_mut().map_or(Ok(()), |file| file.write_all(stored))?;
-        let chunk =
-            Chunk { stored: stored.len() as u32, raw: self.chunk.len() as u32, sha256: sha256(stored) };
+        let chunk = Chunk {
+            stored: stored.len() as u32,
+            raw: self.chunk.len() as u32,
+            sha256: sha256(stored),
+        };
         if let Some(blob) = self.blobs.last_mut() {
             blob.chunks.push(chunk);
         }
@@ -244,7 +252,11 @@ impl BundleReader {
         let bytes = file.seek(SeekFrom::End(0)).map_err(io_error(path))?;
         file.seek(SeekFrom::Start(0)).map_err(io_error(path))?;
         if bytes < HEADER_BYTES + TRAILER_BYTES {
-            return Err(field_error(path, "length", format!("{bytes} bytes are too few for a bundle")));
+            return Err(field_error(
+                path,
+                "length",
+                format!("{bytes} bytes are too few for a bundle"),
+            ));
         }
         check_header(path, file.as_mut())?;
         let manifest_bytes = read_manifest(path, file.as_mut(), bytes)?;
@@ -298,7 +310,10 @@ impl BundleReader {
             stored.resize(chunk.stored as usize, 0);
             self.file.read_exact(&mut stored).map_err(io_error(path))?;
             let field = || format!("blobs[{index}].chunks[{c}]");
-            take(&open_chunk(chunk, &stored).map_err(|problem| field_error(path, field(), problem))?)?;
+            take(
+                &open_chunk(chunk, &stored)
+                    .map_err(|problem| field_error(path, field(), problem))?,
+            )?;
         }
         Ok(())
     }
@@ -333,7 +348,8 @@ impl BundleReader {
     /// # Errors
     /// As `read_blob`.
     pub fn blob(&mut self, index: u32) -> Result<Vec<u8>, BundleError> {
-        let mut content = Vec::with_capacity(self.manifest.blobs[index as usize].raw_bytes() as usize);
+        let mut content =
+            Vec::with_capacity(self.manifest.blobs[index as usize].raw_bytes() as usize);
         self.read_blob(index, |chunk| {
             content.extend_from_slice(chunk);
             Ok::<(), BundleError>(())

@@ -35,7 +35,8 @@ const REST_ROWS: usize = 256;
 /// For each segment number of `old`, as a place has it, the number of the same segment in `new`.
 fn same_segments(old: &TableRows, new: &TableRows) -> [Option<u8>; 256] {
     let numbered = |rows: &TableRows| -> Vec<(u8, PathBuf)> {
-        let segments = rows.segments().iter().enumerate().map(|(n, s)| (n as u8, s.path().to_owned()));
+        let segments =
+            rows.segments().iter().enumerate().map(|(n, s)| (n as u8, s.path().to_owned()));
         segments.chain(rows.placed().map(|s| (PLACED, s.path().to_owned()))).collect()
     };
     let (mut same, new) = ([None; 256], numbered(new));
@@ -75,7 +76,8 @@ impl Model {
                 carried.left += 1;
                 return;
             };
-            let moved = |from: Place| Some(Place { segment: same[usize::from(from.segment)]?, ..from });
+            let moved =
+                |from: Place| Some(Place { segment: same[usize::from(from.segment)]?, ..from });
             if old.locate(row.key).and_then(moved) == Some(to) {
                 carried.copied += usize::from(cache.insert(row, bytes, cache.epoch(row)));
             } else if changed[table].len() < cache.slots() / READ_ONE_IN {

@@ -92,7 +92,9 @@ impl Catalog {
         }
         let (notes, found) = match Self::read(directory) {
             Err(error) => (Notes::lost(), Found::Damaged { error: error.to_string() }),
-            Ok((catalog, mut notes)) if notes.sequence == flash.record().live.generation.sequence => {
+            Ok((catalog, mut notes))
+                if notes.sequence == flash.record().live.generation.sequence =>
+            {
                 notes.follow(flash);
                 return Ok((catalog, notes, Found::Kept));
             }
@@ -143,7 +145,10 @@ impl Catalog {
         for (key, value) in entries.iter().filter(|(k, v)| self.entries.get(*k) != Some(v)) {
             batch.insert(key.as_slice(), value.as_slice());
         }
-        self.entries.keys().filter(|k| !entries.contains_key(*k)).for_each(|k| batch.remove(k.as_slice()));
+        self.entries
+            .keys()
+            .filter(|k| !entries.contains_key(*k))
+            .for_each(|k| batch.remove(k.as_slice()));
         let Some(db) = &self.db else { return Ok(()) };
         guarded(&self.directory, || {
             db.apply_batch(batch)?;
@@ -173,7 +178,8 @@ impl Catalog {
     }
 
     fn open_sled(directory: &Path) -> Result<Self, CatalogError> {
-        let config = sled::Config::new().path(directory).cache_capacity(CACHE_BYTES).flush_every_ms(None);
+        let config =
+            sled::Config::new().path(directory).cache_capacity(CACHE_BYTES).flush_every_ms(None);
         let db = guarded(directory, || config.open())?;
         let path = directory.join("db");
         let file = File::open(&path).map_err(io_error(&path))?;

@@ -62,7 +62,11 @@ pub struct Compacted {
 fn write_error(path: &Path) -> impl FnOnce(WriteError) -> FlashError + '_ {
     move |e| match e {
         WriteError::Io(source) => io_error(path)(source),
-        other => FlashError::Field { path: path.to_owned(), field: "compaction", problem: other.to_string() },
+        other => FlashError::Field {
+            path: path.to_owned(),
+            field: "compaction",
+            problem: other.to_string(),
+        },
     }
 }
 
@@ -84,7 +88,8 @@ impl Compaction {
         flash.check_space(rows.file_bytes().saturating_sub(left_bytes))?;
         let left = left.map(|l| (l, u32::try_from(left_bytes / PAGE_BYTES as u64).unwrap_or(0)));
         let base = target(flash, number, 0, Part::Base)?;
-        let (over, merge, written) = (flash.record().live.clone(), Merge::new(rows), Written::default());
+        let (over, merge, written) =
+            (flash.record().live.clone(), Merge::new(rows), Written::default());
         let (resumed_pages, writer, next_key, deleted) = (0, None, 0, Vec::new());
         Ok(Some(Self {
             number,
@@ -113,7 +118,9 @@ impl Compaction {
 
     /// Bytes that this attempt wrote so far.
     pub fn bytes(&self) -> u64 {
-        self.writer.as_ref().map_or(0, |w| w.bytes() - u64::from(self.resumed_pages) * PAGE_BYTES as u64)
+        self.writer
+            .as_ref()
+            .map_or(0, |w| w.bytes() - u64::from(self.resumed_pages) * PAGE_BYTES as u64)
     }
 
     /// Bytes that it must be allowed to write so that the next step, or `finish`, gets on.
@@ -142,7 +149,9 @@ impl Compaction {
     /// A page is damaged (it must be repaired first) or the new segment cannot be written.
     pub fn step(&mut self, flash: &Flash, pages: u64, bytes_max: u64) -> Result<bool, FlashError> {
         let writer = self.writer.take();
-        let Some(mut writer) = writer.map_or_else(|| self.take_over(flash, pages), |w| Ok(Some(w)))? else {
+        let Some(mut writer) =
+            writer.map_or_else(|| self.take_over(flash, pages), |w| Ok(Some(w)))?
+        else {
             return Ok(true);
         };
         let merged = self.merge_into(&mut writer, pages, bytes_max);
@@ -155,8 +164,11 @@ impl Compaction {
         let mut page = AlignedPage::zeroed();
         for _ in 0..pages {
             let number = self.written.pages();
-            let read =
-                self.left.as_ref().filter(|(_, n)| number < *n).map(|(l, _)| l.read_page(number, &mut page));
+            let read = self
+                .left
+                .as_ref()
+                .filter(|(_, n)| number < *n)
+                .map(|(l, _)| l.read_page(number, &mut page));
             let is_sound =
                 matches!(read, Some(Ok(()))) && self.written.take(&self.base.kind, &page.0).is_ok();
             if !is_sound {
@@ -197,7 +209,12 @@ impl Compaction {
         Ok(SegmentWriter::resume(out, self.base.kind.clone(), std::mem::take(&mut self.written)))
     }
 
-    fn merge_into(&mut self, writer: &mut Writer, pages: u64, bytes_max: u64) -> Result<bool, FlashError> {
+    fn merge_into(
+        &mut self,
+        writer: &mut Writer,
+        pages: u64,
+        bytes_max: u64,
+    ) -> Result<bool, FlashError> {
         let page = PAGE_BYTES as u64;
         let until = self.merge.pages_read().saturating_add(pages);
         let most = writer.bytes().saturating_add(bytes_max.min(pages.saturating_mul(page)));
@@ -235,14 +252,20 @@ impl Compaction {
     /// the table is then as it was.
     pub fn finish(mut self, flash: &mut Flash) -> Result<Compacted, FlashError> {
         let refuse = |path: &Path, problem: &str| {
-            Err(FlashError::Field { path: path.to_owned(), field: "compaction", problem: problem.to_owned() })
+            Err(FlashError::Field {
+                path: path.to_owned(),
+                field: "compaction",
+                problem: problem.to_owned(),
+            })
         };
         let _lock = flash.lock()?;
         flash.refresh()?;
         if !self.fits(flash) {
             return refuse(&self.base.path, "something else became live since it began");
         }
-        let Some(writer) = self.writer.take() else { return refuse(&self.base.path, "no step was made") };
+        let Some(writer) = self.writer.take() else {
+            return refuse(&self.base.path, "no step was made");
+        };
         if self.merge.current()?.is_some() {
             return refuse(&self.base.path, "rows are left to merge");
         }
@@ -281,7 +304,11 @@ fn target(flash: &Flash, number: usize, skip: u32, part: Part) -> Result<Target,
     Ok(Target { of, path, kind })
 }
 
-fn write_deletes(flash: &Flash, number: usize, deleted: &[u64]) -> Result<(SegmentRef, Counts), FlashError> {
+fn write_deletes(
+    flash: &Flash,
+    number: usize,
+    deleted: &[u64],
+) -> Result<(SegmentRef, Counts), FlashError> {
     let Target { of, path, kind } = target(flash, number, 1, Part::Delta)?;
     let out = flash.disk().create(&path).map_err(io_error(&path))?;
     let mut writer = SegmentWriter::new(out, kind);

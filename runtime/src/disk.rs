@@ -209,7 +209,8 @@ impl Disk for SystemDisk {
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
-        let mut paths = fs::read_dir(path)?.map(|e| Ok(e?.path())).collect::<io::Result<Vec<_>>>()?;
+        let mut paths =
+            fs::read_dir(path)?.map(|e| Ok(e?.path())).collect::<io::Result<Vec<_>>>()?;
         paths.sort();
         Ok(paths)
     }

@@ -61,8 +61,12 @@ impl Fences {
     pub fn pages(&self, prefixes: &[u32], pages: &mut [Option<u32>]) {
         let (anchors, gaps, directory, shift) = match &self.0 {
             Form::Wide(fences) => {
-                let page = |prefix: &u32| (fences.partition_point(|f| f <= prefix) as u32).checked_sub(1);
-                return prefixes.iter().zip(pages).for_each(|(prefix, found)| *found = page(prefix));
+                let page =
+                    |prefix: &u32| (fences.partition_point(|f| f <= prefix) as u32).checked_sub(1);
+                return prefixes
+                    .iter()
+                    .zip(pages)
+                    .for_each(|(prefix, found)| *found = page(prefix));
             }
             Form::Close { anchors, gaps, directory, shift } => (anchors, gaps, directory, shift),
         };
@@ -115,7 +119,10 @@ impl Fences {
             Form::Close { gaps, .. } if page >= gaps.len() => None,
             Form::Close { anchors, gaps, .. } => {
                 let first = page / STRIDE * STRIDE;
-                Some(anchors[page / STRIDE] + gaps[first..page].iter().map(|g| u32::from(*g)).sum::<u32>())
+                Some(
+                    anchors[page / STRIDE]
+                        + gaps[first..page].iter().map(|g| u32::from(*g)).sum::<u32>(),
+                )
             }
         }
     }

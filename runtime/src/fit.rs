@@ -10,26 +10,39 @@ use hatchback_kernels::names::Names;
 
 /// Refuses a budget with which no model of `schema` works.
 pub(crate) fn check(schema: &Schema, budget: &Budget) -> Result<(), OpenError> {
-    let refuse =
-        |field, value: u32, problem: String| Err(OpenError::Budget { field, value: value.into(), problem });
+    let refuse = |field, value: u32, problem: String| {
+        Err(OpenError::Budget { field, value: value.into(), problem })
+    };
     let hotness = schema.features.iter().map(|f| f.hotness_max).max().unwrap_or(0);
     if budget.batch_max == 0 || budget.batch_max as usize > BATCH_MAX {
         refuse("batch_max", budget.batch_max, format!("is not in 1..={BATCH_MAX}"))
     } else if budget.misses_max < hotness {
-        refuse("misses_max", budget.misses_max, format!("a bag of this model has up to {hotness} keys"))
+        refuse(
+            "misses_max",
+            budget.misses_max,
+            format!("a bag of this model has up to {hotness} keys"),
+        )
     } else if budget.workers == 0 {
         refuse("workers", budget.workers, "there is at least 1".to_owned())
     } else if budget.slots == 0 || budget.slots as usize > SLOTS_MAX {
         refuse("slots", budget.slots, format!("is not in 1..={SLOTS_MAX}"))
     } else if budget.reads_max < budget.workers {
-        refuse("reads_max", budget.reads_max, format!("{} workers need a read each", budget.workers))
+        refuse(
+            "reads_max",
+            budget.reads_max,
+            format!("{} workers need a read each", budget.workers),
+        )
     } else {
         Ok(())
     }
 }
 
 /// Refuses a model that takes more than the budget in all, and says what to lower.
-pub(crate) fn check_total(budget: &Budget, plan: &MemoryPlan, caches: &[Cache]) -> Result<(), OpenError> {
+pub(crate) fn check_total(
+    budget: &Budget,
+    plan: &MemoryPlan,
+    caches: &[Cache],
+) -> Result<(), OpenError> {
     let total = plan.total();
     let Some(over) = total.checked_sub(budget.memory_bytes_max).filter(|over| *over > 0) else {
         return Ok(());
@@ -61,8 +74,9 @@ pub(crate) fn choose_resident(schema: &Schema, budget: &Budget) -> Result<Vec<bo
         });
     }
     let mut resident: Vec<bool> = (0..schema.tables.len()).map(|i| must(&i)).collect();
-    let mut automatic: Vec<usize> =
-        (0..schema.tables.len()).filter(|&i| schema.tables[i].placement == Placement::Auto).collect();
+    let mut automatic: Vec<usize> = (0..schema.tables.len())
+        .filter(|&i| schema.tables[i].placement == Placement::Auto)
+        .collect();
     automatic.sort_by_key(|&i| (bytes(i), i));
     for i in automatic {
         // One table may take a quarter of the budget at most: beyond that its cold rows waste it.
@@ -98,7 +112,8 @@ pub(crate) fn make_caches(
         Names::new(schema.tables.iter().zip(resident).map(end).collect())
     };
     // The least that each can work with, however few its rows are beside the others'; the rest in proportion.
-    let least: u64 = widths.iter().map(|&(width, _)| Cache::bytes_min(width, &names(width)) as u64).sum();
+    let least: u64 =
+        widths.iter().map(|&(width, _)| Cache::bytes_min(width, &names(width)) as u64).sum();
     let too_small = || OpenError::Budget {
         field: "cache_bytes_max",
         value: budget.cache_bytes_max,

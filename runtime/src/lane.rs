@@ -134,8 +134,13 @@ impl Lane {
         let slot = |_| {
             let (batch, n) = (model.batch(), budget.batch_max as usize);
             let (scores, statuses) = (vec![0.0; n * model.outputs()], vec![Status::default(); n]);
-            let request =
-                Request { stage: Stage::Abandoned, batch, scores, statuses, outputs: model.outputs() };
+            let request = Request {
+                stage: Stage::Abandoned,
+                batch,
+                scores,
+                statuses,
+                outputs: model.outputs(),
+            };
             Slot { request: Mutex::new(request), done: Condvar::new() }
         };
         let queue = Queue {
@@ -271,7 +276,12 @@ impl Lane {
     }
 
     /// Ends the request in `slot`: `write` fills its scores, or it failed.
-    fn finish(&self, slot: u16, result: Result<(), RequestError>, write: impl FnOnce(&mut Request)) {
+    fn finish(
+        &self,
+        slot: u16,
+        result: Result<(), RequestError>,
+        write: impl FnOnce(&mut Request),
+    ) {
         let at = &self.slots[usize::from(slot)];
         let abandoned = {
             let mut request = lock(&at.request);
@@ -344,7 +354,10 @@ pub fn work(lane: &Lane, mut worker: Worker) {
     let (model, mut hand) = (Arc::clone(worker.model()), Hand::default());
     while catch_unwind(AssertUnwindSafe(|| serve(lane, worker, &mut hand))).is_err() {
         let lost = &hand.requests[hand.answered..];
-        log::error!("a worker panicked with {} requests in hand; another takes its place", lost.len());
+        log::error!(
+            "a worker panicked with {} requests in hand; another takes its place",
+            lost.len()
+        );
         lost.iter().for_each(|r| lane.finish(r.slot, Err(RequestError::Panicked), |_| ()));
         lock(&lane.queue).stats.failed += lost.len() as u64;
         if hand.ahead {
@@ -411,7 +424,9 @@ impl Lane {
             }
             queue = match wait {
                 None => self.work.wait(queue).unwrap_or_else(PoisonError::into_inner),
-                Some(wait) => self.work.wait_timeout(queue, wait).unwrap_or_else(PoisonError::into_inner).0,
+                Some(wait) => {
+                    self.work.wait_timeout(queue, wait).unwrap_or_else(PoisonError::into_inner).0
+                }
             };
         }
     }

@@ -65,8 +65,13 @@ pub const BREAKS_MAX: u32 = 64;
 pub const STALLS_MAX: u32 = 1;
 
 const _: () = assert!(CHUNK_BYTES.is_multiple_of(PAGE_BYTES), "a chunk holds whole pages");
+const _: () = assert!(
+    PAGE_HEADER_BYTES + 8 + ROW_BYTES_MAX <= PAGE_BYTES,
+    "a page holds a key and the widest row"
+);
+const _: () = assert!(
+    TABLES_MAX <= u16::MAX as usize && FEATURES_MAX <= u16::MAX as usize,
+    "u16 numbers them"
+);
 const _: () =
-    assert!(PAGE_HEADER_BYTES + 8 + ROW_BYTES_MAX <= PAGE_BYTES, "a page holds a key and the widest row");
-const _: () =
-    assert!(TABLES_MAX <= u16::MAX as usize && FEATURES_MAX <= u16::MAX as usize, "u16 numbers them");
-const _: () = assert!((BATCH_MAX * HOTNESS_MAX) as u64 <= u32::MAX as u64, "u32 offsets hold a batch");
+    assert!((BATCH_MAX * HOTNESS_MAX) as u64 <= u32::MAX as u64, "u32 offsets hold a batch");

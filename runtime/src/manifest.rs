@@ -1,7 +1,9 @@
 //! The manifest of a bundle: which generation it is, the schema, and every blob's chunks with their hashes.
 //! Encoded as a format number, then postcard. Never trusts what it decodes before `check`.
 
-use crate::limits::{CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX};
+use crate::limits::{
+    CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
+};
 use crate::schema::{Schema, SchemaError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -124,7 +126,8 @@ impl Manifest {
     /// Format number, then postcard.
     pub fn encode(&self) -> Result<Vec<u8>, ManifestError> {
         let mut bytes = MANIFEST_FORMAT.to_le_bytes().to_vec();
-        bytes.extend(postcard::to_allocvec(self).map_err(|e| ManifestError::Decode(e.to_string()))?);
+        bytes
+            .extend(postcard::to_allocvec(self).map_err(|e| ManifestError::Decode(e.to_string()))?);
         Ok(bytes)
     }
 
@@ -185,7 +188,11 @@ impl Manifest {
         for (i, table) in self.tables.iter().enumerate() {
             self.check_blob(&format!("tables[{i}].segment"), table.segment, u64::MAX)?;
             if let Some(hot) = table.hot {
-                self.check_blob(&format!("tables[{i}].hot"), hot, 8 * crate::limits::HOT_KEYS_MAX as u64)?;
+                self.check_blob(
+                    &format!("tables[{i}].hot"),
+                    hot,
+                    8 * crate::limits::HOT_KEYS_MAX as u64,
+                )?;
             }
             if let Some(placed) = table.placed {
                 self.check_blob(&format!("tables[{i}].placed"), placed, u64::MAX)?;
@@ -201,7 +208,9 @@ impl Manifest {
     fn check_blob(&self, field: &str, index: u32, bytes_max: u64) -> Result<(), ManifestError> {
         match self.blobs.get(index as usize).map(Blob::raw_bytes) {
             None => fault(field, format!("{index} of {} blobs", self.blobs.len())),
-            Some(bytes) if bytes > bytes_max => fault(field, format!("{bytes} bytes, over {bytes_max}")),
+            Some(bytes) if bytes > bytes_max => {
+                fault(field, format!("{bytes} bytes, over {bytes_max}"))
+            }
             Some(_) => Ok(()),
         }
     }
@@ -212,9 +221,14 @@ fn check_chunks(i: usize, blob: &Blob) -> Result<(), ManifestError> {
     for (c, chunk) in blob.chunks.iter().enumerate() {
         let field = || format!("blobs[{i}].chunks[{c}]");
         let last = c + 1 == blob.chunks.len();
-        if chunk.raw as usize > CHUNK_BYTES || chunk.raw == 0 || (!last && chunk.raw as usize != CHUNK_BYTES)
+        if chunk.raw as usize > CHUNK_BYTES
+            || chunk.raw == 0
+            || (!last && chunk.raw as usize != CHUNK_BYTES)
         {
-            return fault(field() + ".raw", format!("{} bytes, chunks have {CHUNK_BYTES}", chunk.raw));
+            return fault(
+                field() + ".raw",
+                format!("{} bytes, chunks have {CHUNK_BYTES}", chunk.raw),
+            );
         }
         if chunk.stored > chunk.raw || chunk.stored == 0 {
             return fault(

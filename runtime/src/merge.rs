@@ -29,7 +29,11 @@ impl Cursor {
     }
 
     /// The order that the cursor is at; reads the next page where one is due. `None` at the end.
-    fn peek(&mut self, segment: &Segment, pages_read: &mut u64) -> Result<Option<u64>, SegmentError> {
+    fn peek(
+        &mut self,
+        segment: &Segment,
+        pages_read: &mut u64,
+    ) -> Result<Option<u64>, SegmentError> {
         while self.at == self.orders.len() {
             if self.next_page == segment.counts().data_pages {
                 return Ok(None);
@@ -44,14 +48,24 @@ impl Cursor {
         Ok(Some(self.orders[self.at]))
     }
 
-    fn load(&mut self, segment: &Segment, number: u32, pages_read: &mut u64) -> Result<(), SegmentError> {
+    fn load(
+        &mut self,
+        segment: &Segment,
+        number: u32,
+        pages_read: &mut u64,
+    ) -> Result<(), SegmentError> {
         (self.at, self.next_page) = (0, number);
         self.orders.clear();
         self.peek(segment, pages_read).map(drop)
     }
 
     /// Goes to the first row with an order above `after`, by halves.
-    fn seek_past(&mut self, segment: &Segment, after: u64, pages_read: &mut u64) -> Result<(), SegmentError> {
+    fn seek_past(
+        &mut self,
+        segment: &Segment,
+        after: u64,
+        pages_read: &mut u64,
+    ) -> Result<(), SegmentError> {
         // Pages below `low` do not begin above `after`, those from `high` on do.
         let (mut low, mut high) = (0, segment.counts().data_pages);
         while low < high {
@@ -113,7 +127,10 @@ impl Merge {
                 }
             };
             let (cursor, segment) = (&self.cursors[number], &self.rows.segments()[number]);
-            return Ok(Some((order, segment.row_at(&cursor.page.0, cursor.orders.len(), cursor.at))));
+            return Ok(Some((
+                order,
+                segment.row_at(&cursor.page.0, cursor.orders.len(), cursor.at),
+            )));
         }
     }
 

@@ -45,7 +45,9 @@ pub enum OpenError {
     #[error(transparent)]
     Cuda(#[from] CudaError),
     /// The dense network does not bear the weights that the budget asks for.
-    #[error("budget.dense_weights = {weights}: probe sample {sample}: {problem}; take wider weights")]
+    #[error(
+        "budget.dense_weights = {weights}: probe sample {sample}: {problem}; take wider weights"
+    )]
     Weights {
         /// The field's value.
         weights: Weights,
@@ -112,7 +114,11 @@ impl Model {
     ///
     /// # Errors
     /// As `open`.
-    pub fn on_device(flash: &Flash, budget: Budget, device: Arc<DeviceDepth>) -> Result<Self, OpenError> {
+    pub fn on_device(
+        flash: &Flash,
+        budget: Budget,
+        device: Arc<DeviceDepth>,
+    ) -> Result<Self, OpenError> {
         let model = Self::cold(flash, budget, device, &|| {})?;
         model.preload(flash, None)?;
         Ok(model)
@@ -177,7 +183,8 @@ impl Model {
         }
         // One cache after the other is given back; the resident tables once they are all there.
         let tables = residents.iter().map(|rows| rows.bytes() as u64).sum::<u64>();
-        self.plan.note_opening(tables + self.caches.iter().map(|c| c.bytes() as u64).max().unwrap_or(0));
+        self.plan
+            .note_opening(tables + self.caches.iter().map(|c| c.bytes() as u64).max().unwrap_or(0));
         let caches = std::mem::take(&mut self.caches);
         self.on_gpu = Some(Arc::new(Tables::new(gpu, places, caches, &residents)?));
         for table in &mut self.tables {
@@ -200,22 +207,25 @@ impl Model {
         let Some(tables) = &self.on_gpu else { return Ok(self) };
         let (batch_max, weights) = (self.budget.batch_max as usize, self.budget.dense_weights);
         let options = DeviceOptions { tensorrt: tensorrt.cloned(), cublas: false, batch_max };
-        let engine = match self.schema.load_dense_on(tables.gpu(), &flash.dense()?, weights, &options) {
-            Ok(engine) => engine,
-            Err(e @ DenseError::Cuda(_)) => return Err(e.into()),
-            Err(e) => {
-                log::warn!("the dense network stays on the CPU: {e}");
-                return Ok(self);
-            }
-        };
+        let engine =
+            match self.schema.load_dense_on(tables.gpu(), &flash.dense()?, weights, &options) {
+                Ok(engine) => engine,
+                Err(e @ DenseError::Cuda(_)) => return Err(e.into()),
+                Err(e) => {
+                    log::warn!("the dense network stays on the CPU: {e}");
+                    return Ok(self);
+                }
+            };
         // What it was held against is given back.
         self.plan.note_opening(self.dense.take().map_or(0, |dense| dense.bytes() as u64));
         self.plan.remove(DENSE_WEIGHTS);
         self.plan.remove(DENSE_RESULTS);
-        let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
+        let widths: usize =
+            self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
         let worker = Step::bytes(&engine, widths, batch_max);
         self.plan.add("dense network on the GPU, weights", engine.bytes() as u64);
-        self.plan.add("dense network on the GPU, all workers", u64::from(self.budget.workers) * worker);
+        self.plan
+            .add("dense network on the GPU, all workers", u64::from(self.budget.workers) * worker);
         self.check_total()?;
         self.dense_on_gpu = Some(Arc::new(engine));
         Ok(self)
@@ -289,9 +299,14 @@ impl Model {
         let mut plan = MemoryPlan::default();
         let workers = u64::from(self.budget.workers);
         let batch = self.budget.batch_max as usize;
-        let sum = |f: &dyn Fn(&Store) -> usize| self.tables.iter().map(|t| f(&t.store)).sum::<usize>() as u64;
+        let sum = |f: &dyn Fn(&Store) -> usize| {
+            self.tables.iter().map(|t| f(&t.store)).sum::<usize>() as u64
+        };
         plan.add("embedding caches", self.caches.iter().map(|c| c.bytes() as u64).sum());
-        plan.add("resident tables", sum(&|s| if let Store::Resident(r) = s { r.bytes() } else { 0 }));
+        plan.add(
+            "resident tables",
+            sum(&|s| if let Store::Resident(r) = s { r.bytes() } else { 0 }),
+        );
         plan.add(
             "indexes of the segments and overlays of their deltas",
             sum(&|s| if let Store::Cached { rows, .. } = s { rows.index_bytes() } else { 0 }),
@@ -303,7 +318,8 @@ impl Model {
         plan.add("miss lists, staging rows and absent keys, all workers", workers * misses as u64);
         let reads = PageReader::bytes(self.budget.reads_max as usize);
         plan.add("page buffers, all workers", workers * reads as u64);
-        let widths: usize = self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
+        let widths: usize =
+            self.schema.network.inputs.iter().map(|i| self.schema.input_width(i)).sum();
         plan.add("dense network inputs, all workers", workers * (4 * batch * widths) as u64);
         let dense = self.dense.as_ref().map_or(0, |dense| dense.scratch_bytes(batch) as u64);
         plan.add(DENSE_RESULTS, workers * dense);

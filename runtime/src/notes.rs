@@ -68,7 +68,8 @@ impl Notes {
                 }
             }
         }
-        let is_live = |table: usize, of| live.tables.get(table)?.segments().find(|(live, _)| *live == of);
+        let is_live =
+            |table: usize, of| live.tables.get(table)?.segments().find(|(live, _)| *live == of);
         self.scrub.damage.retain(|d| is_live(d.table, d.segment).is_some());
     }
 
@@ -132,7 +133,8 @@ fn segment_of(key: &[u8]) -> Option<SegmentKey> {
     let rest = key.strip_prefix(b"segment/")?;
     let (table, rest) = rest.split_first_chunk()?;
     let (sequence, serial) = rest.split_first_chunk()?;
-    let (sequence, serial) = (u64::from_be_bytes(*sequence), u32::from_be_bytes(serial.try_into().ok()?));
+    let (sequence, serial) =
+        (u64::from_be_bytes(*sequence), u32::from_be_bytes(serial.try_into().ok()?));
     Some((u32::from_be_bytes(*table), SegmentRef { sequence, serial }))
 }
 
@@ -183,9 +185,15 @@ mod tests {
     use super::*;
 
     fn notes() -> Notes {
-        let mut notes = Notes { sequence: 7, scrubbed: Some(Duration::from_secs(9)), ..Notes::default() };
+        let mut notes =
+            Notes { sequence: 7, scrubbed: Some(Duration::from_secs(9)), ..Notes::default() };
         for serial in 0..5 {
-            let counts = Counts { rows: u64::from(serial) * 1000, deletes: 3, data_pages: 4, index_pages: 5 };
+            let counts = Counts {
+                rows: u64::from(serial) * 1000,
+                deletes: 3,
+                data_pages: 4,
+                index_pages: 5,
+            };
             notes.segments.insert((serial % 2, SegmentRef { sequence: 7, serial }), counts);
         }
         notes

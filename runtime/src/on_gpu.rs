@@ -32,17 +32,28 @@ impl OnGpu {
         let Some(tables) = &model.on_gpu else { return Ok(None) };
         let limits = model.limits_on(tables.gpu());
         let Some(engine) = &model.dense_on_gpu else {
-            let at: Vec<u64> = inputs.iter().map(|i| i.mapped().map_or(0, |i| i.address())).collect();
+            let at: Vec<u64> =
+                inputs.iter().map(|i| i.mapped().map_or(0, |i| i.address())).collect();
             let features = model.features_on_gpu(&at, widths);
             let lookup = Lookup::new(tables, &features, limits)?;
             return Ok(Some(Self::Lookup(Box::new(lookup))));
         };
         inputs.clear();
-        let dense = model.schema().network.inputs.iter().position(|i| i.source == InputSource::Dense);
-        let step = Step::new(tables, engine, widths, dense, |at| model.features_on_gpu(at, widths), limits);
+        let dense =
+            model.schema().network.inputs.iter().position(|i| i.source == InputSource::Dense);
+        let step = Step::new(
+            tables,
+            engine,
+            widths,
+            dense,
+            |at| model.features_on_gpu(at, widths),
+            limits,
+        );
         let step = step.map_err(|e| match e {
             DenseError::Cuda(e) => *e,
-            e => CudaError::NoKernels { gpu: tables.gpu().name().to_owned(), problem: e.to_string() },
+            e => {
+                CudaError::NoKernels { gpu: tables.gpu().name().to_owned(), problem: e.to_string() }
+            }
         })?;
         Ok(Some(Self::Step(Box::new(step))))
     }
@@ -70,7 +81,12 @@ impl OnGpu {
     }
 
     /// Finishes what waits in `misses` and puts its rows into the caches; with the `last` of a request the network follows.
-    pub fn settle(&mut self, misses: &Misses, statuses: &mut [Status], last: bool) -> Result<(), CudaError> {
+    pub fn settle(
+        &mut self,
+        misses: &Misses,
+        statuses: &mut [Status],
+        last: bool,
+    ) -> Result<(), CudaError> {
         match self {
             Self::Step(step) if last => step.settle(misses, statuses),
             _ => self.lookup().settle(misses, statuses),

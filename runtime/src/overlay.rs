@@ -116,8 +116,10 @@ fn unpack(place: u32) -> Option<Newest> {
     }
 }
 
-const _: () =
-    assert!(DELTAS_MAX < PLACED as usize, "a delta's number fits beside the page and below the marks");
+const _: () = assert!(
+    DELTAS_MAX < PLACED as usize,
+    "a delta's number fits beside the page and below the marks"
+);
 
 #[cfg(test)]
 mod tests {

@@ -53,9 +53,10 @@ impl Pace {
     /// After a step that took `busy`: how long to rest. The next step is larger if this one was short, and smaller if
     /// it was long.
     pub fn rest(&mut self, busy: Duration) -> Duration {
-        self.pages = if busy > STEP_MAX { self.pages / 2 } else { self.pages * 2 }.clamp(1, PAGES_MAX);
-        let rest =
-            busy.as_nanos() * u128::from(100 - self.busy_percent_max) / u128::from(self.busy_percent_max);
+        self.pages =
+            if busy > STEP_MAX { self.pages / 2 } else { self.pages * 2 }.clamp(1, PAGES_MAX);
+        let rest = busy.as_nanos() * u128::from(100 - self.busy_percent_max)
+            / u128::from(self.busy_percent_max);
         Duration::from_nanos(u64::try_from(rest).unwrap_or(u64::MAX))
     }
 }

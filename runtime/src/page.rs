@@ -42,7 +42,9 @@ impl PageKind {
     /// The kind with this number.
     fn of(number: u16) -> Option<Self> {
         use PageKind::*;
-        [Index, Hashed, Fences, Trailer, Keys, Deletes, ShortKeys].into_iter().find(|k| *k as u16 == number)
+        [Index, Hashed, Fences, Trailer, Keys, Deletes, ShortKeys]
+            .into_iter()
+            .find(|k| *k as u16 == number)
     }
 }
 

@@ -50,7 +50,11 @@ impl Pipeline {
     ///
     /// # Errors
     /// All slots are taken, or the batch does not fit the model.
-    pub fn submit(&self, batch: &Batch, deadline: Option<Duration>) -> Result<Ticket, RequestError> {
+    pub fn submit(
+        &self,
+        batch: &Batch,
+        deadline: Option<Duration>,
+    ) -> Result<Ticket, RequestError> {
         self.model.check(batch)?;
         self.lane.submit(batch, deadline).map(|slot| Ticket { lane: Arc::clone(&self.lane), slot })
     }

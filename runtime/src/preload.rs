@@ -15,7 +15,8 @@ impl Model {
         for (number, table) in self.tables.iter().enumerate() {
             let Store::Cached { cache, rows } = &table.store else { continue };
             let (cached, cache) = (self.rows_behind(*cache), &self.caches[*cache]);
-            let share = cache.slots() as u128 * u128::from(rows.base_rows()) / u128::from(cached.max(1));
+            let share =
+                cache.slots() as u128 * u128::from(rows.base_rows()) / u128::from(cached.max(1));
             let mut keys = flash.hot_keys(number)?;
             // A set overflows before all slots are taken; three quarters go in almost surely.
             keys.truncate((share * 3 / 4) as usize);
@@ -43,7 +44,8 @@ pub(crate) fn preload_table(
     keys: &[u64],
     (reader, rest): (&mut PageReader, Option<&dyn Fn()>),
 ) {
-    let mut places: Vec<(Place, u64)> = keys.iter().filter_map(|&k| Some((rows.locate(k)?, k))).collect();
+    let mut places: Vec<(Place, u64)> =
+        keys.iter().filter_map(|&k| Some((rows.locate(k)?, k))).collect();
     places.sort_unstable();
     let groups: Vec<&[(Place, u64)]> = places.chunk_by(|a, b| a.0 == b.0).collect();
     let mut begun = 0;
@@ -74,7 +76,9 @@ pub(crate) fn preload_table(
             }
         });
         if !done {
-            return log::error!("table {number}: the reader failed; the rest of its hot rows stay cold");
+            return log::error!(
+                "table {number}: the reader failed; the rest of its hot rows stay cold"
+            );
         }
     }
 }

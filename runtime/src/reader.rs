@@ -123,7 +123,8 @@ impl PageReader {
             },
             |ring| Backend::Ring(Box::new(ring)),
         );
-        let (in_place, in_place_page) = (VecDeque::with_capacity(depth), Box::new(AlignedPage::zeroed()));
+        let (in_place, in_place_page) =
+            (VecDeque::with_capacity(depth), Box::new(AlignedPage::zeroed()));
         Self { backend, in_place, in_place_page, device: Arc::clone(device), taken: 0 }
     }
 
@@ -171,13 +172,19 @@ impl PageReader {
         match (file.system_file(), &mut self.backend) {
             (None, _) => self.in_place.push_back(Job { file: Arc::clone(file), number, token }),
             (Some(file), Backend::Ring(ring)) => ring.begin(Arc::clone(file), number, token),
-            (Some(_), Backend::Threads(pool)) => pool.begin(Job { file: Arc::clone(file), number, token }),
+            (Some(_), Backend::Threads(pool)) => {
+                pool.begin(Job { file: Arc::clone(file), number, token })
+            }
         }
     }
 
     /// Hands one completed read to `take`, after waiting for it up to `wait` (`None`: as long as it takes).
     /// Returns whether there was one.
-    pub fn next(&mut self, wait: Option<Duration>, take: impl FnOnce(u64, io::Result<&PageBytes>)) -> bool {
+    pub fn next(
+        &mut self,
+        wait: Option<Duration>,
+        take: impl FnOnce(u64, io::Result<&PageBytes>),
+    ) -> bool {
         let done = if let Some(job) = self.in_place.pop_front() {
             let read = job.file.read_page(job.number, &mut self.in_place_page);
             take(job.token, read.map(|()| &self.in_place_page.0));
@@ -234,14 +241,20 @@ impl Pool {
     }
 
     fn begin(&mut self, job: Job) {
-        let (Some(page), Some(jobs)) = (self.free.pop(), &self.jobs) else { unreachable!("there is room") };
+        let (Some(page), Some(jobs)) = (self.free.pop(), &self.jobs) else {
+            unreachable!("there is room")
+        };
         // The threads hold the other end for as long as the pool lives.
         let sent = jobs.send((job, page));
         assert!(sent.is_ok(), "the reading threads are gone");
         self.in_flight += 1;
     }
 
-    fn next(&mut self, wait: Option<Duration>, take: impl FnOnce(u64, io::Result<&PageBytes>)) -> bool {
+    fn next(
+        &mut self,
+        wait: Option<Duration>,
+        take: impl FnOnce(u64, io::Result<&PageBytes>),
+    ) -> bool {
         if self.in_flight == 0 {
             return false;
         }
@@ -342,7 +355,8 @@ mod tests {
     #[test]
     fn readers_on_one_device_share_its_depth() {
         let (file, device) = (file_of(9, false), DeviceDepth::new(6));
-        let mut readers: Vec<_> = (0..3).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
+        let mut readers: Vec<_> =
+            (0..3).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
         let fill = |reader: &mut PageReader| {
             while reader.has_room() {
                 reader.begin(&file, 0, 0);
@@ -357,7 +371,8 @@ mod tests {
         drop(readers);
         assert_eq!(device.spare.load(Ordering::Relaxed), 6, "a place on the device was lost");
         // More readers than the device takes: one read each.
-        let mut readers: Vec<_> = (0..8).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
+        let mut readers: Vec<_> =
+            (0..8).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
         assert!(readers.iter_mut().all(|r| fill(r) == 1));
     }
 
@@ -376,7 +391,9 @@ mod tests {
         for method in [ReadMethod::Auto, ReadMethod::Threads] {
             let (file, mut reader) = (file_of(1, true), PageReader::new(1, method));
             reader.begin(&file, 0, 7);
-            assert!(reader.next(Some(Duration::MAX), |token, page| assert!(token == 7 && page.is_ok())));
+            assert!(
+                reader.next(Some(Duration::MAX), |token, page| assert!(token == 7 && page.is_ok()))
+            );
         }
     }
 

@@ -46,8 +46,14 @@ impl Flash {
 }
 
 /// What the page must be if the rows that `merge` passes over are those of `segment`; `None` if they cannot be.
-fn rebuilt(segment: &Segment, mut merge: Merge, number: u32) -> Result<Option<PageBytes>, FlashError> {
-    let (kind, Some((first, last))) = (segment.kind(), segment.orders_of(number)) else { return Ok(None) };
+fn rebuilt(
+    segment: &Segment,
+    mut merge: Merge,
+    number: u32,
+) -> Result<Option<PageBytes>, FlashError> {
+    let (kind, Some((first, last))) = (segment.kind(), segment.orders_of(number)) else {
+        return Ok(None);
+    };
     if let Some(below) = first.checked_sub(1) {
         merge.seek_past(below)?;
     }
@@ -55,7 +61,8 @@ fn rebuilt(segment: &Segment, mut merge: Merge, number: u32) -> Result<Option<Pa
     let (is_index, zeros) = (kind.keys() == KeySpace::Index, vec![0; kind.format().row_bytes()]);
     let (mut next, mut rows) = (Some(first), 0);
     while let Some(at) = next {
-        let there = merge.current()?.filter(|(order, _)| *order <= last && (!is_index || *order == at));
+        let there =
+            merge.current()?.filter(|(order, _)| *order <= last && (!is_index || *order == at));
         let is_there = there.is_some();
         let (order, row) = match there {
             Some(there) => there,

@@ -73,9 +73,13 @@ impl Sample {
         if line.len() > SAMPLE_BYTES_MAX {
             return fault("length", format!("{} bytes, over {SAMPLE_BYTES_MAX}", line.len()));
         }
-        let mut parsed: Line = serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
-        let sparse =
-            schema.features.iter().map(|f| parsed.sparse.remove(&f.name).unwrap_or_default()).collect();
+        let mut parsed: Line =
+            serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
+        let sparse = schema
+            .features
+            .iter()
+            .map(|f| parsed.sparse.remove(&f.name).unwrap_or_default())
+            .collect();
         if let Some(name) = parsed.sparse.keys().next() {
             return fault("sparse", format!("the model has no feature `{}`", name.escape_debug()));
         }
@@ -101,7 +105,11 @@ impl Sample {
         if self.dense.len() != schema.dense_features.len() {
             return fault(
                 "dense",
-                format!("{} values, the model takes {}", self.dense.len(), schema.dense_features.len()),
+                format!(
+                    "{} values, the model takes {}",
+                    self.dense.len(),
+                    schema.dense_features.len()
+                ),
             );
         }
         if let Some(i) = self.dense.iter().position(|v| !v.is_finite()) {
@@ -113,7 +121,11 @@ impl Sample {
         if self.sparse.len() != schema.features.len() {
             return fault(
                 "sparse",
-                format!("{} features, the model takes {}", self.sparse.len(), schema.features.len()),
+                format!(
+                    "{} features, the model takes {}",
+                    self.sparse.len(),
+                    schema.features.len()
+                ),
             );
         }
         for (bag, feature) in self.sparse.iter().zip(&schema.features) {

@@ -1,7 +1,8 @@
 //! The schema: what a model takes and how it is put together. Plain data with one check; never touches rows.
 
 use crate::limits::{
-    DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_WIDTH_MAX, NAME_BYTES_MAX, TABLES_MAX,
+    DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_WIDTH_MAX, NAME_BYTES_MAX,
+    TABLES_MAX,
 };
 use hatchback_kernels::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::cuda::driver::Gpu;
@@ -175,7 +176,10 @@ fn check_names<'a>(
             return fault(what, format!("more than {max}"));
         }
         if name.is_empty() || name.len() > NAME_BYTES_MAX || name.chars().any(char::is_control) {
-            return fault(field, format!("`{}` is empty, too long or unprintable", name.escape_debug()));
+            return fault(
+                field,
+                format!("`{}` is empty, too long or unprintable", name.escape_debug()),
+            );
         }
         if !seen.insert(name) {
             return fault(field, format!("`{name}` is there twice"));
@@ -245,10 +249,17 @@ impl Schema {
             let name = &self.features[f].name;
             return fault(format!("feature[{f}]"), format!("`{name}` feeds {} inputs", fed[f]));
         }
-        match self.network.inputs.iter().map(|i| self.input_width(i)).position(|w| w > INPUT_WIDTH_MAX) {
-            Some(i) => {
-                fault(format!("network.input[{i}]"), format!("is wider than {INPUT_WIDTH_MAX} values"))
-            }
+        match self
+            .network
+            .inputs
+            .iter()
+            .map(|i| self.input_width(i))
+            .position(|w| w > INPUT_WIDTH_MAX)
+        {
+            Some(i) => fault(
+                format!("network.input[{i}]"),
+                format!("is wider than {INPUT_WIDTH_MAX} values"),
+            ),
             None => Ok(()),
         }
     }
@@ -260,8 +271,11 @@ impl Schema {
 
     /// Values that feature `f` adds to its network input.
     pub fn feature_width(&self, f: usize) -> usize {
-        let rows =
-            if self.features[f].pooling == Pooling::None { self.features[f].hotness_max as usize } else { 1 };
+        let rows = if self.features[f].pooling == Pooling::None {
+            self.features[f].hotness_max as usize
+        } else {
+            1
+        };
         rows * self.table_of(f).dim as usize
     }
 
@@ -301,7 +315,11 @@ impl Schema {
         let inputs: Vec<(&str, usize)> =
             network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
         let (output, activation) = (network.output.as_str(), network.activation);
-        DeviceEngine::load(gpu, &DenseNetwork { onnx, inputs: &inputs, output, activation, weights }, options)
+        DeviceEngine::load(
+            gpu,
+            &DenseNetwork { onnx, inputs: &inputs, output, activation, weights },
+            options,
+        )
     }
 
     /// Most lookups of one sample.

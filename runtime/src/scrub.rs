@@ -84,7 +84,14 @@ impl Scrub {
 
     fn found(&mut self, segment: SegmentRef, part: Part, keys: u64, fault: String) {
         if self.damage.len() < DAMAGE_MAX {
-            self.damage.push(Damage { table: self.table, segment, part, page: self.page, keys, fault });
+            self.damage.push(Damage {
+                table: self.table,
+                segment,
+                part,
+                page: self.page,
+                keys,
+                fault,
+            });
         }
     }
 

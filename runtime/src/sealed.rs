@@ -22,11 +22,17 @@ pub(crate) fn encode(magic: &[u8; 8], format: u32, value: &impl Serialize) -> Ve
 ///
 /// # Errors
 /// What is wrong.
-pub(crate) fn decode<T: DeserializeOwned>(magic: &[u8; 8], format: u32, bytes: &[u8]) -> Result<T, String> {
+pub(crate) fn decode<T: DeserializeOwned>(
+    magic: &[u8; 8],
+    format: u32,
+    bytes: &[u8],
+) -> Result<T, String> {
     let Some((header, body)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
         return Err(format!("{} bytes are too few", bytes.len()));
     };
-    let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+    let word = |at: usize| {
+        u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]])
+    };
     if &header[..8] != magic {
         return Err(format!("does not begin with {}", magic.escape_ascii()));
     }

@@ -201,7 +201,10 @@ impl Counts {
 }
 
 pub(crate) fn fences_in(page: &Page<'_>) -> impl Iterator<Item = u32> {
-    page.payload().chunks_exact(4).take(page.count()).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+    page.payload()
+        .chunks_exact(4)
+        .take(page.count())
+        .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
 }
 
 /// The orders in a page of keys, short keys or deletes.
@@ -230,7 +233,11 @@ impl Segment {
     ///
     /// # Errors
     /// The file is not that segment, or its trailer or fences are damaged.
-    pub fn open(path: &Path, file: Arc<dyn PageFile>, kind: SegmentKind) -> Result<Self, SegmentError> {
+    pub fn open(
+        path: &Path,
+        file: Arc<dyn PageFile>,
+        kind: SegmentKind,
+    ) -> Result<Self, SegmentError> {
         let mut segment = Self::open_pages(path, file, kind)?;
         if segment.kind.has_fences() {
             segment.read_fences()?;
@@ -242,7 +249,11 @@ impl Segment {
     ///
     /// # Errors
     /// The file is not that segment, or its trailer is damaged.
-    pub fn open_pages(path: &Path, file: Arc<dyn PageFile>, kind: SegmentKind) -> Result<Self, SegmentError> {
+    pub fn open_pages(
+        path: &Path,
+        file: Arc<dyn PageFile>,
+        kind: SegmentKind,
+    ) -> Result<Self, SegmentError> {
         let io = |source| SegmentError::Io { path: path.to_owned(), source };
         let bytes = file.bytes().map_err(io)?;
         let pages = u32::try_from(bytes / PAGE_BYTES as u64).unwrap_or(0);
@@ -282,7 +293,9 @@ impl Segment {
         let count = fences.len();
         match Fences::new(fences).filter(|_| count == expected) {
             Some(fences) => self.fences = fences,
-            None => return self.field("fences", format!("{count} are not {expected} ascending ones")),
+            None => {
+                return self.field("fences", format!("{count} are not {expected} ascending ones"));
+            }
         }
         Ok(())
     }
@@ -353,7 +366,10 @@ impl Segment {
         if (rows, deletes) == (self.counts.rows, self.counts.deletes) {
             return Ok(());
         }
-        self.field("keys", format!("{rows} rows and {deletes} deletes instead of {:?}", self.counts))
+        self.field(
+            "keys",
+            format!("{rows} rows and {deletes} deletes instead of {:?}", self.counts),
+        )
     }
 
     /// The file's name.
@@ -412,7 +428,10 @@ impl Segment {
             return Some((first, self.counts.rows.min(first + per_page).checked_sub(1)?));
         }
         let first = |number: usize| self.fences.get(number).map(|fence| u64::from(fence) << 32);
-        Some((first(number as usize)?, first(number as usize + 1).map_or(u64::MAX, |next| next - 1)))
+        Some((
+            first(number as usize)?,
+            first(number as usize + 1).map_or(u64::MAX, |next| next - 1),
+        ))
     }
 
     /// Keys that are lost with page `number`, at most: those on it, exact but for the bases of sparse tables; all where it is of the
@@ -469,7 +488,8 @@ impl Segment {
         let kind = self.kind.page_kind();
         let position = match kind {
             PageKind::Hashed => page.position(self.kind.keys.order(key))?,
-            _ => Some((key % self.kind.rows_per_page() as u64) as usize).filter(|&i| i < page.count())?,
+            _ => Some((key % self.kind.rows_per_page() as u64) as usize)
+                .filter(|&i| i < page.count())?,
         };
         Some(page.row(kind, self.kind.format.row_bytes(), position))
     }

@@ -5,8 +5,8 @@ use crate::limits::PAGE_BYTES;
 use crate::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
 use crate::schema::KeySpace;
 use crate::segment::{
-    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentError, SegmentKind, fences_in,
-    orders_in,
+    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentError, SegmentKind,
+    fences_in, orders_in,
 };
 use crc_fast::crc32_iscsi as crc32c;
 use std::ops::Range;
@@ -76,7 +76,12 @@ impl SegmentCheck {
         SegmentError::Page { path: self.path.clone(), page: self.number(), source }
     }
 
-    fn page<'a>(&self, page: &'a PageBytes, kind: PageKind, most: usize) -> Result<Page<'a>, SegmentError> {
+    fn page<'a>(
+        &self,
+        page: &'a PageBytes,
+        kind: PageKind,
+        most: usize,
+    ) -> Result<Page<'a>, SegmentError> {
         Page::check(page, self.kind.id, self.number(), kind, most).map_err(|e| self.page_error(e))
     }
 
@@ -87,7 +92,8 @@ impl SegmentCheck {
     pub fn take(&mut self, bytes: &[u8]) -> Result<(), SegmentError> {
         let (pages, rest) = bytes.as_chunks::<PAGE_BYTES>();
         if !rest.is_empty() {
-            return self.field("length", format!("{} bytes follow the last whole page", rest.len()));
+            return self
+                .field("length", format!("{} bytes follow the last whole page", rest.len()));
         }
         for page in pages {
             if self.done {
@@ -115,7 +121,8 @@ impl SegmentCheck {
         }
         // Where keys are found by division, every page but the last is full.
         if !self.kind.has_fences() && !self.counts.rows.is_multiple_of(capacity as u64) {
-            return self.field("rows", format!("page {} follows a page that is not full", self.number()));
+            return self
+                .field("rows", format!("page {} follows a page that is not full", self.number()));
         }
         if kind == PageKind::Hashed {
             self.take_orders(&checked)?;
@@ -142,7 +149,10 @@ impl SegmentCheck {
             (Part::Placed, _) => self.copies.push((order, crc32c(row))),
             (Part::Base, Some(&(placed, checksum))) if placed == order => {
                 if checksum != crc32c(row) {
-                    return self.field("placed", format!("row of key order {order:#018x} is not the base's"));
+                    return self.field(
+                        "placed",
+                        format!("row of key order {order:#018x} is not the base's"),
+                    );
                 }
                 self.copies_met += 1;
             }
@@ -158,7 +168,8 @@ impl SegmentCheck {
         if self.kind.has_fences() {
             let prefix = page.order(0) >> 32;
             if self.last_row.is_some_and(|last| last >> 32 == prefix) {
-                return self.field("fences", format!("hash prefix {prefix:#010x} lies on two pages"));
+                return self
+                    .field("fences", format!("hash prefix {prefix:#010x} lies on two pages"));
             }
             self.expected.push(prefix);
         } else {
@@ -186,7 +197,9 @@ impl SegmentCheck {
     fn check_rows(&self) -> Result<(), SegmentError> {
         let (found, expected) = match (self.kind.part, self.kind.keys()) {
             (Part::Base, _) => (self.counts.rows, self.rows.end),
-            (Part::Delta, KeySpace::Index) => (self.rows_new, self.rows.end.saturating_sub(self.rows.start)),
+            (Part::Delta, KeySpace::Index) => {
+                (self.rows_new, self.rows.end.saturating_sub(self.rows.start))
+            }
             _ => return Ok(()),
         };
         if found == expected {
@@ -223,7 +236,8 @@ impl SegmentCheck {
     /// An index page must say what the data pages said.
     fn repeat(&mut self, field: &'static str, found: u64) -> Result<(), SegmentError> {
         if self.expected.get(self.repeated) != Some(&found) {
-            return self.field(field, format!("entry {} is not its row's or page's", self.repeated));
+            return self
+                .field(field, format!("entry {} is not its row's or page's", self.repeated));
         }
         self.repeated += 1;
         Ok(())
@@ -237,7 +251,10 @@ impl SegmentCheck {
         checked.check_order(self.last_delete).map_err(|e| self.page_error(e))?;
         for order in (0..checked.count()).map(|i| checked.order(i)) {
             if self.expected.binary_search(&order).is_ok() {
-                return self.field("deletes", format!("key order {order:#018x} is both written and deleted"));
+                return self.field(
+                    "deletes",
+                    format!("key order {order:#018x} is both written and deleted"),
+                );
             }
         }
         self.last_delete = Some(checked.order(checked.count() - 1));
@@ -249,10 +266,12 @@ impl SegmentCheck {
     fn take_trailer(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
         self.page(page, PageKind::Trailer, 1)?;
         if page != &self.kind.trailer(self.counts) {
-            return self.field("trailer", "does not describe the pages before it as the manifest does");
+            return self
+                .field("trailer", "does not describe the pages before it as the manifest does");
         }
         if self.repeated != self.expected.len() {
-            return self.field("index", format!("{} entries for {}", self.repeated, self.expected.len()));
+            return self
+                .field("index", format!("{} entries for {}", self.repeated, self.expected.len()));
         }
         if let (Part::Base, Some((order, _))) = (self.kind.part, self.copies.get(self.copies_met)) {
             return self.field("placed", format!("key order {order:#018x} is not in the base"));
@@ -272,7 +291,11 @@ impl SegmentCheck {
     /// # Errors
     /// The segment ended before its trailer.
     pub fn finish(self) -> Result<Counts, SegmentError> {
-        if self.done { Ok(self.counts) } else { self.field("length", "the segment ends before its trailer") }
+        if self.done {
+            Ok(self.counts)
+        } else {
+            self.field("length", "the segment ends before its trailer")
+        }
     }
 
     /// Ends the check of a placed segment; returns also what its base must hold.

@@ -128,7 +128,8 @@ impl<W: Write> SegmentWriter<W> {
     pub fn finish_bytes(&self) -> u64 {
         let pages = |entries: usize, per_page: usize| entries.div_ceil(per_page) as u64;
         let waiting = pages(self.orders.len(), 1).min(2);
-        let fences = pages(self.fences.len() + 2, FENCES_PER_PAGE) * u64::from(self.kind.has_fences());
+        let fences =
+            pages(self.fences.len() + 2, FENCES_PER_PAGE) * u64::from(self.kind.has_fences());
         let keys = pages(self.keys.len(), KEYS_PER_PAGE) + pages(self.deletes.len(), KEYS_PER_PAGE);
         (waiting + fences + keys + 1) * PAGE_BYTES as u64
     }
@@ -196,7 +197,11 @@ impl<W: Write> SegmentWriter<W> {
         let row_bytes = self.kind.format.row_bytes();
         let mut sorted: Vec<usize> = (0..self.orders.len()).collect();
         sorted.sort_unstable_by_key(|&i| self.orders[i]);
-        self.rows = sorted.iter().flat_map(|&i| &self.rows[i * row_bytes..][..row_bytes]).copied().collect();
+        self.rows = sorted
+            .iter()
+            .flat_map(|&i| &self.rows[i * row_bytes..][..row_bytes])
+            .copied()
+            .collect();
         self.orders.sort_unstable();
         match self.orders.windows(2).find(|w| w[0] == w[1]) {
             Some(twice) => Err(WriteError::Order(twice[0])),
@@ -212,9 +217,12 @@ impl<W: Write> SegmentWriter<W> {
             self.keys.extend_from_slice(&self.orders[..n]);
         }
         let mut page = [0; PAGE_BYTES];
-        let (hashed, row_bytes) = (self.kind.page_kind() == PageKind::Hashed, self.kind.format.row_bytes());
+        let (hashed, row_bytes) =
+            (self.kind.page_kind() == PageKind::Hashed, self.kind.format.row_bytes());
         let (keys, rows) = page[PAGE_HEADER_BYTES..].split_at_mut(if hashed { 8 * n } else { 0 });
-        keys.chunks_exact_mut(8).zip(&self.orders).for_each(|(k, o)| k.copy_from_slice(&o.to_le_bytes()));
+        keys.chunks_exact_mut(8)
+            .zip(&self.orders)
+            .for_each(|(k, o)| k.copy_from_slice(&o.to_le_bytes()));
         rows[..n * row_bytes].copy_from_slice(&self.rows[..n * row_bytes]);
         if self.kind.has_fences() {
             self.fences.push((self.orders[0] >> 32) as u32);
@@ -226,7 +234,12 @@ impl<W: Write> SegmentWriter<W> {
         Ok(())
     }
 
-    fn emit(&mut self, mut page: PageBytes, kind: PageKind, count: usize) -> Result<(), WriteError> {
+    fn emit(
+        &mut self,
+        mut page: PageBytes,
+        kind: PageKind,
+        count: usize,
+    ) -> Result<(), WriteError> {
         let number = self.counts.data_pages.checked_add(self.counts.index_pages);
         let number = number.filter(|n| *n < u32::MAX - 1).ok_or(WriteError::TooLarge)?;
         seal(&mut page, self.kind.id, number, kind, count);
@@ -234,7 +247,11 @@ impl<W: Write> SegmentWriter<W> {
     }
 
     /// Writes `entries` of `N` bytes each, as many a page as fit.
-    fn write_index<const N: usize>(&mut self, kind: PageKind, entries: &[[u8; N]]) -> Result<(), WriteError> {
+    fn write_index<const N: usize>(
+        &mut self,
+        kind: PageKind,
+        entries: &[[u8; N]],
+    ) -> Result<(), WriteError> {
         for entries in entries.chunks(PAYLOAD_BYTES / N) {
             let mut page = [0; PAGE_BYTES];
             page[PAGE_HEADER_BYTES..]
@@ -256,13 +273,17 @@ impl<W: Write> SegmentWriter<W> {
             self.write_page(self.orders.len())?;
         }
         let bytes = |words: Vec<u64>| words.into_iter().map(u64::to_le_bytes).collect::<Vec<_>>();
-        let fences: Vec<_> = std::mem::take(&mut self.fences).into_iter().map(u32::to_le_bytes).collect();
-        let (keys, deletes) = (std::mem::take(&mut self.keys), bytes(std::mem::take(&mut self.deletes)));
+        let fences: Vec<_> =
+            std::mem::take(&mut self.fences).into_iter().map(u32::to_le_bytes).collect();
+        let (keys, deletes) =
+            (std::mem::take(&mut self.keys), bytes(std::mem::take(&mut self.deletes)));
         self.write_index(PageKind::Fences, &fences)?;
         // An index table's keys would otherwise be a sixth of what a delta writes.
         let short = keys.iter().map(|key| u32::try_from(*key).map(u32::to_le_bytes));
         match short.collect::<Result<Vec<_>, _>>() {
-            Ok(short) if self.kind.part == Part::Delta => self.write_index(PageKind::ShortKeys, &short)?,
+            Ok(short) if self.kind.part == Part::Delta => {
+                self.write_index(PageKind::ShortKeys, &short)?
+            }
             _ => self.write_index(PageKind::Keys, &bytes(keys))?,
         }
         self.write_index(PageKind::Deletes, &deletes)?;

@@ -205,23 +205,26 @@ impl Serving {
         if workers > max {
             return Err(ServingError::Reads { name: name.to_owned(), max, workers });
         }
-        let (max, taken) = (self.memory_bytes_max, self.memory().iter().map(|(_, plan)| plan.total()).sum());
+        let (max, taken) =
+            (self.memory_bytes_max, self.memory().iter().map(|(_, plan)| plan.total()).sum());
         let reads_max = self.device.max() as u32;
         let budget = Budget { memory_bytes_max: max.saturating_sub(taken), reads_max, ..budget };
         let is_near = old.is_some_and(|old| old.carries_to(flash));
         let mut carried = Carried::default();
-        let model = Model::cold(flash, budget, Arc::clone(&self.device), rest).and_then(|mut model| {
-            if !is_near {
-                model.preload(flash, old.map(|_| rest))?;
-            }
-            if let Some(old) = old {
-                carried = model.carry(old, rest);
-            }
-            Ok(model)
-        });
-        let model = model.and_then(|model| model.onto(&self.lookups));
         let model =
-            model.and_then(|model| model.with_dense(flash, self.tensorrt.as_ref())).map_err(|source| {
+            Model::cold(flash, budget, Arc::clone(&self.device), rest).and_then(|mut model| {
+                if !is_near {
+                    model.preload(flash, old.map(|_| rest))?;
+                }
+                if let Some(old) = old {
+                    carried = model.carry(old, rest);
+                }
+                Ok(model)
+            });
+        let model = model.and_then(|model| model.onto(&self.lookups));
+        let model = model
+            .and_then(|model| model.with_dense(flash, self.tensorrt.as_ref()))
+            .map_err(|source| {
                 let name = name.to_owned();
                 match source {
                     OpenError::Budget { field: "memory_bytes_max", problem, .. } => {
@@ -283,7 +286,10 @@ impl Serving {
 
     /// Where the memory of each model goes.
     pub fn memory(&self) -> Vec<(String, MemoryPlan)> {
-        self.models().iter().map(|m| (m.name.clone(), m.pipeline.model().memory().clone())).collect()
+        self.models()
+            .iter()
+            .map(|m| (m.name.clone(), m.pipeline.model().memory().clone()))
+            .collect()
     }
 }
 
@@ -292,7 +298,10 @@ fn takes_the_same(old: &Model, new: &Model) -> Result<(), (&'static str, String)
     let (a, b) = (old.schema(), new.schema());
     let differ = |field, problem| Err((field, problem));
     if a.dense_features != b.dense_features {
-        return differ("dense_features", format!("{:?} instead of {:?}", b.dense_features, a.dense_features));
+        return differ(
+            "dense_features",
+            format!("{:?} instead of {:?}", b.dense_features, a.dense_features),
+        );
     }
     if a.features.len() != b.features.len() {
         return differ("features", format!("{} instead of {}", b.features.len(), a.features.len()));
@@ -302,7 +311,8 @@ fn takes_the_same(old: &Model, new: &Model) -> Result<(), (&'static str, String)
             return differ("features", format!("`{}` in place of `{}`", b.name, a.name));
         }
         if a.hotness_max > b.hotness_max {
-            let problem = format!("{} instead of {} for `{}`", b.hotness_max, a.hotness_max, a.name);
+            let problem =
+                format!("{} instead of {} for `{}`", b.hotness_max, a.hotness_max, a.name);
             return differ("hotness_max", problem);
         }
     }

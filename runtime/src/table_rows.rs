@@ -44,13 +44,21 @@ impl TableRows {
     ///
     /// # Errors
     /// Pages of keys are damaged, or there are too many.
-    pub fn new(base: Segment, placed: Option<Segment>, deltas: Vec<Segment>) -> Result<Self, SegmentError> {
+    pub fn new(
+        base: Segment,
+        placed: Option<Segment>,
+        deltas: Vec<Segment>,
+    ) -> Result<Self, SegmentError> {
         let counts = deltas.iter().chain(&placed).map(|d| d.counts());
         let mut overlay = Overlay::with_capacity(counts.map(|c| c.rows + c.deletes).sum());
         if let Some(placed) = &placed {
             if placed.counts().data_pages > DELTA_PAGES_MAX {
                 let problem = format!("{} pages are beyond the limit", placed.counts().data_pages);
-                return Err(SegmentError::Field { path: placed.path().to_owned(), field: "placed", problem });
+                return Err(SegmentError::Field {
+                    path: placed.path().to_owned(),
+                    field: "placed",
+                    problem,
+                });
             }
             placed.each_key(|order, page| {
                 overlay.set(order, page.map_or(Newest::Deleted, Newest::Placed));
@@ -59,9 +67,15 @@ impl TableRows {
         let mut changed = 0;
         for (number, delta) in deltas.iter().enumerate() {
             if number >= DELTAS_MAX || delta.counts().data_pages > DELTA_PAGES_MAX {
-                let problem =
-                    format!("delta {number} of {} pages is beyond the limits", delta.counts().data_pages);
-                return Err(SegmentError::Field { path: delta.path().to_owned(), field: "deltas", problem });
+                let problem = format!(
+                    "delta {number} of {} pages is beyond the limits",
+                    delta.counts().data_pages
+                );
+                return Err(SegmentError::Field {
+                    path: delta.path().to_owned(),
+                    field: "deltas",
+                    problem,
+                });
             }
             delta.each_key(|order, page| {
                 let newest = page.map_or(Newest::Deleted, |page| Newest::Delta(number, page));
@@ -91,7 +105,9 @@ impl TableRows {
             for ((key, place), page) in keys.iter().zip(places).zip(pages) {
                 *place = match self.overlay.get(order(*key)) {
                     None => page.map(|page| Place { segment: 0, page }),
-                    Some(Newest::Delta(delta, page)) => Some(Place { segment: delta as u8 + 1, page }),
+                    Some(Newest::Delta(delta, page)) => {
+                        Some(Place { segment: delta as u8 + 1, page })
+                    }
                     Some(Newest::Placed(page)) => Some(Place { segment: PLACED, page }),
                     Some(Newest::Deleted) => None,
                 };

@@ -54,7 +54,11 @@ pub(crate) fn open_tables(
 
 /// Reads a whole table. A damaged page of a resident table refuses the start: its rows would be gone for
 /// every request.
-fn load_resident(rows: &TableRows, table: &Table, format: RowFormat) -> Result<Resident, OpenError> {
+fn load_resident(
+    rows: &TableRows,
+    table: &Table,
+    format: RowFormat,
+) -> Result<Resident, OpenError> {
     // Positions serve an index table only while it is whole and in key order.
     let indexed = table.keys == KeySpace::Index && rows.changed() == 0;
     let (mut bytes, mut hashes, mut damaged) = (Vec::new(), Vec::new(), None);

@@ -201,26 +201,40 @@ impl Target {
             return refuse("upkeep.deltas_max", deltas_max as u64, problem);
         }
         if !(1..=100).contains(&busy_percent_max) {
-            return refuse("upkeep.busy_percent_max", busy_percent_max, "is not 1 to 100".to_owned());
+            return refuse(
+                "upkeep.busy_percent_max",
+                busy_percent_max,
+                "is not 1 to 100".to_owned(),
+            );
         }
         let busy_percent_max = self.update.busy_percent_max;
         if !(1..=100).contains(&busy_percent_max) {
-            return refuse("update.busy_percent_max", busy_percent_max, "is not 1 to 100".to_owned());
+            return refuse(
+                "update.busy_percent_max",
+                busy_percent_max,
+                "is not 1 to 100".to_owned(),
+            );
         }
         if let Some(&hour) = self.link.hours.iter().find(|&&hour| hour > 24) {
             return refuse("link.hours", hour.into(), "is beyond 24".to_owned());
         }
         let Machine { realtime_priority, ref cpus, .. } = self.machine;
         if realtime_priority > REALTIME_PRIORITY_MAX {
-            let problem = format!("is above {REALTIME_PRIORITY_MAX}: interrupts are served at the next");
+            let problem =
+                format!("is above {REALTIME_PRIORITY_MAX}: interrupts are served at the next");
             return refuse("machine.realtime_priority", realtime_priority.into(), problem);
         }
         if let Some(&cpu) = cpus.iter().find(|&&cpu| cpu >= CPUS_MAX) {
-            return refuse("machine.cpus", cpu.into(), format!("Linux numbers at most {CPUS_MAX} from 0"));
+            return refuse(
+                "machine.cpus",
+                cpu.into(),
+                format!("Linux numbers at most {CPUS_MAX} from 0"),
+            );
         }
         let Shed { upkeep_celsius, requests_celsius, upkeep_watts, requests_watts } = self.shed;
         if upkeep_celsius > requests_celsius {
-            let problem = format!("is above requests_celsius = {requests_celsius}: upkeep is shed first");
+            let problem =
+                format!("is above requests_celsius = {requests_celsius}: upkeep is shed first");
             return refuse("shed.upkeep_celsius", upkeep_celsius.into(), problem);
         }
         match upkeep_watts.zip(requests_watts) {
@@ -238,8 +252,8 @@ fn read_inherited(path: &Path, depth: usize) -> Result<Table, TargetError> {
     if depth > INHERIT_MAX {
         return Err(refuse(format!("inherits: more than {INHERIT_MAX} files in a chain")));
     }
-    let text =
-        std::fs::read_to_string(path).map_err(|source| TargetError::Io { path: path.to_owned(), source })?;
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| TargetError::Io { path: path.to_owned(), source })?;
     let mut own: Table = text.parse().map_err(|e: toml::de::Error| refuse(e.to_string()))?;
     match own.remove("inherits") {
         None => Ok(own),
@@ -248,7 +262,9 @@ fn read_inherited(path: &Path, depth: usize) -> Result<Table, TargetError> {
             overlay(&mut base, own);
             Ok(base)
         }
-        Some(other) => Err(refuse(format!("inherits: {other} is not the name of a file beside it"))),
+        Some(other) => {
+            Err(refuse(format!("inherits: {other} is not the name of a file beside it")))
+        }
     }
 }
 
@@ -285,7 +301,10 @@ mod tests {
         assert_eq!(names, ["cpu", "drive-orin", "x86-cuda"]);
         let orin = Target::load(&targets().join("drive-orin.toml")).unwrap();
         assert_eq!((orin.device, orin.sm, orin.tegra_profile), (DeviceKind::Cuda, Some(87), true));
-        assert_eq!((orin.target_cpu.as_deref(), orin.glibc.as_deref()), (Some("cortex-a78ae"), Some("2.31")));
+        assert_eq!(
+            (orin.target_cpu.as_deref(), orin.glibc.as_deref()),
+            (Some("cortex-a78ae"), Some("2.31"))
+        );
     }
 
     #[test]
@@ -301,8 +320,9 @@ mod tests {
         assert!(error("triple = \"x\"\ndevice = \"tpu\"").contains("tpu"));
         assert!(error("triple = \"x\"\ndevice = \"cpu\"").contains("budget"));
         std::fs::copy(targets().join("base.toml"), directory.path().join("base.toml")).unwrap();
-        let with =
-            |fields: &str| error(&format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n{fields}"));
+        let with = |fields: &str| {
+            error(&format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n{fields}"))
+        };
         let at = path.display().to_string();
         for (fields, texts) in [
             ("[upkeep]\nbusy_percent_max = 0", ["upkeep.busy_percent_max = 0", "1 to 100"]),
@@ -316,11 +336,17 @@ mod tests {
             ("[machine]\nrealtime_priority = 300", ["machine", "realtime_priority"]),
             ("[machine]\ncpus = [3, 1024]", ["machine.cpus = 1024", "1024"]),
             ("[shed]\nupkeep_celsius = 200", ["shed.upkeep_celsius = 200", "requests_celsius"]),
-            ("[shed]\nupkeep_watts = 9\nrequests_watts = 8", ["shed.upkeep_watts = 9", "requests_watts = 8"]),
+            (
+                "[shed]\nupkeep_watts = 9\nrequests_watts = 8",
+                ["shed.upkeep_watts = 9", "requests_watts = 8"],
+            ),
             ("[shed]\nupkeep_kelvin = 9", ["shed", "upkeep_kelvin"]),
         ] {
             let said = with(fields);
-            assert!(said.starts_with(&at) && texts.iter().all(|t| said.contains(t)), "{fields}: {said}");
+            assert!(
+                said.starts_with(&at) && texts.iter().all(|t| said.contains(t)),
+                "{fields}: {said}"
+            );
         }
     }
 }

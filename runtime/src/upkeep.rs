@@ -159,7 +159,18 @@ impl Upkeep {
     pub fn new(rules: Rules, catalog: Option<Catalog>, notes: Notes) -> Self {
         let (live, loads, compaction, paid_day) = (None, BTreeMap::new(), None, None);
         let (paid, unsynced, unrecorded_pages) = (0, 0, 0);
-        Self { rules, catalog, notes, live, loads, compaction, paid, paid_day, unsynced, unrecorded_pages }
+        Self {
+            rules,
+            catalog,
+            notes,
+            live,
+            loads,
+            compaction,
+            paid,
+            paid_day,
+            unsynced,
+            unrecorded_pages,
+        }
     }
 
     /// Bad pages that the scrub under way, or the last one, found.
@@ -199,7 +210,12 @@ impl Upkeep {
     /// # Errors
     /// A segment does not open, or a page is damaged, or the device refused. What is live is as it was, and
     /// the next call goes on with something else.
-    pub fn step(&mut self, flash: &mut Flash, now: Duration, pages: u64) -> Result<Did, FlashError> {
+    pub fn step(
+        &mut self,
+        flash: &mut Flash,
+        now: Duration,
+        pages: u64,
+    ) -> Result<Did, FlashError> {
         self.follow(flash, now);
         let Some(mut compaction) = self.next_compaction(flash)? else {
             return Ok(self.scrub(flash, now, pages));

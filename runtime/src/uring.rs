@@ -78,7 +78,11 @@ impl Ring {
     }
 
     /// As `PageReader::next`.
-    pub fn next(&mut self, wait: Option<Duration>, take: impl FnOnce(u64, io::Result<&PageBytes>)) -> bool {
+    pub fn next(
+        &mut self,
+        wait: Option<Duration>,
+        take: impl FnOnce(u64, io::Result<&PageBytes>),
+    ) -> bool {
         let mut waited = false;
         while self.in_flight() > 0 {
             let completion = self.ring.completion().next().map(|c| (c.user_data(), c.result()));
@@ -101,7 +105,12 @@ impl Ring {
         false
     }
 
-    fn complete(&mut self, slot: usize, result: i32, take: impl FnOnce(u64, io::Result<&PageBytes>)) {
+    fn complete(
+        &mut self,
+        slot: usize,
+        result: i32,
+        take: impl FnOnce(u64, io::Result<&PageBytes>),
+    ) {
         let Some((_, token)) = self.reads[slot].take() else {
             unreachable!("the kernel answers a read once")
         };

@@ -24,7 +24,10 @@ pub(crate) fn check(model: Model, flash: &Flash) -> Result<Model, OpenError> {
     }
     let samples = flash.probe()?;
     if samples.is_empty() {
-        log::warn!("{}: no probe set shows what {weights} weights do to the scores", model.generation());
+        log::warn!(
+            "{}: no probe set shows what {weights} weights do to the scores",
+            model.generation()
+        );
     }
     let model = Arc::new(model);
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
@@ -41,8 +44,9 @@ pub(crate) fn check(model: Model, flash: &Flash) -> Result<Model, OpenError> {
             let difference = (found - expected).abs();
             // A score that is no number with both is the probe's to refuse.
             if difference > SCORE_DIFFERENCE_MAX || found.is_nan() != expected.is_nan() {
-                let problem =
-                    format!("scores {found}, with f32 weights {expected}; {SCORE_DIFFERENCE_MAX} is allowed");
+                let problem = format!(
+                    "scores {found}, with f32 weights {expected}; {SCORE_DIFFERENCE_MAX} is allowed"
+                );
                 return Err(refuse(problem));
             }
         }

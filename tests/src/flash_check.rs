@@ -6,7 +6,9 @@ use hatchback::flash::Flash;
 /// The newest rows of a table.
 pub fn rows_of(flash: &Flash, table: usize) -> Rows {
     let (mut rows, table) = (Rows::new(), flash.table(table).unwrap());
-    table.scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}")).unwrap();
+    table
+        .scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}"))
+        .unwrap();
     rows
 }
 

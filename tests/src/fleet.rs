@@ -98,7 +98,8 @@ impl Fleet {
 
     fn change(&self, now: u64, change: Change) {
         let change = Change { expires_s: FRESH_S, ..change };
-        publish(&Objects::directory(&self.repository()).unwrap(), &self.keys(), &change, now).unwrap();
+        publish(&Objects::directory(&self.repository()).unwrap(), &self.keys(), &change, now)
+            .unwrap();
     }
 
     /// Publishes the delta to a generation.

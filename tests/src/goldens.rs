@@ -35,7 +35,8 @@ fn plan() -> ModelPlan {
         TablePlan { counts: true, ..TablePlan::cached(KeySpace::Sparse, 300, 4, CodecChoice::U8) },
         TablePlan::cached(KeySpace::Index, 40, 6, CodecChoice::F32),
     ];
-    let features = vec![FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(0) }, FeaturePlan::one_hot(1)];
+    let features =
+        vec![FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(0) }, FeaturePlan::one_hot(1)];
     ModelPlan { name: "golden".to_owned(), sequence: 1, seed: 1, dense: 2, tables, features }
 }
 
@@ -116,7 +117,8 @@ fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
         deltas: vec![SegmentRef { sequence: 1, serial }],
         hot: Some(HotList { sequence: 1, bytes: 80, sha256: sha256(encoded) }),
     };
-    let live = live::State { generation, manifest: sha256(encoded), tables: vec![table(1), table(2)] };
+    let live =
+        live::State { generation, manifest: sha256(encoded), tables: vec![table(1), table(2)] };
     LiveRecord { previous: Some(live.clone()), live }
 }
 
@@ -138,12 +140,17 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
         "status" => vec![status().encode(), Status::default().encode()],
         "floor" => {
             let (root, timestamp, snapshot, targets) = (2, 300, 200, 200);
-            vec![Floor { writes: 9, root, timestamp, snapshot, targets, time: 1_800_000_000 }.encode()]
+            vec![
+                Floor { writes: 9, root, timestamp, snapshot, targets, time: 1_800_000_000 }
+                    .encode(),
+            ]
         }
         "segment" => segments(),
         "page" => segments().iter().flat_map(|s| s.chunks(4096).map(<[u8]>::to_vec)).collect(),
         "sample" => {
-            let others = families.iter().flat_map(|f| lines(&format!("tests/data/families/{f}/probe.jsonl")));
+            let others = families
+                .iter()
+                .flat_map(|f| lines(&format!("tests/data/families/{f}/probe.jsonl")));
             sample_lines().into_iter().chain(others).collect()
         }
         "probe_set" => probe_sets(),
@@ -155,9 +162,9 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             let network = |f| file(&format!("tests/data/families/{f}/dense.onnx"));
             families.into_iter().map(network).chain([ours]).collect()
         }
-        "target" => {
-            ["base", "cpu", "drive-orin", "x86-cuda"].map(|t| file(&format!("targets/{t}.toml"))).to_vec()
-        }
+        "target" => ["base", "cpu", "drive-orin", "x86-cuda"]
+            .map(|t| file(&format!("targets/{t}.toml")))
+            .to_vec(),
         "safetensors" => vec![layout("safetensors/model.safetensors")],
         "npy" => vec![
             layouts(&["npy/keys.npy", "npy/a.npy"]),
@@ -165,7 +172,8 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             layouts(&["npy/counts.npy", "npy/half.npy"]),
         ],
         "hugectr" => {
-            let files = ["key", "meta", "emb_vector"].map(|name| format!("hugectr/localized/{name}"));
+            let files =
+                ["key", "meta", "emb_vector"].map(|name| format!("hugectr/localized/{name}"));
             vec![layouts(&[&files[0], &files[1], &files[2]])]
         }
         "sok" => vec![layouts(&["sok/emb_user_0-key", "sok/meta_info", "sok/emb_user_0-weight"])],

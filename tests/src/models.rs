@@ -15,8 +15,8 @@ use hatchback::{Activation, Pooling, Status};
 use hatchback_tools::import::Source;
 use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack, pack_file};
 use hatchback_tools::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec, RequestsSpec,
-    TableSpec,
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec,
+    RequestsSpec, TableSpec,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -150,7 +150,8 @@ impl ModelPlan {
             (1..keys.len()).for_each(|i| keys.swap(i, random.below(i as u64 + 1) as usize));
         }
         let scale = *random.pick(&[1e-3, 0.1, 1.0, 1.0, 30.0]);
-        let values = (0..plan.rows).flat_map(|_| random_row(plan.dim, scale, &mut random)).collect();
+        let values =
+            (0..plan.rows).flat_map(|_| random_row(plan.dim, scale, &mut random)).collect();
         let counts = plan.counts.then(|| (0..plan.rows).map(|_| random.below(50)).collect());
         TableRows { keys: with_keys.then_some(keys), values, dim: plan.dim, counts }
     }
@@ -173,7 +174,9 @@ impl ModelPlan {
         for _ in 0..n {
             let key = match (random.below(10), table.keys, bag.last()) {
                 (0, _, Some(&last)) => last,
-                (1, KeySpace::Index, _) => *random.pick(&[table.rows, table.rows + 7, 1 << 33, u64::MAX]),
+                (1, KeySpace::Index, _) => {
+                    *random.pick(&[table.rows, table.rows + 7, 1 << 33, u64::MAX])
+                }
                 (1, KeySpace::Sparse, _) => random.bits(),
                 (_, KeySpace::Index, _) => random.below(table.rows),
                 (_, KeySpace::Sparse, _) => *random.pick(&keys),
@@ -195,8 +198,10 @@ impl ModelPlan {
                 .collect(),
         };
         let dense = InputSpec { name: "dense".to_owned(), dense: true, features: Vec::new() };
-        let inputs = [(self.dense > 0).then_some(dense), Some(input("a", false)), Some(input("b", true))];
-        let inputs = inputs.into_iter().flatten().filter(|i| i.dense || !i.features.is_empty()).collect();
+        let inputs =
+            [(self.dense > 0).then_some(dense), Some(input("a", false)), Some(input("b", true))];
+        let inputs =
+            inputs.into_iter().flatten().filter(|i| i.dense || !i.features.is_empty()).collect();
         let counts = self.tables.iter().any(|t| t.counts);
         let feature = |(f, plan): (usize, &FeaturePlan)| FeatureSpec {
             name: name(f),
@@ -237,7 +242,8 @@ impl ModelPlan {
             rows.iter().map(|r| Box::new(r.clone()) as Box<dyn RowSource>).collect();
         let bundle = folder.path().join("model.bundle");
         let packed =
-            pack(&spec, &sources, folder.path(), &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+            pack(&spec, &sources, folder.path(), &bundle, Overrides::default(), &mut |_, _| {})
+                .unwrap();
         Packed { bundle, schema: packed.schema, rows, folder }
     }
 
@@ -251,7 +257,8 @@ impl ModelPlan {
     fn input_width(&self, input: &InputSpec) -> usize {
         let width = |name: &String| {
             let feature = &self.features[name[1..].parse::<usize>().unwrap()];
-            let rows = if feature.pooling == Pooling::None { feature.hotness_max as usize } else { 1 };
+            let rows =
+                if feature.pooling == Pooling::None { feature.hotness_max as usize } else { 1 };
             rows * self.tables[feature.table].dim
         };
         if input.dense { self.dense } else { input.features.iter().map(width).sum() }
@@ -326,8 +333,13 @@ impl Packed {
 
 /// Lays the bundle at `bundle` on `flash`.
 pub fn install(flash: &Path, bundle: &Path) {
-    Flash::install(&hatchback::disk::system(), flash, &mut BundleReader::open(bundle).unwrap(), |_| {})
-        .unwrap();
+    Flash::install(
+        &hatchback::disk::system(),
+        flash,
+        &mut BundleReader::open(bundle).unwrap(),
+        |_| {},
+    )
+    .unwrap();
 }
 
 /// The smallest budget for requests of `batch_max` samples: the least miss list that holds a bag, one set of
@@ -343,7 +355,9 @@ pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
     loop {
         match Model::open(&hatchback::disk::system(), flash, budget) {
             Ok(model) => return Arc::new(model),
-            Err(OpenError::Budget { field: "cache_bytes_max", .. }) if budget.cache_bytes_max < 1 << 30 => {
+            Err(OpenError::Budget { field: "cache_bytes_max", .. })
+                if budget.cache_bytes_max < 1 << 30 =>
+            {
                 budget.cache_bytes_max *= 2;
             }
             Err(e) => panic!("{e}"),
@@ -373,7 +387,11 @@ pub struct Installed {
 }
 
 /// Packs and installs the model that `spec` describes, a path from the root of the repository.
-pub fn install_spec(spec: &str, codec: Option<CodecChoice>, placement: Option<Placement>) -> Installed {
+pub fn install_spec(
+    spec: &str,
+    codec: Option<CodecChoice>,
+    placement: Option<Placement>,
+) -> Installed {
     let folder = tempfile::tempdir().unwrap();
     let (bundle, flash) = (folder.path().join("model.bundle"), folder.path().join("flash"));
     let overrides = Overrides { codec, placement };

@@ -3,8 +3,20 @@
 use crate::random::Random;
 
 /// Values that lengths and counts overflow at.
-const EXTREMES: [u64; 12] =
-    [0, 1, 0x7f, 0xff, 0x7fff, 0xffff, 0x7fff_ffff, 0xffff_ffff, 1 << 32, i64::MAX as u64, 1 << 63, u64::MAX];
+const EXTREMES: [u64; 12] = [
+    0,
+    1,
+    0x7f,
+    0xff,
+    0x7fff,
+    0xffff,
+    0x7fff_ffff,
+    0xffff_ffff,
+    1 << 32,
+    i64::MAX as u64,
+    1 << 63,
+    u64::MAX,
+];
 
 /// A few random changes of `bytes`; `others` lend pieces.
 pub fn mutated(bytes: &[u8], others: &[Vec<u8>], random: &mut Random) -> Vec<u8> {

@@ -53,8 +53,11 @@ pub const PARSERS: &[(&str, Parser)] = &[
 /// A folder with these files, on memory where there is one: a parser is not a test of the disk.
 fn files(files: &[(&str, &[u8])]) -> TempDir {
     let memory = Path::new("/dev/shm");
-    let folder =
-        if memory.is_dir() { tempfile::tempdir_in(memory).unwrap() } else { tempfile::tempdir().unwrap() };
+    let folder = if memory.is_dir() {
+        tempfile::tempdir_in(memory).unwrap()
+    } else {
+        tempfile::tempdir().unwrap()
+    };
     files.iter().for_each(|(name, bytes)| std::fs::write(folder.path().join(name), bytes).unwrap());
     folder
 }
@@ -110,7 +113,8 @@ fn read_bundle(bytes: &[u8]) {
         let declared = &manifest.schema.tables[number];
         let part = if manifest.parent.is_some() { Part::Delta } else { Part::Base };
         let kind = |serial, part| {
-            SegmentKind::new(&manifest.generation, serial, number, declared, part).expect("a checked schema")
+            SegmentKind::new(&manifest.generation, serial, number, declared, part)
+                .expect("a checked schema")
         };
         let mut copies = Copies::default();
         if let Some(placed) = table.placed {
@@ -252,7 +256,9 @@ fn check_page(bytes: &PageBytes) {
         (PageKind::ShortKeys, 4),
     ];
     for (kind, entry) in kinds {
-        let Ok(page) = Page::check(bytes, word(4), word(8), kind, payload / entry) else { continue };
+        let Ok(page) = Page::check(bytes, word(4), word(8), kind, payload / entry) else {
+            continue;
+        };
         if matches!(kind, PageKind::Hashed | PageKind::Keys | PageKind::Deletes) {
             let _ = page.check_order(None).and(page.check_order(Some(page.order(0))));
         }
@@ -285,7 +291,10 @@ pub fn sample(bytes: &[u8]) {
 /// An encoded probe set.
 pub fn probe_set(bytes: &[u8]) {
     if let Ok(samples) = Sample::decode_set(bytes) {
-        assert_eq!(Sample::decode_set(&Sample::encode_set(&samples).unwrap()).unwrap().len(), samples.len());
+        assert_eq!(
+            Sample::decode_set(&Sample::encode_set(&samples).unwrap()).unwrap().len(),
+            samples.len()
+        );
     }
 }
 
@@ -335,7 +344,9 @@ fn read_rows(rows: &Rows) {
     if let Ok(Some(counts)) = rows.counts() {
         assert_eq!(counts.len() as u64, rows.rows());
     }
-    let (Ok(mut blocks), mut block, mut seen) = (rows.blocks(), RowBlock::default(), 0) else { return };
+    let (Ok(mut blocks), mut block, mut seen) = (rows.blocks(), RowBlock::default(), 0) else {
+        return;
+    };
     loop {
         match blocks.next(&mut block) {
             Ok(true) => {
@@ -356,7 +367,10 @@ pub fn safetensors(bytes: &[u8]) {
         [("plain", None, None), ("sparse.rows", Some("sparse.keys"), Some("sparse.counts"))]
     {
         let [keys, counts] = [keys, counts].map(|name: Option<&str>| name.map(str::to_owned));
-        import(&folder, &Source::Safetensors { path: "m".into(), tensor: tensor.to_owned(), keys, counts });
+        import(
+            &folder,
+            &Source::Safetensors { path: "m".into(), tensor: tensor.to_owned(), keys, counts },
+        );
     }
 }
 
@@ -379,7 +393,8 @@ pub fn hugectr(bytes: &[u8]) {
 /// A dump of the Sparse Operation Kit: key, `meta_info`, weight.
 pub fn sok(bytes: &[u8]) {
     let [key, meta, weight] = split(bytes);
-    let folder = files(&[("emb_user_0-key", key), ("meta_info", meta), ("emb_user_0-weight", weight)]);
+    let folder =
+        files(&[("emb_user_0-key", key), ("meta_info", meta), ("emb_user_0-weight", weight)]);
     import(&folder, &Source::Sok { path: "".into(), table: "emb/user:0".to_owned() });
     std::fs::remove_file(folder.path().join("meta_info")).unwrap();
     import(&folder, &Source::Sok { path: "".into(), table: "emb/user:0".to_owned() });
@@ -395,7 +410,8 @@ pub fn embedding_collection(bytes: &[u8]) {
 /// The dense network's ONNX file, read as that of each model family.
 pub fn onnx(bytes: &[u8]) {
     let load = |inputs: &[(&str, usize)], output, weights| {
-        let _ = DenseEngine::load(bytes.to_vec(), inputs, output, hatchback::Activation::None, weights);
+        let _ =
+            DenseEngine::load(bytes.to_vec(), inputs, output, hatchback::Activation::None, weights);
     };
     load(&[("dense", 2), ("a", 34)], "out", Weights::F32);
     load(&[("dense", 3), ("emb", 48)], "logit", Weights::F16);

@@ -114,7 +114,8 @@ impl Reference {
         };
         let mut out = vec![0.0; self.width(f)];
         for (position, &key) in bag.iter().enumerate() {
-            let start = if feature.pooling == Pooling::None { position * table.dim as usize } else { 0 };
+            let start =
+                if feature.pooling == Pooling::None { position * table.dim as usize } else { 0 };
             for (column, value) in row(key).iter().enumerate() {
                 out[start + column] += value;
             }
@@ -133,8 +134,11 @@ pub fn auc(scores: &[f32], labels: &[f32]) -> f64 {
     for (i, _) in labels.iter().enumerate().filter(|(_, l)| **l > 0.5) {
         for (j, _) in labels.iter().enumerate().filter(|(_, l)| **l <= 0.5) {
             pairs += 1.0;
-            won +=
-                if scores[i] > scores[j] { 1.0 } else { 0.5 * f64::from(u8::from(scores[i] == scores[j])) };
+            won += if scores[i] > scores[j] {
+                1.0
+            } else {
+                0.5 * f64::from(u8::from(scores[i] == scores[j]))
+            };
         }
     }
     won / pairs

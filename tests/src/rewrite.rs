@@ -65,7 +65,8 @@ impl Parts {
     /// Replaces the content of blob `b`; it is stored as it is.
     pub fn set_content(&mut self, b: u32, content: &[u8]) {
         let pieces: Vec<Vec<u8>> = content.chunks(CHUNK_BYTES).map(<[u8]>::to_vec).collect();
-        let chunk = |p: &Vec<u8>| Chunk { stored: p.len() as u32, raw: p.len() as u32, sha256: [0; 32] };
+        let chunk =
+            |p: &Vec<u8>| Chunk { stored: p.len() as u32, raw: p.len() as u32, sha256: [0; 32] };
         self.manifest.blobs[b as usize] =
             Blob { sha256: sha256(content), chunks: pieces.iter().map(chunk).collect() };
         self.stored[b as usize] = pieces;

@@ -63,8 +63,9 @@ pub struct Rollout {
 impl Rollout {
     /// Hours from `published` until so many per cent of the fleet had `generation` or a later one.
     pub fn hours_to(&self, generation: u64, published: u64, percent: u64) -> Option<u64> {
-        let has =
-            |h: &Hour| h.live.range(generation..).map(|(_, n)| n).sum::<u64>() * 100 >= percent * self.cars;
+        let has = |h: &Hour| {
+            h.live.range(generation..).map(|(_, n)| n).sum::<u64>() * 100 >= percent * self.cars
+        };
         self.hours.iter().position(has).map(|at| (at as u64 + 1).saturating_sub(published))
     }
 
@@ -103,7 +104,8 @@ struct Driver {
 pub fn simulate(cars: u64, seed: u64) -> Rollout {
     let fleet = Fleet::new();
     let lasting = Change { expires_s: 7 * 24 * HOUR_S, ..Change::default() };
-    publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &lasting, T0).unwrap();
+    publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &lasting, T0)
+        .unwrap();
     let mut random = Random::new(seed);
     let mut drivers: Vec<Driver> = (0..cars)
         .map(|n| {
@@ -154,7 +156,8 @@ pub fn simulate(cars: u64, seed: u64) -> Rollout {
     rollout.met_bad = drivers.iter().filter(|d| d.met_bad).count() as u64;
     let mean = |sum: u64, n: u64| sum as f64 / n.max(1) as f64;
     rollout.idle_poll = (mean(idle.1, idle.0), mean(idle.2, idle.0));
-    rollout.release_bytes = releases.into_iter().map(|(g, (n, bytes))| (g, mean(bytes, n))).collect();
+    rollout.release_bytes =
+        releases.into_iter().map(|(g, (n, bytes))| (g, mean(bytes, n))).collect();
     rollout
 }
 
@@ -176,7 +179,8 @@ impl Driver {
         }
         let bad = live(&self.car) == 3;
         self.met_bad |= bad;
-        self.car.watched = Some(Watched { requests: 100, faults: u64::from(bad), latency_us_p99: 100 });
+        self.car.watched =
+            Some(Watched { requests: 100, faults: u64::from(bad), latency_us_p99: 100 });
         while self.car.sync.advance(&self.car.host(), now).unwrap() {}
         // What is live now is said by the next look, which the car takes at once.
         let _ = self.car.run(link, now);
@@ -189,8 +193,10 @@ fn direct(fleet: &Fleet, hour: u64, is_bad: bool, rollout: &mut Rollout) {
     let now = T0 + 30 + hour * HOUR_S;
     let change = |bundles: Vec<PathBuf>, share, revoke: &[&str]| {
         let revoke = revoke.iter().map(|r| (*r).to_owned()).collect();
-        let change = Change { bundles, share, revoke, expires_s: 7 * 24 * HOUR_S, ..Change::default() };
-        publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, now).unwrap();
+        let change =
+            Change { bundles, share, revoke, expires_s: 7 * 24 * HOUR_S, ..Change::default() };
+        publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, now)
+            .unwrap();
     };
     match hour {
         GOOD_AT => change(vec![VERSIONS.deltas[1].clone()], 100, &[]),

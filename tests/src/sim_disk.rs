@@ -384,7 +384,8 @@ impl Disk for SimDisk {
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
         let state = self.state();
         let below = |p: &&PathBuf| p.parent() == Some(path);
-        let folders = state.names.keys().filter_map(|n| n.parent()).filter(|p| p.parent() == Some(path));
+        let folders =
+            state.names.keys().filter_map(|n| n.parent()).filter(|p| p.parent() == Some(path));
         let all: BTreeSet<PathBuf> = state
             .names
             .keys()
@@ -399,8 +400,9 @@ impl Disk for SimDisk {
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
         let mut state = self.state();
         state.change()?;
-        let (now, later) =
-            std::mem::take(&mut state.pending).into_iter().partition(|c| c.directory() == Some(path));
+        let (now, later) = std::mem::take(&mut state.pending)
+            .into_iter()
+            .partition(|c| c.directory() == Some(path));
         state.pending = later;
         let now: Vec<Change> = now;
         now.iter().for_each(|change| change.apply(&mut state.durable_names));

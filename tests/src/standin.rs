@@ -47,8 +47,8 @@ pub fn load() -> Option<&'static StandIn> {
             if std::env::var("HATCHBACK_GPU").is_ok_and(|gpu| gpu == "real") {
                 return None;
             }
-            let path =
-                std::env::var_os("HATCHBACK_STANDIN").map_or_else(|| build("standin", &[]), PathBuf::from);
+            let path = std::env::var_os("HATCHBACK_STANDIN")
+                .map_or_else(|| build("standin", &[]), PathBuf::from);
             // SAFETY: our own library, whose initialisation fills a table. Its SONAME is the driver's, so that whoever
             // loads the driver by name gets this one.
             Some(StandIn(unsafe { Library::new(path) }.unwrap()))
@@ -60,10 +60,12 @@ pub fn load() -> Option<&'static StandIn> {
 /// asked for. It is called as CUDA 13 calls it.
 pub fn load_cublas() -> bool {
     static LOADED: OnceLock<Option<Library>> = OnceLock::new();
-    let of_driver =
-        || std::env::var_os("HATCHBACK_STANDIN").map_or_else(|| build("standin", &[]), PathBuf::from);
+    let of_driver = || {
+        std::env::var_os("HATCHBACK_STANDIN").map_or_else(|| build("standin", &[]), PathBuf::from)
+    };
     // SAFETY: our own library, which does nothing when it is loaded; its SONAME is cuBLAS's.
-    let library = || unsafe { Library::new(of_driver().with_file_name("libcublas.so.13")) }.unwrap();
+    let library =
+        || unsafe { Library::new(of_driver().with_file_name("libcublas.so.13")) }.unwrap();
     LOADED.get_or_init(|| load().map(|_| library())).is_some()
 }
 
@@ -92,7 +94,9 @@ impl StandIn {
     pub fn counts(&self) -> Counts {
         let mut out = [0u64; 6];
         // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes six numbers.
-        unsafe { self.0.get::<extern "C" fn(*mut u64)>(b"standin_counts\0").unwrap()(out.as_mut_ptr()) };
+        unsafe {
+            self.0.get::<extern "C" fn(*mut u64)>(b"standin_counts\0").unwrap()(out.as_mut_ptr())
+        };
         let [launches, waits, copies, bytes, busy, loaded] = out;
         Counts { launches, waits, copies, bytes, busy: busy != 0, loaded }
     }
@@ -102,7 +106,8 @@ impl StandIn {
     pub fn fault(&self, what: &std::ffi::CStr, after: u32, times: u32) {
         // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its argument.
         unsafe {
-            let fault = self.0.get::<extern "C" fn(*const std::ffi::c_char, u32, u32)>(b"standin_fault\0");
+            let fault =
+                self.0.get::<extern "C" fn(*const std::ffi::c_char, u32, u32)>(b"standin_fault\0");
             fault.unwrap()(what.as_ptr(), after, times);
         }
     }
@@ -127,8 +132,11 @@ pub fn again_under_address_sanitizer(this: &str) {
     if load().is_none() || std::env::var_os("HATCHBACK_STANDIN").is_some() {
         return;
     }
-    let watched =
-        ["-fsanitize=address,alignment", "-fno-sanitize-recover=alignment", "-fno-omit-frame-pointer"];
+    let watched = [
+        "-fsanitize=address,alignment",
+        "-fno-sanitize-recover=alignment",
+        "-fno-omit-frame-pointer",
+    ];
     let library = build("standin-asan", &watched);
     let runtime = Command::new("g++").arg("-print-file-name=libasan.so").output().unwrap();
     let run = Command::new(std::env::current_exe().unwrap())
@@ -140,6 +148,7 @@ pub fn again_under_address_sanitizer(this: &str) {
         .env("ASAN_OPTIONS", "detect_leaks=0")
         .output()
         .unwrap();
-    let said = format!("{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
+    let said =
+        format!("{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
     assert!(run.status.success(), "{said}");
 }

@@ -71,17 +71,22 @@ impl Versions {
         let n = one_in.len() + 1;
         let folder = tempfile::tempdir().unwrap();
         let mut random = Random::new(seed);
-        let widths: Vec<(String, usize)> = vec![("a".to_owned(), DIMS[0]), ("b".to_owned(), DIMS[1])];
+        let widths: Vec<(String, usize)> =
+            vec![("a".to_owned(), DIMS[0]), ("b".to_owned(), DIMS[1])];
         std::fs::write(folder.path().join("dense.onnx"), onnx::concat(&widths, "out")).unwrap();
         let mut tables: [Plain; 2] = std::array::from_fn(|t| first_table(t, rows, &mut random));
-        let mut versions =
-            Self { folder, plain: Vec::new(), deltas: Vec::new(), snapshots: Vec::new(), rows: Vec::new() };
+        let mut versions = Self {
+            folder,
+            plain: Vec::new(),
+            deltas: Vec::new(),
+            snapshots: Vec::new(),
+            rows: Vec::new(),
+        };
         for generation in 1..=n as u64 {
             if generation > 1 {
-                tables
-                    .iter_mut()
-                    .enumerate()
-                    .for_each(|(t, table)| change(t, table, &mut random, one_in[generation as usize - 2]));
+                tables.iter_mut().enumerate().for_each(|(t, table)| {
+                    change(t, table, &mut random, one_in[generation as usize - 2])
+                });
             }
             versions.add(generation, &tables);
         }
@@ -91,7 +96,8 @@ impl Versions {
     /// The bundle that leads from generation `from` straight to generation `to`.
     pub fn merged(&self, from: usize, to: usize) -> PathBuf {
         let out = self.folder.path().join(format!("merged{from}-{to}"));
-        let parent = Flash::open(&disk::system(), &self.folder.path().join(format!("flash{from}"))).unwrap();
+        let parent =
+            Flash::open(&disk::system(), &self.folder.path().join(format!("flash{from}"))).unwrap();
         pack_all(to as u64, &self.plain[to - 1], Some(&parent), self.folder.path(), &out);
         out
     }
@@ -121,7 +127,8 @@ impl Versions {
 pub fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap() {
-        let (from, to) = (entry.as_ref().unwrap().path(), to.join(entry.as_ref().unwrap().file_name()));
+        let (from, to) =
+            (entry.as_ref().unwrap().path(), to.join(entry.as_ref().unwrap().file_name()));
         if from.is_dir() { copy(&from, &to) } else { std::fs::copy(&from, &to).map(drop).unwrap() }
     }
 }
@@ -142,7 +149,8 @@ fn row(dim: usize, random: &mut Random) -> Vec<f32> {
 }
 
 fn first_table(t: usize, rows: u64, random: &mut Random) -> Plain {
-    let key = |i: u64, random: &mut Random| if KEYS[t] == KeySpace::Index { i } else { random.bits() };
+    let key =
+        |i: u64, random: &mut Random| if KEYS[t] == KeySpace::Index { i } else { random.bits() };
     let rows = (0..rows).map(|i| (key(i, random), row(DIMS[t], random))).collect();
     Plain { dim: DIMS[t], rows }
 }
@@ -169,7 +177,8 @@ fn change(t: usize, table: &mut Plain, random: &mut Random, one_in: u64) {
 fn pack_all(generation: u64, tables: &[Plain; 2], parent: Option<&Flash>, base: &Path, out: &Path) {
     let sources: Vec<Box<dyn RowSource>> =
         tables.iter().map(|t| Box::new(t.clone()) as Box<dyn RowSource>).collect();
-    pack_onto(&spec(generation), &sources, parent, base, out, Overrides::default(), &mut |_, _| {}).unwrap();
+    pack_onto(&spec(generation), &sources, parent, base, out, Overrides::default(), &mut |_, _| {})
+        .unwrap();
 }
 
 fn spec(sequence: u64) -> ModelSpec {

@@ -66,8 +66,9 @@ impl Default for Victim {
 
 impl Victim {
     fn score(&self) -> Vec<u32> {
-        let model =
-            Arc::new(Model::open(&hatchback::disk::system(), &self.flash, Budget::default()).unwrap());
+        let model = Arc::new(
+            Model::open(&hatchback::disk::system(), &self.flash, Budget::default()).unwrap(),
+        );
         let samples: Vec<Sample> = (0..60).map(|id| plan("victim", 5).sample(id)).collect();
         let batch = batch_of(&model, &samples);
         let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
@@ -97,7 +98,11 @@ impl Victim {
 
     /// Installs these bytes: refused, with an error that names a file and all of `texts`.
     pub fn refuses(&self, bundle: &[u8], texts: &[&str]) {
-        let error = self.install(bundle).err().unwrap_or_else(|| panic!("installed: {texts:?}")).to_string();
+        let error = self
+            .install(bundle)
+            .err()
+            .unwrap_or_else(|| panic!("installed: {texts:?}"))
+            .to_string();
         let root = self.folder.path().display().to_string();
         assert!(error.starts_with(&root), "names no file: {error}");
         texts.iter().for_each(|text| assert!(error.contains(text), "no `{text}` in: {error}"));
@@ -117,7 +122,12 @@ impl Victim {
     }
 
     /// Refuses generation 6 with these pages.
-    pub fn refuses_segment(&self, table: usize, edit: impl FnOnce(&mut Vec<PageBytes>), texts: &[&str]) {
+    pub fn refuses_segment(
+        &self,
+        table: usize,
+        edit: impl FnOnce(&mut Vec<PageBytes>),
+        texts: &[&str],
+    ) {
         self.refuses(&self.attacked(|p| p.edit_segment(table, edit)), texts);
     }
 }

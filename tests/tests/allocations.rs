@@ -91,12 +91,20 @@ impl Fixture {
     /// A table under each policy, a feature of up to three keys on each.
     fn new(device: Device) -> Self {
         let policies = [MissPolicy::Wait, MissPolicy::Deadline, MissPolicy::Default];
-        let table =
-            |miss| TablePlan { miss, ..TablePlan::cached(KeySpace::Sparse, 3000, 16, CodecChoice::U8) };
+        let table = |miss| TablePlan {
+            miss,
+            ..TablePlan::cached(KeySpace::Sparse, 3000, 16, CodecChoice::U8)
+        };
         let feature = |t| FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(t) };
         let (tables, features) = (policies.map(table).to_vec(), (0..3).map(feature).collect());
-        let plan =
-            ModelPlan { name: "counted".to_owned(), sequence: 1, seed: 21, dense: 2, tables, features };
+        let plan = ModelPlan {
+            name: "counted".to_owned(),
+            sequence: 1,
+            seed: 21,
+            dense: 2,
+            tables,
+            features,
+        };
         let packed = plan.pack();
         let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
         let keys = packed.rows.iter().map(|rows| rows.all_keys()).collect();
@@ -104,11 +112,15 @@ impl Fixture {
     }
 
     fn serving(&self, change: impl FnOnce(&mut Budget)) -> Serving {
-        let mut budget =
-            Budget { cache_bytes_max: 1 << 20, batch_max: BATCH_MAX as u32, slots: 4, ..Budget::default() };
+        let mut budget = Budget {
+            cache_bytes_max: 1 << 20,
+            batch_max: BATCH_MAX as u32,
+            slots: 4,
+            ..Budget::default()
+        };
         change(&mut budget);
-        let serving =
-            Serving::new(1 << 30, 16, Arc::new(SystemClock::default())).on(self.device.clone(), None);
+        let serving = Serving::new(1 << 30, 16, Arc::new(SystemClock::default()))
+            .on(self.device.clone(), None);
         serving.load(NAME, &self.flash, budget).unwrap();
         serving
     }
@@ -182,7 +194,8 @@ fn memory_is_summed(fixture: &Fixture) {
     const BESIDE: i64 = 256 << 10;
     for (batch_max, slots, workers) in [(4, 4, 1), (512, 64, 3)] {
         let before = HELD.load(Ordering::SeqCst);
-        let serving = fixture.serving(|b| (b.batch_max, b.slots, b.workers) = (batch_max, slots, workers));
+        let serving =
+            fixture.serving(|b| (b.batch_max, b.slots, b.workers) = (batch_max, slots, workers));
         (0..40).for_each(|i| answer(&serving, &fixture.batch(4, 12 * i, None), None));
         settle(&serving);
         let held = HELD.load(Ordering::SeqCst) - before;
@@ -266,12 +279,18 @@ fn ahead(fixture: &Fixture) {
 
 /// Two workers, three callers, every path at once; a batch is one request.
 fn two_workers(fixture: &Fixture) {
-    let serving = fixture.serving(|b| (b.workers, b.batch_max, b.cache_bytes_max) = (2, 1, 8 << 10));
-    let callers: Vec<Vec<Batch>> =
-        (0..3).map(|c| (0..300).map(|i| fixture.batch(1, 1000 * c + 6 * i, None)).collect()).collect();
+    let serving =
+        fixture.serving(|b| (b.workers, b.batch_max, b.cache_bytes_max) = (2, 1, 8 << 10));
+    let callers: Vec<Vec<Batch>> = (0..3)
+        .map(|c| (0..300).map(|i| fixture.batch(1, 1000 * c + 6 * i, None)).collect())
+        .collect();
     let send = |batches: &[Batch]| {
         for batch in batches {
-            answer(&serving, batch, [None, Some(Duration::ZERO)][batch.bags(0).keys[0] as usize % 2]);
+            answer(
+                &serving,
+                batch,
+                [None, Some(Duration::ZERO)][batch.bags(0).keys[0] as usize % 2],
+            );
         }
     };
     let (ready, go) = (std::sync::Barrier::new(4), std::sync::Barrier::new(4));
@@ -297,7 +316,8 @@ fn two_workers(fixture: &Fixture) {
 }
 
 fn cache_verbs() {
-    let (cache, mut out) = (Cache::new(20, 10_000, &Names::new(vec![Some(0), None])).unwrap(), [0; 20]);
+    let (cache, mut out) =
+        (Cache::new(20, 10_000, &Names::new(vec![Some(0), None])).unwrap(), [0; 20]);
     let counted = allocations(|| {
         for key in 0..5000 {
             let row = RowKey { table: 1, key: key % 700 };

@@ -23,7 +23,8 @@ const GENERATIONS: usize = 12;
 
 /// The values of the row of `order`, zeros where there is none.
 fn values(rows: &Rows, order: u64, dim: usize) -> Vec<f32> {
-    let decode = |row: &Vec<u8>| row.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    let decode =
+        |row: &Vec<u8>| row.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
     rows.get(&order).map_or(vec![0.0; dim], decode)
 }
 
@@ -31,7 +32,8 @@ fn values(rows: &Rows, order: u64, dim: usize) -> Vec<f32> {
 fn score(serving: &Serving, schema: &Schema, versions: &Versions, orders: &[(u64, u64)]) -> usize {
     let mut batch = Batch::new(schema, orders.len());
     for (index, hashed) in orders {
-        let sample = Sample { sparse: vec![vec![*index], vec![unmix(*hashed)]], ..Sample::default() };
+        let sample =
+            Sample { sparse: vec![vec![*index], vec![unmix(*hashed)]], ..Sample::default() };
         batch.push(schema, &sample).unwrap();
     }
     let ticket = loop {
@@ -52,7 +54,8 @@ fn score(serving: &Serving, schema: &Schema, versions: &Versions, orders: &[(u64
 }
 
 fn install(directory: &Path, bundle: &Path) -> Flash {
-    Flash::install(&disk::system(), directory, &mut BundleReader::open(bundle).unwrap(), |_| {}).unwrap()
+    Flash::install(&disk::system(), directory, &mut BundleReader::open(bundle).unwrap(), |_| {})
+        .unwrap()
 }
 
 #[test]
@@ -60,7 +63,8 @@ fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
     let versions = Versions::new(GENERATIONS, 2000, 31);
     let folder = tempfile::tempdir().unwrap();
     let flash = install(folder.path(), &versions.snapshots[0]);
-    let budget = Budget { cache_bytes_max: 1 << 20, workers: 2, batch_max: 64, ..Budget::default() };
+    let budget =
+        Budget { cache_bytes_max: 1 << 20, workers: 2, batch_max: 64, ..Budget::default() };
     let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
     serving.load("m", &flash, budget).unwrap();
     let schema = serving.schema("m").unwrap();
@@ -98,7 +102,10 @@ fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
             let flash = install(folder.path(), &versions.deltas[generation - 1]);
             let carried = serving.swap("m", &flash, budget, &|| {}).unwrap().carried;
             let changed: usize = (0..2).map(|t| flash.table(t).unwrap().changed()).sum();
-            assert!(carried.copied > 2000 && carried.read > 0 && carried.read <= changed, "{carried:?}");
+            assert!(
+                carried.copied > 2000 && carried.read > 0 && carried.read <= changed,
+                "{carried:?}"
+            );
         }
         stop.store(true, Ordering::Relaxed);
     });

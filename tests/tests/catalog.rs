@@ -26,7 +26,8 @@ struct Car {
 
 impl Car {
     fn new() -> Self {
-        let car = Self { versions: Versions::new(3, 300, 31), folder: tempfile::tempdir().unwrap() };
+        let car =
+            Self { versions: Versions::new(3, 300, 31), folder: tempfile::tempdir().unwrap() };
         car.install(1);
         car.install(2);
         car
@@ -176,7 +177,8 @@ fn garbage_is_moved_aside() {
     let car = Car::new();
     filled(&car, 20);
     let (saved, mut random) = (snapshot(&car.catalog()), Random::new(1));
-    let garbage = |n: usize, random: &mut Random| (0..n).map(|_| random.bits() as u8).collect::<Vec<u8>>();
+    let garbage =
+        |n: usize, random: &mut Random| (0..n).map(|_| random.bits() as u8).collect::<Vec<u8>>();
     let (catalog, _, _) = car.open();
     let mut quarantined = catalog.quarantined();
     drop(catalog);

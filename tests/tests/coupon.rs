@@ -18,10 +18,12 @@ use std::sync::Arc;
 /// Scores of all held-out rows, and the rows.
 fn scores(codec: CodecChoice, placement: Option<Placement>) -> (Vec<f32>, Vec<Sample>) {
     let installed = install_spec("tools/demo/coupon/model.toml", Some(codec), placement);
-    let samples = read_samples(&repository("tools/demo/coupon/heldout.jsonl"), &installed.schema).unwrap();
+    let samples =
+        read_samples(&repository("tools/demo/coupon/heldout.jsonl"), &installed.schema).unwrap();
     // A cache of a tenth of the rows, so that most of the work is misses.
     let budget = Budget { cache_bytes_max: 32 << 10, misses_max: 256, ..Budget::default() };
-    let model = Arc::new(Model::open(&hatchback::disk::system(), &installed.flash, budget).unwrap());
+    let model =
+        Arc::new(Model::open(&hatchback::disk::system(), &installed.flash, budget).unwrap());
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let (scores, status) = score_all(&mut worker, &samples, 64);
     assert_eq!((status.defaulted, status.damaged), (0, 0));

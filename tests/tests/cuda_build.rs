@@ -11,8 +11,16 @@ use std::sync::Arc;
 
 #[test]
 fn built_anew_the_kernels_are_the_same() {
-    let done = Command::new("python3").arg(repository("kernels/cuda/make")).arg("--check").output().unwrap();
-    let said = format!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    let done = Command::new("python3")
+        .arg(repository("kernels/cuda/make"))
+        .arg("--check")
+        .output()
+        .unwrap();
+    let said = format!(
+        "{}{}",
+        String::from_utf8_lossy(&done.stdout),
+        String::from_utf8_lossy(&done.stderr)
+    );
     match done.status.code() {
         Some(0) => println!("{said}"),
         Some(3) => println!("SKIPPED: building the kernels anew: {said}"),
@@ -40,7 +48,10 @@ fn without_a_gpu_the_reason_is_typed() {
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&run.stdout);
-    assert!(run.status.success() && (said.contains("refused: ") || said.contains("SKIPPED")), "{said}");
+    assert!(
+        run.status.success() && (said.contains("refused: ") || said.contains("SKIPPED")),
+        "{said}"
+    );
 }
 
 const CAR: &[u8] = include_bytes!("../../kernels/cuda/built/changes.sm_87.cubin");
@@ -62,7 +73,10 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
         assert!(matches!(&e, CudaError::NoKernels { .. }), "{e}");
         e.to_string()
     };
-    assert!(refused(&board, &[(90, DESK)]).contains("`x` has no machine code for compute capability 87"));
+    assert!(
+        refused(&board, &[(90, DESK)])
+            .contains("`x` has no machine code for compute capability 87")
+    );
     assert!(refused(&board, &[(90, DESK)]).contains("Tegra profile"));
     assert!(refused(&board, &[(87, DESK)]).contains("is refused"));
     assert!(refused(&board, &[(87, b"\x7fELF, and then something else")]).contains("is refused"));
@@ -72,12 +86,17 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
     let missing = module.kernel("no_such_kernel").err().unwrap();
     assert!(matches!(&missing, CudaError::Driver { call: "no_such_kernel", .. }), "{missing}");
     let cubins = &[(87, CAR), (90, DESK)];
-    for (device, sm, integrated) in [(c"desk", 90, false), (c"ptx", 89, false), (c"board", 87, true)] {
+    for (device, sm, integrated) in
+        [(c"desk", 90, false), (c"ptx", 89, false), (c"board", 87, true)]
+    {
         stand_in.device(device);
         let gpu = Gpu::open(Profile::default()).unwrap();
         assert_eq!((gpu.sm(), gpu.integrated()), (sm, integrated));
         let module = gpu.module(&Images { name: "x", cubins, ptx: PTX }).unwrap();
-        assert!(module.kernel("update_rows").is_ok() && module.kernel("update_row").is_err(), "{device:?}");
+        assert!(
+            module.kernel("update_rows").is_ok() && module.kernel("update_row").is_err(),
+            "{device:?}"
+        );
     }
     // Without machine code for it the board's own driver would compile the PTX, which is as old as it; no newer one.
     assert!(board.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_err());

@@ -25,7 +25,10 @@ type Dump<'a> = dyn Fn(&mut dyn FnMut(RowKey, &[u8])) + 'a;
 
 /// Indexed tables, which are named in 32 bits, and tables of any keys, which are not.
 fn namings() -> [Names; 2] {
-    [Names::new(vec![Some(90), Some(4_000_000_000), Some(0)]), Names::new(vec![None, Some(70), None])]
+    [
+        Names::new(vec![Some(90), Some(4_000_000_000), Some(0)]),
+        Names::new(vec![None, Some(70), None]),
+    ]
 }
 
 /// A row that some table of the naming can have, or not.
@@ -69,7 +72,8 @@ impl Twin {
                 cache.query(row, &mut vec![0; row_bytes]);
             }
         }
-        let tables = Arc::new(Tables::new(gpu, vec![Place::Cached(0); 3], vec![other], &[]).unwrap());
+        let tables =
+            Arc::new(Tables::new(gpu, vec![Place::Cached(0); 3], vec![other], &[]).unwrap());
         let stride = row_bytes.div_ceil(4) + random.below(3) as usize;
         let changes = Changes::new(&tables, 64).unwrap();
         Self { cpu, tables, changes, staged: gpu.mapped(64 * 4 * stride).unwrap(), stride, naming }
@@ -85,7 +89,8 @@ impl Twin {
             // What lies behind a row is no part of it.
             bytes.iter_mut().for_each(|b| *b = random.bits() as u8);
             let bytes = &bytes[..self.cpu.row_bytes()];
-            let since = if verb == 0 && random.one_in(5) { Epoch::default() } else { self.cpu.epoch(row) };
+            let since =
+                if verb == 0 && random.one_in(5) { Epoch::default() } else { self.cpu.epoch(row) };
             self.changes.add(row, slot as u32, since);
             expected.push(u8::from(match verb {
                 0 | 1 => self.cpu.insert(row, bytes, since),
@@ -115,7 +120,10 @@ impl Twin {
         let (mut seen, cpu) = (0, &self.cpu);
         self.changes
             .probe(|number, cached, epoch| {
-                assert_eq!((cached, epoch), (on_cpu.contains_key(&rows[number]), cpu.epoch(rows[number])));
+                assert_eq!(
+                    (cached, epoch),
+                    (on_cpu.contains_key(&rows[number]), cpu.epoch(rows[number]))
+                );
                 seen += 1;
             })
             .unwrap();
@@ -169,7 +177,8 @@ struct World {
 fn format(random: &mut Random) -> RowFormat {
     loop {
         let codec = *random.pick(&[Codec::F32, Codec::F16, Codec::U8, Codec::U4]);
-        let dim = *random.pick(&[1, 2, 3, 8, 9, 16, 17, 32, 64, 127, 128, 129, 256, 300, 1000, 3000]);
+        let dim =
+            *random.pick(&[1, 2, 3, 8, 9, 16, 17, 32, 64, 127, 128, 129, 256, 300, 1000, 3000]);
         let unit = if codec.is_quantized() { random.below(9) as i8 - 4 } else { 0 };
         match RowFormat::new(codec, dim, unit) {
             Some(format) if format.row_bytes() <= ROW_BYTES_MAX => return format,
@@ -190,7 +199,8 @@ impl World {
             let (indexed, n) = (random.one_in(2), 1 + random.below(120));
             let keys: Vec<u64> = (0..n).map(|i| if indexed { i } else { mix(i + 7) }).collect();
             let row = |random: &mut Random| {
-                let value = |random: &mut Random| if random.one_in(9) { -0.0 } else { random.signed() };
+                let value =
+                    |random: &mut Random| if random.one_in(9) { -0.0 } else { random.signed() };
                 let values: Vec<f32> = (0..format.dim()).map(|_| value(random)).collect();
                 let mut bytes = vec![0; format.row_bytes()];
                 format.encode(&values, &mut bytes).unwrap();
@@ -205,9 +215,11 @@ impl World {
                 let bytes: Vec<u8> = order.iter().flat_map(|k| rows[k].clone()).collect();
                 residents.push(match indexed {
                     true => Resident::indexed(format.row_bytes(), &bytes),
-                    false => {
-                        Resident::hashed(format.row_bytes(), order.iter().map(|&k| mix(k)).collect(), &bytes)
-                    }
+                    false => Resident::hashed(
+                        format.row_bytes(),
+                        order.iter().map(|&k| mix(k)).collect(),
+                        &bytes,
+                    ),
                 });
                 Place::Resident(residents.len() - 1)
             } else {
@@ -221,19 +233,36 @@ impl World {
             tables.push(Table { format, indexed, place, keys, rows });
         }
         let misses_max = 8 + random.below(300) as usize;
-        let mut world =
-            Self { tables, features: Vec::new(), strides: [0; 2], caches: Vec::new(), residents, misses_max };
+        let mut world = Self {
+            tables,
+            features: Vec::new(),
+            strides: [0; 2],
+            caches: Vec::new(),
+            residents,
+            misses_max,
+        };
         world.caches = world.make_caches(&widths);
         for _ in 0..1 + random.below(6) {
-            let (table, hotness_max) = (random.below(count as u64) as usize, 1 + random.below(7) as usize);
+            let (table, hotness_max) =
+                (random.below(count as u64) as usize, 1 + random.below(7) as usize);
             let pooling = *random.pick(&[Pooling::Sum, Pooling::Mean, Pooling::None]);
             let dim = world.tables[table].format.dim();
-            let (width, input) =
-                (if pooling == Pooling::None { hotness_max * dim } else { dim }, random.below(2) as usize);
+            let (width, input) = (
+                if pooling == Pooling::None { hotness_max * dim } else { dim },
+                random.below(2) as usize,
+            );
             let default_row = (0..dim).map(|_| 100.0 * random.signed()).collect();
             let column = world.strides[input];
             world.strides[input] += width;
-            world.features.push(Plan { pooling, table, hotness_max, input, column, width, default_row });
+            world.features.push(Plan {
+                pooling,
+                table,
+                hotness_max,
+                input,
+                column,
+                width,
+                default_row,
+            });
         }
         world
     }
@@ -246,7 +275,8 @@ impl World {
                 true => t.indexed.then_some(t.keys.len() as u64),
             };
             let names = Names::new(self.tables.iter().map(end).collect());
-            Cache::new(*width, Cache::bytes_min(*width, &names) + 3 * 14 * (width + 11), &names).unwrap()
+            Cache::new(*width, Cache::bytes_min(*width, &names) + 3 * 14 * (width + 11), &names)
+                .unwrap()
         };
         widths.iter().enumerate().map(of_width).collect()
     }
@@ -345,8 +375,10 @@ impl World {
             }
             for bag in misses.bags() {
                 let plan = &self.features[usize::from(bag.feature)];
-                let mut into = Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
-                self.feature(usize::from(bag.feature)).finish(isa, bag, misses, &mut into, statuses);
+                let mut into =
+                    Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
+                self.feature(usize::from(bag.feature))
+                    .finish(isa, bag, misses, &mut into, statuses);
             }
             misses.clear();
         };
@@ -354,9 +386,11 @@ impl World {
             let mut done = 0;
             while done < batch {
                 let plan = &self.features[f];
-                let mut into = Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
+                let mut into =
+                    Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
                 let bags = Bags { keys, offsets };
-                done = self.feature(f).query(isa, bags, done, &mut into, &mut misses, &mut statuses);
+                done =
+                    self.feature(f).query(isa, bags, done, &mut into, &mut misses, &mut statuses);
                 if done < batch {
                     settle(&mut misses, &mut inputs, &mut statuses);
                 }
@@ -380,7 +414,8 @@ impl OnGpu {
         let places = world.tables.iter().map(|t| t.place).collect();
         let widths: Vec<usize> = world.caches.iter().map(Cache::row_bytes).collect();
         let residents: Vec<&Resident> = world.residents.iter().collect();
-        let tables = Arc::new(Tables::new(gpu, places, world.make_caches(&widths), &residents).unwrap());
+        let tables =
+            Arc::new(Tables::new(gpu, places, world.make_caches(&widths), &residents).unwrap());
         let inputs = world.strides.map(|stride| gpu.mapped(batch_max * stride).unwrap());
         let features: Vec<FeatureOnDevice> =
             world.features.iter().map(|plan| world.on_device(plan, &inputs)).collect();
@@ -388,7 +423,8 @@ impl OnGpu {
         let limits = Limits { batch_max, misses_max, row_bytes_max, keys };
         let lookup = Lookup::new(&tables, &features, limits).unwrap();
         let misses =
-            Misses::on(&Device::Cuda(Arc::clone(gpu)), world.misses_max, world.row_bytes_max()).unwrap();
+            Misses::on(&Device::Cuda(Arc::clone(gpu)), world.misses_max, world.row_bytes_max())
+                .unwrap();
         Self { tables, lookup, inputs, misses }
     }
 
@@ -397,7 +433,9 @@ impl OnGpu {
         let (mut changes, none) = (Changes::new(&self.tables, 4).unwrap(), gpu.mapped(0).unwrap());
         for _ in 0..random.below(4) {
             let table = random.below(world.tables.len() as u64) as u16;
-            let Table { place: Place::Cached(number), keys, .. } = &world.tables[usize::from(table)] else {
+            let Table { place: Place::Cached(number), keys, .. } =
+                &world.tables[usize::from(table)]
+            else {
                 continue;
             };
             let row = RowKey { table, key: *random.pick(keys) };
@@ -407,11 +445,17 @@ impl OnGpu {
         changes.invalidate(&none, 0).unwrap();
     }
 
-    fn answer(&mut self, world: &World, batch: usize, bags: &[(Vec<u64>, Vec<u32>)]) -> (usize, Vec<Status>) {
+    fn answer(
+        &mut self,
+        world: &World,
+        batch: usize,
+        bags: &[(Vec<u64>, Vec<u32>)],
+    ) -> (usize, Vec<Status>) {
         let mut statuses = vec![Status::default(); batch];
         self.inputs.iter_mut().for_each(|input| input.fill(f32::NAN));
         self.lookup.begin(batch, |f| Bags { keys: &bags[f].0, offsets: &bags[f].1 }).unwrap();
-        let (mut rounds, mut more) = (1, self.lookup.collect(&mut self.misses, &mut statuses).unwrap());
+        let (mut rounds, mut more) =
+            (1, self.lookup.collect(&mut self.misses, &mut statuses).unwrap());
         loop {
             if !self.misses.is_empty() {
                 world.fetch(&mut self.misses);
@@ -441,7 +485,8 @@ fn queries_pool_the_same_bits() {
         for _ in 0..5 {
             on_gpu.invalidate(&gpu, &world, &mut random);
             let batch = random.below(batch_max as u64 + 1) as usize;
-            let bags: Vec<_> = world.features.iter().map(|f| world.bags(f, batch, &mut random)).collect();
+            let bags: Vec<_> =
+                world.features.iter().map(|f| world.bags(f, batch, &mut random)).collect();
             let (inputs, statuses) = world.on_cpu(batch, &bags);
             let (rounds, same) = on_gpu.answer(&world, batch, &bags);
             rounds_max = rounds_max.max(rounds);
@@ -454,15 +499,26 @@ fn queries_pool_the_same_bits() {
         // In several rounds bags are taken in another order, and so are rows.
         if rounds_max == 1 {
             for (number, cache) in world.caches.iter().enumerate() {
-                assert!(on_gpu.tables.image(number).unwrap() == cache.image(), "seed {seed}: cache {number}");
+                assert!(
+                    on_gpu.tables.image(number).unwrap() == cache.image(),
+                    "seed {seed}: cache {number}"
+                );
             }
         }
     }
-    assert!((1..30).contains(&several_rounds), "{several_rounds} of 60 worlds had too small a miss list");
+    assert!(
+        (1..30).contains(&several_rounds),
+        "{several_rounds} of 60 worlds had too small a miss list"
+    );
 }
 
 /// Ends a query of 64 samples, with rows of `version` where any missed: how many did, and how often bags were asked for again.
-fn answer_all(lookup: &mut Lookup, misses: &mut Misses, version: u64, dim: usize) -> (usize, usize) {
+fn answer_all(
+    lookup: &mut Lookup,
+    misses: &mut Misses,
+    version: u64,
+    dim: usize,
+) -> (usize, usize) {
     let (mut statuses, mut missed, mut again) = ([Status::default(); 64], 0, 0);
     let mut more = lookup.collect(misses, &mut statuses).unwrap();
     loop {
@@ -525,7 +581,9 @@ fn no_query_sees_a_torn_or_foreign_row() {
             changes.probe(|number, _, epoch| epochs[number] = epoch).unwrap();
             for (slot, row) in rows.into_iter().enumerate() {
                 let value = ((4096 * row.key + version) as f32).to_le_bytes();
-                staged[4 * dim * slot..][..4 * dim].chunks_mut(4).for_each(|b| b.copy_from_slice(&value));
+                staged[4 * dim * slot..][..4 * dim]
+                    .chunks_mut(4)
+                    .for_each(|b| b.copy_from_slice(&value));
                 changes.add(row, slot as u32, epochs[slot]);
             }
             let mut offsets = vec![0];
@@ -542,7 +600,8 @@ fn no_query_sees_a_torn_or_foreign_row() {
             let (missed, again) = answer_all(&mut lookup, &mut misses, version, dim);
             (refused, spoiled) = (refused + missed, spoiled + again);
             for (sample, ends) in offsets.windows(2).enumerate() {
-                let (row, keys) = (&input[sample * dim..][..dim], &keys[ends[0] as usize..ends[1] as usize]);
+                let (row, keys) =
+                    (&input[sample * dim..][..dim], &keys[ends[0] as usize..ends[1] as usize]);
                 hits += keys.len();
                 assert!(row.iter().all(|v| v.to_bits() == row[0].to_bits()), "a torn row: {row:?}");
                 let (of, written) = (row[0] as u64 / 4096, row[0] as u64 % 4096);

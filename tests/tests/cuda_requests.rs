@@ -77,7 +77,9 @@ fn open(flash: &Path, mut budget: Budget, seed: u64) -> Arc<Model> {
         match Model::open(&hatchback::disk::system(), flash, budget) {
             Ok(model) => return Arc::new(model.onto(&Device::Cuda(standin::gpu(seed))).unwrap()),
             Err(OpenError::Budget { field: "cache_bytes_max", .. }) => budget.cache_bytes_max *= 2,
-            Err(OpenError::Budget { field: "resident_bytes_max", .. }) => budget.resident_bytes_max = 1 << 26,
+            Err(OpenError::Budget { field: "resident_bytes_max", .. }) => {
+                budget.resident_bytes_max = 1 << 26
+            }
             Err(e) => panic!("{e}"),
         }
     }
@@ -90,14 +92,18 @@ fn check(worker: &mut Worker, reference: &Reference, samples: &[Sample]) -> Stat
     let scores = worker.score(&batch, None).unwrap();
     let outputs = scores.values.len() / samples.len().max(1);
     for (i, sample) in samples.iter().enumerate() {
-        let (score, expected) = (&scores.values[i * outputs..][..outputs], reference.output(sample));
+        let (score, expected) =
+            (&scores.values[i * outputs..][..outputs], reference.output(sample));
         assert!(same_bits(score, &expected), "sample {i}: {score:?} instead of {expected:?}");
         assert_eq!(scores.statuses[i], reference.status(sample), "sample {i}");
     }
     let status = scores.status();
     let counted = worker.counters().since(&before);
     assert_eq!(counted.lookups, status.lookups());
-    assert!(counted.misses <= counted.missed_lookups && counted.missed_lookups <= counted.cached_lookups);
+    assert!(
+        counted.misses <= counted.missed_lookups
+            && counted.missed_lookups <= counted.cached_lookups
+    );
     assert_eq!(counted.pages_damaged, 0);
     status
 }
@@ -124,8 +130,11 @@ fn scores_are_the_references() {
         let mut worker = worker(&model);
         let mut random = Random::new(seed);
         for _ in 0..6 {
-            let count =
-                if random.one_in(3) { u64::from(BATCH_MAX) } else { random.below(u64::from(BATCH_MAX) + 1) };
+            let count = if random.one_in(3) {
+                u64::from(BATCH_MAX)
+            } else {
+                random.below(u64::from(BATCH_MAX) + 1)
+            };
             let samples: Vec<Sample> = (0..count).map(|_| plan.sample(random.below(30))).collect();
             check(&mut worker, &reference, &samples);
         }
@@ -188,7 +197,9 @@ fn a_request_without_misses_is_one_launch() {
     // Keys that no table has miss for ever under a policy that waits; none of these.
     let known = |mut sample: Sample| {
         for (f, bag) in sample.sparse.iter_mut().enumerate() {
-            bag.retain(|&key| reference.row(usize::from(packed.schema.features[f].table), key).is_some());
+            bag.retain(|&key| {
+                reference.row(usize::from(packed.schema.features[f].table), key).is_some()
+            });
         }
         sample
     };
@@ -205,7 +216,11 @@ fn a_request_without_misses_is_one_launch() {
     let (counted, after) = (worker.counters().since(&counted), stand_in.counts());
     assert_eq!((counted.misses, counted.pages), (0, 0));
     assert_eq!(
-        (after.launches - before.launches, after.waits - before.waits, after.copies - before.copies),
+        (
+            after.launches - before.launches,
+            after.waits - before.waits,
+            after.copies - before.copies
+        ),
         // A GPU with memory of its own has the keys brought.
         (1, 1, u64::from(!standin::is_board()))
     );
@@ -223,15 +238,22 @@ fn rows_fetched_behind_and_ahead_are_there_next_time() {
     };
     let tables = vec![table(KeySpace::Index, 20), table(KeySpace::Sparse, 24)];
     let features = (0..2).map(FeaturePlan::one_hot).collect();
-    let plan = ModelPlan { name: "behind".to_owned(), sequence: 1, seed: 9, dense: 0, tables, features };
+    let plan =
+        ModelPlan { name: "behind".to_owned(), sequence: 1, seed: 9, dense: 0, tables, features };
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let model = open(&packed.install(), Budget::default(), 11);
     let mut worker = worker(&model);
     let keys = [packed.rows[0].all_keys(), packed.rows[1].all_keys()];
-    let sample = |i: usize| Sample { sparse: keys.iter().map(|k| vec![k[i]]).collect(), ..Sample::default() };
+    let sample = |i: usize| Sample {
+        sparse: keys.iter().map(|k| vec![k[i]]).collect(),
+        ..Sample::default()
+    };
     let batch = batch_of(&model, &(0..40).map(sample).collect::<Vec<_>>());
-    assert_eq!(worker.score(&batch, None).unwrap().status(), Status { defaulted: 80, ..Status::default() });
+    assert_eq!(
+        worker.score(&batch, None).unwrap().status(),
+        Status { defaulted: 80, ..Status::default() }
+    );
     // Known already, or not yet; and the same twice.
     for (table, keys) in keys.iter().enumerate() {
         for &key in keys[20..70].iter().chain(&keys[..5]) {
@@ -306,15 +328,19 @@ fn a_budget_that_does_not_hold_is_refused() {
     let onto = model.onto(&gpu).unwrap();
     // What was on its way there is said, and is no more than all of it.
     let opening = onto.memory().opening();
-    assert!(opening > 0 && opening <= held && onto.memory().to_string().contains("while it was opened"));
+    assert!(
+        opening > 0 && opening <= held && onto.memory().to_string().contains("while it was opened")
+    );
     let more = onto.memory().total();
     assert_eq!(open(more).unwrap().onto(&gpu).unwrap().memory().total(), more);
 }
 
 /// A model of two caches, since rows are of two widths, and its sample `i`, of three rows of each.
 fn two_caches(seed: u64, misses: [MissPolicy; 2]) -> (ModelPlan, impl Fn(u64) -> Sample) {
-    let table =
-        |miss, dim| TablePlan { miss, ..TablePlan::cached(KeySpace::Index, 400, dim, CodecChoice::U8) };
+    let table = |miss, dim| TablePlan {
+        miss,
+        ..TablePlan::cached(KeySpace::Index, 400, dim, CodecChoice::U8)
+    };
     let tables = vec![table(misses[0], 20), table(misses[1], 24)];
     let feature = |table| FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(table) };
     let features = (0..2).map(feature).collect();
@@ -352,7 +378,9 @@ fn what_was_begun_ends_before_its_rows_are_staged_over() {
             let samples: Vec<Sample> = (first..first + 12).map(&sample).collect();
             let (what, after) = if with_dense { (c"graph", 1) } else { (c"finish_bags", 0) };
             stand_in.fault(what, after, 1);
-            assert!(worker.score(&batch_of(&model, &samples), None).is_err() && worker.behind() > 0);
+            assert!(
+                worker.score(&batch_of(&model, &samples), None).is_err() && worker.behind() > 0
+            );
             while worker.behind() > 0 {
                 worker.fetch_behind(8);
             }
@@ -401,10 +429,17 @@ fn a_call_that_fails_once_leaves_no_row_under_another_key() {
             while worker.behind() > 0 {
                 worker.fetch_behind(8);
             }
-            let asked = |key| Sample { sparse: vec![vec![key % 400], vec![key % 400]], ..Sample::default() };
+            let asked = |key| Sample {
+                sparse: vec![vec![key % 400], vec![key % 400]],
+                ..Sample::default()
+            };
             check(&mut worker, &reference, &(380..392).map(asked).collect::<Vec<_>>());
             for keys in keys.collect::<Vec<u64>>().chunks(12) {
-                check(&mut worker, &reference, &keys.iter().map(|&key| asked(key)).collect::<Vec<_>>());
+                check(
+                    &mut worker,
+                    &reference,
+                    &keys.iter().map(|&key| asked(key)).collect::<Vec<_>>(),
+                );
             }
         }
     }
@@ -507,9 +542,10 @@ fn a_swap_carries_the_caches_on_the_gpu() {
         rested.fetch_add(1, Ordering::Relaxed);
     };
     let carried = serving.swap("m", &flash, budget, &rest).unwrap().carried;
-    let unchanged = |t: usize, order: &u64| versions.rows[0][t][order] == versions.rows[1][t][order];
-    let alike =
-        index.iter().filter(|o| unchanged(0, o)).count() + hashed.iter().filter(|o| unchanged(1, o)).count();
+    let unchanged =
+        |t: usize, order: &u64| versions.rows[0][t][order] == versions.rows[1][t][order];
+    let alike = index.iter().filter(|o| unchanged(0, o)).count()
+        + hashed.iter().filter(|o| unchanged(1, o)).count();
     let changed = index.len() + hashed.len() - alike;
     assert_eq!((carried.copied, carried.read), (alike, changed), "{carried:?}");
     assert!(changed > 20 && rested.load(Ordering::Relaxed) > 2);

@@ -37,7 +37,14 @@ impl Fixture {
         change(&mut table);
         let feature = FeaturePlan { hotness_max: KEYS_A_BAG as u32, ..FeaturePlan::one_hot(0) };
         let (tables, features) = (vec![table], vec![feature]);
-        let plan = ModelPlan { name: "damaged".to_owned(), sequence: 1, seed: 3, dense: 0, tables, features };
+        let plan = ModelPlan {
+            name: "damaged".to_owned(),
+            sequence: 1,
+            seed: 3,
+            dense: 0,
+            tables,
+            features,
+        };
         let packed = plan.pack();
         let reference = Reference::new(&packed.schema, &packed.rows);
         let sample = |bag: &[u64]| Sample { sparse: vec![bag.to_vec()], ..Sample::default() };
@@ -71,7 +78,8 @@ impl Fixture {
     }
 
     fn open(&self) -> Worker {
-        let model = Model::open(&hatchback::disk::system(), &self.flash, Budget::default()).unwrap();
+        let model =
+            Model::open(&hatchback::disk::system(), &self.flash, Budget::default()).unwrap();
         Worker::new(Arc::new(model), Arc::new(SystemClock::default()))
     }
 
@@ -87,7 +95,11 @@ impl Fixture {
                 let row = &scores.values[i * self.packed.schema.tables[0].dim as usize..];
                 let expected = self.reference.output_without(sample, &lost);
                 assert!(same_bits(&row[..expected.len()], &expected), "{sample:?}");
-                assert_eq!(scores.statuses[i], self.reference.status_without(sample, &lost), "{sample:?}");
+                assert_eq!(
+                    scores.statuses[i],
+                    self.reference.status_without(sample, &lost),
+                    "{sample:?}"
+                );
                 sum.add(&scores.statuses[i]);
             }
         }
@@ -108,7 +120,9 @@ impl Fixture {
 fn a_flipped_bit_costs_its_page_and_no_other() {
     for keys in [KeySpace::Index, KeySpace::Sparse] {
         for codec in [CodecChoice::U8, CodecChoice::F32] {
-            for bit in [3, 8 * 5, 8 * 9, 8 * 12, 8 * 14, 8 * 20 + 1, 8 * 2000 + 7, 8 * PAGE_BYTES - 1] {
+            for bit in
+                [3, 8 * 5, 8 * 9, 8 * 12, 8 * 14, 8 * 20 + 1, 8 * 2000 + 7, 8 * PAGE_BYTES - 1]
+            {
                 let fixture = Fixture::new(|t| (t.keys, t.codec) = (keys, codec));
                 let page = fixture.middle();
                 let lost: HashSet<u64> = keys_on(&fixture.pages(), page).into_iter().collect();
@@ -183,7 +197,8 @@ fn damage_behind_the_answer_is_not_cached() {
     let lost: HashSet<u64> = keys_on(&fixture.pages(), fixture.middle()).into_iter().collect();
     fixture.flip(fixture.middle(), 8 * 1000);
     let mut worker = fixture.open();
-    let batches: Vec<_> = fixture.samples.chunks(100).map(|s| batch_of(worker.model(), s)).collect();
+    let batches: Vec<_> =
+        fixture.samples.chunks(100).map(|s| batch_of(worker.model(), s)).collect();
     for batch in &batches {
         assert_eq!(worker.score(batch, None).unwrap().status().fresh, 0);
     }
@@ -238,7 +253,9 @@ fn a_damaged_trailer_or_fence_refuses_the_start() {
         fixture.write(&pages);
     }
     fixture.check(&mut fixture.open(), &HashSet::new());
-    for length in [0, 1, PAGE_BYTES - 1, PAGE_BYTES * (pages.len() - 1), PAGE_BYTES * pages.len() - 1] {
+    for length in
+        [0, 1, PAGE_BYTES - 1, PAGE_BYTES * (pages.len() - 1), PAGE_BYTES * pages.len() - 1]
+    {
         std::fs::write(fixture.segment(), &pages.concat()[..length]).unwrap();
         names(&fixture.open_error(), &fixture.segment(), "");
     }

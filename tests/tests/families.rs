@@ -79,7 +79,10 @@ fn scores_are_pytorchs_under_every_placement_and_batch_size() {
         }
         assert!(statuses.iter().all(|s| *s == statuses[0]), "{family}: {statuses:?}");
         for scores in &all {
-            assert!(same_bits(scores, &all[0]), "{family}: placement or batch size change the bits");
+            assert!(
+                same_bits(scores, &all[0]),
+                "{family}: placement or batch size change the bits"
+            );
         }
     }
 }
@@ -87,7 +90,9 @@ fn scores_are_pytorchs_under_every_placement_and_batch_size() {
 /// How far a score may move when the rows are stored in fewer bits.
 #[test]
 fn coarser_codecs_stay_within_their_bounds() {
-    for (codec, bound) in [(CodecChoice::F16, 5e-4), (CodecChoice::U8, 5e-3), (CodecChoice::U4, 5e-2)] {
+    for (codec, bound) in
+        [(CodecChoice::F16, 5e-4), (CodecChoice::U8, 5e-3), (CodecChoice::U4, 5e-2)]
+    {
         for family in FAMILIES {
             let mut scores: Vec<Vec<f32>> = Vec::new();
             for placement in [Placement::Resident, Placement::Cached] {
@@ -101,7 +106,10 @@ fn coarser_codecs_stay_within_their_bounds() {
                 assert_eq!((status.defaulted, status.damaged), (0, 0));
                 scores.push(all);
             }
-            assert!(same_bits(&scores[0], &scores[1]), "{family}, {codec:?}: placement changes the bits");
+            assert!(
+                same_bits(&scores[0], &scores[1]),
+                "{family}, {codec:?}: placement changes the bits"
+            );
         }
     }
 }
@@ -111,7 +119,8 @@ fn coarser_codecs_stay_within_their_bounds() {
 fn the_probe_set_comes_back_from_flash() {
     for family in FAMILIES {
         let installed = installed(family, CodecChoice::F32, None);
-        let flash = hatchback::flash::Flash::open(&hatchback::disk::system(), &installed.flash).unwrap();
+        let flash =
+            hatchback::flash::Flash::open(&hatchback::disk::system(), &installed.flash).unwrap();
         assert_eq!(flash.probe().unwrap(), probe(family, &installed));
     }
 }

@@ -7,7 +7,8 @@ use hatchback_kernels::cuda::driver::{CudaError, Gpu, Profile, Stream};
 use hatchback_kernels::cuda::graph::Graphs;
 use hatchback_kernels::cuda::memory::{Buffer, Mapped, View};
 use hatchback_kernels::dense::{
-    Activation, DenseEngine, DenseError, DenseNetwork, DeviceEngine, DeviceLane, DeviceOptions, Weights,
+    Activation, DenseEngine, DenseError, DenseNetwork, DeviceEngine, DeviceLane, DeviceOptions,
+    Weights,
 };
 use hatchback_tests::models::repository;
 use hatchback_tests::random::Random;
@@ -39,7 +40,11 @@ impl Maker {
         }
         let mut flat = Vec::new();
         for (name, shape) in maker.values.clone() {
-            flat.push(if shape.len() == 1 { name } else { maker.node("Flatten", &[&name], &[], None) });
+            flat.push(if shape.len() == 1 {
+                name
+            } else {
+                maker.node("Flatten", &[&name], &[], None)
+            });
         }
         let flat: Vec<&str> = flat.iter().map(String::as_str).collect();
         maker.graph.node("Concat", &flat, "out", &[int("axis", 1)]);
@@ -53,7 +58,13 @@ impl Maker {
     }
 
     /// A node; its result is a value to go on from where its shape is given.
-    fn node(&mut self, op: &str, inputs: &[&str], with: &[Message], shape: Option<Vec<usize>>) -> String {
+    fn node(
+        &mut self,
+        op: &str,
+        inputs: &[&str],
+        with: &[Message],
+        shape: Option<Vec<usize>>,
+    ) -> String {
         let name = self.name();
         self.graph.node(op, inputs, &name, with);
         self.values.extend(shape.map(|shape| (name.clone(), shape)));
@@ -62,7 +73,8 @@ impl Maker {
 
     fn floats(&mut self, shape: &[usize], value: impl Fn(&mut Random) -> f32) -> String {
         let name = self.name();
-        let values: Vec<f32> = (0..shape.iter().product()).map(|_| value(&mut self.random)).collect();
+        let values: Vec<f32> =
+            (0..shape.iter().product()).map(|_| value(&mut self.random)).collect();
         self.graph.floats(&name, shape, &values);
         name
     }
@@ -91,7 +103,9 @@ impl Maker {
                 let axes = self.integers(&[axis as i64]);
                 match self.random.one_in(2) {
                     true => self.node("ReduceSum", &[&x, &axes], &[], Some(out)),
-                    false => self.node("ReduceMean", &[&x], &[ints("axes", &[axis as u64])], Some(out)),
+                    false => {
+                        self.node("ReduceMean", &[&x], &[ints("axes", &[axis as u64])], Some(out))
+                    }
                 };
             }
             6 => {
@@ -101,8 +115,9 @@ impl Maker {
                 self.node("Concat", &[&x, &x], &[int("axis", axis as u64)], Some(out));
             }
             7 => {
-                let places: Vec<i64> =
-                    (0..1 + self.random.below(5)).map(|_| self.random.below(last as u64) as i64).collect();
+                let places: Vec<i64> = (0..1 + self.random.below(5))
+                    .map(|_| self.random.below(last as u64) as i64)
+                    .collect();
                 let mut out = shape.clone();
                 *out.last_mut().unwrap() = places.len();
                 let places = self.integers(&places);
@@ -202,8 +217,11 @@ fn on_device(
         let before = counts();
         graphs.launch(0, |named| &named.0).unwrap();
         if let (Some(before), Some(after)) = (before, counts()) {
-            let asked =
-                [after.launches - before.launches, after.waits - before.waits, after.copies - before.copies];
+            let asked = [
+                after.launches - before.launches,
+                after.waits - before.waits,
+                after.copies - before.copies,
+            ];
             assert_eq!(asked, [1, 0, 0], "launches, waits, copies");
         }
         let (stream, _, scores, _) = graphs.named();
@@ -230,7 +248,9 @@ fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]
         let fed: Vec<Vec<f32>> = inputs
             .iter()
             .map(|(_, width)| {
-                (0..n * width).map(|_| if random.one_in(6) { -0.0 } else { 3.0 * random.signed() }).collect()
+                (0..n * width)
+                    .map(|_| if random.one_in(6) { -0.0 } else { 3.0 * random.signed() })
+                    .collect()
             })
             .collect();
         let mut expected = vec![0.0; n * cpu.outputs()];
@@ -252,7 +272,8 @@ fn random_networks_give_the_cpus_bits() {
         let inputs = [("x", 4), ("y", 12)];
         let weights = [Weights::F32, Weights::F16, Weights::Int8][seed as usize % 3];
         let activation = activations[seed as usize % 2];
-        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "out", activation, weights };
+        let network =
+            DenseNetwork { onnx: &onnx, inputs: &inputs, output: "out", activation, weights };
         compare(&gpu, &format!("seed {seed}"), &network, &[1, 2, 40]);
     }
 }
@@ -271,7 +292,8 @@ fn the_networks_of_the_tree_give_the_cpus_bits() {
         let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
         for weights in [Weights::F32, Weights::F16, Weights::Int8] {
             let activation = Activation::Sigmoid;
-            let network = DenseNetwork { onnx: &onnx, inputs, output: "logit", activation, weights };
+            let network =
+                DenseNetwork { onnx: &onnx, inputs, output: "logit", activation, weights };
             compare(&gpu, path, &network, &[1, 7, 65]);
         }
     }
@@ -284,20 +306,31 @@ fn products_by_cublas_are_close_to_the_cpus() {
     let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
     let inputs = [("dense", 7), ("emb", 288)];
     let (activation, weights) = (Activation::Sigmoid, Weights::Int8);
-    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation, weights };
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation, weights };
     let options = DeviceOptions { cublas: true, ..OWN };
     let load = || DeviceEngine::load(&gpu, &network, &options).unwrap();
     let without = load();
     if !standin::load_cublas() {
-        return println!("SKIPPED: the machine's own cuBLAS is for the benchmark: {}", without.runs_on());
+        return println!(
+            "SKIPPED: the machine's own cuBLAS is for the benchmark: {}",
+            without.runs_on()
+        );
     }
     // Unless the stand-in was named in the environment, and so was found by itself.
     if without.is_exact() {
         let why = &without.passed_over()[0];
-        assert!(why.contains("no cuBLAS on this machine") && why.contains("libcublas.so.13"), "{why}");
+        assert!(
+            why.contains("no cuBLAS on this machine") && why.contains("libcublas.so.13"),
+            "{why}"
+        );
     }
     let engine = load();
-    assert!(!engine.is_exact() && engine.runs_on().contains("cuBLAS") && engine.passed_over().is_empty());
+    assert!(
+        !engine.is_exact()
+            && engine.runs_on().contains("cuBLAS")
+            && engine.passed_over().is_empty()
+    );
     let mut lane = engine.lane(2).unwrap();
     let refused = engine.enqueue(&gpu.stream().unwrap(), 3, &[], View::none(), &mut lane);
     assert!(matches!(refused, Err(DenseError::Batch { batch: 3, max: 2 })));
@@ -306,12 +339,16 @@ fn products_by_cublas_are_close_to_the_cpus() {
     let mut random = Random::new(4);
     let mut apart = 0;
     for n in [1, 9, 64] {
-        let fed = inputs.map(|(_, width)| (0..n * width).map(|_| random.signed()).collect::<Vec<f32>>());
+        let fed =
+            inputs.map(|(_, width)| (0..n * width).map(|_| random.signed()).collect::<Vec<f32>>());
         let mut expected = vec![0.0; n * cpu.outputs()];
         cpu.run(n, &fed, &mut expected, &mut cpu.scratch(n)).unwrap();
         for recorded in [false, true] {
             let got = on_device(&gpu, &engine, n, &fed, recorded);
-            assert!(got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{got:?}, {expected:?}");
+            assert!(
+                got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5),
+                "{got:?}, {expected:?}"
+            );
             apart += usize::from(bits(&got) != bits(&expected));
         }
     }
@@ -413,7 +450,8 @@ fn a_recording_and_other_threads_do_not_disturb_each_other() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
-                let (mapped, buffer) = (other.mapped::<u32>(9).unwrap(), other.buffer::<u32>(9).unwrap());
+                let (mapped, buffer) =
+                    (other.mapped::<u32>(9).unwrap(), other.buffer::<u32>(9).unwrap());
                 let stream = other.stream().unwrap();
                 stream.bring(&mapped, &buffer, 9).unwrap();
                 stream.wait().unwrap();

@@ -22,10 +22,15 @@ const FAMILIES: [&str; 4] = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
 
 /// A worker with room for every row, on the CPU or on `device` with the dense network.
 fn worker(flash: &Flash, budget: Budget, device: &Device) -> Worker {
-    let model =
-        Model::from_flash(flash, budget).unwrap().onto(device).unwrap().with_dense(flash, None).unwrap();
+    let model = Model::from_flash(flash, budget)
+        .unwrap()
+        .onto(device)
+        .unwrap()
+        .with_dense(flash, None)
+        .unwrap();
     // What runs there is not kept here too.
-    let kept = |line: &str| model.memory().lines().iter().any(|(what, bytes)| *what == line && *bytes > 0);
+    let kept =
+        |line: &str| model.memory().lines().iter().any(|(what, bytes)| *what == line && *bytes > 0);
     assert_eq!(kept("dense network weights"), matches!(device, Device::Cpu));
     assert_eq!(kept("dense network on the GPU, weights"), matches!(device, Device::Cuda(_)));
     let name = model.dense_runs_on();
@@ -52,7 +57,8 @@ fn scores_are_the_cpus_and_a_request_of_cached_rows_is_one_launch_and_one_wait()
             (budget.resident_bytes_max, budget.cache_bytes_max) = (1 << 20, 1 << 22);
             budget.memory_bytes_max = 1 << 28;
             let device = Device::Cuda(standin::gpu(seed));
-            let (mut cpu, mut gpu) = (worker(&flash, budget, &Device::Cpu), worker(&flash, budget, &device));
+            let (mut cpu, mut gpu) =
+                (worker(&flash, budget, &Device::Cpu), worker(&flash, budget, &device));
             // First with misses, then with none.
             for size in [5, 1, 32, 7] {
                 let (expected, got) =
@@ -92,15 +98,23 @@ fn asked(work: impl FnOnce()) -> Option<[u64; 3]> {
     work();
     let (before, after) = (before?, counts()?);
     assert!(!after.busy);
-    Some([after.launches - before.launches, after.waits - before.waits, after.copies - before.copies])
+    Some([
+        after.launches - before.launches,
+        after.waits - before.waits,
+        after.copies - before.copies,
+    ])
 }
 
 /// A request with misses: the query with the network, the rows into their cache, and bags and network in one.
 fn misses_cost_one_launch_more_and_one_for_each_cache() {
-    let installed =
-        install_spec("tests/data/families/dlrm/model.toml", Some(CodecChoice::F16), Some(Placement::Cached));
+    let installed = install_spec(
+        "tests/data/families/dlrm/model.toml",
+        Some(CodecChoice::F16),
+        Some(Placement::Cached),
+    );
     let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
-    let samples = read_samples(&repository("tests/data/families/dlrm/probe.jsonl"), &installed.schema);
+    let samples =
+        read_samples(&repository("tests/data/families/dlrm/probe.jsonl"), &installed.schema);
     let samples = samples.unwrap();
     // The least cache that there can be.
     let mut budget = Budget { memory_bytes_max: 1 << 28, ..tiny_budget(&installed.schema, 32) };
@@ -112,7 +126,8 @@ fn misses_cost_one_launch_more_and_one_for_each_cache() {
     for misses_max in [budget.misses_max, 1 << 12] {
         let budget = Budget { misses_max, ..budget };
         let device = Device::Cuda(standin::gpu(99));
-        let (mut cpu, mut gpu) = (worker(&flash, budget, &Device::Cpu), worker(&flash, budget, &device));
+        let (mut cpu, mut gpu) =
+            (worker(&flash, budget, &Device::Cpu), worker(&flash, budget, &device));
         let mut missed = 0;
         // A row that is nowhere goes into no cache.
         let mut known = samples.clone();
@@ -124,13 +139,16 @@ fn misses_cost_one_launch_more_and_one_for_each_cache() {
             let batch = batch_of(gpu.model(), samples);
             let expected = cpu.score(&batch, None).unwrap().values.to_vec();
             let before = gpu.counters().misses;
-            let asked = asked(|| assert!(same_bits(gpu.score(&batch, None).unwrap().values, &expected)));
+            let asked =
+                asked(|| assert!(same_bits(gpu.score(&batch, None).unwrap().values, &expected)));
             let misses = gpu.counters().misses - before;
             let Some([launches, waits, copies]) = asked else { continue };
             assert_eq!(copies, keys_brought());
             match misses {
                 0 => assert_eq!((launches, waits), (1, 1)),
-                _ if misses_max == 1 << 12 => assert_eq!((launches, waits), (3, 2), "{misses} misses"),
+                _ if misses_max == 1 << 12 => {
+                    assert_eq!((launches, waits), (3, 2), "{misses} misses")
+                }
                 // For each round more the rows, the bags, and the query of those for which there was no room.
                 _ => assert!(launches <= 3 * waits / 2 && waits % 2 == 0, "{launches}, {waits}"),
             }

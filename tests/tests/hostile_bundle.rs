@@ -26,7 +26,9 @@ fn truncated_at_every_length() {
     for length in (0..bundle.len() as u64).rev() {
         file.set_len(length).unwrap();
         match BundleReader::open(&victim.bundle()) {
-            Err(BundleError::Field { field, .. }) => assert!(["length", "trailer"].contains(&field.as_str())),
+            Err(BundleError::Field { field, .. }) => {
+                assert!(["length", "trailer"].contains(&field.as_str()))
+            }
             other => panic!("{length} of {} bytes: {:?}", bundle.len(), other.err()),
         }
     }
@@ -61,7 +63,10 @@ fn wrong_format_numbers() {
     victim.refuses(&victim.attacked(|p| p.header[0] = b'h'), &["magic"]);
     let mut manifest = victim.next.manifest.encode().unwrap();
     manifest[0] = 2;
-    victim.refuses(&victim.next.bytes_with(&manifest), &["attack.bundle: manifest: format: 2 is not 1"]);
+    victim.refuses(
+        &victim.next.bytes_with(&manifest),
+        &["attack.bundle: manifest: format: 2 is not 1"],
+    );
     victim.refuses(&victim.next.bytes_with(&[1, 0, 0]), &["manifest: format: 3 bytes are too few"]);
     victim.refuses(&victim.next.bytes_with(&[]), &["manifest: format: 0 bytes are too few"]);
 }
@@ -80,9 +85,12 @@ fn manifest_lengths_that_lie() {
     let end = (bundle.len() - TRAILER_BYTES) as u64;
     let over = MANIFEST_BYTES_MAX as u64 + 1;
     for length in [over, u64::MAX, u64::MAX - end] {
-        victim.refuses(&with(end.wrapping_sub(length), length), &["trailer.manifest_bytes", "over"]);
+        victim
+            .refuses(&with(end.wrapping_sub(length), length), &["trailer.manifest_bytes", "over"]);
     }
-    for (at, length) in [(end, 1), (0, end), (15, end - 15), (u64::MAX, 0), (u64::MAX, 1), (end - 9, 8)] {
+    for (at, length) in
+        [(end, 1), (0, end), (15, end - 15), (u64::MAX, 0), (u64::MAX, 1), (end - 9, 8)]
+    {
         victim.refuses(&with(at, length), &["trailer.manifest_at"]);
     }
     victim.refuses(&with(16, end - 16), &["manifest: does not match its hash"]);
@@ -93,7 +101,10 @@ fn a_manifest_with_trailing_bytes() {
     let victim = Victim::default();
     let mut manifest = victim.next.manifest.encode().unwrap();
     manifest.push(0);
-    victim.refuses(&victim.next.bytes_with(&manifest), &["manifest: length: 1 bytes follow the manifest"]);
+    victim.refuses(
+        &victim.next.bytes_with(&manifest),
+        &["manifest: length: 1 bytes follow the manifest"],
+    );
     manifest.truncate(manifest.len() - 2);
     victim.refuses(&victim.next.bytes_with(&manifest), &["manifest: does not decode"]);
 }
@@ -117,7 +128,10 @@ fn chunks_that_overlap_the_manifest_or_leave_a_hole() {
     let last = victim.next.stored.len() - 1;
     let mut parts = victim.next.clone();
     parts.stored[last].push(vec![7; 100]);
-    victim.refuses(&parts.clone().bytes_with(&parts.manifest.encode().unwrap()), &["blobs: chunks end at"]);
+    victim.refuses(
+        &parts.clone().bytes_with(&parts.manifest.encode().unwrap()),
+        &["blobs: chunks end at"],
+    );
     parts.stored[last].clear();
     victim.refuses(&parts.bytes_with(&parts.manifest.encode().unwrap()), &["blobs: chunks end at"]);
 }
@@ -161,7 +175,10 @@ fn a_chunk_swapped_for_another_valid_chunk() {
         })
     };
     victim.refuses(&swap(blob(HASHED), blob(HOT)), &["t0000-0000.seg: page 0: belongs to segment"]);
-    victim.refuses(&swap(blob(HASHED), blob(INDEXED)), &["t0000-0000.seg: page 0: belongs to segment"]);
+    victim.refuses(
+        &swap(blob(HASHED), blob(INDEXED)),
+        &["t0000-0000.seg: page 0: belongs to segment"],
+    );
     let dense = victim.next.manifest.dense as usize;
     victim.refuses(&swap(blob(HASHED), dense), &["t0000-0000.seg: length"]);
     victim.refuses(&swap(dense, blob(HOT)), &["t0002-0000.seg"]);
@@ -179,12 +196,20 @@ fn duplicate_keys() {
         pages[1].copy_within(16 + 8 * 4..16 + 8 * 5, 16 + 8 * 5);
         reseal(&mut pages[1]);
     };
-    victim.refuses_segment(HASHED, twice, &["t0000-0000.seg: page 1: keys do not ascend at entry 5"]);
+    victim.refuses_segment(
+        HASHED,
+        twice,
+        &["t0000-0000.seg: page 1: keys do not ascend at entry 5"],
+    );
     let a_page_twice = |pages: &mut Vec<PageBytes>| {
         pages[2] = pages[1];
         renumber(pages, 10, 1);
     };
-    victim.refuses_segment(HASHED, a_page_twice, &["t0000-0000.seg: page 2: keys do not ascend at entry 0"]);
+    victim.refuses_segment(
+        HASHED,
+        a_page_twice,
+        &["t0000-0000.seg: page 2: keys do not ascend at entry 0"],
+    );
 }
 
 #[test]
@@ -194,12 +219,20 @@ fn unsorted_keys() {
         (0..8).for_each(|i| pages[0].swap(16 + i, 24 + i));
         reseal(&mut pages[0]);
     };
-    victim.refuses_segment(HASHED, swap_keys, &["t0000-0000.seg: page 0: keys do not ascend at entry 1"]);
+    victim.refuses_segment(
+        HASHED,
+        swap_keys,
+        &["t0000-0000.seg: page 0: keys do not ascend at entry 1"],
+    );
     let swap_pages = |pages: &mut Vec<PageBytes>| {
         pages.swap(1, 2);
         renumber(pages, 10, 1);
     };
-    victim.refuses_segment(HASHED, swap_pages, &["t0000-0000.seg: page 2: keys do not ascend at entry 0"]);
+    victim.refuses_segment(
+        HASHED,
+        swap_pages,
+        &["t0000-0000.seg: page 2: keys do not ascend at entry 0"],
+    );
 }
 
 /// Keys whose hashes share the prefix that a fence holds, on two pages: a fence could find only one of them.
@@ -247,7 +280,10 @@ fn rows_that_are_not_numbers() {
         reseal(&mut pages[0]);
     };
     victim.refuses_segment(HOT, half, &["t0002-0000.seg: page 0: row 0: column 5 holds NaN"]);
-    victim.refuses_manifest(|m| m.schema.tables[0].default_row[3] = f32::NAN, &["table[0].default_row"]);
+    victim.refuses_manifest(
+        |m| m.schema.tables[0].default_row[3] = f32::NAN,
+        &["table[0].default_row"],
+    );
 }
 
 fn fence_page(pages: &[PageBytes]) -> usize {
@@ -263,7 +299,11 @@ fn fences_that_lie() {
             pages[page][16 + 4 * fence] ^= 1;
             reseal(&mut pages[page]);
         };
-        victim.refuses_segment(HASHED, edit, &[&format!("t0000-0000.seg: fences: entry {fence} is not")]);
+        victim.refuses_segment(
+            HASHED,
+            edit,
+            &[&format!("t0000-0000.seg: fences: entry {fence} is not")],
+        );
     }
     let recount = |to: u8| {
         move |pages: &mut Vec<PageBytes>| {
@@ -302,14 +342,22 @@ fn fences_between_the_rows() {
         pages.insert(1, first);
         renumber(pages, 10, 2);
     };
-    victim.refuses_segment(HASHED, edit, &["t0000-0000.seg: pages: rows follow the index on page 2"]);
+    victim.refuses_segment(
+        HASHED,
+        edit,
+        &["t0000-0000.seg: pages: rows follow the index on page 2"],
+    );
 }
 
 #[test]
 fn a_page_from_another_segment() {
     let victim = Victim::default();
     let foreign = pages_of(&victim.next.content(victim.next.manifest.tables[HOT].segment))[0];
-    victim.refuses_segment(HASHED, |p| p[0] = foreign, &["t0000-0000.seg: page 0: belongs to segment"]);
+    victim.refuses_segment(
+        HASHED,
+        |p| p[0] = foreign,
+        &["t0000-0000.seg: page 0: belongs to segment"],
+    );
     // The live generation's page of the same table, in its right place.
     let live = std::fs::read(victim.flash.join("g000000000005").join("t0000-0000.seg")).unwrap();
     victim.refuses_segment(
@@ -328,11 +376,17 @@ fn a_page_from_another_segment() {
 #[test]
 fn row_counts_that_lie() {
     let victim = Victim::default();
-    for (table, rows) in [(HASHED, 1199), (HASHED, 1201), (INDEXED, 499), (INDEXED, 501), (HOT, u64::MAX)] {
-        let text = format!("t{table:04}-0000.seg: rows: {} instead of {rows}", [1200, 500, 300][table]);
+    for (table, rows) in
+        [(HASHED, 1199), (HASHED, 1201), (INDEXED, 499), (INDEXED, 501), (HOT, u64::MAX)]
+    {
+        let text =
+            format!("t{table:04}-0000.seg: rows: {} instead of {rows}", [1200, 500, 300][table]);
         victim.refuses_manifest(|m| m.schema.tables[table].rows = rows, &[&text]);
     }
-    victim.refuses_manifest(|m| m.schema.tables[0].rows = 0, &["manifest: schema: table[0].rows: is 0"]);
+    victim.refuses_manifest(
+        |m| m.schema.tables[0].rows = 0,
+        &["manifest: schema: table[0].rows: is 0"],
+    );
     let claim = |entries: u16| {
         move |pages: &mut Vec<PageBytes>| {
             pages[1][12..14].copy_from_slice(&entries.to_le_bytes());
@@ -372,7 +426,11 @@ fn trailers_that_lie() {
     let append = |pages: &mut Vec<PageBytes>| pages.push([0; 4096]);
     victim.refuses_segment(HASHED, append, &["t0000-0000.seg: length: pages follow the trailer"]);
     let cut = |pages: &mut Vec<PageBytes>| pages.truncate(pages.len() - 1);
-    victim.refuses_segment(HASHED, cut, &["t0000-0000.seg: length: the segment ends before its trailer"]);
+    victim.refuses_segment(
+        HASHED,
+        cut,
+        &["t0000-0000.seg: length: the segment ends before its trailer"],
+    );
     victim.refuses_segment(HASHED, |pages| pages.clear(), &["t0000-0000.seg: length"]);
     let blob = victim.next.manifest.tables[HASHED].segment;
     let mut odd = victim.next.content(blob);
@@ -397,14 +455,17 @@ fn blob_numbers_out_of_range() {
         refused(&|m| m.dense = index, "dense");
         refused(&|m| m.probe = Some(index), "probe");
     }
-    victim.refuses_manifest(|m| m.tables.truncate(2), &["manifest: tables: 2 entries for 3 tables"]);
+    victim
+        .refuses_manifest(|m| m.tables.truncate(2), &["manifest: tables: 2 entries for 3 tables"]);
 }
 
 #[test]
 fn a_lineage_with_path_tricks() {
     let victim = Victim::default();
     let long = "x".repeat(121);
-    for lineage in ["../x", "/etc/passwd", "a/b", "a\\b", "", "a\0b", "a\nb", "ü", "%2e%2e", "a b", &long] {
+    for lineage in
+        ["../x", "/etc/passwd", "a/b", "a\\b", "", "a\0b", "a\nb", "ü", "%2e%2e", "a b", &long]
+    {
         let escaped = format!("manifest: lineage: `{}`", lineage.escape_debug());
         victim.refuses_manifest(|m| m.generation.lineage = lineage.to_owned(), &[&escaped]);
     }
@@ -419,11 +480,17 @@ fn schemas_that_contradict_themselves() {
     refused(&|m| m.schema.features[1].table = 3, "feature[1].table: 3 of 3 tables");
     refused(&|m| m.schema.features[1].table = u16::MAX, "feature[1].table: 65535 of 3 tables");
     refused(&|m| m.schema.features[2].hotness_max = 0, "feature[2].hotness_max: 0 is not in");
-    refused(&|m| m.schema.features[2].hotness_max = HOTNESS_MAX as u32 + 1, "feature[2].hotness_max: 4097");
+    refused(
+        &|m| m.schema.features[2].hotness_max = HOTNESS_MAX as u32 + 1,
+        "feature[2].hotness_max: 4097",
+    );
     refused(&|m| m.schema.features[2].hotness_max = u32::MAX, "feature[2].hotness_max");
     refused(&|m| m.schema.tables[0].dim = 0, "table[0].dim: 0 is not in");
     refused(&|m| m.schema.tables[0].dim = u32::MAX, "table[0].dim");
-    refused(&|m| m.schema.tables[1].dim = 1017, "table[1].dim: 1017 takes 4068 bytes a row, over 4064");
+    refused(
+        &|m| m.schema.tables[1].dim = 1017,
+        "table[1].dim: 1017 takes 4068 bytes a row, over 4064",
+    );
     refused(&|m| m.schema.tables[0].dim = 19, "table[0].default_row: is not 19 finite values");
     refused(&|m| m.schema.tables[0].unit_exp = 65, "table[0].unit_exp: 65 does not fit u8");
     refused(&|m| m.schema.tables[0].unit_exp = i8::MIN, "table[0].unit_exp: -128 does not fit u8");
@@ -438,7 +505,9 @@ fn schemas_that_contradict_themselves() {
     );
     refused(&|m| drop(m.schema.network.inputs.pop()), "feature[0]: `f0` feeds 0 inputs");
     let feed = |features: Vec<u16>| {
-        move |m: &mut Manifest| m.schema.network.inputs[1].source = InputSource::Features(features.clone())
+        move |m: &mut Manifest| {
+            m.schema.network.inputs[1].source = InputSource::Features(features.clone())
+        }
     };
     refused(&feed(vec![0, 1, 2, 9]), "network.input[1].features: no feature 9");
     refused(&feed(vec![0, 1, 2, 2]), "feature[2]: `f2` feeds 2 inputs");
@@ -473,7 +542,10 @@ fn a_schema_that_does_not_fit_the_rows() {
     refused(HOT, &|t| t.codec = hatchback::Codec::F32);
     refused(INDEXED, &|t| (t.dim, t.default_row) = (7, vec![0.0; 7]));
     refused(INDEXED, &|t| (t.dim, t.default_row) = (1000, vec![0.0; 1000]));
-    victim.refuses_manifest(|m| m.generation.sequence = 7, &["t0000-0000.seg: page 0: belongs to segment"]);
+    victim.refuses_manifest(
+        |m| m.generation.sequence = 7,
+        &["t0000-0000.seg: page 0: belongs to segment"],
+    );
 }
 
 #[test]
@@ -486,7 +558,10 @@ fn a_network_that_does_not_fit_the_schema() {
     refused(&|p| p.set_content(dense, b"no network"), "dense network");
     refused(&|p| p.set_content(dense, b""), "dense network");
     refused(&|p| p.manifest.schema.network.output = "logit".to_owned(), "no output named `logit`");
-    refused(&|p| p.manifest.schema.network.inputs[0].name = "x".to_owned(), "dense network: input `dense`");
+    refused(
+        &|p| p.manifest.schema.network.inputs[0].name = "x".to_owned(),
+        "dense network: input `dense`",
+    );
     refused(&|p| p.manifest.schema.dense_features.push("more".to_owned()), "the schema feeds 3");
 }
 
@@ -501,8 +576,10 @@ fn a_probe_set_that_does_not_decode() {
         (&[1, 0, 0, 0, 0, 0], "1 bytes follow the set"),
         (&[1, 0, 0, 0, 0xff, 0xff, 0xff, 0xff, 0x7f], "does not decode"),
     ] {
-        victim
-            .refuses(&victim.attacked(|p| p.set_content(probe, set)), &["attack.bundle: probe set: ", text]);
+        victim.refuses(
+            &victim.attacked(|p| p.set_content(probe, set)),
+            &["attack.bundle: probe set: ", text],
+        );
     }
 }
 
@@ -563,7 +640,9 @@ fn a_sequence_that_is_not_newer() {
     for sequence in [0, 4, 5] {
         let plan = ModelPlan { seed: 99, ..plan("victim", sequence) };
         let old = std::fs::read(plan.pack().bundle).unwrap();
-        let text = format!("victim@5 is live with other content; victim@{sequence} needs a higher sequence");
+        let text = format!(
+            "victim@5 is live with other content; victim@{sequence} needs a higher sequence"
+        );
         victim.refuses(&old, &["flash: ", &text]);
     }
     // The live generation itself is no attack.

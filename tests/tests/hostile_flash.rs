@@ -57,7 +57,10 @@ fn a_live_record_that_names_what_is_not_there() {
         assert!(error.contains(text), "{error}");
     };
     refused(&|r| r.live.generation.sequence = 9, "g000000000009/manifest: No such file");
-    refused(&|r| r.live.manifest[0] ^= 1, "g000000000005/manifest: manifest: does not match its hash");
+    refused(
+        &|r| r.live.manifest[0] ^= 1,
+        "g000000000005/manifest: manifest: does not match its hash",
+    );
     std::fs::remove_file(&path).unwrap();
     let error = Flash::open(&hatchback::disk::system(), &victim.flash).err().unwrap().to_string();
     assert!(error.contains("flash: live: no generation is live here"), "{error}");
@@ -70,7 +73,10 @@ fn a_manifest_missing_or_damaged_on_flash() {
     let path = victim.flash.join("g000000000005").join("manifest");
     let whole = std::fs::read(&path).unwrap();
     let error = || {
-        Model::open(&hatchback::disk::system(), &victim.flash, Budget::default()).err().unwrap().to_string()
+        Model::open(&hatchback::disk::system(), &victim.flash, Budget::default())
+            .err()
+            .unwrap()
+            .to_string()
     };
     for bit in [0, 9, 8 * 100, 8 * whole.len() - 1] {
         let mut damaged = whole.clone();

@@ -39,7 +39,9 @@ fn parse(text: &str) -> Said {
     for line in text.split_inclusive('\n').filter(|l| l.ends_with('\n')) {
         let (word, rest) = line.trim_end().split_once(' ').unwrap();
         match word {
-            "at" => (said.at, said.to, said.steps) = (Some(rest.parse().unwrap()), None, said.steps + 1),
+            "at" => {
+                (said.at, said.to, said.steps) = (Some(rest.parse().unwrap()), None, said.steps + 1)
+            }
             "to" => said.to = Some(rest.parse().unwrap()),
             "catalog" => rest.clone_into(&mut said.catalog),
             _ => panic!("{line}"),
@@ -64,7 +66,10 @@ fn killed(directory: &Path, versions: &Versions, seed: u64, run_us: u64) -> Said
     child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
     let status = child.wait().unwrap();
     let said = parse(&text);
-    assert!(exited.is_none() || status.success(), "seed {seed}: the worker failed: {errors}\n{text}");
+    assert!(
+        exited.is_none() || status.success(),
+        "seed {seed}: the worker failed: {errors}\n{text}"
+    );
     said
 }
 

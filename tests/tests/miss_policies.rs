@@ -30,7 +30,8 @@ impl Clock for SteppingClock {
 }
 
 fn worker_on(flash: &Path) -> Worker {
-    let model = Arc::new(Model::open(&hatchback::disk::system(), flash, Budget::default()).unwrap());
+    let model =
+        Arc::new(Model::open(&hatchback::disk::system(), flash, Budget::default()).unwrap());
     Worker::new(model, Arc::new(SteppingClock::default()))
 }
 
@@ -42,7 +43,8 @@ fn plan(policies: &[(MissPolicy, KeySpace)], seed: u64) -> ModelPlan {
         ..TablePlan::cached(keys, 700, 20 + i, codecs[i % 4])
     };
     let tables: Vec<TablePlan> = policies.iter().enumerate().map(table).collect();
-    let features = (0..2 * tables.len()).map(|f| FeaturePlan::one_hot(f % policies.len())).collect();
+    let features =
+        (0..2 * tables.len()).map(|f| FeaturePlan::one_hot(f % policies.len())).collect();
     ModelPlan { name: "policies".to_owned(), sequence: 1, seed, dense: 1, tables, features }
 }
 
@@ -65,13 +67,15 @@ fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f3
     let (schema, mut answers) = (worker.model().schema(), Answers::default());
     for (f, bag) in sample.sparse.iter().enumerate() {
         let t = usize::from(schema.features[f].table);
-        let (table, columns) = (&schema.tables[t], &scores[reference.column(f)..][..reference.width(f)]);
+        let (table, columns) =
+            (&schema.tables[t], &scores[reference.column(f)..][..reference.width(f)]);
         let Some(&key) = bag.first() else {
             assert!(columns.iter().all(|v| *v == 0.0), "an empty bag is zeros");
             continue;
         };
         // Pooling starts from zero, which turns a negative zero into a positive one.
-        let row: Option<Vec<f32>> = reference.row(t, key).map(|row| row.iter().map(|v| 0.0 + v).collect());
+        let row: Option<Vec<f32>> =
+            reference.row(t, key).map(|row| row.iter().map(|v| 0.0 + v).collect());
         let is_default = same_bits(columns, &table.default_row);
         assert!(
             is_default || row.as_ref().is_some_and(|row| same_bits(columns, row)),
@@ -94,7 +98,8 @@ fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f3
 
 /// The status must be what the scores show. Whether a key is absent is only known once it was looked for.
 fn check_status(status: &Status, answers: &Answers) {
-    let Answers { fresh, defaulted, late, absent, absent_under_default, absent_under_deadline } = *answers;
+    let Answers { fresh, defaulted, late, absent, absent_under_default, absent_under_deadline } =
+        *answers;
     assert_eq!(status.fresh, fresh, "{answers:?}");
     assert_eq!(status.damaged, 0);
     // A key under `default` is defaulted until it was once looked for, and absent from then on.
@@ -107,7 +112,12 @@ fn check_status(status: &Status, answers: &Answers) {
 }
 
 /// Scores `samples` and checks each; returns the whole status.
-fn score(worker: &mut Worker, reference: &Reference, samples: &[Sample], deadline: Option<u64>) -> Status {
+fn score(
+    worker: &mut Worker,
+    reference: &Reference,
+    samples: &[Sample],
+    deadline: Option<u64>,
+) -> Status {
     let batch = batch_of(&Arc::clone(worker.model()), samples);
     let scores = worker.score(&batch, deadline.map(Duration::from_micros)).unwrap();
     let (values, statuses) = (scores.values.to_vec(), scores.statuses.to_vec());
@@ -125,8 +135,9 @@ fn score(worker: &mut Worker, reference: &Reference, samples: &[Sample], deadlin
 fn known_samples(packed: &Packed, n: u64, seed: u64) -> Vec<Sample> {
     let mut random = Random::new(seed);
     let keys: Vec<Vec<u64>> = packed.rows.iter().map(|r| r.all_keys()).collect();
-    let bag =
-        |f: &hatchback::schema::Feature, random: &mut Random| vec![*random.pick(&keys[usize::from(f.table)])];
+    let bag = |f: &hatchback::schema::Feature, random: &mut Random| {
+        vec![*random.pick(&keys[usize::from(f.table)])]
+    };
     let sample = |_| Sample {
         dense: vec![0.5],
         sparse: packed.schema.features.iter().map(|f| bag(f, &mut random)).collect(),
@@ -137,7 +148,8 @@ fn known_samples(packed: &Packed, n: u64, seed: u64) -> Vec<Sample> {
 }
 
 fn policies() -> impl Strategy<Value = Vec<(MissPolicy, KeySpace)>> {
-    let policy = prop::sample::select(vec![MissPolicy::Wait, MissPolicy::Deadline, MissPolicy::Default]);
+    let policy =
+        prop::sample::select(vec![MissPolicy::Wait, MissPolicy::Deadline, MissPolicy::Default]);
     let keys = prop::sample::select(vec![KeySpace::Index, KeySpace::Sparse]);
     prop::collection::vec((policy, keys), 1..5)
 }
@@ -186,7 +198,8 @@ fn wait_takes_as_long_as_it_takes() {
 
 #[test]
 fn default_answers_at_once_and_the_next_request_is_fresh() {
-    let packed = plan(&[(MissPolicy::Default, KeySpace::Sparse), (MissPolicy::Default, KeySpace::Index)], 2);
+    let packed =
+        plan(&[(MissPolicy::Default, KeySpace::Sparse), (MissPolicy::Default, KeySpace::Index)], 2);
     let packed = packed.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let mut worker = worker_on(&packed.install());
@@ -236,7 +249,8 @@ fn a_short_miss_list_fetches_behind_bit_by_bit() {
     let packed = plan(&[(MissPolicy::Default, KeySpace::Sparse)], 3).pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let budget = Budget { misses_max: 16, ..Budget::default() };
-    let model = Arc::new(Model::open(&hatchback::disk::system(), &packed.install(), budget).unwrap());
+    let model =
+        Arc::new(Model::open(&hatchback::disk::system(), &packed.install(), budget).unwrap());
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let samples = known_samples(&packed, 40, 3);
     let mut fresh = vec![score(&mut worker, &reference, &samples, None).fresh];
@@ -260,7 +274,8 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
         (status, worker.counters().pages)
     };
     let (status, pages_waiting) = at(Some(0));
-    let nothing = Status { fresh: waiting, defaulted: on_time + defaulting, late: true, ..Status::default() };
+    let nothing =
+        Status { fresh: waiting, defaulted: on_time + defaulting, late: true, ..Status::default() };
     assert_eq!(status, nothing);
     let (status, pages_all) = at(None);
     let all = Status { fresh: waiting + on_time, defaulted: defaulting, ..Status::default() };
@@ -288,7 +303,8 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
 #[test]
 fn a_read_that_was_given_up_does_not_cost_the_next_request() {
     let packed =
-        plan(&[(MissPolicy::Wait, KeySpace::Sparse), (MissPolicy::Deadline, KeySpace::Sparse)], 7).pack();
+        plan(&[(MissPolicy::Wait, KeySpace::Sparse), (MissPolicy::Deadline, KeySpace::Sparse)], 7)
+            .pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let budget = Budget { reads_max: 1, ..Budget::default() };
     let flash = packed.install();

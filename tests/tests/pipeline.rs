@@ -59,17 +59,26 @@ struct Fixture {
 
 impl Fixture {
     fn new(miss: MissPolicy) -> Self {
-        let table = TablePlan { miss, ..TablePlan::cached(KeySpace::Sparse, 900, 20, CodecChoice::U8) };
+        let table =
+            TablePlan { miss, ..TablePlan::cached(KeySpace::Sparse, 900, 20, CodecChoice::U8) };
         let feature = FeaturePlan { hotness_max: 4, ..FeaturePlan::one_hot(0) };
         let (tables, features) = (vec![table], vec![feature]);
-        let plan = ModelPlan { name: "lane".to_owned(), sequence: 1, seed: 11, dense: 1, tables, features };
+        let plan = ModelPlan {
+            name: "lane".to_owned(),
+            sequence: 1,
+            seed: 11,
+            dense: 1,
+            tables,
+            features,
+        };
         let packed = plan.pack();
         let reference = Reference::new(&packed.schema, &packed.rows);
         Self { plan, packed, reference }
     }
 
     fn open(&self, budget: Budget, clock: Arc<dyn Clock>) -> Pipeline {
-        let model = Model::open(&hatchback::disk::system(), &self.packed.install(), budget).unwrap();
+        let model =
+            Model::open(&hatchback::disk::system(), &self.packed.install(), budget).unwrap();
         Pipeline::new(Arc::new(model), clock).unwrap()
     }
 
@@ -102,7 +111,8 @@ fn check(ticket: &Ticket, reference: &Reference, samples: &[Sample]) {
     assert_eq!(scores.statuses.len(), samples.len());
     let outputs = scores.values.len() / samples.len().max(1);
     for (i, sample) in samples.iter().enumerate() {
-        let (score, expected) = (&scores.values[i * outputs..][..outputs], reference.output(sample));
+        let (score, expected) =
+            (&scores.values[i * outputs..][..outputs], reference.output(sample));
         assert!(same_bits(score, &expected), "sample {i}: {score:?} instead of {expected:?}");
         assert_eq!(scores.statuses[i], reference.status(sample), "sample {i}");
     }
@@ -178,7 +188,8 @@ fn what_waits_is_scored_together() {
         std::thread::yield_now();
     }
     let requests: Vec<Vec<Sample>> = (0..5).map(|i| fixture.known(10 + 2 * i, 2)).collect();
-    let tickets: Vec<Ticket> = requests.iter().map(|r| submit(&pipeline, r, None).unwrap()).collect();
+    let tickets: Vec<Ticket> =
+        requests.iter().map(|r| submit(&pipeline, r, None).unwrap()).collect();
     assert!(!first.is_done() && tickets.iter().all(|t| !t.is_done()));
     gate.set_closed(false);
     tickets.iter().zip(&requests).for_each(|(t, r)| check(t, &fixture.reference, r));
@@ -232,7 +243,8 @@ fn an_allowance_lets_requests_meet_but_a_full_batch_goes() {
     let budget = Budget { gather_us: u32::MAX, batch_max: 4, workers: 2, ..Budget::default() };
     let pipeline = fixture.open(budget, Arc::new(SystemClock::default()));
     let requests: Vec<Vec<Sample>> = (0..4).map(|i| fixture.known(i, 1)).collect();
-    let tickets: Vec<Ticket> = requests.iter().map(|r| submit(&pipeline, r, None).unwrap()).collect();
+    let tickets: Vec<Ticket> =
+        requests.iter().map(|r| submit(&pipeline, r, None).unwrap()).collect();
     tickets.iter().zip(&requests).for_each(|(t, r)| check(t, &fixture.reference, r));
     assert_eq!(pipeline.stats().batches, 1);
     // A request with a deadline does not wait; neither does what is left when the pipeline closes.
@@ -240,8 +252,8 @@ fn an_allowance_lets_requests_meet_but_a_full_batch_goes() {
     drop(pipeline);
     check(&last, &fixture.reference, &fixture.known(9, 1));
     // A short allowance ends by itself.
-    let pipeline =
-        fixture.open(Budget { gather_us: 500, ..Budget::default() }, Arc::new(SystemClock::default()));
+    let pipeline = fixture
+        .open(Budget { gather_us: 500, ..Budget::default() }, Arc::new(SystemClock::default()));
     check(&submit(&pipeline, &requests[0], None).unwrap(), &fixture.reference, &requests[0]);
 }
 
@@ -249,11 +261,14 @@ fn an_allowance_lets_requests_meet_but_a_full_batch_goes() {
 fn a_full_pipeline_is_busy_at_once_and_keeps_the_order() {
     let fixture = Fixture::new(MissPolicy::Deadline);
     let gate = Arc::new(Gate::default());
-    let pipeline = fixture.open(Budget { slots: 9, batch_max: 1, ..Budget::default() }, gate.clone());
+    let pipeline =
+        fixture.open(Budget { slots: 9, batch_max: 1, ..Budget::default() }, gate.clone());
     gate.set_closed(true);
     let samples = fixture.known(0, 9);
-    let tickets: Vec<Ticket> =
-        samples.iter().map(|s| submit(&pipeline, std::slice::from_ref(s), FOREVER).unwrap()).collect();
+    let tickets: Vec<Ticket> = samples
+        .iter()
+        .map(|s| submit(&pipeline, std::slice::from_ref(s), FOREVER).unwrap())
+        .collect();
     for _ in 0..3 {
         let refused = submit(&pipeline, &samples[..1], FOREVER).err().unwrap();
         assert!(matches!(refused, RequestError::Busy(9)), "{refused}");
@@ -269,7 +284,10 @@ fn a_full_pipeline_is_busy_at_once_and_keeps_the_order() {
             break;
         }
     }
-    tickets.iter().zip(&samples).for_each(|(t, s)| check(t, &fixture.reference, std::slice::from_ref(s)));
+    tickets
+        .iter()
+        .zip(&samples)
+        .for_each(|(t, s)| check(t, &fixture.reference, std::slice::from_ref(s)));
     drop(tickets);
     assert!(submit(&pipeline, &samples[..1], FOREVER).is_ok());
 }
@@ -305,7 +323,9 @@ fn a_greedy_caller_starves_nobody() {
         let greedy = scope.spawn(|| {
             let (samples, mut held) = (fixture.known(0, 2), std::collections::VecDeque::new());
             while !stop.load(Ordering::Relaxed) {
-                held.push_back(submit(&pipeline, &samples, None).expect("no more than seven of eight"));
+                held.push_back(
+                    submit(&pipeline, &samples, None).expect("no more than seven of eight"),
+                );
                 if held.len() == 7 {
                     check(&held.pop_front().unwrap(), &fixture.reference, &samples);
                 }
@@ -313,7 +333,11 @@ fn a_greedy_caller_starves_nobody() {
         });
         for id in 0..300 {
             let sample = fixture.samples(id..id + 1);
-            check(&submit(&pipeline, &sample, None).expect("one slot is left"), &fixture.reference, &sample);
+            check(
+                &submit(&pipeline, &sample, None).expect("one slot is left"),
+                &fixture.reference,
+                &sample,
+            );
         }
         stop.store(true, Ordering::Relaxed);
         greedy.join().unwrap();
@@ -375,14 +399,18 @@ fn a_panic_is_an_error_of_the_requests_in_hand_and_of_no_other() {
 #[test]
 fn edges_are_answered_or_refused_by_name() {
     let fixture = Fixture::new(MissPolicy::Deadline);
-    let pipeline =
-        fixture.open(Budget { batch_max: 3, ..Budget::default() }, Arc::new(SystemClock::default()));
+    let pipeline = fixture
+        .open(Budget { batch_max: 3, ..Budget::default() }, Arc::new(SystemClock::default()));
     let reference = &fixture.reference;
-    let whole = |samples: &[Sample]| check(&submit(&pipeline, samples, None).unwrap(), reference, samples);
+    let whole =
+        |samples: &[Sample]| check(&submit(&pipeline, samples, None).unwrap(), reference, samples);
     let keys = fixture.packed.rows[0].all_keys();
     whole(&[]);
     whole(&[fixture.looking_up(&[])]);
-    whole(&[fixture.looking_up(&[keys[0]; 4]), fixture.looking_up(&[keys[0], keys[1], keys[0], keys[1]])]);
+    whole(&[
+        fixture.looking_up(&[keys[0]; 4]),
+        fixture.looking_up(&[keys[0], keys[1], keys[0], keys[1]]),
+    ]);
     whole(&[fixture.looking_up(&[1, 2, 3, 4])]);
     whole(&[fixture.looking_up(&[5, keys[7], 5, keys[8]]), fixture.looking_up(&keys[20..24])]);
     // The deadline was before the clock began: what is cached is fresh, the rest is counted.
@@ -422,7 +450,8 @@ fn prefetched(pipeline: &Pipeline, keys: &[u64]) {
 #[test]
 fn a_request_for_prefetched_keys_misses_nothing() {
     let fixture = Fixture::new(MissPolicy::Wait);
-    let pipeline = fixture.open(Budget { workers: 2, ..Budget::default() }, Arc::new(SystemClock::default()));
+    let pipeline =
+        fixture.open(Budget { workers: 2, ..Budget::default() }, Arc::new(SystemClock::default()));
     let keys = &fixture.packed.rows[0].all_keys()[..200];
     prefetched(&pipeline, keys);
     let before = pipeline.stats().counters;
@@ -453,7 +482,8 @@ fn prefetch_caches_sound_rows_only() {
     let unknown = [17, 1 << 41, 5];
     prefetched(&pipeline, &[&keys_lost[..2], &unknown[..]].concat());
     let sample = |key| fixture.looking_up(&[key]);
-    let samples: Vec<Sample> = keys_lost[..2].iter().chain(&unknown).map(|&key| sample(key)).collect();
+    let samples: Vec<Sample> =
+        keys_lost[..2].iter().chain(&unknown).map(|&key| sample(key)).collect();
     let ticket = submit(&pipeline, &samples, None).unwrap();
     let lost = |_: usize, key: u64| keys_lost.contains(&key);
     let answer = ticket.wait().unwrap();

@@ -74,7 +74,11 @@ fn placed_lookups_are_those_of_key_order() {
 }
 
 /// The newest row of each key through its one page, and how many of these were placed.
-fn looked_up(table: &TableRows, keys: KeySpace, orders: impl Iterator<Item = u64>) -> (Rows, usize) {
+fn looked_up(
+    table: &TableRows,
+    keys: KeySpace,
+    orders: impl Iterator<Item = u64>,
+) -> (Rows, usize) {
     let (mut rows, mut placed, mut page) = (Rows::new(), 0, AlignedPage::zeroed());
     for order in orders {
         let key = if keys == KeySpace::Sparse { hatchback::unmix(order) } else { order };
@@ -95,7 +99,8 @@ fn looked_up(table: &TableRows, keys: KeySpace, orders: impl Iterator<Item = u64
 fn check(flash: &Flash, versions: &Versions, generation: usize) -> [usize; 2] {
     assert_eq!(flash.manifest().generation.sequence as usize, generation);
     std::array::from_fn(|t| {
-        let all: BTreeSet<u64> = versions.rows.iter().flat_map(|rows| rows[t].keys().copied()).collect();
+        let all: BTreeSet<u64> =
+            versions.rows.iter().flat_map(|rows| rows[t].keys().copied()).collect();
         let keys = flash.manifest().schema.tables[t].keys;
         let (rows, placed) = looked_up(&flash.table(t).unwrap(), keys, all.into_iter());
         assert!(rows == versions.rows[generation - 1][t], "table {t} of generation {generation}");
@@ -104,7 +109,8 @@ fn check(flash: &Flash, versions: &Versions, generation: usize) -> [usize; 2] {
 }
 
 fn install(directory: &Path, bundle: &Path) -> Flash {
-    Flash::install(&disk::system(), directory, &mut BundleReader::open(bundle).unwrap(), |_| ()).unwrap()
+    Flash::install(&disk::system(), directory, &mut BundleReader::open(bundle).unwrap(), |_| ())
+        .unwrap()
 }
 
 #[test]
@@ -189,7 +195,11 @@ fn placed_rows_that_are_not_the_bases() {
         pages[0][last_row] ^= 1;
         reseal(&mut pages[0]);
     };
-    refuses(&victim, another_value, &["t0002-0000.seg: placed: row of key order", "is not the base's"]);
+    refuses(
+        &victim,
+        another_value,
+        &["t0002-0000.seg: placed: row of key order", "is not the base's"],
+    );
     // Another key in the place of the last one, in the page and among the keys.
     let another_key = |pages: &mut Vec<PageBytes>| {
         let last = keys_on(pages, 0).len() - 1;
@@ -228,11 +238,24 @@ fn placed_segments_that_do_not_belong() {
     };
     refuses(&victim, deletes, &["t0002-0001.seg: deletes: only a delta deletes keys"]);
     let segment = |m: &Manifest, t: usize| Some(m.tables[t].segment);
-    victim.refuses_manifest(|m| m.tables[HASHED].placed = segment(m, HASHED), &["t0000-0001.seg: page 0"]);
-    victim.refuses_manifest(|m| m.tables[HASHED].placed = m.tables[HOT].placed, &["t0000-0001.seg: page 0"]);
-    victim.refuses_manifest(|m| m.tables[HOT].placed = segment(m, HOT), &["t0002-0001.seg: page 0"]);
-    victim.refuses_manifest(|m| m.tables[HOT].placed = Some(99), &["manifest: tables[2].placed: 99 of"]);
-    victim.refuses_manifest(|m| m.parent = Some(5), &["tables[2].placed: only a snapshot places rows"]);
+    victim.refuses_manifest(
+        |m| m.tables[HASHED].placed = segment(m, HASHED),
+        &["t0000-0001.seg: page 0"],
+    );
+    victim.refuses_manifest(
+        |m| m.tables[HASHED].placed = m.tables[HOT].placed,
+        &["t0000-0001.seg: page 0"],
+    );
+    victim
+        .refuses_manifest(|m| m.tables[HOT].placed = segment(m, HOT), &["t0002-0001.seg: page 0"]);
+    victim.refuses_manifest(
+        |m| m.tables[HOT].placed = Some(99),
+        &["manifest: tables[2].placed: 99 of"],
+    );
+    victim.refuses_manifest(
+        |m| m.parent = Some(5),
+        &["tables[2].placed: only a snapshot places rows"],
+    );
 }
 
 #[test]
@@ -240,7 +263,9 @@ fn placed_files_missing_on_flash() {
     let victim = Victim::default();
     let path = victim.flash.join("g000000000005").join("t0002-0001.seg");
     let whole = std::fs::read(&path).unwrap();
-    let error = || Model::open(&disk::system(), &victim.flash, Budget::default()).err().unwrap().to_string();
+    let error = || {
+        Model::open(&disk::system(), &victim.flash, Budget::default()).err().unwrap().to_string()
+    };
     std::fs::remove_file(&path).unwrap();
     assert!(error().contains("t0002-0001.seg: No such file"));
     for length in [0, 1, whole.len() - 4096, whole.len() - 1] {

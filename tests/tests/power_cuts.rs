@@ -86,13 +86,16 @@ fn run(step: Step, disk: &SimDisk, versions: &Versions) -> Result<(), FlashError
 }
 
 fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
-    Flash::install(&disk.shared(), Path::new(DIR), &mut BundleReader::open(bundle)?, |_| ()).map(drop)
+    Flash::install(&disk.shared(), Path::new(DIR), &mut BundleReader::open(bundle)?, |_| ())
+        .map(drop)
 }
 
 /// Every row of a table by a pass over it; each key must be answered with the same through its one page.
 fn rows_of(flash: &Flash, number: usize) -> Rows {
     let (mut rows, table) = (Rows::new(), flash.table(number).unwrap());
-    table.scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}")).unwrap();
+    table
+        .scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}"))
+        .unwrap();
     let keys = flash.manifest().schema.tables[number].keys;
     let mut pages: BTreeMap<Place, Vec<(u64, &Vec<u8>)>> = BTreeMap::new();
     for (order, row) in &rows {
@@ -104,7 +107,8 @@ fn rows_of(flash: &Flash, number: usize) -> Rows {
         let segment = table.segment(place);
         segment.read_page(place.page, &mut page).unwrap();
         let checked = segment.check(place.page, &page.0).unwrap();
-        let same = |(key, row): &(u64, &Vec<u8>)| segment.row(&checked, *key) == Some(row.as_slice());
+        let same =
+            |(key, row): &(u64, &Vec<u8>)| segment.row(&checked, *key) == Some(row.as_slice());
         assert!(expected.iter().all(same), "{place:?} of table {number}");
     }
     rows
@@ -138,10 +142,14 @@ fn tell(versions: &Versions, cut: u64, seed: u64) {
     let mut cuts = 0;
     while done < STORY.len() {
         disk.reboot(random.bits());
-        let what = format!("seed {seed}, cut {cut}, step {done} {:?}, cut again {cuts} times", STORY[done]);
+        let what = format!(
+            "seed {seed}, cut {cut}, step {done} {:?}, cut again {cuts} times",
+            STORY[done]
+        );
         check(&disk, versions, &[live_after(done), live_after(done + 1)], &what);
         let committed = STORY[done] == Step::Rollback
-            && open(&disk).is_ok_and(|f| f.manifest().generation.sequence as usize == live_after(done + 1));
+            && open(&disk)
+                .is_ok_and(|f| f.manifest().generation.sequence as usize == live_after(done + 1));
         if cuts < 3 && random.one_in(2) {
             disk.cut_after(random.below(30));
         }
@@ -152,7 +160,12 @@ fn tell(versions: &Versions, cut: u64, seed: u64) {
         assert!(cuts < 100, "{what}: never ends");
     }
     disk.reboot(random.bits());
-    check(&disk, versions, &[live_after(STORY.len())], &format!("seed {seed}, cut {cut}, at the end"));
+    check(
+        &disk,
+        versions,
+        &[live_after(STORY.len())],
+        &format!("seed {seed}, cut {cut}, at the end"),
+    );
 }
 
 /// How many stories to tell; the long run sets it to millions.
@@ -166,15 +179,22 @@ fn every_cut_ends_in_one_whole_generation() {
     let disk = SimDisk::default();
     STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
     check(&disk, &versions, &[4], "without a cut");
-    let placed = |t: usize| open(&disk).unwrap().table(t).unwrap().placed().map_or(0, |p| p.counts().rows);
+    let placed =
+        |t: usize| open(&disk).unwrap().table(t).unwrap().placed().map_or(0, |p| p.counts().rows);
     assert!(placed(0) > 200 && placed(1) > 200, "the snapshot placed nothing");
     let calls = disk.calls();
     for n in 0..cut_points() {
         tell(&versions, n % calls, n);
     }
     let resumed = RESUMED.load(Ordering::Relaxed);
-    println!("{} cuts at {calls} places, {resumed} merged pages taken over, all whole", cut_points());
-    assert!(cut_points() < 1000 || resumed > cut_points() / 4, "only {resumed} pages were taken over");
+    println!(
+        "{} cuts at {calls} places, {resumed} merged pages taken over, all whole",
+        cut_points()
+    );
+    assert!(
+        cut_points() < 1000 || resumed > cut_points() / 4,
+        "only {resumed} pages were taken over"
+    );
 }
 
 #[test]
@@ -191,8 +211,12 @@ fn an_error_of_the_device_leaves_what_was_live() {
                 assert!(e.to_string().contains("device reports"), "{what}: {e}");
                 check(&disk, &versions, &[live_after(done), live_after(done + 1)], &what);
                 let committed = *step == Step::Rollback
-                    && open(&disk).unwrap().manifest().generation.sequence as usize == live_after(done + 1);
-                assert!(committed || run(*step, &disk, &versions).is_ok(), "{what}: cannot be repeated");
+                    && open(&disk).unwrap().manifest().generation.sequence as usize
+                        == live_after(done + 1);
+                assert!(
+                    committed || run(*step, &disk, &versions).is_ok(),
+                    "{what}: cannot be repeated"
+                );
             }
             check(&disk, &versions, &[live_after(done + 1)], &what);
         }
@@ -250,7 +274,10 @@ fn space_is_reclaimed_when_nothing_needs_it() {
     let disk = SimDisk::default();
     STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
     let folders: Vec<String> = disk.paths().iter().map(|p| p.display().to_string()).collect();
-    assert!(folders.iter().all(|p| !p.contains("g000000000003") && !p.ends_with(".part")), "{folders:#?}");
+    assert!(
+        folders.iter().all(|p| !p.contains("g000000000003") && !p.ends_with(".part")),
+        "{folders:#?}"
+    );
 }
 
 #[test]
@@ -276,7 +303,10 @@ fn scrubbing_finds_exactly_the_bad_pages_and_repair_mends_them() {
     assert_eq!((found.damage[0].table, found.damage[0].page as usize), (0, page));
     let flash = open(&disk).unwrap();
     let content = |n: usize| -> PageBytes { good[n * 4096..(n + 1) * 4096].try_into().unwrap() };
-    assert!(flash.repair(&found.damage[0], &content(page + 1)).is_err(), "another page must not do");
+    assert!(
+        flash.repair(&found.damage[0], &content(page + 1)).is_err(),
+        "another page must not do"
+    );
     flash.repair(&found.damage[0], &content(page)).unwrap();
     assert_eq!(scrub(&disk).damage, []);
     check(&disk, &versions, &[2], "after the repair");
@@ -304,14 +334,20 @@ fn scrubbing_finds_a_bad_bit_on_every_page() {
             let damage = scrub();
             disk.flip(&path, bit);
             assert_eq!(damage.len(), 1, "{} page {page}", path.display());
-            assert!(damage[0].fault.starts_with(&format!("{}: page {page}: ", path.display())), "{damage:?}");
+            assert!(
+                damage[0].fault.starts_with(&format!("{}: page {page}: ", path.display())),
+                "{damage:?}"
+            );
             assert!(damage[0].keys > 0);
             kinds.insert(kind(content));
         }
         disk.rename(&path, Path::new("/gone")).unwrap();
         let damage = scrub();
         disk.rename(Path::new("/gone"), &path).unwrap();
-        assert!(damage.len() == 1 && damage[0].fault.starts_with(&path.display().to_string()), "{damage:?}");
+        assert!(
+            damage.len() == 1 && damage[0].fault.starts_with(&path.display().to_string()),
+            "{damage:?}"
+        );
     }
     assert!(kinds.into_iter().eq(1..=7), "not every kind of page was met");
     assert_eq!(scrub(), []);
@@ -342,7 +378,10 @@ fn damage_stops_a_compaction_and_changes_nothing() {
     run(Step::Install(2), &disk, &versions).unwrap();
     disk.flip(&Path::new(DIR).join("g000000000001/t0000-0000.seg"), 5000 * 8);
     assert!(
-        run(Step::Compact(0), &disk, &versions).unwrap_err().to_string().contains("t0000-0000.seg: page 1")
+        run(Step::Compact(0), &disk, &versions)
+            .unwrap_err()
+            .to_string()
+            .contains("t0000-0000.seg: page 1")
     );
     run(Step::Compact(1), &disk, &versions).unwrap();
     assert_eq!(open(&disk).unwrap().record().live.tables[0].deltas.len(), 1);

@@ -41,15 +41,20 @@ impl Aged {
     }
 
     fn paths(&self) -> Vec<String> {
-        let mut paths: Vec<String> = self.store.list().unwrap().into_iter().map(|o| o.path).collect();
+        let mut paths: Vec<String> =
+            self.store.list().unwrap().into_iter().map(|o| o.path).collect();
         paths.sort();
         paths
     }
 
     fn publish(&self, fleet: &Fleet, now: u64, bundle: &Path, share: u8) -> Result<()> {
         self.now.set(now);
-        let change =
-            Change { bundles: vec![bundle.to_owned()], share, expires_s: 100 * DAY, ..Change::default() };
+        let change = Change {
+            bundles: vec![bundle.to_owned()],
+            share,
+            expires_s: 100 * DAY,
+            ..Change::default()
+        };
         publish(self, &fleet.keys(), &change, now).map(drop)
     }
 
@@ -105,7 +110,8 @@ fn unlisted() -> (Fleet, Aged, Car) {
     (fleet, store, stale)
 }
 
-const OLD: [&str; 2] = ["versions/000000000001-snapshot", "versions/000000000002-from-000000000001"];
+const OLD: [&str; 2] =
+    ["versions/000000000001-snapshot", "versions/000000000002-from-000000000001"];
 /// When the grace of what was taken off the list is over.
 const LATER: u64 = T0 + 4 * DAY + GRACE;
 
@@ -117,12 +123,19 @@ fn what_no_release_needs_goes_and_every_car_finds_a_way() {
     let chunks_and_targets = |paths: &[String]| -> Vec<String> {
         paths.iter().filter(|p| !p.starts_with("metadata/")).cloned().collect()
     };
-    assert_eq!(chunks_and_targets(&before), chunks_and_targets(&store.paths()), "a second too early");
+    assert_eq!(
+        chunks_and_targets(&before),
+        chunks_and_targets(&store.paths()),
+        "a second too early"
+    );
     let before = store.paths();
     let dry = prune(&DryRun(&store), &fleet.keys(), &WINDOW, LATER).unwrap();
     assert_eq!(store.paths(), before, "a dry run removed something");
     let done = store.prune(&fleet, LATER).unwrap();
-    assert_eq!((dry.removed, dry.removed_bytes, dry.kept), (done.removed, done.removed_bytes, done.kept));
+    assert_eq!(
+        (dry.removed, dry.removed_bytes, dry.kept),
+        (done.removed, done.removed_bytes, done.kept)
+    );
     assert_eq!(before.len() - store.paths().len(), done.removed as usize);
     // Of 1 and 2 nothing is left, of 3 and 4 everything; roots and what is not ours stay.
     let chunks = |bundles: [&PathBuf; 2]| bundles.map(|b| fleet.chunks(b)).concat();

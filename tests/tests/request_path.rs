@@ -52,9 +52,14 @@ fn table() -> impl Strategy<Value = TablePlan> {
 
 fn feature(tables: usize) -> impl Strategy<Value = FeaturePlan> {
     let pooling = prop::sample::select(vec![Pooling::Sum, Pooling::Mean, Pooling::None]);
-    (0..tables, pooling, 1..7u32, any::<bool>()).prop_map(|(table, pooling, hotness_max, second_input)| {
-        FeaturePlan { table, pooling, hotness_max, second_input }
-    })
+    (0..tables, pooling, 1..7u32, any::<bool>()).prop_map(
+        |(table, pooling, hotness_max, second_input)| FeaturePlan {
+            table,
+            pooling,
+            hotness_max,
+            second_input,
+        },
+    )
 }
 
 fn model() -> impl Strategy<Value = ModelPlan> {
@@ -63,13 +68,8 @@ fn model() -> impl Strategy<Value = ModelPlan> {
         let features = prop::collection::vec(feature(tables.len()), 1..8);
         (Just(tables), features)
     });
-    (with_features, any::<u64>(), 0..4usize).prop_map(|((tables, features), seed, dense)| ModelPlan {
-        name: "random".to_owned(),
-        sequence: 1,
-        seed,
-        dense,
-        tables,
-        features,
+    (with_features, any::<u64>(), 0..4usize).prop_map(|((tables, features), seed, dense)| {
+        ModelPlan { name: "random".to_owned(), sequence: 1, seed, dense, tables, features }
     })
 }
 
@@ -80,14 +80,19 @@ fn batches() -> impl Strategy<Value = Vec<Vec<u8>>> {
 }
 
 /// Scores `samples` and compares scores, statuses and counters with the reference.
-fn check(worker: &mut Worker, reference: &Reference, samples: &[Sample]) -> Result<(), TestCaseError> {
+fn check(
+    worker: &mut Worker,
+    reference: &Reference,
+    samples: &[Sample],
+) -> Result<(), TestCaseError> {
     let batch = batch_of(&Arc::clone(worker.model()), samples);
     let before = worker.counters();
     let scores = worker.score(&batch, None).unwrap();
     let outputs = scores.values.len() / samples.len().max(1);
     prop_assert_eq!(scores.statuses.len(), samples.len());
     for (i, sample) in samples.iter().enumerate() {
-        let (score, expected) = (&scores.values[i * outputs..][..outputs], reference.output(sample));
+        let (score, expected) =
+            (&scores.values[i * outputs..][..outputs], reference.output(sample));
         prop_assert!(same_bits(score, &expected), "sample {i}: {score:?} instead of {expected:?}");
         prop_assert_eq!(scores.statuses[i], reference.status(sample), "sample {}", i);
     }
@@ -95,7 +100,9 @@ fn check(worker: &mut Worker, reference: &Reference, samples: &[Sample]) -> Resu
     prop_assert_eq!(scores.status().lookups(), lookups);
     let counted = worker.counters().since(&before);
     prop_assert_eq!(counted.lookups, lookups);
-    prop_assert!(counted.cached_lookups <= lookups && counted.missed_lookups <= counted.cached_lookups);
+    prop_assert!(
+        counted.cached_lookups <= lookups && counted.missed_lookups <= counted.cached_lookups
+    );
     prop_assert!(counted.misses <= counted.missed_lookups && counted.pages <= counted.misses);
     prop_assert_eq!(counted.pages_damaged, 0);
     Ok(())
@@ -175,7 +182,8 @@ fn many_workers_on_one_model_score_as_one() {
 fn no_row_is_served_for_another() {
     let tables = vec![TablePlan::cached(KeySpace::Index, 1500, 8, CodecChoice::F32); 4];
     let features = (0..4).map(FeaturePlan::one_hot).collect();
-    let plan = ModelPlan { name: "alike".to_owned(), sequence: 1, seed: 8, dense: 0, tables, features };
+    let plan =
+        ModelPlan { name: "alike".to_owned(), sequence: 1, seed: 8, dense: 0, tables, features };
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let budget = Budget { misses_max: 64, ..tiny_budget(&packed.schema, BATCH_MAX) };
@@ -200,14 +208,17 @@ fn what_fits_the_cache_is_read_once() {
     let plan = busy_plan(6);
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
-    let model =
-        Arc::new(Model::open(&hatchback::disk::system(), &packed.install(), Budget::default()).unwrap());
+    let model = Arc::new(
+        Model::open(&hatchback::disk::system(), &packed.install(), Budget::default()).unwrap(),
+    );
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     // Keys that the table does not have are looked for each time: they never enter the cache.
     let mut samples: Vec<Sample> = (0..200).map(|id| plan.sample(id)).collect();
     for sample in &mut samples {
         for (f, bag) in sample.sparse.iter_mut().enumerate() {
-            bag.retain(|&key| reference.row(usize::from(packed.schema.features[f].table), key).is_some());
+            bag.retain(|&key| {
+                reference.row(usize::from(packed.schema.features[f].table), key).is_some()
+            });
         }
     }
     samples.chunks(50).for_each(|s| check(&mut worker, &reference, s).unwrap());
@@ -262,8 +273,11 @@ fn request_error(worker: &mut Worker, batch: &hatchback::batch::Batch) -> (&'sta
 
 fn small_plan(dense: usize, hotness: &[u32]) -> ModelPlan {
     let tables = vec![TablePlan::cached(KeySpace::Index, 300, 4, CodecChoice::F32)];
-    let feature =
-        |h: &u32| FeaturePlan { pooling: Pooling::None, hotness_max: *h, ..FeaturePlan::one_hot(0) };
+    let feature = |h: &u32| FeaturePlan {
+        pooling: Pooling::None,
+        hotness_max: *h,
+        ..FeaturePlan::one_hot(0)
+    };
     let features = hotness.iter().map(feature).collect();
     ModelPlan { name: "small".to_owned(), sequence: 1, seed: 1, dense, tables, features }
 }
@@ -281,7 +295,10 @@ fn a_batch_over_the_limit_is_refused() {
     let schema = worker.model().schema().clone();
     let mut batch = hatchback::batch::Batch::new(&schema, 5);
     (0..5).for_each(|id| batch.push(&schema, &plan.sample(id)).unwrap());
-    assert_eq!(request_error(&mut worker, &batch), ("batch", "5 samples, the budget allows 4".to_owned()));
+    assert_eq!(
+        request_error(&mut worker, &batch),
+        ("batch", "5 samples, the budget allows 4".to_owned())
+    );
     assert_eq!(
         batch.push(&schema, &plan.sample(9)).unwrap_err().to_string(),
         "the batch holds its maximum of 5 samples"
@@ -304,17 +321,23 @@ fn a_batch_of_another_schema_is_refused() {
     for (plan, field) in others {
         let other = plan.pack();
         let mut batch = hatchback::batch::Batch::new(&other.schema, 4);
-        let longest = other.schema.features.iter().map(|f| vec![7; f.hotness_max as usize]).collect();
-        let sample = Sample { dense: vec![1.0; plan.dense], sparse: longest, label: None, score: None };
+        let longest =
+            other.schema.features.iter().map(|f| vec![7; f.hotness_max as usize]).collect();
+        let sample =
+            Sample { dense: vec![1.0; plan.dense], sparse: longest, label: None, score: None };
         batch.push(&other.schema, &sample).unwrap();
         assert_eq!(request_error(&mut worker, &batch).0, field);
     }
     // What fits is served, whichever schema it was made with.
     let roomy = small_plan(1, &[4, 6]).pack();
     let mut batch = hatchback::batch::Batch::new(&roomy.schema, 4);
-    let sample = Sample { dense: vec![1.0], sparse: vec![vec![1, 2], vec![3]], label: None, score: None };
+    let sample =
+        Sample { dense: vec![1.0], sparse: vec![vec![1, 2], vec![3]], label: None, score: None };
     batch.push(&roomy.schema, &sample).unwrap();
-    assert_eq!(worker.score(&batch, None).unwrap().status(), Status { fresh: 3, ..Status::default() });
+    assert_eq!(
+        worker.score(&batch, None).unwrap().status(),
+        Status { fresh: 3, ..Status::default() }
+    );
 }
 
 /// One batch takes samples of one shape only, even if each fits the schema that is passed with it.
@@ -322,7 +345,8 @@ fn a_batch_of_another_schema_is_refused() {
 fn a_batch_takes_no_sample_of_another_schema() {
     let (one, two) = (small_plan(3, &[2]).pack(), small_plan(1, &[2, 2]).pack());
     let mut batch = hatchback::batch::Batch::new(&one.schema, 4);
-    let sample = Sample { dense: vec![1.0], sparse: vec![vec![1], vec![2]], label: None, score: None };
+    let sample =
+        Sample { dense: vec![1.0], sparse: vec![vec![1], vec![2]], label: None, score: None };
     assert!(batch.push(&two.schema, &sample).is_err());
     assert!(batch.is_empty() && batch.dense().is_empty());
 }
@@ -332,7 +356,8 @@ fn samples_that_do_not_fit_are_refused_by_name() {
     let plan = small_plan(2, &[2, 3]);
     let schema = plan.pack().schema;
     let mut batch = hatchback::batch::Batch::new(&schema, 4);
-    let good = Sample { dense: vec![0.0; 2], sparse: vec![vec![1], vec![]], label: None, score: None };
+    let good =
+        Sample { dense: vec![0.0; 2], sparse: vec![vec![1], vec![]], label: None, score: None };
     let mut refused = |change: &dyn Fn(&mut Sample), text: &str| {
         let mut sample = good.clone();
         change(&mut sample);
@@ -380,7 +405,8 @@ fn the_longest_sample_is_no_longer_than_its_schema_says() {
     let sparse: BTreeMap<_, _> =
         schema.features.iter().map(|f| (f.name.clone(), bag(f.hotness_max))).collect();
     let dense = vec![-1.234_567_890_123_456_7e-38; schema.dense_features.len()];
-    let line = json!({"model": "m".repeat(NAME_BYTES_MAX), "dense": dense, "sparse": sparse, "label": 1});
+    let line =
+        json!({"model": "m".repeat(NAME_BYTES_MAX), "dense": dense, "sparse": sparse, "label": 1});
     let line = serde_json::to_string_pretty(&line).unwrap().replace('\n', " ");
     Sample::from_json(&line, &schema).unwrap();
     let most = Sample::json_bytes_max(&schema);

@@ -30,7 +30,14 @@ fn plan(sequence: u64) -> ModelPlan {
     let tables = vec![table(700, 12, CodecChoice::U8), table(300, 8, CodecChoice::F32)];
     let feature = |table| FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(table) };
     let features = vec![feature(0), feature(1), feature(0)];
-    ModelPlan { name: "swapped".to_owned(), sequence, seed: 100 + sequence, dense: 2, tables, features }
+    ModelPlan {
+        name: "swapped".to_owned(),
+        sequence,
+        seed: 100 + sequence,
+        dense: 2,
+        tables,
+        features,
+    }
 }
 
 fn make(plan: &ModelPlan) -> Made {
@@ -41,7 +48,13 @@ fn make(plan: &ModelPlan) -> Made {
 }
 
 fn budget() -> Budget {
-    Budget { cache_bytes_max: 16 << 10, batch_max: BATCH_MAX, workers: 2, slots: 16, ..Budget::default() }
+    Budget {
+        cache_bytes_max: 16 << 10,
+        batch_max: BATCH_MAX,
+        workers: 2,
+        slots: 16,
+        ..Budget::default()
+    }
 }
 
 fn serving(memory_bytes_max: u64) -> Serving {
@@ -49,7 +62,13 @@ fn serving(memory_bytes_max: u64) -> Serving {
 }
 
 /// Submits and checks that one generation alone answered; returns its sequence.
-fn score(serving: &Serving, name: &str, schema: &Schema, samples: &[Sample], made: &[&Made]) -> u64 {
+fn score(
+    serving: &Serving,
+    name: &str,
+    schema: &Schema,
+    samples: &[Sample],
+    made: &[&Made],
+) -> u64 {
     let batch = batch_for(schema, BATCH_MAX as usize, samples);
     let ticket = loop {
         match serving.submit(name, &batch, None) {
@@ -62,8 +81,9 @@ fn score(serving: &Serving, name: &str, schema: &Schema, samples: &[Sample], mad
     let reference = &made[sequence as usize - 1].reference;
     let answer = ticket.wait().unwrap();
     let scores = answer.scores();
-    for (sample, (score, status)) in
-        samples.iter().zip(scores.values.chunks(scores.values.len() / samples.len()).zip(scores.statuses))
+    for (sample, (score, status)) in samples
+        .iter()
+        .zip(scores.values.chunks(scores.values.len() / samples.len()).zip(scores.statuses))
     {
         assert!(same_bits(score, &reference.output(sample)), "not generation {sequence}'s score");
         assert_eq!(*status, reference.status(sample));
@@ -105,7 +125,10 @@ fn a_hundred_swaps_under_load_mix_nothing_and_fail_nobody() {
         }
         stop.store(true, Ordering::Relaxed);
     });
-    assert!(served.iter().all(|n| n.load(Ordering::Relaxed) > 0), "{served:?}: a generation was never seen");
+    assert!(
+        served.iter().all(|n| n.load(Ordering::Relaxed) > 0),
+        "{served:?}: a generation was never seen"
+    );
     assert_eq!(serving.generation("m").unwrap().sequence, 1);
 }
 
@@ -158,7 +181,8 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
     let refused = serving.swap("a", &one.flash, budget(), &|| {}).unwrap_err();
     assert!(matches!(&refused, ServingError::Memory { taken, .. } if *taken == 2 * each));
     let text = refused.to_string();
-    let start = format!("model `a`: memory_bytes_max = {}, and {} bytes are taken: ", 2 * each, 2 * each);
+    let start =
+        format!("model `a`: memory_bytes_max = {}, and {} bytes are taken: ", 2 * each, 2 * each);
     assert!(
         text.starts_with(&start) && text.contains("lower") && text.contains("embedding caches"),
         "{text}"
@@ -170,7 +194,12 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
     let text = serving.swap("a", &one.flash, larger, &|| {}).unwrap_err().to_string();
     let fits = text.split("lower cache_bytes_max to ").nth(1).unwrap().split(':').next().unwrap();
     serving
-        .swap("a", &one.flash, Budget { cache_bytes_max: fits.parse().unwrap(), ..budget() }, &|| {})
+        .swap(
+            "a",
+            &one.flash,
+            Budget { cache_bytes_max: fits.parse().unwrap(), ..budget() },
+            &|| {},
+        )
         .unwrap();
     assert_eq!(serving.generation("a").unwrap().sequence, 1);
 }
@@ -181,13 +210,20 @@ fn what_callers_would_notice_is_refused() {
     let serving = serving(1 << 30);
     serving.load("m", &one.flash, budget()).unwrap();
     assert!(matches!(serving.load("m", &two.flash, budget()), Err(ServingError::Loaded(_))));
-    assert!(matches!(serving.swap("n", &two.flash, budget(), &|| {}), Err(ServingError::NotLoaded(_))));
+    assert!(matches!(
+        serving.swap("n", &two.flash, budget(), &|| {}),
+        Err(ServingError::NotLoaded(_))
+    ));
     assert!(matches!(serving.unload("n"), Err(ServingError::NotLoaded(_))));
     let many = Budget { workers: 15, ..budget() };
     let error = serving.load("n", &two.flash, many).unwrap_err().to_string();
     assert_eq!(error, "model `n`: reads_max = 16: 17 workers of all models need a read each");
-    let field = |plan: &ModelPlan, budget: Budget| match serving.swap("m", &make(plan).flash, budget, &|| {})
-    {
+    let field = |plan: &ModelPlan, budget: Budget| match serving.swap(
+        "m",
+        &make(plan).flash,
+        budget,
+        &|| {},
+    ) {
         Err(ServingError::Shape { field, .. }) => field,
         other => panic!("{other:?}"),
     };

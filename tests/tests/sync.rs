@@ -51,7 +51,11 @@ fn a_car_follows_the_releases() {
     let mut wire = Wire::new(fleet.link(), Faults::default());
     let status = car.run(&mut wire, T0 + 40).unwrap();
     assert_eq!(status.state, State::Committed);
-    assert_eq!(wire.asked, ["metadata/2.root.json", "metadata/timestamp.json"], "a poll asks for no more");
+    assert_eq!(
+        wire.asked,
+        ["metadata/2.root.json", "metadata/timestamp.json"],
+        "a poll asks for no more"
+    );
     assert_eq!(status.bytes_received, wire.bytes);
     // What was on the way is gone, though it is still listed.
     let left = car.disk.list(Path::new("/sync/staged")).unwrap();
@@ -66,7 +70,8 @@ fn arbitrary_software() {
         let path = match chunk {
             true => bad.chunks(&VERSIONS.snapshots[0]).remove(1),
             false => {
-                let folder = std::fs::read_dir(bad.file("targets")).unwrap().next().unwrap().unwrap().path();
+                let folder =
+                    std::fs::read_dir(bad.file("targets")).unwrap().next().unwrap().unwrap().path();
                 std::fs::read_dir(folder).unwrap().next().unwrap().unwrap().path()
             }
         };
@@ -85,10 +90,13 @@ fn a_chunk_swapped_for_another_valid_one() {
     let (short, long) = (&chunks[0], &chunks[chunks.len() - 1]);
     for (from, to) in [(short, long), (long, short)] {
         let (car, bad) = (Car::new(&fleet), fleet.fork());
-        let inside = |path: &Path| bad.file(path.strip_prefix(fleet.repository()).unwrap().to_str().unwrap());
+        let inside = |path: &Path| {
+            bad.file(path.strip_prefix(fleet.repository()).unwrap().to_str().unwrap())
+        };
         std::fs::copy(from, inside(to)).unwrap();
-        let named =
-            |e: &SyncError| matches!(e, SyncError::ArbitrarySoftware { .. } | SyncError::EndlessData { .. });
+        let named = |e: &SyncError| {
+            matches!(e, SyncError::ArbitrarySoftware { .. } | SyncError::EndlessData { .. })
+        };
         car.survives(&mut bad.link(), T0 + 1, named, (&fleet, T0 + 2, 1));
     }
 }
@@ -109,19 +117,26 @@ fn replay_after_torn_metadata() {
     let fleet = Fleet::new();
     let old = fleet.fork();
     fleet.delta(T0 + 10, 2);
-    let files = ["timestamp.json", "snapshot.json", "targets.json", "root.json", "floor.a", "floor.b"];
+    let files =
+        ["timestamp.json", "snapshot.json", "targets.json", "root.json", "floor.a", "floor.b"];
     for torn in 0..1 << files.len() {
         let car = Car::new(&fleet);
         car.run(&mut fleet.link(), T0 + 11).unwrap();
         for (i, name) in files.iter().enumerate().filter(|(i, _)| torn >> i & 1 == 1) {
             let path = car.sync.directory.join(name);
-            if i % 2 == 0 { drop(car.disk.create(&path)) } else { car.disk.remove_file(&path).unwrap() }
+            if i % 2 == 0 {
+                drop(car.disk.create(&path))
+            } else {
+                car.disk.remove_file(&path).unwrap()
+            }
         }
         let error = car.run(&mut old.link(), T0 + 12).unwrap_err();
         let both_floors = torn >> 4 == 3;
         match &error {
             SyncError::Floor { .. } => assert!(both_floors, "{torn:b}"),
-            SyncError::Replay { .. } | SyncError::Rollback { .. } => assert!(!both_floors, "{torn:b}"),
+            SyncError::Replay { .. } | SyncError::Rollback { .. } => {
+                assert!(!both_floors, "{torn:b}")
+            }
             other => panic!("{torn:b}: {other:?}"),
         }
         assert_eq!(car.live(), 2);
@@ -193,7 +208,8 @@ fn mix_and_match() {
     other.delta(T0 + 11, 3);
     fleet.delta(T0 + 12, 2);
     // Signed by the right keys, of the same version, but not of the same moment.
-    std::fs::copy(other.file("metadata/2.snapshot.json"), bad.file("metadata/2.snapshot.json")).unwrap();
+    std::fs::copy(other.file("metadata/2.snapshot.json"), bad.file("metadata/2.snapshot.json"))
+        .unwrap();
     let named = |e: &SyncError| matches!(e, SyncError::MixAndMatch { .. });
     let error = car.run(&mut bad.link(), T0 + 13).unwrap_err();
     assert!(named(&error), "{error:?}");
@@ -206,11 +222,12 @@ fn mix_and_match() {
 #[test]
 fn endless_data() {
     let fleet = Fleet::new();
-    for path in ["metadata/timestamp", "metadata/1.snapshot", "metadata/1.targets", "targets/", "chunks/"] {
+    for path in
+        ["metadata/timestamp", "metadata/1.snapshot", "metadata/1.targets", "targets/", "chunks/"]
+    {
         let car = Car::new(&fleet);
         let mut wire = Wire::new(fleet.link(), Faults { endless: Some(path), ..Faults::default() });
-        let named =
-            |e: &SyncError| matches!(e, SyncError::EndlessData { path: p, .. } if p.starts_with(path));
+        let named = |e: &SyncError| matches!(e, SyncError::EndlessData { path: p, .. } if p.starts_with(path));
         car.survives(&mut wire, T0 + 1, named, (&fleet, T0 + 2, 1));
         assert!(wire.bytes < 200_000, "{} bytes were taken", wire.bytes);
     }
@@ -221,7 +238,8 @@ fn slow_retrieval() {
     let fleet = Fleet::new();
     let car = Car::new(&fleet);
     let mut wire = Wire::new(fleet.link(), Faults { single_bytes: true, ..Faults::default() });
-    let error = car.run_timed(&mut wire, T0 + 1, &Ticks(AtomicU64::new(0), 1), LinkLimits::default());
+    let error =
+        car.run_timed(&mut wire, T0 + 1, &Ticks(AtomicU64::new(0), 1), LinkLimits::default());
     assert!(matches!(error, Err(SyncError::SlowRetrieval { bytes: 30..40, .. })), "{error:?}");
     assert_eq!(car.live(), 0);
     car.run(&mut fleet.link(), T0 + 2).unwrap();
@@ -234,7 +252,8 @@ fn wrong_keys() {
     let car = Car::at_first_release(&fleet);
     stranger.delta(T0 + 5, 2);
     fleet.delta(T0 + 10, 2);
-    let named = |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "timestamp");
+    let named =
+        |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "timestamp");
     car.survives(&mut stranger.link(), T0 + 11, named, (&fleet, T0 + 12, 2));
     // And a root that only its own keys sign.
     rotate(&stranger.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
@@ -251,7 +270,8 @@ fn threshold_not_met() {
     fleet.delta(T0 + 10, 2);
     let bad = fleet.fork();
     let path = bad.file("metadata/timestamp.json");
-    let mut stamp: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let mut stamp: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     stamp["signatures"].as_array_mut().unwrap().pop().unwrap();
     std::fs::write(&path, stamp.to_string()).unwrap();
     let named = |e: &SyncError| matches!(e, SyncError::Threshold { found: 1, threshold: 2, .. });
@@ -292,7 +312,8 @@ fn a_revoked_key_and_fast_forward_recovery() {
         let name = format!("metadata/{version}.root.json");
         std::fs::copy(fleet.file(&name), thief.file(&name)).unwrap();
     }
-    let named = |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "timestamp");
+    let named =
+        |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "timestamp");
     for car in [&car, &fresh] {
         car.survives(&mut thief.link(), T0 + 32, named, (&fleet, T0 + 33, 3));
     }
@@ -326,7 +347,10 @@ fn what_a_thief_listed_is_not_signed_by_the_new_keys() {
     let refused = prune(&store, &keys, &window, T0 + 30).unwrap_err().to_string();
     assert!(refused.contains("publish first"), "{refused}");
     let done = publish(&store, &keys, &change(&["1", "2"], &["3"]), T0 + 30).unwrap();
-    assert_eq!((done.carried.len(), done.revoked), (2, words(&["versions/000000000003-from-000000000002"])));
+    assert_eq!(
+        (done.carried.len(), done.revoked),
+        (2, words(&["versions/000000000003-from-000000000002"]))
+    );
     car.run(&mut fleet.link(), T0 + 31).unwrap();
     assert_eq!(car.live(), 4);
     let again = publish(&store, &keys, &change(&["1"], &[]), T0 + 40).unwrap_err().to_string();
@@ -363,7 +387,11 @@ fn a_name_that_cars_were_shown_stands_for_one_content() {
     // Nobody was shown what a publish left that was killed before its timestamp.
     let fleet = Fleet::new();
     let store = Objects::directory(&fleet.repository()).unwrap();
-    let first = Change { bundles: vec![VERSIONS.deltas[1].clone()], expires_s: FRESH_S, ..Change::default() };
+    let first = Change {
+        bundles: vec![VERSIONS.deltas[1].clone()],
+        expires_s: FRESH_S,
+        ..Change::default()
+    };
     let writes = (0..).find(|&writes| {
         let _ = publish(&Dies(&store, Cell::new(writes)), &fleet.keys(), &first, T0 + 10);
         fleet.file("metadata/2.snapshot.json").exists()
@@ -483,21 +511,28 @@ fn a_download_cut_at_every_byte_goes_on_at_the_chunk() {
     let total = release.manifest_bytes + blobs.iter().map(|b| b.stored_bytes()).sum::<u64>();
     let stage = |disk: &SimDisk, wire: &mut Wire<DirectoryLink>| {
         let staging = Staging::open(disk, Path::new("/staged")).unwrap();
-        staging.stage(&release, &mut Fetcher::new(wire, &clock, LinkLimits::default()), |_, _| Ok(()))
+        staging
+            .stage(&release, &mut Fetcher::new(wire, &clock, LinkLimits::default()), |_, _| Ok(()))
     };
     for cut in 0..total {
         let disk = SimDisk::default();
-        let mut wire = Wire::new(fleet.link(), Faults { breaks_after: Some(cut), ..Faults::default() });
+        let mut wire =
+            Wire::new(fleet.link(), Faults { breaks_after: Some(cut), ..Faults::default() });
         let error = stage(&disk, &mut wire).unwrap_err();
         assert!(matches!(error, SyncError::Link { .. }), "cut {cut}: {error:?}");
         wire.faults = Faults::default();
         let path = stage(&disk, &mut wire).unwrap();
-        assert_eq!(disk.read(&path).unwrap(), std::fs::read(&VERSIONS.snapshots[0]).unwrap(), "cut {cut}");
+        assert_eq!(
+            disk.read(&path).unwrap(),
+            std::fs::read(&VERSIONS.snapshots[0]).unwrap(),
+            "cut {cut}"
+        );
         assert!(wire.bytes < total + largest, "cut {cut}: {} bytes instead of {total}", wire.bytes);
     }
     println!("{total} cuts");
     // Breaks that leave something each time do not even end the run.
-    let mut wire = Wire::new(fleet.link(), Faults { breaks_each: Some(largest / 20), ..Faults::default() });
+    let mut wire =
+        Wire::new(fleet.link(), Faults { breaks_each: Some(largest / 20), ..Faults::default() });
     stage(&SimDisk::default(), &mut wire).unwrap();
     assert_eq!(wire.bytes, total);
 }
@@ -572,7 +607,8 @@ fn over_http_with_broken_answers_and_error_storms() {
     for (breaks, ranges) in [(usize::MAX, true), (3_000, true), (usize::MAX, false)] {
         let car = Car::new(&fleet);
         let mut link =
-            HttpLink::new(&serve(fleet.repository(), breaks, ranges), &LinkOptions::default()).unwrap();
+            HttpLink::new(&serve(fleet.repository(), breaks, ranges), &LinkOptions::default())
+                .unwrap();
         let (mut runs, mut bytes) = (0, 0);
         while car.live() == 0 {
             if let Err(e) = car.run(&mut link, T0 + 1) {
@@ -597,8 +633,10 @@ fn bytes_that_come_twice_are_counted() {
             let lines = BufReader::new(stream.try_clone().unwrap()).lines();
             lines.map_while(Result::ok).find(String::is_empty);
             let sent = if n == 0 { 3_000 } else { content.len() };
-            let head =
-                format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", content.len());
+            let head = format!(
+                "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+                content.len()
+            );
             // A client that breaks off is not the server's concern.
             let _ = stream.write_all(&[head.as_bytes(), &content[..sent]].concat());
         }
@@ -647,15 +685,21 @@ impl Store for Dies<'_> {
 #[test]
 fn a_killed_publish_leaves_nothing_that_a_car_sees() {
     let start = Fleet::new();
-    let change =
-        Change { bundles: vec![VERSIONS.deltas[1].clone()], expires_s: FRESH_S, ..Change::default() };
+    let change = Change {
+        bundles: vec![VERSIONS.deltas[1].clone()],
+        expires_s: FRESH_S,
+        ..Change::default()
+    };
     for writes in 0.. {
         let fleet = start.fork();
         let car = Car::at_first_release(&start);
         let store = Objects::directory(&fleet.repository()).unwrap();
         let done = publish(&Dies(&store, Cell::new(writes)), &fleet.keys(), &change, T0 + 10);
         let status = car.run(&mut fleet.link(), T0 + 11).unwrap();
-        assert_eq!((car.live(), status.newest), if done.is_ok() { (2, Some(2)) } else { (1, Some(1)) });
+        assert_eq!(
+            (car.live(), status.newest),
+            if done.is_ok() { (2, Some(2)) } else { (1, Some(1)) }
+        );
         publish(&store, &fleet.keys(), &change, T0 + 12).unwrap();
         car.run(&mut fleet.link(), T0 + 13).unwrap();
         assert_eq!(car.live(), 2);
@@ -672,7 +716,8 @@ fn a_byte_budget_stops_and_goes_on() {
     let car = Car::new(&fleet);
     // Less than anything that there is to fetch: a run brings a chunk all the same.
     let limits = LinkLimits { bytes_max: 1, ..LinkLimits::default() };
-    let runs = runs_until_live(&fleet, &car, limits, |e| matches!(e, SyncError::Budget { bytes_max: 1 }));
+    let runs =
+        runs_until_live(&fleet, &car, limits, |e| matches!(e, SyncError::Budget { bytes_max: 1 }));
     // The end of the hours in which it may fetch stops it as often.
     let limits = LinkLimits { open: Duration::ZERO, ..LinkLimits::default() };
     let car = Car::new(&fleet);
@@ -680,7 +725,12 @@ fn a_byte_budget_stops_and_goes_on() {
 }
 
 /// How many runs within `limits` a new car needs, each of which ends so.
-fn runs_until_live(fleet: &Fleet, car: &Car, limits: LinkLimits, ends: fn(&SyncError) -> bool) -> u32 {
+fn runs_until_live(
+    fleet: &Fleet,
+    car: &Car,
+    limits: LinkLimits,
+    ends: fn(&SyncError) -> bool,
+) -> u32 {
     let (mut runs, clock) = (0, Ticks(AtomicU64::new(0), 0));
     while car.live() == 0 {
         let ran = car.run_timed(&mut fleet.link(), T0 + 1, &clock, limits);

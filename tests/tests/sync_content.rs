@@ -43,7 +43,10 @@ fn refused(kind: &str, change: impl FnOnce(&mut Parts), why: &str) {
     std::fs::write(&bad, parts.bytes()).unwrap();
     fleet.publish(T0 + 10, &bad);
     let error = car.run(&mut fleet.link(), T0 + 11).unwrap_err();
-    assert!(matches!(&error, SyncError::NotUsed { why: found, .. } if found.contains(why)), "{error}");
+    assert!(
+        matches!(&error, SyncError::NotUsed { why: found, .. } if found.contains(why)),
+        "{error}"
+    );
     assert_eq!((car.live(), car.sync.status().unwrap().state), (1, State::Failed));
     nothing_left_of_2(&car);
     let mut wire = Wire::new(fleet.link(), Faults::default());
@@ -57,7 +60,8 @@ fn refused(kind: &str, change: impl FnOnce(&mut Parts), why: &str) {
 
 fn nothing_left_of_2(car: &Car) {
     let paths = car.disk.paths();
-    let left: Vec<_> = paths.iter().filter(|p| p.starts_with(car.sync.flash.join("g000000000002"))).collect();
+    let left: Vec<_> =
+        paths.iter().filter(|p| p.starts_with(car.sync.flash.join("g000000000002"))).collect();
     assert!(left.is_empty(), "{left:?}");
 }
 
@@ -75,7 +79,9 @@ fn a_release_that_is_taken_back_while_it_is_written() {
         car.disk.fail_after(25);
         car.sync.advance(&car.host(), T0 + 12).unwrap_err();
         assert_eq!(car.sync.status().unwrap().state, State::Applying);
-        assert!(car.disk.paths().iter().any(|p| p.starts_with(car.sync.flash.join("g000000000002"))));
+        assert!(
+            car.disk.paths().iter().any(|p| p.starts_with(car.sync.flash.join("g000000000002")))
+        );
         fleet.revoke(T0 + 13, 2);
         car.sync.fetch(&mut fetcher, T0 + 14, |_, _| {}).unwrap();
         while car.sync.advance(&car.host(), T0 + 15).unwrap() {}
@@ -163,12 +169,16 @@ fn a_signed_name_that_says_another_parent_or_sequence() {
         sign_as(&fleet, T0 + 10, &VERSIONS.deltas[2], name);
         let mut wire = Wire::new(fleet.link(), Faults::default());
         let error = car.run(&mut wire, T0 + 11).unwrap_err();
-        assert!(matches!(&error, SyncError::Release { field, .. } if *field == wrong), "{name}: {error:?}");
+        assert!(
+            matches!(&error, SyncError::Release { field, .. } if *field == wrong),
+            "{name}: {error:?}"
+        );
         assert_eq!((car.live(), car.sync.status().unwrap().state), (1, State::Failed));
         assert!(!wire.asked.iter().any(|path| path.starts_with("chunks/")), "{:?}", wire.asked);
         let (revoke, bundles) = (vec![name.to_owned()], vec![VERSIONS.snapshots[3].clone()]);
         let change = Change { revoke, bundles, expires_s: FRESH_S, ..Change::default() };
-        publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, T0 + 12).unwrap();
+        publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, T0 + 12)
+            .unwrap();
         car.run(&mut fleet.link(), T0 + 13).unwrap();
         assert_eq!(car.live(), 4, "{name}");
     }
@@ -186,8 +196,10 @@ fn keys_beyond_an_index_table() {
     let last = |key: u64| {
         move |p: &mut Parts| {
             p.edit_segment(0, |pages| {
-                let (row, short) = (pages.iter().rposition(|page| kind(page) == 2).unwrap(), pages.len() - 2);
-                let (at, entry) = (16 + 8 * (count(&pages[row]) - 1), 16 + 4 * (count(&pages[short]) - 1));
+                let (row, short) =
+                    (pages.iter().rposition(|page| kind(page) == 2).unwrap(), pages.len() - 2);
+                let (at, entry) =
+                    (16 + 8 * (count(&pages[row]) - 1), 16 + 4 * (count(&pages[short]) - 1));
                 assert_eq!(kind(&pages[short]), 7);
                 pages[row][at..at + 8].copy_from_slice(&key.to_le_bytes());
                 pages[short][entry..entry + 4].copy_from_slice(&(key as u32).to_le_bytes());
@@ -296,10 +308,12 @@ fn a_delta_over_a_damaged_base() {
 #[test]
 fn a_link_that_loses_a_third_or_mixes_answers_up() {
     let fleet = Fleet::new();
-    for faults in
-        [Faults { loss_percent: 30, ..Faults::default() }, Faults { swaps_one_in: 4, ..Faults::default() }]
-    {
-        let (car, mut wire, mut runs) = (Car::new(&fleet), Wire::new(fleet.link(), faults.clone()), 0);
+    for faults in [
+        Faults { loss_percent: 30, ..Faults::default() },
+        Faults { swaps_one_in: 4, ..Faults::default() },
+    ] {
+        let (car, mut wire, mut runs) =
+            (Car::new(&fleet), Wire::new(fleet.link(), faults.clone()), 0);
         while car.live() == 0 {
             let ran = car.run(&mut wire, T0 + 1);
             runs += 1;
@@ -316,7 +330,8 @@ fn a_byte_a_second_is_given_up_and_what_came_is_kept() {
     let car = Car::new(&fleet);
     let mut slow = Wire::new(fleet.link(), Faults { single_bytes: true, ..Faults::default() });
     for _ in 0..3 {
-        let ran = car.run_timed(&mut slow, T0 + 1, &Ticks(AtomicU64::new(0), 1), LinkLimits::default());
+        let ran =
+            car.run_timed(&mut slow, T0 + 1, &Ticks(AtomicU64::new(0), 1), LinkLimits::default());
         assert!(matches!(ran, Err(SyncError::SlowRetrieval { .. })), "{ran:?}");
     }
     assert!(slow.bytes < 200, "{} bytes at a byte a second", slow.bytes);
@@ -338,12 +353,14 @@ fn a_pause_of_three_days_amid_a_download() {
     assert!(matches!(car.run(&mut wire, later), Err(SyncError::Freeze { .. })));
     let before = wire.bytes;
     let refresh = Change { expires_s: FRESH_S, ..Change::default() };
-    publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &refresh, later).unwrap();
+    publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &refresh, later)
+        .unwrap();
     let mut wire2 = Wire::new(fleet.link(), Faults::default());
     car.run(&mut wire2, later + 1).unwrap();
     assert_eq!(car.live(), 1);
     let chunks = BundleReader::open(&VERSIONS.snapshots[0]).unwrap();
-    let largest = chunks.manifest().blobs.iter().flat_map(|b| &b.chunks).map(|c| u64::from(c.stored)).max();
+    let largest =
+        chunks.manifest().blobs.iter().flat_map(|b| &b.chunks).map(|c| u64::from(c.stored)).max();
     let fetched = wire2.asked.iter().filter(|p| p.starts_with("chunks/")).count();
     let all = chunks.manifest().blobs.iter().flat_map(|b| &b.chunks).count();
     assert!(fetched < all, "{fetched} of {all} chunks were fetched after the pause");
@@ -380,7 +397,10 @@ fn a_car_far_behind_takes_one_merged_delta() {
         .iter()
         .map(|t| chunks.manifest().blobs[t.segment as usize].stored_bytes())
         .sum();
-    println!("{changed} bytes of changed keys and rows, {stored} stored, {} received in all", wire.bytes);
+    println!(
+        "{changed} bytes of changed keys and rows, {stored} stored, {} received in all",
+        wire.bytes
+    );
     assert_eq!(manifests, 1, "{:?}", wire.asked);
     assert!((stored as f64) < 1.1 * changed as f64, "{stored} for {changed}");
 }
@@ -393,7 +413,8 @@ fn a_share_of_the_fleet_goes_first() {
     let share = |now, share| {
         let bundles = vec![VERSIONS.deltas[1].clone()];
         let change = Change { bundles, share, expires_s: FRESH_S, ..Change::default() };
-        publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, now).unwrap()
+        publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &change, now)
+            .unwrap()
     };
     share(T0 + 10, 5);
     for car in [&first, &last] {
@@ -458,8 +479,9 @@ fn beside_a_rival(moment: &'static str) {
     let store = Objects::directory(&fleet.repository()).unwrap();
     let bundles = vec![VERSIONS.snapshots[2].clone()];
     let change = Change { bundles, expires_s: FRESH_S, ..Change::default() };
-    let refused = publish(&Rival(&store, &fleet, moment, Cell::new(false)), &fleet.keys(), &change, T0 + 11)
-        .unwrap_err();
+    let refused =
+        publish(&Rival(&store, &fleet, moment, Cell::new(false)), &fleet.keys(), &change, T0 + 11)
+            .unwrap_err();
     assert!(format!("{refused:#}").contains("another publisher"), "{refused:#}");
     car.run(&mut fleet.link(), T0 + 12).unwrap();
     assert_eq!(car.live(), 2);

@@ -35,7 +35,11 @@ impl Authority {
     }
 
     /// A certificate for `name`: its own form, and as a PEM file with its key.
-    fn signs(&self, folder: &Path, name: &str) -> (CertificateDer<'static>, PrivateKeyDer<'static>, PathBuf) {
+    fn signs(
+        &self,
+        folder: &Path,
+        name: &str,
+    ) -> (CertificateDer<'static>, PrivateKeyDer<'static>, PathBuf) {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
@@ -97,7 +101,10 @@ fn elsewhere(to: String) -> (String, Arc<AtomicUsize>) {
     (address, came)
 }
 
-fn answer(mut stream: StreamOwned<ServerConnection, TcpStream>, folder: &Path) -> std::io::Result<()> {
+fn answer(
+    mut stream: StreamOwned<ServerConnection, TcpStream>,
+    folder: &Path,
+) -> std::io::Result<()> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
         let mut byte = [0];
@@ -105,9 +112,11 @@ fn answer(mut stream: StreamOwned<ServerConnection, TcpStream>, folder: &Path) -
         head.push(byte[0]);
     }
     let head = String::from_utf8_lossy(&head);
-    let path = head.strip_prefix("GET /").and_then(|rest| rest.split(' ').next()).unwrap_or_default();
+    let path =
+        head.strip_prefix("GET /").and_then(|rest| rest.split(' ').next()).unwrap_or_default();
     let (status, content) =
-        match (std::fs::read(folder.join(path)), std::fs::read_to_string(folder.join("elsewhere"))) {
+        match (std::fs::read(folder.join(path)), std::fs::read_to_string(folder.join("elsewhere")))
+        {
             (_, Ok(to)) => (format!("302 Found\r\nLocation: {to}/{path}"), Vec::new()),
             (Ok(content), _) => ("200 OK".to_owned(), content),
             _ => ("404 Not Found".to_owned(), Vec::new()),
@@ -131,7 +140,8 @@ fn proxy() -> (String, Arc<AtomicUsize>) {
                 let mut reader = BufReader::new(client.try_clone().unwrap());
                 let mut line = String::new();
                 reader.read_line(&mut line).unwrap();
-                let to = line.strip_prefix("CONNECT ").unwrap().split(' ').next().unwrap().to_owned();
+                let to =
+                    line.strip_prefix("CONNECT ").unwrap().split(' ').next().unwrap().to_owned();
                 while line.trim() != "" {
                     line.clear();
                     reader.read_line(&mut line).unwrap();
@@ -139,7 +149,8 @@ fn proxy() -> (String, Arc<AtomicUsize>) {
                 let mut server = TcpStream::connect(to).unwrap();
                 client.write_all(b"HTTP/1.1 200 Connected\r\n\r\n").unwrap();
                 count.fetch_add(1, Ordering::Relaxed);
-                let (mut back, mut out) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+                let (mut back, mut out) =
+                    (server.try_clone().unwrap(), client.try_clone().unwrap());
                 std::thread::spawn(move || drop(std::io::copy(&mut back, &mut out)));
                 let _ = std::io::copy(&mut reader, &mut server);
                 let _ = server.shutdown(std::net::Shutdown::Write);
@@ -219,12 +230,16 @@ fn through_a_proxy() {
     let address = serve(fleet.repository(), &ours, None, work.path());
     let (through, passed) = proxy();
     let car = Car::new(&fleet);
-    let options = LinkOptions { ca: Some(ours.pem.clone()), proxy: Some(through), ..LinkOptions::default() };
+    let options =
+        LinkOptions { ca: Some(ours.pem.clone()), proxy: Some(through), ..LinkOptions::default() };
     car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 1).unwrap();
     assert_eq!(car.live(), 1);
     assert!(passed.load(Ordering::Relaxed) > 0, "nothing passed the proxy");
     assert!(
-        HttpLink::new(&address, &LinkOptions { proxy: Some("no address".into()), ..LinkOptions::default() })
-            .is_err()
+        HttpLink::new(
+            &address,
+            &LinkOptions { proxy: Some("no address".into()), ..LinkOptions::default() }
+        )
+        .is_err()
     );
 }

@@ -115,17 +115,33 @@ fn what_is_missing_is_named() {
     let said = refusal(nowhere, &twin.library).to_string();
     assert!(said.contains("No such file") && said.contains("kernels/tensorrt/make"), "{said}");
     let said = refusal(&twin.shim, Path::new("/nowhere/libnvinfer.so.8"));
-    assert!(matches!(&said, TensorRtError::NoLibrary(text) if text.contains("/nowhere/")), "{said}");
-    let said =
-        TensorRt::open(&twin.shim, Some((&twin.library, Path::new("/nowhere/parser.so")))).err().unwrap();
-    assert!(matches!(&said, TensorRtError::NoLibrary(text) if text.contains("parser.so")), "{said}");
+    assert!(
+        matches!(&said, TensorRtError::NoLibrary(text) if text.contains("/nowhere/")),
+        "{said}"
+    );
+    let said = TensorRt::open(&twin.shim, Some((&twin.library, Path::new("/nowhere/parser.so"))))
+        .err()
+        .unwrap();
+    assert!(
+        matches!(&said, TensorRtError::NoLibrary(text) if text.contains("parser.so")),
+        "{said}"
+    );
     let said = refusal(&twin.library, &twin.library);
-    assert!(matches!(&said, TensorRtError::NoEntry(name) if name == "hatchback_trt_interface"), "{said}");
+    assert!(
+        matches!(&said, TensorRtError::NoEntry(name) if name == "hatchback_trt_interface"),
+        "{said}"
+    );
     let said = refusal(&twin.shim, &twin.shim);
-    assert!(matches!(&said, TensorRtError::NoEntry(name) if name == "getInferLibVersion"), "{said}");
+    assert!(
+        matches!(&said, TensorRtError::NoEntry(name) if name == "getInferLibVersion"),
+        "{said}"
+    );
     let lacking = compile(8, 6, &["-DTWIN_LACKS_BUILDER"]);
     let said = refusal(&twin.shim, &lacking.library);
-    assert!(matches!(&said, TensorRtError::NoEntry(name) if name.contains("createInfer")), "{said}");
+    assert!(
+        matches!(&said, TensorRtError::NoEntry(name) if name.contains("createInfer")),
+        "{said}"
+    );
 }
 
 #[test]
@@ -169,13 +185,17 @@ fn networks_that_are_not_what_was_asked_for_are_refused() {
     assert!(matches!(&said, TensorRtError::Interface(t) if t.contains("`score`")), "{said}");
     let unfed = Build { inputs: Vec::new(), ..build(&onnx, "sum", false) };
     let said = refused(&unfed);
-    assert!(matches!(&said, TensorRtError::Interface(t) if t.contains("1 inputs, 0 are fed")), "{said}");
+    assert!(
+        matches!(&said, TensorRtError::Interface(t) if t.contains("1 inputs, 0 are fed")),
+        "{said}"
+    );
     let inside = Build { inputs: vec![("x\0y", vec![5])], ..build(&onnx, "sum", false) };
     assert!(matches!(refused(&inside), TensorRtError::Interface(_)));
     let deep = Build { inputs: vec![("x", vec![1; 8])], ..build(&onnx, "sum", false) };
     assert!(matches!(refused(&deep), TensorRtError::Interface(_)));
     let newer = compile(11, 4, &[]);
-    let said = open(&newer.shim, &newer.library).unwrap().build(&build(&onnx, "sum", true)).unwrap_err();
+    let said =
+        open(&newer.shim, &newer.library).unwrap().build(&build(&onnx, "sum", true)).unwrap_err();
     assert!(matches!(said, TensorRtError::NoFp16(v) if v.to_string() == "11.4.3"), "{said}");
 }
 
@@ -237,7 +257,11 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
     }
     let kept = std::fs::read_dir(path.parent().unwrap()).unwrap().count();
     assert_eq!(kept, 8);
-    assert!((13..20).chain([8]).all(|batch_max| plans.path(&tensorrt, "Orin", &sized(batch_max)).exists()));
+    assert!(
+        (13..20)
+            .chain([8])
+            .all(|batch_max| plans.path(&tensorrt, "Orin", &sized(batch_max)).exists())
+    );
 }
 
 fn options(fp16: bool, plans: &Path) -> DeviceOptions {
@@ -259,15 +283,20 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
         weights: Weights::F32,
     };
     let cpu =
-        DenseEngine::load(onnx.clone(), network.inputs, "sum", Activation::Sigmoid, Weights::F32).unwrap();
+        DenseEngine::load(onnx.clone(), network.inputs, "sum", Activation::Sigmoid, Weights::F32)
+            .unwrap();
     for (fp16, kept) in [(false, "built now"), (false, "kept from before"), (true, "built now")] {
         let engine = DeviceEngine::load(&gpu, &network, &options(fp16, folder.path())).unwrap();
         let name = engine.runs_on();
-        assert!(name.starts_with("TensorRT 8.6.3") && name.ends_with(kept) && !engine.is_exact(), "{name}");
+        assert!(
+            name.starts_with("TensorRT 8.6.3") && name.ends_with(kept) && !engine.is_exact(),
+            "{name}"
+        );
         let (mut lane, stream) = (engine.lane(40).unwrap(), gpu.stream().unwrap());
         for batch in [1, 3, 40] {
             let values: Vec<f32> = (0..5 * batch).map(|i| (i as f32 * 0.37).sin()).collect();
-            let (mut fed, mut scores) = ([gpu.buffer(values.len()).unwrap()], gpu.buffer(batch).unwrap());
+            let (mut fed, mut scores) =
+                ([gpu.buffer(values.len()).unwrap()], gpu.buffer(batch).unwrap());
             stream.upload(&values, &mut fed[0], 0).unwrap();
             engine.enqueue(&stream, batch, &fed, scores.view(), &mut lane).unwrap();
             let (mut ours, mut theirs) = (vec![0.0; batch], vec![0.0; batch]);
@@ -287,7 +316,12 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
     }
     for kept in ["built now", "kept from before"] {
         let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
-        assert!(engine.runs_on().ends_with(kept), "{} {:?}", engine.runs_on(), engine.passed_over());
+        assert!(
+            engine.runs_on().ends_with(kept),
+            "{} {:?}",
+            engine.runs_on(),
+            engine.passed_over()
+        );
     }
 }
 
@@ -320,8 +354,10 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
     let gpu = standin::gpu(5);
     let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
     let (activation, weights) = (Activation::None, Weights::F32);
-    let network = DenseNetwork { onnx: &onnx, inputs: &[("x", 5)], output: "sum", activation, weights };
-    let engine = Arc::new(DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap());
+    let network =
+        DenseNetwork { onnx: &onnx, inputs: &[("x", 5)], output: "sum", activation, weights };
+    let engine =
+        Arc::new(DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap());
     assert!(engine.records_keep_lanes(), "{}", engine.runs_on());
     let cache = Cache::new(20, 1 << 16, &Names::new(vec![Some(100)])).unwrap();
     let value = |key: u64, i: u64| (5 * key + i) as f32 / 64.0;
@@ -350,7 +386,9 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
         let mut step = Step::new(&tables, &engine, &[5], None, features, limits).unwrap();
         let mut misses = Misses::on(&Device::Cuda(Arc::clone(&gpu)), 64, 20).unwrap();
         let mut missed = 0;
-        for (first, batch) in [(0, 1), (7, 3), (20, 17), (10, 40), (45, 40), (30, 5), (60, 40), (0, 0)] {
+        for (first, batch) in
+            [(0, 1), (7, 3), (20, 17), (10, 40), (45, 40), (30, 5), (60, 40), (0, 0)]
+        {
             let keys: Vec<u64> = (first..first + batch as u64).collect();
             let (offsets, mut statuses) =
                 ((0..=batch as u32).collect::<Vec<_>>(), vec![Status::default(); batch]);
@@ -401,16 +439,25 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
         let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
         let inputs = inputs.iter().map(|(name, shape)| (*name, shape.to_vec())).collect();
         let (workspace_bytes_max, compute_capability) = (64 << 20, Some(86));
-        let asked = Build { inputs, workspace_bytes_max, compute_capability, ..build(&onnx, "logit", false) };
+        let asked = Build {
+            inputs,
+            workspace_bytes_max,
+            compute_capability,
+            ..build(&onnx, "logit", false)
+        };
         let plan = tensorrt.build(&asked).unwrap_or_else(|e| panic!("{path}: {e}"));
         println!("TensorRT for RTX {}: {path}: a plan of {} bytes", tensorrt.version(), plan.len());
         assert!(plan.len() > onnx.len());
         let said = tensorrt.build(&Build { fp16: true, ..asked.clone() }).unwrap_err();
         assert!(matches!(said, TensorRtError::NoFp16(_)), "{said}");
-        let torn = tensorrt.build(&Build { onnx: &onnx[..onnx.len() / 2], ..asked.clone() }).unwrap_err();
+        let torn =
+            tensorrt.build(&Build { onnx: &onnx[..onnx.len() / 2], ..asked.clone() }).unwrap_err();
         assert!(matches!(torn, TensorRtError::Refused(_)), "{torn}");
         let unknown = tensorrt.build(&Build { output: "score", ..asked }).unwrap_err();
-        assert!(matches!(&unknown, TensorRtError::Interface(t) if t.contains("`score`")), "{unknown}");
+        assert!(
+            matches!(&unknown, TensorRtError::Interface(t) if t.contains("`score`")),
+            "{unknown}"
+        );
     }
     // The shims of all other releases: refused before the first call.
     let mut refused = 0;

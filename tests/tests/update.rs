@@ -39,7 +39,8 @@ fn seen(requests: u64, faults: u64, latency_us_p99: u64) -> Option<Watched> {
 #[test]
 fn probation_ends_as_the_policy_says() {
     let (before, fleet) = next_release();
-    let policy = Policy { requests_min: 100, faults_max: 1, latency_us_p99_max: 500, ..Policy::default() };
+    let policy =
+        Policy { requests_min: 100, faults_max: 1, latency_us_p99_max: 500, ..Policy::default() };
     for (watched, ends, live) in [
         (seen(100, 1, 500), State::Committed, 2),
         (None, State::Committed, 2),
@@ -50,11 +51,16 @@ fn probation_ends_as_the_policy_says() {
         let mut car = Car::at_first_release(&before);
         (car.policy, car.watched) = (policy, watched);
         let ran = car.run(&mut fleet.link(), T0 + 11);
-        assert_eq!((car.sync.status().unwrap().state, car.live()), (ends, live), "{watched:?}: {ran:?}");
+        assert_eq!(
+            (car.sync.status().unwrap().state, car.live()),
+            (ends, live),
+            "{watched:?}: {ran:?}"
+        );
         assert_eq!(ran.is_err(), ends == State::Failed);
         // On probation it waits; a release that failed does not come again, though it is still the newest.
         car.watched = None;
-        let (again, after) = (car.run(&mut fleet.link(), T0 + 12).unwrap(), if live == 2 { 2 } else { 1 });
+        let (again, after) =
+            (car.run(&mut fleet.link(), T0 + 12).unwrap(), if live == 2 { 2 } else { 1 });
         assert_eq!((again.newest, car.live()), (Some(2), after));
         // A higher one does.
         let better = fleet.fork();
@@ -114,7 +120,11 @@ fn a_newer_release_takes_the_place_of_one_that_waits_for_consent() {
     assert_eq!(car.run(&mut fleet.link(), T0 + 14).unwrap().state, State::AwaitConsent);
     assert_eq!((offered(&car), car.live()), (Some(3), 1));
     let bundles = car.disk.list(Path::new("/sync/staged")).unwrap();
-    assert_eq!(bundles.iter().filter(|f| f.extension().unwrap() == "hatch").count(), 1, "{bundles:?}");
+    assert_eq!(
+        bundles.iter().filter(|f| f.extension().unwrap() == "hatch").count(),
+        1,
+        "{bundles:?}"
+    );
     // Nothing newer: it is not fetched again.
     let mut wire = Wire::new(fleet.link(), Faults::default());
     car.run(&mut wire, T0 + 15).unwrap();
@@ -259,10 +269,17 @@ fn a_refresh_that_breaks_off_keeps_nothing_from_being_applied() {
         car.watched = seen(1, 0, 1);
         let host = Host { root: Some(&root), ..car.host() };
         while car.sync.advance(&host, T0 + 14).unwrap() {}
-        assert_eq!((car.sync.status().unwrap().state, car.live()), (State::Committed, 2), "{broken}");
+        assert_eq!(
+            (car.sync.status().unwrap().state, car.live()),
+            (State::Committed, 2),
+            "{broken}"
+        );
         // Older metadata are refused as ever.
         let replayed = car.run(&mut fleet.link(), T0 + 15).unwrap_err();
-        assert!(matches!(replayed, SyncError::Rollback { .. } | SyncError::Replay { .. }), "{replayed:?}");
+        assert!(
+            matches!(replayed, SyncError::Rollback { .. } | SyncError::Replay { .. }),
+            "{replayed:?}"
+        );
     }
 }
 
@@ -290,7 +307,9 @@ fn what_was_not_signed_is_not_applied() {
     assert!(
         matches!(
             refused,
-            SyncError::MixAndMatch { .. } | SyncError::WrongKey { .. } | SyncError::Malformed { .. }
+            SyncError::MixAndMatch { .. }
+                | SyncError::WrongKey { .. }
+                | SyncError::Malformed { .. }
         ),
         "{refused:?}"
     );

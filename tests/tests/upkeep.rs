@@ -75,7 +75,10 @@ fn too_many_deltas_are_merged_and_then_all_is_scrubbed() {
     let did = settle(&mut upkeep, &mut flash, at(0));
     assert_eq!(deltas(&flash), [0, 0]);
     assert_eq!(did.iter().filter(|d| matches!(d, Did::Compacted { .. })).count(), 2);
-    assert!(matches!(did.last(), Some(Did::ScrubEnded { damaged: 0, pages, .. }) if *pages > 0), "{did:?}");
+    assert!(
+        matches!(did.last(), Some(Did::ScrubEnded { damaged: 0, pages, .. }) if *pages > 0),
+        "{did:?}"
+    );
     assert_eq!(whole_generation(&flash, &versions, "merged"), 3);
     // Then nothing is due until the next scrub is.
     assert_eq!(settle(&mut upkeep, &mut flash, at(47)), []);
@@ -89,7 +92,8 @@ fn one_delta_is_merged_once_enough_rows_changed() {
     let table = flash.table(1).unwrap();
     let percent = table.changed() as u64 * 100 / table.base_rows();
     drop(table);
-    let with = |changed_percent_max| Rules { deltas_max: 9, changed_percent_max, ..rules(u64::MAX) };
+    let with =
+        |changed_percent_max| Rules { deltas_max: 9, changed_percent_max, ..rules(u64::MAX) };
     let mut upkeep = Upkeep::new(with(percent + 1), None, Notes::default());
     settle(&mut upkeep, &mut flash, at(0));
     assert_eq!(deltas(&flash)[1], 1);
@@ -116,8 +120,15 @@ fn a_table_beyond_the_budget_of_a_day_is_merged_over_many() {
             let did = settle(&mut upkeep, &mut flash, at(24 * days));
             let today = std::mem::replace(&mut written, disk.written());
             // The live record is not counted; it is written once a table.
-            assert!(disk.written() - today <= budget + 2 * live, "day {days}: {}", disk.written() - today);
-            assert!(deltas(&flash) == [0, 0] || matches!(did.last(), Some(Did::Waits { .. })), "{did:?}");
+            assert!(
+                disk.written() - today <= budget + 2 * live,
+                "day {days}: {}",
+                disk.written() - today
+            );
+            assert!(
+                deltas(&flash) == [0, 0] || matches!(did.last(), Some(Did::Waits { .. })),
+                "{did:?}"
+            );
             // A clock that goes back buys nothing.
             assert!(matches!(
                 settle(&mut upkeep, &mut flash, at(0) / 2).last(),
@@ -171,14 +182,18 @@ fn a_compaction_does_not_finish_over_what_arrived_meanwhile() {
     let mut flash = install(&disk, &versions, 3).unwrap();
     let refused = merge.finish(&mut flash).unwrap_err().to_string();
     assert!(refused.contains("something else became live"), "{refused}");
-    assert_eq!(whole_generation(&Flash::open(&disk.shared(), Path::new(DIR)).unwrap(), &versions, ""), 3);
+    assert_eq!(
+        whole_generation(&Flash::open(&disk.shared(), Path::new(DIR)).unwrap(), &versions, ""),
+        3
+    );
 }
 
 /// A delta whose most used keys are its parent's brings no list of them: the parent's stays, whatever becomes of its segments.
 #[test]
 fn a_hot_list_outlives_deltas_compactions_and_rollbacks() {
     let versions = Versions::new(4, 900, 49);
-    let manifest = |n: usize| BundleReader::open(&versions.deltas[n - 1]).unwrap().manifest().clone();
+    let manifest =
+        |n: usize| BundleReader::open(&versions.deltas[n - 1]).unwrap().manifest().clone();
     assert!(manifest(1).tables.iter().all(|t| t.hot.is_some()));
     assert!(manifest(2).tables.iter().all(|t| t.hot.is_none()), "the lists are nearly the same");
     let (disk, mut flash) = laid(&versions, 1);
@@ -218,7 +233,10 @@ fn a_compaction_does_not_publish_a_segment_that_is_gone() {
     let part = disk.paths().into_iter().find(|p| p.extension().is_some_and(|e| e == "part"));
     disk.remove_file(&part.expect("reclaiming leaves a merge of what is live alone")).unwrap();
     merge.finish(&mut flash).unwrap_err();
-    assert_eq!(whole_generation(&Flash::open(&disk.shared(), Path::new(DIR)).unwrap(), &versions, ""), 2);
+    assert_eq!(
+        whole_generation(&Flash::open(&disk.shared(), Path::new(DIR)).unwrap(), &versions, ""),
+        2
+    );
 }
 
 /// A table that has as many deltas as can be opened takes no other one.

@@ -78,7 +78,8 @@ fn a_flipped_bit_is_mended_from_the_generation_before() {
             for page in 0..flash.table(table).unwrap().segments()[0].counts().data_pages as usize {
                 disk.flip(
                     &base,
-                    (page * PAGE_BYTES + 4) * 8 + random.below((PAGE_BYTES - 4) as u64 * 8) as usize,
+                    (page * PAGE_BYTES + 4) * 8
+                        + random.below((PAGE_BYTES - 4) as u64 * 8) as usize,
                 );
                 let counts = scrub(&mut flash);
                 assert_eq!(counts.0 + counts.1, 1, "seed {seed}, table {table}, page {page}");
@@ -142,7 +143,10 @@ fn a_slow_disk_gets_its_rests() {
             "{busy:?} of {all:?}"
         );
         let most = *pages.iter().max().unwrap();
-        assert!(if call_us == 20 { most > 30 } else { most <= 32 }, "{most} pages at {call_us} us a call");
+        assert!(
+            if call_us == 20 { most > 30 } else { most <= 32 },
+            "{most} pages at {call_us} us a call"
+        );
         assert_eq!(whole_generation(&flash, &versions, "slowly"), 3);
         assert!(flash.record().live.tables.iter().all(|t| t.deltas.is_empty()));
     }
@@ -178,10 +182,14 @@ fn a_deadline_holds_on_a_slow_disk() {
         let before = clock.now();
         let status = worker.score(&batch, Some(before + deadline)).unwrap().status();
         let took = clock.now() - before;
-        assert!(status.late && took <= deadline + stall + call * 2, "{took:?} for {deadline:?}: {status:?}");
+        assert!(
+            status.late && took <= deadline + stall + call * 2,
+            "{took:?} for {deadline:?}: {status:?}"
+        );
     }
     // With the time that it needs, nothing is late.
     worker.fetch_behind(usize::MAX);
-    let status = worker.score(&batch, Some(clock.now() + Duration::from_secs(10))).unwrap().status();
+    let status =
+        worker.score(&batch, Some(clock.now() + Duration::from_secs(10))).unwrap().status();
     assert!(!status.late && status.defaulted == 0, "{status:?}");
 }

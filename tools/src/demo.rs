@@ -87,7 +87,8 @@ fn fresh_directory(out: &Path) -> Result<()> {
 
 fn coupon(out: &Path) -> Result<()> {
     for (name, content) in COUPON {
-        std::fs::write(out.join(name), content).with_context(|| out.join(name).display().to_string())?;
+        std::fs::write(out.join(name), content)
+            .with_context(|| out.join(name).display().to_string())?;
     }
     let mut table = report::table(&[
         "tables as",
@@ -105,8 +106,13 @@ fn coupon(out: &Path) -> Result<()> {
         let (found, model, sizes) = coupon_as(codec, out)?;
         let name = format!("{codec:?}").to_lowercase();
         let difference = found.score_difference_max.map_or("-".to_owned(), |d| format!("{d:.1e}"));
-        let cells =
-            [name, report::bytes(sizes.0), report::bytes(sizes.1), digits(found.auc), digits(found.logloss)];
+        let cells = [
+            name,
+            report::bytes(sizes.0),
+            report::bytes(sizes.1),
+            digits(found.auc),
+            digits(found.logloss),
+        ];
         let time = |us: f64| format!("{us:.0} µs");
         let rest = [
             difference,
@@ -138,7 +144,11 @@ fn coupon(out: &Path) -> Result<()> {
         rows_line(&found.rows)
     );
     let plot = out.join("coupon.svg");
-    plot::over_time(&plot, "Coupon model: latency and hit rate, cold start to warm", &found.windows)?;
+    plot::over_time(
+        &plot,
+        "Coupon model: latency and hit rate, cold start to warm",
+        &found.windows,
+    )?;
     println!(
         "memory {} ({} rows of cache); plot {}",
         report::bytes(model.memory().total()),
@@ -170,8 +180,12 @@ fn coupon_as(codec: CodecChoice, out: &Path) -> Result<(Evaluation, Arc<Model>, 
     let overrides = Overrides { codec: Some(codec), placement: Some(Placement::Cached) };
     let packed = pack_file(&out.join("model.toml"), &bundle, overrides, &mut |_, _| {})?;
     let flash = serve::lay_on_flash(&bundle, &out.join(format!("{name}.flash")))?;
-    let budget =
-        Budget { cache_bytes_max: COUPON_CACHE_BYTES, batch_max: 1, misses_max: 256, ..Budget::default() };
+    let budget = Budget {
+        cache_bytes_max: COUPON_CACHE_BYTES,
+        batch_max: 1,
+        misses_max: 256,
+        ..Budget::default()
+    };
     let model = Arc::new(Model::from_flash(&flash, budget)?);
     let samples = read_samples(&out.join("heldout.jsonl"), model.schema())?;
     Ok((evaluate(&model, &samples, 1)?, model, (packed.bytes, flash.bytes()?)))
@@ -191,7 +205,9 @@ fn criteo(args: &DemoArgs, out: &Path) -> Result<()> {
     let laying = start.elapsed().as_secs_f64() - packing;
     let rows = report::count(packed.schema.tables.iter().map(|t| t.rows).sum());
     let size = report::bytes(packed.bytes);
-    println!("{rows} rows in 26 tables packed into {size} in {packing:.1} s, laid on flash in {laying:.1} s");
+    println!(
+        "{rows} rows in 26 tables packed into {size} in {packing:.1} s, laid on flash in {laying:.1} s"
+    );
     serve_criteo(args, out, &flash)
 }
 
@@ -230,8 +246,10 @@ fn serve_criteo(args: &DemoArgs, out: &Path, flash: &Flash) -> Result<()> {
 
 /// Serves power-law requests for `time`; drawing the keys is not measured.
 fn drive(model: &Arc<Model>, flash: &Flash, time: Duration) -> Result<Served> {
-    let mut workload = Workload::new(flash, &Distribution::PowerLaw { alpha: POWERLAW }, BagSizes::Full, 1)?;
-    let (mut worker, mut batch, mut served) = (serve::worker(model), model.batch(), Served::default());
+    let mut workload =
+        Workload::new(flash, &Distribution::PowerLaw { alpha: POWERLAW }, BagSizes::Full, 1)?;
+    let (mut worker, mut batch, mut served) =
+        (serve::worker(model), model.batch(), Served::default());
     let start = Instant::now();
     for window in 1..=WINDOWS {
         let (before, mut latencies) = (worker.counters(), Latencies::default());
@@ -259,7 +277,10 @@ fn served_table(served: &Served) -> comfy_table::Table {
         ("latency p50", format!("{:.0} µs", p.p50_us)),
         ("latency p99", format!("{:.0} µs", p.p99_us)),
         ("hit rate, cached tables", report::percent(served.counters.hit_rate())),
-        ("hit rate, last tenth", report::percent(served.windows.last().map_or(0.0, |w| w.hit_rate))),
+        (
+            "hit rate, last tenth",
+            report::percent(served.windows.last().map_or(0.0, |w| w.hit_rate)),
+        ),
         ("flash pages a request", format!("{pages:.1}")),
     ] {
         table.add_row([what.to_owned(), value]);

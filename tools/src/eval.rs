@@ -79,7 +79,8 @@ const WINDOWS: usize = 40;
 pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<Evaluation> {
     let (mut worker, mut request) = (serve::worker(model), model.batch());
     let batch = batch.clamp(1, model.budget().batch_max as usize);
-    let mut found = Evaluation { generation: model.generation().to_string(), ..Evaluation::default() };
+    let mut found =
+        Evaluation { generation: model.generation().to_string(), ..Evaluation::default() };
     let mut all = Latencies::default();
     let start = Instant::now();
     for window in samples.chunks(samples.len().div_ceil(WINDOWS).next_multiple_of(batch).max(1)) {
@@ -99,7 +100,8 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
     }
     let counters = worker.counters();
     found.samples = samples.len();
-    (found.hit_rate, found.lookups, found.pages) = (counters.hit_rate(), counters.lookups, counters.pages);
+    (found.hit_rate, found.lookups, found.pages) =
+        (counters.hit_rate(), counters.lookups, counters.pages);
     found.latency = all.percentiles();
     found.judge(samples)?;
     Ok(found)
@@ -147,9 +149,11 @@ impl Evaluation {
             row(what, report::count(n), String::new());
         }
         row("pages read from flash", report::count(self.pages), String::new());
-        for (what, us) in
-            [("p50", self.latency.p50_us), ("p99", self.latency.p99_us), ("max", self.latency.max_us)]
-        {
+        for (what, us) in [
+            ("p50", self.latency.p50_us),
+            ("p99", self.latency.p99_us),
+            ("max", self.latency.max_us),
+        ] {
             row(&format!("latency {what}"), format!("{us:.1} µs"), String::new());
         }
         table
@@ -174,7 +178,11 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     );
     let found = evaluate(&model, &samples, args.batch)?;
     if let Some(path) = &args.plot {
-        plot::over_time(path, &format!("{}: latency and hit rate", found.generation), &found.windows)?;
+        plot::over_time(
+            path,
+            &format!("{}: latency and hit rate", found.generation),
+            &found.windows,
+        )?;
     }
     match &args.json {
         Some(path) => report::write_json(path, &found),

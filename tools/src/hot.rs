@@ -34,7 +34,8 @@ pub(crate) fn hot_keys(source: &dyn RowSource) -> Result<Vec<u64>> {
 /// Whether a cache of some size that is warmed from the list `old` would hold too little of what one of `new` would: a list is whole,
 /// and can be far larger than the delta that brings it.
 pub(crate) fn is_news(old: &[u64], new: &[u64]) -> bool {
-    let rank: HashMap<u64, usize> = old.iter().enumerate().map(|(rank, key)| (*key, rank)).collect();
+    let rank: HashMap<u64, usize> =
+        old.iter().enumerate().map(|(rank, key)| (*key, rank)).collect();
     let sizes = (HOT_COMPARED_MIN.ilog2()..usize::BITS).map(|bits| 1 << bits);
     sizes.take_while(|size| *size < new.len()).chain([new.len()]).any(|size| {
         let missing = |key: &&u64| rank.get(key).is_none_or(|rank| *rank >= size);
@@ -57,7 +58,10 @@ mod tests {
         assert!(!is_news(&old, &old) && !is_news(&old, &[]) && !is_news(&[], &[]));
         assert!(is_news(&[], &old));
         assert!(is_news(&old, &with(0..26)) && !is_news(&old, &with(0..25)), "of the hottest 256");
-        assert!(is_news(&old, &with(8_000..9_001)) && !is_news(&old, &with(9_000..10_000)), "of all");
+        assert!(
+            is_news(&old, &with(8_000..9_001)) && !is_news(&old, &with(9_000..10_000)),
+            "of all"
+        );
         let mut turned = old.clone();
         turned.rotate_left(20);
         assert!(!is_news(&old, &turned), "nearly the same order");

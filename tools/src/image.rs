@@ -61,7 +61,10 @@ pub fn run(args: &ImageArgs) -> Result<()> {
     let generation = flash.manifest().generation.clone();
     drop(flash);
     let name = args.name.as_ref().unwrap_or(&generation.lineage);
-    ensure!(!name.is_empty() && !name.contains(['/', '.']), "--name {name}: is not the name of a folder");
+    ensure!(
+        !name.is_empty() && !name.contains(['/', '.']),
+        "--name {name}: is not the name of a folder"
+    );
     fs::rename(&laid, models.join(name))?;
 
     let files = files(&tree)?;
@@ -99,7 +102,9 @@ fn files(tree: &Path) -> Result<Vec<Entry>> {
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(tree.join(folder.trim_start_matches('/')))? {
             let entry = entry?;
-            let Ok(name) = entry.file_name().into_string() else { bail!("{:?}: is no text", entry.path()) };
+            let Ok(name) = entry.file_name().into_string() else {
+                bail!("{:?}: is no text", entry.path())
+            };
             let (path, metadata) = (format!("{folder}/{name}"), entry.metadata()?);
             let is_folder = metadata.is_dir();
             ensure!(is_folder || metadata.is_file(), "{path}: is neither a file nor a folder");
@@ -127,12 +132,16 @@ fn e2fs(program: &str, arguments: &[&str]) -> Result<String> {
     // It would note the time, and take defaults that depend on the machine.
     let config = tempfile::NamedTempFile::new()?;
     fs::write(config.path(), "[fs_types]\next4 = {\ninode_size = 256\n}\n")?;
-    command.args(arguments).env("MKE2FS_CONFIG", config.path()).env("E2FSPROGS_FAKE_TIME", MADE.to_string());
+    command
+        .args(arguments)
+        .env("MKE2FS_CONFIG", config.path())
+        .env("E2FSPROGS_FAKE_TIME", MADE.to_string());
     // Debian keeps these where only root looks.
     let path = std::env::var("PATH").unwrap_or_default();
-    let output = command.env("PATH", format!("{path}:/usr/sbin:/sbin")).stdin(Stdio::null()).output();
     let output =
-        output.with_context(|| format!("{program}: is e2fsprogs installed? (apt install e2fsprogs)"))?;
+        command.env("PATH", format!("{path}:/usr/sbin:/sbin")).stdin(Stdio::null()).output();
+    let output = output
+        .with_context(|| format!("{program}: is e2fsprogs installed? (apt install e2fsprogs)"))?;
     let said = [output.stdout, output.stderr].concat();
     let said = String::from_utf8_lossy(&said).into_owned();
     ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), said.trim());
@@ -260,7 +269,10 @@ mod tests {
             let told = e2fs("dumpe2fs", &["-h", text(&image).unwrap()]).unwrap();
             let free = told.lines().find_map(|l| l.strip_prefix("Free blocks:")).unwrap();
             let free: u64 = free.trim().parse().unwrap();
-            assert!(free * 4096 >= TIMES * (mib << 20), "{mib} MiB five times, {free} blocks are free");
+            assert!(
+                free * 4096 >= TIMES * (mib << 20),
+                "{mib} MiB five times, {free} blocks are free"
+            );
             fs::remove_file(&image).unwrap();
         }
     }

@@ -74,8 +74,9 @@ impl ScrubReport {
             return None;
         }
         let scratch = tempfile::tempdir().ok()?;
-        let notes =
-            Catalog::peek(&place, scratch.path()).inspect_err(|e| eprintln!("no scrubs known: {e}")).ok()?;
+        let notes = Catalog::peek(&place, scratch.path())
+            .inspect_err(|e| eprintln!("no scrubs known: {e}"))
+            .ok()?;
         let tables = &flash.manifest().schema.tables;
         let bad = |d: &Damage| BadPage {
             table: tables.get(d.table).map_or_else(|| d.table.to_string(), |t| t.name.clone()),
@@ -92,7 +93,8 @@ impl ScrubReport {
     }
 
     fn print(&self) {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let now =
+            SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
         let pages = report::count(self.pages);
         match self.ended_unix_s {
             Some(at) => {
@@ -102,14 +104,23 @@ impl ScrubReport {
                     self.bad_pages.len()
                 );
             }
-            None => println!("a scrub is under way, {pages} pages so far: {} bad", self.bad_pages.len()),
+            None => {
+                println!("a scrub is under way, {pages} pages so far: {} bad", self.bad_pages.len())
+            }
         }
         if self.bad_pages.is_empty() {
             return;
         }
-        let mut bad = report::table(&["bad page of table", "segment", "page", "keys, at most", "fault"]);
+        let mut bad =
+            report::table(&["bad page of table", "segment", "page", "keys, at most", "fault"]);
         for p in &self.bad_pages {
-            bad.add_row([&p.table, &p.segment, &p.page.to_string(), &p.keys_max.to_string(), &p.fault]);
+            bad.add_row([
+                &p.table,
+                &p.segment,
+                &p.page.to_string(),
+                &p.keys_max.to_string(),
+                &p.fault,
+            ]);
         }
         println!("{bad}");
     }
@@ -187,8 +198,11 @@ impl Report {
             "stored",
         ]);
         for t in &self.tables {
-            let codec =
-                if t.unit_exp == 0 { t.codec.to_owned() } else { format!("{} x 2^{}", t.codec, t.unit_exp) };
+            let codec = if t.unit_exp == 0 {
+                t.codec.to_owned()
+            } else {
+                format!("{} x 2^{}", t.codec, t.unit_exp)
+            };
             let (rows, hot) = (report::count(t.rows), report::count(t.hot_keys));
             let placed = report::bytes(t.placed_bytes);
             let (segment, stored) = (report::bytes(t.segment_bytes), report::bytes(t.stored_bytes));

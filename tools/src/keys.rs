@@ -63,7 +63,8 @@ impl FromStr for Distribution {
 
     fn from_str(text: &str) -> Result<Self, ParseError> {
         let refuse = |problem| ParseError { text: text.to_owned(), problem };
-        let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
+        let (name, rest) =
+            text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
         match (name, rest) {
             ("uniform", None) => Ok(Self::Uniform),
             ("powerlaw", None) => Ok(Self::PowerLaw { alpha: ALPHA }),
@@ -74,7 +75,9 @@ impl FromStr for Distribution {
             }
             ("histogram", Some(file)) if !file.is_empty() => Ok(Self::Histogram(file.into())),
             ("histogram", _) => Err(refuse("is written histogram:FILE")),
-            _ => Err(refuse("is not uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS or histogram:FILE")),
+            _ => Err(refuse(
+                "is not uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS or histogram:FILE",
+            )),
         }
     }
 }
@@ -87,10 +90,15 @@ fn parse_alpha(text: &str) -> Result<Distribution, &'static str> {
 }
 
 fn parse_shares(text: &str) -> Result<Distribution, &'static str> {
-    let percent = |s: &str| s.parse::<f64>().ok().filter(|p| *p > 0.0 && *p <= 100.0).map(|p| p / 100.0);
+    let percent =
+        |s: &str| s.parse::<f64>().ok().filter(|p| *p > 0.0 && *p <= 100.0).map(|p| p / 100.0);
     match text.split_once('/').map(|(lookups, keys)| (percent(lookups), percent(keys))) {
-        Some((Some(lookups), Some(keys))) if keys < 1.0 => Ok(Distribution::HotKey { lookups, keys }),
-        _ => Err("LOOKUPS/KEYS are not two shares in per cent, above 0, at most 100, KEYS below 100"),
+        Some((Some(lookups), Some(keys))) if keys < 1.0 => {
+            Ok(Distribution::HotKey { lookups, keys })
+        }
+        _ => {
+            Err("LOOKUPS/KEYS are not two shares in per cent, above 0, at most 100, KEYS below 100")
+        }
     }
 }
 
@@ -101,7 +109,9 @@ impl fmt::Display for Distribution {
         match self {
             Self::Uniform => f.write_str("uniform"),
             Self::PowerLaw { alpha } => write!(f, "powerlaw:{alpha}"),
-            Self::HotKey { lookups, keys } => write!(f, "hotkey:{}/{}", percent(*lookups), percent(*keys)),
+            Self::HotKey { lookups, keys } => {
+                write!(f, "hotkey:{}/{}", percent(*lookups), percent(*keys))
+            }
             Self::Histogram(file) => write!(f, "histogram:{}", file.display()),
         }
     }
@@ -165,8 +175,10 @@ impl Scatter {
     fn step(&self, v: u64) -> u64 {
         let mask = (1 << self.half_bits) - 1;
         let halves = (v >> self.half_bits, v & mask);
-        let (left, right) =
-            self.rounds.iter().fold(halves, |(left, right), key| (right, left ^ (mix(right ^ key) & mask)));
+        let (left, right) = self
+            .rounds
+            .iter()
+            .fold(halves, |(left, right), key| (right, left ^ (mix(right ^ key) & mask)));
         left << self.half_bits | right
     }
 }
@@ -200,7 +212,10 @@ struct Observed {
 impl Observed {
     fn of_feature(samples: &[Sample], feature: usize) -> Self {
         let mut counts = BTreeMap::<u64, u64>::new();
-        samples.iter().flat_map(|s| &s.sparse[feature]).for_each(|&k| *counts.entry(k).or_default() += 1);
+        samples
+            .iter()
+            .flat_map(|s| &s.sparse[feature])
+            .for_each(|&k| *counts.entry(k).or_default() += 1);
         let mut observed = Self::default();
         for (key, count) in counts {
             observed.keys.push(key);
@@ -243,7 +258,12 @@ impl Workload {
     ///
     /// # Errors
     /// A segment or the sample file cannot be read.
-    pub fn new(flash: &Flash, distribution: &Distribution, sizes: BagSizes, seed: u64) -> Result<Self> {
+    pub fn new(
+        flash: &Flash,
+        distribution: &Distribution,
+        sizes: BagSizes,
+        seed: u64,
+    ) -> Result<Self> {
         let schema = Arc::new(flash.manifest().schema.clone());
         let features = match distribution {
             Distribution::Histogram(file) => observed_keys(&schema, &read_samples(file, &schema)?),
@@ -274,7 +294,12 @@ impl Workload {
     /// The next sample: dense values from N(0, 1), keys as the distribution says.
     pub fn sample(&mut self) -> &Sample {
         let rng = &mut self.rng;
-        let dense = self.schema.dense_features.iter().map(|_| rng.sample::<f32, _>(StandardNormal)).collect();
+        let dense = self
+            .schema
+            .dense_features
+            .iter()
+            .map(|_| rng.sample::<f32, _>(StandardNormal))
+            .collect();
         self.sample.dense = dense;
         for (f, bag) in self.sample.sparse.iter_mut().enumerate() {
             let most = self.schema.features[f].hotness_max;
@@ -297,7 +322,9 @@ impl Workload {
 }
 
 fn observed_keys(schema: &Schema, samples: &[Sample]) -> Vec<Keys> {
-    (0..schema.features.len()).map(|f| Keys::Observed(Arc::new(Observed::of_feature(samples, f)))).collect()
+    (0..schema.features.len())
+        .map(|f| Keys::Observed(Arc::new(Observed::of_feature(samples, f))))
+        .collect()
 }
 
 /// The keys of each feature's table; features that share a table share its keys.
@@ -309,7 +336,8 @@ fn table_keys(flash: &Flash, schema: &Schema) -> Result<Vec<Keys>> {
             table.insert(keys_of(flash, schema, number)?);
         }
     }
-    let of = |table: u16| tables.get(&usize::from(table)).cloned().context("a feature without a table");
+    let of =
+        |table: u16| tables.get(&usize::from(table)).cloned().context("a feature without a table");
     schema.features.iter().map(|f| of(f.table)).collect()
 }
 
@@ -355,9 +383,12 @@ mod tests {
         assert_near(&shares("uniform", 1000, &[100, 500]), &[0.1, 0.5]);
         assert_near(&shares("hotkey:90/1", 100_000, &[500, 1000, 50_500]), &[0.45, 0.9, 0.95]);
         assert_near(&shares("hotkey:50/10", 1, &[1]), &[1.0]);
-        for (text, alpha) in
-            [("powerlaw", 1.05), ("powerlaw:1", 1.0), ("powerlaw:1.45", 1.45), ("powerlaw:0.5", 0.5)]
-        {
+        for (text, alpha) in [
+            ("powerlaw", 1.05),
+            ("powerlaw:1", 1.0),
+            ("powerlaw:1.45", 1.45),
+            ("powerlaw:0.5", 0.5),
+        ] {
             let ranks = [1, 10, 1000, 100_000];
             let expected = ranks.map(|k| powerlaw_share(alpha, 1_000_000, k));
             assert_near(&shares(text, 1_000_000, &ranks), &expected);
@@ -415,7 +446,8 @@ mod tests {
 
     #[test]
     fn observed_keys_come_as_often_as_observed() {
-        let sample = |keys: &[u64]| Sample { sparse: vec![keys.to_vec(), vec![]], ..Sample::default() };
+        let sample =
+            |keys: &[u64]| Sample { sparse: vec![keys.to_vec(), vec![]], ..Sample::default() };
         let samples = [sample(&[5, 5, 5]), sample(&[9]), sample(&[])];
         let observed = Observed::of_feature(&samples, 0);
         let mut rng = StdRng::seed_from_u64(1);

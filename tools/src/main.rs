@@ -71,17 +71,23 @@ fn pack(args: &PackArgs) -> Result<()> {
     let bar = serve::progress_bar(0, "packing", "{human_pos}/{human_len} rows");
     let overrides = Overrides { codec: args.codec, placement: args.placement };
     let scratch = tempfile::tempdir()?;
-    let parent = args.parent.as_deref().map(|path| serve::open_flash(path, scratch.path())).transpose()?;
-    let packed = pack_file_onto(&args.model, parent.as_ref(), &args.out, overrides, &mut |rows, total| {
-        bar.set_length(total);
-        bar.inc(rows);
-    });
+    let parent =
+        args.parent.as_deref().map(|path| serve::open_flash(path, scratch.path())).transpose()?;
+    let packed =
+        pack_file_onto(&args.model, parent.as_ref(), &args.out, overrides, &mut |rows, total| {
+            bar.set_length(total);
+            bar.inc(rows);
+        });
     bar.finish_and_clear();
     let packed = packed?;
     let rows = packed.schema.tables.iter().map(|t| t.rows).sum();
     let (tables, rows) = (packed.schema.tables.len(), report::count(rows));
     let size = report::bytes(packed.bytes);
-    println!("{}: {} with {tables} tables, {rows} rows, {size}", args.out.display(), packed.generation);
+    println!(
+        "{}: {} with {tables} tables, {rows} rows, {size}",
+        args.out.display(),
+        packed.generation
+    );
     Ok(())
 }
 

@@ -30,7 +30,8 @@ pub fn logloss(scores: &[f32], labels: &[f32]) -> Option<f64> {
         let p = f64::from(score).clamp(1e-7, 1.0 - 1e-7);
         -(f64::from(label) * p.ln() + (1.0 - f64::from(label)) * (1.0 - p).ln())
     };
-    (!scores.is_empty()).then(|| scores.iter().zip(labels).map(loss).sum::<f64>() / scores.len() as f64)
+    (!scores.is_empty())
+        .then(|| scores.iter().zip(labels).map(loss).sum::<f64>() / scores.len() as f64)
 }
 
 /// The largest difference of two scores at the same place; 0 for none. NaN if one is no number, which `max` would pass over.
@@ -186,6 +187,8 @@ mod tests {
         let mut latencies = Latencies::default();
         (1..=1000).for_each(|us| latencies.record(Duration::from_micros(us)));
         let p = latencies.percentiles();
-        assert!((p.p50_us - 500.0).abs() < 2.0 && (p.p99_us - 990.0).abs() < 2.0 && p.requests == 1000);
+        assert!(
+            (p.p50_us - 500.0).abs() < 2.0 && (p.p99_us - 990.0).abs() < 2.0 && p.requests == 1000
+        );
     }
 }

@@ -65,7 +65,10 @@ pub fn ints(name: &str, values: &[u64]) -> Message {
 
 /// A tensor without its values.
 fn tensor(name: &str, kind: Type, shape: &[usize]) -> Message {
-    Message::default().each(shape, |m, n| m.number(1, *n as u64)).number(2, kind as u64).text(8, name)
+    Message::default()
+        .each(shape, |m, n| m.number(1, *n as u64))
+        .number(2, kind as u64)
+        .text(8, name)
 }
 
 /// A graph in the making.
@@ -79,7 +82,13 @@ pub struct Graph {
 
 impl Graph {
     /// Adds a node; its output has the name that is returned.
-    pub fn node(&mut self, op: &str, inputs: &[&str], output: &str, attributes: &[Message]) -> String {
+    pub fn node(
+        &mut self,
+        op: &str,
+        inputs: &[&str],
+        output: &str,
+        attributes: &[Message],
+    ) -> String {
         let node = Message::default().each(inputs, |m, name| m.text(1, name)).text(2, output);
         let node = node.text(3, output).text(4, op).each(attributes, |m, a| m.message(5, a));
         self.nodes.push(node);

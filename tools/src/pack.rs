@@ -104,7 +104,10 @@ pub fn pack_file_onto(
     let base = spec_path.parent().unwrap_or(Path::new("."));
     let mut sources: Vec<Box<dyn RowSource>> = Vec::new();
     for table in &spec.tables {
-        let rows = table.source.open(base, table.dim).with_context(|| format!("table `{}`", table.name))?;
+        let rows = table
+            .source
+            .open(base, table.dim)
+            .with_context(|| format!("table `{}`", table.name))?;
         sources.push(Box::new(rows));
     }
     pack_onto(&spec, &sources, parent, base, out, overrides, progress)
@@ -140,7 +143,12 @@ pub fn pack_onto(
 ) -> Result<Packed> {
     if let Some(parent) = parent {
         let parent = &parent.manifest().generation;
-        ensure!(spec.name == parent.lineage, "name: `{}`, the parent's is `{}`", spec.name, parent.lineage);
+        ensure!(
+            spec.name == parent.lineage,
+            "name: `{}`, the parent's is `{}`",
+            spec.name,
+            parent.lineage
+        );
         let (ours, theirs) = (spec.sequence, parent.sequence);
         ensure!(ours > theirs, "sequence: {ours} is not above the parent's, {theirs}");
     }
@@ -148,8 +156,8 @@ pub fn pack_onto(
     let mut advance = |rows: u64| progress(rows, total);
     let mut tables = Vec::new();
     for (table, source) in spec.tables.iter().zip(sources) {
-        let learnt =
-            learn(table, source.as_ref(), &mut advance).with_context(|| format!("table `{}`", table.name))?;
+        let learnt = learn(table, source.as_ref(), &mut advance)
+            .with_context(|| format!("table `{}`", table.name))?;
         tables.push(learnt.table(table, source.rows(), overrides)?);
         if let Some(parent) = parent {
             encode_as(&mut tables, parent)?;
@@ -165,8 +173,13 @@ pub fn pack_onto(
     let mut blobs = Vec::new();
     for (number, source) in sources.iter().enumerate() {
         let name = &schema.tables[number].name;
-        let of =
-            Destination { generation: &generation, schema: &schema, number, parent, requests: &requests };
+        let of = Destination {
+            generation: &generation,
+            schema: &schema,
+            number,
+            parent,
+            requests: &requests,
+        };
         let table = write_table(&mut bundle, &of, source.as_ref(), &mut advance);
         blobs.push(table.with_context(|| format!("table `{name}`"))?);
     }
@@ -193,12 +206,18 @@ struct Learnt {
     sums: Vec<f64>,
 }
 
-fn learn(table: &TableSpec, source: &dyn RowSource, advance: &mut dyn FnMut(u64)) -> Result<Learnt> {
-    let mut learnt = Learnt { range_min: f32::INFINITY, sums: vec![0.0; table.dim], ..Learnt::default() };
+fn learn(
+    table: &TableSpec,
+    source: &dyn RowSource,
+    advance: &mut dyn FnMut(u64),
+) -> Result<Learnt> {
+    let mut learnt =
+        Learnt { range_min: f32::INFINITY, sums: vec![0.0; table.dim], ..Learnt::default() };
     source.each_block(&mut |keys, values| {
         for row in values.chunks_exact(table.dim) {
-            let (low, high) =
-                row.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &v| (l.min(v), h.max(v)));
+            let (low, high) = row
+                .iter()
+                .fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &v| (l.min(v), h.max(v)));
             learnt.magnitude_max = learnt.magnitude_max.max(low.abs()).max(high.abs());
             if high > low {
                 learnt.range_min = learnt.range_min.min(high - low);
@@ -278,11 +297,17 @@ pub fn read_samples(path: &Path, schema: &Schema) -> Result<Vec<Sample>> {
 /// A delta's rows must be comparable, byte for byte, with those they replace.
 fn encode_as(tables: &mut [Table], parent: &Flash) -> Result<()> {
     let number = tables.len() - 1;
-    let (Some(table), Some(old)) = (tables.last_mut(), parent.manifest().schema.tables.get(number)) else {
+    let (Some(table), Some(old)) = (tables.last_mut(), parent.manifest().schema.tables.get(number))
+    else {
         bail!("the parent has no table {number}");
     };
     let same = (&table.name, table.dim, table.keys) == (&old.name, old.dim, old.keys);
-    ensure!(same, "table `{}`: the parent's is `{}`, with another dim or keys", table.name, old.name);
+    ensure!(
+        same,
+        "table `{}`: the parent's is `{}`, with another dim or keys",
+        table.name,
+        old.name
+    );
     (table.codec, table.unit_exp) = (old.codec, old.unit_exp);
     Ok(())
 }

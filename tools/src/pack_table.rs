@@ -42,7 +42,8 @@ pub(crate) fn write_table(
     let mut kept = KeptRows::new(of.keys_to_place(&hot), format.row_bytes());
     let (segment, blob) = bundle.blob();
     let old = of.parent.map(|p| anyhow::Ok(Merge::new(p.table(of.number)?))).transpose()?;
-    let mut rows = NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
+    let mut rows =
+        NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
     if table.keys == KeySpace::Index && !source.has_keys() {
         each_row(format, source, advance, |key, row| {
             kept.offer(key, row);
@@ -96,9 +97,11 @@ impl Destination<'_> {
         let features: Vec<usize> = (0..self.schema.features.len())
             .filter(|f| usize::from(self.schema.features[*f].table) == self.number)
             .collect();
-        let keys_of = |sample: &Sample| features.iter().flat_map(|f| &sample.sparse[*f]).copied().collect();
+        let keys_of =
+            |sample: &Sample| features.iter().flat_map(|f| &sample.sparse[*f]).copied().collect();
         let requests: Vec<Vec<u64>> = self.requests.iter().map(keys_of).collect();
-        let per_page = self.kind(PLACED_SERIAL, Part::Placed).map_or(1, |kind| kind.rows_per_page());
+        let per_page =
+            self.kind(PLACED_SERIAL, Part::Placed).map_or(1, |kind| kind.rows_per_page());
         by_co_access(hot, requests.iter().map(Vec::as_slice), per_page)
     }
 

@@ -45,11 +45,13 @@ struct Together {
 
 impl Together {
     fn new<'a>(keys: &[u64], requests: impl Iterator<Item = &'a [u64]>) -> Self {
-        let ranks: HashMap<u64, u32> = keys.iter().zip(0..).map(|(key, rank)| (*key, rank)).collect();
+        let ranks: HashMap<u64, u32> =
+            keys.iter().zip(0..).map(|(key, rank)| (*key, rank)).collect();
         let mut found = Vec::new();
         let mut asked_by = vec![Vec::new(); keys.len()];
         for request in requests {
-            let mut asked: Vec<u32> = request.iter().filter_map(|key| ranks.get(key).copied()).collect();
+            let mut asked: Vec<u32> =
+                request.iter().filter_map(|key| ranks.get(key).copied()).collect();
             asked.sort_unstable();
             asked.dedup();
             if asked.len() > 1 {

@@ -50,7 +50,12 @@ pub struct Window {
 impl Window {
     /// The stretch that ended `seconds` after the start.
     pub fn new(seconds: f64, latency: &Percentiles, counters: &Counters) -> Self {
-        Self { seconds, p50_us: latency.p50_us, p99_us: latency.p99_us, hit_rate: counters.hit_rate() }
+        Self {
+            seconds,
+            p50_us: latency.p50_us,
+            p99_us: latency.p99_us,
+            hit_rate: counters.hit_rate(),
+        }
     }
 }
 
@@ -276,7 +281,8 @@ fn widen(low: f64, high: f64) -> (f64, f64) {
 fn even_ticks(low: f64, high: f64) -> Vec<f64> {
     let rough = (high - low) / 5.0;
     let unit = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|m| m * unit).into_iter().find(|s| *s >= rough).unwrap_or(rough);
+    let step =
+        [1.0, 2.0, 5.0, 10.0].map(|m| m * unit).into_iter().find(|s| *s >= rough).unwrap_or(rough);
     let first = (low / step + 1e-9).floor() as i64;
     let last = (high / step - 1e-9).ceil() as i64;
     (first..=last).map(|i| i as f64 * step).collect()
@@ -286,7 +292,8 @@ fn even_ticks(low: f64, high: f64) -> Vec<f64> {
 fn ratio_ticks(low: f64, high: f64) -> Vec<f64> {
     let between: &[f64] = if high - low > 3.5 { &[1.0] } else { &[1.0, 2.0, 5.0] };
     let decades = low.floor() as i32..=high.ceil() as i32;
-    let all: Vec<f64> = decades.flat_map(|d| between.iter().map(move |m| m * 10f64.powi(d))).collect();
+    let all: Vec<f64> =
+        decades.flat_map(|d| between.iter().map(move |m| m * 10f64.powi(d))).collect();
     let from = all.iter().rposition(|v| v.log10() <= low + 1e-9).unwrap_or(0);
     let to = all.iter().position(|v| v.log10() >= high - 1e-9).unwrap_or(all.len() - 1);
     all[from..=to].to_vec()
@@ -306,7 +313,11 @@ impl Ranged for Scale {
     }
 
     fn range(&self) -> Range<f64> {
-        if self.log { 10f64.powf(self.range.start)..10f64.powf(self.range.end) } else { self.range.clone() }
+        if self.log {
+            10f64.powf(self.range.start)..10f64.powf(self.range.end)
+        } else {
+            self.range.clone()
+        }
     }
 }
 
@@ -370,7 +381,9 @@ mod tests {
         let series = |points: &[(f64, f64)]| {
             vec![Series { name: "line".into(), points: points.to_vec(), ..Series::default() }]
         };
-        for points in [&[][..], &[(1.0, 5.0)], &[(1.0, 0.0), (0.0, f64::NAN)], &[(1.0, 7.0), (2.0, 7.0)]] {
+        for points in
+            [&[][..], &[(1.0, 5.0)], &[(1.0, 0.0), (0.0, f64::NAN)], &[(1.0, 7.0), (2.0, 7.0)]]
+        {
             for axis in [Axis::linear("a"), Axis::log("a")] {
                 let panel = Panel { x: axis.clone(), y: axis, series: series(points) };
                 assert_well_formed(&svg("t", &[panel]).unwrap());
@@ -381,8 +394,14 @@ mod tests {
     #[test]
     fn ticks_enclose_the_values() {
         assert_eq!(even_ticks(0.0, 97.0), [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]);
-        assert_eq!(ratio_ticks(30f64.log10(), 700f64.log10()), [20.0, 50.0, 100.0, 200.0, 500.0, 1000.0]);
+        assert_eq!(
+            ratio_ticks(30f64.log10(), 700f64.log10()),
+            [20.0, 50.0, 100.0, 200.0, 500.0, 1000.0]
+        );
         assert_eq!(ratio_ticks(0.0, 5.0), [1.0, 10.0, 100.0, 1e3, 1e4, 1e5]);
-        assert_eq!(["0.25", "1500", "20 k", "3 M"], [0.25, 1500.0, 2e4, 3e6].map(|v| Scale::format(&v)));
+        assert_eq!(
+            ["0.25", "1500", "20 k", "3 M"],
+            [0.25, 1500.0, 2e4, 3e6].map(|v| Scale::format(&v))
+        );
     }
 }

@@ -59,11 +59,13 @@ impl Past {
     pub fn read(store: &dyn Store, version: u64) -> Result<Option<Self>> {
         let path = format!("metadata/{version}.snapshot.json");
         let Some(bytes) = store.get(&path)? else { return Ok(None) };
-        let snapshot: Signed<Snapshot> = serde_json::from_slice(&bytes).with_context(|| path.clone())?;
+        let snapshot: Signed<Snapshot> =
+            serde_json::from_slice(&bytes).with_context(|| path.clone())?;
         let targets = snapshot.signed.meta.get("targets.json").map_or(0, |meta| meta.version.get());
         let paths = [path, format!("metadata/{targets}.targets.json")];
         let Some(bytes) = store.get(&paths[1])? else { return Ok(None) };
-        let targets: Signed<Targets> = serde_json::from_slice(&bytes).with_context(|| paths[1].clone())?;
+        let targets: Signed<Targets> =
+            serde_json::from_slice(&bytes).with_context(|| paths[1].clone())?;
         Ok(Some(Self { paths, targets: targets.signed, version }))
     }
 
@@ -97,7 +99,9 @@ impl Names {
             let Some(past) = Past::read(store, next)? else { break };
             next = past.previous();
             // The oldest counts: a car may have it still.
-            names.0.extend(past.targets.targets.into_iter().map(|(n, t)| (n, t.hashes.sha256.to_vec())));
+            names.0.extend(
+                past.targets.targets.into_iter().map(|(n, t)| (n, t.hashes.sha256.to_vec())),
+            );
         }
         Ok(names)
     }
@@ -137,8 +141,11 @@ pub fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
     let long_ago = jiff::Timestamp::UNIX_EPOCH;
     let mut refused = None;
     // After a rotation what is there is signed by the keys of an older root.
-    let roots =
-        roots(keys)?.iter().rev().map(|(_, path)| Ok(std::fs::read(path)?)).collect::<Result<Vec<_>>>()?;
+    let roots = roots(keys)?
+        .iter()
+        .rev()
+        .map(|(_, path)| Ok(std::fs::read(path)?))
+        .collect::<Result<Vec<_>>>()?;
     for root in &roots {
         let mut set = TrustedMetadataSet::from_root(root)?;
         if let Err(e) = set.update_timestamp(&timestamp, long_ago) {

@@ -100,7 +100,10 @@ pub fn prune(store: &dyn Store, keys: &Path, window: &Window, now: u64) -> Resul
     // Listed before it is known what is named: what comes meanwhile is not in the list.
     let objects = store.list()?;
     let present = present(store, keys)?;
-    ensure!(!present.is_outdated, "the targets' keys were replaced since the last publish: publish first");
+    ensure!(
+        !present.is_outdated,
+        "the targets' keys were replaced since the last publish: publish first"
+    );
     let listed = &present.signed.as_ref().context("nothing is published here")?.signed;
     let named = named(store, &present, now.saturating_sub(window.grace_s))?;
     let mut done = Pruned { unlisted: outside(listed, window.releases), ..Pruned::default() };
@@ -114,8 +117,11 @@ pub fn prune(store: &dyn Store, keys: &Path, window: &Window, now: u64) -> Resul
         (*count, *bytes) = (*count + 1, *bytes + object.bytes);
     }
     if !done.unlisted.is_empty() {
-        let change =
-            Change { revoke: done.unlisted.clone(), expires_s: window.expires_s, ..Change::default() };
+        let change = Change {
+            revoke: done.unlisted.clone(),
+            expires_s: window.expires_s,
+            ..Change::default()
+        };
         publish(store, keys, &change, now)?;
     }
     Ok(done)
@@ -144,7 +150,8 @@ fn named(store: &dyn Store, present: &Present, since: u64) -> Result<BTreeSet<St
         ensure!(past.is_some() || !is_newest, "metadata of version {next} are missing");
         let Some(past) = past else { break };
         for (name, target) in &past.targets.targets {
-            let hash: Hash = target.hashes.sha256.as_ref().try_into().context(name.raw().to_owned())?;
+            let hash: Hash =
+                target.hashes.sha256.as_ref().try_into().context(name.raw().to_owned())?;
             let path = manifest_path(name.raw(), &hash);
             if named.contains(&path) {
                 continue;
@@ -153,7 +160,9 @@ fn named(store: &dyn Store, present: &Present, since: u64) -> Result<BTreeSet<St
             ensure!(bytes.is_some() || !is_newest, "{path} is missing");
             let Some(bytes) = bytes else { continue };
             let manifest = Manifest::decode(&bytes).with_context(|| path.clone())?;
-            named.extend(manifest.blobs.iter().flat_map(|b| &b.chunks).map(|c| chunk_path(&c.sha256)));
+            named.extend(
+                manifest.blobs.iter().flat_map(|b| &b.chunks).map(|c| chunk_path(&c.sha256)),
+            );
             named.insert(path);
         }
         // What came before was left when this was published.
@@ -167,18 +176,22 @@ fn named(store: &dyn Store, present: &Present, since: u64) -> Result<BTreeSet<St
 fn outside(listed: &Targets, releases: Option<u64>) -> Vec<String> {
     let Some(releases) = releases else { return Vec::new() };
     let mut models: BTreeMap<String, (BTreeSet<u64>, Option<u64>)> = BTreeMap::new();
-    let all = || listed.targets.iter().filter_map(|(name, t)| Some((name.raw(), parse_name(name.raw())?, t)));
+    let all = || {
+        listed.targets.iter().filter_map(|(name, t)| Some((name.raw(), parse_name(name.raw())?, t)))
+    };
     for (_, (generation, parent), target) in all() {
         let (sequences, snapshot) = models.entry(generation.lineage).or_default();
         sequences.insert(generation.sequence);
-        let for_all = target.custom.get(SHARE).and_then(Value::as_u64).is_none_or(|share| share >= 100);
+        let for_all =
+            target.custom.get(SHARE).and_then(Value::as_u64).is_none_or(|share| share >= 100);
         if parent.is_none() && for_all {
             *snapshot = (*snapshot).max(Some(generation.sequence));
         }
     }
     let from = |lineage: &str| {
         let (sequences, snapshot) = models.get(lineage)?;
-        let mut newest = sequences.iter().rev().take(usize::try_from(releases).unwrap_or(usize::MAX));
+        let mut newest =
+            sequences.iter().rev().take(usize::try_from(releases).unwrap_or(usize::MAX));
         Some((*newest.next_back()?).min((*snapshot)?))
     };
     let is_outside = |(name, (generation, _), _): (&str, _, _)| {

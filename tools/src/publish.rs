@@ -11,7 +11,9 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::manifest::{Blob, sha256};
-use hatchback::sync::release::{BYTES, SHARE, chunk_path, hex, manifest_path, parse_name, target_name};
+use hatchback::sync::release::{
+    BYTES, SHARE, chunk_path, hex, manifest_path, parse_name, target_name,
+};
 use hatchback::sync::trust::PUBLISHED;
 use serde::Serialize;
 use serde_json::Value;
@@ -75,7 +77,13 @@ pub struct Change {
 impl Default for Change {
     /// Nothing but a new timestamp, for a day.
     fn default() -> Self {
-        Self { bundles: Vec::new(), share: 100, revoke: Vec::new(), carry: Vec::new(), expires_s: DAY_S }
+        Self {
+            bundles: Vec::new(),
+            share: 100,
+            revoke: Vec::new(),
+            carry: Vec::new(),
+            expires_s: DAY_S,
+        }
     }
 }
 
@@ -115,8 +123,11 @@ pub fn run(args: &PublishArgs) -> Result<()> {
     done.added.iter().for_each(|name| println!("+ {name}"));
     done.revoked.iter().for_each(|name| println!("- {name}"));
     done.carried.iter().for_each(|target| println!("= {target}"));
-    let (n, bytes, known) =
-        (report::count(done.chunks), report::bytes(done.chunk_bytes), report::count(done.chunks_known));
+    let (n, bytes, known) = (
+        report::count(done.chunks),
+        report::bytes(done.chunk_bytes),
+        report::count(done.chunks_known),
+    );
     let dry = if args.dry_run { " (dry run: nothing was written)" } else { "" };
     println!("version {}: {n} chunks, {bytes}; {known} were there{dry}", done.version);
     Ok(())
@@ -141,7 +152,11 @@ impl Offer {
         let bundle = BundleReader::open(path)?;
         let (manifest, content) = (bundle.manifest(), bundle.manifest_bytes());
         let name = target_name(&manifest.generation, manifest.parent);
-        ensure!(parse_name(&name).is_some(), "{}: cars take no release named {name:?}", path.display());
+        ensure!(
+            parse_name(&name).is_some(),
+            "{}: cars take no release named {name:?}",
+            path.display()
+        );
         let bytes: u64 = manifest.blobs.iter().map(Blob::stored_bytes).sum();
         let target = Target {
             length: content.len() as u64,
@@ -156,7 +171,12 @@ impl Offer {
     }
 
     /// Puts up what the store does not have yet; what it has is added to `known` with its size.
-    fn put(&mut self, store: &dyn Store, done: &mut Published, known: &mut Vec<(String, u64)>) -> Result<()> {
+    fn put(
+        &mut self,
+        store: &dyn Store,
+        done: &mut Published,
+        known: &mut Vec<(String, u64)>,
+    ) -> Result<()> {
         self.bundle.each_stored(|chunk, stored| {
             let (at, bytes) = (chunk_path(&chunk.sha256), stored.len() as u64);
             // One of another size is what a power cut left.
@@ -181,8 +201,11 @@ impl Offer {
 pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
     let present = present(store, keys)?;
     let mut done = Published { version: present.timestamp + 1, ..Published::default() };
-    let mut offers =
-        change.bundles.iter().map(|path| Offer::open(path, change.share)).collect::<Result<Vec<_>>>()?;
+    let mut offers = change
+        .bundles
+        .iter()
+        .map(|path| Offer::open(path, change.share))
+        .collect::<Result<Vec<_>>>()?;
     let revoked = named(&present, &change.revoke, "--revoke")?;
     let carried = carried(&present, change, &revoked, &offers)?;
     let mut names = if offers.is_empty() && carried.is_empty() {
@@ -219,10 +242,15 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
             store.put(&name, root)?;
         }
     }
-    let signed = |name: &str| std::fs::read(folder.path().join(name)).with_context(|| name.to_owned());
-    for name in [format!("{}.targets.json", next.targets), format!("{}.snapshot.json", next.snapshot)] {
+    let signed =
+        |name: &str| std::fs::read(folder.path().join(name)).with_context(|| name.to_owned());
+    for name in
+        [format!("{}.targets.json", next.targets), format!("{}.snapshot.json", next.snapshot)]
+    {
         let put = store.put_new(&format!("metadata/{name}"), signed(&name)?);
-        put.with_context(|| format!("{name}: another publisher is at work? Nothing was published"))?;
+        put.with_context(|| {
+            format!("{name}: another publisher is at work? Nothing was published")
+        })?;
     }
     for (chunk, bytes) in &known {
         let is_there = store.bytes(chunk)? == Some(*bytes);
@@ -250,7 +278,9 @@ fn carried(
     }
     let named = named(present, &change.carry, "--carry")?;
     let is_open = |name: &TargetName| {
-        !named.contains(name) && !revoked.contains(name) && !offers.iter().any(|offer| offer.name == *name)
+        !named.contains(name)
+            && !revoked.contains(name)
+            && !offers.iter().any(|offer| offer.name == *name)
     };
     let mut open: Vec<String> =
         present.listed().filter(|(name, _)| is_open(name)).map(|(n, t)| described(n, t)).collect();
@@ -261,7 +291,8 @@ fn carried(
          give the bundle again:\n{}",
         open.join("\n")
     );
-    let carried = present.listed().filter(|(name, _)| named.contains(name) && !revoked.contains(name));
+    let carried =
+        present.listed().filter(|(name, _)| named.contains(name) && !revoked.contains(name));
     Ok(carried.map(|(name, target)| (name.clone(), target.clone())).collect())
 }
 
@@ -272,7 +303,8 @@ fn named(present: &Present, releases: &[String], flag: &str) -> Result<Vec<Targe
         let (lineage, file) = name.raw().split_once('/')?;
         Some((lineage.to_owned(), file.split('-').next()?.parse::<u64>().ok()?))
     };
-    let lineages: BTreeSet<String> = names.iter().filter_map(parts).map(|(lineage, _)| lineage).collect();
+    let lineages: BTreeSet<String> =
+        names.iter().filter_map(parts).map(|(lineage, _)| lineage).collect();
     let mut found = Vec::new();
     for release in releases {
         if let Some(name) = names.iter().find(|name| name.raw() == release) {

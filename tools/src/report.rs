@@ -8,7 +8,8 @@ use std::time::Duration;
 
 const RULE: LineStyle = LineStyle::none().fill('─').junction('─');
 /// Rules above, below and under the heads, none between rows.
-const STYLE: TableStyle = TableStyle::new().top_border(RULE).header_separator(RULE).bottom_border(RULE);
+const STYLE: TableStyle =
+    TableStyle::new().top_border(RULE).header_separator(RULE).bottom_border(RULE);
 
 /// A table with these column heads, first column left, the others right.
 pub fn table(heads: &[&str]) -> Table {
@@ -36,7 +37,8 @@ pub fn bytes(n: u64) -> String {
 pub fn count(n: u64) -> String {
     let digits = n.to_string();
     let first = digits.len() % 3;
-    let groups = digits.as_bytes()[first..].chunks(3).map(|g| String::from_utf8_lossy(g).into_owned());
+    let groups =
+        digits.as_bytes()[first..].chunks(3).map(|g| String::from_utf8_lossy(g).into_owned());
     let head = (first > 0).then(|| digits[..first].to_owned());
     head.into_iter().chain(groups).collect::<Vec<_>>().join(",")
 }
@@ -104,7 +106,10 @@ mod tests {
             (bytes(900), bytes(1536), bytes(3 << 30)),
             ("900 B".into(), "1.5 KiB".into(), "3.0 GiB".into())
         );
-        assert_eq!((count(7), count(1000), count(1234567)), ("7".into(), "1,000".into(), "1,234,567".into()));
+        assert_eq!(
+            (count(7), count(1000), count(1234567)),
+            ("7".into(), "1,000".into(), "1,234,567".into())
+        );
         assert_eq!(micros(Duration::from_nanos(12_340)), "12.3 µs");
         assert_eq!(percent(0.98765), "98.77 %");
     }

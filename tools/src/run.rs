@@ -82,7 +82,8 @@ pub fn run(args: &RunArgs) -> Result<()> {
         ))
     };
     for (number, line) in input.lines().enumerate() {
-        let line = line.with_context(|| format!("{}: line {}", args.samples.display(), number + 1))?;
+        let line =
+            line.with_context(|| format!("{}: line {}", args.samples.display(), number + 1))?;
         match Sample::from_json(&line, model.schema()) {
             Ok(sample) => batch.push(model.schema(), &sample)?,
             Err(e) => {

@@ -88,7 +88,8 @@ impl ServeArgs {
     /// The target does not load, or the machine has no such device.
     pub fn device(&self) -> Result<Device> {
         let target = self.target()?;
-        let (kind, tegra) = target.map_or((DeviceKind::Cpu, false), |t| (t.device, t.tegra_profile));
+        let (kind, tegra) =
+            target.map_or((DeviceKind::Cpu, false), |t| (t.device, t.tegra_profile));
         self.device.unwrap_or(kind).open(tegra).context("device (`--device cpu` needs none)")
     }
 }
@@ -115,7 +116,9 @@ pub fn open_flash(path: &Path, directory: &Path) -> Result<Flash> {
 /// The bundle is refused or cannot be written.
 pub fn lay_on_flash(path: &Path, directory: &Path) -> Result<Flash> {
     let mut bundle = BundleReader::open(path)?;
-    let rows = |t: &hatchback::manifest::TableBlobs| bundle.manifest().blobs[t.segment as usize].raw_bytes();
+    let rows = |t: &hatchback::manifest::TableBlobs| {
+        bundle.manifest().blobs[t.segment as usize].raw_bytes()
+    };
     let total = bundle.manifest().tables.iter().map(rows).sum();
     let bar = progress_bar(total, "laying on flash", "{bytes}/{total_bytes}");
     let flash = Flash::install(&disk::system(), directory, &mut bundle, |bytes| bar.inc(bytes));
@@ -128,7 +131,9 @@ pub fn progress_bar(total: u64, what: &str, unit: &str) -> ProgressBar {
     let bar = ProgressBar::new(total).with_message(what.to_owned());
     let template = format!("{{msg:20}} [{{bar:40}}] {unit} {{eta}}");
     // A template that does not parse would only cost the bar its looks.
-    bar.set_style(ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar.set_style(
+        ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar()),
+    );
     bar
 }
 

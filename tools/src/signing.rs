@@ -67,7 +67,8 @@ enum Action {
 pub const DAY_S: u64 = 24 * 3600;
 
 /// The four roles with how many keys each has and how many must sign.
-pub const ROLES: [RoleType; 4] = [RoleType::Root, RoleType::Targets, RoleType::Snapshot, RoleType::Timestamp];
+pub const ROLES: [RoleType; 4] =
+    [RoleType::Root, RoleType::Targets, RoleType::Snapshot, RoleType::Timestamp];
 
 /// Runs the command.
 ///
@@ -137,11 +138,16 @@ pub fn new_fleet(folder: &Path, counts: [(usize, u64); 4], expires: u64) -> Resu
 /// There is no root, too few of the root role's keys are in the folder, or it cannot be written.
 pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
     let (old, bytes) = newest_root(folder)?;
-    let revoked =
-        &old.signed.roles.get(&role).with_context(|| format!("the root has no role {role}"))?.keyids;
+    let revoked = &old
+        .signed
+        .roles
+        .get(&role)
+        .with_context(|| format!("the root has no role {role}"))?
+        .keyids;
     let version = old.signed.version.checked_add(1).context("version")?;
     let root = Root { version, expires: timestamp(expires)?, ..old.signed.clone() };
-    let (path, root) = write_root(folder, Some((&old.signed, &bytes)), root, &[(role, revoked.len())])?;
+    let (path, root) =
+        write_root(folder, Some((&old.signed, &bytes)), root, &[(role, revoked.len())])?;
     let retired = folder.join("retired");
     std::fs::create_dir_all(&retired).with_context(|| retired.display().to_string())?;
     for path in key_files(folder)? {
@@ -197,7 +203,10 @@ fn key_files(folder: &Path) -> Result<Vec<PathBuf>> {
 /// The folder cannot be read.
 pub fn sources(folder: &Path) -> Result<Vec<Box<dyn KeySource>>> {
     let paths = key_files(folder)?;
-    Ok(paths.into_iter().map(|path| Box::new(LocalKeySource { path }) as Box<dyn KeySource>).collect())
+    Ok(paths
+        .into_iter()
+        .map(|path| Box::new(LocalKeySource { path }) as Box<dyn KeySource>)
+        .collect())
 }
 
 /// The roots of the folder, oldest first, with their versions.
@@ -205,9 +214,11 @@ pub fn sources(folder: &Path) -> Result<Vec<Box<dyn KeySource>>> {
 /// # Errors
 /// The folder cannot be read.
 pub fn roots(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
-    let version = |path: &PathBuf| path.file_name()?.to_str()?.strip_suffix(".root.json")?.parse().ok();
+    let version =
+        |path: &PathBuf| path.file_name()?.to_str()?.strip_suffix(".root.json")?.parse().ok();
     let paths = files(folder, |name| name.ends_with(".root.json"))?;
-    let mut roots: Vec<(u64, PathBuf)> = paths.into_iter().filter_map(|p| Some((version(&p)?, p))).collect();
+    let mut roots: Vec<(u64, PathBuf)> =
+        paths.into_iter().filter_map(|p| Some((version(&p)?, p))).collect();
     roots.sort();
     Ok(roots)
 }
@@ -232,7 +243,8 @@ fn write_root(
     for &(role, count) in fresh {
         let mut keyids = Vec::new();
         for _ in 0..count {
-            let private = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).context("no randomness")?;
+            let private =
+                Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).context("no randomness")?;
             let (id, key) = public(private.as_ref())?;
             // By its own name, so that none is ever written over.
             let name = format!("{role}-{}-{}.pk8", root.version, hex(&id[..4]));
@@ -240,9 +252,11 @@ fn write_root(
             keyids.push(id.clone());
             root.keys.insert(id, key);
         }
-        root.roles.get_mut(&role).with_context(|| format!("the root has no role {role}"))?.keyids = keyids;
+        root.roles.get_mut(&role).with_context(|| format!("the root has no role {role}"))?.keyids =
+            keyids;
     }
-    let listed: HashSet<KeyId> = root.roles.values().flat_map(|keys| &keys.keyids).cloned().collect();
+    let listed: HashSet<KeyId> =
+        root.roles.values().flat_map(|keys| &keys.keyids).cloned().collect();
     root.keys.retain(|id, _| listed.contains(id));
 
     let mut signers = sources(folder)?;
@@ -261,7 +275,8 @@ fn write_root(
         Some((_, bytes)) => TrustedMetadataSet::from_root(bytes)?.update_root(signed.buffer()),
         None => TrustedMetadataSet::from_root(signed.buffer()).map(drop),
     };
-    let too_few = || format!("{}: are enough of the root's keys here? Nothing was changed", folder.display());
+    let too_few =
+        || format!("{}: are enough of the root's keys here? Nothing was changed", folder.display());
     followed.with_context(too_few)?;
     for key in key_files(staged.path())? {
         std::fs::rename(&key, folder.join(key.file_name().unwrap_or_default()))?;
@@ -289,11 +304,17 @@ mod tests {
     fn carry(role: &str, n: usize, from: &Path, to: &Path) {
         let keys = files(from, |name| name.starts_with(role) && name.ends_with(".pk8")).unwrap();
         assert!(keys.len() >= n);
-        keys.iter().take(n).for_each(|k| std::fs::rename(k, to.join(k.file_name().unwrap())).unwrap());
+        keys.iter()
+            .take(n)
+            .for_each(|k| std::fs::rename(k, to.join(k.file_name().unwrap())).unwrap());
     }
 
     fn content(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-        files(folder, |_| true).unwrap().into_iter().map(|p| (p.clone(), std::fs::read(p).unwrap())).collect()
+        files(folder, |_| true)
+            .unwrap()
+            .into_iter()
+            .map(|p| (p.clone(), std::fs::read(p).unwrap()))
+            .collect()
     }
 
     fn listed(folder: &Path) -> [HashSet<KeyId>; 4] {
@@ -312,7 +333,10 @@ mod tests {
         let after = listed(&here);
         assert_eq!(after.each_ref().map(HashSet::len), [3, 2, 2, 2]);
         assert!(after[..3] == before[..3] && after[3].is_disjoint(&before[3]));
-        assert_eq!(files(&here.join("retired"), |name| name.starts_with("timestamp-1-")).unwrap().len(), 1);
+        assert_eq!(
+            files(&here.join("retired"), |name| name.starts_with("timestamp-1-")).unwrap().len(),
+            1
+        );
 
         // The key that was away signs with one of the others, and all three are replaced.
         carry("root", 1, &away, &here);
@@ -324,7 +348,8 @@ mod tests {
         let first = std::fs::read(here.join("1.root.json")).unwrap();
         let mut car = TrustedMetadataSet::from_root(&first).unwrap();
         for version in 2..=3 {
-            car.update_root(&std::fs::read(here.join(format!("{version}.root.json"))).unwrap()).unwrap();
+            car.update_root(&std::fs::read(here.join(format!("{version}.root.json"))).unwrap())
+                .unwrap();
         }
     }
 
@@ -343,7 +368,12 @@ mod tests {
         rotate(&here, RoleType::Snapshot, 2_000_000_001).unwrap();
         assert!(listed(&here)[2].is_disjoint(&before[2]) && listed(&here)[0] == before[0]);
         for key in key_files(&here).unwrap() {
-            assert_eq!(key.metadata().unwrap().permissions().mode() & 0o777, 0o600, "{}", key.display());
+            assert_eq!(
+                key.metadata().unwrap().permissions().mode() & 0o777,
+                0o600,
+                "{}",
+                key.display()
+            );
         }
     }
 }

@@ -28,7 +28,8 @@ impl RowSorter {
         let bytes = rows.saturating_mul(row_bytes as u64 + 8);
         let n = bytes.div_ceil(PARTITION_BYTES).clamp(1, PARTITIONS_MAX);
         let partition = || Ok(BufWriter::with_capacity(1 << 16, tempfile::tempfile()?));
-        let partitions = (0..n).map(|_| partition()).collect::<Result<_>>().context("a temporary file")?;
+        let partitions =
+            (0..n).map(|_| partition()).collect::<Result<_>>().context("a temporary file")?;
         Ok(Self { keys, rows_expected: rows, row_bytes, partitions })
     }
 
@@ -40,7 +41,10 @@ impl RowSorter {
         let order = u128::from(self.keys.order(key));
         let span = match self.keys {
             KeySpace::Index if key >= self.rows_expected => {
-                bail!("key {key} is not in 0..{}, the rows of this `index` table", self.rows_expected)
+                bail!(
+                    "key {key} is not in 0..{}, the rows of this `index` table",
+                    self.rows_expected
+                )
             }
             KeySpace::Index => u128::from(self.rows_expected),
             KeySpace::Sparse => 1 << 64,
@@ -61,7 +65,8 @@ impl RowSorter {
             file.seek(SeekFrom::Start(0))?;
             let mut records = Vec::new();
             BufReader::new(file).read_to_end(&mut records)?;
-            let record = |i: &u32| &records[*i as usize * (8 + self.row_bytes)..][..8 + self.row_bytes];
+            let record =
+                |i: &u32| &records[*i as usize * (8 + self.row_bytes)..][..8 + self.row_bytes];
             let mut order: Vec<(u64, u32)> = (0..(records.len() / (8 + self.row_bytes)) as u32)
                 .map(|i| (self.keys.order(key_of(record(&i))), i))
                 .collect();
@@ -117,10 +122,16 @@ mod tests {
     fn refuses_wrong_keys() {
         assert!(sorted(KeySpace::Index, &[0, 3, 1]).unwrap_err().to_string().contains("key 3"));
         assert!(
-            sorted(KeySpace::Index, &[0, 1, 1]).unwrap_err().to_string().contains("key 1 is there twice")
+            sorted(KeySpace::Index, &[0, 1, 1])
+                .unwrap_err()
+                .to_string()
+                .contains("key 1 is there twice")
         );
         assert!(
-            sorted(KeySpace::Sparse, &[9, 1, 9]).unwrap_err().to_string().contains("key 9 is there twice")
+            sorted(KeySpace::Sparse, &[9, 1, 9])
+                .unwrap_err()
+                .to_string()
+                .contains("key 9 is there twice")
         );
     }
 }

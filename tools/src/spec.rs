@@ -214,24 +214,38 @@ impl ModelSpec {
     pub fn schema(&self, tables: Vec<Table>) -> Result<Schema> {
         let features = self.features.iter().map(|f| self.feature(f)).collect::<Result<_>>()?;
         let inputs = self.network.inputs.iter().map(|i| self.input(i)).collect::<Result<_>>()?;
-        let network =
-            Network { inputs, output: self.network.output.clone(), activation: self.network.activation };
-        let schema = Schema { dense_features: self.dense_features.clone(), tables, features, network };
+        let network = Network {
+            inputs,
+            output: self.network.output.clone(),
+            activation: self.network.activation,
+        };
+        let schema =
+            Schema { dense_features: self.dense_features.clone(), tables, features, network };
         schema.check()?;
         Ok(schema)
     }
 
     fn feature(&self, spec: &FeatureSpec) -> Result<Feature> {
         let table = position(self.tables.iter().map(|t| t.name.as_str()), &spec.table)
-            .with_context(|| format!("feature `{}`: table: there is no table `{}`", spec.name, spec.table))?;
-        Ok(Feature { name: spec.name.clone(), table, pooling: spec.pooling, hotness_max: spec.hotness_max })
+            .with_context(|| {
+                format!("feature `{}`: table: there is no table `{}`", spec.name, spec.table)
+            })?;
+        Ok(Feature {
+            name: spec.name.clone(),
+            table,
+            pooling: spec.pooling,
+            hotness_max: spec.hotness_max,
+        })
     }
 
     fn input(&self, spec: &InputSpec) -> Result<NetworkInput> {
         let source = match (spec.dense, spec.features.is_empty()) {
             (true, true) => InputSource::Dense,
             (false, false) => InputSource::Features(self.input_features(spec)?),
-            _ => bail!("network.input `{}`: takes either `dense = true` or `features = [...]`", spec.name),
+            _ => bail!(
+                "network.input `{}`: takes either `dense = true` or `features = [...]`",
+                spec.name
+            ),
         };
         Ok(NetworkInput { name: spec.name.clone(), source })
     }

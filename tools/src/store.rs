@@ -138,7 +138,9 @@ impl Store for Objects {
             ensure!(found.bytes().await? == before, "{path}: is another one by now");
             let same = PutOptions::from(PutMode::Update(UpdateVersion { e_tag, version }));
             match self.store.put_opts(&path, content.clone(), same).await {
-                Err(object_store::Error::NotImplemented { .. }) => self.store.put(&path, content).await?,
+                Err(object_store::Error::NotImplemented { .. }) => {
+                    self.store.put(&path, content).await?
+                }
                 put => put?,
             };
             Ok(())

@@ -10,7 +10,9 @@
 use crate::import::Source;
 use crate::keys::{ALPHA, Scatter, powerlaw_share};
 use crate::pack::{Overrides, Packed, RowSource, TakeBlock, pack_onto};
-use crate::spec::{CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec};
+use crate::spec::{
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
+};
 use anyhow::{Context, Result};
 use hatchback::flash::Flash;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
@@ -19,8 +21,9 @@ use std::path::{Path, PathBuf};
 
 /// Rows of the tables in MLPerf's model.
 pub const CARDINALITIES: [u64; 26] = [
-    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
-    2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282,
+    10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108,
+    36,
 ];
 /// Values in a row.
 pub const DIM: usize = 32;
@@ -46,7 +49,8 @@ pub fn criteo(rows_max: u64) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
 
 /// Its generation `sequence`: from each to the next one row in `one_in` has other values.
 fn criteo_at(rows_max: u64, at: (u64, u64)) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
-    let tables: Vec<Synthetic> = (0..CARDINALITIES.len()).map(|n| Synthetic::new(n, rows_max, at)).collect();
+    let tables: Vec<Synthetic> =
+        (0..CARDINALITIES.len()).map(|n| Synthetic::new(n, rows_max, at)).collect();
     let names: Vec<String> = (0..tables.len()).map(|n| format!("cat_{n}")).collect();
     let input = |name: &str, dense, features| InputSpec { name: name.to_owned(), dense, features };
     let spec = ModelSpec {
@@ -72,7 +76,11 @@ fn criteo_at(rows_max: u64, at: (u64, u64)) -> (ModelSpec, Vec<Box<dyn RowSource
 ///
 /// # Errors
 /// The bundle cannot be written.
-pub fn pack_criteo(rows_max: u64, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Packed> {
+pub fn pack_criteo(
+    rows_max: u64,
+    out: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
     pack_criteo_at(rows_max, (1, 1), None, out, progress)
 }
 
@@ -96,8 +104,14 @@ pub fn pack_criteo_at(
 }
 
 fn feature(number: usize, name: &str) -> FeatureSpec {
-    let hotness_max = MULTI_HOT.iter().find(|(n, _)| *n == number).map_or(1, |(_, hotness)| *hotness);
-    FeatureSpec { name: name.to_owned(), table: name.to_owned(), pooling: Pooling::Sum, hotness_max }
+    let hotness_max =
+        MULTI_HOT.iter().find(|(n, _)| *n == number).map_or(1, |(_, hotness)| *hotness);
+    FeatureSpec {
+        name: name.to_owned(),
+        table: name.to_owned(),
+        pooling: Pooling::Sum,
+        hotness_max,
+    }
 }
 
 /// Rows of a table of cardinality `c` in a model of up to `rows_max` rows a table.
@@ -134,7 +148,13 @@ impl Synthetic {
     fn new(number: usize, rows_max: u64, at: (u64, u64)) -> Self {
         let cardinality = CARDINALITIES[number];
         let rows = scaled(cardinality, rows_max);
-        Self { number, rows, sparse: SPARSE.contains(&number), cached: cardinality >= CACHED_ROWS, at }
+        Self {
+            number,
+            rows,
+            sparse: SPARSE.contains(&number),
+            cached: cardinality >= CACHED_ROWS,
+            at,
+        }
     }
 
     fn spec(&self, name: &str) -> TableSpec {
@@ -168,13 +188,15 @@ impl Synthetic {
     /// How many generations before this one there are since the row last changed, counted from the first.
     fn version(&self, position: u64) -> u64 {
         let (sequence, one_in) = self.at;
-        let changed = |g: &u64| mix(position << 20 ^ (self.number as u64) << 52 ^ g).is_multiple_of(one_in);
+        let changed =
+            |g: &u64| mix(position << 20 ^ (self.number as u64) << 52 ^ g).is_multiple_of(one_in);
         (2..=sequence).rev().find(changed).unwrap_or(1) - 1
     }
 
     /// Values of the row at `position`, close to N(0, 1/sqrt(dim)).
     fn push_row(&self, position: u64, values: &mut Vec<f32>) {
-        let seed = (position << 16 | self.number as u64) * DIM as u64 + (self.version(position) << 48);
+        let seed =
+            (position << 16 | self.number as u64) * DIM as u64 + (self.version(position) << 48);
         push_normals(seed, DIM, 1.0 / (DIM as f32).sqrt(), values);
     }
 }
@@ -199,7 +221,8 @@ impl RowSource for Synthetic {
         let (all, mut before) = (LOOKUPS_PER_ROW * self.rows as f64, 0.0);
         for rank in 0..self.rows {
             let up_to = powerlaw_share(ALPHA, self.rows, rank + 1);
-            counts[order[scatter.place(rank) as usize] as usize] = (all * (up_to - before)).round() as u64;
+            counts[order[scatter.place(rank) as usize] as usize] =
+                (all * (up_to - before)).round() as u64;
             before = up_to;
         }
         Ok(Some(counts))
@@ -246,7 +269,10 @@ mod tests {
     fn cardinalities_scale_as_documented() {
         assert_eq!(CARDINALITIES.map(|c| scaled(c, 40_000_000)), CARDINALITIES);
         let rows = CARDINALITIES.map(|c| scaled(c, 400_000));
-        assert_eq!((rows[0], rows[1], rows[5], rows[10], rows[11]), (400_000, 39_060, 3, 40_000, 40_000));
+        assert_eq!(
+            (rows[0], rows[1], rows[5], rows[10], rows[11]),
+            (400_000, 39_060, 3, 40_000, 40_000)
+        );
         assert!(CARDINALITIES.iter().all(|&c| scaled(c, 1000) == c.min(1000)));
         assert_eq!(CARDINALITIES.iter().filter(|c| **c < CACHED_ROWS).count(), 18);
     }

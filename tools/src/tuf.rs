@@ -65,7 +65,8 @@ pub fn run(args: &TufArgs) -> Result<()> {
         Trust::init(disk.as_ref(), &kept, &root)?;
         return show(&kept, &args.metadata_dir);
     }
-    let base = args.metadata_url.as_deref().context("--metadata-url is needed")?.trim_end_matches('/');
+    let base =
+        args.metadata_url.as_deref().context("--metadata-url is needed")?.trim_end_matches('/');
     let mut link = Metadata { link: open(base, &LinkOptions::default())? };
     let clock = SystemClock::default();
     let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
@@ -78,16 +79,22 @@ pub fn run(args: &TufArgs) -> Result<()> {
     let folder = args.target_dir.as_deref().context("--target-dir is needed")?;
     let base = args.target_base_url.as_deref().context("--target-base-url is needed")?;
     for name in &args.target_name {
-        let target = targets.targets.get(name).with_context(|| format!("{name}: is not a target"))?;
+        let target =
+            targets.targets.get(name).with_context(|| format!("{name}: is not a target"))?;
         let hash = target.hashes.get("sha256").with_context(|| format!("{name}: has no sha256"))?;
         let place = folder.join(name.replace('/', "%2F"));
         let is_there = |bytes: &[u8]| hex(bytes) == *hash && bytes.len() as u64 == target.length;
         if std::fs::read(&place).is_ok_and(|bytes| is_there(&bytes)) {
             continue;
         }
-        ensure!(target.length <= CHUNK_BYTES as u64, "{name}: {} bytes are for `sync`", target.length);
-        let (directory, file) =
-            name.rsplit_once('/').map_or((String::new(), name.as_str()), |(d, f)| (format!("{d}/"), f));
+        ensure!(
+            target.length <= CHUNK_BYTES as u64,
+            "{name}: {} bytes are for `sync`",
+            target.length
+        );
+        let (directory, file) = name
+            .rsplit_once('/')
+            .map_or((String::new(), name.as_str()), |(d, f)| (format!("{d}/"), f));
         let mut link = open(base, &LinkOptions::default())?;
         let mut fetcher = Fetcher::new(link.as_mut(), &clock, LinkLimits::default());
         let bytes = fetcher.get(&format!("{directory}{hash}.{file}"), target.length)?;

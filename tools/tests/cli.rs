@@ -70,12 +70,24 @@ fn pack_inspect_eval() {
     );
     assert_eq!(report["damage"].as_array().unwrap().len(), 0);
     let held_out = coupon("heldout.jsonl");
-    let eval =
-        ["eval", &bundle, "--samples", &held_out, "--cache-mib", "0.05", "--batch", "8", "--json", "-"];
+    let eval = [
+        "eval",
+        &bundle,
+        "--samples",
+        &held_out,
+        "--cache-mib",
+        "0.05",
+        "--batch",
+        "8",
+        "--json",
+        "-",
+    ];
     let found: Value = serde_json::from_str(&printed(&eval)).unwrap();
     assert_eq!(found["samples"], 2498);
     assert!(found["score_difference_max"].as_f64().unwrap() < 1e-4);
-    assert!((found["auc"].as_f64().unwrap() - found["reference_auc"].as_f64().unwrap()).abs() < 1e-4);
+    assert!(
+        (found["auc"].as_f64().unwrap() - found["reference_auc"].as_f64().unwrap()).abs() < 1e-4
+    );
     assert!(found["hit_rate"].as_f64().unwrap() < 1.0 && found["pages"].as_u64().unwrap() > 0);
     // The directory it was laid on serves the same, and its pages are sound.
     let flash = desk.path("coupon.flash");
@@ -155,7 +167,8 @@ fn a_delta_is_packed_and_laid_over_its_parent() {
     printed(&pack);
     assert!(std::fs::metadata(&delta).unwrap().len() < std::fs::metadata(&first).unwrap().len());
     let found: Value =
-        serde_json::from_str(&printed(&["eval", &delta, "--flash", &flash, "--json", "-"])).unwrap();
+        serde_json::from_str(&printed(&["eval", &delta, "--flash", &flash, "--json", "-"]))
+            .unwrap();
     assert_eq!(found["generation"], "coupon-dlrm@2");
     // A delta needs its parent.
     let text = refused(&["eval", &delta, "--flash", &desk.path("elsewhere")]);
@@ -178,7 +191,8 @@ fn bench_and_demo_run() {
         "1",
     ];
     let plot = desk.path("bench.svg");
-    let report = printed(&[&["bench", "request", "--json", "-", "--plot", &plot], &small[..]].concat());
+    let report =
+        printed(&[&["bench", "request", "--json", "-", "--plot", &plot], &small[..]].concat());
     let report: Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["points"].as_array().unwrap().len(), 4);
     assert!(report["bars"].is_array() && Path::new(&plot).exists());
@@ -198,14 +212,18 @@ fn errors_name_the_file_once() {
     let text = refused(&["inspect", &coupon("dense.onnx")]);
     assert!(text.contains("dense.onnx") && text.contains("magic"), "{text}");
     let bundle = desk.pack(&[]);
-    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../targets/x86-cuda.toml").display().to_string();
+    let target = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../targets/x86-cuda.toml")
+        .display()
+        .to_string();
     let on_gpu = hatchback(&["eval", &bundle, "--target", &target], "");
     // Where there is a GPU, it is taken.
     let said = String::from_utf8(on_gpu.stderr).unwrap();
     assert!(on_gpu.status.success() || said.contains("`--device cpu` needs none"), "{said}");
     printed(&["eval", &bundle, "--target", &target, "--device", "cpu"]);
     assert!(
-        refused(&["eval", &bundle, "--resident-mib", "0", "--cache-mib", "0"]).contains("cache_bytes_max")
+        refused(&["eval", &bundle, "--resident-mib", "0", "--cache-mib", "0"])
+            .contains("cache_bytes_max")
     );
     assert!(!desk.folder.path().join("x").exists());
 }

@@ -76,7 +76,9 @@ fn an_image_is_reproducible_and_serves() {
     there.sort();
     assert!(!there.is_empty());
     assert_eq!(listed, there);
-    assert!(manifest.starts_with("version: '1.4'\nfileList:\n  - destination: '/var/lib/hatchback/'\n"));
+    assert!(
+        manifest.starts_with("version: '1.4'\nfileList:\n  - destination: '/var/lib/hatchback/'\n")
+    );
 }
 
 #[test]

@@ -21,7 +21,8 @@ pub fn readings(root: &Root) -> Vec<Reading> {
 fn system(root: &Root) -> Vec<Reading> {
     let named = |text: String| {
         let name = text.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="));
-        name.map(|name| name.trim_matches('"').to_owned()).ok_or_else(|| "it has no PRETTY_NAME".to_owned())
+        name.map(|name| name.trim_matches('"').to_owned())
+            .ok_or_else(|| "it has no PRETTY_NAME".to_owned())
     };
     vec![
         reading("system", "model", root.text("/proc/device-tree/model")),
@@ -47,7 +48,8 @@ fn cpu(root: &Root) -> Vec<Reading> {
 pub fn instructions_lacking(root: &Root, needed: &[&str]) -> Result<String, String> {
     let text = root.text("/proc/cpuinfo")?;
     let line = text.lines().find(|line| line.starts_with("Features"));
-    let (_, has) = line.and_then(|l| l.split_once(':')).ok_or("/proc/cpuinfo: is not an ARM CPU's")?;
+    let (_, has) =
+        line.and_then(|l| l.split_once(':')).ok_or("/proc/cpuinfo: is not an ARM CPU's")?;
     let has: Vec<&str> = has.split_whitespace().collect();
     let lacks: Vec<&str> = needed.iter().copied().filter(|n| !has.contains(n)).collect();
     Ok(if lacks.is_empty() { "none".to_owned() } else { lacks.join(" ") })
@@ -75,7 +77,8 @@ fn celsius(root: &Root) -> Vec<(String, f64)> {
     let zone = |name: String| {
         let number = name.strip_prefix("thermal_zone")?;
         let degrees = root.number(&format!("{ZONES}/{name}/temp")).ok()?;
-        let called = root.text(&format!("{ZONES}/{name}/type")).unwrap_or_else(|_| number.to_owned());
+        let called =
+            root.text(&format!("{ZONES}/{name}/type")).unwrap_or_else(|_| number.to_owned());
         // A zone that is switched off reads far below zero on Tegra.
         (degrees > -100_000).then_some((called, degrees as f64 / 1000.0))
     };
@@ -90,9 +93,15 @@ pub fn hottest(root: &Root) -> Option<(String, f64)> {
 fn thermal(root: &Root) -> Vec<Reading> {
     match celsius(root).as_slice() {
         [] => {
-            vec![reading::<f64>("thermal", "zones °C", Err("/sys/class/thermal: no zone has one".to_owned()))]
+            vec![reading::<f64>(
+                "thermal",
+                "zones °C",
+                Err("/sys/class/thermal: no zone has one".to_owned()),
+            )]
         }
-        zones => zones.iter().map(|(name, degrees)| reading("thermal", name, Ok(*degrees))).collect(),
+        zones => {
+            zones.iter().map(|(name, degrees)| reading("thermal", name, Ok(*degrees))).collect()
+        }
     }
 }
 
@@ -107,8 +116,10 @@ fn rails(root: &Root) -> Vec<(String, f64)> {
         let folder = format!("{MONITORS}/{monitor}");
         let chip = root.text(&format!("{folder}/name")).unwrap_or(monitor);
         for file in root.names(&folder) {
-            let at = |kind: &str| file.strip_prefix(kind)?.strip_suffix("_input").map(str::to_owned);
-            let value = |kind: &str, n: &str| root.number(&format!("{folder}/{kind}{n}_input")).ok();
+            let at =
+                |kind: &str| file.strip_prefix(kind)?.strip_suffix("_input").map(str::to_owned);
+            let value =
+                |kind: &str, n: &str| root.number(&format!("{folder}/{kind}{n}_input")).ok();
             let (kind, n, watts) = if let Some(n) = at("power") {
                 ("power", n.clone(), value("power", &n).map(|microwatts| microwatts as f64 / 1e6))
             } else if let Some(n) = at("curr") {
@@ -117,12 +128,18 @@ fn rails(root: &Root) -> Vec<(String, f64)> {
                     continue;
                 }
                 let watts = value("curr", &n).zip(value("in", &n));
-                ("in", n, watts.map(|(milliamps, millivolts)| (milliamps * millivolts) as f64 / 1e6))
+                (
+                    "in",
+                    n,
+                    watts.map(|(milliamps, millivolts)| (milliamps * millivolts) as f64 / 1e6),
+                )
             } else {
                 continue;
             };
             let label = root.text(&format!("{folder}/{kind}{n}_label"));
-            rails.extend(watts.map(|watts| (label.unwrap_or_else(|_| format!("{chip} {n}")), watts)));
+            rails.extend(
+                watts.map(|watts| (label.unwrap_or_else(|_| format!("{chip} {n}")), watts)),
+            );
         }
     }
     rails
@@ -137,7 +154,11 @@ pub fn watts(root: &Root) -> Option<f64> {
 fn power(root: &Root) -> Vec<Reading> {
     match rails(root).as_slice() {
         [] => {
-            vec![reading::<f64>("power", "rails W", Err("/sys/class/hwmon: no rail is measured".to_owned()))]
+            vec![reading::<f64>(
+                "power",
+                "rails W",
+                Err("/sys/class/hwmon: no rail is measured".to_owned()),
+            )]
         }
         rails => rails.iter().map(|(name, watts)| reading("power", name, Ok(*watts))).collect(),
     }
@@ -157,7 +178,11 @@ fn watchdogs(root: &Root) -> Vec<Reading> {
         reading("watchdog", name, text)
     };
     match root.names(WATCHDOGS).as_slice() {
-        [] => vec![reading::<bool>("watchdog", "hardware", Err(format!("{WATCHDOGS}: there is none")))],
+        [] => vec![reading::<bool>(
+            "watchdog",
+            "hardware",
+            Err(format!("{WATCHDOGS}: there is none")),
+        )],
         names => names.iter().map(told).collect(),
     }
 }
@@ -176,7 +201,11 @@ pub fn flash(root: &Root, directory: &Path, models: &[PathBuf]) -> Vec<Reading> 
     });
     let mut all = vec![
         reading("flash", "directory", Ok(at.display().to_string())),
-        reading("flash", "free bytes", space.as_ref().map(|s| s.f_bavail * s.f_frsize).map_err(Clone::clone)),
+        reading(
+            "flash",
+            "free bytes",
+            space.as_ref().map(|s| s.f_bavail * s.f_frsize).map_err(Clone::clone),
+        ),
         reading("flash", "size bytes", space.map(|s| s.f_blocks * s.f_frsize)),
         reading("flash", "device", block.clone()),
         reading("flash", "block bytes", fact("queue/logical_block_size")),
@@ -187,7 +216,10 @@ pub fn flash(root: &Root, directory: &Path, models: &[PathBuf]) -> Vec<Reading> 
         reading("flash", "pages are read by", Ok(PageReader::new(1, ReadMethod::Auto).method())),
     ];
     all.extend(models.iter().map(|model| {
-        let name = format!("written by upkeep, {}", model.file_name().unwrap_or_default().to_string_lossy());
+        let name = format!(
+            "written by upkeep, {}",
+            model.file_name().unwrap_or_default().to_string_lossy()
+        );
         reading("flash", &name, written_by_us(model))
     }));
     all
@@ -195,7 +227,8 @@ pub fn flash(root: &Root, directory: &Path, models: &[PathBuf]) -> Vec<Reading> 
 
 /// The folder in `/sys` of the whole device with the number `number`.
 fn device(root: &Root, number: u64) -> String {
-    let folder = format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
+    let folder =
+        format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
     // The facts of a partition are its device's, one folder up.
     if root.path(&format!("{folder}/partition")).exists() { format!("{folder}/..") } else { folder }
 }

@@ -47,7 +47,8 @@ impl Root {
     /// The names in a folder, in order; none where there is no such folder.
     pub fn names(&self, folder: &str) -> Vec<String> {
         let entries = std::fs::read_dir(self.path(folder)).into_iter().flatten().flatten();
-        let mut names: Vec<_> = entries.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+        let mut names: Vec<_> =
+            entries.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
         names.sort();
         names
     }
@@ -75,7 +76,11 @@ pub struct Reading {
 }
 
 /// A reading of `section`.
-pub fn reading<T: Into<Value>>(section: &'static str, name: &str, found: Result<T, String>) -> Reading {
+pub fn reading<T: Into<Value>>(
+    section: &'static str,
+    name: &str,
+    found: Result<T, String>,
+) -> Reading {
     let (value, missing) = match found {
         Ok(value) => (Some(value.into()), None),
         Err(why) => (None, Some(why)),
@@ -130,8 +135,11 @@ impl Report {
             let fault = mount.as_ref().ok()?.fault(target.machine.kind)?;
             Some(format!("machine.{name} = {}: {fault}", place.display()))
         }));
-        let sm =
-            lookups.ok().and_then(|device| device.sm()).zip(target.sm).filter(|(has, wanted)| has != wanted);
+        let sm = lookups
+            .ok()
+            .and_then(|device| device.sm())
+            .zip(target.sm)
+            .filter(|(has, wanted)| has != wanted);
         problems.extend(sm.map(|(has, wanted)| format!("sm = {wanted}: the GPU's is {has}")));
         problems.extend(flash.iter().filter_map(|model| {
             let fault = Flash::open(&disk::system(), model).err()?;
@@ -144,14 +152,18 @@ impl Report {
 /// What does not fit the target, of what is known.
 fn problems(readings: &[Reading], target: &Target) -> Vec<String> {
     let value = |section, name| {
-        readings.iter().find(|r| r.section == section && r.name == name).and_then(|r| r.value.as_ref())
+        readings
+            .iter()
+            .find(|r| r.section == section && r.name == name)
+            .and_then(|r| r.value.as_ref())
     };
     let mut problems = Vec::new();
     let cpu = std::env::consts::ARCH;
     if !target.triple.starts_with(cpu) {
         problems.push(format!("the target is for {}, this program for {cpu}", target.triple));
     }
-    if let Some(lacks) = value("cpu", "instructions lacking").and_then(Value::as_str).filter(|l| *l != "none")
+    if let Some(lacks) =
+        value("cpu", "instructions lacking").and_then(Value::as_str).filter(|l| *l != "none")
     {
         problems.push(format!("the CPU lacks instructions that the programs use: {lacks}"));
     }
@@ -160,7 +172,8 @@ fn problems(readings: &[Reading], target: &Target) -> Vec<String> {
     if let Some(total) = total.filter(|&total| total < max) {
         problems.push(format!("budget.memory_bytes_max = {max}: the machine has {total} bytes"));
     }
-    problems.extend(readings.iter().filter(|r| r.section == "settings").filter_map(settings::refused));
+    problems
+        .extend(readings.iter().filter(|r| r.section == "settings").filter_map(settings::refused));
     problems
 }
 
@@ -177,7 +190,12 @@ impl fmt::Display for Report {
                 (Some(Value::String(text)), _) => writeln!(f, "  {:<32} {text}", reading.name)?,
                 (Some(value), _) => writeln!(f, "  {:<32} {value}", reading.name)?,
                 (None, why) => {
-                    writeln!(f, "  {:<32} - ({})", reading.name, why.as_deref().unwrap_or("not known"))?;
+                    writeln!(
+                        f,
+                        "  {:<32} - ({})",
+                        reading.name,
+                        why.as_deref().unwrap_or("not known")
+                    )?;
                 }
             }
         }

@@ -24,7 +24,8 @@ impl Mount {
         let there = directory.ancestors().find_map(|folder| folder.canonicalize().ok());
         let there = there.ok_or_else(|| format!("{}: is nowhere", directory.display()))?;
         let text = root.text(MOUNTS)?;
-        let above = text.lines().filter_map(Self::parse).filter(|mount| there.starts_with(&mount.point));
+        let above =
+            text.lines().filter_map(Self::parse).filter(|mount| there.starts_with(&mount.point));
         // Of two at one place the later one hides the other.
         let nearest = above.max_by_key(|mount| mount.point.len());
         nearest.ok_or_else(|| format!("{MOUNTS}: nothing is mounted above {}", there.display()))
@@ -36,7 +37,8 @@ impl Mount {
         let (mut place, mut system) = (place.split(' ').skip(4), system.split(' '));
         let (point, here) = (place.next()?, place.next()?);
         let (kind, source, all) = (system.next()?, system.next()?, system.next()?);
-        let is_read_only = [here, all].iter().any(|options| options.split(',').any(|option| option == "ro"));
+        let is_read_only =
+            [here, all].iter().any(|options| options.split(',').any(|option| option == "ro"));
         let point = point.replace("\\040", " ").replace("\\134", "\\");
         Some(Self { point, kind: kind.to_owned(), source: source.to_owned(), is_read_only })
     }

@@ -173,7 +173,9 @@ impl Cublas {
             check("workspace", (calls.set_workspace)(*handle, place, workspace.len()))?;
             let (w, a, out) = (by.weights.address(), a.address(), out.address());
             let (w, a, out) = (w as Floats, a as Floats, out as *mut f32);
-            let status = (calls.sgemm)(*handle, AS_IT_IS, AS_IT_IS, n, m, k, &one, w, n, a, k, &zero, out, n);
+            let status = (calls.sgemm)(
+                *handle, AS_IT_IS, AS_IT_IS, n, m, k, &one, w, n, a, k, &zero, out, n,
+            );
             check("sgemm", status)?;
         }
         stream.count_launch();
@@ -184,8 +186,8 @@ impl Cublas {
 impl Drop for Cublas {
     fn drop(&mut self) {
         // SAFETY: nobody has the handle any more.
-        let destroyed =
-            bind(&self.gpu).and_then(|()| check("destroy", unsafe { (self.calls.destroy)(self.handle) }));
+        let destroyed = bind(&self.gpu)
+            .and_then(|()| check("destroy", unsafe { (self.calls.destroy)(self.handle) }));
         if let Err(e) = destroyed {
             log::error!("{e}");
         }

@@ -103,11 +103,13 @@ impl DenseKernels {
         assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
         assert!(by.scale.len() >= n && by.bias.len() >= n && m < 1 << 31 && k * n < 1 << 31);
         let few = m <= FEW_ROWS;
-        let (kernel, rows, columns) = if few { (&self.matrix_few, 8, 32) } else { (&self.matrix, 64, 64) };
+        let (kernel, rows, columns) =
+            if few { (&self.matrix_few, 8, 32) } else { (&self.matrix, 64, 64) };
         let blocks = m.div_ceil(rows) * n.div_ceil(columns);
         let (w, scale, bias) = (by.weights.address(), by.scale.address(), by.bias.address());
         let (shape, relu) = ((m as i32, k as i32, n as i32), i32::from(by.relu));
-        let arguments = (a.address(), w, scale, bias, out.address(), shape.0, shape.1, shape.2, relu);
+        let arguments =
+            (a.address(), w, scale, bias, out.address(), shape.0, shape.1, shape.2, relu);
         // SAFETY: the parameters of `dense_matrix` and `dense_matrix_few`; the sizes were checked.
         unsafe { stream.launch(kernel, blocks as u32, THREADS, arguments) }
     }
@@ -116,7 +118,13 @@ impl DenseKernels {
     ///
     /// # Errors
     /// As `matrix`.
-    pub fn finish(&self, stream: &Stream, m: usize, by: &DeviceMatrix, out: View<f32>) -> Result<()> {
+    pub fn finish(
+        &self,
+        stream: &Stream,
+        m: usize,
+        by: &DeviceMatrix,
+        out: View<f32>,
+    ) -> Result<()> {
         let (n, values) = (by.n, m * by.n);
         assert!(out.len() >= values && by.scale.len() >= n && by.bias.len() >= n);
         let (scale, bias) = (by.scale.address(), by.bias.address());
@@ -138,7 +146,9 @@ impl DenseKernels {
         out: View<f32>,
     ) -> Result<()> {
         assert!(a.len() >= products * m * k && b.len() >= products * k * n);
-        assert!(out.len() >= products * m * n && m * k < 1 << 31 && k * n < 1 << 31 && m * n < 1 << 31);
+        assert!(
+            out.len() >= products * m * n && m * k < 1 << 31 && k * n < 1 << 31 && m * n < 1 << 31
+        );
         let (blocks, turned) = (products.min(BLOCKS_MAX) as u32, i32::from(turned));
         let (a, b, out) = (a.address(), b.address(), out.address());
         let arguments = (a, b, out, products as i64, m as i32, k as i32, n as i32, turned);
@@ -180,7 +190,8 @@ impl DenseKernels {
         assert!(out.len() >= values && (0..4).contains(&what));
         let side = |s: Side| (s.values.address(), s.picks.address(), s.width as i32);
         let (l, r) = (side(left), side(right));
-        let arguments = (l.0, l.1, l.2, r.0, r.1, r.2, out.address(), values as i64, width as i32, what);
+        let arguments =
+            (l.0, l.1, l.2, r.0, r.1, r.2, out.address(), values as i64, width as i32, what);
         // SAFETY: the parameters of `dense_zip`; the sizes were checked, the picks are the caller's plan's.
         unsafe { stream.launch(&self.zip, strided(values), THREADS, arguments) }
     }
@@ -199,7 +210,8 @@ impl DenseKernels {
     ) -> Result<()> {
         let values = outer * inner;
         assert!(from.len() >= values * n && out.len() >= values && n > 0 && inner > 0);
-        let arguments = (from.address(), out.address(), values as i64, n as i32, inner as i32, divisor);
+        let arguments =
+            (from.address(), out.address(), values as i64, n as i32, inner as i32, divisor);
         // SAFETY: the parameters of `dense_sum`; the sizes were checked.
         unsafe { stream.launch(&self.sum, strided(values), THREADS, arguments) }
     }
@@ -217,7 +229,12 @@ impl DenseKernels {
         out: View<f32>,
     ) -> Result<()> {
         let values = rows * part;
-        assert!(from.len() >= values && out.len() >= rows * stride && first + part <= stride && part > 0);
+        assert!(
+            from.len() >= values
+                && out.len() >= rows * stride
+                && first + part <= stride
+                && part > 0
+        );
         let (from, out) = (from.address(), out.address());
         let arguments = (from, out, values as i64, part as i32, stride as i32, first as i32);
         // SAFETY: the parameters of `dense_concat`; the sizes were checked.

@@ -123,7 +123,11 @@ impl Gpu {
         unsafe { sys::cuDriverGetVersion(&mut driver) }.result().call("version")?;
         let too_old = |what, found, needed| Err(CudaError::TooOld { what, found, needed });
         if driver < 11_040 {
-            return too_old("the CUDA driver", format!("{}.{}", driver / 1000, driver % 1000 / 10), "11.4");
+            return too_old(
+                "the CUDA driver",
+                format!("{}.{}", driver / 1000, driver % 1000 / 10),
+                "11.4",
+            );
         }
         let context = CudaContext::new(0).map_err(|error| match error.0 {
             sys::CUresult::CUDA_ERROR_NO_DEVICE => CudaError::NoGpu,
@@ -185,7 +189,10 @@ impl Gpu {
 
     /// What was asked of the driver so far.
     pub fn calls(&self) -> Calls {
-        Calls { launches: self.launches.load(Ordering::Relaxed), waits: self.waits.load(Ordering::Relaxed) }
+        Calls {
+            launches: self.launches.load(Ordering::Relaxed),
+            waits: self.waits.load(Ordering::Relaxed),
+        }
     }
 
     /// The context, for libraries that run beside these kernels.
@@ -226,7 +233,8 @@ impl Gpu {
     /// The driver failed.
     pub fn event(self: &Arc<Self>) -> Result<Event> {
         self.context.bind_to_thread().call("bind")?;
-        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).call("new event")?;
+        let event =
+            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).call("new event")?;
         Ok(Event { event, gpu: Arc::clone(self) })
     }
 
@@ -237,7 +245,8 @@ impl Gpu {
     pub fn module(self: &Arc<Self>, images: &Images) -> Result<Arc<Module>> {
         self.context.bind_to_thread().call("bind")?;
         let none = |problem| CudaError::NoKernels { gpu: self.name.clone(), problem };
-        let mut tried = format!("`{}` has no machine code for compute capability {}", images.name, self.sm);
+        let mut tried =
+            format!("`{}` has no machine code for compute capability {}", images.name, self.sm);
         if let Some((_, cubin)) = images.cubins.iter().find(|(sm, _)| *sm == self.sm) {
             // Where the driver reads words, they begin on words.
             let mut image = vec![0u64; cubin.len().div_ceil(8)];
@@ -253,9 +262,12 @@ impl Gpu {
             }
         }
         if self.profile.tegra {
-            return Err(none(format!("{tried}; the Tegra profile lets the driver compile nothing")));
+            return Err(none(format!(
+                "{tried}; the Tegra profile lets the driver compile nothing"
+            )));
         }
-        let ptx = CString::new(images.ptx).map_err(|_| none(format!("{tried}; its PTX is damaged")))?;
+        let ptx =
+            CString::new(images.ptx).map_err(|_| none(format!("{tried}; its PTX is damaged")))?;
         // SAFETY: a text that ends in 0, which the driver compiles and copies.
         let module = unsafe { result::module::load_data(ptx.as_ptr().cast()) }
             .map_err(|e| none(format!("{tried}; its PTX is refused: {e}")))?;
@@ -408,7 +420,8 @@ impl Stream {
     pub fn record(&self, event: &Event) -> Result<()> {
         self.bind()?;
         // SAFETY: both live.
-        unsafe { result::event::record(event.event, self.stream.cu_stream()) }.call("record an event")
+        unsafe { result::event::record(event.event, self.stream.cu_stream()) }
+            .call("record an event")
     }
 
     /// Lets work given from now on begin after what `event` marks; the host does not wait.

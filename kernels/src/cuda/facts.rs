@@ -11,9 +11,15 @@ const ATTRIBUTES: [(&str, Attribute); 9] = [
     ("memory shared with the CPU", Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED),
     ("multiprocessors", Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
     ("bytes of L2", Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
-    ("shared bytes a block may ask for", Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+    (
+        "shared bytes a block may ask for",
+        Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+    ),
     ("memory pools", Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
-    ("managed memory used by both at once", Attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS),
+    (
+        "managed memory used by both at once",
+        Attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS,
+    ),
     ("host memory can be registered", Attribute::CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED),
     (
         "host addresses hold for registered memory",
@@ -33,7 +39,10 @@ pub fn facts() -> Result<Vec<(String, String)>, CudaError> {
     let mut told = vec![
         ("GPU".to_owned(), code.name().to_owned()),
         ("compute capability".to_owned(), format!("{}.{}", code.sm() / 10, code.sm() % 10)),
-        ("bytes of memory".to_owned(), code.memory().map_or_else(|e| e.to_string(), |n| n.to_string())),
+        (
+            "bytes of memory".to_owned(),
+            code.memory().map_or_else(|e| e.to_string(), |n| n.to_string()),
+        ),
     ];
     for images in [launch::LOOKUP, launch::CHANGES, dense::IMAGES] {
         told.push((format!("machine code of `{}`", images.name), load(&code, &images)));

@@ -81,7 +81,11 @@ impl<T> Graphs<T> {
     ///
     /// # Errors
     /// The driver refuses.
-    pub fn launch(&mut self, number: usize, stream: impl Fn(&T) -> &Stream) -> Result<(), CudaError> {
+    pub fn launch(
+        &mut self,
+        number: usize,
+        stream: impl Fn(&T) -> &Stream,
+    ) -> Result<(), CudaError> {
         self.graphs[number].graph.launch().map_err(call("launch a graph"))?;
         stream(&self.named).count_launch();
         Ok(())

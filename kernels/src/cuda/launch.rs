@@ -164,7 +164,8 @@ unsafe impl DeviceValue for Absents {}
 unsafe impl DeviceValue for BagNumber {}
 
 const _: () = assert!(size_of::<CacheView>() == 48 && size_of::<FeatureView>() == 176);
-const _: () = assert!(size_of::<Change>() == 24 && size_of::<Ref>() == 16 && size_of::<BagView>() == 20);
+const _: () =
+    assert!(size_of::<Change>() == 24 && size_of::<Ref>() == 16 && size_of::<BagView>() == 20);
 
 /// What `insert_rows`, `update_rows` and `invalidate_rows` take.
 #[repr(C)]
@@ -298,7 +299,11 @@ pub(crate) struct Finish {
 impl Finish {
     /// For up to `misses_max` of them.
     pub fn new(gpu: &Arc<Gpu>, misses_max: usize) -> Result<Self> {
-        Ok(Self { bags: gpu.mapped(misses_max)?, slots: gpu.mapped(misses_max)?, what: gpu.mapped(1)? })
+        Ok(Self {
+            bags: gpu.mapped(misses_max)?,
+            slots: gpu.mapped(misses_max)?,
+            what: gpu.mapped(1)?,
+        })
     }
 
     /// Lets the next launch finish the first `count` bags, with rows of `rows` `[.., stride]` words, which stay until it was
@@ -311,7 +316,9 @@ impl Finish {
     ) {
         for bag in &self.bags[..count] {
             let slots = &self.slots[bag.first as usize..][..bag.refs as usize];
-            assert!(slots.iter().all(|&s| s == NO_SLOT || (s as usize + 1) * 4 * stride <= rows.len()));
+            assert!(
+                slots.iter().all(|&s| s == NO_SLOT || (s as usize + 1) * 4 * stride <= rows.len())
+            );
             assert!((bag.feature as usize) < features.len());
         }
         self.what[0] = FinishView {
@@ -343,7 +350,8 @@ impl Kernels {
     /// takes memory, and these are first needed long after the start.
     pub fn warm(&self, stream: &Stream) -> Result<()> {
         let cache = CacheView::default();
-        let changes = ChangesArgument { cache, list: 0, runs: 0, sets: 0, stride: 0, rows: 0, done: 0 };
+        let changes =
+            ChangesArgument { cache, list: 0, runs: 0, sets: 0, stride: 0, rows: 0, done: 0 };
         for kernel in [&self.insert, &self.update, &self.invalidate] {
             // SAFETY: the kernel takes this structure, and of no sets it touches nothing.
             unsafe { stream.launch(kernel, 1, THREADS, (changes,)) }?;
@@ -368,8 +376,12 @@ impl Kernels {
         let list = &changes.list[at.first..][..runs[at.sets] as usize];
         assert!(runs.is_sorted() && (verb == Verb::Invalidate || stride >= cache.row as usize));
         for change in list {
-            assert!(u64::from(change.set) < cache.sets && (change.number as usize) < changes.done.len());
-            assert!(verb == Verb::Invalidate || (change.slot as usize + 1) * 4 * stride <= rows.len());
+            assert!(
+                u64::from(change.set) < cache.sets && (change.number as usize) < changes.done.len()
+            );
+            assert!(
+                verb == Verb::Invalidate || (change.slot as usize + 1) * 4 * stride <= rows.len()
+            );
         }
         let kernel = match verb {
             Verb::Insert => &self.insert,
@@ -390,7 +402,13 @@ impl Kernels {
     }
 
     /// Looks for the first `count` rows of the list.
-    pub fn probe(&self, stream: &Stream, cache: CacheView, changes: &ChangeList, count: usize) -> Result<()> {
+    pub fn probe(
+        &self,
+        stream: &Stream,
+        cache: CacheView,
+        changes: &ChangeList,
+        count: usize,
+    ) -> Result<()> {
         assert!(count <= changes.probed.len());
         assert!(changes.list[..count].iter().all(|c| u64::from(c.set) < cache.sets));
         let arguments = (cache, changes.list.address(), changes.probed.address(), count as u32);
@@ -427,10 +445,15 @@ impl Kernels {
     ) -> Result<()> {
         let QueryMemory { features, keys, offsets, samples, ring, counters } = memory;
         assert!(
-            ring.kept.len() >= 4 * ring.refs.len() * ring.kept_stride && ring.bags.len() >= ring.refs.len()
+            ring.kept.len() >= 4 * ring.refs.len() * ring.kept_stride
+                && ring.bags.len() >= ring.refs.len()
         );
-        assert!(counters.len() >= 5 && (1..=32).contains(&tile) && only.is_none_or(|o| bags <= o.len()));
-        assert!(only.is_some() || ring.again.len().min(ring.absents.len()) >= bags * features.len());
+        assert!(
+            counters.len() >= 5 && (1..=32).contains(&tile) && only.is_none_or(|o| bags <= o.len())
+        );
+        assert!(
+            only.is_some() || ring.again.len().min(ring.absents.len()) >= bags * features.len()
+        );
         assert!(only.is_some() || bags == *samples);
         let argument = QueryArgument {
             features: features.address(),

@@ -108,11 +108,13 @@ impl Request {
 
     /// The offsets of a feature, `[samples + 1]`.
     fn offsets(&self, feature: usize) -> &[u32] {
-        &self.words[2 * self.lookups * self.samples + feature * (self.samples + 1)..][..=self.samples]
+        &self.words[2 * self.lookups * self.samples + feature * (self.samples + 1)..]
+            [..=self.samples]
     }
 
     fn offsets_mut(&mut self, feature: usize) -> &mut [u32] {
-        &mut self.words[2 * self.lookups * self.samples + feature * (self.samples + 1)..][..=self.samples]
+        &mut self.words[2 * self.lookups * self.samples + feature * (self.samples + 1)..]
+            [..=self.samples]
     }
 }
 
@@ -142,7 +144,11 @@ impl Lookup {
     ///
     /// # Errors
     /// The GPU has no memory for it.
-    pub fn new(tables: &Arc<Tables>, features: &[FeatureOnDevice<'_>], limits: Limits) -> Result<Self> {
+    pub fn new(
+        tables: &Arc<Tables>,
+        features: &[FeatureOnDevice<'_>],
+        limits: Limits,
+    ) -> Result<Self> {
         let (gpu, misses_max) = (tables.gpu(), limits.misses_max.max(1));
         let limits = Limits { misses_max, ..limits };
         let stream = gpu.stream()?;
@@ -190,7 +196,8 @@ impl Lookup {
         let Limits { batch_max, misses_max, row_bytes_max, keys } = limits;
         let (places, misses_max) = (if keys == Keys::Brought { 2 } else { 1 }, misses_max.max(1));
         let bag = size_of::<Absents>() + 2 * size_of::<BagNumber>();
-        let miss = 2 * size_of::<BagView>() + size_of::<Ref>() + row_bytes_max.next_multiple_of(4) + 4;
+        let miss =
+            2 * size_of::<BagView>() + size_of::<Ref>() + row_bytes_max.next_multiple_of(4) + 4;
         places * 4 * Request::words(lookups_max, features, batch_max)
             + batch_max * bag * features
             + misses_max * miss
@@ -231,7 +238,9 @@ impl Lookup {
             // What the kernel relies on: all keys are in the feature's part, no bag is longer than the miss list.
             assert!(
                 offsets[0] == 0
-                    && offsets.windows(2).all(|o| o[0] <= o[1] && (o[1] - o[0]) as usize <= hotness)
+                    && offsets
+                        .windows(2)
+                        .all(|o| o[0] <= o[1] && (o[1] - o[0]) as usize <= hotness)
             );
             self.request.put_keys(view.keys_before as usize, keys);
             let to = self.request.offsets_mut(f);
@@ -316,8 +325,10 @@ impl Lookup {
             match kind {
                 MISSING => misses.miss(RowKey { table: view.table as u16, key }, Epoch::of(epoch)),
                 ABSENT => misses.absent(),
-                _ => misses
-                    .keep(&self.ring.kept[4 * at * self.ring.kept_stride..][..view.cache.row_bytes as usize]),
+                _ => misses.keep(
+                    &self.ring.kept[4 * at * self.ring.kept_stride..]
+                        [..view.cache.row_bytes as usize],
+                ),
             }
         }
     }
@@ -344,7 +355,9 @@ impl Lookup {
         self.changes.begin_insert(rows, stride)?;
         for (number, bag) in misses.bags().iter().enumerate() {
             let first = bag.first_ref as usize;
-            for (slot, (state, fresh)) in self.finish.slots[first..].iter_mut().zip(misses.slots_of(bag)) {
+            for (slot, (state, fresh)) in
+                self.finish.slots[first..].iter_mut().zip(misses.slots_of(bag))
+            {
                 *slot = fresh.unwrap_or(NO_SLOT);
                 statuses[bag.sample as usize].count(state);
             }
@@ -387,7 +400,11 @@ impl Lookup {
     ///
     /// # Errors
     /// The GPU failed.
-    pub fn insert<'a>(&mut self, misses: &Misses, rows: impl Iterator<Item = &'a Miss>) -> Result<usize> {
+    pub fn insert<'a>(
+        &mut self,
+        misses: &Misses,
+        rows: impl Iterator<Item = &'a Miss>,
+    ) -> Result<usize> {
         let Some((staged, stride)) = misses.staging() else { return Ok(0) };
         rows.for_each(|miss| self.changes.add(miss.row, miss.slot, miss.epoch));
         if self.changes.is_empty() {
@@ -400,7 +417,11 @@ impl Lookup {
     ///
     /// # Errors
     /// The GPU failed.
-    pub fn probe(&mut self, rows: &mut [Miss], mut each: impl FnMut(&mut Miss, bool, Epoch)) -> Result<()> {
+    pub fn probe(
+        &mut self,
+        rows: &mut [Miss],
+        mut each: impl FnMut(&mut Miss, bool, Epoch),
+    ) -> Result<()> {
         rows.iter().for_each(|miss| self.changes.add(miss.row, 0, miss.epoch));
         self.changes.probe(|number, cached, epoch| each(&mut rows[number], cached, epoch))
     }
@@ -443,7 +464,10 @@ fn view_of(tables: &Tables, feature: &FeatureOnDevice<'_>) -> FeatureView {
         Pooling::Mean => 1,
         Pooling::None => 2,
     };
-    assert!(feature.default_row.len() == format.dim() && feature.column + feature.width <= feature.stride);
+    assert!(
+        feature.default_row.len() == format.dim()
+            && feature.column + feature.width <= feature.stride
+    );
     let rows_out = if feature.pooling == Pooling::None { feature.hotness_max } else { 1 };
     assert_eq!(feature.width, rows_out * format.dim());
     let view = FeatureView {
@@ -464,7 +488,9 @@ fn view_of(tables: &Tables, feature: &FeatureOnDevice<'_>) -> FeatureView {
             let cache = tables.cache_view(number);
             assert_eq!(cache.row_bytes as usize, format.row_bytes());
             match tables.namer(number, feature.table) {
-                Namer::Indexed { base, end } => FeatureView { cache, base, end: end as u32, ..view },
+                Namer::Indexed { base, end } => {
+                    FeatureView { cache, base, end: end as u32, ..view }
+                }
                 Namer::Hashed { salt, .. } => FeatureView { cache, salt, ..view },
             }
         }
@@ -478,7 +504,9 @@ fn view_of(tables: &Tables, feature: &FeatureOnDevice<'_>) -> FeatureView {
             };
             let (place, hashes, buckets, bucket_count) = match &table.index {
                 None => (1, 0, 0, 0),
-                Some((hashes, buckets)) => (2, hashes.address(), buckets.address(), buckets.len() as u64 - 1),
+                Some((hashes, buckets)) => {
+                    (2, hashes.address(), buckets.address(), buckets.len() as u64 - 1)
+                }
             };
             let (rows, count) = (table.rows.address(), table.count as u64);
             FeatureView { cache: shape, rows, count, place, hashes, buckets, bucket_count, ..view }

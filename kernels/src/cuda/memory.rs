@@ -225,7 +225,12 @@ impl Stream {
     ///
     /// # Errors
     /// The driver failed.
-    pub fn download<T: DeviceValue>(&self, from: &Buffer<T>, at: usize, to: &mut [T]) -> Result<()> {
+    pub fn download<T: DeviceValue>(
+        &self,
+        from: &Buffer<T>,
+        at: usize,
+        to: &mut [T],
+    ) -> Result<()> {
         assert!(at + to.len() <= from.len);
         if to.is_empty() {
             return Ok(());
@@ -255,7 +260,12 @@ impl Stream {
     ///
     /// # Errors
     /// The driver failed.
-    pub fn bring<T: DeviceValue>(&self, from: &Mapped<T>, to: &Buffer<T>, len: usize) -> Result<()> {
+    pub fn bring<T: DeviceValue>(
+        &self,
+        from: &Mapped<T>,
+        to: &Buffer<T>,
+        len: usize,
+    ) -> Result<()> {
         assert!(len <= to.len);
         self.bind()?;
         // SAFETY: it fits; both stay until the device has passed, since freeing waits for it, and any bytes are a value.

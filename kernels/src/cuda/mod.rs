@@ -59,7 +59,10 @@ impl Device {
     ///
     /// # Errors
     /// There is not enough memory that a GPU reaches.
-    pub fn host_memory<T: DeviceValue + Zeroable>(&self, len: usize) -> Result<HostMemory<T>, CudaError> {
+    pub fn host_memory<T: DeviceValue + Zeroable>(
+        &self,
+        len: usize,
+    ) -> Result<HostMemory<T>, CudaError> {
         Ok(match self {
             Self::Cpu => HostMemory::Plain(Zeroed::new(len)),
             Self::Cuda(gpu) => HostMemory::Mapped(gpu.mapped(len)?),

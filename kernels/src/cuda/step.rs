@@ -60,7 +60,12 @@ impl Parts {
     }
 
     /// What follows once its misses were read.
-    fn settle(&mut self, number: usize, samples: usize, misses_max: usize) -> Result<(), DenseError> {
+    fn settle(
+        &mut self,
+        number: usize,
+        samples: usize,
+        misses_max: usize,
+    ) -> Result<(), DenseError> {
         self.lookup.finish(misses_max)?;
         self.network(number, samples)
     }
@@ -68,7 +73,13 @@ impl Parts {
     fn network(&mut self, number: usize, samples: usize) -> Result<(), DenseError> {
         let Self { lookup, engine, lanes, inputs, scores, .. } = self;
         let last = lanes.len() - 1;
-        engine.enqueue(lookup.stream(), samples, inputs, scores.view(), &mut lanes[number.min(last)])
+        engine.enqueue(
+            lookup.stream(),
+            samples,
+            inputs,
+            scores.view(),
+            &mut lanes[number.min(last)],
+        )
     }
 }
 
@@ -88,13 +99,19 @@ impl Step {
     ) -> Result<Self, DenseError> {
         let (batch_max, misses_max) = (limits.batch_max, limits.misses_max.max(1));
         let gpu = tables.gpu();
-        let inputs =
-            widths.iter().map(|w| gpu.buffer(batch_max * w)).collect::<Result<Vec<Buffer<f32>>, _>>()?;
+        let inputs = widths
+            .iter()
+            .map(|w| gpu.buffer(batch_max * w))
+            .collect::<Result<Vec<Buffer<f32>>, _>>()?;
         let at: Vec<u64> = inputs.iter().map(Buffer::address).collect();
-        let dense = dense.map(|i| Ok::<_, CudaError>((i, gpu.mapped(batch_max * widths[i])?))).transpose()?;
+        let dense = dense
+            .map(|i| Ok::<_, CudaError>((i, gpu.mapped(batch_max * widths[i])?)))
+            .transpose()?;
         let parts = Parts {
             lookup: Lookup::new(tables, &features(&at), limits)?,
-            lanes: lane_batches(engine, batch_max).map(|b| engine.lane(b)).collect::<Result<_, _>>()?,
+            lanes: lane_batches(engine, batch_max)
+                .map(|b| engine.lane(b))
+                .collect::<Result<_, _>>()?,
             scores: gpu.mapped(batch_max * engine.outputs())?,
             engine: Arc::clone(engine),
             widths: widths.to_vec(),

@@ -142,8 +142,14 @@ impl Tables {
             gpu: Arc::clone(gpu),
             kernels,
             places,
-            caches: caches.into_iter().map(|c| DeviceCache::new(&stream, c)).collect::<Result<_>>()?,
-            residents: residents.iter().map(|r| DeviceResident::new(&stream, r)).collect::<Result<_>>()?,
+            caches: caches
+                .into_iter()
+                .map(|c| DeviceCache::new(&stream, c))
+                .collect::<Result<_>>()?,
+            residents: residents
+                .iter()
+                .map(|r| DeviceResident::new(&stream, r))
+                .collect::<Result<_>>()?,
             changes: Mutex::new(stream),
         })
     }
@@ -200,7 +206,12 @@ impl Tables {
     ///
     /// # Errors
     /// The GPU failed.
-    pub fn dump(&self, number: usize, rest: &dyn Fn(), mut each: impl FnMut(RowKey, &[u8])) -> Result<()> {
+    pub fn dump(
+        &self,
+        number: usize,
+        rest: &dyn Fn(),
+        mut each: impl FnMut(RowKey, &[u8]),
+    ) -> Result<()> {
         let DeviceCache { view, naming, .. } = &self.caches[number];
         let (slots, row) = (view.sets as usize * WAYS, view.row as usize);
         let (words, rows) = (self.gpu.mapped(DUMPED_SLOTS)?, self.gpu.mapped(DUMPED_SLOTS * row)?);
@@ -355,7 +366,8 @@ impl Changes {
                 }
             }
             runs[sets] = of_cache.len() as u32;
-            let (cache, at) = (tables.caches[of_cache[0].0].view, ChangesAt { first, first_run, sets });
+            let (cache, at) =
+                (tables.caches[of_cache[0].0].view, ChangesAt { first, first_run, sets });
             tables.kernels.change(&stream, verb, cache, (&*list, at), (rows, stride))?;
             first += of_cache.len();
             first_run += sets + 1;
@@ -376,7 +388,12 @@ impl Changes {
         let stream = tables.changes();
         for of_cache in gathered.chunk_by(|a, b| a.0 == b.0) {
             of_cache.iter().enumerate().for_each(|(i, (_, change))| list.list[i] = *change);
-            tables.kernels.probe(&stream, tables.caches[of_cache[0].0].view, list, of_cache.len())?;
+            tables.kernels.probe(
+                &stream,
+                tables.caches[of_cache[0].0].view,
+                list,
+                of_cache.len(),
+            )?;
             stream.wait()?;
             for ((_, change), found) in of_cache.iter().zip(&*list.probed) {
                 each(change.number as usize, found.cached != 0, Epoch::of(found.epoch));

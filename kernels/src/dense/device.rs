@@ -76,8 +76,13 @@ impl DevicePlan {
     }
 
     /// Memory for runs of up to `batch_max` samples.
-    pub fn scratch(&self, gpu: &Arc<Gpu>, batch_max: usize) -> Result<DevicePlanScratch, CudaError> {
-        let buffers = self.buffers.iter().map(|w| gpu.buffer(w * batch_max)).collect::<Result<_, _>>()?;
+    pub fn scratch(
+        &self,
+        gpu: &Arc<Gpu>,
+        batch_max: usize,
+    ) -> Result<DevicePlanScratch, CudaError> {
+        let buffers =
+            self.buffers.iter().map(|w| gpu.buffer(w * batch_max)).collect::<Result<_, _>>()?;
         Ok(DevicePlanScratch { buffers, cublas: None })
     }
 
@@ -155,7 +160,13 @@ impl DevicePlan {
                 }
             }
             DeviceOp::Pick(picks) => {
-                kernels.pick(stream, (read(0), self.widths[node.inputs[0]]), picks.view(), n, out)?;
+                kernels.pick(
+                    stream,
+                    (read(0), self.widths[node.inputs[0]]),
+                    picks.view(),
+                    n,
+                    out,
+                )?;
             }
         }
         Ok(())
@@ -175,7 +186,9 @@ impl DevicePlan {
                 let picks = picks.as_ref().map_or(View::none(), Buffer::view);
                 Side { values: self.value(id, n, inputs, buffers), picks, width: self.widths[id] }
             }
-            DeviceOperand::Constant(values) => Side { values: values.view(), picks: View::none(), width: 0 },
+            DeviceOperand::Constant(values) => {
+                Side { values: values.view(), picks: View::none(), width: 0 }
+            }
         }
     }
 }
@@ -219,7 +232,10 @@ impl Upload<'_> {
                 let (scale, bias) = matrix.finish();
                 let (scale, bias) = (self.floats(scale)?, self.floats(bias)?);
                 let weights = self.floats(&matrix.unpacked())?;
-                DeviceOp::Matrix { rows: *rows, matrix: DeviceMatrix { k, n, weights, scale, bias, relu } }
+                DeviceOp::Matrix {
+                    rows: *rows,
+                    matrix: DeviceMatrix { k, n, weights, scale, bias, relu },
+                }
             }
             Op::Products { count, m, k, n, transposed } => {
                 DeviceOp::Products { count: *count, shape: (*m, *k, *n, *transposed) }

@@ -98,11 +98,19 @@ impl DeviceEngine {
     ///
     /// # Errors
     /// The file does not load, nothing here can run it, or what runs it does not give the CPU's scores.
-    pub fn load(gpu: &Arc<Gpu>, network: &DenseNetwork, options: &DeviceOptions) -> Result<Self, DenseError> {
+    pub fn load(
+        gpu: &Arc<Gpu>,
+        network: &DenseNetwork,
+        options: &DeviceOptions,
+    ) -> Result<Self, DenseError> {
         let model = onnx::read(network.onnx.to_vec().into())?;
         let shapes = match_interface(&model, network.inputs, network.output)?;
-        let named: Vec<_> =
-            network.inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
+        let named: Vec<_> = network
+            .inputs
+            .iter()
+            .zip(&shapes)
+            .map(|((name, _), shape)| (*name, shape.clone()))
+            .collect();
         let cpu = |weights| {
             let DenseNetwork { onnx, inputs, output, activation, .. } = *network;
             DenseEngine::load(onnx.to_vec(), inputs, output, activation, weights)
@@ -232,7 +240,10 @@ impl DeviceEngine {
         }
         let (values, sigmoid) = (batch * self.outputs, map_number(Map::Sigmoid));
         if scores.len() < values {
-            return Err(DenseError::Run(format!("room for {} scores, {batch} samples", scores.len())));
+            return Err(DenseError::Run(format!(
+                "room for {} scores, {batch} samples",
+                scores.len()
+            )));
         }
         let scores = scores.first(values);
         match (&self.backend, &mut lane.lane) {
@@ -288,7 +299,8 @@ impl DeviceEngine {
         for batch in [samples, 1] {
             stream.upload(&vec![f32::NAN; scores.len()], &mut scores, 0)?;
             self.enqueue(&stream, batch, &fed, scores.view(), &mut lane)?;
-            let (mut ours, mut theirs) = (vec![0.0; batch * self.outputs], vec![0.0; batch * self.outputs]);
+            let (mut ours, mut theirs) =
+                (vec![0.0; batch * self.outputs], vec![0.0; batch * self.outputs]);
             stream.download(&scores, 0, &mut ours)?;
             reference.run(batch, &inputs, &mut theirs, &mut scratch)?;
             let apart = ours.iter().zip(&theirs).map(|(a, b)| apart(*a, *b)).fold(0.0, f32::max);
@@ -309,7 +321,8 @@ fn take_tensorrt(
     (options, batch_max): (&TensorRtOptions, usize),
     take: impl Fn(Backend) -> Result<DeviceEngine, DenseError>,
 ) -> Result<DeviceEngine, DenseError> {
-    let libraries = options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
+    let libraries =
+        options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
     let tensorrt = TensorRt::open(&options.shim, libraries)?;
     let build = Build {
         onnx: network.onnx,
@@ -330,7 +343,9 @@ fn take_tensorrt(
     let path = plans.path(&tensorrt, gpu.name(), &build);
     if let Some(plan) = plans.kept(&path)? {
         match take(&plan, "kept from before") {
-            Err(e) if !matches!(e, DenseError::Cuda(_)) => log::warn!("{}: {e}; built anew", path.display()),
+            Err(e) if !matches!(e, DenseError::Cuda(_)) => {
+                log::warn!("{}: {e}; built anew", path.display())
+            }
             taken => return taken,
         }
     }

@@ -24,7 +24,8 @@ impl Fallback {
         inputs: Vec<(&str, Vec<usize>)>,
         output: &str,
     ) -> Result<Self, DenseError> {
-        let model = Model::load(model.encode_to_vec()).map_err(|e| DenseError::Load(e.to_string()))?;
+        let model =
+            Model::load(model.encode_to_vec()).map_err(|e| DenseError::Load(e.to_string()))?;
         let find = |ids: &[NodeId], name: &str| {
             let named = |&id: &NodeId| model.node_info(id).is_some_and(|n| n.name() == Some(name));
             ids.iter().copied().find(named)
@@ -35,8 +36,8 @@ impl Fallback {
         };
         let inputs = inputs.into_iter().map(input).collect::<Result<_, _>>()?;
         let output_name = output.to_owned();
-        let output =
-            find(model.output_ids(), output).ok_or_else(|| DenseError::NoOutput(output_name.clone()))?;
+        let output = find(model.output_ids(), output)
+            .ok_or_else(|| DenseError::NoOutput(output_name.clone()))?;
         let mut options = RunOptions::default();
         options.thread_pool = Some(Arc::new(ThreadPool::with_num_threads(1)));
         Ok(Self { model, inputs, output, output_name, options })
@@ -56,7 +57,8 @@ impl Fallback {
         for ((id, shape), data) in self.inputs.iter().zip(inputs) {
             let data = &data.as_ref()[..batch * shape.iter().product::<usize>()];
             let shape: Vec<usize> = std::iter::once(batch).chain(shape.iter().copied()).collect();
-            let view = ValueView::from_shape(&shape, data).map_err(|e| DenseError::Run(e.to_string()))?;
+            let view =
+                ValueView::from_shape(&shape, data).map_err(|e| DenseError::Run(e.to_string()))?;
             fed.push((*id, view.into()));
         }
         let mut values = self
@@ -64,9 +66,9 @@ impl Fallback {
             .run(fed, &[self.output], Some(self.options.clone()))
             .map_err(|e| DenseError::Run(e.to_string()))?;
         let value = values.pop().ok_or_else(|| DenseError::NoOutput(self.output_name.clone()))?;
-        let tensor: rten_tensor::Tensor<f32> = value
-            .try_into()
-            .map_err(|_| DenseError::Run(format!("output `{}` is not a float tensor", self.output_name)))?;
+        let tensor: rten_tensor::Tensor<f32> = value.try_into().map_err(|_| {
+            DenseError::Run(format!("output `{}` is not a float tensor", self.output_name))
+        })?;
         Ok(tensor.into_data())
     }
 }

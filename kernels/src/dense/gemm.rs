@@ -157,7 +157,14 @@ impl Matrix {
     }
 
     /// `out[m, n] = a[m, k] x self`.
-    pub fn multiply(&self, m: usize, a: &[f32], out: &mut [f32], isa: Isa, scratch: &mut GemmScratch) {
+    pub fn multiply(
+        &self,
+        m: usize,
+        a: &[f32],
+        out: &mut [f32],
+        isa: Isa,
+        scratch: &mut GemmScratch,
+    ) {
         match &self.panels {
             Panels::F32(p) => self.multiply_by(p, m, a, out, isa, scratch),
             Panels::F16(p) => self.multiply_by(p, m, a, out, isa, scratch),
@@ -177,7 +184,8 @@ impl Matrix {
         let nonzero = if m == 1 { list_nonzero(&a[..self.k], &mut scratch.nonzero) } else { &[] };
         for (first, width) in panels(self.n) {
             let panel = &packed[first * self.k..][..self.k * width];
-            let finish = Finish { scale: &self.scale[first..], bias: &self.bias[first..], relu: self.relu };
+            let finish =
+                Finish { scale: &self.scale[first..], bias: &self.bias[first..], relu: self.relu };
             if m == 1 {
                 let out = &mut out[first..self.n.min(first + width)];
                 Row { a: nonzero, panel, width, out, finish }.run(isa);
@@ -241,7 +249,9 @@ pub(super) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, pack
         if transposed {
             for column in 0..columns {
                 let from = &b[(first + column) * k..][..k];
-                from.iter().zip(panel.chunks_exact_mut(width)).for_each(|(x, row)| row[column] = *x);
+                from.iter()
+                    .zip(panel.chunks_exact_mut(width))
+                    .for_each(|(x, row)| row[column] = *x);
             }
         } else {
             for (row, from) in panel.chunks_exact_mut(width).zip(b.chunks_exact(n)) {

@@ -175,7 +175,9 @@ impl Builder {
     pub fn value(&mut self, shape: &[usize]) -> Result<Id, Stop> {
         let width = shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
         let width = width.filter(|w| (1..VALUES_MAX).contains(w));
-        let Some(width) = width else { return Err(malformed(&format!("a result of shape {shape:?}"))) };
+        let Some(width) = width else {
+            return Err(malformed(&format!("a result of shape {shape:?}")));
+        };
         self.spend(width)?;
         self.widths.push(width);
         Ok(self.widths.len() - 1)
@@ -228,14 +230,18 @@ impl Builder {
             None => Ok(None),
             Some(name) => match self.known.get(name) {
                 Some(known) => Ok(Some(known.clone())),
-                None => Err(malformed(&format!("{} reads `{name}`, which nothing writes", node.op_type()))),
+                None => Err(malformed(&format!(
+                    "{} reads `{name}`, which nothing writes",
+                    node.op_type()
+                ))),
             },
         }
     }
 
     /// The same for an input that the operator must have.
     pub fn input(&self, node: &NodeProto, i: usize) -> Result<Known, Stop> {
-        self.maybe(node, i)?.ok_or_else(|| malformed(&format!("{} has no input {i}", node.op_type())))
+        self.maybe(node, i)?
+            .ok_or_else(|| malformed(&format!("{} has no input {i}", node.op_type())))
     }
 }
 
@@ -243,7 +249,10 @@ impl Builder {
 pub(super) fn constant(tensor: &super::onnx::TensorProto) -> Result<Known, Stop> {
     if let Some(values) = tensor.floats() {
         if values.iter().any(|v| !v.is_finite()) {
-            return Err(malformed(&format!("tensor `{}` has values that are not finite", tensor.name())));
+            return Err(malformed(&format!(
+                "tensor `{}` has values that are not finite",
+                tensor.name()
+            )));
         }
         return Ok(Known::Constant(Rc::new(Constant { shape: tensor.sizes(), values })));
     }
@@ -252,7 +261,11 @@ pub(super) fn constant(tensor: &super::onnx::TensorProto) -> Result<Known, Stop>
             sizes: ints.into_iter().map(Size::Fixed).collect(),
             scalar: tensor.dims.is_empty(),
         }),
-        _ => Err(Stop::Unsupported(format!("tensor `{}` of type {}", tensor.name(), tensor.data_type()))),
+        _ => Err(Stop::Unsupported(format!(
+            "tensor `{}` of type {}",
+            tensor.name(),
+            tensor.data_type()
+        ))),
     }
 }
 

@@ -73,11 +73,15 @@ impl Node {
                 matrix.relu = true;
                 true
             }
-            Op::Zip { zip: Zip::Add, left, right } if *rows == 1 && !matrix.relu => match (left, right) {
-                (Operand::Value { picks: None, .. }, Operand::Constant(bias))
-                | (Operand::Constant(bias), Operand::Value { picks: None, .. }) => matrix.take_bias(bias),
-                _ => false,
-            },
+            Op::Zip { zip: Zip::Add, left, right } if *rows == 1 && !matrix.relu => {
+                match (left, right) {
+                    (Operand::Value { picks: None, .. }, Operand::Constant(bias))
+                    | (Operand::Constant(bias), Operand::Value { picks: None, .. }) => {
+                        matrix.take_bias(bias)
+                    }
+                    _ => false,
+                }
+            }
             _ => false,
         }
     }
@@ -108,12 +112,14 @@ fn place(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
     for (at, node) in graph.nodes.iter().enumerate() {
         let width = graph.widths[node.output];
         let dies = |id: Id| last[id] == at;
-        if let (Op::Map(_), Place::Buffer(b), true) = (&node.op, places[node.inputs[0]], dies(node.inputs[0]))
+        if let (Op::Map(_), Place::Buffer(b), true) =
+            (&node.op, places[node.inputs[0]], dies(node.inputs[0]))
         {
             places[node.output] = Place::Buffer(b);
             continue;
         }
-        let fitting = free.iter().copied().filter(|&b| buffers[b] >= width).min_by_key(|&b| buffers[b]);
+        let fitting =
+            free.iter().copied().filter(|&b| buffers[b] >= width).min_by_key(|&b| buffers[b]);
         let chosen = fitting.or_else(|| free.iter().copied().max_by_key(|&b| buffers[b]));
         let buffer = chosen.unwrap_or_else(|| {
             buffers.push(0);

@@ -48,7 +48,9 @@ mod tests {
 
     /// Every 257th of all floats from -100 to 100, of either sign.
     fn all() -> impl Iterator<Item = f32> {
-        (0..=100f32.to_bits()).step_by(257).flat_map(|bits| [f32::from_bits(bits), -f32::from_bits(bits)])
+        (0..=100f32.to_bits())
+            .step_by(257)
+            .flat_map(|bits| [f32::from_bits(bits), -f32::from_bits(bits)])
     }
 
     #[test]
@@ -56,7 +58,8 @@ mod tests {
         let (mut far_sigmoid, mut far_tanh, mut far_exp) = (0.0f64, 0.0f64, 0.0f64);
         for x in all() {
             let wide = f64::from(x);
-            far_sigmoid = far_sigmoid.max((f64::from(sigmoid(x)) - 1.0 / (1.0 + (-wide).exp())).abs());
+            far_sigmoid =
+                far_sigmoid.max((f64::from(sigmoid(x)) - 1.0 / (1.0 + (-wide).exp())).abs());
             far_tanh = far_tanh.max((f64::from(tanh(x)) - wide.tanh()).abs());
             if x.abs() <= 87.0 {
                 far_exp = far_exp.max((f64::from(exp(x)) / wide.exp() - 1.0).abs());

@@ -77,7 +77,9 @@ pub enum DenseError {
     #[error("dense network: no output named `{0}`")]
     NoOutput(String),
     /// An input has another width than the features that feed it.
-    #[error("dense network: input `{name}` takes {network} values a sample, the schema feeds {schema}")]
+    #[error(
+        "dense network: input `{name}` takes {network} values a sample, the schema feeds {schema}"
+    )]
     Width {
         /// Input name.
         name: String,
@@ -240,7 +242,11 @@ impl DenseEngine {
 
     /// Memory for runs of up to `batch_max` samples.
     pub fn scratch(&self, batch_max: usize) -> DenseScratch {
-        let plan = if let Backend::Plan(plan) = &self.backend { Some(plan.scratch(batch_max)) } else { None };
+        let plan = if let Backend::Plan(plan) = &self.backend {
+            Some(plan.scratch(batch_max))
+        } else {
+            None
+        };
         DenseScratch { batch_max, plan }
     }
 
@@ -285,7 +291,12 @@ impl DenseEngine {
         Ok(())
     }
 
-    fn check<I: AsRef<[f32]>>(&self, batch: usize, inputs: &[I], scores: &[f32]) -> Result<(), DenseError> {
+    fn check<I: AsRef<[f32]>>(
+        &self,
+        batch: usize,
+        inputs: &[I],
+        scores: &[f32],
+    ) -> Result<(), DenseError> {
         let short = |(data, width): (&I, &usize)| data.as_ref().len() < batch * width;
         if inputs.len() != self.widths.len() || inputs.iter().zip(&self.widths).any(short) {
             return Err(DenseError::Run(format!("inputs do not hold {batch} samples")));

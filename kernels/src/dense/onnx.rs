@@ -147,8 +147,12 @@ const NODES_MAX: usize = 1 << 14;
 /// # Errors
 /// It is no ONNX file, or a tensor is not whole.
 pub(super) fn read(bytes: Bytes) -> Result<ModelProto, DenseError> {
-    let model = ModelProto::decode(bytes).map_err(|e| DenseError::Load(format!("not an ONNX file: {e}")))?;
-    let graph = model.graph.as_ref().ok_or_else(|| DenseError::Load("not an ONNX file: no graph".into()))?;
+    let model = ModelProto::decode(bytes)
+        .map_err(|e| DenseError::Load(format!("not an ONNX file: {e}")))?;
+    let graph = model
+        .graph
+        .as_ref()
+        .ok_or_else(|| DenseError::Load("not an ONNX file: no graph".into()))?;
     check_graph(graph)?;
     Ok(model)
 }
@@ -166,7 +170,8 @@ fn check_graph(graph: &GraphProto) -> Result<(), DenseError> {
 }
 
 fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
-    let refuse = |problem: String| Err(DenseError::Load(format!("tensor `{}`: {problem}", tensor.name())));
+    let refuse =
+        |problem: String| Err(DenseError::Load(format!("tensor `{}`: {problem}", tensor.name())));
     if tensor.data_location.unwrap_or(0) != 0 {
         return refuse("lies in another file".to_owned());
     }
@@ -198,13 +203,15 @@ impl TensorProto {
     /// Its values if it is of floats.
     pub fn floats(&self) -> Option<Vec<f32>> {
         let raw = |raw: &Bytes| raw.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-        (self.data_type() == FLOAT).then(|| self.raw_data.as_ref().map_or(self.float_data.clone(), raw))
+        (self.data_type() == FLOAT)
+            .then(|| self.raw_data.as_ref().map_or(self.float_data.clone(), raw))
     }
 
     /// Its values if it is of 64-bit integers.
     pub fn ints(&self) -> Option<Vec<i64>> {
         let raw = |raw: &Bytes| raw.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();
-        (self.data_type() == INT64).then(|| self.raw_data.as_ref().map_or(self.int64_data.clone(), raw))
+        (self.data_type() == INT64)
+            .then(|| self.raw_data.as_ref().map_or(self.int64_data.clone(), raw))
     }
 }
 

@@ -1,7 +1,9 @@
 //! What each ONNX operator becomes. The subset is that of DLRM, DCNv2, DeepFM, Wide & Deep and their kin; a form
 //! that is not in it is `Unsupported`, never guessed. The batch is axis 0 of every value and stays there.
 
-use super::graph::{Builder, Constant, Id, Known, Map, Op, Operand, Size, Stop, Zip, constant, malformed};
+use super::graph::{
+    Builder, Constant, Id, Known, Map, Op, Operand, Size, Stop, Zip, constant, malformed,
+};
 use super::onnx::NodeProto;
 use std::rc::Rc;
 
@@ -68,7 +70,13 @@ impl Builder {
             None => Ok(None),
             Some(Known::Sizes { sizes, .. }) => sizes
                 .iter()
-                .map(|s| if let Size::Fixed(n) = s { Ok(*n) } else { Err(unsupported(node, "by the batch")) })
+                .map(|s| {
+                    if let Size::Fixed(n) = s {
+                        Ok(*n)
+                    } else {
+                        Err(unsupported(node, "by the batch"))
+                    }
+                })
                 .collect::<Result<_, _>>()
                 .map(Some),
             Some(_) => Err(unsupported(node, "by computed integers")),
@@ -91,7 +99,9 @@ impl Builder {
         }
         let bias = match self.maybe(node, 2)? {
             None => vec![0.0],
-            Some(Known::Constant(c)) if c.values.len() == 1 || c.values.len() == n => c.values.clone(),
+            Some(Known::Constant(c)) if c.values.len() == 1 || c.values.len() == n => {
+                c.values.clone()
+            }
             Some(_) => return Err(unsupported(node, "with such a bias")),
         };
         let at = |i: usize, j: usize| alpha * w.values[if turned { j * k + i } else { i * n + j }];
@@ -121,7 +131,8 @@ impl Builder {
                     return Err(malformed(&format!("MatMul of {shape:?} by {other:?}")));
                 }
                 let count = shape[..rank - 2].iter().product();
-                let (y, transposed) = self.transposed.get(&y).map_or((y, false), |&from| (from, true));
+                let (y, transposed) =
+                    self.transposed.get(&y).map_or((y, false), |&from| (from, true));
                 let mut out = shape;
                 out[rank - 1] = n;
                 self.node(vec![x, y], Op::Products { count, m, k, n, transposed }, out)
@@ -140,8 +151,10 @@ impl Builder {
         match self.input(node, 1)? {
             Known::Constant(c) if c.values == [2.0] => {
                 let (x, shape) = self.value_of(node, 0)?;
-                let (left, right) =
-                    (Operand::Value { input: 0, picks: None }, Operand::Value { input: 0, picks: None });
+                let (left, right) = (
+                    Operand::Value { input: 0, picks: None },
+                    Operand::Value { input: 0, picks: None },
+                );
                 self.node(vec![x], Op::Zip { zip: Zip::Mul, left, right }, shape)
             }
             _ => Err(unsupported(node, "other than squares")),
@@ -165,11 +178,17 @@ impl Builder {
         self.node(inputs, Op::Zip { zip, left, right }, out)
     }
 
-    fn operand(&mut self, known: &Known, out: &[usize], inputs: &mut Vec<Id>) -> Result<Operand, Stop> {
+    fn operand(
+        &mut self,
+        known: &Known,
+        out: &[usize],
+        inputs: &mut Vec<Id>,
+    ) -> Result<Operand, Stop> {
         match known {
             Known::Value(id, shape) => {
                 inputs.push(*id);
-                let picks = if shape == out { None } else { Some(self.broadcast_picks(shape, out)?) };
+                let picks =
+                    if shape == out { None } else { Some(self.broadcast_picks(shape, out)?) };
                 Ok(Operand::Value { input: inputs.len() - 1, picks })
             }
             Known::Constant(c) => {
@@ -212,8 +231,10 @@ impl Builder {
         let (x, shape) = self.value_of(node, 0)?;
         let axes = self.integers(node, 1, "axes")?.filter(|a| !a.is_empty());
         let Some(axes) = axes else { return Err(unsupported(node, "over all axes")) };
-        let mut axes =
-            axes.iter().map(|&a| feature_axis(node, a, shape.len())).collect::<Result<Vec<_>, _>>()?;
+        let mut axes = axes
+            .iter()
+            .map(|&a| feature_axis(node, a, shape.len()))
+            .collect::<Result<Vec<_>, _>>()?;
         axes.sort_unstable();
         if axes.windows(2).any(|w| w[0] + 1 != w[1]) {
             return Err(unsupported(node, "over such axes"));
@@ -229,7 +250,8 @@ impl Builder {
     }
 
     fn concat(&mut self, node: &NodeProto) -> Result<Known, Stop> {
-        let all = (0..node.input.len()).map(|i| self.input(node, i)).collect::<Result<Vec<_>, _>>()?;
+        let all =
+            (0..node.input.len()).map(|i| self.input(node, i)).collect::<Result<Vec<_>, _>>()?;
         if let Some(sizes) = all.iter().map(|k| k.sizes()).collect::<Option<Vec<_>>>() {
             // Before they are there: a few nodes make a list of any length of themselves.
             self.spend(sizes.iter().map(|s| s.len()).sum())?;
@@ -243,7 +265,9 @@ impl Builder {
         out[axis] = 0;
         let (mut inputs, mut parts) = (Vec::new(), Vec::new());
         for known in &all {
-            let Known::Value(id, shape) = known else { return Err(unsupported(node, "of constants")) };
+            let Known::Value(id, shape) = known else {
+                return Err(unsupported(node, "of constants"));
+            };
             let alike = |a: usize| a == axis || shape[a] == out[a];
             if shape.len() != out.len() || !(0..out.len()).all(alike) {
                 return Err(malformed(&format!("Concat of {shape:?} beside {first:?}")));
@@ -275,7 +299,9 @@ impl Builder {
                 let axes = self.integers(node, 1, "axes")?.unwrap_or_default();
                 let rank = shape.len() + axes.len();
                 let mut axes =
-                    axes.iter().map(|&a| feature_axis(node, a, rank)).collect::<Result<Vec<_>, _>>()?;
+                    axes.iter()
+                        .map(|&a| feature_axis(node, a, rank))
+                        .collect::<Result<Vec<_>, _>>()?;
                 axes.sort_unstable();
                 let mut out = shape;
                 axes.iter().for_each(|&a| out.insert(a.min(out.len()), 1));
@@ -314,10 +340,9 @@ impl Builder {
         let rest: Option<Vec<i64>> = sizes[1..].iter().enumerate().map(copied).collect();
         let Some(rest) = rest else { return Err(unsupported(node, "to such a shape")) };
         let open = rest.iter().filter(|&&s| s == -1).count();
-        let known = rest
-            .iter()
-            .filter(|&&s| s != -1)
-            .try_fold(1usize, |product, &s| product.checked_mul(usize::try_from(s).ok().filter(|&s| s > 0)?));
+        let known = rest.iter().filter(|&&s| s != -1).try_fold(1usize, |product, &s| {
+            product.checked_mul(usize::try_from(s).ok().filter(|&s| s > 0)?)
+        });
         let fits = match (first, open) {
             (Size::Batch | Size::Fixed(0), 1) => known.is_some_and(|n| width.is_multiple_of(n)),
             // `-1` in front is the batch if the rest holds one sample.
@@ -339,7 +364,8 @@ impl Builder {
             return match (c.shape.as_slice(), node.ints("perm").unwrap_or(&[1, 0])) {
                 (&[rows, columns], [1, 0]) => {
                     self.pack(c.values.len())?;
-                    let values = (0..rows * columns).map(|i| c.values[i % rows * columns + i / rows]);
+                    let values =
+                        (0..rows * columns).map(|i| c.values[i % rows * columns + i / rows]);
                     let turned = Constant { shape: vec![columns, rows], values: values.collect() };
                     Ok(Known::Constant(Rc::new(turned)))
                 }
@@ -359,7 +385,8 @@ impl Builder {
         let strides: Vec<usize> = from.iter().map(|&a| shape[a + 1..].iter().product()).collect();
         let picks = self.picks(&out, |at| at.iter().zip(&strides).map(|(i, s)| i * s).sum())?;
         let result = self.node(vec![x], Op::Pick(picks), out)?;
-        let swaps_last = rank >= 2 && (0..rank - 2).all(|a| from[a] == a) && from[rank - 2] == rank - 1;
+        let swaps_last =
+            rank >= 2 && (0..rank - 2).all(|a| from[a] == a) && from[rank - 2] == rank - 1;
         if let (Known::Value(id, _), true) = (&result, swaps_last) {
             self.transposed.insert(*id, x);
         }
@@ -378,13 +405,17 @@ impl Builder {
         let known = self.input(node, 0)?;
         if let Some(sizes) = known.sizes() {
             let picked = indices.iter().map(|i| place(i, sizes.len()).map(|i| sizes[i])).collect();
-            let Some(sizes) = picked else { return Err(malformed("Gather: an index is out of range")) };
+            let Some(sizes) = picked else {
+                return Err(malformed("Gather: an index is out of range"));
+            };
             return Ok(Known::Sizes { sizes, scalar });
         }
         let (x, shape) = self.value_of(node, 0)?;
         let axis = feature_axis(node, node.int("axis", 0), shape.len())?;
         let places: Option<Vec<usize>> = indices.iter().map(|i| place(i, shape[axis])).collect();
-        let Some(places) = places else { return Err(malformed("Gather: an index is out of range")) };
+        let Some(places) = places else {
+            return Err(malformed("Gather: an index is out of range"));
+        };
         self.pick_along(x, &shape, axis, &places, scalar)
     }
 
@@ -432,8 +463,9 @@ impl Builder {
         let (x, shape) = self.value_of(node, 0)?;
         let axis = feature_axis(node, node.int("axis", 0), shape.len())?;
         let parts = self.integers(node, 1, "split")?;
-        let parts =
-            parts.unwrap_or_else(|| vec![(shape[axis] / node.output.len().max(1)) as i64; node.output.len()]);
+        let parts = parts.unwrap_or_else(|| {
+            vec![(shape[axis] / node.output.len().max(1)) as i64; node.output.len()]
+        });
         let whole = parts.iter().try_fold(0i64, |sum, &p| sum.checked_add(p).filter(|_| p > 0));
         if whole != Some(shape[axis] as i64) || parts.len() != node.output.len() {
             return Err(malformed(&format!("Split of {} into {parts:?}", shape[axis])));

@@ -62,15 +62,15 @@ impl Plan {
     }
 
     fn matrices(&self) -> impl Iterator<Item = &Matrix> {
-        self.layout
-            .nodes
-            .iter()
-            .filter_map(|n| if let Op::Matrix { matrix, .. } = &n.op { Some(&**matrix) } else { None })
+        self.layout.nodes.iter().filter_map(|n| {
+            if let Op::Matrix { matrix, .. } = &n.op { Some(&**matrix) } else { None }
+        })
     }
 
     /// Memory for runs of up to `batch_max` samples.
     pub fn scratch(&self, batch_max: usize) -> PlanScratch {
-        let buffers = self.layout.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
+        let buffers =
+            self.layout.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
         PlanScratch { buffers, gemm: GemmScratch::new(self.k_max, self.pack_max) }
     }
 
@@ -181,7 +181,8 @@ impl Plan {
             }
             Op::Pick(picks) => {
                 let from_width = self.layout.widths[node.inputs[0]];
-                for (from, to) in read(0).chunks_exact(from_width).zip(out.chunks_exact_mut(width)) {
+                for (from, to) in read(0).chunks_exact(from_width).zip(out.chunks_exact_mut(width))
+                {
                     to.iter_mut().zip(picks).for_each(|(to, &pick)| *to = from[pick as usize]);
                 }
             }

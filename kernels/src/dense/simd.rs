@@ -87,7 +87,9 @@ impl<W: Stored> Row<'_, W> {
         assert!(self.finish.scale.len() >= self.width && self.finish.bias.len() >= self.width);
         // The list ascends, so its last entry bounds all of them.
         debug_assert!(self.a.is_sorted_by_key(|(k, _)| *k));
-        assert!(self.a.last().is_none_or(|(k, _)| (*k as usize + 1) * self.width <= self.panel.len()));
+        assert!(
+            self.a.last().is_none_or(|(k, _)| (*k as usize + 1) * self.width <= self.panel.len())
+        );
         match isa.family() {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: an `Isa` proves that the instructions are there; the slices were checked.
@@ -308,7 +310,9 @@ unsafe fn narrow_tile<V: Lanes, W: Stored, const C16: usize, const C32: usize, c
 }
 
 #[inline(always)]
-unsafe fn any_row<V: Lanes, W: Stored, const C16: usize, const C32: usize, const C64: usize>(t: Row<W>) {
+unsafe fn any_row<V: Lanes, W: Stored, const C16: usize, const C32: usize, const C64: usize>(
+    t: Row<W>,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         match t.width {

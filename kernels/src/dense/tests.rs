@@ -7,7 +7,8 @@ use prost::Message;
 fn info(name: &str, shape: &[i64]) -> ValueInfoProto {
     let open = Dimension { dim_value: None, dim_param: Some("batch".to_owned()) };
     let fixed = |&n: &i64| Dimension { dim_value: Some(n), dim_param: None };
-    let shape = TensorShapeProto { dim: std::iter::once(open).chain(shape.iter().map(fixed)).collect() };
+    let shape =
+        TensorShapeProto { dim: std::iter::once(open).chain(shape.iter().map(fixed)).collect() };
     let tensor_type = Some(TensorTypeProto { elem_type: Some(FLOAT), shape: Some(shape) });
     ValueInfoProto { name: Some(name.to_owned()), r#type: Some(TypeProto { tensor_type }) }
 }
@@ -36,7 +37,12 @@ fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, &[i64]
             [one] if !["perm", "axes", "split"].contains(&name.as_deref().unwrap()) => {
                 AttributeProto { name, i: Some(*one), r#type: Some(2), ..AttributeProto::default() }
             }
-            _ => AttributeProto { name, ints: values.to_vec(), r#type: Some(7), ..AttributeProto::default() },
+            _ => AttributeProto {
+                name,
+                ints: values.to_vec(),
+                r#type: Some(7),
+                ..AttributeProto::default()
+            },
         }
     };
     NodeProto {
@@ -63,7 +69,12 @@ fn load(model: &ModelProto) -> Result<DenseEngine, DenseError> {
 }
 
 /// One node, whose result is the output, and the tensors it reads.
-fn single(op: &str, inputs: &[&str], attributes: &[(&str, &[i64])], tensors: Vec<TensorProto>) -> ModelProto {
+fn single(
+    op: &str,
+    inputs: &[&str],
+    attributes: &[(&str, &[i64])],
+    tensors: Vec<TensorProto>,
+) -> ModelProto {
     network(vec![node(op, inputs, &["out"], attributes)], tensors)
 }
 
@@ -80,7 +91,10 @@ fn products() -> Vec<(&'static str, ModelProto)> {
             "gemm, scalar bias",
             single("Gemm", &["x", "w", "b"], &[], vec![matrix(), floats("b", &[1], &[0.5])]),
         ),
-        ("gemm turned", single("Gemm", &["x", "w"], &[("transB", &[1])], vec![floats("w", &[7, 4], &w(28))])),
+        (
+            "gemm turned",
+            single("Gemm", &["x", "w"], &[("transB", &[1])], vec![floats("w", &[7, 4], &w(28))]),
+        ),
         ("matmul of rows", single("MatMul", &["y", "w"], &[], vec![matrix()])),
         (
             "matmul, bias, relu",
@@ -148,13 +162,19 @@ fn elementwise() -> Vec<(&'static str, ModelProto)> {
 
 fn sums_and_views() -> Vec<(&'static str, ModelProto)> {
     vec![
-        ("sum of the middle", single("ReduceSum", &["y", "a"], &[("keepdims", &[0])], vec![ints("a", &[1])])),
+        (
+            "sum of the middle",
+            single("ReduceSum", &["y", "a"], &[("keepdims", &[0])], vec![ints("a", &[1])]),
+        ),
         ("sum of both", single("ReduceSum", &["y", "a"], &[], vec![ints("a", &[-1, 1])])),
         ("mean", single("ReduceMean", &["y"], &[("axes", &[-1]), ("keepdims", &[0])], vec![])),
         ("concat at the end", single("Concat", &["y", "y", "y"], &[("axis", &[2])], vec![])),
         ("concat in the middle", single("Concat", &["y", "y"], &[("axis", &[-2])], vec![])),
         ("flatten", single("Flatten", &["y"], &[], vec![])),
-        ("gather", single("Gather", &["y", "i"], &[("axis", &[2])], vec![ints("i", &[3, 0, -1, 0])])),
+        (
+            "gather",
+            single("Gather", &["y", "i"], &[("axis", &[2])], vec![ints("i", &[3, 0, -1, 0])]),
+        ),
         (
             "slice",
             single(
@@ -200,7 +220,8 @@ fn every_operator_does_what_rten_does() {
         let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
         assert_eq!(engine.falls_back_for(), None, "{name}");
         let inputs = vec![("x", vec![4]), ("y", vec![3, 4])];
-        let fallback = Fallback::load(&model, inputs, "out").unwrap_or_else(|e| panic!("{name}: {e}"));
+        let fallback =
+            Fallback::load(&model, inputs, "out").unwrap_or_else(|e| panic!("{name}: {e}"));
         for batch in [1, 2, 5, 100] {
             let inputs = [values(4 * batch), values(12 * batch)];
             let expected = fallback.run(batch, &inputs).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -238,7 +259,10 @@ fn files_that_lie_are_refused() {
     let elsewhere = TensorProto { data_location: Some(1), ..floats("w", &[4, 1], &[0.0; 4]) };
     refused(&gemm(elsewhere), "another file");
     refused(&single("Relu", &["z"], &[], vec![]), "reads `z`, which nothing writes");
-    refused(&single("Gather", &["y", "i"], &[("axis", &[1])], vec![ints("i", &[3])]), "out of range");
+    refused(
+        &single("Gather", &["y", "i"], &[("axis", &[1])], vec![ints("i", &[3])]),
+        "out of range",
+    );
     refused(&single("Concat", &["x", "y"], &[("axis", &[1])], vec![]), "Concat");
     // Doubled again and again, a small file would ask for all memory.
     let double = |i: usize| {
@@ -250,12 +274,16 @@ fn files_that_lie_are_refused() {
     let bomb = std::iter::once(first).chain((0..40).map(double)).chain([last]).collect();
     refused(&network(bomb, vec![]), "values a sample");
     // The same of integers, and of lists and weights that are only passed on.
-    let double =
-        |i: usize| node("Concat", &[&format!("d{i}"), &format!("d{i}")], &[&format!("d{}", i + 1)], &[]);
+    let double = |i: usize| {
+        node("Concat", &[&format!("d{i}"), &format!("d{i}")], &[&format!("d{}", i + 1)], &[])
+    };
     refused(&network((0..40).map(double).collect(), vec![ints("d0", &[1])]), "values a sample");
     let again = |op: &str| (0..200).map(|_| node(op, &["w"], &["o"], &[])).collect();
     refused(&network(again("Identity"), vec![ints("w", &vec![1; 1 << 17])]), "values a sample");
-    refused(&network(again("Transpose"), vec![floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19])]), "weights");
+    refused(
+        &network(again("Transpose"), vec![floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19])]),
+        "weights",
+    );
     // As an index two integers are no single one.
     let squeezed = vec![
         node("Squeeze", &["two"], &["i"], &[]),
@@ -264,8 +292,9 @@ fn files_that_lie_are_refused() {
     refused(&network(squeezed, vec![ints("two", &[0, 1])]), "Squeeze of 2 integers");
     // The same weights packed again and again.
     let wide = floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19]);
-    let many =
-        (0..200).map(|i| node("Gemm", &["x", "w"], &[if i == 0 { "out" } else { "o" }], &[])).collect();
+    let many = (0..200)
+        .map(|i| node("Gemm", &["x", "w"], &[if i == 0 { "out" } else { "o" }], &[]))
+        .collect();
     refused(&network(many, vec![wide]), "a sample");
     assert!(load(&ModelProto::default()).is_err());
 }

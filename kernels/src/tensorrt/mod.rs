@@ -28,7 +28,9 @@ pub enum TensorRtError {
         problem: String,
     },
     /// The shim belongs to another release of Hatchback.
-    #[error("TensorRT: the shim has interface {shim}, this release speaks {expected}: build it anew")]
+    #[error(
+        "TensorRT: the shim has interface {shim}, this release speaks {expected}: build it anew"
+    )]
     OtherShim {
         /// The shim's number.
         shim: i32,
@@ -42,7 +44,9 @@ pub enum TensorRtError {
     #[error("TensorRT: the library has no `{0}`")]
     NoEntry(String),
     /// The library is of another release than the shim's headers.
-    #[error("TensorRT: the library is {library}, the shim was built for {headers}: build it for this one")]
+    #[error(
+        "TensorRT: the library is {library}, the shim was built for {headers}: build it for this one"
+    )]
     Version {
         /// The headers'.
         headers: Version,
@@ -142,7 +146,12 @@ impl TensorRt {
     ///
     /// # Errors
     /// The plan is not for this release or GPU, or its tensors are not those of `build`.
-    pub fn load(&self, _gpu: &Arc<Gpu>, plan: &[u8], build: &Build) -> Result<Engine, TensorRtError> {
+    pub fn load(
+        &self,
+        _gpu: &Arc<Gpu>,
+        plan: &[u8],
+        build: &Build,
+    ) -> Result<Engine, TensorRtError> {
         Ok(Engine { engine: Arc::new(self.shim.load(plan, build)?) })
     }
 }

@@ -37,7 +37,8 @@ impl Plans {
                 return Err(TensorRtError::OfNoUse { path: path.to_owned() });
             }
             Ok(Some(plan)) => {
-                let noted = fs::File::open(path).and_then(|file| file.set_modified(SystemTime::now()));
+                let noted =
+                    fs::File::open(path).and_then(|file| file.set_modified(SystemTime::now()));
                 noted.unwrap_or_else(|e| log::warn!("{}: {e}", path.display()));
                 return Ok(Some(plan));
             }
@@ -69,7 +70,10 @@ impl Plans {
         }
         plans.sort_unstable();
         let more = plans.len().saturating_sub(PLANS_MAX);
-        plans[..more].iter().filter(|(_, old)| old != path).try_for_each(|(_, old)| fs::remove_file(old))
+        plans[..more]
+            .iter()
+            .filter(|(_, old)| old != path)
+            .try_for_each(|(_, old)| fs::remove_file(old))
     }
 
     /// Where the plan of `build` for the GPU named `gpu` lies.
@@ -87,7 +91,9 @@ impl Plans {
             shape.iter().for_each(|s| take(&(*s as u64).to_le_bytes()));
         }
         take(build.output.as_bytes());
-        for number in [build.batch_typical as u64, build.batch_max as u64, build.workspace_bytes_max] {
+        for number in
+            [build.batch_typical as u64, build.batch_max as u64, build.workspace_bytes_max]
+        {
             take(&number.to_le_bytes());
         }
         take(&[u8::from(build.fp16)]);

@@ -56,16 +56,31 @@ type Drop1 = unsafe extern "C" fn(Opaque);
 #[derive(Clone, Copy)]
 struct Calls {
     header_version: unsafe extern "C" fn() -> i32,
-    open:
-        unsafe extern "C" fn(*const c_char, *const c_char, *mut Opaque, *mut i32, *mut c_char, usize) -> i32,
+    open: unsafe extern "C" fn(
+        *const c_char,
+        *const c_char,
+        *mut Opaque,
+        *mut i32,
+        *mut c_char,
+        usize,
+    ) -> i32,
     close: Drop1,
-    build: unsafe extern "C" fn(Opaque, *const BuildArguments, *mut Opaque, *mut c_char, usize) -> i32,
+    build:
+        unsafe extern "C" fn(Opaque, *const BuildArguments, *mut Opaque, *mut c_char, usize) -> i32,
     plan_data: unsafe extern "C" fn(Opaque) -> *const u8,
     plan_bytes: unsafe extern "C" fn(Opaque) -> usize,
     drop_plan: Drop1,
-    load: unsafe extern "C" fn(Opaque, *const c_void, usize, *mut Opaque, *mut c_char, usize) -> i32,
+    load:
+        unsafe extern "C" fn(Opaque, *const c_void, usize, *mut Opaque, *mut c_char, usize) -> i32,
     drop_engine: Drop1,
-    check: unsafe extern "C" fn(Opaque, *const *const c_char, i32, *const c_char, *mut c_char, usize) -> i32,
+    check: unsafe extern "C" fn(
+        Opaque,
+        *const *const c_char,
+        i32,
+        *const c_char,
+        *mut c_char,
+        usize,
+    ) -> i32,
     context_bytes: unsafe extern "C" fn(Opaque) -> u64,
     context: unsafe extern "C" fn(Opaque, Opaque, *mut Opaque, *mut c_char, usize) -> i32,
     drop_context: Drop1,
@@ -81,7 +96,8 @@ struct Owned {
 
 impl Owned {
     fn new(object: Opaque, give_back: Drop1) -> Result<Self, TensorRtError> {
-        let object = NonNull::new(object).ok_or_else(|| TensorRtError::Refused("no object".to_owned()))?;
+        let object =
+            NonNull::new(object).ok_or_else(|| TensorRtError::Refused("no object".to_owned()))?;
         Ok(Self { object, give_back })
     }
 
@@ -172,7 +188,8 @@ impl Calls {
         // SAFETY: each type is that of the function in `shim.cpp`, whose interface number was compared before, but
         // for the number itself, which never changes.
         unsafe {
-            let interface: unsafe extern "C" fn() -> i32 = call(library, "hatchback_trt_interface")?;
+            let interface: unsafe extern "C" fn() -> i32 =
+                call(library, "hatchback_trt_interface")?;
             match interface() {
                 INTERFACE => {}
                 other => return Err(TensorRtError::OtherShim { shim: other, expected: INTERFACE }),
@@ -204,22 +221,34 @@ impl Shim {
     pub fn open(shim: &Path, libraries: Option<(&Path, &Path)>) -> Result<Self, TensorRtError> {
         // SAFETY: the shim's initializers only register themselves; whoever names the file vouches for it.
         let library = unsafe { Library::new(shim) };
-        let library =
-            library.map_err(|e| TensorRtError::NotBuilt { path: shim.to_owned(), problem: why(&e) })?;
+        let library = library
+            .map_err(|e| TensorRtError::NotBuilt { path: shim.to_owned(), problem: why(&e) })?;
         // Never unloaded, as TensorRT itself is not.
         let calls = Calls::find(Box::leak(Box::new(library)))?;
         let path = |p: &Path| c_string(&p.to_string_lossy());
-        let names = libraries.map(|(a, b)| Ok::<_, TensorRtError>((path(a)?, path(b)?))).transpose()?;
-        let (core, parser) = names.as_ref().map_or((null(), null()), |(a, b)| (a.as_ptr(), b.as_ptr()));
+        let names =
+            libraries.map(|(a, b)| Ok::<_, TensorRtError>((path(a)?, path(b)?))).transpose()?;
+        let (core, parser) =
+            names.as_ref().map_or((null(), null()), |(a, b)| (a.as_ptr(), b.as_ptr()));
         let (mut out, mut version, mut problem) = (null_mut(), 0, Problem::new());
         // SAFETY: the paths are null or end in zero and outlive the call, as do the places for the answers.
         let (code, headers) = unsafe {
-            let code =
-                (calls.open)(core, parser, &mut out, &mut version, problem.0.as_mut_ptr(), PROBLEM_BYTES);
+            let code = (calls.open)(
+                core,
+                parser,
+                &mut out,
+                &mut version,
+                problem.0.as_mut_ptr(),
+                PROBLEM_BYTES,
+            );
             (code, (calls.header_version)())
         };
         problem.check(code, (headers, version))?;
-        Ok(Self { calls, library: Mutex::new(Owned::new(out, calls.close)?), version: Version(version) })
+        Ok(Self {
+            calls,
+            library: Mutex::new(Owned::new(out, calls.close)?),
+            version: Version(version),
+        })
     }
 
     /// A plan for `build`.
@@ -243,7 +272,13 @@ impl Shim {
         let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: everything that `arguments` points to outlives the call; the lock keeps others out of the library.
         let code = unsafe {
-            (self.calls.build)(library.get(), &arguments, &mut plan, problem.0.as_mut_ptr(), PROBLEM_BYTES)
+            (self.calls.build)(
+                library.get(),
+                &arguments,
+                &mut plan,
+                problem.0.as_mut_ptr(),
+                PROBLEM_BYTES,
+            )
         };
         problem.check(code, (0, self.version.0))?;
         let plan = Owned::new(plan, self.calls.drop_plan)?;
@@ -271,7 +306,14 @@ impl Shim {
         // SAFETY: `count` names that end in zero and outlive the call.
         let code = unsafe {
             let (count, text) = (names.len() as i32, problem.0.as_mut_ptr());
-            (self.calls.check)(engine.get(), names.as_ptr(), count, output.as_ptr(), text, PROBLEM_BYTES)
+            (self.calls.check)(
+                engine.get(),
+                names.as_ptr(),
+                count,
+                output.as_ptr(),
+                text,
+                PROBLEM_BYTES,
+            )
         };
         problem.check(code, (0, self.version.0))?;
         drop(library);
@@ -318,14 +360,19 @@ impl Context {
         let short = |(values, (_, shape)): (&Buffer<f32>, &(CString, Vec<i64>))| {
             values.len() < batch * shape.iter().product::<i64>() as usize
         };
-        if inputs.len() != self.engine.inputs.len() || inputs.iter().zip(&self.engine.inputs).any(short) {
-            return Err(TensorRtError::Interface(format!("the inputs do not hold {batch} samples")));
+        if inputs.len() != self.engine.inputs.len()
+            || inputs.iter().zip(&self.engine.inputs).any(short)
+        {
+            return Err(TensorRtError::Interface(format!(
+                "the inputs do not hold {batch} samples"
+            )));
         }
         let refused = |name: &CStr| TensorRtError::Refused(format!("{name:?}, batch {batch}"));
         let bind = |name: &CStr, tensor: InputShape, address: u64| {
             // SAFETY: the name and the shape outlive the call; memory of the tensor's size lies at the address.
-            let code =
-                unsafe { (calls.bind)(self.context.get(), &tensor, batch as i64, address as *mut c_void) };
+            let code = unsafe {
+                (calls.bind)(self.context.get(), &tensor, batch as i64, address as *mut c_void)
+            };
             if code == outcome::DONE { Ok(()) } else { Err(refused(name)) }
         };
         for ((name, shape), values) in self.engine.inputs.iter().zip(inputs) {
@@ -344,8 +391,9 @@ impl Context {
 }
 
 fn named(build: &Build) -> Result<Vec<(CString, Vec<i64>)>, TensorRtError> {
-    let input =
-        |(name, shape): &(&str, Vec<usize>)| Ok((c_string(name)?, shape.iter().map(|&s| s as i64).collect()));
+    let input = |(name, shape): &(&str, Vec<usize>)| {
+        Ok((c_string(name)?, shape.iter().map(|&s| s as i64).collect()))
+    };
     build.inputs.iter().map(input).collect()
 }
 

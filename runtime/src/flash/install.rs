@@ -52,7 +52,11 @@ impl Flash {
         let held = Self::held(disk, directory)?;
         let hash = sha256(bundle.manifest_bytes());
         if held.as_ref().is_some_and(|h| h.record.live.manifest == hash) {
-            return Ok(Prepared { flash: Self::open(disk, directory)?, is_live: true, _lock: lock });
+            return Ok(Prepared {
+                flash: Self::open(disk, directory)?,
+                is_live: true,
+                _lock: lock,
+            });
         }
         refuse(directory, bundle, held.as_ref())?;
         check_deltas(bundle, held.as_ref())?;
@@ -62,12 +66,18 @@ impl Flash {
         check_space(disk.as_ref(), directory, needed)?;
         let folder = folder_of(directory, bundle.manifest().generation.sequence);
         let over = held.as_ref().filter(|_| bundle.manifest().parent.is_some());
-        let counts = Incoming { disk: disk.as_ref(), folder: &folder, over, progress }.write(bundle)?;
+        let counts =
+            Incoming { disk: disk.as_ref(), folder: &folder, over, progress }.write(bundle)?;
         disk.sync_dir(directory).map_err(io_error(directory))?;
         let live = next_state(bundle.manifest(), hash, &counts, held.as_ref());
         let record = LiveRecord { live, previous: held.map(|h| h.record.live) };
-        let (disk, directory, manifest) = (Arc::clone(disk), directory.to_owned(), bundle.manifest().clone());
-        Ok(Prepared { flash: Self { disk, directory, record, manifest }, is_live: false, _lock: lock })
+        let (disk, directory, manifest) =
+            (Arc::clone(disk), directory.to_owned(), bundle.manifest().clone());
+        Ok(Prepared {
+            flash: Self { disk, directory, record, manifest },
+            is_live: false,
+            _lock: lock,
+        })
     }
 }
 
@@ -108,9 +118,11 @@ fn refuse(directory: &Path, bundle: &BundleReader, held: Option<&Flash>) -> Resu
     let Some(live) = held else {
         return match parent {
             None => Ok(()),
-            Some(parent) => {
-                Err(FlashError::Parent { path: bundle.path().to_owned(), parent, live: "nothing".to_owned() })
-            }
+            Some(parent) => Err(FlashError::Parent {
+                path: bundle.path().to_owned(),
+                parent,
+                live: "nothing".to_owned(),
+            }),
         };
     };
     let held = live.manifest.generation.clone();
@@ -122,9 +134,11 @@ fn refuse(directory: &Path, bundle: &BundleReader, held: Option<&Flash>) -> Resu
     }
     match parent {
         None => Ok(()),
-        Some(parent) if parent != held.sequence => {
-            Err(FlashError::Parent { path: bundle.path().to_owned(), parent, live: held.to_string() })
-        }
+        Some(parent) if parent != held.sequence => Err(FlashError::Parent {
+            path: bundle.path().to_owned(),
+            parent,
+            live: held.to_string(),
+        }),
         Some(_) => same_tables(bundle, &live.manifest.schema),
     }
 }
@@ -167,7 +181,9 @@ fn next_state(manifest: &Manifest, hash: Hash, counts: &[Counts], held: Option<&
     let table = |number: usize| match over {
         None => TableState {
             base: arrived,
-            placed: manifest.tables[number].placed.map(|_| SegmentRef { sequence, serial: PLACED_SERIAL }),
+            placed: manifest.tables[number]
+                .placed
+                .map(|_| SegmentRef { sequence, serial: PLACED_SERIAL }),
             deltas: Vec::new(),
             hot: hot(number),
         },
@@ -217,8 +233,9 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
     fn write(mut self, bundle: &mut BundleReader) -> Result<Vec<Counts>, FlashError> {
         self.disk.create_dir(self.folder).map_err(io_error(self.folder))?;
         let manifest = bundle.manifest().clone();
-        let counts =
-            (0..manifest.tables.len()).map(|i| self.table(bundle, &manifest, i)).collect::<Result<_, _>>()?;
+        let counts = (0..manifest.tables.len())
+            .map(|i| self.table(bundle, &manifest, i))
+            .collect::<Result<_, _>>()?;
         let onnx = bundle.blob(manifest.dense)?;
         let refused = |source| FlashError::Dense { path: bundle.path().to_owned(), source };
         manifest.schema.load_dense(onnx, Weights::F32).map_err(refused)?;
@@ -226,7 +243,8 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         if let Some(probe) = manifest.probe {
             let set = bundle.blob(probe)?;
             let path = || bundle.path().to_owned();
-            Sample::decode_set(&set).map_err(|source| FlashError::Probe { path: path(), source })?;
+            Sample::decode_set(&set)
+                .map_err(|source| FlashError::Probe { path: path(), source })?;
             self.copy(bundle, probe, "probe", |_| Ok(()))?;
         }
         let path = self.folder.join("manifest");
@@ -274,8 +292,14 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
     ) -> Result<Copies, FlashError> {
         let name = segment_name(number, PLACED_SERIAL);
         let path = self.folder.join(&name);
-        let kind =
-            kind_of(&manifest.generation, PLACED_SERIAL, &manifest.schema, number, Part::Placed, &path)?;
+        let kind = kind_of(
+            &manifest.generation,
+            PLACED_SERIAL,
+            &manifest.schema,
+            number,
+            Part::Placed,
+            &path,
+        )?;
         let most = placed_rows_max(manifest.schema.tables[number].rows);
         let few = |rows: u64| {
             let problem = format!("{rows} placed, over {most}");

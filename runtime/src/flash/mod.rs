@@ -195,10 +195,16 @@ impl Flash {
             let problem = "does not match its hash in the live record".to_owned();
             return Err(FlashError::Field { path, field: "manifest", problem });
         }
-        let manifest = Manifest::decode(&bytes).map_err(|source| FlashError::Manifest { path, source })?;
+        let manifest =
+            Manifest::decode(&bytes).map_err(|source| FlashError::Manifest { path, source })?;
         if manifest.schema.tables.len() != record.live.tables.len() {
-            let problem = format!("{} for {} tables", record.live.tables.len(), manifest.schema.tables.len());
-            return Err(FlashError::Field { path: directory.join("live"), field: "tables", problem });
+            let problem =
+                format!("{} for {} tables", record.live.tables.len(), manifest.schema.tables.len());
+            return Err(FlashError::Field {
+                path: directory.join("live"),
+                field: "tables",
+                problem,
+            });
         }
         Ok(Self { disk: Arc::clone(disk), directory: directory.to_owned(), record, manifest })
     }
@@ -222,7 +228,11 @@ impl Flash {
             let problem = "there is no generation to go back to".to_owned();
             return Err(FlashError::Field { path: self.directory, field: "previous", problem });
         };
-        write_live(self.disk.as_ref(), &self.directory, &LiveRecord { live: previous, previous: None })?;
+        write_live(
+            self.disk.as_ref(),
+            &self.directory,
+            &LiveRecord { live: previous, previous: None },
+        )?;
         let flash = Self::open(&self.disk, &self.directory)?;
         flash.reclaim();
         Ok(flash)
@@ -270,7 +280,12 @@ impl Flash {
         Ok((path, kind))
     }
 
-    pub(crate) fn segment(&self, number: usize, of: SegmentRef, part: Part) -> Result<Segment, FlashError> {
+    pub(crate) fn segment(
+        &self,
+        number: usize,
+        of: SegmentRef,
+        part: Part,
+    ) -> Result<Segment, FlashError> {
         let (path, kind) = self.segment_place(number, of, part)?;
         let file = self.disk.open_pages(&path).map_err(io_error(&path))?;
         Ok(Segment::open(&path, file, kind)?)
@@ -301,8 +316,11 @@ impl Flash {
         let state = &state.tables[number];
         let base = self.segment(number, state.base, Part::Base)?;
         let placed = state.placed.map(|p| self.segment(number, p, Part::Placed)).transpose()?;
-        let deltas =
-            state.deltas.iter().map(|d| self.segment(number, *d, Part::Delta)).collect::<Result<_, _>>()?;
+        let deltas = state
+            .deltas
+            .iter()
+            .map(|d| self.segment(number, *d, Part::Delta))
+            .collect::<Result<_, _>>()?;
         Ok(TableRows::new(base, placed, deltas)?)
     }
 
@@ -332,7 +350,8 @@ impl Flash {
     pub fn probe(&self) -> Result<Vec<Sample>, FlashError> {
         let Some(probe) = self.manifest.probe else { return Ok(Vec::new()) };
         let bytes = self.read(self.file("probe"), self.manifest.blobs[probe as usize].sha256)?;
-        Sample::decode_set(&bytes).map_err(|source| FlashError::Probe { path: self.file("probe"), source })
+        Sample::decode_set(&bytes)
+            .map_err(|source| FlashError::Probe { path: self.file("probe"), source })
     }
 
     /// The file at `path`, whole and with the hash that it had when it arrived.
@@ -369,7 +388,8 @@ impl Flash {
         // Strings and integers in memory always encode.
         let hash = sha256(&postcard::to_allocvec(&merged).unwrap_or_default());
         let hex: String = hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-        folder_of(&self.directory, live.generation.sequence).join(format!("t{number:04}-{hex}.part"))
+        folder_of(&self.directory, live.generation.sequence)
+            .join(format!("t{number:04}-{hex}.part"))
     }
 
     /// Replaces the live record by one with the same generation, and reclaims what no longer counts. The lock
@@ -401,7 +421,9 @@ impl Flash {
     /// Another process is changing the directory, or the live record is damaged.
     pub fn reclaim_in(disk: &Arc<dyn Disk>, directory: &Path) -> Result<(), FlashError> {
         let _lock = match lock(disk.as_ref(), directory) {
-            Err(FlashError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(FlashError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return Ok(());
+            }
             lock => lock?,
         };
         reclaim(disk.as_ref(), directory, Self::held(disk, directory)?.as_ref());
@@ -416,11 +438,14 @@ impl Flash {
             used.extend(["manifest", "dense.onnx", "probe"].map(|name| folder.join(name)));
             for (number, table) in state.tables.iter().enumerate() {
                 used.extend(
-                    table.hot.map(|hot| folder_of(&self.directory, hot.sequence).join(hot_name(number))),
+                    table
+                        .hot
+                        .map(|hot| folder_of(&self.directory, hot.sequence).join(hot_name(number))),
                 );
                 for (of, _) in table.segments() {
                     used.insert(
-                        folder_of(&self.directory, of.sequence).join(segment_name(number, of.serial)),
+                        folder_of(&self.directory, of.sequence)
+                            .join(segment_name(number, of.serial)),
                     );
                 }
             }
@@ -434,9 +459,11 @@ impl Flash {
     /// A segment cannot be opened.
     pub fn bytes(&self) -> Result<u64, FlashError> {
         let blob = |b: u32| self.manifest.blobs[b as usize].raw_bytes();
-        let hot: u64 = self.record.live.tables.iter().filter_map(|t| t.hot).map(|hot| hot.bytes).sum();
+        let hot: u64 =
+            self.record.live.tables.iter().filter_map(|t| t.hot).map(|hot| hot.bytes).sum();
         let rest = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob) + hot;
-        (0..self.manifest.tables.len()).try_fold(rest, |sum, i| Ok(sum + self.table(i)?.file_bytes()))
+        (0..self.manifest.tables.len())
+            .try_fold(rest, |sum, i| Ok(sum + self.table(i)?.file_bytes()))
     }
 }
 
@@ -449,12 +476,14 @@ pub fn placed_rows_max(rows: u64) -> u64 {
 fn reclaim(disk: &dyn Disk, directory: &Path, held: Option<&Flash>) {
     let used = held.map(Flash::used_files).unwrap_or_default();
     let folders = disk.list(directory).unwrap_or_default();
-    let is_generation = |p: &&PathBuf| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with('g'));
+    let is_generation =
+        |p: &&PathBuf| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with('g'));
     for folder in folders.iter().filter(is_generation) {
         let files = disk.list(folder).unwrap_or_default();
         let (keep, drop): (Vec<_>, Vec<_>) = files.into_iter().partition(|f| used.contains(f));
         let removed = drop.iter().try_for_each(|f| disk.remove_file(f));
-        let removed = removed.and_then(|()| if keep.is_empty() { disk.remove_dir(folder) } else { Ok(()) });
+        let removed =
+            removed.and_then(|()| if keep.is_empty() { disk.remove_dir(folder) } else { Ok(()) });
         if let Err(e) = removed {
             log::warn!("{}: not reclaimed: {e}", folder.display());
         }
@@ -481,9 +510,9 @@ fn lock(disk: &dyn Disk, directory: &Path) -> Result<Lock, FlashError> {
 fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<LiveRecord>, FlashError> {
     let path = directory.join("live");
     match disk.read(&path) {
-        Ok(bytes) => {
-            LiveRecord::decode(&bytes).map(Some).map_err(|problem| FlashError::Live { path, problem })
-        }
+        Ok(bytes) => LiveRecord::decode(&bytes)
+            .map(Some)
+            .map_err(|problem| FlashError::Live { path, problem }),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(io_error(&path)(e)),
     }
@@ -511,5 +540,9 @@ fn kind_of(
 fn check_space(disk: &dyn Disk, directory: &Path, bytes: u64) -> Result<(), FlashError> {
     let needed = bytes.saturating_add(SPARE_BYTES);
     let free = disk.free_bytes(directory).map_err(io_error(directory))?;
-    if needed <= free { Ok(()) } else { Err(FlashError::Space { path: directory.to_owned(), needed, free }) }
+    if needed <= free {
+        Ok(())
+    } else {
+        Err(FlashError::Space { path: directory.to_owned(), needed, free })
+    }
 }

@@ -90,7 +90,14 @@ impl Worker {
                         waiting -= 1;
                         let start = token as u32 as usize;
                         let range = start..start + group_len(&behind[start..]);
-                        inserted += insert(&model, (&mut behind[..], range), misses, absent, page, counters);
+                        inserted += insert(
+                            &model,
+                            (&mut behind[..], range),
+                            misses,
+                            absent,
+                            page,
+                            counters,
+                        );
                     }
                 });
             if !done {
@@ -160,7 +167,9 @@ fn insert(
         let Some(page) = &page else { continue };
         match (segment.row(page, miss.row.key), model.cache(miss.row.table)) {
             (None, _) => absent.note(miss.row),
-            (Some(bytes), Some(cache)) => inserted += usize::from(cache.insert(miss.row, bytes, miss.epoch)),
+            (Some(bytes), Some(cache)) => {
+                inserted += usize::from(cache.insert(miss.row, bytes, miss.epoch))
+            }
             (Some(bytes), None) => {
                 staging.row_mut(number as u32)[..bytes.len()].copy_from_slice(bytes);
                 miss.slot = number as u32;

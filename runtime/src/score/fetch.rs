@@ -73,7 +73,11 @@ impl Worker {
                 policy => {
                     let place = Place::unpack(place);
                     let token = u64::from(self.round) << 32 | range.start as u64;
-                    self.reader.begin(model.rows(row.table).segment(place).file(), place.page, token);
+                    self.reader.begin(
+                        model.rows(row.table).segment(place).file(),
+                        place.page,
+                        token,
+                    );
                     *state.count(policy) += 1;
                 }
             }

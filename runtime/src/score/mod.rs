@@ -169,7 +169,8 @@ impl Worker {
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> Self {
         let (schema, budget) = (model.schema(), model.budget());
         let batch = budget.batch_max as usize;
-        let widths: Vec<usize> = schema.network.inputs.iter().map(|i| schema.input_width(i)).collect();
+        let widths: Vec<usize> =
+            schema.network.inputs.iter().map(|i| schema.input_width(i)).collect();
         let (misses, inputs, gpu) = match Self::memory_on(&model, &model.lookup_device(), &widths) {
             Ok((misses, inputs, gpu)) => (misses, inputs, gpu.map(Ok)),
             Err(e) => {
@@ -232,7 +233,11 @@ impl Worker {
     ///
     /// # Errors
     /// The batch does not fit the model, or the dense network failed.
-    pub fn score(&mut self, batch: &Batch, deadline: Option<Duration>) -> Result<Scores<'_>, ScoreError> {
+    pub fn score(
+        &mut self,
+        batch: &Batch,
+        deadline: Option<Duration>,
+    ) -> Result<Scores<'_>, ScoreError> {
         self.model.check(batch)?;
         let (n, model) = (batch.size(), Arc::clone(&self.model));
         self.statuses[..n].fill(Status::default());
@@ -286,7 +291,14 @@ impl Worker {
             while done < samples {
                 let statuses = &mut self.statuses[..samples];
                 let mut into = Input { data: &mut self.inputs[input], stride: self.widths[input] };
-                done = feature.query(self.isa, batch.bags(f), done, &mut into, &mut self.misses, statuses);
+                done = feature.query(
+                    self.isa,
+                    batch.bags(f),
+                    done,
+                    &mut into,
+                    &mut self.misses,
+                    statuses,
+                );
                 if done < samples {
                     self.settle(model, samples, deadline);
                 }
@@ -362,13 +374,18 @@ impl Model {
         if batch.size() > max {
             refuse("batch", format!("{} samples, the budget allows {max}", batch.size()))
         } else if batch.features() != schema.features.len() {
-            refuse("features", format!("{} of {} sparse features", batch.features(), schema.features.len()))
+            refuse(
+                "features",
+                format!("{} of {} sparse features", batch.features(), schema.features.len()),
+            )
         } else if batch.dense().len() != batch.size() * schema.dense_features.len() {
             refuse("dense", format!("{} values for {} samples", batch.dense().len(), batch.size()))
         } else {
             let too_hot = |&f: &usize| batch.hotness(f) > schema.features[f].hotness_max as usize;
             match (0..batch.features()).find(too_hot) {
-                Some(f) => refuse("hotness", format!("feature {f} has a bag of {} keys", batch.hotness(f))),
+                Some(f) => {
+                    refuse("hotness", format!("feature {f} has a bag of {} keys", batch.hotness(f)))
+                }
                 None => Ok(()),
             }
         }
@@ -416,7 +433,11 @@ impl Model {
     }
 
     /// The features as a GPU looks them up, into the inputs that begin at `inputs` there.
-    pub(crate) fn features_on_gpu(&self, inputs: &[u64], widths: &[usize]) -> Vec<FeatureOnDevice<'_>> {
+    pub(crate) fn features_on_gpu(
+        &self,
+        inputs: &[u64],
+        widths: &[usize],
+    ) -> Vec<FeatureOnDevice<'_>> {
         let schema = self.schema();
         let feature = |(f, feature): (usize, &crate::schema::Feature)| {
             let ((input, column), declared) = (self.columns[f], schema.table_of(f));

@@ -198,16 +198,24 @@ impl Sync {
         self.write(status)
     }
 
-    fn apply(&self, staging: &Staging<'_>, release: &Release, host: &Host<'_>) -> Result<Verdict, SyncError> {
+    fn apply(
+        &self,
+        staging: &Staging<'_>,
+        release: &Release,
+        host: &Host<'_>,
+    ) -> Result<Verdict, SyncError> {
         if self.is_live(release)? {
             return Ok(Verdict::Next(State::Probation));
         }
         let signed = releases(&Trust::kept(&self.disk, &self.directory, host.root)?)?;
-        if !signed.iter().any(|r| (r.manifest, &r.generation) == (release.manifest, &release.generation)) {
+        if !signed
+            .iter()
+            .any(|r| (r.manifest, &r.generation) == (release.manifest, &release.generation))
+        {
             return Ok(Verdict::Over("it is not among what was signed".to_owned()));
         }
-        let opened =
-            BundleReader::open_on(self.disk.as_ref(), &staging.bundle(release)).map_err(FlashError::from);
+        let opened = BundleReader::open_on(self.disk.as_ref(), &staging.bundle(release))
+            .map_err(FlashError::from);
         let prepared = opened.and_then(|mut bundle| {
             if crate::manifest::sha256(bundle.manifest_bytes()) != release.manifest {
                 return Ok(None);
@@ -216,11 +224,19 @@ impl Sync {
         });
         let prepared = match prepared {
             Ok(Some(prepared)) => prepared,
-            Ok(None) => return self.damaged(staging, release, "its manifest is not the signed one"),
-            Err(FlashError::Bundle(BundleError::Io { source, .. })) if source.kind() == NotFound => {
+            Ok(None) => {
+                return self.damaged(staging, release, "its manifest is not the signed one");
+            }
+            Err(FlashError::Bundle(BundleError::Io { source, .. }))
+                if source.kind() == NotFound =>
+            {
                 return Ok(Verdict::Over("its bundle is gone".to_owned()));
             }
-            Err(e @ (FlashError::NotNewer { .. } | FlashError::Parent { .. } | FlashError::Full { .. })) => {
+            Err(
+                e @ (FlashError::NotNewer { .. }
+                | FlashError::Parent { .. }
+                | FlashError::Full { .. }),
+            ) => {
                 return Ok(Verdict::Over(e.to_string()));
             }
             Err(e) if !blames_bundle(&e) => return Err(e.into()),
@@ -237,7 +253,12 @@ impl Sync {
     }
 
     /// What lies here is not what was fetched: it is fetched again.
-    fn damaged(&self, staging: &Staging<'_>, release: &Release, why: &str) -> Result<Verdict, SyncError> {
+    fn damaged(
+        &self,
+        staging: &Staging<'_>,
+        release: &Release,
+        why: &str,
+    ) -> Result<Verdict, SyncError> {
         staging.drop_bundle(release)?;
         Ok(Verdict::Over(why.to_owned()))
     }
@@ -269,7 +290,12 @@ impl Sync {
     }
 
     /// The mark first: what is rolled back must not come again, wherever this stops.
-    fn go_back(&self, staging: &Staging<'_>, release: &Release, why: &str) -> Result<Verdict, SyncError> {
+    fn go_back(
+        &self,
+        staging: &Staging<'_>,
+        release: &Release,
+        why: &str,
+    ) -> Result<Verdict, SyncError> {
         staging.refuse(release, why)?;
         staging.drop_bundle(release)?;
         if !self.is_live(release)? {

@@ -25,7 +25,9 @@ pub enum SyncError {
         problem: String,
     },
     /// The car's clock is before the newest time that the repository signed.
-    #[error("the clock ({now} s) is behind the newest signed time ({floor} s): freeze could not be detected")]
+    #[error(
+        "the clock ({now} s) is behind the newest signed time ({floor} s): freeze could not be detected"
+    )]
     Clock {
         /// The clock, seconds since 1970.
         now: u64,
@@ -232,7 +234,9 @@ pub(crate) fn named(error: sigstore_tuf::Error, path: &str, now: u64) -> SyncErr
         Tuf::BadRootVersion { trusted, new } if new <= trusted => {
             SyncError::Rollback { role: "root".to_owned(), trusted, offered: new }
         }
-        Tuf::Expired { role, expires } => SyncError::Freeze { role, expires: expires.to_string(), now },
+        Tuf::Expired { role, expires } => {
+            SyncError::Freeze { role, expires: expires.to_string(), now }
+        }
         Tuf::ThresholdNotMet { role, found: 0, .. } => SyncError::WrongKey { path, role },
         Tuf::ThresholdNotMet { role, found, threshold } => {
             SyncError::Threshold { path, role, found, threshold }

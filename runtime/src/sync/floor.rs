@@ -89,7 +89,8 @@ mod tests {
 
     #[test]
     fn any_changed_bit_is_refused() {
-        let floor = Floor { writes: 3, root: 1, timestamp: 700, snapshot: 9, targets: 8, time: 1 << 33 };
+        let floor =
+            Floor { writes: 3, root: 1, timestamp: 700, snapshot: 9, targets: 8, time: 1 << 33 };
         let bytes = floor.encode();
         assert_eq!(Floor::decode(&bytes).unwrap(), floor);
         for bit in 0..bytes.len() * 8 {

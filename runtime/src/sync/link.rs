@@ -83,7 +83,12 @@ pub struct LinkLimits {
 
 impl Default for LinkLimits {
     fn default() -> Self {
-        Self { bytes_max: u64::MAX, open: Duration::MAX, rate_min: 1024, patience: Duration::from_secs(30) }
+        Self {
+            bytes_max: u64::MAX,
+            open: Duration::MAX,
+            rate_min: 1024,
+            patience: Duration::from_secs(30),
+        }
     }
 }
 
@@ -116,7 +121,11 @@ impl<'a> Fetcher<'a> {
         if self.bytes >= bytes_max {
             return Err(SyncError::Budget { bytes_max });
         }
-        if self.clock.now().saturating_sub(self.began) < open { Ok(()) } else { Err(SyncError::Closed) }
+        if self.clock.now().saturating_sub(self.began) < open {
+            Ok(())
+        } else {
+            Err(SyncError::Closed)
+        }
     }
 
     /// The whole object at `path`, of at most `bytes_max` bytes.
@@ -129,9 +138,13 @@ impl<'a> Fetcher<'a> {
         for _ in 0..BREAKS_MAX {
             match self.go_on(path, bytes_max, since, &mut content)? {
                 Ok(()) => return Ok(content),
-                Err(LinkError::NotFound) => return Err(SyncError::NotFound { path: path.to_owned() }),
+                Err(LinkError::NotFound) => {
+                    return Err(SyncError::NotFound { path: path.to_owned() });
+                }
                 Err(LinkError::NoRanges) => content.clear(),
-                Err(LinkError::Broken(_)) if content.len() > most => (most, stalls) = (content.len(), 0),
+                Err(LinkError::Broken(_)) if content.len() > most => {
+                    (most, stalls) = (content.len(), 0)
+                }
                 Err(LinkError::Broken(_)) if stalls < STALLS_MAX => stalls += 1,
                 Err(LinkError::Broken(problem)) => {
                     return Err(SyncError::Link { path: path.to_owned(), problem });
@@ -160,7 +173,9 @@ impl<'a> Fetcher<'a> {
             let path = path.to_owned();
             stop = if (content.len() + piece.len()) as u64 > bytes_max {
                 Some(SyncError::EndlessData { path, bytes_max })
-            } else if time > limits.patience && came < limits.rate_min.saturating_mul(time.as_secs()) {
+            } else if time > limits.patience
+                && came < limits.rate_min.saturating_mul(time.as_secs())
+            {
                 Some(SyncError::SlowRetrieval { path, bytes: came, seconds: time.as_secs() })
             } else {
                 content.extend_from_slice(piece);
@@ -179,10 +194,16 @@ mod tests {
 
     #[test]
     fn hours_end_at_their_second_also_over_midnight() {
-        let rules = |hours| LinkRules { poll_minutes: 1, bytes_per_day_max: 1, bytes_per_s_max: 0, hours };
-        let open_for = |hours, hour: u64| rules(hours).open_for(400 * DAY_S + hour * 3600 + 60).as_secs();
+        let rules =
+            |hours| LinkRules { poll_minutes: 1, bytes_per_day_max: 1, bytes_per_s_max: 0, hours };
+        let open_for =
+            |hours, hour: u64| rules(hours).open_for(400 * DAY_S + hour * 3600 + 60).as_secs();
         for always in [[0, 24], [5, 5], [24, 0]] {
-            assert_eq!((0..24).map(|hour| open_for(always, hour)).min(), Some(u64::MAX), "{always:?}");
+            assert_eq!(
+                (0..24).map(|hour| open_for(always, hour)).min(),
+                Some(u64::MAX),
+                "{always:?}"
+            );
         }
         for (hours, opens) in [([2, 5], 2..5), ([22, 4], 22..28), ([20, 24], 20..24)] {
             for hour in 0..24 {

@@ -97,8 +97,12 @@ impl Sync {
             match status.state {
                 State::Committed => {}
                 State::Failed => {
-                    let release = status.release.map(|r| r.generation.to_string()).unwrap_or_default();
-                    return Err(SyncError::NotUsed { release, why: status.error.unwrap_or_default() });
+                    let release =
+                        status.release.map(|r| r.generation.to_string()).unwrap_or_default();
+                    return Err(SyncError::NotUsed {
+                        release,
+                        why: status.error.unwrap_or_default(),
+                    });
                 }
                 _ => return Ok(status),
             }
@@ -189,7 +193,8 @@ impl Sync {
         status.withdrawn = live.as_ref().is_some_and(|live| status.newest < Some(live.sequence));
         let in_hand = status.release.clone().filter(|_| !status.state.is_fetching());
         let waits = matches!(status.state, State::Staged | State::AwaitConsent);
-        let on_offer = in_hand.clone().filter(|hand| listed.iter().any(|r| r.manifest == hand.manifest));
+        let on_offer =
+            in_hand.clone().filter(|hand| listed.iter().any(|r| r.manifest == hand.manifest));
         if in_hand.is_some() && !waits {
             if on_offer.is_none() {
                 status.enter(State::RollingBack, now, Some("it was taken back".to_owned()));
@@ -232,7 +237,10 @@ impl Sync {
     }
 
     /// Lets `change` change the record, under its lock and durably; also what it changed before an error.
-    fn change<T>(&self, change: impl FnOnce(&mut Status) -> Result<T, SyncError>) -> Result<T, SyncError> {
+    fn change<T>(
+        &self,
+        change: impl FnOnce(&mut Status) -> Result<T, SyncError>,
+    ) -> Result<T, SyncError> {
         let _lock = self.lock()?;
         let mut status = self.status()?;
         let before = status.clone();
@@ -277,7 +285,9 @@ impl Sync {
     fn is_live(&self, release: &Release) -> Result<bool, SyncError> {
         match self.live()? {
             None => Ok(false),
-            Some(_) => Ok(Flash::open(&self.disk, &self.flash)?.record().live.manifest == release.manifest),
+            Some(_) => {
+                Ok(Flash::open(&self.disk, &self.flash)?.record().live.manifest == release.manifest)
+            }
         }
     }
 }

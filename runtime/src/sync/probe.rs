@@ -52,12 +52,14 @@ pub fn probe(flash: &Flash, budget: Budget, rest: &dyn Fn()) -> Result<Probed, P
         e @ FlashError::Io { .. } => ProbeFault::Device(e),
         e => ProbeFault::Generation(e.to_string()),
     })?;
-    let model = Arc::new(Model::cold(flash, budget, DeviceDepth::new(budget.reads_max as usize), rest)?);
+    let model =
+        Arc::new(Model::cold(flash, budget, DeviceDepth::new(budget.reads_max as usize), rest)?);
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
     let (mut batch, mut probed) = (Batch::new(model.schema(), 1), Probed::default());
     for (number, sample) in samples.iter().enumerate() {
         rest();
-        let wrong = |problem: String| ProbeFault::Generation(format!("probe sample {number}: {problem}"));
+        let wrong =
+            |problem: String| ProbeFault::Generation(format!("probe sample {number}: {problem}"));
         batch.clear();
         batch.push(model.schema(), sample).map_err(|e| wrong(e.to_string()))?;
         let scores = worker.score(&batch, None).map_err(|e| wrong(e.to_string()))?;

@@ -114,7 +114,14 @@ pub fn releases(targets: &Targets) -> Result<Vec<Release>, SyncError> {
         };
         let bytes = number(BYTES).unwrap_or(u64::MAX);
         let share = number(SHARE).map_or(100, |share| share.min(100) as u8);
-        releases.push(Release { generation, parent, bytes, share, manifest_bytes: target.length, manifest });
+        releases.push(Release {
+            generation,
+            parent,
+            bytes,
+            share,
+            manifest_bytes: target.length,
+            manifest,
+        });
     }
     Ok(releases)
 }
@@ -156,7 +163,9 @@ pub fn way(
 ) -> Result<Vec<Release>, SyncError> {
     let mut steps: Vec<&Release> = releases
         .iter()
-        .filter(|r| r.generation.lineage == lineage && live.is_none_or(|live| r.generation.sequence > live))
+        .filter(|r| {
+            r.generation.lineage == lineage && live.is_none_or(|live| r.generation.sequence > live)
+        })
         .collect();
     steps.sort_by_key(|r| (r.generation.sequence, r.parent));
     let Some(newest) = steps.last().map(|r| r.generation.sequence) else { return Ok(Vec::new()) };
@@ -170,7 +179,8 @@ pub fn way(
             None => Some(0),
             Some(parent) => best.get(&parent).map(|(bytes, _)| *bytes),
         };
-        let Some(bytes) = before.map(|b| b.saturating_add(step.bytes).saturating_add(step.manifest_bytes))
+        let Some(bytes) =
+            before.map(|b| b.saturating_add(step.bytes).saturating_add(step.manifest_bytes))
         else {
             continue;
         };
@@ -203,7 +213,11 @@ mod tests {
     }
 
     fn path(live: Option<u64>, releases: &[Release]) -> Vec<(u64, Option<u64>)> {
-        way(live, true, "m", releases).unwrap().iter().map(|r| (r.generation.sequence, r.parent)).collect()
+        way(live, true, "m", releases)
+            .unwrap()
+            .iter()
+            .map(|r| (r.generation.sequence, r.parent))
+            .collect()
     }
 
     #[test]
@@ -220,7 +234,10 @@ mod tests {
         assert_eq!(path(Some(3), &all), []);
         assert_eq!(path(None, &all), [(3, None)]);
         assert_eq!(path(None, &all[..4]), [(1, None), (3, Some(1))]);
-        assert!(matches!(way(Some(0), true, "m", &all[1..3]), Err(SyncError::NoWay { newest: 3, .. })));
+        assert!(matches!(
+            way(Some(0), true, "m", &all[1..3]),
+            Err(SyncError::NoWay { newest: 3, .. })
+        ));
         let by_snapshot = way(Some(2), false, "m", &all).unwrap();
         assert_eq!(by_snapshot, [all[4].clone()], "where no delta is taken");
     }

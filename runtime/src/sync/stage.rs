@@ -57,11 +57,12 @@ impl<'a> Staging<'a> {
 
     /// Whether the finished bundle is what was signed, chunk by chunk.
     pub fn is_sound(&self, release: &Release) -> bool {
-        let proved = BundleReader::open_on(self.disk, &self.bundle(release)).and_then(|mut bundle| {
-            let ours = sha256(bundle.manifest_bytes()) == release.manifest;
-            bundle.each_stored(|_, _| Ok::<(), BundleError>(()))?;
-            Ok(ours)
-        });
+        let proved =
+            BundleReader::open_on(self.disk, &self.bundle(release)).and_then(|mut bundle| {
+                let ours = sha256(bundle.manifest_bytes()) == release.manifest;
+                bundle.each_stored(|_, _| Ok::<(), BundleError>(()))?;
+                Ok(ours)
+            });
         proved.unwrap_or(false)
     }
 
@@ -83,7 +84,8 @@ impl<'a> Staging<'a> {
         let in_hand: Vec<String> = in_hand.map(|r| hex(&r.manifest)).collect();
         let marks: Vec<PathBuf> = listed.iter().map(|r| self.file(r, "refused")).collect();
         for file in self.disk.list(self.directory).unwrap_or_default() {
-            let name = file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+            let name =
+                file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
             if marks.contains(&file) || in_hand.iter().any(|hash| name.starts_with(hash.as_str())) {
                 continue;
             }
@@ -124,7 +126,8 @@ impl<'a> Staging<'a> {
         for (n, chunk) in chunks[taken..].iter().enumerate() {
             // However small the budget, and late the hour, a run that can fetch at all brings one chunk.
             let within = if n == 0 { Ok(()) } else { fetcher.check_limits() };
-            let begun = within.and_then(|()| progress(at, fetcher.bytes() + u64::from(chunk.stored)));
+            let begun =
+                within.and_then(|()| progress(at, fetcher.bytes() + u64::from(chunk.stored)));
             let fetched = begun.and_then(|()| fetch_chunk(chunk, fetcher));
             let Ok(stored) = fetched else {
                 out.sync().map_err(io_error(&part))?;
@@ -166,7 +169,8 @@ impl<'a> Staging<'a> {
             Some(bytes) => bytes,
             None => {
                 let from = manifest_path(&name, &release.manifest);
-                let bytes = fetcher.get(&from, release.manifest_bytes.min(MANIFEST_BYTES_MAX as u64))?;
+                let bytes =
+                    fetcher.get(&from, release.manifest_bytes.min(MANIFEST_BYTES_MAX as u64))?;
                 if sha256(&bytes) != release.manifest {
                     return Err(SyncError::ArbitrarySoftware { path: from });
                 }
@@ -174,8 +178,8 @@ impl<'a> Staging<'a> {
                 bytes
             }
         };
-        let manifest =
-            Manifest::decode(&bytes).map_err(|source| SyncError::Manifest { name: name.clone(), source })?;
+        let manifest = Manifest::decode(&bytes)
+            .map_err(|source| SyncError::Manifest { name: name.clone(), source })?;
         let wrong = |field, problem| Err(SyncError::Release { name: name.clone(), field, problem });
         if manifest.generation != release.generation {
             return wrong("generation", format!("the manifest says {}", manifest.generation));

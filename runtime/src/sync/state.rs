@@ -55,7 +55,10 @@ pub enum State {
 impl State {
     /// Whether the side that fetches has the update in hand; else it is the side that serves.
     pub fn is_fetching(self) -> bool {
-        matches!(self, Self::Idle | Self::Notified | Self::Fetching | Self::Committed | Self::Failed)
+        matches!(
+            self,
+            Self::Idle | Self::Notified | Self::Fetching | Self::Committed | Self::Failed
+        )
     }
 }
 
@@ -178,8 +181,14 @@ mod tests {
 
     #[test]
     fn any_changed_bit_is_refused() {
-        let event = Event { at: 5, state: State::Staged, release: Some("m 7".to_owned()), note: None };
-        let status = Status { state: State::Probation, starts: 3, history: vec![event], ..Status::default() };
+        let event =
+            Event { at: 5, state: State::Staged, release: Some("m 7".to_owned()), note: None };
+        let status = Status {
+            state: State::Probation,
+            starts: 3,
+            history: vec![event],
+            ..Status::default()
+        };
         let bytes = status.encode();
         assert_eq!(Status::decode(&bytes).unwrap(), status);
         for bit in 0..bytes.len() * 8 {

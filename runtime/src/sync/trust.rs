@@ -8,7 +8,8 @@ use super::link::Fetcher;
 use crate::commit;
 use crate::disk::Disk;
 use crate::limits::{
-    CLOCK_SLACK_S, ROOT_BYTES_MAX, ROTATIONS_MAX, SNAPSHOT_BYTES_MAX, TARGETS_BYTES_MAX, TIMESTAMP_BYTES_MAX,
+    CLOCK_SLACK_S, ROOT_BYTES_MAX, ROTATIONS_MAX, SNAPSHOT_BYTES_MAX, TARGETS_BYTES_MAX,
+    TIMESTAMP_BYTES_MAX,
 };
 use sigstore_tuf::{Error as TufError, MetaFile, Metadata, Root, Targets, TrustedMetadataSet};
 use std::collections::BTreeSet;
@@ -77,11 +78,15 @@ impl Trust {
         let Some((floor, floor_saved)) = Floor::read(disk.as_ref(), directory)? else {
             let path = directory.to_owned();
             if provisioned {
-                return Err(SyncError::Floor { path, problem: "both copies are missing".to_owned() });
+                return Err(SyncError::Floor {
+                    path,
+                    problem: "both copies are missing".to_owned(),
+                });
             }
             return Err(SyncError::NotProvisioned { path });
         };
-        let set = roots.iter().flatten().find_map(|bytes| TrustedMetadataSet::from_root(bytes).ok());
+        let set =
+            roots.iter().flatten().find_map(|bytes| TrustedMetadataSet::from_root(bytes).ok());
         let Some(set) = set else {
             return Err(SyncError::NotProvisioned { path: directory.to_owned() });
         };
@@ -95,7 +100,11 @@ impl Trust {
     ///
     /// # Errors
     /// The files are not signed.
-    pub fn kept(disk: &Arc<dyn Disk>, directory: &Path, root: Option<&[u8]>) -> Result<Targets, SyncError> {
+    pub fn kept(
+        disk: &Arc<dyn Disk>,
+        directory: &Path,
+        root: Option<&[u8]>,
+    ) -> Result<Targets, SyncError> {
         let mut trust = Self::open(disk, directory)?;
         if let Some(root) = root {
             trust.set = TrustedMetadataSet::from_root(root).map_err(|e| named(e, "root", 0))?;
@@ -109,7 +118,8 @@ impl Trust {
         let path = directory.join(name);
         let bytes = disk.read(&path).map_err(io_error(&path))?;
         let targets = Metadata::<Targets>::from_slice(&bytes).map_err(|e| named(e, name, 0))?;
-        let keys = root.role("targets").ok_or_else(|| malformed("root.json", "names no role targets"))?;
+        let keys =
+            root.role("targets").ok_or_else(|| malformed("root.json", "names no role targets"))?;
         targets.verify_threshold(&root.keys, keys, "targets").map_err(|e| named(e, name, 0))?;
         Ok(targets.into_signed())
     }
@@ -196,9 +206,12 @@ impl Trust {
             updated => updated.map(|()| true).map_err(|e| named(e, path, now))?,
         };
         self.set.check_timestamp_expired(time).map_err(|e| named(e, path, now))?;
-        let Some(timestamp) = self.set.timestamp() else { return Err(malformed(path, "is not there")) };
+        let Some(timestamp) = self.set.timestamp() else {
+            return Err(malformed(path, "is not there"));
+        };
         let version = timestamp.version;
-        let published = timestamp.extra.get(PUBLISHED).and_then(serde_json::Value::as_u64).unwrap_or(0);
+        let published =
+            timestamp.extra.get(PUBLISHED).and_then(serde_json::Value::as_u64).unwrap_or(0);
         // A time beyond its own expiry would lock the car out.
         let published = published.min(u64::try_from(timestamp.expires.as_second()).unwrap_or(0));
         self.above("timestamp", self.floor.timestamp, version)?;
@@ -302,7 +315,9 @@ fn malformed(path: &str, problem: &str) -> SyncError {
 
 /// Where the pinned version of a role lies, and how long it may be.
 fn pinned(pin: Option<MetaFile>, role: &str, bytes_max: u64) -> Result<(String, u64), SyncError> {
-    let Some(pin) = pin else { return Err(malformed(&format!("metadata/{role}.json"), "is not pinned")) };
+    let Some(pin) = pin else {
+        return Err(malformed(&format!("metadata/{role}.json"), "is not pinned"));
+    };
     let path = format!("metadata/{}.{role}.json", pin.version);
     Ok((path, pin.length.map_or(bytes_max, |length| length.min(bytes_max))))
 }

@@ -1,9 +1,9 @@
 //! What must hold in every order of the cache's steps. Run by `./test` with `--cfg loom`.
 #![cfg(loom)]
 
-use hatchback_loom::{bag, ended, none_since};
 use hatchback_loom::cache::Cache;
 use hatchback_loom::names::{Names, RowKey};
+use hatchback_loom::{bag, ended, none_since};
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
@@ -115,9 +115,9 @@ fn a_bag_is_of_whole_rows_or_none() {
             writer.update(row(2), &bytes(5));
         });
         let found = bag(&cache, [row(1), row(2)]);
-        assert!(
-            found.is_none_or(|f| [[1, 2], [4, 2], [4, 5]].map(|[a, b]| [bytes(a), bytes(b)]).contains(&f))
-        );
+        assert!(found.is_none_or(|f| {
+            [[1, 2], [4, 2], [4, 5]].map(|[a, b]| [bytes(a), bytes(b)]).contains(&f)
+        }));
         writer.join().unwrap();
         assert_eq!(bag(&cache, [row(1), row(2)]), Some([bytes(4), bytes(5)]));
     });

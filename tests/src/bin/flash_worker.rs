@@ -46,7 +46,12 @@ fn compact(upkeep: &mut Upkeep, flash: &mut Flash) -> Result<()> {
 }
 
 /// One step from what is live to what is live next; both are said before.
-fn step(flash: Flash, upkeep: &mut Upkeep, bundles: &[PathBuf], random: &mut Random) -> Result<Flash> {
+fn step(
+    flash: Flash,
+    upkeep: &mut Upkeep,
+    bundles: &[PathBuf],
+    random: &mut Random,
+) -> Result<Flash> {
     let live = flash.manifest().generation.sequence;
     let (directory, last) = (flash.directory().to_owned(), bundles.len() as u64 / 2);
     let mut flash = flash;

@@ -13,7 +13,8 @@ fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let cars = args.next().context("usage: fleet CARS [CHART.svg]")?.parse()?;
     let rollout = simulate(cars, 5);
-    let mut table = report::table(&["release", "published", "50 %", "95 %", "100 %", "bytes a car"]);
+    let mut table =
+        report::table(&["release", "published", "50 %", "95 %", "100 %", "bytes a car"]);
     for (generation, at) in Rollout::good() {
         let hours = |percent| {
             let hours = rollout.hours_to(generation, at, percent);
@@ -37,7 +38,10 @@ fn main() -> Result<()> {
     );
     println!("a poll that brings nothing: {bytes:.0} bytes, {requests:.1} requests");
     let (a_day, a_second) = (24.0 * MANY * bytes, MANY * requests / 3600.0);
-    println!("ten million cars polling hourly: {a_second:.0} requests/s, {:.1} GB a day", a_day / 1e9);
+    println!(
+        "ten million cars polling hourly: {a_second:.0} requests/s, {:.1} GB a day",
+        a_day / 1e9
+    );
     if let Some(path) = args.next() {
         chart(&rollout, Path::new(&path))?;
     }

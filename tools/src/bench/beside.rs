@@ -26,8 +26,11 @@ const BATCHES: [u32; 5] = [1, 8, 32, 64, 256];
 /// The engine with a bar.
 const ORT: &str = "ONNX Runtime";
 /// Ours, by how the weights of the dense network are kept.
-const OURS: [(&str, Weights); 3] =
-    [("Hatchback, f32", Weights::F32), ("Hatchback, f16", Weights::F16), ("Hatchback, int8", Weights::Int8)];
+const OURS: [(&str, Weights); 3] = [
+    ("Hatchback, f32", Weights::F32),
+    ("Hatchback, f16", Weights::F16),
+    ("Hatchback, int8", Weights::Int8),
+];
 /// Scores may differ from ONNX Runtime's by this much where weights are not f32.
 const DIFFERENCE_MAX: f64 = 1e-3;
 
@@ -124,7 +127,9 @@ impl Peers {
 
     fn scores(&mut self, engine: &str, samples: usize) -> Result<Vec<f32>> {
         let (peer, _) = self.running.as_mut().context("no peer runs")?;
-        Ok(peer.ask::<PeerScores>("scores", &json!({ "engine": engine, "samples": samples }))?.scores)
+        Ok(peer
+            .ask::<PeerScores>("scores", &json!({ "engine": engine, "samples": samples }))?
+            .scores)
     }
 }
 
@@ -135,7 +140,12 @@ struct Ours {
 }
 
 impl Ours {
-    fn open(flash: &Flash, name: &'static str, dense_weights: Weights, rows: usize) -> Result<Self> {
+    fn open(
+        flash: &Flash,
+        name: &'static str,
+        dense_weights: Weights,
+        rows: usize,
+    ) -> Result<Self> {
         // Sets of 14 that are a third full on average overflow almost never.
         let slot_bytes = (4 * super::dlrm::DIM + 6) as u64;
         let budget = Budget {
@@ -220,7 +230,11 @@ pub fn run(plan: &Plan, venv: &Path, json: Option<&PathBuf>, plot: Option<&PathB
     let report = Report {
         bench: "request --peers",
         machine,
-        model: format!("MLPerf DLRM, {TABLES} tables of {} rows of {}", plan.rows, super::dlrm::DIM),
+        model: format!(
+            "MLPerf DLRM, {TABLES} tables of {} rows of {}",
+            plan.rows,
+            super::dlrm::DIM
+        ),
         bars: bars(&points),
         points,
     };
@@ -234,10 +248,15 @@ pub fn run(plan: &Plan, venv: &Path, json: Option<&PathBuf>, plot: Option<&PathB
 }
 
 fn measure(plan: &Plan, model: &Dlrm, ours: &mut [Ours], peers: &mut Peers) -> Result<Vec<Point>> {
-    let names: Vec<String> = ours.iter().map(|o| o.name.to_owned()).chain(peers.engines()).collect();
+    let names: Vec<String> =
+        ours.iter().map(|o| o.name.to_owned()).chain(peers.engines()).collect();
     let differences = differences(plan, model, ours, peers)?;
     let mut points = Vec::new();
-    let bar = serve::progress_bar((BATCHES.len() * plan.rounds) as u64, "measuring", "{pos}/{len} rounds");
+    let bar = serve::progress_bar(
+        (BATCHES.len() * plan.rounds) as u64,
+        "measuring",
+        "{pos}/{len} rounds",
+    );
     for batch in BATCHES {
         let calls = plan.calls(batch);
         let mut batches = Vec::new();
@@ -265,7 +284,13 @@ fn measure(plan: &Plan, model: &Dlrm, ours: &mut [Ours], peers: &mut Peers) -> R
         for ((engine, score_difference), (p50_us, p99_us)) in
             names.iter().cloned().zip(differences.iter().copied()).zip(best)
         {
-            points.push(Point::Measured(Measured { engine, batch, p50_us, p99_us, score_difference }));
+            points.push(Point::Measured(Measured {
+                engine,
+                batch,
+                p50_us,
+                p99_us,
+                score_difference,
+            }));
         }
     }
     bar.finish_and_clear();
@@ -273,7 +298,12 @@ fn measure(plan: &Plan, model: &Dlrm, ours: &mut [Ours], peers: &mut Peers) -> R
 }
 
 /// For each engine the largest difference of a score from ONNX Runtime's.
-fn differences(plan: &Plan, model: &Dlrm, ours: &mut [Ours], peers: &mut Peers) -> Result<Vec<Option<f64>>> {
+fn differences(
+    plan: &Plan,
+    model: &Dlrm,
+    ours: &mut [Ours],
+    peers: &mut Peers,
+) -> Result<Vec<Option<f64>>> {
     let n = 256.min(samples_of(plan));
     let mut scores = Vec::new();
     for ours in ours {
@@ -307,8 +337,16 @@ fn bars(points: &[Point]) -> Vec<Bar> {
     let mut bars = Vec::new();
     let mut least = |name: String, value, bar| bars.push(Bar::at_least_if(name, value, bar));
     for batch in [1, 8] {
-        least(format!("p50 of {ORT} / f32, batch {batch}"), ratio(OURS[0].0, batch, |m| m.p50_us), 1.0);
-        least(format!("p99 of {ORT} / f32, batch {batch}"), ratio(OURS[0].0, batch, |m| m.p99_us), 1.0);
+        least(
+            format!("p50 of {ORT} / f32, batch {batch}"),
+            ratio(OURS[0].0, batch, |m| m.p50_us),
+            1.0,
+        );
+        least(
+            format!("p99 of {ORT} / f32, batch {batch}"),
+            ratio(OURS[0].0, batch, |m| m.p99_us),
+            1.0,
+        );
     }
     for batch in [32, 64] {
         let value = ratio(OURS[0].0, batch, |m| m.p50_us);
@@ -329,7 +367,10 @@ fn bars(points: &[Point]) -> Vec<Bar> {
 fn show(report: &Report<Point>, about: Option<&str>) {
     let machine = &report.machine;
     println!("{}", report.model);
-    println!("{}, {} cores, {}, version {}", machine.cpu, machine.cores, machine.platform, machine.version);
+    println!(
+        "{}, {} cores, {}, version {}",
+        machine.cpu, machine.cores, machine.platform, machine.version
+    );
     if let Some(about) = about {
         println!("Peers: {about}.");
     }
@@ -348,7 +389,9 @@ fn show(report: &Report<Point>, about: Option<&str>) {
                         .map_or(String::new(), |m| format!("{} / {}", us(m.p50_us), us(m.p99_us)))
                 };
                 let difference = m.score_difference.map_or(String::new(), |d| format!("{d:.0e}"));
-                table.add_row([m.engine.clone()].into_iter().chain(BATCHES.map(cell)).chain([difference]));
+                table.add_row(
+                    [m.engine.clone()].into_iter().chain(BATCHES.map(cell)).chain([difference]),
+                );
             }
             Point::Measured(_) => {}
             Point::NotRun(peer) => {
@@ -374,8 +417,9 @@ fn chart(path: &Path, report: &Report<Point>) -> Result<()> {
         }
     }
     let line = |(color, name): (usize, &&str)| {
-        let of =
-            |batch| at(&report.points, name, batch).map(|m| (f64::from(batch), m.p50_us / f64::from(batch)));
+        let of = |batch| {
+            at(&report.points, name, batch).map(|m| (f64::from(batch), m.p50_us / f64::from(batch)))
+        };
         let points = BATCHES.into_iter().filter_map(of).collect();
         Series { name: (*name).to_owned(), color, dashed: !name.starts_with("Hatchback"), points }
     };
@@ -396,11 +440,15 @@ mod tests {
         let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
         let plan = Plan { rows: 64, rounds: 1, samples: 8, calls_min: 2 };
         run(&plan, folder.path(), Some(&json), Some(&plot)).unwrap();
-        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         let points = report["points"].as_array().unwrap();
         assert_eq!(points.len(), BATCHES.len() * OURS.len() + 2);
         assert!(points[0]["p50_us"].as_f64().unwrap() > 0.0);
-        assert_eq!((&points[15]["engine"], &points[15]["command"]), (&ORT.into(), &peer::SETUP.into()));
+        assert_eq!(
+            (&points[15]["engine"], &points[15]["command"]),
+            (&ORT.into(), &peer::SETUP.into())
+        );
         assert!(report["bars"].as_array().unwrap().iter().all(|bar| bar["not run"].is_string()));
         assert!(std::fs::read_to_string(&plot).unwrap().contains("Hatchback, f16"));
     }
@@ -417,8 +465,13 @@ mod tests {
             point(OURS[1].0, 50.0, 1e-3),
             point(OURS[2].0, 10.0, 2e-3),
         ];
-        let of = |name: &str| bars(&points).into_iter().find(|b| b.name.starts_with(name)).unwrap().found;
-        assert_eq!(of("p99 of ONNX Runtime / f32, batch 1"), Found::Measured { value: 1.25, holds: true });
+        let of = |name: &str| {
+            bars(&points).into_iter().find(|b| b.name.starts_with(name)).unwrap().found
+        };
+        assert_eq!(
+            of("p99 of ONNX Runtime / f32, batch 1"),
+            Found::Measured { value: 1.25, holds: true }
+        );
         assert_eq!(
             of("p50 of ONNX Runtime / f16 or int8, batch 1"),
             Found::Measured { value: 2.0, holds: true }

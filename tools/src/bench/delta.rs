@@ -28,8 +28,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use thread_priority::{
-    NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy, set_thread_priority_and_policy,
-    thread_native_id,
+    NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy,
+    set_thread_priority_and_policy, thread_native_id,
 };
 
 /// One row in so many changes from each generation to the next.
@@ -120,7 +120,8 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
         batch_max: args.batch,
         ..Budget::default()
     };
-    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
+    let serving =
+        Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
     serving.load(NAME, &flash, budget)?;
     let points = measure(args, &serving, &flash, &bundles[1..], budget)?;
     let name = flash.manifest().generation.to_string();
@@ -163,9 +164,11 @@ fn measure(
     deltas: &[PathBuf],
     budget: Budget,
 ) -> Result<Vec<Point>> {
-    let workload = Workload::new(flash, &Distribution::PowerLaw { alpha: ALPHA }, BagSizes::Full, 0)?;
+    let workload =
+        Workload::new(flash, &Distribution::PowerLaw { alpha: ALPHA }, BagSizes::Full, 0)?;
     let samples = args.batch as usize;
-    let mut caller = Caller { workload, batch: Batch::new(&flash.manifest().schema, samples), samples };
+    let mut caller =
+        Caller { workload, batch: Batch::new(&flash.manifest().schema, samples), samples };
     let progress = progress_bar(deltas.len() as u64, "applying", "{pos}/{len} deltas");
     let least = Duration::try_from_secs_f64(args.seconds).context("--seconds")?;
     let rest = |caller: &mut Caller, time: Duration| {
@@ -179,7 +182,8 @@ fn measure(
     for delta in deltas {
         let before = serving.stats(NAME).unwrap_or_default().counters;
         let (idle, ()) = rest(&mut caller, window)?;
-        let hit_rate_before = serving.stats(NAME).unwrap_or_default().counters.since(&before).hit_rate();
+        let hit_rate_before =
+            serving.stats(NAME).unwrap_or_default().counters.since(&before).hit_rate();
         let began = Instant::now();
         let (applying, mut point) =
             caller.beside(serving, || apply(serving, flash, delta, (budget, args.busy_percent)))?;
@@ -214,7 +218,8 @@ impl Caller {
             let worker = scope.spawn(|| {
                 // As the daemon's update thread has it: behind every request.
                 let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
-                let _ = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
+                let _ =
+                    set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
                 let done = work();
                 stop.store(true, Ordering::Release);
                 done
@@ -282,18 +287,24 @@ fn changed(flash: &Flash) -> Result<(u64, u64)> {
         let of = flash.table(number)?;
         let newest = of.segments().last().map(|s| s.counts()).unwrap_or_default();
         rows += newest.rows;
-        bytes += newest.rows * (8 + table.codec.row_bytes(table.dim as usize) as u64) + 8 * newest.deletes;
+        bytes += newest.rows * (8 + table.codec.row_bytes(table.dim as usize) as u64)
+            + 8 * newest.deletes;
     }
     Ok((rows, bytes))
 }
 
 fn bars(points: &[Point]) -> Vec<Bar> {
     let worst = |of: fn(&Point) -> f64| points.iter().map(of).fold(0.0, f64::max);
-    let mean = |of: fn(&Point) -> f64| points.iter().map(of).sum::<f64>() / points.len().max(1) as f64;
+    let mean =
+        |of: fn(&Point) -> f64| points.iter().map(of).sum::<f64>() / points.len().max(1) as f64;
     let ratio = mean(|p| p.applying.p99_us) / mean(|p| p.idle.p99_us).max(1e-9);
     vec![
         Bar::at_most("p99 while applying, times that of idle", ratio, P99_RATIO_MAX),
-        Bar::at_most("longest pause of a swap, batches", worst(|p| p.pause_us / p.idle.p50_us), 1.0),
+        Bar::at_most(
+            "longest pause of a swap, batches",
+            worst(|p| p.pause_us / p.idle.p50_us),
+            1.0,
+        ),
         Bar::at_most(
             "bytes written for each byte that changed",
             worst(|p| p.written_bytes as f64 / p.changed_bytes.max(1) as f64),
@@ -304,7 +315,10 @@ fn bars(points: &[Point]) -> Vec<Bar> {
 
 fn publish(args: &DeltaArgs, report: &Report<Point>) -> Result<()> {
     if args.json.as_deref() != Some(Path::new("-")) {
-        println!("{}: deltas of one row in {CHANGED_ONE_IN}, {} samples a request", report.model, args.batch);
+        println!(
+            "{}: deltas of one row in {CHANGED_ONE_IN}, {} samples a request",
+            report.model, args.batch
+        );
         let heads = [
             "to",
             "rows",
@@ -364,7 +378,9 @@ mod tests {
         }
         let flash = flash.unwrap();
         // As the synthetic model has it.
-        let is_new = |number: u64, row: u64| mix(row << 20 ^ number << 52 ^ 3).is_multiple_of(CHANGED_ONE_IN);
+        let is_new = |number: u64, row: u64| {
+            mix(row << 20 ^ number << 52 ^ 3).is_multiple_of(CHANGED_ONE_IN)
+        };
         let tables = flash.manifest().schema.tables.iter().enumerate();
         let of = |(n, table): (usize, &hatchback::schema::Table)| {
             (0..table.rows).filter(|&row| is_new(n as u64, row)).count()
@@ -390,10 +406,14 @@ mod tests {
             json: Some(json.clone()),
         };
         run(&args).unwrap();
-        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         let point = &report["points"][0];
         let carried = point["carried"]["copied"].as_u64().unwrap();
-        assert!(carried > 100 && point["carried"]["read"].as_u64().unwrap() < carried / 20, "{point}");
+        assert!(
+            carried > 100 && point["carried"]["read"].as_u64().unwrap() < carried / 20,
+            "{point}"
+        );
         assert!(point["rows"].as_u64().unwrap() > 100, "{point}");
         let hits = |when: &str| point[when].as_f64().unwrap();
         assert!(hits("hit_rate_before") < 1.0 && hits("hit_rate_after") < 1.0, "{point}");

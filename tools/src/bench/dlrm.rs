@@ -5,7 +5,9 @@
 use crate::import::Source;
 use crate::onnx::{Graph, Type, int, ints};
 use crate::pack::{Overrides, RowSource, TakeBlock, pack};
-use crate::spec::{CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec};
+use crate::spec::{
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
+};
 use crate::synthetic::push_normals;
 use anyhow::{Context, Result};
 use hatchback::sample::Sample;
@@ -48,7 +50,12 @@ fn layers(widths: &[usize], seed: u64) -> Vec<Layer> {
     let layer = |(number, pair): (usize, &[usize])| {
         let (from, to, seed) = (pair[0], pair[1], (seed + number as u64) << 32);
         let mut layer = Layer { shape: [to, from], weights: Vec::new(), bias: Vec::new() };
-        push_normals(seed, (to * from).next_multiple_of(2), (2.0 / from as f32).sqrt(), &mut layer.weights);
+        push_normals(
+            seed,
+            (to * from).next_multiple_of(2),
+            (2.0 / from as f32).sqrt(),
+            &mut layer.weights,
+        );
         push_normals(seed | 1 << 31, to.next_multiple_of(2), 0.1, &mut layer.bias);
         layer.weights.truncate(to * from);
         layer.bias.truncate(to);
@@ -112,16 +119,21 @@ impl Dlrm {
         let write = |name: &str, bytes: Vec<u8>| {
             std::fs::write(folder.join(name), bytes).with_context(|| name.to_owned())
         };
-        let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>();
+        let bytes =
+            |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>();
         write("whole.onnx", self.whole())?;
         let all = layers(&BOTTOM, 1).into_iter().chain(layers(&TOP, 8));
-        write("dense.f32", bytes(&all.flat_map(|l| [l.weights, l.bias].concat()).collect::<Vec<_>>()))?;
+        write(
+            "dense.f32",
+            bytes(&all.flat_map(|l| [l.weights, l.bias].concat()).collect::<Vec<_>>()),
+        )?;
         let (mut tables, mut values) = (Vec::new(), Vec::new());
         for (table, first) in
             (0..TABLES).flat_map(|t| (0..self.rows).step_by(BLOCK_ROWS).map(move |r| (t, r)))
         {
             values.clear();
-            (first..self.rows.min(first + BLOCK_ROWS)).for_each(|row| self.push_row(table, row, &mut values));
+            (first..self.rows.min(first + BLOCK_ROWS))
+                .for_each(|row| self.push_row(table, row, &mut values));
             tables.extend(bytes(&values));
         }
         write("tables.f32", tables)?;
@@ -166,8 +178,9 @@ impl Dlrm {
     pub fn pack(&self, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
         let base = tempfile::tempdir().context("a temporary folder")?;
         std::fs::write(base.path().join("dense.onnx"), network())?;
-        let sources: Vec<Box<dyn RowSource>> =
-            (0..TABLES).map(|table| Box::new(Table { model: *self, table }) as Box<dyn RowSource>).collect();
+        let sources: Vec<Box<dyn RowSource>> = (0..TABLES)
+            .map(|table| Box::new(Table { model: *self, table }) as Box<dyn RowSource>)
+            .collect();
         pack(&spec(), &sources, base.path(), out, Overrides::default(), progress)?;
         Ok(())
     }
@@ -182,7 +195,12 @@ impl Dlrm {
     }
 
     fn push_row(&self, table: usize, row: usize, values: &mut Vec<f32>) {
-        push_normals(((table * self.rows + row) * DIM) as u64, DIM, 1.0 / (DIM as f32).sqrt(), values);
+        push_normals(
+            ((table * self.rows + row) * DIM) as u64,
+            DIM,
+            1.0 / (DIM as f32).sqrt(),
+            values,
+        );
     }
 }
 

@@ -142,7 +142,8 @@ impl Rig {
         });
         let inputs = [(names[0], widths[0]), (names[1], widths[1])];
         let (activation, weights) = (Activation::Sigmoid, Weights::F32);
-        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation, weights };
+        let network =
+            DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation, weights };
         let options = DeviceOptions { tensorrt, cublas: !args.exact, batch_max };
         let engine = Arc::new(DeviceEngine::load(&gpu, &network, &options)?);
         let default_row = vec![0.0; dim];
@@ -162,7 +163,8 @@ impl Rig {
         let misses_max = TABLES * batch_max.min(4 * BATCH);
         let keys = Keys::on(&gpu);
         let limits = Limits { batch_max, misses_max, row_bytes_max: format.row_bytes(), keys };
-        let step = Step::new(&tables, &engine, &widths, Some(0), |inputs| features(inputs[1]), limits)?;
+        let step =
+            Step::new(&tables, &engine, &widths, Some(0), |inputs| features(inputs[1]), limits)?;
         let vectors = gpu.buffer::<f32>(batch_max * TABLES * dim)?;
         let lookup = |keys| {
             let limits = Limits { keys, misses_max: TABLES, ..limits };
@@ -207,7 +209,8 @@ impl Rig {
         mut request: impl FnMut(&mut Self, &[Vec<u64>], &[f32]) -> Result<()>,
     ) -> Result<Point> {
         let mut times = Vec::with_capacity(self.rounds);
-        let dense: Vec<f32> = (0..batch * self.dense).map(|_| self.rng.random_range(-1.0..1.0)).collect();
+        let dense: Vec<f32> =
+            (0..batch * self.dense).map(|_| self.rng.random_range(-1.0..1.0)).collect();
         let (mut launches, mut waits) = (0, 0);
         // The first is for the machine to warm up.
         for round in 0..=self.rounds {
@@ -269,9 +272,11 @@ impl Rig {
         let repeats = if self.rounds < 10 { 1 } else { 20 };
         let moved = TABLES * (8 + SET_BYTES + self.format.row_bytes() + 4 * self.format.dim());
         let mut points = Vec::new();
-        for (what, which, bring) in
-            [(LOOKUP, 0, false), ("lookup, keys brought", 0, true), ("lookup, keys in place", 1, false)]
-        {
+        for (what, which, bring) in [
+            (LOOKUP, 0, false),
+            ("lookup, keys brought", 0, true),
+            ("lookup, keys in place", 1, false),
+        ] {
             let mut times = Vec::with_capacity(self.rounds);
             for _ in 0..self.rounds {
                 let keys = self.keys(batch, 1.0);
@@ -309,7 +314,8 @@ impl Rig {
     /// Requests while another thread overwrites cached rows without end.
     fn under_updates(&mut self, batch: usize) -> Result<(Point, u64)> {
         let done = Arc::new(AtomicBool::new(false));
-        let (tables, gpu, over) = (Arc::clone(&self.tables), Arc::clone(&self.gpu), Arc::clone(&done));
+        let (tables, gpu, over) =
+            (Arc::clone(&self.tables), Arc::clone(&self.gpu), Arc::clone(&done));
         let (known, stride) = (self.known.clone(), self.format.row_bytes().div_ceil(4));
         let updates = std::thread::spawn(move || -> Result<u64> {
             let rows = gpu.mapped::<u8>(UPDATED * 4 * stride)?;
@@ -318,15 +324,21 @@ impl Rig {
                 for slot in 0..UPDATED {
                     let (table, at) = (slot % TABLES, updated as usize + slot);
                     let key = known[table][at % known[table].len()];
-                    changes.add(RowKey { table: table as u16, key }, slot as u32, Default::default());
+                    changes.add(
+                        RowKey { table: table as u16, key },
+                        slot as u32,
+                        Default::default(),
+                    );
                 }
-                updated += changes.update(&rows, stride)?.iter().map(|&d| u64::from(d)).sum::<u64>();
+                updated +=
+                    changes.update(&rows, stride)?.iter().map(|&d| u64::from(d)).sum::<u64>();
             }
             Ok(updated)
         });
-        let point = self.time("request, rows updated meanwhile", (batch, 1.0), |rig, keys, dense| {
-            rig.request(keys, dense, true)
-        });
+        let point =
+            self.time("request, rows updated meanwhile", (batch, 1.0), |rig, keys, dense| {
+                rig.request(keys, dense, true)
+            });
         done.store(true, Ordering::Relaxed);
         let updated = updates.join().map_err(|_| anyhow::anyhow!("the updates failed"))??;
         Ok((point?, updated))
@@ -336,7 +348,8 @@ impl Rig {
 /// Bytes that the memory moves in a second when it copies: each is read and written.
 fn copied_gb_per_s(gpu: &Arc<Gpu>, quick: bool) -> Result<f64> {
     let (bytes, repeats) = if quick { (1 << 20, 2) } else { (1 << 29, 20) };
-    let (from, mut to, stream) = (gpu.buffer::<u8>(bytes)?, gpu.buffer::<u8>(bytes)?, gpu.stream()?);
+    let (from, mut to, stream) =
+        (gpu.buffer::<u8>(bytes)?, gpu.buffer::<u8>(bytes)?, gpu.stream()?);
     let mut best = f64::INFINITY;
     for _ in 0..4 {
         let start = Instant::now();
@@ -364,7 +377,9 @@ fn bars(points: &[Point], copied: f64) -> Vec<Bar> {
         Bar {
             name: "lookups a second beside HPS's cache kernels on the same keys".to_owned(),
             bar: 2.0,
-            found: Found::NotRun { reason: "nothing here builds and runs HPS's kernels".to_owned() },
+            found: Found::NotRun {
+                reason: "nothing here builds and runs HPS's kernels".to_owned(),
+            },
         },
     ]
 }
@@ -398,14 +413,18 @@ pub fn run(args: &GpuArgs) -> Result<()> {
     for &batch in &batches {
         points.extend(rig.lookups(batch)?);
         for (what, recorded) in [(GRAPH, true), ("request, kernel by kernel", false)] {
-            points.push(rig.time(what, (batch, 1.0), |rig, keys, dense| rig.request(keys, dense, recorded))?);
+            points.push(
+                rig.time(what, (batch, 1.0), |rig, keys, dense| {
+                    rig.request(keys, dense, recorded)
+                })?,
+            );
         }
     }
     for hit_rate in [0.99, 0.95, 0.9, 0.7, 0.5] {
         let shape = (batch_max.min(BATCH), hit_rate);
-        points.push(
-            rig.time("request, misses noted", shape, |rig, keys, dense| rig.request(keys, dense, true))?,
-        );
+        points.push(rig.time("request, misses noted", shape, |rig, keys, dense| {
+            rig.request(keys, dense, true)
+        })?);
     }
     let (point, updated) = rig.under_updates(batch_max.min(BATCH))?;
     points.push(point);
@@ -414,16 +433,22 @@ pub fn run(args: &GpuArgs) -> Result<()> {
     let bars = bars(&points, copied);
     println!("{}", bars_table(&bars));
     if let Some(path) = &args.json {
-        let model = format!("26 tables of {} rows, f16, 1 key; {name}; {}", rig.rows, engine.runs_on());
-        report::write_json(path, &Report { bench: "gpu", machine: Machine::this(), model, bars, points })?;
+        let model =
+            format!("26 tables of {} rows, f16, 1 key; {name}; {}", rig.rows, engine.runs_on());
+        report::write_json(
+            path,
+            &Report { bench: "gpu", machine: Machine::this(), model, bars, points },
+        )?;
     }
     Ok(())
 }
 
 fn show(points: &[Point]) {
-    let mut table = report::table(&["", "batch", "hit rate", "p50", "p99", "launches", "waits", "GB/s"]);
+    let mut table =
+        report::table(&["", "batch", "hit rate", "p50", "p99", "launches", "waits", "GB/s"]);
     for p in points {
-        let time = |us: f64| if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") };
+        let time =
+            |us: f64| if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") };
         table.add_row([
             p.what.clone(),
             report::count(p.batch as u64),
@@ -444,7 +469,16 @@ mod tests {
 
     fn point(what: &str, batch: usize, launches: f64, gb_per_s: Option<f64>) -> Point {
         let what = what.to_owned();
-        Point { what, batch, hit_rate: 1.0, p50_us: 1.0, p99_us: 1.0, launches, waits: 1.0, gb_per_s }
+        Point {
+            what,
+            batch,
+            hit_rate: 1.0,
+            p50_us: 1.0,
+            p99_us: 1.0,
+            launches,
+            waits: 1.0,
+            gb_per_s,
+        }
     }
 
     #[test]
@@ -456,10 +490,15 @@ mod tests {
             point(GRAPH, 64, 2.0, None),
         ];
         let found: Vec<String> = bars(&points, 100.0).iter().map(ToString::to_string).collect();
-        assert!(found[0].contains("batch 64") && found[0].contains("0.600") && found[0].ends_with("MISSED"));
+        assert!(
+            found[0].contains("batch 64")
+                && found[0].contains("0.600")
+                && found[0].ends_with("MISSED")
+        );
         assert!(found[1].contains("0.500") && found[1].ends_with("MISSED"), "{found:?}");
         assert!(found[2].contains("HPS") && found[2].contains("not run"), "{found:?}");
-        let found: Vec<String> = bars(&points[2..3], 100.0).iter().map(ToString::to_string).collect();
+        let found: Vec<String> =
+            bars(&points[2..3], 100.0).iter().map(ToString::to_string).collect();
         assert!(found[0].contains("not run") && found[1].ends_with("holds"), "{found:?}");
     }
 }

@@ -134,12 +134,18 @@ impl LadderArgs {
 /// The model is refused, a request failed, or a file cannot be written.
 pub fn run(args: &LadderArgs) -> Result<()> {
     let seconds = args.seconds.unwrap_or(if args.quick { 1.0 } else { 4.0 });
-    ensure!(seconds > 0.0 && seconds <= 86_400.0, "--seconds: {seconds} is not above 0, at most a day");
+    ensure!(
+        seconds > 0.0 && seconds <= 86_400.0,
+        "--seconds: {seconds} is not above 0, at most a day"
+    );
     let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
     let made = if args.model.is_none() { Some(make_synthetic(rows_max)?) } else { None };
     let serve = ServeArgs {
         model: args.model.clone().or_else(|| made.as_ref().map(bundle_in)).context("no model")?,
-        flash: args.flash.clone().or_else(|| made.as_ref().map(|folder| folder.path().join("flash"))),
+        flash: args
+            .flash
+            .clone()
+            .or_else(|| made.as_ref().map(|folder| folder.path().join("flash"))),
         target: args.target.clone(),
         cache_mib: args.cache_mib,
         resident_mib: args.resident_mib,
@@ -148,8 +154,9 @@ pub fn run(args: &LadderArgs) -> Result<()> {
     };
     let flash = serve.flash()?;
     let budget = args.budget(&serve)?;
-    let model =
-        Arc::new(Model::from_flash(&flash, budget)?.onto(&serve.device()?)?.with_dense(&flash, None)?);
+    let model = Arc::new(
+        Model::from_flash(&flash, budget)?.onto(&serve.device()?)?.with_dense(&flash, None)?,
+    );
     let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default()))?;
     let keys = args.keys.clone().unwrap_or(Distribution::PowerLaw { alpha: ALPHA });
     let workload = Workload::new(&flash, &keys, BagSizes::Full, 0)?;
@@ -161,7 +168,12 @@ pub fn run(args: &LadderArgs) -> Result<()> {
 }
 
 /// All steps, in turns, after each caller count ran once to warm up.
-fn climb(args: &LadderArgs, pipeline: &Pipeline, workload: &Workload, time: Duration) -> Result<Vec<Step>> {
+fn climb(
+    args: &LadderArgs,
+    pipeline: &Pipeline,
+    workload: &Workload,
+    time: Duration,
+) -> Result<Vec<Step>> {
     let progress = serve::progress_bar(
         u64::from(TURNS + 1) * args.clients.len() as u64,
         "measuring",
@@ -213,7 +225,8 @@ fn load(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Result<
             })
         };
         let callers: Vec<_> = requests.iter().map(Vec::as_slice).map(spawn).collect();
-        let joined = callers.into_iter().map(|c| c.join().map_err(|_| anyhow!("a caller panicked"))?);
+        let joined =
+            callers.into_iter().map(|c| c.join().map_err(|_| anyhow!("a caller panicked"))?);
         joined.collect::<Result<Vec<_>>>()
     })?;
     let mut sum = Found::default();
@@ -293,9 +306,16 @@ fn bar(steps: &[Step]) -> Option<Bar> {
     Some(Bar::at_least(name, value, SHARE_LEAST))
 }
 
-fn publish(args: &LadderArgs, report: &Report<Step>, keys: &Distribution, budget: &Budget) -> Result<()> {
-    let title =
-        format!("{} workers, {} slots, {} samples a request", budget.workers, budget.slots, args.batch);
+fn publish(
+    args: &LadderArgs,
+    report: &Report<Step>,
+    keys: &Distribution,
+    budget: &Budget,
+) -> Result<()> {
+    let title = format!(
+        "{} workers, {} slots, {} samples a request",
+        budget.workers, budget.slots, args.batch
+    );
     if let Some(path) = &args.plot {
         plot::panels(path, &format!("{}: {title}", report.model), &charts(&report.points))?;
     }
@@ -306,7 +326,8 @@ fn publish(args: &LadderArgs, report: &Report<Step>, keys: &Distribution, budget
             "{}, {} cores, {}, version {}",
             machine.cpu, machine.cores, machine.platform, machine.version
         );
-        let heads = ["callers", "requests/s", "p50", "p99", "p99.9", "busy", "requests/batch", "hit rate"];
+        let heads =
+            ["callers", "requests/s", "p50", "p99", "p99.9", "busy", "requests/batch", "hit rate"];
         let mut table = report::table(&heads);
         table.add_rows(report.points.iter().map(Step::cells));
         println!("{table}");
@@ -344,7 +365,10 @@ fn charts(steps: &[Step]) -> [Panel; 2] {
         panel(Axis::linear("requests/s"), vec![line("requests/s", 0, false, |s| s.requests_per_s)]),
         panel(
             Axis::log("latency, µs"),
-            vec![line("p50", 1, false, |s| s.latency.p50_us), line("p99", 1, true, |s| s.latency.p99_us)],
+            vec![
+                line("p50", 1, false, |s| s.latency.p50_us),
+                line("p99", 1, true, |s| s.latency.p99_us),
+            ],
         ),
     ]
 }
@@ -387,7 +411,8 @@ mod tests {
             plot.display()
         );
         run(&parse(&line)).unwrap();
-        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         assert_eq!(report["bars"][0]["bar"], 0.95);
         let busy = |step: usize| report["points"][step]["busy"].as_u64().unwrap();
         assert_eq!(busy(0), 0);

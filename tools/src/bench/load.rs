@@ -65,14 +65,16 @@ impl Lane {
     fn draw(&mut self, batch: usize) -> Result<()> {
         let count = WINDOW_SAMPLES.div_ceil(batch);
         if self.ring.len() != count || self.ring.first().is_some_and(|b| b.size() != batch) {
-            self.ring = (0..count).map(|_| Batch::new(self.worker.model().schema(), batch)).collect();
+            self.ring =
+                (0..count).map(|_| Batch::new(self.worker.model().schema(), batch)).collect();
         }
         self.ring.iter_mut().try_for_each(|b| self.workload.fill(b, batch))
     }
 
     /// Sends the batches, until all are sent or `limit` has passed.
     fn send(&mut self, limit: Duration) -> Result<Measured> {
-        let (mut found, before, start) = (Measured::default(), self.worker.counters(), Instant::now());
+        let (mut found, before, start) =
+            (Measured::default(), self.worker.counters(), Instant::now());
         for batch in &self.ring {
             let sent = Instant::now();
             let scores = self.worker.score(batch, None)?;
@@ -154,11 +156,18 @@ impl Load {
     }
 
     /// Does `work` on all lanes at once, each on a thread of its own.
-    fn each_lane<T: Send>(&mut self, work: impl Fn(&mut Lane) -> Result<T> + Sync) -> Result<Vec<T>> {
+    fn each_lane<T: Send>(
+        &mut self,
+        work: impl Fn(&mut Lane) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
         let work = &work;
         thread::scope(|scope| {
-            let started: Vec<_> = self.lanes.iter_mut().map(|lane| scope.spawn(move || work(lane))).collect();
-            started.into_iter().map(|t| t.join().map_err(|_| anyhow!("a worker panicked"))?).collect()
+            let started: Vec<_> =
+                self.lanes.iter_mut().map(|lane| scope.spawn(move || work(lane))).collect();
+            started
+                .into_iter()
+                .map(|t| t.join().map_err(|_| anyhow!("a worker panicked"))?)
+                .collect()
         })
     }
 }
@@ -183,7 +192,11 @@ mod tests {
 
     #[test]
     fn windows_add_up() {
-        let one = |ms, samples| Measured { time: Duration::from_millis(ms), samples, ..Measured::default() };
+        let one = |ms, samples| Measured {
+            time: Duration::from_millis(ms),
+            samples,
+            ..Measured::default()
+        };
         let mut beside = one(10, 4);
         beside.beside(&one(20, 5));
         assert_eq!((beside.time, beside.samples), (Duration::from_millis(20), 9));

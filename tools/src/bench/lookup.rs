@@ -124,7 +124,8 @@ struct Calls {
 impl Calls {
     fn draw(shape: Shape, rows: usize, calls: usize, rng: &mut StdRng) -> Result<Self> {
         let zipf = Zipf::new(rows as f64, ALPHA)?;
-        let scatters = std::array::from_fn::<_, TABLES, _>(|table| Scatter::of_table(table, rows as u64));
+        let scatters =
+            std::array::from_fn::<_, TABLES, _>(|table| Scatter::of_table(table, rows as u64));
         let mut one = |table: usize| match shape.keys {
             "uniform" => rng.random_range(0..rows as u64),
             // Popular rows are not neighbours, and not the same in each table. The most popular has rank 1.
@@ -157,7 +158,14 @@ impl Limit {
             let places: Vec<Vec<u64>> = tables.iter().enumerate().map(scattered).collect();
             let start = cpu_us();
             for (t, places) in places.iter().enumerate() {
-                self.all.pool(isa, places, calls.shape.hotness, &mut self.out, stride, t * self.dim);
+                self.all.pool(
+                    isa,
+                    places,
+                    calls.shape.hotness,
+                    &mut self.out,
+                    stride,
+                    t * self.dim,
+                );
             }
             cpu_us() - start
         };
@@ -186,7 +194,13 @@ struct Ours {
 }
 
 impl Ours {
-    fn new(codec: Codec, resident: bool, dim: usize, rows: usize, batch_max: usize) -> Result<Self> {
+    fn new(
+        codec: Codec,
+        resident: bool,
+        dim: usize,
+        rows: usize,
+        batch_max: usize,
+    ) -> Result<Self> {
         let format = RowFormat::new(codec, dim, 0).ok_or_else(|| anyhow::anyhow!("no such row"))?;
         let mut encoded = vec![0; format.row_bytes()];
         let values: Vec<f32> = (0..dim).map(|i| (i % 7) as f32).collect();
@@ -210,7 +224,12 @@ impl Ours {
         })
     }
 
-    fn feature<'a>(format: RowFormat, store: &'a Store, default_row: &'a [f32], table: usize) -> Feature<'a> {
+    fn feature<'a>(
+        format: RowFormat,
+        store: &'a Store,
+        default_row: &'a [f32],
+        table: usize,
+    ) -> Feature<'a> {
         Feature {
             id: table as u16,
             table: table as u16,
@@ -239,7 +258,8 @@ impl Ours {
             let statuses = &mut self.statuses[..batch];
             statuses.fill(Status::default());
             let start = cpu_us();
-            let (isa, lead) = (Isa::detect(), Lead::new(TABLES * batch * calls.shape.hotness, TABLES));
+            let (isa, lead) =
+                (Isa::detect(), Lead::new(TABLES * batch * calls.shape.hotness, TABLES));
             let (format, store, default_row) = (self.format, &self.store, &self.default_row);
             let feature = |t: usize| {
                 let bags = Bags { keys: &keys[t], offsets: &calls.offsets };
@@ -349,7 +369,16 @@ impl Engines {
         let point = |(engine, (p50_us, p99_us))| {
             let mrows_per_s = (TABLES * batch * hotness) as f64 / p50_us;
             let dim = self.dim;
-            Point::Measured(Measured { engine, dim, keys, hotness, batch, p50_us, p99_us, mrows_per_s })
+            Point::Measured(Measured {
+                engine,
+                dim,
+                keys,
+                hotness,
+                batch,
+                p50_us,
+                p99_us,
+                mrows_per_s,
+            })
         };
         Ok(names.into_iter().zip(best).map(point).collect())
     }
@@ -369,7 +398,11 @@ pub fn run(args: &LookupArgs) -> Result<()> {
     peer::stay_on_one_core()?;
     let dims = if args.quick { &args.dim[..args.dim.len().min(1)] } else { &args.dim };
     let rounds = if args.quick { 2 } else { 5 };
-    let bar = serve::progress_bar((dims.len() * shapes().count()) as u64, "measuring", "{pos}/{len} shapes");
+    let bar = serve::progress_bar(
+        (dims.len() * shapes().count()) as u64,
+        "measuring",
+        "{pos}/{len} shapes",
+    );
     let (mut points, mut about, mut missing) = (Vec::new(), None, Vec::new());
     let batch_max = BATCHES.into_iter().max().unwrap_or(1);
     for &dim in dims {
@@ -383,7 +416,8 @@ pub fn run(args: &LookupArgs) -> Result<()> {
             dim,
             out: Device::Cpu.host_memory(batch_max * TABLES * dim)?,
         };
-        let ours = OURS.map(|(codec, resident, ..)| Ours::new(codec, resident, dim, rows, batch_max));
+        let ours =
+            OURS.map(|(codec, resident, ..)| Ours::new(codec, resident, dim, rows, batch_max));
         let ours = ours.into_iter().collect::<Result<_>>()?;
         let mut engines = Engines { dim, rows, limit, ours, peers };
         let mut rng = StdRng::seed_from_u64(1);
@@ -395,7 +429,8 @@ pub fn run(args: &LookupArgs) -> Result<()> {
     bar.finish_and_clear();
     let bars = bars(&points);
     points.extend(missing);
-    let report = Report { bench: "lookup", machine, model: format!("{TABLES} tables"), bars, points };
+    let report =
+        Report { bench: "lookup", machine, model: format!("{TABLES} tables"), bars, points };
     args.publish(&report, about.as_deref())
 }
 
@@ -419,7 +454,8 @@ fn least_lead(
     let shape = |m: &Measured| (m.dim, m.keys, m.hotness, m.batch);
     let own = measured(points).filter(|m| m.engine == ours && wanted(m));
     let lead = |own: &Measured| {
-        let same = measured(points).filter(|m| shape(m) == shape(own) && others.contains(&m.engine.as_str()));
+        let same = measured(points)
+            .filter(|m| shape(m) == shape(own) && others.contains(&m.engine.as_str()));
         Some(same.map(|m| m.p50_us).reduce(f64::min)? / own.p50_us)
     };
     own.map(lead).collect::<Option<Vec<f64>>>()?.into_iter().reduce(f64::min)
@@ -433,7 +469,11 @@ fn bars(points: &[Point]) -> Vec<Bar> {
     for batch in BATCHES {
         for (_, _, ours, peers) in OURS {
             let lead = least_lead(points, ours, peers, |m| m.batch == batch);
-            bars.push(Bar::at_least_if(format!("batch {batch}: best peer / {ours}, worst shape"), lead, 1.0));
+            bars.push(Bar::at_least_if(
+                format!("batch {batch}: best peer / {ours}, worst shape"),
+                lead,
+                1.0,
+            ));
         }
     }
     let limit = least_lead(points, f32_rows, &[LIMIT], |m| m.batch >= 256);
@@ -465,17 +505,23 @@ fn names(points: &[Point]) -> Vec<&str> {
 
 fn show(report: &Report<Point>, about: Option<&str>) {
     let machine = &report.machine;
-    println!("{}, {} cores, {}, version {}", machine.cpu, machine.cores, machine.platform, machine.version);
+    println!(
+        "{}, {} cores, {}, version {}",
+        machine.cpu, machine.cores, machine.platform, machine.version
+    );
     if let Some(about) = about {
         println!("Peers: {about}.");
     }
     let mut dims: Vec<usize> = measured(&report.points).map(|m| m.dim).collect();
     dims.dedup();
     for dim in dims {
-        for (keys, hotness) in KEYS.into_iter().flat_map(|keys| HOTNESS.map(|hotness| (keys, hotness))) {
+        for (keys, hotness) in
+            KEYS.into_iter().flat_map(|keys| HOTNESS.map(|hotness| (keys, hotness)))
+        {
             println!("dim {dim}, {keys} keys, {hotness} a bag: µs a call (million rows a second)");
             let heads = BATCHES.map(|b| format!("batch {b}"));
-            let heads: Vec<&str> = ["engine"].into_iter().chain(heads.iter().map(String::as_str)).collect();
+            let heads: Vec<&str> =
+                ["engine"].into_iter().chain(heads.iter().map(String::as_str)).collect();
             let mut table = report::table(&heads);
             for name in names(&report.points) {
                 let own = measured(&report.points).filter(|m| m.engine == name && m.dim == dim);
@@ -539,9 +585,15 @@ mod tests {
             points.push(point("FBGEMM, fp16", 1, keys, 1.0));
         }
         assert_eq!(least_lead(&points, "Hatchback, f32, cached", FP32, |_| true), Some(15.0));
-        assert_eq!(least_lead(&points, "Hatchback, f32, cached", FP32, |m| m.keys == "zipf"), Some(25.0));
+        assert_eq!(
+            least_lead(&points, "Hatchback, f32, cached", FP32, |m| m.keys == "zipf"),
+            Some(25.0)
+        );
         let bars = bars(&points);
-        assert_eq!(bars[0], Bar::at_least("batch 1, one key: best fp32 peer / f32, cached", 15.0, 20.0));
+        assert_eq!(
+            bars[0],
+            Bar::at_least("batch 1, one key: best fp32 peer / f32, cached", 15.0, 20.0)
+        );
         assert_eq!(bars.len(), 26);
     }
 
@@ -569,7 +621,8 @@ mod tests {
             plot: Some(plot.clone()),
         };
         run(&args).unwrap();
-        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         assert_eq!(report["bars"][0]["not run"], "a peer did not run");
         assert!(report["bars"][25]["value"].as_f64().unwrap() > 0.0);
         let points = report["points"].as_array().unwrap();

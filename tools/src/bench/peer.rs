@@ -25,7 +25,8 @@ pub struct Program {
 }
 
 /// Embedding bags of PyTorch and FBGEMM.
-pub const LOOKUPS: Program = Program { name: "lookups.py", text: include_str!("../../peers/lookups.py") };
+pub const LOOKUPS: Program =
+    Program { name: "lookups.py", text: include_str!("../../peers/lookups.py") };
 /// A whole DLRM in ONNX Runtime and PyTorch.
 pub const DLRM: Program = Program { name: "dlrm.py", text: include_str!("../../peers/dlrm.py") };
 /// What they share.
@@ -54,7 +55,10 @@ impl Peer {
             std::fs::write(programs.path().join(name), text)?;
         }
         let mut command = Command::new(&python);
-        command.arg(programs.path().join(program.name)).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .arg(programs.path().join(program.name))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut child =
             command.stderr(Stdio::null()).spawn().with_context(|| python.display().to_string())?;
         let lines = child.stdout.take().map(BufReader::new).context("no standard output")?;

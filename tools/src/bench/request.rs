@@ -136,7 +136,10 @@ impl RequestArgs {
             (true, false) => vec![skewed, hot, Distribution::Uniform],
         };
         let seconds = self.seconds.unwrap_or(if self.quick { 1.0 } else { 5.0 });
-        ensure!(seconds > 0.0 && seconds <= 86_400.0, "--seconds: {seconds} is not above 0, at most a day");
+        ensure!(
+            seconds > 0.0 && seconds <= 86_400.0,
+            "--seconds: {seconds} is not above 0, at most a day"
+        );
         let wrong = self.cache_mib.iter().find(|mib| !(**mib > 0.0 && mib.is_finite()));
         ensure!(wrong.is_none(), "--cache-mib: {} is not above 0", wrong.unwrap_or(&0.0));
         let (caches, window_ms): (&[f64], _) =
@@ -218,7 +221,12 @@ pub fn run(args: &RequestArgs) -> Result<()> {
         let workload = Workload::new(&flash, keys, args.bags, 0)?;
         for &cache_mib in &sweep.caches_mib {
             serve.cache_mib = Some(cache_mib);
-            points.extend(sweep.measure((&flash, &lookups), args.budget(&serve)?, &workload, &bar)?);
+            points.extend(sweep.measure(
+                (&flash, &lookups),
+                args.budget(&serve)?,
+                &workload,
+                &bar,
+            )?);
         }
     }
     bar.finish_and_clear();
@@ -229,9 +237,16 @@ pub fn run(args: &RequestArgs) -> Result<()> {
 impl RequestArgs {
     fn publish(&self, report: &Report<Point>, flash: &Flash) -> Result<()> {
         if let Some(path) = &self.plot {
-            let threads =
-                if self.threads == 1 { "1 thread".to_owned() } else { format!("{} threads", self.threads) };
-            plot::panels(path, &format!("Requests to {}, {threads}", report.model), &charts(&report.points))?;
+            let threads = if self.threads == 1 {
+                "1 thread".to_owned()
+            } else {
+                format!("{} threads", self.threads)
+            };
+            plot::panels(
+                path,
+                &format!("Requests to {}, {threads}", report.model),
+                &charts(&report.points),
+            )?;
         }
         if self.json.as_deref() != Some(Path::new("-")) {
             print_report(report, flash)?;
@@ -254,14 +269,21 @@ impl Sweep {
         workload: &Workload,
         bar: &ProgressBar,
     ) -> Result<Vec<Point>> {
-        let model = Arc::new(Model::from_flash(flash, budget)?.onto(lookups)?.with_dense(flash, None)?);
+        let model =
+            Arc::new(Model::from_flash(flash, budget)?.onto(lookups)?.with_dense(flash, None)?);
         let mut load = Load::new(&model, workload, budget.workers as usize, self.window);
         let steady = load.warm_up(budget.batch_max as usize, self.warm_up_windows_max)?;
         let mut points = Vec::new();
         for &batch in &self.batches {
             load.window(batch as usize)?;
             let found = load.measure(batch as usize, self.time)?;
-            points.push(Point::new(&found, &model, workload.distribution().to_string(), batch, steady));
+            points.push(Point::new(
+                &found,
+                &model,
+                workload.distribution().to_string(),
+                batch,
+                steady,
+            ));
             bar.inc(1);
         }
         Ok(points)
@@ -336,7 +358,10 @@ fn print_report(report: &Report<Point>, flash: &Flash) -> Result<()> {
     let rows = report::count(tables.iter().map(|t| t.rows).sum());
     let (bytes, n) = (report::bytes(flash.bytes()?), tables.len());
     println!("{}: {n} tables, {rows} rows, {bytes} on flash", report.model);
-    println!("{}, {} cores, {}, version {}", machine.cpu, machine.cores, machine.platform, machine.version);
+    println!(
+        "{}, {} cores, {}, version {}",
+        machine.cpu, machine.cores, machine.platform, machine.version
+    );
     let mut table = report::table(&HEADS);
     table.add_rows(report.points.iter().map(Point::cells));
     println!("{table}");
@@ -372,7 +397,8 @@ fn charts(points: &[Point]) -> Vec<Panel> {
         }
     };
     let by_batch = |p: &Point, us| (p.cache_mib == cache).then_some((f64::from(p.batch), us));
-    let by_cache = |p: &Point| (f64::from(p.batch) == batch).then_some((p.cache_mib, 100.0 * p.hit_rate));
+    let by_cache =
+        |p: &Point| (f64::from(p.batch) == batch).then_some((p.cache_mib, 100.0 * p.hit_rate));
     let latency = (0..keys.len()).flat_map(|c| {
         [
             line(c, "p50", false, &|p| by_batch(p, p.latency.p50_us)),
@@ -415,10 +441,15 @@ mod tests {
     #[test]
     fn lists_parse_and_sort() {
         Line::command().debug_assert();
-        let args = parse("request --keys uniform,hotkey:90/1 --batch 64,1,64 --cache-mib 4,0.5 --seconds 2")
-            .unwrap();
+        let args = parse(
+            "request --keys uniform,hotkey:90/1 --batch 64,1,64 --cache-mib 4,0.5 --seconds 2",
+        )
+        .unwrap();
         let sweep = args.sweep().unwrap();
-        assert_eq!((sweep.keys.len(), sweep.batches, sweep.caches_mib), (2, vec![1, 64], vec![0.5, 4.0]));
+        assert_eq!(
+            (sweep.keys.len(), sweep.batches, sweep.caches_mib),
+            (2, vec![1, 64], vec![0.5, 4.0])
+        );
         assert!(parse("request --keys zipf").unwrap_err().to_string().contains("powerlaw[:ALPHA]"));
         assert!(parse("request --batch 0").is_err() && parse("request --threads 0").is_err());
         for wrong in ["--seconds 0", "--seconds nan", "--cache-mib -1", "--cache-mib nan"] {
@@ -440,7 +471,8 @@ mod tests {
             plot.display()
         );
         run(&parse(&line).unwrap()).unwrap();
-        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         assert!(report["bars"].as_array().unwrap().is_empty());
         let points = report["points"].as_array().unwrap();
         assert_eq!(points.len(), 4);
@@ -448,7 +480,10 @@ mod tests {
             let requests = point["latency"]["requests"].as_u64().unwrap();
             let per_request = 35 * point["batch"].as_u64().unwrap();
             assert_eq!(point["lookups"]["fresh"].as_u64(), Some(per_request * requests));
-            assert!(point["hit_rate"].as_f64().unwrap() > 0.0 && point["seconds"].as_f64().unwrap() >= 0.01);
+            assert!(
+                point["hit_rate"].as_f64().unwrap() > 0.0
+                    && point["seconds"].as_f64().unwrap() >= 0.01
+            );
         }
         let chart = std::fs::read_to_string(&plot).unwrap();
         assert!(chart.contains("uniform p50") && chart.contains("powerlaw:1.05 p99"));
@@ -458,7 +493,8 @@ mod tests {
     fn charts_show_what_varies() {
         let point = |keys: &str, cache_mib, batch| {
             let lookups = Lookups::default();
-            let latency = Percentiles { p50_us: f64::from(batch), p99_us: 1000.0, ..Percentiles::default() };
+            let latency =
+                Percentiles { p50_us: f64::from(batch), p99_us: 1000.0, ..Percentiles::default() };
             let (keys, hit_rate, steady) = (keys.to_owned(), cache_mib / 10.0, true);
             let (seconds, requests_per_s, samples_per_s, lookups_per_s) = (1.0, 1.0, 1.0, 1.0);
             let (cache_rows, threads, pages_per_request) = (1, 1, 0.0);

@@ -40,13 +40,21 @@ impl Array {
     ) -> Result<Self, ImportError> {
         let (rows, width) = shape;
         let (size, each) = (file_size(file)?, dtype.size());
-        let end =
-            rows.checked_mul(width).and_then(|n| n.checked_mul(each)).and_then(|n| n.checked_add(start));
+        let end = rows
+            .checked_mul(width)
+            .and_then(|n| n.checked_mul(each))
+            .and_then(|n| n.checked_add(start));
         if rows == 0 || width == 0 {
-            return Err(ImportError::field(file, "shape", format!("[{rows}, {width}]"), "an empty table"));
+            return Err(ImportError::field(
+                file,
+                "shape",
+                format!("[{rows}, {width}]"),
+                "an empty table",
+            ));
         }
         if end != Some(size) {
-            let why = format!("is not{} {rows} rows x {width} {dtype} of {each} bytes", header(start));
+            let why =
+                format!("is not{} {rows} rows x {width} {dtype} of {each} bytes", header(start));
             return Err(ImportError::size(file, size, why));
         }
         Ok(Self { file: file.into(), name: file.display().to_string(), start, rows, width, dtype })
@@ -63,11 +71,18 @@ impl Array {
     }
 
     /// `rows` rows, as many columns as the file's size says.
-    pub(super) fn matrix(file: &Path, start: u64, rows: u64, dtype: Dtype) -> Result<Self, ImportError> {
+    pub(super) fn matrix(
+        file: &Path,
+        start: u64,
+        rows: u64,
+        dtype: Dtype,
+    ) -> Result<Self, ImportError> {
         let (rest, column) = (rest(file, start)?, rows.saturating_mul(dtype.size()));
         if rest.checked_rem(column) != Some(0) {
-            let why =
-                format!("is not{} a multiple of {column} ({rows} rows of {dtype} values)", header(start));
+            let why = format!(
+                "is not{} a multiple of {column} ({rows} rows of {dtype} values)",
+                header(start)
+            );
             return Err(ImportError::size(file, start + rest, why));
         }
         Self::to_end(file, start, (rows, rest / column), dtype)
@@ -123,12 +138,20 @@ mod tests {
         let file = file_of(16);
         for shape in [(0, 4), (4, 0), (0, 0)] {
             assert!(
-                message(Array::to_end(file.path(), 16, shape, Dtype::F32), &file).contains("an empty table")
+                message(Array::to_end(file.path(), 16, shape, Dtype::F32), &file)
+                    .contains("an empty table")
             );
         }
-        assert!(message(Array::column(file.path(), 16, Dtype::I64), &file).contains("an empty table"));
-        assert!(message(Array::matrix(file.path(), 16, 4, Dtype::F32), &file).contains("an empty table"));
-        assert!(message(Array::matrix(file.path(), 16, 0, Dtype::F32), &file).contains("multiple of 0"));
+        assert!(
+            message(Array::column(file.path(), 16, Dtype::I64), &file).contains("an empty table")
+        );
+        assert!(
+            message(Array::matrix(file.path(), 16, 4, Dtype::F32), &file)
+                .contains("an empty table")
+        );
+        assert!(
+            message(Array::matrix(file.path(), 16, 0, Dtype::F32), &file).contains("multiple of 0")
+        );
     }
 
     #[test]
@@ -137,7 +160,10 @@ mod tests {
         let keys = message(Array::column(file.path(), 0, Dtype::I64), &file);
         assert_eq!(keys, "size 1001 is not a multiple of 8 (one i64 a row)");
         let values = message(Array::matrix(file.path(), 1, 3, Dtype::F32), &file);
-        assert_eq!(values, "size 1001 is not 1 of header + a multiple of 12 (3 rows of f32 values)");
+        assert_eq!(
+            values,
+            "size 1001 is not 1 of header + a multiple of 12 (3 rows of f32 values)"
+        );
         let short = message(Array::column(file.path(), 1002, Dtype::I64), &file);
         assert_eq!(short, "size 1001 is less than its header of 1002");
     }

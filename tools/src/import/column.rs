@@ -24,7 +24,8 @@ impl<T> Column<T> {
         let fail = |error| ImportError::io(&array.file, "data", error);
         let mut file = File::open(&array.file).map_err(fail)?;
         file.seek(SeekFrom::Start(array.start)).map_err(fail)?;
-        let (name, dtype, row_bytes) = (array.name.clone(), array.dtype, array.width * array.dtype.size());
+        let (name, dtype, row_bytes) =
+            (array.name.clone(), array.dtype, array.width * array.dtype.size());
         Ok(Self { name, file, raw: Vec::new(), row_bytes, dtype, decode })
     }
 
@@ -32,7 +33,11 @@ impl<T> Column<T> {
     pub(super) fn read(&mut self, rows: u64, out: &mut Vec<T>) -> Result<(), ImportError> {
         self.raw.resize((rows * self.row_bytes) as usize, 0);
         let read = self.file.read_exact(&mut self.raw);
-        read.map_err(|error| ImportError::Io { file: self.name.clone(), field: "data", source: error })?;
+        read.map_err(|error| ImportError::Io {
+            file: self.name.clone(),
+            field: "data",
+            source: error,
+        })?;
         (self.decode)(&self.raw, out);
         Ok(())
     }

@@ -50,9 +50,9 @@ impl Dtype {
     /// The decoder to keys, if this is an integer type. A negative number becomes the u64 of the same 64 bits.
     pub(super) fn keys(self) -> Option<Decode<u64>> {
         match self {
-            Self::I32 => {
-                Some(|raw, out| decode(raw, out, |b| i64::from(i32::from_le_bytes(b)).cast_unsigned()))
-            }
+            Self::I32 => Some(|raw, out| {
+                decode(raw, out, |b| i64::from(i32::from_le_bytes(b)).cast_unsigned())
+            }),
             Self::I64 | Self::U64 => Some(|raw, out| decode(raw, out, u64::from_le_bytes)),
             Self::U32 => Some(|raw, out| decode(raw, out, |b| u64::from(u32::from_le_bytes(b)))),
             Self::F16 | Self::Bf16 | Self::F32 | Self::F64 => None,
@@ -88,7 +88,10 @@ mod tests {
 
     #[test]
     fn halves_are_exact() {
-        assert_eq!(values(Dtype::F16, &[0x00, 0x3c, 0x01, 0x00, 0xff, 0x7b]), [1.0, 2f32.powi(-24), 65504.0]);
+        assert_eq!(
+            values(Dtype::F16, &[0x00, 0x3c, 0x01, 0x00, 0xff, 0x7b]),
+            [1.0, 2f32.powi(-24), 65504.0]
+        );
         assert_eq!(
             values(Dtype::Bf16, &[0x80, 0x3f, 0x49, 0xc0, 0x01, 0x00]),
             [1.0, -3.140625, f32::from_bits(1 << 16)]
@@ -117,7 +120,9 @@ mod tests {
             assert!(dtype.values().is_none() && dtype.keys().is_some());
         }
         for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64] {
-            assert!(dtype.values().is_some() && dtype.keys().is_none() && !dtype.is_signed_integer());
+            assert!(
+                dtype.values().is_some() && dtype.keys().is_none() && !dtype.is_signed_integer()
+            );
         }
     }
 }

@@ -28,11 +28,18 @@ pub(super) fn open(folder: &Path, table: u32) -> Result<Layout, ImportError> {
     let at = meta.find(table)?;
     let (rows, dim) = (meta.rows(at)?, meta.dim(at)?);
     let keys = array(&folder.join(format!("key{table}")), KIND_KEY, table, (rows, 1), meta.key)?;
-    let values = array(&folder.join(format!("weight{table}")), KIND_WEIGHT, table, (rows, dim), meta.value)?;
+    let values =
+        array(&folder.join(format!("weight{table}")), KIND_WEIGHT, table, (rows, dim), meta.value)?;
     Ok(Layout { values, keys: Some(keys), counts: None })
 }
 
-fn array(path: &Path, kind: i32, table: u32, shape: (u64, u64), dtype: Dtype) -> Result<Array, ImportError> {
+fn array(
+    path: &Path,
+    kind: i32,
+    table: u32,
+    shape: (u64, u64),
+    dtype: Dtype,
+) -> Result<Array, ImportError> {
     let head = Head::read(path, FILE_HEADER)?;
     let (found, id) = (i32::from_le_bytes(head.field(0)?), i32::from_le_bytes(head.field(4)?));
     if found != kind {
@@ -74,7 +81,8 @@ impl MetaData {
     fn find(&self, table: u32) -> Result<usize, ImportError> {
         let id = |at: usize| self.head.field(20 + 4 * at).map(i32::from_le_bytes);
         let ids = (0..self.tables).map(id).collect::<Result<Vec<i32>, ImportError>>()?;
-        let found: Vec<usize> = (0..self.tables).filter(|&at| u32::try_from(ids[at]) == Ok(table)).collect();
+        let found: Vec<usize> =
+            (0..self.tables).filter(|&at| u32::try_from(ids[at]) == Ok(table)).collect();
         match found[..] {
             [at] => Ok(at),
             _ => Err(ImportError::field(
@@ -166,12 +174,22 @@ mod tests {
         assert!(refusal(0, 0, &3i32.to_le_bytes()).contains("size 52 is not 20 + 16 x 3 tables"));
         assert!(refusal(0, 0, &(-1i32).to_le_bytes()).contains("16 x -1 tables"));
         assert!(refusal(0, 0, &i32::MAX.to_le_bytes()).contains("16 x 2147483647 tables"));
-        assert!(refusal(0, 4, &2i32.to_le_bytes()).contains("key type is 2, not 0 (u32) or 1 (i64)"));
-        assert!(refusal(0, 8, &(-1i32).to_le_bytes()).contains("value type is -1, not 0 (f32) or 1 (f16)"));
-        assert!(refusal(0, 24, &5i32.to_le_bytes()).contains("table ids is [0, 5], not one of them 1"));
-        assert!(refusal(0, 20, &1i32.to_le_bytes()).contains("table ids is [1, 1], not one of them 1"));
         assert!(
-            refusal(0, 36, &10u64.to_le_bytes()).contains("key1: size 200 is not 128 of header + 10 rows")
+            refusal(0, 4, &2i32.to_le_bytes()).contains("key type is 2, not 0 (u32) or 1 (i64)")
+        );
+        assert!(
+            refusal(0, 8, &(-1i32).to_le_bytes())
+                .contains("value type is -1, not 0 (f32) or 1 (f16)")
+        );
+        assert!(
+            refusal(0, 24, &5i32.to_le_bytes()).contains("table ids is [0, 5], not one of them 1")
+        );
+        assert!(
+            refusal(0, 20, &1i32.to_le_bytes()).contains("table ids is [1, 1], not one of them 1")
+        );
+        assert!(
+            refusal(0, 36, &10u64.to_le_bytes())
+                .contains("key1: size 200 is not 128 of header + 10 rows")
         );
         assert!(refusal(0, 36, &u64::MAX.to_le_bytes()).contains("18446744073709551615 rows"));
         assert!(refusal(0, 36, &0u64.to_le_bytes()).contains("an empty table"));
@@ -213,7 +231,9 @@ mod tests {
         let golden = Golden::copy(&SHORT);
         golden.patch(SHORT[0], 4, &1i32.to_le_bytes());
         assert!(
-            golden.refusal(&table(1, 1), 4).contains("key1: size 148 is not 128 of header + 5 rows x 1 i64")
+            golden
+                .refusal(&table(1, 1), 4)
+                .contains("key1: size 148 is not 128 of header + 5 rows x 1 i64")
         );
     }
 

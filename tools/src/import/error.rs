@@ -117,7 +117,10 @@ mod tests {
     fn messages_name_file_field_and_value() {
         let path = Path::new("tables/key");
         let size = ImportError::size(path, 1001, "is not a multiple of 8 (one i64 key a row)");
-        assert_eq!(size.to_string(), "tables/key: size 1001 is not a multiple of 8 (one i64 key a row)");
+        assert_eq!(
+            size.to_string(),
+            "tables/key: size 1001 is not a multiple of 8 (one i64 key a row)"
+        );
         let field = ImportError::field(path, "key type", 7, "not 0 (u32) or 1 (i64)");
         assert_eq!(field.to_string(), "tables/key: key type is 7, not 0 (u32) or 1 (i64)");
         let dim = ImportError::Dim { file: "a.npy".into(), dim: 5, declared: 4 };
@@ -129,8 +132,11 @@ mod tests {
     #[test]
     fn control_characters_of_a_file_never_reach_the_terminal() {
         let long = format!("\u{1b}[2J{}", "x".repeat(1000));
-        let message = ImportError::field(Path::new("a.npy"), "header", &long, long.clone()).to_string();
-        assert!(message.starts_with("a.npy: header is \u{fffd}[2Jxx") && !message.contains('\u{1b}'));
+        let message =
+            ImportError::field(Path::new("a.npy"), "header", &long, long.clone()).to_string();
+        assert!(
+            message.starts_with("a.npy: header is \u{fffd}[2Jxx") && !message.contains('\u{1b}')
+        );
         assert!(message.len() < 2 * TEXT_CHARS_MAX + 40);
     }
 }

@@ -68,7 +68,8 @@ impl Golden {
 
     /// Undoes all damage to a file.
     pub(super) fn restore(&self, file: &str) {
-        let original = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/layouts")).join(file);
+        let original =
+            Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/layouts")).join(file);
         self.write(file, &fs::read(original).unwrap());
     }
 
@@ -110,7 +111,11 @@ impl Golden {
             let mut other = whole.clone();
             other.resize(length, 0);
             self.write(file, &other);
-            assert!(!self.opens(source, dim), "{file} with {length} of {} bytes was taken", whole.len());
+            assert!(
+                !self.opens(source, dim),
+                "{file} with {length} of {} bytes was taken",
+                whole.len()
+            );
         }
         self.write(file, &whole);
     }

@@ -36,7 +36,8 @@ impl Head {
     pub(super) fn read(file: &Path, length: u64) -> Result<Self, ImportError> {
         let size = file_size(file)?;
         if length > size || length > HEADER_BYTES_MAX {
-            let why = format!("does not fit a header of {length} bytes (at most {HEADER_BYTES_MAX})");
+            let why =
+                format!("does not fit a header of {length} bytes (at most {HEADER_BYTES_MAX})");
             return Err(ImportError::size(file, size, why));
         }
         let opened = File::open(file).map_err(|error| ImportError::io(file, "header", error))?;
@@ -66,14 +67,20 @@ mod tests {
         fs::write(file.path(), [1, 2, 3]).unwrap();
         assert_eq!(Head::read(file.path(), 3).unwrap().bytes, [1, 2, 3]);
         assert!(matches!(Head::read(file.path(), 4), Err(ImportError::Size { size: 3, .. })));
-        assert!(matches!(Head::read(file.path(), u64::MAX), Err(ImportError::Size { size: 3, .. })));
+        assert!(matches!(
+            Head::read(file.path(), u64::MAX),
+            Err(ImportError::Size { size: 3, .. })
+        ));
     }
 
     #[test]
     fn an_absurd_header_is_refused_even_if_the_file_has_it() {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(HEADER_BYTES_MAX + 1).unwrap();
-        assert!(matches!(Head::read(file.path(), HEADER_BYTES_MAX + 1), Err(ImportError::Size { .. })));
+        assert!(matches!(
+            Head::read(file.path(), HEADER_BYTES_MAX + 1),
+            Err(ImportError::Size { .. })
+        ));
     }
 
     #[test]
@@ -91,6 +98,9 @@ mod tests {
     fn folders_and_missing_files_are_named() {
         let folder = tempfile::tempdir().unwrap();
         assert!(file_size(folder.path()).unwrap_err().to_string().contains("not a regular file"));
-        assert!(matches!(file_size(&folder.path().join("key")), Err(ImportError::Io { field: "size", .. })));
+        assert!(matches!(
+            file_size(&folder.path().join("key")),
+            Err(ImportError::Io { field: "size", .. })
+        ));
     }
 }

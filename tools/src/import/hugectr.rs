@@ -79,9 +79,16 @@ mod tests {
         );
         golden.restore(PLAIN[0]);
         golden.write(PLAIN[1], &[0; 130]);
-        assert!(golden.refusal(&plain(), 4).contains("emb_vector: size 130 is not a multiple of 32 (8 rows"));
+        assert!(
+            golden
+                .refusal(&plain(), 4)
+                .contains("emb_vector: size 130 is not a multiple of 32 (8 rows")
+        );
         golden.write(PLAIN[1], &[0; 96]);
-        assert!(matches!(plain().open(golden.path(), 4), Err(ImportError::Dim { dim: 3, declared: 4, .. })));
+        assert!(matches!(
+            plain().open(golden.path(), 4),
+            Err(ImportError::Dim { dim: 3, declared: 4, .. })
+        ));
     }
 
     #[test]
@@ -91,7 +98,9 @@ mod tests {
         golden.write(PLAIN[1], &[]);
         assert!(golden.refusal(&plain(), 4).contains("an empty table"));
         golden.restore(PLAIN[0]);
-        assert!(golden.refusal(&plain(), 4).contains("emb_vector: shape is [8, 0], an empty table"));
+        assert!(
+            golden.refusal(&plain(), 4).contains("emb_vector: shape is [8, 0], an empty table")
+        );
         assert!(golden.refusal(&plain(), 0).contains("an empty table"));
         assert!(golden.refusal(&localized(), 2).contains("localized/key: cannot read its size"));
     }

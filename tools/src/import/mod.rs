@@ -90,12 +90,16 @@ impl Source {
             Self::Safetensors { path, tensor, keys, counts } => {
                 safetensors::open(&at(path), tensor, keys.as_deref(), counts.as_deref())
             }
-            Self::Npy { path, keys, counts } => {
-                npy::open(&at(path), keys.as_ref().map(at).as_deref(), counts.as_ref().map(at).as_deref())
-            }
+            Self::Npy { path, keys, counts } => npy::open(
+                &at(path),
+                keys.as_ref().map(at).as_deref(),
+                counts.as_ref().map(at).as_deref(),
+            ),
             Self::Hugectr { path } => hugectr::open(&at(path)),
             Self::Sok { path, table } => sok::open(&at(path), table),
-            Self::EmbeddingCollection { path, table } => embedding_collection::open(&at(path), *table),
+            Self::EmbeddingCollection { path, table } => {
+                embedding_collection::open(&at(path), *table)
+            }
         }?;
         Rows::new(layout, dim)
     }
@@ -114,7 +118,10 @@ mod tests {
         let npy = Source::Npy { path: "a.npy".into(), keys: Some("k.npy".into()), counts: None };
         assert_eq!(parse(r#"{"format": "npy", "path": "a.npy", "keys": "k.npy"}"#).unwrap(), npy);
         let sok = Source::Sok { path: "dump".into(), table: "emb/user:0".into() };
-        assert_eq!(parse(r#"{"format": "sok", "path": "dump", "table": "emb/user:0"}"#).unwrap(), sok);
+        assert_eq!(
+            parse(r#"{"format": "sok", "path": "dump", "table": "emb/user:0"}"#).unwrap(),
+            sok
+        );
         let collection = Source::EmbeddingCollection { path: "e".into(), table: 3 };
         assert_eq!(
             parse(r#"{"format": "embedding_collection", "path": "e", "table": 3}"#).unwrap(),

@@ -15,7 +15,11 @@ const PREFIX: u64 = 12;
 /// NumPy's own limit (`max_header_size`). The header of a plain array takes 54 to 118 bytes.
 const TEXT_MAX: u64 = 10_000;
 
-pub(super) fn open(path: &Path, keys: Option<&Path>, counts: Option<&Path>) -> Result<Layout, ImportError> {
+pub(super) fn open(
+    path: &Path,
+    keys: Option<&Path>,
+    counts: Option<&Path>,
+) -> Result<Layout, ImportError> {
     Ok(Layout {
         values: array(path, 2)?,
         keys: keys.map(|path| array(path, 1)).transpose()?,
@@ -28,12 +32,18 @@ fn array(path: &Path, rank: usize) -> Result<Array, ImportError> {
     let head = Head::read(path, start)?;
     let header = parse(path, &head, text)?;
     if header.order() == Order::Fortran {
-        return Err(ImportError::field(path, "fortran_order", "True", "not False: rows must be contiguous"));
+        return Err(ImportError::field(
+            path,
+            "fortran_order",
+            "True",
+            "not False: rows must be contiguous",
+        ));
     }
     let descr = header.dtype().descr();
     let dtype = dtype(&descr).ok_or_else(|| ImportError::field(path, "descr", descr, DESCRS))?;
     let shape = header.shape();
-    let axes = || ImportError::field(path, "shape", format!("{shape:?}"), format!("not of {rank} axes"));
+    let axes =
+        || ImportError::field(path, "shape", format!("{shape:?}"), format!("not of {rank} axes"));
     Array::to_end(path, start, rows_and_width(rank, shape).ok_or_else(axes)?, dtype)
 }
 
@@ -48,18 +58,27 @@ fn text_range(path: &Path) -> Result<(u64, u64), ImportError> {
         [1, 0] => (10, u64::from(u16::from_le_bytes(head.field(8)?))),
         [2 | 3, 0] => (12, u64::from(u32::from_le_bytes(head.field(8)?))),
         [major, minor] => {
-            return Err(ImportError::field(path, "version", format!("{major}.{minor}"), "not 1.0, 2.0, 3.0"));
+            return Err(ImportError::field(
+                path,
+                "version",
+                format!("{major}.{minor}"),
+                "not 1.0, 2.0, 3.0",
+            ));
         }
     };
     match length <= TEXT_MAX {
         true => Ok((text, text + length)),
-        false => Err(ImportError::field(path, "header length", length, format!("more than {TEXT_MAX}"))),
+        false => {
+            Err(ImportError::field(path, "header length", length, format!("more than {TEXT_MAX}")))
+        }
     }
 }
 
 fn parse(path: &Path, head: &Head, text: u64) -> Result<NpyHeader, ImportError> {
     let dict = head.bytes.get(text as usize..).unwrap_or_default();
-    let bad = |why: String| ImportError::field(path, "header", String::from_utf8_lossy(dict).trim_end(), why);
+    let bad = |why: String| {
+        ImportError::field(path, "header", String::from_utf8_lossy(dict).trim_end(), why)
+    };
     if !is_plain(dict) {
         return Err(bad("not the header of a plain array".into()));
     }
@@ -97,21 +116,27 @@ mod tests {
     use super::super::Source;
     use super::super::golden::{Golden, count, position, wide_key};
 
-    const FILES: [&str; 5] = ["npy/a.npy", "npy/v2.npy", "npy/half.npy", "npy/keys.npy", "npy/counts.npy"];
+    const FILES: [&str; 5] =
+        ["npy/a.npy", "npy/v2.npy", "npy/half.npy", "npy/keys.npy", "npy/counts.npy"];
 
     fn bare(path: &str) -> Source {
         Source::Npy { path: path.into(), keys: None, counts: None }
     }
 
     fn keyed() -> Source {
-        Source::Npy { path: FILES[0].into(), keys: Some(FILES[3].into()), counts: Some(FILES[4].into()) }
+        Source::Npy {
+            path: FILES[0].into(),
+            keys: Some(FILES[3].into()),
+            counts: Some(FILES[4].into()),
+        }
     }
 
     /// Why a version 1 file with this header text and 200 bytes of data is refused.
     fn refusal(text: &str) -> String {
         let golden = Golden::copy(&FILES);
         let head =
-            [b"\x93NUMPY\x01\x00".as_slice(), &(text.len() as u16).to_le_bytes(), text.as_bytes()].concat();
+            [b"\x93NUMPY\x01\x00".as_slice(), &(text.len() as u16).to_le_bytes(), text.as_bytes()]
+                .concat();
         golden.write(FILES[0], &[head.as_slice(), &[0; 200]].concat());
         golden.refusal(&bare(FILES[0]), 5)
     }
@@ -167,7 +192,10 @@ mod tests {
         }
         assert!(dict("'<i8'", "False", "(5, 5)").contains("dtype of values is i64"));
         for descr in ["'<M8[ns]'", "[('x', '<f4', (5,))]"] {
-            assert!(dict(descr, "False", "(10, 5)").contains("not the header of a plain array"), "{descr}");
+            assert!(
+                dict(descr, "False", "(10, 5)").contains("not the header of a plain array"),
+                "{descr}"
+            );
         }
     }
 
@@ -180,7 +208,9 @@ mod tests {
             assert!(dict("'<f4'", "False", shape).contains("an empty table"), "{shape}");
         }
         assert!(dict("'<f4'", "False", "(11, 5)").contains("11 rows x 5 f32 of 4 bytes"));
-        assert!(dict("'<f4'", "False", "(5, 10)").contains("dim is 10, but the table declares dim 5"));
+        assert!(
+            dict("'<f4'", "False", "(5, 10)").contains("dim is 10, but the table declares dim 5")
+        );
         for shape in ["(-10, 5)", "(10.0, 5)", "None", "'(10, 5)'"] {
             assert!(dict("'<f4'", "False", shape).contains("header is"), "{shape}");
         }
@@ -188,8 +218,13 @@ mod tests {
 
     #[test]
     fn a_shape_whose_product_overflows_is_refused() {
-        for shape in ["(18446744073709551615, 2)", "(9999999999, 9999999999)", "(0xffffffffffffffff, 0xff)"] {
-            assert!(dict("'<f4'", "False", shape).contains("not the header of a plain array"), "{shape}");
+        for shape in
+            ["(18446744073709551615, 2)", "(9999999999, 9999999999)", "(0xffffffffffffffff, 0xff)"]
+        {
+            assert!(
+                dict("'<f4'", "False", shape).contains("not the header of a plain array"),
+                "{shape}"
+            );
         }
         assert!(dict("'<f4'", "False", "(999999999, 999999999)").contains("size 2"));
         assert!(dict("'<f4'", "False", "(0, 999999999, 99999999)").contains("axes"));

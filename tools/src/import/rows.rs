@@ -118,12 +118,18 @@ fn rows_per_block(dim: usize) -> u64 {
     (BLOCK_BYTES / dim.saturating_mul(size_of::<f32>()).max(1)).max(1) as u64
 }
 
-fn check_one_a_row(field: &'static str, array: Option<&Array>, rows: u64) -> Result<(), ImportError> {
+fn check_one_a_row(
+    field: &'static str,
+    array: Option<&Array>,
+    rows: u64,
+) -> Result<(), ImportError> {
     let Some(array) = array else { return Ok(()) };
     key_decoder(field, array)?;
     match array.rows == rows {
         true => Ok(()),
-        false => Err(ImportError::Rows { file: array.name.clone(), field, found: array.rows, rows }),
+        false => {
+            Err(ImportError::Rows { file: array.name.clone(), field, found: array.rows, rows })
+        }
     }
 }
 
@@ -174,10 +180,12 @@ mod tests {
     #[test]
     fn a_table_larger_than_a_block_comes_in_blocks_and_twice() {
         let (dim, count) = (256, 2500);
-        let (_file, array) = table(&le_bytes((0..dim * count).map(|i| i as f32)), (count, dim), Dtype::F32);
+        let (_file, array) =
+            table(&le_bytes((0..dim * count).map(|i| i as f32)), (count, dim), Dtype::F32);
         let rows = rows_of(&array);
         for _pass in 0..2 {
-            let (mut blocks, mut block, mut next) = (rows.blocks().unwrap(), RowBlock::default(), 0);
+            let (mut blocks, mut block, mut next) =
+                (rows.blocks().unwrap(), RowBlock::default(), 0);
             while blocks.next(&mut block).unwrap() {
                 assert!(size_of_val(block.rows.as_slice()) <= BLOCK_BYTES);
                 assert_eq!(block.rows[0], (next * dim) as f32);
@@ -195,7 +203,9 @@ mod tests {
         let (_file, array) = table(&le_bytes((0..2 * dim).map(|i| i as f32)), (2, dim), Dtype::F32);
         let (mut blocks, mut block) = (rows_of(&array).blocks().unwrap(), RowBlock::default());
         assert!(blocks.next(&mut block).unwrap() && block.keys == [0]);
-        assert!(blocks.next(&mut block).unwrap() && block.keys == [1] && block.rows[0] == dim as f32);
+        assert!(
+            blocks.next(&mut block).unwrap() && block.keys == [1] && block.rows[0] == dim as f32
+        );
         assert!(!blocks.next(&mut block).unwrap());
     }
 
@@ -213,7 +223,8 @@ mod tests {
 
     #[test]
     fn a_double_too_large_for_f32_is_refused_not_made_infinite() {
-        let raw: Vec<u8> = [1.0, -3.5e38, 2.0, 3.0].into_iter().flat_map(f64::to_le_bytes).collect();
+        let raw: Vec<u8> =
+            [1.0, -3.5e38, 2.0, 3.0].into_iter().flat_map(f64::to_le_bytes).collect();
         let (_file, array) = table(&raw, (2, 2), Dtype::F64);
         assert_eq!(first_error(&array), "t: row 0, column 1 is -3.5e38, too large for f32");
     }
@@ -233,7 +244,9 @@ mod tests {
         assert!(matches!(too_few, ImportError::Rows { field: "keys", found: 5, rows: 6, .. }));
         let too_few = refused(layout(&array, None, Some(keys.clone())), 2);
         assert!(matches!(too_few, ImportError::Rows { field: "counts", .. }));
-        assert!(refused(layout(&keys, None, None), 1).to_string().contains("dtype of values is i64"));
+        assert!(
+            refused(layout(&keys, None, None), 1).to_string().contains("dtype of values is i64")
+        );
         assert!(
             refused(layout(&array, Some(array.clone()), None), 2)
                 .to_string()
@@ -246,7 +259,8 @@ mod tests {
         let (_file, values) = table(&[0; 40], (5, 2), Dtype::F32);
         let raw: Vec<u8> = [7i64, 0, -1, 3, 2].into_iter().flat_map(i64::to_le_bytes).collect();
         let (_other, keys) = table(&raw, (5, 1), Dtype::I64);
-        let rows = Rows::new(Layout { values, keys: Some(keys.clone()), counts: Some(keys) }, 2).unwrap();
+        let rows =
+            Rows::new(Layout { values, keys: Some(keys.clone()), counts: Some(keys) }, 2).unwrap();
         let error = rows.counts().unwrap_err().to_string();
         assert!(error.ends_with("row 2, column 0 is -1, a count below 0"), "{error}");
         let mut block = RowBlock::default();
@@ -260,7 +274,9 @@ mod tests {
         let rows = rows_of(&array);
         std::fs::write(file.path(), [0; 47]).unwrap();
         let error = rows.blocks().unwrap().next(&mut RowBlock::default()).unwrap_err();
-        assert!(matches!(&error, ImportError::Io { file: name, .. } if Path::new(name) == file.path()));
+        assert!(
+            matches!(&error, ImportError::Io { file: name, .. } if Path::new(name) == file.path())
+        );
     }
 
     proptest! {

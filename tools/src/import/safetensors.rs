@@ -39,8 +39,14 @@ impl<'a> Safetensors<'a> {
         let data = length.saturating_add(PREFIX);
         let head = Head::read(path, data)?;
         let json = head.bytes.get(PREFIX as usize..).unwrap_or_default();
-        let bad =
-            |error| ImportError::field(path, "header", format!("{length} bytes of JSON"), format!("{error}"));
+        let bad = |error| {
+            ImportError::field(
+                path,
+                "header",
+                format!("{length} bytes of JSON"),
+                format!("{error}"),
+            )
+        };
         let tensors: Metadata =
             serde_json::from_slice(json).map_err(|error: serde_json::Error| bad(error))?;
         check_size(path, data, &tensors)?;
@@ -53,7 +59,8 @@ impl<'a> Safetensors<'a> {
         let (rows, width) = rows_and_width(rank, &shape)
             .filter(|&(rows, width)| rows > 0 && width > 0)
             .ok_or_else(|| self.bad("shape", tensor, format!("{shape:?}"), shape_wanted(rank)))?;
-        let dtype = dtype(info).ok_or_else(|| self.bad("dtype", tensor, info.dtype.to_string(), DTYPES))?;
+        let dtype =
+            dtype(info).ok_or_else(|| self.bad("dtype", tensor, info.dtype.to_string(), DTYPES))?;
         let name = format!("{} (tensor {tensor:?})", self.path.display());
         let start = self.data + info.data_offsets.0 as u64;
         Ok(Array { file: self.path.into(), name, start, rows, width, dtype })
@@ -65,7 +72,12 @@ impl<'a> Safetensors<'a> {
 
     fn missing(&self, tensor: &str) -> ImportError {
         let held = self.tensors.offset_keys().join(", ");
-        ImportError::field(self.path, "tensor", format!("{tensor:?}"), format!("but the file holds {held}"))
+        ImportError::field(
+            self.path,
+            "tensor",
+            format!("{tensor:?}"),
+            format!("but the file holds {held}"),
+        )
     }
 }
 
@@ -73,16 +85,22 @@ fn check_size(path: &Path, data: u64, tensors: &Metadata) -> Result<(), ImportEr
     let (size, tensors) = (file_size(path)?, tensors.data_len() as u64);
     match data.checked_add(tensors) == Some(size) {
         true => Ok(()),
-        false => {
-            Err(ImportError::size(path, size, format!("is not {data} of header + {tensors} of tensors")))
-        }
+        false => Err(ImportError::size(
+            path,
+            size,
+            format!("is not {data} of header + {tensors} of tensors"),
+        )),
     }
 }
 
 const DTYPES: &str = "not F16, BF16, F32, F64 (values) or I32, I64, U32, U64 (keys)";
 
 fn shape_wanted(rank: usize) -> &'static str {
-    if rank == 1 { "not [rows] with at least one row" } else { "not [rows, dim] with at least one of each" }
+    if rank == 1 {
+        "not [rows] with at least one row"
+    } else {
+        "not [rows, dim] with at least one of each"
+    }
 }
 
 fn dtype(info: &TensorInfo) -> Option<Dtype> {
@@ -184,7 +202,9 @@ mod tests {
     fn shapes_and_dtypes_that_are_no_table_are_refused() {
         let one = |dtype: &str, shape: &str, end: usize| {
             refusal(
-                &format!(r#"{{"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}}}"#),
+                &format!(
+                    r#"{{"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}}}"#
+                ),
                 end,
             )
         };
@@ -201,7 +221,9 @@ mod tests {
     #[test]
     fn headers_that_are_no_safetensors_json_are_refused() {
         let nested = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
-        for text in ["", "{", "[]", "null", "\u{0}", "{\"t\":{}}", r#"{"__metadata__":{"a":1}}"#, &nested] {
+        for text in
+            ["", "{", "[]", "null", "\u{0}", "{\"t\":{}}", r#"{"__metadata__":{"a":1}}"#, &nested]
+        {
             assert!(refusal(text, 0).contains("bytes of JSON"), "{}", &text[..text.len().min(40)]);
         }
         assert!(refusal("{}", 0).contains("tensor is \"t\", but the file holds"));
@@ -212,7 +234,8 @@ mod tests {
         let golden = Golden::copy(&[MODEL]);
         let missing = golden.refusal(&source("plain", Some("nokeys"), None), 4);
         assert!(missing.contains("tensor is \"nokeys\", but the file holds plain, half"));
-        let nine_for_twelve = source("plain", Some("sparse.keys"), None).open(golden.path(), 4).unwrap_err();
+        let nine_for_twelve =
+            source("plain", Some("sparse.keys"), None).open(golden.path(), 4).unwrap_err();
         assert!(matches!(nine_for_twelve, ImportError::Rows { found: 9, rows: 12, .. }));
         assert!(golden.refusal(&source("plain", Some("half"), None), 4).contains("not [rows]"));
     }

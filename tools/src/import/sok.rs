@@ -24,7 +24,8 @@ pub(super) fn open(folder: &Path, table: &str) -> Result<Layout, ImportError> {
     let stem = stem(table);
     let (key, weight) = (folder.join(format!("{stem}-key")), folder.join(format!("{stem}-weight")));
     let keys = Array::column(&key, HEADER, read_header(&key, &stem, KIND_KEY)?)?;
-    let values = Array::matrix(&weight, HEADER, keys.rows, read_header(&weight, &stem, KIND_WEIGHT)?)?;
+    let values =
+        Array::matrix(&weight, HEADER, keys.rows, read_header(&weight, &stem, KIND_WEIGHT)?)?;
     let meta = folder.join("meta_info");
     if meta.try_exists().map_err(|error| ImportError::io(&meta, "size", error))? {
         MetaInfo::read(&meta)?.check(&stem, &keys, &values)?;
@@ -61,14 +62,19 @@ fn read_header(path: &Path, stem: &str, kind: u32) -> Result<Dtype, ImportError>
 
 fn text<const N: usize>(head: &Head, at: usize, field: &str) -> Result<String, ImportError> {
     let raw = head.field::<N>(at)?;
-    let bad = |_| ImportError::field(&head.file, field, String::from_utf8_lossy(&raw).trim(), "not UTF-8");
+    let bad = |_| {
+        ImportError::field(&head.file, field, String::from_utf8_lossy(&raw).trim(), "not UTF-8")
+    };
     std::str::from_utf8(&raw).map(|text| text.trim().to_owned()).map_err(bad)
 }
 
 fn dtype(path: &Path, index: u32) -> Result<Dtype, ImportError> {
-    let known = [Dtype::I32, Dtype::I64, Dtype::U32, Dtype::U64, Dtype::F16, Dtype::F32, Dtype::F64];
+    let known =
+        [Dtype::I32, Dtype::I64, Dtype::U32, Dtype::U64, Dtype::F16, Dtype::F32, Dtype::F64];
     let found = usize::try_from(index).ok().and_then(|index| known.get(index));
-    found.copied().ok_or_else(|| ImportError::field(path, "dtype", index, "not 0 to 6 (big-endian)"))
+    found
+        .copied()
+        .ok_or_else(|| ImportError::field(path, "dtype", index, "not 0 to 6 (big-endian)"))
 }
 
 /// The folder's table of contents.
@@ -90,8 +96,9 @@ impl MetaInfo {
 
     fn check(&self, stem: &str, keys: &Array, values: &Array) -> Result<(), ImportError> {
         let at = self.find(stem)?;
-        let number =
-            |column: usize| self.head.field(4 + column * self.tables + 4 * at).map(u32::from_be_bytes);
+        let number = |column: usize| {
+            self.head.field(4 + column * self.tables + 4 * at).map(u32::from_be_bytes)
+        };
         let rows = u64::from_be_bytes(self.head.field(4 + 12 * self.tables + 8 * at)?);
         self.agree(stem, "key dtype", dtype(&self.head.file, number(0)?)?, keys.dtype)?;
         self.agree(stem, "value dtype", dtype(&self.head.file, number(4)?)?, values.dtype)?;
@@ -170,8 +177,20 @@ mod tests {
     fn golden_dumps_are_read() {
         let golden = Golden::copy(&FILES);
         golden.check(&user(), 6, 11, 4, wide_key);
-        golden.check(&Source::Sok { path: "sok".into(), table: "emb_user_0".into() }, 6, 11, 4, wide_key);
-        golden.check(&Source::Sok { path: "sok".into(), table: "item".into() }, 1, 13, 2, short_key);
+        golden.check(
+            &Source::Sok { path: "sok".into(), table: "emb_user_0".into() },
+            6,
+            11,
+            4,
+            wide_key,
+        );
+        golden.check(
+            &Source::Sok { path: "sok".into(), table: "item".into() },
+            1,
+            13,
+            2,
+            short_key,
+        );
         let bare = Source::Sok { path: "sok_bare".into(), table: "table1:0".into() };
         Golden::copy(&BARE).check(&bare, 8, 5, 3, wide_key);
     }
@@ -189,22 +208,33 @@ mod tests {
     fn a_header_read_in_the_wrong_byte_order_is_refused() {
         assert!(refusal(FILES[0], 256, &2u32.to_le_bytes()).contains("kind is 33554432"));
         assert!(refusal(FILES[0], 292, &1u32.to_le_bytes()).contains("dtype is 16777216"));
-        assert!(refusal(FILES[2], 0, &2u32.to_le_bytes()).contains("x 33554432 tables (big-endian)"));
+        assert!(
+            refusal(FILES[2], 0, &2u32.to_le_bytes()).contains("x 33554432 tables (big-endian)")
+        );
     }
 
     #[test]
     fn every_header_field_is_checked() {
-        assert!(refusal(FILES[0], 250, b"other:").contains("name is \"emb/other:\", not \"emb_user_0\""));
+        assert!(
+            refusal(FILES[0], 250, b"other:")
+                .contains("name is \"emb/other:\", not \"emb_user_0\"")
+        );
         assert!(refusal(FILES[0], 0, b"\xff").contains("not UTF-8"));
-        assert!(refusal(FILES[0], 256, &1u32.to_be_bytes()).contains("user_0-key: kind is 1, not 0"));
-        assert!(refusal(FILES[1], 256, &0u32.to_be_bytes()).contains("user_0-weight: kind is 0, not 1"));
+        assert!(
+            refusal(FILES[0], 256, &1u32.to_be_bytes()).contains("user_0-key: kind is 1, not 0")
+        );
+        assert!(
+            refusal(FILES[1], 256, &0u32.to_be_bytes()).contains("user_0-weight: kind is 0, not 1")
+        );
         assert!(refusal(FILES[1], 291, b"m").contains("variable is \"m\", not blank"));
         assert!(refusal(FILES[1], 292, &7u32.to_be_bytes()).contains("dtype is 7"));
         assert!(
-            refusal(FILES[0], 292, &6u32.to_be_bytes()).contains("key dtype of \"emb_user_0\" is i64, but")
+            refusal(FILES[0], 292, &6u32.to_be_bytes())
+                .contains("key dtype of \"emb_user_0\" is i64, but")
         );
         assert!(
-            refusal(FILES[1], 292, &4u32.to_be_bytes()).contains("value dtype of \"emb_user_0\" is f32, but")
+            refusal(FILES[1], 292, &4u32.to_be_bytes())
+                .contains("value dtype of \"emb_user_0\" is f32, but")
         );
     }
 
@@ -226,7 +256,9 @@ mod tests {
         assert!(wrong(0, &u32::MAX.to_be_bytes()).contains("x 4294967295 tables"));
         assert!(wrong(4, &3u32.to_be_bytes()).contains("key dtype of \"emb_user_0\" is u64, but"));
         assert!(wrong(4, &9u32.to_be_bytes()).contains("dtype is 9"));
-        assert!(wrong(12, &6u32.to_be_bytes()).contains("value dtype of \"emb_user_0\" is f64, but"));
+        assert!(
+            wrong(12, &6u32.to_be_bytes()).contains("value dtype of \"emb_user_0\" is f64, but")
+        );
         assert!(
             wrong(20, &5u32.to_be_bytes())
                 .contains("dim of \"emb_user_0\" is 5, but the table's files have 4")
@@ -241,7 +273,10 @@ mod tests {
         let golden = Golden::copy(&FILES);
         let unknown = Source::Sok { path: "sok".into(), table: "../etc".into() };
         assert!(golden.refusal(&unknown, 4).contains("sok/___etc-key: cannot read its size"));
-        assert!(matches!(user().open(golden.path(), 8), Err(ImportError::Dim { dim: 4, declared: 8, .. })));
+        assert!(matches!(
+            user().open(golden.path(), 8),
+            Err(ImportError::Dim { dim: 4, declared: 8, .. })
+        ));
     }
 
     proptest! {

@@ -67,7 +67,11 @@ impl Data {
     ///
     /// # Errors
     /// What `take` refused.
-    pub fn each_changed_by(&self, update: u64, take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
+    pub fn each_changed_by(
+        &self,
+        update: u64,
+        take: impl FnMut(u64, &[u8]) -> Result<()>,
+    ) -> Result<()> {
         self.each(update, |order| Self::changes(order, update), take)
     }
 
@@ -81,7 +85,11 @@ impl Data {
     ///
     /// # Errors
     /// What `take` refused.
-    pub fn each_of(&self, keys: &[u64], mut take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
+    pub fn each_of(
+        &self,
+        keys: &[u64],
+        mut take: impl FnMut(u64, &[u8]) -> Result<()>,
+    ) -> Result<()> {
         let mut row = vec![0; self.row_bytes];
         keys.iter().try_for_each(|key| {
             Self::fill(mix(*key), 0, &mut row);
@@ -108,7 +116,12 @@ impl Data {
     /// # Errors
     /// The first key whose row is wrong.
     pub fn check(&self, keys: &[u64], updates: u64, rows: &[u8]) -> Result<()> {
-        ensure!(rows.len() == keys.len() * self.row_bytes, "{} bytes for {} rows", rows.len(), keys.len());
+        ensure!(
+            rows.len() == keys.len() * self.row_bytes,
+            "{} bytes for {} rows",
+            rows.len(),
+            keys.len()
+        );
         let mut expected = vec![0; self.row_bytes];
         for (key, row) in keys.iter().zip(rows.chunks_exact(self.row_bytes)) {
             let order = mix(*key);

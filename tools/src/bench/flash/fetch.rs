@@ -28,7 +28,11 @@ pub struct Fetcher {
 impl Fetcher {
     /// Up to `depth` pages in flight.
     pub fn new(depth: usize) -> Self {
-        Self { reader: PageReader::new(depth, ReadMethod::Auto), places: Vec::new(), misses: Vec::new() }
+        Self {
+            reader: PageReader::new(depth, ReadMethod::Auto),
+            places: Vec::new(),
+            misses: Vec::new(),
+        }
     }
 
     /// `io_uring` or `threads`.

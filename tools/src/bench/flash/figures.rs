@@ -127,14 +127,22 @@ impl Figures {
     }
 
     /// Adds a figure at a depth.
-    pub fn put_at(&mut self, engine: &'static str, measure: &'static str, depth: usize, value: f64) {
+    pub fn put_at(
+        &mut self,
+        engine: &'static str,
+        measure: &'static str,
+        depth: usize,
+        value: f64,
+    ) {
         self.0.push(Point::Figure(Figure { engine, measure, depth: Some(depth), value }));
     }
 
     /// A figure at a depth, or without one.
     pub fn at(&self, engine: &str, measure: &str, depth: Option<usize>) -> Option<f64> {
         self.0.iter().find_map(|point| match point {
-            Point::Figure(f) if (f.engine, f.measure, f.depth) == (engine, measure, depth) => Some(f.value),
+            Point::Figure(f) if (f.engine, f.measure, f.depth) == (engine, measure, depth) => {
+                Some(f.value)
+            }
             _ => None,
         })
     }
@@ -177,7 +185,11 @@ impl Figures {
             bar_of("reopen, s", ours(measure::REOPEN, None).map(|ms| ms / 1e3), 0.2, |v, b| v < b),
             most("1 % delta, write amplification", ours(measure::UPDATE_AMP, None), 1.2),
             bar_of("155 misses, depth 16, p99, ms", idle.map(|us| us / 1e3), 5.0, |v, b| v < b),
-            most("p99 during compaction / idle", ratio(ours(measure::COMPACTING_P99, Some(16)), idle), 1.5),
+            most(
+                "p99 during compaction / idle",
+                ratio(ours(measure::COMPACTING_P99, Some(16)), idle),
+                1.5,
+            ),
             bar_of(
                 "index with placed rows, bits a key",
                 ours(measure::PLACED_INDEX_BITS, None),
@@ -191,7 +203,11 @@ impl Figures {
                 1.0,
             ),
             most("48 deltas of 1 %, write amplification", ours(measure::STEADY_AMP, None), 8.0),
-            least("cold batch, depth 16 / RocksDB", ratio(ours(measure::COLD, Some(16)), rocks), 5.0),
+            least(
+                "cold batch, depth 16 / RocksDB",
+                ratio(ours(measure::COLD, Some(16)), rocks),
+                5.0,
+            ),
         ];
         // Only the last one depends on another engine.
         if let (Some(Bar { found: Found::NotRun { reason }, .. }), Some(why)) =
@@ -238,7 +254,9 @@ pub fn print(figures: &Figures, data: &Data, bars: &[Bar]) {
     println!("warm. Bytes of a peer's update: what the system wrote for it until it was closed.");
     println!("{} rows of {} B; a batch is 1,024 keys.", report::count(data.rows), data.row_bytes);
     if data.rows * (data.row_bytes as u64) < COLD_BYTES_MIN {
-        println!("So small a table soon lies in the peers' caches: compare engines with 10,000,000 rows.");
+        println!(
+            "So small a table soon lies in the peers' caches: compare engines with 10,000,000 rows."
+        );
     }
     println!("{}", bars_table(bars));
 }
@@ -254,7 +272,8 @@ fn own_table(figures: &Figures) -> String {
             continue;
         }
         seen.push((engine, measure));
-        let cell = |depth| figures.at(engine, measure, depth).map_or(String::new(), |v| shown(measure, v));
+        let cell =
+            |depth| figures.at(engine, measure, depth).map_or(String::new(), |v| shown(measure, v));
         let name = format!("{engine}: {measure}");
         table.add_row(std::iter::once(name).chain(DEPTHS.map(cell)));
     }
@@ -288,7 +307,9 @@ fn peer_table(figures: &Figures, columns: [Column; 5], depths: &[Option<usize>])
         for depth in if engine == OURS { depths } else { &[None] } {
             let name = depth.map_or(engine.to_owned(), |d| format!("{engine}, depth {d}"));
             let cell = |(_, measure): Column| {
-                let value = figures.at(engine, measure, *depth).or_else(|| figures.at(engine, measure, None));
+                let value = figures
+                    .at(engine, measure, *depth)
+                    .or_else(|| figures.at(engine, measure, None));
                 value.map_or("-".to_owned(), |v| shown(measure, v))
             };
             table.add_row(std::iter::once(name).chain(columns.map(cell)));
@@ -341,7 +362,11 @@ mod tests {
         let bar = serde_json::to_value(figures.bars().pop().unwrap()).unwrap();
         assert_eq!((&bar["not run"], &bar["bar"]), (&"RocksDB: no C++".into(), &5.0.into()));
         figures.0.pop();
-        figures.0.push(Point::NotRun(NotRun::new("sled", "not compiled in".to_owned(), "cargo run")));
+        figures.0.push(Point::NotRun(NotRun::new(
+            "sled",
+            "not compiled in".to_owned(),
+            "cargo run",
+        )));
         let json = serde_json::to_value(&figures.0).unwrap();
         assert_eq!(json[5]["not run"], "not compiled in");
         assert_eq!((&json[0]["engine"], &json[0]["depth"]), (&OURS.into(), &16.into()));

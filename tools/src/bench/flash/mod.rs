@@ -99,7 +99,9 @@ pub fn run(args: &FlashArgs) -> Result<()> {
 
 /// What is counted and not timed.
 fn count(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> {
-    for (name, counted) in [("placement", placement::measure as Counted), ("steady", steady::measure)] {
+    for (name, counted) in
+        [("placement", placement::measure as Counted), ("steady", steady::measure)]
+    {
         let own = folder.join(name);
         std::fs::create_dir(&own)?;
         counted(data, &own, figures)?;
@@ -122,9 +124,13 @@ fn scratch(dir: Option<&Path>) -> Result<TempDir> {
         }
     };
     let made = made.context("a temporary folder")?;
-    let kind = rustix::fs::statfs(made.path()).context("what the temporary folder lies on")?.f_type as u64;
+    let kind =
+        rustix::fs::statfs(made.path()).context("what the temporary folder lies on")?.f_type as u64;
     let place = made.path().parent().unwrap_or(made.path()).display();
-    ensure!(!IN_MEMORY.contains(&kind), "{place} lies in memory: name a folder on the device with --dir");
+    ensure!(
+        !IN_MEMORY.contains(&kind),
+        "{place} lies in memory: name a folder on the device with --dir"
+    );
     Ok(made)
 }
 
@@ -146,7 +152,10 @@ impl FlashArgs {
 
 fn show(figures: &Figures, data: &Data, bars: &[Bar]) {
     let machine = Machine::this();
-    println!("{}, {} cores, {}, version {}", machine.cpu, machine.cores, machine.platform, machine.version);
+    println!(
+        "{}, {} cores, {}, version {}",
+        machine.cpu, machine.cores, machine.platform, machine.version
+    );
     println!("Pages are read through {}.", fetch::Fetcher::new(1).method());
     figures::print(figures, data, bars);
 }
@@ -168,7 +177,11 @@ fn chart(path: &Path, figures: &Figures, data: &Data) -> Result<()> {
         };
         Series { name: engine.to_owned(), color, dashed: engine == RAW, points }
     });
-    let title = format!("Cold batches of 1,024 of {} rows of {} B", report::count(data.rows), data.row_bytes);
+    let title = format!(
+        "Cold batches of 1,024 of {} rows of {} B",
+        report::count(data.rows),
+        data.row_bytes
+    );
     let x = Axis::log("reads in flight").at(&DEPTHS.map(|d| d as f64));
     plot::lines(path, &title, x, Axis::log("rows/s (raw device: pages/s)"), series.collect())
 }
@@ -223,10 +236,14 @@ mod tests {
         let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
         let line = format!("flash --json {} --plot {}", json.display(), plot.display());
         parse(&line).unwrap().publish(&data, figures).unwrap();
-        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         let bars = report["bars"].as_array().unwrap();
-        let not_run: Vec<&str> =
-            bars.iter().filter(|b| b["not run"].is_string()).filter_map(|b| b["name"].as_str()).collect();
+        let not_run: Vec<&str> = bars
+            .iter()
+            .filter(|b| b["not run"].is_string())
+            .filter_map(|b| b["name"].as_str())
+            .collect();
         assert_eq!((bars.len(), &not_run[..]), (12, &["cold batch, depth 16 / RocksDB"][..]));
         assert!(std::fs::read_to_string(&plot).unwrap().contains(OURS));
     }

@@ -48,7 +48,14 @@ impl<'a> Ours<'a> {
     /// # Errors
     /// The table has no rows.
     pub fn new(data: &'a Data, plan: &'a Plan, folder: &'a Path) -> Result<Self> {
-        Ok(Self { data, plan, folder, disk: disk::system(), draw: Draw::new(*data, 1)?, out: Vec::new() })
+        Ok(Self {
+            data,
+            plan,
+            folder,
+            disk: disk::system(),
+            draw: Draw::new(*data, 1)?,
+            out: Vec::new(),
+        })
     }
 
     /// Measures everything.
@@ -62,7 +69,11 @@ impl<'a> Ours<'a> {
         figures.put(OURS, measure::SPACE, counts.file_bytes() as f64 / row_bytes);
         figures.put(OURS, measure::REOPEN, self.reopen(false)?);
         let rows = self.open(false)?;
-        figures.put(OURS, measure::INDEX_BITS, 8.0 * rows.index_bytes() as f64 / self.data.rows as f64);
+        figures.put(
+            OURS,
+            measure::INDEX_BITS,
+            8.0 * rows.index_bytes() as f64 / self.data.rows as f64,
+        );
         self.batches(&rows, figures)?;
         self.points(&rows, figures)?;
         drop(rows);
@@ -77,10 +88,17 @@ impl<'a> Ours<'a> {
     /// Writes a segment durably; returns the seconds that it took.
     fn write(&self, part: Part) -> Result<(f64, Counts)> {
         let start = Instant::now();
-        let counts = table::write(self.disk.as_ref(), &self.path(part), self.data, part, |put| match part {
-            Part::Base => self.data.each_row(put),
-            _ => self.data.each_changed(put),
-        })?;
+        let counts =
+            table::write(
+                self.disk.as_ref(),
+                &self.path(part),
+                self.data,
+                part,
+                |put| match part {
+                    Part::Base => self.data.each_row(put),
+                    _ => self.data.each_changed(put),
+                },
+            )?;
         self.disk.sync_dir(self.folder)?;
         Ok((start.elapsed().as_secs_f64(), counts))
     }
@@ -301,7 +319,8 @@ impl Compactor {
         let disk = disk::system();
         let rows = table::open(disk.as_ref(), &self.data, &self.base, None, Some(&self.delta))?;
         let mut merge = Merge::new(rows);
-        let out: Box<dyn Output> = disk.create(&self.out).context(self.out.display().to_string())?;
+        let out: Box<dyn Output> =
+            disk.create(&self.out).context(self.out.display().to_string())?;
         let mut writer = SegmentWriter::new(out, table::kind(&self.data, Part::Base)?);
         loop {
             match self.state.load(Ordering::Relaxed) {

@@ -62,20 +62,27 @@ pub fn measure(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> 
         (Some(&together), measure::BY_CO_ACCESS),
     ] {
         if let Some(keys) = keys {
-            table::write(disk.as_ref(), &placed, &data, Part::Placed, |put| data.each_of(keys, put))?;
+            table::write(disk.as_ref(), &placed, &data, Part::Placed, |put| {
+                data.each_of(keys, put)
+            })?;
         }
         let rows = table::open(disk.as_ref(), &data, &base, keys.map(|_| placed.as_path()), None)?;
         for (percent, name) in CACHES.into_iter().zip(names) {
             figures.put(OURS, name, pages_a_request(&rows, &data, percent, &seen)?);
         }
-        let (index, name) = (8.0 * rows.index_bytes() as f64 / data.rows as f64, measure::PLACED_INDEX_BITS);
+        let (index, name) =
+            (8.0 * rows.index_bytes() as f64 / data.rows as f64, measure::PLACED_INDEX_BITS);
         if names == measure::BY_CO_ACCESS {
             figures.put(OURS, name, index);
         }
         let preload: BTreeSet<_> = hot.iter().filter_map(|key| rows.locate(*key)).collect();
         match names {
-            measure::KEY_ORDER => figures.put(OURS, measure::PRELOAD_KEY_ORDER, preload.len() as f64),
-            measure::BY_CO_ACCESS => figures.put(OURS, measure::PRELOAD_PLACED, preload.len() as f64),
+            measure::KEY_ORDER => {
+                figures.put(OURS, measure::PRELOAD_KEY_ORDER, preload.len() as f64)
+            }
+            measure::BY_CO_ACCESS => {
+                figures.put(OURS, measure::PRELOAD_PLACED, preload.len() as f64)
+            }
             _ => {}
         }
     }
@@ -84,7 +91,12 @@ pub fn measure(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> 
 
 /// Pages that a request reads on average, each page once, behind a cache of `percent` of the rows. What is read
 /// goes into the cache; only the last requests count.
-fn pages_a_request(rows: &TableRows, data: &Data, percent: u64, requests: &[Vec<u64>]) -> Result<f64> {
+fn pages_a_request(
+    rows: &TableRows,
+    data: &Data,
+    percent: u64,
+    requests: &[Vec<u64>],
+) -> Result<f64> {
     const ROW: [u8; 8] = [0; 8];
     let slots = (data.rows * percent / 100) as usize;
     let names = Names::new(vec![None]);
@@ -95,9 +107,11 @@ fn pages_a_request(rows: &TableRows, data: &Data, percent: u64, requests: &[Vec<
     };
     let (mut total, mut out) = (0, ROW);
     for (i, request) in requests.iter().enumerate() {
-        let cached =
-            |key: u64, out: &mut [u8]| cache.as_ref().is_some_and(|c| c.query(RowKey { table: 0, key }, out));
-        let missed: BTreeSet<u64> = request.iter().copied().filter(|key| !cached(*key, &mut out)).collect();
+        let cached = |key: u64, out: &mut [u8]| {
+            cache.as_ref().is_some_and(|c| c.query(RowKey { table: 0, key }, out))
+        };
+        let missed: BTreeSet<u64> =
+            request.iter().copied().filter(|key| !cached(*key, &mut out)).collect();
         let pages: BTreeSet<_> = missed.iter().filter_map(|key| rows.locate(*key)).collect();
         if i >= TRAINED_ON {
             total += pages.len();

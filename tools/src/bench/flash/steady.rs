@@ -56,7 +56,8 @@ pub fn measure(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> 
         loop {
             match upkeep.step(&mut flash, now, STEP_PAGES)? {
                 Did::Compacted { compacted, .. } => {
-                    (written, compactions) = (written + compacted.bytes + PAGE_BYTES as u64, compactions + 1);
+                    (written, compactions) =
+                        (written + compacted.bytes + PAGE_BYTES as u64, compactions + 1);
                     at_compaction = Some((written, changed));
                 }
                 Did::Merged { .. } => {}
@@ -95,8 +96,8 @@ fn deliver(data: &Data, delta: u64, path: &Path, directory: &Path) -> Result<Del
     let schema = schema(data);
     let generation = Generation { lineage: "bench".to_owned(), sequence: delta + 1 };
     let part = if delta == 0 { Part::Base } else { Part::Delta };
-    let kind =
-        SegmentKind::new(&generation, 0, 0, &schema.tables[0], part).context("a row without a codec")?;
+    let kind = SegmentKind::new(&generation, 0, 0, &schema.tables[0], part)
+        .context("a row without a codec")?;
     let mut bundle = BundleWriter::create(path)?;
     let (segment, blob) = bundle.blob();
     let mut writer = SegmentWriter::new(blob, kind);
@@ -111,9 +112,19 @@ fn deliver(data: &Data, delta: u64, path: &Path, directory: &Path) -> Result<Del
     let (dense, mut blob) = bundle.blob();
     blob.write_all(DENSE_ONNX)?;
     blob.end()?;
-    let (parent, tables) =
-        (delta.checked_sub(1).map(|p| p + 1), vec![TableBlobs { segment, hot: None, placed: None }]);
-    bundle.finish(Manifest { generation, parent, schema, blobs: Vec::new(), tables, dense, probe: None })?;
+    let (parent, tables) = (
+        delta.checked_sub(1).map(|p| p + 1),
+        vec![TableBlobs { segment, hot: None, placed: None }],
+    );
+    bundle.finish(Manifest {
+        generation,
+        parent,
+        schema,
+        blobs: Vec::new(),
+        tables,
+        dense,
+        probe: None,
+    })?;
     let mut bundle = BundleReader::open(path)?;
     let manifest_bytes = bundle.manifest_bytes().len() as u64;
     let flash = Flash::install(&disk::system(), directory, &mut bundle, |_| ())?;
@@ -133,7 +144,8 @@ fn schema(data: &Data) -> Schema {
         miss: MissPolicy::Wait,
         default_row: vec![0.0; DIM as usize],
     };
-    let feature = |f| Feature { name: format!("f{f}"), table: 0, pooling: Pooling::Sum, hotness_max: 1 };
+    let feature =
+        |f| Feature { name: format!("f{f}"), table: 0, pooling: Pooling::Sum, hotness_max: 1 };
     let input = |name: &str, source| NetworkInput { name: name.to_owned(), source };
     let inputs = vec![
         input("dense", InputSource::Dense),
@@ -141,5 +153,10 @@ fn schema(data: &Data) -> Schema {
     ];
     let network = Network { inputs, output: "logit".to_owned(), activation: Activation::Sigmoid };
     let dense_features = (0..13).map(|n| format!("int_{n}")).collect();
-    Schema { dense_features, tables: vec![table], features: (0..FEATURES).map(feature).collect(), network }
+    Schema {
+        dense_features,
+        tables: vec![table],
+        features: (0..FEATURES).map(feature).collect(),
+        network,
+    }
 }

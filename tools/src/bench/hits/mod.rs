@@ -98,7 +98,11 @@ pub fn run(args: &HitsArgs) -> Result<()> {
     points.extend(densities()?.into_iter().map(Point::Density));
     if cfg!(not(feature = "peers")) {
         let reason = "not compiled in".to_owned();
-        points.push(Point::NotRun(NotRun::new(policies::CRATE, reason, "cargo build --features peers")));
+        points.push(Point::NotRun(NotRun::new(
+            policies::CRATE,
+            reason,
+            "cargo build --features peers",
+        )));
     }
     let report = Report {
         bench: "hits",
@@ -134,7 +138,8 @@ fn made_up(quick: bool) -> Vec<Make> {
 
 /// The hit rates over these streams at all sizes.
 fn rates(streams: &[impl Fn() -> Result<Trace>]) -> Result<Vec<Rates>> {
-    let bar = serve::progress_bar((streams.len() * SIZES.len()) as u64, "counting", "{pos}/{len} sizes");
+    let bar =
+        serve::progress_bar((streams.len() * SIZES.len()) as u64, "counting", "{pos}/{len} sizes");
     let mut rates = Vec::new();
     for stream in streams {
         let trace = stream()?;
@@ -168,8 +173,14 @@ impl Rates {
     }
 
     fn cells(&self) -> Vec<String> {
-        let head = [self.trace.clone(), format!("{} %", self.size_percent), report::count(self.slots as u64)];
-        head.into_iter().chain(self.hit_percent.iter().map(|(_, rate)| format!("{rate:.2}"))).collect()
+        let head = [
+            self.trace.clone(),
+            format!("{} %", self.size_percent),
+            report::count(self.slots as u64),
+        ];
+        head.into_iter()
+            .chain(self.hit_percent.iter().map(|(_, rate)| format!("{rate:.2}")))
+            .collect()
     }
 }
 
@@ -255,8 +266,9 @@ fn charts(points: &[Point]) -> Vec<Panel> {
     shown.dedup();
     let panel = |trace: &str| {
         let rates: Vec<&Rates> = all_rates(points).filter(|r| r.trace == trace).collect();
-        let names =
-            rates.first().map_or(Vec::new(), |r| r.hit_percent.iter().map(|(name, _)| *name).collect());
+        let names = rates
+            .first()
+            .map_or(Vec::new(), |r| r.hit_percent.iter().map(|(name, _)| *name).collect());
         let line = |(color, name): (usize, &&str)| Series {
             name: (*name).to_owned(),
             color,
@@ -280,8 +292,9 @@ mod tests {
     /// The line of `docs/hits.md` for a stream and a size, as numbers.
     fn documented(trace: &str, size: &str) -> Vec<String> {
         let text = include_str!("../../../../docs/hits.md");
-        let line =
-            text.lines().find(|l| l.trim_start().starts_with(trace) && l.contains(&format!(" {size} ")));
+        let line = text
+            .lines()
+            .find(|l| l.trim_start().starts_with(trace) && l.contains(&format!(" {size} ")));
         let line = line.unwrap_or_else(|| panic!("no {trace} {size}"));
         line.split_whitespace().rev().take(6).map(str::to_owned).collect()
     }
@@ -289,12 +302,18 @@ mod tests {
     /// What the cache does is what the documentation says, to the last digit.
     #[test]
     fn figures_are_those_of_the_documentation() {
-        for (make, size) in [(traces::zipf(1.05), 1.0), (traces::sessions(), 0.1), (traces::drifting(), 10.0)]
+        for (make, size) in
+            [(traces::zipf(1.05), 1.0), (traces::sessions(), 0.1), (traces::drifting(), 10.0)]
         {
             let rates = rates_at(&make, size).unwrap();
             let mut cells: Vec<String> = rates.cells().into_iter().skip(3).take(5).collect();
             cells.reverse();
-            assert_eq!(documented(&make.name, &format!("{size} %"))[1..], cells, "{} {size}", make.name);
+            assert_eq!(
+                documented(&make.name, &format!("{size} %"))[1..],
+                cells,
+                "{} {size}",
+                make.name
+            );
         }
     }
 

@@ -50,8 +50,8 @@ const ROW_BYTES: usize = 4;
 impl Ours {
     fn new(trace: &Trace, slots: usize) -> Result<Self> {
         let names = Names::new(trace.tables.iter().map(|&rows| Some(rows as u64)).collect());
-        let cache =
-            cache_of(slots, ROW_BYTES, &names).with_context(|| format!("no cache of {slots} slots"))?;
+        let cache = cache_of(slots, ROW_BYTES, &names)
+            .with_context(|| format!("no cache of {slots} slots"))?;
         Ok(Self { cache, rows: trace.row_keys() })
     }
 }
@@ -62,7 +62,8 @@ fn cache_of(slots: usize, row_bytes: usize, names: &Names) -> Option<Cache> {
     let of = |sets: usize| Cache::new(row_bytes, sets * least, names);
     let (one, two) = (of(1)?, of(2)?);
     let (sets, set_bytes) = (slots / one.slots(), two.bytes() - one.bytes());
-    Cache::new(row_bytes, least + (sets.checked_sub(1)?) * set_bytes, names).filter(|c| c.slots() == slots)
+    Cache::new(row_bytes, least + (sets.checked_sub(1)?) * set_bytes, names)
+        .filter(|c| c.slots() == slots)
 }
 
 impl Policy for Ours {
@@ -106,7 +107,11 @@ impl Lru {
 
     fn put_first(&mut self, row: u32) {
         (self.newer[row as usize], self.older[row as usize]) = (NONE, self.newest);
-        *if self.newest == NONE { &mut self.oldest } else { &mut self.newer[self.newest as usize] } = row;
+        *if self.newest == NONE {
+            &mut self.oldest
+        } else {
+            &mut self.newer[self.newest as usize]
+        } = row;
         self.newest = row;
     }
 }
@@ -247,7 +252,8 @@ mod tests {
 
     #[test]
     fn our_cache_has_the_slots_that_are_asked_for() {
-        let trace = Trace { name: String::new(), tables: vec![100, 900], lookups: Vec::new(), warm_up: 0 };
+        let trace =
+            Trace { name: String::new(), tables: vec![100, 900], lookups: Vec::new(), warm_up: 0 };
         for slots in [14, 28, 210, 2002] {
             assert_eq!(Ours::new(&trace, slots).unwrap().cache.slots(), slots);
         }

@@ -52,7 +52,8 @@ struct Zipf(Vec<u64>);
 
 impl Zipf {
     fn new(n: usize, exponent: f64) -> Self {
-        let weight = |k: usize| (((k + 1) as f64).powf(-exponent) * (1u64 << 40) as f64).round() as u64;
+        let weight =
+            |k: usize| (((k + 1) as f64).powf(-exponent) * (1u64 << 40) as f64).round() as u64;
         let sum = |sum: &mut u64, k| {
             *sum += weight(k).max(1);
             Some(*sum)
@@ -118,7 +119,11 @@ pub fn sessions() -> Trace {
             driver = random.below(DRIVERS);
         }
         n += 1;
-        if n % 2 == 0 { driver * OWN + random.below(OWN) } else { OWN * DRIVERS + zipf.draw(&mut random) }
+        if n % 2 == 0 {
+            driver * OWN + random.below(OWN)
+        } else {
+            OWN * DRIVERS + zipf.draw(&mut random)
+        }
     })
 }
 
@@ -135,8 +140,12 @@ pub fn criteo_tables() -> Trace {
         })
         .collect();
     let requests = LOOKUPS / tables.len();
-    let request =
-        |_| zipfs.iter().map(|(first, zipf)| (first + zipf.draw(&mut random)) as u32).collect::<Vec<_>>();
+    let request = |_| {
+        zipfs
+            .iter()
+            .map(|(first, zipf)| (first + zipf.draw(&mut random)) as u32)
+            .collect::<Vec<_>>()
+    };
     let lookups: Vec<u32> = (0..requests).flat_map(request).collect();
     Trace { name: "26 tables".to_owned(), warm_up: lookups.len() / 2, tables, lookups }
 }
@@ -161,7 +170,9 @@ pub fn csv(path: &Path, columns: &[String]) -> Result<Trace> {
     for line in lines {
         let fields: Vec<&str> = line.split(',').collect();
         for (values, &at) in values.iter_mut().zip(&at) {
-            let field = fields.get(at).with_context(|| format!("{}: a line without field {at}", shown()))?;
+            let field = fields
+                .get(at)
+                .with_context(|| format!("{}: a line without field {at}", shown()))?;
             let next = values.len();
             keys.push(*values.entry(field).or_insert(next));
         }
@@ -186,7 +197,8 @@ mod tests {
     #[test]
     fn a_power_law_has_its_shares() {
         let trace = zipf(1.05);
-        let share = |k: u32| trace.lookups.iter().filter(|&&r| r < k).count() as f64 / LOOKUPS as f64;
+        let share =
+            |k: u32| trace.lookups.iter().filter(|&&r| r < k).count() as f64 / LOOKUPS as f64;
         // Sums of k^-1.05 by another program.
         for (below, expected) in [(1, 0.10291), (100, 0.48350), (10_000, 0.81935)] {
             assert!((share(below) - expected).abs() < 2e-3, "{below}: {}", share(below));

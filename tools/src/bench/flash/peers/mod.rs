@@ -33,7 +33,13 @@ const PEERS_ROCKSDB: &str = "apt-get install librocksdb-dev libclang-dev; \
 type Measure = fn(&Data, &Plan, &Path, &'static str) -> Result<Figures>;
 
 /// Measures every peer in a folder of its own under `folder`.
-pub fn measure(data: &Data, plan: &Plan, folder: &Path, figures: &mut Figures, mut done: impl FnMut()) {
+pub fn measure(
+    data: &Data,
+    plan: &Plan,
+    folder: &Path,
+    figures: &mut Figures,
+    mut done: impl FnMut(),
+) {
     for engine in NAMES {
         let own = folder.join(engine);
         let command = if engine == ROCKSDB { PEERS_ROCKSDB } else { PEERS };
@@ -83,7 +89,9 @@ mod tests {
                     || matches!(p, Point::Figure(f) if f.engine == engine)
             });
             match listed.unwrap() {
-                Point::NotRun(peer) => assert!(compiled(engine).is_none(), "{engine}: {}", peer.reason),
+                Point::NotRun(peer) => {
+                    assert!(compiled(engine).is_none(), "{engine}: {}", peer.reason)
+                }
                 Point::Figure(_) => assert!(compiled(engine).is_some()),
             }
         }

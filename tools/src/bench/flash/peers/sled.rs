@@ -36,7 +36,10 @@ impl Sled {
 impl Store for Sled {
     fn load(folder: &Path, data: &Data) -> Result<()> {
         let (need, free) = (data.rows * LOAD_BYTES >> 20, free_mib()?);
-        ensure!(need <= free, "it takes {need} MiB of memory to load so many rows, and {free} are free");
+        ensure!(
+            need <= free,
+            "it takes {need} MiB of memory to load so many rows, and {free} are free"
+        );
         let store = Self::open(folder, data)?;
         let (mut batch, mut rows) = (Batch::default(), 0);
         data.each_row(|order, row| {
@@ -53,13 +56,17 @@ impl Store for Sled {
     }
 
     fn open(folder: &Path, _: &Data) -> Result<Self> {
-        let config =
-            sled::Config::new().path(folder).cache_capacity(CACHE_BYTES as u64).mode(Mode::HighThroughput);
+        let config = sled::Config::new()
+            .path(folder)
+            .cache_capacity(CACHE_BYTES as u64)
+            .mode(Mode::HighThroughput);
         let mut opened = config.open();
         // It gives up its lock some time after it is closed, when its threads are done.
         for _ in 0..LOCK_WAITS {
             match &opened {
-                Err(e) if e.to_string().contains("could not acquire lock") => std::thread::sleep(LOCK_WAIT),
+                Err(e) if e.to_string().contains("could not acquire lock") => {
+                    std::thread::sleep(LOCK_WAIT)
+                }
                 _ => break,
             }
             opened = config.open();

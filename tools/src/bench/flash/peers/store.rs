@@ -49,7 +49,12 @@ pub trait Store: Sized + Sync {
 ///
 /// # Errors
 /// The store refused something or gave a wrong row.
-pub fn measure<S: Store>(data: &Data, plan: &Plan, folder: &Path, name: &'static str) -> Result<Figures> {
+pub fn measure<S: Store>(
+    data: &Data,
+    plan: &Plan,
+    folder: &Path,
+    name: &'static str,
+) -> Result<Figures> {
     let mut figures = Figures::default();
     fs::create_dir_all(folder)?;
     let start = Instant::now();
@@ -57,12 +62,14 @@ pub fn measure<S: Store>(data: &Data, plan: &Plan, folder: &Path, name: &'static
     figures.put(name, measure::LOAD, start.elapsed().as_secs_f64());
     let row_bytes = (data.rows * data.row_bytes as u64) as f64;
     figures.put(name, measure::SPACE, bytes_of(folder)? as f64 / row_bytes);
-    let mut batches = Batches { data, draw: Draw::new(*data, 1)?, out: Vec::new(), batch: plan.batch };
+    let mut batches =
+        Batches { data, draw: Draw::new(*data, 1)?, out: Vec::new(), batch: plan.batch };
     batches.cold::<S>(folder, plan, &mut figures, name)?;
     let store = S::open(folder, data)?;
     let keys = batches.draw.uniform(plan.batch);
     batches.read(&store, &keys, false)?;
-    let rates = (0..plan.rounds).map(|_| batches.read(&store, &keys, false)).collect::<Result<_>>()?;
+    let rates =
+        (0..plan.rounds).map(|_| batches.read(&store, &keys, false)).collect::<Result<_>>()?;
     figures.put(name, measure::WARM, median(rates));
     let (start, before) = (Instant::now(), written_bytes()?);
     store.update(data).context("update")?;
@@ -72,7 +79,11 @@ pub fn measure<S: Store>(data: &Data, plan: &Plan, folder: &Path, name: &'static
     // What it does behind the update's back counts too, as far as it is done when the store is closed.
     drop(store);
     let changed = data.changed() * data.row_bytes as u64;
-    figures.put(name, measure::UPDATE_AMP, (written_bytes()? - before) as f64 / changed.max(1) as f64);
+    figures.put(
+        name,
+        measure::UPDATE_AMP,
+        (written_bytes()? - before) as f64 / changed.max(1) as f64,
+    );
     Ok(figures)
 }
 
