@@ -1,7 +1,7 @@
 //! How long requests took, by model, of the generation that is served: what a probation looks at. Never on the path of
 //! another model's requests for longer than one count takes.
 
-use hatchback::manifest::Generation;
+use hatchback::bundle::manifest::Generation;
 use hdrhistogram::Histogram;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -16,11 +16,11 @@ mod upkeep;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
-use hatchback::batch::Batch;
-use hatchback::disk;
 use hatchback::flash::Flash;
-use hatchback::score::SystemClock;
-use hatchback::serving::Serving;
+use hatchback::io::disk;
+use hatchback::request::serving::Serving;
+use hatchback::request::worker::SystemClock;
+use hatchback::schema::batch::Batch;
 use hatchback::target::{DeviceKind, Target};
 use hatchback_link::daemon::{self, SyncArgs};
 use latency::Latencies;
@@ -282,7 +282,7 @@ fn updates(
         let (served, place) =
             of.with_context(|| format!("--sync {given}: no such model is served"))?;
         let (disk, directory) = (disk::system(), directory.to_owned());
-        let sync = hatchback::sync::Sync {
+        let sync = hatchback::update::Sync {
             disk,
             directory,
             flash: place.to_owned(),

@@ -5,10 +5,10 @@
 use crate::latency::Latencies;
 use crate::shed::Shed;
 use anyhow::{Context, Result};
-use hatchback::batch::Batch;
-use hatchback::pipeline::RequestError;
-use hatchback::sample::Sample;
-use hatchback::serving::Serving;
+use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::Serving;
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use rustix::net::{Shutdown, shutdown};
 use serde::Deserialize;
 use serde_json::{Value, json};

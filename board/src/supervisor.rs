@@ -1,10 +1,10 @@
 //! systemd's side of the daemon: it is told when the daemon serves and when it stops and, where the unit has a
 //! watchdog, that each model scored a sample just now. A model that hangs goes untold, and the unit is started anew. Without systemd nothing happens.
 
-use hatchback::batch::Batch;
-use hatchback::pipeline::RequestError;
-use hatchback::sample::Sample;
-use hatchback::serving::Serving;
+use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::Serving;
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use sd_notify::NotifyState;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;

@@ -5,12 +5,12 @@
 use crate::settings;
 use crate::shed::Shed;
 use anyhow::Result;
-use hatchback::catalog::{Catalog, Found};
-use hatchback::disk;
 use hatchback::flash::{Flash, FlashError};
-use hatchback::notes::Notes;
-use hatchback::pace::Pace;
-use hatchback::upkeep::{Did, Rules, Upkeep};
+use hatchback::io::disk;
+use hatchback::maintenance::catalog::{Catalog, Found};
+use hatchback::maintenance::catalog_entries::Notes;
+use hatchback::maintenance::throttle::Pace;
+use hatchback::maintenance::{Did, Rules, Upkeep};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};

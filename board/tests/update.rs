@@ -3,14 +3,14 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::catalog::Catalog;
-use hatchback::disk;
-use hatchback::sync::state::{State, Status};
+use hatchback::io::disk;
+use hatchback::maintenance::catalog::Catalog;
+use hatchback::update::state::{State, Status};
 use hatchback_tools::pack::{Overrides, pack_file};
-use hatchback_tools::publish::{Change, publish};
+use hatchback_tools::repository::keys::new_fleet;
+use hatchback_tools::repository::publish::{Change, publish};
+use hatchback_tools::repository::store::Objects;
 use hatchback_tools::serve::lay_on_flash;
-use hatchback_tools::signing::new_fleet;
-use hatchback_tools::store::Objects;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

@@ -4,9 +4,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
-use hatchback::catalog::{Catalog, Found};
-use hatchback::disk;
 use hatchback::flash::{Flash, FlashError};
+use hatchback::io::disk;
+use hatchback::maintenance::catalog::{Catalog, Found};
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::versions::Versions;
 use serde_json::Value;

@@ -1,13 +1,13 @@
 //! `libhatchback`: a model for C and C++ programs, in their own process. `hatchback.h` says what each call does; here
 //! pointers become slices, once a call, and results become numbers. No panic crosses into C, and nothing is computed here.
 
-use hatchback::batch::Batch;
-use hatchback::disk;
 use hatchback::flash::Flash;
+use hatchback::io::disk;
 use hatchback::model::Model;
-use hatchback::pipeline::{Pipeline, RequestError};
-use hatchback::sample::Sample;
-use hatchback::score::{Clock, SystemClock};
+use hatchback::request::pipeline::{Pipeline, RequestError};
+use hatchback::request::worker::{Clock, SystemClock};
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use hatchback::target::Target;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};

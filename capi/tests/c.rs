@@ -4,11 +4,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::Status;
-use hatchback::budget::Budget;
-use hatchback::disk;
+use hatchback::io::disk;
 use hatchback::model::Model;
-use hatchback::sample::Sample;
-use hatchback::score::{SystemClock, Worker};
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::schema::sample::Sample;
 use hatchback::target::Target;
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::serve::lay_on_flash;

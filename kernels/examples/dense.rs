@@ -6,7 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
-use hatchback_kernels::isa::Isa;
+use hatchback_kernels::simd::isa::Isa;
 use rten::{Dimension, Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueView};
 use std::sync::Arc;
 use std::time::Duration;

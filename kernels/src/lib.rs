@@ -6,26 +6,9 @@
 
 #![deny(unsafe_code)]
 
-mod ahead;
 pub mod cache;
-mod changes;
-pub mod codec;
 pub mod cuda;
 pub mod dense;
-mod eviction;
-pub mod gather;
-mod heads;
-pub mod isa;
-pub mod lead;
-mod memory;
-pub mod misses;
-pub mod names;
-pub mod query;
-pub mod resident;
-mod simd;
-mod sum;
-mod sync;
-pub mod tensorrt;
-mod vector;
-
-pub use simd::prefetch;
+pub mod gpu;
+pub mod lookup;
+pub mod simd;

@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
-use hatchback_kernels::isa::Isa;
+use hatchback_kernels::simd::isa::Isa;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 

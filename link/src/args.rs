@@ -4,10 +4,10 @@
 use crate::{LinkOptions, OpenError, open};
 use anyhow::{Context, Result};
 use clap::Args;
-use hatchback::disk;
-use hatchback::sync::Sync;
-use hatchback::sync::link::Link;
-use hatchback::sync::trust::Trust;
+use hatchback::io::disk;
+use hatchback::update::Sync;
+use hatchback::update::link::Link;
+use hatchback::update::trust::Trust;
 use std::path::PathBuf;
 
 /// The car and its link.

@@ -4,12 +4,12 @@
 use crate::args::CarArgs;
 use anyhow::Result;
 use clap::Args;
-use hatchback::score::SystemClock;
-use hatchback::sync::Sync;
-use hatchback::sync::error::SyncError;
-use hatchback::sync::link::{Fetcher, LinkLimits, LinkRules};
-use hatchback::sync::state::State;
-use hatchback::wear::WearBudget;
+use hatchback::maintenance::wear::WearBudget;
+use hatchback::request::worker::SystemClock;
+use hatchback::update::Sync;
+use hatchback::update::error::SyncError;
+use hatchback::update::link::{Fetcher, LinkLimits, LinkRules};
+use hatchback::update::state::State;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};

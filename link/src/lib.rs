@@ -6,7 +6,7 @@
 pub mod args;
 pub mod daemon;
 
-use hatchback::sync::link::{Link, LinkError, Take};
+use hatchback::update::link::{Link, LinkError, Take};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

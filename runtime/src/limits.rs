@@ -1,6 +1,6 @@
 //! Every maximum of the runtime, in one place, cross-checked at compile time.
 
-use hatchback_kernels::codec::ROW_BYTES_MAX;
+use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
 
 /// Bytes of a page: the unit of every read from flash and of every checksum in a segment.
 pub const PAGE_BYTES: usize = 4096;

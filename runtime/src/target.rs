@@ -1,11 +1,11 @@
 //! Targets: what a machine is and may use, as TOML files that inherit from one another. Reads text, never
 //! the machine.
 
-use crate::budget::Budget;
-use crate::overlay::DELTAS_MAX;
-use crate::sync::apply::Policy;
-use crate::sync::link::LinkRules;
-use crate::upkeep::Rules;
+use crate::flash::overlay::DELTAS_MAX;
+use crate::maintenance::Rules;
+use crate::model::budget::Budget;
+use crate::update::apply::Policy;
+use crate::update::link::LinkRules;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Profile};
 use hatchback_kernels::dense::TensorRtOptions;

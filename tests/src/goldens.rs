@@ -2,18 +2,18 @@
 
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, repository};
 use crate::parsers::{golden_generation, golden_tables, join};
-use hatchback::live::{self, HotList, LiveRecord, SegmentRef, TableState};
-use hatchback::manifest::{Generation, sha256};
+use hatchback::bundle::manifest::{Generation, sha256};
+use hatchback::flash::live::{self, HotList, LiveRecord, SegmentRef, TableState};
+use hatchback::flash::segment::writer::SegmentWriter;
+use hatchback::flash::segment::{Part, SegmentKind};
+use hatchback::maintenance::wear::Wear;
 use hatchback::mix;
-use hatchback::sample::Sample;
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
-use hatchback::segment::{Part, SegmentKind};
-use hatchback::segment_write::SegmentWriter;
-use hatchback::sync::floor::Floor;
-use hatchback::sync::release::Release;
-use hatchback::sync::state::{Event, State, Status};
-use hatchback::wear::Wear;
-use hatchback_tools::spec::CodecChoice;
+use hatchback::update::release::Release;
+use hatchback::update::rollback_floor::Floor;
+use hatchback::update::state::{Event, State, Status};
+use hatchback_tools::pack::spec::CodecChoice;
 
 /// A file of the repository.
 pub fn file(path: &str) -> Vec<u8> {

@@ -3,21 +3,21 @@
 
 use crate::onnx;
 use crate::random::Random;
-use hatchback::batch::Batch;
-use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
+use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
-use hatchback::sample::Sample;
+use hatchback::request::worker::Worker;
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema};
-use hatchback::score::Worker;
 use hatchback::{Activation, Pooling, Status};
 use hatchback_tools::import::Source;
-use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack, pack_file};
-use hatchback_tools::spec::{
+use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec,
     RequestsSpec, TableSpec,
 };
+use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack, pack_file};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -334,7 +334,7 @@ impl Packed {
 /// Lays the bundle at `bundle` on `flash`.
 pub fn install(flash: &Path, bundle: &Path) {
     Flash::install(
-        &hatchback::disk::system(),
+        &hatchback::io::disk::system(),
         flash,
         &mut BundleReader::open(bundle).unwrap(),
         |_| {},
@@ -353,7 +353,7 @@ pub fn tiny_budget(schema: &Schema, batch_max: u32) -> Budget {
 /// row width.
 pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
     loop {
-        match Model::open(&hatchback::disk::system(), flash, budget) {
+        match Model::open(&hatchback::io::disk::system(), flash, budget) {
             Ok(model) => return Arc::new(model),
             Err(OpenError::Budget { field: "cache_bytes_max", .. })
                 if budget.cache_bytes_max < 1 << 30 =>

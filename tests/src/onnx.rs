@@ -1,7 +1,7 @@
 //! A network of one `Concat` of all inputs, so that a model's scores are its network's inputs and can be
 //! compared bit for bit.
 
-use hatchback_tools::onnx::{Graph, Type, int};
+use hatchback_tools::workload::onnx::{Graph, Type, int};
 
 /// A network that puts its inputs, each `[batch, width]`, side by side into `output`.
 pub fn concat(inputs: &[(String, usize)], output: &str) -> Vec<u8> {

@@ -6,22 +6,22 @@
 
 use crate::goldens;
 use crate::rewrite::{self, Parts};
+use hatchback::bundle::manifest::{Generation, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::PLACED_SERIAL;
+use hatchback::flash::live::LiveRecord;
+use hatchback::flash::segment::verifier::{Copies, SegmentCheck};
+use hatchback::flash::segment::{Part, SegmentKind};
+use hatchback::io::page::{Page, PageBytes, PageKind};
 use hatchback::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
-use hatchback::live::LiveRecord;
-use hatchback::manifest::{Generation, Manifest};
-use hatchback::page::{Page, PageBytes, PageKind};
-use hatchback::sample::Sample;
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
-use hatchback::segment::{Part, SegmentKind};
-use hatchback::segment_check::{Copies, SegmentCheck};
-use hatchback::sync::floor::Floor;
-use hatchback::sync::state::Status;
 use hatchback::target::Target;
+use hatchback::update::rollback_floor::Floor;
+use hatchback::update::state::Status;
 use hatchback::{Codec, DenseEngine, Weights};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
-use hatchback_tools::spec::ModelSpec;
+use hatchback_tools::pack::spec::ModelSpec;
 use std::ops::Range;
 use std::path::Path;
 use tempfile::TempDir;
@@ -302,7 +302,7 @@ pub fn probe_set(bytes: &[u8]) {
 pub fn model_spec(bytes: &[u8]) {
     let folder = files(&[("model.toml", bytes)]);
     let Ok(spec) = ModelSpec::load(&folder.path().join("model.toml")) else { return };
-    let table = |t: &hatchback_tools::spec::TableSpec| Table {
+    let table = |t: &hatchback_tools::pack::spec::TableSpec| Table {
         name: t.name.clone(),
         dim: t.dim as u32,
         keys: t.keys,

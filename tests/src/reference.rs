@@ -4,7 +4,7 @@
 use crate::models::TableRows;
 use hatchback::Pooling;
 use hatchback::Status;
-use hatchback::sample::Sample;
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{InputSource, Schema};
 use std::collections::HashMap;
 

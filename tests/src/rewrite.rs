@@ -1,9 +1,9 @@
 //! Takes bundles and segments apart and puts them together again with valid hashes and checksums, so that an attack
 //! reaches what lies behind them. Shares the manifest's types with the product, states the rest of both formats itself.
 
+use hatchback::bundle::manifest::{Blob, Chunk, Manifest, sha256};
+use hatchback::io::page::PageBytes;
 use hatchback::limits::{CHUNK_BYTES, PAGE_BYTES};
-use hatchback::manifest::{Blob, Chunk, Manifest, sha256};
-use hatchback::page::PageBytes;
 use hatchback::unmix;
 use std::path::Path;
 

@@ -4,12 +4,12 @@
 
 use crate::fleet::{Car, Fleet, T0, VERSIONS};
 use crate::random::Random;
-use hatchback::sync::apply::{Policy, Watched};
-use hatchback::sync::link::{Link, LinkError, Take};
-use hatchback::sync::state::State;
+use hatchback::update::apply::{Policy, Watched};
+use hatchback::update::link::{Link, LinkError, Take};
+use hatchback::update::state::State;
 use hatchback_link::DirectoryLink;
-use hatchback_tools::publish::{Change, publish};
-use hatchback_tools::store::Objects;
+use hatchback_tools::repository::publish::{Change, publish};
+use hatchback_tools::repository::store::Objects;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 

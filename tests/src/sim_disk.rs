@@ -3,11 +3,11 @@
 //! can fail, or take long in simulated time. Deterministic: the same seed and the same calls give the same disk.
 
 use crate::random::Random;
-use hatchback::disk::{Disk, Input, Lock, Output};
+use hatchback::io::disk::{Disk, Input, Lock, Output};
+use hatchback::io::page::{AlignedPage, PageBytes};
+use hatchback::io::reader::PageFile;
 use hatchback::limits::PAGE_BYTES;
-use hatchback::page::{AlignedPage, PageBytes};
-use hatchback::reader::PageFile;
-use hatchback::score::Clock;
+use hatchback::request::worker::Clock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Write};

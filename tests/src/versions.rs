@@ -4,16 +4,16 @@
 
 use crate::onnx;
 use crate::random::Random;
-use hatchback::disk;
 use hatchback::flash::Flash;
+use hatchback::io::disk;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{Activation, Pooling, mix};
 use hatchback_tools::import::Source;
-use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack_onto};
-use hatchback_tools::serve::lay_on_flash;
-use hatchback_tools::spec::{
+use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
 };
+use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack_onto};
+use hatchback_tools::serve::lay_on_flash;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

@@ -2,16 +2,16 @@
 
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, batch_of, install};
 use crate::rewrite::Parts;
-use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
+use hatchback::bundle::manifest::Manifest;
 use hatchback::flash::{Flash, FlashError};
-use hatchback::manifest::Manifest;
+use hatchback::io::page::PageBytes;
 use hatchback::model::Model;
-use hatchback::page::PageBytes;
-use hatchback::sample::Sample;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement};
-use hatchback::score::{SystemClock, Worker};
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -67,7 +67,7 @@ impl Default for Victim {
 impl Victim {
     fn score(&self) -> Vec<u32> {
         let model = Arc::new(
-            Model::open(&hatchback::disk::system(), &self.flash, Budget::default()).unwrap(),
+            Model::open(&hatchback::io::disk::system(), &self.flash, Budget::default()).unwrap(),
         );
         let samples: Vec<Sample> = (0..60).map(|id| plan("victim", 5).sample(id)).collect();
         let batch = batch_of(&model, &samples);
@@ -89,7 +89,7 @@ impl Victim {
     pub fn install(&self, bundle: &[u8]) -> Result<Flash, FlashError> {
         std::fs::write(self.bundle(), bundle).unwrap();
         Flash::install(
-            &hatchback::disk::system(),
+            &hatchback::io::disk::system(),
             &self.flash,
             &mut BundleReader::open(&self.bundle())?,
             |_| {},

@@ -2,7 +2,7 @@
 //! bytes, mixes answers up, or answers everything with the same page.
 
 use crate::random::Random;
-use hatchback::sync::link::{Link, LinkError, Take};
+use hatchback::update::link::{Link, LinkError, Take};
 use std::ops::ControlFlow;
 
 /// What is wrong with the link.

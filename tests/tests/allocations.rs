@@ -3,23 +3,23 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::batch::Batch;
-use hatchback::budget::Budget;
-use hatchback::disk;
 use hatchback::flash::Flash;
-use hatchback::page::AlignedPage;
-use hatchback::pipeline::{RequestError, Ticket};
-use hatchback::reader::{PageReader, ReadMethod};
-use hatchback::sample::Sample;
+use hatchback::io::disk;
+use hatchback::io::page::AlignedPage;
+use hatchback::io::reader::{PageReader, ReadMethod};
+use hatchback::model::budget::Budget;
+use hatchback::request::pipeline::{RequestError, Ticket};
+use hatchback::request::serving::Serving;
+use hatchback::request::worker::SystemClock;
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy};
-use hatchback::score::SystemClock;
-use hatchback::serving::Serving;
 use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::address::{Names, RowKey};
 use hatchback_kernels::cuda::Device;
-use hatchback_kernels::names::{Names, RowKey};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
 use hatchback_tests::standin;
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};

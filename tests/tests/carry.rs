@@ -3,16 +3,16 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::batch::Batch;
-use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
-use hatchback::disk;
 use hatchback::flash::Flash;
-use hatchback::pipeline::RequestError;
-use hatchback::sample::Sample;
+use hatchback::io::disk;
+use hatchback::model::budget::Budget;
+use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::Serving;
+use hatchback::request::worker::SystemClock;
 use hatchback::schema::Schema;
-use hatchback::score::SystemClock;
-use hatchback::serving::Serving;
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use hatchback::unmix;
 use hatchback_tests::versions::{Rows, Versions};
 use std::path::Path;

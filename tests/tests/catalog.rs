@@ -4,10 +4,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
-use hatchback::catalog::{Catalog, CatalogError, Found};
-use hatchback::disk;
 use hatchback::flash::Flash;
-use hatchback::notes::Notes;
+use hatchback::io::disk;
+use hatchback::maintenance::catalog::{Catalog, CatalogError, Found};
+use hatchback::maintenance::catalog_entries::Notes;
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::mutate::mutated;
 use hatchback_tests::random::Random;

@@ -3,16 +3,16 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::budget::Budget;
 use hatchback::model::Model;
-use hatchback::sample::Sample;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::{SystemClock, Worker};
 use hatchback::schema::Placement;
-use hatchback::score::{SystemClock, Worker};
+use hatchback::schema::sample::Sample;
 use hatchback_tests::models::{install_spec, repository, score_all};
 use hatchback_tests::reference;
-use hatchback_tools::metrics;
 use hatchback_tools::pack::read_samples;
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
+use hatchback_tools::report::metrics;
 use std::sync::Arc;
 
 /// Scores of all held-out rows, and the rows.
@@ -23,7 +23,7 @@ fn scores(codec: CodecChoice, placement: Option<Placement>) -> (Vec<f32>, Vec<Sa
     // A cache of a tenth of the rows, so that most of the work is misses.
     let budget = Budget { cache_bytes_max: 32 << 10, misses_max: 256, ..Budget::default() };
     let model =
-        Arc::new(Model::open(&hatchback::disk::system(), &installed.flash, budget).unwrap());
+        Arc::new(Model::open(&hatchback::io::disk::system(), &installed.flash, budget).unwrap());
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let (scores, status) = score_all(&mut worker, &samples, 64);
     assert_eq!((status.defaulted, status.damaged), (0, 0));

@@ -3,18 +3,18 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback_kernels::cache::address::{Names, RowKey, mix, unmix};
+use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
+use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::cache::{Cache, Epoch};
-use hatchback_kernels::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
-use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Keys, Limits, Lookup};
 use hatchback_kernels::cuda::memory::Mapped;
-use hatchback_kernels::cuda::tables::{Changes, Place, Tables};
-use hatchback_kernels::isa::Isa;
-use hatchback_kernels::misses::{Miss, Misses, RowState};
-use hatchback_kernels::names::{Names, RowKey, mix, unmix};
-use hatchback_kernels::query::{Bags, Feature, Input, Pooling, Rows, Status};
-use hatchback_kernels::resident::Resident;
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, Limits, Lookup};
+use hatchback_kernels::gpu::tables::{Changes, Place, Tables};
+use hatchback_kernels::lookup::miss_list::{Miss, Misses, RowState};
+use hatchback_kernels::lookup::{Bags, Feature, Input, Pooling, Rows, Status};
+use hatchback_kernels::simd::isa::Isa;
 use hatchback_tests::random::Random;
 use hatchback_tests::{reference, standin};
 use std::collections::HashMap;

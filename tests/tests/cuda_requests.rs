@@ -3,16 +3,16 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::batch::Batch;
-use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
+use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
-use hatchback::pipeline::Pipeline;
-use hatchback::sample::Sample;
+use hatchback::request::pipeline::Pipeline;
+use hatchback::request::serving::Serving;
+use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::score::{SystemClock, Worker};
-use hatchback::serving::Serving;
 use hatchback::{Pooling, Status};
 use hatchback_kernels::cuda::Device;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, tiny_budget};
@@ -20,7 +20,7 @@ use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::standin;
 use hatchback_tests::versions::Versions;
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
@@ -74,7 +74,7 @@ fn plan(seed: u64) -> ModelPlan {
 /// The model on the GPU, with the least cache from `budget` up.
 fn open(flash: &Path, mut budget: Budget, seed: u64) -> Arc<Model> {
     loop {
-        match Model::open(&hatchback::disk::system(), flash, budget) {
+        match Model::open(&hatchback::io::disk::system(), flash, budget) {
             Ok(model) => return Arc::new(model.onto(&Device::Cuda(standin::gpu(seed))).unwrap()),
             Err(OpenError::Budget { field: "cache_bytes_max", .. }) => budget.cache_bytes_max *= 2,
             Err(OpenError::Budget { field: "resident_bytes_max", .. }) => {
@@ -316,7 +316,7 @@ fn a_budget_that_does_not_hold_is_refused() {
             cache_bytes_max: 1 << 16,
             ..Budget::default()
         };
-        Model::open(&hatchback::disk::system(), &flash, budget)
+        Model::open(&hatchback::io::disk::system(), &flash, budget)
     };
     let total = open(1 << 30).unwrap().memory().total();
     let gpu = Device::Cuda(standin::gpu(1));
@@ -353,7 +353,7 @@ fn two_caches(seed: u64, misses: [MissPolicy; 2]) -> (ModelPlan, impl Fn(u64) ->
 fn open_for(packed: &Packed, with_dense: bool, seed: u64) -> Arc<Model> {
     let flash = packed.install();
     let model = open(&flash, Budget { batch_max: BATCH_MAX, ..Budget::default() }, seed);
-    let flash = Flash::open(&hatchback::disk::system(), &flash).unwrap();
+    let flash = Flash::open(&hatchback::io::disk::system(), &flash).unwrap();
     match with_dense {
         true => Arc::new(Arc::into_inner(model).unwrap().with_dense(&flash, None).unwrap()),
         false => model,
@@ -502,7 +502,7 @@ fn a_swap_carries_the_caches_on_the_gpu() {
     let folder = tempfile::tempdir().unwrap();
     let install = |bundle: &Path| {
         let mut bundle = BundleReader::open(bundle).unwrap();
-        Flash::install(&hatchback::disk::system(), folder.path(), &mut bundle, |_| {}).unwrap()
+        Flash::install(&hatchback::io::disk::system(), folder.path(), &mut bundle, |_| {}).unwrap()
     };
     let flash = install(&versions.snapshots[0]);
     let budget = Budget { cache_bytes_max: 1 << 20, batch_max: 64, ..Budget::default() };

@@ -4,19 +4,19 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::Status;
-use hatchback::budget::Budget;
 use hatchback::flash::Flash;
+use hatchback::flash::table::PLACED;
+use hatchback::io::page::PageBytes;
 use hatchback::limits::PAGE_BYTES;
 use hatchback::model::Model;
-use hatchback::page::PageBytes;
-use hatchback::sample::Sample;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::score::{SystemClock, Worker};
-use hatchback::table_rows::PLACED;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::rewrite::{keys_on, kind, pages_of};
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -79,7 +79,7 @@ impl Fixture {
 
     fn open(&self) -> Worker {
         let model =
-            Model::open(&hatchback::disk::system(), &self.flash, Budget::default()).unwrap();
+            Model::open(&hatchback::io::disk::system(), &self.flash, Budget::default()).unwrap();
         Worker::new(Arc::new(model), Arc::new(SystemClock::default()))
     }
 
@@ -108,7 +108,7 @@ impl Fixture {
     }
 
     fn open_error(&self) -> String {
-        Model::open(&hatchback::disk::system(), &self.flash, Budget::default())
+        Model::open(&hatchback::io::disk::system(), &self.flash, Budget::default())
             .err()
             .expect("the model opened")
             .to_string()
@@ -215,7 +215,8 @@ fn damage_behind_the_answer_is_not_cached() {
 #[test]
 fn a_damaged_page_does_not_stop_the_start_of_a_cached_table() {
     let fixture = Fixture::new(|t| t.counts = true);
-    let table = Flash::open(&hatchback::disk::system(), &fixture.flash).unwrap().table(0).unwrap();
+    let table =
+        Flash::open(&hatchback::io::disk::system(), &fixture.flash).unwrap().table(0).unwrap();
     let placed = |key: u64| table.locate(key).unwrap().segment == PLACED;
     let (kept, lost): (HashSet<u64>, HashSet<u64>) =
         keys_on(&fixture.pages(), fixture.middle()).into_iter().partition(|key| placed(*key));

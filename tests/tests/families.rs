@@ -3,19 +3,19 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::Weights;
-use hatchback::budget::Budget;
+use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
-use hatchback::sample::Sample;
+use hatchback::request::weight_check::SCORE_DIFFERENCE_MAX;
+use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement};
-use hatchback::score::{SystemClock, Worker};
-use hatchback::weights::SCORE_DIFFERENCE_MAX;
 use hatchback_tests::models::{
     Installed, install_spec, open_with_least_cache, repository, score_all, tiny_budget,
 };
 use hatchback_tests::reference::same_bits;
-use hatchback_tools::metrics::largest_difference;
 use hatchback_tools::pack::read_samples;
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
+use hatchback_tools::report::metrics::largest_difference;
 use std::sync::Arc;
 
 const FAMILIES: [&str; 4] = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
@@ -119,8 +119,8 @@ fn coarser_codecs_stay_within_their_bounds() {
 fn the_probe_set_comes_back_from_flash() {
     for family in FAMILIES {
         let installed = installed(family, CodecChoice::F32, None);
-        let flash =
-            hatchback::flash::Flash::open(&hatchback::disk::system(), &installed.flash).unwrap();
+        let flash = hatchback::flash::Flash::open(&hatchback::io::disk::system(), &installed.flash)
+            .unwrap();
         assert_eq!(flash.probe().unwrap(), probe(family, &installed));
     }
 }
@@ -156,7 +156,7 @@ fn weights_that_move_a_probe_score_are_refused_and_no_others() {
             let off = furthest(&scores(weights), &trained);
             let wide = Budget { cache_bytes_max: 1 << 20, ..budget(weights) };
             println!("{family}, {weights}: a score moves by {off:.1e}");
-            match Model::open(&hatchback::disk::system(), &whole.flash, wide) {
+            match Model::open(&hatchback::io::disk::system(), &whole.flash, wide) {
                 Ok(_) => {
                     assert!(off <= f64::from(SCORE_DIFFERENCE_MAX), "{family}, {weights}: taken");
                     taken += 1;

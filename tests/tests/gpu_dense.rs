@@ -13,7 +13,7 @@ use hatchback_kernels::dense::{
 use hatchback_tests::models::repository;
 use hatchback_tests::random::Random;
 use hatchback_tests::standin;
-use hatchback_tools::onnx::{Graph, Message, Type, int, ints};
+use hatchback_tools::workload::onnx::{Graph, Message, Type, int, ints};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

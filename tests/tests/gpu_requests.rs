@@ -4,18 +4,18 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::budget::Budget;
-use hatchback::disk;
 use hatchback::flash::Flash;
+use hatchback::io::disk;
 use hatchback::model::Model;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::{SystemClock, Worker};
 use hatchback::schema::Placement;
-use hatchback::score::{SystemClock, Worker};
 use hatchback_kernels::cuda::Device;
 use hatchback_tests::models::{batch_of, install_spec, repository, score_all, tiny_budget};
 use hatchback_tests::reference::same_bits;
 use hatchback_tests::standin;
 use hatchback_tools::pack::read_samples;
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use std::sync::Arc;
 
 const FAMILIES: [&str; 4] = ["dlrm", "dcnv2", "deepfm", "wide_deep"];

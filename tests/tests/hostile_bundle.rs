@@ -4,13 +4,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::Pooling;
-use hatchback::budget::Budget;
+use hatchback::bundle::manifest::{Chunk, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
+use hatchback::io::page::PageBytes;
 use hatchback::limits::{CHUNK_BYTES, FEATURES_MAX, HOTNESS_MAX, MANIFEST_BYTES_MAX};
-use hatchback::manifest::{Chunk, Manifest};
 use hatchback::model::Model;
-use hatchback::page::PageBytes;
+use hatchback::model::budget::Budget;
 use hatchback::schema::{Feature, InputSource, KeySpace};
 use hatchback_tests::models::ModelPlan;
 use hatchback_tests::random::Random;
@@ -616,7 +616,7 @@ fn a_delta_whose_tables_are_not_the_live_ones() {
     let victim = Victim::default();
     let refused = |change: &dyn Fn(&mut hatchback::schema::Table), field: &str| {
         let text = format!("attack.bundle: table `t0`: {field} differs from the live generation's");
-        let attack = |m: &mut hatchback::manifest::Manifest| {
+        let attack = |m: &mut hatchback::bundle::manifest::Manifest| {
             (m.parent, m.tables[HOT].placed) = (Some(5), None);
             change(&mut m.schema.tables[0]);
         };
@@ -665,8 +665,10 @@ fn random_manifests_never_panic() {
         let scratch = tempfile::tempdir().unwrap();
         std::fs::write(victim.bundle(), victim.next.bytes_with(&manifest)).unwrap();
         let Ok(mut bundle) = BundleReader::open(&victim.bundle()) else { continue };
-        if Flash::install(&hatchback::disk::system(), scratch.path(), &mut bundle, |_| {}).is_ok() {
-            let _ = Model::open(&hatchback::disk::system(), scratch.path(), Budget::default());
+        if Flash::install(&hatchback::io::disk::system(), scratch.path(), &mut bundle, |_| {})
+            .is_ok()
+        {
+            let _ = Model::open(&hatchback::io::disk::system(), scratch.path(), Budget::default());
         }
     }
 }

@@ -3,11 +3,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::budget::Budget;
+use hatchback::bundle::manifest::sha256;
 use hatchback::flash::Flash;
-use hatchback::live::LiveRecord;
-use hatchback::manifest::sha256;
+use hatchback::flash::live::LiveRecord;
 use hatchback::model::Model;
+use hatchback::model::budget::Budget;
 use hatchback_tests::victim::Victim;
 
 /// A live record that is not whole is never taken for an empty flash, and never written over.
@@ -20,8 +20,8 @@ fn a_torn_live_record() {
     let refused = |record: &[u8]| {
         std::fs::write(&path, record).unwrap();
         let texts = [
-            Flash::open(&hatchback::disk::system(), &victim.flash).err().unwrap().to_string(),
-            Model::open(&hatchback::disk::system(), &victim.flash, Budget::default())
+            Flash::open(&hatchback::io::disk::system(), &victim.flash).err().unwrap().to_string(),
+            Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
                 .err()
                 .unwrap()
                 .to_string(),
@@ -50,7 +50,7 @@ fn a_live_record_that_names_what_is_not_there() {
         let mut record = LiveRecord::decode(&victim.live).unwrap();
         change(&mut record);
         std::fs::write(&path, record.encode()).unwrap();
-        let error = Model::open(&hatchback::disk::system(), &victim.flash, Budget::default())
+        let error = Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
             .err()
             .unwrap()
             .to_string();
@@ -62,7 +62,8 @@ fn a_live_record_that_names_what_is_not_there() {
         "g000000000005/manifest: manifest: does not match its hash",
     );
     std::fs::remove_file(&path).unwrap();
-    let error = Flash::open(&hatchback::disk::system(), &victim.flash).err().unwrap().to_string();
+    let error =
+        Flash::open(&hatchback::io::disk::system(), &victim.flash).err().unwrap().to_string();
     assert!(error.contains("flash: live: no generation is live here"), "{error}");
     std::fs::write(&path, &victim.live).unwrap();
 }
@@ -73,7 +74,7 @@ fn a_manifest_missing_or_damaged_on_flash() {
     let path = victim.flash.join("g000000000005").join("manifest");
     let whole = std::fs::read(&path).unwrap();
     let error = || {
-        Model::open(&hatchback::disk::system(), &victim.flash, Budget::default())
+        Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
             .err()
             .unwrap()
             .to_string()
@@ -105,7 +106,7 @@ fn files_missing_on_flash() {
         let path = victim.flash.join("g000000000005").join(name);
         let whole = std::fs::read(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
-        let error = Model::open(&hatchback::disk::system(), &victim.flash, Budget::default())
+        let error = Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
             .err()
             .unwrap()
             .to_string();
@@ -126,7 +127,8 @@ fn a_flipped_bit_beside_the_segments() {
             let mut damaged = whole.clone();
             damaged[bit / 8] ^= 1 << (bit % 8);
             std::fs::write(&path, damaged).unwrap();
-            let opened = Model::open(&hatchback::disk::system(), &victim.flash, Budget::default());
+            let opened =
+                Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default());
             let error = opened.err().unwrap().to_string();
             assert!(
                 error.contains(&format!("g000000000005/{name}: content: does not match its hash")),
@@ -135,5 +137,5 @@ fn a_flipped_bit_beside_the_segments() {
         }
         std::fs::write(&path, whole).unwrap();
     }
-    Model::open(&hatchback::disk::system(), &victim.flash, Budget::default()).unwrap();
+    Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default()).unwrap();
 }

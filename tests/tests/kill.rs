@@ -4,8 +4,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::disk;
 use hatchback::flash::{Flash, FlashError};
+use hatchback::io::disk;
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::random::Random;
 use hatchback_tests::versions::Versions;

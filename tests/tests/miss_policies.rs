@@ -4,15 +4,15 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::Status;
-use hatchback::budget::Budget;
 use hatchback::model::Model;
-use hatchback::sample::Sample;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::{Clock, SystemClock, Worker};
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::score::{Clock, SystemClock, Worker};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use proptest::prelude::*;
 use std::path::Path;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ impl Clock for SteppingClock {
 
 fn worker_on(flash: &Path) -> Worker {
     let model =
-        Arc::new(Model::open(&hatchback::disk::system(), flash, Budget::default()).unwrap());
+        Arc::new(Model::open(&hatchback::io::disk::system(), flash, Budget::default()).unwrap());
     Worker::new(model, Arc::new(SteppingClock::default()))
 }
 
@@ -250,7 +250,7 @@ fn a_short_miss_list_fetches_behind_bit_by_bit() {
     let reference = Reference::new(&packed.schema, &packed.rows);
     let budget = Budget { misses_max: 16, ..Budget::default() };
     let model =
-        Arc::new(Model::open(&hatchback::disk::system(), &packed.install(), budget).unwrap());
+        Arc::new(Model::open(&hatchback::io::disk::system(), &packed.install(), budget).unwrap());
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let samples = known_samples(&packed, 40, 3);
     let mut fresh = vec![score(&mut worker, &reference, &samples, None).fresh];
@@ -317,7 +317,7 @@ fn a_read_that_was_given_up_does_not_cost_the_next_request() {
     };
     let mut given_up = 0;
     for _ in 0..40 {
-        let model = Arc::new(Model::open(&hatchback::disk::system(), &flash, budget).unwrap());
+        let model = Arc::new(Model::open(&hatchback::io::disk::system(), &flash, budget).unwrap());
         let mut worker = Worker::new(model, Arc::new(SteppingClock::default()));
         // The read begins a tick before the deadline, and the wait for it is already over; a device may
         // still be faster than that.

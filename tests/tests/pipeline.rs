@@ -4,14 +4,14 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::batch::Batch;
-use hatchback::budget::Budget;
 use hatchback::limits::PREFETCH_MAX;
 use hatchback::model::Model;
-use hatchback::pipeline::{Pipeline, RequestError, Ticket};
-use hatchback::sample::Sample;
+use hatchback::model::budget::Budget;
+use hatchback::request::pipeline::{Pipeline, RequestError, Ticket};
+use hatchback::request::worker::{Clock, ScoreError, SystemClock};
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::score::{Clock, ScoreError, SystemClock};
 use hatchback::{Pooling, Status};
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
@@ -19,7 +19,7 @@ use hatchback_tests::models::{
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::rewrite::{keys_on, pages_of};
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -78,7 +78,7 @@ impl Fixture {
 
     fn open(&self, budget: Budget, clock: Arc<dyn Clock>) -> Pipeline {
         let model =
-            Model::open(&hatchback::disk::system(), &self.packed.install(), budget).unwrap();
+            Model::open(&hatchback::io::disk::system(), &self.packed.install(), budget).unwrap();
         Pipeline::new(Arc::new(model), clock).unwrap()
     }
 
@@ -477,7 +477,7 @@ fn prefetch_caches_sound_rows_only() {
     let keys_lost = keys_on(&pages, 1);
     pages[1][2000] ^= 1;
     std::fs::write(&segment, pages.concat()).unwrap();
-    let model = Model::open(&hatchback::disk::system(), &flash, Budget::default()).unwrap();
+    let model = Model::open(&hatchback::io::disk::system(), &flash, Budget::default()).unwrap();
     let pipeline = Pipeline::new(Arc::new(model), Arc::new(SystemClock::default())).unwrap();
     let unknown = [17, 1 << 41, 5];
     prefetched(&pipeline, &[&keys_lost[..2], &unknown[..]].concat());

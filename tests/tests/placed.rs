@@ -3,27 +3,27 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
-use hatchback::compact::Compaction;
-use hatchback::disk;
+use hatchback::bundle::manifest::Manifest;
 use hatchback::flash::Flash;
-use hatchback::manifest::Manifest;
+use hatchback::flash::segment::Part;
+use hatchback::flash::table::{PLACED, TableRows};
+use hatchback::io::disk;
+use hatchback::io::page::{AlignedPage, PageBytes};
+use hatchback::maintenance::compact::Compaction;
+use hatchback::maintenance::scrub::Scrub;
 use hatchback::model::Model;
-use hatchback::page::{AlignedPage, PageBytes};
-use hatchback::sample::Sample;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::{SystemClock, Worker};
 use hatchback::schema::KeySpace;
-use hatchback::score::{SystemClock, Worker};
-use hatchback::scrub::Scrub;
-use hatchback::segment::Part;
-use hatchback::table_rows::{PLACED, TableRows};
+use hatchback::schema::sample::Sample;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::same_bits;
 use hatchback_tests::rewrite::{Parts, count, keys_on, kind, pages_of, renumber, reseal};
 use hatchback_tests::versions::{Rows, Versions};
 use hatchback_tests::victim::{HASHED, HOT, Victim};
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;

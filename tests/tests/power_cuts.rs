@@ -5,14 +5,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
-use hatchback::compact::Compaction;
-use hatchback::disk::Disk;
+use hatchback::flash::table::Place;
 use hatchback::flash::{Flash, FlashError};
-use hatchback::page::{AlignedPage, PageBytes};
+use hatchback::io::disk::Disk;
+use hatchback::io::page::{AlignedPage, PageBytes};
+use hatchback::maintenance::compact::Compaction;
+use hatchback::maintenance::scrub::Scrub;
+use hatchback::request::worker::Clock;
 use hatchback::schema::KeySpace;
-use hatchback::score::Clock;
-use hatchback::scrub::Scrub;
-use hatchback::table_rows::Place;
 use hatchback::unmix;
 use hatchback_tests::random::Random;
 use hatchback_tests::rewrite::{kind, pages_of};
@@ -295,7 +295,7 @@ fn scrubbing_finds_exactly_the_bad_pages_and_repair_mends_them() {
     let pages = scrub(&disk).pages;
     let mut random = Random::new(1);
     let base = Path::new(DIR).join("g000000000001/t0000-0000.seg");
-    let good = hatchback::disk::Disk::read(&disk, &base).unwrap();
+    let good = hatchback::io::disk::Disk::read(&disk, &base).unwrap();
     let page = 2;
     disk.flip(&base, page * 4096 * 8 + random.below(4096 * 8) as usize);
     let found = scrub(&disk);

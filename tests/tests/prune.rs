@@ -4,12 +4,12 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use anyhow::Result;
-use hatchback::sync::link::{Link, LinkError, Take};
+use hatchback::update::link::{Link, LinkError, Take};
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::{Car, Fleet, T0, VERSIONS};
-use hatchback_tools::prune::{Pruned, Window, prune};
-use hatchback_tools::publish::{Change, publish};
-use hatchback_tools::store::{DryRun, Object, Objects, Store};
+use hatchback_tools::repository::prune::{Pruned, Window, prune};
+use hatchback_tools::repository::publish::{Change, publish};
+use hatchback_tools::repository::store::{DryRun, Object, Objects, Store};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -3,20 +3,20 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
 use hatchback::limits::{NAME_BYTES_MAX, SAMPLE_BYTES_MAX};
+use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
-use hatchback::sample::Sample;
+use hatchback::request::worker::{ScoreError, SystemClock, Worker};
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::score::{ScoreError, SystemClock, Worker};
 use hatchback::{Pooling, Status};
 use hatchback_tests::fleet::VERSIONS;
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
 };
 use hatchback_tests::reference::{Reference, same_bits};
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use proptest::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
@@ -209,7 +209,7 @@ fn what_fits_the_cache_is_read_once() {
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let model = Arc::new(
-        Model::open(&hatchback::disk::system(), &packed.install(), Budget::default()).unwrap(),
+        Model::open(&hatchback::io::disk::system(), &packed.install(), Budget::default()).unwrap(),
     );
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     // Keys that the table does not have are looked for each time: they never enter the cache.
@@ -245,7 +245,7 @@ fn a_small_table_beside_a_large_one_has_its_cache() {
     let reference = Reference::new(&packed.schema, &packed.rows);
     let (flash, batch_max) = (packed.install(), 8);
     let budget = Budget { cache_bytes_max: 64 << 10, ..tiny_budget(&packed.schema, batch_max) };
-    let model = Arc::new(Model::open(&hatchback::disk::system(), &flash, budget).unwrap());
+    let model = Arc::new(Model::open(&hatchback::io::disk::system(), &flash, budget).unwrap());
     assert!(model.memory().lines()[0].1 <= budget.cache_bytes_max);
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let samples: Vec<Sample> = (0..8).map(|id| plan.sample(id)).collect();
@@ -254,7 +254,8 @@ fn a_small_table_beside_a_large_one_has_its_cache() {
     let bytes = |(sets, row_bytes, head): (u64, u64, u64)| sets * (head + 24 + 14 * row_bytes) + 64;
     let least = [(1, 16, 64), (4, 256, 128), (1, 4, 64)].map(bytes).iter().sum::<u64>();
     let open = |cache_bytes_max| {
-        Model::open(&hatchback::disk::system(), &flash, Budget { cache_bytes_max, ..budget }).err()
+        Model::open(&hatchback::io::disk::system(), &flash, Budget { cache_bytes_max, ..budget })
+            .err()
     };
     assert_eq!(open(least).map(|e| e.to_string()), None);
     let error = open(least - 1).unwrap().to_string();
@@ -264,7 +265,10 @@ fn a_small_table_beside_a_large_one_has_its_cache() {
     );
 }
 
-fn request_error(worker: &mut Worker, batch: &hatchback::batch::Batch) -> (&'static str, String) {
+fn request_error(
+    worker: &mut Worker,
+    batch: &hatchback::schema::batch::Batch,
+) -> (&'static str, String) {
     match worker.score(batch, None) {
         Err(ScoreError::Request { field, problem }) => (field, problem),
         other => panic!("{other:?}"),
@@ -293,7 +297,7 @@ fn a_batch_over_the_limit_is_refused() {
     let packed = plan.pack();
     let mut worker = open(&packed);
     let schema = worker.model().schema().clone();
-    let mut batch = hatchback::batch::Batch::new(&schema, 5);
+    let mut batch = hatchback::schema::batch::Batch::new(&schema, 5);
     (0..5).for_each(|id| batch.push(&schema, &plan.sample(id)).unwrap());
     assert_eq!(
         request_error(&mut worker, &batch),
@@ -320,7 +324,7 @@ fn a_batch_of_another_schema_is_refused() {
     ];
     for (plan, field) in others {
         let other = plan.pack();
-        let mut batch = hatchback::batch::Batch::new(&other.schema, 4);
+        let mut batch = hatchback::schema::batch::Batch::new(&other.schema, 4);
         let longest =
             other.schema.features.iter().map(|f| vec![7; f.hotness_max as usize]).collect();
         let sample =
@@ -330,7 +334,7 @@ fn a_batch_of_another_schema_is_refused() {
     }
     // What fits is served, whichever schema it was made with.
     let roomy = small_plan(1, &[4, 6]).pack();
-    let mut batch = hatchback::batch::Batch::new(&roomy.schema, 4);
+    let mut batch = hatchback::schema::batch::Batch::new(&roomy.schema, 4);
     let sample =
         Sample { dense: vec![1.0], sparse: vec![vec![1, 2], vec![3]], label: None, score: None };
     batch.push(&roomy.schema, &sample).unwrap();
@@ -344,7 +348,7 @@ fn a_batch_of_another_schema_is_refused() {
 #[test]
 fn a_batch_takes_no_sample_of_another_schema() {
     let (one, two) = (small_plan(3, &[2]).pack(), small_plan(1, &[2, 2]).pack());
-    let mut batch = hatchback::batch::Batch::new(&one.schema, 4);
+    let mut batch = hatchback::schema::batch::Batch::new(&one.schema, 4);
     let sample =
         Sample { dense: vec![1.0], sparse: vec![vec![1], vec![2]], label: None, score: None };
     assert!(batch.push(&two.schema, &sample).is_err());
@@ -355,7 +359,7 @@ fn a_batch_takes_no_sample_of_another_schema() {
 fn samples_that_do_not_fit_are_refused_by_name() {
     let plan = small_plan(2, &[2, 3]);
     let schema = plan.pack().schema;
-    let mut batch = hatchback::batch::Batch::new(&schema, 4);
+    let mut batch = hatchback::schema::batch::Batch::new(&schema, 4);
     let good =
         Sample { dense: vec![0.0; 2], sparse: vec![vec![1], vec![]], label: None, score: None };
     let mut refused = |change: &dyn Fn(&mut Sample), text: &str| {
@@ -381,7 +385,7 @@ fn budgets_that_cannot_hold_the_model_are_refused_by_name() {
     let refused = |change: &dyn Fn(&mut Budget)| {
         let mut budget = Budget::default();
         change(&mut budget);
-        match Model::open(&hatchback::disk::system(), &flash, budget) {
+        match Model::open(&hatchback::io::disk::system(), &flash, budget) {
             Err(OpenError::Budget { field, .. }) => field,
             Err(e) => panic!("{e}"),
             Ok(_) => panic!("opened"),

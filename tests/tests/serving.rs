@@ -2,17 +2,17 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::budget::Budget;
-use hatchback::disk;
 use hatchback::flash::Flash;
-use hatchback::pipeline::RequestError;
-use hatchback::sample::Sample;
+use hatchback::io::disk;
+use hatchback::model::budget::Budget;
+use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::{Serving, ServingError};
+use hatchback::request::worker::SystemClock;
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
-use hatchback::score::SystemClock;
-use hatchback::serving::{Serving, ServingError};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
 use hatchback_tests::reference::{Reference, same_bits};
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

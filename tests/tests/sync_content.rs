@@ -4,23 +4,23 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
-use hatchback::disk::Disk;
+use hatchback::bundle::manifest::sha256;
 use hatchback::flash::Flash;
+use hatchback::flash::overlay::DELTAS_MAX;
+use hatchback::io::disk::Disk;
+use hatchback::io::page::PageBytes;
 use hatchback::limits::CHUNK_BYTES;
-use hatchback::manifest::sha256;
-use hatchback::overlay::DELTAS_MAX;
-use hatchback::page::PageBytes;
-use hatchback::sync::error::SyncError;
-use hatchback::sync::link::{Fetcher, LinkLimits};
-use hatchback::sync::release::manifest_path;
-use hatchback::sync::state::State;
+use hatchback::update::error::SyncError;
+use hatchback::update::link::{Fetcher, LinkLimits};
+use hatchback::update::release::manifest_path;
+use hatchback::update::state::State;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS};
 use hatchback_tests::rewrite::{Parts, count, kind, renumber, reseal};
 use hatchback_tests::versions::Versions;
 use hatchback_tests::wire::{Faults, Wire};
-use hatchback_tools::publish::{Change, publish};
-use hatchback_tools::signing::{block_on, sources, timestamp};
-use hatchback_tools::store::{Object, Objects, Store};
+use hatchback_tools::repository::keys::{block_on, sources, timestamp};
+use hatchback_tools::repository::publish::{Change, publish};
+use hatchback_tools::repository::store::{Object, Objects, Store};
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::io::Write;

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::sync::error::SyncError;
+use hatchback::update::error::SyncError;
 use hatchback_link::{HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, Fleet, T0};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};

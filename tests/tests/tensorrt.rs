@@ -6,23 +6,23 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::codec::{Codec, RowFormat};
+use hatchback_kernels::cache::address::{Names, RowKey};
+use hatchback_kernels::cache::codec::{Codec, RowFormat};
 use hatchback_kernels::cuda::Device;
-use hatchback_kernels::cuda::lookup::{FeatureOnDevice, Keys, Limits};
 use hatchback_kernels::cuda::memory::View;
-use hatchback_kernels::cuda::step::Step;
-use hatchback_kernels::cuda::tables::{Place, Tables};
 use hatchback_kernels::dense::{
     Activation, DenseEngine, DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions, Weights,
 };
-use hatchback_kernels::misses::{Misses, RowState};
-use hatchback_kernels::names::{Names, RowKey};
-use hatchback_kernels::query::{Bags, Pooling, Status};
-use hatchback_kernels::tensorrt::{Build, Plans, TensorRt, TensorRtError};
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, Limits};
+use hatchback_kernels::gpu::step::Step;
+use hatchback_kernels::gpu::tables::{Place, Tables};
+use hatchback_kernels::gpu::tensorrt::{Build, Plans, TensorRt, TensorRtError};
+use hatchback_kernels::lookup::miss_list::{Misses, RowState};
+use hatchback_kernels::lookup::{Bags, Pooling, Status};
 use hatchback_tests::models::repository;
 use hatchback_tests::standin;
-use hatchback_tools::metrics::largest_difference;
-use hatchback_tools::onnx::{Graph, Type};
+use hatchback_tools::report::metrics::largest_difference;
+use hatchback_tools::workload::onnx::{Graph, Type};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;

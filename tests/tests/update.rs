@@ -3,14 +3,14 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::disk::{self, Disk};
 use hatchback::flash::Flash;
-use hatchback::sync::Sync;
-use hatchback::sync::apply::{Host, Policy, Watched};
-use hatchback::sync::error::SyncError;
-use hatchback::sync::link::{Fetcher, Link, LinkError, LinkLimits, Take};
-use hatchback::sync::state::State;
-use hatchback::sync::trust::Trust;
+use hatchback::io::disk::{self, Disk};
+use hatchback::update::Sync;
+use hatchback::update::apply::{Host, Policy, Watched};
+use hatchback::update::error::SyncError;
+use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
+use hatchback::update::state::State;
+use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::fleet::{Car, Fleet, T0, Ticks, VERSIONS};

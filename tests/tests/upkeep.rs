@@ -4,13 +4,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
-use hatchback::compact::Compaction;
-use hatchback::disk::Disk;
 use hatchback::flash::{Flash, FlashError};
-use hatchback::notes::Notes;
-use hatchback::scrub::Scrub;
-use hatchback::upkeep::{Did, Rules, Upkeep};
-use hatchback::wear::WearBudget;
+use hatchback::io::disk::Disk;
+use hatchback::maintenance::catalog_entries::Notes;
+use hatchback::maintenance::compact::Compaction;
+use hatchback::maintenance::scrub::Scrub;
+use hatchback::maintenance::wear::WearBudget;
+use hatchback::maintenance::{Did, Rules, Upkeep};
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::random::Random;
 use hatchback_tests::sim_disk::SimDisk;
@@ -246,7 +246,7 @@ fn a_delta_too_many_is_refused_before_it_is_written() {
     let (disk, flash) = laid(&versions, 2);
     let mut record = flash.record().clone();
     let delta = record.live.tables[0].deltas[0];
-    record.live.tables[0].deltas = vec![delta; hatchback::overlay::DELTAS_MAX];
+    record.live.tables[0].deltas = vec![delta; hatchback::flash::overlay::DELTAS_MAX];
     let live = Path::new(DIR).join("live");
     disk.create(&live).unwrap().write_all(&record.encode()).unwrap();
     let written = disk.written();
@@ -359,6 +359,10 @@ fn life(versions: &Versions, seed: u64) {
 }
 
 /// A lost state counts as spent; that is not what the budget is compared with here.
-fn cleared(notes: &Notes) -> hatchback::wear::Wear {
-    if notes.wear.bytes == u64::MAX { hatchback::wear::Wear::default() } else { notes.wear }
+fn cleared(notes: &Notes) -> hatchback::maintenance::wear::Wear {
+    if notes.wear.bytes == u64::MAX {
+        hatchback::maintenance::wear::Wear::default()
+    } else {
+        notes.wear
+    }
 }

@@ -3,24 +3,24 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
-use hatchback::disk::Disk;
 use hatchback::flash::Flash;
+use hatchback::io::disk::Disk;
 use hatchback::limits::PAGE_BYTES;
+use hatchback::maintenance::catalog_entries::Notes;
+use hatchback::maintenance::throttle::Pace;
+use hatchback::maintenance::{Did, Rules, Upkeep};
 use hatchback::model::Model;
-use hatchback::notes::Notes;
-use hatchback::pace::Pace;
-use hatchback::sample::Sample;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::{Clock, Worker};
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy};
-use hatchback::score::{Clock, Worker};
-use hatchback::upkeep::{Did, Rules, Upkeep};
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_of};
 use hatchback_tests::random::Random;
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::versions::Versions;
-use hatchback_tools::spec::CodecChoice;
+use hatchback_tools::pack::spec::CodecChoice;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;

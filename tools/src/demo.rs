@@ -3,21 +3,21 @@
 //! then a Criteo-shaped model of a few million rows makes the flash tier work.
 
 use crate::eval::{Evaluation, evaluate};
-use crate::keys::{BagSizes, Distribution, Workload};
-use crate::metrics::{Latencies, Lookups};
+use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file, read_samples};
-use crate::plot::{self, Window};
 use crate::report;
+use crate::report::metrics::{Latencies, Lookups};
+use crate::report::plot::{self, Window};
 use crate::serve;
-use crate::spec::CodecChoice;
-use crate::synthetic;
+use crate::workload::key_distributions::{BagSizes, Distribution, Workload};
+use crate::workload::synthetic;
 use anyhow::{Context, Result};
 use clap::Args;
-use hatchback::budget::Budget;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::Counters;
 use hatchback::schema::Placement;
-use hatchback::score::Counters;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,15 +1,15 @@
 //! `eval`: a labelled set through the whole request path: AUC, logloss, hit rates, statuses, latencies, and
 //! how far the scores are from those that the trainer recorded.
 
-use crate::metrics::{Latencies, Lookups, Percentiles, auc, largest_difference, logloss};
 use crate::pack::read_samples;
-use crate::plot::{self, Window};
 use crate::report;
+use crate::report::metrics::{Latencies, Lookups, Percentiles, auc, largest_difference, logloss};
+use crate::report::plot::{self, Window};
 use crate::serve::{self, ServeArgs};
 use anyhow::{Result, ensure};
 use clap::Args;
 use hatchback::model::Model;
-use hatchback::sample::Sample;
+use hatchback::schema::sample::Sample;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -4,12 +4,12 @@
 use crate::report;
 use anyhow::Result;
 use clap::Args;
+use hatchback::bundle::manifest::{Blob, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
-use hatchback::catalog::Catalog;
 use hatchback::flash::Flash;
-use hatchback::manifest::{Blob, Manifest};
+use hatchback::maintenance::catalog::Catalog;
+use hatchback::maintenance::scrub::Damage;
 use hatchback::schema::{InputSource, Schema};
-use hatchback::scrub::Damage;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::SystemTime;
@@ -323,7 +323,7 @@ fn verify_flash(flash: &Flash) -> Vec<String> {
 /// The path holds neither, or `--verify` found damage.
 pub fn run(args: &InspectArgs) -> Result<()> {
     let mut report = if args.path.is_dir() {
-        let flash = Flash::open(&hatchback::disk::system(), &args.path)?;
+        let flash = Flash::open(&hatchback::io::disk::system(), &args.path)?;
         let mut report = Report::new("flash directory", flash.manifest(), flash.bytes()?);
         report.damage = args.verify.then(|| verify_flash(&flash));
         report.scrub = ScrubReport::read(&flash);

@@ -6,11 +6,10 @@
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
+use hatchback_tools::pack::spec::CodecChoice;
 use hatchback_tools::pack::{Overrides, pack_file_onto};
-use hatchback_tools::spec::CodecChoice;
-use hatchback_tools::{
-    bench, demo, eval, image, inspect, prune, publish, report, run, serve, signing, sync, tuf,
-};
+use hatchback_tools::repository::{keys, prune, publish};
+use hatchback_tools::{bench, demo, eval, image, inspect, report, run, serve, sync, tuf};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -28,7 +27,7 @@ enum Command {
     Pack(PackArgs),
     Inspect(inspect::InspectArgs),
     Image(image::ImageArgs),
-    Keys(signing::KeysArgs),
+    Keys(keys::KeysArgs),
     Publish(publish::PublishArgs),
     Prune(prune::PruneArgs),
     Sync(sync::SyncArgs),
@@ -98,7 +97,7 @@ fn main() -> ExitCode {
         Command::Pack(args) => pack(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Image(args) => image::run(&args),
-        Command::Keys(args) => signing::run(&args),
+        Command::Keys(args) => keys::run(&args),
         Command::Publish(args) => publish::run(&args),
         Command::Prune(args) => prune::run(&args),
         Command::Sync(args) => sync::run(&args),

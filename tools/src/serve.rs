@@ -4,12 +4,12 @@
 use crate::report;
 use anyhow::{Context, Result};
 use clap::Args;
-use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
-use hatchback::disk;
 use hatchback::flash::Flash;
+use hatchback::io::disk;
 use hatchback::model::Model;
-use hatchback::score::{SystemClock, Worker};
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::{SystemClock, Worker};
 use hatchback::target::{DeviceKind, Target};
 use hatchback_kernels::cuda::Device;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -116,7 +116,7 @@ pub fn open_flash(path: &Path, directory: &Path) -> Result<Flash> {
 /// The bundle is refused or cannot be written.
 pub fn lay_on_flash(path: &Path, directory: &Path) -> Result<Flash> {
     let mut bundle = BundleReader::open(path)?;
-    let rows = |t: &hatchback::manifest::TableBlobs| {
+    let rows = |t: &hatchback::bundle::manifest::TableBlobs| {
         bundle.manifest().blobs[t.segment as usize].raw_bytes()
     };
     let total = bundle.manifest().tables.iter().map(rows).sum();

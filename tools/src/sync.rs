@@ -1,17 +1,17 @@
 //! `sync`: what a car does, once, in one process: takes up what a repository has signed and brings a flash directory
-//! forward to it. Only reads the command line and shows the progress; the work is `hatchback::sync`.
+//! forward to it. Only reads the command line and shows the progress; the work is `hatchback::update`.
 
 use crate::report;
 use crate::serve::progress_bar;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hatchback::budget::Budget;
-use hatchback::score::SystemClock;
-use hatchback::sync::Sync;
-use hatchback::sync::apply::{Host, Policy};
-use hatchback::sync::link::{Fetcher, LinkLimits};
-use hatchback::sync::state::{State, Status};
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::SystemClock;
 use hatchback::target::Target;
+use hatchback::update::Sync;
+use hatchback::update::apply::{Host, Policy};
+use hatchback::update::link::{Fetcher, LinkLimits};
+use hatchback::update::state::{State, Status};
 use hatchback_link::args::CarArgs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};

@@ -5,12 +5,12 @@
 use crate::sync::now;
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Subcommand};
-use hatchback::disk;
+use hatchback::bundle::manifest::sha256;
+use hatchback::io::disk;
 use hatchback::limits::CHUNK_BYTES;
-use hatchback::manifest::sha256;
-use hatchback::score::SystemClock;
-use hatchback::sync::link::{Fetcher, Link, LinkError, LinkLimits, Take};
-use hatchback::sync::trust::Trust;
+use hatchback::request::worker::SystemClock;
+use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
+use hatchback::update::trust::Trust;
 use hatchback_link::{LinkOptions, open};
 use std::path::{Path, PathBuf};
 
@@ -105,7 +105,7 @@ pub fn run(args: &TufArgs) -> Result<()> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    hatchback::sync::release::hex(&sha256(bytes))
+    hatchback::update::release::hex(&sha256(bytes))
 }
 
 /// Copies the trusted metadata to where the suite looks.

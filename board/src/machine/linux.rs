@@ -2,8 +2,8 @@
 //! directory. Knows no board.
 
 use super::{Reading, Root, reading};
-use hatchback::catalog::Catalog;
-use hatchback::reader::{PageReader, ReadMethod};
+use hatchback::io::reader::{PageReader, ReadMethod};
+use hatchback::maintenance::catalog::Catalog;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 

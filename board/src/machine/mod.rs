@@ -9,8 +9,8 @@ mod sim;
 pub use linux::{hottest, watts};
 
 use crate::settings;
-use hatchback::disk;
 use hatchback::flash::Flash;
+use hatchback::io::disk;
 use hatchback::target::{DeviceKind, MachineKind, Target};
 use mounts::Mount;
 use serde::Serialize;

@@ -4,9 +4,9 @@
 
 #![allow(unsafe_code)]
 
-use super::dense::DeviceMatrix;
 use super::driver::{CudaError, Gpu, Stream};
 use super::memory::{Buffer, View};
+use crate::gpu::dense_kernels::DeviceMatrix;
 use libloading::Library;
 use std::error::Error;
 use std::ffi::c_void;

@@ -50,7 +50,7 @@ pub enum CudaError {
     },
 }
 
-pub(super) type Result<T> = std::result::Result<T, CudaError>;
+pub(crate) type Result<T> = std::result::Result<T, CudaError>;
 
 /// Names the call that failed.
 pub(super) trait Call<T> {

@@ -4,17 +4,11 @@
 //! built by its `make` and embedded here. The bytes and, but for cuBLAS, the results are the CPU's.
 
 pub mod cublas;
-pub mod dense;
 pub mod driver;
-pub mod facts;
 pub mod graph;
-mod launch;
-pub mod lookup;
 pub mod memory;
-pub mod step;
-pub mod tables;
 
-use crate::memory::{Zeroable, Zeroed};
+use crate::simd::huge_pages::{Zeroable, Zeroed};
 use driver::{CudaError, Gpu, Profile};
 use memory::{DeviceValue, Mapped};
 use std::ops::{Deref, DerefMut};

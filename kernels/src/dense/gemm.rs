@@ -3,9 +3,9 @@
 //! its bits depend neither on the instruction set nor on the batch around its row. Never allocates in a run.
 
 use super::Weights;
-use super::simd::{Finish, ROWS_MAX, Row, Stored, Tile, WIDTH_MAX, decode};
-use crate::isa::Isa;
-use crate::memory::{Zeroable, Zeroed};
+use super::microkernel::{Finish, ROWS_MAX, Row, Stored, Tile, WIDTH_MAX, decode};
+use crate::simd::huge_pages::{Zeroable, Zeroed};
+use crate::simd::isa::Isa;
 use half::f16;
 
 /// With more rows than this, a panel is decoded once for all of them instead of in every tile.
@@ -19,7 +19,7 @@ enum Panels {
 }
 
 /// A weight matrix `[k, n]` with what follows it, packed for the kernels.
-pub(super) struct Matrix {
+pub(crate) struct Matrix {
     pub k: usize,
     pub n: usize,
     panels: Panels,
@@ -30,7 +30,7 @@ pub(super) struct Matrix {
 }
 
 /// What a worker needs for products.
-pub(super) struct GemmScratch {
+pub(crate) struct GemmScratch {
     nonzero: Vec<(u32, f32)>,
     decoded: Zeroed<f32>,
     packed: Zeroed<f32>,
@@ -55,7 +55,7 @@ impl GemmScratch {
 }
 
 /// First column and width of every panel of `n` columns.
-pub(super) fn panels(n: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(crate) fn panels(n: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..n).step_by(WIDTH_MAX).map(move |first| (first, width_for(n - first)))
 }
 
@@ -68,7 +68,7 @@ fn width_for(columns: usize) -> usize {
 }
 
 /// Columns of `n` with the last panel's padding.
-pub(super) fn padded(n: usize) -> usize {
+pub(crate) fn padded(n: usize) -> usize {
     panels(n).last().map_or(0, |(first, width)| first + width)
 }
 
@@ -242,7 +242,7 @@ fn list_nonzero<'a>(a: &[f32], list: &'a mut [(u32, f32)]) -> &'a [(u32, f32)] {
 }
 
 /// Packs `[k, n]`, or `[n, k]` if `transposed`, as the second operand of `multiply_packed`.
-pub(super) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, packed: &mut [f32]) {
+pub(crate) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, packed: &mut [f32]) {
     for (first, width) in panels(n) {
         let columns = width.min(n - first);
         let panel = &mut packed[first * k..][..k * width];
@@ -262,7 +262,7 @@ pub(super) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, pack
 }
 
 /// `out[m, n] = a[m, k] x` what `pack_columns` packed.
-pub(super) fn multiply_packed(
+pub(crate) fn multiply_packed(
     packed: &[f32],
     (m, k, n): (usize, usize, usize),
     a: &[f32],

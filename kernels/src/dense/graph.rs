@@ -14,17 +14,17 @@ const VALUES_MAX: usize = 1 << 24;
 const WEIGHTS_MAX: usize = 1 << 28;
 
 /// A value computed for each sample; its number in `Graph::widths`.
-pub(super) type Id = usize;
+pub(crate) type Id = usize;
 
 /// A node: operands, what is done, and the result.
-pub(super) struct Node {
+pub(crate) struct Node {
     pub inputs: Vec<Id>,
     pub op: Op,
     pub output: Id,
 }
 
 /// What a node does to each sample.
-pub(super) enum Op {
+pub(crate) enum Op {
     /// `[rows, k] x` weights `[k, n]`.
     Matrix { rows: usize, matrix: Box<Matrix> },
     /// `count` products `[m, k] x [k, n]`; the second operand is `[n, k]` if `transposed`.
@@ -42,14 +42,14 @@ pub(super) enum Op {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Map {
+pub(crate) enum Map {
     Relu,
     Sigmoid,
     Tanh,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Zip {
+pub(crate) enum Zip {
     Add,
     Sub,
     Mul,
@@ -57,7 +57,7 @@ pub(super) enum Zip {
 }
 
 /// One side of a `Zip`.
-pub(super) enum Operand {
+pub(crate) enum Operand {
     /// Operand number `input`; each value used in order, or value `picks[i]` for result `i`.
     Value { input: usize, picks: Option<Vec<u32>> },
     /// The same for every sample, as wide as the result.
@@ -65,7 +65,7 @@ pub(super) enum Operand {
 }
 
 /// A whole network. The first values are its inputs, in the caller's order.
-pub(super) struct Graph {
+pub(crate) struct Graph {
     /// Values a sample.
     pub widths: Vec<usize>,
     pub nodes: Vec<Node>,
@@ -73,7 +73,7 @@ pub(super) struct Graph {
 }
 
 /// Why there is no plan.
-pub(super) enum Stop {
+pub(crate) enum Stop {
     /// An operator, or a form of one, that only the fallback may know.
     Unsupported(String),
     /// Nothing can use this file.
@@ -88,14 +88,14 @@ impl From<DenseError> for Stop {
 
 /// A size in shape arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Size {
+pub(crate) enum Size {
     Batch,
     Fixed(i64),
 }
 
 /// What a name stands for.
 #[derive(Clone)]
-pub(super) enum Known {
+pub(crate) enum Known {
     /// Computed for each sample; the shape is that of one sample.
     Value(Id, Vec<usize>),
     /// The same for every request.
@@ -105,13 +105,13 @@ pub(super) enum Known {
 }
 
 /// A tensor of floats.
-pub(super) struct Constant {
+pub(crate) struct Constant {
     pub shape: Vec<usize>,
     pub values: Vec<f32>,
 }
 
 /// Reads a graph node by node.
-pub(super) struct Builder {
+pub(crate) struct Builder {
     pub weights: Weights,
     known: HashMap<String, Known>,
     widths: Vec<usize>,
@@ -246,7 +246,7 @@ impl Builder {
 }
 
 /// What a tensor of the file stands for.
-pub(super) fn constant(tensor: &super::onnx::TensorProto) -> Result<Known, Stop> {
+pub(crate) fn constant(tensor: &super::onnx::TensorProto) -> Result<Known, Stop> {
     if let Some(values) = tensor.floats() {
         if values.iter().any(|v| !v.is_finite()) {
             return Err(malformed(&format!(
@@ -270,6 +270,6 @@ pub(super) fn constant(tensor: &super::onnx::TensorProto) -> Result<Known, Stop>
 }
 
 /// A file that contradicts itself.
-pub(super) fn malformed(problem: &str) -> Stop {
+pub(crate) fn malformed(problem: &str) -> Stop {
     Stop::Refused(DenseError::Load(problem.to_owned()))
 }

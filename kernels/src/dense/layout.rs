@@ -6,13 +6,13 @@ use super::graph::{Graph, Id, Map, Node, Op, Operand, Zip};
 
 /// Where a value lies.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
+pub(crate) enum Place {
     Input(usize),
     Buffer(usize),
 }
 
 /// A network laid out.
-pub(super) struct Layout {
+pub(crate) struct Layout {
     pub nodes: Vec<Node>,
     /// Values a sample of each value.
     pub widths: Vec<usize>,

@@ -26,19 +26,19 @@ fn exp(x: f32) -> f32 {
 
 /// `1 / (1 + e^-x)`, within 1.2e-7.
 #[inline(always)]
-pub(super) fn sigmoid(x: f32) -> f32 {
+pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
 /// The hyperbolic tangent, within 2.4e-7.
 #[inline(always)]
-pub(super) fn tanh(x: f32) -> f32 {
+pub(crate) fn tanh(x: f32) -> f32 {
     2.0f32.mul_add(sigmoid(x + x), -1.0)
 }
 
 /// `0 > x ? 0 : x`: NaN stays NaN.
 #[inline(always)]
-pub(super) fn relu(x: f32) -> f32 {
+pub(crate) fn relu(x: f32) -> f32 {
     if 0.0 > x { 0.0 } else { x }
 }
 

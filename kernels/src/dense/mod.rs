@@ -3,24 +3,24 @@
 //! whose scores do not depend on the batch or on the instruction set, to the bit; any other ONNX file runs on rten.
 //! `device_engine.rs` is the same on a GPU. Never owns its inputs.
 
-mod device;
-mod device_engine;
 mod fallback;
-mod gemm;
-mod graph;
-mod layout;
+pub(crate) mod gemm;
+pub(crate) mod graph;
+pub(crate) mod layout;
 mod math;
-mod onnx;
+mod microkernel;
+pub(crate) mod onnx;
 mod operators;
 mod plan;
-mod simd;
 #[cfg(test)]
 mod tests;
 
 use crate::cuda::driver::CudaError;
-use crate::isa::Isa;
-use crate::tensorrt::TensorRtError;
-pub use device_engine::{DenseNetwork, DeviceEngine, DeviceLane, DeviceOptions, TensorRtOptions};
+pub use crate::gpu::dense_engine::{
+    DenseNetwork, DeviceEngine, DeviceLane, DeviceOptions, TensorRtOptions,
+};
+use crate::gpu::tensorrt::TensorRtError;
+use crate::simd::isa::Isa;
 use fallback::Fallback;
 use graph::{Graph, Stop};
 use layout::Layout;
@@ -286,7 +286,7 @@ impl DenseEngine {
             }
         }
         if self.activation == Activation::Sigmoid {
-            simd::each(self.isa, scores, math::sigmoid);
+            microkernel::each(self.isa, scores, math::sigmoid);
         }
         Ok(())
     }
@@ -309,7 +309,7 @@ impl DenseEngine {
 }
 
 /// The shape of one sample of each input, once every input of the file is fed and `output` is one of its outputs.
-fn match_interface(
+pub(crate) fn match_interface(
     model: &onnx::ModelProto,
     inputs: &[(&str, usize)],
     output: &str,

@@ -7,7 +7,7 @@ use prost::Message;
 use prost::bytes::Bytes;
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct ModelProto {
+pub(crate) struct ModelProto {
     #[prost(int64, optional, tag = "1")]
     pub ir_version: Option<i64>,
     #[prost(message, optional, tag = "7")]
@@ -17,7 +17,7 @@ pub(super) struct ModelProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct OperatorSetIdProto {
+pub(crate) struct OperatorSetIdProto {
     #[prost(string, optional, tag = "1")]
     pub domain: Option<String>,
     #[prost(int64, optional, tag = "2")]
@@ -25,7 +25,7 @@ pub(super) struct OperatorSetIdProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct GraphProto {
+pub(crate) struct GraphProto {
     #[prost(message, repeated, tag = "1")]
     pub node: Vec<NodeProto>,
     #[prost(message, repeated, tag = "5")]
@@ -37,7 +37,7 @@ pub(super) struct GraphProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct NodeProto {
+pub(crate) struct NodeProto {
     #[prost(string, repeated, tag = "1")]
     pub input: Vec<String>,
     #[prost(string, repeated, tag = "2")]
@@ -53,7 +53,7 @@ pub(super) struct NodeProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct AttributeProto {
+pub(crate) struct AttributeProto {
     #[prost(string, optional, tag = "1")]
     pub name: Option<String>,
     #[prost(float, optional, tag = "2")]
@@ -77,7 +77,7 @@ pub(super) struct AttributeProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct TensorProto {
+pub(crate) struct TensorProto {
     #[prost(int64, repeated, packed = "false", tag = "1")]
     pub dims: Vec<i64>,
     #[prost(int32, optional, tag = "2")]
@@ -100,7 +100,7 @@ pub(super) struct TensorProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct ValueInfoProto {
+pub(crate) struct ValueInfoProto {
     #[prost(string, optional, tag = "1")]
     pub name: Option<String>,
     #[prost(message, optional, tag = "2")]
@@ -108,13 +108,13 @@ pub(super) struct ValueInfoProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct TypeProto {
+pub(crate) struct TypeProto {
     #[prost(message, optional, tag = "1")]
     pub tensor_type: Option<TensorTypeProto>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct TensorTypeProto {
+pub(crate) struct TensorTypeProto {
     #[prost(int32, optional, tag = "1")]
     pub elem_type: Option<i32>,
     #[prost(message, optional, tag = "2")]
@@ -122,13 +122,13 @@ pub(super) struct TensorTypeProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct TensorShapeProto {
+pub(crate) struct TensorShapeProto {
     #[prost(message, repeated, tag = "1")]
     pub dim: Vec<Dimension>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Dimension {
+pub(crate) struct Dimension {
     #[prost(int64, optional, tag = "1")]
     pub dim_value: Option<i64>,
     #[prost(string, optional, tag = "2")]
@@ -136,7 +136,7 @@ pub(super) struct Dimension {
 }
 
 /// `TensorProto.DataType`.
-pub(super) const FLOAT: i32 = 1;
+pub(crate) const FLOAT: i32 = 1;
 const INT64: i32 = 7;
 
 /// Nodes of a graph; recommendation models have tens.
@@ -146,7 +146,7 @@ const NODES_MAX: usize = 1 << 14;
 ///
 /// # Errors
 /// It is no ONNX file, or a tensor is not whole.
-pub(super) fn read(bytes: Bytes) -> Result<ModelProto, DenseError> {
+pub(crate) fn read(bytes: Bytes) -> Result<ModelProto, DenseError> {
     let model = ModelProto::decode(bytes)
         .map_err(|e| DenseError::Load(format!("not an ONNX file: {e}")))?;
     let graph = model

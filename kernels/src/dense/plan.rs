@@ -3,8 +3,8 @@
 use super::gemm::{GemmScratch, Matrix, pack_columns, padded};
 use super::graph::{Id, Map, Node, Op, Operand, Zip};
 use super::layout::{Layout, Place};
-use super::{math, simd};
-use crate::isa::Isa;
+use super::{math, microkernel};
+use crate::simd::isa::Isa;
 
 /// Samples that go through the network together: enough to use every weight often while it is near, few enough
 /// that the results stay near too.
@@ -151,8 +151,8 @@ impl Plan {
                 }
                 match map {
                     Map::Relu => out.iter_mut().for_each(|x| *x = math::relu(*x)),
-                    Map::Sigmoid => simd::each(self.isa, out, math::sigmoid),
-                    Map::Tanh => simd::each(self.isa, out, math::tanh),
+                    Map::Sigmoid => microkernel::each(self.isa, out, math::sigmoid),
+                    Map::Tanh => microkernel::each(self.isa, out, math::tanh),
                 }
             }
             Op::Zip { zip, left, right } => {

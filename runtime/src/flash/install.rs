@@ -6,16 +6,16 @@ use super::{
     placed_rows_max, reclaim, segment_name, write_live,
 };
 use crate::bundle::BundleReader;
-use crate::commit;
-use crate::disk::{Disk, Lock};
+use crate::bundle::manifest::{Hash, Manifest, sha256};
+use crate::flash::live::{HotList, LiveRecord, SegmentRef, State, TableState};
+use crate::flash::overlay::{DELTA_PAGES_MAX, DELTAS_MAX};
+use crate::flash::segment::verifier::{Copies, SegmentCheck};
+use crate::flash::segment::{Counts, Part, SegmentError};
+use crate::io::atomic_write;
+use crate::io::disk::{Disk, Lock};
 use crate::limits::PAGE_BYTES;
-use crate::live::{HotList, LiveRecord, SegmentRef, State, TableState};
-use crate::manifest::{Hash, Manifest, sha256};
-use crate::overlay::{DELTA_PAGES_MAX, DELTAS_MAX};
-use crate::sample::Sample;
+use crate::schema::sample::Sample;
 use crate::schema::{Schema, Table};
-use crate::segment::{Counts, Part, SegmentError};
-use crate::segment_check::{Copies, SegmentCheck};
 use hatchback_kernels::dense::Weights;
 use std::ops::Range;
 use std::path::Path;
@@ -248,7 +248,8 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             self.copy(bundle, probe, "probe", |_| Ok(()))?;
         }
         let path = self.folder.join("manifest");
-        commit::replace(self.disk, &path, bundle.manifest_bytes()).map_err(io_error(&path))?;
+        atomic_write::replace(self.disk, &path, bundle.manifest_bytes())
+            .map_err(io_error(&path))?;
         Ok(counts)
     }
 

@@ -16,20 +16,25 @@
 //! ```
 
 mod install;
+pub mod live;
+pub mod merge;
+pub mod overlay;
+pub mod segment;
+pub mod table;
 
 pub use install::Prepared;
 
 use crate::bundle::BundleError;
-use crate::commit;
-use crate::disk::{Disk, Lock};
+use crate::bundle::manifest::{Generation, Hash, Manifest, ManifestError, sha256};
+use crate::flash::live::{LiveRecord, SegmentRef, State};
+use crate::flash::overlay::DELTAS_MAX;
+use crate::flash::segment::{Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
+use crate::flash::table::TableRows;
+use crate::io::atomic_write;
+use crate::io::disk::{Disk, Lock};
 use crate::limits::{HOT_KEYS_MAX, PLACED_ONE_IN, PLACED_ROWS_MIN};
-use crate::live::{LiveRecord, SegmentRef, State};
-use crate::manifest::{Generation, Hash, Manifest, ManifestError, sha256};
-use crate::overlay::DELTAS_MAX;
-use crate::sample::{ProbeError, Sample};
 use crate::schema::Schema;
-use crate::segment::{Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
-use crate::table_rows::TableRows;
+use crate::schema::sample::{ProbeError, Sample};
 use hatchback_kernels::dense::DenseError;
 use std::collections::BTreeSet;
 use std::io;
@@ -520,7 +525,7 @@ fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<LiveRecord>, Fl
 
 fn write_live(disk: &dyn Disk, directory: &Path, record: &LiveRecord) -> Result<(), FlashError> {
     let path = directory.join("live");
-    commit::replace(disk, &path, &record.encode()).map_err(io_error(&path))
+    atomic_write::replace(disk, &path, &record.encode()).map_err(io_error(&path))
 }
 
 fn kind_of(

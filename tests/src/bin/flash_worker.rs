@@ -6,10 +6,10 @@
 
 use anyhow::{Context, Result};
 use hatchback::bundle::BundleReader;
-use hatchback::catalog::Catalog;
-use hatchback::disk;
 use hatchback::flash::Flash;
-use hatchback::upkeep::{Did, Rules, Upkeep};
+use hatchback::io::disk;
+use hatchback::maintenance::catalog::Catalog;
+use hatchback::maintenance::{Did, Rules, Upkeep};
 use hatchback_tests::random::Random;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ const RULES: Rules = Rules {
     deltas_max: 0,
     changed_percent_max: 0,
     scrub_every: Duration::ZERO,
-    wear: hatchback::wear::WearBudget { bytes_per_day_max: u64::MAX },
+    wear: hatchback::maintenance::wear::WearBudget { bytes_per_day_max: u64::MAX },
     busy_percent_max: 100,
 };
 

@@ -3,8 +3,8 @@
 
 use anyhow::{Context, Result};
 use hatchback_tests::rollout::{Rollout, simulate};
-use hatchback_tools::plot::{self, Axis, Series};
 use hatchback_tools::report;
+use hatchback_tools::report::plot::{self, Axis, Series};
 use std::path::Path;
 
 const MANY: f64 = 1e7;

@@ -4,13 +4,13 @@
 //! Usage: sync_worker REPOSITORY SYNC_DIRECTORY FLASH_DIRECTORY FAULTS, with what goes wrong on probation.
 
 use anyhow::{Context, Result};
-use hatchback::budget::Budget;
-use hatchback::disk;
-use hatchback::score::SystemClock;
-use hatchback::sync::Sync;
-use hatchback::sync::apply::{Host, Policy, Watched};
-use hatchback::sync::link::{Fetcher, LinkLimits};
-use hatchback::sync::state::{State, Status};
+use hatchback::io::disk;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::SystemClock;
+use hatchback::update::Sync;
+use hatchback::update::apply::{Host, Policy, Watched};
+use hatchback::update::link::{Fetcher, LinkLimits};
+use hatchback::update::state::{State, Status};
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::T0;
 

@@ -3,24 +3,24 @@
 //! clock starts, so that some of its rows are read from flash. One process does what the daemon does; never measures the link.
 
 use super::{Bar, Machine, Report, written_bytes};
-use crate::keys::{ALPHA, BagSizes, Distribution, Workload};
-use crate::metrics::{Latencies, Percentiles};
 use crate::report;
+use crate::report::metrics::{Latencies, Percentiles};
 use crate::serve::{lay_on_flash, progress_bar};
-use crate::synthetic::pack_criteo_at;
+use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
+use crate::workload::synthetic::pack_criteo_at;
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
-use hatchback::batch::Batch;
-use hatchback::budget::Budget;
 use hatchback::bundle::BundleReader;
-use hatchback::carry::Carried;
-use hatchback::disk;
+use hatchback::bundle::manifest::Manifest;
 use hatchback::flash::Flash;
-use hatchback::manifest::Manifest;
-use hatchback::pace::rests;
-use hatchback::pipeline::RequestError;
-use hatchback::score::SystemClock;
-use hatchback::serving::Serving;
+use hatchback::io::disk;
+use hatchback::maintenance::throttle::rests;
+use hatchback::model::budget::Budget;
+use hatchback::model::cache_transfer::Carried;
+use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::Serving;
+use hatchback::request::worker::SystemClock;
+use hatchback::schema::batch::Batch;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -3,14 +3,14 @@
 //! but that two engines should agree on them.
 
 use crate::import::Source;
-use crate::onnx::{Graph, Type, int, ints};
-use crate::pack::{Overrides, RowSource, TakeBlock, pack};
-use crate::spec::{
+use crate::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
 };
-use crate::synthetic::push_normals;
+use crate::pack::{Overrides, RowSource, TakeBlock, pack};
+use crate::workload::onnx::{Graph, Type, int, ints};
+use crate::workload::synthetic::push_normals;
 use anyhow::{Context, Result};
-use hatchback::sample::Sample;
+use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{Activation, Pooling, mix};
 use serde_json::{Value, json};

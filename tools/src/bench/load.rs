@@ -1,13 +1,13 @@
 //! A closed loop on one model: every worker sends its next batch when it has the scores of the last.
 //! Batches are drawn before a window's clock starts and none is sent twice in a window; never draws inside it.
 
-use crate::keys::Workload;
-use crate::metrics::{Latencies, Lookups};
+use crate::report::metrics::{Latencies, Lookups};
 use crate::serve;
+use crate::workload::key_distributions::Workload;
 use anyhow::{Result, anyhow};
-use hatchback::batch::Batch;
 use hatchback::model::Model;
-use hatchback::score::{Counters, Worker};
+use hatchback::request::worker::{Counters, Worker};
+use hatchback::schema::batch::Batch;
 use std::collections::VecDeque;
 use std::sync::{Arc, Barrier};
 use std::thread;

@@ -1,24 +1,24 @@
 //! `bench lookup`: pooled embedding lookups on one core, all rows in the cache or in resident tables, beside the machine's limit for
-//! reading random rows (`hatchback_kernels::gather`, rows at known places in plain memory). Never reads flash
+//! reading random rows (`hatchback_kernels::lookup::roofline`, rows at known places in plain memory). Never reads flash
 //! and never runs a dense network.
 
 use super::peer::{self, Peer, cpu_us, percentile};
 use super::{Bar, Machine, NotRun, Report, bars_table};
-use crate::keys::Scatter;
-use crate::plot::{self, Axis, Panel, Series};
+use crate::report::plot::{self, Axis, Panel, Series};
+use crate::workload::key_distributions::Scatter;
 use crate::{report, serve};
 use anyhow::{Result, ensure};
 use clap::Args;
 use hatchback::{Codec, Pooling, RowFormat, RowKey, Status};
 use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::address::Names;
+use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::cuda::{Device, HostMemory};
-use hatchback_kernels::gather;
-use hatchback_kernels::isa::Isa;
-use hatchback_kernels::lead::Lead;
-use hatchback_kernels::misses::Misses;
-use hatchback_kernels::names::Names;
-use hatchback_kernels::query::{Bags, Feature, Input, Rows};
-use hatchback_kernels::resident::Resident;
+use hatchback_kernels::lookup::feature_prefetch::Lead;
+use hatchback_kernels::lookup::miss_list::Misses;
+use hatchback_kernels::lookup::roofline;
+use hatchback_kernels::lookup::{Bags, Feature, Input, Rows};
+use hatchback_kernels::simd::isa::Isa;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, Zipf};
@@ -141,7 +141,7 @@ impl Calls {
 
 /// The limit: rows of plain memory, those of all tables scattered over it as a cache has them.
 struct Limit {
-    all: gather::Rows,
+    all: roofline::Rows,
     rows: usize,
     dim: usize,
     out: HostMemory<f32>,
@@ -411,7 +411,7 @@ pub fn run(args: &LookupArgs) -> Result<()> {
         let peers = Peers::start(&args.venv, dim, rows).map_err(|e| missing = not_run(&e)).ok();
         about = about.or_else(|| peers.as_ref().map(|p| p.about.about.clone()));
         let limit = Limit {
-            all: gather::Rows::new(TABLES * rows, dim),
+            all: roofline::Rows::new(TABLES * rows, dim),
             rows,
             dim,
             out: Device::Cpu.host_memory(batch_max * TABLES * dim)?,

@@ -1,17 +1,17 @@
 //! `bench NAME`: measurements that print their bars. Each name has a file here; this one holds what their
 //! reports share. Never judges a run by another machine's figures.
 
-mod beside;
+mod concurrency;
 mod delta;
 mod dlrm;
 mod flash;
 mod gpu;
 mod hits;
-mod ladder;
 mod load;
 mod lookup;
 mod peer;
 mod request;
+mod request_peers;
 
 use crate::report::digits;
 use anyhow::{Context, Result};
@@ -19,11 +19,11 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 use std::fmt;
 
+pub use concurrency::LadderArgs;
 pub use delta::DeltaArgs;
 pub use flash::FlashArgs;
 pub use gpu::GpuArgs;
 pub use hits::HitsArgs;
-pub use ladder::LadderArgs;
 pub use load::{Load, Measured};
 pub use lookup::LookupArgs;
 pub use request::{Point, RequestArgs};
@@ -64,7 +64,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         BenchCommand::Flash(args) => flash::run(args),
         BenchCommand::Gpu(args) => gpu::run(args),
         BenchCommand::Hits(args) => hits::run(args),
-        BenchCommand::Ladder(args) => ladder::run(args),
+        BenchCommand::Ladder(args) => concurrency::run(args),
         BenchCommand::Lookup(args) => lookup::run(args),
         BenchCommand::Request(args) => request::run(args),
     }

@@ -1,20 +1,20 @@
 //! `bench request`: latency, throughput and hit rate of whole requests, swept over key distributions, cache
 //! sizes and batch sizes. Every cache size opens the model anew; never compares with another runtime.
 
-use super::beside;
 use super::load::{Load, Measured};
+use super::request_peers;
 use super::{Machine, Report};
-use crate::keys::{BagSizes, Distribution, Workload};
-use crate::metrics::{Lookups, Percentiles};
-use crate::plot::{self, Axis, Panel, Series};
 use crate::report;
+use crate::report::metrics::{Lookups, Percentiles};
+use crate::report::plot::{self, Axis, Panel, Series};
 use crate::serve::{self, ServeArgs};
-use crate::synthetic::pack_criteo;
+use crate::workload::key_distributions::{BagSizes, Distribution, Workload};
+use crate::workload::synthetic::pack_criteo;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hatchback::budget::Budget;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
+use hatchback::model::budget::Budget;
 use hatchback_kernels::cuda::Device;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -128,7 +128,7 @@ fn ascending<T: PartialOrd + Copy>(given: &[T], default: &[T]) -> Vec<T> {
 
 impl RequestArgs {
     fn sweep(&self) -> Result<Sweep> {
-        let skewed = Distribution::PowerLaw { alpha: crate::keys::ALPHA };
+        let skewed = Distribution::PowerLaw { alpha: crate::workload::key_distributions::ALPHA };
         let hot = Distribution::HotKey { lookups: 0.9, keys: 0.01 };
         let keys = match (self.keys.is_empty(), self.quick) {
             (false, _) => self.keys.clone(),
@@ -202,10 +202,10 @@ pub(super) fn make_synthetic(rows_max: u64) -> Result<TempDir> {
 /// The model is refused, or a file cannot be read or written.
 pub fn run(args: &RequestArgs) -> Result<()> {
     if args.peers {
-        let plan = if args.quick { beside::QUICK } else { beside::FULL };
+        let plan = if args.quick { request_peers::QUICK } else { request_peers::FULL };
         let rows = args.rows_max.map_or(Ok(plan.rows), usize::try_from)?;
-        let plan = beside::Plan { rows, ..plan };
-        return beside::run(&plan, &args.venv, args.json.as_ref(), args.plot.as_ref());
+        let plan = request_peers::Plan { rows, ..plan };
+        return request_peers::run(&plan, &args.venv, args.json.as_ref(), args.plot.as_ref());
     }
     let sweep = args.sweep()?;
     let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });

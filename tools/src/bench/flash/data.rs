@@ -1,7 +1,7 @@
 //! The rows that every engine of `bench flash` holds, and the keys that it is asked for. A row follows from
 //! its key, so nothing is kept in memory and every answer can be checked. Never measures.
 
-use crate::keys::{ALPHA, Scatter};
+use crate::workload::key_distributions::{ALPHA, Scatter};
 use anyhow::{Context, Result, ensure};
 use hatchback::{mix, unmix};
 use rand::rngs::StdRng;

@@ -3,9 +3,9 @@
 //! which is what the device can give.
 
 use anyhow::{Context, Result, ensure};
-use hatchback::page::PageBytes;
-use hatchback::reader::{PageFile, PageReader, ReadMethod};
-use hatchback::table_rows::{Place, TableRows};
+use hatchback::flash::table::{Place, TableRows};
+use hatchback::io::page::PageBytes;
+use hatchback::io::reader::{PageFile, PageReader, ReadMethod};
 use std::io;
 use std::sync::Arc;
 

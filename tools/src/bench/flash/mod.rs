@@ -11,7 +11,7 @@ mod steady;
 mod table;
 
 use super::{Bar, Machine, Report};
-use crate::plot::{self, Axis, Series};
+use crate::report::plot::{self, Axis, Series};
 use crate::{report, serve};
 use anyhow::{Context, Result, ensure};
 use clap::Args;

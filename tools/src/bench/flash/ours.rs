@@ -5,15 +5,15 @@ use super::data::{Data, Draw};
 use super::fetch::Fetcher;
 use super::figures::{Figures, OURS, RAW, measure};
 use super::{MISSES, Plan, median, per_second, table};
-use crate::metrics::{Latencies, Percentiles};
+use crate::report::metrics::{Latencies, Percentiles};
 use anyhow::{Context, Result, anyhow};
-use hatchback::commit;
-use hatchback::disk::{self, Disk, Output};
+use hatchback::flash::merge::Merge;
+use hatchback::flash::segment::writer::SegmentWriter;
+use hatchback::flash::segment::{Counts, Part};
+use hatchback::flash::table::TableRows;
+use hatchback::io::atomic_write;
+use hatchback::io::disk::{self, Disk, Output};
 use hatchback::limits::PAGE_BYTES;
-use hatchback::merge::Merge;
-use hatchback::segment::{Counts, Part};
-use hatchback::segment_write::SegmentWriter;
-use hatchback::table_rows::TableRows;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -224,7 +224,7 @@ impl<'a> Ours<'a> {
     fn update(&mut self, figures: &mut Figures) -> Result<()> {
         let start = Instant::now();
         let (_, counts) = self.write(Part::Delta)?;
-        commit::replace(self.disk.as_ref(), &self.folder.join("live"), &[0; PAGE_BYTES])?;
+        atomic_write::replace(self.disk.as_ref(), &self.folder.join("live"), &[0; PAGE_BYTES])?;
         figures.put(OURS, measure::UPDATE, start.elapsed().as_secs_f64());
         let written = counts.file_bytes() + PAGE_BYTES as u64;
         let changed = counts.rows * self.data.row_bytes as u64;
@@ -314,7 +314,7 @@ impl Compactor {
         Ok(done.bytes as f64 / 1e6 / done.time.as_secs_f64())
     }
 
-    /// One compaction, as `hatchback::compact` does it.
+    /// One compaction, as `hatchback::maintenance::compact` does it.
     fn pass(&self, done: &mut Done) -> Result<()> {
         let disk = disk::system();
         let rows = table::open(disk.as_ref(), &self.data, &self.base, None, Some(&self.delta))?;

@@ -4,12 +4,12 @@
 use super::data::{Data, Draw};
 use super::figures::{Figures, OURS, measure};
 use super::table;
-use crate::place::by_co_access;
+use crate::pack::clustering::by_co_access;
 use anyhow::{Context, Result};
-use hatchback::disk;
 use hatchback::flash::placed_rows_max;
-use hatchback::segment::Part;
-use hatchback::table_rows::TableRows;
+use hatchback::flash::segment::Part;
+use hatchback::flash::table::TableRows;
+use hatchback::io::disk;
 use hatchback::{Cache, Names, RowKey};
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;

@@ -5,18 +5,18 @@ use super::data::{Data, Draw};
 use super::fetch::Fetcher;
 use super::figures::{Figures, OURS, measure};
 use anyhow::{Context, Result};
+use hatchback::bundle::manifest::{Generation, Manifest, TableBlobs};
 use hatchback::bundle::{BundleReader, BundleWriter};
-use hatchback::disk;
 use hatchback::flash::Flash;
+use hatchback::flash::segment::writer::SegmentWriter;
+use hatchback::flash::segment::{Part, SegmentKind};
+use hatchback::io::disk;
 use hatchback::limits::PAGE_BYTES;
-use hatchback::manifest::{Generation, Manifest, TableBlobs};
-use hatchback::notes::Notes;
+use hatchback::maintenance::catalog_entries::Notes;
+use hatchback::maintenance::{Did, Rules, Upkeep};
 use hatchback::schema::{
     Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, Placement, Schema, Table,
 };
-use hatchback::segment::{Part, SegmentKind};
-use hatchback::segment_write::SegmentWriter;
-use hatchback::upkeep::{Did, Rules, Upkeep};
 use hatchback::{Activation, Codec, Pooling};
 use std::io::Write;
 use std::path::Path;

@@ -3,13 +3,13 @@
 use super::data::Data;
 use anyhow::{Context, Result};
 use hatchback::Codec;
-use hatchback::disk::Disk;
+use hatchback::bundle::manifest::Generation;
 use hatchback::flash::PLACED_SERIAL;
-use hatchback::manifest::Generation;
+use hatchback::flash::segment::writer::SegmentWriter;
+use hatchback::flash::segment::{Counts, Part, Segment, SegmentKind};
+use hatchback::flash::table::TableRows;
+use hatchback::io::disk::Disk;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Table};
-use hatchback::segment::{Counts, Part, Segment, SegmentKind};
-use hatchback::segment_write::SegmentWriter;
-use hatchback::table_rows::TableRows;
 use std::path::Path;
 
 /// Takes a row with its order.

@@ -6,17 +6,17 @@ mod policies;
 mod traces;
 
 use super::{Bar, Machine, NotRun, Report, bars_table};
-use crate::plot::{self, Axis, Panel, Series};
+use crate::report::plot::{self, Axis, Panel, Series};
 use crate::{report, serve};
 use anyhow::{Context, Result};
 use clap::Args;
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::names::Names;
+use hatchback_kernels::cache::address::Names;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use traces::Trace;
 
-pub use crate::synthetic::CARDINALITIES as TABLES;
+pub use crate::workload::synthetic::CARDINALITIES as TABLES;
 
 /// Measures hit rates of the cache beside other policies, and its rows a MiB
 #[derive(Args, Debug)]

@@ -5,7 +5,7 @@ use super::traces::Trace;
 use anyhow::{Context, Result};
 use hatchback::{RowKey, mix};
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::names::Names;
+use hatchback_kernels::cache::address::Names;
 
 /// A cache of rows, asked for by their numbers.
 pub trait Policy {

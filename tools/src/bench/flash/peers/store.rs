@@ -5,7 +5,7 @@ use crate::bench::flash::data::{Data, Draw};
 use crate::bench::flash::figures::{Figures, measure};
 use crate::bench::flash::{MISSES, Plan, median, per_second};
 use crate::bench::written_bytes;
-use crate::metrics::{Latencies, Percentiles};
+use crate::report::metrics::{Latencies, Percentiles};
 use anyhow::{Context, Result, anyhow};
 use hatchback::limits::PAGE_BYTES;
 use hatchback::mix;

@@ -1,0 +1,402 @@
+//! The C interface of `tensorrt/shim.cpp`, and nothing else: loading it, calling it, owning what it gives. All that
+//! is unsafe about TensorRT is here. Never decides anything.
+
+#![allow(unsafe_code)]
+
+use crate::cuda::cublas::why;
+use crate::cuda::driver::Stream;
+use crate::cuda::memory::{Buffer, View};
+use crate::gpu::tensorrt::{Build, TensorRtError, Version};
+use libloading::Library;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::path::Path;
+use std::ptr::{NonNull, null, null_mut};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The number of the interface that this file speaks.
+const INTERFACE: i32 = 1;
+/// Room for TensorRT's own words.
+const PROBLEM_BYTES: usize = 512;
+
+/// The outcomes of `shim.cpp`.
+mod outcome {
+    pub const DONE: i32 = 0;
+    pub const NO_LIBRARY: i32 = 1;
+    pub const NO_ENTRY: i32 = 2;
+    pub const VERSION: i32 = 3;
+    pub const NO_FP16: i32 = 5;
+    pub const INTERFACE: i32 = 6;
+}
+
+#[repr(C)]
+struct InputShape {
+    name: *const c_char,
+    shape: *const i64,
+    rank: i32,
+}
+
+#[repr(C)]
+struct BuildArguments {
+    onnx: *const c_void,
+    onnx_bytes: usize,
+    inputs: *const InputShape,
+    input_count: i32,
+    output: *const c_char,
+    batch_typical: i64,
+    batch_max: i64,
+    workspace_bytes_max: u64,
+    fp16: i32,
+    compute_capability: i32,
+}
+
+type Opaque = *mut c_void;
+type Drop1 = unsafe extern "C" fn(Opaque);
+
+/// The shim's functions; they live as long as the library, which is never unloaded.
+#[derive(Clone, Copy)]
+struct Calls {
+    header_version: unsafe extern "C" fn() -> i32,
+    open: unsafe extern "C" fn(
+        *const c_char,
+        *const c_char,
+        *mut Opaque,
+        *mut i32,
+        *mut c_char,
+        usize,
+    ) -> i32,
+    close: Drop1,
+    build:
+        unsafe extern "C" fn(Opaque, *const BuildArguments, *mut Opaque, *mut c_char, usize) -> i32,
+    plan_data: unsafe extern "C" fn(Opaque) -> *const u8,
+    plan_bytes: unsafe extern "C" fn(Opaque) -> usize,
+    drop_plan: Drop1,
+    load:
+        unsafe extern "C" fn(Opaque, *const c_void, usize, *mut Opaque, *mut c_char, usize) -> i32,
+    drop_engine: Drop1,
+    check: unsafe extern "C" fn(
+        Opaque,
+        *const *const c_char,
+        i32,
+        *const c_char,
+        *mut c_char,
+        usize,
+    ) -> i32,
+    context_bytes: unsafe extern "C" fn(Opaque) -> u64,
+    context: unsafe extern "C" fn(Opaque, Opaque, *mut Opaque, *mut c_char, usize) -> i32,
+    drop_context: Drop1,
+    bind: unsafe extern "C" fn(Opaque, *const InputShape, i64, *mut c_void) -> i32,
+    enqueue: unsafe extern "C" fn(Opaque, *mut c_void) -> i32,
+}
+
+/// An object of the shim, given back when dropped.
+struct Owned {
+    object: NonNull<c_void>,
+    give_back: Drop1,
+}
+
+impl Owned {
+    fn new(object: Opaque, give_back: Drop1) -> Result<Self, TensorRtError> {
+        let object =
+            NonNull::new(object).ok_or_else(|| TensorRtError::Refused("no object".to_owned()))?;
+        Ok(Self { object, give_back })
+    }
+
+    fn get(&self) -> Opaque {
+        self.object.as_ptr()
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: the shim gave the object together with this function, and nothing uses it after its owner.
+        unsafe { (self.give_back)(self.object.as_ptr()) }
+    }
+}
+
+// SAFETY: the shim's objects belong to no thread; who may use one at a time is said where they are used.
+unsafe impl Send for Owned {}
+
+/// A TensorRT that was found and is of its headers' release.
+pub(super) struct Shim {
+    calls: Calls,
+    /// Its builder, runtime and log are for one thread at a time.
+    library: Mutex<Owned>,
+    pub version: Version,
+}
+
+/// A network that is ready on this GPU. Read-only; workers share it.
+pub(super) struct Engine {
+    engine: Owned,
+    inputs: Vec<(CString, Vec<i64>)>,
+    output: CString,
+    shim: Arc<Shim>,
+}
+
+// SAFETY: of a shared engine only `getDeviceMemorySize` and, under the shim's lock, `createExecutionContext` are
+// called; TensorRT documents an engine as usable from several threads.
+unsafe impl Sync for Engine {}
+
+/// One worker's state of an engine, with its device memory.
+pub struct Context {
+    // Dropped before the engine that it is of.
+    context: Owned,
+    engine: Arc<Engine>,
+}
+
+/// Room for a sentence of the shim's.
+struct Problem([c_char; PROBLEM_BYTES]);
+
+impl Problem {
+    fn new() -> Self {
+        Self([0; PROBLEM_BYTES])
+    }
+
+    fn text(&self) -> String {
+        let bytes: Vec<u8> = self.0.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// What an outcome means; `versions` are the headers' and the library's.
+    fn check(&self, code: i32, versions: (i32, i32)) -> Result<(), TensorRtError> {
+        match code {
+            outcome::DONE => Ok(()),
+            outcome::NO_LIBRARY => Err(TensorRtError::NoLibrary(self.text())),
+            outcome::NO_ENTRY => Err(TensorRtError::NoEntry(self.text())),
+            outcome::VERSION => {
+                let (headers, library) = (Version(versions.0), Version(versions.1));
+                Err(TensorRtError::Version { headers, library })
+            }
+            outcome::NO_FP16 => Err(TensorRtError::NoFp16(Version(versions.1))),
+            outcome::INTERFACE => Err(TensorRtError::Interface(self.text())),
+            _ => Err(TensorRtError::Refused(self.text())),
+        }
+    }
+}
+
+fn c_string(text: &str) -> Result<CString, TensorRtError> {
+    CString::new(text).map_err(|_| TensorRtError::Interface(format!("`{}`", text.escape_debug())))
+}
+
+impl Calls {
+    fn find(library: &'static Library) -> Result<Self, TensorRtError> {
+        /// `T` must be the function's type in `shim.cpp`.
+        unsafe fn call<T: Copy>(library: &'static Library, name: &str) -> Result<T, TensorRtError> {
+            // SAFETY: the caller's promise.
+            let found = unsafe { library.get::<T>(name) };
+            found.map(|f| *f).map_err(|_| TensorRtError::NoEntry(name.to_owned()))
+        }
+        // SAFETY: each type is that of the function in `shim.cpp`, whose interface number was compared before, but
+        // for the number itself, which never changes.
+        unsafe {
+            let interface: unsafe extern "C" fn() -> i32 =
+                call(library, "hatchback_trt_interface")?;
+            match interface() {
+                INTERFACE => {}
+                other => return Err(TensorRtError::OtherShim { shim: other, expected: INTERFACE }),
+            }
+            Ok(Self {
+                header_version: call(library, "hatchback_trt_header_version")?,
+                open: call(library, "hatchback_trt_open")?,
+                close: call(library, "hatchback_trt_close")?,
+                build: call(library, "hatchback_trt_build")?,
+                plan_data: call(library, "hatchback_trt_plan_data")?,
+                plan_bytes: call(library, "hatchback_trt_plan_bytes")?,
+                drop_plan: call(library, "hatchback_trt_drop_plan")?,
+                load: call(library, "hatchback_trt_load")?,
+                drop_engine: call(library, "hatchback_trt_drop_engine")?,
+                check: call(library, "hatchback_trt_check")?,
+                context_bytes: call(library, "hatchback_trt_context_bytes")?,
+                context: call(library, "hatchback_trt_context")?,
+                drop_context: call(library, "hatchback_trt_drop_context")?,
+                bind: call(library, "hatchback_trt_bind")?,
+                enqueue: call(library, "hatchback_trt_enqueue")?,
+            })
+        }
+    }
+}
+
+impl Shim {
+    /// Loads the shim at `shim` and through it TensorRT; `libraries` are `libnvinfer` and its ONNX parser where
+    /// they are not to be found by name.
+    pub fn open(shim: &Path, libraries: Option<(&Path, &Path)>) -> Result<Self, TensorRtError> {
+        // SAFETY: the shim's initializers only register themselves; whoever names the file vouches for it.
+        let library = unsafe { Library::new(shim) };
+        let library = library
+            .map_err(|e| TensorRtError::NotBuilt { path: shim.to_owned(), problem: why(&e) })?;
+        // Never unloaded, as TensorRT itself is not.
+        let calls = Calls::find(Box::leak(Box::new(library)))?;
+        let path = |p: &Path| c_string(&p.to_string_lossy());
+        let names =
+            libraries.map(|(a, b)| Ok::<_, TensorRtError>((path(a)?, path(b)?))).transpose()?;
+        let (core, parser) =
+            names.as_ref().map_or((null(), null()), |(a, b)| (a.as_ptr(), b.as_ptr()));
+        let (mut out, mut version, mut problem) = (null_mut(), 0, Problem::new());
+        // SAFETY: the paths are null or end in zero and outlive the call, as do the places for the answers.
+        let (code, headers) = unsafe {
+            let code = (calls.open)(
+                core,
+                parser,
+                &mut out,
+                &mut version,
+                problem.0.as_mut_ptr(),
+                PROBLEM_BYTES,
+            );
+            (code, (calls.header_version)())
+        };
+        problem.check(code, (headers, version))?;
+        Ok(Self {
+            calls,
+            library: Mutex::new(Owned::new(out, calls.close)?),
+            version: Version(version),
+        })
+    }
+
+    /// A plan for `build`.
+    pub fn build(&self, build: &Build) -> Result<Vec<u8>, TensorRtError> {
+        let inputs = named(build)?;
+        let shapes: Vec<_> = inputs.iter().map(|(name, shape)| input_shape(name, shape)).collect();
+        let output = c_string(build.output)?;
+        let arguments = BuildArguments {
+            onnx: build.onnx.as_ptr().cast(),
+            onnx_bytes: build.onnx.len(),
+            inputs: shapes.as_ptr(),
+            input_count: shapes.len() as i32,
+            output: output.as_ptr(),
+            batch_typical: build.batch_typical as i64,
+            batch_max: build.batch_max as i64,
+            workspace_bytes_max: build.workspace_bytes_max,
+            fp16: i32::from(build.fp16),
+            compute_capability: build.compute_capability.unwrap_or(0),
+        };
+        let (mut plan, mut problem) = (null_mut(), Problem::new());
+        let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: everything that `arguments` points to outlives the call; the lock keeps others out of the library.
+        let code = unsafe {
+            (self.calls.build)(
+                library.get(),
+                &arguments,
+                &mut plan,
+                problem.0.as_mut_ptr(),
+                PROBLEM_BYTES,
+            )
+        };
+        problem.check(code, (0, self.version.0))?;
+        let plan = Owned::new(plan, self.calls.drop_plan)?;
+        // SAFETY: the plan holds that many bytes there until it is dropped, after the copy.
+        let bytes = unsafe {
+            let data = (self.calls.plan_data)(plan.get());
+            std::slice::from_raw_parts(data, (self.calls.plan_bytes)(plan.get()))
+        };
+        Ok(bytes.to_vec())
+    }
+
+    /// Makes `plan` ready, which was built here from `build`. CUDA must be up.
+    pub fn load(self: &Arc<Self>, plan: &[u8], build: &Build) -> Result<Engine, TensorRtError> {
+        let (inputs, output) = (named(build)?, c_string(build.output)?);
+        let (mut engine, mut problem) = (null_mut(), Problem::new());
+        let names: Vec<_> = inputs.iter().map(|(name, _)| name.as_ptr()).collect();
+        let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the plan outlives the call, which copies what it needs; the lock keeps others out of the library.
+        let code = unsafe {
+            let (data, text) = (plan.as_ptr().cast(), problem.0.as_mut_ptr());
+            (self.calls.load)(library.get(), data, plan.len(), &mut engine, text, PROBLEM_BYTES)
+        };
+        problem.check(code, (0, self.version.0))?;
+        let engine = Owned::new(engine, self.calls.drop_engine)?;
+        // SAFETY: `count` names that end in zero and outlive the call.
+        let code = unsafe {
+            let (count, text) = (names.len() as i32, problem.0.as_mut_ptr());
+            (self.calls.check)(
+                engine.get(),
+                names.as_ptr(),
+                count,
+                output.as_ptr(),
+                text,
+                PROBLEM_BYTES,
+            )
+        };
+        problem.check(code, (0, self.version.0))?;
+        drop(library);
+        Ok(Engine { engine, inputs, output, shim: Arc::clone(self) })
+    }
+}
+
+impl Engine {
+    /// Device memory that one context takes.
+    pub fn context_bytes(&self) -> u64 {
+        // SAFETY: reads a number that never changes.
+        unsafe { (self.shim.calls.context_bytes)(self.engine.get()) }
+    }
+
+    /// A state for one worker.
+    pub fn context(self: &Arc<Self>) -> Result<Context, TensorRtError> {
+        let (mut context, mut problem) = (null_mut(), Problem::new());
+        let library = self.shim.library.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the engine is this library's; the lock keeps others out of its log.
+        let code = unsafe {
+            let (engine, text) = (self.engine.get(), problem.0.as_mut_ptr());
+            (self.shim.calls.context)(library.get(), engine, &mut context, text, PROBLEM_BYTES)
+        };
+        problem.check(code, (0, self.shim.version.0))?;
+        let context = Owned::new(context, self.shim.calls.drop_context)?;
+        Ok(Context { context, engine: Arc::clone(self) })
+    }
+}
+
+impl Context {
+    /// Puts the network onto `stream`: `batch` samples of `inputs`, in the order of the build, into `output`. What is
+    /// named must stay until the stream has passed.
+    ///
+    /// # Errors
+    /// TensorRT refuses, or the batch is beyond the build's.
+    pub fn enqueue(
+        &mut self,
+        stream: &Stream,
+        batch: usize,
+        inputs: &[Buffer<f32>],
+        output: View<f32>,
+    ) -> Result<(), TensorRtError> {
+        let calls = &self.engine.shim.calls;
+        let short = |(values, (_, shape)): (&Buffer<f32>, &(CString, Vec<i64>))| {
+            values.len() < batch * shape.iter().product::<i64>() as usize
+        };
+        if inputs.len() != self.engine.inputs.len()
+            || inputs.iter().zip(&self.engine.inputs).any(short)
+        {
+            return Err(TensorRtError::Interface(format!(
+                "the inputs do not hold {batch} samples"
+            )));
+        }
+        let refused = |name: &CStr| TensorRtError::Refused(format!("{name:?}, batch {batch}"));
+        let bind = |name: &CStr, tensor: InputShape, address: u64| {
+            // SAFETY: the name and the shape outlive the call; memory of the tensor's size lies at the address.
+            let code = unsafe {
+                (calls.bind)(self.context.get(), &tensor, batch as i64, address as *mut c_void)
+            };
+            if code == outcome::DONE { Ok(()) } else { Err(refused(name)) }
+        };
+        for ((name, shape), values) in self.engine.inputs.iter().zip(inputs) {
+            bind(name, input_shape(name, shape), values.address())?;
+        }
+        let name = self.engine.output.as_c_str();
+        bind(name, InputShape { name: name.as_ptr(), shape: null(), rank: 0 }, output.address())?;
+        // SAFETY: every tensor is bound; the stream lives.
+        let code = unsafe { (calls.enqueue)(self.context.get(), stream.raw().cu_stream().cast()) };
+        if code != outcome::DONE {
+            return Err(refused(name));
+        }
+        stream.count_launch();
+        Ok(())
+    }
+}
+
+fn named(build: &Build) -> Result<Vec<(CString, Vec<i64>)>, TensorRtError> {
+    let input = |(name, shape): &(&str, Vec<usize>)| {
+        Ok((c_string(name)?, shape.iter().map(|&s| s as i64).collect()))
+    };
+    build.inputs.iter().map(input).collect()
+}
+
+fn input_shape(name: &CStr, shape: &[i64]) -> InputShape {
+    InputShape { name: name.as_ptr(), shape: shape.as_ptr(), rank: shape.len() as i32 }
+}

@@ -1,0 +1,71 @@
+//! The machine's limit for pooled lookups: rows of plain memory, at known places, added up. Nothing is looked
+//! up, decoded or checked. Only measurements use it, as the 1.0 that `query` is held against.
+
+use crate::simd::huge_pages::Zeroed;
+use crate::simd::isa::Isa;
+use crate::simd::{Job, Simd, dispatch, prefetch_l2};
+
+/// Rows of one table as f32 on huge pages.
+pub struct Rows {
+    dim: usize,
+    values: Zeroed<f32>,
+}
+
+impl Rows {
+    /// `[rows, dim]` small numbers.
+    pub fn new(rows: usize, dim: usize) -> Self {
+        let mut values = Zeroed::new(rows * dim);
+        values.iter_mut().enumerate().for_each(|(i, v): (usize, &mut f32)| *v = (i % 1021) as f32);
+        Self { dim, values }
+    }
+
+    /// Adds up the rows of each bag of `hotness` positions into `out` `[batch, stride]` from `column` on.
+    pub fn pool(
+        &self,
+        isa: Isa,
+        positions: &[u64],
+        hotness: usize,
+        out: &mut [f32],
+        stride: usize,
+        column: usize,
+    ) {
+        dispatch(isa, Pool { rows: self, positions, hotness, out, stride, column });
+    }
+
+    #[inline(always)]
+    fn row(&self, position: u64) -> &[f32] {
+        &self.values[position as usize * self.dim..][..self.dim]
+    }
+}
+
+struct Pool<'a> {
+    rows: &'a Rows,
+    positions: &'a [u64],
+    hotness: usize,
+    out: &'a mut [f32],
+    stride: usize,
+    column: usize,
+}
+
+impl Job for Pool<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        const AHEAD: usize = 48;
+        for (sample, bag) in self.positions.chunks_exact(self.hotness).enumerate() {
+            let out = &mut self.out[sample * self.stride + self.column..][..self.rows.dim];
+            for (i, &position) in bag.iter().enumerate() {
+                if let Some(&next) = self.positions.get(sample * self.hotness + i + AHEAD) {
+                    self.rows.row(next).iter().step_by(16).for_each(|at| prefetch_l2(at));
+                }
+                let row = self.rows.row(position);
+                if i == 0 {
+                    out.copy_from_slice(row);
+                } else {
+                    out.iter_mut().zip(row).for_each(|(o, v)| *o += v);
+                }
+            }
+        }
+    }
+}

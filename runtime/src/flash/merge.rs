@@ -1,0 +1,166 @@
+//! The newest version of every row of a table, in the order of the keys, page by page from its base and its
+//! deltas. Holds one page of each; writes nothing.
+
+use crate::flash::overlay::Newest;
+use crate::flash::segment::{Segment, SegmentError};
+use crate::flash::table::TableRows;
+use crate::io::page::AlignedPage;
+
+/// A pass over a table.
+pub struct Merge {
+    rows: TableRows,
+    cursors: Vec<Cursor>,
+    pages_read: u64,
+}
+
+/// A position in a segment's rows.
+struct Cursor {
+    page: Box<AlignedPage>,
+    /// The page to be read next.
+    next_page: u32,
+    /// Orders of the page's rows, and the row that the cursor is at.
+    orders: Vec<u64>,
+    at: usize,
+}
+
+impl Cursor {
+    fn new() -> Self {
+        Self { page: Box::new(AlignedPage::zeroed()), next_page: 0, orders: Vec::new(), at: 0 }
+    }
+
+    /// The order that the cursor is at; reads the next page where one is due. `None` at the end.
+    fn peek(
+        &mut self,
+        segment: &Segment,
+        pages_read: &mut u64,
+    ) -> Result<Option<u64>, SegmentError> {
+        while self.at == self.orders.len() {
+            if self.next_page == segment.counts().data_pages {
+                return Ok(None);
+            }
+            segment.read_page(self.next_page, &mut self.page)?;
+            let checked = segment.check(self.next_page, &self.page.0)?;
+            (self.at, *pages_read) = (0, *pages_read + 1);
+            self.orders.clear();
+            segment.each_row(self.next_page, &checked, |order, _| self.orders.push(order));
+            self.next_page += 1;
+        }
+        Ok(Some(self.orders[self.at]))
+    }
+
+    fn load(
+        &mut self,
+        segment: &Segment,
+        number: u32,
+        pages_read: &mut u64,
+    ) -> Result<(), SegmentError> {
+        (self.at, self.next_page) = (0, number);
+        self.orders.clear();
+        self.peek(segment, pages_read).map(drop)
+    }
+
+    /// Goes to the first row with an order above `after`, by halves.
+    fn seek_past(
+        &mut self,
+        segment: &Segment,
+        after: u64,
+        pages_read: &mut u64,
+    ) -> Result<(), SegmentError> {
+        // Pages below `low` do not begin above `after`, those from `high` on do.
+        let (mut low, mut high) = (0, segment.counts().data_pages);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            self.load(segment, middle, pages_read)?;
+            if self.orders.first().is_some_and(|first| *first <= after) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        self.load(segment, low.saturating_sub(1), pages_read)?;
+        self.at = self.orders.partition_point(|order| *order <= after);
+        Ok(())
+    }
+}
+
+impl Merge {
+    /// A pass over `rows`, at its beginning.
+    pub fn new(rows: TableRows) -> Self {
+        let cursors = rows.segments().iter().map(|_| Cursor::new()).collect();
+        Self { rows, cursors, pages_read: 0 }
+    }
+
+    /// Goes to the first row with an order above `after`.
+    ///
+    /// # Errors
+    /// A page is damaged or cannot be read.
+    pub fn seek_past(&mut self, after: u64) -> Result<(), SegmentError> {
+        for (cursor, segment) in self.cursors.iter_mut().zip(self.rows.segments()) {
+            cursor.seek_past(segment, after, &mut self.pages_read)?;
+        }
+        Ok(())
+    }
+
+    /// The table that it passes over.
+    pub fn rows(&self) -> &TableRows {
+        &self.rows
+    }
+
+    /// Pages read so far.
+    pub fn pages_read(&self) -> u64 {
+        self.pages_read
+    }
+
+    /// The row that the pass is at, with the order of its key; `None` at the end.
+    ///
+    /// # Errors
+    /// A page is damaged or cannot be read.
+    pub fn current(&mut self) -> Result<Option<(u64, &[u8])>, SegmentError> {
+        loop {
+            let Some(order) = self.lowest()? else { return Ok(None) };
+            let number = match self.rows.newest(order) {
+                None | Some(Newest::Placed(_)) => 0,
+                Some(Newest::Delta(delta, _)) => delta + 1,
+                Some(Newest::Deleted) => {
+                    self.pass(order);
+                    continue;
+                }
+            };
+            let (cursor, segment) = (&self.cursors[number], &self.rows.segments()[number]);
+            return Ok(Some((
+                order,
+                segment.row_at(&cursor.page.0, cursor.orders.len(), cursor.at),
+            )));
+        }
+    }
+
+    /// Goes on to the next row.
+    ///
+    /// # Errors
+    /// A page is damaged or cannot be read.
+    pub fn advance(&mut self) -> Result<(), SegmentError> {
+        if let Some(order) = self.lowest()? {
+            self.pass(order);
+        }
+        Ok(())
+    }
+
+    fn lowest(&mut self) -> Result<Option<u64>, SegmentError> {
+        let mut lowest: Option<u64> = None;
+        for (cursor, segment) in self.cursors.iter_mut().zip(self.rows.segments()) {
+            if let Some(order) = cursor.peek(segment, &mut self.pages_read)? {
+                lowest = Some(lowest.map_or(order, |l| l.min(order)));
+            }
+        }
+        Ok(lowest)
+    }
+
+    /// Moves past every version of one key.
+    fn pass(&mut self, order: u64) {
+        for cursor in &mut self.cursors {
+            if cursor.orders.get(cursor.at) == Some(&order) {
+                cursor.at += 1;
+            }
+        }
+    }
+}

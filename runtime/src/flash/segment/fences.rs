@@ -1,0 +1,221 @@
+//! The fences of a base in memory: the top 32 bits of the first hash of each of its pages. In a table large
+//! enough for their memory to count they lie close together, so they are kept as one anchor for each 16 pages
+//! and 16-bit gaps between: 18 bits a page instead of 32. Hashes are spread evenly, so a small directory of their
+//! top bits leads to a few anchors, and a search touches three cache lines, however large the table. Several
+//! searches go together, step by step, so that their cache misses overlap. Never reads a file.
+
+use hatchback_kernels::simd::prefetch;
+
+/// Pages from one anchor to the next.
+const STRIDE: usize = 16;
+/// Anchors for an entry of the directory.
+const ANCHORS_AN_ENTRY: usize = 4;
+/// Anchors that are compared without asking how many an entry has: nearly always all of them.
+const WINDOW: usize = 12;
+/// Searches that go together.
+pub const AT_ONCE: usize = 32;
+
+/// Strictly ascending fences.
+pub struct Fences(Form);
+
+enum Form {
+    /// One word a page, where some gap is too wide for 16 bits.
+    Wide(Box<[u32]>),
+    Close {
+        /// The fence of every 16th page.
+        anchors: Box<[u32]>,
+        /// From each fence to the next, one a page (the last is 0).
+        gaps: Box<[u16]>,
+        /// How many anchors lie below each value of the top bits, and how many there are.
+        directory: Box<[u32]>,
+        /// How far the top bits are to be shifted down.
+        shift: u32,
+    },
+}
+
+impl Default for Fences {
+    fn default() -> Self {
+        Self(Form::Wide([].into()))
+    }
+}
+
+impl Fences {
+    /// Takes fences in; `None` if they do not ascend strictly.
+    pub fn new(fences: Vec<u32>) -> Option<Self> {
+        if !fences.is_sorted_by(|a, b| a < b) {
+            return None;
+        }
+        let next = fences.iter().skip(1).chain(fences.last());
+        let gaps: Option<Box<[u16]>> =
+            fences.iter().zip(next).map(|(a, b)| u16::try_from(b - a).ok()).collect();
+        let Some(gaps) = gaps else { return Some(Self(Form::Wide(fences.into()))) };
+        let anchors: Box<[u32]> = fences.iter().step_by(STRIDE).copied().collect();
+        let bits = (anchors.len() / ANCHORS_AN_ENTRY).max(1).ilog2();
+        let shift = u32::BITS - bits;
+        let below = |top: u64| anchors.partition_point(|&f| u64::from(f) < top << shift) as u32;
+        let directory = (0..=1 << bits).map(below).collect();
+        Some(Self(Form::Close { anchors, gaps, directory, shift }))
+    }
+
+    /// For each of `prefixes`, [`AT_ONCE`] at most, the last page whose fence is not above it; `None` if all are.
+    pub fn pages(&self, prefixes: &[u32], pages: &mut [Option<u32>]) {
+        let (anchors, gaps, directory, shift) = match &self.0 {
+            Form::Wide(fences) => {
+                let page =
+                    |prefix: &u32| (fences.partition_point(|f| f <= prefix) as u32).checked_sub(1);
+                return prefixes
+                    .iter()
+                    .zip(pages)
+                    .for_each(|(prefix, found)| *found = page(prefix));
+            }
+            Form::Close { anchors, gaps, directory, shift } => (anchors, gaps, directory, shift),
+        };
+        // What each search found so far: an entry of the directory, then an anchor. No step branches on what
+        // it has just read: a mispredicted branch costs as much as a cache miss and ends their overlap.
+        let mut at = [0; AT_ONCE];
+        for (at, prefix) in at.iter_mut().zip(prefixes) {
+            *at = (u64::from(*prefix) >> shift) as usize;
+            prefetch(&directory[*at]);
+        }
+        for at in &at[..prefixes.len()] {
+            let below = directory[*at] as usize;
+            anchors.get(below).inspect(|first| prefetch(*first));
+            anchors.get(below + WINDOW - 1).inspect(|last| prefetch(*last));
+        }
+        for (at, prefix) in at.iter_mut().zip(prefixes) {
+            let (below, until) = (directory[*at] as usize, directory[*at + 1] as usize);
+            // Those of the next entries are above `prefix` anyway.
+            *at = below
+                + match anchors.get(below..below + WINDOW) {
+                    Some(window) if until <= below + WINDOW => {
+                        window.iter().map(|f| usize::from(f <= prefix)).sum()
+                    }
+                    _ => anchors[below..until].partition_point(|f| f <= prefix),
+                };
+            let stretch = &gaps[at.saturating_sub(1) * STRIDE..];
+            stretch.first().inspect(|first| prefetch(*first));
+            stretch.get(STRIDE - 1).inspect(|last| prefetch(*last));
+        }
+        for ((at, prefix), found) in at.iter().zip(prefixes).zip(pages) {
+            *found = at.checked_sub(1).map(|anchor| {
+                let (first, left) = (anchor * STRIDE, prefix - anchors[anchor]);
+                // The gap behind a stretch's last page leads out of it, or to no page at all. All others are
+                // added up, needed or not.
+                let last = gaps.len().min(first + STRIDE) - 1;
+                let (mut sum, mut page) = (0, 0);
+                for gap in &gaps[first..last] {
+                    sum += u32::from(*gap);
+                    page += usize::from(sum <= left);
+                }
+                (first + page) as u32
+            });
+        }
+    }
+
+    /// The fence of `page`; `None` beyond the last.
+    pub fn get(&self, page: usize) -> Option<u32> {
+        match &self.0 {
+            Form::Wide(fences) => fences.get(page).copied(),
+            Form::Close { gaps, .. } if page >= gaps.len() => None,
+            Form::Close { anchors, gaps, .. } => {
+                let first = page / STRIDE * STRIDE;
+                Some(
+                    anchors[page / STRIDE]
+                        + gaps[first..page].iter().map(|g| u32::from(*g)).sum::<u32>(),
+                )
+            }
+        }
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        match &self.0 {
+            Form::Wide(fences) => 4 * fences.len(),
+            Form::Close { anchors, gaps, directory, .. } => {
+                4 * (anchors.len() + directory.len()) + 2 * gaps.len()
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Every fence, both its neighbours and the ends must be found as the plain search finds them.
+    fn agrees(fences: &[u32], close: bool, more: &[u32]) {
+        let compact = Fences::new(fences.to_vec()).unwrap();
+        assert_eq!(matches!(compact.0, Form::Close { .. }), close, "{fences:?}");
+        let all: Vec<u32> = (0..=fences.len()).map_while(|page| compact.get(page)).collect();
+        assert_eq!(all, fences);
+        let near = fences.iter().flat_map(|f| [f.saturating_sub(1), *f, f.saturating_add(1)]);
+        let searched: Vec<u32> = near.chain([0, u32::MAX]).chain(more.iter().copied()).collect();
+        for together in searched.chunks(AT_ONCE) {
+            let mut found = [None; AT_ONCE];
+            compact.pages(together, &mut found);
+            for (prefix, page) in together.iter().zip(found) {
+                let plain = (fences.partition_point(|f| f <= prefix) as u32).checked_sub(1);
+                assert_eq!(page, plain, "{prefix:#x} in {fences:?}");
+            }
+        }
+    }
+
+    fn ascending(first: u32, gaps: &[u32]) -> Vec<u32> {
+        let mut last = first;
+        let step = |gap: &u32| {
+            last = last.checked_add(*gap)?;
+            Some(last)
+        };
+        std::iter::once(first).chain(gaps.iter().map_while(step)).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn close_fences_are_found(first in any::<u32>(), gaps in prop::collection::vec(1u32..=0xffff, 0..3000), more in prop::collection::vec(any::<u32>(), 50)) {
+            agrees(&ascending(first, &gaps), true, &more);
+        }
+
+        #[test]
+        fn fences_with_one_wide_gap_are_found(first in 0u32..1 << 30, gaps in prop::collection::vec(1u32..=0xffff, 1..200), at in any::<prop::sample::Index>(), more in prop::collection::vec(any::<u32>(), 50)) {
+            let mut gaps = gaps;
+            let at = at.index(gaps.len());
+            gaps[at] = 0x1_0000;
+            agrees(&ascending(first, &gaps), false, &more);
+        }
+
+        #[test]
+        fn any_fences_are_found(mut fences in prop::collection::vec(any::<u32>(), 0..100), more in prop::collection::vec(any::<u32>(), 50)) {
+            fences.sort_unstable();
+            fences.dedup();
+            let close = fences.windows(2).all(|w| w[1] - w[0] <= 0xffff);
+            agrees(&fences, close, &more);
+        }
+    }
+
+    #[test]
+    fn extreme_fences_are_found() {
+        for n in [1, 2, 15, 16, 17, 31, 32, 33] {
+            for first in [0, 1, u32::MAX - (n - 1)] {
+                agrees(&ascending(first, &vec![1; n as usize - 1]), true, &[]);
+            }
+            let spread: Vec<u32> = ascending(0, &vec![0xffff; n as usize - 1]);
+            agrees(&spread, true, &[]);
+        }
+        agrees(&[], true, &[]);
+        agrees(&[0, u32::MAX], false, &[1 << 31]);
+        assert!(Fences::new(vec![1, 1]).is_none() && Fences::new(vec![2, 1]).is_none());
+    }
+
+    #[test]
+    fn a_page_takes_18_bits_where_gaps_are_narrow() {
+        let fences: Vec<u32> = (0..16_000).map(|i| i * 3000).collect();
+        assert_eq!(
+            Fences::new(fences).unwrap().bytes(),
+            16_000 * 18 / 8 + 4 * 129,
+            "and a directory of 128 entries"
+        );
+        let fences: Vec<u32> = (0..16_000).map(|i| i * 70_000).collect();
+        assert_eq!(Fences::new(fences).unwrap().bytes(), 16_000 * 4);
+    }
+}

@@ -1,0 +1,295 @@
+//! Writing a segment in one pass, rows already in order (those of a placed segment in the order of its pages).
+//! Never goes back in its output.
+
+use crate::flash::segment::{
+    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, PAYLOAD_BYTES, Part, SegmentKind,
+};
+use crate::io::page::{Page, PageBytes, PageFault, PageKind, seal};
+use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
+use std::io::{self, Write};
+
+/// Why rows cannot become a segment.
+#[derive(Debug, thiserror::Error)]
+pub enum WriteError {
+    /// The destination refused the bytes.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// Keys must ascend strictly in their order.
+    #[error("key order {0:#018x} does not ascend: rows are unsorted or a key is there twice")]
+    Order(u64),
+    /// The rows of an index table's base are `0, 1, 2...`.
+    #[error("key {found} follows where {expected} belongs")]
+    Hole {
+        /// The key that is missing.
+        expected: u64,
+        /// The key that came.
+        found: u64,
+    },
+    /// More keys share the top 32 bits of their hash than a page holds rows.
+    #[error("too many keys share the hash prefix {0:#010x}")]
+    Prefix(u32),
+    /// Only a delta deletes.
+    #[error("only a delta deletes keys")]
+    Delete,
+    /// The file would have more than 2^32 pages.
+    #[error("the table is over 16 TiB")]
+    TooLarge,
+}
+
+/// The data pages that an unfinished segment has already, in file order.
+#[derive(Default)]
+pub struct Written {
+    counts: Counts,
+    fences: Vec<u32>,
+    last: Option<u64>,
+}
+
+impl Written {
+    /// As if the pages before `number` were there: for building that page alone.
+    pub fn before(kind: &SegmentKind, number: u32) -> Self {
+        let indexed = kind.page_kind() == PageKind::Index;
+        let rows = if indexed { u64::from(number) * kind.rows_per_page() as u64 } else { 0 };
+        Self { counts: Counts { rows, data_pages: number, ..Counts::default() }, ..Self::default() }
+    }
+
+    /// Takes the next page of a base of `kind`, once it proves to be that.
+    ///
+    /// # Errors
+    /// What is wrong with the page, or that it is none of rows; nothing was taken.
+    pub fn take(&mut self, kind: &SegmentKind, page: &PageBytes) -> Result<(), PageFault> {
+        let (page_kind, per_page) = (kind.page_kind(), kind.rows_per_page());
+        let checked = Page::check(page, kind.id, self.counts.data_pages, page_kind, per_page)?;
+        let rows = self.counts.rows + checked.count() as u64;
+        if page_kind == PageKind::Hashed {
+            checked.check_order(self.last)?;
+            self.fences.push((checked.order(0) >> 32) as u32);
+            self.last = Some(checked.order(checked.count() - 1));
+        } else {
+            self.last = Some(rows - 1);
+        }
+        self.counts.rows = rows;
+        self.counts.data_pages += 1;
+        Ok(())
+    }
+
+    /// Pages taken.
+    pub fn pages(&self) -> u32 {
+        self.counts.data_pages
+    }
+
+    /// Rows on them.
+    pub fn rows(&self) -> u64 {
+        self.counts.rows
+    }
+
+    /// The order of the last row.
+    pub fn last(&self) -> Option<u64> {
+        self.last
+    }
+}
+
+/// Writes a segment.
+pub struct SegmentWriter<W> {
+    out: W,
+    kind: SegmentKind,
+    /// Orders and rows of the page being filled.
+    orders: Vec<u64>,
+    rows: Vec<u8>,
+    fences: Vec<u32>,
+    /// The orders of all rows of a delta or a placed segment.
+    keys: Vec<u64>,
+    deletes: Vec<u64>,
+    counts: Counts,
+    last: Option<u64>,
+}
+
+impl<W: Write> SegmentWriter<W> {
+    /// Begins a segment.
+    pub fn new(out: W, kind: SegmentKind) -> Self {
+        Self::resume(out, kind, Written::default())
+    }
+
+    /// Goes on with a base whose first pages are `written`; `out` takes what follows them.
+    pub fn resume(out: W, kind: SegmentKind, written: Written) -> Self {
+        let (orders, rows, keys, deletes) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let Written { counts, fences, last } = written;
+        Self { out, kind, orders, rows, fences, keys, deletes, counts, last }
+    }
+
+    /// Where it writes to.
+    pub fn out(&mut self) -> &mut W {
+        &mut self.out
+    }
+
+    /// Bytes that went out so far, with the resumed ones.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.counts.data_pages) * PAGE_BYTES as u64
+    }
+
+    /// Bytes that `finish` will write at most: the rows that wait for their page, the index and the trailer.
+    pub fn finish_bytes(&self) -> u64 {
+        let pages = |entries: usize, per_page: usize| entries.div_ceil(per_page) as u64;
+        let waiting = pages(self.orders.len(), 1).min(2);
+        let fences =
+            pages(self.fences.len() + 2, FENCES_PER_PAGE) * u64::from(self.kind.has_fences());
+        let keys = pages(self.keys.len(), KEYS_PER_PAGE) + pages(self.deletes.len(), KEYS_PER_PAGE);
+        (waiting + fences + keys + 1) * PAGE_BYTES as u64
+    }
+
+    /// Adds the encoded row of the key of the next `order` ([`crate::schema::KeySpace::order`]). In a placed
+    /// segment any order may follow; rows that are added together lie together.
+    ///
+    /// # Errors
+    /// The orders do not ascend, or in a placed segment one is twice on a page, or the destination refused the
+    /// bytes.
+    pub fn push(&mut self, order: u64, row: &[u8]) -> Result<(), WriteError> {
+        assert_eq!(row.len(), self.kind.format.row_bytes());
+        self.advance(order)?;
+        if self.kind.page_kind() == PageKind::Index && order != self.counts.rows {
+            return Err(WriteError::Hole { expected: self.counts.rows, found: order });
+        }
+        if self.orders.len() == self.kind.rows_per_page() {
+            self.end_page(order)?;
+        }
+        self.orders.push(order);
+        self.rows.extend_from_slice(row);
+        self.counts.rows += 1;
+        Ok(())
+    }
+
+    /// Deletes the key of the next `order`, in a delta.
+    ///
+    /// # Errors
+    /// The orders do not ascend, or the segment is no delta.
+    pub fn delete(&mut self, order: u64) -> Result<(), WriteError> {
+        if self.kind.part != Part::Delta {
+            return Err(WriteError::Delete);
+        }
+        self.advance(order)?;
+        self.deletes.push(order);
+        self.counts.deletes += 1;
+        Ok(())
+    }
+
+    fn advance(&mut self, order: u64) -> Result<(), WriteError> {
+        if self.kind.part != Part::Placed && self.last.is_some_and(|last| order <= last) {
+            return Err(WriteError::Order(order));
+        }
+        self.last = Some(order);
+        Ok(())
+    }
+
+    /// Writes the rows that are complete. Where there are fences, rows that share the top half of their hash
+    /// with the next one stay back, so that one fence compare always finds the page.
+    fn end_page(&mut self, next: u64) -> Result<(), WriteError> {
+        let prefix = (next >> 32) as u32;
+        let n = if self.kind.has_fences() {
+            self.orders.partition_point(|&h| ((h >> 32) as u32) < prefix)
+        } else {
+            self.orders.len()
+        };
+        if n == 0 {
+            return Err(WriteError::Prefix(prefix));
+        }
+        self.write_page(n)
+    }
+
+    /// Puts the rows of a page into the order in which a reader looks for them.
+    fn sort_page(&mut self) -> Result<(), WriteError> {
+        let row_bytes = self.kind.format.row_bytes();
+        let mut sorted: Vec<usize> = (0..self.orders.len()).collect();
+        sorted.sort_unstable_by_key(|&i| self.orders[i]);
+        self.rows = sorted
+            .iter()
+            .flat_map(|&i| &self.rows[i * row_bytes..][..row_bytes])
+            .copied()
+            .collect();
+        self.orders.sort_unstable();
+        match self.orders.windows(2).find(|w| w[0] == w[1]) {
+            Some(twice) => Err(WriteError::Order(twice[0])),
+            None => Ok(()),
+        }
+    }
+
+    fn write_page(&mut self, n: usize) -> Result<(), WriteError> {
+        if self.kind.part == Part::Placed {
+            self.sort_page()?;
+        }
+        if self.kind.part != Part::Base {
+            self.keys.extend_from_slice(&self.orders[..n]);
+        }
+        let mut page = [0; PAGE_BYTES];
+        let (hashed, row_bytes) =
+            (self.kind.page_kind() == PageKind::Hashed, self.kind.format.row_bytes());
+        let (keys, rows) = page[PAGE_HEADER_BYTES..].split_at_mut(if hashed { 8 * n } else { 0 });
+        keys.chunks_exact_mut(8)
+            .zip(&self.orders)
+            .for_each(|(k, o)| k.copy_from_slice(&o.to_le_bytes()));
+        rows[..n * row_bytes].copy_from_slice(&self.rows[..n * row_bytes]);
+        if self.kind.has_fences() {
+            self.fences.push((self.orders[0] >> 32) as u32);
+        }
+        self.emit(page, self.kind.page_kind(), n)?;
+        self.counts.data_pages += 1;
+        self.orders.drain(..n);
+        self.rows.drain(..n * row_bytes);
+        Ok(())
+    }
+
+    fn emit(
+        &mut self,
+        mut page: PageBytes,
+        kind: PageKind,
+        count: usize,
+    ) -> Result<(), WriteError> {
+        let number = self.counts.data_pages.checked_add(self.counts.index_pages);
+        let number = number.filter(|n| *n < u32::MAX - 1).ok_or(WriteError::TooLarge)?;
+        seal(&mut page, self.kind.id, number, kind, count);
+        Ok(self.out.write_all(&page)?)
+    }
+
+    /// Writes `entries` of `N` bytes each, as many a page as fit.
+    fn write_index<const N: usize>(
+        &mut self,
+        kind: PageKind,
+        entries: &[[u8; N]],
+    ) -> Result<(), WriteError> {
+        for entries in entries.chunks(PAYLOAD_BYTES / N) {
+            let mut page = [0; PAGE_BYTES];
+            page[PAGE_HEADER_BYTES..]
+                .chunks_exact_mut(N)
+                .zip(entries)
+                .for_each(|(p, e)| p.copy_from_slice(e));
+            self.emit(page, kind, entries.len())?;
+            self.counts.index_pages += 1;
+        }
+        Ok(())
+    }
+
+    /// Completes the segment; returns the destination and what it holds.
+    ///
+    /// # Errors
+    /// The destination refused the bytes.
+    pub fn finish(mut self) -> Result<(W, Counts), WriteError> {
+        while !self.orders.is_empty() {
+            self.write_page(self.orders.len())?;
+        }
+        let bytes = |words: Vec<u64>| words.into_iter().map(u64::to_le_bytes).collect::<Vec<_>>();
+        let fences: Vec<_> =
+            std::mem::take(&mut self.fences).into_iter().map(u32::to_le_bytes).collect();
+        let (keys, deletes) =
+            (std::mem::take(&mut self.keys), bytes(std::mem::take(&mut self.deletes)));
+        self.write_index(PageKind::Fences, &fences)?;
+        // An index table's keys would otherwise be a sixth of what a delta writes.
+        let short = keys.iter().map(|key| u32::try_from(*key).map(u32::to_le_bytes));
+        match short.collect::<Result<Vec<_>, _>>() {
+            Ok(short) if self.kind.part == Part::Delta => {
+                self.write_index(PageKind::ShortKeys, &short)?
+            }
+            _ => self.write_index(PageKind::Keys, &bytes(keys))?,
+        }
+        self.write_index(PageKind::Deletes, &deletes)?;
+        self.out.write_all(&self.kind.trailer(self.counts))?;
+        Ok((self.out, self.counts))
+    }
+}

@@ -1,0 +1,406 @@
+//! Reading pages: many in flight, into aligned memory taken once, answered as they complete. Through io_uring
+//! where the system allows it, else by a pool of threads; files that are not the system's (a simulation)
+//! are read in place. Never checks what it read.
+
+use crate::io::page::{AlignedPage, PageBytes};
+use crate::io::uring::Ring;
+use crate::limits::PAGE_BYTES;
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// A file of pages.
+pub trait PageFile: Send + Sync {
+    /// Bytes of the file.
+    ///
+    /// # Errors
+    /// The system does not say.
+    fn bytes(&self) -> io::Result<u64>;
+
+    /// Reads page `number`, now.
+    ///
+    /// # Errors
+    /// The device refused, or the file ends before the page does.
+    fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()>;
+
+    /// The system's file, where it is one.
+    fn system_file(&self) -> Option<&Arc<File>>;
+}
+
+/// Reads one page of a system file.
+pub(crate) fn read_at(file: &File, number: u32, page: &mut AlignedPage) -> io::Result<()> {
+    file.read_exact_at(&mut page.0, u64::from(number) * PAGE_BYTES as u64)
+}
+
+/// How pages are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReadMethod {
+    /// io_uring where the system allows it, else threads.
+    Auto,
+    /// A pool of threads.
+    Threads,
+}
+
+/// The reads that a device takes at once, shared by all readers on it: each of them may always have one in
+/// flight, and the rest goes to whoever asks first. Never waits.
+#[derive(Debug)]
+pub struct DeviceDepth {
+    max: usize,
+    /// Below zero where there are more readers than reads.
+    spare: AtomicIsize,
+}
+
+impl DeviceDepth {
+    /// A device that takes `max` reads at once.
+    pub fn new(max: usize) -> Arc<Self> {
+        let max = max.max(1);
+        Arc::new(Self { max, spare: AtomicIsize::new(max as isize) })
+    }
+
+    /// The reads that it takes at once.
+    pub fn max(&self) -> usize {
+        self.max
+    }
+
+    fn take(&self) -> bool {
+        let one_less = |spare: isize| (spare > 0).then(|| spare - 1);
+        self.spare.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok()
+    }
+
+    fn give(&self, n: usize) {
+        self.spare.fetch_add(n as isize, Ordering::Relaxed);
+    }
+}
+
+/// A read: what is read, and the caller's name for it.
+struct Job {
+    file: Arc<dyn PageFile>,
+    number: u32,
+    token: u64,
+}
+
+/// Reads pages, up to a fixed number at once.
+pub struct PageReader {
+    backend: Backend,
+    /// Reads of files that are not the system's, done when they are asked for.
+    in_place: VecDeque<Job>,
+    in_place_page: Box<AlignedPage>,
+    device: Arc<DeviceDepth>,
+    /// Reads taken from the device's spare ones: those in flight but for the first, which needs none.
+    taken: usize,
+}
+
+enum Backend {
+    Ring(Box<Ring>),
+    Threads(Pool),
+}
+
+impl PageReader {
+    /// A reader on a device of its own with up to `depth` reads in flight.
+    pub fn new(depth: usize, method: ReadMethod) -> Self {
+        Self::on(&DeviceDepth::new(depth), method)
+    }
+
+    /// A reader that shares the depth of `device` with the others on it.
+    pub fn on(device: &Arc<DeviceDepth>, method: ReadMethod) -> Self {
+        let depth = device.max();
+        device.spare.fetch_sub(1, Ordering::Relaxed);
+        let ring = if method == ReadMethod::Auto {
+            Ring::new(depth)
+        } else {
+            Err(io::Error::other("not asked for"))
+        };
+        let backend = ring.map_or_else(
+            |e| {
+                log::info!("pages are read by threads, not by io_uring: {e}");
+                Backend::Threads(Pool::new(depth))
+            },
+            |ring| Backend::Ring(Box::new(ring)),
+        );
+        let (in_place, in_place_page) =
+            (VecDeque::with_capacity(depth), Box::new(AlignedPage::zeroed()));
+        Self { backend, in_place, in_place_page, device: Arc::clone(device), taken: 0 }
+    }
+
+    /// Bytes that a reader of that depth holds.
+    pub fn bytes(depth: usize) -> usize {
+        (depth + 1) * size_of::<AlignedPage>() + depth * size_of::<Job>()
+    }
+
+    /// `io_uring` or `threads`.
+    pub fn method(&self) -> &'static str {
+        match self.backend {
+            Backend::Ring(_) => "io_uring",
+            Backend::Threads(_) => "threads",
+        }
+    }
+
+    /// Reads that were begun and not handed out.
+    pub fn in_flight(&self) -> usize {
+        self.in_place.len()
+            + match &self.backend {
+                Backend::Ring(ring) => ring.in_flight(),
+                Backend::Threads(pool) => pool.in_flight,
+            }
+    }
+
+    /// Whether another read can be begun; its place on the device is then kept until the next read ends.
+    pub fn has_room(&mut self) -> bool {
+        let in_flight = self.in_flight();
+        if in_flight > self.taken && in_flight < self.device.max() && self.device.take() {
+            self.taken += 1;
+        }
+        in_flight <= self.taken && in_flight < self.device.max()
+    }
+
+    /// Gives the device back what this reader no longer needs.
+    fn give_back(&mut self) {
+        let unneeded = self.taken.saturating_sub(self.in_flight().saturating_sub(1));
+        self.taken -= unneeded;
+        self.device.give(unneeded);
+    }
+
+    /// Begins reading page `number` of `file`. There must be room.
+    pub fn begin(&mut self, file: &Arc<dyn PageFile>, number: u32, token: u64) {
+        assert!(self.has_room());
+        match (file.system_file(), &mut self.backend) {
+            (None, _) => self.in_place.push_back(Job { file: Arc::clone(file), number, token }),
+            (Some(file), Backend::Ring(ring)) => ring.begin(Arc::clone(file), number, token),
+            (Some(_), Backend::Threads(pool)) => {
+                pool.begin(Job { file: Arc::clone(file), number, token })
+            }
+        }
+    }
+
+    /// Hands one completed read to `take`, after waiting for it up to `wait` (`None`: as long as it takes).
+    /// Returns whether there was one.
+    pub fn next(
+        &mut self,
+        wait: Option<Duration>,
+        take: impl FnOnce(u64, io::Result<&PageBytes>),
+    ) -> bool {
+        let done = if let Some(job) = self.in_place.pop_front() {
+            let read = job.file.read_page(job.number, &mut self.in_place_page);
+            take(job.token, read.map(|()| &self.in_place_page.0));
+            true
+        } else {
+            match &mut self.backend {
+                Backend::Ring(ring) => ring.next(wait, take),
+                Backend::Threads(pool) => pool.next(wait, take),
+            }
+        };
+        self.give_back();
+        done
+    }
+}
+
+impl Drop for PageReader {
+    fn drop(&mut self) {
+        self.device.give(self.taken + 1);
+    }
+}
+
+/// Threads that read one page each.
+struct Pool {
+    /// `None` only while the pool is dropped.
+    jobs: Option<SyncSender<(Job, Box<AlignedPage>)>>,
+    done: Receiver<Done>,
+    free: Vec<Box<AlignedPage>>,
+    in_flight: usize,
+    threads: Vec<std::thread::JoinHandle<()>>,
+}
+
+struct Done {
+    token: u64,
+    read: io::Result<()>,
+    page: Box<AlignedPage>,
+}
+
+/// Beyond this more threads no longer keep the device busier.
+const THREADS_MAX: usize = 16;
+
+impl Pool {
+    fn new(depth: usize) -> Self {
+        // Both have room for every page there is, so sending neither waits nor allocates.
+        let (jobs, todo) = sync_channel::<(Job, Box<AlignedPage>)>(depth);
+        let (answer, done) = sync_channel(depth);
+        let todo = Arc::new(Mutex::new(todo));
+        let thread = |_| {
+            let (todo, answer) = (Arc::clone(&todo), answer.clone());
+            std::thread::spawn(move || read_all(&todo, &answer))
+        };
+        let threads = (0..depth.min(THREADS_MAX)).map(thread).collect();
+        let free = (0..depth).map(|_| Box::new(AlignedPage::zeroed())).collect();
+        Self { jobs: Some(jobs), done, free, in_flight: 0, threads }
+    }
+
+    fn begin(&mut self, job: Job) {
+        let (Some(page), Some(jobs)) = (self.free.pop(), &self.jobs) else {
+            unreachable!("there is room")
+        };
+        // The threads hold the other end for as long as the pool lives.
+        let sent = jobs.send((job, page));
+        assert!(sent.is_ok(), "the reading threads are gone");
+        self.in_flight += 1;
+    }
+
+    fn next(
+        &mut self,
+        wait: Option<Duration>,
+        take: impl FnOnce(u64, io::Result<&PageBytes>),
+    ) -> bool {
+        if self.in_flight == 0 {
+            return false;
+        }
+        let done = match wait {
+            None => self.done.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(wait) => self.done.recv_timeout(wait),
+        };
+        let Ok(Done { token, read, page }) = done else { return false };
+        self.in_flight -= 1;
+        take(token, read.map(|()| &page.0));
+        self.free.push(page);
+        true
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.jobs = None;
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has nothing left to finish.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn read_all(todo: &Mutex<Receiver<(Job, Box<AlignedPage>)>>, answer: &SyncSender<Done>) {
+    loop {
+        let next = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok((job, mut page)) = next else { return };
+        let read = job.file.read_page(job.number, &mut page);
+        if answer.send(Done { token: job.token, read, page }).is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use std::io::Write;
+
+    struct Plain(Arc<File>, bool);
+
+    impl PageFile for Plain {
+        fn bytes(&self) -> io::Result<u64> {
+            Ok(self.0.metadata()?.len())
+        }
+        fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()> {
+            read_at(&self.0, number, page)
+        }
+        fn system_file(&self) -> Option<&Arc<File>> {
+            self.1.then_some(&self.0)
+        }
+    }
+
+    fn file_of(pages: u8, system: bool) -> Arc<dyn PageFile> {
+        let mut file = tempfile::tempfile().unwrap();
+        (0..pages).for_each(|n| file.write_all(&[n; PAGE_BYTES]).unwrap());
+        Arc::new(Plain(Arc::new(file), system))
+    }
+
+    fn read_everything(
+        mut reader: PageReader,
+        file: &Arc<dyn PageFile>,
+        pages: u32,
+    ) -> BTreeMap<u64, Result<u8, io::ErrorKind>> {
+        let (mut begun, mut found) = (0, BTreeMap::new());
+        while begun < pages || reader.in_flight() > 0 {
+            while begun < pages && reader.has_room() {
+                reader.begin(file, begun, u64::from(begun) * 3);
+                begun += 1;
+            }
+            let got = reader.next(None, |token, page| {
+                found.insert(token, page.map(|p| p[4095]).map_err(|e| e.kind()));
+            });
+            assert!(got);
+        }
+        assert!(!reader.next(None, |_, _| ()));
+        found
+    }
+
+    #[test]
+    fn every_method_reads_every_page_once_and_reports_the_end() {
+        for (method, system) in
+            [(ReadMethod::Auto, true), (ReadMethod::Threads, true), (ReadMethod::Auto, false)]
+        {
+            let file = file_of(200, system);
+            let found = read_everything(PageReader::new(7, method), &file, 202);
+            for n in 0..200u64 {
+                assert_eq!(found[&(n * 3)], Ok(n as u8));
+            }
+            assert_eq!(found[&600], Err(io::ErrorKind::UnexpectedEof));
+            assert_eq!(found.len(), 202);
+        }
+    }
+
+    #[test]
+    fn readers_on_one_device_share_its_depth() {
+        let (file, device) = (file_of(9, false), DeviceDepth::new(6));
+        let mut readers: Vec<_> =
+            (0..3).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
+        let fill = |reader: &mut PageReader| {
+            while reader.has_room() {
+                reader.begin(&file, 0, 0);
+            }
+            reader.in_flight()
+        };
+        // The first takes all that is spare, and the others still have one each.
+        assert_eq!(readers.iter_mut().map(fill).collect::<Vec<_>>(), [4, 1, 1]);
+        // What one reader ends, another may begin.
+        assert!(readers[0].next(None, |_, _| ()) && readers[0].next(None, |_, _| ()));
+        assert_eq!(readers.iter_mut().rev().map(fill).collect::<Vec<_>>(), [3, 1, 2]);
+        drop(readers);
+        assert_eq!(device.spare.load(Ordering::Relaxed), 6, "a place on the device was lost");
+        // More readers than the device takes: one read each.
+        let mut readers: Vec<_> =
+            (0..8).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
+        assert!(readers.iter_mut().all(|r| fill(r) == 1));
+    }
+
+    #[test]
+    fn a_reader_can_be_dropped_while_it_reads() {
+        for method in [ReadMethod::Auto, ReadMethod::Threads] {
+            let file = file_of(64, true);
+            let mut reader = PageReader::new(64, method);
+            (0..64).for_each(|n| reader.begin(&file, n, 0));
+            assert!(reader.next(None, |_, page| assert!(page.is_ok())));
+        }
+    }
+
+    #[test]
+    fn a_wait_may_be_as_long_as_it_likes() {
+        for method in [ReadMethod::Auto, ReadMethod::Threads] {
+            let (file, mut reader) = (file_of(1, true), PageReader::new(1, method));
+            reader.begin(&file, 0, 7);
+            assert!(
+                reader.next(Some(Duration::MAX), |token, page| assert!(token == 7 && page.is_ok()))
+            );
+        }
+    }
+
+    #[test]
+    fn waiting_for_nothing_ends() {
+        let mut reader = PageReader::new(4, ReadMethod::Auto);
+        assert!(!reader.next(Some(Duration::from_millis(1)), |_, _| ()));
+        assert!(!reader.next(None, |_, _| ()));
+    }
+}

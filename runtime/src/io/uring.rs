@@ -1,0 +1,171 @@
+//! Page reads through io_uring: the one file of the runtime that talks to the system directly, and the only
+//! one with `unsafe`. Never touches a buffer that the kernel may still write to.
+
+#![allow(unsafe_code)]
+
+use crate::io::page::{AlignedPage, PageBytes};
+use crate::limits::PAGE_BYTES;
+use io_uring::{IoUring, opcode, types};
+use std::cell::UnsafeCell;
+use std::fs::File;
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The user data of the entry that ends a wait.
+const TIMEOUT: u64 = u64::MAX;
+
+/// The kernel refuses times that its own clock cannot hold.
+const WAIT_MAX: Duration = Duration::from_secs(1 << 30);
+
+/// A ring with one buffer for each read that it may have in flight.
+pub(crate) struct Ring {
+    ring: ManuallyDrop<IoUring>,
+    buffers: ManuallyDrop<Box<[UnsafeCell<AlignedPage>]>>,
+    /// For each buffer the read that the kernel does into it. The file is held so that it stays open.
+    reads: Vec<Option<(Arc<File>, u64)>>,
+    free: Vec<usize>,
+}
+
+// SAFETY: the buffers are reached only through `&mut Ring`, and only while no read into them is in flight, so
+// moving the ring to another thread moves the only access to them with it.
+unsafe impl Send for Ring {}
+
+impl Ring {
+    /// A ring for up to `depth` reads at once.
+    ///
+    /// # Errors
+    /// The system has no io_uring or does not allow it.
+    pub fn new(depth: usize) -> io::Result<Self> {
+        // One entry more for the timeout.
+        let entries = u32::try_from(depth + 1).map_err(io::Error::other)?.next_power_of_two();
+        let ring = ManuallyDrop::new(IoUring::new(entries)?);
+        let buffers = (0..depth).map(|_| UnsafeCell::new(AlignedPage::zeroed())).collect();
+        let reads = (0..depth).map(|_| None).collect();
+        Ok(Self { ring, buffers: ManuallyDrop::new(buffers), reads, free: (0..depth).collect() })
+    }
+
+    pub fn in_flight(&self) -> usize {
+        self.reads.len() - self.free.len()
+    }
+
+    /// Queues a read; the kernel learns of it when enough are queued, or with the next `next` that waits.
+    pub fn begin(&mut self, file: Arc<File>, number: u32, token: u64) {
+        let Some(slot) = self.free.pop() else { unreachable!("there is room") };
+        let buffer = self.buffers[slot].get().cast::<u8>();
+        let read = opcode::Read::new(types::Fd(file.as_raw_fd()), buffer, PAGE_BYTES as u32)
+            .offset(u64::from(number) * PAGE_BYTES as u64)
+            .build()
+            .user_data(slot as u64);
+        self.reads[slot] = Some((file, token));
+        // SAFETY: the buffer and the file live until the completion of this entry was seen: the slot leaves
+        // `free` here and returns only in `complete`, and `drop` waits for every slot or leaks the buffers.
+        let pushed = unsafe { self.ring.submission().push(&read) };
+        assert!(pushed.is_ok(), "the ring has an entry for every buffer");
+        // A system call for each quarter of the depth keeps the device busy while completions are handled.
+        if self.ring.submission().len() > self.reads.len() / 4 {
+            self.submit();
+        }
+    }
+
+    fn submit(&self) {
+        if let Err(e) = self.ring.submit() {
+            // The entries stay queued; `next` submits them again.
+            log::warn!("io_uring: {e}");
+        }
+    }
+
+    /// As `PageReader::next`.
+    pub fn next(
+        &mut self,
+        wait: Option<Duration>,
+        take: impl FnOnce(u64, io::Result<&PageBytes>),
+    ) -> bool {
+        let mut waited = false;
+        while self.in_flight() > 0 {
+            let completion = self.ring.completion().next().map(|c| (c.user_data(), c.result()));
+            match completion {
+                Some((TIMEOUT, _)) => {}
+                Some((slot, result)) => {
+                    self.complete(slot as usize, result, take);
+                    return true;
+                }
+                None if waited && wait.is_some() => return false,
+                None => {
+                    if let Err(e) = self.wait(wait) {
+                        log::error!("io_uring: {e}");
+                        return false;
+                    }
+                    waited = true;
+                }
+            }
+        }
+        false
+    }
+
+    fn complete(
+        &mut self,
+        slot: usize,
+        result: i32,
+        take: impl FnOnce(u64, io::Result<&PageBytes>),
+    ) {
+        let Some((_, token)) = self.reads[slot].take() else {
+            unreachable!("the kernel answers a read once")
+        };
+        self.free.push(slot);
+        let read = match result {
+            n if n < 0 => Err(io::Error::from_raw_os_error(-n)),
+            n if n as usize == PAGE_BYTES => {
+                // SAFETY: the kernel has completed the read into this buffer and no other was begun: `&mut self`
+                // is held until `take` returns.
+                Ok(unsafe { &(*self.buffers[slot].get()).0 })
+            }
+            n => Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{n} bytes of a page"))),
+        };
+        take(token, read);
+    }
+
+    /// Submits what is queued and waits for completions, at most `wait`: for one where somebody counts the time,
+    /// else for a sixteenth of those outstanding: one system call then serves several, and the device still has work
+    /// meanwhile.
+    fn wait(&mut self, wait: Option<Duration>) -> io::Result<()> {
+        if wait == Some(Duration::ZERO) {
+            return self.ring.submit().map(drop);
+        }
+        let time = wait
+            .map(|w| w.min(WAIT_MAX))
+            .map(|w| types::Timespec::new().sec(w.as_secs()).nsec(w.subsec_nanos()));
+        if let Some(time) = &time {
+            // Ends by itself with the next completion. Older kernels (5.4 on) have it too.
+            let timeout = opcode::Timeout::new(time).count(1).build().user_data(TIMEOUT);
+            // SAFETY: the kernel copies the time while it takes the entry in, which is in `submit_and_wait`
+            // below; `time` lives until then.
+            let pushed = unsafe { self.ring.submission().push(&timeout) };
+            if pushed.is_err() {
+                return self.ring.submit().map(drop);
+            }
+        }
+        let wanted = if wait.is_some() { 1 } else { self.in_flight() / 16 };
+        match self.ring.submit_and_wait(wanted.max(1)) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(()),
+            done => done.map(drop),
+        }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        while self.in_flight() > 0 && self.next(None, |_, _| ()) {}
+        if self.in_flight() > 0 {
+            // The ring failed with reads outstanding: the kernel may still write, so their memory must stay.
+            return;
+        }
+        // SAFETY: neither field is used again, and with nothing in flight the kernel holds no buffer.
+        unsafe {
+            ManuallyDrop::drop(&mut self.ring);
+            ManuallyDrop::drop(&mut self.buffers);
+        }
+    }
+}

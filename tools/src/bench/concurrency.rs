@@ -1,0 +1,423 @@
+//! `bench ladder`: throughput and latency over a rising number of callers of one pipeline, each sending its next request
+//! when it has its answer. Steps take turns, so that none owns a quiet minute; each turn has draws of its own, which a caller sends
+//! again once it is through with them. Never draws while it measures.
+
+use crate::bench::request::{bundle_in, make_synthetic};
+use crate::bench::{Bar, Machine, Report};
+use crate::report;
+use crate::report::metrics::{Latencies, Percentiles};
+use crate::report::plot::{self, Axis, Panel, Series};
+use crate::serve::{self, ServeArgs};
+use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
+use anyhow::{Context, Result, anyhow, ensure};
+use clap::Args;
+use hatchback::model::Model;
+use hatchback::model::budget::Budget;
+use hatchback::request::pipeline::{Pipeline, RequestError, Stats};
+use hatchback::request::worker::SystemClock;
+use hatchback::schema::batch::Batch;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Times that every step is measured.
+const TURNS: u32 = 4;
+/// Requests that a caller draws for one turn; it sends them again if it is through before the turn is.
+const REQUESTS: usize = 512;
+/// The last step reaches at least this share of the best.
+const SHARE_LEAST: f64 = 0.95;
+/// How long a caller does without after `Busy`.
+const BUSY_PAUSE: Duration = Duration::from_micros(200);
+
+/// Measures one pipeline under a rising number of callers
+#[derive(Args, Debug)]
+pub struct LadderArgs {
+    /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
+    model: Option<PathBuf>,
+    /// Callers at each step
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64",
+          value_parser = clap::value_parser!(u32).range(1..=4096))]
+    clients: Vec<u32>,
+    /// Key distribution: uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS (per cent), histogram:FILE [default: powerlaw]
+    #[arg(long)]
+    keys: Option<Distribution>,
+    /// Samples in a request
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// Embedding cache, MiB [default: the target's]
+    #[arg(long)]
+    cache_mib: Option<f64>,
+    /// Tables kept whole, MiB [default: the target's]
+    #[arg(long)]
+    resident_mib: Option<f64>,
+    /// Workers, a thread each [default: the target's, without one the machine's cores]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    workers: Option<u32>,
+    /// Request slots [default: the target's, without one 64]
+    #[arg(long)]
+    slots: Option<u32>,
+    /// How long a request waits for others, µs [default: the target's]
+    #[arg(long)]
+    gather_us: Option<u32>,
+    /// Measured time of a step [default: 4; quick: 1]
+    #[arg(long)]
+    seconds: Option<f64>,
+    /// A smaller synthetic model, less time
+    #[arg(long)]
+    quick: bool,
+    /// Rows of the largest tables of the synthetic model [default: 400000; quick: 40000]
+    #[arg(long)]
+    rows_max: Option<u64>,
+    /// A target file that gives the budget
+    #[arg(long)]
+    target: Option<PathBuf>,
+    /// Where the model is laid on flash [default: beside the bundle, or a temporary folder]
+    #[arg(long)]
+    flash: Option<PathBuf>,
+    /// Writes all figures as JSON (`-`: standard output, without the tables)
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Draws throughput and latency by callers as SVG
+    #[arg(long)]
+    plot: Option<PathBuf>,
+}
+
+/// The figures of one step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Step {
+    /// Callers.
+    pub clients: u32,
+    /// Measured time.
+    pub seconds: f64,
+    /// Requests answered a second.
+    pub requests_per_s: f64,
+    /// Latency of those, from submitting to having the scores.
+    pub latency: Percentiles,
+    /// Requests refused because every slot was taken.
+    pub busy: u64,
+    /// Requests that were scored together, in the mean.
+    pub requests_per_batch: f64,
+    /// Share of the lookups of cached tables that the cache answered.
+    pub hit_rate: f64,
+}
+
+/// What the turns of a step found.
+#[derive(Default)]
+struct Found {
+    time: Duration,
+    latencies: Latencies,
+    busy: u64,
+    /// What the pipeline counted.
+    stats: Stats,
+}
+
+impl LadderArgs {
+    fn budget(&self, serve: &ServeArgs) -> Result<Budget> {
+        let mut budget = serve.budget()?;
+        if self.target.is_none() {
+            (budget.workers, budget.slots) = (Machine::this().cores as u32, 64);
+        }
+        budget.workers = self.workers.unwrap_or(budget.workers);
+        budget.slots = self.slots.unwrap_or(budget.slots);
+        budget.gather_us = self.gather_us.unwrap_or(budget.gather_us);
+        budget.reads_max = budget.reads_max.max(budget.workers);
+        budget.batch_max = budget.batch_max.max(self.batch);
+        Ok(budget)
+    }
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// The model is refused, a request failed, or a file cannot be written.
+pub fn run(args: &LadderArgs) -> Result<()> {
+    let seconds = args.seconds.unwrap_or(if args.quick { 1.0 } else { 4.0 });
+    ensure!(
+        seconds > 0.0 && seconds <= 86_400.0,
+        "--seconds: {seconds} is not above 0, at most a day"
+    );
+    let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
+    let made = if args.model.is_none() { Some(make_synthetic(rows_max)?) } else { None };
+    let serve = ServeArgs {
+        model: args.model.clone().or_else(|| made.as_ref().map(bundle_in)).context("no model")?,
+        flash: args
+            .flash
+            .clone()
+            .or_else(|| made.as_ref().map(|folder| folder.path().join("flash"))),
+        target: args.target.clone(),
+        cache_mib: args.cache_mib,
+        resident_mib: args.resident_mib,
+        batch_max: None,
+        device: None,
+    };
+    let flash = serve.flash()?;
+    let budget = args.budget(&serve)?;
+    let model = Arc::new(
+        Model::from_flash(&flash, budget)?.onto(&serve.device()?)?.with_dense(&flash, None)?,
+    );
+    let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default()))?;
+    let keys = args.keys.clone().unwrap_or(Distribution::PowerLaw { alpha: ALPHA });
+    let workload = Workload::new(&flash, &keys, BagSizes::Full, 0)?;
+    let points = climb(args, &pipeline, &workload, Duration::from_secs_f64(seconds))?;
+    let name = flash.manifest().generation.to_string();
+    let bars = bar(&points).into_iter().collect();
+    let report = Report { bench: "ladder", machine: Machine::this(), model: name, bars, points };
+    publish(args, &report, &keys, &budget)
+}
+
+/// All steps, in turns, after each caller count ran once to warm up.
+fn climb(
+    args: &LadderArgs,
+    pipeline: &Pipeline,
+    workload: &Workload,
+    time: Duration,
+) -> Result<Vec<Step>> {
+    let progress = serve::progress_bar(
+        u64::from(TURNS + 1) * args.clients.len() as u64,
+        "measuring",
+        "{pos}/{len} turns",
+    );
+    let mut found: Vec<Found> = args.clients.iter().map(|_| Found::default()).collect();
+    for turn in 0..=TURNS {
+        for (&clients, found) in args.clients.iter().zip(&mut found) {
+            let seed = u64::from(turn) << 32;
+            let requests = draw(pipeline, workload, clients, args.batch, seed)?;
+            let one = load(pipeline, &requests, time / TURNS)?;
+            if turn > 0 {
+                found.add(&one);
+            }
+            progress.inc(1);
+        }
+    }
+    progress.finish_and_clear();
+    Ok(args.clients.iter().zip(&found).map(|(&clients, found)| found.step(clients)).collect())
+}
+
+fn draw(
+    pipeline: &Pipeline,
+    workload: &Workload,
+    clients: u32,
+    samples: u32,
+    seed: u64,
+) -> Result<Vec<Vec<Batch>>> {
+    let caller = |number: u32| {
+        let mut workload = workload.with_seed(seed | u64::from(number));
+        let one = |_| {
+            let mut batch = Batch::new(pipeline.model().schema(), samples as usize);
+            workload.fill(&mut batch, samples as usize).map(|()| batch)
+        };
+        (0..REQUESTS / (1 + clients as usize / 16)).map(one).collect()
+    };
+    (0..clients).map(caller).collect()
+}
+
+/// All callers at once, for `time`.
+fn load(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Result<Found> {
+    let (before, start) = (pipeline.stats(), Barrier::new(requests.len()));
+    let found = thread::scope(|scope| {
+        let start = &start;
+        let spawn = |own| {
+            scope.spawn(move || {
+                start.wait();
+                call(pipeline, own, time)
+            })
+        };
+        let callers: Vec<_> = requests.iter().map(Vec::as_slice).map(spawn).collect();
+        let joined =
+            callers.into_iter().map(|c| c.join().map_err(|_| anyhow!("a caller panicked"))?);
+        joined.collect::<Result<Vec<_>>>()
+    })?;
+    let mut sum = Found::default();
+    found.iter().for_each(|one| sum.beside(one));
+    let after = pipeline.stats();
+    sum.stats = Stats {
+        requests: after.requests - before.requests,
+        batches: after.batches - before.batches,
+        counters: after.counters.since(&before.counters),
+        ..Stats::default()
+    };
+    Ok(sum)
+}
+
+/// One caller.
+fn call(pipeline: &Pipeline, requests: &[Batch], time: Duration) -> Result<Found> {
+    let (mut found, start) = (Found::default(), Instant::now());
+    for batch in requests.iter().cycle() {
+        let sent = Instant::now();
+        match pipeline.submit(batch, None) {
+            Ok(ticket) => {
+                ticket.wait()?;
+                found.latencies.record(sent.elapsed());
+            }
+            Err(RequestError::Busy(_)) => {
+                found.busy += 1;
+                thread::sleep(BUSY_PAUSE);
+            }
+            Err(e) => return Err(e.into()),
+        }
+        found.time = start.elapsed();
+        if found.time >= time {
+            break;
+        }
+    }
+    Ok(found)
+}
+
+impl Found {
+    /// Adds a caller that ran at the same time.
+    fn beside(&mut self, other: &Self) {
+        self.time = self.time.max(other.time);
+        self.latencies.add(&other.latencies);
+        self.busy += other.busy;
+    }
+
+    /// Adds a turn that ran later.
+    fn add(&mut self, later: &Self) {
+        let time = self.time + later.time;
+        self.beside(later);
+        self.time = time;
+        self.stats.requests += later.stats.requests;
+        self.stats.batches += later.stats.batches;
+        self.stats.counters.add(&later.stats.counters);
+    }
+
+    fn step(&self, clients: u32) -> Step {
+        let (latency, seconds) = (self.latencies.percentiles(), self.time.as_secs_f64());
+        Step {
+            clients,
+            seconds,
+            requests_per_s: latency.requests as f64 / seconds,
+            latency,
+            busy: self.busy,
+            requests_per_batch: self.stats.requests as f64 / self.stats.batches.max(1) as f64,
+            hit_rate: self.stats.counters.hit_rate(),
+        }
+    }
+}
+
+/// Throughput never falls off a cliff: the step with the most callers beside the best.
+fn bar(steps: &[Step]) -> Option<Bar> {
+    let last = steps.iter().max_by_key(|s| s.clients)?;
+    let best = steps.iter().map(|s| s.requests_per_s).fold(0.0, f64::max);
+    let value = last.requests_per_s / best;
+    let name = format!("requests/s with {} callers, share of the best step", last.clients);
+    Some(Bar::at_least(name, value, SHARE_LEAST))
+}
+
+fn publish(
+    args: &LadderArgs,
+    report: &Report<Step>,
+    keys: &Distribution,
+    budget: &Budget,
+) -> Result<()> {
+    let title = format!(
+        "{} workers, {} slots, {} samples a request",
+        budget.workers, budget.slots, args.batch
+    );
+    if let Some(path) = &args.plot {
+        plot::panels(path, &format!("{}: {title}", report.model), &charts(&report.points))?;
+    }
+    if args.json.as_deref() != Some(Path::new("-")) {
+        let machine = &report.machine;
+        println!("{}: {title}, keys {keys}", report.model);
+        println!(
+            "{}, {} cores, {}, version {}",
+            machine.cpu, machine.cores, machine.platform, machine.version
+        );
+        let heads =
+            ["callers", "requests/s", "p50", "p99", "p99.9", "busy", "requests/batch", "hit rate"];
+        let mut table = report::table(&heads);
+        table.add_rows(report.points.iter().map(Step::cells));
+        println!("{table}");
+        report.bars.iter().for_each(|bar| println!("{bar}"));
+    }
+    args.json.as_ref().map_or(Ok(()), |path| report::write_json(path, report))
+}
+
+impl Step {
+    fn cells(&self) -> [String; 8] {
+        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
+        [
+            self.clients.to_string(),
+            report::count(self.requests_per_s.round() as u64),
+            us(self.latency.p50_us),
+            us(self.latency.p99_us),
+            us(self.latency.p999_us),
+            report::count(self.busy),
+            format!("{:.2}", self.requests_per_batch),
+            report::percent(self.hit_rate),
+        ]
+    }
+}
+
+fn charts(steps: &[Step]) -> [Panel; 2] {
+    let clients: Vec<f64> = steps.iter().map(|s| f64::from(s.clients)).collect();
+    let line = |name: &str, color, dashed, y: fn(&Step) -> f64| Series {
+        name: name.to_owned(),
+        color,
+        dashed,
+        points: steps.iter().map(|s| (f64::from(s.clients), y(s))).collect(),
+    };
+    let panel = |y, series| Panel { x: Axis::log("callers").at(&clients), y, series };
+    [
+        panel(Axis::linear("requests/s"), vec![line("requests/s", 0, false, |s| s.requests_per_s)]),
+        panel(
+            Axis::log("latency, µs"),
+            vec![
+                line("p50", 1, false, |s| s.latency.p50_us),
+                line("p99", 1, true, |s| s.latency.p99_us),
+            ],
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::Found;
+    use clap::{CommandFactory, FromArgMatches, Parser};
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: LadderArgs,
+    }
+
+    fn parse(line: &str) -> LadderArgs {
+        let matches = Line::command().try_get_matches_from(line.split_whitespace()).unwrap();
+        Line::from_arg_matches(&matches).unwrap().args
+    }
+
+    #[test]
+    fn the_bar_is_the_last_step_beside_the_best() {
+        let step = |clients, requests_per_s| Step { clients, requests_per_s, ..Step::default() };
+        assert!(bar(&[]).is_none());
+        let found = bar(&[step(64, 940.0), step(1, 500.0), step(8, 1000.0)]).unwrap();
+        assert_eq!(found.found, Found::Measured { value: 0.94, holds: false });
+        let found = bar(&[step(1, 500.0), step(64, 480.0)]).unwrap().found;
+        assert_eq!(found, Found::Measured { value: 0.96, holds: true });
+    }
+
+    #[test]
+    fn a_short_ladder_answers_or_refuses_every_request() {
+        let folder = tempfile::tempdir().unwrap();
+        let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
+        let line = format!(
+            "ladder --quick --rows-max 2000 --clients 1,6 --slots 3 --workers 2 --batch 2 --cache-mib 0.2 \
+             --seconds 0.2 --json {} --plot {}",
+            json.display(),
+            plot.display()
+        );
+        run(&parse(&line)).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert_eq!(report["bars"][0]["bar"], 0.95);
+        let busy = |step: usize| report["points"][step]["busy"].as_u64().unwrap();
+        assert_eq!(busy(0), 0);
+        assert!(busy(1) > 0, "six callers share three slots");
+        assert!(report["points"][1]["requests_per_batch"].as_f64().unwrap() >= 1.0);
+        assert!(std::fs::read_to_string(&plot).unwrap().contains("requests/s"));
+    }
+}

@@ -1,0 +1,119 @@
+//! How results reach people and programs: aligned tables, byte and time units, JSON files. Never computes.
+
+pub mod metrics;
+pub mod plot;
+
+use anyhow::{Context, Result};
+use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
+use serde::Serialize;
+use std::path::Path;
+use std::time::Duration;
+
+const RULE: LineStyle = LineStyle::none().fill('─').junction('─');
+/// Rules above, below and under the heads, none between rows.
+const STYLE: TableStyle =
+    TableStyle::new().top_border(RULE).header_separator(RULE).bottom_border(RULE);
+
+/// A table with these column heads, first column left, the others right.
+pub fn table(heads: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(STYLE).set_header(heads);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+/// `1536` as `1.5 KiB`.
+pub fn bytes(n: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = n as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{n} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+/// `1234567` as `1,234,567`.
+pub fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let first = digits.len() % 3;
+    let groups =
+        digits.as_bytes()[first..].chunks(3).map(|g| String::from_utf8_lossy(g).into_owned());
+    let head = (first > 0).then(|| digits[..first].to_owned());
+    head.into_iter().chain(groups).collect::<Vec<_>>().join(",")
+}
+
+/// A figure: thousands grouped, otherwise three digits that count.
+pub fn digits(value: f64) -> String {
+    match value {
+        v if v >= 1000.0 => count(v.round() as u64),
+        v if v >= 100.0 => format!("{v:.0}"),
+        v if v >= 10.0 => format!("{v:.1}"),
+        v if v >= 1.0 => format!("{v:.2}"),
+        v => format!("{v:.3}"),
+    }
+}
+
+/// Microseconds with a sensible number of digits.
+pub fn micros(time: Duration) -> String {
+    let us = time.as_secs_f64() * 1e6;
+    if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") }
+}
+
+/// `0.98765` as `98.77 %`.
+pub fn percent(share: f64) -> String {
+    format!("{:.2} %", 100.0 * share)
+}
+
+/// An error and what caused it, in one line; the runtime's errors say their cause themselves, so what was
+/// said already is not said again.
+pub fn explain(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
+        "" => cause,
+        _ if said.contains(&cause) => said,
+        _ => format!("{said}: {cause}"),
+    })
+}
+
+/// Writes `value` to `path` as indented JSON; `-` is standard output.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(value)? + "\n";
+    if path == Path::new("-") {
+        print!("{text}");
+        return Ok(());
+    }
+    std::fs::write(path, text).with_context(|| path.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let io = || std::io::Error::other("no luck");
+        let error = anyhow::Error::from(io()).context("t.toml: no luck").context("table `a`");
+        assert_eq!(explain(&error), "table `a`: t.toml: no luck");
+        assert_eq!(explain(&anyhow::Error::from(io()).context("line 3")), "line 3: no luck");
+    }
+
+    #[test]
+    fn units() {
+        assert_eq!(
+            (bytes(900), bytes(1536), bytes(3 << 30)),
+            ("900 B".into(), "1.5 KiB".into(), "3.0 GiB".into())
+        );
+        assert_eq!(
+            (count(7), count(1000), count(1234567)),
+            ("7".into(), "1,000".into(), "1,234,567".into())
+        );
+        assert_eq!(micros(Duration::from_nanos(12_340)), "12.3 µs");
+        assert_eq!(percent(0.98765), "98.77 %");
+    }
+}

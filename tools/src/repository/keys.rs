@@ -1,0 +1,379 @@
+//! `keys`: a fleet's signing keys and its root of trust. Keys are PKCS#8 files (Ed25519) of a folder, one each;
+//! another store of keys is another `KeySource`. A new root is made of the old one, whichever keys are at hand, and is
+//! signed by the keys of the old one too, so that a car that trusts the old one can follow. Never signs releases: that is
+//! `publish`.
+
+use anyhow::{Context, Result, ensure};
+use aws_lc_rs::rand::SystemRandom;
+use aws_lc_rs::signature::Ed25519KeyPair;
+use clap::{Args, Subcommand};
+use hatchback::update::release::hex;
+use sigstore_tuf::TrustedMetadataSet;
+use std::collections::{HashMap, HashSet};
+use std::fs::{File, Permissions};
+use std::io::Write;
+use std::num::NonZeroU64;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use tough::editor::signed::SignedRole;
+use tough::key_source::{KeySource, LocalKeySource};
+use tough::schema::decoded::{Decoded, Hex};
+use tough::schema::key::Key;
+use tough::schema::{KeyHolder, RoleKeys, RoleType, Root, Signed};
+use tough::sign::{Sign, parse_keypair};
+
+/// Makes and rotates a fleet's signing keys
+#[derive(Args, Debug)]
+pub struct KeysArgs {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand, Debug)]
+enum Action {
+    /// Makes the keys and the first root of a new fleet
+    New {
+        /// An empty folder for the keys and roots
+        keys: PathBuf,
+        /// Keys of the root role; keep them offline
+        #[arg(long, default_value_t = 3)]
+        root_keys: usize,
+        /// Signatures that a new root needs
+        #[arg(long, default_value_t = 2)]
+        root_threshold: u64,
+        /// Keys of each of the other roles
+        #[arg(long, default_value_t = 1)]
+        role_keys: usize,
+        /// Signatures that each of the other roles needs
+        #[arg(long, default_value_t = 1)]
+        role_threshold: u64,
+        /// Days until the root expires
+        #[arg(long, default_value_t = 365)]
+        days: u64,
+    },
+    /// Replaces the keys of a role by as many new ones, which revokes the old ones
+    Rotate {
+        /// The folder of the keys and roots. As many root keys as must sign have to lie in it; all others may be elsewhere
+        keys: PathBuf,
+        /// root, targets, snapshot or timestamp
+        role: RoleType,
+        /// Days until the new root expires
+        #[arg(long, default_value_t = 365)]
+        days: u64,
+    },
+}
+
+/// Seconds of a day.
+pub const DAY_S: u64 = 24 * 3600;
+
+/// The four roles with how many keys each has and how many must sign.
+pub const ROLES: [RoleType; 4] =
+    [RoleType::Root, RoleType::Targets, RoleType::Snapshot, RoleType::Timestamp];
+
+/// Runs the command.
+///
+/// # Errors
+/// The folder cannot be written, or holds no root or too few keys.
+pub fn run(args: &KeysArgs) -> Result<()> {
+    let now = crate::sync::now()?;
+    let path = match &args.action {
+        Action::New { keys, root_keys, root_threshold, role_keys, role_threshold, days } => {
+            let other = (*role_keys, *role_threshold);
+            let counts = [(*root_keys, *root_threshold), other, other, other];
+            new_fleet(keys, counts, now + days * DAY_S)?
+        }
+        Action::Rotate { keys, role, days } => rotate(keys, *role, now + days * DAY_S)?,
+    };
+    println!("{}", path.display());
+    Ok(())
+}
+
+/// A runtime for the asynchronous crates; what it runs is ours alone.
+///
+/// # Errors
+/// The system refused.
+pub fn block_on<T>(work: impl Future<Output = T>) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+    Ok(runtime.block_on(work))
+}
+
+/// The time in the form that metadata have.
+///
+/// # Errors
+/// It is beyond the calendar.
+pub fn timestamp(seconds: u64) -> Result<jiff::Timestamp> {
+    Ok(jiff::Timestamp::from_second(i64::try_from(seconds)?)?)
+}
+
+/// Makes the keys of a new fleet in `folder`, for each of `ROLES` how many and how many must sign, and its first
+/// root, which expires at `expires` (seconds since 1970). Returns the root's path.
+///
+/// # Errors
+/// The folder holds a root already or cannot be written.
+pub fn new_fleet(folder: &Path, counts: [(usize, u64); 4], expires: u64) -> Result<PathBuf> {
+    std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    ensure!(roots(folder)?.is_empty(), "{}: holds a root already", folder.display());
+    let mut root = Root {
+        spec_version: "1.0.0".to_owned(),
+        consistent_snapshot: true,
+        version: NonZeroU64::MIN,
+        expires: timestamp(expires)?,
+        keys: HashMap::new(),
+        roles: HashMap::new(),
+        _extra: HashMap::new(),
+    };
+    for (role, (keys, threshold)) in ROLES.into_iter().zip(counts) {
+        let threshold = NonZeroU64::new(threshold).context("a threshold of 0 proves nothing")?;
+        ensure!(threshold.get() <= keys as u64, "{role}: {keys} keys for {threshold}");
+        root.roles.insert(role, RoleKeys { keyids: Vec::new(), threshold, _extra: HashMap::new() });
+    }
+    let fresh: Vec<_> = ROLES.into_iter().zip(counts.map(|(keys, _)| keys)).collect();
+    Ok(write_root(folder, None, root, &fresh)?.0)
+}
+
+/// Gives `role` as many new keys as it had and makes the root that says so. The old keys sign no more. Nothing in the folder
+/// changes before the new root is signed.
+///
+/// # Errors
+/// There is no root, too few of the root role's keys are in the folder, or it cannot be written.
+pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
+    let (old, bytes) = newest_root(folder)?;
+    let revoked = &old
+        .signed
+        .roles
+        .get(&role)
+        .with_context(|| format!("the root has no role {role}"))?
+        .keyids;
+    let version = old.signed.version.checked_add(1).context("version")?;
+    let root = Root { version, expires: timestamp(expires)?, ..old.signed.clone() };
+    let (path, root) =
+        write_root(folder, Some((&old.signed, &bytes)), root, &[(role, revoked.len())])?;
+    let retired = folder.join("retired");
+    std::fs::create_dir_all(&retired).with_context(|| retired.display().to_string())?;
+    for path in key_files(folder)? {
+        let (id, _) = public(&std::fs::read(&path)?).with_context(|| path.display().to_string())?;
+        if revoked.contains(&id) && !root.keys.contains_key(&id) {
+            std::fs::rename(&path, retired.join(path.file_name().unwrap_or_default()))?;
+        }
+    }
+    Ok(path)
+}
+
+/// Writes a file that is not there yet, durably and under its name only once it is whole.
+fn write_new(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let write = || {
+        let permissions = Permissions::from_mode(mode);
+        let mut file = tempfile::Builder::new().permissions(permissions).tempfile_in(folder)?;
+        file.write_all(bytes)?;
+        file.as_file().sync_all()?;
+        file.persist_noclobber(path)?;
+        File::open(folder)?.sync_all()
+    };
+    write().with_context(|| path.display().to_string())
+}
+
+type KeyId = Decoded<Hex>;
+
+/// The public half of a key, under its name.
+fn public(key: &[u8]) -> Result<(KeyId, Key)> {
+    let key = parse_keypair(key)?.tuf_key();
+    Ok((key.key_id()?, key))
+}
+
+fn files(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+        let path = entry?.path();
+        if path.file_name().is_some_and(|name| wanted(&name.to_string_lossy())) {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn key_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    files(folder, |name| name.ends_with(".pk8"))
+}
+
+/// Every key of the folder.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn sources(folder: &Path) -> Result<Vec<Box<dyn KeySource>>> {
+    let paths = key_files(folder)?;
+    Ok(paths
+        .into_iter()
+        .map(|path| Box::new(LocalKeySource { path }) as Box<dyn KeySource>)
+        .collect())
+}
+
+/// The roots of the folder, oldest first, with their versions.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn roots(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let version =
+        |path: &PathBuf| path.file_name()?.to_str()?.strip_suffix(".root.json")?.parse().ok();
+    let paths = files(folder, |name| name.ends_with(".root.json"))?;
+    let mut roots: Vec<(u64, PathBuf)> =
+        paths.into_iter().filter_map(|p| Some((version(&p)?, p))).collect();
+    roots.sort();
+    Ok(roots)
+}
+
+/// The newest root of the folder, and its bytes.
+fn newest_root(folder: &Path) -> Result<(Signed<Root>, Vec<u8>)> {
+    let roots = roots(folder)?;
+    let (_, path) = roots.last().with_context(|| format!("{}: holds no root", folder.display()))?;
+    let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
+    Ok((serde_json::from_slice(&bytes).with_context(|| path.display().to_string())?, bytes))
+}
+
+/// Gives the roles of `fresh` so many new keys in `root`, signs it, also as `old` demands, and writes the keys and then the
+/// root. Returns the root with its path.
+fn write_root(
+    folder: &Path,
+    old: Option<(&Root, &[u8])>,
+    mut root: Root,
+    fresh: &[(RoleType, usize)],
+) -> Result<(PathBuf, Root)> {
+    let staged = tempfile::tempdir_in(folder).with_context(|| folder.display().to_string())?;
+    for &(role, count) in fresh {
+        let mut keyids = Vec::new();
+        for _ in 0..count {
+            let private =
+                Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).context("no randomness")?;
+            let (id, key) = public(private.as_ref())?;
+            // By its own name, so that none is ever written over.
+            let name = format!("{role}-{}-{}.pk8", root.version, hex(&id[..4]));
+            write_new(&staged.path().join(name), private.as_ref(), 0o600)?;
+            keyids.push(id.clone());
+            root.keys.insert(id, key);
+        }
+        root.roles.get_mut(&role).with_context(|| format!("the root has no role {role}"))?.keyids =
+            keyids;
+    }
+    let listed: HashSet<KeyId> =
+        root.roles.values().flat_map(|keys| &keys.keyids).cloned().collect();
+    root.keys.retain(|id, _| listed.contains(id));
+
+    let mut signers = sources(folder)?;
+    signers.extend(sources(staged.path())?);
+    let rng = SystemRandom::new();
+    let sign_as = |holder: &Root| {
+        let holder = KeyHolder::Root(holder.clone());
+        block_on(SignedRole::new(root.clone(), &holder, &signers, &rng))
+    };
+    let mut signed = sign_as(&root)??;
+    if let Some((old, _)) = old {
+        signed = signed.add_old_signatures(sign_as(old)??.signed().signatures.clone())?;
+    }
+    // As a car will see it.
+    let followed = match old {
+        Some((_, bytes)) => TrustedMetadataSet::from_root(bytes)?.update_root(signed.buffer()),
+        None => TrustedMetadataSet::from_root(signed.buffer()).map(drop),
+    };
+    let too_few =
+        || format!("{}: are enough of the root's keys here? Nothing was changed", folder.display());
+    followed.with_context(too_few)?;
+    for key in key_files(staged.path())? {
+        std::fs::rename(&key, folder.join(key.file_name().unwrap_or_default()))?;
+    }
+    let path = folder.join(format!("{}.root.json", root.version));
+    write_new(&path, signed.buffer(), 0o644)?;
+    Ok((path, root))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    /// A fleet of three root keys of which two sign and two of each other role, as the documentation has it.
+    fn fleet() -> (tempfile::TempDir, PathBuf, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let (here, away) = (folder.path().join("here"), folder.path().join("away"));
+        new_fleet(&here, [(3, 2), (2, 2), (2, 2), (2, 2)], 2_000_000_000).unwrap();
+        std::fs::create_dir(&away).unwrap();
+        (folder, here, away)
+    }
+
+    /// Takes `n` keys of a role from one folder to another.
+    fn carry(role: &str, n: usize, from: &Path, to: &Path) {
+        let keys = files(from, |name| name.starts_with(role) && name.ends_with(".pk8")).unwrap();
+        assert!(keys.len() >= n);
+        keys.iter()
+            .take(n)
+            .for_each(|k| std::fs::rename(k, to.join(k.file_name().unwrap())).unwrap());
+    }
+
+    fn content(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+        files(folder, |_| true)
+            .unwrap()
+            .into_iter()
+            .map(|p| (p.clone(), std::fs::read(p).unwrap()))
+            .collect()
+    }
+
+    fn listed(folder: &Path) -> [HashSet<KeyId>; 4] {
+        let (root, _) = newest_root(folder).unwrap();
+        ROLES.map(|role| root.signed.roles[&role].keyids.iter().cloned().collect())
+    }
+
+    #[test]
+    fn keys_that_are_elsewhere_stay_in_force() {
+        let (_folder, here, away) = fleet();
+        let before = listed(&here);
+        carry("root", 1, &here, &away);
+        carry("targets", 2, &here, &away);
+        carry("timestamp", 1, &here, &away);
+        rotate(&here, RoleType::Timestamp, 2_000_000_001).unwrap();
+        let after = listed(&here);
+        assert_eq!(after.each_ref().map(HashSet::len), [3, 2, 2, 2]);
+        assert!(after[..3] == before[..3] && after[3].is_disjoint(&before[3]));
+        assert_eq!(
+            files(&here.join("retired"), |name| name.starts_with("timestamp-1-")).unwrap().len(),
+            1
+        );
+
+        // The key that was away signs with one of the others, and all three are replaced.
+        carry("root", 1, &away, &here);
+        let held = files(&here, |name| name.starts_with("root-1-")).unwrap();
+        assert_eq!(held.len(), 3);
+        std::fs::rename(&held[1], away.join(held[1].file_name().unwrap())).unwrap();
+        rotate(&here, RoleType::Root, 2_000_000_002).unwrap();
+        assert!(listed(&here)[0].len() == 3 && listed(&here)[0].is_disjoint(&before[0]));
+        let first = std::fs::read(here.join("1.root.json")).unwrap();
+        let mut car = TrustedMetadataSet::from_root(&first).unwrap();
+        for version in 2..=3 {
+            car.update_root(&std::fs::read(here.join(format!("{version}.root.json"))).unwrap())
+                .unwrap();
+        }
+    }
+
+    #[test]
+    fn a_rotation_without_enough_root_keys_changes_nothing() {
+        let (_folder, here, away) = fleet();
+        let before = listed(&here);
+        carry("root", 2, &here, &away);
+        let held = content(&here);
+        for role in ROLES {
+            let refused = rotate(&here, role, 2_000_000_001).unwrap_err().to_string();
+            assert!(refused.contains("Nothing was changed"), "{refused}");
+            assert_eq!(content(&here), held);
+        }
+        carry("root", 2, &away, &here);
+        rotate(&here, RoleType::Snapshot, 2_000_000_001).unwrap();
+        assert!(listed(&here)[2].is_disjoint(&before[2]) && listed(&here)[0] == before[0]);
+        for key in key_files(&here).unwrap() {
+            assert_eq!(
+                key.metadata().unwrap().permissions().mode() & 0o777,
+                0o600,
+                "{}",
+                key.display()
+            );
+        }
+    }
+}

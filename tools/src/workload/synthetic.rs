@@ -1,0 +1,337 @@
+//! A model in the shape of MLPerf's Criteo model with made-up rows, for measurements. Its rows mean nothing:
+//! never a source of quality figures.
+//!
+//! The 26 cardinalities `c` are those of MLPerf DLRM; a table has `min(c, max(c * rows_max / 40 M, 40 k))`
+//! rows, and no more than `rows_max`. So the small tables keep their size and the large ones their
+//! proportions, down to 40 k rows. The 18 tables under 100 k rows are left to `pack` and the budget (f16,
+//! resident where there is room); the other eight are `u8` and always `cached`, three of them with scattered
+//! u64 keys. Rows have dim 32; five features are multi-hot with MLPerf's hotness cut to 3.
+
+use crate::import::Source;
+use crate::pack::spec::{
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
+};
+use crate::pack::{Overrides, Packed, RowSource, TakeBlock, pack_onto};
+use crate::workload::key_distributions::{ALPHA, Scatter, powerlaw_share};
+use anyhow::{Context, Result};
+use hatchback::flash::Flash;
+use hatchback::schema::{KeySpace, MissPolicy, Placement};
+use hatchback::{Activation, Pooling, mix};
+use std::path::{Path, PathBuf};
+
+/// Rows of the tables in MLPerf's model.
+pub const CARDINALITIES: [u64; 26] = [
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282,
+    10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108,
+    36,
+];
+/// Values in a row.
+pub const DIM: usize = 32;
+/// Features with more than one key, and how many: MLPerf's, cut to 3.
+const MULTI_HOT: [(usize, u32); 5] = [(0, 3), (3, 2), (9, 3), (13, 3), (20, 3)];
+/// Tables with scattered keys.
+const SPARSE: [usize; 3] = [9, 20, 21];
+/// From here on a table is `cached`.
+const CACHED_ROWS: u64 = 100_000;
+/// Large tables are not scaled below this.
+const LARGE_ROWS_MIN: u64 = 40_000;
+/// Made-up lookups a row behind the popularity counts.
+const LOOKUPS_PER_ROW: f64 = 16.0;
+/// Rows handed over at a time.
+const BLOCK_ROWS: u64 = 1024;
+/// The dense network, a DLRM over 13 dense features and 26 vectors of 32.
+pub const CRITEO_ONNX: &[u8] = include_bytes!("../../demo/criteo/dense.onnx");
+
+/// The model with tables of up to `rows_max` rows: what `pack` takes, with `dense.onnx` in its base folder.
+pub fn criteo(rows_max: u64) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
+    criteo_at(rows_max, (1, 1))
+}
+
+/// Its generation `sequence`: from each to the next one row in `one_in` has other values.
+fn criteo_at(rows_max: u64, at: (u64, u64)) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
+    let tables: Vec<Synthetic> =
+        (0..CARDINALITIES.len()).map(|n| Synthetic::new(n, rows_max, at)).collect();
+    let names: Vec<String> = (0..tables.len()).map(|n| format!("cat_{n}")).collect();
+    let input = |name: &str, dense, features| InputSpec { name: name.to_owned(), dense, features };
+    let spec = ModelSpec {
+        format: 1,
+        name: "synthetic-criteo".to_owned(),
+        sequence: at.0,
+        dense_features: (0..13).map(|n| format!("int_{n}")).collect(),
+        network: NetworkSpec {
+            onnx: PathBuf::from("dense.onnx"),
+            output: "logit".to_owned(),
+            activation: Activation::Sigmoid,
+            inputs: vec![input("dense", true, Vec::new()), input("emb", false, names.clone())],
+        },
+        tables: tables.iter().zip(&names).map(|(table, name)| table.spec(name)).collect(),
+        features: names.iter().enumerate().map(|(n, name)| feature(n, name)).collect(),
+        probe: None,
+        requests: None,
+    };
+    (spec, tables.into_iter().map(|t| Box::new(t) as Box<dyn RowSource>).collect())
+}
+
+/// Packs the model into the bundle `out`. `progress` is as for `pack`.
+///
+/// # Errors
+/// The bundle cannot be written.
+pub fn pack_criteo(
+    rows_max: u64,
+    out: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
+    pack_criteo_at(rows_max, (1, 1), None, out, progress)
+}
+
+/// The same of a later generation, onto `parent`: its sequence, and that from each to the next one row in so many has
+/// other values.
+///
+/// # Errors
+/// The bundle cannot be written, or `parent` cannot be read.
+pub fn pack_criteo_at(
+    rows_max: u64,
+    at: (u64, u64),
+    parent: Option<&Flash>,
+    out: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Packed> {
+    let base = tempfile::tempdir().context("a temporary folder")?;
+    let path = base.path().join("dense.onnx");
+    std::fs::write(&path, CRITEO_ONNX).with_context(|| path.display().to_string())?;
+    let (spec, sources) = criteo_at(rows_max, at);
+    pack_onto(&spec, &sources, parent, base.path(), out, Overrides::default(), progress)
+}
+
+fn feature(number: usize, name: &str) -> FeatureSpec {
+    let hotness_max =
+        MULTI_HOT.iter().find(|(n, _)| *n == number).map_or(1, |(_, hotness)| *hotness);
+    FeatureSpec {
+        name: name.to_owned(),
+        table: name.to_owned(),
+        pooling: Pooling::Sum,
+        hotness_max,
+    }
+}
+
+/// Rows of a table of cardinality `c` in a model of up to `rows_max` rows a table.
+fn scaled(c: u64, rows_max: u64) -> u64 {
+    let share = (u128::from(c) * u128::from(rows_max) / 40_000_000) as u64;
+    c.min(share.max(LARGE_ROWS_MIN)).min(rows_max.max(1))
+}
+
+/// `n` values close to N(0, `deviation`), each a sum of four random bytes; `n` is even. Seeds closer than `n / 2`
+/// share values.
+pub fn push_normals(seed: u64, n: usize, deviation: f32, values: &mut Vec<f32>) {
+    /// Mean and deviation of the sum of four uniform bytes.
+    const SUM: (f32, f32) = (510.0, 147.801);
+    let scale = deviation / SUM.1;
+    for i in 0..n as u64 / 2 {
+        let bytes = mix(seed + i).to_le_bytes();
+        let (low, high) = bytes.split_at(4);
+        let sum = |four: &[u8]| f32::from(four.iter().map(|b| u16::from(*b)).sum::<u16>());
+        values.extend([low, high].map(|four| (sum(four) - SUM.0) * scale));
+    }
+}
+
+/// The rows of one table, made up as they are read.
+struct Synthetic {
+    number: usize,
+    rows: u64,
+    sparse: bool,
+    cached: bool,
+    /// The generation, and that one row in so many changes from each to the next.
+    at: (u64, u64),
+}
+
+impl Synthetic {
+    fn new(number: usize, rows_max: u64, at: (u64, u64)) -> Self {
+        let cardinality = CARDINALITIES[number];
+        let rows = scaled(cardinality, rows_max);
+        Self {
+            number,
+            rows,
+            sparse: SPARSE.contains(&number),
+            cached: cardinality >= CACHED_ROWS,
+            at,
+        }
+    }
+
+    fn spec(&self, name: &str) -> TableSpec {
+        TableSpec {
+            name: name.to_owned(),
+            dim: DIM,
+            keys: if self.sparse { KeySpace::Sparse } else { KeySpace::Index },
+            codec: if self.cached { CodecChoice::U8 } else { CodecChoice::Auto },
+            placement: if self.cached { Placement::Cached } else { Placement::Auto },
+            miss: MissPolicy::Wait,
+            default: DefaultRow::Zeros,
+            // `pack` takes the rows from a `RowSource` and never opens this.
+            source: Source::Npy { path: PathBuf::new(), keys: None, counts: None },
+        }
+    }
+
+    /// The key at `position`: the position itself, or a bijective mix of it.
+    fn key(&self, position: u64) -> u64 {
+        if self.sparse { mix(position ^ (self.number as u64 + 1) << 48) } else { position }
+    }
+
+    /// The positions in the order of the segment, which popularity refers to.
+    fn order(&self) -> Vec<u64> {
+        let mut order: Vec<u64> = (0..self.rows).collect();
+        if self.sparse {
+            order.sort_by_cached_key(|&p| mix(self.key(p)));
+        }
+        order
+    }
+
+    /// How many generations before this one there are since the row last changed, counted from the first.
+    fn version(&self, position: u64) -> u64 {
+        let (sequence, one_in) = self.at;
+        let changed =
+            |g: &u64| mix(position << 20 ^ (self.number as u64) << 52 ^ g).is_multiple_of(one_in);
+        (2..=sequence).rev().find(changed).unwrap_or(1) - 1
+    }
+
+    /// Values of the row at `position`, close to N(0, 1/sqrt(dim)).
+    fn push_row(&self, position: u64, values: &mut Vec<f32>) {
+        let seed =
+            (position << 16 | self.number as u64) * DIM as u64 + (self.version(position) << 48);
+        push_normals(seed, DIM, 1.0 / (DIM as f32).sqrt(), values);
+    }
+}
+
+impl RowSource for Synthetic {
+    fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    fn has_keys(&self) -> bool {
+        self.sparse
+    }
+
+    /// Expected counts of `keys::Distribution::PowerLaw` with the default exponent; cached tables of the first
+    /// generation only: a list of all hot keys is far larger than a delta.
+    fn counts(&self) -> Result<Option<Vec<u64>>> {
+        if !self.cached || self.at.0 > 1 {
+            return Ok(None);
+        }
+        let (scatter, order) = (Scatter::of_table(self.number, self.rows), self.order());
+        let mut counts = vec![0; order.len()];
+        let (all, mut before) = (LOOKUPS_PER_ROW * self.rows as f64, 0.0);
+        for rank in 0..self.rows {
+            let up_to = powerlaw_share(ALPHA, self.rows, rank + 1);
+            counts[order[scatter.place(rank) as usize] as usize] =
+                (all * (up_to - before)).round() as u64;
+            before = up_to;
+        }
+        Ok(Some(counts))
+    }
+
+    fn each_block(&self, take: TakeBlock<'_>) -> Result<()> {
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for first in (0..self.rows).step_by(BLOCK_ROWS as usize) {
+            keys.clear();
+            values.clear();
+            for position in first..self.rows.min(first + BLOCK_ROWS) {
+                keys.push(self.key(position));
+                self.push_row(position, &mut values);
+            }
+            take(&keys, &values)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serve::{lay_on_flash, worker};
+    use crate::workload::key_distributions::{BagSizes, Distribution, Workload};
+    use hatchback::model::Model;
+    use hatchback::model::budget::Budget;
+    use std::collections::HashSet;
+    use std::sync::Arc;
+
+    fn read(source: &dyn RowSource) -> (Vec<u64>, Vec<f32>) {
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        source
+            .each_block(&mut |k, v| {
+                keys.extend_from_slice(k);
+                values.extend_from_slice(v);
+                Ok(())
+            })
+            .unwrap();
+        (keys, values)
+    }
+
+    #[test]
+    fn cardinalities_scale_as_documented() {
+        assert_eq!(CARDINALITIES.map(|c| scaled(c, 40_000_000)), CARDINALITIES);
+        let rows = CARDINALITIES.map(|c| scaled(c, 400_000));
+        assert_eq!(
+            (rows[0], rows[1], rows[5], rows[10], rows[11]),
+            (400_000, 39_060, 3, 40_000, 40_000)
+        );
+        assert!(CARDINALITIES.iter().all(|&c| scaled(c, 1000) == c.min(1000)));
+        assert_eq!(CARDINALITIES.iter().filter(|c| **c < CACHED_ROWS).count(), 18);
+    }
+
+    #[test]
+    fn rows_are_deterministic_and_normal() {
+        let (_, sources) = criteo(5000);
+        let (keys, values) = read(sources[0].as_ref());
+        assert_eq!((keys.len(), values.len()), (5000, 5000 * DIM));
+        assert_eq!(read(criteo(5000).1[0].as_ref()), (keys, values.clone()));
+        assert_ne!(read(sources[19].as_ref()).1, values);
+        let n = values.len() as f64;
+        let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
+        let variance = values.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n;
+        assert!(mean.abs() < 0.002, "{mean}");
+        assert!((variance * DIM as f64 - 1.0).abs() < 0.02, "{variance}");
+    }
+
+    #[test]
+    fn scattered_keys_are_distinct() {
+        let (_, sources) = criteo(5000);
+        for (number, source) in sources.iter().enumerate() {
+            assert_eq!(source.has_keys(), SPARSE.contains(&number));
+            let keys: HashSet<u64> = read(source.as_ref()).0.into_iter().collect();
+            assert_eq!(keys.len() as u64, source.rows());
+        }
+    }
+
+    #[test]
+    fn counts_fall_with_the_rank() {
+        let table = Synthetic::new(9, 5000, (1, 1));
+        let (counts, order) = (table.counts().unwrap().unwrap(), table.order());
+        let scatter = Scatter::of_table(9, 5000);
+        let by_rank: Vec<u64> =
+            (0..5000).map(|r| counts[order[scatter.place(r) as usize] as usize]).collect();
+        assert!(by_rank.is_sorted_by(|a, b| a >= b) && by_rank[0] > by_rank[100]);
+        assert!(Synthetic::new(1, 5000, (1, 1)).counts().unwrap().is_none());
+    }
+
+    /// Hot keys of the bundle are the hot keys of the load: a preloaded cache answers a power law far better
+    /// than it answers a uniform load, and every drawn key is in the model.
+    #[test]
+    fn hot_lists_meet_the_load() {
+        let directory = tempfile::tempdir().unwrap();
+        let bundle = directory.path().join("a.hbm");
+        pack_criteo(4000, &bundle, &mut |_, _| ()).unwrap();
+        let flash = lay_on_flash(&bundle, &directory.path().join("flash")).unwrap();
+        let budget = Budget { cache_bytes_max: 200_000, ..Budget::default() };
+        let hit_rate = |keys: &str| {
+            let model = Arc::new(Model::from_flash(&flash, budget).unwrap());
+            let distribution: Distribution = keys.parse().unwrap();
+            let mut workload = Workload::new(&flash, &distribution, BagSizes::Full, 1).unwrap();
+            let (mut batch, mut worker) = (model.batch(), worker(&model));
+            workload.fill(&mut batch, 64).unwrap();
+            let status = worker.score(&batch, None).unwrap().status();
+            assert_eq!(u64::from(status.fresh), 64 * model.schema().lookups_max() as u64);
+            worker.counters().hit_rate()
+        };
+        let (skewed, even) = (hit_rate("powerlaw:1.05"), hit_rate("uniform"));
+        assert!(skewed > even + 0.2, "{skewed} {even}");
+    }
+}
