@@ -282,7 +282,7 @@ fn updates(
         let (served, place) =
             of.with_context(|| format!("--sync {given}: no such model is served"))?;
         let (disk, directory) = (disk::system(), directory.to_owned());
-        let sync = hatchback::update::Sync {
+        let sync = hatchback::update::Updater {
             disk,
             directory,
             flash: place.to_owned(),

@@ -10,10 +10,10 @@ use hatchback::maintenance::throttle::rests;
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::{Serving, Swapped};
 use hatchback::request::worker::SystemClock;
-use hatchback::update::Sync;
+use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
-use hatchback::update::error::SyncError;
-use hatchback::update::state::State;
+use hatchback::update::error::UpdateError;
+use hatchback::update::state::UpdateState;
 use hatchback_link::daemon::{now, wake_socket};
 use std::io;
 use std::os::unix::net::UnixDatagram;
@@ -31,7 +31,7 @@ pub struct Update {
     /// The name it is served under; empty for the model's own, until that is known.
     pub name: String,
     /// Its sync and flash directories.
-    pub sync: Sync,
+    pub sync: Updater,
     /// What it may use.
     pub budget: Budget,
     /// What a release must show.
@@ -52,12 +52,12 @@ impl Update {
         }
     }
 
-    fn count_start(&self) -> Result<(), SyncError> {
+    fn count_start(&self) -> Result<(), UpdateError> {
         self.sync.begin(now())?;
         let root = self.root.as_deref();
         let nobody =
             Host { policy: self.policy, budget: self.budget, watched: None, root, rest: &|| {} };
-        while self.sync.status()?.state == State::RollingBack
+        while self.sync.status()?.state == UpdateState::RollingBack
             && self.sync.advance(&nobody, now())?
         {}
         Ok(())
@@ -74,7 +74,7 @@ impl Update {
 }
 
 /// To be called where the process ends in good order, or of something that says nothing about a release.
-pub fn ended(sync: &Sync) {
+pub fn ended(sync: &Updater) {
     if let Err(e) = sync.end() {
         log::warn!("{}: this start counts as one that did not end: {e}", sync.directory.display());
     }

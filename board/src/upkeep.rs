@@ -1,4 +1,4 @@
-//! Upkeep on a thread of its own, at the lowest priority: merges, scrubs and mends in small steps, follows what other
+//! Maintenance on a thread of its own, at the lowest priority: merges, scrubs and mends in small steps, follows what other
 //! processes make live, and says what it did. Never on a request's path; what is served keeps the segments that
 //! it opened, whatever is reclaimed meanwhile.
 
@@ -7,10 +7,10 @@ use crate::shed::Shed;
 use anyhow::Result;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk;
-use hatchback::maintenance::catalog::{Catalog, Found};
-use hatchback::maintenance::catalog_entries::Notes;
-use hatchback::maintenance::throttle::Pace;
-use hatchback::maintenance::{Did, Rules, Upkeep};
+use hatchback::maintenance::catalog::{Catalog, CatalogState};
+use hatchback::maintenance::catalog_entries::CatalogEntries;
+use hatchback::maintenance::throttle::Throttle;
+use hatchback::maintenance::{Did, Maintenance, MaintenanceRules};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -31,7 +31,7 @@ impl UpkeepThread {
     ///
     /// # Errors
     /// The system gives no thread.
-    pub fn start(directory: &Path, rules: Rules, shed: Arc<Shed>) -> Result<Self> {
+    pub fn start(directory: &Path, rules: MaintenanceRules, shed: Arc<Shed>) -> Result<Self> {
         let (stop, stopped) = channel();
         let directory = directory.to_owned();
         let worker = move || {
@@ -67,8 +67,8 @@ impl UpkeepThread {
 
 struct Work {
     flash: Flash,
-    upkeep: Upkeep,
-    pace: Pace,
+    upkeep: Maintenance,
+    pace: Throttle,
     /// What was said last of a wait, so that it is said once.
     waits: Option<Did>,
 }
@@ -83,20 +83,20 @@ fn installed_bytes(flash: &Flash) -> u64 {
 }
 
 impl Work {
-    fn new(flash: Flash, rules: Rules) -> Self {
+    fn new(flash: Flash, rules: MaintenanceRules) -> Self {
         let (catalog, notes, found) =
             match Catalog::open(&Catalog::place(flash.directory()), &flash) {
                 Ok((catalog, notes, found)) => (Some(catalog), notes, Some(found)),
                 Err(e) => {
                     log::warn!("upkeep starts without what it knew: {e}");
-                    (None, Notes::lost(), None)
+                    (None, CatalogEntries::lost(), None)
                 }
             };
-        let mut upkeep = Upkeep::new(rules, catalog, notes);
-        if let Some(Found::Stale { .. }) = found {
+        let mut upkeep = Maintenance::new(rules, catalog, notes);
+        if let Some(CatalogState::Stale { .. }) = found {
             upkeep.wrote(now(), installed_bytes(&flash));
         }
-        Self { flash, upkeep, pace: Pace::new(rules.busy_percent_max), waits: None }
+        Self { flash, upkeep, pace: Throttle::new(rules.busy_percent_max), waits: None }
     }
 
     /// Does a step; returns how long to rest.

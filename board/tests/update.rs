@@ -5,7 +5,7 @@
 
 use hatchback::io::disk;
 use hatchback::maintenance::catalog::Catalog;
-use hatchback::update::state::{State, Status};
+use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::repository::keys::new_fleet;
 use hatchback_tools::repository::publish::{Change, publish};
@@ -144,11 +144,11 @@ impl Fleet {
 
     /// Starts with the release in hand that were counted and did not end.
     fn starts(&self) -> u32 {
-        Status::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap().starts
+        UpdateStatus::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap().starts
     }
 
     /// Asks over and over until the update is in `state`; from the first score on every answer is one.
-    fn ask_until(&self, state: State) -> Status {
+    fn ask_until(&self, state: UpdateState) -> UpdateStatus {
         while UnixStream::connect(self.at("socket")).is_err() {
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -162,7 +162,8 @@ impl Fleet {
             if scored {
                 check(line, &answer);
             }
-            let status = Status::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap();
+            let status =
+                UpdateStatus::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap();
             if scored && status.state == state {
                 return status;
             }
@@ -211,7 +212,7 @@ fn a_model_that_waits_for_its_first_release_holds_up_no_other() {
     connection.read_line(&mut first).unwrap();
     assert!(first.contains("model: is to be one of other"), "{first}");
     assert!(fleet.sync());
-    assert_eq!(fleet.ask_until(State::Committed).live.as_deref(), Some("coupon-dlrm@1"));
+    assert_eq!(fleet.ask_until(UpdateState::Committed).live.as_deref(), Some("coupon-dlrm@1"));
     check(line, &ask(&mut connection, "other", line));
     // Its upkeep begins too, and writes its catalog.
     while !Catalog::place(&fleet.at("models/coupon")).exists() {
@@ -227,13 +228,13 @@ fn what_is_published_is_served_if_it_proves_itself() {
     // A new car: nothing is live, so nothing is served before its first release.
     let mut daemon = fleet.serve();
     assert!(fleet.sync());
-    let status = fleet.ask_until(State::Committed);
+    let status = fleet.ask_until(UpdateState::Committed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@1"));
     // Live meanwhile, and watched until it has served its requests.
     fleet.publish(2, 0.0);
     assert!(fleet.sync());
-    fleet.ask_until(State::Probation);
-    let status = fleet.ask_until(State::Committed);
+    fleet.ask_until(UpdateState::Probation);
+    let status = fleet.ask_until(UpdateState::Committed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
     // Updates and upkeep run where nobody else wants the CPU; who serves what they brought does not.
     let (own, idle) = (daemon.classes("hatchbackd")[0], 5);
@@ -242,7 +243,7 @@ fn what_is_published_is_served_if_it_proves_itself() {
     // One that scores other than its trainer said is never live.
     fleet.publish(3, 0.5);
     assert!(fleet.sync());
-    let status = fleet.ask_until(State::Failed);
+    let status = fleet.ask_until(UpdateState::Failed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
     assert!(
         status.error.unwrap().contains("a probe score differs by 0.5"),
@@ -251,7 +252,7 @@ fn what_is_published_is_served_if_it_proves_itself() {
     );
     assert!(fleet.sync());
     assert!(
-        Status::read(disk::system().as_ref(), &fleet.at("updates/coupon"))
+        UpdateStatus::read(disk::system().as_ref(), &fleet.at("updates/coupon"))
             .unwrap()
             .state
             .is_fetching()
@@ -261,11 +262,11 @@ fn what_is_published_is_served_if_it_proves_itself() {
     let daemon = fleet.serve();
     fleet.publish(4, 0.0);
     assert!(fleet.sync());
-    fleet.ask_until(State::Probation);
+    fleet.ask_until(UpdateState::Probation);
     drop(daemon);
     let _ = std::fs::remove_file(fleet.at("socket"));
     let mut daemon = fleet.serve();
-    assert_eq!(fleet.ask_until(State::Committed).live.as_deref(), Some("coupon-dlrm@4"));
+    assert_eq!(fleet.ask_until(UpdateState::Committed).live.as_deref(), Some("coupon-dlrm@4"));
     daemon.stop();
 }
 
@@ -277,7 +278,7 @@ fn only_starts_that_die_count_against_a_release() {
     fleet.publish(1, 0.0);
     let daemon = fleet.serve();
     assert!(fleet.sync());
-    fleet.ask_until(State::Probation);
+    fleet.ask_until(UpdateState::Probation);
     drop(daemon);
     std::fs::remove_file(fleet.at("socket")).unwrap();
     assert_eq!(fleet.starts(), 0, "it was not there when the start began");

@@ -6,7 +6,7 @@
 use hatchback::bundle::BundleReader;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk;
-use hatchback::maintenance::catalog::{Catalog, Found};
+use hatchback::maintenance::catalog::{Catalog, CatalogState};
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::versions::Versions;
 use serde_json::Value;
@@ -137,7 +137,7 @@ fn a_serving_daemon_merges_follows_and_stops() {
     assert_eq!(whole_generation(&flash, &car.versions, "followed"), 4);
     let (_, notes, found) = Catalog::open(&Catalog::place(flash.directory()), &flash).unwrap();
     let installed: u64 = flash.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
-    assert_eq!(found, Found::Kept);
+    assert_eq!(found, CatalogState::Kept);
     assert!(
         notes.wear.bytes_total > installed + 40_000,
         "{:?} does not count the install",

@@ -286,7 +286,7 @@ impl Handle {
         let answer = ticket.wait()?;
         scores.copy_from_slice(answer.scores().values);
         for (to, from) in statuses.into_iter().flatten().zip(answer.scores().statuses) {
-            let hatchback::Status { fresh, defaulted, absent, damaged, late } = *from;
+            let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *from;
             *to = Status { fresh, defaulted, absent, damaged, late: u32::from(late) };
         }
         Ok(())

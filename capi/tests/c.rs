@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::Status;
+use hatchback::LookupStatus;
 use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
@@ -21,7 +21,7 @@ fn here(path: &str) -> PathBuf {
 }
 
 /// The lines of the demo's probe set, as the C program reads them, and the scores and statuses of the runtime.
-fn expected(flash: &Path) -> (String, Vec<(f32, Status)>) {
+fn expected(flash: &Path) -> (String, Vec<(f32, LookupStatus)>) {
     let model = Arc::new(Model::open(&disk::system(), flash, Budget::default()).unwrap());
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
     let (mut lines, mut scores, mut batch) = (String::new(), Vec::new(), model.batch());
@@ -92,7 +92,7 @@ fn a_c_program_scores_as_the_runtime_does() {
             "{line}"
         );
         let counts: Vec<u32> = fields.map(|f| f.parse().unwrap()).collect();
-        let Status { fresh, defaulted, absent, damaged, late } = *status;
+        let LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
         assert_eq!(counts, [fresh, defaulted, absent, damaged, u32::from(late)], "{line}");
     }
 }

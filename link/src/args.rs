@@ -5,7 +5,7 @@ use crate::{LinkOptions, OpenError, open};
 use anyhow::{Context, Result};
 use clap::Args;
 use hatchback::io::disk;
-use hatchback::update::Sync;
+use hatchback::update::Updater;
 use hatchback::update::link::Link;
 use hatchback::update::trust::Trust;
 use std::path::PathBuf;
@@ -38,16 +38,16 @@ pub struct CarArgs {
 
 impl CarArgs {
     /// The sync of the car whose flash directory this is.
-    pub fn sync(&self, flash: PathBuf) -> Sync {
+    pub fn sync(&self, flash: PathBuf) -> Updater {
         let (directory, lineage, cohort) = (self.state.clone(), self.lineage.clone(), self.cohort);
-        Sync { disk: disk::system(), directory, flash, lineage, cohort }
+        Updater { disk: disk::system(), directory, flash, lineage, cohort }
     }
 
     /// Puts the fleet's root into the sync directory of `sync`, if it is the first time.
     ///
     /// # Errors
     /// The root cannot be read or used, or the directory cannot be written.
-    pub fn provision(&self, sync: &Sync) -> Result<()> {
+    pub fn provision(&self, sync: &Updater) -> Result<()> {
         let Some(root) = &self.root else { return Ok(()) };
         let root = std::fs::read(root).with_context(|| root.display().to_string())?;
         Ok(Trust::init(sync.disk.as_ref(), &sync.directory, &root)?)

@@ -6,10 +6,10 @@ use anyhow::Result;
 use clap::Args;
 use hatchback::maintenance::wear::WearBudget;
 use hatchback::request::worker::SystemClock;
-use hatchback::update::Sync;
-use hatchback::update::error::SyncError;
+use hatchback::update::Updater;
+use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, LinkLimits, LinkRules};
-use hatchback::update::state::State;
+use hatchback::update::state::UpdateState;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
@@ -75,13 +75,13 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     }
 }
 
-fn look(sync: &Sync, args: &SyncArgs, rules: LinkRules) -> Result<State> {
+fn look(sync: &Updater, args: &SyncArgs, rules: LinkRules) -> Result<UpdateState> {
     let mut link = args.car.link(&args.from, rules.bytes_per_s_max)?;
     let budget = WearBudget { bytes_per_day_max: rules.bytes_per_day_max };
     let left = sync.status()?.received.left(budget, Duration::from_secs(now()));
     if left == 0 {
         let bytes_max = rules.bytes_per_day_max;
-        return Err(SyncError::Budget { bytes_max }.into());
+        return Err(UpdateError::Budget { bytes_max }.into());
     }
     let clock = SystemClock::default();
     let limits =
@@ -102,7 +102,7 @@ fn wait(rules: LinkRules, is_ok: bool) -> Duration {
 }
 
 /// Wakes the serving process. Without one the release waits; it looks when it starts.
-fn tell(sync: &Sync) {
+fn tell(sync: &Updater) {
     let told =
         UnixDatagram::unbound().and_then(|s| s.send_to(b"staged", wake_socket(&sync.directory)));
     if let Err(e) = told {

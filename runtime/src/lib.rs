@@ -21,7 +21,7 @@ pub mod target;
 pub mod update;
 
 pub use hatchback_kernels::cache::Cache;
-pub use hatchback_kernels::cache::address::{Names, RowKey, mix, unmix};
+pub use hatchback_kernels::cache::address::{KeySpaces, RowKey, mix, unmix};
 pub use hatchback_kernels::cache::codec::{Codec, RowFault, RowFormat, choose_unit_exp};
 pub use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
-pub use hatchback_kernels::lookup::{Pooling, Status};
+pub use hatchback_kernels::lookup::{LookupStatus, Pooling};

@@ -2,7 +2,7 @@
 //! the machine.
 
 use crate::flash::overlay::DELTAS_MAX;
-use crate::maintenance::Rules;
+use crate::maintenance::MaintenanceRules;
 use crate::model::budget::Budget;
 use crate::update::apply::Policy;
 use crate::update::link::LinkRules;
@@ -127,7 +127,7 @@ pub struct Target {
     /// What a model may use.
     pub budget: Budget,
     /// What upkeep of the flash tier may do, and when.
-    pub upkeep: Rules,
+    pub upkeep: MaintenanceRules,
     /// When releases are looked for, and what that may cost.
     pub link: LinkRules,
     /// What a release must show before it counts as good.
@@ -194,7 +194,7 @@ impl Target {
 
     /// The first field whose value makes no sense, its value and why.
     fn wrong(&self) -> Option<(&'static str, u64, String)> {
-        let Rules { deltas_max, busy_percent_max, .. } = self.upkeep;
+        let MaintenanceRules { deltas_max, busy_percent_max, .. } = self.upkeep;
         let refuse = |field, value, problem: String| Some((field, value, problem));
         if deltas_max >= DELTAS_MAX {
             let problem = format!("a table can have {DELTAS_MAX} deltas, so it must be below");

@@ -7,12 +7,12 @@ use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Clock;
-use hatchback::update::Sync;
+use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
-use hatchback::update::error::SyncError;
+use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkLimits};
 use hatchback::update::release::chunk_path;
-use hatchback::update::state::{State, Status};
+use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
 use hatchback_tools::repository::keys::new_fleet;
@@ -137,7 +137,7 @@ pub struct Car {
     /// Its disk.
     pub disk: SimDisk,
     /// Its sync.
-    pub sync: Sync,
+    pub sync: Updater,
     /// What a release must show.
     pub policy: Policy,
     /// What is seen of a release on probation.
@@ -148,7 +148,7 @@ impl Car {
     /// A car that trusts the fleet's first root and has nothing yet.
     pub fn new(fleet: &Fleet) -> Self {
         let disk = SimDisk::default();
-        let sync = Sync {
+        let sync = Updater {
             disk: disk.shared(),
             directory: "/sync".into(),
             flash: "/flash".into(),
@@ -168,7 +168,7 @@ impl Car {
     }
 
     /// Both sides in turn over `link`.
-    pub fn run(&self, link: &mut dyn Link, now: u64) -> Result<Status, SyncError> {
+    pub fn run(&self, link: &mut dyn Link, now: u64) -> Result<UpdateStatus, UpdateError> {
         self.run_timed(link, now, &Ticks(AtomicU64::new(0), 0), LinkLimits::default())
     }
 
@@ -179,7 +179,7 @@ impl Car {
         now: u64,
         clock: &dyn Clock,
         limits: LinkLimits,
-    ) -> Result<Status, SyncError> {
+    ) -> Result<UpdateStatus, UpdateError> {
         self.sync.run(&mut Fetcher::new(link, clock, limits), &self.host(), now, |_, _| {})
     }
 
@@ -208,13 +208,13 @@ impl Car {
         &self,
         link: &mut dyn Link,
         now: u64,
-        named: impl Fn(&SyncError) -> bool,
+        named: impl Fn(&UpdateError) -> bool,
         (healed, then, after): (&Fleet, u64, usize),
     ) {
         let (before, floor) = (self.live(), self.floor());
         let error = self.run(link, now).expect_err("the attack went unnoticed");
         assert!(named(&error), "{error:?}");
-        assert_eq!(self.sync.status().unwrap().state, State::Failed);
+        assert_eq!(self.sync.status().unwrap().state, UpdateState::Failed);
         assert_eq!(self.sync.status().unwrap().error, Some(error.to_string()));
         assert_eq!(self.live(), before, "the live generation changed");
         assert!(self.floor() >= floor, "the floor sank");

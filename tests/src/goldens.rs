@@ -11,8 +11,8 @@ use hatchback::mix;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
 use hatchback::update::release::Release;
-use hatchback::update::rollback_floor::Floor;
-use hatchback::update::state::{Event, State, Status};
+use hatchback::update::rollback_floor::RollbackFloor;
+use hatchback::update::state::{UpdateEvent, UpdateState, UpdateStatus};
 use hatchback_tools::pack::spec::CodecChoice;
 
 /// A file of the repository.
@@ -85,10 +85,10 @@ fn probe_sets() -> Vec<Vec<u8>> {
 }
 
 /// Where an update is, with every field in use.
-fn status() -> Status {
+fn status() -> UpdateStatus {
     let (at, note) = (1_800_000_000, Some("rolled back: the probe is off".to_owned()));
     let name = golden_generation().to_string();
-    let event = |state| Event { at, state, release: Some(name.clone()), note: note.clone() };
+    let event = |state| UpdateEvent { at, state, release: Some(name.clone()), note: note.clone() };
     let release = Release {
         generation: golden_generation(),
         parent: None,
@@ -97,15 +97,15 @@ fn status() -> Status {
         manifest_bytes: 700,
         manifest: sha256(b"golden"),
     };
-    Status {
-        state: State::Probation,
+    UpdateStatus {
+        state: UpdateState::Probation,
         live: Some(name.clone()),
         release: Some(release),
         newest: Some(1),
         received: Wear::unknown(),
         starts: 3,
-        history: [State::Fetching, State::Failed].map(event).to_vec(),
-        ..Status::default()
+        history: [UpdateState::Fetching, UpdateState::Failed].map(event).to_vec(),
+        ..UpdateStatus::default()
     }
 }
 
@@ -118,7 +118,7 @@ fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
         hot: Some(HotList { sequence: 1, bytes: 80, sha256: sha256(encoded) }),
     };
     let live =
-        live::State { generation, manifest: sha256(encoded), tables: vec![table(1), table(2)] };
+        live::LiveState { generation, manifest: sha256(encoded), tables: vec![table(1), table(2)] };
     LiveRecord { previous: Some(live.clone()), live }
 }
 
@@ -137,12 +137,19 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
                 _ => live_record(manifest.generation, &encoded).encode(),
             }]
         }
-        "status" => vec![status().encode(), Status::default().encode()],
+        "status" => vec![status().encode(), UpdateStatus::default().encode()],
         "floor" => {
             let (root, timestamp, snapshot, targets) = (2, 300, 200, 200);
             vec![
-                Floor { writes: 9, root, timestamp, snapshot, targets, time: 1_800_000_000 }
-                    .encode(),
+                RollbackFloor {
+                    writes: 9,
+                    root,
+                    timestamp,
+                    snapshot,
+                    targets,
+                    time: 1_800_000_000,
+                }
+                .encode(),
             ]
         }
         "segment" => segments(),

@@ -11,7 +11,7 @@ use hatchback::request::worker::Worker;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema};
-use hatchback::{Activation, Pooling, Status};
+use hatchback::{Activation, LookupStatus, Pooling};
 use hatchback_tools::import::Source;
 use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec,
@@ -407,8 +407,8 @@ pub fn repository(path: &str) -> PathBuf {
 }
 
 /// Scores `samples` on `worker` in batches of `size`: all scores, the whole status.
-pub fn score_all(worker: &mut Worker, samples: &[Sample], size: usize) -> (Vec<f32>, Status) {
-    let (mut all, mut status) = (Vec::new(), Status::default());
+pub fn score_all(worker: &mut Worker, samples: &[Sample], size: usize) -> (Vec<f32>, LookupStatus) {
+    let (mut all, mut status) = (Vec::new(), LookupStatus::default());
     for samples in samples.chunks(size) {
         let batch = batch_of(&Arc::clone(worker.model()), samples);
         let scores = worker.score(&batch, None).unwrap();

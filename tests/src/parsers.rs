@@ -10,15 +10,15 @@ use hatchback::bundle::manifest::{Generation, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::PLACED_SERIAL;
 use hatchback::flash::live::LiveRecord;
-use hatchback::flash::segment::verifier::{Copies, SegmentCheck};
+use hatchback::flash::segment::verifier::{Copies, SegmentVerifier};
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::io::page::{Page, PageBytes, PageKind};
 use hatchback::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
 use hatchback::target::Target;
-use hatchback::update::rollback_floor::Floor;
-use hatchback::update::state::Status;
+use hatchback::update::rollback_floor::RollbackFloor;
+use hatchback::update::state::UpdateStatus;
 use hatchback::{Codec, DenseEngine, Weights};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
 use hatchback_tools::pack::spec::ModelSpec;
@@ -119,7 +119,7 @@ fn read_bundle(bytes: &[u8]) {
         let mut copies = Copies::default();
         if let Some(placed) = table.placed {
             let kind = kind(PLACED_SERIAL, Part::Placed);
-            let mut check = SegmentCheck::new(Path::new("placed"), kind, 0..declared.rows);
+            let mut check = SegmentVerifier::new(Path::new("placed"), kind, 0..declared.rows);
             let _ = bundle.read_blob(placed, |chunk| {
                 let _ = check.take(chunk);
                 Ok::<(), BundleError>(())
@@ -127,7 +127,8 @@ fn read_bundle(bytes: &[u8]) {
             copies = check.finish_placed().map_or(copies, |(_, copies)| copies);
         }
         let rows = rows_over(part, declared);
-        let mut check = SegmentCheck::of_copied(Path::new("segment"), kind(0, part), rows, copies);
+        let mut check =
+            SegmentVerifier::of_copied(Path::new("segment"), kind(0, part), rows, copies);
         let _ = bundle.read_blob(table.segment, |chunk| {
             let _ = check.take(chunk);
             Ok::<(), BundleError>(())
@@ -156,8 +157,8 @@ pub fn live_record(bytes: &[u8]) {
 /// The record of where an update is.
 pub fn status(bytes: &[u8]) {
     sealed(bytes, |bytes| {
-        if let Ok(status) = Status::decode(bytes) {
-            assert_eq!(Status::decode(&status.encode()), Ok(status));
+        if let Ok(status) = UpdateStatus::decode(bytes) {
+            assert_eq!(UpdateStatus::decode(&status.encode()), Ok(status));
         }
     });
 }
@@ -165,8 +166,8 @@ pub fn status(bytes: &[u8]) {
 /// The record below which nothing is accepted.
 pub fn floor(bytes: &[u8]) {
     sealed(bytes, |bytes| {
-        if let Ok(floor) = Floor::decode(bytes) {
-            assert_eq!(Floor::decode(&floor.encode()), Ok(floor));
+        if let Ok(floor) = RollbackFloor::decode(bytes) {
+            assert_eq!(RollbackFloor::decode(&floor.encode()), Ok(floor));
         }
     });
 }
@@ -225,7 +226,8 @@ fn check_segment(bytes: &[u8]) {
     for (number, table) in golden_tables().iter().enumerate() {
         for part in [Part::Base, Part::Delta, Part::Placed] {
             let kind = SegmentKind::new(&golden_generation(), 0, number, table, part).unwrap();
-            let mut check = SegmentCheck::new(Path::new("segment"), kind, rows_over(part, table));
+            let mut check =
+                SegmentVerifier::new(Path::new("segment"), kind, rows_over(part, table));
             if check.take(bytes).is_ok() {
                 let _ = check.finish();
             }

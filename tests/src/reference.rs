@@ -2,8 +2,8 @@
 //! codec and the schema with the product and nothing else.
 
 use crate::models::TableRows;
+use hatchback::LookupStatus;
 use hatchback::Pooling;
-use hatchback::Status;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{InputSource, Schema};
 use std::collections::HashMap;
@@ -59,13 +59,17 @@ impl Reference {
     }
 
     /// What a sample's status must be where every row was fetched: a key is fresh or absent.
-    pub fn status(&self, sample: &Sample) -> Status {
+    pub fn status(&self, sample: &Sample) -> LookupStatus {
         self.status_without(sample, &|_, _| false)
     }
 
     /// The same where the pages of the rows that `damaged(table, key)` names cannot be read.
-    pub fn status_without(&self, sample: &Sample, damaged: &dyn Fn(usize, u64) -> bool) -> Status {
-        let mut status = Status::default();
+    pub fn status_without(
+        &self,
+        sample: &Sample,
+        damaged: &dyn Fn(usize, u64) -> bool,
+    ) -> LookupStatus {
+        let mut status = LookupStatus::default();
         for (f, bag) in sample.sparse.iter().enumerate() {
             let t = usize::from(self.schema.features[f].table);
             for &key in bag {

@@ -6,7 +6,7 @@ use crate::fleet::{Car, Fleet, T0, VERSIONS};
 use crate::random::Random;
 use hatchback::update::apply::{Policy, Watched};
 use hatchback::update::link::{Link, LinkError, Take};
-use hatchback::update::state::State;
+use hatchback::update::state::UpdateState;
 use hatchback_link::DirectoryLink;
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
@@ -172,7 +172,7 @@ impl Driver {
         // Two steps: until a release is on probation, then what is seen there.
         self.car.watched = Some(Watched::default());
         let ran = self.car.run(link, now);
-        let on_probation = self.car.sync.status().unwrap().state == State::Probation;
+        let on_probation = self.car.sync.status().unwrap().state == UpdateState::Probation;
         assert!(on_probation || ran.is_ok(), "{ran:?}");
         if !on_probation {
             return false;

@@ -15,7 +15,7 @@ use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy};
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::cache::address::{Names, RowKey};
+use hatchback_kernels::cache::address::{KeySpaces, RowKey};
 use hatchback_kernels::cuda::Device;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
 use hatchback_tests::standin;
@@ -317,7 +317,7 @@ fn two_workers(fixture: &Fixture) {
 
 fn cache_verbs() {
     let (cache, mut out) =
-        (Cache::new(20, 10_000, &Names::new(vec![Some(0), None])).unwrap(), [0; 20]);
+        (Cache::new(20, 10_000, &KeySpaces::new(vec![Some(0), None])).unwrap(), [0; 20]);
     let counted = allocations(|| {
         for key in 0..5000 {
             let row = RowKey { table: 1, key: key % 700 };

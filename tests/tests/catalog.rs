@@ -6,8 +6,8 @@
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
-use hatchback::maintenance::catalog::{Catalog, CatalogError, Found};
-use hatchback::maintenance::catalog_entries::Notes;
+use hatchback::maintenance::catalog::{Catalog, CatalogError, CatalogState};
+use hatchback::maintenance::catalog_entries::CatalogEntries;
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::mutate::mutated;
 use hatchback_tests::random::Random;
@@ -50,7 +50,7 @@ impl Car {
         Flash::open(&disk::system(), &self.directory()).unwrap()
     }
 
-    fn open(&self) -> (Catalog, Notes, Found) {
+    fn open(&self) -> (Catalog, CatalogEntries, CatalogState) {
         Catalog::open(&self.catalog(), &self.flash()).unwrap()
     }
 
@@ -83,8 +83,8 @@ fn restore(directory: &Path, files: &[(PathBuf, Vec<u8>)]) {
     }
 }
 
-/// Notes with something in every field, written `times` times over.
-fn filled(car: &Car, times: u64) -> Notes {
+/// CatalogEntries with something in every field, written `times` times over.
+fn filled(car: &Car, times: u64) -> CatalogEntries {
     let (mut catalog, mut notes, _) = car.open();
     for n in 0..times {
         notes.wear.spend(DAY * 20_000, 1000);
@@ -98,7 +98,7 @@ fn filled(car: &Car, times: u64) -> Notes {
 fn what_was_written_is_there() {
     let car = Car::new();
     let (catalog, notes, found) = car.open();
-    assert_eq!((found, catalog.quarantined()), (Found::Missing, 0));
+    assert_eq!((found, catalog.quarantined()), (CatalogState::Missing, 0));
     assert_eq!(notes.segments.len(), 6, "two bases, what is placed of them, two deltas");
     let rows: u64 = notes.segments.values().map(|c| c.rows).sum();
     let base_rows = car.versions.rows[0].iter().map(|r| r.len() as u64).sum();
@@ -106,7 +106,7 @@ fn what_was_written_is_there() {
     drop(catalog);
     let written = filled(&car, 50);
     let (_, notes, found) = car.open();
-    assert_eq!((notes, found), (written, Found::Kept));
+    assert_eq!((notes, found), (written, CatalogState::Kept));
 }
 
 #[test]
@@ -136,12 +136,12 @@ fn a_stale_catalog_keeps_what_it_says_of_the_device() {
     let before = filled(&car, 3);
     car.install(3);
     let (catalog, notes, found) = car.open();
-    assert_eq!((found, catalog.quarantined()), (Found::Stale { sequence: 2 }, 1));
+    assert_eq!((found, catalog.quarantined()), (CatalogState::Stale { sequence: 2 }, 1));
     assert_eq!((notes.sequence, notes.wear), (3, before.wear));
     assert_eq!(notes.segments.len(), 8);
     car.check_rows("stale");
     drop(catalog);
-    assert_eq!(car.open().2, Found::Kept);
+    assert_eq!(car.open().2, CatalogState::Kept);
 }
 
 /// The generation became another one while the catalog was open, and it was told.
@@ -154,7 +154,7 @@ fn a_catalog_that_followed_is_not_stale() {
     catalog.write(&notes).unwrap();
     drop(catalog);
     let (_, again, found) = car.open();
-    assert_eq!((again, found), (notes, Found::Kept));
+    assert_eq!((again, found), (notes, CatalogState::Kept));
 }
 
 /// A cut that undoes the last commits leaves the catalog of before them.
@@ -167,7 +167,7 @@ fn an_undone_commit_changes_nothing_that_matters() {
     assert_ne!(before, after);
     restore(&car.catalog(), &saved);
     let (_, notes, found) = car.open();
-    assert_eq!((notes, found), (before, Found::Kept));
+    assert_eq!((notes, found), (before, CatalogState::Kept));
     car.check_rows("undone");
 }
 
@@ -187,16 +187,16 @@ fn garbage_is_moved_aside() {
         files.iter_mut().for_each(|(_, content)| *content = garbage(length, &mut random));
         restore(&car.catalog(), &files);
         let (catalog, notes, found) = car.open();
-        assert!(matches!(found, Found::Damaged { .. }), "{length}: {found:?}");
+        assert!(matches!(found, CatalogState::Damaged { .. }), "{length}: {found:?}");
         quarantined += 1;
         assert_eq!((catalog.quarantined(), notes.segments.len()), (quarantined, 6));
         car.check_rows("garbage");
     }
     fs::remove_dir_all(car.catalog()).unwrap();
     fs::write(car.catalog(), b"a file where a directory should be").unwrap();
-    assert!(matches!(car.open().2, Found::Damaged { .. }));
+    assert!(matches!(car.open().2, CatalogState::Damaged { .. }));
     fs::remove_dir_all(car.catalog()).unwrap();
-    assert_eq!(car.open().2, Found::Missing);
+    assert_eq!(car.open().2, CatalogState::Missing);
     let aside = fs::read_dir(car.directory()).unwrap().map(|e| e.unwrap().file_name());
     let aside = aside.filter(|n| n.to_string_lossy().starts_with("catalog.bad-")).count();
     assert_eq!(aside, 2, "only the last ones are kept");
@@ -260,11 +260,15 @@ fn no_damage_matters() {
         restore(&car.catalog(), &files);
         let (mut catalog, mut notes, found) = car.open();
         match found {
-            Found::Kept => assert!(written.contains(&notes), "seed {seed}, {how}: {notes:?}"),
-            Found::Damaged { .. } => assert!(notes.segments.len() == 6, "seed {seed}, {how}"),
+            CatalogState::Kept => {
+                assert!(written.contains(&notes), "seed {seed}, {how}: {notes:?}")
+            }
+            CatalogState::Damaged { .. } => {
+                assert!(notes.segments.len() == 6, "seed {seed}, {how}")
+            }
             other => panic!("seed {seed}, {how}: {other:?}"),
         }
-        let is_kept = found == Found::Kept;
+        let is_kept = found == CatalogState::Kept;
         (kept, anew) = (kept + u64::from(is_kept), anew + u64::from(!is_kept));
         // What came back can be written to, or says that it cannot.
         notes.wear.spend(DAY * 20_001, 1);
@@ -274,8 +278,8 @@ fn no_damage_matters() {
         let (_, again, found) = car.open();
         // On damage that sled does not notice it acknowledges a commit that the next open has undone.
         let known = again == notes || (is_kept && written.contains(&again));
-        undone += u64::from(wrote && found == Found::Kept && again != notes);
-        assert!(known || found != Found::Kept, "seed {seed}, {how}: {again:?}");
+        undone += u64::from(wrote && found == CatalogState::Kept && again != notes);
+        assert!(known || found != CatalogState::Kept, "seed {seed}, {how}: {again:?}");
     }
     car.check_rows("after all damage");
     println!(

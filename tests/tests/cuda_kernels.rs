@@ -3,17 +3,17 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback_kernels::cache::address::{Names, RowKey, mix, unmix};
+use hatchback_kernels::cache::address::{KeySpaces, RowKey, mix, unmix};
 use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::cache::{Cache, Epoch};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::cuda::memory::Mapped;
-use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, Limits, Lookup};
-use hatchback_kernels::gpu::tables::{Changes, Place, Tables};
-use hatchback_kernels::lookup::miss_list::{Miss, Misses, RowState};
-use hatchback_kernels::lookup::{Bags, Feature, Input, Pooling, Rows, Status};
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
+use hatchback_kernels::gpu::tables::{DeviceTables, RowChanges, TableStorage};
+use hatchback_kernels::lookup::miss_list::{Miss, MissList, RowState};
+use hatchback_kernels::lookup::{Bags, FeatureView, Input, LookupStatus, Pooling, RowStore};
 use hatchback_kernels::simd::isa::Isa;
 use hatchback_tests::random::Random;
 use hatchback_tests::{reference, standin};
@@ -24,10 +24,10 @@ use std::sync::Arc;
 type Dump<'a> = dyn Fn(&mut dyn FnMut(RowKey, &[u8])) + 'a;
 
 /// Indexed tables, which are named in 32 bits, and tables of any keys, which are not.
-fn namings() -> [Names; 2] {
+fn namings() -> [KeySpaces; 2] {
     [
-        Names::new(vec![Some(90), Some(4_000_000_000), Some(0)]),
-        Names::new(vec![None, Some(70), None]),
+        KeySpaces::new(vec![Some(90), Some(4_000_000_000), Some(0)]),
+        KeySpaces::new(vec![None, Some(70), None]),
     ]
 }
 
@@ -51,8 +51,8 @@ fn sibling(row: RowKey) -> RowKey {
 
 struct Twin {
     cpu: Cache,
-    tables: Arc<Tables>,
-    changes: Changes,
+    tables: Arc<DeviceTables>,
+    changes: RowChanges,
     staged: Mapped<u8>,
     stride: usize,
     naming: usize,
@@ -72,10 +72,11 @@ impl Twin {
                 cache.query(row, &mut vec![0; row_bytes]);
             }
         }
-        let tables =
-            Arc::new(Tables::new(gpu, vec![Place::Cached(0); 3], vec![other], &[]).unwrap());
+        let tables = Arc::new(
+            DeviceTables::new(gpu, vec![TableStorage::Cached(0); 3], vec![other], &[]).unwrap(),
+        );
         let stride = row_bytes.div_ceil(4) + random.below(3) as usize;
-        let changes = Changes::new(&tables, 64).unwrap();
+        let changes = RowChanges::new(&tables, 64).unwrap();
         Self { cpu, tables, changes, staged: gpu.mapped(64 * 4 * stride).unwrap(), stride, naming }
     }
 
@@ -149,7 +150,7 @@ fn changes_leave_the_same_bytes() {
 struct Table {
     format: RowFormat,
     indexed: bool,
-    place: Place,
+    place: TableStorage,
     keys: Vec<u64>,
     rows: HashMap<u64, Vec<u8>>,
 }
@@ -190,7 +191,7 @@ fn format(random: &mut Random) -> RowFormat {
 impl World {
     fn new(random: &mut Random) -> Self {
         let count = 1 + random.below(4) as usize;
-        // Tables of one width share a cache.
+        // DeviceTables of one width share a cache.
         let shared = format(random);
         let mut tables: Vec<Table> = Vec::new();
         let (mut widths, mut residents) = (Vec::<usize>::new(), Vec::new());
@@ -221,14 +222,14 @@ impl World {
                         &bytes,
                     ),
                 });
-                Place::Resident(residents.len() - 1)
+                TableStorage::Resident(residents.len() - 1)
             } else {
                 let width = format.row_bytes();
                 let number = widths.iter().position(|w| *w == width).unwrap_or_else(|| {
                     widths.push(width);
                     widths.len() - 1
                 });
-                Place::Cached(number)
+                TableStorage::Cached(number)
             };
             tables.push(Table { format, indexed, place, keys, rows });
         }
@@ -270,11 +271,11 @@ impl World {
     /// The caches as they begin: the same again each time.
     fn make_caches(&self, widths: &[usize]) -> Vec<Cache> {
         let of_width = |(number, width): (usize, &usize)| {
-            let end = |t: &Table| match t.place == Place::Cached(number) {
+            let end = |t: &Table| match t.place == TableStorage::Cached(number) {
                 false => Some(0),
                 true => t.indexed.then_some(t.keys.len() as u64),
             };
-            let names = Names::new(self.tables.iter().map(end).collect());
+            let names = KeySpaces::new(self.tables.iter().map(end).collect());
             Cache::new(*width, Cache::bytes_min(*width, &names) + 3 * 14 * (width + 11), &names)
                 .unwrap()
         };
@@ -300,10 +301,10 @@ impl World {
     }
 
     /// The features as the CPU's query takes them.
-    fn feature<'a>(&'a self, number: usize) -> Feature<'a> {
+    fn feature<'a>(&'a self, number: usize) -> FeatureView<'a> {
         let plan = &self.features[number];
         let table = &self.tables[plan.table];
-        Feature {
+        FeatureView {
             id: number as u16,
             table: plan.table as u16,
             format: table.format,
@@ -311,8 +312,8 @@ impl World {
             default_row: &plan.default_row,
             pooling: plan.pooling,
             rows: match table.place {
-                Place::Cached(number) => Rows::Cached(&self.caches[number]),
-                Place::Resident(number) => Rows::Resident(&self.residents[number]),
+                TableStorage::Cached(number) => RowStore::Cached(&self.caches[number]),
+                TableStorage::Resident(number) => RowStore::Resident(&self.residents[number]),
             },
             column: plan.column,
             width: plan.width,
@@ -337,7 +338,7 @@ impl World {
     }
 
     /// Reads the missing rows as flash would hold them; some are damaged, some not waited for.
-    fn fetch(&self, misses: &mut Misses) {
+    fn fetch(&self, misses: &mut MissList) {
         misses.list_mut().sort_by_key(|m| m.row);
         for i in 0..misses.list().len() {
             let Miss { row, slot, .. } = misses.list()[i];
@@ -359,15 +360,24 @@ impl World {
     }
 
     /// The CPU's answer, batch after batch on the same caches.
-    fn on_cpu(&self, batch: usize, bags: &[(Vec<u64>, Vec<u32>)]) -> ([Vec<f32>; 2], Vec<Status>) {
+    fn on_cpu(
+        &self,
+        batch: usize,
+        bags: &[(Vec<u64>, Vec<u32>)],
+    ) -> ([Vec<f32>; 2], Vec<LookupStatus>) {
         let mut inputs = self.strides.map(|stride| vec![f32::NAN; batch * stride]);
-        let (mut statuses, mut misses) =
-            (vec![Status::default(); batch], Misses::new(self.misses_max, self.row_bytes_max()));
+        let (mut statuses, mut misses) = (
+            vec![LookupStatus::default(); batch],
+            MissList::new(self.misses_max, self.row_bytes_max()),
+        );
         let isa = Isa::detect();
-        let settle = |misses: &mut Misses, inputs: &mut [Vec<f32>; 2], statuses: &mut [Status]| {
+        let settle = |misses: &mut MissList,
+                      inputs: &mut [Vec<f32>; 2],
+                      statuses: &mut [LookupStatus]| {
             self.fetch(misses);
             for miss in misses.list().iter().filter(|m| misses.state(m.slot) == RowState::Fresh) {
-                let Place::Cached(number) = self.tables[usize::from(miss.row.table)].place else {
+                let TableStorage::Cached(number) = self.tables[usize::from(miss.row.table)].place
+                else {
                     unreachable!()
                 };
                 let cache = &self.caches[number];
@@ -403,10 +413,10 @@ impl World {
 
 /// One world on the GPU.
 struct OnGpu {
-    tables: Arc<Tables>,
-    lookup: Lookup,
+    tables: Arc<DeviceTables>,
+    lookup: GpuLookup,
     inputs: [Mapped<f32>; 2],
-    misses: Misses,
+    misses: MissList,
 }
 
 impl OnGpu {
@@ -414,26 +424,28 @@ impl OnGpu {
         let places = world.tables.iter().map(|t| t.place).collect();
         let widths: Vec<usize> = world.caches.iter().map(Cache::row_bytes).collect();
         let residents: Vec<&Resident> = world.residents.iter().collect();
-        let tables =
-            Arc::new(Tables::new(gpu, places, world.make_caches(&widths), &residents).unwrap());
+        let tables = Arc::new(
+            DeviceTables::new(gpu, places, world.make_caches(&widths), &residents).unwrap(),
+        );
         let inputs = world.strides.map(|stride| gpu.mapped(batch_max * stride).unwrap());
         let features: Vec<FeatureOnDevice> =
             world.features.iter().map(|plan| world.on_device(plan, &inputs)).collect();
         let (misses_max, row_bytes_max) = (world.misses_max, world.row_bytes_max());
-        let limits = Limits { batch_max, misses_max, row_bytes_max, keys };
-        let lookup = Lookup::new(&tables, &features, limits).unwrap();
+        let limits = LookupLimits { batch_max, misses_max, row_bytes_max, keys };
+        let lookup = GpuLookup::new(&tables, &features, limits).unwrap();
         let misses =
-            Misses::on(&Device::Cuda(Arc::clone(gpu)), world.misses_max, world.row_bytes_max())
+            MissList::on(&Device::Cuda(Arc::clone(gpu)), world.misses_max, world.row_bytes_max())
                 .unwrap();
         Self { tables, lookup, inputs, misses }
     }
 
     /// Drops some rows on both sides, so that the epochs of some sets are others.
     fn invalidate(&self, gpu: &Arc<Gpu>, world: &World, random: &mut Random) {
-        let (mut changes, none) = (Changes::new(&self.tables, 4).unwrap(), gpu.mapped(0).unwrap());
+        let (mut changes, none) =
+            (RowChanges::new(&self.tables, 4).unwrap(), gpu.mapped(0).unwrap());
         for _ in 0..random.below(4) {
             let table = random.below(world.tables.len() as u64) as u16;
-            let Table { place: Place::Cached(number), keys, .. } =
+            let Table { place: TableStorage::Cached(number), keys, .. } =
                 &world.tables[usize::from(table)]
             else {
                 continue;
@@ -450,8 +462,8 @@ impl OnGpu {
         world: &World,
         batch: usize,
         bags: &[(Vec<u64>, Vec<u32>)],
-    ) -> (usize, Vec<Status>) {
-        let mut statuses = vec![Status::default(); batch];
+    ) -> (usize, Vec<LookupStatus>) {
+        let mut statuses = vec![LookupStatus::default(); batch];
         self.inputs.iter_mut().for_each(|input| input.fill(f32::NAN));
         self.lookup.begin(batch, |f| Bags { keys: &bags[f].0, offsets: &bags[f].1 }).unwrap();
         let (mut rounds, mut more) =
@@ -514,12 +526,12 @@ fn queries_pool_the_same_bits() {
 
 /// Ends a query of 64 samples, with rows of `version` where any missed: how many did, and how often bags were asked for again.
 fn answer_all(
-    lookup: &mut Lookup,
-    misses: &mut Misses,
+    lookup: &mut GpuLookup,
+    misses: &mut MissList,
     version: u64,
     dim: usize,
 ) -> (usize, usize) {
-    let (mut statuses, mut missed, mut again) = ([Status::default(); 64], 0, 0);
+    let (mut statuses, mut missed, mut again) = ([LookupStatus::default(); 64], 0, 0);
     let mut more = lookup.collect(misses, &mut statuses).unwrap();
     loop {
         for Miss { row, slot, .. } in misses.list().to_vec() {
@@ -538,7 +550,7 @@ fn answer_all(
     }
 }
 
-/// Changes on one stream, a query on another, their steps among each other: a row that is pooled is whole, the key's own, and no
+/// RowChanges on one stream, a query on another, their steps among each other: a row that is pooled is whole, the key's own, and no
 /// older than what was there before.
 #[test]
 fn no_query_sees_a_torn_or_foreign_row() {
@@ -546,15 +558,17 @@ fn no_query_sees_a_torn_or_foreign_row() {
     for seed in 200..218 {
         // More keys than fit, so that they drive each other out; or so few that the same are changed and read all the time.
         let keys_end = if seed % 2 == 0 { 60 } else { 6 };
-        // Rows that are read whole before they are added, or piece by piece.
+        // RowStore that are read whole before they are added, or piece by piece.
         let (dim, versions) = if seed % 3 < 2 { (64, 26) } else { (300, 14) };
         let format = RowFormat::new(Codec::F32, dim, 0).unwrap();
         let default_row = vec![0.0; dim];
         let gpu = standin::gpu(seed);
         let mut random = Random::new(seed);
-        let names = Names::new(vec![Some(keys_end)]);
+        let names = KeySpaces::new(vec![Some(keys_end)]);
         let cache = Cache::new(4 * dim, 2 * 14 * (4 * dim + 11), &names).unwrap();
-        let tables = Arc::new(Tables::new(&gpu, vec![Place::Cached(0)], vec![cache], &[]).unwrap());
+        let tables = Arc::new(
+            DeviceTables::new(&gpu, vec![TableStorage::Cached(0)], vec![cache], &[]).unwrap(),
+        );
         let input = gpu.mapped::<f32>(64 * dim).unwrap();
         let feature = FeatureOnDevice {
             table: 0,
@@ -569,11 +583,11 @@ fn no_query_sees_a_torn_or_foreign_row() {
             width: dim,
         };
         let keys = Keys::on(&gpu);
-        let limits = Limits { batch_max: 64, misses_max: 192, row_bytes_max: 4 * dim, keys };
-        let mut lookup = Lookup::new(&tables, &[feature], limits).unwrap();
-        let mut misses = Misses::on(&Device::Cuda(Arc::clone(&gpu)), 192, 4 * dim).unwrap();
+        let limits = LookupLimits { batch_max: 64, misses_max: 192, row_bytes_max: 4 * dim, keys };
+        let mut lookup = GpuLookup::new(&tables, &[feature], limits).unwrap();
+        let mut misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), 192, 4 * dim).unwrap();
         let (mut changes, mut staged) =
-            (Changes::new(&tables, 16).unwrap(), gpu.mapped::<u8>(16 * 4 * dim).unwrap());
+            (RowChanges::new(&tables, 16).unwrap(), gpu.mapped::<u8>(16 * 4 * dim).unwrap());
         for version in 1..versions {
             let rows = [(); 16].map(|()| RowKey { table: 0, key: random.below(keys_end) });
             let mut epochs = [Epoch::default(); 16];

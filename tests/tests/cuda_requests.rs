@@ -13,7 +13,7 @@ use hatchback::request::worker::{SystemClock, Worker};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::{Pooling, Status};
+use hatchback::{LookupStatus, Pooling};
 use hatchback_kernels::cuda::Device;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, tiny_budget};
 use hatchback_tests::random::Random;
@@ -86,7 +86,7 @@ fn open(flash: &Path, mut budget: Budget, seed: u64) -> Arc<Model> {
 }
 
 /// Scores `samples` and compares with the reference; returns the whole status.
-fn check(worker: &mut Worker, reference: &Reference, samples: &[Sample]) -> Status {
+fn check(worker: &mut Worker, reference: &Reference, samples: &[Sample]) -> LookupStatus {
     let batch = batch_of(&Arc::clone(worker.model()), samples);
     let before = worker.counters();
     let scores = worker.score(&batch, None).unwrap();
@@ -252,7 +252,7 @@ fn rows_fetched_behind_and_ahead_are_there_next_time() {
     let batch = batch_of(&model, &(0..40).map(sample).collect::<Vec<_>>());
     assert_eq!(
         worker.score(&batch, None).unwrap().status(),
-        Status { defaulted: 80, ..Status::default() }
+        LookupStatus { defaulted: 80, ..LookupStatus::default() }
     );
     // Known already, or not yet; and the same twice.
     for (table, keys) in keys.iter().enumerate() {

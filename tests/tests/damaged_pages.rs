@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::Status;
+use hatchback::LookupStatus;
 use hatchback::flash::Flash;
 use hatchback::flash::table::PLACED;
 use hatchback::io::page::PageBytes;
@@ -85,9 +85,9 @@ impl Fixture {
 
     /// Looks up every key of the table; exactly the `lost` ones must be answered as damaged. Returns the whole
     /// status.
-    fn check(&self, worker: &mut Worker, lost: &HashSet<u64>) -> Status {
+    fn check(&self, worker: &mut Worker, lost: &HashSet<u64>) -> LookupStatus {
         let lost = |_: usize, key: u64| lost.contains(&key);
-        let mut sum = Status::default();
+        let mut sum = LookupStatus::default();
         for samples in self.samples.chunks(100) {
             let batch = batch_of(&Arc::clone(worker.model()), samples);
             let scores = worker.score(&batch, None).unwrap();
@@ -150,7 +150,10 @@ fn a_damaged_page_is_counted_once_a_request() {
     let batch = batch_of(&Arc::clone(worker.model()), &[sample.clone(), sample]);
     for turn in 1..=3 {
         let status = worker.score(&batch, None).unwrap().status();
-        assert_eq!(status, Status { damaged: 2 * KEYS_A_BAG as u32, ..Status::default() });
+        assert_eq!(
+            status,
+            LookupStatus { damaged: 2 * KEYS_A_BAG as u32, ..LookupStatus::default() }
+        );
         assert_eq!((worker.counters().pages, worker.counters().pages_damaged), (turn, turn));
     }
 }

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::Status;
+use hatchback::LookupStatus;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::{Clock, SystemClock, Worker};
@@ -97,7 +97,7 @@ fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f3
 }
 
 /// The status must be what the scores show. Whether a key is absent is only known once it was looked for.
-fn check_status(status: &Status, answers: &Answers) {
+fn check_status(status: &LookupStatus, answers: &Answers) {
     let Answers { fresh, defaulted, late, absent, absent_under_default, absent_under_deadline } =
         *answers;
     assert_eq!(status.fresh, fresh, "{answers:?}");
@@ -117,7 +117,7 @@ fn score(
     reference: &Reference,
     samples: &[Sample],
     deadline: Option<u64>,
-) -> Status {
+) -> LookupStatus {
     let batch = batch_of(&Arc::clone(worker.model()), samples);
     let scores = worker.score(&batch, deadline.map(Duration::from_micros)).unwrap();
     let (values, statuses) = (scores.values.to_vec(), scores.statuses.to_vec());
@@ -125,7 +125,7 @@ fn score(
     for ((sample, status), scores) in samples.iter().zip(&statuses).zip(values.chunks(outputs)) {
         check_status(status, &answers(worker, reference, sample, scores));
     }
-    statuses.iter().fold(Status::default(), |mut sum, s| {
+    statuses.iter().fold(LookupStatus::default(), |mut sum, s| {
         sum.add(s);
         sum
     })
@@ -193,7 +193,7 @@ fn wait_takes_as_long_as_it_takes() {
     let mut worker = worker_on(&packed.install());
     // The deadline is over before the request begins.
     let status = score(&mut worker, &reference, &known_samples(&packed, 40, 1), Some(0));
-    assert_eq!(status, Status { fresh: 160, ..Status::default() });
+    assert_eq!(status, LookupStatus { fresh: 160, ..LookupStatus::default() });
 }
 
 #[test]
@@ -205,13 +205,13 @@ fn default_answers_at_once_and_the_next_request_is_fresh() {
     let mut worker = worker_on(&packed.install());
     let samples = known_samples(&packed, 40, 2);
     let status = score(&mut worker, &reference, &samples, None);
-    assert_eq!(status, Status { defaulted: 160, ..Status::default() });
+    assert_eq!(status, LookupStatus { defaulted: 160, ..LookupStatus::default() });
     assert_eq!(worker.counters().pages, 0, "the answer waited for flash");
     let distinct = worker.counters().misses;
     assert_eq!(worker.fetch_behind(usize::MAX) as u64, distinct);
     let fetched = worker.counters();
     let status = score(&mut worker, &reference, &samples, None);
-    assert_eq!(status, Status { fresh: 160, ..Status::default() });
+    assert_eq!(status, LookupStatus { fresh: 160, ..LookupStatus::default() });
     assert_eq!(worker.counters().since(&fetched).pages, 0);
     assert_eq!(worker.fetch_behind(usize::MAX), 0);
 }
@@ -232,7 +232,7 @@ fn absent_keys_are_looked_for_once() {
         assert!(read > 0);
         for _ in 0..3 {
             let status = score(&mut worker, &reference, std::slice::from_ref(&sample), Some(0));
-            assert_eq!(status, Status { absent: 2, ..Status::default() });
+            assert_eq!(status, LookupStatus { absent: 2, ..LookupStatus::default() });
             assert_eq!((worker.fetch_behind(usize::MAX), worker.counters().pages), (0, read));
         }
         // They are in no cache: a worker that does not know yet looks for them.
@@ -274,11 +274,16 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
         (status, worker.counters().pages)
     };
     let (status, pages_waiting) = at(Some(0));
-    let nothing =
-        Status { fresh: waiting, defaulted: on_time + defaulting, late: true, ..Status::default() };
+    let nothing = LookupStatus {
+        fresh: waiting,
+        defaulted: on_time + defaulting,
+        late: true,
+        ..LookupStatus::default()
+    };
     assert_eq!(status, nothing);
     let (status, pages_all) = at(None);
-    let all = Status { fresh: waiting + on_time, defaulted: defaulting, ..Status::default() };
+    let all =
+        LookupStatus { fresh: waiting + on_time, defaulted: defaulting, ..LookupStatus::default() };
     assert_eq!(status, all);
     assert!(pages_all > pages_waiting + 10);
     // The clock ticks whenever the request looks at it: once before each page that the deadline may cut, and
@@ -323,7 +328,7 @@ fn a_read_that_was_given_up_does_not_cost_the_next_request() {
         // still be faster than that.
         given_up += u32::from(score(&mut worker, &reference, &only(1), Some(1)).fresh == 0);
         let status = score(&mut worker, &reference, &only(0), None);
-        assert_eq!(status, Status { fresh: 2, ..Status::default() });
+        assert_eq!(status, LookupStatus { fresh: 2, ..LookupStatus::default() });
     }
     assert!(given_up > 0, "no read of 40 was given up: the test saw nothing");
 }
@@ -339,7 +344,7 @@ fn what_was_late_is_fetched_behind() {
     let fetched = worker.counters();
     // The deadline is over again, and nothing is waited for.
     let status = score(&mut worker, &reference, &samples, Some(0));
-    assert_eq!(status, Status { fresh: 300, ..Status::default() });
+    assert_eq!(status, LookupStatus { fresh: 300, ..LookupStatus::default() });
     assert_eq!(worker.counters().since(&fetched).pages, 0);
 }
 
@@ -352,6 +357,6 @@ fn resident_tables_never_default() {
     let reference = Reference::new(&packed.schema, &packed.rows);
     let mut worker = worker_on(&packed.install());
     let status = score(&mut worker, &reference, &known_samples(&packed, 30, 6), Some(0));
-    assert_eq!(status, Status { fresh: 300, ..Status::default() });
+    assert_eq!(status, LookupStatus { fresh: 300, ..LookupStatus::default() });
     assert_eq!(worker.counters().cached_lookups, 0);
 }

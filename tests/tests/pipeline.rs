@@ -12,7 +12,7 @@ use hatchback::request::worker::{Clock, ScoreError, SystemClock};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::{Pooling, Status};
+use hatchback::{LookupStatus, Pooling};
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
 };
@@ -421,8 +421,11 @@ fn edges_are_answered_or_refused_by_name() {
     )
     .unwrap();
     let answer = past.wait().unwrap();
-    let late = Status { defaulted: 2, absent: 1, late: true, ..Status::default() };
-    assert_eq!(answer.scores().statuses, [Status { fresh: 1, ..Status::default() }, late]);
+    let late = LookupStatus { defaulted: 2, absent: 1, late: true, ..LookupStatus::default() };
+    assert_eq!(
+        answer.scores().statuses,
+        [LookupStatus { fresh: 1, ..LookupStatus::default() }, late]
+    );
     // Too many samples, and bags that are too long.
     let schema = pipeline.model().schema();
     let mut large = Batch::new(schema, 4);
@@ -490,7 +493,10 @@ fn prefetch_caches_sound_rows_only() {
     for (i, sample) in samples.iter().enumerate() {
         assert_eq!(answer.scores().statuses[i], fixture.reference.status_without(sample, &lost));
     }
-    assert_eq!(answer.scores().status(), Status { damaged: 2, absent: 3, ..Status::default() });
+    assert_eq!(
+        answer.scores().status(),
+        LookupStatus { damaged: 2, absent: 3, ..LookupStatus::default() }
+    );
 }
 
 #[test]

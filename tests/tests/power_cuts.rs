@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
-use hatchback::flash::table::Place;
+use hatchback::flash::table::RowLocation;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
 use hatchback::io::page::{AlignedPage, PageBytes};
@@ -97,7 +97,7 @@ fn rows_of(flash: &Flash, number: usize) -> Rows {
         .scan(|order, row| assert!(rows.insert(order, row.to_vec()).is_none()), |e| panic!("{e}"))
         .unwrap();
     let keys = flash.manifest().schema.tables[number].keys;
-    let mut pages: BTreeMap<Place, Vec<(u64, &Vec<u8>)>> = BTreeMap::new();
+    let mut pages: BTreeMap<RowLocation, Vec<(u64, &Vec<u8>)>> = BTreeMap::new();
     for (order, row) in &rows {
         let key = if keys == KeySpace::Sparse { unmix(*order) } else { *order };
         pages.entry(table.locate(key).unwrap()).or_default().push((key, row));

@@ -10,7 +10,7 @@ use hatchback::model::{Model, OpenError};
 use hatchback::request::worker::{ScoreError, SystemClock, Worker};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::{Pooling, Status};
+use hatchback::{LookupStatus, Pooling};
 use hatchback_tests::fleet::VERSIONS;
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
@@ -340,7 +340,7 @@ fn a_batch_of_another_schema_is_refused() {
     batch.push(&roomy.schema, &sample).unwrap();
     assert_eq!(
         worker.score(&batch, None).unwrap().status(),
-        Status { fresh: 3, ..Status::default() }
+        LookupStatus { fresh: 3, ..LookupStatus::default() }
     );
 }
 

@@ -1,4 +1,4 @@
-//! Sync against a repository and a link that mean harm, one test a threat, with real signatures: every attack is
+//! Updater against a repository and a link that mean harm, one test a threat, with real signatures: every attack is
 //! an error of its name, what was live stays live, and the car recovers by itself when the attack ends.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -8,12 +8,12 @@ use hatchback::bundle::manifest::sha256;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::{self, Disk};
 use hatchback::maintenance::wear::WearBudget;
-use hatchback::update::Sync;
-use hatchback::update::error::SyncError;
+use hatchback::update::Updater;
+use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
 use hatchback::update::release::Release;
 use hatchback::update::staging::Staging;
-use hatchback::update::state::{State, Status};
+use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback::update::trust::Trust;
 use hatchback_link::{DirectoryLink, HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, ROOT_S, T0, Ticks, VERSIONS};
@@ -35,8 +35,8 @@ use std::time::Duration;
 use tough::schema::RoleType;
 
 /// Releases that proved themselves.
-fn committed(status: &Status) -> usize {
-    status.history.iter().filter(|e| e.state == State::Committed).count()
+fn committed(status: &UpdateStatus) -> usize {
+    status.history.iter().filter(|e| e.state == UpdateState::Committed).count()
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn a_car_follows_the_releases() {
     assert_eq!((car.live(), committed(&status), status.newest), (3, 3, Some(3)));
     let mut wire = Wire::new(fleet.link(), Faults::default());
     let status = car.run(&mut wire, T0 + 40).unwrap();
-    assert_eq!(status.state, State::Committed);
+    assert_eq!(status.state, UpdateState::Committed);
     assert_eq!(
         wire.asked,
         ["metadata/2.root.json", "metadata/timestamp.json"],
@@ -78,7 +78,7 @@ fn arbitrary_software() {
         let mut content = std::fs::read(&path).unwrap();
         content[20] ^= 1;
         std::fs::write(&path, content).unwrap();
-        let named = |e: &SyncError| matches!(e, SyncError::ArbitrarySoftware { .. });
+        let named = |e: &UpdateError| matches!(e, UpdateError::ArbitrarySoftware { .. });
         car.survives(&mut bad.link(), T0 + 1, named, (&fleet, T0 + 2, 1));
     }
 }
@@ -94,8 +94,8 @@ fn a_chunk_swapped_for_another_valid_one() {
             bad.file(path.strip_prefix(fleet.repository()).unwrap().to_str().unwrap())
         };
         std::fs::copy(from, inside(to)).unwrap();
-        let named = |e: &SyncError| {
-            matches!(e, SyncError::ArbitrarySoftware { .. } | SyncError::EndlessData { .. })
+        let named = |e: &UpdateError| {
+            matches!(e, UpdateError::ArbitrarySoftware { .. } | UpdateError::EndlessData { .. })
         };
         car.survives(&mut bad.link(), T0 + 1, named, (&fleet, T0 + 2, 1));
     }
@@ -108,7 +108,7 @@ fn rollback() {
     fleet.delta(T0 + 10, 2);
     let car = Car::new(&fleet);
     car.run(&mut fleet.link(), T0 + 11).unwrap();
-    let named = |e: &SyncError| matches!(e, SyncError::Rollback { trusted: 2, offered: 1, .. });
+    let named = |e: &UpdateError| matches!(e, UpdateError::Rollback { trusted: 2, offered: 1, .. });
     car.survives(&mut old.link(), T0 + 12, named, (&fleet, T0 + 13, 2));
 }
 
@@ -133,8 +133,8 @@ fn replay_after_torn_metadata() {
         let error = car.run(&mut old.link(), T0 + 12).unwrap_err();
         let both_floors = torn >> 4 == 3;
         match &error {
-            SyncError::Floor { .. } => assert!(both_floors, "{torn:b}"),
-            SyncError::Replay { .. } | SyncError::Rollback { .. } => {
+            UpdateError::Floor { .. } => assert!(both_floors, "{torn:b}"),
+            UpdateError::Replay { .. } | UpdateError::Rollback { .. } => {
                 assert!(!both_floors, "{torn:b}")
             }
             other => panic!("{torn:b}: {other:?}"),
@@ -156,7 +156,7 @@ fn a_floor_that_cannot_be_read_in_one_copy() {
         car.run(&mut fleet.link(), T0 + 11).unwrap();
         car.disk.spoil(&copy);
         let error = car.run(&mut old.link(), T0 + 12).unwrap_err();
-        assert!(matches!(error, SyncError::Rollback { .. }), "{error:?}");
+        assert!(matches!(error, UpdateError::Rollback { .. }), "{error:?}");
         car.run(&mut fleet.link(), T0 + 13).unwrap();
         car.disk.read(&copy).expect("was written anew");
     }
@@ -169,8 +169,9 @@ fn a_record_that_cannot_be_read_is_left_as_it_is() {
     let car = Car::at_first_release(&fleet);
     let record = Path::new("/sync/status");
     car.disk.spoil(record);
-    let unreadable =
-        |e: SyncError| assert!(matches!(&e, SyncError::Io { path, .. } if path == record), "{e:?}");
+    let unreadable = |e: UpdateError| {
+        assert!(matches!(&e, UpdateError::Io { path, .. } if path == record), "{e:?}")
+    };
     unreadable(car.run(&mut fleet.link(), T0 + 12).unwrap_err());
     unreadable(car.sync.begin(T0 + 12).unwrap_err());
     unreadable(car.sync.consent(T0 + 12).unwrap_err());
@@ -183,7 +184,8 @@ fn freeze() {
     let car = Car::at_first_release(&fleet);
     let frozen = fleet.fork();
     fleet.delta(T0 + FRESH_S, 2);
-    let named = |e: &SyncError| matches!(e, SyncError::Freeze { role, .. } if role == "timestamp");
+    let named =
+        |e: &UpdateError| matches!(e, UpdateError::Freeze { role, .. } if role == "timestamp");
     car.survives(&mut frozen.link(), T0 + FRESH_S + 1, named, (&fleet, T0 + FRESH_S + 2, 2));
 }
 
@@ -192,8 +194,8 @@ fn a_clock_of_1970_or_2090() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
     fleet.delta(T0 + 10, 2);
-    let behind = |e: &SyncError| matches!(e, SyncError::Clock { now: 0, floor: T0 });
-    let ahead = |e: &SyncError| matches!(e, SyncError::Freeze { role, .. } if role == "root");
+    let behind = |e: &UpdateError| matches!(e, UpdateError::Clock { now: 0, floor: T0 });
+    let ahead = |e: &UpdateError| matches!(e, UpdateError::Freeze { role, .. } if role == "root");
     car.survives(&mut fleet.link(), 0, behind, (&fleet, T0 + 11, 2));
     fleet.delta(T0 + 20, 3);
     car.survives(&mut fleet.link(), 3_786_912_000, ahead, (&fleet, T0 + 21, 3));
@@ -210,7 +212,7 @@ fn mix_and_match() {
     // Signed by the right keys, of the same version, but not of the same moment.
     std::fs::copy(other.file("metadata/2.snapshot.json"), bad.file("metadata/2.snapshot.json"))
         .unwrap();
-    let named = |e: &SyncError| matches!(e, SyncError::MixAndMatch { .. });
+    let named = |e: &UpdateError| matches!(e, UpdateError::MixAndMatch { .. });
     let error = car.run(&mut bad.link(), T0 + 13).unwrap_err();
     assert!(named(&error), "{error:?}");
     // The bad mirror's timestamp was a good one: the next good version is a higher one.
@@ -227,7 +229,7 @@ fn endless_data() {
     {
         let car = Car::new(&fleet);
         let mut wire = Wire::new(fleet.link(), Faults { endless: Some(path), ..Faults::default() });
-        let named = |e: &SyncError| matches!(e, SyncError::EndlessData { path: p, .. } if p.starts_with(path));
+        let named = |e: &UpdateError| matches!(e, UpdateError::EndlessData { path: p, .. } if p.starts_with(path));
         car.survives(&mut wire, T0 + 1, named, (&fleet, T0 + 2, 1));
         assert!(wire.bytes < 200_000, "{} bytes were taken", wire.bytes);
     }
@@ -240,7 +242,7 @@ fn slow_retrieval() {
     let mut wire = Wire::new(fleet.link(), Faults { single_bytes: true, ..Faults::default() });
     let error =
         car.run_timed(&mut wire, T0 + 1, &Ticks(AtomicU64::new(0), 1), LinkLimits::default());
-    assert!(matches!(error, Err(SyncError::SlowRetrieval { bytes: 30..40, .. })), "{error:?}");
+    assert!(matches!(error, Err(UpdateError::SlowRetrieval { bytes: 30..40, .. })), "{error:?}");
     assert_eq!(car.live(), 0);
     car.run(&mut fleet.link(), T0 + 2).unwrap();
     assert_eq!(car.live(), 1);
@@ -253,13 +255,13 @@ fn wrong_keys() {
     stranger.delta(T0 + 5, 2);
     fleet.delta(T0 + 10, 2);
     let named =
-        |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "timestamp");
+        |e: &UpdateError| matches!(e, UpdateError::WrongKey { role, .. } if role == "timestamp");
     car.survives(&mut stranger.link(), T0 + 11, named, (&fleet, T0 + 12, 2));
     // And a root that only its own keys sign.
     rotate(&stranger.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
     stranger.delta(T0 + 13, 3);
     fleet.delta(T0 + 13, 3);
-    let named = |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "root");
+    let named = |e: &UpdateError| matches!(e, UpdateError::WrongKey { role, .. } if role == "root");
     car.survives(&mut stranger.link(), T0 + 14, named, (&fleet, T0 + 15, 3));
 }
 
@@ -274,7 +276,8 @@ fn threshold_not_met() {
         serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     stamp["signatures"].as_array_mut().unwrap().pop().unwrap();
     std::fs::write(&path, stamp.to_string()).unwrap();
-    let named = |e: &SyncError| matches!(e, SyncError::Threshold { found: 1, threshold: 2, .. });
+    let named =
+        |e: &UpdateError| matches!(e, UpdateError::Threshold { found: 1, threshold: 2, .. });
     car.survives(&mut bad.link(), T0 + 11, named, (&fleet, T0 + 12, 2));
 }
 
@@ -288,7 +291,7 @@ fn a_revoked_key_and_fast_forward_recovery() {
     car.run(&mut thief.link(), T0 + 20).unwrap();
     assert_eq!(car.floor()[1], 6);
     fleet.delta(T0 + 20, 2);
-    let named = |e: &SyncError| matches!(e, SyncError::Rollback { trusted: 6, offered: 2, .. });
+    let named = |e: &UpdateError| matches!(e, UpdateError::Rollback { trusted: 6, offered: 2, .. });
     assert!(named(&car.run(&mut fleet.link(), T0 + 21).unwrap_err()));
     rotate(&fleet.keys(), RoleType::Timestamp, T0 + ROOT_S).unwrap();
     rotate(&fleet.keys(), RoleType::Root, T0 + ROOT_S).unwrap();
@@ -313,7 +316,7 @@ fn a_revoked_key_and_fast_forward_recovery() {
         std::fs::copy(fleet.file(&name), thief.file(&name)).unwrap();
     }
     let named =
-        |e: &SyncError| matches!(e, SyncError::WrongKey { role, .. } if role == "timestamp");
+        |e: &UpdateError| matches!(e, UpdateError::WrongKey { role, .. } if role == "timestamp");
     for car in [&car, &fresh] {
         car.survives(&mut thief.link(), T0 + 32, named, (&fleet, T0 + 33, 3));
     }
@@ -431,7 +434,7 @@ struct Meanwhile<'a>(DirectoryLink, &'a Car);
 impl Link for Meanwhile<'_> {
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
         let refused = self.1.run(&mut self.0, T0 + 1);
-        assert!(matches!(refused, Err(SyncError::Busy { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(UpdateError::Busy { .. })), "{refused:?}");
         self.0.get(path, from, take)
     }
 }
@@ -450,13 +453,13 @@ fn one_process_at_a_time_changes_a_directory() {
 
     let mut car = Car::new(&fleet);
     let directory = folder.path().join("sync");
-    car.sync = Sync { disk, directory, flash: folder.path().join("new"), ..car.sync };
+    car.sync = Updater { disk, directory, flash: folder.path().join("new"), ..car.sync };
     let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
     Trust::init(car.sync.disk.as_ref(), &car.sync.directory, &root).unwrap();
     let (mut link, clock) = (Meanwhile(fleet.link(), &car), Ticks(AtomicU64::new(0), 0));
     let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
     let status = car.sync.fetch(&mut fetcher, T0 + 1, |_, _| ()).unwrap();
-    assert_eq!(status.state, State::Staged);
+    assert_eq!(status.state, UpdateState::Staged);
     while car.sync.advance(&car.host(), T0 + 1).unwrap() {}
     assert_eq!(car.live(), 1);
 }
@@ -468,7 +471,7 @@ fn a_captive_portal() {
     fleet.delta(T0 + 10, 2);
     let page: &[u8] = b"<!DOCTYPE html><title>Welcome to our Wi-Fi</title>";
     let mut wire = Wire::new(fleet.link(), Faults { portal: Some(page), ..Faults::default() });
-    let named = |e: &SyncError| matches!(e, SyncError::Malformed { .. });
+    let named = |e: &UpdateError| matches!(e, UpdateError::Malformed { .. });
     car.survives(&mut wire, T0 + 11, named, (&fleet, T0 + 12, 2));
 }
 
@@ -478,7 +481,7 @@ fn a_delta_for_another_parent_leads_nowhere() {
     let car = Car::at_first_release(&fleet);
     let bad = fleet.fork();
     bad.delta(T0 + 10, 3);
-    let named = |e: &SyncError| matches!(e, SyncError::NoWay { newest: 3, .. });
+    let named = |e: &UpdateError| matches!(e, UpdateError::NoWay { newest: 3, .. });
     bad.publish(T0 + 11, &VERSIONS.snapshots[0]);
     let error = car.run(&mut bad.link(), T0 + 12).unwrap_err();
     assert!(named(&error) && car.live() == 1, "{error:?}");
@@ -519,7 +522,7 @@ fn a_download_cut_at_every_byte_goes_on_at_the_chunk() {
         let mut wire =
             Wire::new(fleet.link(), Faults { breaks_after: Some(cut), ..Faults::default() });
         let error = stage(&disk, &mut wire).unwrap_err();
-        assert!(matches!(error, SyncError::Link { .. }), "cut {cut}: {error:?}");
+        assert!(matches!(error, UpdateError::Link { .. }), "cut {cut}: {error:?}");
         wire.faults = Faults::default();
         let path = stage(&disk, &mut wire).unwrap();
         assert_eq!(
@@ -612,7 +615,7 @@ fn over_http_with_broken_answers_and_error_storms() {
         let (mut runs, mut bytes) = (0, 0);
         while car.live() == 0 {
             if let Err(e) = car.run(&mut link, T0 + 1) {
-                assert!(matches!(e, SyncError::Link { .. }), "{e:?}");
+                assert!(matches!(e, UpdateError::Link { .. }), "{e:?}");
             }
             bytes += car.sync.status().unwrap().bytes_received;
             runs += 1;
@@ -716,12 +719,13 @@ fn a_byte_budget_stops_and_goes_on() {
     let car = Car::new(&fleet);
     // Less than anything that there is to fetch: a run brings a chunk all the same.
     let limits = LinkLimits { bytes_max: 1, ..LinkLimits::default() };
-    let runs =
-        runs_until_live(&fleet, &car, limits, |e| matches!(e, SyncError::Budget { bytes_max: 1 }));
+    let runs = runs_until_live(&fleet, &car, limits, |e| {
+        matches!(e, UpdateError::Budget { bytes_max: 1 })
+    });
     // The end of the hours in which it may fetch stops it as often.
     let limits = LinkLimits { open: Duration::ZERO, ..LinkLimits::default() };
     let car = Car::new(&fleet);
-    assert_eq!(runs_until_live(&fleet, &car, limits, |e| matches!(e, SyncError::Closed)), runs);
+    assert_eq!(runs_until_live(&fleet, &car, limits, |e| matches!(e, UpdateError::Closed)), runs);
 }
 
 /// How many runs within `limits` a new car needs, each of which ends so.
@@ -729,7 +733,7 @@ fn runs_until_live(
     fleet: &Fleet,
     car: &Car,
     limits: LinkLimits,
-    ends: fn(&SyncError) -> bool,
+    ends: fn(&UpdateError) -> bool,
 ) -> u32 {
     let (mut runs, clock) = (0, Ticks(AtomicU64::new(0), 0));
     while car.live() == 0 {
@@ -780,7 +784,7 @@ fn a_damaged_staged_bundle_is_fetched_again_and_a_car_without_root_says_so() {
         .unwrap();
     car.disk.flip(&path, 1000 * 8);
     let error = car.run(&mut fleet.link(), T0 + 1).unwrap_err();
-    assert!(matches!(error, SyncError::NotUsed { .. }), "{error:?}");
+    assert!(matches!(error, UpdateError::NotUsed { .. }), "{error:?}");
     assert!(!staging.is_refused(&release));
     car.run(&mut fleet.link(), T0 + 2).unwrap();
     assert_eq!(car.live(), 1);
@@ -788,5 +792,5 @@ fn a_damaged_staged_bundle_is_fetched_again_and_a_car_without_root_says_so() {
     let disk: Arc<dyn Disk> = disk::system();
     let empty = tempfile::tempdir().unwrap();
     let error = Trust::open(&disk, empty.path()).err().unwrap();
-    assert!(matches!(error, SyncError::NotProvisioned { .. }), "{error:?}");
+    assert!(matches!(error, UpdateError::NotProvisioned { .. }), "{error:?}");
 }

@@ -10,10 +10,10 @@ use hatchback::flash::overlay::DELTAS_MAX;
 use hatchback::io::disk::Disk;
 use hatchback::io::page::PageBytes;
 use hatchback::limits::CHUNK_BYTES;
-use hatchback::update::error::SyncError;
+use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::release::manifest_path;
-use hatchback::update::state::State;
+use hatchback::update::state::UpdateState;
 use hatchback_tests::fleet::{Car, FRESH_S, Fleet, T0, Ticks, VERSIONS};
 use hatchback_tests::rewrite::{Parts, count, kind, renumber, reseal};
 use hatchback_tests::versions::Versions;
@@ -44,10 +44,10 @@ fn refused(kind: &str, change: impl FnOnce(&mut Parts), why: &str) {
     fleet.publish(T0 + 10, &bad);
     let error = car.run(&mut fleet.link(), T0 + 11).unwrap_err();
     assert!(
-        matches!(&error, SyncError::NotUsed { why: found, .. } if found.contains(why)),
+        matches!(&error, UpdateError::NotUsed { why: found, .. } if found.contains(why)),
         "{error}"
     );
-    assert_eq!((car.live(), car.sync.status().unwrap().state), (1, State::Failed));
+    assert_eq!((car.live(), car.sync.status().unwrap().state), (1, UpdateState::Failed));
     nothing_left_of_2(&car);
     let mut wire = Wire::new(fleet.link(), Faults::default());
     let status = car.run(&mut wire, T0 + 12).unwrap();
@@ -78,14 +78,14 @@ fn a_release_that_is_taken_back_while_it_is_written() {
         assert!(car.sync.advance(&car.host(), T0 + 12).unwrap());
         car.disk.fail_after(25);
         car.sync.advance(&car.host(), T0 + 12).unwrap_err();
-        assert_eq!(car.sync.status().unwrap().state, State::Applying);
+        assert_eq!(car.sync.status().unwrap().state, UpdateState::Applying);
         assert!(
             car.disk.paths().iter().any(|p| p.starts_with(car.sync.flash.join("g000000000002")))
         );
         fleet.revoke(T0 + 13, 2);
         car.sync.fetch(&mut fetcher, T0 + 14, |_, _| {}).unwrap();
         while car.sync.advance(&car.host(), T0 + 15).unwrap() {}
-        assert_eq!((car.live(), car.sync.status().unwrap().state), (live, State::Failed));
+        assert_eq!((car.live(), car.sync.status().unwrap().state), (live, UpdateState::Failed));
         nothing_left_of_2(&car);
     }
 }
@@ -170,10 +170,10 @@ fn a_signed_name_that_says_another_parent_or_sequence() {
         let mut wire = Wire::new(fleet.link(), Faults::default());
         let error = car.run(&mut wire, T0 + 11).unwrap_err();
         assert!(
-            matches!(&error, SyncError::Release { field, .. } if *field == wrong),
+            matches!(&error, UpdateError::Release { field, .. } if *field == wrong),
             "{name}: {error:?}"
         );
-        assert_eq!((car.live(), car.sync.status().unwrap().state), (1, State::Failed));
+        assert_eq!((car.live(), car.sync.status().unwrap().state), (1, UpdateState::Failed));
         assert!(!wire.asked.iter().any(|path| path.starts_with("chunks/")), "{:?}", wire.asked);
         let (revoke, bundles) = (vec![name.to_owned()], vec![VERSIONS.snapshots[3].clone()]);
         let change = Change { revoke, bundles, expires_s: FRESH_S, ..Change::default() };
@@ -243,13 +243,13 @@ fn a_chain_of_deltas_that_is_full() {
         let (mut link, clock) = (fleet.link(), Ticks(AtomicU64::new(0), 0));
         let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
         car.sync.fetch(&mut fetcher, T0 + 13, |_, _| {}).unwrap();
-        assert_eq!(car.sync.status().unwrap().state, State::Staged);
+        assert_eq!(car.sync.status().unwrap().state, UpdateState::Staged);
 
         let (before, written) = (fill(&car), car.disk.written());
         while car.sync.advance(&car.host(), T0 + 14).unwrap() {}
         let status = car.sync.status().unwrap();
         assert!(status.error.as_ref().unwrap().contains("takes no further delta"), "{status:?}");
-        assert_eq!((car.live(), status.state), (2, State::Failed));
+        assert_eq!((car.live(), status.state), (2, UpdateState::Failed));
         let (written, delta) =
             (car.disk.written() - written, BundleReader::open(&VERSIONS.deltas[2]).unwrap());
         let bytes: u64 = delta.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
@@ -257,7 +257,7 @@ fn a_chain_of_deltas_that_is_full() {
 
         let mut wire = Wire::new(fleet.link(), Faults::default());
         let error = car.run(&mut wire, T0 + 15).unwrap_err();
-        assert!(matches!(error, SyncError::NoWay { newest: 3, .. }), "{error:?}");
+        assert!(matches!(error, UpdateError::NoWay { newest: 3, .. }), "{error:?}");
         assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
         let newest = if merged {
             write_live(&car, &before);
@@ -332,7 +332,7 @@ fn a_byte_a_second_is_given_up_and_what_came_is_kept() {
     for _ in 0..3 {
         let ran =
             car.run_timed(&mut slow, T0 + 1, &Ticks(AtomicU64::new(0), 1), LinkLimits::default());
-        assert!(matches!(ran, Err(SyncError::SlowRetrieval { .. })), "{ran:?}");
+        assert!(matches!(ran, Err(UpdateError::SlowRetrieval { .. })), "{ran:?}");
     }
     assert!(slow.bytes < 200, "{} bytes at a byte a second", slow.bytes);
     car.run(&mut fleet.link(), T0 + 2).unwrap();
@@ -346,11 +346,11 @@ fn a_pause_of_three_days_amid_a_download() {
     let total = std::fs::metadata(&VERSIONS.snapshots[0]).unwrap().len();
     let half = Faults { breaks_after: Some(total / 2), ..Faults::default() };
     let mut wire = Wire::new(fleet.link(), half);
-    assert!(matches!(car.run(&mut wire, T0 + 1), Err(SyncError::Link { .. })));
+    assert!(matches!(car.run(&mut wire, T0 + 1), Err(UpdateError::Link { .. })));
     let later = T0 + 3 * 24 * 3600;
     wire.faults = Faults::default();
     // Nothing was signed since: it could be a freeze, and is taken for one.
-    assert!(matches!(car.run(&mut wire, later), Err(SyncError::Freeze { .. })));
+    assert!(matches!(car.run(&mut wire, later), Err(UpdateError::Freeze { .. })));
     let before = wire.bytes;
     let refresh = Change { expires_s: FRESH_S, ..Change::default() };
     publish(&Objects::directory(&fleet.repository()).unwrap(), &fleet.keys(), &refresh, later)

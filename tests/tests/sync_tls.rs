@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::update::error::SyncError;
+use hatchback::update::error::UpdateError;
 use hatchback_link::{HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, Fleet, T0};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
@@ -169,7 +169,7 @@ fn only_over_certificates_that_are_known() {
     let options = |ca: &Path| LinkOptions { ca: Some(ca.to_owned()), ..LinkOptions::default() };
     let mut link = HttpLink::new(&address, &options(&other.pem)).unwrap();
     let refused = car.run(&mut link, T0 + 1).unwrap_err();
-    assert!(matches!(refused, SyncError::Link { .. }), "{refused:?}");
+    assert!(matches!(refused, UpdateError::Link { .. }), "{refused:?}");
     assert_eq!(car.live(), 0);
     let mut link = HttpLink::new(&address, &options(&ours.pem)).unwrap();
     car.run(&mut link, T0 + 2).unwrap();
@@ -187,7 +187,7 @@ fn a_server_that_asks_gets_the_cars_own_certificate() {
     let mut link =
         HttpLink::new(&address, &LinkOptions { ca: ca.clone(), ..LinkOptions::default() }).unwrap();
     let refused = car.run(&mut link, T0 + 1).unwrap_err();
-    assert!(matches!(refused, SyncError::Link { .. }), "{refused:?}");
+    assert!(matches!(refused, UpdateError::Link { .. }), "{refused:?}");
     let (_, _, stranger) = server.signs(work.path(), "stranger");
     let options = LinkOptions { ca: ca.clone(), client: Some(stranger), ..LinkOptions::default() };
     assert!(car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 2).is_err());
@@ -208,7 +208,7 @@ fn redirects_stay_within_https() {
         let options = LinkOptions { ca: ca.map(Path::to_owned), ..LinkOptions::default() };
         let car = Car::new(&fleet);
         let ran = car.run(&mut HttpLink::new(from, &options).unwrap(), T0 + 1);
-        ran.err().inspect(|e| assert!(matches!(e, SyncError::Link { .. }), "{e:?}")).is_some()
+        ran.err().inspect(|e| assert!(matches!(e, UpdateError::Link { .. }), "{e:?}")).is_some()
     };
     let sends = tempfile::tempdir().unwrap();
     let sender = serve(sends.path().to_owned(), &ours, None, work.path());

@@ -6,19 +6,19 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::cache::address::{Names, RowKey};
+use hatchback_kernels::cache::address::{KeySpaces, RowKey};
 use hatchback_kernels::cache::codec::{Codec, RowFormat};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::memory::View;
 use hatchback_kernels::dense::{
     Activation, DenseEngine, DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions, Weights,
 };
-use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, Limits};
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
-use hatchback_kernels::gpu::tables::{Place, Tables};
+use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::tensorrt::{Build, Plans, TensorRt, TensorRtError};
-use hatchback_kernels::lookup::miss_list::{Misses, RowState};
-use hatchback_kernels::lookup::{Bags, Pooling, Status};
+use hatchback_kernels::lookup::miss_list::{MissList, RowState};
+use hatchback_kernels::lookup::{Bags, LookupStatus, Pooling};
 use hatchback_tests::models::repository;
 use hatchback_tests::standin;
 use hatchback_tools::report::metrics::largest_difference;
@@ -359,14 +359,15 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
     let engine =
         Arc::new(DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap());
     assert!(engine.records_keep_lanes(), "{}", engine.runs_on());
-    let cache = Cache::new(20, 1 << 16, &Names::new(vec![Some(100)])).unwrap();
+    let cache = Cache::new(20, 1 << 16, &KeySpaces::new(vec![Some(100)])).unwrap();
     let value = |key: u64, i: u64| (5 * key + i) as f32 / 64.0;
     let row = |key: u64| (0..5).flat_map(|i| value(key, i).to_le_bytes()).collect::<Vec<u8>>();
     for key in 0..50 {
         let name = RowKey { table: 0, key };
         assert!(cache.insert(name, &row(key), cache.epoch(name)));
     }
-    let tables = Arc::new(Tables::new(&gpu, vec![Place::Cached(0)], vec![cache], &[]).unwrap());
+    let tables =
+        Arc::new(DeviceTables::new(&gpu, vec![TableStorage::Cached(0)], vec![cache], &[]).unwrap());
     let features = |inputs: &[u64]| {
         vec![FeatureOnDevice {
             table: 0,
@@ -382,16 +383,16 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
         }]
     };
     for keys in [Keys::InPlace, Keys::Brought] {
-        let limits = Limits { batch_max: 40, misses_max: 64, row_bytes_max: 20, keys };
+        let limits = LookupLimits { batch_max: 40, misses_max: 64, row_bytes_max: 20, keys };
         let mut step = Step::new(&tables, &engine, &[5], None, features, limits).unwrap();
-        let mut misses = Misses::on(&Device::Cuda(Arc::clone(&gpu)), 64, 20).unwrap();
+        let mut misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), 64, 20).unwrap();
         let mut missed = 0;
         for (first, batch) in
             [(0, 1), (7, 3), (20, 17), (10, 40), (45, 40), (30, 5), (60, 40), (0, 0)]
         {
             let keys: Vec<u64> = (first..first + batch as u64).collect();
             let (offsets, mut statuses) =
-                ((0..=batch as u32).collect::<Vec<_>>(), vec![Status::default(); batch]);
+                ((0..=batch as u32).collect::<Vec<_>>(), vec![LookupStatus::default(); batch]);
             step.begin(batch, |_| Bags { keys: &keys, offsets: &offsets }, &[]).unwrap();
             assert!(!step.lookup().collect(&mut misses, &mut statuses).unwrap());
             if !misses.is_empty() {
@@ -403,7 +404,9 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
                 step.settle(&misses, &mut statuses).unwrap();
                 misses.clear();
             }
-            assert!(statuses.iter().all(|s| *s == Status { fresh: 1, ..Status::default() }));
+            assert!(
+                statuses.iter().all(|s| *s == LookupStatus { fresh: 1, ..LookupStatus::default() })
+            );
             let sums: Vec<f32> = keys.iter().map(|&k| (0..5).map(|i| value(k, i)).sum()).collect();
             assert_eq!(step.scores(batch), sums, "{batch} from {first}");
         }
@@ -412,7 +415,7 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
     }
 }
 
-/// Names and shapes of one sample.
+/// KeySpaces and shapes of one sample.
 type Inputs = [(&'static str, &'static [usize])];
 
 /// Needs `tests/tensorrt/rtx`, which names the folder of shims and libraries.

@@ -5,11 +5,11 @@
 
 use hatchback::flash::Flash;
 use hatchback::io::disk::{self, Disk};
-use hatchback::update::Sync;
+use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
-use hatchback::update::error::SyncError;
+use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
-use hatchback::update::state::State;
+use hatchback::update::state::UpdateState;
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
 use hatchback_tests::flash_check::whole_generation;
@@ -42,11 +42,11 @@ fn probation_ends_as_the_policy_says() {
     let policy =
         Policy { requests_min: 100, faults_max: 1, latency_us_p99_max: 500, ..Policy::default() };
     for (watched, ends, live) in [
-        (seen(100, 1, 500), State::Committed, 2),
-        (None, State::Committed, 2),
-        (seen(99, 0, 9_000), State::Probation, 2),
-        (seen(100, 0, 501), State::Failed, 1),
-        (seen(5, 2, 1), State::Failed, 1),
+        (seen(100, 1, 500), UpdateState::Committed, 2),
+        (None, UpdateState::Committed, 2),
+        (seen(99, 0, 9_000), UpdateState::Probation, 2),
+        (seen(100, 0, 501), UpdateState::Failed, 1),
+        (seen(5, 2, 1), UpdateState::Failed, 1),
     ] {
         let mut car = Car::at_first_release(&before);
         (car.policy, car.watched) = (policy, watched);
@@ -56,7 +56,7 @@ fn probation_ends_as_the_policy_says() {
             (ends, live),
             "{watched:?}: {ran:?}"
         );
-        assert_eq!(ran.is_err(), ends == State::Failed);
+        assert_eq!(ran.is_err(), ends == UpdateState::Failed);
         // On probation it waits; a release that failed does not come again, though it is still the newest.
         car.watched = None;
         let (again, after) =
@@ -77,9 +77,10 @@ fn a_probe_decides_before_a_release_is_live() {
     // These models bring no probe scores.
     car.policy.probe_samples_min = 1;
     let error = car.run(&mut fleet.link(), T0 + 11).unwrap_err();
-    assert!(matches!(error, SyncError::NotUsed { .. }), "{error:?}");
-    let states: Vec<State> = car.sync.status().unwrap().history.iter().map(|e| e.state).collect();
-    assert!(!states[5..].contains(&State::Probation), "{states:?}");
+    assert!(matches!(error, UpdateError::NotUsed { .. }), "{error:?}");
+    let states: Vec<UpdateState> =
+        car.sync.status().unwrap().history.iter().map(|e| e.state).collect();
+    assert!(!states[5..].contains(&UpdateState::Probation), "{states:?}");
     assert_eq!(car.live(), 1);
 }
 
@@ -90,17 +91,17 @@ fn consent_is_asked_for_and_a_release_can_be_taken_back_meanwhile() {
     car.policy.consent = true;
     assert!(!car.sync.consent(T0 + 11).unwrap());
     for now in T0 + 11..T0 + 13 {
-        assert_eq!(car.run(&mut fleet.link(), now).unwrap().state, State::AwaitConsent);
+        assert_eq!(car.run(&mut fleet.link(), now).unwrap().state, UpdateState::AwaitConsent);
         assert_eq!(car.live(), 1);
     }
     let revoked = fleet.fork();
     revoked.revoke(T0 + 14, 2);
     let status = car.run(&mut revoked.link(), T0 + 15).unwrap();
-    assert_eq!((status.state, car.live()), (State::Idle, 1));
+    assert_eq!((status.state, car.live()), (UpdateState::Idle, 1));
     revoked.delta(T0 + 16, 2);
     car.run(&mut revoked.link(), T0 + 17).unwrap();
     assert!(car.sync.consent(T0 + 18).unwrap());
-    assert_eq!(car.run(&mut revoked.link(), T0 + 19).unwrap().state, State::Committed);
+    assert_eq!(car.run(&mut revoked.link(), T0 + 19).unwrap().state, UpdateState::Committed);
     assert_eq!(car.live(), 2);
 }
 
@@ -109,15 +110,18 @@ fn a_newer_release_takes_the_place_of_one_that_waits_for_consent() {
     let (before, fleet) = next_release();
     let mut car = Car::at_first_release(&before);
     car.policy.consent = true;
-    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, State::AwaitConsent);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::AwaitConsent);
     let offered = |car: &Car| car.sync.status().unwrap().release.map(|r| r.generation.sequence);
     fleet.publish(T0 + 12, &VERSIONS.snapshots[2]);
     // Until the newer one is there whole, the older one is on offer.
     let half = std::fs::metadata(&VERSIONS.snapshots[2]).unwrap().len() / 2;
     let faults = Faults { breaks_after: Some(half + 2_000), ..Faults::default() };
     car.run(&mut Wire::new(fleet.link(), faults), T0 + 13).unwrap_err();
-    assert_eq!((car.sync.status().unwrap().state, offered(&car)), (State::AwaitConsent, Some(2)));
-    assert_eq!(car.run(&mut fleet.link(), T0 + 14).unwrap().state, State::AwaitConsent);
+    assert_eq!(
+        (car.sync.status().unwrap().state, offered(&car)),
+        (UpdateState::AwaitConsent, Some(2))
+    );
+    assert_eq!(car.run(&mut fleet.link(), T0 + 14).unwrap().state, UpdateState::AwaitConsent);
     assert_eq!((offered(&car), car.live()), (Some(3), 1));
     let bundles = car.disk.list(Path::new("/sync/staged")).unwrap();
     assert_eq!(
@@ -130,7 +134,7 @@ fn a_newer_release_takes_the_place_of_one_that_waits_for_consent() {
     car.run(&mut wire, T0 + 15).unwrap();
     assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
     assert!(car.sync.consent(T0 + 16).unwrap());
-    assert_eq!(car.run(&mut fleet.link(), T0 + 17).unwrap().state, State::Committed);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 17).unwrap().state, UpdateState::Committed);
     assert_eq!(car.live(), 3);
 }
 
@@ -140,7 +144,7 @@ fn a_release_taken_back_on_probation_is_rolled_back_and_one_taken_back_later_is_
     let (mut car, late) = (Car::at_first_release(&before), Car::at_first_release(&before));
     car.policy.requests_min = 1;
     car.watched = seen(0, 0, 0);
-    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, State::Probation);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::Probation);
     late.run(&mut fleet.link(), T0 + 11).unwrap();
     fleet.revoke(T0 + 12, 2);
     assert!(car.run(&mut fleet.link(), T0 + 13).is_err());
@@ -162,7 +166,7 @@ fn a_release_with_which_every_start_dies_is_taken_back() {
     let mut car = Car::at_first_release(&before);
     car.policy.requests_min = 1;
     car.watched = seen(0, 0, 0);
-    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, State::Probation);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::Probation);
     // Ends in good order are no sign against it.
     for start in 0..20 {
         car.sync.begin(T0 + 20 + start).unwrap();
@@ -170,12 +174,12 @@ fn a_release_with_which_every_start_dies_is_taken_back() {
     }
     for start in 0..5 {
         car.sync.begin(T0 + 40 + start).unwrap();
-        assert_eq!(car.sync.status().unwrap().state, State::Probation);
+        assert_eq!(car.sync.status().unwrap().state, UpdateState::Probation);
     }
     car.sync.begin(T0 + 50).unwrap();
-    assert_eq!(car.sync.status().unwrap().state, State::RollingBack);
+    assert_eq!(car.sync.status().unwrap().state, UpdateState::RollingBack);
     assert!(car.sync.advance(&car.host(), T0 + 51).unwrap());
-    assert_eq!((car.sync.status().unwrap().state, car.live()), (State::Failed, 1));
+    assert_eq!((car.sync.status().unwrap().state, car.live()), (UpdateState::Failed, 1));
 }
 
 /// What else happens before each answer of a link.
@@ -192,13 +196,13 @@ impl<F: FnMut(&str) -> Result<(), LinkError>> Link for Meanwhile<F> {
 fn asking(before: &Fleet, fleet: &Fleet) -> (tempfile::TempDir, Car) {
     let (folder, mut car) = (tempfile::tempdir().unwrap(), Car::new(before));
     let [directory, flash] = ["sync", "flash"].map(|name| folder.path().join(name));
-    car.sync = Sync { disk: disk::system(), directory, flash, ..car.sync };
+    car.sync = Updater { disk: disk::system(), directory, flash, ..car.sync };
     let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
     Trust::init(disk::system().as_ref(), &car.sync.directory, &root).unwrap();
     car.run(&mut before.link(), T0 + 1).unwrap();
     car.policy = Policy { consent: true, requests_min: 1, ..Policy::default() };
     car.watched = seen(0, 0, 0);
-    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, State::AwaitConsent);
+    assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::AwaitConsent);
     (folder, car)
 }
 
@@ -219,7 +223,7 @@ fn the_side_that_serves_goes_on_while_the_link_is_waited_for() {
             let (mut link, clock) = (fleet.link(), Ticks(AtomicU64::new(0), 0));
             let mut another = Fetcher::new(&mut link, &clock, LinkLimits::default());
             let refused = sync.fetch(&mut another, T0 + 14, |_, _| {}).unwrap_err();
-            assert!(matches!(refused, SyncError::Busy { .. }), "{refused:?}");
+            assert!(matches!(refused, UpdateError::Busy { .. }), "{refused:?}");
         }
         Ok(())
     });
@@ -227,12 +231,12 @@ fn the_side_that_serves_goes_on_while_the_link_is_waited_for() {
     // What is on probation by now keeps its place.
     let status = sync.fetch(&mut fetcher, T0 + 12, |_, _| {}).unwrap();
     let release = status.release.unwrap().generation.sequence;
-    assert_eq!((status.state, release, status.starts), (State::Probation, 2, 0));
+    assert_eq!((status.state, release, status.starts), (UpdateState::Probation, 2, 0));
     car.watched = seen(1, 0, 1);
     let mut wire = Wire::new(fleet.link(), Faults::default());
     let status = car.run(&mut wire, T0 + 15).unwrap();
     let release = status.release.unwrap().generation.sequence;
-    assert_eq!((status.state, release), (State::AwaitConsent, 3));
+    assert_eq!((status.state, release), (UpdateState::AwaitConsent, 3));
     assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
 }
 
@@ -264,20 +268,20 @@ fn a_refresh_that_breaks_off_keeps_nothing_from_being_applied() {
             if path.ends_with(broken) { Err(LinkError::Broken("cut".to_owned())) } else { Ok(()) }
         });
         let error = car.run(&mut link, T0 + 13).unwrap_err();
-        assert!(matches!(error, SyncError::Link { .. }), "{error:?}");
+        assert!(matches!(error, UpdateError::Link { .. }), "{error:?}");
         assert!(car.sync.consent(T0 + 14).unwrap());
         car.watched = seen(1, 0, 1);
         let host = Host { root: Some(&root), ..car.host() };
         while car.sync.advance(&host, T0 + 14).unwrap() {}
         assert_eq!(
             (car.sync.status().unwrap().state, car.live()),
-            (State::Committed, 2),
+            (UpdateState::Committed, 2),
             "{broken}"
         );
         // Older metadata are refused as ever.
         let replayed = car.run(&mut fleet.link(), T0 + 15).unwrap_err();
         assert!(
-            matches!(replayed, SyncError::Rollback { .. } | SyncError::Replay { .. }),
+            matches!(replayed, UpdateError::Rollback { .. } | UpdateError::Replay { .. }),
             "{replayed:?}"
         );
     }
@@ -307,9 +311,9 @@ fn what_was_not_signed_is_not_applied() {
     assert!(
         matches!(
             refused,
-            SyncError::MixAndMatch { .. }
-                | SyncError::WrongKey { .. }
-                | SyncError::Malformed { .. }
+            UpdateError::MixAndMatch { .. }
+                | UpdateError::WrongKey { .. }
+                | UpdateError::Malformed { .. }
         ),
         "{refused:?}"
     );
@@ -347,7 +351,10 @@ fn a_power_cut_in_every_state_ends_in_one_whole_generation() {
             let _ = run(&car);
             assert_eq!(car.live(), expected, "cut {cut} in {state}, faults {faults}");
             let end = run(&car).unwrap().state;
-            assert!(matches!(end, State::Committed | State::Idle), "cut {cut}: ends {end}");
+            assert!(
+                matches!(end, UpdateState::Committed | UpdateState::Idle),
+                "cut {cut}: ends {end}"
+            );
         }
     }
     println!("power cuts by state: {cuts:?}");

@@ -1,4 +1,4 @@
-//! Upkeep on a simulated disk: it keeps the rules, the budget and every row, whatever is installed meanwhile,
+//! Maintenance on a simulated disk: it keeps the rules, the budget and every row, whatever is installed meanwhile,
 //! whatever breaks, and however often the power goes. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -6,11 +6,11 @@
 use hatchback::bundle::BundleReader;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
-use hatchback::maintenance::catalog_entries::Notes;
+use hatchback::maintenance::catalog_entries::CatalogEntries;
 use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;
 use hatchback::maintenance::wear::WearBudget;
-use hatchback::maintenance::{Did, Rules, Upkeep};
+use hatchback::maintenance::{Did, Maintenance, MaintenanceRules};
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::random::Random;
 use hatchback_tests::sim_disk::SimDisk;
@@ -26,9 +26,9 @@ fn at(hour: u64) -> Duration {
     Duration::from_secs((DAYS * 24 + hour) * HOUR)
 }
 
-fn rules(bytes_per_day_max: u64) -> Rules {
+fn rules(bytes_per_day_max: u64) -> MaintenanceRules {
     let wear = WearBudget { bytes_per_day_max };
-    Rules {
+    MaintenanceRules {
         deltas_max: 1,
         changed_percent_max: 100,
         scrub_every: Duration::from_secs(48 * HOUR),
@@ -54,7 +54,7 @@ fn deltas(flash: &Flash) -> Vec<usize> {
 }
 
 /// Steps until nothing is due; returns what was done.
-fn settle(upkeep: &mut Upkeep, flash: &mut Flash, now: Duration) -> Vec<Did> {
+fn settle(upkeep: &mut Maintenance, flash: &mut Flash, now: Duration) -> Vec<Did> {
     let mut all = Vec::new();
     loop {
         match upkeep.step(flash, now, 3).unwrap() {
@@ -71,7 +71,7 @@ fn too_many_deltas_are_merged_and_then_all_is_scrubbed() {
     let versions = Versions::new(3, 400, 41);
     let (_disk, mut flash) = laid(&versions, 3);
     assert_eq!(deltas(&flash), [2, 2]);
-    let mut upkeep = Upkeep::new(rules(u64::MAX), None, Notes::default());
+    let mut upkeep = Maintenance::new(rules(u64::MAX), None, CatalogEntries::default());
     let did = settle(&mut upkeep, &mut flash, at(0));
     assert_eq!(deltas(&flash), [0, 0]);
     assert_eq!(did.iter().filter(|d| matches!(d, Did::Compacted { .. })).count(), 2);
@@ -92,12 +92,15 @@ fn one_delta_is_merged_once_enough_rows_changed() {
     let table = flash.table(1).unwrap();
     let percent = table.changed() as u64 * 100 / table.base_rows();
     drop(table);
-    let with =
-        |changed_percent_max| Rules { deltas_max: 9, changed_percent_max, ..rules(u64::MAX) };
-    let mut upkeep = Upkeep::new(with(percent + 1), None, Notes::default());
+    let with = |changed_percent_max| MaintenanceRules {
+        deltas_max: 9,
+        changed_percent_max,
+        ..rules(u64::MAX)
+    };
+    let mut upkeep = Maintenance::new(with(percent + 1), None, CatalogEntries::default());
     settle(&mut upkeep, &mut flash, at(0));
     assert_eq!(deltas(&flash)[1], 1);
-    let mut upkeep = Upkeep::new(with(percent - 1), None, Notes::default());
+    let mut upkeep = Maintenance::new(with(percent - 1), None, CatalogEntries::default());
     settle(&mut upkeep, &mut flash, at(0));
     assert_eq!(deltas(&flash)[1], 0);
 }
@@ -112,7 +115,7 @@ fn a_table_beyond_the_budget_of_a_day_is_merged_over_many() {
         let tables = (0..2).map(|t| flash.table(t).unwrap().file_bytes()).sum::<u64>();
         let budget = 5 * 4096;
         let mut random = Random::new(seed);
-        let mut upkeep = Upkeep::new(rules(budget), None, Notes::default());
+        let mut upkeep = Maintenance::new(rules(budget), None, CatalogEntries::default());
         let (mut written, mut days) = (disk.written(), 0);
         let start = written;
         while deltas(&flash) != [0, 0] {
@@ -140,7 +143,7 @@ fn a_table_beyond_the_budget_of_a_day_is_merged_over_many() {
                 let notes = upkeep.notes().clone();
                 disk.reboot(random.bits());
                 flash = Flash::open(&disk.shared(), Path::new(DIR)).unwrap();
-                upkeep = Upkeep::new(rules(budget), None, notes);
+                upkeep = Maintenance::new(rules(budget), None, notes);
             }
         }
         assert!(days >= 4, "{days} days");
@@ -155,7 +158,7 @@ fn a_table_beyond_the_budget_of_a_day_is_merged_over_many() {
 fn a_budget_below_one_index_waits_for_ever_and_breaks_nothing() {
     let versions = Versions::new(3, 400, 43);
     let (_disk, mut flash) = laid(&versions, 3);
-    let mut upkeep = Upkeep::new(rules(1), None, Notes::default());
+    let mut upkeep = Maintenance::new(rules(1), None, CatalogEntries::default());
     let did = settle(&mut upkeep, &mut flash, at(0));
     assert!(matches!(did.last(), Some(Did::Waits { .. })) && deltas(&flash) == [2, 2], "{did:?}");
 }
@@ -164,7 +167,7 @@ fn a_budget_below_one_index_waits_for_ever_and_breaks_nothing() {
 fn a_merge_of_what_is_no_longer_live_is_dropped() {
     let versions = Versions::new(4, 900, 44);
     let (disk, mut flash) = laid(&versions, 3);
-    let mut upkeep = Upkeep::new(rules(u64::MAX), None, Notes::default());
+    let mut upkeep = Maintenance::new(rules(u64::MAX), None, CatalogEntries::default());
     assert!(matches!(upkeep.step(&mut flash, at(0), 1).unwrap(), Did::Merged { .. }));
     flash = install(&disk, &versions, 4).unwrap();
     settle(&mut upkeep, &mut flash, at(0));
@@ -210,7 +213,7 @@ fn a_hot_list_outlives_deltas_compactions_and_rollbacks() {
         }
         assert_eq!(lists(&flash), held, "generation {n}");
     }
-    let mut upkeep = Upkeep::new(rules(u64::MAX), None, Notes::default());
+    let mut upkeep = Maintenance::new(rules(u64::MAX), None, CatalogEntries::default());
     settle(&mut upkeep, &mut flash, at(0));
     assert_eq!((deltas(&flash), lists(&flash)), (vec![0, 0], held));
     flash = flash.rollback().unwrap();
@@ -262,7 +265,7 @@ fn damage_stops_one_table_only() {
     let versions = Versions::new(3, 400, 48);
     let (disk, mut flash) = laid(&versions, 3);
     disk.flip(&Path::new(DIR).join("g000000000001/t0000-0000.seg"), 5000 * 8);
-    let mut upkeep = Upkeep::new(rules(u64::MAX), None, Notes::default());
+    let mut upkeep = Maintenance::new(rules(u64::MAX), None, CatalogEntries::default());
     let (mut errors, mut ended) = (0, false);
     for _ in 0..1000 {
         match upkeep.step(&mut flash, at(0), 3) {
@@ -283,13 +286,13 @@ fn an_index_that_went_bad_is_damage() {
         let base = Path::new(DIR).join("g000000000001/t0001-0000.seg");
         let pages = disk.read(&base).unwrap().len() / 4096;
         disk.flip(&base, (pages - if page == "the fences" { 2 } else { 1 }) * 4096 * 8 + 200);
-        let mut upkeep = Upkeep::new(rules(u64::MAX), None, Notes::default());
+        let mut upkeep = Maintenance::new(rules(u64::MAX), None, CatalogEntries::default());
         let did = settle(&mut upkeep, &mut flash, at(0));
         assert!(
             matches!(did.last(), Some(Did::ScrubEnded { damaged: 1, repaired: 0, .. })),
             "{page}: {did:?}"
         );
-        let mut next = Upkeep::new(rules(u64::MAX), None, upkeep.notes().clone());
+        let mut next = Maintenance::new(rules(u64::MAX), None, upkeep.notes().clone());
         settle(&mut next, &mut flash, at(1));
         assert_eq!(next.damage(), upkeep.damage(), "{page}");
         assert!(next.damage()[0].keys > 300 && next.damage()[0].table == 1, "{:?}", next.damage());
@@ -331,7 +334,7 @@ fn life(versions: &Versions, seed: u64) {
     let mut random = Random::new(seed);
     let (disk, mut flash) = laid(versions, 1);
     let (mut generation, mut hour) = (1, 0);
-    let mut upkeep = Upkeep::new(rules(200_000), None, Notes::default());
+    let mut upkeep = Maintenance::new(rules(200_000), None, CatalogEntries::default());
     let what = format!("seed {seed}");
     for _ in 0..60 {
         hour = if random.one_in(10) { random.below(hour + 1) } else { hour + random.below(8) };
@@ -347,10 +350,15 @@ fn life(versions: &Versions, seed: u64) {
         assert!(upkeep.wear().bytes <= 200_000, "{what}: over the budget");
         if !up {
             // Either what was kept is found again, or it was lost.
-            let notes = if random.one_in(2) { upkeep.notes().clone() } else { Notes::lost() };
+            let notes =
+                if random.one_in(2) { upkeep.notes().clone() } else { CatalogEntries::lost() };
             disk.reboot(random.bits());
             flash = Flash::open(&disk.shared(), Path::new(DIR)).unwrap();
-            upkeep = Upkeep::new(rules(200_000), None, Notes { wear: cleared(&notes), ..notes });
+            upkeep = Maintenance::new(
+                rules(200_000),
+                None,
+                CatalogEntries { wear: cleared(&notes), ..notes },
+            );
         }
         let live = whole_generation(&flash, versions, &what);
         assert!(live == generation || live == generation + 1, "{what}: {live} after {generation}");
@@ -359,7 +367,7 @@ fn life(versions: &Versions, seed: u64) {
 }
 
 /// A lost state counts as spent; that is not what the budget is compared with here.
-fn cleared(notes: &Notes) -> hatchback::maintenance::wear::Wear {
+fn cleared(notes: &CatalogEntries) -> hatchback::maintenance::wear::Wear {
     if notes.wear.bytes == u64::MAX {
         hatchback::maintenance::wear::Wear::default()
     } else {

@@ -1,4 +1,4 @@
-//! Upkeep where the disk is bad or slow: pages are rebuilt from what is retained, to the bit or not at all, and a
+//! Maintenance where the disk is bad or slow: pages are rebuilt from what is retained, to the bit or not at all, and a
 //! device that takes long gets its rests. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -7,9 +7,9 @@ use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::io::disk::Disk;
 use hatchback::limits::PAGE_BYTES;
-use hatchback::maintenance::catalog_entries::Notes;
-use hatchback::maintenance::throttle::Pace;
-use hatchback::maintenance::{Did, Rules, Upkeep};
+use hatchback::maintenance::catalog_entries::CatalogEntries;
+use hatchback::maintenance::throttle::Throttle;
+use hatchback::maintenance::{Did, Maintenance, MaintenanceRules};
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::{Clock, Worker};
@@ -29,8 +29,8 @@ const DIR: &str = "/flash";
 const NOW: Duration = Duration::from_secs(20_000 * 24 * 60 * 60);
 
 /// Merges whatever has a delta, and scrubs whenever it is asked.
-fn eager() -> Rules {
-    Rules { deltas_max: 0, scrub_every: Duration::ZERO, ..Rules::default() }
+fn eager() -> MaintenanceRules {
+    MaintenanceRules { deltas_max: 0, scrub_every: Duration::ZERO, ..MaintenanceRules::default() }
 }
 
 fn install(disk: &SimDisk, bundle: &Path) -> Flash {
@@ -47,9 +47,9 @@ fn merged(versions: &Versions) -> (SimDisk, Flash) {
     (disk, flash)
 }
 
-/// Upkeep until a scrub ends; pages repaired and left bad.
+/// Maintenance until a scrub ends; pages repaired and left bad.
 fn scrub(flash: &mut Flash) -> (usize, usize) {
-    let mut upkeep = Upkeep::new(eager(), None, Notes::default());
+    let mut upkeep = Maintenance::new(eager(), None, CatalogEntries::default());
     loop {
         if let Did::ScrubEnded { repaired, damaged, .. } = upkeep.step(flash, NOW, 100).unwrap() {
             assert_eq!(upkeep.damage().len(), damaged);
@@ -122,8 +122,8 @@ fn a_slow_disk_gets_its_rests() {
         let disk = SimDisk::default();
         versions.deltas.iter().for_each(|bundle| drop(install(&disk, bundle)));
         let mut flash = Flash::open(&disk.shared(), Path::new(DIR)).unwrap();
-        let (clock, mut pace) = (disk.clock(), Pace::new(10));
-        let mut upkeep = Upkeep::new(eager(), None, Notes::default());
+        let (clock, mut pace) = (disk.clock(), Throttle::new(10));
+        let mut upkeep = Maintenance::new(eager(), None, CatalogEntries::default());
         disk.slow(call_us, stall_us);
         let (start, mut busy, mut pages) = (clock.now(), Duration::ZERO, Vec::new());
         loop {

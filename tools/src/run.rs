@@ -3,7 +3,7 @@
 use crate::serve::{self, ServeArgs};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hatchback::Status;
+use hatchback::LookupStatus;
 use hatchback::request::worker::Worker;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
@@ -32,7 +32,7 @@ pub struct RunArgs {
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Answer<'a> {
-    Score { score: &'a [f32], status: Status },
+    Score { score: &'a [f32], status: LookupStatus },
     Error { line: usize, error: String },
 }
 

@@ -8,10 +8,10 @@ use clap::Args;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::SystemClock;
 use hatchback::target::Target;
-use hatchback::update::Sync;
+use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy};
 use hatchback::update::link::{Fetcher, LinkLimits};
-use hatchback::update::state::{State, Status};
+use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback_link::args::CarArgs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -81,7 +81,7 @@ pub fn run(args: &SyncArgs) -> Result<()> {
     ran
 }
 
-fn forward(args: &SyncArgs, sync: &Sync) -> Result<()> {
+fn forward(args: &SyncArgs, sync: &Updater) -> Result<()> {
     args.car.provision(sync)?;
     let (budget, policy) = match &args.target {
         Some(path) => Target::load(path).map(|target| (target.budget, target.update))?,
@@ -105,7 +105,7 @@ fn forward(args: &SyncArgs, sync: &Sync) -> Result<()> {
     Ok(())
 }
 
-fn print_status(status: &Status, history: bool) {
+fn print_status(status: &UpdateStatus, history: bool) {
     if history && !status.history.is_empty() {
         let mut table = report::table(&["when", "state", "release", ""]);
         for event in &status.history {
@@ -128,7 +128,9 @@ fn print_status(status: &Status, history: bool) {
     }
     match (&status.error, status.state) {
         (Some(error), _) => println!("the last attempt ended: {error}"),
-        (None, State::AwaitConsent) => println!("the owner is asked: `hatchback sync --consent`"),
+        (None, UpdateState::AwaitConsent) => {
+            println!("the owner is asked: `hatchback sync --consent`")
+        }
         (None, _) => {}
     }
 }

@@ -61,13 +61,13 @@ fn unmix_32(hash: u32) -> u32 {
 
 /// How rows are named in a cache: which tables it serves, and how many keys those that are indexed have.
 #[derive(Clone, Debug)]
-pub struct Names {
+pub struct KeySpaces {
     /// For each table of the model the end of its index keys; `None` where keys are sparse; `Some(0)` for a
     /// table that the cache does not serve.
     ends: Vec<Option<u64>>,
 }
 
-impl Names {
+impl KeySpaces {
     /// `ends` has for each table of the model the end of its index keys, `None` where any 64-bit number is a
     /// key, and `Some(0)` where the cache does not serve the table.
     pub fn new(ends: Vec<Option<u64>>) -> Self {
@@ -109,20 +109,20 @@ impl Names {
 
 /// How the keys of one table become sets and words.
 #[derive(Clone, Copy)]
-pub(crate) enum Namer {
+pub(crate) enum TableHasher {
     Indexed { base: u32, end: u64 },
     Hashed { salt: u64, table_bits: u32, table: u64 },
 }
 
 /// A row's place among the sets, and what names it there; `word` 0 names no row.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Name {
+pub(crate) struct SetTag {
     pub set: u32,
     pub word: u64,
 }
 
 /// The naming of one cache of so many sets.
-pub(crate) struct Naming {
+pub(crate) struct AddressMap {
     tables: Tables,
     sets: usize,
 }
@@ -134,9 +134,9 @@ enum Tables {
     Hashed { table_bits: u32 },
 }
 
-impl Naming {
+impl AddressMap {
     /// `sets` is at least `names.sets_min()`.
-    pub fn new(names: &Names, sets: usize) -> Self {
+    pub fn new(names: &KeySpaces, sets: usize) -> Self {
         let tables = match names.bases() {
             Some(bases) => Tables::Indexed { bases },
             None => Tables::Hashed { table_bits: names.table_bits() },
@@ -160,15 +160,17 @@ impl Naming {
 
     /// How the keys of `table` are named.
     #[inline(always)]
-    pub fn namer(&self, table: u16) -> Namer {
+    pub fn namer(&self, table: u16) -> TableHasher {
         match &self.tables {
             Tables::Indexed { bases } => {
                 match bases.get(usize::from(table)..usize::from(table) + 2) {
-                    Some(&[base, next]) => Namer::Indexed { base, end: u64::from(next - base) },
-                    _ => Namer::Indexed { base: 0, end: 0 },
+                    Some(&[base, next]) => {
+                        TableHasher::Indexed { base, end: u64::from(next - base) }
+                    }
+                    _ => TableHasher::Indexed { base: 0, end: 0 },
                 }
             }
-            Tables::Hashed { table_bits } => Namer::Hashed {
+            Tables::Hashed { table_bits } => TableHasher::Hashed {
                 salt: salt(table),
                 table_bits: *table_bits,
                 table: u64::from(table) + 1,
@@ -178,10 +180,12 @@ impl Naming {
 
     /// The name of `key`; word 0 if the table cannot have it.
     #[inline(always)]
-    pub fn name(&self, namer: Namer, key: u64) -> Name {
+    pub fn name(&self, namer: TableHasher, key: u64) -> SetTag {
         match namer {
-            Namer::Indexed { base, end } => self.indexed(base, end, key),
-            Namer::Hashed { salt, table_bits, table } => self.hashed(salt, table_bits, table, key),
+            TableHasher::Indexed { base, end } => self.indexed(base, end, key),
+            TableHasher::Hashed { salt, table_bits, table } => {
+                self.hashed(salt, table_bits, table, key)
+            }
         }
     }
 
@@ -189,24 +193,24 @@ impl Naming {
     #[inline(always)]
     pub fn name_all(
         &self,
-        namer: Namer,
+        namer: TableHasher,
         last: u64,
         keys: &[u64],
         sets: &mut [u32],
         words: &mut [u64],
     ) {
         let names = keys.iter().zip(sets.iter_mut().zip(words));
-        let put = |set: &mut u32, word: &mut u64, key: u64, name: Name| {
+        let put = |set: &mut u32, word: &mut u64, key: u64, name: SetTag| {
             (*set, *word) = (name.set, if key <= last { name.word } else { 0 });
         };
         // A loop for each kind: in one the compiler would do both for every key.
         match namer {
-            Namer::Indexed { base, end } => {
+            TableHasher::Indexed { base, end } => {
                 names.for_each(|(&key, (set, word))| {
                     put(set, word, key, self.indexed(base, end, key))
                 });
             }
-            Namer::Hashed { salt, table_bits, table } => {
+            TableHasher::Hashed { salt, table_bits, table } => {
                 let name = |key| self.hashed(salt, table_bits, table, key);
                 names.for_each(|(&key, (set, word))| put(set, word, key, name(key)));
             }
@@ -214,22 +218,22 @@ impl Naming {
     }
 
     #[inline(always)]
-    fn indexed(&self, base: u32, end: u64, key: u64) -> Name {
+    fn indexed(&self, base: u32, end: u64, key: u64) -> SetTag {
         let hash = if key < end { mix_32(base + key as u32) } else { 0 };
         // There are fewer sets than 2^32, and the compiler should know.
         let set = (u64::from(hash) * u64::from(self.sets as u32)) >> 32;
-        Name { set: set as u32, word: hash.into() }
+        SetTag { set: set as u32, word: hash.into() }
     }
 
     #[inline(always)]
-    fn hashed(&self, salt: u64, table_bits: u32, table: u64, key: u64) -> Name {
+    fn hashed(&self, salt: u64, table_bits: u32, table: u64, key: u64) -> SetTag {
         let hash = mix(key ^ salt);
         let set = (u128::from(hash) * self.sets as u128) >> 64;
-        Name { set: set as u32, word: hash << table_bits | table }
+        SetTag { set: set as u32, word: hash << table_bits | table }
     }
 
     /// The inverse of `name`.
-    pub fn row_of(&self, name: Name) -> RowKey {
+    pub fn row_of(&self, name: SetTag) -> RowKey {
         match &self.tables {
             Tables::Indexed { bases } => {
                 let number = unmix_32(name.word as u32);
@@ -268,8 +272,8 @@ mod tests {
         #[test]
         fn names_can_be_undone(table in 0u16..3, number: u64, more in 0usize..5000) {
             let ends = [vec![Some(100), Some(4_000_000_000), Some(1 << 20)], vec![None, Some(50), None]];
-            for names in ends.map(Names::new) {
-                let naming = Naming::new(&names, names.sets_min() + more);
+            for names in ends.map(KeySpaces::new) {
+                let naming = AddressMap::new(&names, names.sets_min() + more);
                 let key = names.end(table).map_or(number, |end| number % end);
                 let name = naming.name(naming.namer(table), key);
                 prop_assert!(name.word != 0 && (name.set as usize) < naming.sets);

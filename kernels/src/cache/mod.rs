@@ -15,13 +15,13 @@ pub mod resident;
 pub(crate) mod set_header;
 pub(crate) mod write_counter;
 
-use crate::cache::address::{Name, Namer, Names, Naming, RowKey};
+use crate::cache::address::{AddressMap, KeySpaces, RowKey, SetTag, TableHasher};
 use crate::cache::codec::ROW_BYTES_MAX;
 use crate::cache::eviction::{GHOSTS, WAYS, Ways};
-use crate::cache::set_header::{Heads, LINE, SEQUENCE, USES};
-use crate::cache::write_counter::Changes;
+use crate::cache::set_header::{LINE, SEQUENCE, SetHeaders, USES};
+use crate::cache::write_counter::WriteCounter;
 #[cfg(not(loom))]
-use crate::lookup::{pipeline::prefetch_lines, pooling::Rows};
+use crate::lookup::{pipeline::prefetch_lines, pooling::RawRows};
 use crate::simd::atomics::{AtomicU32, Ordering, spin};
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::{BEYOND, Plain, READ_BYTES, Simd};
@@ -49,7 +49,7 @@ const TAIL: usize = 2 + GHOSTS / 4;
 /// Units of one racing read.
 const READ: usize = READ_BYTES / 4;
 
-/// The cache. All memory is taken by `new` and never grows. Heads lie apart from rows: they are few enough to stay
+/// The cache. All memory is taken by `new` and never grows. SetHeaders lie apart from rows: they are few enough to stay
 /// near the core.
 pub struct Cache {
     row_bytes: usize,
@@ -58,35 +58,35 @@ pub struct Cache {
     /// Units of a head: one line or two.
     head: usize,
     sets: usize,
-    naming: Naming,
+    naming: AddressMap,
     heads: Zeroed<AtomicU32>,
     tails: Zeroed<AtomicU32>,
     rows: Zeroed<AtomicU32>,
-    changes: Changes,
+    changes: WriteCounter,
 }
 
 /// How often a query looks again at a set that is being changed before it calls the row missing.
 const LOOKS: usize = if cfg!(loom) { 2 } else { 1000 };
 
 impl Cache {
-    fn head(names: &Names) -> usize {
+    fn head(names: &KeySpaces) -> usize {
         if names.is_narrow() { LINE } else { 2 * LINE }
     }
 
-    fn set_bytes(row_bytes: usize, names: &Names) -> usize {
+    fn set_bytes(row_bytes: usize, names: &KeySpaces) -> usize {
         4 * (Self::head(names) + TAIL + WAYS * row_bytes.div_ceil(4))
     }
 
     /// Bytes of the smallest cache for rows of `row_bytes`.
-    pub fn bytes_min(row_bytes: usize, names: &Names) -> usize {
+    pub fn bytes_min(row_bytes: usize, names: &KeySpaces) -> usize {
         names.sets_min() * Self::set_bytes(row_bytes, names) + BEYOND
     }
 
     /// A cache of at most `bytes_max` bytes for rows of `row_bytes`; `None` if that is less than `bytes_min`.
-    pub fn new(row_bytes: usize, bytes_max: usize, names: &Names) -> Option<Self> {
+    pub fn new(row_bytes: usize, bytes_max: usize, names: &KeySpaces) -> Option<Self> {
         let sets = bytes_max.checked_sub(BEYOND)? / Self::set_bytes(row_bytes, names);
         let sets = sets.min(u32::MAX as usize / WAYS);
-        let naming = (sets >= names.sets_min()).then(|| Naming::new(names, sets))?;
+        let naming = (sets >= names.sets_min()).then(|| AddressMap::new(names, sets))?;
         let (head, row) = (Self::head(names), row_bytes.div_ceil(4));
         let (heads, tails) = (Zeroed::new(sets * head), Zeroed::new(sets * TAIL));
         let rows = Zeroed::new(sets * WAYS * row + BEYOND / 4);
@@ -99,7 +99,7 @@ impl Cache {
             heads,
             tails,
             rows,
-            changes: Changes::default(),
+            changes: WriteCounter::default(),
         })
     }
 
@@ -108,7 +108,7 @@ impl Cache {
         self.row_bytes
     }
 
-    /// Rows that fit.
+    /// RawRows that fit.
     pub fn slots(&self) -> usize {
         self.sets * WAYS
     }
@@ -125,19 +125,19 @@ impl Cache {
     }
 
     /// How its rows are named, and heads, tails and rows, for a copy elsewhere: each can be let go of before the next.
-    pub(crate) fn into_parts(self) -> (Naming, [Zeroed<AtomicU32>; 3]) {
+    pub(crate) fn into_parts(self) -> (AddressMap, [Zeroed<AtomicU32>; 3]) {
         (self.naming, [self.heads, self.tails, self.rows])
     }
 
     /// How the keys of `table` are named.
     #[inline(always)]
-    pub(crate) fn namer(&self, table: u16) -> Namer {
+    pub(crate) fn namer(&self, table: u16) -> TableHasher {
         self.naming.namer(table)
     }
 
     /// The name of `key` as `namer` says; word 0 if the table cannot have it.
     #[inline(always)]
-    pub(crate) fn name(&self, namer: Namer, key: u64) -> Name {
+    pub(crate) fn name(&self, namer: TableHasher, key: u64) -> SetTag {
         self.naming.name(namer, key)
     }
 
@@ -145,7 +145,7 @@ impl Cache {
     #[inline(always)]
     pub(crate) fn name_all(
         &self,
-        namer: Namer,
+        namer: TableHasher,
         last: u64,
         keys: &[u64],
         sets: &mut [u32],
@@ -154,19 +154,19 @@ impl Cache {
         self.naming.name_all(namer, last, keys, sets, words);
     }
 
-    pub(crate) fn name_of(&self, row: RowKey) -> Name {
+    pub(crate) fn name_of(&self, row: RowKey) -> SetTag {
         self.name(self.namer(row.table), row.key)
     }
 
     /// The heads of all sets.
     #[inline(always)]
-    pub(crate) fn heads(&self) -> Heads<'_> {
-        Heads::new(&self.heads, self.head > LINE)
+    pub(crate) fn heads(&self) -> SetHeaders<'_> {
+        SetHeaders::new(&self.heads, self.head > LINE)
     }
 
     /// The changes of all sets.
     #[inline(always)]
-    pub(crate) fn changes(&self) -> &Changes {
+    pub(crate) fn changes(&self) -> &WriteCounter {
         &self.changes
     }
 
@@ -187,8 +187,8 @@ impl Cache {
     /// All rows.
     #[cfg(not(loom))]
     #[inline(always)]
-    pub(crate) fn rows(&self) -> Rows<'_> {
-        Rows::racing(&self.rows, self.row)
+    pub(crate) fn rows(&self) -> RawRows<'_> {
+        RawRows::racing(&self.rows, self.row)
     }
 
     /// Asks for the row in a slot ahead of its use.
@@ -216,7 +216,7 @@ impl Cache {
     /// Copies the row into `out` `[row_bytes, rounded up to READ_BYTES]` if it is cached. A row that is being
     /// replaced for very long counts as missing.
     #[inline(always)]
-    pub(crate) fn read<S: Simd>(&self, name: Name, out: &mut [u8]) -> bool {
+    pub(crate) fn read<S: Simd>(&self, name: SetTag, out: &mut [u8]) -> bool {
         for _ in 0..LOOKS {
             let seen = self.heads().see::<S>(name);
             if seen.is_there() {
@@ -250,7 +250,7 @@ impl Cache {
     }
 
     /// Runs `change` as the only writer of the row's set, while the set reads as changing.
-    fn in_set<R>(&self, row: RowKey, change: impl FnOnce(Name) -> R) -> R {
+    fn in_set<R>(&self, row: RowKey, change: impl FnOnce(SetTag) -> R) -> R {
         let name = self.name_of(row);
         let head = self.head_of(name.set);
         let sequence = loop {
@@ -274,7 +274,7 @@ impl Cache {
     }
 
     /// Only ever called inside `in_set`.
-    fn write(&self, name: Name, way: u32, bytes: &[u8]) {
+    fn write(&self, name: SetTag, way: u32, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.row_bytes);
         self.set_word(name.set, way, name.word);
         for (word, bytes) in self.row(name.set * WAYS as u32 + way).iter().zip(bytes.chunks(4)) {
@@ -321,7 +321,7 @@ impl Cache {
         self.change(row, |name, way| self.set_word(name.set, way, 0))
     }
 
-    fn change(&self, row: RowKey, change: impl FnOnce(Name, u32)) -> bool {
+    fn change(&self, row: RowKey, change: impl FnOnce(SetTag, u32)) -> bool {
         self.in_set(row, |name| {
             let epoch = &self.tail_of(name.set)[EPOCH];
             epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
@@ -339,7 +339,7 @@ impl Cache {
         let mut bytes = vec![0; self.row_bytes.next_multiple_of(READ_BYTES)];
         for slot in 0..self.slots() {
             let (set, way) = ((slot / WAYS) as u32, (slot % WAYS) as u32);
-            let name = Name { set, word: self.word(set, way) };
+            let name = SetTag { set, word: self.word(set, way) };
             if name.word != 0 && self.read::<Plain>(name, &mut bytes) {
                 each(self.naming.row_of(name), &bytes[..self.row_bytes]);
             }
@@ -394,15 +394,15 @@ mod tests {
     }
 
     /// Index tables of which the second is large, and tables of any keys.
-    fn namings() -> [Names; 2] {
+    fn namings() -> [KeySpaces; 2] {
         [
-            Names::new(vec![Some(100), Some(4_000_000_000), Some(1 << 20)]),
-            Names::new(vec![None, Some(50), None]),
+            KeySpaces::new(vec![Some(100), Some(4_000_000_000), Some(1 << 20)]),
+            KeySpaces::new(vec![None, Some(50), None]),
         ]
     }
 
     /// A key that the naming allows; the number it is made from tells such keys apart.
-    fn key_of(names: &Names, table: u16, number: u64) -> u64 {
+    fn key_of(names: &KeySpaces, table: u16, number: u64) -> u64 {
         match names.end(table) {
             Some(end) => number % end,
             None => number.wrapping_mul(0x0123_4567_89ab_cdef),
@@ -491,7 +491,7 @@ mod tests {
 
     #[test]
     fn a_key_outside_its_table_is_never_there() {
-        let names = Names::new(vec![Some(10), Some(10)]);
+        let names = KeySpaces::new(vec![Some(10), Some(10)]);
         let cache = Cache::new(20, 64 * 1024, &names).unwrap();
         let beyond = RowKey { table: 0, key: 10 };
         assert!(
@@ -539,7 +539,7 @@ mod tests {
     /// of counter a slot, where tables are indexed.
     #[test]
     fn a_slot_is_small() {
-        let names = Names::new(vec![Some(1 << 20)]);
+        let names = KeySpaces::new(vec![Some(1 << 20)]);
         let cache = Cache::new(20, 1 << 20, &names).unwrap();
         let theirs = (1 << 20) / (64 + 16);
         assert!(cache.slots() >= 3 * theirs, "{} rows", cache.slots());

@@ -3,11 +3,11 @@
 
 use crate::cache::address::mix;
 use crate::lookup::pipeline::prefetch_lines;
-use crate::lookup::pooling::Rows;
+use crate::lookup::pooling::RawRows;
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::{BEYOND, prefetch_l2};
 
-/// Rows of a bucket, on average.
+/// RawRows of a bucket, on average.
 const BUCKET_ROWS: usize = 8;
 
 /// All encoded rows of one small table.
@@ -54,12 +54,12 @@ impl Index {
 }
 
 impl Resident {
-    /// Rows in key order `0..n`.
+    /// RawRows in key order `0..n`.
     pub fn indexed(row_bytes: usize, rows: &[u8]) -> Self {
         Self::with(row_bytes, None, rows)
     }
 
-    /// Rows in ascending order of `mix(key)`, with those hashes.
+    /// RawRows in ascending order of `mix(key)`, with those hashes.
     pub fn hashed(row_bytes: usize, hashes: Box<[u64]>, rows: &[u8]) -> Self {
         assert_eq!(rows.len(), row_bytes * hashes.len());
         assert!(hashes.is_sorted());
@@ -97,8 +97,8 @@ impl Resident {
 
     /// All rows.
     #[inline(always)]
-    pub(crate) fn rows(&self) -> Rows<'_> {
-        Rows::still(&self.rows, self.row_bytes)
+    pub(crate) fn rows(&self) -> RawRows<'_> {
+        RawRows::still(&self.rows, self.row_bytes)
     }
 
     /// Asks for what `slot` will read ahead of it.

@@ -2,7 +2,7 @@
 //! cache line (wide words have their high halves in a second). Readers take no lock: what they read counts if the sequence
 //! is then still what it was. Never changes anything but the uses.
 
-use crate::cache::address::Name;
+use crate::cache::address::SetTag;
 use crate::cache::eviction::{WAYS, used};
 use crate::simd::atomics::{AtomicU32, Ordering, fence};
 use crate::simd::{LANES, Simd, prefetch_l2};
@@ -26,7 +26,7 @@ pub(crate) struct Seen {
 impl Seen {
     /// What comes of a set's hits.
     #[inline(always)]
-    pub fn of(name: Name, hits: u32, sequence: u32) -> Self {
+    pub fn of(name: SetTag, hits: u32, sequence: u32) -> Self {
         // No row has word 0; an empty way has.
         let hits = if name.word == 0 { 0 } else { hits & ((1 << WAYS) - 1) };
         Self { set: name.set, way: (hits | 1 << WAYS).trailing_zeros(), sequence }
@@ -47,13 +47,13 @@ impl Seen {
 
 /// The heads of all sets. A copy of it stays in registers, whatever else changes in memory.
 #[derive(Clone, Copy)]
-pub(crate) struct Heads<'a> {
+pub(crate) struct SetHeaders<'a> {
     lines: &'a [[AtomicU32; LINE]],
     /// Whether a head has two lines.
     wide: bool,
 }
 
-impl<'a> Heads<'a> {
+impl<'a> SetHeaders<'a> {
     /// Those in `words`, of two lines each if words are `wide`.
     #[inline(always)]
     pub fn new(words: &'a [AtomicU32], wide: bool) -> Self {
@@ -92,7 +92,7 @@ impl<'a> Heads<'a> {
     /// The ways of a set with the word, the first in the lowest bit, and others beyond the last; the state of the set just
     /// before; and the uses of its ways. `WIDE` is what `is_wide` says.
     #[inline(always)]
-    pub fn look<S: Simd, const WIDE: bool>(self, name: Name) -> (u32, u32, u32) {
+    pub fn look<S: Simd, const WIDE: bool>(self, name: SetTag) -> (u32, u32, u32) {
         // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
         let head = &self.lines[(name.set as usize) << u32::from(WIDE)];
         let sequence = head[SEQUENCE].load(Ordering::Acquire);
@@ -105,7 +105,7 @@ impl<'a> Heads<'a> {
 
     /// Looks for a row. What is read of it then counts only if `are_unchanged` says so.
     #[inline(always)]
-    pub fn see<S: Simd>(self, name: Name) -> Seen {
+    pub fn see<S: Simd>(self, name: SetTag) -> Seen {
         let (hits, sequence, _) =
             if self.wide { self.look::<S, true>(name) } else { self.look::<S, false>(name) };
         Seen::of(name, hits, sequence)

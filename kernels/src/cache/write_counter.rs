@@ -9,12 +9,12 @@ use crate::simd::atomics::{AtomicU32, Ordering, fence};
 #[derive(Default)]
 // Every change writes it: it lies apart from what is read all the time.
 #[repr(align(128))]
-pub(crate) struct Changes {
+pub(crate) struct WriteCounter {
     begun: AtomicU32,
     ended: AtomicU32,
 }
 
-impl Changes {
+impl WriteCounter {
     /// Before the first store of a change.
     pub fn begin(&self) {
         self.begun.fetch_add(1, Ordering::Relaxed);

@@ -3,7 +3,7 @@
 //! who queried. All features go in one launch, and where every row is there nothing else happens. Never reads flash.
 
 use crate::cache::Epoch;
-use crate::cache::address::{Namer, RowKey};
+use crate::cache::address::{RowKey, TableHasher};
 use crate::cache::codec::{Codec, RowFormat};
 use crate::cuda::driver::{Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, Mapped};
@@ -11,9 +11,9 @@ use crate::gpu::launch::{
     ABSENT, Absents, BagNumber, BagView, CacheView, Counts, FeatureView, Finish, MISSING, NO_SLOT,
     QueryMemory, Ref, Ring,
 };
-use crate::gpu::tables::{Changes, Place, Tables};
-use crate::lookup::miss_list::{Miss, Misses, RowState};
-use crate::lookup::{Bags, Pooling, Status};
+use crate::gpu::tables::{DeviceTables, RowChanges, TableStorage};
+use crate::lookup::miss_list::{Miss, MissList, RowState};
+use crate::lookup::{Bags, LookupStatus, Pooling};
 use std::sync::Arc;
 
 /// One sparse feature, and where its vectors go on the device.
@@ -58,7 +58,7 @@ impl Keys {
 
 /// Sizes of a worker's requests.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct LookupLimits {
     /// Samples of a request at most.
     pub batch_max: usize,
     /// Lookups that may wait for rows at once.
@@ -87,7 +87,7 @@ impl Request {
         2 * lookups * samples + features * (samples + 1)
     }
 
-    fn new(gpu: &Arc<Gpu>, lookups: usize, features: usize, limits: Limits) -> Result<Self> {
+    fn new(gpu: &Arc<Gpu>, lookups: usize, features: usize, limits: LookupLimits) -> Result<Self> {
         let words = Self::words(lookups, features, limits.batch_max);
         let brought = (limits.keys == Keys::Brought).then(|| gpu.buffer(words)).transpose()?;
         Ok(Self { words: gpu.mapped(words)?, brought, lookups, features, samples: 0 })
@@ -119,8 +119,8 @@ impl Request {
 }
 
 /// Looks up one batch at a time. Takes all memory when it is made.
-pub struct Lookup {
-    tables: Arc<Tables>,
+pub struct GpuLookup {
+    tables: Arc<DeviceTables>,
     stream: Stream,
     features: Buffer<FeatureView>,
     views: Box<[FeatureView]>,
@@ -128,7 +128,7 @@ pub struct Lookup {
     hotness: Box<[usize]>,
     /// Kept for the features.
     _default_rows: Buffer<f32>,
-    limits: Limits,
+    limits: LookupLimits,
     /// Samples of the batch in hand.
     batch: usize,
     request: Request,
@@ -136,21 +136,21 @@ pub struct Lookup {
     counters: Buffer<u32>,
     only: Mapped<BagNumber>,
     finish: Finish,
-    changes: Changes,
+    changes: RowChanges,
 }
 
-impl Lookup {
+impl GpuLookup {
     /// A lookup of `features` within `limits`.
     ///
     /// # Errors
     /// The GPU has no memory for it.
     pub fn new(
-        tables: &Arc<Tables>,
+        tables: &Arc<DeviceTables>,
         features: &[FeatureOnDevice<'_>],
-        limits: Limits,
+        limits: LookupLimits,
     ) -> Result<Self> {
         let (gpu, misses_max) = (tables.gpu(), limits.misses_max.max(1));
-        let limits = Limits { misses_max, ..limits };
+        let limits = LookupLimits { misses_max, ..limits };
         let stream = gpu.stream()?;
         let defaults: Vec<f32> = features.iter().flat_map(|f| f.default_row).copied().collect();
         let mut default_rows = gpu.buffer(defaults.len())?;
@@ -180,7 +180,7 @@ impl Lookup {
             counters: gpu.buffer(5)?,
             only: gpu.mapped(bags)?,
             finish: Finish::new(gpu, misses_max)?,
-            changes: Changes::new(tables, misses_max)?,
+            changes: RowChanges::new(tables, misses_max)?,
             tables: Arc::clone(tables),
             stream,
         };
@@ -192,8 +192,8 @@ impl Lookup {
     }
 
     /// All bytes that such a lookup takes, but for the tables; `lookups_max` are those of one sample.
-    pub fn bytes(features: usize, lookups_max: usize, limits: Limits) -> usize {
-        let Limits { batch_max, misses_max, row_bytes_max, keys } = limits;
+    pub fn bytes(features: usize, lookups_max: usize, limits: LookupLimits) -> usize {
+        let LookupLimits { batch_max, misses_max, row_bytes_max, keys } = limits;
         let (places, misses_max) = (if keys == Keys::Brought { 2 } else { 1 }, misses_max.max(1));
         let bag = size_of::<Absents>() + 2 * size_of::<BagNumber>();
         let miss =
@@ -201,7 +201,7 @@ impl Lookup {
         places * 4 * Request::words(lookups_max, features, batch_max)
             + batch_max * bag * features
             + misses_max * miss
-            + Changes::bytes(misses_max)
+            + RowChanges::bytes(misses_max)
     }
 
     /// The stream that everything is on.
@@ -210,7 +210,7 @@ impl Lookup {
     }
 
     /// The tables.
-    pub fn tables(&self) -> &Arc<Tables> {
+    pub fn tables(&self) -> &Arc<DeviceTables> {
         &self.tables
     }
 
@@ -288,7 +288,11 @@ impl Lookup {
     ///
     /// # Errors
     /// The GPU failed.
-    pub fn collect(&mut self, misses: &mut Misses, statuses: &mut [Status]) -> Result<bool> {
+    pub fn collect(
+        &mut self,
+        misses: &mut MissList,
+        statuses: &mut [LookupStatus],
+    ) -> Result<bool> {
         self.stream.wait()?;
         for f in 0..self.views.len() {
             let offsets = &self.request.offsets(f)[..=self.batch];
@@ -298,7 +302,7 @@ impl Lookup {
     }
 
     /// Takes what the ring holds; every bag of the launch is already counted as fresh.
-    fn note(&mut self, misses: &mut Misses, statuses: &mut [Status]) -> bool {
+    fn note(&mut self, misses: &mut MissList, statuses: &mut [LookupStatus]) -> bool {
         let Counts { bags, absents, again, .. } = self.ring.counts[0];
         for Absents { sample, count } in &self.ring.absents[..absents as usize] {
             let status = &mut statuses[*sample as usize];
@@ -317,7 +321,7 @@ impl Lookup {
         again > 0
     }
 
-    fn note_bag(&self, bag: &BagView, misses: &mut Misses) {
+    fn note_bag(&self, bag: &BagView, misses: &mut MissList) {
         let view = &self.views[bag.feature as usize];
         misses.open(bag.feature as u16, bag.sample as usize, bag.done as usize);
         for at in bag.first as usize..(bag.first + bag.refs) as usize {
@@ -338,14 +342,14 @@ impl Lookup {
     ///
     /// # Errors
     /// The GPU failed.
-    pub fn settle(&mut self, misses: &Misses, statuses: &mut [Status]) -> Result<()> {
+    pub fn settle(&mut self, misses: &MissList, statuses: &mut [LookupStatus]) -> Result<()> {
         self.ready(misses, statuses)?;
         self.finish(misses.bags().len())?;
         self.settled()
     }
 
     /// Begins to put the fresh rows into the caches, and tells the next `finish` of the open bags; counts their rows.
-    pub(crate) fn ready(&mut self, misses: &Misses, statuses: &mut [Status]) -> Result<()> {
+    pub(crate) fn ready(&mut self, misses: &MissList, statuses: &mut [LookupStatus]) -> Result<()> {
         let Some((rows, stride)) = misses.staging() else {
             unreachable!("the misses of a GPU's worker are staged where the GPU reaches them")
         };
@@ -380,11 +384,11 @@ impl Lookup {
         self.stream.wait()
     }
 
-    /// Queries the bags that were left, and waits; as [`Lookup::collect`].
+    /// Queries the bags that were left, and waits; as [`GpuLookup::collect`].
     ///
     /// # Errors
     /// The GPU failed.
-    pub fn again(&mut self, misses: &mut Misses, statuses: &mut [Status]) -> Result<bool> {
+    pub fn again(&mut self, misses: &mut MissList, statuses: &mut [LookupStatus]) -> Result<bool> {
         let count = self.ring.counts[0].again as usize;
         for number in 0..count {
             let bag = self.only[number];
@@ -402,7 +406,7 @@ impl Lookup {
     /// The GPU failed.
     pub fn insert<'a>(
         &mut self,
-        misses: &Misses,
+        misses: &MissList,
         rows: impl Iterator<Item = &'a Miss>,
     ) -> Result<usize> {
         let Some((staged, stride)) = misses.staging() else { return Ok(0) };
@@ -436,8 +440,8 @@ impl Lookup {
     }
 }
 
-fn ring(gpu: &Arc<Gpu>, bags: usize, limits: Limits) -> Result<Ring> {
-    let Limits { misses_max, row_bytes_max, .. } = limits;
+fn ring(gpu: &Arc<Gpu>, bags: usize, limits: LookupLimits) -> Result<Ring> {
+    let LookupLimits { misses_max, row_bytes_max, .. } = limits;
     let kept_stride = row_bytes_max.div_ceil(4);
     Ok(Ring {
         counts: gpu.mapped(1)?,
@@ -451,7 +455,7 @@ fn ring(gpu: &Arc<Gpu>, bags: usize, limits: Limits) -> Result<Ring> {
 }
 
 /// A feature as the kernels see it, but for what lies beside the other features'.
-fn view_of(tables: &Tables, feature: &FeatureOnDevice<'_>) -> FeatureView {
+fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> FeatureView {
     let format = feature.format;
     let codec = match format.codec() {
         Codec::F32 => 0,
@@ -484,17 +488,17 @@ fn view_of(tables: &Tables, feature: &FeatureOnDevice<'_>) -> FeatureView {
         ..FeatureView::default()
     };
     match tables.place(feature.table) {
-        Place::Cached(number) => {
+        TableStorage::Cached(number) => {
             let cache = tables.cache_view(number);
             assert_eq!(cache.row_bytes as usize, format.row_bytes());
             match tables.namer(number, feature.table) {
-                Namer::Indexed { base, end } => {
+                TableHasher::Indexed { base, end } => {
                     FeatureView { cache, base, end: end as u32, ..view }
                 }
-                Namer::Hashed { salt, .. } => FeatureView { cache, salt, ..view },
+                TableHasher::Hashed { salt, .. } => FeatureView { cache, salt, ..view },
             }
         }
-        Place::Resident(number) => {
+        TableStorage::Resident(number) => {
             let table = tables.resident(number);
             assert_eq!(table.row_bytes, format.row_bytes());
             let shape = CacheView {

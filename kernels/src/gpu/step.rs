@@ -7,10 +7,10 @@ use crate::cuda::driver::{CudaError, Stream};
 use crate::cuda::graph::Graphs;
 use crate::cuda::memory::{Buffer, Mapped};
 use crate::dense::{DenseError, DeviceEngine, DeviceLane};
-use crate::gpu::lookup::{FeatureOnDevice, Limits, Lookup};
-use crate::gpu::tables::Tables;
-use crate::lookup::miss_list::Misses;
-use crate::lookup::{Bags, Status};
+use crate::gpu::lookup::{FeatureOnDevice, GpuLookup, LookupLimits};
+use crate::gpu::tables::DeviceTables;
+use crate::lookup::miss_list::MissList;
+use crate::lookup::{Bags, LookupStatus};
 use std::sync::Arc;
 
 /// The batches of the recordings, ascending.
@@ -33,7 +33,7 @@ pub struct Step {
 
 /// What the recordings name.
 struct Parts {
-    lookup: Lookup,
+    lookup: GpuLookup,
     engine: Arc<DeviceEngine>,
     /// One for all batch sizes, or one for each where a recording keeps a lane to itself.
     lanes: Vec<DeviceLane>,
@@ -90,12 +90,12 @@ impl Step {
     /// # Errors
     /// The device has no memory for it, or something cannot be recorded.
     pub fn new<'a>(
-        tables: &Arc<Tables>,
+        tables: &Arc<DeviceTables>,
         engine: &Arc<DeviceEngine>,
         widths: &[usize],
         dense: Option<usize>,
         features: impl FnOnce(&[u64]) -> Vec<FeatureOnDevice<'a>>,
-        limits: Limits,
+        limits: LookupLimits,
     ) -> Result<Self, DenseError> {
         let (batch_max, misses_max) = (limits.batch_max, limits.misses_max.max(1));
         let gpu = tables.gpu();
@@ -108,7 +108,7 @@ impl Step {
             .map(|i| Ok::<_, CudaError>((i, gpu.mapped(batch_max * widths[i])?)))
             .transpose()?;
         let parts = Parts {
-            lookup: Lookup::new(tables, &features(&at), limits)?,
+            lookup: GpuLookup::new(tables, &features(&at), limits)?,
             lanes: lane_batches(engine, batch_max)
                 .map(|b| engine.lane(b))
                 .collect::<Result<_, _>>()?,
@@ -146,7 +146,7 @@ impl Step {
     }
 
     /// The lookup, for what missed.
-    pub fn lookup(&mut self) -> &mut Lookup {
+    pub fn lookup(&mut self) -> &mut GpuLookup {
         &mut self.graphs.named_mut().lookup
     }
 
@@ -195,12 +195,16 @@ impl Step {
         self.graphs.named_mut().request(number, self.rungs[number])
     }
 
-    /// As [`Lookup::settle`] for the last misses of a request, whose samples are `statuses`, and then the scores: one launch
+    /// As [`GpuLookup::settle`] for the last misses of a request, whose samples are `statuses`, and then the scores: one launch
     /// behind what changes the caches.
     ///
     /// # Errors
     /// The GPU failed.
-    pub fn settle(&mut self, misses: &Misses, statuses: &mut [Status]) -> Result<(), CudaError> {
+    pub fn settle(
+        &mut self,
+        misses: &MissList,
+        statuses: &mut [LookupStatus],
+    ) -> Result<(), CudaError> {
         let number = self.number(statuses.len());
         self.lookup().ready(misses, statuses)?;
         self.graphs.launch(2 * number + 1, Self::stream_of)?;

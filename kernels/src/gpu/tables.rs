@@ -1,7 +1,7 @@
 //! The caches and resident tables of a model in device memory, and the verbs that change a cache there. A cache comes from the
 //! host as it is, byte for byte, and goes on as the host's would. Never decides what is worth caching.
 
-use crate::cache::address::{Name, Namer, Naming, RowKey};
+use crate::cache::address::{AddressMap, RowKey, SetTag, TableHasher};
 use crate::cache::eviction::WAYS;
 use crate::cache::resident::Resident;
 use crate::cache::{Cache, Epoch};
@@ -17,7 +17,7 @@ const DUMPED_SLOTS: usize = 1024;
 
 /// Where the rows of a table are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum TableStorage {
     /// In a cache, by its number.
     Cached(usize),
     /// Whole, in a resident table, by its number.
@@ -27,7 +27,7 @@ pub enum Place {
 /// A cache in device memory.
 struct DeviceCache {
     view: CacheView,
-    naming: Naming,
+    naming: AddressMap,
     heads: Buffer<u32>,
     tails: Buffer<u32>,
     rows: Buffer<u32>,
@@ -45,10 +45,10 @@ pub(crate) struct DeviceResident {
 }
 
 /// The tables of a model on a GPU, shared by all who look up in them.
-pub struct Tables {
+pub struct DeviceTables {
     gpu: Arc<Gpu>,
     pub(crate) kernels: Kernels,
-    places: Vec<Place>,
+    places: Vec<TableStorage>,
     caches: Vec<DeviceCache>,
     residents: Vec<DeviceResident>,
     /// All changes of the caches are on this stream, one after the other.
@@ -86,8 +86,8 @@ impl DeviceCache {
         let (heads, tails, rows) = (heads?, tails?, rows?);
         let sets = naming.sets();
         let table_bits = match naming.namer(0) {
-            Namer::Indexed { .. } => 0,
-            Namer::Hashed { table_bits, .. } => table_bits,
+            TableHasher::Indexed { .. } => 0,
+            TableHasher::Hashed { table_bits, .. } => table_bits,
         };
         let view = CacheView {
             heads: heads.address(),
@@ -102,7 +102,7 @@ impl DeviceCache {
         Ok(Self { view, naming, heads, tails, rows })
     }
 
-    fn name(&self, row: RowKey) -> Name {
+    fn name(&self, row: RowKey) -> SetTag {
         self.naming.name(self.naming.namer(row.table), row.key)
     }
 }
@@ -129,14 +129,14 @@ impl DeviceResident {
     }
 }
 
-impl Tables {
+impl DeviceTables {
     /// Takes the caches and resident tables of a model to `gpu`. `places` says for each table where its rows are.
     ///
     /// # Errors
     /// The GPU has no memory for them, or no kernels.
     pub fn new(
         gpu: &Arc<Gpu>,
-        places: Vec<Place>,
+        places: Vec<TableStorage>,
         caches: Vec<Cache>,
         residents: &[&Resident],
     ) -> Result<Self> {
@@ -164,7 +164,7 @@ impl Tables {
     }
 
     /// Where the rows of `table` are.
-    pub fn place(&self, table: u16) -> Place {
+    pub fn place(&self, table: u16) -> TableStorage {
         self.places[usize::from(table)]
     }
 
@@ -181,7 +181,7 @@ impl Tables {
         self.caches[number].view
     }
 
-    pub(crate) fn namer(&self, number: usize, table: u16) -> Namer {
+    pub(crate) fn namer(&self, number: usize, table: u16) -> TableHasher {
         self.caches[number].naming.namer(table)
     }
 
@@ -206,7 +206,7 @@ impl Tables {
     }
 
     /// Calls `each` for every row that cache `number` holds, in no particular order, and `rest` between pieces of the cache.
-    /// Changes go on meanwhile: a row that moves may be left out or told twice.
+    /// RowChanges go on meanwhile: a row that moves may be left out or told twice.
     ///
     /// # Errors
     /// The GPU failed.
@@ -232,7 +232,7 @@ impl Tables {
             for (i, &word) in words[..count].iter().enumerate().filter(|(_, word)| **word != 0) {
                 bytes.clear();
                 bytes.extend(rows[i * row..][..row].iter().flat_map(|w| w.to_le_bytes()));
-                let name = Name { set: ((first + i) / WAYS) as u32, word };
+                let name = SetTag { set: ((first + i) / WAYS) as u32, word };
                 each(naming.row_of(name), &bytes[..view.row_bytes as usize]);
             }
             rest();
@@ -252,20 +252,20 @@ impl Tables {
     }
 }
 
-/// Changes to the caches, gathered and then made together. Takes its memory once.
-pub struct Changes {
-    tables: Arc<Tables>,
+/// RowChanges to the caches, gathered and then made together. Takes its memory once.
+pub struct RowChanges {
+    tables: Arc<DeviceTables>,
     gathered: Vec<(usize, Change)>,
     list: ChangeList,
     made: Event,
 }
 
-impl Changes {
+impl RowChanges {
     /// For up to `capacity` changes at once.
     ///
     /// # Errors
     /// The GPU reaches no more memory.
-    pub fn new(tables: &Arc<Tables>, capacity: usize) -> Result<Self> {
+    pub fn new(tables: &Arc<DeviceTables>, capacity: usize) -> Result<Self> {
         let gpu = &tables.gpu;
         let list = ChangeList {
             list: gpu.mapped(capacity)?,
@@ -286,7 +286,7 @@ impl Changes {
         capacity * (size_of::<(usize, Change)>() + size_of::<Change>() + 4 + 1 + 8)
     }
 
-    /// Changes that are gathered.
+    /// RowChanges that are gathered.
     pub fn len(&self) -> usize {
         self.gathered.len()
     }
@@ -305,8 +305,8 @@ impl Changes {
     /// Rows of resident tables do not change.
     pub fn add(&mut self, row: RowKey, slot: u32, since: Epoch) {
         assert!(!self.is_full());
-        let Place::Cached(cache) = self.tables.place(row.table) else { return };
-        let Name { set, word } = self.tables.caches[cache].name(row);
+        let TableStorage::Cached(cache) = self.tables.place(row.table) else { return };
+        let SetTag { set, word } = self.tables.caches[cache].name(row);
         let number = self.gathered.len() as u32;
         self.gathered.push((cache, Change { word, set, epoch: since.number(), slot, number }));
     }

@@ -2,7 +2,7 @@
 //! the rows of many features have to be on their way from memory at a time. Changes nothing but what is in the caches.
 
 use crate::lookup::pipeline::Cached;
-use crate::lookup::{Bags, Feature, Rows};
+use crate::lookup::{Bags, FeatureView, RowStore};
 use crate::simd::isa::Isa;
 use crate::simd::{Job, Simd, dispatch};
 use std::ops::RangeInclusive;
@@ -13,13 +13,13 @@ const KEYS: usize = 32;
 const KEYS_AHEAD: usize = 48;
 
 /// How far ahead of its query a feature of a batch is asked for.
-pub struct Lead {
+pub struct FeaturePrefetch {
     features: usize,
     /// In features; 0 where the batch has so many keys that its queries look far enough ahead by themselves.
     by: usize,
 }
 
-impl Lead {
+impl FeaturePrefetch {
     /// For a batch of so many keys in so many features.
     pub fn new(keys: usize, features: usize) -> Self {
         Self {
@@ -30,7 +30,12 @@ impl Lead {
 
     /// Asks for what the queries behind that of feature `at` read first; called before each query, in turn. `feature` says
     /// what feature and bags have a number.
-    pub fn ask<'a>(&self, isa: Isa, at: usize, feature: impl Fn(usize) -> (Feature<'a>, Bags<'a>)) {
+    pub fn ask<'a>(
+        &self,
+        isa: Isa,
+        at: usize,
+        feature: impl Fn(usize) -> (FeatureView<'a>, Bags<'a>),
+    ) {
         let next = |ahead: usize| if at == 0 { 0..=ahead } else { at + ahead..=at + ahead };
         let those =
             |range: RangeInclusive<usize>| range.take_while(|f| *f < self.features).map(&feature);
@@ -44,17 +49,17 @@ impl Lead {
 }
 
 /// Asks for what `AskRows` reads.
-fn sets(feature: &Feature<'_>, bags: Bags<'_>) {
+fn sets(feature: &FeatureView<'_>, bags: Bags<'_>) {
     let keys = bags.keys.iter().take(KEYS);
     match feature.rows {
-        Rows::Cached(cache) => Cached::new(cache, feature.table, feature.keys_end).ask(keys),
-        Rows::Resident(table) => keys.for_each(|key| table.prefetch(*key)),
+        RowStore::Cached(cache) => Cached::new(cache, feature.table, feature.keys_end).ask(keys),
+        RowStore::Resident(table) => keys.for_each(|key| table.prefetch(*key)),
     }
 }
 
 /// The first rows of a feature, asked for.
 struct AskRows<'a> {
-    feature: Feature<'a>,
+    feature: FeatureView<'a>,
     bags: Bags<'a>,
 }
 
@@ -63,11 +68,11 @@ impl Job for AskRows<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let Feature { rows, table, keys_end, .. } = self.feature;
+        let FeatureView { rows, table, keys_end, .. } = self.feature;
         let keys = self.bags.keys.iter().take(KEYS);
         match rows {
-            Rows::Cached(cache) => Cached::new(cache, table, keys_end).ask_rows::<S>(keys),
-            Rows::Resident(table) => {
+            RowStore::Cached(cache) => Cached::new(cache, table, keys_end).ask_rows::<S>(keys),
+            RowStore::Resident(table) => {
                 keys.filter_map(|key| table.slot(*key)).for_each(|slot| table.prefetch_row(slot))
             }
         }

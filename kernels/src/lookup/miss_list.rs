@@ -57,7 +57,7 @@ const ABSENT: u32 = u32::MAX;
 const NO_SLOT: u32 = u32::MAX;
 
 /// The miss list and the staging rows of one request.
-pub struct Misses {
+pub struct MissList {
     row_bytes_max: usize,
     /// Bytes from one staged row to the next: whole words.
     stride: usize,
@@ -83,7 +83,7 @@ pub(crate) struct Scratch {
     pub ring: Option<Box<Ring>>,
 }
 
-impl Misses {
+impl MissList {
     /// Room for `capacity` lookups that wait, rows of up to `row_bytes_max` bytes.
     pub fn new(capacity: usize, row_bytes_max: usize) -> Self {
         let (capacity, stride) = (capacity.max(1), row_bytes_max.next_multiple_of(4));

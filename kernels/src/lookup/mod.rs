@@ -12,7 +12,7 @@ use crate::cache::Cache;
 use crate::cache::address::RowKey;
 use crate::cache::codec::RowFormat;
 use crate::cache::resident::Resident;
-use crate::lookup::miss_list::{Misses, OpenBag, RowState, Scratch};
+use crate::lookup::miss_list::{MissList, OpenBag, RowState, Scratch};
 use crate::lookup::pipeline::{Ahead, Cached, Found, Source};
 use crate::simd::isa::Isa;
 use crate::simd::{Job, Simd, dispatch, drain};
@@ -33,7 +33,7 @@ pub enum Pooling {
 
 /// Where a feature's rows are looked for.
 #[derive(Clone, Copy)]
-pub enum Rows<'a> {
+pub enum RowStore<'a> {
     /// In the embedding cache; what is not there is a miss.
     Cached(&'a Cache),
     /// In a resident table; what is not there is absent.
@@ -42,7 +42,7 @@ pub enum Rows<'a> {
 
 /// One sparse feature as the kernel sees it.
 #[derive(Clone, Copy)]
-pub struct Feature<'a> {
+pub struct FeatureView<'a> {
     /// The feature's number, handed back in every open bag.
     pub id: u16,
     /// The table's number.
@@ -56,7 +56,7 @@ pub struct Feature<'a> {
     /// How a bag becomes a vector.
     pub pooling: Pooling,
     /// Where to look.
-    pub rows: Rows<'a>,
+    pub rows: RowStore<'a>,
     /// First column of the feature in its network input.
     pub column: usize,
     /// Columns that the feature fills.
@@ -82,7 +82,7 @@ pub struct Input<'a> {
 
 /// What the rows of one sample were. Every lookup is counted once, in exactly one of the counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Status {
+pub struct LookupStatus {
     /// Lookups answered with the live generation's own row.
     pub fresh: u32,
     /// Lookups answered with the default row because the miss policy or the deadline did not wait.
@@ -95,9 +95,9 @@ pub struct Status {
     pub late: bool,
 }
 
-impl Status {
+impl LookupStatus {
     /// Adds another sample's counts.
-    pub fn add(&mut self, other: &Status) {
+    pub fn add(&mut self, other: &LookupStatus) {
         self.fresh += other.fresh;
         self.defaulted += other.defaulted;
         self.absent += other.absent;
@@ -124,18 +124,18 @@ impl Status {
     }
 }
 
-impl Feature<'_> {
+impl FeatureView<'_> {
     /// Pools samples `from..` into `input`; rows that miss go to `misses`. Returns the number of samples
     /// done: fewer than the batch when `misses` has no room for the next bag. The caller then fetches,
-    /// calls [`Feature::finish`] on every open bag, clears the list and calls again.
+    /// calls [`FeatureView::finish`] on every open bag, clears the list and calls again.
     pub fn query(
         &self,
         isa: Isa,
         bags: Bags<'_>,
         from: usize,
         input: &mut Input<'_>,
-        misses: &mut Misses,
-        statuses: &mut [Status],
+        misses: &mut MissList,
+        statuses: &mut [LookupStatus],
     ) -> usize {
         dispatch(isa, Query { feature: self, bags, from, input, misses, statuses })
     }
@@ -185,9 +185,9 @@ impl Feature<'_> {
         &self,
         isa: Isa,
         bag: &OpenBag,
-        misses: &Misses,
+        misses: &MissList,
         input: &mut Input<'_>,
-        statuses: &mut [Status],
+        statuses: &mut [LookupStatus],
     ) {
         dispatch(
             isa,
@@ -210,12 +210,12 @@ const STREAM_FROM: usize = 4 << 20;
 
 /// The query of one feature over a batch.
 struct Query<'a, 'd> {
-    feature: &'a Feature<'a>,
+    feature: &'a FeatureView<'a>,
     bags: Bags<'a>,
     from: usize,
     input: &'a mut Input<'d>,
-    misses: &'a mut Misses,
-    statuses: &'a mut [Status],
+    misses: &'a mut MissList,
+    statuses: &'a mut [LookupStatus],
 }
 
 impl Job for Query<'_, '_> {
@@ -223,10 +223,10 @@ impl Job for Query<'_, '_> {
 
     #[inline(always)]
     fn run<S: Simd>(self) -> usize {
-        let Feature { rows, table, keys_end, .. } = self.feature;
+        let FeatureView { rows, table, keys_end, .. } = self.feature;
         match rows {
-            Rows::Resident(table) => self.pool::<S, _>(table),
-            Rows::Cached(cache) => self.pool::<S, _>(&Cached::new(cache, *table, *keys_end)),
+            RowStore::Resident(table) => self.pool::<S, _>(table),
+            RowStore::Cached(cache) => self.pool::<S, _>(&Cached::new(cache, *table, *keys_end)),
         }
     }
 }
@@ -351,11 +351,11 @@ impl Query<'_, '_> {
 
 /// The rest of one bag.
 struct Finish<'a, 'd> {
-    feature: &'a Feature<'a>,
+    feature: &'a FeatureView<'a>,
     bag: &'a OpenBag,
-    misses: &'a Misses,
+    misses: &'a MissList,
     input: &'a mut Input<'d>,
-    status: &'a mut Status,
+    status: &'a mut LookupStatus,
 }
 
 impl Job for Finish<'_, '_> {
@@ -379,9 +379,9 @@ impl Job for Finish<'_, '_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cache::address::{Names, mix, unmix};
+    use crate::cache::address::{KeySpaces, mix, unmix};
     use crate::cache::codec::Codec;
-    use crate::lookup::feature_prefetch::Lead;
+    use crate::lookup::feature_prefetch::FeaturePrefetch;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     const KEYS: u64 = 400;
@@ -405,22 +405,22 @@ mod tests {
         let offsets: Vec<u32> =
             (0..=keys.len() / hotness).map(|bag| (bag * hotness) as u32).collect();
         let width = if pooling == Pooling::None { DIM * hotness } else { DIM };
-        let feature = Feature {
+        let feature = FeatureView {
             id: 0,
             table: 0,
             format,
             keys_end: Some(KEYS),
             default_row: &[0.0; DIM],
             pooling,
-            rows: Rows::Cached(cache),
+            rows: RowStore::Cached(cache),
             column: 0,
             width,
         };
         let bags = offsets.len() - 1;
         let (mut data, mut statuses) =
-            (vec![f32::NAN; bags * width], vec![Status::default(); bags]);
+            (vec![f32::NAN; bags * width], vec![LookupStatus::default(); bags]);
         let mut input = Input { data: &mut data, stride: width };
-        let mut misses = Misses::new(keys.len(), format.row_bytes());
+        let mut misses = MissList::new(keys.len(), format.row_bytes());
         let done = feature.query(
             isa,
             Bags { keys: &keys, offsets: &offsets },
@@ -455,14 +455,14 @@ mod tests {
     /// What a query of `feature` leaves: columns, statuses, and of the miss list the bags with their rows' states.
     fn left_by(
         isa: Isa,
-        feature: &Feature<'_>,
+        feature: &FeatureView<'_>,
         bags: Bags<'_>,
-    ) -> (Vec<u32>, Vec<Status>, Vec<String>) {
+    ) -> (Vec<u32>, Vec<LookupStatus>, Vec<String>) {
         let samples = bags.offsets.len() - 1;
         let (mut data, mut statuses) =
-            (vec![7.0; samples * feature.width], vec![Status::default(); samples]);
+            (vec![7.0; samples * feature.width], vec![LookupStatus::default(); samples]);
         let mut input = Input { data: &mut data, stride: feature.width };
-        let mut misses = Misses::new(bags.keys.len(), feature.format.row_bytes());
+        let mut misses = MissList::new(bags.keys.len(), feature.format.row_bytes());
         let from = usize::from(samples > 3);
         assert_eq!(feature.query(isa, bags, from, &mut input, &mut misses, &mut statuses), samples);
         let open = misses.bags().iter().map(|bag| {
@@ -493,7 +493,7 @@ mod tests {
         let indexed = Resident::indexed(format.row_bytes(), &all);
         let hashed = Resident::hashed(format.row_bytes(), hashes.into(), &sorted);
         let caches = [Some(2 * KEYS), None].map(|end| {
-            let names = Names::new(vec![end]);
+            let names = KeySpaces::new(vec![end]);
             let cache =
                 Cache::new(format.row_bytes(), 2000 * (format.row_bytes() + 11), &names).unwrap();
             for key in (0..KEYS).filter(|key| key % 40 != 7) {
@@ -515,13 +515,13 @@ mod tests {
             for pooling in [Pooling::Sum, Pooling::Mean, Pooling::None] {
                 let width = if pooling == Pooling::None { DIM * 90 } else { DIM };
                 for (rows, keys_end) in [
-                    (Rows::Cached(&caches[0]), Some(KEYS)),
-                    (Rows::Cached(&caches[1]), None),
-                    (Rows::Resident(&indexed), None),
-                    (Rows::Resident(&hashed), None),
+                    (RowStore::Cached(&caches[0]), Some(KEYS)),
+                    (RowStore::Cached(&caches[1]), None),
+                    (RowStore::Resident(&indexed), None),
+                    (RowStore::Resident(&hashed), None),
                 ] {
                     let default_row = &[0.25; DIM];
-                    let feature = Feature {
+                    let feature = FeatureView {
                         id: 3,
                         table: 0,
                         format,
@@ -533,7 +533,7 @@ mod tests {
                         width,
                     };
                     let bags = Bags { keys: &keys, offsets: &offsets };
-                    Lead::new(keys.len(), 2).ask(Isa::detect(), 0, |_| (feature, bags));
+                    FeaturePrefetch::new(keys.len(), 2).ask(Isa::detect(), 0, |_| (feature, bags));
                     let plain = left_by(Isa::available()[0], &feature, bags);
                     for isa in Isa::available() {
                         assert_eq!(
@@ -551,7 +551,7 @@ mod tests {
     #[test]
     fn pooled_rows_are_whole_and_those_of_their_keys() {
         let format = RowFormat::new(Codec::F32, DIM, 0).unwrap();
-        let names = Names::new(vec![Some(KEYS)]);
+        let names = KeySpaces::new(vec![Some(KEYS)]);
         // With fewer slots than keys, rows drive each other out; with more, they are only updated.
         for slots in [KEYS as usize * 3 / 4, KEYS as usize * 3] {
             let cache =

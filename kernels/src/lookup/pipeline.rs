@@ -2,13 +2,13 @@
 //! step some groups behind the one before, so that what it reads is on its way from memory meanwhile. A bag is pooled
 //! here only if all its rows are there and stay as they are; any other is left to `query.rs`, row by row.
 
-use crate::cache::address::{Name, Namer, RowKey};
+use crate::cache::address::{RowKey, SetTag, TableHasher};
 use crate::cache::codec::RowFormat;
 use crate::cache::eviction::used;
 use crate::cache::resident::Resident;
-use crate::cache::set_header::{Heads, Seen};
+use crate::cache::set_header::{Seen, SetHeaders};
 use crate::cache::{Cache, Epoch};
-use crate::lookup::pooling::{RING, ROWS_AHEAD, Rows, Sums};
+use crate::lookup::pooling::{PoolJob, RING, ROWS_AHEAD, RawRows};
 use crate::simd::{Simd, prefetch, prefetch_l2};
 use std::ops::Range;
 
@@ -59,7 +59,7 @@ impl Ring {
         };
         let mut looked = Looked::default();
         for n in 0..GROUP {
-            let seen = Seen::of(Name { set: sets[n], word: words[n] }, ways[n], sequences[n]);
+            let seen = Seen::of(SetTag { set: sets[n], word: words[n] }, ways[n], sequences[n]);
             (ways[n], slots[n]) = (seen.way, seen.slot());
             looked.lost |= u16::from(!seen.is_there()) << n;
             looked.uncounted |= u16::from(used(uses[n], seen.way as usize) != uses[n]) << n;
@@ -121,7 +121,7 @@ pub(crate) trait Source {
         next: Range<usize>,
     ) -> Looked;
     /// Where the rows are.
-    fn rows(&self) -> Rows<'_>;
+    fn rows(&self) -> RawRows<'_>;
     /// The changes that have ended; read before keys are seen.
     fn changes(&self) -> u32;
     /// Whether what was read of any keys' rows is of whole rows, and theirs, if they were seen after `changes` was read.
@@ -222,7 +222,7 @@ impl<'a, F: Source> Ahead<'a, F> {
         let (rows, slots) = (self.source.rows(), &self.ring.slots);
         let (seen, stream) = (self.seen, self.stream);
         let keys = begin as usize - start..end as usize - start;
-        S::sum(Sums { rows, format, slots, offsets, start, seen, first, out, stride, stream })
+        S::sum(PoolJob { rows, format, slots, offsets, start, seen, first, out, stride, stream })
             && self.is_unchanged(keys)
     }
 
@@ -294,8 +294,8 @@ impl<'a, F: Source> Ahead<'a, F> {
 /// The rows of one table in the embedding cache.
 pub(crate) struct Cached<'a> {
     cache: &'a Cache,
-    heads: Heads<'a>,
-    namer: Namer,
+    heads: SetHeaders<'a>,
+    namer: TableHasher,
     /// Keys beyond it are absent.
     last: u64,
 }
@@ -308,9 +308,9 @@ impl<'a> Cached<'a> {
     }
 
     #[inline(always)]
-    fn name_of(&self, key: u64) -> Name {
+    fn name_of(&self, key: u64) -> SetTag {
         let name = self.cache.name(self.namer, key);
-        Name { word: if key <= self.last { name.word } else { 0 }, ..name }
+        SetTag { word: if key <= self.last { name.word } else { 0 }, ..name }
     }
 
     /// Asks for the sets of keys.
@@ -341,7 +341,7 @@ impl<'a> Cached<'a> {
         let looks = ring.ways[at..][..keys].iter_mut().zip(states);
         for (n, ((&set, &word), (way, (sequence, uses)))) in names.zip(looks).enumerate() {
             next.get(n).inspect(|set| heads.prefetch(**set));
-            (*way, *sequence, *uses) = heads.look::<S, WIDE>(Name { set, word });
+            (*way, *sequence, *uses) = heads.look::<S, WIDE>(SetTag { set, word });
         }
     }
 }
@@ -384,7 +384,7 @@ impl Source for Cached<'_> {
     }
 
     #[inline(always)]
-    fn rows(&self) -> Rows<'_> {
+    fn rows(&self) -> RawRows<'_> {
         self.cache.rows()
     }
 
@@ -459,7 +459,7 @@ impl Source for &Resident {
     }
 
     #[inline(always)]
-    fn rows(&self) -> Rows<'_> {
+    fn rows(&self) -> RawRows<'_> {
         Resident::rows(self)
     }
 

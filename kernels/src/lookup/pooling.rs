@@ -1,9 +1,9 @@
-//! Sums of encoded rows: decoded on their way from memory into registers and added there, so that a column of a bag
-//! is written once. Rows may change while they are read; the caller finds out afterwards whether a sum is one of whole
+//! PoolJob of encoded rows: decoded on their way from memory into registers and added there, so that a column of a bag
+//! is written once. RawRows may change while they are read; the caller finds out afterwards whether a sum is one of whole
 //! rows. One body for all families of vector instructions; each gives the bits of `RowFormat::accumulate`, row after
 //! row. Never allocates.
 
-// Vectors are loaded from raw pointers; `Rows::row` checks each slot.
+// Vectors are loaded from raw pointers; `RawRows::row` checks each slot.
 #![allow(unsafe_code)]
 // Vectors of a sum are numbers, not elements.
 #![allow(clippy::needless_range_loop)]
@@ -25,15 +25,15 @@ const LINE: usize = 64;
 
 /// Encoded rows in memory, `stride` bytes apart, and `BEYOND` bytes.
 #[derive(Clone, Copy)]
-pub(crate) struct Rows<'a> {
+pub(crate) struct RawRows<'a> {
     start: *const u8,
     len: usize,
     stride: usize,
     of: PhantomData<&'a [AtomicU32]>,
 }
 
-impl<'a> Rows<'a> {
-    /// Rows that may change meanwhile, `stride` words apart.
+impl<'a> RawRows<'a> {
+    /// RawRows that may change meanwhile, `stride` words apart.
     pub fn racing(words: &'a [AtomicU32], stride: usize) -> Self {
         Self {
             start: words.as_ptr().cast(),
@@ -43,7 +43,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Rows that nobody changes, `stride` bytes apart.
+    /// RawRows that nobody changes, `stride` bytes apart.
     pub fn still(bytes: &'a [u8], stride: usize) -> Self {
         Self { start: bytes.as_ptr(), len: bytes.len(), stride, of: PhantomData }
     }
@@ -70,8 +70,8 @@ impl<'a> Rows<'a> {
 }
 
 /// The sums of the rows of some bags one after the other, or of a part of one.
-pub(crate) struct Sums<'a> {
-    pub rows: Rows<'a>,
+pub(crate) struct PoolJob<'a> {
+    pub rows: RawRows<'a>,
     pub format: RowFormat,
     /// Where the rows of keys are, by the key's number modulo `RING`.
     pub slots: &'a [u32; RING],
@@ -89,7 +89,7 @@ pub(crate) struct Sums<'a> {
     pub stream: bool,
 }
 
-impl Sums<'_> {
+impl PoolJob<'_> {
     /// Adds them up.
     ///
     /// # Safety
@@ -226,7 +226,7 @@ mod tests {
     use crate::simd::isa::Isa;
     use crate::simd::{Job, Plain, Simd, dispatch, drain};
 
-    struct Whole<'a>(Sums<'a>);
+    struct Whole<'a>(PoolJob<'a>);
 
     impl Job for Whole<'_> {
         type Out = bool;
@@ -273,10 +273,10 @@ mod tests {
             let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
             for isa in Isa::available() {
                 let sum = |offsets: &[u32], first, out: &mut [f32], stream| {
-                    let rows = Rows::still(&bytes, format.row_bytes());
+                    let rows = RawRows::still(&bytes, format.row_bytes());
                     dispatch(
                         isa,
-                        Whole(Sums {
+                        Whole(PoolJob {
                             rows,
                             format,
                             slots: &slots,

@@ -5,13 +5,13 @@ use crate::simd::huge_pages::Zeroed;
 use crate::simd::isa::Isa;
 use crate::simd::{Job, Simd, dispatch, prefetch_l2};
 
-/// Rows of one table as f32 on huge pages.
-pub struct Rows {
+/// GatherRows of one table as f32 on huge pages.
+pub struct GatherRows {
     dim: usize,
     values: Zeroed<f32>,
 }
 
-impl Rows {
+impl GatherRows {
     /// `[rows, dim]` small numbers.
     pub fn new(rows: usize, dim: usize) -> Self {
         let mut values = Zeroed::new(rows * dim);
@@ -39,7 +39,7 @@ impl Rows {
 }
 
 struct Pool<'a> {
-    rows: &'a Rows,
+    rows: &'a GatherRows,
     positions: &'a [u64],
     hotness: usize,
     out: &'a mut [f32],

@@ -14,7 +14,7 @@ pub mod isa;
 pub(crate) mod vector;
 
 #[cfg(not(loom))]
-use crate::lookup::pooling::Sums;
+use crate::lookup::pooling::PoolJob;
 use crate::simd::atomics::{AtomicU32, Ordering};
 use crate::simd::isa::{Family, Isa};
 use half::f16;
@@ -53,7 +53,7 @@ pub(crate) trait Simd {
     /// Adds rows up in registers; `false` if the family has no such form.
     #[cfg(not(loom))]
     #[inline(always)]
-    fn sum(_: Sums<'_>) -> bool {
+    fn sum(_: PoolJob<'_>) -> bool {
         false
     }
 }
@@ -223,13 +223,13 @@ pub(crate) mod x86 {
 
     /// A function by itself: the loops of a sum want all registers.
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn sum_avx2(sum: Sums<'_>) {
+    fn sum_avx2(sum: PoolJob<'_>) {
         // SAFETY: the instructions are there.
         unsafe { sum.run::<vector::x86::Two>() };
     }
 
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-    fn sum_avx512(sum: Sums<'_>) {
+    fn sum_avx512(sum: PoolJob<'_>) {
         // SAFETY: the instructions are there.
         unsafe { sum.run::<vector::x86::One>() };
     }
@@ -255,7 +255,7 @@ pub(crate) mod x86 {
         }
 
         #[inline(always)]
-        fn sum(sum: Sums<'_>) -> bool {
+        fn sum(sum: PoolJob<'_>) -> bool {
             // SAFETY: above.
             unsafe { sum_avx2(sum) };
             true
@@ -282,7 +282,7 @@ pub(crate) mod x86 {
         }
 
         #[inline(always)]
-        fn sum(sum: Sums<'_>) -> bool {
+        fn sum(sum: PoolJob<'_>) -> bool {
             // SAFETY: above.
             unsafe { sum_avx512(sum) };
             true
@@ -349,7 +349,7 @@ pub(crate) mod arm {
         }
 
         #[inline(always)]
-        fn sum(sum: Sums<'_>) -> bool {
+        fn sum(sum: PoolJob<'_>) -> bool {
             // SAFETY: Advanced SIMD is always there.
             unsafe { sum.run::<vector::arm::Four>() };
             true

@@ -7,9 +7,9 @@ use super::{
 };
 use crate::bundle::BundleReader;
 use crate::bundle::manifest::{Hash, Manifest, sha256};
-use crate::flash::live::{HotList, LiveRecord, SegmentRef, State, TableState};
+use crate::flash::live::{HotList, LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::overlay::{DELTA_PAGES_MAX, DELTAS_MAX};
-use crate::flash::segment::verifier::{Copies, SegmentCheck};
+use crate::flash::segment::verifier::{Copies, SegmentVerifier};
 use crate::flash::segment::{Counts, Part, SegmentError};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Lock};
@@ -170,7 +170,12 @@ fn same_tables(bundle: &BundleReader, live: &Schema) -> Result<(), FlashError> {
 }
 
 /// The state after a bundle whose segments hold `counts`. A delta that leaves a table or its hot list alone adds nothing to it.
-fn next_state(manifest: &Manifest, hash: Hash, counts: &[Counts], held: Option<&Flash>) -> State {
+fn next_state(
+    manifest: &Manifest,
+    hash: Hash,
+    counts: &[Counts],
+    held: Option<&Flash>,
+) -> LiveState {
     let sequence = manifest.generation.sequence;
     let arrived = SegmentRef { sequence, serial: 0 };
     let over = held.filter(|_| manifest.parent.is_some()).map(|h| &h.record.live.tables);
@@ -197,7 +202,7 @@ fn next_state(manifest: &Manifest, hash: Hash, counts: &[Counts], held: Option<&
         }
     };
     let tables = (0..manifest.tables.len()).map(table).collect();
-    State { generation: manifest.generation.clone(), manifest: hash, tables }
+    LiveState { generation: manifest.generation.clone(), manifest: hash, tables }
 }
 
 /// More deltas, or longer ones, than a table can be opened with are not even written.
@@ -268,7 +273,8 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
             Some(blob) => self.placed(bundle, manifest, number, blob)?,
             None => Copies::default(),
         };
-        let mut check = SegmentCheck::of_copied(&path, kind, self.rows(manifest, number), copies);
+        let mut check =
+            SegmentVerifier::of_copied(&path, kind, self.rows(manifest, number), copies);
         self.copy(bundle, blobs.segment, &name, |chunk| Ok(check.take(chunk)?))?;
         let counts = check.finish()?;
         if let Some(hot) = blobs.hot {
@@ -310,7 +316,7 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
                 Err(SegmentError::Field { path: path.clone(), field: "rows", problem }.into())
             }
         };
-        let mut check = SegmentCheck::new(&path, kind, self.rows(manifest, number));
+        let mut check = SegmentVerifier::new(&path, kind, self.rows(manifest, number));
         self.copy(bundle, blob, &name, |chunk| {
             check.take(chunk)?;
             few(check.counts().rows)

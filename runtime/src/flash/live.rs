@@ -55,7 +55,7 @@ impl TableState {
 
 /// One generation as it lies on flash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct State {
+pub struct LiveState {
     /// Which generation.
     pub generation: Generation,
     /// SHA-256 of its manifest file.
@@ -68,9 +68,9 @@ pub struct State {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LiveRecord {
     /// What is served.
-    pub live: State,
+    pub live: LiveState,
     /// What was served before and is kept to go back to.
-    pub previous: Option<State>,
+    pub previous: Option<LiveState>,
 }
 
 impl LiveRecord {

@@ -26,7 +26,7 @@ pub use install::Prepared;
 
 use crate::bundle::BundleError;
 use crate::bundle::manifest::{Generation, Hash, Manifest, ManifestError, sha256};
-use crate::flash::live::{LiveRecord, SegmentRef, State};
+use crate::flash::live::{LiveRecord, LiveState, SegmentRef};
 use crate::flash::overlay::DELTAS_MAX;
 use crate::flash::segment::{Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
 use crate::flash::table::TableRows;
@@ -317,7 +317,11 @@ impl Flash {
     }
 
     /// The rows of table `number` in `state`, which has the live generation's tables.
-    pub(crate) fn table_of(&self, state: &State, number: usize) -> Result<TableRows, FlashError> {
+    pub(crate) fn table_of(
+        &self,
+        state: &LiveState,
+        number: usize,
+    ) -> Result<TableRows, FlashError> {
         let state = &state.tables[number];
         let base = self.segment(number, state.base, Part::Base)?;
         let placed = state.placed.map(|p| self.segment(number, p, Part::Placed)).transpose()?;
@@ -399,7 +403,7 @@ impl Flash {
 
     /// Replaces the live record by one with the same generation, and reclaims what no longer counts. The lock
     /// must be held.
-    pub(crate) fn replace_state(&mut self, live: State) -> Result<(), FlashError> {
+    pub(crate) fn replace_state(&mut self, live: LiveState) -> Result<(), FlashError> {
         let record = LiveRecord { live, previous: self.record.previous.clone() };
         write_live(self.disk.as_ref(), &self.directory, &record)?;
         self.record = record;

@@ -5,19 +5,19 @@ use crate::flash::overlay::{DELTA_PAGES_MAX, DELTAS_MAX, Newest, Overlay};
 use crate::flash::segment::fences::AT_ONCE;
 use crate::flash::segment::{Segment, SegmentError};
 
-/// The placed segment's number in a [`Place`].
+/// The placed segment's number in a [`RowLocation`].
 pub const PLACED: u8 = u8::MAX;
 
 /// The page that holds the newest version of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct RowLocation {
     /// 0 for the base, then the deltas from the oldest; [`PLACED`] for the placed segment.
     pub segment: u8,
     /// The page in it.
     pub page: u32,
 }
 
-impl Place {
+impl RowLocation {
     /// Both in one word, in the order in which pages are best read.
     pub fn pack(self) -> u64 {
         u64::from(self.segment) << 32 | u64::from(self.page)
@@ -88,14 +88,14 @@ impl TableRows {
     }
 
     /// The page to read for `key`; `None` if the table does not have it.
-    pub fn locate(&self, key: u64) -> Option<Place> {
+    pub fn locate(&self, key: u64) -> Option<RowLocation> {
         let mut place = [None];
         self.locate_all(&[key], &mut place);
         place[0]
     }
 
     /// The same for as many keys as there are, faster: their cache misses overlap.
-    pub fn locate_all(&self, keys: &[u64], places: &mut [Option<Place>]) {
+    pub fn locate_all(&self, keys: &[u64], places: &mut [Option<RowLocation>]) {
         let base = &self.segments[0];
         let order = |key: u64| base.kind().keys().order(key);
         for (keys, places) in keys.chunks(AT_ONCE).zip(places.chunks_mut(AT_ONCE)) {
@@ -104,11 +104,11 @@ impl TableRows {
             base.locate(keys, &mut pages);
             for ((key, place), page) in keys.iter().zip(places).zip(pages) {
                 *place = match self.overlay.get(order(*key)) {
-                    None => page.map(|page| Place { segment: 0, page }),
+                    None => page.map(|page| RowLocation { segment: 0, page }),
                     Some(Newest::Delta(delta, page)) => {
-                        Some(Place { segment: delta as u8 + 1, page })
+                        Some(RowLocation { segment: delta as u8 + 1, page })
                     }
-                    Some(Newest::Placed(page)) => Some(Place { segment: PLACED, page }),
+                    Some(Newest::Placed(page)) => Some(RowLocation { segment: PLACED, page }),
                     Some(Newest::Deleted) => None,
                 };
             }
@@ -133,7 +133,7 @@ impl TableRows {
 
     /// The segment of a place.
     #[inline]
-    pub fn segment(&self, place: Place) -> &Segment {
+    pub fn segment(&self, place: RowLocation) -> &Segment {
         match &self.placed {
             Some(placed) if place.segment == PLACED => placed,
             _ => &self.segments[usize::from(place.segment)],

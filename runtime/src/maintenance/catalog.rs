@@ -3,7 +3,7 @@
 //! live record and the segments. Never says what is live.
 
 use crate::flash::Flash;
-use crate::maintenance::catalog_entries::{Entries, Notes};
+use crate::maintenance::catalog_entries::{CatalogEntries, Entries};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use std::fs::{self, File};
@@ -49,7 +49,7 @@ pub enum CatalogError {
 
 /// How the catalog was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum CatalogState {
     /// Whole, and written for the live generation.
     Kept,
     /// Not there.
@@ -83,23 +83,33 @@ impl Catalog {
     ///
     /// # Errors
     /// Another process has it open, or it can neither be read nor be made anew.
-    pub fn open(directory: &Path, flash: &Flash) -> Result<(Self, Notes, Found), CatalogError> {
+    pub fn open(
+        directory: &Path,
+        flash: &Flash,
+    ) -> Result<(Self, CatalogEntries, CatalogState), CatalogError> {
         if !directory.try_exists().map_err(io_error(directory))? {
-            return Self::rebuild(directory, Notes::default(), flash, Found::Missing);
+            return Self::rebuild(
+                directory,
+                CatalogEntries::default(),
+                flash,
+                CatalogState::Missing,
+            );
         }
         if !is_free(directory) {
             return Err(CatalogError::InUse { path: directory.to_owned() });
         }
         let (notes, found) = match Self::read(directory) {
-            Err(error) => (Notes::lost(), Found::Damaged { error: error.to_string() }),
+            Err(error) => {
+                (CatalogEntries::lost(), CatalogState::Damaged { error: error.to_string() })
+            }
             Ok((catalog, mut notes))
                 if notes.sequence == flash.record().live.generation.sequence =>
             {
                 notes.follow(flash);
-                return Ok((catalog, notes, Found::Kept));
+                return Ok((catalog, notes, CatalogState::Kept));
             }
             // What it says of the device holds whatever is live.
-            Ok((_, old)) => (old.of_the_device(), Found::Stale { sequence: old.sequence }),
+            Ok((_, old)) => (old.of_the_device(), CatalogState::Stale { sequence: old.sequence }),
         };
         // What was opened just now may still be closing; where a panic left it open for ever, so be it.
         is_free(directory);
@@ -118,7 +128,7 @@ impl Catalog {
     ///
     /// # Errors
     /// There is none, or the copy is not one commit's.
-    pub fn peek(directory: &Path, scratch: &Path) -> Result<Notes, CatalogError> {
+    pub fn peek(directory: &Path, scratch: &Path) -> Result<CatalogEntries, CatalogError> {
         for entry in fs::read_dir(directory).map_err(io_error(directory))? {
             let path = entry.map_err(io_error(directory))?.path();
             // sled keeps values in a folder only where they are larger than any entry here.
@@ -139,7 +149,7 @@ impl Catalog {
     ///
     /// # Errors
     /// sled or the device refused; the catalog on flash is as it was or as it should be.
-    pub fn write(&mut self, notes: &Notes) -> Result<(), CatalogError> {
+    pub fn write(&mut self, notes: &CatalogEntries) -> Result<(), CatalogError> {
         let entries = notes.encode();
         let mut batch = sled::Batch::default();
         for (key, value) in entries.iter().filter(|(k, v)| self.entries.get(*k) != Some(v)) {
@@ -163,10 +173,10 @@ impl Catalog {
 
     fn rebuild(
         directory: &Path,
-        mut notes: Notes,
+        mut notes: CatalogEntries,
         flash: &Flash,
-        found: Found,
-    ) -> Result<(Self, Notes, Found), CatalogError> {
+        found: CatalogState,
+    ) -> Result<(Self, CatalogEntries, CatalogState), CatalogError> {
         notes.follow(flash);
         fs::create_dir_all(directory).map_err(io_error(directory))?;
         let mut catalog = Self::open_sled(directory)?;
@@ -190,7 +200,7 @@ impl Catalog {
     }
 
     /// Opens what is there and reads all of it.
-    fn read(directory: &Path) -> Result<(Self, Notes), CatalogError> {
+    fn read(directory: &Path) -> Result<(Self, CatalogEntries), CatalogError> {
         let mut catalog = Self::open_sled(directory)?;
         if let Some(db) = &catalog.db {
             catalog.entries = guarded(directory, || {
@@ -198,7 +208,7 @@ impl Catalog {
             })?;
         }
         let refused = |problem| CatalogError::Sled { path: directory.to_owned(), problem };
-        let notes = Notes::decode(&catalog.entries).map_err(refused)?;
+        let notes = CatalogEntries::decode(&catalog.entries).map_err(refused)?;
         Ok((catalog, notes))
     }
 }

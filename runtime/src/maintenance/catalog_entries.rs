@@ -23,7 +23,7 @@ pub type SegmentKey = (u32, SegmentRef);
 
 /// What is kept.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Notes {
+pub struct CatalogEntries {
     /// The live generation that they were written for.
     pub sequence: u64,
     /// What each live segment holds.
@@ -43,7 +43,7 @@ struct Head {
     seal: u32,
 }
 
-impl Notes {
+impl CatalogEntries {
     /// Where there were notes and they are lost.
     pub fn lost() -> Self {
         Self { wear: Wear::unknown(), ..Self::default() }
@@ -184,9 +184,12 @@ fn seal(sequence: u64, entries: &Entries) -> u32 {
 mod tests {
     use super::*;
 
-    fn notes() -> Notes {
-        let mut notes =
-            Notes { sequence: 7, scrubbed: Some(Duration::from_secs(9)), ..Notes::default() };
+    fn notes() -> CatalogEntries {
+        let mut notes = CatalogEntries {
+            sequence: 7,
+            scrubbed: Some(Duration::from_secs(9)),
+            ..CatalogEntries::default()
+        };
         for serial in 0..5 {
             let counts = Counts {
                 rows: u64::from(serial) * 1000,
@@ -201,8 +204,11 @@ mod tests {
 
     #[test]
     fn come_back_as_they_were() {
-        assert_eq!(Notes::decode(&notes().encode()).unwrap(), notes());
-        assert_eq!(Notes::decode(&Notes::lost().encode()).unwrap(), Notes::lost());
+        assert_eq!(CatalogEntries::decode(&notes().encode()).unwrap(), notes());
+        assert_eq!(
+            CatalogEntries::decode(&CatalogEntries::lost().encode()).unwrap(),
+            CatalogEntries::lost()
+        );
     }
 
     /// No entry may be missing, changed, of another commit or from elsewhere.
@@ -214,19 +220,23 @@ mod tests {
         for key in good.keys() {
             let mut less = good.clone();
             less.remove(key);
-            assert!(Notes::decode(&less).is_err());
+            assert!(CatalogEntries::decode(&less).is_err());
             for bit in 0..good[key].len() * 8 {
                 let mut changed = good.clone();
                 changed.get_mut(key).unwrap()[bit / 8] ^= 1 << (bit % 8);
-                assert!(Notes::decode(&changed).is_err(), "{} bit {bit}", key.escape_ascii());
+                assert!(
+                    CatalogEntries::decode(&changed).is_err(),
+                    "{} bit {bit}",
+                    key.escape_ascii()
+                );
             }
         }
         let mut mixed = other.encode();
         mixed.insert(b"wear".into(), good[&b"wear"[..]].clone());
-        assert!(Notes::decode(&mixed).is_err());
-        assert!(Notes::decode(&Entries::new()).is_err());
+        assert!(CatalogEntries::decode(&mixed).is_err());
+        assert!(CatalogEntries::decode(&Entries::new()).is_err());
         let mut more = good.clone();
         more.insert(b"x".into(), vec![]);
-        assert!(Notes::decode(&more).is_err());
+        assert!(CatalogEntries::decode(&more).is_err());
     }
 }

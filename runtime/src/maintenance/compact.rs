@@ -6,7 +6,7 @@
 //! crash too, is the beginning of what the next one would write: a file whose name is a hash of what it is merged
 //! from. It goes on behind the last page that proves, with all pages before it, to be sound.
 
-use crate::flash::live::{SegmentRef, State, TableState};
+use crate::flash::live::{LiveState, SegmentRef, TableState};
 use crate::flash::merge::Merge;
 use crate::flash::overlay::Newest;
 use crate::flash::segment::writer::{SegmentWriter, WriteError, Written};
@@ -26,7 +26,7 @@ type Writer = SegmentWriter<Box<dyn Output>>;
 pub struct Compaction {
     number: usize,
     /// What was live when it began; nothing else may be replaced by it.
-    over: State,
+    over: LiveState,
     merge: Merge,
     base: Target,
     /// Where the base is written until it is whole.

@@ -1,4 +1,4 @@
-//! Upkeep: what a daemon does to the flash tier in idle moments, a few pages at a time: merge deltas where
+//! Maintenance: what a daemon does to the flash tier in idle moments, a few pages at a time: merge deltas where
 //! there are too many, read every page again, and mend bad pages from what is retained. Runs when called and
 //! only then; writes no more a day than the wear budget allows, and goes on the next day, or after a crash, where
 //! it stopped. Never on a request's path.
@@ -11,11 +11,11 @@ pub mod scrub;
 pub mod throttle;
 pub mod wear;
 
-use crate::flash::live::State;
+use crate::flash::live::LiveState;
 use crate::flash::{Flash, FlashError};
 use crate::limits::PAGE_BYTES;
 use crate::maintenance::catalog::Catalog;
-use crate::maintenance::catalog_entries::Notes;
+use crate::maintenance::catalog_entries::CatalogEntries;
 use crate::maintenance::compact::{Compacted, Compaction};
 use crate::maintenance::scrub::{Damage, Scrub};
 use crate::maintenance::wear::{Wear, WearBudget};
@@ -35,7 +35,7 @@ const COMMIT_BYTES: u64 = 8 << 10;
 /// When upkeep does what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Rules {
+pub struct MaintenanceRules {
     /// Deltas of a table that are left alone.
     pub deltas_max: usize,
     /// Changed rows for each 100 of the base that are left alone.
@@ -50,7 +50,7 @@ pub struct Rules {
     pub busy_percent_max: u64,
 }
 
-impl Default for Rules {
+impl Default for MaintenanceRules {
     /// 16 deltas or 16 % changed rows (at 1 % a delta a write amplification of 7.5), a scrub a week, 64 GiB a day, a tenth of the time.
     fn default() -> Self {
         let wear = WearBudget { bytes_per_day_max: 64 << 30 };
@@ -82,7 +82,7 @@ pub enum Did {
         pages: u64,
         /// Bad pages that were rebuilt from what is retained.
         repaired: usize,
-        /// Pages that stay bad until a snapshot brings their tables anew; `Upkeep::damage` has them.
+        /// Pages that stay bad until a snapshot brings their tables anew; `Maintenance::damage` has them.
         damaged: usize,
     },
     /// Merged some pages of a table; more are left.
@@ -132,7 +132,7 @@ impl Load {
         Ok(Self { deltas, changed, base_rows: rows.base_rows() })
     }
 
-    fn is_due(&self, rules: &Rules) -> bool {
+    fn is_due(&self, rules: &MaintenanceRules) -> bool {
         let changed = u128::from(self.changed) * 100;
         let most = u128::from(self.base_rows) * u128::from(rules.changed_percent_max);
         self.deltas > rules.deltas_max || (self.deltas > 0 && changed > most)
@@ -145,12 +145,12 @@ impl Load {
 }
 
 /// The upkeep of one flash directory.
-pub struct Upkeep {
-    rules: Rules,
+pub struct Maintenance {
+    rules: MaintenanceRules,
     catalog: Option<Catalog>,
-    notes: Notes,
+    notes: CatalogEntries,
     /// What is live, as of the last step, and what each of its tables is made of.
-    live: Option<State>,
+    live: Option<LiveState>,
     loads: BTreeMap<usize, Load>,
     compaction: Option<Compaction>,
     /// Bytes that count as spent and are not written yet, and the day that they were taken from.
@@ -162,9 +162,9 @@ pub struct Upkeep {
     unrecorded_pages: u64,
 }
 
-impl Upkeep {
-    /// Upkeep by `rules`. What it did before comes from `notes`, and is kept in `catalog` if there is one.
-    pub fn new(rules: Rules, catalog: Option<Catalog>, notes: Notes) -> Self {
+impl Maintenance {
+    /// Maintenance by `rules`. What it did before comes from `notes`, and is kept in `catalog` if there is one.
+    pub fn new(rules: MaintenanceRules, catalog: Option<Catalog>, notes: CatalogEntries) -> Self {
         let (live, loads, compaction, paid_day) = (None, BTreeMap::new(), None, None);
         let (paid, unsynced, unrecorded_pages) = (0, 0, 0);
         Self {
@@ -192,7 +192,7 @@ impl Upkeep {
     }
 
     /// What is kept in the catalog.
-    pub fn notes(&self) -> &Notes {
+    pub fn notes(&self) -> &CatalogEntries {
         &self.notes
     }
 

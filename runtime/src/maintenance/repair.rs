@@ -2,7 +2,7 @@
 //! before, where those still say the same. Never guesses: a page counts as the lost one only if its checksum is the one
 //! that the damaged page still carries, or if the live generation is known to have left the table alone.
 
-use crate::flash::live::State;
+use crate::flash::live::LiveState;
 use crate::flash::merge::Merge;
 use crate::flash::segment::writer::{SegmentWriter, Written};
 use crate::flash::segment::{Part, Segment};
@@ -34,7 +34,7 @@ impl Flash {
     }
 
     /// The retained state, where it holds the rows of the damaged segment in other files.
-    fn retained_for(&self, damage: &Damage) -> Option<&State> {
+    fn retained_for(&self, damage: &Damage) -> Option<&LiveState> {
         let before = self.record().previous.as_ref()?;
         // Only the live generation's parent has the same tables.
         let is_parent = self.manifest().parent == Some(before.generation.sequence);

@@ -15,7 +15,7 @@ pub fn rests<'a>(
     clock: &'a dyn Clock,
     sleep: impl Fn(Duration) + 'a,
 ) -> impl Fn() + 'a {
-    let (pace, since) = (Cell::new(Pace::new(busy_percent_max)), Cell::new(clock.now()));
+    let (pace, since) = (Cell::new(Throttle::new(busy_percent_max)), Cell::new(clock.now()));
     move || {
         let busy = clock.now().saturating_sub(since.get());
         if busy >= WORK_MIN {
@@ -34,12 +34,12 @@ const PAGES_MAX: u64 = 256;
 
 /// A pace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pace {
+pub struct Throttle {
     busy_percent_max: u64,
     pages: u64,
 }
 
-impl Pace {
+impl Throttle {
     /// Work for up to `busy_percent_max` (1 to 100) of the time.
     pub fn new(busy_percent_max: u64) -> Self {
         Self { busy_percent_max: busy_percent_max.clamp(1, 100), pages: 1 }

@@ -4,7 +4,7 @@
 //! in flight are still answered from them.
 
 use crate::flash::Flash;
-use crate::flash::table::{PLACED, Place, TableRows};
+use crate::flash::table::{PLACED, RowLocation, TableRows};
 use crate::io::reader::{PageReader, ReadMethod};
 use crate::model::Model;
 use crate::model::preload::preload_table;
@@ -17,7 +17,7 @@ use std::path::PathBuf;
 
 /// What became of the rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Carried {
+pub struct Transferred {
     /// Rows that both generations have alike.
     pub copied: usize,
     /// Rows that were read anew.
@@ -58,9 +58,9 @@ struct Alike<'a> {
 impl Model {
     /// Fills the caches, which are in host memory still, from those of `old`, wherever those are, whose model this is a later or
     /// earlier generation of; `rest` is called between rows.
-    pub(crate) fn carry(&mut self, old: &Self, rest: &dyn Fn()) -> Carried {
+    pub(crate) fn carry(&mut self, old: &Self, rest: &dyn Fn()) -> Transferred {
         self.note_opening(old.on_gpu.as_ref().map_or(0, |tables| tables.dump_bytes() as u64));
-        let mut carried = Carried::default();
+        let mut carried = Transferred::default();
         let mut rows: usize = 0;
         let tables = self.tables.len().min(old.tables.len());
         let mut changed: Vec<Vec<u64>> = vec![Vec::new(); tables];
@@ -76,8 +76,9 @@ impl Model {
                 carried.left += 1;
                 return;
             };
-            let moved =
-                |from: Place| Some(Place { segment: same[usize::from(from.segment)]?, ..from });
+            let moved = |from: RowLocation| {
+                Some(RowLocation { segment: same[usize::from(from.segment)]?, ..from })
+            };
             if old.locate(row.key).and_then(moved) == Some(to) {
                 carried.copied += usize::from(cache.insert(row, bytes, cache.epoch(row)));
             } else if changed[table].len() < cache.slots() / READ_ONE_IN {

@@ -6,7 +6,7 @@ use crate::model::OpenError;
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::schema::{KeySpace, Placement, Schema, Table};
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::cache::address::Names;
+use hatchback_kernels::cache::address::KeySpaces;
 
 /// Refuses a budget with which no model of `schema` works.
 pub(crate) fn check(schema: &Schema, budget: &Budget) -> Result<(), OpenError> {
@@ -109,7 +109,7 @@ pub(crate) fn make_caches(
             KeySpace::Index => Some(t.rows),
             KeySpace::Sparse => None,
         };
-        Names::new(schema.tables.iter().zip(resident).map(end).collect())
+        KeySpaces::new(schema.tables.iter().zip(resident).map(end).collect())
     };
     // The least that each can work with, however few its rows are beside the others'; the rest in proportion.
     let least: u64 =

@@ -14,8 +14,8 @@ use crate::io::disk::Disk;
 use crate::io::reader::{DeviceDepth, PageReader};
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::model::tables::{ServedTable, Store, open_tables};
-use crate::request::negative_cache::Absent;
-use crate::request::queue::Lane;
+use crate::request::negative_cache::NegativeCache;
+use crate::request::queue::RequestQueue;
 use crate::request::weight_check;
 use crate::schema::batch::Batch;
 use crate::schema::{InputSource, Schema};
@@ -26,11 +26,11 @@ use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::dense::{
     DenseEngine, DenseError, DeviceEngine, DeviceOptions, TensorRtOptions, Weights,
 };
-use hatchback_kernels::gpu::lookup::Lookup;
+use hatchback_kernels::gpu::lookup::GpuLookup;
 use hatchback_kernels::gpu::step::Step;
-use hatchback_kernels::gpu::tables::{Place as TablePlace, Tables};
-use hatchback_kernels::lookup::Status;
-use hatchback_kernels::lookup::miss_list::{Miss, Misses};
+use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage as TablePlace};
+use hatchback_kernels::lookup::LookupStatus;
+use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -87,7 +87,7 @@ pub struct Model {
     /// None where they are on a GPU.
     pub(crate) caches: Vec<Cache>,
     /// The caches and resident tables where they are on a GPU.
-    pub(crate) on_gpu: Option<Arc<Tables>>,
+    pub(crate) on_gpu: Option<Arc<DeviceTables>>,
     /// None where the network is on a GPU.
     pub(crate) dense: Option<DenseEngine>,
     /// The dense network where it is on a GPU.
@@ -172,7 +172,7 @@ impl Model {
     pub fn onto(mut self, lookups: &Device) -> Result<Self, OpenError> {
         let Device::Cuda(gpu) = lookups else { return Ok(self) };
         let (features, lookups) = (self.schema.features.len(), self.schema.lookups_max());
-        let bytes = Lookup::bytes(features, lookups, self.limits_on(gpu));
+        let bytes = GpuLookup::bytes(features, lookups, self.limits_on(gpu));
         let what = "keys, rings and changes that the GPU shares, all workers";
         self.plan.add(what, u64::from(self.budget.workers) * bytes as u64);
         self.check_total()?;
@@ -191,7 +191,7 @@ impl Model {
         self.plan
             .note_opening(tables + self.caches.iter().map(|c| c.bytes() as u64).max().unwrap_or(0));
         let caches = std::mem::take(&mut self.caches);
-        self.on_gpu = Some(Arc::new(Tables::new(gpu, places, caches, &residents)?));
+        self.on_gpu = Some(Arc::new(DeviceTables::new(gpu, places, caches, &residents)?));
         for table in &mut self.tables {
             if let Store::Resident(rows) = &mut table.store {
                 *rows = Resident::indexed(table.format.row_bytes(), &[]);
@@ -318,8 +318,9 @@ impl Model {
         );
         plan.add(DENSE_WEIGHTS, self.dense.as_ref().map_or(0, |dense| dense.bytes() as u64));
         let waiting = self.budget.misses_max as usize;
-        let misses = Misses::bytes(waiting, self.staging_row_bytes()) + waiting * size_of::<Miss>();
-        let misses = misses + Absent::bytes();
+        let misses =
+            MissList::bytes(waiting, self.staging_row_bytes()) + waiting * size_of::<Miss>();
+        let misses = misses + NegativeCache::bytes();
         plan.add("miss lists, staging rows and absent keys, all workers", workers * misses as u64);
         let reads = PageReader::bytes(self.budget.reads_max as usize);
         plan.add("page buffers, all workers", workers * reads as u64);
@@ -328,7 +329,7 @@ impl Model {
         plan.add("dense network inputs, all workers", workers * (4 * batch * widths) as u64);
         let dense = self.dense.as_ref().map_or(0, |dense| dense.scratch_bytes(batch) as u64);
         plan.add(DENSE_RESULTS, workers * dense);
-        let per_sample = size_of::<Status>() + 4 * self.outputs();
+        let per_sample = size_of::<LookupStatus>() + 4 * self.outputs();
         plan.add("scores and statuses, all workers", workers * (batch * per_sample) as u64);
         let request = Batch::bytes(&self.schema, batch);
         plan.add("batches, all workers", workers * request as u64);
@@ -336,7 +337,7 @@ impl Model {
         plan.add("request slots: batches, scores and statuses", slots);
         plan.add(
             "queues of requests and of keys to prefetch",
-            Lane::queue_bytes(self.budget.workers as usize) as u64,
+            RequestQueue::queue_bytes(self.budget.workers as usize) as u64,
         );
         plan
     }

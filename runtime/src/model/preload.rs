@@ -1,7 +1,7 @@
 //! Rows that are read into the caches before anybody asks for them, in the order in which they lie on flash.
 
 use crate::flash::Flash;
-use crate::flash::table::{Place, TableRows};
+use crate::flash::table::{RowLocation, TableRows};
 use crate::io::reader::{PageReader, ReadMethod};
 use crate::model::tables::{ServedTable, Store};
 use crate::model::{Model, OpenError};
@@ -44,10 +44,10 @@ pub(crate) fn preload_table(
     keys: &[u64],
     (reader, rest): (&mut PageReader, Option<&dyn Fn()>),
 ) {
-    let mut places: Vec<(Place, u64)> =
+    let mut places: Vec<(RowLocation, u64)> =
         keys.iter().filter_map(|&k| Some((rows.locate(k)?, k))).collect();
     places.sort_unstable();
-    let groups: Vec<&[(Place, u64)]> = places.chunk_by(|a, b| a.0 == b.0).collect();
+    let groups: Vec<&[(RowLocation, u64)]> = places.chunk_by(|a, b| a.0 == b.0).collect();
     let mut begun = 0;
     while begun < groups.len() || reader.in_flight() > 0 {
         let mut goes_on = true;

@@ -7,16 +7,16 @@ use crate::schema::batch::Batch;
 use hatchback_kernels::cuda::HostMemory;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu};
 use hatchback_kernels::dense::DenseError;
-use hatchback_kernels::gpu::lookup::{Keys, Limits, Lookup};
+use hatchback_kernels::gpu::lookup::{GpuLookup, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
-use hatchback_kernels::lookup::Status;
-use hatchback_kernels::lookup::miss_list::Misses;
+use hatchback_kernels::lookup::LookupStatus;
+use hatchback_kernels::lookup::miss_list::MissList;
 use std::sync::Arc;
 
 /// What a worker has on the GPU.
 pub(crate) enum OnGpu {
     /// The lookup, into inputs that the host reaches too.
-    Lookup(Box<Lookup>),
+    GpuLookup(Box<GpuLookup>),
     /// The lookup and the dense network behind it.
     Step(Box<Step>),
 }
@@ -35,8 +35,8 @@ impl OnGpu {
             let at: Vec<u64> =
                 inputs.iter().map(|i| i.mapped().map_or(0, |i| i.address())).collect();
             let features = model.features_on_gpu(&at, widths);
-            let lookup = Lookup::new(tables, &features, limits)?;
-            return Ok(Some(Self::Lookup(Box::new(lookup))));
+            let lookup = GpuLookup::new(tables, &features, limits)?;
+            return Ok(Some(Self::GpuLookup(Box::new(lookup))));
         };
         inputs.clear();
         let dense =
@@ -59,9 +59,9 @@ impl OnGpu {
     }
 
     /// The lookup.
-    pub fn lookup(&mut self) -> &mut Lookup {
+    pub fn lookup(&mut self) -> &mut GpuLookup {
         match self {
-            Self::Lookup(lookup) => lookup,
+            Self::GpuLookup(lookup) => lookup,
             Self::Step(step) => step.lookup(),
         }
     }
@@ -75,7 +75,7 @@ impl OnGpu {
     /// Begins a request: one launch, no wait.
     pub fn begin(&mut self, batch: &Batch) -> Result<(), CudaError> {
         match self {
-            Self::Lookup(lookup) => lookup.begin(batch.size(), |f| batch.bags(f)),
+            Self::GpuLookup(lookup) => lookup.begin(batch.size(), |f| batch.bags(f)),
             Self::Step(step) => step.begin(batch.size(), |f| batch.bags(f), batch.dense()),
         }
     }
@@ -83,8 +83,8 @@ impl OnGpu {
     /// Finishes what waits in `misses` and puts its rows into the caches; with the `last` of a request the network follows.
     pub fn settle(
         &mut self,
-        misses: &Misses,
-        statuses: &mut [Status],
+        misses: &MissList,
+        statuses: &mut [LookupStatus],
         last: bool,
     ) -> Result<(), CudaError> {
         match self {
@@ -96,8 +96,8 @@ impl OnGpu {
 
 impl Model {
     /// What one worker's requests on `gpu` are bounded by.
-    pub(crate) fn limits_on(&self, gpu: &Gpu) -> Limits {
-        Limits {
+    pub(crate) fn limits_on(&self, gpu: &Gpu) -> LookupLimits {
+        LookupLimits {
             batch_max: self.budget().batch_max as usize,
             misses_max: self.budget().misses_max as usize,
             row_bytes_max: self.staging_row_bytes(),

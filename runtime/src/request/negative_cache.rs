@@ -5,11 +5,11 @@ use crate::limits::ABSENT_MAX;
 use hatchback_kernels::cache::address::RowKey;
 
 /// The keys found absent. Good for one generation: what is absent in it stays absent.
-pub(crate) struct Absent {
+pub(crate) struct NegativeCache {
     places: Box<[Option<RowKey>]>,
 }
 
-impl Absent {
+impl NegativeCache {
     /// None yet.
     pub fn new() -> Self {
         Self { places: vec![None; ABSENT_MAX].into() }
@@ -42,7 +42,7 @@ mod tests {
 
     #[test]
     fn forgets_but_never_invents() {
-        let mut absent = Absent::new();
+        let mut absent = NegativeCache::new();
         let row = |key: u64| RowKey { table: (key % 3) as u16, key };
         for key in 0..3 * ABSENT_MAX as u64 {
             absent.note(row(2 * key));

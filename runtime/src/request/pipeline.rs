@@ -4,7 +4,7 @@
 
 use crate::bundle::manifest::Generation;
 use crate::model::Model;
-use crate::request::queue::{Lane, Request, work};
+use crate::request::queue::{Request, RequestQueue, work};
 pub use crate::request::queue::{RequestError, Stats};
 use crate::request::worker::{Clock, Scores, Worker};
 use crate::schema::batch::Batch;
@@ -16,7 +16,7 @@ use std::time::Duration;
 
 /// A model being served. Dropping it answers what waits, then ends the threads.
 pub struct Pipeline {
-    lane: Arc<Lane>,
+    lane: Arc<RequestQueue>,
     model: Arc<Model>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -27,7 +27,7 @@ impl Pipeline {
     /// # Errors
     /// The system gives no thread, or the GPU no memory.
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
-        let lane = Arc::new(Lane::new(&model, Arc::clone(&clock)));
+        let lane = Arc::new(RequestQueue::new(&model, Arc::clone(&clock)));
         let mut pipeline = Self { lane, model, threads: Vec::new() };
         for number in 0..pipeline.model.budget().workers {
             let worker = Worker::new(Arc::clone(&pipeline.model), Arc::clone(&clock));
@@ -119,7 +119,7 @@ impl Maker {
 
 /// A request on its way. Dropping it frees its slot, at once or when its worker is done with it.
 pub struct Ticket {
-    lane: Arc<Lane>,
+    lane: Arc<RequestQueue>,
     slot: u16,
 }
 

@@ -12,7 +12,7 @@ use crate::model::Model;
 use crate::request::worker::{Clock, Counters, ScoreError, Worker};
 use crate::schema::batch::Batch;
 use hatchback_kernels::cache::address::RowKey;
-use hatchback_kernels::lookup::Status;
+use hatchback_kernels::lookup::LookupStatus;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -68,7 +68,7 @@ pub struct Stats {
 }
 
 /// What callers and workers share.
-pub struct Lane {
+pub struct RequestQueue {
     pub generation: Generation,
     clock: Arc<dyn Clock>,
     slots: Box<[Slot]>,
@@ -91,7 +91,7 @@ pub struct Request {
     stage: Stage,
     pub batch: Batch,
     pub scores: Vec<f32>,
-    pub statuses: Vec<Status>,
+    pub statuses: Vec<LookupStatus>,
     pub outputs: usize,
 }
 
@@ -128,12 +128,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Lane {
+impl RequestQueue {
     pub fn new(model: &Model, clock: Arc<dyn Clock>) -> Self {
         let budget = model.budget();
         let slot = |_| {
             let (batch, n) = (model.batch(), budget.batch_max as usize);
-            let (scores, statuses) = (vec![0.0; n * model.outputs()], vec![Status::default(); n]);
+            let (scores, statuses) =
+                (vec![0.0; n * model.outputs()], vec![LookupStatus::default(); n]);
             let request = Request {
                 stage: Stage::Abandoned,
                 batch,
@@ -214,7 +215,7 @@ impl Lane {
 
     /// Bytes of the queues and of what `workers` have in hand.
     pub fn queue_bytes(workers: usize) -> usize {
-        size_of::<Queue>() + workers * size_of::<Hand>()
+        size_of::<Queue>() + workers * size_of::<InFlight>()
     }
 
     /// What was done so far.
@@ -299,7 +300,7 @@ impl Lane {
 impl Queue {
     /// Moves the first requests that go together into `hand`. If the first one waits for others to join it,
     /// how long.
-    fn take(&mut self, lane: &Lane, hand: &mut Hand) -> Option<Duration> {
+    fn take(&mut self, lane: &RequestQueue, hand: &mut InFlight) -> Option<Duration> {
         let first = *self.waiting.front()?;
         if first.due > Duration::ZERO && self.samples < lane.batch_max && !self.closing {
             let left = first.due.saturating_sub(lane.clock.now());
@@ -340,7 +341,7 @@ impl Queue {
 
 /// What one worker has in hand; outlives its panic.
 #[derive(Default)]
-struct Hand {
+struct InFlight {
     requests: heapless::Vec<Waiting, SLOTS_MAX>,
     /// How many of them were answered.
     answered: usize,
@@ -350,8 +351,8 @@ struct Hand {
 }
 
 /// A worker's thread. Whatever panics in it costs the requests in hand, which are told so, and nothing else.
-pub fn work(lane: &Lane, mut worker: Worker) {
-    let (model, mut hand) = (Arc::clone(worker.model()), Hand::default());
+pub fn work(lane: &RequestQueue, mut worker: Worker) {
+    let (model, mut hand) = (Arc::clone(worker.model()), InFlight::default());
     while catch_unwind(AssertUnwindSafe(|| serve(lane, worker, &mut hand))).is_err() {
         let lost = &hand.requests[hand.answered..];
         log::error!(
@@ -363,14 +364,14 @@ pub fn work(lane: &Lane, mut worker: Worker) {
         if hand.ahead {
             lock(&lane.queue).ahead = 0;
         }
-        hand = Hand::default();
+        hand = InFlight::default();
         worker = Worker::new(Arc::clone(&model), Arc::clone(&lane.clock));
     }
 }
 
 /// Does what there is to do until the pipeline closes: requests first, then rows that were answered with defaults,
 /// then keys that were named ahead.
-fn serve(lane: &Lane, mut worker: Worker, hand: &mut Hand) {
+fn serve(lane: &RequestQueue, mut worker: Worker, hand: &mut InFlight) {
     let (mut batch, mut counted) = (worker.model().batch(), Counters::default());
     let mut keys = heapless::Vec::new();
     while lane.next(&worker, hand, &mut counted, &mut keys) {
@@ -386,13 +387,13 @@ fn serve(lane: &Lane, mut worker: Worker, hand: &mut Hand) {
     }
 }
 
-impl Lane {
+impl RequestQueue {
     /// Waits until there is something to do, and hands it over: requests, keys to fetch ahead, or rows that
     /// `worker` still has to fetch. Returns whether there will ever be.
     fn next(
         &self,
         worker: &Worker,
-        hand: &mut Hand,
+        hand: &mut InFlight,
         counted: &mut Counters,
         keys: &mut heapless::Vec<RowKey, KEYS_A_STEP>,
     ) -> bool {
@@ -442,7 +443,7 @@ impl Lane {
 }
 
 /// Scores the requests in hand as one batch and answers each.
-fn score(lane: &Lane, worker: &mut Worker, batch: &mut Batch, hand: &mut Hand) {
+fn score(lane: &RequestQueue, worker: &mut Worker, batch: &mut Batch, hand: &mut InFlight) {
     batch.clear();
     hand.requests.retain(|r| lane.join(r.slot, batch));
     if hand.requests.is_empty() {

@@ -6,7 +6,7 @@ use crate::bundle::manifest::Generation;
 use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
 use crate::model::budget::{Budget, MemoryPlan};
-use crate::model::cache_transfer::Carried;
+use crate::model::cache_transfer::Transferred;
 use crate::model::{Model, OpenError};
 use crate::request::pipeline::{Maker, Pipeline, RequestError, Stats, Ticket};
 use crate::request::worker::Clock;
@@ -76,7 +76,7 @@ pub enum ServingError {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Swapped {
     /// What became of the warm caches' rows.
-    pub carried: Carried,
+    pub carried: Transferred,
     /// How long it kept requests from being submitted at most.
     pub pause: Duration,
 }
@@ -199,7 +199,7 @@ impl Serving {
         flash: &Flash,
         budget: Budget,
         (old, rest): (Option<&Model>, &dyn Fn()),
-    ) -> Result<(Pipeline, Carried), ServingError> {
+    ) -> Result<(Pipeline, Transferred), ServingError> {
         let served = self.models().iter().map(|m| m.pipeline.model().budget().workers).sum::<u32>();
         let (workers, max) = ((served + budget.workers) as usize, self.device.max());
         if workers > max {
@@ -210,7 +210,7 @@ impl Serving {
         let reads_max = self.device.max() as u32;
         let budget = Budget { memory_bytes_max: max.saturating_sub(taken), reads_max, ..budget };
         let is_near = old.is_some_and(|old| old.carries_to(flash));
-        let mut carried = Carried::default();
+        let mut carried = Transferred::default();
         let model =
             Model::cold(flash, budget, Arc::clone(&self.device), rest).and_then(|mut model| {
                 if !is_near {

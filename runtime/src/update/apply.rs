@@ -7,12 +7,12 @@ use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError};
 use crate::limits::STARTS_MAX;
 use crate::model::budget::Budget;
-use crate::update::Sync;
-use crate::update::error::SyncError;
+use crate::update::Updater;
+use crate::update::error::UpdateError;
 use crate::update::probe::{ProbeFault, Probed, probe};
 use crate::update::release::{Release, releases};
 use crate::update::staging::Staging;
-use crate::update::state::{State, Status};
+use crate::update::state::{UpdateState, UpdateStatus};
 use crate::update::trust::Trust;
 use serde::Deserialize;
 use std::io::ErrorKind::NotFound;
@@ -82,7 +82,7 @@ pub struct Host<'a> {
 /// How a step ended.
 enum Verdict {
     /// On to this state.
-    Next(State),
+    Next(UpdateState),
     /// It goes on waiting.
     Wait,
     /// The release is not to be used, and why.
@@ -91,14 +91,16 @@ enum Verdict {
     Over(String),
 }
 
-impl Sync {
+impl Updater {
     /// To be called once when a process begins, before it opens what is live: a release with which it has begun too often
     /// without an end is taken back.
     ///
     /// # Errors
     /// The record cannot be written.
-    pub fn begin(&self, now: u64) -> Result<(), SyncError> {
-        let is_tried = |status: &Status| matches!(status.state, State::Applying | State::Probation);
+    pub fn begin(&self, now: u64) -> Result<(), UpdateError> {
+        let is_tried = |status: &UpdateStatus| {
+            matches!(status.state, UpdateState::Applying | UpdateState::Probation)
+        };
         if !is_tried(&self.status()?) {
             return Ok(());
         }
@@ -106,7 +108,7 @@ impl Sync {
             status.starts += u32::from(is_tried(status));
             if is_tried(status) && status.starts > STARTS_MAX {
                 let why = format!("{} starts with it did not end", status.starts - 1);
-                status.enter(State::RollingBack, now, Some(why));
+                status.enter(UpdateState::RollingBack, now, Some(why));
             }
             Ok(())
         })
@@ -116,7 +118,7 @@ impl Sync {
     ///
     /// # Errors
     /// The record cannot be written.
-    pub fn end(&self) -> Result<(), SyncError> {
+    pub fn end(&self) -> Result<(), UpdateError> {
         if self.status()?.starts == 0 {
             return Ok(());
         }
@@ -130,11 +132,11 @@ impl Sync {
     ///
     /// # Errors
     /// The record cannot be written.
-    pub fn consent(&self, now: u64) -> Result<bool, SyncError> {
+    pub fn consent(&self, now: u64) -> Result<bool, UpdateError> {
         self.change(|status| {
-            let asked = status.state == State::AwaitConsent;
+            let asked = status.state == UpdateState::AwaitConsent;
             if asked {
-                status.enter(State::Applying, now, Some("the owner agreed".to_owned()));
+                status.enter(UpdateState::Applying, now, Some("the owner agreed".to_owned()));
             }
             Ok(asked)
         })
@@ -144,7 +146,7 @@ impl Sync {
     ///
     /// # Errors
     /// The step could not be taken now, through no fault of the release; it can be tried again.
-    pub fn advance(&self, host: &Host<'_>, now: u64) -> Result<bool, SyncError> {
+    pub fn advance(&self, host: &Host<'_>, now: u64) -> Result<bool, UpdateError> {
         if self.status()?.state.is_fetching() {
             return Ok(false);
         }
@@ -154,12 +156,12 @@ impl Sync {
         let place = self.directory.join("staged");
         let staging = Staging::open(self.disk.as_ref(), &place)?;
         let verdict = match status.state {
-            State::Staged if host.policy.consent => Verdict::Next(State::AwaitConsent),
-            State::Staged => Verdict::Next(State::Applying),
-            State::AwaitConsent => Verdict::Wait,
-            State::Applying => self.apply(&staging, &release, host)?,
-            State::Probation => self.watch(&release, host)?,
-            State::RollingBack => {
+            UpdateState::Staged if host.policy.consent => Verdict::Next(UpdateState::AwaitConsent),
+            UpdateState::Staged => Verdict::Next(UpdateState::Applying),
+            UpdateState::AwaitConsent => Verdict::Wait,
+            UpdateState::Applying => self.apply(&staging, &release, host)?,
+            UpdateState::Probation => self.watch(&release, host)?,
+            UpdateState::RollingBack => {
                 let why = status.error.clone().unwrap_or_default();
                 self.go_back(&staging, &release, &why)?
             }
@@ -169,7 +171,7 @@ impl Sync {
         match verdict {
             Verdict::Wait => return Ok(false),
             Verdict::Next(state) => {
-                if state == State::Committed {
+                if state == UpdateState::Committed {
                     (status.starts, status.withdrawn) = (0, false);
                     staging.drop_bundle(&release)?;
                 }
@@ -178,9 +180,11 @@ impl Sync {
             Verdict::Over(why) => {
                 // The next attempt, of another release too, finds the room that this one took.
                 Flash::reclaim_in(&self.disk, &self.flash)?;
-                self.settle(&mut status, State::Failed, now, Some(why))?;
+                self.settle(&mut status, UpdateState::Failed, now, Some(why))?;
             }
-            Verdict::Bad(why) => self.settle(&mut status, State::RollingBack, now, Some(why))?,
+            Verdict::Bad(why) => {
+                self.settle(&mut status, UpdateState::RollingBack, now, Some(why))?
+            }
         }
         log::info!("{}: {before} -> {}", release.generation, status.state);
         Ok(true)
@@ -188,11 +192,11 @@ impl Sync {
 
     fn settle(
         &self,
-        status: &mut Status,
-        state: State,
+        status: &mut UpdateStatus,
+        state: UpdateState,
         now: u64,
         note: Option<String>,
-    ) -> Result<(), SyncError> {
+    ) -> Result<(), UpdateError> {
         status.live = self.live()?.map(|g| g.to_string());
         status.enter(state, now, note);
         self.write(status)
@@ -203,9 +207,9 @@ impl Sync {
         staging: &Staging<'_>,
         release: &Release,
         host: &Host<'_>,
-    ) -> Result<Verdict, SyncError> {
+    ) -> Result<Verdict, UpdateError> {
         if self.is_live(release)? {
-            return Ok(Verdict::Next(State::Probation));
+            return Ok(Verdict::Next(UpdateState::Probation));
         }
         let signed = releases(&Trust::kept(&self.disk, &self.directory, host.root)?)?;
         if !signed
@@ -247,7 +251,7 @@ impl Sync {
             Some(why) => Ok(Verdict::Bad(why)),
             None => {
                 prepared.commit()?;
-                Ok(Verdict::Next(State::Probation))
+                Ok(Verdict::Next(UpdateState::Probation))
             }
         }
     }
@@ -258,12 +262,12 @@ impl Sync {
         staging: &Staging<'_>,
         release: &Release,
         why: &str,
-    ) -> Result<Verdict, SyncError> {
+    ) -> Result<Verdict, UpdateError> {
         staging.drop_bundle(release)?;
         Ok(Verdict::Over(why.to_owned()))
     }
 
-    fn watch(&self, release: &Release, host: &Host<'_>) -> Result<Verdict, SyncError> {
+    fn watch(&self, release: &Release, host: &Host<'_>) -> Result<Verdict, UpdateError> {
         if !self.is_live(release)? {
             return Ok(Verdict::Over("another generation was made live meanwhile".to_owned()));
         }
@@ -285,7 +289,7 @@ impl Sync {
         let flash = Flash::open(&self.disk, &self.flash)?;
         Ok(match judge(probe(&flash, host.budget, host.rest), policy)? {
             Some(why) => Verdict::Bad(why),
-            None => Verdict::Next(State::Committed),
+            None => Verdict::Next(UpdateState::Committed),
         })
     }
 
@@ -295,7 +299,7 @@ impl Sync {
         staging: &Staging<'_>,
         release: &Release,
         why: &str,
-    ) -> Result<Verdict, SyncError> {
+    ) -> Result<Verdict, UpdateError> {
         staging.refuse(release, why)?;
         staging.drop_bundle(release)?;
         if !self.is_live(release)? {
@@ -311,7 +315,10 @@ impl Sync {
 }
 
 /// Why the policy refuses what the probe found; `None` if it does not.
-fn judge(probed: Result<Probed, ProbeFault>, policy: &Policy) -> Result<Option<String>, SyncError> {
+fn judge(
+    probed: Result<Probed, ProbeFault>,
+    policy: &Policy,
+) -> Result<Option<String>, UpdateError> {
     let probed = match probed {
         Ok(probed) => probed,
         Err(ProbeFault::Generation(why)) => return Ok(Some(why)),

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 /// Why a sync stopped.
 #[derive(Debug, thiserror::Error)]
-pub enum SyncError {
+pub enum UpdateError {
     /// No root of trust was ever put here.
     #[error("{path}: holds no root of trust: begin with the fleet's root", path = path.display())]
     NotProvisioned {
@@ -221,27 +221,29 @@ pub enum SyncError {
     Flash(#[from] FlashError),
 }
 
-pub(crate) fn io_error(path: &std::path::Path) -> impl FnOnce(io::Error) -> SyncError + '_ {
-    move |source| SyncError::Io { path: path.to_owned(), source }
+pub(crate) fn io_error(path: &std::path::Path) -> impl FnOnce(io::Error) -> UpdateError + '_ {
+    move |source| UpdateError::Io { path: path.to_owned(), source }
 }
 
 /// Gives an error of the TUF crate its name. `path` is what was fetched.
-pub(crate) fn named(error: sigstore_tuf::Error, path: &str, now: u64) -> SyncError {
+pub(crate) fn named(error: sigstore_tuf::Error, path: &str, now: u64) -> UpdateError {
     use sigstore_tuf::Error as Tuf;
     let path = path.to_owned();
     match error {
-        Tuf::Rollback { role, trusted, new } => SyncError::Rollback { role, trusted, offered: new },
+        Tuf::Rollback { role, trusted, new } => {
+            UpdateError::Rollback { role, trusted, offered: new }
+        }
         Tuf::BadRootVersion { trusted, new } if new <= trusted => {
-            SyncError::Rollback { role: "root".to_owned(), trusted, offered: new }
+            UpdateError::Rollback { role: "root".to_owned(), trusted, offered: new }
         }
         Tuf::Expired { role, expires } => {
-            SyncError::Freeze { role, expires: expires.to_string(), now }
+            UpdateError::Freeze { role, expires: expires.to_string(), now }
         }
-        Tuf::ThresholdNotMet { role, found: 0, .. } => SyncError::WrongKey { path, role },
+        Tuf::ThresholdNotMet { role, found: 0, .. } => UpdateError::WrongKey { path, role },
         Tuf::ThresholdNotMet { role, found, threshold } => {
-            SyncError::Threshold { path, role, found, threshold }
+            UpdateError::Threshold { path, role, found, threshold }
         }
-        Tuf::IntegrityMismatch(problem) => SyncError::MixAndMatch { path, problem },
-        other => SyncError::Malformed { path, problem: other.to_string() },
+        Tuf::IntegrityMismatch(problem) => UpdateError::MixAndMatch { path, problem },
+        other => UpdateError::Malformed { path, problem: other.to_string() },
     }
 }

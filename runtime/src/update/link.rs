@@ -3,7 +3,7 @@
 
 use crate::limits::{BREAKS_MAX, STALLS_MAX};
 use crate::request::worker::Clock;
-use crate::update::error::SyncError;
+use crate::update::error::UpdateError;
 use serde::Deserialize;
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -116,15 +116,15 @@ impl<'a> Fetcher<'a> {
     ///
     /// # Errors
     /// The budget is used up, or the time in which it may be.
-    pub fn check_limits(&self) -> Result<(), SyncError> {
+    pub fn check_limits(&self) -> Result<(), UpdateError> {
         let LinkLimits { bytes_max, open, .. } = self.limits;
         if self.bytes >= bytes_max {
-            return Err(SyncError::Budget { bytes_max });
+            return Err(UpdateError::Budget { bytes_max });
         }
         if self.clock.now().saturating_sub(self.began) < open {
             Ok(())
         } else {
-            Err(SyncError::Closed)
+            Err(UpdateError::Closed)
         }
     }
 
@@ -132,14 +132,14 @@ impl<'a> Fetcher<'a> {
     ///
     /// # Errors
     /// It is not there, is longer, comes too slowly or not at all.
-    pub fn get(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, SyncError> {
+    pub fn get(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, UpdateError> {
         let since = (self.clock.now(), self.bytes);
         let (mut content, mut most, mut stalls) = (Vec::new(), 0, 0);
         for _ in 0..BREAKS_MAX {
             match self.go_on(path, bytes_max, since, &mut content)? {
                 Ok(()) => return Ok(content),
                 Err(LinkError::NotFound) => {
-                    return Err(SyncError::NotFound { path: path.to_owned() });
+                    return Err(UpdateError::NotFound { path: path.to_owned() });
                 }
                 Err(LinkError::NoRanges) => content.clear(),
                 Err(LinkError::Broken(_)) if content.len() > most => {
@@ -147,12 +147,12 @@ impl<'a> Fetcher<'a> {
                 }
                 Err(LinkError::Broken(_)) if stalls < STALLS_MAX => stalls += 1,
                 Err(LinkError::Broken(problem)) => {
-                    return Err(SyncError::Link { path: path.to_owned(), problem });
+                    return Err(UpdateError::Link { path: path.to_owned(), problem });
                 }
             }
         }
         let problem = format!("broke off {BREAKS_MAX} times");
-        Err(SyncError::Link { path: path.to_owned(), problem })
+        Err(UpdateError::Link { path: path.to_owned(), problem })
     }
 
     /// Asks once, for what is missing. The outer error ends the run, the inner one is the link's.
@@ -162,7 +162,7 @@ impl<'a> Fetcher<'a> {
         bytes_max: u64,
         (began, before): (Duration, u64),
         content: &mut Vec<u8>,
-    ) -> Result<Result<(), LinkError>, SyncError> {
+    ) -> Result<Result<(), LinkError>, UpdateError> {
         let (limits, clock, bytes) = (self.limits, self.clock, &mut self.bytes);
         let from = content.len() as u64;
         let mut stop = None;
@@ -172,11 +172,11 @@ impl<'a> Fetcher<'a> {
             let (came, time) = (*bytes - before, clock.now().saturating_sub(began));
             let path = path.to_owned();
             stop = if (content.len() + piece.len()) as u64 > bytes_max {
-                Some(SyncError::EndlessData { path, bytes_max })
+                Some(UpdateError::EndlessData { path, bytes_max })
             } else if time > limits.patience
                 && came < limits.rate_min.saturating_mul(time.as_secs())
             {
-                Some(SyncError::SlowRetrieval { path, bytes: came, seconds: time.as_secs() })
+                Some(UpdateError::SlowRetrieval { path, bytes: came, seconds: time.as_secs() })
             } else {
                 content.extend_from_slice(piece);
                 return ControlFlow::Continue(());

@@ -1,4 +1,4 @@
-//! Sync: from a repository's signed releases to the live generation, and back if one does not prove itself. Two sides
+//! Updater: from a repository's signed releases to the live generation, and back if one does not prove itself. Two sides
 //! share one directory and one record (`state.rs`): `fetch`, which has the link and writes nothing but this
 //! directory, and `advance` (`apply.rs`), which has the flash directory and no link. Each can be stopped anywhere
 //! and run again: every step is found done, or done as far as it was, from what lies on disk.
@@ -31,11 +31,11 @@ use crate::flash::Flash;
 use crate::io::disk::{Disk, Lock};
 use crate::limits::CHUNK_BYTES;
 use apply::Host;
-use error::{SyncError, io_error};
+use error::{UpdateError, io_error};
 use link::Fetcher;
 use release::{Release, lineage_of, releases, way};
 use staging::Staging;
-use state::{State, Status};
+use state::{UpdateState, UpdateStatus};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,7 +51,7 @@ const LOCK_WAIT: Duration = Duration::from_millis(10);
 
 /// One car's sync.
 #[derive(Clone)]
-pub struct Sync {
+pub struct Updater {
     /// The disk of both directories.
     pub disk: Arc<dyn Disk>,
     /// The sync directory.
@@ -65,13 +65,13 @@ pub struct Sync {
     pub cohort: u8,
 }
 
-impl Sync {
+impl Updater {
     /// Where the update is.
     ///
     /// # Errors
     /// The record cannot be read; one that is missing or damaged can be.
-    pub fn status(&self) -> Result<Status, SyncError> {
-        Status::read(self.disk.as_ref(), &self.directory)
+    pub fn status(&self) -> Result<UpdateStatus, UpdateError> {
+        UpdateStatus::read(self.disk.as_ref(), &self.directory)
     }
 
     /// Both sides in turn, where one process is both, until nothing is left to do or the owner is to be asked. As
@@ -85,21 +85,21 @@ impl Sync {
         host: &Host<'_>,
         now: u64,
         mut progress: impl FnMut(u64, u64),
-    ) -> Result<Status, SyncError> {
+    ) -> Result<UpdateStatus, UpdateError> {
         loop {
             while self.advance(host, now)? {}
             let status = self.fetch(fetcher, now, &mut progress)?;
-            if status.state != State::Staged && status.state != State::RollingBack {
+            if status.state != UpdateState::Staged && status.state != UpdateState::RollingBack {
                 return Ok(status);
             }
             while self.advance(host, now)? {}
             let status = self.status()?;
             match status.state {
-                State::Committed => {}
-                State::Failed => {
+                UpdateState::Committed => {}
+                UpdateState::Failed => {
                     let release =
                         status.release.map(|r| r.generation.to_string()).unwrap_or_default();
-                    return Err(SyncError::NotUsed {
+                    return Err(UpdateError::NotUsed {
                         release,
                         why: status.error.unwrap_or_default(),
                     });
@@ -120,7 +120,7 @@ impl Sync {
         fetcher: &mut Fetcher<'_>,
         now: u64,
         mut progress: impl FnMut(u64, u64),
-    ) -> Result<Status, SyncError> {
+    ) -> Result<UpdateStatus, UpdateError> {
         let _fetching = self.hold("fetching", 1)?;
         let mut paid = fetcher.bytes();
         self.pay(now, &mut paid)?;
@@ -133,7 +133,7 @@ impl Sync {
             if let Err(e) = &ran
                 && status.state.is_fetching()
             {
-                status.enter(State::Failed, now, Some(e.to_string()));
+                status.enter(UpdateState::Failed, now, Some(e.to_string()));
             }
             Ok(status.clone())
         });
@@ -146,7 +146,7 @@ impl Sync {
         fetcher: &mut Fetcher<'_>,
         (now, paid): (u64, &mut u64),
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<(), SyncError> {
+    ) -> Result<(), UpdateError> {
         let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, now)?;
         let staged = self.directory.join("staged");
         let staging = Staging::open(self.disk.as_ref(), &staged)?;
@@ -172,7 +172,7 @@ impl Sync {
                 staging.drop_bundle(older)?;
             }
             status.release = Some(release);
-            status.enter(State::Staged, now, None);
+            status.enter(UpdateState::Staged, now, None);
             Ok(())
         })
     }
@@ -180,11 +180,11 @@ impl Sync {
     /// The release to be fetched next of those `listed`, with what that makes of `status`; `None` where there is none.
     fn choose(
         &self,
-        status: &mut Status,
+        status: &mut UpdateStatus,
         staging: &Staging<'_>,
         mut listed: Vec<Release>,
         now: u64,
-    ) -> Result<Option<Release>, SyncError> {
+    ) -> Result<Option<Release>, UpdateError> {
         let all = listed.clone();
         let live = self.live()?;
         let lineage = lineage_of(live.as_ref(), self.lineage.as_deref(), &listed)?;
@@ -192,12 +192,12 @@ impl Sync {
         status.newest = listed.iter().map(|r| r.generation.sequence).max();
         status.withdrawn = live.as_ref().is_some_and(|live| status.newest < Some(live.sequence));
         let in_hand = status.release.clone().filter(|_| !status.state.is_fetching());
-        let waits = matches!(status.state, State::Staged | State::AwaitConsent);
+        let waits = matches!(status.state, UpdateState::Staged | UpdateState::AwaitConsent);
         let on_offer =
             in_hand.clone().filter(|hand| listed.iter().any(|r| r.manifest == hand.manifest));
         if in_hand.is_some() && !waits {
             if on_offer.is_none() {
-                status.enter(State::RollingBack, now, Some("it was taken back".to_owned()));
+                status.enter(UpdateState::RollingBack, now, Some("it was taken back".to_owned()));
             }
             return Ok(None);
         }
@@ -209,8 +209,8 @@ impl Sync {
         staging.reclaim(&all, next.as_ref().ok().into_iter().flatten().chain(&on_offer));
         let Some(release) = next? else {
             status.release = None;
-            if !matches!(status.state, State::Idle | State::Committed) {
-                status.enter(State::Idle, now, None);
+            if !matches!(status.state, UpdateState::Idle | UpdateState::Committed) {
+                status.enter(UpdateState::Idle, now, None);
             }
             return Ok(None);
         };
@@ -220,15 +220,15 @@ impl Sync {
         if on_offer.is_none() {
             status.release = Some(release.clone());
             status.starts = 0;
-            status.enter(State::Notified, now, None);
+            status.enter(UpdateState::Notified, now, None);
             self.write(status)?;
-            status.enter(State::Fetching, now, None);
+            status.enter(UpdateState::Fetching, now, None);
         }
         Ok(Some(release))
     }
 
     /// Pays for the next bytes before they come, durably: a run that is killed has paid too much and never too little.
-    fn pay(&self, now: u64, paid: &mut u64) -> Result<(), SyncError> {
+    fn pay(&self, now: u64, paid: &mut u64) -> Result<(), UpdateError> {
         *paid += AHEAD_BYTES;
         self.change(|status| {
             status.received.spend(Duration::from_secs(now), AHEAD_BYTES);
@@ -239,8 +239,8 @@ impl Sync {
     /// Lets `change` change the record, under its lock and durably; also what it changed before an error.
     fn change<T>(
         &self,
-        change: impl FnOnce(&mut Status) -> Result<T, SyncError>,
-    ) -> Result<T, SyncError> {
+        change: impl FnOnce(&mut UpdateStatus) -> Result<T, UpdateError>,
+    ) -> Result<T, UpdateError> {
         let _lock = self.lock()?;
         let mut status = self.status()?;
         let before = status.clone();
@@ -251,16 +251,16 @@ impl Sync {
         changed
     }
 
-    fn write(&self, status: &Status) -> Result<(), SyncError> {
+    fn write(&self, status: &UpdateStatus) -> Result<(), UpdateError> {
         status.write(self.disk.as_ref(), &self.directory)
     }
 
     /// The lock of the record.
-    fn lock(&self) -> Result<Lock, SyncError> {
+    fn lock(&self) -> Result<Lock, UpdateError> {
         self.hold("lock", LOCK_TRIES)
     }
 
-    fn hold(&self, name: &str, tries: u32) -> Result<Lock, SyncError> {
+    fn hold(&self, name: &str, tries: u32) -> Result<Lock, UpdateError> {
         let path = self.directory.join(name);
         self.disk.create_dir(&self.directory).map_err(io_error(&self.directory))?;
         for n in 0..tries {
@@ -271,10 +271,10 @@ impl Sync {
                 return Ok(lock);
             }
         }
-        Err(SyncError::Busy { path })
+        Err(UpdateError::Busy { path })
     }
 
-    fn live(&self) -> Result<Option<Generation>, SyncError> {
+    fn live(&self) -> Result<Option<Generation>, UpdateError> {
         match self.disk.read(&self.flash.join("live")) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
             _ => Ok(Some(Flash::open(&self.disk, &self.flash)?.manifest().generation.clone())),
@@ -282,7 +282,7 @@ impl Sync {
     }
 
     /// Whether what is live is `release`.
-    fn is_live(&self, release: &Release) -> Result<bool, SyncError> {
+    fn is_live(&self, release: &Release) -> Result<bool, UpdateError> {
         match self.live()? {
             None => Ok(false),
             Some(_) => {

@@ -3,7 +3,7 @@
 //! take apart first.
 
 use crate::bundle::manifest::{Generation, Hash};
-use crate::update::error::SyncError;
+use crate::update::error::UpdateError;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sigstore_tuf::Targets;
@@ -101,13 +101,13 @@ pub fn parse_name(name: &str) -> Option<(Generation, Option<u64>)> {
 ///
 /// # Errors
 /// A release has no SHA-256.
-pub fn releases(targets: &Targets) -> Result<Vec<Release>, SyncError> {
+pub fn releases(targets: &Targets) -> Result<Vec<Release>, UpdateError> {
     let mut releases = Vec::new();
     for (name, target) in &targets.targets {
         let Some((generation, parent)) = parse_name(name) else { continue };
         let Some(manifest) = target.hashes.get("sha256").and_then(|h| unhex(h)) else {
             let problem = "is missing or not 64 hexadecimal digits".to_owned();
-            return Err(SyncError::Release { name: name.clone(), field: "sha256", problem });
+            return Err(UpdateError::Release { name: name.clone(), field: "sha256", problem });
         };
         let number = |field: &str| {
             target.custom.as_ref().and_then(|c| c.get(field)).and_then(serde_json::Value::as_u64)
@@ -134,7 +134,7 @@ pub fn lineage_of(
     live: Option<&Generation>,
     named: Option<&str>,
     releases: &[Release],
-) -> Result<Option<String>, SyncError> {
+) -> Result<Option<String>, UpdateError> {
     if let Some(lineage) = live.map(|g| g.lineage.as_str()).or(named) {
         return Ok(Some(lineage.to_owned()));
     }
@@ -144,7 +144,7 @@ pub fn lineage_of(
         1 => Ok(found.first().map(|l| (*l).to_owned())),
         _ => {
             let found = found.into_iter().collect::<Vec<_>>().join(", ");
-            Err(SyncError::Lineage { found })
+            Err(UpdateError::Lineage { found })
         }
     }
 }
@@ -160,7 +160,7 @@ pub fn way(
     takes_deltas: bool,
     lineage: &str,
     releases: &[Release],
-) -> Result<Vec<Release>, SyncError> {
+) -> Result<Vec<Release>, UpdateError> {
     let mut steps: Vec<&Release> = releases
         .iter()
         .filter(|r| {
@@ -198,7 +198,7 @@ pub fn way(
     way.reverse();
     if way.is_empty() {
         let live = live.map_or("nothing".to_owned(), |l| format!("sequence {l}"));
-        return Err(SyncError::NoWay { live, newest, lineage: lineage.to_owned() });
+        return Err(UpdateError::NoWay { live, newest, lineage: lineage.to_owned() });
     }
     Ok(way)
 }
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(path(None, &all[..4]), [(1, None), (3, Some(1))]);
         assert!(matches!(
             way(Some(0), true, "m", &all[1..3]),
-            Err(SyncError::NoWay { newest: 3, .. })
+            Err(UpdateError::NoWay { newest: 3, .. })
         ));
         let by_snapshot = way(Some(2), false, "m", &all).unwrap();
         assert_eq!(by_snapshot, [all[4].clone()], "where no delta is taken");

@@ -5,7 +5,7 @@
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
 use crate::io::record;
-use crate::update::error::{SyncError, io_error};
+use crate::update::error::{UpdateError, io_error};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::Path;
@@ -17,7 +17,7 @@ const COPIES: [&str; 2] = ["floor.a", "floor.b"];
 
 /// The record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Floor {
+pub struct RollbackFloor {
     /// Counts up with every write: of two copies the higher one is newer.
     pub writes: u64,
     /// Version of the root role's metadata.
@@ -32,7 +32,7 @@ pub struct Floor {
     pub time: u64,
 }
 
-impl Floor {
+impl RollbackFloor {
     /// The bytes of the record.
     pub fn encode(&self) -> Vec<u8> {
         record::encode(MAGIC, FLOOR_FORMAT, self)
@@ -50,7 +50,7 @@ impl Floor {
     ///
     /// # Errors
     /// There are copies, and none is whole and can be read.
-    pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Option<(Self, bool)>, SyncError> {
+    pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Option<(Self, bool)>, UpdateError> {
         let (mut whole, mut problem) = (Vec::new(), None);
         for name in COPIES {
             let path = directory.join(name);
@@ -65,7 +65,9 @@ impl Floor {
         match (whole.into_iter().max_by_key(|f| f.writes), problem) {
             (Some(floor), _) => Ok(Some((floor, alike))),
             (None, None) => Ok(None),
-            (None, Some(problem)) => Err(SyncError::Floor { path: directory.to_owned(), problem }),
+            (None, Some(problem)) => {
+                Err(UpdateError::Floor { path: directory.to_owned(), problem })
+            }
         }
     }
 
@@ -73,7 +75,7 @@ impl Floor {
     ///
     /// # Errors
     /// A copy cannot be written; the other one is whole.
-    pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), SyncError> {
+    pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
         self.writes += 1;
         let bytes = self.encode();
         COPIES.iter().try_for_each(|name| {
@@ -89,15 +91,21 @@ mod tests {
 
     #[test]
     fn any_changed_bit_is_refused() {
-        let floor =
-            Floor { writes: 3, root: 1, timestamp: 700, snapshot: 9, targets: 8, time: 1 << 33 };
+        let floor = RollbackFloor {
+            writes: 3,
+            root: 1,
+            timestamp: 700,
+            snapshot: 9,
+            targets: 8,
+            time: 1 << 33,
+        };
         let bytes = floor.encode();
-        assert_eq!(Floor::decode(&bytes).unwrap(), floor);
+        assert_eq!(RollbackFloor::decode(&bytes).unwrap(), floor);
         for bit in 0..bytes.len() * 8 {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert!(Floor::decode(&bad).is_err(), "bit {bit}");
+            assert!(RollbackFloor::decode(&bad).is_err(), "bit {bit}");
         }
-        (0..bytes.len()).for_each(|n| assert!(Floor::decode(&bytes[..n]).is_err()));
+        (0..bytes.len()).for_each(|n| assert!(RollbackFloor::decode(&bytes[..n]).is_err()));
     }
 }

@@ -7,7 +7,7 @@ use crate::bundle::{BundleError, BundleReader, HEADER_BYTES, header, trailer};
 use crate::io::atomic_write::{self, part_of};
 use crate::io::disk::{Disk, Output};
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
-use crate::update::error::{SyncError, io_error};
+use crate::update::error::{UpdateError, io_error};
 use crate::update::link::Fetcher;
 use crate::update::release::{Release, chunk_path, hex, manifest_path, target_name};
 use std::io::{self, Read};
@@ -27,7 +27,7 @@ impl<'a> Staging<'a> {
     ///
     /// # Errors
     /// It cannot be made.
-    pub fn open(disk: &'a dyn Disk, directory: &'a Path) -> Result<Self, SyncError> {
+    pub fn open(disk: &'a dyn Disk, directory: &'a Path) -> Result<Self, UpdateError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
         Ok(Self { disk, directory })
     }
@@ -50,7 +50,7 @@ impl<'a> Staging<'a> {
     ///
     /// # Errors
     /// The mark cannot be written.
-    pub fn refuse(&self, release: &Release, why: &str) -> Result<(), SyncError> {
+    pub fn refuse(&self, release: &Release, why: &str) -> Result<(), UpdateError> {
         let path = self.file(release, "refused");
         atomic_write::replace(self.disk, &path, why.as_bytes()).map_err(io_error(&path))
     }
@@ -70,7 +70,7 @@ impl<'a> Staging<'a> {
     ///
     /// # Errors
     /// It cannot be removed.
-    pub fn drop_bundle(&self, release: &Release) -> Result<(), SyncError> {
+    pub fn drop_bundle(&self, release: &Release) -> Result<(), UpdateError> {
         let path = self.bundle(release);
         match self.disk.remove_file(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -104,8 +104,8 @@ impl<'a> Staging<'a> {
         &self,
         release: &Release,
         fetcher: &mut Fetcher<'_>,
-        mut progress: impl FnMut(u64, u64) -> Result<(), SyncError>,
-    ) -> Result<PathBuf, SyncError> {
+        mut progress: impl FnMut(u64, u64) -> Result<(), UpdateError>,
+    ) -> Result<PathBuf, UpdateError> {
         let path = self.bundle(release);
         if self.disk.open(&path).is_ok() {
             return Ok(path);
@@ -150,7 +150,7 @@ impl<'a> Staging<'a> {
         mut out: Box<dyn Output>,
         at: u64,
         manifest: &[u8],
-    ) -> Result<PathBuf, SyncError> {
+    ) -> Result<PathBuf, UpdateError> {
         let ended = out.write_all(manifest).and_then(|()| out.write_all(&trailer(at, manifest)));
         ended.and_then(|()| atomic_write::publish(self.disk, path, out)).map_err(io_error(path))?;
         Ok(path.to_owned())
@@ -161,7 +161,7 @@ impl<'a> Staging<'a> {
         &self,
         release: &Release,
         fetcher: &mut Fetcher<'_>,
-    ) -> Result<(Vec<u8>, Manifest), SyncError> {
+    ) -> Result<(Vec<u8>, Manifest), UpdateError> {
         let name = target_name(&release.generation, release.parent);
         let path = self.file(release, "manifest");
         let kept = self.disk.read(&path).ok().filter(|bytes| sha256(bytes) == release.manifest);
@@ -172,15 +172,16 @@ impl<'a> Staging<'a> {
                 let bytes =
                     fetcher.get(&from, release.manifest_bytes.min(MANIFEST_BYTES_MAX as u64))?;
                 if sha256(&bytes) != release.manifest {
-                    return Err(SyncError::ArbitrarySoftware { path: from });
+                    return Err(UpdateError::ArbitrarySoftware { path: from });
                 }
                 atomic_write::replace(self.disk, &path, &bytes).map_err(io_error(&path))?;
                 bytes
             }
         };
         let manifest = Manifest::decode(&bytes)
-            .map_err(|source| SyncError::Manifest { name: name.clone(), source })?;
-        let wrong = |field, problem| Err(SyncError::Release { name: name.clone(), field, problem });
+            .map_err(|source| UpdateError::Manifest { name: name.clone(), source })?;
+        let wrong =
+            |field, problem| Err(UpdateError::Release { name: name.clone(), field, problem });
         if manifest.generation != release.generation {
             return wrong("generation", format!("the manifest says {}", manifest.generation));
         }
@@ -208,21 +209,21 @@ impl<'a> Staging<'a> {
         (chunks.len(), at)
     }
 
-    fn check_space(&self, bytes: u64) -> Result<(), SyncError> {
+    fn check_space(&self, bytes: u64) -> Result<(), UpdateError> {
         let needed = bytes.saturating_add(SPARE_BYTES);
         let free = self.disk.free_bytes(self.directory).map_err(io_error(self.directory))?;
         if needed <= free {
             return Ok(());
         }
-        Err(SyncError::Space { path: self.directory.to_owned(), needed, free })
+        Err(UpdateError::Space { path: self.directory.to_owned(), needed, free })
     }
 }
 
-fn fetch_chunk(chunk: &Chunk, fetcher: &mut Fetcher<'_>) -> Result<Vec<u8>, SyncError> {
+fn fetch_chunk(chunk: &Chunk, fetcher: &mut Fetcher<'_>) -> Result<Vec<u8>, UpdateError> {
     let path = chunk_path(&chunk.sha256);
     let stored = fetcher.get(&path, u64::from(chunk.stored))?;
     if stored.len() != chunk.stored as usize || sha256(&stored) != chunk.sha256 {
-        return Err(SyncError::ArbitrarySoftware { path });
+        return Err(UpdateError::ArbitrarySoftware { path });
     }
     Ok(stored)
 }

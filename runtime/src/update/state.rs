@@ -6,7 +6,7 @@ use crate::io::atomic_write;
 use crate::io::disk::Disk;
 use crate::io::record;
 use crate::maintenance::wear::Wear;
-use crate::update::error::{SyncError, io_error};
+use crate::update::error::{UpdateError, io_error};
 use crate::update::release::Release;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -28,7 +28,7 @@ pub const HISTORY_MAX: usize = 64;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum State {
+pub enum UpdateState {
     /// Nothing is to be done: what is live is the newest that can be reached.
     #[default]
     Idle,
@@ -52,7 +52,7 @@ pub enum State {
     Failed,
 }
 
-impl State {
+impl UpdateState {
     /// Whether the side that fetches has the update in hand; else it is the side that serves.
     pub fn is_fetching(self) -> bool {
         matches!(
@@ -62,7 +62,7 @@ impl State {
     }
 }
 
-impl fmt::Display for State {
+impl fmt::Display for UpdateState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Idle => "idle",
@@ -81,11 +81,11 @@ impl fmt::Display for State {
 
 /// A step that was taken.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Event {
+pub struct UpdateEvent {
     /// When, seconds since 1970.
     pub at: u64,
     /// The state that was entered.
-    pub state: State,
+    pub state: UpdateState,
     /// The release in hand.
     pub release: Option<String>,
     /// Why, where there is something to say.
@@ -94,9 +94,9 @@ pub struct Event {
 
 /// The record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Status {
+pub struct UpdateStatus {
     /// Where the update is.
-    pub state: State,
+    pub state: UpdateState,
     /// When this was written, seconds since 1970.
     pub at: u64,
     /// What was live then.
@@ -116,16 +116,16 @@ pub struct Status {
     /// Processes that began while this release was being applied or on probation and did not end cleanly.
     pub starts: u32,
     /// The last steps, oldest first.
-    pub history: Vec<Event>,
+    pub history: Vec<UpdateEvent>,
 }
 
-impl Status {
+impl UpdateStatus {
     /// The record in `directory`: the default where there is none, and where it is damaged, which it then says; the bytes
     /// of that day then count as received.
     ///
     /// # Errors
     /// It may be there and whole, and cannot be read now.
-    pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Self, SyncError> {
+    pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Self, UpdateError> {
         let path = directory.join("status");
         let bytes = match disk.read(&path) {
             Err(e) if e.kind() == NotFound => return Ok(Self::default()),
@@ -141,21 +141,23 @@ impl Status {
     ///
     /// # Errors
     /// It cannot be written.
-    pub fn write(&self, disk: &dyn Disk, directory: &Path) -> Result<(), SyncError> {
+    pub fn write(&self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
         let path = directory.join("status");
         atomic_write::replace(disk, &path, &self.encode()).map_err(io_error(&path))
     }
 
     /// Enters `state`; to be written then.
-    pub fn enter(&mut self, state: State, now: u64, note: Option<String>) {
+    pub fn enter(&mut self, state: UpdateState, now: u64, note: Option<String>) {
         let release = self.release.as_ref().map(|r| r.generation.to_string());
         (self.state, self.at) = (state, now);
-        self.error = note.clone().filter(|_| matches!(state, State::Failed | State::RollingBack));
+        self.error = note
+            .clone()
+            .filter(|_| matches!(state, UpdateState::Failed | UpdateState::RollingBack));
         // A link that fails every hour is one step with the last time.
-        let again = |e: &Event| e.state == state && e.release == release && e.note == note;
+        let again = |e: &UpdateEvent| e.state == state && e.release == release && e.note == note;
         match self.history.last_mut() {
             Some(last) if again(last) => last.at = now,
-            _ => self.history.push(Event { at: now, state, release, note }),
+            _ => self.history.push(UpdateEvent { at: now, state, release, note }),
         }
         let over = self.history.len().saturating_sub(HISTORY_MAX);
         self.history.drain(..over);
@@ -181,20 +183,24 @@ mod tests {
 
     #[test]
     fn any_changed_bit_is_refused() {
-        let event =
-            Event { at: 5, state: State::Staged, release: Some("m 7".to_owned()), note: None };
-        let status = Status {
-            state: State::Probation,
+        let event = UpdateEvent {
+            at: 5,
+            state: UpdateState::Staged,
+            release: Some("m 7".to_owned()),
+            note: None,
+        };
+        let status = UpdateStatus {
+            state: UpdateState::Probation,
             starts: 3,
             history: vec![event],
-            ..Status::default()
+            ..UpdateStatus::default()
         };
         let bytes = status.encode();
-        assert_eq!(Status::decode(&bytes).unwrap(), status);
+        assert_eq!(UpdateStatus::decode(&bytes).unwrap(), status);
         for bit in 0..bytes.len() * 8 {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert!(Status::decode(&bad).is_err(), "bit {bit}");
+            assert!(UpdateStatus::decode(&bad).is_err(), "bit {bit}");
         }
     }
 }

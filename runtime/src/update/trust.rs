@@ -8,9 +8,9 @@ use crate::limits::{
     CLOCK_SLACK_S, ROOT_BYTES_MAX, ROTATIONS_MAX, SNAPSHOT_BYTES_MAX, TARGETS_BYTES_MAX,
     TIMESTAMP_BYTES_MAX,
 };
-use crate::update::error::{SyncError, io_error, named};
+use crate::update::error::{UpdateError, io_error, named};
 use crate::update::link::Fetcher;
-use crate::update::rollback_floor::Floor;
+use crate::update::rollback_floor::RollbackFloor;
 use sigstore_tuf::{Error as TufError, MetaFile, Metadata, Root, Targets, TrustedMetadataSet};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ pub struct Trust {
     disk: Arc<dyn Disk>,
     directory: PathBuf,
     set: TrustedMetadataSet,
-    floor: Floor,
+    floor: RollbackFloor,
     /// Both copies of the floor are on disk as it is here.
     floor_saved: bool,
     /// Verified files that are not on disk yet, by name.
@@ -35,10 +35,10 @@ pub struct Trust {
     rotated: bool,
 }
 
-fn time_of(seconds: u64, what: &str) -> Result<jiff::Timestamp, SyncError> {
+fn time_of(seconds: u64, what: &str) -> Result<jiff::Timestamp, UpdateError> {
     let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
     jiff::Timestamp::from_second(seconds)
-        .map_err(|e| SyncError::Malformed { path: what.to_owned(), problem: e.to_string() })
+        .map_err(|e| UpdateError::Malformed { path: what.to_owned(), problem: e.to_string() })
 }
 
 /// The keys of the roles that sign online: who could have signed the cached versions.
@@ -52,7 +52,7 @@ impl Trust {
     ///
     /// # Errors
     /// The root is not signed by itself, or the directory cannot be written.
-    pub fn init(disk: &dyn Disk, directory: &Path, root: &[u8]) -> Result<(), SyncError> {
+    pub fn init(disk: &dyn Disk, directory: &Path, root: &[u8]) -> Result<(), UpdateError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
         if disk.read(&directory.join(FACTORY_ROOT)).is_ok() {
             return Ok(());
@@ -60,8 +60,9 @@ impl Trust {
         let set = TrustedMetadataSet::from_root(root).map_err(|e| named(e, "root", 0))?;
         let path = directory.join("root.json");
         atomic_write::replace(disk, &path, root).map_err(io_error(&path))?;
-        if Floor::read(disk, directory)?.is_none() {
-            Floor { root: set.root().version, ..Floor::default() }.write(disk, directory)?;
+        if RollbackFloor::read(disk, directory)?.is_none() {
+            RollbackFloor { root: set.root().version, ..RollbackFloor::default() }
+                .write(disk, directory)?;
         }
         // The last of the three: from here on a floor that is missing is a floor that was lost.
         let path = directory.join(FACTORY_ROOT);
@@ -72,23 +73,23 @@ impl Trust {
     ///
     /// # Errors
     /// It was never provisioned, or the floor or every root is lost.
-    pub fn open(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Self, SyncError> {
+    pub fn open(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Self, UpdateError> {
         let roots = ["root.json", FACTORY_ROOT].map(|name| disk.read(&directory.join(name)).ok());
         let provisioned = roots[1].is_some();
-        let Some((floor, floor_saved)) = Floor::read(disk.as_ref(), directory)? else {
+        let Some((floor, floor_saved)) = RollbackFloor::read(disk.as_ref(), directory)? else {
             let path = directory.to_owned();
             if provisioned {
-                return Err(SyncError::Floor {
+                return Err(UpdateError::Floor {
                     path,
                     problem: "both copies are missing".to_owned(),
                 });
             }
-            return Err(SyncError::NotProvisioned { path });
+            return Err(UpdateError::NotProvisioned { path });
         };
         let set =
             roots.iter().flatten().find_map(|bytes| TrustedMetadataSet::from_root(bytes).ok());
         let Some(set) = set else {
-            return Err(SyncError::NotProvisioned { path: directory.to_owned() });
+            return Err(UpdateError::NotProvisioned { path: directory.to_owned() });
         };
         let (disk, directory) = (Arc::clone(disk), directory.to_owned());
         Ok(Self { disk, directory, set, floor, floor_saved, fresh: Vec::new(), rotated: false })
@@ -104,7 +105,7 @@ impl Trust {
         disk: &Arc<dyn Disk>,
         directory: &Path,
         root: Option<&[u8]>,
-    ) -> Result<Targets, SyncError> {
+    ) -> Result<Targets, UpdateError> {
         let mut trust = Self::open(disk, directory)?;
         if let Some(root) = root {
             trust.set = TrustedMetadataSet::from_root(root).map_err(|e| named(e, "root", 0))?;
@@ -125,7 +126,7 @@ impl Trust {
     }
 
     /// The floor.
-    pub fn floor(&self) -> Floor {
+    pub fn floor(&self) -> RollbackFloor {
         self.floor
     }
 
@@ -133,9 +134,9 @@ impl Trust {
     ///
     /// # Errors
     /// Anything of it is refused; what was verified before that is kept.
-    pub fn refresh(mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<Targets, SyncError> {
+    pub fn refresh(mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<Targets, UpdateError> {
         if now.saturating_add(CLOCK_SLACK_S) < self.floor.time {
-            return Err(SyncError::Clock { now, floor: self.floor.time });
+            return Err(UpdateError::Clock { now, floor: self.floor.time });
         }
         let advanced = self.advance(fetcher, now);
         self.save()?;
@@ -144,7 +145,7 @@ impl Trust {
         targets.ok_or_else(|| malformed("metadata/targets.json", "is not there"))
     }
 
-    fn advance(&mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<(), SyncError> {
+    fn advance(&mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<(), UpdateError> {
         let time = time_of(now, "the clock")?;
         self.roots(fetcher, now)?;
         self.set.check_root_expired(time).map_err(|e| named(e, "metadata/root.json", now))?;
@@ -156,12 +157,12 @@ impl Trust {
         self.targets(fetcher, time, now)
     }
 
-    fn roots(&mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<(), SyncError> {
+    fn roots(&mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<(), UpdateError> {
         for _ in 0..ROTATIONS_MAX {
             let version = self.set.root().version + 1;
             let path = format!("metadata/{version}.root.json");
             let bytes = match fetcher.get(&path, ROOT_BYTES_MAX) {
-                Err(SyncError::NotFound { .. }) => break,
+                Err(UpdateError::NotFound { .. }) => break,
                 fetched => fetched?,
             };
             let keys = online_keys(self.set.root());
@@ -169,7 +170,8 @@ impl Trust {
             if version > self.floor.root {
                 if online_keys(self.set.root()) != keys {
                     // Whoever had those keys could have signed any version: what they signed binds no more.
-                    self.floor = Floor { timestamp: 0, snapshot: 0, targets: 0, ..self.floor };
+                    self.floor =
+                        RollbackFloor { timestamp: 0, snapshot: 0, targets: 0, ..self.floor };
                     self.rotated = true;
                 }
                 self.raise(|floor| floor.root = version);
@@ -197,7 +199,7 @@ impl Trust {
         fetcher: &mut Fetcher<'_>,
         time: jiff::Timestamp,
         now: u64,
-    ) -> Result<(), SyncError> {
+    ) -> Result<(), UpdateError> {
         let path = "metadata/timestamp.json";
         let bytes = fetcher.get(path, TIMESTAMP_BYTES_MAX)?;
         let updated = self.set.update_timestamp(&bytes, time);
@@ -230,7 +232,7 @@ impl Trust {
         fetcher: &mut Fetcher<'_>,
         time: jiff::Timestamp,
         now: u64,
-    ) -> Result<(), SyncError> {
+    ) -> Result<(), UpdateError> {
         let pin = self.set.timestamp().and_then(|t| t.snapshot_meta()).cloned();
         let (path, length) = pinned(pin, "snapshot", SNAPSHOT_BYTES_MAX)?;
         let cached = self.disk.read(&self.directory.join("snapshot.json")).unwrap_or_default();
@@ -250,7 +252,7 @@ impl Trust {
         fetcher: &mut Fetcher<'_>,
         time: jiff::Timestamp,
         now: u64,
-    ) -> Result<(), SyncError> {
+    ) -> Result<(), UpdateError> {
         let pin = self.set.snapshot().and_then(|s| s.meta.get("targets.json")).cloned();
         let (path, length) = pinned(pin, "targets", TARGETS_BYTES_MAX)?;
         let cached = self.disk.read(&self.directory.join("targets.json")).unwrap_or_default();
@@ -265,16 +267,16 @@ impl Trust {
         Ok(())
     }
 
-    fn above(&mut self, role: &'static str, floor: u64, offered: u64) -> Result<(), SyncError> {
+    fn above(&mut self, role: &'static str, floor: u64, offered: u64) -> Result<(), UpdateError> {
         if offered >= floor {
             return Ok(());
         }
         // What was kept of this role is a replay too.
         self.fresh.retain(|(name, _)| name.strip_suffix(".json") != Some(role));
-        Err(SyncError::Replay { role, floor, offered })
+        Err(UpdateError::Replay { role, floor, offered })
     }
 
-    fn raise(&mut self, change: impl FnOnce(&mut Floor)) {
+    fn raise(&mut self, change: impl FnOnce(&mut RollbackFloor)) {
         let before = self.floor;
         change(&mut self.floor);
         self.floor_saved &= self.floor == before;
@@ -286,7 +288,7 @@ impl Trust {
     }
 
     /// The floor before the files: what is on disk is never above it.
-    fn save(&mut self) -> Result<(), SyncError> {
+    fn save(&mut self) -> Result<(), UpdateError> {
         if self.rotated {
             for name in ["timestamp.json", "snapshot.json"] {
                 // A file that stays is one that the new keys do not verify.
@@ -309,12 +311,12 @@ fn root_name(version: u64) -> String {
     format!("root.{version}")
 }
 
-fn malformed(path: &str, problem: &str) -> SyncError {
-    SyncError::Malformed { path: path.to_owned(), problem: problem.to_owned() }
+fn malformed(path: &str, problem: &str) -> UpdateError {
+    UpdateError::Malformed { path: path.to_owned(), problem: problem.to_owned() }
 }
 
 /// Where the pinned version of a role lies, and how long it may be.
-fn pinned(pin: Option<MetaFile>, role: &str, bytes_max: u64) -> Result<(String, u64), SyncError> {
+fn pinned(pin: Option<MetaFile>, role: &str, bytes_max: u64) -> Result<(String, u64), UpdateError> {
     let Some(pin) = pin else {
         return Err(malformed(&format!("metadata/{role}.json"), "is not pinned"));
     };

@@ -9,14 +9,14 @@ use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::maintenance::catalog::Catalog;
-use hatchback::maintenance::{Did, Rules, Upkeep};
+use hatchback::maintenance::{Did, Maintenance, MaintenanceRules};
 use hatchback_tests::random::Random;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Compacts whatever has a delta.
-const RULES: Rules = Rules {
+const RULES: MaintenanceRules = MaintenanceRules {
     deltas_max: 0,
     changed_percent_max: 0,
     scrub_every: Duration::ZERO,
@@ -35,7 +35,7 @@ fn install(directory: &Path, bundle: &Path) -> Result<Flash> {
     Ok(Flash::install(&disk::system(), directory, &mut BundleReader::open(bundle)?, |_| ())?)
 }
 
-fn compact(upkeep: &mut Upkeep, flash: &mut Flash) -> Result<()> {
+fn compact(upkeep: &mut Maintenance, flash: &mut Flash) -> Result<()> {
     // 40 steps of 2 pages may end amid a merge; the next install then makes it worthless.
     for second in 0..40 {
         if upkeep.step(flash, Duration::from_secs(second), 2)? == Did::Nothing {
@@ -48,7 +48,7 @@ fn compact(upkeep: &mut Upkeep, flash: &mut Flash) -> Result<()> {
 /// One step from what is live to what is live next; both are said before.
 fn step(
     flash: Flash,
-    upkeep: &mut Upkeep,
+    upkeep: &mut Maintenance,
     bundles: &[PathBuf],
     random: &mut Random,
 ) -> Result<Flash> {
@@ -89,7 +89,7 @@ fn main() -> Result<()> {
     say("at", flash.manifest().generation.sequence)?;
     let (catalog, notes, found) = Catalog::open(&directory.join("catalog"), &flash)?;
     println!("catalog {found:?}");
-    let mut upkeep = Upkeep::new(RULES, Some(catalog), notes);
+    let mut upkeep = Maintenance::new(RULES, Some(catalog), notes);
     loop {
         flash = step(flash, &mut upkeep, &bundles, &mut random)?;
     }

@@ -7,26 +7,26 @@ use anyhow::{Context, Result};
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::SystemClock;
-use hatchback::update::Sync;
+use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::link::{Fetcher, LinkLimits};
-use hatchback::update::state::{State, Status};
+use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::T0;
 
 /// The parent may be dead or have heard enough.
-fn say(state: State) {
+fn say(state: UpdateState) {
     use std::io::Write;
     let _ = writeln!(std::io::stdout(), "{state}");
 }
 
 /// Some states last for no longer than a write: they are seen from beside.
-fn watch(sync: &Sync) {
+fn watch(sync: &Updater) {
     let sync = sync.clone();
     std::thread::spawn(move || {
         let mut before = None;
         loop {
-            let Ok(Status { state, .. }) = sync.status() else { continue };
+            let Ok(UpdateStatus { state, .. }) = sync.status() else { continue };
             if before.replace(state) != Some(state) {
                 say(state);
             }
@@ -38,7 +38,7 @@ fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().collect();
     let [_, repository, directory, flash, faults] = args.as_slice() else { anyhow::bail!("usage") };
     let (directory, flash) = (directory.into(), flash.into());
-    let sync = Sync { disk: disk::system(), directory, flash, lineage: None, cohort: 0 };
+    let sync = Updater { disk: disk::system(), directory, flash, lineage: None, cohort: 0 };
     let (mut link, clock) = (DirectoryLink(repository.into()), SystemClock::default());
     let faults = faults.parse().context("faults")?;
     let policy = Policy { consent: true, requests_min: 10, ..Policy::default() };

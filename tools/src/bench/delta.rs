@@ -16,7 +16,7 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::maintenance::throttle::rests;
 use hatchback::model::budget::Budget;
-use hatchback::model::cache_transfer::Carried;
+use hatchback::model::cache_transfer::Transferred;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
 use hatchback::request::worker::SystemClock;
@@ -92,7 +92,7 @@ pub struct Point {
     /// How long the swap kept requests from being submitted, µs.
     pub pause_us: f64,
     /// Rows of the warm caches.
-    pub carried: Carried,
+    pub carried: Transferred,
     /// Latency of requests before.
     pub idle: Percentiles,
     /// Latency of requests meanwhile.

@@ -9,18 +9,18 @@ use crate::report;
 use crate::workload::synthetic::CRITEO_ONNX;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hatchback::{Activation, Codec, Pooling, RowFormat, RowKey, Status, Weights};
+use hatchback::{Activation, Codec, LookupStatus, Pooling, RowFormat, RowKey, Weights};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{Gpu, Profile};
 use hatchback_kernels::cuda::memory::Buffer;
 use hatchback_kernels::dense::{DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions};
 use hatchback_kernels::gpu::device_info::facts;
-use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, Limits, Lookup};
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
-use hatchback_kernels::gpu::tables::{Changes, Place, Tables};
+use hatchback_kernels::gpu::tables::{DeviceTables, RowChanges, TableStorage};
 use hatchback_kernels::lookup::Bags;
-use hatchback_kernels::lookup::miss_list::{Misses, RowState};
+use hatchback_kernels::lookup::miss_list::{MissList, RowState};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde::Serialize;
@@ -33,7 +33,7 @@ use std::time::Instant;
 const GRAPH: &str = "request, one graph";
 /// What the bar on the memory's speed is about.
 const LOOKUP: &str = "lookup";
-/// Tables, each with one key a sample.
+/// DeviceTables, each with one key a sample.
 const TABLES: usize = dlrm::TABLES;
 /// The batch of the points over hit rates and under updates, or the largest that is asked for if that is smaller.
 const BATCH: usize = 64;
@@ -96,17 +96,17 @@ struct Point {
 /// What is measured on.
 struct Rig {
     gpu: Arc<Gpu>,
-    tables: Arc<Tables>,
+    tables: Arc<DeviceTables>,
     format: RowFormat,
     rows: usize,
     known: Vec<Vec<u64>>,
     step: Step,
     /// Lookups alone, with keys brought and with keys in place.
-    lookups: [Lookup; 2],
+    lookups: [GpuLookup; 2],
     /// Where those put their vectors.
     _vectors: Buffer<f32>,
-    misses: Misses,
-    statuses: Vec<Status>,
+    misses: MissList,
+    statuses: Vec<LookupStatus>,
     offsets: Vec<u32>,
     rng: StdRng,
     rounds: usize,
@@ -131,7 +131,12 @@ impl Rig {
         format.encode(&(0..dim).map(|i| (i % 7) as f32 / 8.0).collect::<Vec<_>>(), &mut encoded)?;
         // Keys from `rows` up are the tables' too, and never cached.
         let (cache, known): (Cache, _) = fill_cache(2 * rows, rows, &encoded)?;
-        let tables = Arc::new(Tables::new(&gpu, vec![Place::Cached(0); TABLES], vec![cache], &[])?);
+        let tables = Arc::new(DeviceTables::new(
+            &gpu,
+            vec![TableStorage::Cached(0); TABLES],
+            vec![cache],
+            &[],
+        )?);
         let widths = [dlrm::DENSE, TABLES * dim];
         let tensorrt = args.tensorrt.clone().map(|shim| TensorRtOptions {
             shim,
@@ -162,16 +167,17 @@ impl Rig {
         let features = |input: u64| -> Vec<_> { (0..TABLES).map(|t| feature(t, input)).collect() };
         let misses_max = TABLES * batch_max.min(4 * BATCH);
         let keys = Keys::on(&gpu);
-        let limits = Limits { batch_max, misses_max, row_bytes_max: format.row_bytes(), keys };
+        let limits =
+            LookupLimits { batch_max, misses_max, row_bytes_max: format.row_bytes(), keys };
         let step =
             Step::new(&tables, &engine, &widths, Some(0), |inputs| features(inputs[1]), limits)?;
         let vectors = gpu.buffer::<f32>(batch_max * TABLES * dim)?;
         let lookup = |keys| {
-            let limits = Limits { keys, misses_max: TABLES, ..limits };
-            Lookup::new(&tables, &features(vectors.address()), limits)
+            let limits = LookupLimits { keys, misses_max: TABLES, ..limits };
+            GpuLookup::new(&tables, &features(vectors.address()), limits)
         };
         let lookups = [lookup(Keys::Brought)?, lookup(Keys::InPlace)?];
-        let misses = Misses::on(&Device::Cuda(Arc::clone(&gpu)), misses_max, format.row_bytes())?;
+        let misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), misses_max, format.row_bytes())?;
         let rig = Self {
             gpu,
             tables,
@@ -182,7 +188,7 @@ impl Rig {
             lookups,
             _vectors: vectors,
             misses,
-            statuses: vec![Status::default(); batch_max],
+            statuses: vec![LookupStatus::default(); batch_max],
             offsets: (0..=batch_max as u32).collect(),
             rng: StdRng::seed_from_u64(7),
             rounds: if args.quick { 5 } else { 300 },
@@ -215,7 +221,7 @@ impl Rig {
         // The first is for the machine to warm up.
         for round in 0..=self.rounds {
             let keys = self.keys(batch, hit_rate);
-            self.statuses.fill(Status::default());
+            self.statuses.fill(LookupStatus::default());
             let (calls, start) = (self.gpu.calls(), Instant::now());
             request(self, &keys, &dense)?;
             if round > 0 {
@@ -319,7 +325,7 @@ impl Rig {
         let (known, stride) = (self.known.clone(), self.format.row_bytes().div_ceil(4));
         let updates = std::thread::spawn(move || -> Result<u64> {
             let rows = gpu.mapped::<u8>(UPDATED * 4 * stride)?;
-            let (mut changes, mut updated) = (Changes::new(&tables, UPDATED)?, 0);
+            let (mut changes, mut updated) = (RowChanges::new(&tables, UPDATED)?, 0);
             while !over.load(Ordering::Relaxed) {
                 for slot in 0..UPDATED {
                     let (table, at) = (slot % TABLES, updated as usize + slot);

@@ -9,15 +9,15 @@ use crate::workload::key_distributions::Scatter;
 use crate::{report, serve};
 use anyhow::{Result, ensure};
 use clap::Args;
-use hatchback::{Codec, Pooling, RowFormat, RowKey, Status};
+use hatchback::{Codec, LookupStatus, Pooling, RowFormat, RowKey};
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::cache::address::Names;
+use hatchback_kernels::cache::address::KeySpaces;
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::cuda::{Device, HostMemory};
-use hatchback_kernels::lookup::feature_prefetch::Lead;
-use hatchback_kernels::lookup::miss_list::Misses;
+use hatchback_kernels::lookup::feature_prefetch::FeaturePrefetch;
+use hatchback_kernels::lookup::miss_list::MissList;
 use hatchback_kernels::lookup::roofline;
-use hatchback_kernels::lookup::{Bags, Feature, Input, Rows};
+use hatchback_kernels::lookup::{Bags, FeatureView, Input, RowStore};
 use hatchback_kernels::simd::isa::Isa;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -58,7 +58,7 @@ pub struct LookupArgs {
     /// Columns of a row
     #[arg(long, value_delimiter = ',', default_values_t = [64, 128])]
     dim: Vec<usize>,
-    /// Rows of each of the 26 tables [default: 6,400,000 / dim; quick: a tenth]
+    /// RowStore of each of the 26 tables [default: 6,400,000 / dim; quick: a tenth]
     #[arg(long)]
     rows: Option<usize>,
     /// Fewer rows and rounds, the first dim only
@@ -102,7 +102,7 @@ pub struct Measured {
     pub p50_us: f64,
     /// 99 % take less, in the turn that is best by this, µs.
     pub p99_us: f64,
-    /// Rows a second at p50, millions.
+    /// RowStore a second at p50, millions.
     pub mrows_per_s: f64,
 }
 
@@ -141,7 +141,7 @@ impl Calls {
 
 /// The limit: rows of plain memory, those of all tables scattered over it as a cache has them.
 struct Limit {
-    all: roofline::Rows,
+    all: roofline::GatherRows,
     rows: usize,
     dim: usize,
     out: HostMemory<f32>,
@@ -186,8 +186,8 @@ struct Ours {
     format: RowFormat,
     store: Store,
     default_row: Vec<f32>,
-    misses: Misses,
-    statuses: Vec<Status>,
+    misses: MissList,
+    statuses: Vec<LookupStatus>,
     out: HostMemory<f32>,
     /// Keys that are there, by table: sets of the cache overflow here and there, and what is not cached is not asked for.
     keys: Vec<Vec<u64>>,
@@ -217,8 +217,8 @@ impl Ours {
             format,
             store,
             default_row: vec![0.0; dim],
-            misses: Misses::new(16, format.row_bytes()),
-            statuses: vec![Status::default(); batch_max],
+            misses: MissList::new(16, format.row_bytes()),
+            statuses: vec![LookupStatus::default(); batch_max],
             out: Device::Cpu.host_memory(batch_max * TABLES * dim)?,
             keys,
         })
@@ -229,8 +229,8 @@ impl Ours {
         store: &'a Store,
         default_row: &'a [f32],
         table: usize,
-    ) -> Feature<'a> {
-        Feature {
+    ) -> FeatureView<'a> {
+        FeatureView {
             id: table as u16,
             table: table as u16,
             format,
@@ -238,8 +238,8 @@ impl Ours {
             default_row,
             pooling: Pooling::Sum,
             rows: match store {
-                Store::Cached(cache) => Rows::Cached(cache),
-                Store::Resident(tables) => Rows::Resident(&tables[table]),
+                Store::Cached(cache) => RowStore::Cached(cache),
+                Store::Resident(tables) => RowStore::Resident(&tables[table]),
             },
             column: table * format.dim(),
             width: format.dim(),
@@ -256,10 +256,10 @@ impl Ours {
                 keys.extend(positions.iter().map(|&p| known[p as usize % known.len()]));
             }
             let statuses = &mut self.statuses[..batch];
-            statuses.fill(Status::default());
+            statuses.fill(LookupStatus::default());
             let start = cpu_us();
             let (isa, lead) =
-                (Isa::detect(), Lead::new(TABLES * batch * calls.shape.hotness, TABLES));
+                (Isa::detect(), FeaturePrefetch::new(TABLES * batch * calls.shape.hotness, TABLES));
             let (format, store, default_row) = (self.format, &self.store, &self.default_row);
             let feature = |t: usize| {
                 let bags = Bags { keys: &keys[t], offsets: &calls.offsets };
@@ -282,7 +282,7 @@ impl Ours {
 
 /// A cache for tables of keys below `end` with `row` under the first `rows` keys of each, and those of them that are in it.
 pub fn fill_cache(end: usize, rows: usize, row: &[u8]) -> Result<(Cache, Vec<Vec<u64>>)> {
-    let names = Names::new(vec![Some(end as u64); TABLES]);
+    let names = KeySpaces::new(vec![Some(end as u64); TABLES]);
     let bytes = (rows * TABLES) as f64 * 1.3 * (row.len() + 7) as f64;
     let cache = Cache::new(row.len(), bytes as usize, &names);
     let cache = cache.ok_or_else(|| anyhow::anyhow!("{rows} rows are too few"))?;
@@ -411,7 +411,7 @@ pub fn run(args: &LookupArgs) -> Result<()> {
         let peers = Peers::start(&args.venv, dim, rows).map_err(|e| missing = not_run(&e)).ok();
         about = about.or_else(|| peers.as_ref().map(|p| p.about.about.clone()));
         let limit = Limit {
-            all: roofline::Rows::new(TABLES * rows, dim),
+            all: roofline::GatherRows::new(TABLES * rows, dim),
             rows,
             dim,
             out: Device::Cpu.host_memory(batch_max * TABLES * dim)?,
@@ -543,7 +543,7 @@ fn show(report: &Report<Point>, about: Option<&str>) {
     println!("{}", bars_table(&report.bars));
 }
 
-/// Rows a second by batch size, uniform keys, of the first dim.
+/// RowStore a second by batch size, uniform keys, of the first dim.
 fn charts(points: &[Point]) -> Vec<Panel> {
     let dim = measured(points).next().map_or(0, |m| m.dim);
     let panel = |hotness: usize| {

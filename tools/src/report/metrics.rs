@@ -1,6 +1,6 @@
 //! Quality and latency measures: AUC, logloss, percentiles, what the rows were. Never scores anything.
 
-use hatchback::Status;
+use hatchback::LookupStatus;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 use std::time::Duration;
@@ -57,7 +57,7 @@ pub struct Lookups {
 
 impl Lookups {
     /// Adds the samples of a request.
-    pub fn count(&mut self, statuses: &[Status]) {
+    pub fn count(&mut self, statuses: &[LookupStatus]) {
         for status in statuses {
             self.fresh += u64::from(status.fresh);
             self.defaulted += u64::from(status.defaulted);

@@ -5,7 +5,7 @@
 use crate::report;
 use crate::repository::keys::DAY_S;
 use crate::repository::publish::{Change, publish};
-use crate::repository::state::{Past, Present, present};
+use crate::repository::state::{Past, RepositoryState, present};
 use crate::repository::store::{DryRun, Object, Objects, Store};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
@@ -142,7 +142,7 @@ fn is_old(object: &Object, named: &BTreeSet<String>, grace_s: u64, now: u64) -> 
 
 /// The objects that cars may ask for: all that the metadata name which they were led to since `since`. The newest must be
 /// whole; of older ones an earlier prune may have taken some.
-fn named(store: &dyn Store, present: &Present, since: u64) -> Result<BTreeSet<String>> {
+fn named(store: &dyn Store, present: &RepositoryState, since: u64) -> Result<BTreeSet<String>> {
     let (mut named, mut next) = (BTreeSet::new(), present.snapshot);
     while next > 0 {
         let is_newest = next == present.snapshot;

@@ -5,7 +5,7 @@
 
 use crate::report;
 use crate::repository::keys::{DAY_S, block_on, roots, sources, timestamp};
-use crate::repository::state::{Names, PREVIOUS, Present, TIMESTAMP, present};
+use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP, present};
 use crate::repository::store::{DryRun, Objects, Store};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
@@ -209,9 +209,9 @@ pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Res
     let revoked = named(&present, &change.revoke, "--revoke")?;
     let carried = carried(&present, change, &revoked, &offers)?;
     let mut names = if offers.is_empty() && carried.is_empty() {
-        Names::default()
+        ReleaseNames::default()
     } else {
-        Names::read(store, &present)?
+        ReleaseNames::read(store, &present)?
     };
     carried.iter().try_for_each(|(name, target)| names.hold(name, target))?;
     offers.iter().try_for_each(|offer| names.hold(&offer.name, &offer.target))?;
@@ -267,7 +267,7 @@ fn described(name: &TargetName, target: &Target) -> String {
 
 /// What is to be signed again although only keys that were replaced vouch for it: what the publisher named and nothing else.
 fn carried(
-    present: &Present,
+    present: &RepositoryState,
     change: &Change,
     revoked: &[TargetName],
     offers: &[Offer],
@@ -297,7 +297,7 @@ fn carried(
 }
 
 /// The targets that `releases` name, which the command line has under `flag`. One without a lineage must be of the only one.
-fn named(present: &Present, releases: &[String], flag: &str) -> Result<Vec<TargetName>> {
+fn named(present: &RepositoryState, releases: &[String], flag: &str) -> Result<Vec<TargetName>> {
     let names: Vec<TargetName> = present.listed().map(|(name, _)| name.clone()).collect();
     let parts = |name: &TargetName| {
         let (lineage, file) = name.raw().split_once('/')?;
@@ -328,7 +328,7 @@ fn named(present: &Present, releases: &[String], flag: &str) -> Result<Vec<Targe
 /// Signs the next version of all three roles into `folder`, as of `now` and for `expires_s`.
 async fn sign(
     keys: &Path,
-    (present, next): (&Present, &Next),
+    (present, next): (&RepositoryState, &Next),
     added: Vec<(TargetName, Target)>,
     revoked: &[TargetName],
     (now, expires_s): (u64, u64),

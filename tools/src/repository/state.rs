@@ -20,7 +20,7 @@ pub const PREVIOUS: &str = "previous";
 
 /// The metadata that a repository has now.
 #[derive(Default)]
-pub struct Present {
+pub struct RepositoryState {
     /// The timestamp's bytes.
     pub stamp: Option<Vec<u8>>,
     /// Version of the timestamp.
@@ -35,7 +35,7 @@ pub struct Present {
     pub is_outdated: bool,
 }
 
-impl Present {
+impl RepositoryState {
     /// The targets that are listed.
     pub fn listed(&self) -> impl Iterator<Item = (&TargetName, &Target)> {
         self.signed.iter().flat_map(|s| &s.signed.targets)
@@ -86,14 +86,14 @@ impl Past {
 
 /// What each name stood for since the oldest metadata that are still there: SHA-256 of manifests.
 #[derive(Default)]
-pub struct Names(HashMap<TargetName, Vec<u8>>);
+pub struct ReleaseNames(HashMap<TargetName, Vec<u8>>);
 
-impl Names {
+impl ReleaseNames {
     /// All of them.
     ///
     /// # Errors
     /// As `Past::read`.
-    pub fn read(store: &dyn Store, present: &Present) -> Result<Self> {
+    pub fn read(store: &dyn Store, present: &RepositoryState) -> Result<Self> {
         let (mut names, mut next) = (Self::default(), present.snapshot);
         while next > 0 {
             let Some(past) = Past::read(store, next)? else { break };
@@ -136,8 +136,8 @@ fn vouches(root: &[u8], targets: &[u8]) -> Result<bool> {
 ///
 /// # Errors
 /// No root in `keys` vouches for it, or the store refused.
-pub fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
-    let Some(timestamp) = store.get(TIMESTAMP)? else { return Ok(Present::default()) };
+pub fn present(store: &dyn Store, keys: &Path) -> Result<RepositoryState> {
+    let Some(timestamp) = store.get(TIMESTAMP)? else { return Ok(RepositoryState::default()) };
     let long_ago = jiff::Timestamp::UNIX_EPOCH;
     let mut refused = None;
     // After a rotation what is there is signed by the keys of an older root.
@@ -169,7 +169,7 @@ pub fn present(store: &dyn Store, keys: &Path) -> Result<Present> {
             continue;
         }
         let signed: Signed<Targets> = serde_json::from_slice(&targets)?;
-        return Ok(Present {
+        return Ok(RepositoryState {
             stamp: Some(timestamp),
             timestamp: set.timestamp().map_or(0, |t| t.version),
             snapshot: set.snapshot().map_or(0, |s| s.version),

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 pub struct Copies(Vec<(u64, u32)>);
 
 /// A check under way.
-pub struct SegmentCheck {
+pub struct SegmentVerifier {
     path: PathBuf,
     kind: SegmentKind,
     /// Rows of the table: before this segment, and with it.
@@ -39,7 +39,7 @@ pub struct SegmentCheck {
     done: bool,
 }
 
-impl SegmentCheck {
+impl SegmentVerifier {
     /// A check of a segment of `kind`, over a table of `rows.start` rows (0 for a base or what is placed of it), that makes it one of
     /// `rows.end`; `path` is what errors name.
     pub fn new(path: &Path, kind: SegmentKind, rows: Range<u64>) -> Self {

@@ -1,18 +1,18 @@
 //! Rows that no request waits for: those that were answered with defaults, and those that callers named ahead. Read
 //! between requests, a few pages at a time.
 
-use crate::flash::table::Place;
+use crate::flash::table::RowLocation;
 use crate::io::page::PageBytes;
 use crate::model::Model;
 use crate::request::gpu::OnGpu;
-use crate::request::negative_cache::Absent;
+use crate::request::negative_cache::NegativeCache;
 use crate::request::worker::fetch::{check_page, group_len};
 use crate::request::worker::{Counters, Worker};
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
 use hatchback_kernels::cuda::driver::CudaError;
-use hatchback_kernels::lookup::miss_list::{Miss, Misses};
+use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -76,7 +76,7 @@ impl Worker {
             while next < self.behind.len() && begun < pages_max && self.reader.has_room() {
                 let Miss { row, place, .. } = self.behind[next];
                 let token = u64::from(self.round) << 32 | next as u64;
-                let place = Place::unpack(place);
+                let place = RowLocation::unpack(place);
                 self.reader.begin(model.rows(row.table).segment(place).file(), place.page, token);
                 next += group_len(&self.behind[next..]);
                 begun += 1;
@@ -152,14 +152,14 @@ impl Worker {
 fn insert(
     model: &Model,
     (behind, range): (&mut [Miss], Range<usize>),
-    staging: &mut Misses,
-    absent: &mut Absent,
+    staging: &mut MissList,
+    absent: &mut NegativeCache,
     page: io::Result<&PageBytes>,
     counters: &mut Counters,
 ) -> usize {
     let first = behind[range.start];
     let page = check_page(model, first, page, counters);
-    let segment = model.rows(first.row.table).segment(Place::unpack(first.place));
+    let segment = model.rows(first.row.table).segment(RowLocation::unpack(first.place));
     let mut inserted = 0;
     for number in range {
         let miss = &mut behind[number];

@@ -2,13 +2,13 @@
 //! checked, and its rows staged and cached as it arrives. Never waits beyond the deadline for a row that it may cut.
 
 use crate::flash::segment::fences::AT_ONCE;
-use crate::flash::table::Place;
+use crate::flash::table::RowLocation;
 use crate::io::page::{Page, PageBytes};
 use crate::model::Model;
-use crate::request::negative_cache::Absent;
+use crate::request::negative_cache::NegativeCache;
 use crate::request::worker::{Counters, Worker};
 use crate::schema::MissPolicy;
-use hatchback_kernels::lookup::miss_list::{Miss, Misses, RowState};
+use hatchback_kernels::lookup::miss_list::{Miss, MissList, RowState};
 use std::io;
 use std::ops::Range;
 use std::time::Duration;
@@ -29,7 +29,7 @@ impl Worker {
         let mut state = Fetch { next: 0, must: 0, may: 0 };
         loop {
             self.begin_reads(model, deadline, &mut state);
-            // Misses may be left to begin although none of this request's reads is outstanding: the reader may
+            // MissList may be left to begin although none of this request's reads is outstanding: the reader may
             // be full of those that an earlier request no longer waits for.
             let next = self.misses.list().get(state.next);
             if state.must + state.may == 0 && next.is_none() {
@@ -54,7 +54,7 @@ impl Worker {
             model.rows(some[0].row.table).locate_all(&keys[..some.len()], &mut places);
             for (miss, place) in some.iter_mut().zip(places) {
                 let place = place.filter(|_| !self.absent.holds(miss.row));
-                miss.place = place.map_or(NO_PLACE, Place::pack);
+                miss.place = place.map_or(NO_PLACE, RowLocation::pack);
             }
         }
     }
@@ -71,7 +71,7 @@ impl Worker {
                 MissPolicy::Default => self.leave(range, RowState::Pending),
                 MissPolicy::Deadline if late() => self.leave(range, RowState::Late),
                 policy => {
-                    let place = Place::unpack(place);
+                    let place = RowLocation::unpack(place);
                     let token = u64::from(self.round) << 32 | range.start as u64;
                     self.reader.begin(
                         model.rows(row.table).segment(place).file(),
@@ -160,7 +160,7 @@ pub(super) fn check_page<'a>(
     counters: &mut Counters,
 ) -> Option<Page<'a>> {
     counters.pages += 1;
-    let place = Place::unpack(miss.place);
+    let place = RowLocation::unpack(miss.place);
     match model.rows(miss.row.table).segment(place).check_read(place.page, page) {
         Ok(page) => Some(page),
         Err(e) => {
@@ -174,8 +174,8 @@ pub(super) fn check_page<'a>(
 /// Stages and caches the rows of a page for the misses in `range`, which are all of it.
 fn stage(
     model: &Model,
-    misses: &mut Misses,
-    absent: &mut Absent,
+    misses: &mut MissList,
+    absent: &mut NegativeCache,
     range: Range<usize>,
     page: io::Result<&PageBytes>,
     counters: &mut Counters,
@@ -183,7 +183,7 @@ fn stage(
     let page = check_page(model, misses.list()[range.start], page, counters);
     for i in range {
         let miss = misses.list()[i];
-        let segment = model.rows(miss.row.table).segment(Place::unpack(miss.place));
+        let segment = model.rows(miss.row.table).segment(RowLocation::unpack(miss.place));
         let state = match page.as_ref().map(|p| segment.row(p, miss.row.key)) {
             None => RowState::Damaged,
             Some(None) => {

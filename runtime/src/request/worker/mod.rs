@@ -5,12 +5,12 @@
 mod deferred;
 mod fetch;
 
-use crate::flash::table::{Place, TableRows};
+use crate::flash::table::{RowLocation, TableRows};
 use crate::io::reader::{PageReader, ReadMethod};
 use crate::model::Model;
 use crate::model::tables::{ServedTable, Store};
 use crate::request::gpu::OnGpu;
-use crate::request::negative_cache::Absent;
+use crate::request::negative_cache::NegativeCache;
 use crate::schema::batch::Batch;
 use crate::schema::{InputSource, KeySpace, MissPolicy, Table};
 use hatchback_kernels::cache::Cache;
@@ -19,9 +19,9 @@ use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::dense::{DenseError, DenseScratch};
 use hatchback_kernels::gpu::lookup::FeatureOnDevice;
-use hatchback_kernels::lookup::feature_prefetch::Lead;
-use hatchback_kernels::lookup::miss_list::{Miss, Misses};
-use hatchback_kernels::lookup::{Feature, Input, Rows, Status};
+use hatchback_kernels::lookup::feature_prefetch::FeaturePrefetch;
+use hatchback_kernels::lookup::miss_list::{Miss, MissList};
+use hatchback_kernels::lookup::{FeatureView, Input, LookupStatus, RowStore};
 use hatchback_kernels::simd::isa::Isa;
 use std::sync::Arc;
 use std::time::Duration;
@@ -78,13 +78,13 @@ pub struct Scores<'a> {
     /// `[batch, outputs]`.
     pub values: &'a [f32],
     /// One for each sample.
-    pub statuses: &'a [Status],
+    pub statuses: &'a [LookupStatus],
 }
 
 impl Scores<'_> {
     /// The statuses of all samples together.
-    pub fn status(&self) -> Status {
-        let mut sum = Status::default();
+    pub fn status(&self) -> LookupStatus {
+        let mut sum = LookupStatus::default();
         self.statuses.iter().for_each(|s| sum.add(s));
         sum
     }
@@ -136,7 +136,7 @@ impl Counters {
     }
 }
 
-type GpuMemory = (Misses, Vec<HostMemory<f32>>, Option<OnGpu>);
+type GpuMemory = (MissList, Vec<HostMemory<f32>>, Option<OnGpu>);
 
 /// Serves requests on one model, one at a time.
 pub struct Worker {
@@ -145,18 +145,18 @@ pub struct Worker {
     /// Where the model is on a GPU. A worker that could not be made there, or whose GPU is gone, answers every request with the
     /// reason.
     gpu: Option<Result<OnGpu, Arc<CudaError>>>,
-    misses: Misses,
-    /// Rows to fetch while no request waits: those that were answered with defaults, and those that a caller
+    misses: MissList,
+    /// RowStore to fetch while no request waits: those that were answered with defaults, and those that a caller
     /// named ahead.
     behind: Vec<Miss>,
-    absent: Absent,
+    absent: NegativeCache,
     /// One buffer for each network input, `[batch_max, width]`.
     inputs: Vec<HostMemory<f32>>,
     widths: Vec<usize>,
     /// The dense network's memory where it runs here.
     dense: Option<DenseScratch>,
     scores: Vec<f32>,
-    statuses: Vec<Status>,
+    statuses: Vec<LookupStatus>,
     reader: PageReader,
     isa: Isa,
     /// Tells the reads of this request from those that an earlier one no longer waits for.
@@ -175,19 +175,19 @@ impl Worker {
             Ok((misses, inputs, gpu)) => (misses, inputs, gpu.map(Ok)),
             Err(e) => {
                 log::error!("a worker cannot use the GPU: {e}");
-                (Misses::new(1, 1), Vec::new(), Some(Err(Arc::new(e))))
+                (MissList::new(1, 1), Vec::new(), Some(Err(Arc::new(e))))
             }
         };
         Self {
             misses,
             behind: Vec::with_capacity(budget.misses_max as usize),
-            absent: Absent::new(),
+            absent: NegativeCache::new(),
             inputs,
             gpu,
             widths,
             dense: model.dense.as_ref().map(|dense| dense.scratch(batch)),
             scores: vec![0.0; batch * model.outputs()],
-            statuses: vec![Status::default(); batch],
+            statuses: vec![LookupStatus::default(); batch],
             reader: PageReader::on(model.device(), ReadMethod::Auto),
             isa: Isa::detect(),
             round: 0,
@@ -201,7 +201,7 @@ impl Worker {
     fn memory_on(model: &Model, device: &Device, widths: &[usize]) -> Result<GpuMemory, CudaError> {
         let budget = model.budget();
         let (batch, misses_max) = (budget.batch_max as usize, budget.misses_max as usize);
-        let misses = Misses::on(device, misses_max, model.staging_row_bytes())?;
+        let misses = MissList::on(device, misses_max, model.staging_row_bytes())?;
         let inputs = widths.iter().map(|w| device.host_memory(batch * w)).collect::<Result<_, _>>();
         let mut inputs = inputs?;
         let gpu = OnGpu::new(model, widths, &mut inputs)?;
@@ -240,7 +240,7 @@ impl Worker {
     ) -> Result<Scores<'_>, ScoreError> {
         self.model.check(batch)?;
         let (n, model) = (batch.size(), Arc::clone(&self.model));
-        self.statuses[..n].fill(Status::default());
+        self.statuses[..n].fill(LookupStatus::default());
         match self.gpu.take() {
             None => {
                 self.copy_dense(batch);
@@ -282,7 +282,8 @@ impl Worker {
     fn lookup(&mut self, model: &Model, batch: &Batch, deadline: Option<Duration>) {
         self.misses.clear();
         let (samples, features) = (batch.size(), batch.features());
-        let lead = Lead::new((0..features).map(|f| batch.bags(f).keys.len()).sum(), features);
+        let lead =
+            FeaturePrefetch::new((0..features).map(|f| batch.bags(f).keys.len()).sum(), features);
         for f in 0..features {
             lead.ask(self.isa, f, |f| (model.feature(f, model.columns[f].1), batch.bags(f)));
             let (input, column) = model.columns[f];
@@ -391,12 +392,12 @@ impl Model {
         }
     }
 
-    /// Feature `f` as the query verb takes it, its vectors from `column` on.
-    fn feature(&self, f: usize, column: usize) -> Feature<'_> {
+    /// FeatureView `f` as the query verb takes it, its vectors from `column` on.
+    fn feature(&self, f: usize, column: usize) -> FeatureView<'_> {
         let schema = self.schema();
         let (feature, declared) = (&schema.features[f], schema.table_of(f));
         let table = &self.tables[usize::from(feature.table)];
-        Feature {
+        FeatureView {
             id: f as u16,
             table: feature.table,
             format: table.format,
@@ -404,8 +405,8 @@ impl Model {
             default_row: &declared.default_row,
             pooling: feature.pooling,
             rows: match &table.store {
-                Store::Resident(rows) => Rows::Resident(rows),
-                Store::Cached { cache, .. } => Rows::Cached(&self.caches[*cache]),
+                Store::Resident(rows) => RowStore::Resident(rows),
+                Store::Cached { cache, .. } => RowStore::Cached(&self.caches[*cache]),
             },
             column,
             width: schema.feature_width(f),
@@ -413,7 +414,7 @@ impl Model {
     }
 
     /// Where a row that missed lies; `None` if its table does not have it.
-    fn locate(&self, row: RowKey) -> Option<Place> {
+    fn locate(&self, row: RowKey) -> Option<RowLocation> {
         self.rows(row.table).locate(row.key)
     }
 

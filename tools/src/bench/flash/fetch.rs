@@ -3,7 +3,7 @@
 //! which is what the device can give.
 
 use anyhow::{Context, Result, ensure};
-use hatchback::flash::table::{Place, TableRows};
+use hatchback::flash::table::{RowLocation, TableRows};
 use hatchback::io::page::PageBytes;
 use hatchback::io::reader::{PageFile, PageReader, ReadMethod};
 use std::io;
@@ -21,7 +21,7 @@ struct Miss {
 /// Reads with a fixed number of pages in flight.
 pub struct Fetcher {
     reader: PageReader,
-    places: Vec<Option<Place>>,
+    places: Vec<Option<RowLocation>>,
     misses: Vec<Miss>,
 }
 
@@ -61,7 +61,7 @@ impl Fetcher {
             reader,
             |reader| {
                 let Some(miss) = misses.get(next) else { return false };
-                let place = Place::unpack(miss.place);
+                let place = RowLocation::unpack(miss.place);
                 reader.begin(rows.segment(place).file(), place.page, next as u64);
                 next += group(&misses[next..]).len();
                 true
@@ -124,7 +124,7 @@ fn copy_rows(
     out: &mut [u8],
 ) -> Result<()> {
     let Some(first) = misses.first() else { return Ok(()) };
-    let place = Place::unpack(first.place);
+    let place = RowLocation::unpack(first.place);
     let segment = rows.segment(place);
     let page = segment.check_read(place.page, page)?;
     for miss in misses {

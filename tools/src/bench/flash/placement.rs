@@ -10,7 +10,7 @@ use hatchback::flash::placed_rows_max;
 use hatchback::flash::segment::Part;
 use hatchback::flash::table::TableRows;
 use hatchback::io::disk;
-use hatchback::{Cache, Names, RowKey};
+use hatchback::{Cache, KeySpaces, RowKey};
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
@@ -99,7 +99,7 @@ fn pages_a_request(
 ) -> Result<f64> {
     const ROW: [u8; 8] = [0; 8];
     let slots = (data.rows * percent / 100) as usize;
-    let names = Names::new(vec![None]);
+    let names = KeySpaces::new(vec![None]);
     let bytes = Cache::bytes_min(ROW.len(), &names) + slots * SLOT_BYTES;
     let cache = match slots {
         0 => None,

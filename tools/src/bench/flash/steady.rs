@@ -12,8 +12,8 @@ use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::io::disk;
 use hatchback::limits::PAGE_BYTES;
-use hatchback::maintenance::catalog_entries::Notes;
-use hatchback::maintenance::{Did, Rules, Upkeep};
+use hatchback::maintenance::catalog_entries::CatalogEntries;
+use hatchback::maintenance::{Did, Maintenance, MaintenanceRules};
 use hatchback::schema::{
     Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, Placement, Schema, Table,
 };
@@ -45,7 +45,7 @@ pub fn measure(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> 
     let data = Data { rows: data.rows.min(ROWS_MAX), row_bytes: ROW_BYTES };
     let (path, directory) = (folder.join("bundle"), folder.join("flash"));
     let mut flash = deliver(&data, 0, &path, &directory)?.flash;
-    let mut upkeep = Upkeep::new(Rules::default(), None, Notes::default());
+    let mut upkeep = Maintenance::new(MaintenanceRules::default(), None, CatalogEntries::default());
     let (mut written, mut changed, mut compactions) = (0, 0, 0);
     let mut at_compaction = None;
     for delta in 1..=DELTAS {

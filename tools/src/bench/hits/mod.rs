@@ -11,7 +11,7 @@ use crate::{report, serve};
 use anyhow::{Context, Result};
 use clap::Args;
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::cache::address::Names;
+use hatchback_kernels::cache::address::KeySpaces;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use traces::Trace;
@@ -189,7 +189,7 @@ fn densities() -> Result<Vec<Density>> {
     let mut densities = Vec::new();
     for dim in [16, 32, 64, 128] {
         for (codec, row_bytes) in [("f32", 4 * dim), ("f16", 2 * dim), ("u8", dim + 4)] {
-            let cache = Cache::new(row_bytes, 16 << 20, &Names::new(vec![Some(1 << 24)]));
+            let cache = Cache::new(row_bytes, 16 << 20, &KeySpaces::new(vec![Some(1 << 24)]));
             let cache = cache.context("16 MiB are no cache")?;
             let slot_bytes = cache.bytes() as f64 / cache.slots() as f64;
             let over_hps = (4 * dim + 16) as f64 / slot_bytes;

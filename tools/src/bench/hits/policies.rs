@@ -5,7 +5,7 @@ use super::traces::Trace;
 use anyhow::{Context, Result};
 use hatchback::{RowKey, mix};
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::cache::address::Names;
+use hatchback_kernels::cache::address::KeySpaces;
 
 /// A cache of rows, asked for by their numbers.
 pub trait Policy {
@@ -49,7 +49,7 @@ const ROW_BYTES: usize = 4;
 
 impl Ours {
     fn new(trace: &Trace, slots: usize) -> Result<Self> {
-        let names = Names::new(trace.tables.iter().map(|&rows| Some(rows as u64)).collect());
+        let names = KeySpaces::new(trace.tables.iter().map(|&rows| Some(rows as u64)).collect());
         let cache = cache_of(slots, ROW_BYTES, &names)
             .with_context(|| format!("no cache of {slots} slots"))?;
         Ok(Self { cache, rows: trace.row_keys() })
@@ -57,7 +57,7 @@ impl Ours {
 }
 
 /// Our cache with exactly `slots` slots for rows of `row_bytes`.
-fn cache_of(slots: usize, row_bytes: usize, names: &Names) -> Option<Cache> {
+fn cache_of(slots: usize, row_bytes: usize, names: &KeySpaces) -> Option<Cache> {
     let least = Cache::bytes_min(row_bytes, names);
     let of = |sets: usize| Cache::new(row_bytes, sets * least, names);
     let (one, two) = (of(1)?, of(2)?);
