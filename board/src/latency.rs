@@ -1,5 +1,5 @@
-//! How long requests took, by model, of the generation that is served: what a probation looks at. Never on the path of
-//! another model's requests for longer than one count takes.
+//! How long requests took, by model, of the generation that is served: what a probation looks at.
+//! Never on the path of another model's requests for longer than one count takes.
 
 use hatchback::bundle::manifest::Generation;
 use hdrhistogram::Histogram;
@@ -19,7 +19,8 @@ impl Latencies {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a request to `model` that `generation` answered. Another generation than before begins anew.
+    /// Adds a request to `model` that `generation` answered. Another generation than before begins
+    /// anew.
     pub fn record(&self, model: &str, generation: &Generation, time: Duration) {
         let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let mut models = self.models();
@@ -36,7 +37,8 @@ impl Latencies {
         }
     }
 
-    /// The 99th percentile of the requests to `model` that `generation` answered, µs; 0 where there are none.
+    /// The 99th percentile of the requests to `model` that `generation` answered, µs; 0 where there
+    /// are none.
     pub fn p99_us(&self, model: &str, generation: &Generation) -> u64 {
         let models = self.models();
         let of = models.get(model).filter(|(of, _)| of == generation);

@@ -1,7 +1,8 @@
-//! `hatchbackd`: the in-car daemon. Reads a target and flash directories, reports what the machine is, or takes all
-//! memory at start, then checks the models against their probe sets or serves scores on a Unix socket;
-//! keeps the flash tier healthy and takes staged releases up meanwhile. What serves never touches the network; what
-//! fetches (`sync`) is a process of its own that never opens a model.
+//! `hatchbackd`: the in-car daemon. Reads a target and flash directories, reports what the machine
+//! is, or takes all memory at start, then checks the models against their probe sets or serves
+//! scores on a Unix socket; keeps the flash tier healthy and takes staged releases up meanwhile.
+//! What serves never touches the network; what fetches (`sync`) is a process of its own that never
+//! opens a model.
 
 #![forbid(unsafe_code)]
 
@@ -41,8 +42,8 @@ struct Cli {
     /// What this machine is and may use, such as targets/cpu.toml
     #[arg(long)]
     target: PathBuf,
-    /// A flash directory; several models are given as several NAME=DIR [default name: the model's own; default: every
-    /// folder where the target keeps models]
+    /// A flash directory; several models are given as several NAME=DIR [default name: the model's
+    /// own; default: every folder where the target keeps models]
     #[arg(long, value_name = "[NAME=]DIR")]
     flash: Vec<String>,
     /// Tells what this machine is, what it lacks of the target and what could not be read, and ends
@@ -74,11 +75,12 @@ enum Command {
         /// The socket; created at start, removed at the end
         #[arg(long)]
         socket: PathBuf,
-        /// The sync directory from which a model takes its releases [default name: the only model's; default without
-        /// --flash: every folder where the target keeps them]
+        /// The sync directory from which a model takes its releases [default name: the only
+        /// model's; default without --flash: every folder where the target keeps them]
         #[arg(long, value_name = "[NAME=]DIR")]
         sync: Vec<String>,
-        /// The fleet's first root, in a place that `sync` cannot write; read where there is a sync directory
+        /// The fleet's first root, in a place that `sync` cannot write; read where there is a sync
+        /// directory
         #[arg(long)]
         root: Option<PathBuf>,
     },
@@ -151,14 +153,16 @@ fn main() -> Result<()> {
                 report_memory(&serving, budget.memory_bytes_max);
                 serve(&serving, &target, &flash, updates, &root, &socket, &stop)
             });
-            // Nothing that comes here is a release's fault: with one that cannot be opened others are served.
+            // Nothing that comes here is a release's fault: with one that cannot be opened others
+            // are served.
             served.inspect_err(|_| syncs.iter().for_each(update::ended))
         }
         Command::Sync(_) => Ok(()),
     }
 }
 
-/// Loads the models that can be: one that waits for its first release, or is damaged, keeps no other from being served.
+/// Loads the models that can be: one that waits for its first release, or is damaged, keeps no
+/// other from being served.
 ///
 /// # Errors
 /// None can be, nor may a release change that.

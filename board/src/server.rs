@@ -1,6 +1,6 @@
-//! The socket: one sample a line in, one score a line out, in order, a thread for each connection. When all request
-//! slots of a model are taken the answer is `busy`, at once. SIGTERM ends accepting, answers what was received, returns;
-//! before there is a socket it ends the process.
+//! The socket: one sample a line in, one score a line out, in order, a thread for each connection.
+//! When all request slots of a model are taken the answer is `busy`, at once. SIGTERM ends
+//! accepting, answers what was received, returns; before there is a socket it ends the process.
 
 use crate::latency::Latencies;
 use crate::shed::Shed;
@@ -23,7 +23,8 @@ use std::time::{Duration, Instant};
 
 /// Connections held at once; one more is told `busy` and let go.
 const CONNECTIONS_MAX: usize = 256;
-/// How often a connection whose caller neither writes nor reads looks whether the daemon is stopping.
+/// How often a connection whose caller neither writes nor reads looks whether the daemon is
+/// stopping.
 const IDLE: Duration = Duration::from_millis(100);
 /// Bytes that a line may have whatever is served; what is served says how many more.
 const LINE_BYTES: usize = 64 << 10;
@@ -49,7 +50,8 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Takes the signals from now on. One that comes before there is a socket ends the process, after `early`.
+    /// Takes the signals from now on. One that comes before there is a socket ends the process,
+    /// after `early`.
     ///
     /// # Errors
     /// The system refused.
@@ -224,7 +226,8 @@ fn scored(server: Server<'_>, line: &[u8]) -> Result<Value, String> {
     Ok(json!({"score": scores.values, "status": scores.statuses[0]}))
 }
 
-/// Writes `value`. A caller that does not read keeps its own connection waiting, and not the daemon from ending.
+/// Writes `value`. A caller that does not read keeps its own connection waiting, and not the daemon
+/// from ending.
 fn answer(mut connection: &UnixStream, value: &Value, stop: &Stop) -> io::Result<()> {
     let text = format!("{value}\n");
     let mut rest = text.as_bytes();

@@ -1,5 +1,6 @@
-//! What the daemon asks of the system for itself: that its memory stays in memory, a scheduling class, CPUs. Each is
-//! asked for once, in the first thread, before there are others; threads inherit it. What is refused is said, and the daemon serves on.
+//! What the daemon asks of the system for itself: that its memory stays in memory, a scheduling
+//! class, CPUs. Each is asked for once, in the first thread, before there are others; threads
+//! inherit it. What is refused is said, and the daemon serves on.
 
 use crate::machine::{Reading, reading};
 use hatchback::target::Target;
@@ -38,7 +39,8 @@ pub fn refused(setting: &Reading) -> Option<String> {
     setting.missing.as_ref().map(|why| format!("{}: {why}", setting.name))
 }
 
-/// As many as the system allows: each segment of a cached table is an open file, in an update those of two generations.
+/// As many as the system allows: each segment of a cached table is an open file, in an update those
+/// of two generations.
 fn raise_open_files() -> Result<String, String> {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
@@ -50,8 +52,9 @@ fn raise_open_files() -> Result<String, String> {
         .map_err(|e| format!("{e}; the unit needs LimitNOFILE"))
 }
 
-/// Pages stay from when they are first touched: nothing is read in that is not used. Under a limit below `bytes` it is not
-/// tried: the daemon would get no more memory from the system once it has reached it.
+/// Pages stay from when they are first touched: nothing is read in that is not used. Under a limit
+/// below `bytes` it is not tried: the daemon would get no more memory from the system once it has
+/// reached it.
 fn lock_memory(bytes: u64) -> Result<String, String> {
     let limit = rustix::process::getrlimit(Resource::Memlock).current;
     if let Some(limit) =
@@ -84,9 +87,10 @@ fn realtime(priority: u8) -> Result<String, String> {
         .map_err(|e| format!("{priority}: {e}; the unit needs LimitRTPRIO={priority} or more"))
 }
 
-/// Takes the calling thread out of the real-time class and has it run where nobody else wants the CPU: it is put aside at
-/// once when a request comes, which the lowest priority of the ordinary class is not (a slice of it may last
-/// milliseconds). The kernel derives that of its reads and writes from it.
+/// Takes the calling thread out of the real-time class and has it run where nobody else wants the
+/// CPU: it is put aside at once when a request comes, which the lowest priority of the ordinary
+/// class is not (a slice of it may last milliseconds). The kernel derives that of its reads and
+/// writes from it.
 pub fn behind_all() {
     let policy = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
     if let Err(e) = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, policy)

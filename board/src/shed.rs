@@ -1,6 +1,7 @@
-//! What is shed when the machine is too hot or draws too much power, in this order: first upkeep (merges and scrubs
-//! wait), then requests (one at a time is served, the others are told `busy` at once and fall back). A reading that is
-//! missing sheds nothing; the system's own throttling stays below all this.
+//! What is shed when the machine is too hot or draws too much power, in this order: first upkeep
+//! (merges and scrubs wait), then requests (one at a time is served, the others are told `busy` at
+//! once and fall back). A reading that is missing sheds nothing; the system's own throttling stays
+//! below all this.
 
 use crate::machine::{self, Root};
 use hatchback::target::Shed as Limits;

@@ -1,5 +1,6 @@
-//! systemd's side of the daemon: it is told when the daemon serves and when it stops and, where the unit has a
-//! watchdog, that each model scored a sample just now. A model that hangs goes untold, and the unit is started anew. Without systemd nothing happens.
+//! systemd's side of the daemon: it is told when the daemon serves and when it stops and, where the
+//! unit has a watchdog, that each model scored a sample just now. A model that hangs goes untold,
+//! and the unit is started anew. Without systemd nothing happens.
 
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
@@ -38,7 +39,8 @@ pub fn watched<T>(serving: &Serving, work: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Whether `name` answers: a sample of its own is scored, or all slots are taken and requests get on.
+/// Whether `name` answers: a sample of its own is scored, or all slots are taken and requests get
+/// on.
 fn scores(serving: &Serving, name: &str) -> Result<(), RequestError> {
     let Some(schema) = serving.schema(name) else { return Ok(()) };
     let sample = Sample {

@@ -1,6 +1,7 @@
-//! Updates on a thread of their own, on the side that serves: takes what `hatchbackd sync` has staged through its probe
-//! and its probation, and serves whatever is live on flash, whoever made it so. The two processes share the sync
-//! directory's record; a datagram on its socket `wake` only saves a second. Never opens a link.
+//! Updates on a thread of their own, on the side that serves: takes what `hatchbackd sync` has
+//! staged through its probe and its probation, and serves whatever is live on flash, whoever made
+//! it so. The two processes share the sync directory's record; a datagram on its socket `wake` only
+//! saves a second. Never opens a link.
 
 use crate::latency::Latencies;
 use crate::settings;
@@ -41,8 +42,9 @@ pub struct Update {
 }
 
 impl Update {
-    /// To be called before the model is opened: a release that kept this process from ending in good order too often
-    /// goes. What keeps that from being done is said, and keeps nothing from being served.
+    /// To be called before the model is opened: a release that kept this process from ending in
+    /// good order too often goes. What keeps that from being done is said, and keeps nothing from
+    /// being served.
     pub fn begin(&self) {
         if let Err(e) = self.count_start() {
             log::error!("update of `{}`: this start does not count: {e}", self.name);
@@ -73,7 +75,8 @@ impl Update {
     }
 }
 
-/// To be called where the process ends in good order, or of something that says nothing about a release.
+/// To be called where the process ends in good order, or of something that says nothing about a
+/// release.
 pub fn ended(sync: &Updater) {
     if let Err(e) = sync.end() {
         log::warn!("{}: this start counts as one that did not end: {e}", sync.directory.display());
@@ -181,7 +184,8 @@ impl Work {
         }
     }
 
-    /// Rests between pieces of work as the policy has it; none once it is to stop, or where it is in nobody's way.
+    /// Rests between pieces of work as the policy has it; none once it is to stop, or where it is
+    /// in nobody's way.
     fn rests<'a>(&'a self, clock: &'a SystemClock) -> impl Fn() + 'a {
         rests(self.update.policy.busy_percent_max, clock, |time| {
             if !self.stopping.load(Ordering::Acquire) && !self.serving.names().is_empty() {

@@ -1,6 +1,6 @@
-//! Maintenance on a thread of its own, at the lowest priority: merges, scrubs and mends in small steps, follows what other
-//! processes make live, and says what it did. Never on a request's path; what is served keeps the segments that
-//! it opened, whatever is reclaimed meanwhile.
+//! Maintenance on a thread of its own, at the lowest priority: merges, scrubs and mends in small
+//! steps, follows what other processes make live, and says what it did. Never on a request's path;
+//! what is served keeps the segments that it opened, whatever is reclaimed meanwhile.
 
 use crate::settings;
 use crate::shed::Shed;
@@ -27,7 +27,8 @@ pub struct UpkeepThread {
 }
 
 impl UpkeepThread {
-    /// Starts upkeep of `directory` by `rules`; it waits until something is live there, and while `shed` says so.
+    /// Starts upkeep of `directory` by `rules`; it waits until something is live there, and while
+    /// `shed` says so.
     ///
     /// # Errors
     /// The system gives no thread.

@@ -1,5 +1,5 @@
-//! The daemon on machines that are folders: what it reports of them, what it sheds when they run hot, and what it tells
-//! systemd. No reading here is this machine's own.
+//! The daemon on machines that are folders: what it reports of them, what it sheds when they run
+//! hot, and what it tells systemd. No reading here is this machine's own.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -236,7 +236,8 @@ fn what_does_not_fit_is_named() {
     assert!(problems(&desk.report()).contains("models/coupon/live"), "a damaged model is named");
 }
 
-/// What would keep a start from happening stands in the report; so does a GPU other than the target's.
+/// What would keep a start from happening stands in the report; so does a GPU other than the
+/// target's.
 #[test]
 fn a_gpu_that_is_not_there_or_not_the_targets_is_named() {
     let desk = Machine::new("cpu", "");

@@ -1,5 +1,5 @@
-//! The daemon as the car runs it: the probe check, scores over the socket, `busy` when all request slots are taken,
-//! several models, and a drain on SIGTERM.
+//! The daemon as the car runs it: the probe check, scores over the socket, `busy` when all request
+//! slots are taken, several models, and a drain on SIGTERM.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -227,8 +227,8 @@ fn the_limit_of_open_files_is_raised() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// One slot, and a request that waits in it for others to join: the next is told so at once. What was received before
-/// the SIGTERM is answered.
+/// One slot, and a request that waits in it for others to join: the next is told so at once. What
+/// was received before the SIGTERM is answered.
 #[test]
 fn a_request_too_many_is_busy_and_what_was_received_is_answered() {
     let car = Car::new();

@@ -1,5 +1,5 @@
-//! The two processes of a car: `sync` stages what was published, `serve` takes it through its probe and its probation and
-//! serves it, while callers ask all the time.
+//! The two processes of a car: `sync` stages what was published, `serve` takes it through its probe
+//! and its probation and serves it, while callers ask all the time.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -147,7 +147,8 @@ impl Fleet {
         UpdateStatus::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap().starts
     }
 
-    /// Asks over and over until the update is in `state`; from the first score on every answer is one.
+    /// Asks over and over until the update is in `state`; from the first score on every answer is
+    /// one.
     fn ask_until(&self, state: UpdateState) -> UpdateStatus {
         while UnixStream::connect(self.at("socket")).is_err() {
             std::thread::sleep(Duration::from_millis(5));
@@ -155,7 +156,8 @@ impl Fleet {
         let mut connection = BufReader::new(UnixStream::connect(self.at("socket")).unwrap());
         let mut scored = false;
         for line in probe().lines().cycle() {
-            // Who asks without a pause leaves nothing to an update, which runs where nobody else wants the CPU.
+            // Who asks without a pause leaves nothing to an update, which runs where nobody else
+            // wants the CPU.
             std::thread::sleep(Duration::from_millis(1));
             let answer = ask(&mut connection, "coupon", line);
             scored |= answer["score"].is_array();
@@ -236,7 +238,8 @@ fn what_is_published_is_served_if_it_proves_itself() {
     fleet.ask_until(UpdateState::Probation);
     let status = fleet.ask_until(UpdateState::Committed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
-    // Updates and upkeep run where nobody else wants the CPU; who serves what they brought does not.
+    // Updates and upkeep run where nobody else wants the CPU; who serves what they brought does
+    // not.
     let (own, idle) = (daemon.classes("hatchbackd")[0], 5);
     assert_eq!(daemon.classes("update"), [idle]);
     assert_eq!(daemon.classes("worker"), [own; 2], "two workers");
@@ -270,8 +273,8 @@ fn what_is_published_is_served_if_it_proves_itself() {
     daemon.stop();
 }
 
-/// With a release on probation: what ends a start for another reason is no sign against it, and whoever holds the record
-/// keeps nothing from being served.
+/// With a release on probation: what ends a start for another reason is no sign against it, and
+/// whoever holds the record keeps nothing from being served.
 #[test]
 fn only_starts_that_die_count_against_a_release() {
     let fleet = Fleet::new();
@@ -298,7 +301,8 @@ fn only_starts_that_die_count_against_a_release() {
     // There is no place for the socket.
     assert!(!fleet.serve_on("nowhere/socket").0.wait().unwrap().success());
     assert_eq!(fleet.starts(), 0);
-    // Told to stop while another model is opened, which does not end: its record is a pipe that nobody writes to.
+    // Told to stop while another model is opened, which does not end: its record is a pipe that
+    // nobody writes to.
     std::fs::create_dir(fleet.at("models/other")).unwrap();
     assert!(Command::new("mkfifo").arg(fleet.at("models/other/live")).status().unwrap().success());
     let mut daemon = fleet.serve();

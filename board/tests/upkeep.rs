@@ -1,5 +1,5 @@
-//! The daemon's upkeep beside serving: deltas are merged while scores are served, over a stop and a start, and what
-//! another process installs is followed.
+//! The daemon's upkeep beside serving: deltas are merged while scores are served, over a stop and a
+//! start, and what another process installs is followed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -120,7 +120,8 @@ fn a_serving_daemon_merges_follows_and_stops() {
         "{left} bytes, {} deltas",
         car.deltas()
     );
-    // The next start goes on, with room; scores stay, and the segments that the model opened go away under it.
+    // The next start goes on, with room; scores stay, and the segments that the model opened go
+    // away under it.
     let (daemon, socket) = car.serve(&format!("{merge} 1_000_000_000"));
     while car.deltas() > 0 {
         assert_eq!(score(&socket), before);

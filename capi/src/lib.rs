@@ -1,5 +1,6 @@
-//! `libhatchback`: a model for C and C++ programs, in their own process. `hatchback.h` says what each call does; here
-//! pointers become slices, once a call, and results become numbers. No panic crosses into C, and nothing is computed here.
+//! `libhatchback`: a model for C and C++ programs, in their own process. `hatchback.h` says what
+//! each call does; here pointers become slices, once a call, and results become numbers. No panic
+//! crosses into C, and nothing is computed here.
 
 use hatchback::flash::Flash;
 use hatchback::io::disk;
@@ -126,7 +127,8 @@ fn values<'a, T>(name: &str, start: *const T, length: usize) -> Result<&'a [T], 
         _ if start.is_null() || !start.is_aligned() => {
             Err(request(format!("{name} is NULL or not aligned")))
         }
-        // SAFETY: not null and aligned, and by the header there are that many values, which live through the call.
+        // SAFETY: not null and aligned, and by the header there are that many values, which live
+        // through the call.
         _ => Ok(unsafe { std::slice::from_raw_parts(start, length) }),
     }
 }
@@ -139,7 +141,8 @@ fn room<'a, T>(name: &str, start: *mut T, length: usize) -> Result<&'a mut [T], 
 }
 
 fn handle<'a>(model: *const Handle) -> Result<&'a Handle, Refusal> {
-    // SAFETY: null, or by the header what `hatchback_open` gave and `hatchback_close` did not get yet.
+    // SAFETY: null, or by the header what `hatchback_open` gave and `hatchback_close` did not get
+    // yet.
     unsafe { model.as_ref() }.ok_or_else(|| request("model is NULL"))
 }
 
@@ -159,7 +162,8 @@ fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
     Ok(Handle { pipeline, clock, batches: Mutex::new(batches) })
 }
 
-/// As many batches, and samples to fill them from, as the model has request slots, if its budget holds them too.
+/// As many batches, and samples to fill them from, as the model has request slots, if its budget
+/// holds them too.
 fn batches(model: &Model) -> Result<Vec<(Batch, Sample)>, Refusal> {
     let (schema, budget) = (model.schema(), model.budget());
     let each = Batch::bytes(schema, budget.batch_max as usize) + Batch::bytes(schema, 1);
@@ -335,7 +339,8 @@ pub extern "C" fn hatchback_error() -> *const c_char {
 pub unsafe extern "C" fn hatchback_close(model: *mut Handle) {
     answer(|| {
         if !model.is_null() {
-            // SAFETY: `hatchback_open` made it of a box, and by the caller's promise it is nobody else's.
+            // SAFETY: `hatchback_open` made it of a box, and by the caller's promise it is nobody
+            // else's.
             drop(unsafe { Box::from_raw(model) });
         }
         Ok(())

@@ -1,5 +1,6 @@
-//! A C program scores the demo's samples through the header and the shared library, to the bit as the runtime does, and
-//! makes every mistake that the header names. As C++ the header is compiled only.
+//! A C program scores the demo's samples through the header and the shared library, to the bit as
+//! the runtime does, and makes every mistake that the header names. As C++ the header is compiled
+//! only.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -20,7 +21,8 @@ fn here(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// The lines of the demo's probe set, as the C program reads them, and the scores and statuses of the runtime.
+/// The lines of the demo's probe set, as the C program reads them, and the scores and statuses of
+/// the runtime.
 fn expected(flash: &Path) -> (String, Vec<(f32, LookupStatus)>) {
     let model = Arc::new(Model::open(&disk::system(), flash, Budget::default()).unwrap());
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
@@ -51,7 +53,8 @@ fn compile(compiler: &str, arguments: &[&str]) {
     assert!(command.status().unwrap().success(), "{command:?}");
 }
 
-/// Compiles the C program in `folder`, where it finds the library by the name that this gives itself.
+/// Compiles the C program in `folder`, where it finds the library by the name that this gives
+/// itself.
 fn program(folder: &Path) -> PathBuf {
     let (built, link) = (std::env::current_exe().unwrap(), folder.join("libhatchback.so.0"));
     std::os::unix::fs::symlink(built.with_file_name("libhatchback_capi.so"), &link).unwrap();

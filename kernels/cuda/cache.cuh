@@ -1,5 +1,6 @@
-// The embedding cache as it lies in device memory: to the byte the layout of the CPU's (kernels/src/cache.rs), which says what
-// it means. A set has a head (names of its rows, sequence, uses), a tail (epoch, eviction) and 14 slots of `row` words.
+// The embedding cache as it lies in device memory: to the byte the layout of the CPU's
+// (kernels/src/cache.rs), which says what it means. A set has a head (names of its rows, sequence,
+// uses), a tail (epoch, eviction) and 14 slots of `row` words.
 //
 // A warp looks for one row: each lane compares a word of the head.
 #pragma once
@@ -40,12 +41,14 @@ __device__ __forceinline__ u32* row_of(const Cache& cache, u32 set, u32 way) {
     return cache.rows + ((u64)set * WAYS + way) * cache.row;
 }
 
-// The lane's word of a head: low halves in the first line, high halves in the second where words are wide.
+// The lane's word of a head: low halves in the first line, high halves in the second where words
+// are wide.
 __device__ __forceinline__ u32 load_head(const Cache& cache, u32 set, u32 lane) {
     return load_racing(head_of(cache, set) + (lane & (cache.head - 1)));
 }
 
-// Where the row that `word` names stands, from its set's head over the warp; WAYS where it does not. For all lanes.
+// Where the row that `word` names stands, from its set's head over the warp; WAYS where it does
+// not. For all lanes.
 __device__ __forceinline__ u32 find(const Cache& cache, u64 word, u32 head, u32 lane) {
     u32 equal = __ballot_sync(FULL, head == (lane < LINE || cache.head == LINE ? (u32)word : (u32)(word >> 32)));
     u32 hits = equal & (cache.head == LINE ? FULL : equal >> LINE) & WAY_BITS;

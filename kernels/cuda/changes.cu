@@ -1,12 +1,14 @@
-// The verbs that change a cache, `insert`, `update` and `invalidate`, and those that tell what it holds, `probe` and `dump`. To
-// the byte what kernels/src/cache.rs does with the same rows in the same order.
+// The verbs that change a cache, `insert`, `update` and `invalidate`, and those that tell what it
+// holds, `probe` and `dump`. To the byte what kernels/src/cache.rs does with the same rows in the
+// same order.
 //
-// The host sorts a list of changes by set, keeping their order within one, and a warp takes all of a set: so a set has one
-// writer in a launch. Launches that change a cache are on one stream; queries on others go on meanwhile, and the sequence number
-// of a set, odd while it changes, tells them what not to believe.
+// The host sorts a list of changes by set, keeping their order within one, and a warp takes all of
+// a set: so a set has one writer in a launch. Launches that change a cache are on one stream;
+// queries on others go on meanwhile, and the sequence number of a set, odd while it changes, tells
+// them what not to believe.
 //
-// Changed since the first version: a warp meets before it passes a fence, so that what all its lanes wrote is behind it; dumps copy
-// without looking twice, since nothing changes meanwhile.
+// Changed since the first version: a warp meets before it passes a fence, so that what all its
+// lanes wrote is behind it; dumps copy without looking twice, since nothing changes meanwhile.
 #include "eviction.cuh"
 
 struct Change {

@@ -1,6 +1,7 @@
-// The dense network's operators: what `../src/dense/device.rs` launches, in the order of its plan. Each is the CPU's
-// operator (`../src/dense/plan.rs`, `gemm.rs`, `math.rs`) to the bit: a sum is one chain of fused multiply-adds in the
-// order of its inputs, whatever the tiles. So nothing here splits a sum over threads. All matrices are row-major.
+// The dense network's operators: what `../src/dense/device.rs` launches, in the order of its plan.
+// Each is the CPU's operator (`../src/dense/plan.rs`, `gemm.rs`, `math.rs`) to the bit: a sum is
+// one chain of fused multiply-adds in the order of its inputs, whatever the tiles. So nothing here
+// splits a sum over threads. All matrices are row-major.
 
 #include "prelude.cuh"
 
@@ -8,8 +9,9 @@ typedef long long i64;
 
 // ---- matrix products: out[m, n] = finish(a[m, k] x w[k, n]), finish(x) = relu?(x * scale + bias)
 
-// A block makes ROWS x COLUMNS results, a thread EACH_ROWS x EACH_COLUMNS of them, strided by the block's threads so
-// that neighbours in a warp read and write neighbours in memory. DEPTH rows of w pass through shared memory at a time.
+// A block makes ROWS x COLUMNS results, a thread EACH_ROWS x EACH_COLUMNS of them, strided by the
+// block's threads so that neighbours in a warp read and write neighbours in memory. DEPTH rows of w
+// pass through shared memory at a time.
 template <int ROWS, int COLUMNS, int EACH_ROWS, int EACH_COLUMNS>
 static __device__ __forceinline__ void multiply(const float* __restrict__ a, const float* __restrict__ w,
                                                 const float* __restrict__ scale, const float* __restrict__ bias,
@@ -56,13 +58,15 @@ static __device__ __forceinline__ void multiply(const float* __restrict__ a, con
     }
 }
 
-// For many rows: 64 x 64 results a block of 256 threads; a block for each tile, row after row of tiles.
+// For many rows: 64 x 64 results a block of 256 threads; a block for each tile, row after row of
+// tiles.
 extern "C" __global__ void __launch_bounds__(256) dense_matrix(const float* a, const float* w, const float* scale, const float* bias,
                                                                  float* out, int m, int k, int n, int relu) {
     multiply<64, 64, 4, 4>(a, w, scale, bias, out, m, k, n, relu);
 }
 
-// For few rows: 8 x 32 results a block of 256 threads, so that more of the machine reads the weights at once.
+// For few rows: 8 x 32 results a block of 256 threads, so that more of the machine reads the
+// weights at once.
 extern "C" __global__ void __launch_bounds__(256) dense_matrix_few(const float* a, const float* w, const float* scale, const float* bias,
                                                                      float* out, int m, int k, int n, int relu) {
     multiply<8, 32, 1, 1>(a, w, scale, bias, out, m, k, n, relu);
@@ -77,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(256) dense_finish(float* out, const
     }
 }
 
-// Small products of two computed operands, `products` times [m, k] x [k, n]; the second is [n, k] if turned. A block
-// each: they are the dot products between a sample's vectors, tens by tens.
+// Small products of two computed operands, `products` times [m, k] x [k, n]; the second is [n, k]
+// if turned. A block each: they are the dot products between a sample's vectors, tens by tens.
 extern "C" __global__ void __launch_bounds__(256) dense_products(const float* a, const float* b, float* out, i64 products, int m, int k, int n, int turned) {
     for (i64 product = blockIdx.x; product < products; product += gridDim.x) {
         const float* left = a + product * m * k;
@@ -111,8 +115,8 @@ static __device__ __forceinline__ float exponential(float x) {
     p = fmaf(p, r, 0.5f);
     const float e = fmaf(p, r * r, r) + 1.0f;
     const u32 power = (__float_as_uint(rounded) - __float_as_uint(ROUND) + 127u) << 23;
-    // Exact, since it is by a power of two: fused into what follows or not, the bits are the same. No other product here
-    // meets a sum that is not written as fmaf.
+    // Exact, since it is by a power of two: fused into what follows or not, the bits are the same.
+    // No other product here meets a sum that is not written as fmaf.
     return e * __uint_as_float(power);
 }
 
@@ -128,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(256) dense_map(const float* from, f
 
 // ---- functions of two values
 
-// One side: `picks` null and `from_width` that of the result: values in order; `picks`: value picks[i] of the sample;
-// `from_width` 0: the same values for every sample.
+// One side: `picks` null and `from_width` that of the result: values in order; `picks`: value
+// picks[i] of the sample; `from_width` 0: the same values for every sample.
 static __device__ __forceinline__ float side(const float* from, const u32* picks, int from_width, i64 sample, int i) {
     return from[sample * from_width + (picks ? (int)picks[i] : i)];
 }

@@ -1,4 +1,5 @@
-// Which row of a full set gives way: S3-FIFO inside a set, step by step what kernels/src/eviction.rs does. One lane runs it.
+// Which row of a full set gives way: S3-FIFO inside a set, step by step what
+// kernels/src/eviction.rs does. One lane runs it.
 #pragma once
 #include "cache.cuh"
 

@@ -1,21 +1,25 @@
-// The verb `query`: probe, decode, pool and concatenate, all tables in one launch, straight into the dense network's input; and
-// `finish`, which pools the rest of the bags that missed, from the rows that the host read. What a query leaves open goes to a
-// ring in host memory: the missing keys with their places, copies of the hits behind them, and counts. To the bit what
+// The verb `query`: probe, decode, pool and concatenate, all tables in one launch, straight into
+// the dense network's input; and `finish`, which pools the rest of the bags that missed, from the
+// rows that the host read. What a query leaves open goes to a ring in host memory: the missing keys
+// with their places, copies of the hits behind them, and counts. To the bit what
 // kernels/src/query.rs does.
 //
-// A warp takes a few samples of one feature. Their keys lie side by side, so it names 32 at once, a lane each, and then has the
-// sets and rows of several keys on their way from memory together, whichever bags they are of. A row is believed only where
-// its set's sequence number is even and the same before and after it was read: after, by a fence; before, since where the row
-// lies is known only from what was read with the number.
+// A warp takes a few samples of one feature. Their keys lie side by side, so it names 32 at once, a
+// lane each, and then has the sets and rows of several keys on their way from memory together,
+// whichever bags they are of. A row is believed only where its set's sequence number is even and
+// the same before and after it was read: after, by a fence; before, since where the row lies is
+// known only from what was read with the number.
 //
-// A row that is too wide for registers is added as it is read, and believed then: a bag that took one in that had changed meanwhile
-// counts for nothing and is asked for again.
+// A row that is too wide for registers is added as it is read, and believed then: a bag that took
+// one in that had changed meanwhile counts for nothing and is asked for again.
 //
-// Changed since the first version: eight keys of narrow rows at once instead of four; bags that wait are read where they lie when
-// `finish` runs, so that a graph can record it; wide rows in pieces, no local memory; a tile's offsets are read once.
+// Changed since the first version: eight keys of narrow rows at once instead of four; bags that
+// wait are read where they lie when `finish` runs, so that a graph can record it; wide rows in
+// pieces, no local memory; a tile's offsets are read once.
 #include "pool.cuh"
 
-// Words of a lane that stay in registers while a bag is added: 128 columns, or more of small codecs.
+// Words of a lane that stay in registers while a bag is added: 128 columns, or more of small
+// codecs.
 template <u32 CODEC> struct Narrow { static constexpr u32 WORDS = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1; };
 // Those of a piece of a wide row.
 template <u32 CODEC> struct Piece { static constexpr u32 WORDS = 2 * Narrow<CODEC>::WORDS; };
@@ -66,7 +70,8 @@ __device__ __forceinline__ void use(u32* uses, u32 seen, u32 way) {
     }
 }
 
-// Where a cached row was found: its set's sequence number before it was read, its way, and the set's head, read before or since.
+// Where a cached row was found: its set's sequence number before it was read, its way, and the
+// set's head, read before or since.
 struct Found {
     u32 before, way, head;
 };
@@ -202,7 +207,8 @@ __device__ __forceinline__ bool believe(const Feature& f, const Found& found, Na
     return same;
 }
 
-// The lane's key of the 32 from `chunk` on, and its name; word 0 where there is none. A resident row's word is its position.
+// The lane's key of the 32 from `chunk` on, and its name; word 0 where there is none. A resident
+// row's word is its position.
 __device__ __forceinline__ Name name_at(const Feature& f, const u64* keys, u32 at, u32 end, u64& key) {
     key = at < end ? keys[at] : 0;
     if (at >= end) return {0, 0};
@@ -222,7 +228,8 @@ __device__ __forceinline__ void pool(const Query& q, u32 feature, const Feature&
             Found found[KEYS];
             Row<WORDS> rows[KEYS];
             if (f.place == CACHED) {
-                // Each of these loops has loads of all keys under way before the next needs the first of them.
+                // Each of these loops has loads of all keys under way before the next needs the
+                // first of them.
 #pragma unroll
                 for (u32 k = 0; k < KEYS; k++) found[k].head = load_head(f.cache, __shfl_sync(FULL, name.set, group + k), lane);
 #pragma unroll

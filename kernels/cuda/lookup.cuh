@@ -26,7 +26,8 @@ struct Feature {
     float unit;
 };
 
-// A bag whose pooling stopped at its first missing row: `done` rows are pooled, `refs` more are in the ring from `first` on.
+// A bag whose pooling stopped at its first missing row: `done` rows are pooled, `refs` more are in
+// the ring from `first` on.
 struct OpenBag { u32 feature, sample, done, first, refs; };
 
 enum Kind { MISSING, ABSENT, KEPT };
@@ -69,7 +70,8 @@ struct Query {
 };
 static_assert(sizeof(Feature) == 176 && sizeof(Query) == 120, "as kernels/src/cuda/launch.rs has them");
 
-// The bags that the host has found the rows of. Lies in host memory, so that a recorded launch learns them when it runs.
+// The bags that the host has found the rows of. Lies in host memory, so that a recorded launch
+// learns them when it runs.
 struct Finish {
     const Feature* features;
     const OpenBag* bags;

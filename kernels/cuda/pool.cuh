@@ -1,5 +1,6 @@
-// One row on its way from memory into a bag's sum: decoded to the bit as kernels/src/codec.rs says, added column by column in key
-// order. A lane has the words `lane`, `lane + 32`, ... of the row, or of a piece of it, and the columns that lie in them.
+// One row on its way from memory into a bag's sum: decoded to the bit as kernels/src/codec.rs says,
+// added column by column in key order. A lane has the words `lane`, `lane + 32`, ... of the row, or
+// of a piece of it, and the columns that lie in them.
 #pragma once
 #include "lookup.cuh"
 
@@ -73,7 +74,8 @@ struct Sum {
 
     __device__ __forceinline__ void begin(u32 sample) { out = f.out + sample * f.stride; }
 
-    // Calls `each(word of the piece, value of the word, column)` for the lane's columns in the piece from word `first` on.
+    // Calls `each(word of the piece, value of the word, column)` for the lane's columns in the
+    // piece from word `first` on.
     template <class Each>
     __device__ __forceinline__ void columns_of(u32 first, Each each) {
 #pragma unroll

@@ -1,5 +1,6 @@
-// What every kernel source starts from: fixed-width names, reads and writes that race by design, f16. Includes nothing on the
-// device, so that the compiler alone builds it; on the host `host.h` stands for CUDA's own names.
+// What every kernel source starts from: fixed-width names, reads and writes that race by design,
+// f16. Includes nothing on the device, so that the compiler alone builds it; on the host `host.h`
+// stands for CUDA's own names.
 //
 // Floor: compute capability 8.0, PTX ISA 7.4 (CUDA 11.4).
 #pragma once
@@ -14,8 +15,8 @@ typedef int i32;
 
 #if defined(__CUDA_ARCH__)
 
-// One word that another thread may change meanwhile: whole, and from where all threads of the device see it. It orders nothing,
-// so what the compiler knows of other memory it may keep.
+// One word that another thread may change meanwhile: whole, and from where all threads of the
+// device see it. It orders nothing, so what the compiler knows of other memory it may keep.
 __device__ __forceinline__ u32 load_racing(const u32* at) {
     u32 v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
@@ -26,8 +27,9 @@ __device__ __forceinline__ void store_racing(u32* at, u32 v) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
 
-// Racing reads and writes before it come before those behind it, for all threads of the device. It speaks for the calling lane
-// alone: where one lane's reads come before another's, `__syncwarp` follows, where one's writes do, it precedes.
+// Racing reads and writes before it come before those behind it, for all threads of the device. It
+// speaks for the calling lane alone: where one lane's reads come before another's, `__syncwarp`
+// follows, where one's writes do, it precedes.
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // The same for the host.

@@ -1,5 +1,5 @@
-//! Times one ONNX network on one core: our kernels with each weight format, and rten, interleaved, in
-//! microseconds of CPU time a batch (the median of the rounds).
+//! Times one ONNX network on one core: our kernels with each weight format, and rten, interleaved,
+//! in microseconds of CPU time a batch (the median of the rounds).
 //!
 //!     cargo run --release -p hatchback-kernels --example dense -- NETWORK.onnx NAME=WIDTH.. OUTPUT
 

@@ -1,4 +1,5 @@
-//! The networks of the repository on our kernels: what a run takes from the heap, and what its bits depend on.
+//! The networks of the repository on our kernels: what a run takes from the heap, and what its bits
+//! depend on.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 // The allocator trait is unsafe.

@@ -1,5 +1,5 @@
-//! What a command line says of a car and of its way to a repository; the same for the daemon and for the desk. Only reads: the
-//! work is the sync's.
+//! What a command line says of a car and of its way to a repository; the same for the daemon and
+//! for the desk. Only reads: the work is the sync's.
 
 use crate::{LinkOptions, OpenError, open};
 use anyhow::{Context, Result};
@@ -22,7 +22,8 @@ pub struct CarArgs {
     /// Which model, where nothing is live yet and the repository has several
     #[arg(long)]
     lineage: Option<String>,
-    /// When this car gets a release that a share of the fleet gets first: from 0, with the first per cent, to 99
+    /// When this car gets a release that a share of the fleet gets first: from 0, with the first
+    /// per cent, to 99
     #[arg(long, default_value_t = 99, value_parser = clap::value_parser!(u8).range(..100))]
     cohort: u8,
     /// Certificates to trust, a PEM file [default: the system's]

@@ -1,5 +1,6 @@
-//! The process that has the link: `hatchback-sync`, or `hatchbackd sync`. Looks for releases, stages them, and says so;
-//! writes nothing but the sync directory. Never opens a model, and never makes anything live: that is the serving process.
+//! The process that has the link: `hatchback-sync`, or `hatchbackd sync`. Looks for releases,
+//! stages them, and says so; writes nothing but the sync directory. Never opens a model, and never
+//! makes anything live: that is the serving process.
 
 use crate::args::CarArgs;
 use anyhow::Result;
@@ -52,7 +53,8 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     args.car.link(&args.from, rules.bytes_per_s_max)?;
     let (mut due, mut in_hand) = (Instant::now(), false);
     loop {
-        // Once the serving process is done with a release there may be a next one on the way to the newest.
+        // Once the serving process is done with a release there may be a next one on the way to the
+        // newest.
         let is_done = sync.status().is_ok_and(|status| status.state.is_fetching());
         if in_hand && is_done {
             due = Instant::now();
@@ -92,8 +94,8 @@ fn look(sync: &Updater, args: &SyncArgs, rules: LinkRules) -> Result<UpdateState
     Ok(status.state)
 }
 
-/// How long until the next look: the rule's time, up to a quarter more or less by chance so that cars which start
-/// together do not stay together; after an error a sixteenth of that.
+/// How long until the next look: the rule's time, up to a quarter more or less by chance so that
+/// cars which start together do not stay together; after an error a sixteenth of that.
 fn wait(rules: LinkRules, is_ok: bool) -> Duration {
     let chance = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
     let minutes = Duration::from_secs(60 * u64::from(rules.poll_minutes.max(1)));

@@ -1,5 +1,5 @@
-//! Links to a repository: a directory, or a web server over HTTP(S) with ranges. Follows redirects from HTTPS to HTTPS
-//! only and keeps no cookies; what arrives is proved by whoever asked for it.
+//! Links to a repository: a directory, or a web server over HTTP(S) with ranges. Follows redirects
+//! from HTTPS to HTTPS only and keeps no cookies; what arrives is proved by whoever asked for it.
 
 #![forbid(unsafe_code)]
 

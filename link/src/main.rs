@@ -1,5 +1,5 @@
-//! `hatchback-sync`: the process with the link, as a small program of its own beside `hatchbackd serve`. Only reads the
-//! command line.
+//! `hatchback-sync`: the process with the link, as a small program of its own beside `hatchbackd
+//! serve`. Only reads the command line.
 
 #![forbid(unsafe_code)]
 

@@ -1,11 +1,13 @@
-//! Hatchback: the inference runtime that serves recommendation models with huge embedding tables in a car.
+//! Hatchback: the inference runtime that serves recommendation models with huge embedding tables in
+//! a car.
 //!
-//! The request flow is [`score`]: a [`batch`] of dense features and sparse keys becomes scores with a status.
-//! Below it lie the opened [`model`], the [`flash`] directory, its [`segment`]s and their [`page`]s; beside it
-//! the [`bundle`] in which a model arrives and the [`manifest`] and [`schema`] that describe it.
+//! The request flow is [`score`]: a [`batch`] of dense features and sparse keys becomes scores with
+//! a status. Below it lie the opened [`model`], the [`flash`] directory, its [`segment`]s and their
+//! [`page`]s; beside it the [`bundle`] in which a model arrives and the [`manifest`] and [`schema`]
+//! that describe it.
 //!
-//! The crate has no knowledge of the machine it runs on: directories, budgets ([`target`]) and time are
-//! arguments.
+//! The crate has no knowledge of the machine it runs on: directories, budgets ([`target`]) and time
+//! are arguments.
 
 #![deny(unsafe_code)]
 

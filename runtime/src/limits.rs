@@ -16,8 +16,8 @@ pub const DENSE_BYTES_MAX: u64 = 256 << 20;
 pub const PROBE_BYTES_MAX: u64 = 64 << 20;
 /// Keys of one table's hot list.
 pub const HOT_KEYS_MAX: usize = 1 << 22;
-/// A table's most used rows may lie on flash a second time, packed together: one row in so many at most, so that
-/// the index of their keys stays under 1.3 bits for each key of the table...
+/// A table's most used rows may lie on flash a second time, packed together: one row in so many at
+/// most, so that the index of their keys stays under 1.3 bits for each key of the table...
 pub const PLACED_ONE_IN: u64 = 100;
 /// ...or this many, in a small table.
 pub const PLACED_ROWS_MIN: u64 = 256;

@@ -1,5 +1,5 @@
-//! Targets: what a machine is and may use, as TOML files that inherit from one another. Reads text, never
-//! the machine.
+//! Targets: what a machine is and may use, as TOML files that inherit from one another. Reads text,
+//! never the machine.
 
 use crate::flash::overlay::DELTAS_MAX;
 use crate::maintenance::MaintenanceRules;
@@ -17,7 +17,8 @@ use toml::{Table, Value};
 /// Files that inherit from each other in a chain longer than this are a mistake.
 const INHERIT_MAX: usize = 8;
 
-/// A real-time kernel serves interrupts at 50; above it a busy daemon would keep flash and network waiting.
+/// A real-time kernel serves interrupts at 50; above it a busy daemon would keep flash and network
+/// waiting.
 const REALTIME_PRIORITY_MAX: u8 = 49;
 
 /// CPUs that an affinity mask of Linux holds.
@@ -61,7 +62,8 @@ pub struct Machine {
     pub updates: PathBuf,
 }
 
-/// When the daemon sheds what, °C of the hottest zone and watts of all rails; without a limit, never.
+/// When the daemon sheds what, °C of the hottest zone and watts of all rails; without a limit,
+/// never.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shed {
@@ -172,8 +174,8 @@ pub enum TargetError {
 }
 
 impl Target {
-    /// Reads the target at `path` with everything it inherits (`inherits = "base"` names `base.toml` beside
-    /// it; its own fields win).
+    /// Reads the target at `path` with everything it inherits (`inherits = "base"` names
+    /// `base.toml` beside it; its own fields win).
     ///
     /// # Errors
     /// A file is missing, does not parse, or leaves a field out.

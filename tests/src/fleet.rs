@@ -1,4 +1,5 @@
-//! A fleet to test sync with: keys, a repository whose releases are those of [`Versions`], and a car on a simulated disk.
+//! A fleet to test sync with: keys, a repository whose releases are those of [`Versions`], and a
+//! car on a simulated disk.
 
 use crate::flash_check::whole_generation;
 use crate::sim_disk::SimDisk;

@@ -1,5 +1,5 @@
-//! Models to test with. Random small ones: a plan becomes rows, a schema, a network whose output is its inputs, and a
-//! bundle. And those of the repository.
+//! Models to test with. Random small ones: a plan becomes rows, a schema, a network whose output is
+//! its inputs, and a bundle. And those of the repository.
 
 use crate::onnx;
 use crate::random::Random;
@@ -61,7 +61,8 @@ pub struct TablePlan {
 }
 
 impl TablePlan {
-    /// A cached table that waits for its misses, with a default row far from every row and no hot list.
+    /// A cached table that waits for its misses, with a default row far from every row and no hot
+    /// list.
     pub fn cached(keys: KeySpace, rows: u64, dim: usize, codec: CodecChoice) -> Self {
         let (placement, miss) = (Placement::Cached, MissPolicy::Wait);
         Self { keys, rows, dim, codec, placement, miss, default_zeros: false, counts: false }
@@ -186,7 +187,8 @@ impl ModelPlan {
         bag
     }
 
-    /// What `model.toml` would say. The network's inputs are `dense`, `a` and `b`, each left out when empty.
+    /// What `model.toml` would say. The network's inputs are `dense`, `a` and `b`, each left out
+    /// when empty.
     pub fn spec(&self) -> ModelSpec {
         let name = |f: usize| format!("f{f}");
         let input = |input: &str, second: bool| InputSpec {
@@ -342,15 +344,15 @@ pub fn install(flash: &Path, bundle: &Path) {
     .unwrap();
 }
 
-/// The smallest budget for requests of `batch_max` samples: the least miss list that holds a bag, one set of
-/// cache for each row width or little more.
+/// The smallest budget for requests of `batch_max` samples: the least miss list that holds a bag,
+/// one set of cache for each row width or little more.
 pub fn tiny_budget(schema: &Schema, batch_max: u32) -> Budget {
     let misses_max = schema.features.iter().map(|f| f.hotness_max).max().unwrap();
     Budget { cache_bytes_max: 256, batch_max, misses_max, ..Budget::default() }
 }
 
-/// Opens the model with the least cache, from `budget` up in steps of two, that has room for a set of each
-/// row width.
+/// Opens the model with the least cache, from `budget` up in steps of two, that has room for a set
+/// of each row width.
 pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
     loop {
         match Model::open(&hatchback::io::disk::system(), flash, budget) {
@@ -400,7 +402,8 @@ pub fn install_spec(
     Installed { flash, schema: packed.schema, _folder: folder }
 }
 
-/// A path of the repository; HATCHBACK_REPOSITORY says where it is on another machine than the one that built this.
+/// A path of the repository; HATCHBACK_REPOSITORY says where it is on another machine than the one
+/// that built this.
 pub fn repository(path: &str) -> PathBuf {
     let here = || Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     std::env::var_os("HATCHBACK_REPOSITORY").map_or_else(here, PathBuf::from).join(path)

@@ -1,8 +1,9 @@
-//! The one list of everything that reads bytes from outside. None may panic, hang or take memory without bound, on
-//! any bytes. Used by the smoke test here and by the fuzz targets in `fuzz/`.
+//! The one list of everything that reads bytes from outside. None may panic, hang or take memory
+//! without bound, on any bytes. Used by the smoke test here and by the fuzz targets in `fuzz/`.
 //!
-//! Where a checksum or a hash stands in front of a parser, the bytes go in twice: as they are, and with every checksum
-//! made valid, so that what lies behind is reached. Layouts of several files come as one string of bytes, [`split`].
+//! Where a checksum or a hash stands in front of a parser, the bytes go in twice: as they are, and
+//! with every checksum made valid, so that what lies behind is reached. Layouts of several files
+//! come as one string of bytes, [`split`].
 
 use crate::goldens;
 use crate::rewrite::{self, Parts};
@@ -62,7 +63,8 @@ fn files(files: &[(&str, &[u8])]) -> TempDir {
     folder
 }
 
-/// Several files in one string of bytes: each but the last has its length in front, two bytes, little-endian.
+/// Several files in one string of bytes: each but the last has its length in front, two bytes,
+/// little-endian.
 pub fn join(files: &[&[u8]]) -> Vec<u8> {
     let (last, first) = files.split_last().unwrap();
     let with_length = |f: &&[u8]| [&(f.len() as u16).to_le_bytes(), *f].concat();
@@ -329,7 +331,8 @@ pub fn target(bytes: &[u8]) {
     let _ = Target::load(&folder.path().join("t.toml"));
 }
 
-/// Opens a table and reads it to its end, keys, values and counts; whatever width it turns out to have.
+/// Opens a table and reads it to its end, keys, values and counts; whatever width it turns out to
+/// have.
 fn import(folder: &TempDir, source: &Source) {
     match source.open(folder.path(), 4) {
         Ok(rows) => read_rows(&rows),

@@ -1,5 +1,5 @@
-//! The request flow, stated plainly: tables are maps of decoded rows, a bag is pooled in key order. Shares the row
-//! codec and the schema with the product and nothing else.
+//! The request flow, stated plainly: tables are maps of decoded rows, a bag is pooled in key order.
+//! Shares the row codec and the schema with the product and nothing else.
 
 use crate::models::TableRows;
 use hatchback::LookupStatus;
@@ -131,8 +131,8 @@ impl Reference {
     }
 }
 
-/// Area under the ROC curve by its definition: the share of pairs of a positive and a negative sample in which
-/// the positive scores higher, ties counted half.
+/// Area under the ROC curve by its definition: the share of pairs of a positive and a negative
+/// sample in which the positive scores higher, ties counted half.
 pub fn auc(scores: &[f32], labels: &[f32]) -> f64 {
     let (mut won, mut pairs) = (0.0, 0.0);
     for (i, _) in labels.iter().enumerate().filter(|(_, l)| **l > 0.5) {

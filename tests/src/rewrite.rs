@@ -1,5 +1,6 @@
-//! Takes bundles and segments apart and puts them together again with valid hashes and checksums, so that an attack
-//! reaches what lies behind them. Shares the manifest's types with the product, states the rest of both formats itself.
+//! Takes bundles and segments apart and puts them together again with valid hashes and checksums,
+//! so that an attack reaches what lies behind them. Shares the manifest's types with the product,
+//! states the rest of both formats itself.
 
 use hatchback::bundle::manifest::{Blob, Chunk, Manifest, sha256};
 use hatchback::io::page::PageBytes;
@@ -33,7 +34,8 @@ impl Parts {
         Self::parse(&std::fs::read(path).unwrap()).expect("a whole bundle")
     }
 
-    /// Takes a bundle apart as far as its trailer and its manifest can be read; no hash is looked at.
+    /// Takes a bundle apart as far as its trailer and its manifest can be read; no hash is looked
+    /// at.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let trailer = bytes.len().checked_sub(TRAILER_BYTES)?;
         let at = number(&bytes[trailer..])?;

@@ -1,6 +1,7 @@
-//! A fleet in one process, hour by hour: cars poll a real repository at scattered times, some are away for days, a bad
-//! release meets its canaries and is taken back, a good one follows. Time is an argument; nothing waits. Only the link's
-//! speed is left out: what is counted is bytes and requests.
+//! A fleet in one process, hour by hour: cars poll a real repository at scattered times, some are
+//! away for days, a bad release meets its canaries and is taken back, a good one follows. Time is
+//! an argument; nothing waits. Only the link's speed is left out: what is counted is bytes and
+//! requests.
 
 use crate::fleet::{Car, Fleet, T0, VERSIONS};
 use crate::random::Random;
@@ -27,7 +28,8 @@ const CANARIES: u8 = 5;
 /// One car in so many is away from the first to the second of these hours.
 const AWAY_ONE_IN: u64 = 10;
 const AWAY: [u64; 2] = [1, 50];
-/// Canaries that report a failure before the release is taken back, of a hundred that have tried it.
+/// Canaries that report a failure before the release is taken back, of a hundred that have tried
+/// it.
 const FAILED_MAX: u64 = 20;
 
 /// What the fleet did in an hour.
@@ -167,7 +169,8 @@ fn live(car: &Car) -> u64 {
 }
 
 impl Driver {
-    /// Polls until nothing is left to do, serving a hundred requests of what it installs. Returns whether a release failed.
+    /// Polls until nothing is left to do, serving a hundred requests of what it installs. Returns
+    /// whether a release failed.
     fn poll(&mut self, link: &mut Counted, now: u64) -> bool {
         // Two steps: until a release is on probation, then what is seen there.
         self.car.watched = Some(Watched::default());

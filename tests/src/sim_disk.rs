@@ -1,6 +1,7 @@
-//! A disk in memory that behaves as a real one may at its worst: what was written and not synced is lost, kept
-//! or torn at a power cut, block by block; names that were changed and not synced come back or not; any call
-//! can fail, or take long in simulated time. Deterministic: the same seed and the same calls give the same disk.
+//! A disk in memory that behaves as a real one may at its worst: what was written and not synced is
+//! lost, kept or torn at a power cut, block by block; names that were changed and not synced come
+//! back or not; any call can fail, or take long in simulated time. Deterministic: the same seed and
+//! the same calls give the same disk.
 
 use crate::random::Random;
 use hatchback::io::disk::{Disk, Input, Lock, Output};
@@ -208,7 +209,8 @@ impl SimDisk {
         self.state().names.keys().cloned().collect()
     }
 
-    /// Cuts the power and comes back: what was not synced is gone, there, or torn, as the seed says.
+    /// Cuts the power and comes back: what was not synced is gone, there, or torn, as the seed
+    /// says.
     pub fn reboot(&self, seed: u64) {
         let mut random = Random::new(seed);
         let mut state = self.state();
@@ -216,7 +218,8 @@ impl SimDisk {
             file.content = torn(&file.durable, &file.content, &mut random);
             file.durable.clone_from(&file.content);
         }
-        // The file system writes names in order, each directory for itself: some first ones made it.
+        // The file system writes names in order, each directory for itself: some first ones made
+        // it.
         let pending = std::mem::take(&mut state.pending);
         let mut reached: BTreeMap<PathBuf, u64> = BTreeMap::new();
         for change in &pending {
@@ -233,7 +236,8 @@ impl SimDisk {
     }
 }
 
-/// A file between its durable and its last content: every block is either, and the end lies anywhere between.
+/// A file between its durable and its last content: every block is either, and the end lies
+/// anywhere between.
 fn torn(durable: &[u8], content: &[u8], random: &mut Random) -> Vec<u8> {
     if durable == content {
         return content.to_vec();

@@ -1,6 +1,7 @@
-//! The GPU that the tests run on: a stand-in for the CUDA driver (`tests/standin`), built on first use, which runs the product's
-//! kernels on the host. With `HATCHBACK_GPU=real` in the environment it is the machine's own. The stand-in is the board's GPU, or
-//! with `STANDIN_DEVICE=desk` one with memory of its own.
+//! The GPU that the tests run on: a stand-in for the CUDA driver (`tests/standin`), built on first
+//! use, which runs the product's kernels on the host. With `HATCHBACK_GPU=real` in the environment
+//! it is the machine's own. The stand-in is the board's GPU, or with `STANDIN_DEVICE=desk` one with
+//! memory of its own.
 
 #![allow(unsafe_code)]
 
@@ -39,7 +40,8 @@ pub fn build(name: &str, flags: &[&str]) -> PathBuf {
     out.join("libcuda.so")
 }
 
-/// Loads the stand-in so that the product finds it as the driver; `None` if the machine's own GPU is asked for.
+/// Loads the stand-in so that the product finds it as the driver; `None` if the machine's own GPU
+/// is asked for.
 pub fn load() -> Option<&'static StandIn> {
     static LOADED: OnceLock<Option<StandIn>> = OnceLock::new();
     LOADED
@@ -49,15 +51,15 @@ pub fn load() -> Option<&'static StandIn> {
             }
             let path = std::env::var_os("HATCHBACK_STANDIN")
                 .map_or_else(|| build("standin", &[]), PathBuf::from);
-            // SAFETY: our own library, whose initialisation fills a table. Its SONAME is the driver's, so that whoever
-            // loads the driver by name gets this one.
+            // SAFETY: our own library, whose initialisation fills a table. Its SONAME is the
+            // driver's, so that whoever loads the driver by name gets this one.
             Some(StandIn(unsafe { Library::new(path) }.unwrap()))
         })
         .as_ref()
 }
 
-/// Loads the stand-in for cuBLAS beside that for the driver, so that the product finds it; `false` if the machine's own GPU is
-/// asked for. It is called as CUDA 13 calls it.
+/// Loads the stand-in for cuBLAS beside that for the driver, so that the product finds it; `false`
+/// if the machine's own GPU is asked for. It is called as CUDA 13 calls it.
 pub fn load_cublas() -> bool {
     static LOADED: OnceLock<Option<Library>> = OnceLock::new();
     let of_driver = || {
@@ -77,7 +79,8 @@ pub fn is_board() -> bool {
 impl StandIn {
     /// Whoever opens the GPU from now on finds this one; a name of tests/standin/libcuda.cpp.
     pub fn device(&self, name: &std::ffi::CStr) {
-        // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its argument.
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its
+        // argument.
         unsafe {
             let device = self.0.get::<extern "C" fn(*const std::ffi::c_char)>(b"standin_device\0");
             device.unwrap()(name.as_ptr());
@@ -101,10 +104,12 @@ impl StandIn {
         Counts { launches, waits, copies, bytes, busy: busy != 0, loaded }
     }
 
-    /// Lets `times` calls to come fail, and the GPU go on: launches of the kernel `what`, or of a `graph`, a `wait` for a stream or `wait for all`, or
-    /// the allocation of `pinned memory`; `after` more of their kind succeed before.
+    /// Lets `times` calls to come fail, and the GPU go on: launches of the kernel `what`, or of a
+    /// `graph`, a `wait` for a stream or `wait for all`, or the allocation of `pinned memory`;
+    /// `after` more of their kind succeed before.
     pub fn fault(&self, what: &std::ffi::CStr, after: u32, times: u32) {
-        // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its argument.
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its
+        // argument.
         unsafe {
             let fault =
                 self.0.get::<extern "C" fn(*const std::ffi::c_char, u32, u32)>(b"standin_fault\0");
@@ -126,8 +131,9 @@ pub fn gpu(seed: u64) -> Arc<Gpu> {
     }))
 }
 
-/// Runs all tests of this program once more on a GPU with memory of its own, that memory watched by AddressSanitizer and every
-/// access by its alignment, which a GPU insists on. `this` is the test that asks.
+/// Runs all tests of this program once more on a GPU with memory of its own, that memory watched by
+/// AddressSanitizer and every access by its alignment, which a GPU insists on. `this` is the test
+/// that asks.
 pub fn again_under_address_sanitizer(this: &str) {
     if load().is_none() || std::env::var_os("HATCHBACK_STANDIN").is_some() {
         return;

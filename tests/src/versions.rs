@@ -1,6 +1,6 @@
-//! A small model in several generations: a snapshot and deltas that update, insert and delete rows of an
-//! index table and of a sparse one, with the rows that each generation must show. Snapshots place a part of
-//! their rows.
+//! A small model in several generations: a snapshot and deltas that update, insert and delete rows
+//! of an index table and of a sparse one, with the rows that each generation must show. Snapshots
+//! place a part of their rows.
 
 use crate::onnx;
 use crate::random::Random;
@@ -25,7 +25,8 @@ pub struct Versions {
     folder: tempfile::TempDir,
     /// The values behind `rows`.
     plain: Vec<[Plain; 2]>,
-    /// For each generation the bundle that leads to it from the one before (the first is a snapshot).
+    /// For each generation the bundle that leads to it from the one before (the first is a
+    /// snapshot).
     pub deltas: Vec<PathBuf>,
     /// For each generation its snapshot bundle.
     pub snapshots: Vec<PathBuf>,
@@ -66,7 +67,8 @@ impl Versions {
         Self::changing(&vec![12; n.saturating_sub(1)], rows, seed)
     }
 
-    /// A snapshot, and for each of `one_in` a generation in which one row in as many changes; none if it is 0.
+    /// A snapshot, and for each of `one_in` a generation in which one row in as many changes; none
+    /// if it is 0.
     pub fn changing(one_in: &[u64], rows: u64, seed: u64) -> Self {
         let n = one_in.len() + 1;
         let folder = tempfile::tempdir().unwrap();

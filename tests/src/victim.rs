@@ -38,8 +38,8 @@ pub fn plan(lineage: &str, sequence: u64) -> ModelPlan {
     ModelPlan { name: lineage.to_owned(), sequence, seed: sequence, dense: 2, tables, features }
 }
 
-/// A car with generation 5 live, and generation 6 on its way. When it is dropped, generation 5 must still serve the same
-/// scores, and the true generation 6 must still get in.
+/// A car with generation 5 live, and generation 6 on its way. When it is dropped, generation 5 must
+/// still serve the same scores, and the true generation 6 must still get in.
 pub struct Victim {
     folder: TempDir,
     /// The flash directory.

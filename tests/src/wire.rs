@@ -1,5 +1,5 @@
-//! A link with faults, over any other one: it breaks after so many bytes or by chance, never ends, hands out single
-//! bytes, mixes answers up, or answers everything with the same page.
+//! A link with faults, over any other one: it breaks after so many bytes or by chance, never ends,
+//! hands out single bytes, mixes answers up, or answers everything with the same page.
 
 use crate::random::Random;
 use hatchback::update::link::{Link, LinkError, Take};

@@ -1,5 +1,6 @@
-//! After warm-up a request takes no memory from the heap, whatever becomes of its rows: an allocator that counts says
-//! so, from the caller's request to the scores of the dense network. And what a model holds of the heap is in the sum that it shows.
+//! After warm-up a request takes no memory from the heap, whatever becomes of its rows: an
+//! allocator that counts says so, from the caller's request to the scores of the dense network. And
+//! what a model holds of the heap is in the sum that it shows.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -145,7 +146,8 @@ fn answer(serving: &Serving, batch: &Batch, deadline: Option<Duration>) {
     assert_eq!(ticket.wait().unwrap().scores().statuses.len(), batch.size());
 }
 
-/// Waits until the workers have nothing left to fetch; a row behind an answer is a page read at some time.
+/// Waits until the workers have nothing left to fetch; a row behind an answer is a page read at
+/// some time.
 fn settle(serving: &Serving) {
     let mut before = 0;
     loop {
@@ -164,7 +166,8 @@ fn answer_nothing(serving: &Serving) {
     drop(empty.wait().unwrap());
 }
 
-/// Sends each batch in turn, first to warm up with the first half of them, then counting with the others.
+/// Sends each batch in turn, first to warm up with the first half of them, then counting with the
+/// others.
 fn phase(what: &str, serving: &Serving, batches: &[Batch], deadline: Option<Duration>) {
     let (first, second) = batches.split_at(batches.len() / 2);
     first.iter().for_each(|b| answer(serving, b, deadline));
@@ -189,7 +192,8 @@ fn after_warm_up_nothing_is_allocated() {
     memory_is_summed(&Fixture::new(Device::Cpu));
 }
 
-/// However large the budget's numbers are, what is held of the heap and is in no line of the sum stays small: names, threads.
+/// However large the budget's numbers are, what is held of the heap and is in no line of the sum
+/// stays small: names, threads.
 fn memory_is_summed(fixture: &Fixture) {
     const BESIDE: i64 = 256 << 10;
     for (batch_max, slots, workers) in [(4, 4, 1), (512, 64, 3)] {

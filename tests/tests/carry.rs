@@ -1,5 +1,5 @@
-//! Warm caches over swaps: after each delta every row is the new generation's, to the bit, and what was warm is not
-//! read again, while callers go on all the time.
+//! Warm caches over swaps: after each delta every row is the new generation's, to the bit, and what
+//! was warm is not read again, while callers go on all the time.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -28,7 +28,8 @@ fn values(rows: &Rows, order: u64, dim: usize) -> Vec<f32> {
     rows.get(&order).map_or(vec![0.0; dim], decode)
 }
 
-/// Scores the rows of these orders; every value must be the answering generation's. Returns its sequence.
+/// Scores the rows of these orders; every value must be the answering generation's. Returns its
+/// sequence.
 fn score(serving: &Serving, schema: &Schema, versions: &Versions, orders: &[(u64, u64)]) -> usize {
     let mut batch = Batch::new(schema, orders.len());
     for (index, hashed) in orders {
@@ -110,7 +111,8 @@ fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
         stop.store(true, Ordering::Relaxed);
     });
     assert!(served.load(Ordering::Relaxed) > 0);
-    // The last generation, once all its callers are gone: warm but for what came with the last delta.
+    // The last generation, once all its callers are gone: warm but for what came with the last
+    // delta.
     let last = install(folder.path(), &versions.deltas[GENERATIONS - 1]);
     serving.swap("m", &last, budget, &|| {}).unwrap();
     let sequence = score(&serving, &schema, &versions, &pairs[..1]);

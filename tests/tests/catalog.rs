@@ -1,5 +1,5 @@
-//! The catalog lost, stale, damaged and made of garbage: it is moved aside, made anew and counted, and nothing
-//! of the model is lost. Failures name the seed.
+//! The catalog lost, stale, damaged and made of garbage: it is moved aside, made anew and counted,
+//! and nothing of the model is lost. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -276,7 +276,8 @@ fn no_damage_matters() {
         drop(catalog);
         assert!(wrote || is_kept, "seed {seed}, {how}: a catalog made anew does not take a commit");
         let (_, again, found) = car.open();
-        // On damage that sled does not notice it acknowledges a commit that the next open has undone.
+        // On damage that sled does not notice it acknowledges a commit that the next open has
+        // undone.
         let known = again == notes || (is_kept && written.contains(&again));
         undone += u64::from(wrote && found == CatalogState::Kept && again != notes);
         assert!(known || found != CatalogState::Kept, "seed {seed}, {how}: {again:?}");

@@ -1,5 +1,5 @@
-//! The demo: a DLRM trained on real coupon data. Our scores of all held-out rows against PyTorch's, and what 8-bit
-//! rows cost in AUC.
+//! The demo: a DLRM trained on real coupon data. Our scores of all held-out rows against PyTorch's,
+//! and what 8-bit rows cost in AUC.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

@@ -1,5 +1,5 @@
-//! The kernels that are committed are those of their sources: built anew they are the same to the byte, within their registers and
-//! without spills. And what is said where there is no GPU.
+//! The kernels that are committed are those of their sources: built anew they are the same to the
+//! byte, within their registers and without spills. And what is said where there is no GPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -28,7 +28,8 @@ fn built_anew_the_kernels_are_the_same() {
     }
 }
 
-/// Only the machine's own driver can be asked before the stand-in is loaded: in a process of its own.
+/// Only the machine's own driver can be asked before the stand-in is loaded: in a process of its
+/// own.
 #[test]
 fn without_a_gpu_the_reason_is_typed() {
     const CHILD: &str = "HATCHBACK_WITHOUT_STANDIN";
@@ -59,8 +60,9 @@ const DESK: &[u8] = include_bytes!("../../kernels/cuda/built/changes.sm_90.cubin
 
 const PTX: &str = include_str!("../../kernels/cuda/built/changes.ptx");
 
-/// As on the board: what is not there as machine code for the GPU is refused, and so is what is damaged. A desk's GPU takes the PTX
-/// where there is no machine code for it, if its driver knows that PTX.
+/// As on the board: what is not there as machine code for the GPU is refused, and so is what is
+/// damaged. A desk's GPU takes the PTX where there is no machine code for it, if its driver knows
+/// that PTX.
 #[test]
 fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
     let Some(stand_in) = standin::load() else {
@@ -98,7 +100,8 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
             "{device:?}"
         );
     }
-    // Without machine code for it the board's own driver would compile the PTX, which is as old as it; no newer one.
+    // Without machine code for it the board's own driver would compile the PTX, which is as old as
+    // it; no newer one.
     assert!(board.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_err());
     assert!(desk.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_ok());
     let newer = PTX.replace(".version 7.4", ".version 7.8").leak();

@@ -1,5 +1,6 @@
-//! Every kernel against its CPU twin, to the bit: what a cache holds after any changes, what a query pools, misses and counts, for
-//! every codec, pooling, place and hit rate. Runs on the stand-in for the driver, or with `HATCHBACK_GPU=real` on the machine's GPU.
+//! Every kernel against its CPU twin, to the bit: what a cache holds after any changes, what a
+//! query pools, misses and counts, for every codec, pooling, place and hit rate. Runs on the
+//! stand-in for the driver, or with `HATCHBACK_GPU=real` on the machine's GPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -43,7 +44,8 @@ fn any_row(naming: usize, random: &mut Random) -> RowKey {
     if naming == 1 && table != 1 && random.one_in(3) { sibling(row) } else { row }
 }
 
-/// A row whose hash differs in one bit: its name has the same set, and the same low half of its word.
+/// A row whose hash differs in one bit: its name has the same set, and the same low half of its
+/// word.
 fn sibling(row: RowKey) -> RowKey {
     let salt = unmix(RowKey { key: 0, ..row }.hash());
     RowKey { key: unmix(row.hash() ^ 1 << 40) ^ salt, ..row }
@@ -524,7 +526,8 @@ fn queries_pool_the_same_bits() {
     );
 }
 
-/// Ends a query of 64 samples, with rows of `version` where any missed: how many did, and how often bags were asked for again.
+/// Ends a query of 64 samples, with rows of `version` where any missed: how many did, and how often
+/// bags were asked for again.
 fn answer_all(
     lookup: &mut GpuLookup,
     misses: &mut MissList,
@@ -550,13 +553,14 @@ fn answer_all(
     }
 }
 
-/// RowChanges on one stream, a query on another, their steps among each other: a row that is pooled is whole, the key's own, and no
-/// older than what was there before.
+/// RowChanges on one stream, a query on another, their steps among each other: a row that is pooled
+/// is whole, the key's own, and no older than what was there before.
 #[test]
 fn no_query_sees_a_torn_or_foreign_row() {
     let (mut hits, mut refused, mut spoiled) = (0, 0, 0);
     for seed in 200..218 {
-        // More keys than fit, so that they drive each other out; or so few that the same are changed and read all the time.
+        // More keys than fit, so that they drive each other out; or so few that the same are
+        // changed and read all the time.
         let keys_end = if seed % 2 == 0 { 60 } else { 6 };
         // RowStore that are read whole before they are added, or piece by piece.
         let (dim, versions) = if seed % 3 < 2 { (64, 26) } else { (300, 14) };

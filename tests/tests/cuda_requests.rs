@@ -1,5 +1,6 @@
-//! The request path on a GPU against the same model on the CPU: scores and statuses equal to the bit whatever is cached, one launch
-//! and one wait where every row is there. Runs on the stand-in for the driver, or with `HATCHBACK_GPU=real` on the machine's GPU.
+//! The request path on a GPU against the same model on the CPU: scores and statuses equal to the
+//! bit whatever is cached, one launch and one wait where every row is there. Runs on the stand-in
+//! for the driver, or with `HATCHBACK_GPU=real` on the machine's GPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -185,7 +186,8 @@ fn many_workers_on_one_model_score_as_one() {
     });
 }
 
-/// With room for every row, the second time around there is one launch and one wait, and nothing is copied or read.
+/// With room for every row, the second time around there is one launch and one wait, and nothing is
+/// copied or read.
 #[test]
 fn a_request_without_misses_is_one_launch() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
@@ -360,7 +362,8 @@ fn open_for(packed: &Packed, with_dense: bool, seed: u64) -> Arc<Model> {
     }
 }
 
-/// Rows were on their way into a cache when the launch behind them failed, and rows that the request did not wait for are staged next.
+/// Rows were on their way into a cache when the launch behind them failed, and rows that the
+/// request did not wait for are staged next.
 #[test]
 fn what_was_begun_ends_before_its_rows_are_staged_over() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
@@ -389,8 +392,8 @@ fn what_was_begun_ends_before_its_rows_are_staged_over() {
     }
 }
 
-/// A call into the driver that fails once costs its request, or the rows that were being fetched ahead, and nothing else: every row
-/// that is cached afterwards is its key's.
+/// A call into the driver that fails once costs its request, or the rows that were being fetched
+/// ahead, and nothing else: every row that is cached afterwards is its key's.
 #[test]
 fn a_call_that_fails_once_leaves_no_row_under_another_key() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
@@ -445,7 +448,8 @@ fn a_call_that_fails_once_leaves_no_row_under_another_key() {
     }
 }
 
-/// A worker that the GPU has no memory for says so to every request, and takes no keys to fetch ahead; so does one whose GPU is gone.
+/// A worker that the GPU has no memory for says so to every request, and takes no keys to fetch
+/// ahead; so does one whose GPU is gone.
 #[test]
 fn a_worker_without_a_gpu_fetches_nothing_ahead() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
@@ -494,7 +498,8 @@ fn a_request_through_a_pipeline_is_one_launch_and_one_wait() {
     assert_eq!((after.launches - before.launches, after.waits - before.waits), (20, 20));
 }
 
-/// A swap to a delta on a GPU: what did not change is as warm as before, what did is the new generation's.
+/// A swap to a delta on a GPU: what did not change is as warm as before, what did is the new
+/// generation's.
 #[test]
 fn a_swap_carries_the_caches_on_the_gpu() {
     let _shared = not_counting();

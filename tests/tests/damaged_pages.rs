@@ -1,5 +1,5 @@
-//! Pages that went bad on flash: their keys, and only they, are answered with the default row and counted as damaged.
-//! Never a wrong row, never a crash.
+//! Pages that went bad on flash: their keys, and only they, are answered with the default row and
+//! counted as damaged. Never a wrong row, never a crash.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -83,8 +83,8 @@ impl Fixture {
         Worker::new(Arc::new(model), Arc::new(SystemClock::default()))
     }
 
-    /// Looks up every key of the table; exactly the `lost` ones must be answered as damaged. Returns the whole
-    /// status.
+    /// Looks up every key of the table; exactly the `lost` ones must be answered as damaged.
+    /// Returns the whole status.
     fn check(&self, worker: &mut Worker, lost: &HashSet<u64>) -> LookupStatus {
         let lost = |_: usize, key: u64| lost.contains(&key);
         let mut sum = LookupStatus::default();
@@ -214,7 +214,8 @@ fn damage_behind_the_answer_is_not_cached() {
     assert_eq!((fresh as usize, defaulted as usize), (1200 - lost.len(), lost.len()));
 }
 
-/// The hot list is read at start: a damaged page costs its rows' warmth. Rows that are placed lie elsewhere too.
+/// The hot list is read at start: a damaged page costs its rows' warmth. Rows that are placed lie
+/// elsewhere too.
 #[test]
 fn a_damaged_page_does_not_stop_the_start_of_a_cached_table() {
     let fixture = Fixture::new(|t| t.counts = true);

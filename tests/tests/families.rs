@@ -1,4 +1,5 @@
-//! The four model families as the trainer's package wrote them, end to end: our scores against PyTorch's.
+//! The four model families as the trainer's package wrote them, end to end: our scores against
+//! PyTorch's.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -44,7 +45,8 @@ fn furthest(a: &[f32], b: &[f32]) -> f64 {
     largest_difference(a, b)
 }
 
-/// What the rows of `probe` must be counted as: an index key beyond the table and an unknown sparse key are absent.
+/// What the rows of `probe` must be counted as: an index key beyond the table and an unknown sparse
+/// key are absent.
 fn absent_at_least(installed: &Installed, samples: &[Sample]) -> u32 {
     let features = &installed.schema.features;
     let beyond = |(f, bag): (usize, &Vec<u64>)| {

@@ -1,5 +1,6 @@
-//! The dense network on a GPU against the CPU's, to the bit: random networks of every operator, and those of the tree.
-//! Runs on the stand-in for a driver, or with HATCHBACK_GPU=real on the GPU that is there.
+//! The dense network on a GPU against the CPU's, to the bit: random networks of every operator, and
+//! those of the tree. Runs on the stand-in for a driver, or with HATCHBACK_GPU=real on the GPU that
+//! is there.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -19,8 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const OWN: DeviceOptions = DeviceOptions { tensorrt: None, cublas: false, batch_max: 100 };
 
-/// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on values known so far, and all of
-/// them side by side as `out`. Values stay finite.
+/// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on values
+/// known so far, and all of them side by side as `out`. Values stay finite.
 struct Maker {
     graph: Graph,
     random: Random,
@@ -299,7 +300,8 @@ fn the_networks_of_the_tree_give_the_cpus_bits() {
     }
 }
 
-/// With its sums in another order than ours they are the CPU's within the bound, recorded or not; where it is missing, that is said.
+/// With its sums in another order than ours they are the CPU's within the bound, recorded or not;
+/// where it is missing, that is said.
 #[test]
 fn products_by_cublas_are_close_to_the_cpus() {
     let (_alone, gpu) = (alone(), standin::gpu(7));
@@ -415,7 +417,8 @@ fn what_spoils_a_recording_is_an_error() {
     assert_eq!(times, 2);
 }
 
-/// Whichever thread gives something back, it goes once the device is done with it, and nothing stays.
+/// Whichever thread gives something back, it goes once the device is done with it, and nothing
+/// stays.
 #[test]
 fn any_thread_gives_back_what_the_device_is_done_with() {
     let (_alone, gpu) = (alone(), standin::gpu(9));

@@ -1,6 +1,7 @@
-//! Requests of the model families with lookups and dense network on a GPU against the same model on the CPU: scores and
-//! statuses to the bit whatever is cached; and what the driver is asked for where every row is there. Runs on the stand-in
-//! for the driver, or with HATCHBACK_GPU=real on the machine's GPU.
+//! Requests of the model families with lookups and dense network on a GPU against the same model on
+//! the CPU: scores and statuses to the bit whatever is cached; and what the driver is asked for
+//! where every row is there. Runs on the stand-in for the driver, or with HATCHBACK_GPU=real on the
+//! machine's GPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -105,7 +106,8 @@ fn asked(work: impl FnOnce()) -> Option<[u64; 3]> {
     ])
 }
 
-/// A request with misses: the query with the network, the rows into their cache, and bags and network in one.
+/// A request with misses: the query with the network, the rows into their cache, and bags and
+/// network in one.
 fn misses_cost_one_launch_more_and_one_for_each_cache() {
     let installed = install_spec(
         "tests/data/families/dlrm/model.toml",
@@ -149,7 +151,8 @@ fn misses_cost_one_launch_more_and_one_for_each_cache() {
                 _ if misses_max == 1 << 12 => {
                     assert_eq!((launches, waits), (3, 2), "{misses} misses")
                 }
-                // For each round more the rows, the bags, and the query of those for which there was no room.
+                // For each round more the rows, the bags, and the query of those for which there
+                // was no room.
                 _ => assert!(launches <= 3 * waits / 2 && waits % 2 == 0, "{launches}, {waits}"),
             }
             missed += misses;

@@ -235,7 +235,8 @@ fn unsorted_keys() {
     );
 }
 
-/// Keys whose hashes share the prefix that a fence holds, on two pages: a fence could find only one of them.
+/// Keys whose hashes share the prefix that a fence holds, on two pages: a fence could find only one
+/// of them.
 #[test]
 fn a_hash_prefix_on_two_pages() {
     let victim = Victim::default();
@@ -527,7 +528,8 @@ fn schemas_that_contradict_themselves() {
     refused(&wide, "network.input[1]: is wider than");
 }
 
-/// A manifest that is consistent by itself but not with the rows that come with it, the placed ones first.
+/// A manifest that is consistent by itself but not with the rows that come with it, the placed ones
+/// first.
 #[test]
 fn a_schema_that_does_not_fit_the_rows() {
     let victim = Victim::default();
@@ -650,7 +652,8 @@ fn a_sequence_that_is_not_newer() {
     assert_eq!(victim.install(&same).unwrap().manifest().generation.sequence, 5);
 }
 
-/// Random edits anywhere in the manifest, every hash valid: refused, or a model that opens or says why not.
+/// Random edits anywhere in the manifest, every hash valid: refused, or a model that opens or says
+/// why not.
 #[test]
 fn random_manifests_never_panic() {
     let victim = Victim::default();

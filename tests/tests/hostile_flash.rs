@@ -1,5 +1,5 @@
-//! Flash that went bad: live records torn or flipped, files missing. Never taken for an empty flash, never served, and
-//! never written over; once the files are back the same scores are.
+//! Flash that went bad: live records torn or flipped, files missing. Never taken for an empty
+//! flash, never served, and never written over; once the files are back the same scores are.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

@@ -1,6 +1,6 @@
-//! kill -9 on the real file system: a process that installs, compacts and rolls back is killed at a random
-//! moment, again and again in one directory; what is live afterwards is what it acknowledged or what it was
-//! about to make live, whole. Failures name the seed.
+//! kill -9 on the real file system: a process that installs, compacts and rolls back is killed at a
+//! random moment, again and again in one directory; what is live afterwards is what it acknowledged
+//! or what it was about to make live, whole. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -35,7 +35,8 @@ struct Said {
 
 fn parse(text: &str) -> Said {
     let mut said = Said::default();
-    // A line without its end was cut by the kill: it may still have been about something that happened.
+    // A line without its end was cut by the kill: it may still have been about something that
+    // happened.
     for line in text.split_inclusive('\n').filter(|l| l.ends_with('\n')) {
         let (word, rest) = line.trim_end().split_once(' ').unwrap();
         match word {

@@ -1,5 +1,6 @@
-//! What a request does about rows that are not in fast memory: `wait`, `deadline`, `default`. Every lookup is
-//! answered with the right row and counted fresh, or with the default row and counted as what it is.
+//! What a request does about rows that are not in fast memory: `wait`, `deadline`, `default`. Every
+//! lookup is answered with the right row and counted fresh, or with the default row and counted as
+//! what it is.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -56,13 +57,15 @@ struct Answers {
     /// With the default row though the table has the key, under `default` and under `deadline`.
     defaulted: u32,
     late: u32,
-    /// Keys that no table has, by what may be known of them: sure, under `default`, under `deadline`.
+    /// Keys that no table has, by what may be known of them: sure, under `default`, under
+    /// `deadline`.
     absent: u32,
     absent_under_default: u32,
     absent_under_deadline: u32,
 }
 
-/// Reads the answers off the scores: each lookup's columns hold its row or the default row, to the bit.
+/// Reads the answers off the scores: each lookup's columns hold its row or the default row, to the
+/// bit.
 fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f32]) -> Answers {
     let (schema, mut answers) = (worker.model().schema(), Answers::default());
     for (f, bag) in sample.sparse.iter().enumerate() {
@@ -96,7 +99,8 @@ fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f3
     answers
 }
 
-/// The status must be what the scores show. Whether a key is absent is only known once it was looked for.
+/// The status must be what the scores show. Whether a key is absent is only known once it was
+/// looked for.
 fn check_status(status: &LookupStatus, answers: &Answers) {
     let Answers { fresh, defaulted, late, absent, absent_under_default, absent_under_deadline } =
         *answers;
@@ -157,7 +161,8 @@ fn policies() -> impl Strategy<Value = Vec<(MissPolicy, KeySpace)>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Any policies together, a deadline that comes at any page, keys that are absent among the others.
+    /// Any policies together, a deadline that comes at any page, keys that are absent among the
+    /// others.
     #[test]
     fn every_answer_is_counted_as_what_it_is(
         policies in policies(),
@@ -243,7 +248,8 @@ fn absent_keys_are_looked_for_once() {
     }
 }
 
-/// The list of what is fetched behind has room for one miss list; what did not fit is fetched behind a later one.
+/// The list of what is fetched behind has room for one miss list; what did not fit is fetched
+/// behind a later one.
 #[test]
 fn a_short_miss_list_fetches_behind_bit_by_bit() {
     let packed = plan(&[(MissPolicy::Default, KeySpace::Sparse)], 3).pack();
@@ -286,8 +292,9 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
         LookupStatus { fresh: waiting + on_time, defaulted: defaulting, ..LookupStatus::default() };
     assert_eq!(status, all);
     assert!(pages_all > pages_waiting + 10);
-    // The clock ticks whenever the request looks at it: once before each page that the deadline may cut, and
-    // once for each wait. What is cut off is late, what is not is fresh, and nothing is lost between the two.
+    // The clock ticks whenever the request looks at it: once before each page that the deadline may
+    // cut, and once for each wait. What is cut off is late, what is not is fresh, and nothing is
+    // lost between the two.
     let (mut cut, mut whole) = (0, 0);
     for deadline in 0..4 * pages_all {
         let (status, pages) = at(Some(deadline));
@@ -303,8 +310,8 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
     assert!(cut > 5 && whole > 0, "{cut} deadlines cut in the middle, {whole} not at all");
 }
 
-/// A read that one request gave up keeps its place in the reader; the next request must not take the full
-/// reader for having nothing to wait for.
+/// A read that one request gave up keeps its place in the reader; the next request must not take
+/// the full reader for having nothing to wait for.
 #[test]
 fn a_read_that_was_given_up_does_not_cost_the_next_request() {
     let packed =
@@ -324,8 +331,8 @@ fn a_read_that_was_given_up_does_not_cost_the_next_request() {
     for _ in 0..40 {
         let model = Arc::new(Model::open(&hatchback::io::disk::system(), &flash, budget).unwrap());
         let mut worker = Worker::new(model, Arc::new(SteppingClock::default()));
-        // The read begins a tick before the deadline, and the wait for it is already over; a device may
-        // still be faster than that.
+        // The read begins a tick before the deadline, and the wait for it is already over; a device
+        // may still be faster than that.
         given_up += u32::from(score(&mut worker, &reference, &only(1), Some(1)).fresh == 0);
         let status = score(&mut worker, &reference, &only(0), None);
         assert_eq!(status, LookupStatus { fresh: 2, ..LookupStatus::default() });

@@ -1,6 +1,6 @@
-//! Many callers on one model: scores and statuses are the reference's to the bit however requests were put together,
-//! a full pipeline says so at once, the order of arrival is kept, and neither a panic nor a caller that goes away
-//! loses a slot.
+//! Many callers on one model: scores and statuses are the reference's to the bit however requests
+//! were put together, a full pipeline says so at once, the order of arrival is kept, and neither a
+//! panic nor a caller that goes away loses a slot.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -139,7 +139,8 @@ fn random_model(seed: u64) -> ModelPlan {
     ModelPlan { name: "random".to_owned(), sequence: 1, seed, dense, tables, features }
 }
 
-/// Random models; several callers with several requests of any size on their way, put together as they meet.
+/// Random models; several callers with several requests of any size on their way, put together as
+/// they meet.
 #[test]
 fn scores_are_the_references_however_requests_meet() {
     for seed in 0..40 {
@@ -199,7 +200,8 @@ fn what_waits_is_scored_together() {
     assert_eq!((stats.requests, stats.batches), (6, 3));
 }
 
-/// Neither may one request's deadline cut another's rows, nor may a far deadline hold up a near one.
+/// Neither may one request's deadline cut another's rows, nor may a far deadline hold up a near
+/// one.
 #[test]
 fn only_deadlines_that_are_close_go_together() {
     let ms = |n| Some(Duration::from_millis(n));
@@ -312,7 +314,8 @@ fn a_request_that_waits_holds_up_no_other() {
     check(&waits, &fixture.reference, &fixture.known(0, 1));
 }
 
-/// One caller keeps all slots but one taken, all the time; the other's requests are answered all the same.
+/// One caller keeps all slots but one taken, all the time; the other's requests are answered all
+/// the same.
 #[test]
 fn a_greedy_caller_starves_nobody() {
     let fixture = Fixture::new(MissPolicy::Wait);
@@ -523,6 +526,7 @@ fn prefetch_is_bounded_and_never_before_a_request() {
     while pipeline.stats().prefetch_waiting > 0 {
         std::thread::yield_now();
     }
-    // The second request's row was named ahead too, yet it was not there when the request was served.
+    // The second request's row was named ahead too, yet it was not there when the request was
+    // served.
     assert_eq!(pipeline.stats().counters.misses, 2);
 }

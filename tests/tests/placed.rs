@@ -1,5 +1,5 @@
-//! Rows placed by popularity and co-access: every lookup as in key order, to the bit; never a stale row, whatever
-//! deltas, rollbacks, compactions and damage come over them.
+//! Rows placed by popularity and co-access: every lookup as in key order, to the bit; never a stale
+//! row, whatever deltas, rollbacks, compactions and damage come over them.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -94,8 +94,8 @@ fn looked_up(
     (rows, placed)
 }
 
-/// Looks up every key that any generation has; the answers must be those of `generation`. Returns how many
-/// came from placed pages.
+/// Looks up every key that any generation has; the answers must be those of `generation`. Returns
+/// how many came from placed pages.
 fn check(flash: &Flash, versions: &Versions, generation: usize) -> [usize; 2] {
     assert_eq!(flash.manifest().generation.sequence as usize, generation);
     std::array::from_fn(|t| {

@@ -1,6 +1,6 @@
-//! The flash tier under power cuts, device errors, a full disk and bad bits: whatever happens, what is live is
-//! one generation, whole; what was acknowledged stays; and the job can be finished afterwards. Failures name
-//! the seed and the step.
+//! The flash tier under power cuts, device errors, a full disk and bad bits: whatever happens, what
+//! is live is one generation, whole; what was acknowledged stays; and the job can be finished
+//! afterwards. Failures name the seed and the step.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -90,7 +90,8 @@ fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
         .map(drop)
 }
 
-/// Every row of a table by a pass over it; each key must be answered with the same through its one page.
+/// Every row of a table by a pass over it; each key must be answered with the same through its one
+/// page.
 fn rows_of(flash: &Flash, number: usize) -> Rows {
     let (mut rows, table) = (Rows::new(), flash.table(number).unwrap());
     table
@@ -233,14 +234,15 @@ fn a_full_disk_is_refused_before_anything_is_written() {
     let refused = run(Step::Install(2), &disk, &versions).unwrap_err();
     assert!(matches!(refused, FlashError::Space { .. }), "{refused}");
     assert_eq!(disk.written(), written);
-    // Where the space goes while the bundle is being written the error is the device's, and nothing changes.
+    // Where the space goes while the bundle is being written the error is the device's, and nothing
+    // changes.
     disk.set_capacity(Some(u64::MAX));
     run(Step::Install(2), &disk, &versions).unwrap();
     check(&disk, &versions, &[2], "once there is room");
 }
 
-/// What an install leaves that is stopped takes no room from the next one: of the same bundle, or of another where nothing
-/// is live.
+/// What an install leaves that is stopped takes no room from the next one: of the same bundle, or
+/// of another where nothing is live.
 #[test]
 fn what_a_stopped_install_left_is_in_nobodys_way() {
     let versions = Versions::new(2, 900, 13);

@@ -1,5 +1,5 @@
-//! Pruning a repository: what goes and what stays, a prune that is killed at every removal, cars that fetch meanwhile, and a
-//! publisher at the same time.
+//! Pruning a repository: what goes and what stays, a prune that is killed at every removal, cars
+//! that fetch meanwhile, and a publisher at the same time.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -95,8 +95,8 @@ impl Store for Aged {
     }
 }
 
-/// Four releases in as many days, of which the third is a snapshot; on the fifth the first two are taken off the list. And a
-/// car that stayed at the first.
+/// Four releases in as many days, of which the third is a snapshot; on the fifth the first two are
+/// taken off the list. And a car that stayed at the first.
 fn unlisted() -> (Fleet, Aged, Car) {
     let fleet = Fleet::new();
     let (store, stale) = (Aged::new(&fleet), Car::at_first_release(&fleet));

@@ -1,5 +1,5 @@
-//! The request flow against the plain reference: every score equal to the bit, every lookup counted in the right
-//! count, whatever is cached, evicted or waiting.
+//! The request flow against the plain reference: every score equal to the bit, every lookup counted
+//! in the right count, whatever is cached, evicted or waiting.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -131,7 +131,8 @@ proptest! {
     }
 }
 
-/// Tables of every codec that share row widths or not, enough rows that the least cache always evicts.
+/// Tables of every codec that share row widths or not, enough rows that the least cache always
+/// evicts.
 fn busy_plan(seed: u64) -> ModelPlan {
     use CodecChoice::{F16, F32, U4, U8};
     let tables = vec![
@@ -152,7 +153,8 @@ fn busy_plan(seed: u64) -> ModelPlan {
     ModelPlan { name: "busy".to_owned(), sequence: 1, seed, dense: 2, tables, features }
 }
 
-/// Readers and writers of one cache on several threads: no torn, stale or foreign row ever reaches a score.
+/// Readers and writers of one cache on several threads: no torn, stale or foreign row ever reaches
+/// a score.
 #[test]
 fn many_workers_on_one_model_score_as_one() {
     let plan = busy_plan(5);
@@ -176,8 +178,8 @@ fn many_workers_on_one_model_score_as_one() {
     });
 }
 
-/// One set of slots for everything, the same keys in tables of one row width: every row drives out another, yet none
-/// is ever served for another key or another table.
+/// One set of slots for everything, the same keys in tables of one row width: every row drives out
+/// another, yet none is ever served for another key or another table.
 #[test]
 fn no_row_is_served_for_another() {
     let tables = vec![TablePlan::cached(KeySpace::Index, 1500, 8, CodecChoice::F32); 4];
@@ -234,7 +236,8 @@ fn what_fits_the_cache_is_read_once() {
     assert_eq!(worker.counters().since(&first).pages, 0);
 }
 
-/// A few rows of a width of their own beside many of another: their share of the cache is still a set.
+/// A few rows of a width of their own beside many of another: their share of the cache is still a
+/// set.
 #[test]
 fn a_small_table_beside_a_large_one_has_its_cache() {
     let mut plan = small_plan(1, &[2]);
@@ -250,7 +253,8 @@ fn a_small_table_beside_a_large_one_has_its_cache() {
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let samples: Vec<Sample> = (0..8).map(|id| plan.sample(id)).collect();
     check(&mut worker, &reference, &samples).unwrap();
-    // Less than a set for each width is refused; four sets where the words of sparse keys need them.
+    // Less than a set for each width is refused; four sets where the words of sparse keys need
+    // them.
     let bytes = |(sets, row_bytes, head): (u64, u64, u64)| sets * (head + 24 + 14 * row_bytes) + 64;
     let least = [(1, 16, 64), (4, 256, 128), (1, 4, 64)].map(bytes).iter().sum::<u64>();
     let open = |cache_bytes_max| {
@@ -309,8 +313,9 @@ fn a_batch_over_the_limit_is_refused() {
     );
 }
 
-/// A batch that was made for another model: fewer or more features, other dense features, longer bags. The last
-/// one would run over the feature's columns, or never end where the miss list is shorter than the bag.
+/// A batch that was made for another model: fewer or more features, other dense features, longer
+/// bags. The last one would run over the feature's columns, or never end where the miss list is
+/// shorter than the bag.
 #[test]
 fn a_batch_of_another_schema_is_refused() {
     let packed = small_plan(1, &[2, 2]).pack();

@@ -1,4 +1,5 @@
-//! A small fleet through the whole story of `rollout.rs`: `fleet` is the same with more cars, a chart and figures.
+//! A small fleet through the whole story of `rollout.rs`: `fleet` is the same with more cars, a
+//! chart and figures.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

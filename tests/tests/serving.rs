@@ -1,4 +1,5 @@
-//! Several models in one process: one budget, and changes that no caller of another model, nor of the same, notices.
+//! Several models in one process: one budget, and changes that no caller of another model, nor of
+//! the same, notices.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

@@ -1,5 +1,6 @@
-//! Updater against a repository and a link that mean harm, one test a threat, with real signatures: every attack is
-//! an error of its name, what was live stays live, and the car recovers by itself when the attack ends.
+//! Updater against a repository and a link that mean harm, one test a threat, with real signatures:
+//! every attack is an error of its name, what was live stays live, and the car recovers by itself
+//! when the attack ends.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -145,7 +146,8 @@ fn replay_after_torn_metadata() {
     }
 }
 
-/// One copy of the floor is as good as two, whether the other is torn or the device does not give it.
+/// One copy of the floor is as good as two, whether the other is torn or the device does not give
+/// it.
 #[test]
 fn a_floor_that_cannot_be_read_in_one_copy() {
     let fleet = Fleet::new();
@@ -162,7 +164,8 @@ fn a_floor_that_cannot_be_read_in_one_copy() {
     }
 }
 
-/// A record that is there and cannot be read is none of a car that begins: neither its day nor its probation is forgotten.
+/// A record that is there and cannot be read is none of a car that begins: neither its day nor its
+/// probation is forgotten.
 #[test]
 fn a_record_that_cannot_be_read_is_left_as_it_is() {
     let fleet = Fleet::new();
@@ -568,8 +571,8 @@ fn a_power_cut_at_every_call_ends_in_the_newest_generation() {
     println!("{calls} cuts");
 }
 
-/// A web server over a directory: answers two of 29 requests with an error, breaks every answer off after
-/// `breaks` bytes, and knows ranges or does not.
+/// A web server over a directory: answers two of 29 requests with an error, breaks every answer off
+/// after `breaks` bytes, and knows ranges or does not.
 fn serve(folder: PathBuf, breaks: usize, ranges: bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}/models", listener.local_addr().unwrap());

@@ -1,5 +1,6 @@
-//! Releases that are signed and wrong, links that are bad for long, and cars that were away for long: one test a name. What
-//! is wrong is refused once and not fetched again; what is late comes in as few bytes as there are changed rows.
+//! Releases that are signed and wrong, links that are bad for long, and cars that were away for
+//! long: one test a name. What is wrong is refused once and not fetched again; what is late comes
+//! in as few bytes as there are changed rows.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -30,8 +31,8 @@ use std::sync::atomic::AtomicU64;
 use tough::editor::RepositoryEditor;
 use tough::schema::{Hashes, Target};
 
-/// Publishes generation 2 as `change` makes it, every hash and signature valid: the car refuses it, says why, stays on
-/// generation 1, does not fetch it again, and takes generation 3.
+/// Publishes generation 2 as `change` makes it, every hash and signature valid: the car refuses it,
+/// says why, stays on generation 1, does not fetch it again, and takes generation 3.
 #[track_caller]
 fn refused(kind: &str, change: impl FnOnce(&mut Parts), why: &str) {
     let fleet = Fleet::new();
@@ -65,7 +66,8 @@ fn nothing_left_of_2(car: &Car) {
     assert!(left.is_empty(), "{left:?}");
 }
 
-/// The power goes, or the device fails, while a release is laid on flash, and the publisher takes it back: its room returns.
+/// The power goes, or the device fails, while a release is laid on flash, and the publisher takes
+/// it back: its room returns.
 #[test]
 fn a_release_that_is_taken_back_while_it_is_written() {
     let fleet = Fleet::new();
@@ -190,7 +192,8 @@ fn row_counts_that_lie() {
     refused("snapshot", |p| p.manifest.schema.tables[1].rows = 100, "rows: 256 placed, over 100");
 }
 
-/// A merge of an index table fills what lies below its last key: a key beyond its rows would fill the disk.
+/// A merge of an index table fills what lies below its last key: a key beyond its rows would fill
+/// the disk.
 #[test]
 fn keys_beyond_an_index_table() {
     let last = |key: u64| {
@@ -217,7 +220,8 @@ fn keys_beyond_an_index_table() {
     refused("delta", grown, "new ones instead of");
 }
 
-/// Every table of the car as if it had as many deltas as can be opened; returns the live record before.
+/// Every table of the car as if it had as many deltas as can be opened; returns the live record
+/// before.
 fn fill(car: &Car) -> Vec<u8> {
     let flash = Flash::open(&car.sync.disk, &car.sync.flash).unwrap();
     let mut record = flash.record().clone();
@@ -230,8 +234,9 @@ fn write_live(car: &Car, record: &[u8]) {
     car.disk.create(&car.sync.flash.join("live")).unwrap().write_all(record).unwrap();
 }
 
-/// A base with a bad page cannot be merged, and one day it takes no further delta: none is fetched, the one that was fetched
-/// already is not marked, and a snapshot, or a merge after all, lets the car go on.
+/// A base with a bad page cannot be merged, and one day it takes no further delta: none is fetched,
+/// the one that was fetched already is not marked, and a snapshot, or a merge after all, lets the
+/// car go on.
 #[test]
 fn a_chain_of_deltas_that_is_full() {
     for merged in [false, true] {
@@ -284,7 +289,8 @@ fn a_delta_of_another_lineage_is_not_ours() {
     assert_eq!((status.newest, status.release, car.live()), (Some(1), None, 1));
 }
 
-/// A page of the base is bad when a delta comes: the delta goes over it, the rows of that page are reported and no other.
+/// A page of the base is bad when a delta comes: the delta goes over it, the rows of that page are
+/// reported and no other.
 #[test]
 fn a_delta_over_a_damaged_base() {
     let fleet = Fleet::new();
@@ -367,7 +373,8 @@ fn a_pause_of_three_days_amid_a_download() {
     assert!(before + wire2.bytes < total + largest.unwrap() + 20_000);
 }
 
-/// 20 generations behind: one merged delta, in fewer than 1.1 times the bytes of the rows that changed.
+/// 20 generations behind: one merged delta, in fewer than 1.1 times the bytes of the rows that
+/// changed.
 #[test]
 fn a_car_far_behind_takes_one_merged_delta() {
     let versions = Versions::changing(&[60; 20], 20_000, 77);
@@ -429,7 +436,8 @@ fn a_share_of_the_fleet_goes_first() {
     assert_eq!((first.live(), last.live()), (2, 2));
 }
 
-/// While one publisher is about to put up its first object whose path ends so, another one publishes.
+/// While one publisher is about to put up its first object whose path ends so, another one
+/// publishes.
 struct Rival<'a>(&'a dyn Store, &'a Fleet, &'static str, Cell<bool>);
 
 impl Store for Rival<'_> {

@@ -1,4 +1,5 @@
-//! Sync over HTTPS: certificates that it must know, one of its own where the server asks for it, and a proxy in between.
+//! Sync over HTTPS: certificates that it must know, one of its own where the server asks for it,
+//! and a proxy in between.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -198,7 +199,8 @@ fn a_server_that_asks_gets_the_cars_own_certificate() {
     assert_eq!(car.live(), 1);
 }
 
-/// HTTPS leads to HTTPS; plain HTTP leads nowhere else: a captive portal's redirect is a broken link.
+/// HTTPS leads to HTTPS; plain HTTP leads nowhere else: a captive portal's redirect is a broken
+/// link.
 #[test]
 fn redirects_stay_within_https() {
     let (fleet, work) = (Fleet::new(), tempfile::tempdir().unwrap());

@@ -1,7 +1,8 @@
-//! TensorRT's side without TensorRT: the shim built from its one source against a twin's headers (`tests/tensorrt`), and
-//! the twin loaded as the library. What is refused and why, the plans kept on disk, and on the stand-in for a GPU that
-//! an engine whose scores are not the CPU's is never used. With TENSORRT_RTX set (by `tests/tensorrt/rtx`), TensorRT
-//! for RTX itself builds every network of the tree on the CPU.
+//! TensorRT's side without TensorRT: the shim built from its one source against a twin's headers
+//! (`tests/tensorrt`), and the twin loaded as the library. What is refused and why, the plans kept
+//! on disk, and on the stand-in for a GPU that an engine whose scores are not the CPU's is never
+//! used. With TENSORRT_RTX set (by `tests/tensorrt/rtx`), TensorRT for RTX itself builds every
+//! network of the tree on the CPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -41,7 +42,8 @@ fn run(command: &mut Command) -> std::process::Output {
     output
 }
 
-/// The twin of release `major.minor`, compiled once: a library that is loaded must not be overwritten.
+/// The twin of release `major.minor`, compiled once: a library that is loaded must not be
+/// overwritten.
 fn compile(major: u32, minor: u32, library_only: &[&str]) -> Twin {
     static MADE: Mutex<BTreeMap<String, Twin>> = Mutex::new(BTreeMap::new());
     let name = format!("twin-{major}.{minor}{}", library_only.concat());
@@ -348,7 +350,8 @@ fn an_engine_with_other_scores_than_the_cpus_is_passed_over() {
     assert!(said.contains("of no use"), "{said}");
 }
 
-/// Each size of a batch has a recording, and each recording a state of TensorRT's; rows that were missing come in between.
+/// Each size of a batch has a recording, and each recording a state of TensorRT's; rows that were
+/// missing come in between.
 #[test]
 fn recorded_requests_run_on_an_engine_for_every_size() {
     let gpu = standin::gpu(5);

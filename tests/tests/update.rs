@@ -1,5 +1,6 @@
-//! The states of an update: what a release must show, and the table of every state, stopped by a kill or by a power cut,
-//! with a release that proves itself and with one that does not. Each ends in the generation it should, whole, without help.
+//! The states of an update: what a release must show, and the table of every state, stopped by a
+//! kill or by a power cut, with a release that proves itself and with one that does not. Each ends
+//! in the generation it should, whole, without help.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -57,7 +58,8 @@ fn probation_ends_as_the_policy_says() {
             "{watched:?}: {ran:?}"
         );
         assert_eq!(ran.is_err(), ends == UpdateState::Failed);
-        // On probation it waits; a release that failed does not come again, though it is still the newest.
+        // On probation it waits; a release that failed does not come again, though it is still the
+        // newest.
         car.watched = None;
         let (again, after) =
             (car.run(&mut fleet.link(), T0 + 12).unwrap(), if live == 2 { 2 } else { 1 });
@@ -192,7 +194,8 @@ impl<F: FnMut(&str) -> Result<(), LinkError>> Link for Meanwhile<F> {
     }
 }
 
-/// A car on the real disk, whose locks hold, at the first release and asking for consent to the second.
+/// A car on the real disk, whose locks hold, at the first release and asking for consent to the
+/// second.
 fn asking(before: &Fleet, fleet: &Fleet) -> (tempfile::TempDir, Car) {
     let (folder, mut car) = (tempfile::tempdir().unwrap(), Car::new(before));
     let [directory, flash] = ["sync", "flash"].map(|name| folder.path().join(name));
@@ -255,7 +258,8 @@ fn a_lock_that_is_held_for_a_moment_is_waited_for() {
     });
 }
 
-/// What was staged is signed for by the targets, however much of the metadata around them is newer by now.
+/// What was staged is signed for by the targets, however much of the metadata around them is newer
+/// by now.
 #[test]
 fn a_refresh_that_breaks_off_keeps_nothing_from_being_applied() {
     let (before, fleet) = next_release();
@@ -287,7 +291,8 @@ fn a_refresh_that_breaks_off_keeps_nothing_from_being_applied() {
     }
 }
 
-/// The serving side proves for itself what was signed: whoever can write the sync directory alone gets nothing in.
+/// The serving side proves for itself what was signed: whoever can write the sync directory alone
+/// gets nothing in.
 #[test]
 fn what_was_not_signed_is_not_applied() {
     let (fleet, stranger) = (Fleet::new(), Fleet::new());

@@ -1,5 +1,5 @@
-//! Maintenance on a simulated disk: it keeps the rules, the budget and every row, whatever is installed meanwhile,
-//! whatever breaks, and however often the power goes. Failures name the seed.
+//! Maintenance on a simulated disk: it keeps the rules, the budget and every row, whatever is
+//! installed meanwhile, whatever breaks, and however often the power goes. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -105,8 +105,8 @@ fn one_delta_is_merged_once_enough_rows_changed() {
     assert_eq!(deltas(&flash)[1], 0);
 }
 
-/// A table several times a day's budget: it is merged over the days, within the budget of each, though the power
-/// goes every night. What a day wrote is not written again.
+/// A table several times a day's budget: it is merged over the days, within the budget of each,
+/// though the power goes every night. What a day wrote is not written again.
 #[test]
 fn a_table_beyond_the_budget_of_a_day_is_merged_over_many() {
     let versions = Versions::new(3, 2000, 43);
@@ -191,7 +191,8 @@ fn a_compaction_does_not_finish_over_what_arrived_meanwhile() {
     );
 }
 
-/// A delta whose most used keys are its parent's brings no list of them: the parent's stays, whatever becomes of its segments.
+/// A delta whose most used keys are its parent's brings no list of them: the parent's stays,
+/// whatever becomes of its segments.
 #[test]
 fn a_hot_list_outlives_deltas_compactions_and_rollbacks() {
     let versions = Versions::new(4, 900, 49);
@@ -321,7 +322,8 @@ fn stories() -> u64 {
     std::env::var("HATCHBACK_UPKEEPS").ok().and_then(|n| n.parse().ok()).unwrap_or(300)
 }
 
-/// A car's life: installs, upkeep, power cuts; time goes on and sometimes back. The notes are kept or not.
+/// A car's life: installs, upkeep, power cuts; time goes on and sometimes back. The notes are kept
+/// or not.
 #[test]
 fn a_life_with_cuts_keeps_rows_and_budget() {
     let versions = Versions::new(6, 300, 50);

@@ -1,5 +1,5 @@
-//! Maintenance where the disk is bad or slow: pages are rebuilt from what is retained, to the bit or not at all, and a
-//! device that takes long gets its rests. Failures name the seed.
+//! Maintenance where the disk is bad or slow: pages are rebuilt from what is retained, to the bit
+//! or not at all, and a device that takes long gets its rests. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -63,8 +63,8 @@ fn base_of(flash: &Flash, table: usize) -> PathBuf {
     Path::new(DIR).join(format!("g{:012}/t{table:04}-{:04}.seg", of.sequence, of.serial))
 }
 
-/// A page whose rows the live generation did not change comes back to the bit; one that it changed never does, and no
-/// page ever becomes another one.
+/// A page whose rows the live generation did not change comes back to the bit; one that it changed
+/// never does, and no page ever becomes another one.
 #[test]
 fn a_flipped_bit_is_mended_from_the_generation_before() {
     let (mut repaired, mut left) = (0, 0);
@@ -114,7 +114,8 @@ fn lost_pages_of_an_unchanged_table_are_mended() {
     assert_eq!(scrub(&mut flash), (0, 1));
 }
 
-/// The share of the time that upkeep works stays below its limit, and one step short, however long calls take.
+/// The share of the time that upkeep works stays below its limit, and one step short, however long
+/// calls take.
 #[test]
 fn a_slow_disk_gets_its_rests() {
     let versions = Versions::new(3, 3000, 81);
@@ -152,7 +153,8 @@ fn a_slow_disk_gets_its_rests() {
     }
 }
 
-/// A request over a slow disk ends with its deadline, the calls under way late at most, and says that it did.
+/// A request over a slow disk ends with its deadline, the calls under way late at most, and says
+/// that it did.
 #[test]
 fn a_deadline_holds_on_a_slow_disk() {
     let table = TablePlan {

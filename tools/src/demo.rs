@@ -1,6 +1,7 @@
-//! `demo`: the whole car path on real input, in one command. A model that PyTorch trained on the in-vehicle
-//! coupon data is packed, laid on flash and scored row by row against its labels and PyTorch's own scores;
-//! then a Criteo-shaped model of a few million rows makes the flash tier work.
+//! `demo`: the whole car path on real input, in one command. A model that PyTorch trained on the
+//! in-vehicle coupon data is packed, laid on flash and scored row by row against its labels and
+//! PyTorch's own scores; then a Criteo-shaped model of a few million rows makes the flash tier
+//! work.
 
 use crate::eval::{Evaluation, evaluate};
 use crate::pack::spec::CodecChoice;
@@ -172,8 +173,8 @@ fn rows_line(rows: &Lookups) -> String {
     )
 }
 
-/// Packs the coupon model with every table in `codec` behind the cache, and serves the held-out rows.
-/// Returns what was found, the model, and the bytes of the bundle and on flash.
+/// Packs the coupon model with every table in `codec` behind the cache, and serves the held-out
+/// rows. Returns what was found, the model, and the bytes of the bundle and on flash.
 fn coupon_as(codec: CodecChoice, out: &Path) -> Result<(Evaluation, Arc<Model>, (u64, u64))> {
     let name = format!("{codec:?}").to_lowercase();
     let bundle = out.join(format!("coupon-{name}.hatch"));

@@ -1,5 +1,5 @@
-//! `eval`: a labelled set through the whole request path: AUC, logloss, hit rates, statuses, latencies, and
-//! how far the scores are from those that the trainer recorded.
+//! `eval`: a labelled set through the whole request path: AUC, logloss, hit rates, statuses,
+//! latencies, and how far the scores are from those that the trainer recorded.
 
 use crate::pack::read_samples;
 use crate::report;

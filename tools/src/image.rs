@@ -1,6 +1,7 @@
-//! `image`: what a board is flashed with, of a bundle: an ext4 image of the partition that holds models and updates, and for
-//! who has no such partition the same files with the manifest that DRIVE OS's CopyTarget takes. The same bundle gives the same bytes. Reads
-//! back what it wrote; never touches a device.
+//! `image`: what a board is flashed with, of a bundle: an ext4 image of the partition that holds
+//! models and updates, and for who has no such partition the same files with the manifest that
+//! DRIVE OS's CopyTarget takes. The same bundle gives the same bytes. Reads back what it wrote;
+//! never touches a device.
 
 use crate::report;
 use crate::serve::lay_on_flash;
@@ -17,12 +18,14 @@ use std::time::{Duration, SystemTime};
 
 /// Where a board mounts it: the folder of `machine.models` and `machine.updates` of the targets.
 const MOUNTED: &str = "/var/lib/hatchback";
-/// The time of every file, in seconds: that of the bundle is not known, and the time now would differ at each call.
+/// The time of every file, in seconds: that of the bundle is not known, and the time now would
+/// differ at each call.
 const MADE: u64 = 1_000_000_000;
-/// How often the content must find room: as it is live, as it was before, as the next release is fetched, as that is laid on flash,
-/// and in a merge.
+/// How often the content must find room: as it is live, as it was before, as the next release is
+/// fetched, as that is laid on flash, and in a merge.
 const TIMES: u64 = 5;
-/// Room beside that for the journal and the file system's own tables: this, and one part in so many.
+/// Room beside that for the journal and the file system's own tables: this, and one part in so
+/// many.
 const SPARE_MIB: u64 = 32;
 const SPARE_ONE_IN: u64 = 20;
 /// What Linux 5.4 and e2fsprogs 1.45 (Ubuntu 20.04) know, whatever this machine's defaults are.
@@ -40,8 +43,8 @@ pub struct ImageArgs {
     /// The model's name on the board [default: its lineage]
     #[arg(long)]
     name: Option<String>,
-    /// The partition's size, MiB [default: room for five times the content: what is live and what was before, the next
-    /// release as it is fetched and as it is laid on flash, and a merge]
+    /// The partition's size, MiB [default: room for five times the content: what is live and what
+    /// was before, the next release as it is fetched and as it is laid on flash, and a merge]
     #[arg(long)]
     mib: Option<u64>,
 }
@@ -49,7 +52,8 @@ pub struct ImageArgs {
 /// Runs the command.
 ///
 /// # Errors
-/// The bundle is refused, e2fsprogs is missing, there is no room, or the image does not read back as it was written.
+/// The bundle is refused, e2fsprogs is missing, there is no room, or the image does not read back
+/// as it was written.
 pub fn run(args: &ImageArgs) -> Result<()> {
     fs::create_dir(&args.out).with_context(|| args.out.display().to_string())?;
     let tree = args.out.join("hatchback");
@@ -96,7 +100,8 @@ struct Entry {
     bytes: u64,
 }
 
-/// What is in `tree`, folders before what is in them, each with the mode and the time that it has in the image.
+/// What is in `tree`, folders before what is in them, each with the mode and the time that it has
+/// in the image.
 fn files(tree: &Path) -> Result<Vec<Entry>> {
     let (mut found, mut folders) = (Vec::new(), vec![String::new()]);
     while let Some(folder) = folders.pop() {
@@ -215,7 +220,8 @@ fn read_back(tree: &Path, files: &[Entry], image: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The manifest of version 1.4; its sources are relative to the folder that it lies in, CopyTarget's workspace.
+/// The manifest of version 1.4; its sources are relative to the folder that it lies in,
+/// CopyTarget's workspace.
 fn copy_target(files: &[Entry]) -> String {
     let mut text = "version: '1.4'\nfileList:\n".to_owned();
     let mut put = |path: &str, folder: bool| {

@@ -1,5 +1,5 @@
-//! `inspect`: what a bundle or a flash directory holds, and, on demand, whether every byte of it is sound;
-//! and which pages the daemon's scrubs found bad.
+//! `inspect`: what a bundle or a flash directory holds, and, on demand, whether every byte of it is
+//! sound; and which pages the daemon's scrubs found bad.
 
 use crate::report;
 use anyhow::Result;

@@ -1,5 +1,5 @@
-//! `hatchback`: the program for the datacenter and the desk. Only reads the command line; the work is in the
-//! library's modules, one a command.
+//! `hatchback`: the program for the datacenter and the desk. Only reads the command line; the work
+//! is in the library's modules, one a command.
 
 #![forbid(unsafe_code)]
 

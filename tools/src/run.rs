@@ -66,8 +66,8 @@ impl<W: Write> Output<W> {
 /// Runs the command.
 ///
 /// # Errors
-/// The model is refused, a file cannot be read, or some lines were not samples (each is answered with an
-/// error in its place).
+/// The model is refused, a file cannot be read, or some lines were not samples (each is answered
+/// with an error in its place).
 pub fn run(args: &RunArgs) -> Result<()> {
     let model = args.serve.open()?;
     let (mut worker, mut batch) = (serve::worker(&model), model.batch());

@@ -1,5 +1,5 @@
-//! What `run`, `eval`, `bench` and `demo` share: a bundle or a flash directory becomes a model ready to
-//! serve, within the budget of a target and of the command line.
+//! What `run`, `eval`, `bench` and `demo` share: a bundle or a flash directory becomes a model
+//! ready to serve, within the budget of a target and of the command line.
 
 use crate::report;
 use anyhow::{Context, Result};
@@ -99,7 +99,8 @@ pub fn worker(model: &Arc<Model>) -> Worker {
     Worker::new(Arc::clone(model), Arc::new(SystemClock::default()))
 }
 
-/// Opens the flash directory at `path`; if that is a bundle, lays it on flash under `directory` first.
+/// Opens the flash directory at `path`; if that is a bundle, lays it on flash under `directory`
+/// first.
 ///
 /// # Errors
 /// The bundle or the directory is refused.

@@ -1,5 +1,6 @@
-//! `sync`: what a car does, once, in one process: takes up what a repository has signed and brings a flash directory
-//! forward to it. Only reads the command line and shows the progress; the work is `hatchback::update`.
+//! `sync`: what a car does, once, in one process: takes up what a repository has signed and brings
+//! a flash directory forward to it. Only reads the command line and shows the progress; the work is
+//! `hatchback::update`.
 
 use crate::report;
 use crate::serve::progress_bar;
@@ -27,7 +28,8 @@ pub struct SyncArgs {
     /// The flash directory
     #[arg(long, required_unless_present_any = ["status", "consent"])]
     flash: Option<PathBuf>,
-    /// A target file, such as targets/cpu.toml, that says what a release must show [default: no more than its probe set]
+    /// A target file, such as targets/cpu.toml, that says what a release must show [default: no
+    /// more than its probe set]
     #[arg(long)]
     target: Option<PathBuf>,
     /// Most MiB to receive in this run, but a chunk at least; the next one goes on

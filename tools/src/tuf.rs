@@ -1,6 +1,7 @@
-//! `tuf`: the three commands by which the public conformance suite of The Update Framework drives a client. Metadata
-//! files stand in one folder under their plain names; the floor and what else is ours stands beside it, in a folder of
-//! the same name with `.floor`. Fetches small targets only: releases are `sync`'s.
+//! `tuf`: the three commands by which the public conformance suite of The Update Framework drives a
+//! client. Metadata files stand in one folder under their plain names; the floor and what else is
+//! ours stands beside it, in a folder of the same name with `.floor`. Fetches small targets only:
+//! releases are `sync`'s.
 
 use crate::sync::now;
 use anyhow::{Context, Result, ensure};

@@ -1,4 +1,5 @@
-//! The program as its users run it: every command on the coupon model, by its exit code and what it prints.
+//! The program as its users run it: every command on the coupon model, by its exit code and what it
+//! prints.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

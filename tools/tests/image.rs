@@ -1,5 +1,5 @@
-//! The image of a bundle, as its user makes it: the same bytes each time, a model that serves when it is read back out,
-//! and a manifest that lists every file.
+//! The image of a bundle, as its user makes it: the same bytes each time, a model that serves when
+//! it is read back out, and a manifest that lists every file.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

@@ -1,5 +1,5 @@
-//! What any Linux tells of itself: system, CPUs, memory, temperatures, power, watchdogs, and the device beneath a
-//! directory. Knows no board.
+//! What any Linux tells of itself: system, CPUs, memory, temperatures, power, watchdogs, and the
+//! device beneath a directory. Knows no board.
 
 use super::{Reading, Root, reading};
 use hatchback::io::reader::{PageReader, ReadMethod};
@@ -105,7 +105,8 @@ fn thermal(root: &Root) -> Vec<Reading> {
     }
 }
 
-/// Of an INA3221, the usual monitor of three rails, what comes behind their voltages and currents is no rail.
+/// Of an INA3221, the usual monitor of three rails, what comes behind their voltages and currents
+/// is no rail.
 const RAILS_MAX: u32 = 3;
 
 /// The rails that are measured, watts: by power where a chip tells it, else by voltage and current.

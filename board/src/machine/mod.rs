@@ -1,5 +1,6 @@
-//! The machine, as far as it shows itself: every reading is optional, and one that is missing says why. `linux` reads what any
-//! Linux has, `orin` what a DRIVE AGX Orin has besides, `sim` a desk that stands in for it. Only reads; `settings` changes.
+//! The machine, as far as it shows itself: every reading is optional, and one that is missing says
+//! why. `linux` reads what any Linux has, `orin` what a DRIVE AGX Orin has besides, `sim` a desk
+//! that stands in for it. Only reads; `settings` changes.
 
 mod linux;
 mod mounts;
@@ -100,7 +101,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Reads the machine that `target` describes, and its models on flash; opens them and `device` as a start would.
+    /// Reads the machine that `target` describes, and its models on flash; opens them and `device`
+    /// as a start would.
     pub fn new(root: &Root, target: &Target, device: DeviceKind, flash: &[PathBuf]) -> Self {
         let mut readings = linux::readings(root);
         readings.extend(match target.machine.kind {
@@ -122,7 +124,8 @@ impl Report {
         let name = lookups.as_ref().map(|device| device.name().to_owned());
         readings.push(reading("settings", "lookups on", name.map_err(Clone::clone)));
         readings.extend(settings::apply(target));
-        // Sections in the order in which they began, so that what was read in several places stands together.
+        // Sections in the order in which they began, so that what was read in several places stands
+        // together.
         let mut sections = Vec::new();
         readings.iter().for_each(|r| {
             if !sections.contains(&r.section) {

@@ -1,4 +1,5 @@
-//! What a directory lies on, and whether that outlives a start and an update of the OS. Reads the list of mounts; mounts nothing.
+//! What a directory lies on, and whether that outlives a start and an update of the OS. Reads the
+//! list of mounts; mounts nothing.
 
 use super::Root;
 use hatchback::target::MachineKind;
@@ -31,7 +32,8 @@ impl Mount {
         nearest.ok_or_else(|| format!("{MOUNTS}: nothing is mounted above {}", there.display()))
     }
 
-    /// `36 35 98:0 / /mnt rw,noatime shared:1 - ext4 /dev/sda1 rw`; before the dash there may be more.
+    /// `36 35 98:0 / /mnt rw,noatime shared:1 - ext4 /dev/sda1 rw`; before the dash there may be
+    /// more.
     fn parse(line: &str) -> Option<Self> {
         let (place, system) = line.split_once(" - ")?;
         let (mut place, mut system) = (place.split(' ').skip(4), system.split(' '));
@@ -43,7 +45,8 @@ impl Mount {
         Some(Self { point, kind: kind.to_owned(), source: source.to_owned(), is_read_only })
     }
 
-    /// Why what is written there may be gone one day, or cannot be written; `None` if nothing is known to be wrong.
+    /// Why what is written there may be gone one day, or cannot be written; `None` if nothing is
+    /// known to be wrong.
     pub fn fault(&self, machine: MachineKind) -> Option<String> {
         let kind = &self.kind;
         match kind.as_str() {

@@ -1,5 +1,6 @@
-//! What a DRIVE AGX Orin tells besides: the SoC's instructions, the memory that its GPU took, GPU load and clock, and
-//! whether NVIDIA's libraries are where DRIVE OS puts them. From public documents; not yet seen on a board.
+//! What a DRIVE AGX Orin tells besides: the SoC's instructions, the memory that its GPU took, GPU
+//! load and clock, and whether NVIDIA's libraries are where DRIVE OS puts them. From public
+//! documents; not yet seen on a board.
 
 use super::{Reading, Root, linux, reading};
 

@@ -1,6 +1,7 @@
-//! How a cache names rows: a set's number and a *word* that is unique within the set. Both together are a
-//! bijection of (table, key), so that equal words in a set are equal rows, however unlikely a collision.
-//! Where all tables are indexed and their rows can be numbered in 32 bits, a word has 32 bits, else 64.
+//! How a cache names rows: a set's number and a *word* that is unique within the set. Both together
+//! are a bijection of (table, key), so that equal words in a set are equal rows, however unlikely a
+//! collision. Where all tables are indexed and their rows can be numbered in 32 bits, a word has 32
+//! bits, else 64.
 
 /// What names a row: its table and its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -12,7 +13,8 @@ pub struct RowKey {
 }
 
 impl RowKey {
-    /// A 64-bit hash: the table is folded in by an odd multiplier, then mixed as MurmurHash3 finishes.
+    /// A 64-bit hash: the table is folded in by an odd multiplier, then mixed as MurmurHash3
+    /// finishes.
     #[inline(always)]
     pub fn hash(self) -> u64 {
         mix(self.key ^ salt(self.table))
@@ -59,17 +61,18 @@ fn unmix_32(hash: u32) -> u32 {
     h ^ (h >> 16)
 }
 
-/// How rows are named in a cache: which tables it serves, and how many keys those that are indexed have.
+/// How rows are named in a cache: which tables it serves, and how many keys those that are indexed
+/// have.
 #[derive(Clone, Debug)]
 pub struct KeySpaces {
-    /// For each table of the model the end of its index keys; `None` where keys are sparse; `Some(0)` for a
-    /// table that the cache does not serve.
+    /// For each table of the model the end of its index keys; `None` where keys are sparse;
+    /// `Some(0)` for a table that the cache does not serve.
     ends: Vec<Option<u64>>,
 }
 
 impl KeySpaces {
-    /// `ends` has for each table of the model the end of its index keys, `None` where any 64-bit number is a
-    /// key, and `Some(0)` where the cache does not serve the table.
+    /// `ends` has for each table of the model the end of its index keys, `None` where any 64-bit
+    /// number is a key, and `Some(0)` where the cache does not serve the table.
     pub fn new(ends: Vec<Option<u64>>) -> Self {
         Self { ends }
     }
@@ -80,8 +83,8 @@ impl KeySpaces {
         self.ends[usize::from(table)]
     }
 
-    /// Where the rows of each table begin when all rows are numbered through from 1, with the end of the last;
-    /// `None` if there are sparse tables or too many rows for 32 bits.
+    /// Where the rows of each table begin when all rows are numbered through from 1, with the end
+    /// of the last; `None` if there are sparse tables or too many rows for 32 bits.
     fn bases(&self) -> Option<Box<[u32]>> {
         let mut bases = vec![1u32];
         for end in &self.ends {
@@ -241,7 +244,8 @@ impl AddressMap {
                 RowKey { table: table as u16, key: u64::from(number - bases[table]) }
             }
             Tables::Hashed { table_bits } => {
-                // The set says between which bounds the hash lies, closer than the bits that the word lacks.
+                // The set says between which bounds the hash lies, closer than the bits that the
+                // word lacks.
                 let table = (name.word & ((1 << table_bits) - 1)) as u16 - 1;
                 let low = name.word >> table_bits;
                 let from = (u128::from(name.set) << 64).div_ceil(self.sets as u128) as u64;

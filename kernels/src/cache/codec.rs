@@ -1,5 +1,5 @@
-//! Row codecs: how one embedding row of `dim` values lies in bytes. Specified to the bit in FORMAT.md;
-//! every backend decodes to the same f32 bits. Never reads files and never allocates.
+//! Row codecs: how one embedding row of `dim` values lies in bytes. Specified to the bit in
+//! FORMAT.md; every backend decodes to the same f32 bits. Never reads files and never allocates.
 
 use crate::simd::{Plain, Simd};
 use half::f16;
@@ -87,8 +87,8 @@ pub enum RowFault {
 }
 
 /// How the rows of one table are encoded. Holding one proves that `unit` is a power of two in
-/// `2^-64..=2^64` (1 for float codecs), so no product in `decode` is ever rounded or subnormal and any
-/// order of its multiplications gives the same bits.
+/// `2^-64..=2^64` (1 for float codecs), so no product in `decode` is ever rounded or subnormal and
+/// any order of its multiplications gives the same bits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RowFormat {
     codec: Codec,
@@ -100,7 +100,8 @@ pub struct RowFormat {
 pub const UNIT_EXP_MAX: i8 = 64;
 
 impl RowFormat {
-    /// The format of rows of `dim` values; `None` if the unit exponent is out of range for the codec.
+    /// The format of rows of `dim` values; `None` if the unit exponent is out of range for the
+    /// codec.
     pub fn new(codec: Codec, dim: usize, unit_exp: i8) -> Option<Self> {
         let max = if codec.is_quantized() { UNIT_EXP_MAX } else { 0 };
         let in_range = (-max..=max).contains(&unit_exp);
@@ -161,7 +162,8 @@ impl RowFormat {
         }
     }
 
-    /// Scale and bias are rounded to f16 first; the codes are then computed against the rounded pair.
+    /// Scale and bias are rounded to f16 first; the codes are then computed against the rounded
+    /// pair.
     fn encode_codes(&self, row: &[f32], out: &mut [u8]) -> Result<(), RowFault> {
         let code_max = self.codec.code_max().unwrap_or(1.0);
         let low = row.iter().copied().fold(f32::INFINITY, f32::min) / self.unit;
@@ -202,7 +204,8 @@ impl RowFormat {
         self.each_value::<Plain>(row, out, |o, value| *o = value);
     }
 
-    /// Adds the decoded `row` to `out` `[dim]`, one rounded f32 addition a column; `first` takes `out` for zeros.
+    /// Adds the decoded `row` to `out` `[dim]`, one rounded f32 addition a column; `first` takes
+    /// `out` for zeros.
     #[inline(always)]
     pub(crate) fn accumulate<S: Simd>(&self, row: &[u8], out: &mut [f32], first: bool) {
         if first {
@@ -276,11 +279,12 @@ impl RowFormat {
     }
 }
 
-/// Chooses a table's unit exponent from what was seen of its rows: 0 (bytes as other libraries write them)
-/// when every scale is already a normal f16, else the power of two that puts the largest magnitude just
-/// under 2^14, so that rows a millionth of it still have a normal scale.
+/// Chooses a table's unit exponent from what was seen of its rows: 0 (bytes as other libraries
+/// write them) when every scale is already a normal f16, else the power of two that puts the
+/// largest magnitude just under 2^14, so that rows a millionth of it still have a normal scale.
 ///
-/// `magnitude_max`: the largest absolute value; `range_min`: the smallest non-zero `max - min` of a row.
+/// `magnitude_max`: the largest absolute value; `range_min`: the smallest non-zero `max - min` of a
+/// row.
 pub fn choose_unit_exp(codec: Codec, magnitude_max: f32, range_min: f32) -> i8 {
     let Some(code_max) = codec.code_max() else { return 0 };
     let scale_is_normal = range_min == 0.0 || range_min / code_max >= f16::MIN_POSITIVE.to_f32();
@@ -346,7 +350,8 @@ mod tests {
 
     #[test]
     fn unit_saves_tiny_rows() {
-        // The rows of a 292,775,614-row DLRM table start within 5.8e-5: without a unit the scale is subnormal.
+        // The rows of a 292,775,614-row DLRM table start within 5.8e-5: without a unit the scale is
+        // subnormal.
         let edge = 1.0 / 292_775_614f32.sqrt();
         // Scaled so that the subnormal scale would round down and clip the top of the row.
         let edge = 0.97 * edge;

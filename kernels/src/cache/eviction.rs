@@ -1,7 +1,8 @@
-//! Which row of a full set gives way: S3-FIFO (Yang et al., "FIFO Queues are All You Need for Cache Eviction",
-//! SOSP 2023) inside one set. A new row is on probation; used again, it moves to the main part, which is a
-//! CLOCK; a row that left probation unused is remembered by its tag and goes to the main part when it comes
-//! back. So a scan passes through the probation ways and leaves the rest alone. Never touches a row.
+//! Which row of a full set gives way: S3-FIFO (Yang et al., "FIFO Queues are All You Need for Cache
+//! Eviction", SOSP 2023) inside one set. A new row is on probation; used again, it moves to the
+//! main part, which is a CLOCK; a row that left probation unused is remembered by its tag and goes
+//! to the main part when it comes back. So a scan passes through the probation ways and leaves the
+//! rest alone. Never touches a row.
 
 /// Slots of a set.
 pub(crate) const WAYS: usize = if cfg!(loom) { 2 } else { 14 };

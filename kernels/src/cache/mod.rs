@@ -1,12 +1,13 @@
-//! The embedding cache: one flat, set-associative array of encoded rows, shared by all cached tables whose
-//! rows have the same width. Queries take no lock: each set has a sequence number that makes a torn or
-//! half-replaced row impossible to observe. Never reads flash and never decides what is worth caching beyond
-//! which row of a full set gives way (`eviction.rs`).
+//! The embedding cache: one flat, set-associative array of encoded rows, shared by all cached
+//! tables whose rows have the same width. Queries take no lock: each set has a sequence number that
+//! makes a torn or half-replaced row impossible to observe. Never reads flash and never decides
+//! what is worth caching beyond which row of a full set gives way (`eviction.rs`).
 //!
-//! A set keeps for each of its ways one *word* that names the row, so a single vector compare finds it. The
-//! word together with the set's number is a bijection of (table, key): equal words are equal keys, and there
-//! is nothing left to verify. Words, sequence and uses share one cache line (two where words are wide), so that a
-//! lookup costs that line and the row. A slot takes 6.3 bytes beside its row where all tables are indexed, else 10.9.
+//! A set keeps for each of its ways one *word* that names the row, so a single vector compare finds
+//! it. The word together with the set's number is a bijection of (table, key): equal words are
+//! equal keys, and there is nothing left to verify. Words, sequence and uses share one cache line
+//! (two where words are wide), so that a lookup costs that line and the row. A slot takes 6.3 bytes
+//! beside its row where all tables are indexed, else 10.9.
 
 pub mod address;
 pub mod codec;
@@ -26,8 +27,8 @@ use crate::simd::atomics::{AtomicU32, Ordering, spin};
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::{BEYOND, Plain, READ_BYTES, Simd};
 
-/// The state of a set before a row was read from elsewhere. An insert with it is refused if the row could have
-/// been updated or invalidated since: a late insert never brings an old row back.
+/// The state of a set before a row was read from elsewhere. An insert with it is refused if the row
+/// could have been updated or invalidated since: a late insert never brings an old row back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Epoch(u32);
 
@@ -49,8 +50,8 @@ const TAIL: usize = 2 + GHOSTS / 4;
 /// Units of one racing read.
 const READ: usize = READ_BYTES / 4;
 
-/// The cache. All memory is taken by `new` and never grows. SetHeaders lie apart from rows: they are few enough to stay
-/// near the core.
+/// The cache. All memory is taken by `new` and never grows. SetHeaders lie apart from rows: they
+/// are few enough to stay near the core.
 pub struct Cache {
     row_bytes: usize,
     /// Units of a row.
@@ -82,7 +83,8 @@ impl Cache {
         names.sets_min() * Self::set_bytes(row_bytes, names) + BEYOND
     }
 
-    /// A cache of at most `bytes_max` bytes for rows of `row_bytes`; `None` if that is less than `bytes_min`.
+    /// A cache of at most `bytes_max` bytes for rows of `row_bytes`; `None` if that is less than
+    /// `bytes_min`.
     pub fn new(row_bytes: usize, bytes_max: usize, names: &KeySpaces) -> Option<Self> {
         let sets = bytes_max.checked_sub(BEYOND)? / Self::set_bytes(row_bytes, names);
         let sets = sets.min(u32::MAX as usize / WAYS);
@@ -124,7 +126,8 @@ impl Cache {
         words.map(|word| word.load(Ordering::Relaxed)).collect()
     }
 
-    /// How its rows are named, and heads, tails and rows, for a copy elsewhere: each can be let go of before the next.
+    /// How its rows are named, and heads, tails and rows, for a copy elsewhere: each can be let go
+    /// of before the next.
     pub(crate) fn into_parts(self) -> (AddressMap, [Zeroed<AtomicU32>; 3]) {
         (self.naming, [self.heads, self.tails, self.rows])
     }
@@ -213,8 +216,8 @@ impl Cache {
         }
     }
 
-    /// Copies the row into `out` `[row_bytes, rounded up to READ_BYTES]` if it is cached. A row that is being
-    /// replaced for very long counts as missing.
+    /// Copies the row into `out` `[row_bytes, rounded up to READ_BYTES]` if it is cached. A row
+    /// that is being replaced for very long counts as missing.
     #[inline(always)]
     pub(crate) fn read<S: Simd>(&self, name: SetTag, out: &mut [u8]) -> bool {
         for _ in 0..LOOKS {
@@ -243,7 +246,8 @@ impl Cache {
         hit
     }
 
-    /// The state of the row's set now. Take it before the row is read from elsewhere, and insert with it.
+    /// The state of the row's set now. Take it before the row is read from elsewhere, and insert
+    /// with it.
     pub fn epoch(&self, row: RowKey) -> Epoch {
         let name = self.name_of(row);
         Epoch(self.tail_of(name.set)[EPOCH].load(Ordering::Acquire))
@@ -284,8 +288,9 @@ impl Cache {
         }
     }
 
-    /// Puts a row in, over another one if the set is full. `since` is the epoch from before the row was read:
-    /// if the row may have changed after that, nothing happens. Returns whether the row is in.
+    /// Puts a row in, over another one if the set is full. `since` is the epoch from before the row
+    /// was read: if the row may have changed after that, nothing happens. Returns whether the row
+    /// is in.
     pub fn insert(&self, row: RowKey, bytes: &[u8], since: Epoch) -> bool {
         self.in_set(row, |name| {
             if name.word == 0 || self.tail_of(name.set)[EPOCH].load(Ordering::Relaxed) != since.0 {
@@ -309,14 +314,14 @@ impl Cache {
         })
     }
 
-    /// Overwrites the row where it is cached; returns whether it was. Reads of the row that began before lose
-    /// the right to insert what they find.
+    /// Overwrites the row where it is cached; returns whether it was. Reads of the row that began
+    /// before lose the right to insert what they find.
     pub fn update(&self, row: RowKey, bytes: &[u8]) -> bool {
         self.change(row, |name, way| self.write(name, way, bytes))
     }
 
-    /// Drops the row where it is cached; returns whether it was. Reads of the row that began before lose the
-    /// right to insert what they find.
+    /// Drops the row where it is cached; returns whether it was. Reads of the row that began before
+    /// lose the right to insert what they find.
     pub fn invalidate(&self, row: RowKey) -> bool {
         self.change(row, |name, way| self.set_word(name.set, way, 0))
     }
@@ -444,8 +449,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against a map: a hit is always the last row written; nothing is lost while the sets have room.
-        /// Each family of instructions sees the same.
+        /// Against a map: a hit is always the last row written; nothing is lost while the sets have
+        /// room. Each family of instructions sees the same.
         #[test]
         fn agrees_with_a_map(steps in prop::collection::vec(step(), 1..300)) {
             for names in namings() {
@@ -535,8 +540,8 @@ mod tests {
         assert!(cache.bytes() <= 100 * 1024);
     }
 
-    /// At 16 columns in u8 three times as many rows a megabyte as a cache of f32 rows with 8 bytes of key and 8
-    /// of counter a slot, where tables are indexed.
+    /// At 16 columns in u8 three times as many rows a megabyte as a cache of f32 rows with 8 bytes
+    /// of key and 8 of counter a slot, where tables are indexed.
     #[test]
     fn a_slot_is_small() {
         let names = KeySpaces::new(vec![Some(1 << 20)]);

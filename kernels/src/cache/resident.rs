@@ -20,7 +20,8 @@ pub struct Resident {
     rows: Zeroed<u8>,
 }
 
-/// Ascending hashes of the keys, in row order, and where each of equal parts of the hash space begins.
+/// Ascending hashes of the keys, in row order, and where each of equal parts of the hash space
+/// begins.
 struct Index {
     hashes: Box<[u64]>,
     /// `[buckets + 1]`

@@ -1,6 +1,7 @@
-//! The heads of the embedding cache's sets: all that a lookup reads before the row. Words, sequence and uses of a set share one
-//! cache line (wide words have their high halves in a second). Readers take no lock: what they read counts if the sequence
-//! is then still what it was. Never changes anything but the uses.
+//! The heads of the embedding cache's sets: all that a lookup reads before the row. Words, sequence
+//! and uses of a set share one cache line (wide words have their high halves in a second). Readers
+//! take no lock: what they read counts if the sequence is then still what it was. Never changes
+//! anything but the uses.
 
 use crate::cache::address::SetTag;
 use crate::cache::eviction::{WAYS, used};
@@ -66,8 +67,8 @@ impl<'a> SetHeaders<'a> {
         self.wide
     }
 
-    /// The head of a set, without the high halves of its words. Its sequence is even while the set is stable and odd while
-    /// its one writer changes it.
+    /// The head of a set, without the high halves of its words. Its sequence is even while the set
+    /// is stable and odd while its one writer changes it.
     #[inline(always)]
     pub fn of(self, set: u32) -> &'a [AtomicU32; LINE] {
         &self.lines[(set as usize) << u32::from(self.wide)]
@@ -89,11 +90,12 @@ impl<'a> SetHeaders<'a> {
         }
     }
 
-    /// The ways of a set with the word, the first in the lowest bit, and others beyond the last; the state of the set just
-    /// before; and the uses of its ways. `WIDE` is what `is_wide` says.
+    /// The ways of a set with the word, the first in the lowest bit, and others beyond the last;
+    /// the state of the set just before; and the uses of its ways. `WIDE` is what `is_wide` says.
     #[inline(always)]
     pub fn look<S: Simd, const WIDE: bool>(self, name: SetTag) -> (u32, u32, u32) {
-        // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
+        // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory
+        // Models?", MSPC 2012.
         let head = &self.lines[(name.set as usize) << u32::from(WIDE)];
         let sequence = head[SEQUENCE].load(Ordering::Acquire);
         let mut hits = S::find(head, name.word as u32);
@@ -111,8 +113,8 @@ impl<'a> SetHeaders<'a> {
         Seen::of(name, hits, sequence)
     }
 
-    /// Whether the sets of rows that were there are still as they were, so that all that was read of the rows since is
-    /// whole and theirs; counts a use of each.
+    /// Whether the sets of rows that were there are still as they were, so that all that was read
+    /// of the rows since is whole and theirs; counts a use of each.
     #[inline(always)]
     pub fn are_unchanged(self, rows: impl Iterator<Item = Seen>) -> bool {
         fence(Ordering::Acquire);
@@ -132,8 +134,8 @@ impl<'a> SetHeaders<'a> {
         let uses = head[USES].load(Ordering::Relaxed);
         let more = used(uses, way as usize);
         if more != uses {
-            // Not one atomic step: that would wait for all stores before it. What is lost to another reader or to the
-            // writer costs a little accuracy of the eviction.
+            // Not one atomic step: that would wait for all stores before it. What is lost to
+            // another reader or to the writer costs a little accuracy of the eviction.
             head[USES].store(more, Ordering::Relaxed);
         }
     }

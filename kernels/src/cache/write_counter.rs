@@ -1,11 +1,12 @@
-//! Whether anything in a cache changes while some rows are read: how many changes have begun, and how many have ended. Who
-//! finds that no more have begun than had ended before it looked has read of no change, and need not look at every row's set
-//! again. Never says which row changed.
+//! Whether anything in a cache changes while some rows are read: how many changes have begun, and
+//! how many have ended. Who finds that no more have begun than had ended before it looked has read
+//! of no change, and need not look at every row's set again. Never says which row changed.
 
 use crate::simd::atomics::{AtomicU32, Ordering, fence};
 
-/// The changes of a cache. A sequence lock for any number of writers (after Boehm, as in `heads.rs`): changes that have
-/// ended had begun, so that equal numbers are the same changes. Wrong only after 2^32 changes within one walk of keys.
+/// The changes of a cache. A sequence lock for any number of writers (after Boehm, as in
+/// `heads.rs`): changes that have ended had begun, so that equal numbers are the same changes.
+/// Wrong only after 2^32 changes within one walk of keys.
 #[derive(Default)]
 // Every change writes it: it lies apart from what is read all the time.
 #[repr(align(128))]

@@ -1,6 +1,6 @@
-//! cuBLAS, fenced: single-precision products on a stream, in a workspace of our own so that they can be recorded into
-//! a graph. The library is loaded if it is there, of whatever release; nothing is linked. Its sums are in an order of its own:
-//! within rounding of ours, not to the bit.
+//! cuBLAS, fenced: single-precision products on a stream, in a workspace of our own so that they
+//! can be recorded into a graph. The library is loaded if it is there, of whatever release; nothing
+//! is linked. Its sums are in an order of its own: within rounding of ours, not to the bit.
 
 #![allow(unsafe_code)]
 
@@ -93,8 +93,8 @@ impl Calls {
     }
 
     fn load_as(name: &str) -> Result<Self, libloading::Error> {
-        // SAFETY: loads a library by its usual name, which is what it is for; its functions have these types in cublas_v2.h, and
-        // are there for as long as it is loaded, which is for ever.
+        // SAFETY: loads a library by its usual name, which is what it is for; its functions have
+        // these types in cublas_v2.h, and are there for as long as it is loaded, which is for ever.
         unsafe {
             let library = Library::new(name)?;
             let calls = Self {
@@ -164,11 +164,12 @@ impl Cublas {
         let (m, k, n) = (m as i32, k as i32, n as i32);
         let Self { calls, handle, gpu, workspace } = self;
         bind(gpu)?;
-        // SAFETY: handle, stream and workspace live; column-major, a row-major product is that of the turned operands in the
-        // other order, whose sizes were checked.
+        // SAFETY: handle, stream and workspace live; column-major, a row-major product is that of
+        // the turned operands in the other order, whose sizes were checked.
         unsafe {
             check("stream", (calls.set_stream)(*handle, stream.raw().cu_stream().cast()))?;
-            // With each stream cuBLAS goes back to a workspace of its own, for which it takes memory.
+            // With each stream cuBLAS goes back to a workspace of its own, for which it takes
+            // memory.
             let place = workspace.address() as *mut c_void;
             check("workspace", (calls.set_workspace)(*handle, place, workspace.len()))?;
             let (w, a, out) = (by.weights.address(), a.address(), out.address());

@@ -1,9 +1,11 @@
-//! The CUDA driver, fenced: one GPU with its streams, events and kernels; its memory is `memory`. Asks whether the driver
-//! library is there before the first call into it. Never compiles a kernel but by the driver's own JIT, where the profile
-//! allows that; never touches the legacy stream, which is in no order with ours. Knows nothing of embeddings.
+//! The CUDA driver, fenced: one GPU with its streams, events and kernels; its memory is `memory`.
+//! Asks whether the driver library is there before the first call into it. Never compiles a kernel
+//! but by the driver's own JIT, where the profile allows that; never touches the legacy stream,
+//! which is in no order with ours. Knows nothing of embeddings.
 //!
-//! Work on a stream is asynchronous: what a launch names must stay alive and untouched by the host until the stream or an
-//! event behind the launch was waited for. Freeing memory waits for the whole device.
+//! Work on a stream is asynchronous: what a launch names must stay alive and untouched by the host
+//! until the stream or an event behind the launch was waited for. Freeing memory waits for the
+//! whole device.
 
 #![allow(unsafe_code)]
 
@@ -13,7 +15,8 @@ use std::ffi::{CString, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Why the GPU cannot be used. The first four mean that this machine has none for us: the caller takes the CPU or refuses to start.
+/// Why the GPU cannot be used. The first four mean that this machine has none for us: the caller
+/// takes the CPU or refuses to start.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
     /// There is no driver library.
@@ -90,8 +93,8 @@ pub struct Calls {
     pub waits: u64,
 }
 
-/// Held while work is recorded: who waits for the whole device meanwhile spoils the recording. One for all, as the context is, however
-/// often the GPU is opened.
+/// Held while work is recorded: who waits for the whole device meanwhile spoils the recording. One
+/// for all, as the context is, however often the GPU is opened.
 static RECORDING: Mutex<()> = Mutex::new(());
 
 /// A GPU that the kernels can run on. Holding one proves that the driver is there and young enough.
@@ -238,7 +241,8 @@ impl Gpu {
         Ok(Event { event, gpu: Arc::clone(self) })
     }
 
-    /// Loads the image that fits this GPU: its machine code, or else the PTX where the profile allows that.
+    /// Loads the image that fits this GPU: its machine code, or else the PTX where the profile
+    /// allows that.
     ///
     /// # Errors
     /// None fits.
@@ -373,8 +377,8 @@ impl Stream {
     /// Launches `kernel` on `blocks` of `threads`.
     ///
     /// # Safety
-    /// `arguments` are the kernel's parameters, in order and as it has them; the memory they name is as large as the kernel
-    /// takes it to be and stays alive until the launch was waited for.
+    /// `arguments` are the kernel's parameters, in order and as it has them; the memory they name
+    /// is as large as the kernel takes it to be and stays alive until the launch was waited for.
     ///
     /// # Errors
     /// The driver refuses.

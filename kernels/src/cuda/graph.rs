@@ -1,5 +1,5 @@
-//! Work recorded once and launched whole: one call into the driver for many kernels, with no host between them. What a
-//! launch needs to know anew lies in memory that the kernels read.
+//! Work recorded once and launched whole: one call into the driver for many kernels, with no host
+//! between them. What a launch needs to know anew lies in memory that the kernels read.
 
 #![allow(unsafe_code)]
 
@@ -8,7 +8,8 @@ use super::memory::report;
 use cudarc::driver::{CudaGraph, DriverError, sys};
 use std::sync::Arc;
 
-/// How often a recording is begun: the process may have others that use the GPU and know nothing of it.
+/// How often a recording is begun: the process may have others that use the GPU and know nothing of
+/// it.
 const TRIES: usize = 4;
 
 /// Recordings, and all that they name: `named` may change in what it holds, not in where that lies.
@@ -43,9 +44,9 @@ impl<T> Graphs<T> {
         Self { graphs: Vec::new(), named }
     }
 
-    /// Records what `work` puts onto the stream that `stream` names; it must not wait, take or free memory that the device reaches
-    /// or use another stream. What others in the process spoil is recorded anew, a few times. Returns the recording's number: they
-    /// count from 0.
+    /// Records what `work` puts onto the stream that `stream` names; it must not wait, take or free
+    /// memory that the device reaches or use another stream. What others in the process spoil is
+    /// recorded anew, a few times. Returns the recording's number: they count from 0.
     ///
     /// # Errors
     /// The work fails or cannot be recorded.

@@ -1,5 +1,6 @@
-//! Memory that the GPU reaches: its own, or pinned and mapped host memory. What a Tegra lacks (managed memory, memory pools,
-//! IPC) is used on no GPU. A [`View`] is what a launch is told of either. Freeing waits until the device is done with it.
+//! Memory that the GPU reaches: its own, or pinned and mapped host memory. What a Tegra lacks
+//! (managed memory, memory pools, IPC) is used on no GPU. A [`View`] is what a launch is told of
+//! either. Freeing waits until the device is done with it.
 
 #![allow(unsafe_code)]
 
@@ -101,7 +102,8 @@ impl<T> Drop for Buffer<T> {
     }
 }
 
-/// Values in pinned host memory that the device reaches too. The host reads what the device wrote only after it waited.
+/// Values in pinned host memory that the device reaches too. The host reads what the device wrote
+/// only after it waited.
 pub struct Mapped<T> {
     host: NonNull<T>,
     address: sys::CUdeviceptr,
@@ -130,7 +132,8 @@ impl<T: DeviceValue> Deref for Mapped<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `len` values were zeroed here; the device writes only between a launch and the wait for it.
+        // SAFETY: `len` values were zeroed here; the device writes only between a launch and the
+        // wait for it.
         unsafe { std::slice::from_raw_parts(self.host.as_ptr(), self.len) }
     }
 }
@@ -167,8 +170,8 @@ impl Gpu {
         // SAFETY: nobody has its address before it is zeroed.
         let address = unsafe { result::malloc_sync(bytes) }.call("allocate device memory")?;
         let buffer = Buffer { address, len, gpu: Arc::clone(self), of: PhantomData };
-        // On a stream of ours, and waited for: the driver's own zeroing is not done when it returns, and is in no order with
-        // what our streams write then.
+        // On a stream of ours, and waited for: the driver's own zeroing is not done when it
+        // returns, and is in no order with what our streams write then.
         let stream = self.own_stream();
         // SAFETY: those bytes were just allocated.
         unsafe { result::memset_d8_async(address, 0, bytes, stream.cu_stream()) }
@@ -177,8 +180,8 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// `len` zeros in host memory that the device reaches too. Where its memory is not the host's every access of the device
-    /// crosses the bus: for what is small or read once.
+    /// `len` zeros in host memory that the device reaches too. Where its memory is not the host's
+    /// every access of the device crosses the bus: for what is small or read once.
     ///
     /// # Errors
     /// There is not enough.
@@ -256,7 +259,8 @@ impl Stream {
             .call("copy on the device")
     }
 
-    /// Puts a copy of the first `len` values of `from` to `to` onto the stream; they are read when the stream comes to it.
+    /// Puts a copy of the first `len` values of `from` to `to` onto the stream; they are read when
+    /// the stream comes to it.
     ///
     /// # Errors
     /// The driver failed.
@@ -268,7 +272,8 @@ impl Stream {
     ) -> Result<()> {
         assert!(len <= to.len);
         self.bind()?;
-        // SAFETY: it fits; both stay until the device has passed, since freeing waits for it, and any bytes are a value.
+        // SAFETY: it fits; both stay until the device has passed, since freeing waits for it, and
+        // any bytes are a value.
         unsafe { result::memcpy_htod_async(to.address, &from[..len], self.raw().cu_stream()) }
             .call("bring to the device")
     }

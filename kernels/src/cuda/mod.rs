@@ -1,7 +1,9 @@
-//! The GPU: [`driver`] and [`memory`] are the fence around CUDA, `launch` has a typed function for each kernel, [`tables`] the caches and resident
-//! tables in device memory, [`lookup`] the query of a batch and what follows from it, [`dense`] the operators of a network and
-//! [`cublas`] its products by a library, [`step`] all of a request as one [`graph`]. Kernels are CUDA C++ under `kernels/cuda`,
-//! built by its `make` and embedded here. The bytes and, but for cuBLAS, the results are the CPU's.
+//! The GPU: [`driver`] and [`memory`] are the fence around CUDA, `launch` has a typed function for
+//! each kernel, [`tables`] the caches and resident tables in device memory, [`lookup`] the query of
+//! a batch and what follows from it, [`dense`] the operators of a network and [`cublas`] its
+//! products by a library, [`step`] all of a request as one [`graph`]. Kernels are CUDA C++ under
+//! `kernels/cuda`, built by its `make` and embedded here. The bytes and, but for cuBLAS, the
+//! results are the CPU's.
 
 pub mod cublas;
 pub mod driver;

@@ -1,5 +1,5 @@
-//! Networks with operators that our kernels do not have, run by rten. Sees only files that were read and checked
-//! before; allocates in every run.
+//! Networks with operators that our kernels do not have, run by rten. Sees only files that were
+//! read and checked before; allocates in every run.
 
 use super::DenseError;
 use super::onnx::ModelProto;

@@ -1,6 +1,7 @@
-//! Matrix products by weights that were packed once: `out = relu(a x w + bias)`. Every element is one chain of
-//! fused multiply-adds over `k` in ascending order from `+0`, then one more by the column's scale and bias, so
-//! its bits depend neither on the instruction set nor on the batch around its row. Never allocates in a run.
+//! Matrix products by weights that were packed once: `out = relu(a x w + bias)`. Every element is
+//! one chain of fused multiply-adds over `k` in ascending order from `+0`, then one more by the
+//! column's scale and bias, so its bits depend neither on the instruction set nor on the batch
+//! around its row. Never allocates in a run.
 
 use super::Weights;
 use super::microkernel::{Finish, ROWS_MAX, Row, Stored, Tile, WIDTH_MAX, decode};

@@ -1,6 +1,7 @@
-//! From an ONNX graph to typed nodes: every value `[batch, ...]` with its shape known but for the batch, shape
-//! arithmetic and constants folded away, views (`Flatten`, `Reshape`, ...) turned into other names for the same
-//! values. Never runs anything. What each operator becomes is in `operators.rs`.
+//! From an ONNX graph to typed nodes: every value `[batch, ...]` with its shape known but for the
+//! batch, shape arithmetic and constants folded away, views (`Flatten`, `Reshape`, ...) turned into
+//! other names for the same values. Never runs anything. What each operator becomes is in
+//! `operators.rs`.
 
 use super::gemm::{Matrix, padded};
 use super::onnx::{GraphProto, ModelProto, NodeProto};
@@ -123,7 +124,8 @@ pub(crate) struct Builder {
 }
 
 impl Graph {
-    /// Builds the graph of `model`; `inputs` are the names and shapes of one sample, in the caller's order.
+    /// Builds the graph of `model`; `inputs` are the names and shapes of one sample, in the
+    /// caller's order.
     pub fn build(
         model: &ModelProto,
         inputs: &[(&str, Vec<usize>)],

@@ -1,6 +1,7 @@
-//! The layout of a network: its nodes in order, bias and Relu fused into the products before them, and a buffer for
-//! every result, shared by results that are never alive together. What runs it, on the CPU (`plan.rs`) or on a GPU
-//! (`device.rs`), runs the same nodes. Knows nothing of ONNX, never runs anything.
+//! The layout of a network: its nodes in order, bias and Relu fused into the products before them,
+//! and a buffer for every result, shared by results that are never alive together. What runs it, on
+//! the CPU (`plan.rs`) or on a GPU (`device.rs`), runs the same nodes. Knows nothing of ONNX, never
+//! runs anything.
 
 use super::graph::{Graph, Id, Map, Node, Op, Operand, Zip};
 
@@ -99,8 +100,8 @@ fn drop_unused(graph: &mut Graph) {
     graph.nodes.retain(|n| used[n.output]);
 }
 
-/// A place for every value: a result takes the smallest buffer that is free and large enough, else the largest,
-/// which grows, else a new one.
+/// A place for every value: a result takes the smallest buffer that is free and large enough, else
+/// the largest, which grows, else a new one.
 fn place(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
     let mut places: Vec<Place> = (0..graph.widths.len()).map(Place::Input).collect();
     let mut last = vec![0; graph.widths.len()];

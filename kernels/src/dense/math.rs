@@ -1,7 +1,8 @@
-//! Functions of one value in plain arithmetic, the same bits on every instruction set. Never calls libm.
+//! Functions of one value in plain arithmetic, the same bits on every instruction set. Never calls
+//! libm.
 
-/// `e^x` for `x` in -87..=87, within 2 units in the last place; beyond that range it is that of the range's end.
-/// NaN stays NaN.
+/// `e^x` for `x` in -87..=87, within 2 units in the last place; beyond that range it is that of the
+/// range's end. NaN stays NaN.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
     /// Added and taken away, it leaves the nearest integer, and the integer's bits at the bottom.

@@ -1,8 +1,10 @@
-//! The innermost loops of the dense network: a few rows by a few columns of a matrix product, on every
-//! instruction set. One body, instantiated for each; all give the same bits, because every sum is one chain
-//! of fused multiply-adds over `k` in ascending order and the lanes of a vector are columns. Never allocates.
+//! The innermost loops of the dense network: a few rows by a few columns of a matrix product, on
+//! every instruction set. One body, instantiated for each; all give the same bits, because every
+//! sum is one chain of fused multiply-adds over `k` in ascending order and the lanes of a vector
+//! are columns. Never allocates.
 
-// Vector instructions work on raw pointers; every function here that is not `unsafe` checks its slices first.
+// Vector instructions work on raw pointers; every function here that is not `unsafe` checks its
+// slices first.
 #![allow(unsafe_code)]
 // Rows and columns of a tile are numbers, not elements.
 #![allow(clippy::needless_range_loop)]
@@ -67,8 +69,8 @@ impl<W: Stored> Tile<'_, W> {
     }
 }
 
-/// A product of one row: like a `Tile` of one row, but only over the `k` whose `a` is not zero, which gives
-/// the same bits as long as no weight is infinite and no bias is `-0`.
+/// A product of one row: like a `Tile` of one row, but only over the `k` whose `a` is not zero,
+/// which gives the same bits as long as no weight is infinite and no bias is `-0`.
 pub(super) struct Row<'a, W> {
     /// Which `k`, ascending, and `a` there.
     pub a: &'a [(u32, f32)],
@@ -124,7 +126,8 @@ pub(super) fn decode<W: Stored>(isa: Isa, from: &[W], to: &mut [f32]) {
     }
 }
 
-/// Replaces each value by `f` of it. `f` is compiled for the instruction set, so it should be inlined always.
+/// Replaces each value by `f` of it. `f` is compiled for the instruction set, so it should be
+/// inlined always.
 pub(super) fn each(isa: Isa, values: &mut [f32], f: impl Fn(f32) -> f32) {
     match isa.family() {
         #[cfg(target_arch = "x86_64")]
@@ -142,8 +145,8 @@ fn any_each(values: &mut [f32], f: impl Fn(f32) -> f32) {
     values.iter_mut().for_each(|x| *x = f(*x));
 }
 
-/// A vector of `f32`. Its functions are `unsafe`: the instructions must be there and the pointers good for
-/// `N` values.
+/// A vector of `f32`. Its functions are `unsafe`: the instructions must be there and the pointers
+/// good for `N` values.
 pub(super) trait Lanes: Copy {
     const N: usize;
     unsafe fn splat(x: f32) -> Self;
@@ -536,7 +539,8 @@ mod neon {
     #[derive(Clone, Copy)]
     pub(super) struct F4(float32x4_t);
 
-    // SAFETY: the caller's promise, word for word what the instructions need; every AArch64 Linux has them.
+    // SAFETY: the caller's promise, word for word what the instructions need; every AArch64 Linux
+    // has them.
     impl Lanes for F4 {
         const N: usize = 4;
         #[inline(always)]
@@ -552,7 +556,8 @@ mod neon {
         #[inline(always)]
         unsafe fn load_f16(p: *const f16) -> Self {
             let wide;
-            // SAFETY: as said above. In assembly because the f16 vector type is not stable in this compiler.
+            // SAFETY: as said above. In assembly because the f16 vector type is not stable in this
+            // compiler.
             unsafe {
                 std::arch::asm!("fcvtl {w:v}.4s, {h:v}.4h", w = lateout(vreg) wide, h = in(vreg) vld1_u16(p.cast()),
                                 options(pure, nomem, nostack, preserves_flags));

@@ -1,7 +1,8 @@
-//! The dense network: an ONNX file on the CPU, its weights packed once, run straight from the buffers that the lookup
-//! filled. What recommendation models are made of runs on kernels of our own, which take no memory in a run and
-//! whose scores do not depend on the batch or on the instruction set, to the bit; any other ONNX file runs on rten.
-//! `device_engine.rs` is the same on a GPU. Never owns its inputs.
+//! The dense network: an ONNX file on the CPU, its weights packed once, run straight from the
+//! buffers that the lookup filled. What recommendation models are made of runs on kernels of our
+//! own, which take no memory in a run and whose scores do not depend on the batch or on the
+//! instruction set, to the bit; any other ONNX file runs on rten. `device_engine.rs` is the same on
+//! a GPU. Never owns its inputs.
 
 mod fallback;
 pub(crate) mod gemm;
@@ -148,8 +149,9 @@ pub struct DenseScratch {
 }
 
 impl DenseEngine {
-    /// Loads `onnx`; `inputs` are the names and widths that the schema feeds, in the order that `run` takes
-    /// them. `weights` is how the weights are kept; the fallback keeps them as they are.
+    /// Loads `onnx`; `inputs` are the names and widths that the schema feeds, in the order that
+    /// `run` takes them. `weights` is how the weights are kept; the fallback keeps them as they
+    /// are.
     ///
     /// # Errors
     /// The file does not load, or its inputs and outputs are not the schema's.
@@ -226,8 +228,8 @@ impl DenseEngine {
         }
     }
 
-    /// The operator that our kernels do not have, so that the network runs on the fallback, which takes memory
-    /// in each run; `None` if it runs on our kernels.
+    /// The operator that our kernels do not have, so that the network runs on the fallback, which
+    /// takes memory in each run; `None` if it runs on our kernels.
     pub fn falls_back_for(&self) -> Option<&str> {
         match &self.backend {
             Backend::Plan(_) => None,
@@ -308,7 +310,8 @@ impl DenseEngine {
     }
 }
 
-/// The shape of one sample of each input, once every input of the file is fed and `output` is one of its outputs.
+/// The shape of one sample of each input, once every input of the file is fed and `output` is one
+/// of its outputs.
 pub(crate) fn match_interface(
     model: &onnx::ModelProto,
     inputs: &[(&str, usize)],

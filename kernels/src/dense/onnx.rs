@@ -1,6 +1,7 @@
-//! ONNX files as far as the dense network needs them: the messages, and the checks that make a file safe to
-//! use. A file that passes holds every tensor's bytes that its shape declares; nothing is taken on its word. Lists are packed or not as in ONNX's own
-//! schema, since rten reads them in that form only.
+//! ONNX files as far as the dense network needs them: the messages, and the checks that make a file
+//! safe to use. A file that passes holds every tensor's bytes that its shape declares; nothing is
+//! taken on its word. Lists are packed or not as in ONNX's own schema, since rten reads them in
+//! that form only.
 
 use super::DenseError;
 use prost::Message;

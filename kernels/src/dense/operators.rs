@@ -1,5 +1,6 @@
-//! What each ONNX operator becomes. The subset is that of DLRM, DCNv2, DeepFM, Wide & Deep and their kin; a form
-//! that is not in it is `Unsupported`, never guessed. The batch is axis 0 of every value and stays there.
+//! What each ONNX operator becomes. The subset is that of DLRM, DCNv2, DeepFM, Wide & Deep and
+//! their kin; a form that is not in it is `Unsupported`, never guessed. The batch is axis 0 of
+//! every value and stays there.
 
 use super::graph::{
     Builder, Constant, Id, Known, Map, Op, Operand, Size, Stop, Zip, constant, malformed,

@@ -1,4 +1,5 @@
-//! A network laid out, run on the CPU. A run takes no memory: the buffers are the worker's. Knows nothing of ONNX.
+//! A network laid out, run on the CPU. A run takes no memory: the buffers are the worker's. Knows
+//! nothing of ONNX.
 
 use super::gemm::{GemmScratch, Matrix, pack_columns, padded};
 use super::graph::{Id, Map, Node, Op, Operand, Zip};
@@ -6,8 +7,8 @@ use super::layout::{Layout, Place};
 use super::{math, microkernel};
 use crate::simd::isa::Isa;
 
-/// Samples that go through the network together: enough to use every weight often while it is near, few enough
-/// that the results stay near too.
+/// Samples that go through the network together: enough to use every weight often while it is near,
+/// few enough that the results stay near too.
 const BLOCK: usize = 96;
 
 /// A network ready to run. Read-only; all workers share it.
@@ -80,7 +81,8 @@ impl Plan {
             + GemmScratch::bytes(self.k_max, self.pack_max)
     }
 
-    /// Runs `batch` samples. `inputs[i]` holds at least `[batch, width of input i]`, `out` `[batch, outputs]`.
+    /// Runs `batch` samples. `inputs[i]` holds at least `[batch, width of input i]`, `out` `[batch,
+    /// outputs]`.
     pub fn run<I: AsRef<[f32]>>(
         &self,
         batch: usize,
@@ -125,7 +127,8 @@ impl Plan {
         scratch: &mut PlanScratch,
     ) {
         let Place::Buffer(buffer) = self.layout.places[node.output] else { return };
-        // Taken out while it is written, so that the others can be read; an empty one takes no memory.
+        // Taken out while it is written, so that the others can be read; an empty one takes no
+        // memory.
         let mut taken = std::mem::take(&mut scratch.buffers[buffer]);
         let width = self.layout.widths[node.output];
         let out = &mut taken[..n * width];

@@ -1,6 +1,7 @@
-//! The dense network on a GPU: TensorRT where it is, else the plan of our own kernels, with cuBLAS for the products
-//! where that is. Whichever is taken must first give the CPU's scores on made-up samples, to the bit where it is our
-//! kernels alone. Never chooses silently: what was taken, and why the rest was not, is kept and logged.
+//! The dense network on a GPU: TensorRT where it is, else the plan of our own kernels, with cuBLAS
+//! for the products where that is. Whichever is taken must first give the CPU's scores on made-up
+//! samples, to the bit where it is our kernels alone. Never chooses silently: what was taken, and
+//! why the rest was not, is kept and logged.
 
 use crate::cuda::cublas::{Cublas, CublasError};
 use crate::cuda::driver::{CudaError, Gpu, Stream};
@@ -17,7 +18,8 @@ use std::sync::Arc;
 
 /// Samples on which a GPU's scores are held against the CPU's.
 const CHECKED: usize = 64;
-/// How far a score may be from the CPU's, as a part of it or, below 1, of 1: where sums are f32 in another order,
+/// How far a score may be from the CPU's, as a part of it or, below 1, of 1: where sums are f32 in
+/// another order,
 const F32_APART: f32 = 1e-4;
 /// and where layers compute in FP16, whose numbers have 11 bits.
 const F16_APART: f32 = 1e-2;
@@ -65,7 +67,8 @@ pub struct DeviceOptions {
     pub batch_max: usize,
 }
 
-/// A network on a GPU. Holding one proves that it gave the CPU's scores there, within the bound of what runs it.
+/// A network on a GPU. Holding one proves that it gave the CPU's scores there, within the bound of
+/// what runs it.
 pub struct DeviceEngine {
     gpu: Arc<Gpu>,
     kernels: Arc<DenseKernels>,
@@ -97,7 +100,8 @@ impl DeviceEngine {
     /// Loads `network` onto `gpu`.
     ///
     /// # Errors
-    /// The file does not load, nothing here can run it, or what runs it does not give the CPU's scores.
+    /// The file does not load, nothing here can run it, or what runs it does not give the CPU's
+    /// scores.
     pub fn load(
         gpu: &Arc<Gpu>,
         network: &DenseNetwork,
@@ -176,7 +180,8 @@ impl DeviceEngine {
         matches!(self.backend, Backend::Plan { cublas: false, .. })
     }
 
-    /// Whether a recorded run keeps its lane to itself, so that each recording needs one: TensorRT's states do.
+    /// Whether a recorded run keeps its lane to itself, so that each recording needs one:
+    /// TensorRT's states do.
     pub fn records_keep_lanes(&self) -> bool {
         matches!(self.backend, Backend::TensorRt { .. })
     }
@@ -218,8 +223,9 @@ impl DeviceEngine {
         Ok(DeviceLane { batch_max, lane })
     }
 
-    /// Puts a run of `batch` samples onto `stream`. `inputs[i]` begins with `[batch, width of input i]`, `scores` with
-    /// room for `[batch, outputs]`; `lane` is this engine's. What is named must stay until the stream has passed.
+    /// Puts a run of `batch` samples onto `stream`. `inputs[i]` begins with `[batch, width of input
+    /// i]`, `scores` with room for `[batch, outputs]`; `lane` is this engine's. What is named must
+    /// stay until the stream has passed.
     ///
     /// # Errors
     /// The batch is larger than the lane, or the device refuses.
@@ -362,7 +368,8 @@ fn pass_over(why: &DenseError, passed_over: &mut Vec<String>) {
     passed_over.push(why.to_string());
 }
 
-/// How far `a` is from `b`, as a part of it: nothing only if their bits are the same or both are NaN, and without end from a NaN.
+/// How far `a` is from `b`, as a part of it: nothing only if their bits are the same or both are
+/// NaN, and without end from a NaN.
 fn apart(a: f32, b: f32) -> f32 {
     let part = (a - b).abs() / b.abs().max(1.0);
     match a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan() {

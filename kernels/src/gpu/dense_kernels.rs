@@ -1,5 +1,5 @@
-//! The kernels of `cuda/dense.cu`, a function each: sizes are checked, then it is launched. Nothing waits here, and
-//! nothing is decided but the shape of the launch.
+//! The kernels of `cuda/dense.cu`, a function each: sizes are checked, then it is launched. Nothing
+//! waits here, and nothing is decided but the shape of the launch.
 
 #![allow(unsafe_code)]
 
@@ -156,7 +156,8 @@ impl DenseKernels {
         unsafe { stream.launch(&self.products, blocks, THREADS, arguments) }
     }
 
-    /// A function of each value: 0 Relu, 1 the logistic function, 2 the hyperbolic tangent. `out` may be `from`.
+    /// A function of each value: 0 Relu, 1 the logistic function, 2 the hyperbolic tangent. `out`
+    /// may be `from`.
     ///
     /// # Errors
     /// As `matrix`.
@@ -167,8 +168,8 @@ impl DenseKernels {
         unsafe { stream.launch(&self.map, strided(from.len()), THREADS, arguments) }
     }
 
-    /// `out[samples, width]` of two values each: 0 sum, 1 difference, 2 product, 3 quotient. Picks must lie in the
-    /// width of their side.
+    /// `out[samples, width]` of two values each: 0 sum, 1 difference, 2 product, 3 quotient. Picks
+    /// must lie in the width of their side.
     ///
     /// # Errors
     /// As `matrix`.
@@ -192,7 +193,8 @@ impl DenseKernels {
         let (l, r) = (side(left), side(right));
         let arguments =
             (l.0, l.1, l.2, r.0, r.1, r.2, out.address(), values as i64, width as i32, what);
-        // SAFETY: the parameters of `dense_zip`; the sizes were checked, the picks are the caller's plan's.
+        // SAFETY: the parameters of `dense_zip`; the sizes were checked, the picks are the caller's
+        // plan's.
         unsafe { stream.launch(&self.zip, strided(values), THREADS, arguments) }
     }
 
@@ -241,7 +243,8 @@ impl DenseKernels {
         unsafe { stream.launch(&self.concat, strided(values), THREADS, arguments) }
     }
 
-    /// `out[samples, width]`: value `picks[i]` of each sample of `from_width`. Picks must lie in that.
+    /// `out[samples, width]`: value `picks[i]` of each sample of `from_width`. Picks must lie in
+    /// that.
     ///
     /// # Errors
     /// As `matrix`.
@@ -257,7 +260,8 @@ impl DenseKernels {
         assert!(from.len() >= samples * from_width && out.len() >= values && width > 0);
         let (from, picks, out) = (from.address(), picks.address(), out.address());
         let arguments = (from, picks, out, values as i64, width as i32, from_width as i32);
-        // SAFETY: the parameters of `dense_pick`; the sizes were checked, the picks are the caller's plan's.
+        // SAFETY: the parameters of `dense_pick`; the sizes were checked, the picks are the
+        // caller's plan's.
         unsafe { stream.launch(&self.pick, strided(values), THREADS, arguments) }
     }
 }

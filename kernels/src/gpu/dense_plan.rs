@@ -1,6 +1,7 @@
-//! A network laid out, run on a GPU: the nodes of the layout, each a launch or a few on a stream. With our own
-//! products the results are the CPU's to the bit. The weights lie there as f32 (rounded as they were packed), a
-//! worker's results between nodes in buffers that it took at its start. Nothing waits here.
+//! A network laid out, run on a GPU: the nodes of the layout, each a launch or a few on a stream.
+//! With our own products the results are the CPU's to the bit. The weights lie there as f32
+//! (rounded as they were packed), a worker's results between nodes in buffers that it took at its
+//! start. Nothing waits here.
 
 use crate::cuda::cublas::{Cublas, CublasError};
 use crate::cuda::driver::{CudaError, Gpu, Stream};

@@ -1,5 +1,5 @@
-//! What a GPU and its driver are, asked one by one: what is to be known first of a board that nobody has tried. A question
-//! without an answer says why. Runs no kernel.
+//! What a GPU and its driver are, asked one by one: what is to be known first of a board that
+//! nobody has tried. A question without an answer says why. Runs no kernel.
 
 use crate::cuda::driver::{CudaError, Gpu, Images, Profile};
 use crate::gpu::{dense_kernels, launch};
@@ -28,8 +28,8 @@ const ATTRIBUTES: [(&str, Attribute); 9] = [
     ("host memory can be mapped", Attribute::CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY),
 ];
 
-/// Question and answer, in the order in which they matter: whether the machine code of the kernels loads, and what the
-/// driver's compiler makes of their PTX where that is all there is, come first.
+/// Question and answer, in the order in which they matter: whether the machine code of the kernels
+/// loads, and what the driver's compiler makes of their PTX where that is all there is, come first.
 ///
 /// # Errors
 /// There is no GPU for us at all.

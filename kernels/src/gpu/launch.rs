@@ -1,5 +1,6 @@
-//! One typed function for each kernel: checks that what the kernel will touch is there, launches, returns. The structures are
-//! those of `kernels/cuda/{cache,lookup}.cuh` and `changes.cu`, field by field. Never waits.
+//! One typed function for each kernel: checks that what the kernel will touch is there, launches,
+//! returns. The structures are those of `kernels/cuda/{cache,lookup}.cuh` and `changes.cu`, field
+//! by field. Never waits.
 
 #![allow(unsafe_code)]
 
@@ -144,7 +145,8 @@ pub(crate) struct BagNumber {
     pub sample: u32,
 }
 
-// SAFETY: as all below, `repr(C)`, only integers and f32, no padding (the asserts below), zero is a value.
+// SAFETY: as all below, `repr(C)`, only integers and f32, no padding (the asserts below), zero is a
+// value.
 unsafe impl DeviceValue for CacheView {}
 // SAFETY: above.
 unsafe impl DeviceValue for Change {}
@@ -306,8 +308,8 @@ impl Finish {
         })
     }
 
-    /// Lets the next launch finish the first `count` bags, with rows of `rows` `[.., stride]` words, which stay until it was
-    /// waited for.
+    /// Lets the next launch finish the first `count` bags, with rows of `rows` `[.., stride]`
+    /// words, which stay until it was waited for.
     pub fn set(
         &mut self,
         features: &Buffer<FeatureView>,
@@ -346,8 +348,8 @@ impl Kernels {
         })
     }
 
-    /// Launches the kernels of the caches, with nothing to do: a driver loads a kernel when it is first launched, for which it
-    /// takes memory, and these are first needed long after the start.
+    /// Launches the kernels of the caches, with nothing to do: a driver loads a kernel when it is
+    /// first launched, for which it takes memory, and these are first needed long after the start.
     pub fn warm(&self, stream: &Stream) -> Result<()> {
         let cache = CacheView::default();
         let changes =
@@ -397,7 +399,8 @@ impl Kernels {
             rows: rows.address(),
             done: changes.done.address(),
         };
-        // SAFETY: the kernel takes this structure; every set, slot and number in it is in its array.
+        // SAFETY: the kernel takes this structure; every set, slot and number in it is in its
+        // array.
         unsafe { stream.launch(kernel, blocks(at.sets), THREADS, (argument,)) }
     }
 
@@ -429,12 +432,14 @@ impl Kernels {
         assert!(slots <= words.len() && slots * cache.row as usize <= rows.len());
         assert!(first + slots as u64 <= cache.sets * crate::cache::eviction::WAYS as u64);
         let arguments = (cache, first, slots as u32, words.address(), rows.address());
-        // SAFETY: the kernel takes these five; the slots are the cache's, and there is room for them.
+        // SAFETY: the kernel takes these five; the slots are the cache's, and there is room for
+        // them.
         unsafe { stream.launch(&self.dump, blocks(slots), THREADS, arguments) }
     }
 
-    /// Pools `bags` samples of every feature, `tile` of one feature a warp; or `bags` single bags that `only` names.
-    /// The keys, offsets and outputs that the features point to are the caller's to have checked.
+    /// Pools `bags` samples of every feature, `tile` of one feature a warp; or `bags` single bags
+    /// that `only` names. The keys, offsets and outputs that the features point to are the caller's
+    /// to have checked.
     pub fn query(
         &self,
         stream: &Stream,
@@ -478,7 +483,8 @@ impl Kernels {
             tile: tile as u32,
         };
         let warps = if only.is_some() { bags } else { bags.div_ceil(tile) * features.len() };
-        // SAFETY: the kernel takes this structure; the ring holds what it can leave, and the caller checked the rest.
+        // SAFETY: the kernel takes this structure; the ring holds what it can leave, and the caller
+        // checked the rest.
         unsafe { stream.launch(&self.query, blocks(warps), THREADS, (argument,)) }
     }
 
@@ -486,7 +492,8 @@ impl Kernels {
     pub fn finish(&self, stream: &Stream, finish: &Finish, bags_max: usize) -> Result<()> {
         // A warp goes on to the next bag where there are more.
         let blocks = blocks(bags_max).min(stream.gpu().processors() * 16);
-        // SAFETY: the kernel takes this structure's address; every feature, ref and slot in it is in its array.
+        // SAFETY: the kernel takes this structure's address; every feature, ref and slot in it is
+        // in its array.
         unsafe { stream.launch(&self.finish, blocks, THREADS, (finish.what.address(),)) }
     }
 }

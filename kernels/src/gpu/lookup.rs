@@ -1,6 +1,7 @@
-//! The query of a batch on the GPU, and what follows from it: the miss list filled from the ring that the kernel left in host
-//! memory, the rows that came from flash put into the caches, the open bags pooled. To the host's miss list it makes no difference
-//! who queried. All features go in one launch, and where every row is there nothing else happens. Never reads flash.
+//! The query of a batch on the GPU, and what follows from it: the miss list filled from the ring
+//! that the kernel left in host memory, the rows that came from flash put into the caches, the open
+//! bags pooled. To the host's miss list it makes no difference who queried. All features go in one
+//! launch, and where every row is there nothing else happens. Never reads flash.
 
 use crate::cache::Epoch;
 use crate::cache::address::{RowKey, TableHasher};
@@ -69,8 +70,9 @@ pub struct LookupLimits {
     pub keys: Keys,
 }
 
-/// A request's keys and offsets in one piece, as words: the keys of each feature, with room for the longest bags, then the
-/// offsets of each. Everything lies closer together the fewer samples there are.
+/// A request's keys and offsets in one piece, as words: the keys of each feature, with room for the
+/// longest bags, then the offsets of each. Everything lies closer together the fewer samples there
+/// are.
 struct Request {
     words: Mapped<u32>,
     /// Where the device reads it, if not in `words`.
@@ -184,14 +186,16 @@ impl GpuLookup {
             tables: Arc::clone(tables),
             stream,
         };
-        // One sample without keys: a driver loads a kernel when it is first launched, for which it takes memory.
+        // One sample without keys: a driver loads a kernel when it is first launched, for which it
+        // takes memory.
         lookup.launch(limits.batch_max.min(1))?;
         lookup.finish(1)?;
         lookup.stream.wait()?;
         Ok(lookup)
     }
 
-    /// All bytes that such a lookup takes, but for the tables; `lookups_max` are those of one sample.
+    /// All bytes that such a lookup takes, but for the tables; `lookups_max` are those of one
+    /// sample.
     pub fn bytes(features: usize, lookups_max: usize, limits: LookupLimits) -> usize {
         let LookupLimits { batch_max, misses_max, row_bytes_max, keys } = limits;
         let (places, misses_max) = (if keys == Keys::Brought { 2 } else { 1 }, misses_max.max(1));
@@ -214,8 +218,9 @@ impl GpuLookup {
         &self.tables
     }
 
-    /// Begins the query of `batch` samples, `bags(f)` for feature `f`: one launch, no wait, and where keys are brought one copy.
-    /// Behind it on the stream the inputs are whole if nothing was missing.
+    /// Begins the query of `batch` samples, `bags(f)` for feature `f`: one launch, no wait, and
+    /// where keys are brought one copy. Behind it on the stream the inputs are whole if nothing was
+    /// missing.
     ///
     /// # Errors
     /// The GPU refuses the launch.
@@ -225,7 +230,8 @@ impl GpuLookup {
         self.launch(batch)
     }
 
-    /// Lays the keys and offsets of a batch out, and goes on to `samples` with samples that have no keys.
+    /// Lays the keys and offsets of a batch out, and goes on to `samples` with samples that have no
+    /// keys.
     pub fn take<'a>(&mut self, (batch, samples): (usize, usize), bags: impl Fn(usize) -> Bags<'a>) {
         assert!((batch..=self.limits.batch_max).contains(&samples));
         (self.batch, self.request.samples) = (batch, samples);
@@ -235,7 +241,8 @@ impl GpuLookup {
             let (Bags { keys, offsets }, hotness) = (bags(f), self.hotness[f]);
             let offsets = &offsets[..=batch];
             let keys = &keys[..offsets[batch] as usize];
-            // What the kernel relies on: all keys are in the feature's part, no bag is longer than the miss list.
+            // What the kernel relies on: all keys are in the feature's part, no bag is longer than
+            // the miss list.
             assert!(
                 offsets[0] == 0
                     && offsets
@@ -249,7 +256,8 @@ impl GpuLookup {
         }
     }
 
-    /// Puts what the device needs to bring a batch that was laid out for `samples` onto the stream; for a graph to record, too.
+    /// Puts what the device needs to bring a batch that was laid out for `samples` onto the stream;
+    /// for a graph to record, too.
     ///
     /// # Errors
     /// The GPU refuses.
@@ -259,7 +267,8 @@ impl GpuLookup {
         self.stream.bring(words, brought, Request::words(*lookups, *features, samples))
     }
 
-    /// Launches the query of a batch that was laid out for `samples`, on its stream; for a graph to record, too.
+    /// Launches the query of a batch that was laid out for `samples`, on its stream; for a graph to
+    /// record, too.
     ///
     /// # Errors
     /// The GPU refuses the launch.
@@ -282,9 +291,10 @@ impl GpuLookup {
         (offsets[1] - offsets[0]) as usize
     }
 
-    /// Waits for the query and notes in `misses`, which is empty, what it left open; counts the rows that were there in
-    /// `statuses`, which are of the batch and were not counted in before. Returns whether bags are left for `again`: there was
-    /// no room for them, or a wide row changed as it was added.
+    /// Waits for the query and notes in `misses`, which is empty, what it left open; counts the
+    /// rows that were there in `statuses`, which are of the batch and were not counted in before.
+    /// Returns whether bags are left for `again`: there was no room for them, or a wide row changed
+    /// as it was added.
     ///
     /// # Errors
     /// The GPU failed.
@@ -337,8 +347,8 @@ impl GpuLookup {
         }
     }
 
-    /// After the rows of `misses` were read: puts the fresh ones into the caches, pools the open bags, counts their rows, and
-    /// waits for it.
+    /// After the rows of `misses` were read: puts the fresh ones into the caches, pools the open
+    /// bags, counts their rows, and waits for it.
     ///
     /// # Errors
     /// The GPU failed.
@@ -348,7 +358,8 @@ impl GpuLookup {
         self.settled()
     }
 
-    /// Begins to put the fresh rows into the caches, and tells the next `finish` of the open bags; counts their rows.
+    /// Begins to put the fresh rows into the caches, and tells the next `finish` of the open bags;
+    /// counts their rows.
     pub(crate) fn ready(&mut self, misses: &MissList, statuses: &mut [LookupStatus]) -> Result<()> {
         let Some((rows, stride)) = misses.staging() else {
             unreachable!("the misses of a GPU's worker are staged where the GPU reaches them")
@@ -373,12 +384,14 @@ impl GpuLookup {
         Ok(())
     }
 
-    /// Puts the pooling of the open bags, at most `bags_max`, onto the stream; for a graph to record, too.
+    /// Puts the pooling of the open bags, at most `bags_max`, onto the stream; for a graph to
+    /// record, too.
     pub(crate) fn finish(&self, bags_max: usize) -> Result<()> {
         self.tables.kernels.finish(&self.stream, &self.finish, bags_max)
     }
 
-    /// Waits until the rows are in the caches and all that was put onto the stream is done: the staged rows are free again.
+    /// Waits until the rows are in the caches and all that was put onto the stream is done: the
+    /// staged rows are free again.
     pub(crate) fn settled(&self) -> Result<()> {
         self.stream.after(self.changes.made())?;
         self.stream.wait()
@@ -400,7 +413,8 @@ impl GpuLookup {
         Ok(self.note(misses, statuses))
     }
 
-    /// Puts rows that were read ahead into the caches: `rows` are staged in the slots that they name. Returns how many went in.
+    /// Puts rows that were read ahead into the caches: `rows` are staged in the slots that they
+    /// name. Returns how many went in.
     ///
     /// # Errors
     /// The GPU failed.
@@ -430,7 +444,8 @@ impl GpuLookup {
         self.changes.probe(|number, cached, epoch| each(&mut rows[number], cached, epoch))
     }
 
-    /// After an error of any of these: waits until nothing that was begun reads or writes what the next request does.
+    /// After an error of any of these: waits until nothing that was begun reads or writes what the
+    /// next request does.
     ///
     /// # Errors
     /// The GPU is gone.

@@ -1,7 +1,8 @@
-//! A request whose rows are all cached, as one launch: query, pooling and dense network in one graph, with no host in
-//! between. What missed is the caller's to fetch; then a second graph finishes the bags and runs the network anew. There are
-//! recordings of both for every power of two up to the largest batch; a batch in between takes the next ones, with samples
-//! that have no keys behind its own.
+//! A request whose rows are all cached, as one launch: query, pooling and dense network in one
+//! graph, with no host in between. What missed is the caller's to fetch; then a second graph
+//! finishes the bags and runs the network anew. There are recordings of both for every power of two
+//! up to the largest batch; a batch in between takes the next ones, with samples that have no keys
+//! behind its own.
 
 use crate::cuda::driver::{CudaError, Stream};
 use crate::cuda::graph::Graphs;
@@ -84,8 +85,9 @@ impl Parts {
 }
 
 impl Step {
-    /// A worker's requests on `tables` and `engine`. `features(inputs)` are the sparse features, told where the network's
-    /// inputs begin, which are `widths` wide; input `dense`, if any, takes the dense features.
+    /// A worker's requests on `tables` and `engine`. `features(inputs)` are the sparse features,
+    /// told where the network's inputs begin, which are `widths` wide; input `dense`, if any, takes
+    /// the dense features.
     ///
     /// # Errors
     /// The device has no memory for it, or something cannot be recorded.
@@ -120,7 +122,8 @@ impl Step {
         };
         let mut step = Self { graphs: Graphs::new(parts), rungs: rungs(batch_max).collect() };
         for (number, &rung) in step.rungs.iter().enumerate() {
-            // Once without recording, for samples without keys: driver and libraries take what they need at the first run.
+            // Once without recording, for samples without keys: driver and libraries take what they
+            // need at the first run.
             step.graphs.named_mut().request(number, rung)?;
             step.graphs.named_mut().settle(number, rung, misses_max)?;
             step.stream().wait()?;
@@ -150,8 +153,9 @@ impl Step {
         &mut self.graphs.named_mut().lookup
     }
 
-    /// Begins a request of `batch` samples: `bags(f)` for feature `f`, `dense` its dense features. One launch, no wait, and
-    /// where keys are brought one copy in it; the request before must have been waited for.
+    /// Begins a request of `batch` samples: `bags(f)` for feature `f`, `dense` its dense features.
+    /// One launch, no wait, and where keys are brought one copy in it; the request before must have
+    /// been waited for.
     ///
     /// # Errors
     /// The GPU refuses.
@@ -195,8 +199,8 @@ impl Step {
         self.graphs.named_mut().request(number, self.rungs[number])
     }
 
-    /// As [`GpuLookup::settle`] for the last misses of a request, whose samples are `statuses`, and then the scores: one launch
-    /// behind what changes the caches.
+    /// As [`GpuLookup::settle`] for the last misses of a request, whose samples are `statuses`, and
+    /// then the scores: one launch behind what changes the caches.
     ///
     /// # Errors
     /// The GPU failed.

@@ -1,5 +1,6 @@
-//! The caches and resident tables of a model in device memory, and the verbs that change a cache there. A cache comes from the
-//! host as it is, byte for byte, and goes on as the host's would. Never decides what is worth caching.
+//! The caches and resident tables of a model in device memory, and the verbs that change a cache
+//! there. A cache comes from the host as it is, byte for byte, and goes on as the host's would.
+//! Never decides what is worth caching.
 
 use crate::cache::address::{AddressMap, RowKey, SetTag, TableHasher};
 use crate::cache::eviction::WAYS;
@@ -75,7 +76,8 @@ impl DeviceCache {
     fn new(stream: &Stream, cache: Cache) -> Result<Self> {
         let row_bytes = cache.row_bytes();
         let (naming, parts) = cache.into_parts();
-        // Each goes from the host before the next: no more than the rows of one cache is there twice.
+        // Each goes from the host before the next: no more than the rows of one cache is there
+        // twice.
         let [heads, tails, rows] = parts.map(|part| {
             upload(
                 stream,
@@ -130,7 +132,8 @@ impl DeviceResident {
 }
 
 impl DeviceTables {
-    /// Takes the caches and resident tables of a model to `gpu`. `places` says for each table where its rows are.
+    /// Takes the caches and resident tables of a model to `gpu`. `places` says for each table where
+    /// its rows are.
     ///
     /// # Errors
     /// The GPU has no memory for them, or no kernels.
@@ -205,8 +208,9 @@ impl DeviceTables {
         Ok(image)
     }
 
-    /// Calls `each` for every row that cache `number` holds, in no particular order, and `rest` between pieces of the cache.
-    /// RowChanges go on meanwhile: a row that moves may be left out or told twice.
+    /// Calls `each` for every row that cache `number` holds, in no particular order, and `rest`
+    /// between pieces of the cache. RowChanges go on meanwhile: a row that moves may be left out or
+    /// told twice.
     ///
     /// # Errors
     /// The GPU failed.
@@ -223,7 +227,8 @@ impl DeviceTables {
         for first in (0..slots).step_by(DUMPED_SLOTS) {
             let count = DUMPED_SLOTS.min(slots - first);
             {
-                // No change is made beside the kernel; whoever makes one need not wait for the host.
+                // No change is made beside the kernel; whoever makes one need not wait for the
+                // host.
                 let stream = self.changes();
                 self.kernels.dump(&stream, *view, first as u64, count, &words, &rows)?;
                 stream.record(&copied)?;
@@ -301,8 +306,8 @@ impl RowChanges {
         self.gathered.len() == self.list.list.len()
     }
 
-    /// Gathers a change of `row`, whose bytes are in `slot` of the rows given when it is made; `since` as the host's cache has it.
-    /// Rows of resident tables do not change.
+    /// Gathers a change of `row`, whose bytes are in `slot` of the rows given when it is made;
+    /// `since` as the host's cache has it. Rows of resident tables do not change.
     pub fn add(&mut self, row: RowKey, slot: u32, since: Epoch) {
         assert!(!self.is_full());
         let TableStorage::Cached(cache) = self.tables.place(row.table) else { return };
@@ -311,10 +316,12 @@ impl RowChanges {
         self.gathered.push((cache, Change { word, set, epoch: since.number(), slot, number }));
     }
 
-    /// Puts the gathered rows in, as [`Cache::insert`] would one after the other; returns which went in, in the order of `add`.
+    /// Puts the gathered rows in, as [`Cache::insert`] would one after the other; returns which
+    /// went in, in the order of `add`.
     ///
     /// # Errors
-    /// The GPU failed: with this as with all of the following nothing is gathered then, and before more is, `give_up` is called.
+    /// The GPU failed: with this as with all of the following nothing is gathered then, and before
+    /// more is, `give_up` is called.
     pub fn insert(&mut self, rows: &Mapped<u8>, stride: usize) -> Result<&[u8]> {
         self.make(Verb::Insert, rows, stride)
     }
@@ -380,7 +387,8 @@ impl RowChanges {
         Ok(count)
     }
 
-    /// Asks for the gathered rows whether they are cached, and with which epoch of their sets, in the order of `add`.
+    /// Asks for the gathered rows whether they are cached, and with which epoch of their sets, in
+    /// the order of `add`.
     ///
     /// # Errors
     /// The GPU failed.
@@ -406,8 +414,8 @@ impl RowChanges {
         Ok(())
     }
 
-    /// After an error: waits until nothing that was begun reads the list or the rows any more. What was gathered counts for
-    /// nothing.
+    /// After an error: waits until nothing that was begun reads the list or the rows any more. What
+    /// was gathered counts for nothing.
     ///
     /// # Errors
     /// The GPU is gone.

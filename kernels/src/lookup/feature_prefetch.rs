@@ -1,5 +1,6 @@
-//! Features asked for ahead of their queries. A query looks ahead within its feature (`ahead.rs`); of a batch with few keys
-//! the rows of many features have to be on their way from memory at a time. Changes nothing but what is in the caches.
+//! Features asked for ahead of their queries. A query looks ahead within its feature (`ahead.rs`);
+//! of a batch with few keys the rows of many features have to be on their way from memory at a
+//! time. Changes nothing but what is in the caches.
 
 use crate::lookup::pipeline::Cached;
 use crate::lookup::{Bags, FeatureView, RowStore};
@@ -15,7 +16,8 @@ const KEYS_AHEAD: usize = 48;
 /// How far ahead of its query a feature of a batch is asked for.
 pub struct FeaturePrefetch {
     features: usize,
-    /// In features; 0 where the batch has so many keys that its queries look far enough ahead by themselves.
+    /// In features; 0 where the batch has so many keys that its queries look far enough ahead by
+    /// themselves.
     by: usize,
 }
 
@@ -28,8 +30,8 @@ impl FeaturePrefetch {
         }
     }
 
-    /// Asks for what the queries behind that of feature `at` read first; called before each query, in turn. `feature` says
-    /// what feature and bags have a number.
+    /// Asks for what the queries behind that of feature `at` read first; called before each query,
+    /// in turn. `feature` says what feature and bags have a number.
     pub fn ask<'a>(
         &self,
         isa: Isa,

@@ -1,5 +1,6 @@
-//! What a query leaves open: the rows that fast memory did not hold, and the bags that wait for them.
-//! All memory is taken once; a list that is full says so before a bag is begun, never half-way through it.
+//! What a query leaves open: the rows that fast memory did not hold, and the bags that wait for
+//! them. All memory is taken once; a list that is full says so before a bag is begun, never
+//! half-way through it.
 
 use crate::cache::Epoch;
 use crate::cache::address::RowKey;
@@ -76,8 +77,8 @@ pub struct MissList {
 /// What a query works in.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// For one row on its way from the cache; begins on a cache line, since a vector that lies on two is slow to
-    /// load again.
+    /// For one row on its way from the cache; begins on a cache line, since a vector that lies on
+    /// two is slow to load again.
     pub row: Zeroed<u8>,
     /// For what is known of the next keys; `None` while it is lent.
     pub ring: Option<Box<Ring>>,
@@ -230,7 +231,8 @@ impl MissList {
         }
     }
 
-    /// The rows that a bag waited for, in key order: what became of each, and its bytes at the front.
+    /// The rows that a bag waited for, in key order: what became of each, and its bytes at the
+    /// front.
     pub(crate) fn rows_of(&self, bag: &OpenBag) -> impl Iterator<Item = (RowState, &[u8])> {
         let refs = &self.refs[bag.first_ref as usize..(bag.first_ref + bag.refs) as usize];
         refs.iter().map(|&slot| match slot {

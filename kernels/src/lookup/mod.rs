@@ -1,6 +1,7 @@
-//! The verb `query`: probe, decode, pool and concatenate in one pass, straight into the dense network's
-//! input. Bags with a missing row stop at it and are completed by `finish` once their rows were fetched; a
-//! bag's rows are always added in key order, so the bits do not depend on what was cached.
+//! The verb `query`: probe, decode, pool and concatenate in one pass, straight into the dense
+//! network's input. Bags with a missing row stop at it and are completed by `finish` once their
+//! rows were fetched; a bag's rows are always added in key order, so the bits do not depend on what
+//! was cached.
 
 pub mod feature_prefetch;
 pub mod miss_list;
@@ -125,9 +126,10 @@ impl LookupStatus {
 }
 
 impl FeatureView<'_> {
-    /// Pools samples `from..` into `input`; rows that miss go to `misses`. Returns the number of samples
-    /// done: fewer than the batch when `misses` has no room for the next bag. The caller then fetches,
-    /// calls [`FeatureView::finish`] on every open bag, clears the list and calls again.
+    /// Pools samples `from..` into `input`; rows that miss go to `misses`. Returns the number of
+    /// samples done: fewer than the batch when `misses` has no room for the next bag. The caller
+    /// then fetches, calls [`FeatureView::finish`] on every open bag, clears the list and calls
+    /// again.
     pub fn query(
         &self,
         isa: Isa,
@@ -146,7 +148,8 @@ impl FeatureView<'_> {
         &mut input.data[start..start + self.width]
     }
 
-    /// The columns that the row at `position` of its bag goes to, and whether it is the first to go there.
+    /// The columns that the row at `position` of its bag goes to, and whether it is the first to go
+    /// there.
     #[inline(always)]
     fn place<'o>(&self, position: usize, out: &'o mut [f32]) -> (&'o mut [f32], bool) {
         let dim = self.format.dim();
@@ -204,8 +207,8 @@ impl FeatureView<'_> {
 
 /// Keys of a query for which it is not worth while to look ahead.
 const FEW: usize = 2;
-/// Bytes of a network input from which on it is written past the caches: less than that is still near the core when the
-/// network reads it.
+/// Bytes of a network input from which on it is written past the caches: less than that is still
+/// near the core when the network reads it.
 const STREAM_FROM: usize = 4 << 20;
 
 /// The query of one feature over a batch.
@@ -232,7 +235,8 @@ impl Job for Query<'_, '_> {
 }
 
 impl Query<'_, '_> {
-    /// Some bags in one go where all their rows are there, else bag by bag, and row by row where some row is missing.
+    /// Some bags in one go where all their rows are there, else bag by bag, and row by row where
+    /// some row is missing.
     #[inline(always)]
     fn pool<S: Simd, F: Source>(mut self, source: &F) -> usize {
         let (feature, samples, offsets) = (self.feature, self.statuses.len(), self.bags.offsets);
@@ -301,7 +305,8 @@ impl Query<'_, '_> {
         }
     }
 
-    /// Adds the rows of a bag that are there up to the first missing one; from that on, notes what the bag needs.
+    /// Adds the rows of a bag that are there up to the first missing one; from that on, notes what
+    /// the bag needs.
     #[inline(always)]
     fn row_by_row<S: Simd, F: Source>(
         &mut self,
@@ -452,7 +457,8 @@ mod tests {
         bags - open.len()
     }
 
-    /// What a query of `feature` leaves: columns, statuses, and of the miss list the bags with their rows' states.
+    /// What a query of `feature` leaves: columns, statuses, and of the miss list the bags with
+    /// their rows' states.
     fn left_by(
         isa: Isa,
         feature: &FeatureView<'_>,
@@ -503,7 +509,8 @@ mod tests {
             cache
         });
         for round in 0..300u64 {
-            // Bags of all lengths, now and then with a key that is not there, or that the model does not have.
+            // Bags of all lengths, now and then with a key that is not there, or that the model
+            // does not have.
             let offsets: Vec<u32> = (0..20)
                 .scan(0, |end, bag| {
                     *end += (mix(round * 20 + bag) % [1, 3, 12, 90][(round % 4) as usize]) as u32;

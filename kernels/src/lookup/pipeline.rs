@@ -1,6 +1,7 @@
-//! Keys looked up ahead of the sums of their rows: groups of keys are named, then seen, then summed bag by bag, each
-//! step some groups behind the one before, so that what it reads is on its way from memory meanwhile. A bag is pooled
-//! here only if all its rows are there and stay as they are; any other is left to `query.rs`, row by row.
+//! Keys looked up ahead of the sums of their rows: groups of keys are named, then seen, then summed
+//! bag by bag, each step some groups behind the one before, so that what it reads is on its way
+//! from memory meanwhile. A bag is pooled here only if all its rows are there and stay as they are;
+//! any other is left to `query.rs`, row by row.
 
 use crate::cache::address::{RowKey, SetTag, TableHasher};
 use crate::cache::codec::RowFormat;
@@ -108,10 +109,11 @@ pub(crate) enum Found<'a> {
 
 /// Where the rows of a feature are found.
 pub(crate) trait Source {
-    /// Names some keys, whose places in the ring begin at `at`, and asks for what `see` reads if they are the `first`.
+    /// Names some keys, whose places in the ring begin at `at`, and asks for what `see` reads if
+    /// they are the `first`.
     fn name(&self, keys: &[u64], ring: &mut Ring, at: usize, first: bool);
-    /// Finds the rows of the same, and asks for them if they are the `first`. Asks for what it will read for the named keys at
-    /// places `next`.
+    /// Finds the rows of the same, and asks for them if they are the `first`. Asks for what it will
+    /// read for the named keys at places `next`.
     fn see<S: Simd>(
         &self,
         keys: &[u64],
@@ -124,11 +126,13 @@ pub(crate) trait Source {
     fn rows(&self) -> RawRows<'_>;
     /// The changes that have ended; read before keys are seen.
     fn changes(&self) -> u32;
-    /// Whether what was read of any keys' rows is of whole rows, and theirs, if they were seen after `changes` was read.
+    /// Whether what was read of any keys' rows is of whole rows, and theirs, if they were seen
+    /// after `changes` was read.
     fn has_none_since(&self, changes: u32) -> bool;
     /// Counts a use of the row at that place of the ring.
     fn count(&self, ring: &Ring, at: usize);
-    /// Whether what was read of these keys' rows since they were seen is of whole rows, and theirs; then counts a use of each.
+    /// Whether what was read of these keys' rows since they were seen is of whole rows, and theirs;
+    /// then counts a use of each.
     fn is_unchanged(&self, ring: &Ring, keys: Range<usize>) -> bool;
     /// The row of one key, perhaps in `buffer`.
     fn row<'b, S: Simd>(&'b self, key: u64, buffer: &'b mut [u8]) -> Found<'b>;
@@ -193,9 +197,9 @@ impl<'a, F: Source> Ahead<'a, F> {
         (end - from).min(self.lost.of(from).trailing_zeros() as usize)
     }
 
-    /// Writes the sums of bags whose keys are all there, a piece at most, to `out` `[bags, stride]`. Their keys are those
-    /// between `offsets`, of which `start` is the first that is walked. Returns false, and leaves anything in `out`, if
-    /// some row changed meanwhile.
+    /// Writes the sums of bags whose keys are all there, a piece at most, to `out` `[bags,
+    /// stride]`. Their keys are those between `offsets`, of which `start` is the first that is
+    /// walked. Returns false, and leaves anything in `out`, if some row changed meanwhile.
     #[inline(always)]
     pub fn sum<S: Simd>(
         &mut self,
@@ -226,7 +230,8 @@ impl<'a, F: Source> Ahead<'a, F> {
             && self.is_unchanged(keys)
     }
 
-    /// Whether the rows of these keys, a piece at most, are as they were when they were seen; then counts a use of each.
+    /// Whether the rows of these keys, a piece at most, are as they were when they were seen; then
+    /// counts a use of each.
     #[inline(always)]
     fn is_unchanged(&mut self, keys: Range<usize>) -> bool {
         let known = keys.start >= self.from;
@@ -255,8 +260,8 @@ impl<'a, F: Source> Ahead<'a, F> {
         }
     }
 
-    /// Like `sum`, for one bag of any length, a piece after the other; the rows are added to `out` `[dim]`, or put there side
-    /// by side. Returns false also if some row is not there.
+    /// Like `sum`, for one bag of any length, a piece after the other; the rows are added to `out`
+    /// `[dim]`, or put there side by side. Returns false also if some row is not there.
     #[inline(always)]
     pub fn pool<S: Simd>(
         &mut self,
@@ -325,8 +330,8 @@ impl<'a> Cached<'a> {
         seen.filter(|seen| seen.is_there()).for_each(|seen| self.cache.prefetch_row(seen.slot()));
     }
 
-    /// Looks for keys in their sets, and asks for those of the named keys at places `next`: one by one, so that memory
-    /// answers meanwhile.
+    /// Looks for keys in their sets, and asks for those of the named keys at places `next`: one by
+    /// one, so that memory answers meanwhile.
     #[inline(always)]
     fn look<S: Simd, const WIDE: bool>(
         &self,

@@ -1,7 +1,7 @@
-//! PoolJob of encoded rows: decoded on their way from memory into registers and added there, so that a column of a bag
-//! is written once. RawRows may change while they are read; the caller finds out afterwards whether a sum is one of whole
-//! rows. One body for all families of vector instructions; each gives the bits of `RowFormat::accumulate`, row after
-//! row. Never allocates.
+//! PoolJob of encoded rows: decoded on their way from memory into registers and added there, so
+//! that a column of a bag is written once. RawRows may change while they are read; the caller finds
+//! out afterwards whether a sum is one of whole rows. One body for all families of vector
+//! instructions; each gives the bits of `RowFormat::accumulate`, row after row. Never allocates.
 
 // Vectors are loaded from raw pointers; `RawRows::row` checks each slot.
 #![allow(unsafe_code)]
@@ -16,7 +16,8 @@ use std::marker::PhantomData;
 
 /// Keys that are looked up at a time, at most; a power of two.
 pub(crate) const RING: usize = 256;
-/// How far ahead of the sums rows are asked for, but for the first ones: between the additions, not all at once.
+/// How far ahead of the sums rows are asked for, but for the first ones: between the additions, not
+/// all at once.
 pub(crate) const ROWS_AHEAD: usize = 48;
 /// Values of a `Vector`.
 const LANES: usize = 16;
@@ -113,7 +114,8 @@ impl PoolJob<'_> {
         let mut done = 0;
         while done < vectors {
             let left = vectors - done;
-            // SAFETY: the caller's; no more vectors than the row has, the last of them perhaps in part.
+            // SAFETY: the caller's; no more vectors than the row has, the last of them perhaps in
+            // part.
             done += unsafe {
                 match left {
                     8.. if V::VECTORS_MAX >= 8 => self.columns::<V, C, 8>(done),
@@ -139,8 +141,8 @@ impl PoolJob<'_> {
                 edge.as_flattened_mut()[..out.len()].copy_from_slice(out);
             }
             let to = if whole { out.as_mut_ptr() } else { edge.as_mut_ptr().cast() };
-            // SAFETY: the caller's; a row has `from + N` vectors, and the last may be read `BEYOND` it; at `to` there is
-            // room for `N`.
+            // SAFETY: the caller's; a row has `from + N` vectors, and the last may be read `BEYOND`
+            // it; at `to` there is room for `N`.
             unsafe {
                 let mut sums = [V::splat(0.0); N];
                 if !first {
@@ -236,7 +238,8 @@ mod tests {
         }
     }
 
-    /// Each codec and family, rows of all widths up to beyond those of one pass, in one part and in two.
+    /// Each codec and family, rows of all widths up to beyond those of one pass, in one part and in
+    /// two.
     #[test]
     fn a_sum_has_the_bits_of_one_row_after_the_other() {
         for (codec, dim) in [Codec::F32, Codec::F16, Codec::U8, Codec::U4]

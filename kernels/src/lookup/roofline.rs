@@ -1,5 +1,6 @@
-//! The machine's limit for pooled lookups: rows of plain memory, at known places, added up. Nothing is looked
-//! up, decoded or checked. Only measurements use it, as the 1.0 that `query` is held against.
+//! The machine's limit for pooled lookups: rows of plain memory, at known places, added up. Nothing
+//! is looked up, decoded or checked. Only measurements use it, as the 1.0 that `query` is held
+//! against.
 
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::isa::Isa;
@@ -19,7 +20,8 @@ impl GatherRows {
         Self { dim, values }
     }
 
-    /// Adds up the rows of each bag of `hotness` positions into `out` `[batch, stride]` from `column` on.
+    /// Adds up the rows of each bag of `hotness` positions into `out` `[batch, stride]` from
+    /// `column` on.
     pub fn pool(
         &self,
         isa: Isa,

@@ -1,4 +1,5 @@
-//! The atomics of the cache: the standard ones, or those of the model checker that is built with `--cfg loom`.
+//! The atomics of the cache: the standard ones, or those of the model checker that is built with
+//! `--cfg loom`.
 
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU32, Ordering, fence};

@@ -1,5 +1,5 @@
-//! Zeroed memory that never moves or grows, on huge pages where the system gives them: a random row then
-//! costs a cache miss, not a walk of the page tables as well.
+//! Zeroed memory that never moves or grows, on huge pages where the system gives them: a random row
+//! then costs a cache miss, not a walk of the page tables as well.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +11,8 @@ use std::ops::{Deref, DerefMut};
 /// Types whose all-zero bytes are a value.
 ///
 /// # Safety
-/// Zeroed bytes must be a valid value, the type must need no destructor and be aligned to a page at most.
+/// Zeroed bytes must be a valid value, the type must need no destructor and be aligned to a page at
+/// most.
 pub unsafe trait Zeroable {}
 
 // SAFETY: zero is a value, and there is no destructor.
@@ -63,7 +64,8 @@ impl<T: Zeroable> Deref for Zeroed<T> {
     #[inline(always)]
     fn deref(&self) -> &[T] {
         let Some(map) = &self.map else { return &[] };
-        // SAFETY: the mapping starts on a page, was zero when made, and is written through `T` only.
+        // SAFETY: the mapping starts on a page, was zero when made, and is written through `T`
+        // only.
         unsafe { std::slice::from_raw_parts(map.as_ptr().cast(), map.len() / size_of::<T>()) }
     }
 }

@@ -1,5 +1,5 @@
-//! Which vector instructions this machine has. The plain form runs everywhere and is the reference that the
-//! others must equal to the bit.
+//! Which vector instructions this machine has. The plain form runs everywhere and is the reference
+//! that the others must equal to the bit.
 
 use std::sync::OnceLock;
 
@@ -18,7 +18,8 @@ pub(crate) enum Family {
     Neon,
 }
 
-/// A family of vector instructions that kernels are built for. Holding one proves that this machine has it.
+/// A family of vector instructions that kernels are built for. Holding one proves that this machine
+/// has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Isa(Family);
 

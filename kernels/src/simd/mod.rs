@@ -1,10 +1,11 @@
-//! The few steps of a lookup that plain Rust cannot say: reading memory that a writer may change at the same
-//! moment, a vector at a time, and turning f16 into f32. One trait, one form for each family of vector
-//! instructions; all give the same bits. Everything else is plain Rust that the compiler vectorises.
+//! The few steps of a lookup that plain Rust cannot say: reading memory that a writer may change at
+//! the same moment, a vector at a time, and turning f16 into f32. One trait, one form for each
+//! family of vector instructions; all give the same bits. Everything else is plain Rust that the
+//! compiler vectorises.
 //!
-//! A racing read goes through inline assembly: to the compiler it is a run of relaxed atomic loads, which is
-//! what the plain form does word by word. The caller finds out from the set's sequence number whether the
-//! bytes are of one row.
+//! A racing read goes through inline assembly: to the compiler it is a run of relaxed atomic loads,
+//! which is what the plain form does word by word. The caller finds out from the set's sequence
+//! number whether the bytes are of one row.
 
 #![allow(unsafe_code)]
 
@@ -62,8 +63,8 @@ pub(crate) trait Simd {
 pub(crate) struct Plain;
 impl Simd for Plain {}
 
-/// Work that is built once for each family. `run` and all that it calls must be `#[inline(always)]`: what is
-/// not inlined is built without the family's instructions.
+/// Work that is built once for each family. `run` and all that it calls must be
+/// `#[inline(always)]`: what is not inlined is built without the family's instructions.
 pub(crate) trait Job {
     type Out;
     fn run<S: Simd>(self) -> Self::Out;
@@ -109,8 +110,9 @@ prefetch! {
     prefetch, _MM_HINT_T0, "prfm pldl1keep, [{p}]"
 }
 prefetch! {
-    /// Asks for the cache line at `at`, which may lie anywhere, well ahead of its use: it comes to the second level only, and
-    /// takes none of the few places in which the first waits for what is missing there (24 lines on a Zen 4, fewer on others).
+    /// Asks for the cache line at `at`, which may lie anywhere, well ahead of its use: it comes to
+    /// the second level only, and takes none of the few places in which the first waits for what is
+    /// missing there (24 lines on a Zen 4, fewer on others).
     prefetch_l2, _MM_HINT_T1, "prfm pldl2keep, [{p}]"
 }
 
@@ -169,8 +171,8 @@ pub(crate) mod x86 {
         value
     }
 
-    /// In pieces as wide as those in which the bytes will be loaded again: a load that spans two stores waits
-    /// until both are in the cache.
+    /// In pieces as wide as those in which the bytes will be loaded again: a load that spans two
+    /// stores waits until both are in the cache.
     #[inline]
     #[target_feature(enable = "avx2,avx512f")]
     fn copy_avx512(from: &[AtomicU32], to: &mut [u8]) {
@@ -335,8 +337,9 @@ pub(crate) mod arm {
         fn widen(halves: &[u8; 16]) -> [f32; 8] {
             let (low, high): (float32x4_t, float32x4_t);
             let mut out = [0.0; 8];
-            // SAFETY: 16 bytes are read and 32 stored. The conversion is written in assembly because its f16 vector
-            // type is not stable in this compiler; it is part of Advanced SIMD.
+            // SAFETY: 16 bytes are read and 32 stored. The conversion is written in assembly
+            // because its f16 vector type is not stable in this compiler; it is part of Advanced
+            // SIMD.
             unsafe {
                 let halves = vld1q_u8(halves.as_ptr());
                 asm!("fcvtl {l:v}.4s, {h:v}.4h", "fcvtl2 {u:v}.4s, {h:v}.8h",
@@ -361,7 +364,8 @@ pub(crate) mod arm {
 mod tests {
     use super::*;
 
-    /// What a family makes of words and halves; through the cache a way that is not found is only a miss.
+    /// What a family makes of words and halves; through the cache a way that is not found is only a
+    /// miss.
     struct All<'a>(&'a [AtomicU32; LANES], &'a [u8; 16]);
 
     impl Job for All<'_> {

@@ -1,18 +1,20 @@
-//! 16 f32 in vector registers, loaded from encoded rows that may change at the same moment: each load of a row is inline
-//! assembly, to the compiler as good as a run of relaxed atomic loads (see `simd.rs`). One form for each family of vector
-//! instructions; all give the same bits. Never stores to rows.
+//! 16 f32 in vector registers, loaded from encoded rows that may change at the same moment: each
+//! load of a row is inline assembly, to the compiler as good as a run of relaxed atomic loads (see
+//! `simd.rs`). One form for each family of vector instructions; all give the same bits. Never
+//! stores to rows.
 
 #![allow(unsafe_code)]
 
-/// 16 f32 in registers. All are `unsafe`: the machine must have the instructions, and the pointers be good for what is
-/// read there or written. What is read of rows may change meanwhile.
+/// 16 f32 in registers. All are `unsafe`: the machine must have the instructions, and the pointers
+/// be good for what is read there or written. What is read of rows may change meanwhile.
 pub(crate) trait Vector: Copy {
     /// Vectors that fit into the registers beside what else a sum needs.
     const VECTORS_MAX: usize;
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
-    /// Past the caches where the machine can and `to` begins a line; in no order with other stores until `simd::drain`.
+    /// Past the caches where the machine can and `to` begins a line; in no order with other stores
+    /// until `simd::drain`.
     unsafe fn stream(self, to: *mut f32);
     unsafe fn add(self, other: Self) -> Self;
     /// `self * x + y`, rounded once.

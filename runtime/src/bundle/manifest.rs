@@ -1,5 +1,5 @@
-//! The manifest of a bundle: which generation it is, the schema, and every blob's chunks with their hashes.
-//! Encoded as a format number, then postcard. Never trusts what it decodes before `check`.
+//! The manifest of a bundle: which generation it is, the schema, and every blob's chunks with their
+//! hashes. Encoded as a format number, then postcard. Never trusts what it decodes before `check`.
 
 use crate::limits::{
     CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
@@ -34,7 +34,8 @@ impl std::fmt::Display for Generation {
     }
 }
 
-/// A stored piece of a blob; compressed (zstd) exactly where it is stored in fewer bytes than it has.
+/// A stored piece of a blob; compressed (zstd) exactly where it is stored in fewer bytes than it
+/// has.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
     /// Bytes in the bundle.
@@ -160,7 +161,8 @@ impl Manifest {
         self.blobs[self.tables[number].segment as usize].raw_bytes()
     }
 
-    /// Whether it is a delta that changes nothing in table `number`: its segment is a trailer and no more.
+    /// Whether it is a delta that changes nothing in table `number`: its segment is a trailer and
+    /// no more.
     pub fn leaves_alone(&self, number: usize) -> bool {
         self.parent.is_some() && self.segment_bytes(number) == PAGE_BYTES as u64
     }

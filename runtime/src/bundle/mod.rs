@@ -1,6 +1,6 @@
-//! The bundle file: chunks, then the manifest, then a trailer that finds and proves the manifest. Written in
-//! one streaming pass and published by rename; read chunk by chunk, each proved by its hash before it is
-//! decompressed. Never holds more than one chunk and the manifest in memory.
+//! The bundle file: chunks, then the manifest, then a trailer that finds and proves the manifest.
+//! Written in one streaming pass and published by rename; read chunk by chunk, each proved by its
+//! hash before it is decompressed. Never holds more than one chunk and the manifest in memory.
 
 pub mod manifest;
 
@@ -120,7 +120,8 @@ impl BundleWriter {
         self.file.as_mut().map_or(Ok(()), |file| file.write_all(bytes))
     }
 
-    /// Begins the next blob; its content is what is written to the result. Returns its number with it.
+    /// Begins the next blob; its content is what is written to the result. Returns its number with
+    /// it.
     pub fn blob(&mut self) -> (u32, BlobWriter<'_>) {
         self.blobs.push(Blob::default());
         ((self.blobs.len() - 1) as u32, BlobWriter { bundle: self })
@@ -162,7 +163,8 @@ impl BundleWriter {
         &self.blobs
     }
 
-    /// Writes the manifest, with this writer's blobs in it, and publishes the file. Returns its bytes.
+    /// Writes the manifest, with this writer's blobs in it, and publishes the file. Returns its
+    /// bytes.
     ///
     /// # Errors
     /// The manifest contradicts itself, or the file cannot be written.
@@ -225,8 +227,8 @@ impl Write for BlobWriter<'_> {
     }
 }
 
-/// An open bundle. Holding one proves that its manifest is whole and consistent and that its chunks fill the
-/// file exactly; the chunks themselves are proved as they are read.
+/// An open bundle. Holding one proves that its manifest is whole and consistent and that its chunks
+/// fill the file exactly; the chunks themselves are proved as they are read.
 pub struct BundleReader {
     path: PathBuf,
     file: Box<dyn Input>,
@@ -367,7 +369,8 @@ impl BundleReader {
     }
 }
 
-/// Proves `stored`, then decompresses it if it is compressed; it can grow to no more than `chunk.raw`.
+/// Proves `stored`, then decompresses it if it is compressed; it can grow to no more than
+/// `chunk.raw`.
 fn open_chunk<'a>(chunk: &Chunk, stored: &'a [u8]) -> Result<std::borrow::Cow<'a, [u8]>, String> {
     if sha256(stored) != chunk.sha256 {
         return Err("content does not match its hash".to_owned());

@@ -1,5 +1,6 @@
-//! A bundle becomes a generation: refused where it does not follow what is live, laid in a folder of its own with each part
-//! checked on the way, durable, and only then named by the live record. Never changes what is live otherwise.
+//! A bundle becomes a generation: refused where it does not follow what is live, laid in a folder
+//! of its own with each part checked on the way, durable, and only then named by the live record.
+//! Never changes what is live otherwise.
 
 use super::{
     Flash, FlashError, PLACED_SERIAL, check_space, folder_of, hot_name, io_error, kind_of, lock,
@@ -22,8 +23,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 impl Flash {
-    /// Lays a bundle on flash and makes it live: a snapshot as it is, a delta over the live generation it
-    /// starts from. Does nothing if it is live already. `progress` is told the bytes of content written.
+    /// Lays a bundle on flash and makes it live: a snapshot as it is, a delta over the live
+    /// generation it starts from. Does nothing if it is live already. `progress` is told the bytes
+    /// of content written.
     ///
     /// # Errors
     /// The bundle is refused, there is no room, or it cannot be written; what was live stays live.
@@ -36,8 +38,9 @@ impl Flash {
         Self::prepare(disk, directory, bundle, progress)?.commit()
     }
 
-    /// Lays a bundle on flash beside what is live, checked and durable, so that it can be tried before it is live.
-    /// Nobody else changes the directory until what is returned is committed or dropped.
+    /// Lays a bundle on flash beside what is live, checked and durable, so that it can be tried
+    /// before it is live. Nobody else changes the directory until what is returned is committed or
+    /// dropped.
     ///
     /// # Errors
     /// As `install`.
@@ -81,8 +84,8 @@ impl Flash {
     }
 }
 
-/// A generation that lies on flash whole and is not live yet. Dropped, it becomes live never, and its space returns
-/// with the next bundle, or by `Flash::reclaim_in`.
+/// A generation that lies on flash whole and is not live yet. Dropped, it becomes live never, and
+/// its space returns with the next bundle, or by `Flash::reclaim_in`.
 pub struct Prepared {
     flash: Flash,
     is_live: bool,
@@ -169,7 +172,8 @@ fn same_tables(bundle: &BundleReader, live: &Schema) -> Result<(), FlashError> {
     Ok(())
 }
 
-/// The state after a bundle whose segments hold `counts`. A delta that leaves a table or its hot list alone adds nothing to it.
+/// The state after a bundle whose segments hold `counts`. A delta that leaves a table or its hot
+/// list alone adds nothing to it.
 fn next_state(
     manifest: &Manifest,
     hash: Hash,

@@ -1,5 +1,6 @@
-//! The live record: which generation is live, of which segments each of its tables consists, and the same of
-//! the generation before. The only commit point of the flash tier. Describes itself; needs no other file.
+//! The live record: which generation is live, of which segments each of its tables consists, and
+//! the same of the generation before. The only commit point of the flash tier. Describes itself;
+//! needs no other file.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::segment::Part;
@@ -10,7 +11,8 @@ const MAGIC: &[u8; 8] = b"HATCHLIV";
 /// The format of the live record.
 pub const LIVE_FORMAT: u32 = 2;
 
-/// A segment file: the folder of the generation that brought it, and which compaction of that generation made it.
+/// A segment file: the folder of the generation that brought it, and which compaction of that
+/// generation made it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SegmentRef {
     /// Sequence of the generation.
@@ -24,8 +26,8 @@ pub struct SegmentRef {
 pub struct TableState {
     /// Every row, as of its generation.
     pub base: SegmentRef,
-    /// The most used rows of the base once more, packed together; `None` if the trainer counted no lookups, and
-    /// from the first compaction on, which makes them stale.
+    /// The most used rows of the base once more, packed together; `None` if the trainer counted no
+    /// lookups, and from the first compaction on, which makes them stale.
     pub placed: Option<SegmentRef>,
     /// What changed since, oldest first.
     pub deltas: Vec<SegmentRef>,

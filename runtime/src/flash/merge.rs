@@ -1,5 +1,5 @@
-//! The newest version of every row of a table, in the order of the keys, page by page from its base and its
-//! deltas. Holds one page of each; writes nothing.
+//! The newest version of every row of a table, in the order of the keys, page by page from its base
+//! and its deltas. Holds one page of each; writes nothing.
 
 use crate::flash::overlay::Newest;
 use crate::flash::segment::{Segment, SegmentError};

@@ -1,6 +1,6 @@
-//! The flash directory: the generations that lie on flash and the one record that says which is live.
-//! Nothing becomes live before all of it is written, checked and durable. Never changes a segment that a
-//! live or retained generation uses.
+//! The flash directory: the generations that lie on flash and the one record that says which is
+//! live. Nothing becomes live before all of it is written, checked and durable. Never changes a
+//! segment that a live or retained generation uses.
 //!
 //! ```text
 //! DIR/live                          the live record
@@ -110,7 +110,8 @@ pub enum FlashError {
         /// What the bundle holds.
         offered: Generation,
     },
-    /// The bundle is not newer than what is live. A downgrade is a new release with a higher sequence.
+    /// The bundle is not newer than what is live. A downgrade is a new release with a higher
+    /// sequence.
     #[error("{path}: {held} is live with other content; {offered} needs a higher sequence", path = path.display())]
     NotNewer {
         /// The flash directory.
@@ -130,8 +131,8 @@ pub enum FlashError {
         /// What is live.
         live: String,
     },
-    /// The bundle is a delta, and a table that it changes has as many deltas as can be opened. Nothing was written; a
-    /// merge of those makes room, and a snapshot needs none.
+    /// The bundle is a delta, and a table that it changes has as many deltas as can be opened.
+    /// Nothing was written; a merge of those makes room, and a snapshot needs none.
     #[error("{path}: table `{table}` takes no further delta before those that it has are merged", path = path.display())]
     Full {
         /// The bundle.
@@ -173,7 +174,8 @@ pub(crate) fn io_error(path: &Path) -> impl FnOnce(io::Error) -> FlashError + '_
 
 /// The serial of a placed segment as it arrives, beside its base of serial 0.
 pub const PLACED_SERIAL: u32 = 1;
-/// Space left alone when a bundle is laid on flash: for records, folders and the file system's own needs.
+/// Space left alone when a bundle is laid on flash: for records, folders and the file system's own
+/// needs.
 const SPARE_BYTES: u64 = 1 << 20;
 
 /// An open flash directory and its live generation.
@@ -258,7 +260,8 @@ impl Flash {
         &self.manifest
     }
 
-    /// Whether a table has as many deltas as can be opened, so that none may come before they are merged.
+    /// Whether a table has as many deltas as can be opened, so that none may come before they are
+    /// merged.
     pub fn is_full(&self) -> bool {
         self.record.live.tables.iter().any(|table| table.deltas.len() >= DELTAS_MAX)
     }
@@ -401,8 +404,8 @@ impl Flash {
             .join(format!("t{number:04}-{hex}.part"))
     }
 
-    /// Replaces the live record by one with the same generation, and reclaims what no longer counts. The lock
-    /// must be held.
+    /// Replaces the live record by one with the same generation, and reclaims what no longer
+    /// counts. The lock must be held.
     pub(crate) fn replace_state(&mut self, live: LiveState) -> Result<(), FlashError> {
         let record = LiveRecord { live, previous: self.record.previous.clone() };
         write_live(self.disk.as_ref(), &self.directory, &record)?;
@@ -416,15 +419,15 @@ impl Flash {
         check_space(self.disk.as_ref(), &self.directory, bytes)
     }
 
-    /// Removes what neither the live generation nor the one before uses: old generations, merged segments,
-    /// and what an interrupted install left, or a compaction of what is no longer live. What cannot be removed costs space, not
-    /// correctness: it is reported and left.
+    /// Removes what neither the live generation nor the one before uses: old generations, merged
+    /// segments, and what an interrupted install left, or a compaction of what is no longer live.
+    /// What cannot be removed costs space, not correctness: it is reported and left.
     pub fn reclaim(&self) {
         reclaim(self.disk.as_ref(), &self.directory, Some(self));
     }
 
-    /// The same in a directory where perhaps nothing is live, so that every generation goes: for who gives up a bundle
-    /// that was, or was being, laid there.
+    /// The same in a directory where perhaps nothing is live, so that every generation goes: for
+    /// who gives up a bundle that was, or was being, laid there.
     ///
     /// # Errors
     /// Another process is changing the directory, or the live record is damaged.

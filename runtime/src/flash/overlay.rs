@@ -1,5 +1,6 @@
-//! The overlay: which keys of a table are not to be looked for in its base: those that deltas hold or delete,
-//! and those that the placed segment repeats. Exact, by whole 64-bit orders. Built at open from key pages; never changes afterwards.
+//! The overlay: which keys of a table are not to be looked for in its base: those that deltas hold
+//! or delete, and those that the placed segment repeats. Exact, by whole 64-bit orders. Built at
+//! open from key pages; never changes afterwards.
 
 use hatchback_kernels::simd::prefetch;
 
@@ -83,8 +84,8 @@ impl Overlay {
         slot
     }
 
-    /// Records the newest version so far of a key; call for the placed segment, then from the oldest delta to the
-    /// newest. Returns what was known before.
+    /// Records the newest version so far of a key; call for the placed segment, then from the
+    /// oldest delta to the newest. Returns what was known before.
     pub fn set(&mut self, order: u64, newest: Newest) -> Option<Newest> {
         let slot = self.slot(order);
         let before = unpack(self.places[slot]);

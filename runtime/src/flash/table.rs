@@ -1,5 +1,5 @@
-//! The rows of one table on flash: a base, the placed copies of its most used rows, the deltas over it, and the
-//! overlay that says which of them to read for a key. One page read finds any row.
+//! The rows of one table on flash: a base, the placed copies of its most used rows, the deltas over
+//! it, and the overlay that says which of them to read for a key. One page read finds any row.
 
 use crate::flash::overlay::{DELTA_PAGES_MAX, DELTAS_MAX, Newest, Overlay};
 use crate::flash::segment::fences::AT_ONCE;
@@ -115,8 +115,8 @@ impl TableRows {
         }
     }
 
-    /// Which delta has the newest version of the key with this order, or that it is deleted; `None` if no delta
-    /// has it, so that the base has the newest version.
+    /// Which delta has the newest version of the key with this order, or that it is deleted; `None`
+    /// if no delta has it, so that the base has the newest version.
     pub fn newest(&self, order: u64) -> Option<Newest> {
         self.overlay.get(order).filter(|newest| !matches!(newest, Newest::Placed(_)))
     }
@@ -160,8 +160,9 @@ impl TableRows {
         self.segments.iter().chain(&self.placed).map(|s| s.counts().file_bytes()).sum()
     }
 
-    /// Hands the newest version of every row to `take`, with the order of its key, segment by segment; placed
-    /// copies are left aside. A damaged page goes to `damaged` and its rows are left out.
+    /// Hands the newest version of every row to `take`, with the order of its key, segment by
+    /// segment; placed copies are left aside. A damaged page goes to `damaged` and its rows are
+    /// left out.
     ///
     /// # Errors
     /// The device refused.

@@ -1,5 +1,5 @@
-//! The only way state reaches flash: write beside, sync, rename, sync the directory. After a power cut a
-//! file is wholly the old one or wholly the new one.
+//! The only way state reaches flash: write beside, sync, rename, sync the directory. After a power
+//! cut a file is wholly the old one or wholly the new one.
 
 use crate::io::disk::{Disk, Output};
 use std::io;
@@ -20,8 +20,8 @@ fn directory_of(path: &Path) -> &Path {
 /// Makes what was written to `part_of(path)` durable and then stand at `path`.
 ///
 /// # Errors
-/// The content could not be made durable; `path` is then as it was or, if only the last sync failed, may be
-/// either after a power cut.
+/// The content could not be made durable; `path` is then as it was or, if only the last sync
+/// failed, may be either after a power cut.
 pub fn publish(disk: &dyn Disk, path: &Path, mut part: Box<dyn Output>) -> io::Result<()> {
     part.sync()?;
     drop(part);

@@ -1,5 +1,6 @@
-//! Files as the runtime sees them: the one seam that all of the flash tier's input and output passes, so that
-//! a power cut can be simulated at every write and every sync. [`SystemDisk`] is the system's own.
+//! Files as the runtime sees them: the one seam that all of the flash tier's input and output
+//! passes, so that a power cut can be simulated at every write and every sync. [`SystemDisk`] is
+//! the system's own.
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::reader::{PageFile, read_at};
@@ -26,7 +27,8 @@ pub trait Disk: Send + Sync {
     /// As `create`.
     fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>>;
 
-    /// Takes the lock at `path`, held until what is returned is dropped; `None` where another one has it.
+    /// Takes the lock at `path`, held until what is returned is dropped; `None` where another one
+    /// has it.
     ///
     /// # Errors
     /// As `create`.
@@ -135,8 +137,8 @@ impl Output for BufWriter<File> {
     }
 }
 
-/// A file opened past the page cache where the file system allows it: the embedding cache is the row cache,
-/// and a page of cold rows would only push out something useful.
+/// A file opened past the page cache where the file system allows it: the embedding cache is the
+/// row cache, and a page of cold rows would only push out something useful.
 struct SystemPages(Arc<File>);
 
 impl PageFile for SystemPages {

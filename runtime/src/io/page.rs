@@ -1,5 +1,5 @@
-//! One 4 KiB page: self-checking (CRC-32C) and self-identifying (segment, number, kind). Bytes in FORMAT.md.
-//! Never reads a file.
+//! One 4 KiB page: self-checking (CRC-32C) and self-identifying (segment, number, kind). Bytes in
+//! FORMAT.md. Never reads a file.
 
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crc_fast::crc32_iscsi as crc32c;
@@ -106,7 +106,8 @@ pub fn seal(page: &mut PageBytes, segment: u32, number: u32, kind: PageKind, cou
     page[..4].copy_from_slice(&checksum.to_le_bytes());
 }
 
-/// A page that passed its checks: its bytes are those that were sealed, and it is the page asked for.
+/// A page that passed its checks: its bytes are those that were sealed, and it is the page asked
+/// for.
 #[derive(Clone, Copy)]
 pub struct Page<'a> {
     bytes: &'a PageBytes,
@@ -114,8 +115,8 @@ pub struct Page<'a> {
 }
 
 impl<'a> Page<'a> {
-    /// Checks a page that should be number `number` of `segment`, of kind `kind`, with at most `count_max`
-    /// entries.
+    /// Checks a page that should be number `number` of `segment`, of kind `kind`, with at most
+    /// `count_max` entries.
     ///
     /// # Errors
     /// What is wrong with it.
@@ -183,7 +184,8 @@ impl<'a> Page<'a> {
         &self.payload()[start..start + row_bytes]
     }
 
-    /// Checks that the orders of a page of keys or of hashed rows ascend strictly, from above `after`.
+    /// Checks that the orders of a page of keys or of hashed rows ascend strictly, from above
+    /// `after`.
     ///
     /// # Errors
     /// The first entry that does not.

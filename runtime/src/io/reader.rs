@@ -1,6 +1,6 @@
-//! Reading pages: many in flight, into aligned memory taken once, answered as they complete. Through io_uring
-//! where the system allows it, else by a pool of threads; files that are not the system's (a simulation)
-//! are read in place. Never checks what it read.
+//! Reading pages: many in flight, into aligned memory taken once, answered as they complete.
+//! Through io_uring where the system allows it, else by a pool of threads; files that are not the
+//! system's (a simulation) are read in place. Never checks what it read.
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::uring::Ring;
@@ -47,8 +47,8 @@ pub enum ReadMethod {
     Threads,
 }
 
-/// The reads that a device takes at once, shared by all readers on it: each of them may always have one in
-/// flight, and the rest goes to whoever asks first. Never waits.
+/// The reads that a device takes at once, shared by all readers on it: each of them may always have
+/// one in flight, and the rest goes to whoever asks first. Never waits.
 #[derive(Debug)]
 pub struct DeviceDepth {
     max: usize,
@@ -92,7 +92,8 @@ pub struct PageReader {
     in_place: VecDeque<Job>,
     in_place_page: Box<AlignedPage>,
     device: Arc<DeviceDepth>,
-    /// Reads taken from the device's spare ones: those in flight but for the first, which needs none.
+    /// Reads taken from the device's spare ones: those in flight but for the first, which needs
+    /// none.
     taken: usize,
 }
 
@@ -150,7 +151,8 @@ impl PageReader {
             }
     }
 
-    /// Whether another read can be begun; its place on the device is then kept until the next read ends.
+    /// Whether another read can be begun; its place on the device is then kept until the next read
+    /// ends.
     pub fn has_room(&mut self) -> bool {
         let in_flight = self.in_flight();
         if in_flight > self.taken && in_flight < self.device.max() && self.device.take() {
@@ -178,8 +180,8 @@ impl PageReader {
         }
     }
 
-    /// Hands one completed read to `take`, after waiting for it up to `wait` (`None`: as long as it takes).
-    /// Returns whether there was one.
+    /// Hands one completed read to `take`, after waiting for it up to `wait` (`None`: as long as it
+    /// takes). Returns whether there was one.
     pub fn next(
         &mut self,
         wait: Option<Duration>,

@@ -1,5 +1,5 @@
-//! Small records on flash: a magic, a format number, a CRC-32C of the rest, then postcard. Whatever is not exactly
-//! one of those is refused. Never reads or writes a file.
+//! Small records on flash: a magic, a format number, a CRC-32C of the rest, then postcard. Whatever
+//! is not exactly one of those is refused. Never reads or writes a file.
 
 use crc_fast::crc32_iscsi as crc32c;
 use serde::Serialize;

@@ -1,5 +1,5 @@
-//! Page reads through io_uring: the one file of the runtime that talks to the system directly, and the only
-//! one with `unsafe`. Never touches a buffer that the kernel may still write to.
+//! Page reads through io_uring: the one file of the runtime that talks to the system directly, and
+//! the only one with `unsafe`. Never touches a buffer that the kernel may still write to.
 
 #![allow(unsafe_code)]
 
@@ -24,13 +24,14 @@ const WAIT_MAX: Duration = Duration::from_secs(1 << 30);
 pub(crate) struct Ring {
     ring: ManuallyDrop<IoUring>,
     buffers: ManuallyDrop<Box<[UnsafeCell<AlignedPage>]>>,
-    /// For each buffer the read that the kernel does into it. The file is held so that it stays open.
+    /// For each buffer the read that the kernel does into it. The file is held so that it stays
+    /// open.
     reads: Vec<Option<(Arc<File>, u64)>>,
     free: Vec<usize>,
 }
 
-// SAFETY: the buffers are reached only through `&mut Ring`, and only while no read into them is in flight, so
-// moving the ring to another thread moves the only access to them with it.
+// SAFETY: the buffers are reached only through `&mut Ring`, and only while no read into them is in
+// flight, so moving the ring to another thread moves the only access to them with it.
 unsafe impl Send for Ring {}
 
 impl Ring {
@@ -51,7 +52,8 @@ impl Ring {
         self.reads.len() - self.free.len()
     }
 
-    /// Queues a read; the kernel learns of it when enough are queued, or with the next `next` that waits.
+    /// Queues a read; the kernel learns of it when enough are queued, or with the next `next` that
+    /// waits.
     pub fn begin(&mut self, file: Arc<File>, number: u32, token: u64) {
         let Some(slot) = self.free.pop() else { unreachable!("there is room") };
         let buffer = self.buffers[slot].get().cast::<u8>();
@@ -60,11 +62,13 @@ impl Ring {
             .build()
             .user_data(slot as u64);
         self.reads[slot] = Some((file, token));
-        // SAFETY: the buffer and the file live until the completion of this entry was seen: the slot leaves
-        // `free` here and returns only in `complete`, and `drop` waits for every slot or leaks the buffers.
+        // SAFETY: the buffer and the file live until the completion of this entry was seen: the
+        // slot leaves `free` here and returns only in `complete`, and `drop` waits for every slot
+        // or leaks the buffers.
         let pushed = unsafe { self.ring.submission().push(&read) };
         assert!(pushed.is_ok(), "the ring has an entry for every buffer");
-        // A system call for each quarter of the depth keeps the device busy while completions are handled.
+        // A system call for each quarter of the depth keeps the device busy while completions are
+        // handled.
         if self.ring.submission().len() > self.reads.len() / 4 {
             self.submit();
         }
@@ -118,8 +122,8 @@ impl Ring {
         let read = match result {
             n if n < 0 => Err(io::Error::from_raw_os_error(-n)),
             n if n as usize == PAGE_BYTES => {
-                // SAFETY: the kernel has completed the read into this buffer and no other was begun: `&mut self`
-                // is held until `take` returns.
+                // SAFETY: the kernel has completed the read into this buffer and no other was
+                // begun: `&mut self` is held until `take` returns.
                 Ok(unsafe { &(*self.buffers[slot].get()).0 })
             }
             n => Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{n} bytes of a page"))),
@@ -127,9 +131,9 @@ impl Ring {
         take(token, read);
     }
 
-    /// Submits what is queued and waits for completions, at most `wait`: for one where somebody counts the time,
-    /// else for a sixteenth of those outstanding: one system call then serves several, and the device still has work
-    /// meanwhile.
+    /// Submits what is queued and waits for completions, at most `wait`: for one where somebody
+    /// counts the time, else for a sixteenth of those outstanding: one system call then serves
+    /// several, and the device still has work meanwhile.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<()> {
         if wait == Some(Duration::ZERO) {
             return self.ring.submit().map(drop);
@@ -140,8 +144,8 @@ impl Ring {
         if let Some(time) = &time {
             // Ends by itself with the next completion. Older kernels (5.4 on) have it too.
             let timeout = opcode::Timeout::new(time).count(1).build().user_data(TIMEOUT);
-            // SAFETY: the kernel copies the time while it takes the entry in, which is in `submit_and_wait`
-            // below; `time` lives until then.
+            // SAFETY: the kernel copies the time while it takes the entry in, which is in
+            // `submit_and_wait` below; `time` lives until then.
             let pushed = unsafe { self.ring.submission().push(&timeout) };
             if pushed.is_err() {
                 return self.ring.submit().map(drop);
@@ -159,10 +163,12 @@ impl Drop for Ring {
     fn drop(&mut self) {
         while self.in_flight() > 0 && self.next(None, |_, _| ()) {}
         if self.in_flight() > 0 {
-            // The ring failed with reads outstanding: the kernel may still write, so their memory must stay.
+            // The ring failed with reads outstanding: the kernel may still write, so their memory
+            // must stay.
             return;
         }
-        // SAFETY: neither field is used again, and with nothing in flight the kernel holds no buffer.
+        // SAFETY: neither field is used again, and with nothing in flight the kernel holds no
+        // buffer.
         unsafe {
             ManuallyDrop::drop(&mut self.ring);
             ManuallyDrop::drop(&mut self.buffers);

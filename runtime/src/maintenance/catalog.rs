@@ -1,6 +1,6 @@
-//! The catalog: what is nice to have beside the segments and can be had again without it, in sled. Holds no
-//! commit point and no row: lost, stale, damaged or full of garbage, it is moved aside and made anew from the
-//! live record and the segments. Never says what is live.
+//! The catalog: what is nice to have beside the segments and can be had again without it, in sled.
+//! Holds no commit point and no row: lost, stale, damaged or full of garbage, it is moved aside and
+//! made anew from the live record and the segments. Never says what is live.
 
 use crate::flash::Flash;
 use crate::maintenance::catalog_entries::{CatalogEntries, Entries};
@@ -78,8 +78,8 @@ pub struct Catalog {
 }
 
 impl Catalog {
-    /// Opens the catalog in `directory` (its own), or makes it anew where it is missing, stale or damaged.
-    /// Returns what it holds and how it was found.
+    /// Opens the catalog in `directory` (its own), or makes it anew where it is missing, stale or
+    /// damaged. Returns what it holds and how it was found.
     ///
     /// # Errors
     /// Another process has it open, or it can neither be read nor be made anew.
@@ -111,7 +111,8 @@ impl Catalog {
             // What it says of the device holds whatever is live.
             Ok((_, old)) => (old.of_the_device(), CatalogState::Stale { sequence: old.sequence }),
         };
-        // What was opened just now may still be closing; where a panic left it open for ever, so be it.
+        // What was opened just now may still be closing; where a panic left it open for ever, so be
+        // it.
         is_free(directory);
         quarantine(directory)?;
         log::warn!("{}: made anew: {found:?}", directory.display());
@@ -123,8 +124,9 @@ impl Catalog {
         flash.join("catalog")
     }
 
-    /// What the catalog in `directory` says, read from a copy of its files in `scratch`, an empty directory: nothing
-    /// is changed, and whoever has it open goes on. A copy that was taken amid a commit may be refused.
+    /// What the catalog in `directory` says, read from a copy of its files in `scratch`, an empty
+    /// directory: nothing is changed, and whoever has it open goes on. A copy that was taken amid a
+    /// commit may be refused.
     ///
     /// # Errors
     /// There is none, or the copy is not one commit's.
@@ -144,8 +146,9 @@ impl Catalog {
         self.quarantined
     }
 
-    /// Makes the catalog say `notes`: one batch of what differs, and durable when this returns. On a file
-    /// that was damaged without sled noticing, a later open may still find the catalog of some commit before.
+    /// Makes the catalog say `notes`: one batch of what differs, and durable when this returns. On
+    /// a file that was damaged without sled noticing, a later open may still find the catalog of
+    /// some commit before.
     ///
     /// # Errors
     /// sled or the device refused; the catalog on flash is as it was or as it should be.
@@ -164,8 +167,8 @@ impl Catalog {
             db.apply_batch(batch)?;
             db.flush().map(drop)
         })?;
-        // sled's flush ends in sync_file_range, which leaves the data in the device's cache: without this an
-        // acknowledged batch is lost at a power cut.
+        // sled's flush ends in sync_file_range, which leaves the data in the device's cache:
+        // without this an acknowledged batch is lost at a power cut.
         self.file.sync_all().map_err(io_error(&self.directory))?;
         self.entries = entries;
         Ok(())
@@ -225,8 +228,9 @@ impl Drop for Catalog {
     }
 }
 
-/// sled asserts where it could return an error: a file that was changed under it makes it panic, at open and
-/// later. Such a panic is damage like any other here, and must not end the process that serves.
+/// sled asserts where it could return an error: a file that was changed under it makes it panic, at
+/// open and later. Such a panic is damage like any other here, and must not end the process that
+/// serves.
 fn guarded<T>(directory: &Path, call: impl FnOnce() -> sled::Result<T>) -> Result<T, CatalogError> {
     let problem = match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(value)) => return Ok(value),
@@ -248,8 +252,8 @@ fn parent_of(directory: &Path) -> &Path {
     directory.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Whether nobody has the catalog open: such a one is not damaged, and must not be moved away under them.
-/// sled gives up its lock some time after it is closed, when its threads are done.
+/// Whether nobody has the catalog open: such a one is not damaged, and must not be moved away under
+/// them. sled gives up its lock some time after it is closed, when its threads are done.
 fn is_free(directory: &Path) -> bool {
     let Ok(file) = File::open(directory.join("db")) else { return true };
     for _ in 0..LOCK_WAITS {

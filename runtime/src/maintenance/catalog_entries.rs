@@ -1,5 +1,5 @@
-//! What the catalog holds, in memory and as entries of a store. Everything here can be had again: counts from
-//! the segments, the rest by starting over. Never says what is live.
+//! What the catalog holds, in memory and as entries of a store. Everything here can be had again:
+//! counts from the segments, the rest by starting over. Never says what is live.
 
 use crate::flash::Flash;
 use crate::flash::live::SegmentRef;

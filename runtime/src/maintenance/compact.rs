@@ -1,10 +1,11 @@
-//! Compaction: merging a table's deltas into a new base, a few pages at a time, so that whoever drives it can
-//! keep an I/O share and a wear budget, pause, and stop. Never runs on a request's path, never changes the
-//! segments it reads, and becomes visible only through the live record.
+//! Compaction: merging a table's deltas into a new base, a few pages at a time, so that whoever
+//! drives it can keep an I/O share and a wear budget, pause, and stop. Never runs on a request's
+//! path, never changes the segments it reads, and becomes visible only through the live record.
 //!
-//! A merge always gives the same pages from the same segments. So what an attempt leaves when it is stopped, by a
-//! crash too, is the beginning of what the next one would write: a file whose name is a hash of what it is merged
-//! from. It goes on behind the last page that proves, with all pages before it, to be sound.
+//! A merge always gives the same pages from the same segments. So what an attempt leaves when it is
+//! stopped, by a crash too, is the beginning of what the next one would write: a file whose name is
+//! a hash of what it is merged from. It goes on behind the last page that proves, with all pages
+//! before it, to be sound.
 
 use crate::flash::live::{LiveState, SegmentRef, TableState};
 use crate::flash::merge::Merge;
@@ -39,7 +40,8 @@ pub struct Compaction {
     writer: Option<Writer>,
     /// The next key of an index table's base.
     next_key: u64,
-    /// Keys of an index table that stay deleted: its base has no holes, so a delta must go on saying so.
+    /// Keys of an index table that stay deleted: its base has no holes, so a delta must go on
+    /// saying so.
     deleted: Vec<u64>,
 }
 
@@ -71,9 +73,9 @@ fn write_error(path: &Path) -> impl FnOnce(WriteError) -> FlashError + '_ {
 }
 
 impl Compaction {
-    /// Begins merging the deltas of table `number`, or goes on where an earlier attempt stopped; `None` if it has
-    /// none. There must be room for the whole table once more: the old base stays until the new one is live, and
-    /// longer where it is retained.
+    /// Begins merging the deltas of table `number`, or goes on where an earlier attempt stopped;
+    /// `None` if it has none. There must be room for the whole table once more: the old base stays
+    /// until the new one is live, and longer where it is retained.
     ///
     /// # Errors
     /// A segment cannot be opened, or there is no room.
@@ -142,8 +144,8 @@ impl Compaction {
         self.over == flash.record().live
     }
 
-    /// Reads and writes up to about `pages` pages each, and writes no more than `bytes_max`. Returns whether more
-    /// is left.
+    /// Reads and writes up to about `pages` pages each, and writes no more than `bytes_max`.
+    /// Returns whether more is left.
     ///
     /// # Errors
     /// A page is damaged (it must be repaired first) or the new segment cannot be written.
@@ -159,7 +161,8 @@ impl Compaction {
         merged
     }
 
-    /// Proves what an earlier attempt left, up to `pages` pages of it; then gives a writer that goes on behind.
+    /// Proves what an earlier attempt left, up to `pages` pages of it; then gives a writer that
+    /// goes on behind.
     fn take_over(&mut self, flash: &Flash, pages: u64) -> Result<Option<Writer>, FlashError> {
         let mut page = AlignedPage::zeroed();
         for _ in 0..pages {
@@ -221,8 +224,8 @@ impl Compaction {
         let zeros = vec![0; self.base.kind.format().row_bytes()];
         while self.merge.pages_read() < until && writer.bytes() + page <= most {
             let Some((order, row)) = self.merge.current()? else { return Ok(false) };
-            // An index table's base has a row for every key below its last; deleted ones hold zeros that
-            // the carried deletes hide.
+            // An index table's base has a row for every key below its last; deleted ones hold zeros
+            // that the carried deletes hide.
             if self.base.kind.keys() == KeySpace::Index && self.next_key < order {
                 writer.push(self.next_key, &zeros).map_err(write_error(&self.part))?;
                 self.deleted.push(self.next_key);
@@ -245,11 +248,12 @@ impl Compaction {
         writer.out().sync().map_err(io_error(&self.part))
     }
 
-    /// Makes the merged table live in place of its deltas, and reclaims them unless they are retained.
+    /// Makes the merged table live in place of its deltas, and reclaims them unless they are
+    /// retained.
     ///
     /// # Errors
-    /// Steps are left, something else became live since it began, or the new segments cannot be made durable;
-    /// the table is then as it was.
+    /// Steps are left, something else became live since it began, or the new segments cannot be
+    /// made durable; the table is then as it was.
     pub fn finish(mut self, flash: &mut Flash) -> Result<Compacted, FlashError> {
         let refuse = |path: &Path, problem: &str| {
             Err(FlashError::Field {
@@ -282,7 +286,8 @@ impl Compaction {
         flash.disk().rename(&self.part, &self.base.path).map_err(io_error(&self.part))?;
         let folder = self.base.path.parent().unwrap_or(flash.directory());
         flash.disk().sync_dir(folder).map_err(io_error(folder))?;
-        // Read back before it counts: it may have been reclaimed, or not have become what was written.
+        // Read back before it counts: it may have been reclaimed, or not have become what was
+        // written.
         flash.segment(self.number, self.base.of, Part::Base)?;
         let mut live = self.over;
         let hot = live.tables[self.number].hot;

@@ -1,7 +1,7 @@
-//! Maintenance: what a daemon does to the flash tier in idle moments, a few pages at a time: merge deltas where
-//! there are too many, read every page again, and mend bad pages from what is retained. Runs when called and
-//! only then; writes no more a day than the wear budget allows, and goes on the next day, or after a crash, where
-//! it stopped. Never on a request's path.
+//! Maintenance: what a daemon does to the flash tier in idle moments, a few pages at a time: merge
+//! deltas where there are too many, read every page again, and mend bad pages from what is
+//! retained. Runs when called and only then; writes no more a day than the wear budget allows, and
+//! goes on the next day, or after a crash, where it stopped. Never on a request's path.
 
 pub mod catalog;
 pub mod catalog_entries;
@@ -26,10 +26,11 @@ use std::time::Duration;
 
 /// Pages of a scrub between two records of how far it is; a crash repeats at most as many.
 const SCRUB_RECORD_PAGES: u64 = 16 << 10;
-/// Bytes of a merge that are paid for at once; as many are written between two syncs. A crash costs at most as many
-/// of the budget, and as many are written again.
+/// Bytes of a merge that are paid for at once; as many are written between two syncs. A crash costs
+/// at most as many of the budget, and as many are written again.
 const PAID_BYTES: u64 = 16 << 20;
-/// What one commit of the catalog is taken to write: measured, sled's 4.4 KB are 5.6 to 8.6 KB at the device.
+/// What one commit of the catalog is taken to write: measured, sled's 4.4 KB are 5.6 to 8.6 KB at
+/// the device.
 const COMMIT_BYTES: u64 = 8 << 10;
 
 /// When upkeep does what.
@@ -43,7 +44,8 @@ pub struct MaintenanceRules {
     /// From the end of a scrub to the start of the next.
     #[serde(rename = "scrub_every_hours", deserialize_with = "hours")]
     pub scrub_every: Duration,
-    /// What upkeep may write. A merge that needs more goes on the next day; only its index is written at once.
+    /// What upkeep may write. A merge that needs more goes on the next day; only its index is
+    /// written at once.
     #[serde(rename = "wear_bytes_per_day_max", deserialize_with = "a_day")]
     pub wear: WearBudget,
     /// Share of the time that upkeep may be at work.
@@ -51,7 +53,8 @@ pub struct MaintenanceRules {
 }
 
 impl Default for MaintenanceRules {
-    /// 16 deltas or 16 % changed rows (at 1 % a delta a write amplification of 7.5), a scrub a week, 64 GiB a day, a tenth of the time.
+    /// 16 deltas or 16 % changed rows (at 1 % a delta a write amplification of 7.5), a scrub a
+    /// week, 64 GiB a day, a tenth of the time.
     fn default() -> Self {
         let wear = WearBudget { bytes_per_day_max: 64 << 30 };
         let scrub_every = Duration::from_secs(7 * 24 * HOUR);
@@ -82,7 +85,8 @@ pub enum Did {
         pages: u64,
         /// Bad pages that were rebuilt from what is retained.
         repaired: usize,
-        /// Pages that stay bad until a snapshot brings their tables anew; `Maintenance::damage` has them.
+        /// Pages that stay bad until a snapshot brings their tables anew; `Maintenance::damage` has
+        /// them.
         damaged: usize,
     },
     /// Merged some pages of a table; more are left.
@@ -97,7 +101,8 @@ pub enum Did {
         /// What it wrote.
         compacted: Compacted,
     },
-    /// A compaction is due or under way and the day's budget does not allow more of it. Nothing else is due.
+    /// A compaction is due or under way and the day's budget does not allow more of it. Nothing
+    /// else is due.
     Waits {
         /// Number of the table.
         table: usize,
@@ -163,7 +168,8 @@ pub struct Maintenance {
 }
 
 impl Maintenance {
-    /// Maintenance by `rules`. What it did before comes from `notes`, and is kept in `catalog` if there is one.
+    /// Maintenance by `rules`. What it did before comes from `notes`, and is kept in `catalog` if
+    /// there is one.
     pub fn new(rules: MaintenanceRules, catalog: Option<Catalog>, notes: CatalogEntries) -> Self {
         let (live, loads, compaction, paid_day) = (None, BTreeMap::new(), None, None);
         let (paid, unsynced, unrecorded_pages) = (0, 0, 0);
@@ -213,11 +219,12 @@ impl Maintenance {
         self.compaction.as_mut().map_or(Ok(()), Compaction::sync)
     }
 
-    /// Does what is most urgent, reading up to about `pages` pages. `now` is the time since the epoch.
+    /// Does what is most urgent, reading up to about `pages` pages. `now` is the time since the
+    /// epoch.
     ///
     /// # Errors
-    /// A segment does not open, or a page is damaged, or the device refused. What is live is as it was, and
-    /// the next call goes on with something else.
+    /// A segment does not open, or a page is damaged, or the device refused. What is live is as it
+    /// was, and the next call goes on with something else.
     pub fn step(
         &mut self,
         flash: &mut Flash,
@@ -281,8 +288,8 @@ impl Maintenance {
         begun
     }
 
-    /// Whether `bytes` may be written now. They count before the first is written: a crash may waste budget but
-    /// never exceeds it.
+    /// Whether `bytes` may be written now. They count before the first is written: a crash may
+    /// waste budget but never exceeds it.
     fn pay(&mut self, now: Duration, bytes: u64) -> bool {
         let commit = if self.catalog.is_some() { COMMIT_BYTES } else { 0 };
         let left = self.notes.wear.left(self.rules.wear, now).saturating_sub(commit);
@@ -308,8 +315,9 @@ impl Maintenance {
         self.paid = 0;
     }
 
-    /// A table whose merge fails is left alone until what is live changes, or the process starts again: the
-    /// same page would stop it again. What was merged stays, for when that page is mended.
+    /// A table whose merge fails is left alone until what is live changes, or the process starts
+    /// again: the same page would stop it again. What was merged stays, for when that page is
+    /// mended.
     fn merge(
         &mut self,
         mut compaction: Compaction,
@@ -390,7 +398,8 @@ impl Maintenance {
         repaired
     }
 
-    /// What cannot be recorded is known for as long as the process runs. A commit counts as wear, never refused.
+    /// What cannot be recorded is known for as long as the process runs. A commit counts as wear,
+    /// never refused.
     fn record(&mut self, now: Duration) {
         self.unrecorded_pages = 0;
         let Some(catalog) = &mut self.catalog else { return };

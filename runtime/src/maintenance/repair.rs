@@ -1,6 +1,7 @@
-//! Repair from what is retained: a bad page of a merged base is built again from the segments of the generation
-//! before, where those still say the same. Never guesses: a page counts as the lost one only if its checksum is the one
-//! that the damaged page still carries, or if the live generation is known to have left the table alone.
+//! Repair from what is retained: a bad page of a merged base is built again from the segments of
+//! the generation before, where those still say the same. Never guesses: a page counts as the lost
+//! one only if its checksum is the one that the damaged page still carries, or if the live
+//! generation is known to have left the table alone.
 
 use crate::flash::live::LiveState;
 use crate::flash::merge::Merge;
@@ -13,8 +14,8 @@ use crate::maintenance::scrub::Damage;
 use crate::schema::KeySpace;
 
 impl Flash {
-    /// Rebuilds a damaged page from the retained generation and puts it in place. Returns whether that was possible;
-    /// if not, it stays bad until a snapshot brings the table anew.
+    /// Rebuilds a damaged page from the retained generation and puts it in place. Returns whether
+    /// that was possible; if not, it stays bad until a snapshot brings the table anew.
     ///
     /// # Errors
     /// A retained segment is damaged too, or the page cannot be written.
@@ -45,7 +46,8 @@ impl Flash {
     }
 }
 
-/// What the page must be if the rows that `merge` passes over are those of `segment`; `None` if they cannot be.
+/// What the page must be if the rows that `merge` passes over are those of `segment`; `None` if
+/// they cannot be.
 fn rebuilt(
     segment: &Segment,
     mut merge: Merge,

@@ -1,5 +1,6 @@
-//! Scrubbing: reading every page of the live generation's segments again, rows and index, a few at a time, to find what
-//! went bad before a request or a start does; and putting a good page in a bad one's place. Never guesses a page's content.
+//! Scrubbing: reading every page of the live generation's segments again, rows and index, a few at
+//! a time, to find what went bad before a request or a start does; and putting a good page in a bad
+//! one's place. Never guesses a page's content.
 
 use crate::flash::live::SegmentRef;
 use crate::flash::segment::Part;
@@ -21,15 +22,15 @@ pub struct Damage {
     pub part: Part,
     /// Which page; 0 of a segment that does not open at all.
     pub page: u32,
-    /// Keys that are lost with it, at most: those on it (exact but for the bases of sparse tables), or all of a segment
-    /// that does not open without it.
+    /// Keys that are lost with it, at most: those on it (exact but for the bases of sparse tables),
+    /// or all of a segment that does not open without it.
     pub keys: u64,
     /// What is wrong with it.
     pub fault: String,
 }
 
-/// A pass over all pages. It may be kept and go on after the segments changed: those that took the place of
-/// read ones wait for the next pass.
+/// A pass over all pages. It may be kept and go on after the segments changed: those that took the
+/// place of read ones wait for the next pass.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Scrub {
     table: usize,
@@ -113,8 +114,8 @@ fn twice<T, E>(mut read: impl FnMut() -> Result<T, E>) -> Result<T, E> {
 }
 
 impl Flash {
-    /// Puts `page` in the place of a damaged one. It must be exactly the page that was lost: its own checksum, segment and
-    /// number prove it.
+    /// Puts `page` in the place of a damaged one. It must be exactly the page that was lost: its
+    /// own checksum, segment and number prove it.
     ///
     /// # Errors
     /// The page is not the one that is damaged, or it cannot be written.

@@ -1,15 +1,17 @@
-//! The pace of background work: how much at once, and how long to rest after it, so that its share of the time stays
-//! below a limit however slow the device is. Never reads a clock of its own and never waits by itself: both are arguments.
+//! The pace of background work: how much at once, and how long to rest after it, so that its share
+//! of the time stays below a limit however slow the device is. Never reads a clock of its own and
+//! never waits by itself: both are arguments.
 
 use crate::request::worker::Clock;
 use std::cell::Cell;
 use std::time::Duration;
 
-/// Work goes on for this long before it rests: a request that comes meanwhile may have to wait for it.
+/// Work goes on for this long before it rests: a request that comes meanwhile may have to wait for
+/// it.
 const WORK_MIN: Duration = Duration::from_micros(200);
 
-/// A rest, to be called between small pieces of work: once they have taken a while it has `sleep` rest for so long that the work
-/// stays below `busy_percent_max` (1 to 100) of the time.
+/// A rest, to be called between small pieces of work: once they have taken a while it has `sleep`
+/// rest for so long that the work stays below `busy_percent_max` (1 to 100) of the time.
 pub fn rests<'a>(
     busy_percent_max: u64,
     clock: &'a dyn Clock,
@@ -50,8 +52,8 @@ impl Throttle {
         self.pages
     }
 
-    /// After a step that took `busy`: how long to rest. The next step is larger if this one was short, and smaller if
-    /// it was long.
+    /// After a step that took `busy`: how long to rest. The next step is larger if this one was
+    /// short, and smaller if it was long.
     pub fn rest(&mut self, busy: Duration) -> Duration {
         self.pages =
             if busy > STEP_MAX { self.pages / 2 } else { self.pages * 2 }.clamp(1, PAGES_MAX);

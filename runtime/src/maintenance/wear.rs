@@ -1,5 +1,5 @@
-//! The wear budget: how many bytes a day upkeep may write to flash. Never reads a clock and never writes:
-//! time is an argument, and whoever holds the state keeps it.
+//! The wear budget: how many bytes a day upkeep may write to flash. Never reads a clock and never
+//! writes: time is an argument, and whoever holds the state keeps it.
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -31,7 +31,8 @@ pub struct Wear {
 }
 
 impl Wear {
-    /// Where the state was lost: the first day counts as spent, so that losing it never buys writes.
+    /// Where the state was lost: the first day counts as spent, so that losing it never buys
+    /// writes.
     pub fn unknown() -> Self {
         Self { bytes: u64::MAX, ..Self::default() }
     }
@@ -55,9 +56,10 @@ impl Wear {
         self.bytes_total = self.bytes_total.saturating_sub(bytes);
     }
 
-    /// The day that it is. A day later than any before starts from nothing. A clock that went back starts
-    /// nothing until it is past that day again or was seen to run for a whole day: so a clock that starts
-    /// at 1970 with every ignition refills nothing, and one that was wrong once does not stop upkeep for ever.
+    /// The day that it is. A day later than any before starts from nothing. A clock that went back
+    /// starts nothing until it is past that day again or was seen to run for a whole day: so a
+    /// clock that starts at 1970 with every ignition refills nothing, and one that was wrong once
+    /// does not stop upkeep for ever.
     fn tell(&mut self, now: Duration) {
         let today = now.as_secs() / DAY.as_secs();
         let day = *self.day.get_or_insert(today);
@@ -122,13 +124,14 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the clock says, in any 24 h that really passed no more is allowed than the days that the
-        /// clock went forward through, and never more than the budget at one.
+        /// Whatever the clock says, in any 24 h that really passed no more is allowed than the days
+        /// that the clock went forward through, and never more than the budget at one.
         #[test]
         fn never_beyond_the_budget(steps in prop::collection::vec((0u64..400, 0u64..120), 1..200)) {
             let (mut wear, mut highest, mut days, mut spent) = (Wear::default(), None, 0u64, 0u64);
             for (hour, bytes) in steps {
-                // Jumps count as an hour at most, so going back and forth gains a day in 24 at best.
+                // Jumps count as an hour at most, so going back and forth gains a day in 24 at
+                // best.
                 if highest.is_none_or(|h| hour / 24 > h) {
                     (highest, days) = (Some(hour / 24), days + 1);
                 }

@@ -4,7 +4,8 @@ use hatchback_kernels::dense::Weights;
 use serde::Deserialize;
 use std::fmt;
 
-/// What a model may use. Every field is a maximum, taken when the model is opened and never exceeded.
+/// What a model may use. Every field is a maximum, taken when the model is opened and never
+/// exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Budget {
@@ -18,11 +19,13 @@ pub struct Budget {
     pub slots: u32,
     /// Requests served at once, a thread each.
     pub workers: u32,
-    /// How long a request waits for others to be scored with it, µs; with 0 only those that wait anyway are.
+    /// How long a request waits for others to be scored with it, µs; with 0 only those that wait
+    /// anyway are.
     pub gather_us: u32,
     /// Samples in a request.
     pub batch_max: u32,
-    /// Lookups of one worker that may wait for flash at once; a request with more is served in several rounds.
+    /// Lookups of one worker that may wait for flash at once; a request with more is served in
+    /// several rounds.
     pub misses_max: u32,
     /// Page reads of all workers that may be in flight at once; the device's queue depth is enough.
     pub reads_max: u32,
@@ -81,8 +84,8 @@ impl MemoryPlan {
         self.opening = self.opening.max(bytes);
     }
 
-    /// Bytes that were taken beside the sum while the model was opened, and given back: what was on its way to a GPU was there
-    /// twice, and what came from one in pieces.
+    /// Bytes that were taken beside the sum while the model was opened, and given back: what was on
+    /// its way to a GPU was there twice, and what came from one in pieces.
     pub fn opening(&self) -> u64 {
         self.opening
     }

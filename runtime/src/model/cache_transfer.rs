@@ -1,7 +1,8 @@
-//! The warm cache over a swap: the rows that the old generation's caches hold, here or on a GPU, go into the new one's,
-//! as the new one has them, and before those go to a GPU themselves. Rows of segments that both have are copied; rows
-//! that a delta changed are read from flash; rows that are gone are left out. The old caches stay as they are: requests
-//! in flight are still answered from them.
+//! The warm cache over a swap: the rows that the old generation's caches hold, here or on a GPU, go
+//! into the new one's, as the new one has them, and before those go to a GPU themselves. Rows of
+//! segments that both have are copied; rows that a delta changed are read from flash; rows that are
+//! gone are left out. The old caches stay as they are: requests in flight are still answered from
+//! them.
 
 use crate::flash::Flash;
 use crate::flash::table::{PLACED, RowLocation, TableRows};
@@ -26,7 +27,8 @@ pub struct Transferred {
     pub left: usize,
 }
 
-/// Rows that are read anew at most: one in so many of a cache's slots. Beyond that requests warm it sooner.
+/// Rows that are read anew at most: one in so many of a cache's slots. Beyond that requests warm it
+/// sooner.
 const READ_ONE_IN: usize = 4;
 
 /// Rows between two rests.
@@ -56,8 +58,8 @@ struct Alike<'a> {
 }
 
 impl Model {
-    /// Fills the caches, which are in host memory still, from those of `old`, wherever those are, whose model this is a later or
-    /// earlier generation of; `rest` is called between rows.
+    /// Fills the caches, which are in host memory still, from those of `old`, wherever those are,
+    /// whose model this is a later or earlier generation of; `rest` is called between rows.
     pub(crate) fn carry(&mut self, old: &Self, rest: &dyn Fn()) -> Transferred {
         self.note_opening(old.on_gpu.as_ref().map_or(0, |tables| tables.dump_bytes() as u64));
         let mut carried = Transferred::default();
@@ -99,20 +101,22 @@ impl Model {
         carried
     }
 
-    /// Calls `each` for every row that the caches hold, and `rest` between pieces of those on a GPU.
+    /// Calls `each` for every row that the caches hold, and `rest` between pieces of those on a
+    /// GPU.
     fn dump(&self, rest: &dyn Fn(), mut each: impl FnMut(RowKey, &[u8])) -> Result<(), CudaError> {
         self.caches.iter().for_each(|cache| cache.dump(&mut each));
         let Some(tables) = &self.on_gpu else { return Ok(()) };
         (0..tables.caches()).try_for_each(|number| tables.dump(number, rest, &mut each))
     }
 
-    /// Whether a swap to what is live in `flash` will carry most of the rows here: after a delta nearly all are of segments that
-    /// both have.
+    /// Whether a swap to what is live in `flash` will carry most of the rows here: after a delta
+    /// nearly all are of segments that both have.
     pub(crate) fn carries_to(&self, flash: &Flash) -> bool {
         self.cache_slots() > 0 && flash.manifest().parent == Some(self.generation().sequence)
     }
 
-    /// What table `number` has here and in `old`; `None` if one of them keeps it elsewhere or encodes it otherwise.
+    /// What table `number` has here and in `old`; `None` if one of them keeps it elsewhere or
+    /// encodes it otherwise.
     fn alike<'a>(&'a self, old: &'a Self, number: usize) -> Option<Alike<'a>> {
         let (ours, theirs) = (&self.tables[number], &old.tables[number]);
         let named = |model: &Self| model.schema().tables[number].name.clone();

@@ -1,5 +1,5 @@
-//! How a model is fitted into its budget: which tables are resident, how large each cache is, and what to change where it does
-//! not fit.
+//! How a model is fitted into its budget: which tables are resident, how large each cache is, and
+//! what to change where it does not fit.
 
 use crate::limits::{BATCH_MAX, SLOTS_MAX};
 use crate::model::OpenError;
@@ -56,7 +56,8 @@ pub(crate) fn check_total(
     Err(OpenError::Budget { field: "memory_bytes_max", value: budget.memory_bytes_max, problem })
 }
 
-/// Decides which tables are resident: those that must be, then the smallest automatic ones that fit.
+/// Decides which tables are resident: those that must be, then the smallest automatic ones that
+/// fit.
 pub(crate) fn choose_resident(schema: &Schema, budget: &Budget) -> Result<Vec<bool>, OpenError> {
     let bytes = |i: usize| {
         let table = &schema.tables[i];
@@ -111,7 +112,8 @@ pub(crate) fn make_caches(
         };
         KeySpaces::new(schema.tables.iter().zip(resident).map(end).collect())
     };
-    // The least that each can work with, however few its rows are beside the others'; the rest in proportion.
+    // The least that each can work with, however few its rows are beside the others'; the rest in
+    // proportion.
     let least: u64 =
         widths.iter().map(|&(width, _)| Cache::bytes_min(width, &names(width)) as u64).sum();
     let too_small = || OpenError::Budget {

@@ -1,5 +1,5 @@
-//! A model opened for serving: one generation's tables, caches and dense network. Read-only and shared by
-//! all workers; a request that began on it ends on it.
+//! A model opened for serving: one generation's tables, caches and dense network. Read-only and
+//! shared by all workers; a request that began on it ends on it.
 
 pub mod budget;
 pub mod cache_transfer;
@@ -165,7 +165,8 @@ impl Model {
         weight_check::check(model, flash)
     }
 
-    /// Takes the caches, as they are now, and the resident tables to where `lookups` are to be made.
+    /// Takes the caches, as they are now, and the resident tables to where `lookups` are to be
+    /// made.
     ///
     /// # Errors
     /// The GPU has no room for them, or the budget none for what the workers need beside it.
@@ -200,7 +201,8 @@ impl Model {
         Ok(self)
     }
 
-    /// Takes the dense network, too, to the GPU on which the tables are. Where nothing there can run it, it stays on the CPU.
+    /// Takes the dense network, too, to the GPU on which the tables are. Where nothing there can
+    /// run it, it stays on the CPU.
     ///
     /// # Errors
     /// The network is not on `flash`, the GPU has no room for it, or the budget has none.

@@ -1,4 +1,5 @@
-//! Rows that are read into the caches before anybody asks for them, in the order in which they lie on flash.
+//! Rows that are read into the caches before anybody asks for them, in the order in which they lie
+//! on flash.
 
 use crate::flash::Flash;
 use crate::flash::table::{RowLocation, TableRows};
@@ -35,8 +36,9 @@ impl Model {
     }
 }
 
-/// Reads the pages of `keys` in file order and inserts those keys' rows. Where there is to be `rest`, no read is in flight meanwhile: it
-/// would keep others' waiting. A bad page costs its rows' warmth only.
+/// Reads the pages of `keys` in file order and inserts those keys' rows. Where there is to be
+/// `rest`, no read is in flight meanwhile: it would keep others' waiting. A bad page costs its
+/// rows' warmth only.
 pub(crate) fn preload_table(
     number: usize,
     rows: &TableRows,

@@ -52,8 +52,8 @@ pub(crate) fn open_tables(
     Ok(tables)
 }
 
-/// Reads a whole table. A damaged page of a resident table refuses the start: its rows would be gone for
-/// every request.
+/// Reads a whole table. A damaged page of a resident table refuses the start: its rows would be
+/// gone for every request.
 fn load_resident(
     rows: &TableRows,
     table: &Table,

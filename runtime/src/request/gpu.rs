@@ -1,5 +1,5 @@
-//! A worker's part of a GPU: the whole step, from keys to scores, or the lookup alone where the dense network runs on
-//! the CPU. Never decides what is read from flash.
+//! A worker's part of a GPU: the whole step, from keys to scores, or the lookup alone where the
+//! dense network runs on the CPU. Never decides what is read from flash.
 
 use crate::model::Model;
 use crate::schema::InputSource;
@@ -22,8 +22,8 @@ pub(crate) enum OnGpu {
 }
 
 impl OnGpu {
-    /// The part of one worker on `model`, and the network's inputs where the host computes with them; `None` where the model
-    /// is not on a GPU.
+    /// The part of one worker on `model`, and the network's inputs where the host computes with
+    /// them; `None` where the model is not on a GPU.
     pub fn new(
         model: &Model,
         widths: &[usize],
@@ -66,7 +66,8 @@ impl OnGpu {
         }
     }
 
-    /// After an error: itself again, once nothing that was begun reads or writes what the next request does; else the GPU is gone.
+    /// After an error: itself again, once nothing that was begun reads or writes what the next
+    /// request does; else the GPU is gone.
     pub fn recovered(mut self) -> Result<Self, Arc<CudaError>> {
         self.lookup().give_up()?;
         Ok(self)
@@ -80,7 +81,8 @@ impl OnGpu {
         }
     }
 
-    /// Finishes what waits in `misses` and puts its rows into the caches; with the `last` of a request the network follows.
+    /// Finishes what waits in `misses` and puts its rows into the caches; with the `last` of a
+    /// request the network follows.
     pub fn settle(
         &mut self,
         misses: &MissList,

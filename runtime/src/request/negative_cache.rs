@@ -1,5 +1,6 @@
-//! Keys that a worker found not to be in their tables, so that the next request for them reads nothing. A
-//! fixed number of places, one a hash, the newest stays: it may forget, and never names a key that is there.
+//! Keys that a worker found not to be in their tables, so that the next request for them reads
+//! nothing. A fixed number of places, one a hash, the newest stays: it may forget, and never names
+//! a key that is there.
 
 use crate::limits::ABSENT_MAX;
 use hatchback_kernels::cache::address::RowKey;

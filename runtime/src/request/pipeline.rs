@@ -1,6 +1,7 @@
-//! The pipeline: many callers, one model. A request takes one of a fixed number of slots, waits in the order of
-//! arrival, is scored by a worker on a thread of its own, together with others that wait, and its scores are read in
-//! its slot. Never waits for a slot, never grows, never spins: without a free slot the answer is `Busy`.
+//! The pipeline: many callers, one model. A request takes one of a fixed number of slots, waits in
+//! the order of arrival, is scored by a worker on a thread of its own, together with others that
+//! wait, and its scores are read in its slot. Never waits for a slot, never grows, never spins:
+//! without a free slot the answer is `Busy`.
 
 use crate::bundle::manifest::Generation;
 use crate::model::Model;
@@ -59,8 +60,9 @@ impl Pipeline {
         self.lane.submit(batch, deadline).map(|slot| Ticket { lane: Arc::clone(&self.lane), slot })
     }
 
-    /// Names keys of feature `feature` that requests will look up soon. They are fetched into the cache while no
-    /// request waits; those that there is no room for are dropped and counted. Returns how many were taken.
+    /// Names keys of feature `feature` that requests will look up soon. They are fetched into the
+    /// cache while no request waits; those that there is no room for are dropped and counted.
+    /// Returns how many were taken.
     pub fn prefetch(&self, feature: usize, keys: &[u64]) -> usize {
         let table = self.model.schema().features.get(feature).map(|f| f.table);
         let Some(table) = table.filter(|&t| self.model.is_cached(t)) else { return 0 };
@@ -83,8 +85,9 @@ impl Drop for Pipeline {
     }
 }
 
-/// Makes pipelines on a thread of its own, which has the scheduling class, priority and CPUs of who made this. Workers
-/// inherit those, and not what is lowest: that of an update's thread, from which a swap comes.
+/// Makes pipelines on a thread of its own, which has the scheduling class, priority and CPUs of who
+/// made this. Workers inherit those, and not what is lowest: that of an update's thread, from which
+/// a swap comes.
 pub(crate) struct Maker(Sender<Order>);
 
 struct Order {

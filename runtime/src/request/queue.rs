@@ -1,10 +1,12 @@
-//! What callers and workers of a pipeline share: the slots, the queue, and the worker's side of both. A worker takes the
-//! first requests that go together, scores them as one batch and answers each in its slot; with none waiting it fetches
-//! rows behind answers and ahead of requests, a few pages at a time. Never takes memory, never overtakes.
+//! What callers and workers of a pipeline share: the slots, the queue, and the worker's side of
+//! both. A worker takes the first requests that go together, scores them as one batch and answers
+//! each in its slot; with none waiting it fetches rows behind answers and ahead of requests, a few
+//! pages at a time. Never takes memory, never overtakes.
 //!
-//! The queue is a `heapless::Deque` behind a lock and not its lock-free `mpmc` queue: a worker must look at the first
-//! request before it takes it (do they fit together? is it due?), must sleep while there is none, and `mpmc` may call
-//! itself full or empty while another thread is half-way through it. The lock is held to move a few words.
+//! The queue is a `heapless::Deque` behind a lock and not its lock-free `mpmc` queue: a worker must
+//! look at the first request before it takes it (do they fit together? is it due?), must sleep
+//! while there is none, and `mpmc` may call itself full or empty while another thread is half-way
+//! through it. The lock is held to move a few words.
 
 use crate::bundle::manifest::Generation;
 use crate::limits::{PREFETCH_MAX, SLOTS_MAX};
@@ -145,7 +147,8 @@ impl RequestQueue {
             Slot { request: Mutex::new(request), done: Condvar::new() }
         };
         let queue = Queue {
-            // The last is taken first: what a request left in the processor's caches the next one uses.
+            // The last is taken first: what a request left in the processor's caches the next one
+            // uses.
             free: (0..budget.slots as u16).rev().collect(),
             waiting: heapless::Deque::new(),
             samples: 0,
@@ -298,8 +301,8 @@ impl RequestQueue {
 }
 
 impl Queue {
-    /// Moves the first requests that go together into `hand`. If the first one waits for others to join it,
-    /// how long.
+    /// Moves the first requests that go together into `hand`. If the first one waits for others to
+    /// join it, how long.
     fn take(&mut self, lane: &RequestQueue, hand: &mut InFlight) -> Option<Duration> {
         let first = *self.waiting.front()?;
         if first.due > Duration::ZERO && self.samples < lane.batch_max && !self.closing {
@@ -350,7 +353,8 @@ struct InFlight {
     ahead: bool,
 }
 
-/// A worker's thread. Whatever panics in it costs the requests in hand, which are told so, and nothing else.
+/// A worker's thread. Whatever panics in it costs the requests in hand, which are told so, and
+/// nothing else.
 pub fn work(lane: &RequestQueue, mut worker: Worker) {
     let (model, mut hand) = (Arc::clone(worker.model()), InFlight::default());
     while catch_unwind(AssertUnwindSafe(|| serve(lane, worker, &mut hand))).is_err() {
@@ -369,8 +373,8 @@ pub fn work(lane: &RequestQueue, mut worker: Worker) {
     }
 }
 
-/// Does what there is to do until the pipeline closes: requests first, then rows that were answered with defaults,
-/// then keys that were named ahead.
+/// Does what there is to do until the pipeline closes: requests first, then rows that were answered
+/// with defaults, then keys that were named ahead.
 fn serve(lane: &RequestQueue, mut worker: Worker, hand: &mut InFlight) {
     let (mut batch, mut counted) = (worker.model().batch(), Counters::default());
     let mut keys = heapless::Vec::new();
@@ -388,8 +392,8 @@ fn serve(lane: &RequestQueue, mut worker: Worker, hand: &mut InFlight) {
 }
 
 impl RequestQueue {
-    /// Waits until there is something to do, and hands it over: requests, keys to fetch ahead, or rows that
-    /// `worker` still has to fetch. Returns whether there will ever be.
+    /// Waits until there is something to do, and hands it over: requests, keys to fetch ahead, or
+    /// rows that `worker` still has to fetch. Returns whether there will ever be.
     fn next(
         &self,
         worker: &Worker,
@@ -432,8 +436,8 @@ impl RequestQueue {
         }
     }
 
-    /// Whether requests with deadlines from `earliest` to `latest` go together. The earliest then counts for all:
-    /// none loses more than a request may have to wait for others.
+    /// Whether requests with deadlines from `earliest` to `latest` go together. The earliest then
+    /// counts for all: none loses more than a request may have to wait for others.
     fn go_together(&self, earliest: Option<Duration>, latest: Option<Duration>) -> bool {
         match (earliest, latest) {
             (Some(earliest), Some(latest)) => latest - earliest <= self.gather,

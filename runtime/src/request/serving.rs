@@ -1,6 +1,7 @@
-//! Several models in one process, each by its name and with a pipeline of its own, within one memory budget. A swap
-//! opens the new generation beside the old one and exchanges one pointer between two requests: what was submitted
-//! before is answered by the old generation, which then goes. Never shows a caller a change of another model.
+//! Several models in one process, each by its name and with a pipeline of its own, within one
+//! memory budget. A swap opens the new generation beside the old one and exchanges one pointer
+//! between two requests: what was submitted before is answered by the old generation, which then
+//! goes. Never shows a caller a change of another model.
 
 use crate::bundle::manifest::Generation;
 use crate::flash::Flash;
@@ -101,8 +102,9 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Serves nothing yet. All models together take at most `memory_bytes_max`, and have at most `reads_max` page
-    /// reads in flight. Whoever loads and swaps, their threads have the scheduling of the one that calls this.
+    /// Serves nothing yet. All models together take at most `memory_bytes_max`, and have at most
+    /// `reads_max` page reads in flight. Whoever loads and swaps, their threads have the scheduling
+    /// of the one that calls this.
     pub fn new(memory_bytes_max: u64, reads_max: u32, clock: Arc<dyn Clock>) -> Self {
         let device = DeviceDepth::new(reads_max as usize);
         let (models, change) = (RwLock::default(), Mutex::default());
@@ -110,8 +112,8 @@ impl Serving {
         Self { models, change, memory_bytes_max, device, lookups, tensorrt, clock, maker }
     }
 
-    /// The same, with every model's lookups made on `lookups`; on a GPU its dense networks run there too, on TensorRT where
-    /// that is given and there.
+    /// The same, with every model's lookups made on `lookups`; on a GPU its dense networks run
+    /// there too, on TensorRT where that is given and there.
     pub fn on(self, lookups: Device, tensorrt: Option<TensorRtOptions>) -> Self {
         Self { lookups, tensorrt, ..self }
     }
@@ -125,8 +127,8 @@ impl Serving {
         self.models().iter().find(|m| m.name == name).map(|m| of(&m.pipeline))
     }
 
-    /// Serves the live generation of `flash` as `name`. Of `budget` the memory and the reads are what this was made
-    /// with.
+    /// Serves the live generation of `flash` as `name`. Of `budget` the memory and the reads are
+    /// what this was made with.
     ///
     /// # Errors
     /// The name is taken, or the model cannot be opened within the budget.
@@ -141,12 +143,14 @@ impl Serving {
         Ok(())
     }
 
-    /// Serves the live generation of `flash` in place of what `name` is now, with its caches as warm as they were.
-    /// Returns when the last request of the old generation is answered and its memory is free. `rest` is called between
-    /// small pieces of work, beside which requests are served.
+    /// Serves the live generation of `flash` in place of what `name` is now, with its caches as
+    /// warm as they were. Returns when the last request of the old generation is answered and its
+    /// memory is free. `rest` is called between small pieces of work, beside which requests are
+    /// served.
     ///
     /// # Errors
-    /// There is no such model, requests to it would not fit the new generation, or both do not fit the budget.
+    /// There is no such model, requests to it would not fit the new generation, or both do not fit
+    /// the budget.
     pub fn swap(
         &self,
         name: &str,
@@ -191,8 +195,8 @@ impl Serving {
         removed.map(drop).ok_or_else(|| ServingError::NotLoaded(name.to_owned()))
     }
 
-    /// Opens what is to be served in place of `old`, with that one's rows carried over while the caches are in host memory. Where those
-    /// are nearly all, the trainer's hot keys are not read.
+    /// Opens what is to be served in place of `old`, with that one's rows carried over while the
+    /// caches are in host memory. Where those are nearly all, the trainer's hot keys are not read.
     fn open(
         &self,
         name: &str,
@@ -293,7 +297,8 @@ impl Serving {
     }
 }
 
-/// Whether every request that fits `old` fits `new` and means the same there; else what differs, and how.
+/// Whether every request that fits `old` fits `new` and means the same there; else what differs,
+/// and how.
 fn takes_the_same(old: &Model, new: &Model) -> Result<(), (&'static str, String)> {
     let (a, b) = (old.schema(), new.schema());
     let differ = |field, problem| Err((field, problem));

@@ -1,5 +1,5 @@
-//! Whether a dense network with narrow weights still gives the scores of the one that was trained: both score the
-//! probe set from the same rows when a model is opened. Never changes a model.
+//! Whether a dense network with narrow weights still gives the scores of the one that was trained:
+//! both score the probe set from the same rows when a model is opened. Never changes a model.
 
 use crate::flash::Flash;
 use crate::model::{Model, OpenError};
@@ -10,13 +10,16 @@ use std::sync::Arc;
 /// How far a score may move, absolute.
 pub const SCORE_DIFFERENCE_MAX: f32 = 1e-3;
 
-/// Samples of the probe set that are scored: enough to show a network that does not bear it, few enough for a start.
+/// Samples of the probe set that are scored: enough to show a network that does not bear it, few
+/// enough for a start.
 const SAMPLES_MAX: usize = 512;
 
-/// Hands `model` back if narrow weights do not change its scores. For this time the network is in memory twice.
+/// Hands `model` back if narrow weights do not change its scores. For this time the network is in
+/// memory twice.
 ///
 /// # Errors
-/// The score of a probe sample moves by more than [`SCORE_DIFFERENCE_MAX`], or a sample cannot be scored.
+/// The score of a probe sample moves by more than [`SCORE_DIFFERENCE_MAX`], or a sample cannot be
+/// scored.
 pub(crate) fn check(model: Model, flash: &Flash) -> Result<Model, OpenError> {
     let weights = model.budget().dense_weights;
     if weights == Weights::F32 {

@@ -1,11 +1,12 @@
-//! A batch: dense features and, for each sparse feature, a jagged array of keys with offsets (the layout of
-//! TorchRec's `KeyedJaggedTensor`, feature by feature). Memory is taken once and reused.
+//! A batch: dense features and, for each sparse feature, a jagged array of keys with offsets (the
+//! layout of TorchRec's `KeyedJaggedTensor`, feature by feature). Memory is taken once and reused.
 
 use crate::schema::Schema;
 use crate::schema::sample::{Sample, SampleError};
 use hatchback_kernels::lookup::Bags;
 
-/// Samples to score together. Holding one proves that all samples have the shape of the schema it was made with.
+/// Samples to score together. Holding one proves that all samples have the shape of the schema it
+/// was made with.
 #[derive(Clone, Debug)]
 pub struct Batch {
     capacity: usize,

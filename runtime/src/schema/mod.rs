@@ -1,4 +1,5 @@
-//! The schema: what a model takes and how it is put together. Plain data with one check; never touches rows.
+//! The schema: what a model takes and how it is put together. Plain data with one check; never
+//! touches rows.
 
 pub mod batch;
 pub mod sample;

@@ -64,8 +64,9 @@ fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, S
 }
 
 impl Sample {
-    /// Reads one line: `{"dense": [..], "sparse": {"feature": [keys..]}, "label": 0, "score": 0.5}`. A
-    /// feature that is not named has an empty bag; a field `model` is for whoever serves several.
+    /// Reads one line: `{"dense": [..], "sparse": {"feature": [keys..]}, "label": 0, "score":
+    /// 0.5}`. A feature that is not named has an empty bag; a field `model` is for whoever serves
+    /// several.
     ///
     /// # Errors
     /// The line is not such an object or does not fit the schema.
@@ -88,9 +89,11 @@ impl Sample {
         Ok(sample)
     }
 
-    /// Bytes that the JSON of a sample has at most, however it is written; blanks beyond those around values may take more.
+    /// Bytes that the JSON of a sample has at most, however it is written; blanks beyond those
+    /// around values may take more.
     pub fn json_bytes_max(schema: &Schema) -> usize {
-        // A value with all its digits, an escaped name, a field's own name: each with what stands around it.
+        // A value with all its digits, an escaped name, a field's own name: each with what stands
+        // around it.
         let (value, key, name, other) = (64, 32, 6 * NAME_BYTES_MAX + 32, 1024);
         let bag = |hotness_max: u32| name + key * hotness_max as usize;
         let bags: usize = schema.features.iter().map(|f| bag(f.hotness_max)).sum();

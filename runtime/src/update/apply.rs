@@ -1,6 +1,6 @@
-//! The side of a sync that serves: a staged release is laid on flash, probed, made live, watched, and committed or
-//! taken back. One step a call, each entered again after a stop as if for the first time. Opens no link, and proves
-//! for itself that a release was signed.
+//! The side of a sync that serves: a staged release is laid on flash, probed, made live, watched,
+//! and committed or taken back. One step a call, each entered again after a stop as if for the
+//! first time. Opens no link, and proves for itself that a release was signed.
 
 use crate::bundle::{BundleError, BundleReader};
 use crate::flash::segment::SegmentError;
@@ -70,10 +70,11 @@ pub struct Host<'a> {
     pub policy: Policy,
     /// What a probe may take.
     pub budget: Budget,
-    /// What was seen of the live generation; `None` where this process serves nobody: the probe then decides alone.
+    /// What was seen of the live generation; `None` where this process serves nobody: the probe
+    /// then decides alone.
     pub watched: Option<Watched>,
-    /// The fleet's first root, from elsewhere than the sync directory, which another process writes; `None` to
-    /// take the one there.
+    /// The fleet's first root, from elsewhere than the sync directory, which another process
+    /// writes; `None` to take the one there.
     pub root: Option<&'a [u8]>,
     /// Called between small pieces of work: requests are served beside it (`pace::rests`).
     pub rest: &'a dyn Fn(),
@@ -92,8 +93,8 @@ enum Verdict {
 }
 
 impl Updater {
-    /// To be called once when a process begins, before it opens what is live: a release with which it has begun too often
-    /// without an end is taken back.
+    /// To be called once when a process begins, before it opens what is live: a release with which
+    /// it has begun too often without an end is taken back.
     ///
     /// # Errors
     /// The record cannot be written.
@@ -142,7 +143,8 @@ impl Updater {
         })
     }
 
-    /// Takes one step, if this side has the update in hand. Returns whether another state was entered.
+    /// Takes one step, if this side has the update in hand. Returns whether another state was
+    /// entered.
     ///
     /// # Errors
     /// The step could not be taken now, through no fault of the release; it can be tried again.

@@ -1,5 +1,5 @@
-//! Why a sync stopped, named after what an attacker would have had to do. Whatever it is, the live generation is
-//! as it was and the next run goes on where this one stopped.
+//! Why a sync stopped, named after what an attacker would have had to do. Whatever it is, the live
+//! generation is as it was and the next run goes on where this one stopped.
 
 use crate::bundle::BundleError;
 use crate::bundle::manifest::ManifestError;
@@ -16,7 +16,8 @@ pub enum UpdateError {
         /// The sync directory.
         path: PathBuf,
     },
-    /// The floor record is lost or damaged in both copies: a replay could not be told from news. Needs service.
+    /// The floor record is lost or damaged in both copies: a replay could not be told from news.
+    /// Needs service.
     #[error("{path}: floor record: {problem}; nothing is accepted until it is put right", path = path.display())]
     Floor {
         /// The sync directory.

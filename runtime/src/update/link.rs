@@ -1,5 +1,6 @@
-//! The link to the repository: the one seam that everything fetched passes, and the limits on it. A broken
-//! object is asked for again from where it broke; more than was announced or too slow ends the run. Opens no socket: whoever runs the sync brings the link.
+//! The link to the repository: the one seam that everything fetched passes, and the limits on it. A
+//! broken object is asked for again from where it broke; more than was announced or too slow ends
+//! the run. Opens no socket: whoever runs the sync brings the link.
 
 use crate::limits::{BREAKS_MAX, STALLS_MAX};
 use crate::request::worker::Clock;
@@ -15,11 +16,12 @@ pub type Take<'a> = &'a mut dyn FnMut(&[u8]) -> ControlFlow<()>;
 
 /// A way to the repository's files.
 pub trait Link {
-    /// Hands the object at `path` (relative to the repository) to `take`, from byte `from` on, until it ends or
-    /// `take` breaks off.
+    /// Hands the object at `path` (relative to the repository) to `take`, from byte `from` on,
+    /// until it ends or `take` breaks off.
     ///
     /// # Errors
-    /// There is no such object, or the link broke; what was taken until then counts. Or it can only begin anew.
+    /// There is no such object, or the link broke; what was taken until then counts. Or it can only
+    /// begin anew.
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError>;
 }
 
@@ -41,13 +43,15 @@ pub enum LinkError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinkRules {
-    /// Minutes from one look to the next; each is up to a quarter earlier or later, so that a fleet spreads.
+    /// Minutes from one look to the next; each is up to a quarter earlier or later, so that a fleet
+    /// spreads.
     pub poll_minutes: u32,
     /// Bytes received on a day. What is under way when they are used up goes on the next day.
     pub bytes_per_day_max: u64,
     /// Bytes a second; 0 for no limit.
     pub bytes_per_s_max: u64,
-    /// The hours of the day (UTC) in which it may fetch, from the first to before the second; equal for always.
+    /// The hours of the day (UTC) in which it may fetch, from the first to before the second; equal
+    /// for always.
     pub hours: [u8; 2],
 }
 

@@ -1,7 +1,8 @@
-//! Updater: from a repository's signed releases to the live generation, and back if one does not prove itself. Two sides
-//! share one directory and one record (`state.rs`): `fetch`, which has the link and writes nothing but this
-//! directory, and `advance` (`apply.rs`), which has the flash directory and no link. Each can be stopped anywhere
-//! and run again: every step is found done, or done as far as it was, from what lies on disk.
+//! Updater: from a repository's signed releases to the live generation, and back if one does not
+//! prove itself. Two sides share one directory and one record (`state.rs`): `fetch`, which has the
+//! link and writes nothing but this directory, and `advance` (`apply.rs`), which has the flash
+//! directory and no link. Each can be stopped anywhere and run again: every step is found done, or
+//! done as far as it was, from what lies on disk.
 //!
 //! ```text
 //! DIR/root.json timestamp.json ...  the newest signed metadata, as they came
@@ -44,7 +45,8 @@ use trust::Trust;
 /// Bytes that are paid for at once.
 const AHEAD_BYTES: u64 = 4 * CHUNK_BYTES as u64;
 
-/// The status' lock is held for moments, but for some steps of the side that serves: how often it is tried...
+/// The status' lock is held for moments, but for some steps of the side that serves: how often it
+/// is tried...
 const LOCK_TRIES: u32 = 200;
 /// ...and how long after each other.
 const LOCK_WAIT: Duration = Duration::from_millis(10);
@@ -60,8 +62,8 @@ pub struct Updater {
     pub flash: PathBuf,
     /// Which model, where nothing is live yet and the repository has several.
     pub lineage: Option<String>,
-    /// When this car gets a release that is given to a share of the fleet first: 0 with the first per cent, 99 with
-    /// the last.
+    /// When this car gets a release that is given to a share of the fleet first: 0 with the first
+    /// per cent, 99 with the last.
     pub cohort: u8,
 }
 
@@ -74,8 +76,9 @@ impl Updater {
         UpdateStatus::read(self.disk.as_ref(), &self.directory)
     }
 
-    /// Both sides in turn, where one process is both, until nothing is left to do or the owner is to be asked. As
-    /// of `now` (seconds since 1970); `progress` is told the bytes of the release in hand that are there, and of all of it.
+    /// Both sides in turn, where one process is both, until nothing is left to do or the owner is
+    /// to be asked. As of `now` (seconds since 1970); `progress` is told the bytes of the release
+    /// in hand that are there, and of all of it.
     ///
     /// # Errors
     /// Why it stopped. What was live is live, or a release on the way to the newest.
@@ -109,9 +112,9 @@ impl Updater {
         }
     }
 
-    /// The side that fetches: takes up what was signed, and stages the next release on the way to the newest. Where
-    /// the other side has a release in hand it only looks whether that one was taken back. While it waits for the link
-    /// the record is the other side's to change.
+    /// The side that fetches: takes up what was signed, and stages the next release on the way to
+    /// the newest. Where the other side has a release in hand it only looks whether that one was
+    /// taken back. While it waits for the link the record is the other side's to change.
     ///
     /// # Errors
     /// Why it stopped.
@@ -161,7 +164,8 @@ impl Updater {
             if will_have > *paid { self.pay(now, paid) } else { Ok(()) }
         })?;
         self.change(|status| {
-            // The other side went on with what it had in hand, and the way may be another: the next look tells.
+            // The other side went on with what it had in hand, and the way may be another: the next
+            // look tells.
             if before != (status.state, status.release.clone()) {
                 return Ok(());
             }
@@ -177,7 +181,8 @@ impl Updater {
         })
     }
 
-    /// The release to be fetched next of those `listed`, with what that makes of `status`; `None` where there is none.
+    /// The release to be fetched next of those `listed`, with what that makes of `status`; `None`
+    /// where there is none.
     fn choose(
         &self,
         status: &mut UpdateStatus,
@@ -227,7 +232,8 @@ impl Updater {
         Ok(Some(release))
     }
 
-    /// Pays for the next bytes before they come, durably: a run that is killed has paid too much and never too little.
+    /// Pays for the next bytes before they come, durably: a run that is killed has paid too much
+    /// and never too little.
     fn pay(&self, now: u64, paid: &mut u64) -> Result<(), UpdateError> {
         *paid += AHEAD_BYTES;
         self.change(|status| {
@@ -236,7 +242,8 @@ impl Updater {
         })
     }
 
-    /// Lets `change` change the record, under its lock and durably; also what it changed before an error.
+    /// Lets `change` change the record, under its lock and durably; also what it changed before an
+    /// error.
     fn change<T>(
         &self,
         change: impl FnOnce(&mut UpdateStatus) -> Result<T, UpdateError>,

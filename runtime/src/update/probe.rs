@@ -1,5 +1,6 @@
-//! The probe: a generation scores the requests that the trainer recorded, before it is live and once more before it is
-//! committed. Opens the generation by itself, small; never touches what is served.
+//! The probe: a generation scores the requests that the trainer recorded, before it is live and
+//! once more before it is committed. Opens the generation by itself, small; never touches what is
+//! served.
 
 use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError};
@@ -41,7 +42,8 @@ impl From<OpenError> for ProbeFault {
     }
 }
 
-/// Scores the probe set of `flash`, one sample a request, in memory that `budget` allows; `rest` is called in between.
+/// Scores the probe set of `flash`, one sample a request, in memory that `budget` allows; `rest` is
+/// called in between.
 ///
 /// # Errors
 /// The generation cannot be opened, or a score is not a number or rests on damaged rows.

@@ -1,6 +1,6 @@
-//! Releases as the repository names them, and the way from what is live to the newest. A release is one target:
-//! the manifest of its bundle, whose chunks lie under their hashes. Never makes a path of a name that it did not
-//! take apart first.
+//! Releases as the repository names them, and the way from what is live to the newest. A release is
+//! one target: the manifest of its bundle, whose chunks lie under their hashes. Never makes a path
+//! of a name that it did not take apart first.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::update::error::UpdateError;
@@ -12,7 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The field of a target's `custom` that says how many bytes its chunks take.
 pub const BYTES: &str = "bytes";
 
-/// The field of a target's `custom` that says which share of the fleet may have it, per cent; without it all may.
+/// The field of a target's `custom` that says which share of the fleet may have it, per cent;
+/// without it all may.
 pub const SHARE: &str = "share";
 
 /// One release.
@@ -149,9 +150,9 @@ pub fn lineage_of(
     }
 }
 
-/// The releases to install one after the other: those of fewest bytes that lead from `live` to the highest
-/// sequence that can be reached, by a snapshot first where what is live does not take deltas. Empty where nothing is newer
-/// than `live`.
+/// The releases to install one after the other: those of fewest bytes that lead from `live` to the
+/// highest sequence that can be reached, by a snapshot first where what is live does not take
+/// deltas. Empty where nothing is newer than `live`.
 ///
 /// # Errors
 /// There is something newer, and no way to it.
@@ -169,7 +170,8 @@ pub fn way(
         .collect();
     steps.sort_by_key(|r| (r.generation.sequence, r.parent));
     let Some(newest) = steps.last().map(|r| r.generation.sequence) else { return Ok(Vec::new()) };
-    // Every step leads to a higher sequence: in their order each way is known before it is gone on from.
+    // Every step leads to a higher sequence: in their order each way is known before it is gone on
+    // from.
     let mut best: BTreeMap<u64, (u64, Option<&Release>)> = BTreeMap::new();
     if let Some(live) = live.filter(|_| takes_deltas) {
         best.insert(live, (0, None));

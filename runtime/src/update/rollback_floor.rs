@@ -1,6 +1,6 @@
-//! The floor: the versions and the time below which nothing is accepted again, whatever becomes of the metadata
-//! files. Two copies, each replaced whole; with both gone nothing is accepted. Never goes down, but where a new
-//! root takes away the keys that signed it.
+//! The floor: the versions and the time below which nothing is accepted again, whatever becomes of
+//! the metadata files. Two copies, each replaced whole; with both gone nothing is accepted. Never
+//! goes down, but where a new root takes away the keys that signed it.
 
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
@@ -46,7 +46,8 @@ impl RollbackFloor {
         record::decode(MAGIC, FLOOR_FORMAT, bytes)
     }
 
-    /// The newest whole copy in `directory` and whether both are it; `None` where there never was one.
+    /// The newest whole copy in `directory` and whether both are it; `None` where there never was
+    /// one.
     ///
     /// # Errors
     /// There are copies, and none is whole and can be read.

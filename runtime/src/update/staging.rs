@@ -1,6 +1,6 @@
-//! Staging: a release's chunks, fetched one by one, become its bundle beside the live generation. What has
-//! arrived is proved again after every start and never fetched twice; a power cut costs no more than one chunk's
-//! bytes. Nothing is parsed or decompressed before its hash was signed for.
+//! Staging: a release's chunks, fetched one by one, become its bundle beside the live generation.
+//! What has arrived is proved again after every start and never fetched twice; a power cut costs no
+//! more than one chunk's bytes. Nothing is parsed or decompressed before its hash was signed for.
 
 use crate::bundle::manifest::{Chunk, Manifest, sha256};
 use crate::bundle::{BundleError, BundleReader, HEADER_BYTES, header, trailer};
@@ -78,8 +78,8 @@ impl<'a> Staging<'a> {
         }
     }
 
-    /// Removes all but what belongs to the releases `in_hand`, and the marks against those `listed`. What cannot be
-    /// removed costs space: it is reported and left.
+    /// Removes all but what belongs to the releases `in_hand`, and the marks against those
+    /// `listed`. What cannot be removed costs space: it is reported and left.
     pub fn reclaim<'r>(&self, listed: &[Release], in_hand: impl Iterator<Item = &'r Release>) {
         let in_hand: Vec<String> = in_hand.map(|r| hex(&r.manifest)).collect();
         let marks: Vec<PathBuf> = listed.iter().map(|r| self.file(r, "refused")).collect();
@@ -95,11 +95,13 @@ impl<'a> Staging<'a> {
         }
     }
 
-    /// Makes the bundle of `release` stand in the folder. Before each chunk, `progress` is told the bytes of chunks that
-    /// are there and the bytes that `fetcher` will have received behind it, and may end the run.
+    /// Makes the bundle of `release` stand in the folder. Before each chunk, `progress` is told the
+    /// bytes of chunks that are there and the bytes that `fetcher` will have received behind it,
+    /// and may end the run.
     ///
     /// # Errors
-    /// Something does not arrive, is not what was signed, or there is no room; or `progress`'s. What arrived is kept.
+    /// Something does not arrive, is not what was signed, or there is no room; or `progress`'s.
+    /// What arrived is kept.
     pub fn stage(
         &self,
         release: &Release,
@@ -124,7 +126,8 @@ impl<'a> Staging<'a> {
         at = at.max(header().len() as u64);
         let mut unsynced = 0;
         for (n, chunk) in chunks[taken..].iter().enumerate() {
-            // However small the budget, and late the hour, a run that can fetch at all brings one chunk.
+            // However small the budget, and late the hour, a run that can fetch at all brings one
+            // chunk.
             let within = if n == 0 { Ok(()) } else { fetcher.check_limits() };
             let begun =
                 within.and_then(|()| progress(at, fetcher.bytes() + u64::from(chunk.stored)));
@@ -191,7 +194,8 @@ impl<'a> Staging<'a> {
         Ok((bytes, manifest))
     }
 
-    /// How many chunks of an earlier attempt are whole, and how many bytes they take with the header.
+    /// How many chunks of an earlier attempt are whole, and how many bytes they take with the
+    /// header.
     fn resume(&self, path: &Path, chunks: &[&Chunk]) -> (usize, u64) {
         let Ok(mut part) = self.disk.open(&part_of(path)) else { return (0, 0) };
         let mut start = [0; HEADER_BYTES as usize];

@@ -1,6 +1,6 @@
-//! Where an update is: one record, replaced whole at every step, that both sides of a sync read and write under the
-//! lock of the sync directory. Every state is entered again after a stop as if for the first time. Never says what
-//! is live: that is the live record's alone.
+//! Where an update is: one record, replaced whole at every step, that both sides of a sync read and
+//! write under the lock of the sync directory. Every state is entered again after a stop as if for
+//! the first time. Never says what is live: that is the live record's alone.
 
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
@@ -113,15 +113,16 @@ pub struct UpdateStatus {
     pub bytes_received: u64,
     /// Bytes received, by day.
     pub received: Wear,
-    /// Processes that began while this release was being applied or on probation and did not end cleanly.
+    /// Processes that began while this release was being applied or on probation and did not end
+    /// cleanly.
     pub starts: u32,
     /// The last steps, oldest first.
     pub history: Vec<UpdateEvent>,
 }
 
 impl UpdateStatus {
-    /// The record in `directory`: the default where there is none, and where it is damaged, which it then says; the bytes
-    /// of that day then count as received.
+    /// The record in `directory`: the default where there is none, and where it is damaged, which
+    /// it then says; the bytes of that day then count as received.
     ///
     /// # Errors
     /// It may be there and whole, and cannot be read now.

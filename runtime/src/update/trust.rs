@@ -1,6 +1,7 @@
-//! Trust: what the repository signed, taken up in the order of The Update Framework. The checks are those of the
-//! `sigstore-tuf` crate; added are the floor, which holds where the metadata files are torn, and the time floor.
-//! Raw signed bytes are kept as they came. Never parses what is not verified, but the signed envelope itself.
+//! Trust: what the repository signed, taken up in the order of The Update Framework. The checks are
+//! those of the `sigstore-tuf` crate; added are the floor, which holds where the metadata files are
+//! torn, and the time floor. Raw signed bytes are kept as they came. Never parses what is not
+//! verified, but the signed envelope itself.
 
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
@@ -95,9 +96,10 @@ impl Trust {
         Ok(Self { disk, directory, set, floor, floor_saved, fresh: Vec::new(), rotated: false })
     }
 
-    /// The targets that were taken up last, whose signatures are proved once more, without a link and as of no time: from
-    /// `root` on, where that is given, else from the newest root there. Timestamp and snapshot are not asked: whoever can
-    /// write here could put back older ones too, and a refresh that broke off leaves newer ones.
+    /// The targets that were taken up last, whose signatures are proved once more, without a link
+    /// and as of no time: from `root` on, where that is given, else from the newest root there.
+    /// Timestamp and snapshot are not asked: whoever can write here could put back older ones too,
+    /// and a refresh that broke off leaves newer ones.
     ///
     /// # Errors
     /// The files are not signed.
@@ -130,7 +132,8 @@ impl Trust {
         self.floor
     }
 
-    /// Takes up what the repository has signed since, as of `now` (seconds since 1970). Returns the targets.
+    /// Takes up what the repository has signed since, as of `now` (seconds since 1970). Returns the
+    /// targets.
     ///
     /// # Errors
     /// Anything of it is refused; what was verified before that is kept.
@@ -169,7 +172,8 @@ impl Trust {
             self.set.update_root(&bytes).map_err(|e| named(e, &path, now))?;
             if version > self.floor.root {
                 if online_keys(self.set.root()) != keys {
-                    // Whoever had those keys could have signed any version: what they signed binds no more.
+                    // Whoever had those keys could have signed any version: what they signed binds
+                    // no more.
                     self.floor =
                         RollbackFloor { timestamp: 0, snapshot: 0, targets: 0, ..self.floor };
                     self.rotated = true;
@@ -182,7 +186,8 @@ impl Trust {
         self.above("root", self.floor.root, self.set.root().version)
     }
 
-    /// The cached files only set floors here: their expiry does not matter, and one that is damaged is fetched.
+    /// The cached files only set floors here: their expiry does not matter, and one that is damaged
+    /// is fetched.
     fn load_cached(&mut self) {
         let long_ago = jiff::Timestamp::UNIX_EPOCH;
         let cached = |name| self.disk.read(&self.directory.join(name)).unwrap_or_default();

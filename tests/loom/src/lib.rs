@@ -49,8 +49,8 @@ pub fn none_since(cache: &cache::Cache, ended: u32) -> bool {
     cache.changes().none_since(ended)
 }
 
-/// The rows of a bag as `query` takes them: all seen, then all read, then proved together. `None` if one is not there or
-/// changed meanwhile.
+/// The rows of a bag as `query` takes them: all seen, then all read, then proved together. `None`
+/// if one is not there or changed meanwhile.
 pub fn bag<const N: usize>(cache: &cache::Cache, rows: [names::RowKey; N]) -> Option<[[u8; 8]; N]> {
     use simd::{Plain, Simd};
     let changes = ended(cache);

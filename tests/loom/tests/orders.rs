@@ -8,8 +8,8 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 
-/// Runs `of` in every order in which threads are stopped amid their steps three times at most: all orders of two changes beside a
-/// bag are too many.
+/// Runs `of` in every order in which threads are stopped amid their steps three times at most: all
+/// orders of two changes beside a bag are too many.
 fn model(of: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);
@@ -84,7 +84,8 @@ fn writers_of_one_set_take_turns() {
     });
 }
 
-/// A row is read from the store, changed there and in the cache, and the first read's insert comes late.
+/// A row is read from the store, changed there and in the cache, and the first read's insert comes
+/// late.
 #[test]
 fn a_late_insert_never_brings_an_old_row_back() {
     model(|| {
@@ -102,7 +103,8 @@ fn a_late_insert_never_brings_an_old_row_back() {
     });
 }
 
-/// Rows that are proved together: each is of one piece, its own, and there while the other was read.
+/// Rows that are proved together: each is of one piece, its own, and there while the other was
+/// read.
 #[test]
 fn a_bag_is_of_whole_rows_or_none() {
     model(|| {

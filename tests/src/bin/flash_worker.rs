@@ -1,8 +1,9 @@
-//! A process to be killed: installs, compacts and rolls back on a real directory until it is, and says on
-//! stdout what it is about to do and what is done. Knows nothing of the rows; the parent checks those.
+//! A process to be killed: installs, compacts and rolls back on a real directory until it is, and
+//! says on stdout what it is about to do and what is done. Knows nothing of the rows; the parent
+//! checks those.
 //!
-//! Usage: flash_worker DIRECTORY SEED BUNDLE... where bundle n (from 1) leads to generation n: its delta,
-//! then its snapshot.
+//! Usage: flash_worker DIRECTORY SEED BUNDLE... where bundle n (from 1) leads to generation n: its
+//! delta, then its snapshot.
 
 use anyhow::{Context, Result};
 use hatchback::bundle::BundleReader;

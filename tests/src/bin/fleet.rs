@@ -1,5 +1,6 @@
-//! `fleet CARS [CHART.svg]`: the story of `rollout.rs` with so many cars: generations by hour as a chart, time to 50, 95 and
-//! 100 %, bytes and requests a car, and what they come to for ten million cars.
+//! `fleet CARS [CHART.svg]`: the story of `rollout.rs` with so many cars: generations by hour as a
+//! chart, time to 50, 95 and 100 %, bytes and requests a car, and what they come to for ten million
+//! cars.
 
 use anyhow::{Context, Result};
 use hatchback_tests::rollout::{Rollout, simulate};

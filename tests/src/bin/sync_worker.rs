@@ -1,7 +1,8 @@
-//! A process to be killed: takes a car through its updates until nothing is left to do, and says on stdout which state
-//! it is in. Knows nothing of the rows; the parent checks those.
+//! A process to be killed: takes a car through its updates until nothing is left to do, and says on
+//! stdout which state it is in. Knows nothing of the rows; the parent checks those.
 //!
-//! Usage: sync_worker REPOSITORY SYNC_DIRECTORY FLASH_DIRECTORY FAULTS, with what goes wrong on probation.
+//! Usage: sync_worker REPOSITORY SYNC_DIRECTORY FLASH_DIRECTORY FAULTS, with what goes wrong on
+//! probation.
 
 use anyhow::{Context, Result};
 use hatchback::io::disk;

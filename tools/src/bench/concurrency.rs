@@ -1,6 +1,7 @@
-//! `bench ladder`: throughput and latency over a rising number of callers of one pipeline, each sending its next request
-//! when it has its answer. Steps take turns, so that none owns a quiet minute; each turn has draws of its own, which a caller sends
-//! again once it is through with them. Never draws while it measures.
+//! `bench ladder`: throughput and latency over a rising number of callers of one pipeline, each
+//! sending its next request when it has its answer. Steps take turns, so that none owns a quiet
+//! minute; each turn has draws of its own, which a caller sends again once it is through with them.
+//! Never draws while it measures.
 
 use crate::bench::request::{bundle_in, make_synthetic};
 use crate::bench::{Bar, Machine, Report};
@@ -24,7 +25,8 @@ use std::time::{Duration, Instant};
 
 /// Times that every step is measured.
 const TURNS: u32 = 4;
-/// Requests that a caller draws for one turn; it sends them again if it is through before the turn is.
+/// Requests that a caller draws for one turn; it sends them again if it is through before the turn
+/// is.
 const REQUESTS: usize = 512;
 /// The last step reaches at least this share of the best.
 const SHARE_LEAST: f64 = 0.95;
@@ -40,7 +42,8 @@ pub struct LadderArgs {
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64",
           value_parser = clap::value_parser!(u32).range(1..=4096))]
     clients: Vec<u32>,
-    /// Key distribution: uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS (per cent), histogram:FILE [default: powerlaw]
+    /// Key distribution: uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS (per cent), histogram:FILE
+    /// [default: powerlaw]
     #[arg(long)]
     keys: Option<Distribution>,
     /// Samples in a request

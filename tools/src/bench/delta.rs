@@ -1,6 +1,7 @@
-//! `bench delta`: deltas of one row in a hundred are laid on flash, made live and swapped in while requests are served.
-//! Windows without and with an update take turns, so that none owns a quiet minute. Every request is drawn anew before its
-//! clock starts, so that some of its rows are read from flash. One process does what the daemon does; never measures the link.
+//! `bench delta`: deltas of one row in a hundred are laid on flash, made live and swapped in while
+//! requests are served. Windows without and with an update take turns, so that none owns a quiet
+//! minute. Every request is drawn anew before its clock starts, so that some of its rows are read
+//! from flash. One process does what the daemon does; never measures the link.
 
 use super::{Bar, Machine, Report, written_bytes};
 use crate::report;
@@ -43,7 +44,8 @@ const NAME: &str = "model";
 /// Measures updates applied while requests are served
 #[derive(Args, Debug)]
 pub struct DeltaArgs {
-    /// Rows of the largest tables of the synthetic model [default: 1900000, 10 million in all; quick: 100000]
+    /// Rows of the largest tables of the synthetic model [default: 1900000, 10 million in all;
+    /// quick: 100000]
     #[arg(long)]
     rows_max: Option<u64>,
     /// Deltas to apply one after the other [default: 5; quick: 2]
@@ -52,7 +54,8 @@ pub struct DeltaArgs {
     /// Samples in a request
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
-    /// Embedding cache, MiB: smaller than the model, so that requests have misses [default: 64; quick: 8]
+    /// Embedding cache, MiB: smaller than the model, so that requests have misses [default: 64;
+    /// quick: 8]
     #[arg(long)]
     cache_mib: Option<u64>,
     /// Least time of a window without an update

@@ -1,6 +1,6 @@
-//! The DLRM of MLPerf with made-up weights, as every engine wants it: a bundle for ours, an ONNX file with the
-//! embeddings inside for ONNX Runtime, plain arrays for PyTorch, and requests for all. Its scores mean nothing
-//! but that two engines should agree on them.
+//! The DLRM of MLPerf with made-up weights, as every engine wants it: a bundle for ours, an ONNX
+//! file with the embeddings inside for ONNX Runtime, plain arrays for PyTorch, and requests for
+//! all. Its scores mean nothing but that two engines should agree on them.
 
 use crate::import::Source;
 use crate::pack::spec::{
@@ -64,8 +64,8 @@ fn layers(widths: &[usize], seed: u64) -> Vec<Layer> {
     widths.windows(2).enumerate().map(layer).collect()
 }
 
-/// Adds layers on top of the value `input`; returns the last value's name. Relu between them, and after the
-/// last if `relu`.
+/// Adds layers on top of the value `input`; returns the last value's name. Relu between them, and
+/// after the last if `relu`.
 fn add_layers(graph: &mut Graph, name: &str, layers: &[Layer], input: &str, relu: bool) -> String {
     let mut value = input.to_owned();
     for (number, layer) in layers.iter().enumerate() {
@@ -81,7 +81,8 @@ fn add_layers(graph: &mut Graph, name: &str, layers: &[Layer], input: &str, relu
     value
 }
 
-/// The network from the inputs `dense` `[batch, 13]` and `rows` `[batch, 26, 128]` to a logit; returns its name.
+/// The network from the inputs `dense` `[batch, 13]` and `rows` `[batch, 26, 128]` to a logit;
+/// returns its name.
 fn add_network(graph: &mut Graph) -> String {
     let x = add_layers(graph, "bottom", &layers(&BOTTOM, 1), "dense", true);
     let n = TABLES + 1;
@@ -154,8 +155,8 @@ impl Dlrm {
         })
     }
 
-    /// The whole model: keys and dense features in, score out. All tables are one for a single `Gather`, which is
-    /// the best that ONNX can do with them.
+    /// The whole model: keys and dense features in, score out. All tables are one for a single
+    /// `Gather`, which is the best that ONNX can do with them.
     fn whole(&self) -> Vec<u8> {
         let mut graph = Graph::default();
         graph.input("dense", Type::Float, &[DENSE]);

@@ -1,6 +1,7 @@
-//! `bench gpu`: lookups and whole requests on a GPU, all rows cached, some missing, or changed meanwhile: beside the
-//! memory's own speed, as one graph and kernel by kernel, with launches and waits counted. Never reads flash: a miss is
-//! noted, answered with the default row and pooled, as one that the deadline cuts.
+//! `bench gpu`: lookups and whole requests on a GPU, all rows cached, some missing, or changed
+//! meanwhile: beside the memory's own speed, as one graph and kernel by kernel, with launches and
+//! waits counted. Never reads flash: a miss is noted, answered with the default row and pooled, as
+//! one that the deadline cuts.
 
 use super::lookup::fill_cache;
 use super::peer::percentile;
@@ -35,7 +36,8 @@ const GRAPH: &str = "request, one graph";
 const LOOKUP: &str = "lookup";
 /// DeviceTables, each with one key a sample.
 const TABLES: usize = dlrm::TABLES;
-/// The batch of the points over hit rates and under updates, or the largest that is asked for if that is smaller.
+/// The batch of the points over hit rates and under updates, or the largest that is asked for if
+/// that is smaller.
 const BATCH: usize = 64;
 /// Rows of one update.
 const UPDATED: usize = 256;
@@ -272,8 +274,8 @@ impl Rig {
         Ok(())
     }
 
-    /// Lookups alone, many launches behind one another: what the device takes, not the way to it. First with the keys in its
-    /// memory already, then with each of the ways to them.
+    /// Lookups alone, many launches behind one another: what the device takes, not the way to it.
+    /// First with the keys in its memory already, then with each of the ways to them.
     fn lookups(&mut self, batch: usize) -> Result<Vec<Point>> {
         let repeats = if self.rounds < 10 { 1 } else { 20 };
         let moved = TABLES * (8 + SET_BYTES + self.format.row_bytes() + 4 * self.format.dim());

@@ -1,5 +1,6 @@
-//! A closed loop on one model: every worker sends its next batch when it has the scores of the last.
-//! Batches are drawn before a window's clock starts and none is sent twice in a window; never draws inside it.
+//! A closed loop on one model: every worker sends its next batch when it has the scores of the
+//! last. Batches are drawn before a window's clock starts and none is sent twice in a window; never
+//! draws inside it.
 
 use crate::report::metrics::{Latencies, Lookups};
 use crate::serve;
@@ -99,7 +100,8 @@ pub struct Load {
 }
 
 impl Load {
-    /// `threads` workers on `model`, each with its own draws of `workload`, in windows of at most `window`.
+    /// `threads` workers on `model`, each with its own draws of `workload`, in windows of at most
+    /// `window`.
     pub fn new(model: &Arc<Model>, workload: &Workload, threads: usize, window: Duration) -> Self {
         let lane = |seed: usize| Lane {
             worker: serve::worker(model),

@@ -1,5 +1,6 @@
-//! `bench lookup`: pooled embedding lookups on one core, all rows in the cache or in resident tables, beside the machine's limit for
-//! reading random rows (`hatchback_kernels::lookup::roofline`, rows at known places in plain memory). Never reads flash
+//! `bench lookup`: pooled embedding lookups on one core, all rows in the cache or in resident
+//! tables, beside the machine's limit for reading random rows
+//! (`hatchback_kernels::lookup::roofline`, rows at known places in plain memory). Never reads flash
 //! and never runs a dense network.
 
 use super::peer::{self, Peer, cpu_us, percentile};
@@ -42,7 +43,8 @@ const LIMIT: &str = "limit, f32";
 const FP32: &[&str] = &["FBGEMM, fp32", "torch EmbeddingBag, fp32"];
 const FP16: &[&str] = &["FBGEMM, fp16"];
 const BYTES: &[&str] = &["FBGEMM, int8", "torch quantized, byte"];
-/// Ours, by codec and whether the tables are resident, and the peers that keep rows in as many bytes.
+/// Ours, by codec and whether the tables are resident, and the peers that keep rows in as many
+/// bytes.
 const OURS: [(Codec, bool, &str, &[&str]); 6] = [
     (Codec::F32, false, "Hatchback, f32, cached", FP32),
     (Codec::F32, true, "Hatchback, f32, resident", FP32),
@@ -128,7 +130,8 @@ impl Calls {
             std::array::from_fn::<_, TABLES, _>(|table| Scatter::of_table(table, rows as u64));
         let mut one = |table: usize| match shape.keys {
             "uniform" => rng.random_range(0..rows as u64),
-            // Popular rows are not neighbours, and not the same in each table. The most popular has rank 1.
+            // Popular rows are not neighbours, and not the same in each table. The most popular has
+            // rank 1.
             _ => scatters[table].place((zipf.sample(rng) as u64).clamp(1, rows as u64) - 1),
         };
         let keys = shape.batch * shape.hotness;
@@ -189,7 +192,8 @@ struct Ours {
     misses: MissList,
     statuses: Vec<LookupStatus>,
     out: HostMemory<f32>,
-    /// Keys that are there, by table: sets of the cache overflow here and there, and what is not cached is not asked for.
+    /// Keys that are there, by table: sets of the cache overflow here and there, and what is not
+    /// cached is not asked for.
     keys: Vec<Vec<u64>>,
 }
 
@@ -280,7 +284,8 @@ impl Ours {
     }
 }
 
-/// A cache for tables of keys below `end` with `row` under the first `rows` keys of each, and those of them that are in it.
+/// A cache for tables of keys below `end` with `row` under the first `rows` keys of each, and those
+/// of them that are in it.
 pub fn fill_cache(end: usize, rows: usize, row: &[u8]) -> Result<(Cache, Vec<Vec<u64>>)> {
     let names = KeySpaces::new(vec![Some(end as u64); TABLES]);
     let bytes = (rows * TABLES) as f64 * 1.3 * (row.len() + 7) as f64;
@@ -444,7 +449,8 @@ fn measured(points: &[Point]) -> impl Iterator<Item = &Measured> + Clone {
     points.iter().filter_map(|p| if let Point::Measured(m) = p { Some(m) } else { None })
 }
 
-/// How many times less `ours` takes than the best of `others`, at the worst of the shapes that `wanted` takes.
+/// How many times less `ours` takes than the best of `others`, at the worst of the shapes that
+/// `wanted` takes.
 fn least_lead(
     points: &[Point],
     ours: &str,

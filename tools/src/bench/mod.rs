@@ -1,5 +1,5 @@
-//! `bench NAME`: measurements that print their bars. Each name has a file here; this one holds what their
-//! reports share. Never judges a run by another machine's figures.
+//! `bench NAME`: measurements that print their bars. Each name has a file here; this one holds what
+//! their reports share. Never judges a run by another machine's figures.
 
 mod concurrency;
 mod delta;

@@ -1,5 +1,6 @@
-//! A peer in Python: a program of `tools/peers` in the environment that `tools/peers/setup` made, asked line by
-//! line of JSON. Also what a fair turn needs: one core and CPU time. Never measures by itself.
+//! A peer in Python: a program of `tools/peers` in the environment that `tools/peers/setup` made,
+//! asked line by line of JSON. Also what a fair turn needs: one core and CPU time. Never measures
+//! by itself.
 
 use anyhow::{Context, Result, bail};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -93,7 +94,8 @@ impl Drop for Peer {
     }
 }
 
-/// Puts this thread, and every process that it starts from here on, on one core: the last that it may use.
+/// Puts this thread, and every process that it starts from here on, on one core: the last that it
+/// may use.
 ///
 /// # Errors
 /// The system refuses.

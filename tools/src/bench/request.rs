@@ -1,5 +1,6 @@
-//! `bench request`: latency, throughput and hit rate of whole requests, swept over key distributions, cache
-//! sizes and batch sizes. Every cache size opens the model anew; never compares with another runtime.
+//! `bench request`: latency, throughput and hit rate of whole requests, swept over key
+//! distributions, cache sizes and batch sizes. Every cache size opens the model anew; never
+//! compares with another runtime.
 
 use super::load::{Load, Measured};
 use super::request_peers;
@@ -28,7 +29,8 @@ use tempfile::TempDir;
 pub struct RequestArgs {
     /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
     model: Option<PathBuf>,
-    /// Key distributions: uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS (per cent), histogram:FILE (samples)
+    /// Key distributions: uniform, powerlaw[:ALPHA], hotkey:LOOKUPS/KEYS (per cent), histogram:FILE
+    /// (samples)
     #[arg(long, value_delimiter = ',')]
     keys: Vec<Distribution>,
     /// Samples in a request [default: 1,8,64]
@@ -61,7 +63,8 @@ pub struct RequestArgs {
     /// Where the model is laid on flash [default: beside the bundle, or a temporary folder]
     #[arg(long)]
     flash: Option<PathBuf>,
-    /// Measures a DLRM beside ONNX Runtime and PyTorch instead: one core, all rows cached, batches 1 to 256
+    /// Measures a DLRM beside ONNX Runtime and PyTorch instead: one core, all rows cached, batches
+    /// 1 to 256
     #[arg(long, conflicts_with_all = ["model", "keys", "batch", "cache_mib", "seconds", "threads", "bags", "target", "flash", "resident_mib"])]
     peers: bool,
     /// The Python environment of the peers, as `tools/peers/setup` makes it
@@ -260,8 +263,8 @@ impl Sweep {
         (self.keys.len() * self.caches_mib.len() * self.batches.len()) as u64
     }
 
-    /// The points of one distribution and cache size: the model is opened, warmed up with the largest
-    /// batches, and measured with each batch size after one window of it.
+    /// The points of one distribution and cache size: the model is opened, warmed up with the
+    /// largest batches, and measured with each batch size after one window of it.
     fn measure(
         &self,
         (flash, lookups): (&Flash, &Device),
@@ -378,8 +381,8 @@ fn short(keys: &str) -> &str {
     file.and_then(|name| name.to_str()).unwrap_or(keys)
 }
 
-/// Latency by batch size with the largest cache, and hit rate by cache size with the largest batches: each
-/// where there is more than one size, the first of them in any case.
+/// Latency by batch size with the largest cache, and hit rate by cache size with the largest
+/// batches: each where there is more than one size, the first of them in any case.
 fn charts(points: &[Point]) -> Vec<Panel> {
     let batches = ascending(&points.iter().map(|p| f64::from(p.batch)).collect::<Vec<_>>(), &[]);
     let caches = ascending(&points.iter().map(|p| p.cache_mib).collect::<Vec<_>>(), &[]);

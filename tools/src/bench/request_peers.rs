@@ -1,6 +1,7 @@
-//! `bench request --peers`: whole requests of a DLRM beside ONNX Runtime and PyTorch, on one core, with every row
-//! in the cache. The engines take the same requests in turn, and their scores are compared; times are CPU times,
-//! so that a neighbour's work is not counted. Never reads flash inside a measurement.
+//! `bench request --peers`: whole requests of a DLRM beside ONNX Runtime and PyTorch, on one core,
+//! with every row in the cache. The engines take the same requests in turn, and their scores are
+//! compared; times are CPU times, so that a neighbour's work is not counted. Never reads flash
+//! inside a measurement.
 
 use crate::bench::dlrm::{Dlrm, TABLES};
 use crate::bench::peer::{self, Peer, cpu_us, percentile};
@@ -433,7 +434,8 @@ mod tests {
     use super::*;
     use crate::bench::Found;
 
-    /// The network is one that our engine takes, every row stays in the cache, and what has no peer says so.
+    /// The network is one that our engine takes, every row stays in the cache, and what has no peer
+    /// says so.
     #[test]
     fn without_peers_ours_is_measured_and_they_are_listed() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! A typed array inside a file: where its bytes are and what they mean. Every layout boils down to two or three of
-//! these. Sizes are checked here; the array itself is never read here.
+//! A typed array inside a file: where its bytes are and what they mean. Every layout boils down to
+//! two or three of these. Sizes are checked here; the array itself is never read here.
 
 use std::path::{Path, PathBuf};
 
@@ -7,8 +7,8 @@ use super::dtype::Dtype;
 use super::error::ImportError;
 use super::head::file_size;
 
-/// An array of `rows` x `width` numbers in C order. Holding one proves that it is not empty and that, when the layout
-/// was read, all its bytes were in the file.
+/// An array of `rows` x `width` numbers in C order. Holding one proves that it is not empty and
+/// that, when the layout was read, all its bytes were in the file.
 #[derive(Clone, Debug)]
 pub(super) struct Array {
     pub(super) file: PathBuf,

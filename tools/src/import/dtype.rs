@@ -1,5 +1,5 @@
-//! The number types that embedding tables are stored in, and their decoding. All data is little-endian; big-endian
-//! data never gets this far. No rounding happens but from f64.
+//! The number types that embedding tables are stored in, and their decoding. All data is
+//! little-endian; big-endian data never gets this far. No rounding happens but from f64.
 
 use std::fmt;
 
@@ -36,7 +36,8 @@ impl Dtype {
         matches!(self, Self::I32 | Self::I64)
     }
 
-    /// The decoder to values, if this is a floating-point type. f16 and bf16 are exact, f64 rounds to nearest.
+    /// The decoder to values, if this is a floating-point type. f16 and bf16 are exact, f64 rounds
+    /// to nearest.
     pub(super) fn values(self) -> Option<Decode<f32>> {
         match self {
             Self::F16 => Some(|raw, out| decode(raw, out, |b| f16::from_le_bytes(b).to_f32())),
@@ -47,7 +48,8 @@ impl Dtype {
         }
     }
 
-    /// The decoder to keys, if this is an integer type. A negative number becomes the u64 of the same 64 bits.
+    /// The decoder to keys, if this is an integer type. A negative number becomes the u64 of the
+    /// same 64 bits.
     pub(super) fn keys(self) -> Option<Decode<u64>> {
         match self {
             Self::I32 => Some(|raw, out| {

@@ -1,13 +1,14 @@
-//! HugeCTR EmbeddingCollection folder: `meta_data` describes the tables, `key<id>` and `weight<id>` hold a 128-byte
-//! header and the raw array. Everything is little-endian; the u64 counts in `meta_data` are not aligned.
+//! HugeCTR EmbeddingCollection folder: `meta_data` describes the tables, `key<id>` and `weight<id>`
+//! hold a 128-byte header and the raw array. Everything is little-endian; the u64 counts in
+//! `meta_data` are not aligned.
 //!
 //! ```text
 //! meta_data: i32 tables | i32 key type | i32 value type | i32[2] reserved | i32 ids[n] | u64 rows[n] | i32 dims[n]
 //! key, weight: i32 kind | i32 id | i32[30] reserved | data
 //! ```
 //!
-//! Trap: HugeCTR's dump from several processes places each rank's weights by the wrong unit, so the file comes out too
-//! long and full of holes. The exact size check refuses it.
+//! Trap: HugeCTR's dump from several processes places each rank's weights by the wrong unit, so the
+//! file comes out too long and full of holes. The exact size check refuses it.
 
 use std::path::Path;
 
@@ -143,7 +144,8 @@ mod tests {
         Source::EmbeddingCollection { path: format!("embedding_collection_{e}").into(), table }
     }
 
-    /// The refusal of table 1 of the first folder, 9 rows of dim 2, after `bytes` were written at `at` of `file`.
+    /// The refusal of table 1 of the first folder, 9 rows of dim 2, after `bytes` were written at
+    /// `at` of `file`.
     fn refusal(file: usize, at: usize, bytes: &[u8]) -> String {
         let golden = Golden::copy(&WIDE);
         golden.patch(WIDE[file], at, bytes);

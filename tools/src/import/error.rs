@@ -1,5 +1,6 @@
-//! Why a table could not be imported. Every message names the file, the field and the value, so that whoever runs
-//! `hatchback pack` knows where to look. An import never panics and never repairs: it refuses.
+//! Why a table could not be imported. Every message names the file, the field and the value, so
+//! that whoever runs `hatchback pack` knows where to look. An import never panics and never
+//! repairs: it refuses.
 
 use std::fmt::Display;
 use std::io;
@@ -13,7 +14,8 @@ const TEXT_CHARS_MAX: usize = 300;
 /// The reason for which a table was refused. All of them are for the person who packs the model.
 #[derive(Debug, Error)]
 pub enum ImportError {
-    /// The operating system refused: no such file, no permission, or the file shrank while it was read.
+    /// The operating system refused: no such file, no permission, or the file shrank while it was
+    /// read.
     #[error("{file}: cannot read its {field}: {source}")]
     Io {
         /// The file.
@@ -104,7 +106,8 @@ impl ImportError {
     }
 }
 
-/// Text that may come from a damaged or hostile file, fit for a terminal: no control characters and not too long.
+/// Text that may come from a damaged or hostile file, fit for a terminal: no control characters and
+/// not too long.
 fn printable(text: &str) -> String {
     text.chars().take(TEXT_CHARS_MAX).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }

@@ -1,5 +1,6 @@
-//! What the tests of all layouts share: private copies of the files that `tests/data/layouts/make.py` wrote, and the
-//! formulas of their values and keys, stated here a second time. Never compiled into the tool.
+//! What the tests of all layouts share: private copies of the files that
+//! `tests/data/layouts/make.py` wrote, and the formulas of their values and keys, stated here a
+//! second time. Never compiled into the tool.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -103,7 +104,8 @@ impl Golden {
         message.replace(&format!("{}/", self.path().display()), "")
     }
 
-    /// Asserts that the source opens with `file` as it is and not with any shorter or somewhat longer one.
+    /// Asserts that the source opens with `file` as it is and not with any shorter or somewhat
+    /// longer one.
     pub(super) fn check_sizes_are_exact(&self, file: &str, source: &Source, dim: usize) {
         let whole = self.read(file);
         assert!(self.opens(source, dim));
@@ -120,7 +122,8 @@ impl Golden {
         self.write(file, &whole);
     }
 
-    /// Sets some bytes of a file, then reads all of the table if it opens. The outcome does not matter.
+    /// Sets some bytes of a file, then reads all of the table if it opens. The outcome does not
+    /// matter.
     pub(super) fn survives(&self, file: &str, edits: &[(usize, u8)], source: &Source, dim: usize) {
         let mut whole = self.read(file);
         let length = whole.len();

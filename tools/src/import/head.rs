@@ -1,5 +1,5 @@
-//! The front of a file: its size and its header, read before anything is believed. At most `HEADER_BYTES_MAX` bytes
-//! are ever held, and never more than the file has.
+//! The front of a file: its size and its header, read before anything is believed. At most
+//! `HEADER_BYTES_MAX` bytes are ever held, and never more than the file has.
 
 use std::fs;
 use std::fs::File;

@@ -1,6 +1,7 @@
-//! HugeCTR sparse model folder, also each table of an HPS repository: `key` i64 per row, `emb_vector` f32[rows][dim],
-//! no headers. The sizes are all there is, so they must agree exactly. `meta`, where present, tells how hot each row
-//! is and becomes the counts; `slot_id` is checked and not used.
+//! HugeCTR sparse model folder, also each table of an HPS repository: `key` i64 per row,
+//! `emb_vector` f32[rows][dim], no headers. The sizes are all there is, so they must agree exactly.
+//! `meta`, where present, tells how hot each row is and becomes the counts; `slot_id` is checked
+//! and not used.
 
 use std::path::Path;
 

@@ -1,9 +1,9 @@
 //! Importers: how `hatchback pack` reads the embedding tables that a trainer left behind.
 //!
-//! Every layout is the same thing, an array of values and perhaps an array of keys, somewhere in some file. So each
-//! layout's own file parses headers and yields that description, and one reader (`rows.rs`) streams it. An import
-//! never holds a table in memory, never unpickles, never repairs: what does not fit its layout exactly is refused
-//! with the file, the field and the value.
+//! Every layout is the same thing, an array of values and perhaps an array of keys, somewhere in
+//! some file. So each layout's own file parses headers and yields that description, and one reader
+//! (`rows.rs`) streams it. An import never holds a table in memory, never unpickles, never repairs:
+//! what does not fit its layout exactly is refused with the file, the field and the value.
 //!
 //! Not done here: finding duplicate keys (`pack` sorts and sees them), dropping the padding rows of
 //! DeepLearningExamples' deployed tables.
@@ -36,8 +36,8 @@ use serde::Deserialize;
 pub use error::ImportError;
 pub use rows::{BLOCK_BYTES, Blocks, RowBlock, Rows};
 
-/// Where a table's rows come from: the `source = { format = "...", ... }` of a `[[table]]` in model.toml. Paths are
-/// relative to the folder of model.toml.
+/// Where a table's rows come from: the `source = { format = "...", ... }` of a `[[table]]` in
+/// model.toml. Paths are relative to the folder of model.toml.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
 #[serde(tag = "format", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Source {
@@ -83,7 +83,8 @@ pub enum Source {
 }
 
 impl Source {
-    /// Reads and checks the headers and sizes. `base` is the folder of model.toml, `dim` what the table declares.
+    /// Reads and checks the headers and sizes. `base` is the folder of model.toml, `dim` what the
+    /// table declares.
     pub fn open(&self, base: &Path, dim: usize) -> Result<Rows, ImportError> {
         let at = |path: &PathBuf| base.join(path);
         let layout = match self {

@@ -1,5 +1,6 @@
-//! .npy: `93 "NUMPY" | version | u16 or u32 LE length | Python dict {descr, fortran_order, shape} | data`.
-//! Reads the header alone, C order and little-endian only. Object arrays, which are pickles, are refused.
+//! .npy: `93 "NUMPY" | version | u16 or u32 LE length | Python dict {descr, fortran_order, shape} |
+//! data`. Reads the header alone, C order and little-endian only. Object arrays, which are pickles,
+//! are refused.
 
 use std::path::Path;
 
@@ -85,8 +86,9 @@ fn parse(path: &Path, head: &Head, text: u64) -> Result<NpyHeader, ImportError> 
     NpyHeader::from_reader(head.bytes.as_slice()).map_err(|error| bad(error.to_string()))
 }
 
-/// Whether it is safe to hand the text to `npyz`, which recurses at each bracket and multiplies the axes unchecked.
-/// A plain array has one dict, one tuple and no escapes, and axes of at most 19 digits in all cannot exceed a u64.
+/// Whether it is safe to hand the text to `npyz`, which recurses at each bracket and multiplies the
+/// axes unchecked. A plain array has one dict, one tuple and no escapes, and axes of at most 19
+/// digits in all cannot exceed a u64.
 fn is_plain(dict: &[u8]) -> bool {
     let count = |wanted: fn(&u8) -> bool| dict.iter().filter(|byte| wanted(byte)).count();
     count(|byte| b"([{".contains(byte)) <= 2

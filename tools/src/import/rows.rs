@@ -1,5 +1,6 @@
-//! The one streaming reader behind every layout: reads a table front to back, a block at a time, as u64 keys and f32
-//! values. It holds one block, never a table, and passes on no NaN and no infinity.
+//! The one streaming reader behind every layout: reads a table front to back, a block at a time, as
+//! u64 keys and f32 values. It holds one block, never a table, and passes on no NaN and no
+//! infinity.
 
 use super::array::{Array, Layout};
 use super::column::{Column, key_decoder, value_decoder};
@@ -8,8 +9,9 @@ use super::error::ImportError;
 /// The values of a block take at most this much, unless a single row takes more.
 pub const BLOCK_BYTES: usize = 1 << 20;
 
-/// A table found and checked, not yet read. Holding one proves that the files have exactly the size that their headers
-/// state, that the table has at least one row of the declared dim, and one key and one count a row where it has any.
+/// A table found and checked, not yet read. Holding one proves that the files have exactly the size
+/// that their headers state, that the table has at least one row of the declared dim, and one key
+/// and one count a row where it has any.
 #[derive(Debug)]
 pub struct Rows {
     layout: Layout,
@@ -19,8 +21,8 @@ pub struct Rows {
 /// Some rows of a table, in file order. Reused from block to block.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RowBlock {
-    /// One key a row: the stored key, a negative one as the u64 of the same bits, or the row's position in the table
-    /// when the source has no keys.
+    /// One key a row: the stored key, a negative one as the u64 of the same bits, or the row's
+    /// position in the table when the source has no keys.
     pub keys: Vec<u64>,
     /// The values, `[keys.len()][dim]`, all of them finite.
     pub rows: Vec<f32>,
@@ -72,7 +74,8 @@ impl Rows {
         Ok(Blocks { keys, values, dim: self.dim, rows: self.rows(), next: 0 })
     }
 
-    /// How often each row was looked up, in the order of the rows, if the source says. Takes 8 bytes a row.
+    /// How often each row was looked up, in the order of the rows, if the source says. Takes 8
+    /// bytes a row.
     pub fn counts(&self) -> Result<Option<Vec<u64>>, ImportError> {
         let Some(array) = &self.layout.counts else { return Ok(None) };
         let mut column = Column::open(array, key_decoder("counts", array)?)?;
@@ -87,8 +90,8 @@ impl Rows {
 }
 
 impl Blocks {
-    /// Replaces `block` by the next rows. False, with an empty block, once all rows were read. An error ends the pass
-    /// and leaves the block without meaning.
+    /// Replaces `block` by the next rows. False, with an empty block, once all rows were read. An
+    /// error ends the pass and leaves the block without meaning.
     pub fn next(&mut self, block: &mut RowBlock) -> Result<bool, ImportError> {
         block.keys.clear();
         block.rows.clear();

@@ -1,5 +1,6 @@
-//! safetensors: `u64 LE n | n bytes of JSON {name: {dtype, shape, data_offsets}} | tensors without gaps`.
-//! Reads the header alone; the crate's own `Metadata` proves that the tensors neither overlap nor leave holes.
+//! safetensors: `u64 LE n | n bytes of JSON {name: {dtype, shape, data_offsets}} | tensors without
+//! gaps`. Reads the header alone; the crate's own `Metadata` proves that the tensors neither
+//! overlap nor leave holes.
 
 use std::path::Path;
 

@@ -1,6 +1,7 @@
-//! `sok.dump`: `<table>-key` and `<table>-weight`, each with a 296-byte header (big-endian numbers, space-padded names)
-//! before little-endian data. Optimizer slots are not read. `meta_info` and the names in the headers, which the dumps
-//! of SOK 23.12 to 25.03 lack, must agree where they are there.
+//! `sok.dump`: `<table>-key` and `<table>-weight`, each with a 296-byte header (big-endian numbers,
+//! space-padded names) before little-endian data. Optimizer slots are not read. `meta_info` and the
+//! names in the headers, which the dumps of SOK 23.12 to 25.03 lack, must agree where they are
+//! there.
 //!
 //! ```text
 //! 0 name[256] | 256 u32 BE kind | 260 variable[32] | 292 u32 BE dtype | 296 data

@@ -1,12 +1,12 @@
-//! Which rows share a page of a placed segment: those that are asked for together. Keys are put page by page,
-//! each page begun with the most used key that is left and filled with those that share the most requests with
-//! it. Never reads a row.
+//! Which rows share a page of a placed segment: those that are asked for together. Keys are put
+//! page by page, each page begun with the most used key that is left and filled with those that
+//! share the most requests with it. Never reads a row.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-/// Puts `keys`, most used first, in the order in which they fill pages of `per_page` rows, by the keys that each of
-/// `requests` asked for. Without requests that is the order they have.
+/// Puts `keys`, most used first, in the order in which they fill pages of `per_page` rows, by the
+/// keys that each of `requests` asked for. Without requests that is the order they have.
 pub fn by_co_access<'a>(
     keys: &[u64],
     requests: impl Iterator<Item = &'a [u64]>,

@@ -1,4 +1,5 @@
-//! A table's most used keys, by which a cache is warmed, and whether a delta needs a list of its own.
+//! A table's most used keys, by which a cache is warmed, and whether a delta needs a list of its
+//! own.
 
 use crate::pack::RowSource;
 use anyhow::Result;
@@ -31,8 +32,8 @@ pub(crate) fn hot_keys(source: &dyn RowSource) -> Result<Vec<u64>> {
     Ok(heap.into_sorted_vec().iter().map(|Reverse((_, Reverse(key)))| *key).collect())
 }
 
-/// Whether a cache of some size that is warmed from the list `old` would hold too little of what one of `new` would: a list is whole,
-/// and can be far larger than the delta that brings it.
+/// Whether a cache of some size that is warmed from the list `old` would hold too little of what
+/// one of `new` would: a list is whole, and can be far larger than the delta that brings it.
 pub(crate) fn is_news(old: &[u64], new: &[u64]) -> bool {
     let rank: HashMap<u64, usize> =
         old.iter().enumerate().map(|(rank, key)| (*key, rank)).collect();

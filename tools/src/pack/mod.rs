@@ -1,7 +1,7 @@
-//! `pack`: a trainer's files become a bundle. Two passes over each table's source, in memory bounded by one
-//! block and one sort partition: the first learns ranges and refuses bad rows before anything is written,
-//! the second encodes. Only the most used rows, which are placed together, are kept until their table is
-//! written: one in a hundred.
+//! `pack`: a trainer's files become a bundle. Two passes over each table's source, in memory
+//! bounded by one block and one sort partition: the first learns ranges and refuses bad rows before
+//! anything is written, the second encodes. Only the most used rows, which are placed together, are
+//! kept until their table is written: one in a hundred.
 
 pub mod clustering;
 mod hot;
@@ -80,8 +80,8 @@ pub struct Packed {
     pub bytes: u64,
 }
 
-/// Packs the model that `spec_path` describes into the bundle `out`. `progress` is told the rows read, of
-/// twice `rows` in total.
+/// Packs the model that `spec_path` describes into the bundle `out`. `progress` is told the rows
+/// read, of twice `rows` in total.
 ///
 /// # Errors
 /// A file is missing or wrong; nothing stands at `out` then.
@@ -94,8 +94,9 @@ pub fn pack_file(
     pack_file_onto(spec_path, None, out, overrides, progress)
 }
 
-/// As `pack_file`; with a `parent` the bundle is the delta that leads from its live generation to this model:
-/// the rows that differ, the keys that are new and those that are gone. Tables are encoded as the parent's.
+/// As `pack_file`; with a `parent` the bundle is the delta that leads from its live generation to
+/// this model: the rows that differ, the keys that are new and those that are gone. Tables are
+/// encoded as the parent's.
 ///
 /// # Errors
 /// As `pack_file`, or the parent cannot be read or has other tables.

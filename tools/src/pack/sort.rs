@@ -1,5 +1,5 @@
-//! Puts the rows of a table into segment order in bounded memory: rows are spilled to partitions by the top
-//! of their order, then each partition is sorted by itself. Never changes a row.
+//! Puts the rows of a table into segment order in bounded memory: rows are spilled to partitions by
+//! the top of their order, then each partition is sorted by itself. Never changes a row.
 
 use anyhow::{Context, Result, bail};
 use hatchback::schema::KeySpace;

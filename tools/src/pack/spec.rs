@@ -1,5 +1,5 @@
-//! `model.toml`: what `pack` is told about a trained model. Turns names into the numbers of a schema; never
-//! reads rows.
+//! `model.toml`: what `pack` is told about a trained model. Turns names into the numbers of a
+//! schema; never reads rows.
 
 use crate::import::Source;
 use anyhow::{Context, Result, bail, ensure};

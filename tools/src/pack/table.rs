@@ -1,5 +1,6 @@
-//! One table of a bundle: its rows encoded and in order, in a delta those that differ from the parent's, beside them the most
-//! used rows once more, placed together. Only those are kept until the table is written: one in a hundred.
+//! One table of a bundle: its rows encoded and in order, in a delta those that differ from the
+//! parent's, beside them the most used rows once more, placed together. Only those are kept until
+//! the table is written: one in a hundred.
 
 use crate::pack::RowSource;
 use crate::pack::clustering::by_co_access;
@@ -86,8 +87,9 @@ impl Destination<'_> {
         kind.context("the unit does not fit the codec")
     }
 
-    /// The most used of the `hot` keys, those that are asked for together side by side. None in a delta, whose
-    /// rows would be read from it instead, and none of a table that is never read page by page.
+    /// The most used of the `hot` keys, those that are asked for together side by side. None in a
+    /// delta, whose rows would be read from it instead, and none of a table that is never read page
+    /// by page.
     fn keys_to_place(&self, hot: &[u64]) -> Vec<u64> {
         let table = self.table();
         if self.parent.is_some() || table.placement == Placement::Resident {
@@ -138,7 +140,8 @@ impl KeptRows {
     }
 }
 
-/// Takes a table's rows in order: all of them into a base, or into a delta what differs from the old ones.
+/// Takes a table's rows in order: all of them into a base, or into a delta what differs from the
+/// old ones.
 struct NewRows<'a> {
     writer: SegmentWriter<BlobWriter<'a>>,
     keys: KeySpace,

@@ -1,4 +1,5 @@
-//! Quality and latency measures: AUC, logloss, percentiles, what the rows were. Never scores anything.
+//! Quality and latency measures: AUC, logloss, percentiles, what the rows were. Never scores
+//! anything.
 
 use hatchback::LookupStatus;
 use hdrhistogram::Histogram;
@@ -34,7 +35,8 @@ pub fn logloss(scores: &[f32], labels: &[f32]) -> Option<f64> {
         .then(|| scores.iter().zip(labels).map(loss).sum::<f64>() / scores.len() as f64)
 }
 
-/// The largest difference of two scores at the same place; 0 for none. NaN if one is no number, which `max` would pass over.
+/// The largest difference of two scores at the same place; 0 for none. NaN if one is no number,
+/// which `max` would pass over.
 pub fn largest_difference(a: &[f32], b: &[f32]) -> f64 {
     let differences = a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs()));
     differences.fold(0.0, |most, d| if most.is_nan() || most > d { most } else { d })

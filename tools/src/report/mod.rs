@@ -1,4 +1,5 @@
-//! How results reach people and programs: aligned tables, byte and time units, JSON files. Never computes.
+//! How results reach people and programs: aligned tables, byte and time units, JSON files. Never
+//! computes.
 
 pub mod metrics;
 pub mod plot;
@@ -68,8 +69,8 @@ pub fn percent(share: f64) -> String {
     format!("{:.2} %", 100.0 * share)
 }
 
-/// An error and what caused it, in one line; the runtime's errors say their cause themselves, so what was
-/// said already is not said again.
+/// An error and what caused it, in one line; the runtime's errors say their cause themselves, so
+/// what was said already is not said again.
 pub fn explain(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
         "" => cause,

@@ -1,5 +1,5 @@
-//! Charts as SVG: panels of lines one above the other, linear or logarithmic. Draws what it is given and
-//! writes one file; never measures.
+//! Charts as SVG: panels of lines one above the other, linear or logarithmic. Draws what it is
+//! given and writes one file; never measures.
 
 use crate::report::metrics::Percentiles;
 use anyhow::{Context, Result, anyhow};
@@ -288,7 +288,8 @@ fn even_ticks(low: f64, high: f64) -> Vec<f64> {
     (first..=last).map(|i| i as f64 * step).collect()
 }
 
-/// Powers of ten that enclose `low..=high` (both logarithms), with 2 and 5 in between where there is room.
+/// Powers of ten that enclose `low..=high` (both logarithms), with 2 and 5 in between where there
+/// is room.
 fn ratio_ticks(low: f64, high: f64) -> Vec<f64> {
     let between: &[f64] = if high - low > 3.5 { &[1.0] } else { &[1.0, 2.0, 5.0] };
     let decades = low.floor() as i32..=high.ceil() as i32;

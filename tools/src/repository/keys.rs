@@ -1,7 +1,7 @@
-//! `keys`: a fleet's signing keys and its root of trust. Keys are PKCS#8 files (Ed25519) of a folder, one each;
-//! another store of keys is another `KeySource`. A new root is made of the old one, whichever keys are at hand, and is
-//! signed by the keys of the old one too, so that a car that trusts the old one can follow. Never signs releases: that is
-//! `publish`.
+//! `keys`: a fleet's signing keys and its root of trust. Keys are PKCS#8 files (Ed25519) of a
+//! folder, one each; another store of keys is another `KeySource`. A new root is made of the old
+//! one, whichever keys are at hand, and is signed by the keys of the old one too, so that a car
+//! that trusts the old one can follow. Never signs releases: that is `publish`.
 
 use anyhow::{Context, Result, ensure};
 use aws_lc_rs::rand::SystemRandom;
@@ -53,7 +53,8 @@ enum Action {
     },
     /// Replaces the keys of a role by as many new ones, which revokes the old ones
     Rotate {
-        /// The folder of the keys and roots. As many root keys as must sign have to lie in it; all others may be elsewhere
+        /// The folder of the keys and roots. As many root keys as must sign have to lie in it; all
+        /// others may be elsewhere
         keys: PathBuf,
         /// root, targets, snapshot or timestamp
         role: RoleType,
@@ -105,8 +106,8 @@ pub fn timestamp(seconds: u64) -> Result<jiff::Timestamp> {
     Ok(jiff::Timestamp::from_second(i64::try_from(seconds)?)?)
 }
 
-/// Makes the keys of a new fleet in `folder`, for each of `ROLES` how many and how many must sign, and its first
-/// root, which expires at `expires` (seconds since 1970). Returns the root's path.
+/// Makes the keys of a new fleet in `folder`, for each of `ROLES` how many and how many must sign,
+/// and its first root, which expires at `expires` (seconds since 1970). Returns the root's path.
 ///
 /// # Errors
 /// The folder holds a root already or cannot be written.
@@ -131,8 +132,8 @@ pub fn new_fleet(folder: &Path, counts: [(usize, u64); 4], expires: u64) -> Resu
     Ok(write_root(folder, None, root, &fresh)?.0)
 }
 
-/// Gives `role` as many new keys as it had and makes the root that says so. The old keys sign no more. Nothing in the folder
-/// changes before the new root is signed.
+/// Gives `role` as many new keys as it had and makes the root that says so. The old keys sign no
+/// more. Nothing in the folder changes before the new root is signed.
 ///
 /// # Errors
 /// There is no root, too few of the root role's keys are in the folder, or it cannot be written.
@@ -231,8 +232,8 @@ fn newest_root(folder: &Path) -> Result<(Signed<Root>, Vec<u8>)> {
     Ok((serde_json::from_slice(&bytes).with_context(|| path.display().to_string())?, bytes))
 }
 
-/// Gives the roles of `fresh` so many new keys in `root`, signs it, also as `old` demands, and writes the keys and then the
-/// root. Returns the root with its path.
+/// Gives the roles of `fresh` so many new keys in `root`, signs it, also as `old` demands, and
+/// writes the keys and then the root. Returns the root with its path.
 fn write_root(
     folder: &Path,
     old: Option<(&Root, &[u8])>,
@@ -291,7 +292,8 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    /// A fleet of three root keys of which two sign and two of each other role, as the documentation has it.
+    /// A fleet of three root keys of which two sign and two of each other role, as the
+    /// documentation has it.
     fn fleet() -> (tempfile::TempDir, PathBuf, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let (here, away) = (folder.path().join("here"), folder.path().join("away"));

@@ -1,6 +1,8 @@
-//! `prune`: removes from a repository what no release needs any more: chunks, manifests and old metadata. What cars were led
-//! to within the grace stays, and so does what was put there within it, for a publisher may be about to name it. Each object is removed
-//! by itself and none that a listed release names: a prune that is killed leaves a whole repository, and the next one goes on.
+//! `prune`: removes from a repository what no release needs any more: chunks, manifests and old
+//! metadata. What cars were led to within the grace stays, and so does what was put there within
+//! it, for a publisher may be about to name it. Each object is removed by itself and none that a
+//! listed release names: a prune that is killed leaves a whole repository, and the next one goes
+//! on.
 
 use crate::report;
 use crate::repository::keys::DAY_S;
@@ -26,11 +28,13 @@ pub struct PruneArgs {
     /// The folder of the keys and roots
     #[arg(long)]
     keys: PathBuf,
-    /// Takes all but the newest so many releases of each model off the list first, but none from the newest snapshot on: every
-    /// car finds a way. Keep more than are published while a car is on probation [default: all that are listed]
+    /// Takes all but the newest so many releases of each model off the list first, but none from
+    /// the newest snapshot on: every car finds a way. Keep more than are published while a car is
+    /// on probation [default: all that are listed]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     releases: Option<u64>,
-    /// Days for which what is no longer listed stays: longer than the slowest download, and than any cache before the repository
+    /// Days for which what is no longer listed stays: longer than the slowest download, and than
+    /// any cache before the repository
     #[arg(long, default_value_t = 14)]
     grace_days: u64,
     /// Days until cars take the timestamp for frozen, where releases are taken off the list
@@ -95,7 +99,8 @@ pub fn run(args: &PruneArgs) -> Result<()> {
 /// Removes what is outside `window` from `store`, as of `now` (seconds since 1970).
 ///
 /// # Errors
-/// The repository is not whole or not signed by the keys in `keys`; nothing was removed then. Or the store refused.
+/// The repository is not whole or not signed by the keys in `keys`; nothing was removed then. Or
+/// the store refused.
 pub fn prune(store: &dyn Store, keys: &Path, window: &Window, now: u64) -> Result<Pruned> {
     // Listed before it is known what is named: what comes meanwhile is not in the list.
     let objects = store.list()?;
@@ -127,7 +132,8 @@ pub fn prune(store: &dyn Store, keys: &Path, window: &Window, now: u64) -> Resul
     Ok(done)
 }
 
-/// Whether `object` is one that `publish` made, is named by nothing and has been there for the whole grace.
+/// Whether `object` is one that `publish` made, is named by nothing and has been there for the
+/// whole grace.
 fn is_old(object: &Object, named: &BTreeSet<String>, grace_s: u64, now: u64) -> bool {
     let path = object.path.as_str();
     let is_version = [".targets.json", ".snapshot.json"].iter().any(|role| path.ends_with(role));
@@ -140,8 +146,8 @@ fn is_old(object: &Object, named: &BTreeSet<String>, grace_s: u64, now: u64) -> 
     ours && !named.contains(path) && object.modified.saturating_add(grace_s) <= now
 }
 
-/// The objects that cars may ask for: all that the metadata name which they were led to since `since`. The newest must be
-/// whole; of older ones an earlier prune may have taken some.
+/// The objects that cars may ask for: all that the metadata name which they were led to since
+/// `since`. The newest must be whole; of older ones an earlier prune may have taken some.
 fn named(store: &dyn Store, present: &RepositoryState, since: u64) -> Result<BTreeSet<String>> {
     let (mut named, mut next) = (BTreeSet::new(), present.snapshot);
     while next > 0 {
@@ -172,7 +178,8 @@ fn named(store: &dyn Store, present: &RepositoryState, since: u64) -> Result<BTr
     Ok(named)
 }
 
-/// The targets of all but the newest so many `releases` of each model; none from the newest snapshot on that all may have.
+/// The targets of all but the newest so many `releases` of each model; none from the newest
+/// snapshot on that all may have.
 fn outside(listed: &Targets, releases: Option<u64>) -> Vec<String> {
     let Some(releases) = releases else { return Vec::new() };
     let mut models: BTreeMap<String, (BTreeSet<u64>, Option<u64>)> = BTreeMap::new();

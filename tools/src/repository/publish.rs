@@ -1,7 +1,8 @@
-//! `publish`: bundles become a release that cars find. Chunks go up first, each under its hash, then manifests,
-//! then the signed metadata, and last of all the timestamp, the one file that leads to everything else: a publish
-//! that is killed leaves nothing that a car could see. Only adds objects; what is old is for `prune` to remove. Never gives a
-//! name that cars were shown to other content, and never signs unasked what only keys that were replaced vouch for.
+//! `publish`: bundles become a release that cars find. Chunks go up first, each under its hash,
+//! then manifests, then the signed metadata, and last of all the timestamp, the one file that leads
+//! to everything else: a publish that is killed leaves nothing that a car could see. Only adds
+//! objects; what is old is for `prune` to remove. Never gives a name that cars were shown to other
+//! content, and never signs unasked what only keys that were replaced vouch for.
 
 use crate::report;
 use crate::repository::keys::{DAY_S, block_on, roots, sources, timestamp};
@@ -29,20 +30,20 @@ use tough::{TargetName, schema};
 pub struct PublishArgs {
     /// Bundles: snapshots and deltas
     bundles: Vec<PathBuf>,
-    /// The repository: a directory that a web server or a CDN hands out, or with the feature `s3` an `s3://BUCKET/PREFIX`
-    /// (endpoint and keys from the AWS_... environment)
+    /// The repository: a directory that a web server or a CDN hands out, or with the feature `s3`
+    /// an `s3://BUCKET/PREFIX` (endpoint and keys from the AWS_... environment)
     #[arg(long)]
     to: String,
     /// The folder of the keys and roots (`hatchback keys new`)
     #[arg(long)]
     keys: PathBuf,
-    /// Takes back this release, or one target of it by its whole name; a car that has committed it says so, and stays on it
-    /// until a newer one comes
+    /// Takes back this release, or one target of it by its whole name; a car that has committed it
+    /// says so, and stays on it until a newer one comes
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     revoke: Vec<String>,
-    /// After a rotation of the targets' key: signs this release, for which only the replaced key vouches, with the new one.
-    /// Each that is listed has to be named here or with `--revoke`, or given again as a bundle: whoever stole that key
-    /// may have listed some
+    /// After a rotation of the targets' key: signs this release, for which only the replaced key
+    /// vouches, with the new one. Each that is listed has to be named here or with `--revoke`, or
+    /// given again as a bundle: whoever stole that key may have listed some
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     carry: Vec<String>,
     /// Share of the fleet that may have these bundles, per cent; publish them again to widen it
@@ -66,7 +67,8 @@ pub struct Change {
     pub bundles: Vec<PathBuf>,
     /// Which share of the fleet may have them, per cent.
     pub share: u8,
-    /// Releases to take back: `SEQUENCE` where there is one lineage, `LINEAGE/SEQUENCE`, or a target's whole name.
+    /// Releases to take back: `SEQUENCE` where there is one lineage, `LINEAGE/SEQUENCE`, or a
+    /// target's whole name.
     pub revoke: Vec<String>,
     /// Releases to sign again after a rotation of keys, named in the same ways.
     pub carry: Vec<String>,
@@ -94,7 +96,8 @@ pub struct Published {
     pub added: Vec<String>,
     /// Target names taken back.
     pub revoked: Vec<String>,
-    /// Targets that the replaced keys had signed and the new ones sign now: name and SHA-256 of the manifest.
+    /// Targets that the replaced keys had signed and the new ones sign now: name and SHA-256 of the
+    /// manifest.
     pub carried: Vec<String>,
     /// Chunks put up.
     pub chunks: u64,
@@ -265,7 +268,8 @@ fn described(name: &TargetName, target: &Target) -> String {
     format!("{} sha256 {}", name.raw(), hex(&target.hashes.sha256))
 }
 
-/// What is to be signed again although only keys that were replaced vouch for it: what the publisher named and nothing else.
+/// What is to be signed again although only keys that were replaced vouch for it: what the
+/// publisher named and nothing else.
 fn carried(
     present: &RepositoryState,
     change: &Change,
@@ -296,7 +300,8 @@ fn carried(
     Ok(carried.map(|(name, target)| (name.clone(), target.clone())).collect())
 }
 
-/// The targets that `releases` name, which the command line has under `flag`. One without a lineage must be of the only one.
+/// The targets that `releases` name, which the command line has under `flag`. One without a lineage
+/// must be of the only one.
 fn named(present: &RepositoryState, releases: &[String], flag: &str) -> Result<Vec<TargetName>> {
     let names: Vec<TargetName> = present.listed().map(|(name, _)| name.clone()).collect();
     let parts = |name: &TargetName| {

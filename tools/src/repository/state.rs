@@ -1,5 +1,5 @@
-//! What a repository has: the metadata that are in force, verified, and those that cars were led to before, as far as `prune`
-//! left them. Only reads.
+//! What a repository has: the metadata that are in force, verified, and those that cars were led to
+//! before, as far as `prune` left them. Only reads.
 
 use crate::repository::keys::roots;
 use crate::repository::store::Store;
@@ -15,7 +15,8 @@ use tough::schema::{Signed, Snapshot, Target, Targets};
 /// The one file that leads to everything else.
 pub const TIMESTAMP: &str = "metadata/timestamp.json";
 
-/// The field of the targets' metadata that says which version of the snapshot cars were led to before.
+/// The field of the targets' metadata that says which version of the snapshot cars were led to
+/// before.
 pub const PREVIOUS: &str = "previous";
 
 /// The metadata that a repository has now.
@@ -31,7 +32,8 @@ pub struct RepositoryState {
     pub targets: u64,
     /// What is listed.
     pub signed: Option<Signed<Targets>>,
-    /// Whether the targets' keys were replaced since: only an older root vouches for what is listed.
+    /// Whether the targets' keys were replaced since: only an older root vouches for what is
+    /// listed.
     pub is_outdated: bool,
 }
 
@@ -52,7 +54,8 @@ pub struct Past {
 }
 
 impl Past {
-    /// What version `version` led to; `None` where a prune took it. Its signatures are not looked at.
+    /// What version `version` led to; `None` where a prune took it. Its signatures are not looked
+    /// at.
     ///
     /// # Errors
     /// The store refused, or it is not metadata.
@@ -106,8 +109,8 @@ impl ReleaseNames {
         Ok(names)
     }
 
-    /// A delta says of its parent no more than the sequence: were a name given to other content, cars that have the first would
-    /// take deltas from the second.
+    /// A delta says of its parent no more than the sequence: were a name given to other content,
+    /// cars that have the first would take deltas from the second.
     ///
     /// # Errors
     /// The name stood for another content.

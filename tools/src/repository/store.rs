@@ -1,5 +1,5 @@
-//! Where a repository's objects are kept: a directory, or with the feature `s3` a server that speaks the S3 protocol, both
-//! through the `object_store` crate. Knows nothing of releases.
+//! Where a repository's objects are kept: a directory, or with the feature `s3` a server that
+//! speaks the S3 protocol, both through the `object_store` crate. Knows nothing of releases.
 
 use anyhow::{Context, Result, ensure};
 use futures_util::TryStreamExt;
@@ -43,8 +43,9 @@ pub trait Store {
     /// # Errors
     /// There is one, or as `get`.
     fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()>;
-    /// Puts an object at `path` in place of the one that holds `before`; with `None` as `put_new`. A store without conditional
-    /// writes, as a directory is, leaves a moment between the look and the write.
+    /// Puts an object at `path` in place of the one that holds `before`; with `None` as `put_new`.
+    /// A store without conditional writes, as a directory is, leaves a moment between the look and
+    /// the write.
     ///
     /// # Errors
     /// Another one is there by now, or as `get`.

@@ -1,11 +1,11 @@
-//! Which keys a load asks for: seeded distributions over a model's key spaces, and batches drawn from them.
-//! Never scores, and never runs inside a measurement.
+//! Which keys a load asks for: seeded distributions over a model's key spaces, and batches drawn
+//! from them. Never scores, and never runs inside a measurement.
 //!
-//! A distribution speaks of popularity ranks. [`Scatter`] gives each rank its place in the table by a fixed
-//! bijection, so that hot keys are not neighbours and do not share pages more often than any others. A place
-//! is the key itself in an index table and the position in key-hash order, which is the order of the
-//! segment, in a sparse one. The bijection depends on the table's number and rows only: other seeds draw
-//! other keys, but the same keys are hot.
+//! A distribution speaks of popularity ranks. [`Scatter`] gives each rank its place in the table by
+//! a fixed bijection, so that hot keys are not neighbours and do not share pages more often than
+//! any others. A place is the key itself in an index table and the position in key-hash order,
+//! which is the order of the segment, in a sparse one. The bijection depends on the table's number
+//! and rows only: other seeds draw other keys, but the same keys are hot.
 
 use crate::pack::read_samples;
 use anyhow::{Context, Result, ensure};
@@ -45,8 +45,8 @@ pub enum Distribution {
         /// Share of the keys, `0..1`.
         keys: f64,
     },
-    /// As often as observed in a file of samples, one line of JSON each. A feature that never had a key
-    /// there gets empty bags.
+    /// As often as observed in a file of samples, one line of JSON each. A feature that never had a
+    /// key there gets empty bags.
     Histogram(PathBuf),
 }
 
@@ -124,7 +124,8 @@ pub fn powerlaw_share(alpha: f64, rows: u64, k: u64) -> f64 {
     if b == 0.0 { upto.ln() / all.ln() } else { (b * upto.ln()).exp_m1() / (b * all.ln()).exp_m1() }
 }
 
-/// `y = (r (kmax^b - kmin^b) + kmin^b)^(1/b)`, `b = 1 - alpha`, kmin 1, kmax rows + 1; the rank is `y - 1`.
+/// `y = (r (kmax^b - kmin^b) + kmin^b)^(1/b)`, `b = 1 - alpha`, kmin 1, kmax rows + 1; the rank is
+/// `y - 1`.
 fn powerlaw_rank(alpha: f64, rows: u64, r: f64) -> u64 {
     let (b, all) = (1.0 - alpha, ((rows + 1) as f64).ln());
     let y = if b == 0.0 { (r * all).exp() } else { ((r * (b * all).exp_m1()).ln_1p() / b).exp() };
@@ -146,8 +147,8 @@ impl Distribution {
     }
 }
 
-/// A fixed bijection of `0..rows`: four Feistel rounds over the next even number of bits, walked on until
-/// the result is in range.
+/// A fixed bijection of `0..rows`: four Feistel rounds over the next even number of bits, walked on
+/// until the result is in range.
 #[derive(Clone, Copy, Debug)]
 pub struct Scatter {
     rows: u64,
@@ -254,7 +255,8 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// A load on the live generation of `flash`. The keys of sparse tables are read from their segments.
+    /// A load on the live generation of `flash`. The keys of sparse tables are read from their
+    /// segments.
     ///
     /// # Errors
     /// A segment or the sample file cannot be read.
@@ -393,7 +395,8 @@ mod tests {
             let expected = ranks.map(|k| powerlaw_share(alpha, 1_000_000, k));
             assert_near(&shares(text, 1_000_000, &ranks), &expected);
         }
-        // (1 - 11^-0.05) / (1 - 1000001^-0.05), the generator's formula solved for r, by another program.
+        // (1 - 11^-0.05) / (1 - 1000001^-0.05), the generator's formula solved for r, by another
+        // program.
         assert!((powerlaw_share(1.05, 1_000_000, 10) - 0.226510).abs() < 1e-6);
         assert_eq!(powerlaw_share(1.05, 1000, 1000), 1.0);
     }

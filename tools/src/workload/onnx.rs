@@ -1,5 +1,5 @@
-//! A small ONNX writer: enough to put a network of known shape into a file. Protobuf by hand, since only varint
-//! and length-delimited fields are needed. Never reads a network and never checks one.
+//! A small ONNX writer: enough to put a network of known shape into a file. Protobuf by hand, since
+//! only varint and length-delimited fields are needed. Never reads a network and never checks one.
 
 /// A protobuf message.
 #[derive(Clone, Debug, Default)]

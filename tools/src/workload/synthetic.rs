@@ -1,11 +1,12 @@
-//! A model in the shape of MLPerf's Criteo model with made-up rows, for measurements. Its rows mean nothing:
-//! never a source of quality figures.
+//! A model in the shape of MLPerf's Criteo model with made-up rows, for measurements. Its rows mean
+//! nothing: never a source of quality figures.
 //!
-//! The 26 cardinalities `c` are those of MLPerf DLRM; a table has `min(c, max(c * rows_max / 40 M, 40 k))`
-//! rows, and no more than `rows_max`. So the small tables keep their size and the large ones their
-//! proportions, down to 40 k rows. The 18 tables under 100 k rows are left to `pack` and the budget (f16,
-//! resident where there is room); the other eight are `u8` and always `cached`, three of them with scattered
-//! u64 keys. Rows have dim 32; five features are multi-hot with MLPerf's hotness cut to 3.
+//! The 26 cardinalities `c` are those of MLPerf DLRM; a table has `min(c, max(c * rows_max / 40 M,
+//! 40 k))` rows, and no more than `rows_max`. So the small tables keep their size and the large
+//! ones their proportions, down to 40 k rows. The 18 tables under 100 k rows are left to `pack` and
+//! the budget (f16, resident where there is room); the other eight are `u8` and always `cached`,
+//! three of them with scattered u64 keys. Rows have dim 32; five features are multi-hot with
+//! MLPerf's hotness cut to 3.
 
 use crate::import::Source;
 use crate::pack::spec::{
@@ -42,7 +43,8 @@ const BLOCK_ROWS: u64 = 1024;
 /// The dense network, a DLRM over 13 dense features and 26 vectors of 32.
 pub const CRITEO_ONNX: &[u8] = include_bytes!("../../demo/criteo/dense.onnx");
 
-/// The model with tables of up to `rows_max` rows: what `pack` takes, with `dense.onnx` in its base folder.
+/// The model with tables of up to `rows_max` rows: what `pack` takes, with `dense.onnx` in its base
+/// folder.
 pub fn criteo(rows_max: u64) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
     criteo_at(rows_max, (1, 1))
 }
@@ -84,8 +86,8 @@ pub fn pack_criteo(
     pack_criteo_at(rows_max, (1, 1), None, out, progress)
 }
 
-/// The same of a later generation, onto `parent`: its sequence, and that from each to the next one row in so many has
-/// other values.
+/// The same of a later generation, onto `parent`: its sequence, and that from each to the next one
+/// row in so many has other values.
 ///
 /// # Errors
 /// The bundle cannot be written, or `parent` cannot be read.
@@ -120,8 +122,8 @@ fn scaled(c: u64, rows_max: u64) -> u64 {
     c.min(share.max(LARGE_ROWS_MIN)).min(rows_max.max(1))
 }
 
-/// `n` values close to N(0, `deviation`), each a sum of four random bytes; `n` is even. Seeds closer than `n / 2`
-/// share values.
+/// `n` values close to N(0, `deviation`), each a sum of four random bytes; `n` is even. Seeds
+/// closer than `n / 2` share values.
 pub fn push_normals(seed: u64, n: usize, deviation: f32, values: &mut Vec<f32>) {
     /// Mean and deviation of the sum of four uniform bytes.
     const SUM: (f32, f32) = (510.0, 147.801);
@@ -185,7 +187,8 @@ impl Synthetic {
         order
     }
 
-    /// How many generations before this one there are since the row last changed, counted from the first.
+    /// How many generations before this one there are since the row last changed, counted from the
+    /// first.
     fn version(&self, position: u64) -> u64 {
         let (sequence, one_in) = self.at;
         let changed =
@@ -210,8 +213,8 @@ impl RowSource for Synthetic {
         self.sparse
     }
 
-    /// Expected counts of `keys::Distribution::PowerLaw` with the default exponent; cached tables of the first
-    /// generation only: a list of all hot keys is far larger than a delta.
+    /// Expected counts of `keys::Distribution::PowerLaw` with the default exponent; cached tables
+    /// of the first generation only: a list of all hot keys is far larger than a delta.
     fn counts(&self) -> Result<Option<Vec<u64>>> {
         if !self.cached || self.at.0 > 1 {
             return Ok(None);
@@ -312,8 +315,8 @@ mod tests {
         assert!(Synthetic::new(1, 5000, (1, 1)).counts().unwrap().is_none());
     }
 
-    /// Hot keys of the bundle are the hot keys of the load: a preloaded cache answers a power law far better
-    /// than it answers a uniform load, and every drawn key is in the model.
+    /// Hot keys of the bundle are the hot keys of the load: a preloaded cache answers a power law
+    /// far better than it answers a uniform load, and every drawn key is in the model.
     #[test]
     fn hot_lists_meet_the_load() {
         let directory = tempfile::tempdir().unwrap();

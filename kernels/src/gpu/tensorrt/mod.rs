@@ -1,6 +1,7 @@
-//! TensorRT: a dense network built on this GPU from its ONNX file, kept, and put onto a stream. Everything passes
-//! `tensorrt/shim.cpp`, a library of its own that is built where TensorRT's headers are: this crate needs none of
-//! it to be built or started. Never takes a plan that another machine built, never runs code that lies in a plan.
+//! TensorRT: a dense network built on this GPU from its ONNX file, kept, and put onto a stream.
+//! Everything passes `tensorrt/shim.cpp`, a library of its own that is built where TensorRT's
+//! headers are: this crate needs none of it to be built or started. Never takes a plan that another
+//! machine built, never runs code that lies in a plan.
 
 mod plans;
 mod shim;
@@ -105,7 +106,8 @@ pub struct Build<'a> {
     pub workspace_bytes_max: u64,
     /// Whether layers may compute in FP16.
     pub fp16: bool,
-    /// TensorRT for RTX alone: the compute capability to build for, 86 for 8.6, where there is no such GPU.
+    /// TensorRT for RTX alone: the compute capability to build for, 86 for 8.6, where there is no
+    /// such GPU.
     pub compute_capability: Option<i32>,
 }
 
@@ -115,13 +117,15 @@ pub struct TensorRt {
     shim: Arc<shim::Shim>,
 }
 
-/// A network that is ready on this GPU. Holding one proves that it has the inputs and the output asked for, in f32.
+/// A network that is ready on this GPU. Holding one proves that it has the inputs and the output
+/// asked for, in f32.
 pub struct Engine {
     engine: Arc<shim::Engine>,
 }
 
 impl TensorRt {
-    /// Loads the shim at `shim` and TensorRT under its usual names, or `libraries`: it and its ONNX parser.
+    /// Loads the shim at `shim` and TensorRT under its usual names, or `libraries`: it and its ONNX
+    /// parser.
     ///
     /// # Errors
     /// One of them is missing, or they are of different releases.

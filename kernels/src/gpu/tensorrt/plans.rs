@@ -1,6 +1,7 @@
-//! Plans that were built here, kept in a folder so that a start need not build them again. A file's name is the hash
-//! of all that a plan depends on, and its end the hash of what it holds: a plan of anything else, torn or altered, is
-//! built anew. An empty plan says that the one that was built is of no use. Never the only copy of anything.
+//! Plans that were built here, kept in a folder so that a start need not build them again. A file's
+//! name is the hash of all that a plan depends on, and its end the hash of what it holds: a plan of
+//! anything else, torn or altered, is built anew. An empty plan says that the one that was built is
+//! of no use. Never the only copy of anything.
 
 use crate::gpu::tensorrt::{Build, TensorRt, TensorRtError};
 use sha2::{Digest, Sha256};
@@ -27,7 +28,8 @@ impl Plans {
         Self { folder: folder.to_owned() }
     }
 
-    /// The plan that lies at `path`, if there is one; it counts as used. A folder that cannot be read is logged.
+    /// The plan that lies at `path`, if there is one; it counts as used. A folder that cannot be
+    /// read is logged.
     ///
     /// # Errors
     /// The plan that was built is of no use.
@@ -49,8 +51,8 @@ impl Plans {
         Ok(None)
     }
 
-    /// Keeps `plan` at `path`, and of the others those that were used last. A folder that cannot be written costs the next start
-    /// a build and is logged.
+    /// Keeps `plan` at `path`, and of the others those that were used last. A folder that cannot be
+    /// written costs the next start a build and is logged.
     pub fn keep(&self, path: &Path, plan: &[u8]) {
         self.write(path, plan)
             .unwrap_or_else(|e| log::warn!("{}: {e}; the plan is not kept", path.display()));

@@ -1,5 +1,5 @@
-//! The C interface of `tensorrt/shim.cpp`, and nothing else: loading it, calling it, owning what it gives. All that
-//! is unsafe about TensorRT is here. Never decides anything.
+//! The C interface of `tensorrt/shim.cpp`, and nothing else: loading it, calling it, owning what it
+//! gives. All that is unsafe about TensorRT is here. Never decides anything.
 
 #![allow(unsafe_code)]
 
@@ -108,12 +108,14 @@ impl Owned {
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: the shim gave the object together with this function, and nothing uses it after its owner.
+        // SAFETY: the shim gave the object together with this function, and nothing uses it after
+        // its owner.
         unsafe { (self.give_back)(self.object.as_ptr()) }
     }
 }
 
-// SAFETY: the shim's objects belong to no thread; who may use one at a time is said where they are used.
+// SAFETY: the shim's objects belong to no thread; who may use one at a time is said where they are
+// used.
 unsafe impl Send for Owned {}
 
 /// A TensorRT that was found and is of its headers' release.
@@ -132,8 +134,8 @@ pub(super) struct Engine {
     shim: Arc<Shim>,
 }
 
-// SAFETY: of a shared engine only `getDeviceMemorySize` and, under the shim's lock, `createExecutionContext` are
-// called; TensorRT documents an engine as usable from several threads.
+// SAFETY: of a shared engine only `getDeviceMemorySize` and, under the shim's lock,
+// `createExecutionContext` are called; TensorRT documents an engine as usable from several threads.
 unsafe impl Sync for Engine {}
 
 /// One worker's state of an engine, with its device memory.
@@ -185,8 +187,8 @@ impl Calls {
             let found = unsafe { library.get::<T>(name) };
             found.map(|f| *f).map_err(|_| TensorRtError::NoEntry(name.to_owned()))
         }
-        // SAFETY: each type is that of the function in `shim.cpp`, whose interface number was compared before, but
-        // for the number itself, which never changes.
+        // SAFETY: each type is that of the function in `shim.cpp`, whose interface number was
+        // compared before, but for the number itself, which never changes.
         unsafe {
             let interface: unsafe extern "C" fn() -> i32 =
                 call(library, "hatchback_trt_interface")?;
@@ -216,10 +218,11 @@ impl Calls {
 }
 
 impl Shim {
-    /// Loads the shim at `shim` and through it TensorRT; `libraries` are `libnvinfer` and its ONNX parser where
-    /// they are not to be found by name.
+    /// Loads the shim at `shim` and through it TensorRT; `libraries` are `libnvinfer` and its ONNX
+    /// parser where they are not to be found by name.
     pub fn open(shim: &Path, libraries: Option<(&Path, &Path)>) -> Result<Self, TensorRtError> {
-        // SAFETY: the shim's initializers only register themselves; whoever names the file vouches for it.
+        // SAFETY: the shim's initializers only register themselves; whoever names the file vouches
+        // for it.
         let library = unsafe { Library::new(shim) };
         let library = library
             .map_err(|e| TensorRtError::NotBuilt { path: shim.to_owned(), problem: why(&e) })?;
@@ -231,7 +234,8 @@ impl Shim {
         let (core, parser) =
             names.as_ref().map_or((null(), null()), |(a, b)| (a.as_ptr(), b.as_ptr()));
         let (mut out, mut version, mut problem) = (null_mut(), 0, Problem::new());
-        // SAFETY: the paths are null or end in zero and outlive the call, as do the places for the answers.
+        // SAFETY: the paths are null or end in zero and outlive the call, as do the places for the
+        // answers.
         let (code, headers) = unsafe {
             let code = (calls.open)(
                 core,
@@ -270,7 +274,8 @@ impl Shim {
         };
         let (mut plan, mut problem) = (null_mut(), Problem::new());
         let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: everything that `arguments` points to outlives the call; the lock keeps others out of the library.
+        // SAFETY: everything that `arguments` points to outlives the call; the lock keeps others
+        // out of the library.
         let code = unsafe {
             (self.calls.build)(
                 library.get(),
@@ -296,7 +301,8 @@ impl Shim {
         let (mut engine, mut problem) = (null_mut(), Problem::new());
         let names: Vec<_> = inputs.iter().map(|(name, _)| name.as_ptr()).collect();
         let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the plan outlives the call, which copies what it needs; the lock keeps others out of the library.
+        // SAFETY: the plan outlives the call, which copies what it needs; the lock keeps others out
+        // of the library.
         let code = unsafe {
             let (data, text) = (plan.as_ptr().cast(), problem.0.as_mut_ptr());
             (self.calls.load)(library.get(), data, plan.len(), &mut engine, text, PROBLEM_BYTES)
@@ -344,8 +350,8 @@ impl Engine {
 }
 
 impl Context {
-    /// Puts the network onto `stream`: `batch` samples of `inputs`, in the order of the build, into `output`. What is
-    /// named must stay until the stream has passed.
+    /// Puts the network onto `stream`: `batch` samples of `inputs`, in the order of the build, into
+    /// `output`. What is named must stay until the stream has passed.
     ///
     /// # Errors
     /// TensorRT refuses, or the batch is beyond the build's.
@@ -369,7 +375,8 @@ impl Context {
         }
         let refused = |name: &CStr| TensorRtError::Refused(format!("{name:?}, batch {batch}"));
         let bind = |name: &CStr, tensor: InputShape, address: u64| {
-            // SAFETY: the name and the shape outlive the call; memory of the tensor's size lies at the address.
+            // SAFETY: the name and the shape outlive the call; memory of the tensor's size lies at
+            // the address.
             let code = unsafe {
                 (calls.bind)(self.context.get(), &tensor, batch as i64, address as *mut c_void)
             };

@@ -1,8 +1,9 @@
-//! The fences of a base in memory: the top 32 bits of the first hash of each of its pages. In a table large
-//! enough for their memory to count they lie close together, so they are kept as one anchor for each 16 pages
-//! and 16-bit gaps between: 18 bits a page instead of 32. Hashes are spread evenly, so a small directory of their
-//! top bits leads to a few anchors, and a search touches three cache lines, however large the table. Several
-//! searches go together, step by step, so that their cache misses overlap. Never reads a file.
+//! The fences of a base in memory: the top 32 bits of the first hash of each of its pages. In a
+//! table large enough for their memory to count they lie close together, so they are kept as one
+//! anchor for each 16 pages and 16-bit gaps between: 18 bits a page instead of 32. Hashes are
+//! spread evenly, so a small directory of their top bits leads to a few anchors, and a search
+//! touches three cache lines, however large the table. Several searches go together, step by step,
+//! so that their cache misses overlap. Never reads a file.
 
 use hatchback_kernels::simd::prefetch;
 
@@ -57,7 +58,8 @@ impl Fences {
         Some(Self(Form::Close { anchors, gaps, directory, shift }))
     }
 
-    /// For each of `prefixes`, [`AT_ONCE`] at most, the last page whose fence is not above it; `None` if all are.
+    /// For each of `prefixes`, [`AT_ONCE`] at most, the last page whose fence is not above it;
+    /// `None` if all are.
     pub fn pages(&self, prefixes: &[u32], pages: &mut [Option<u32>]) {
         let (anchors, gaps, directory, shift) = match &self.0 {
             Form::Wide(fences) => {
@@ -70,8 +72,9 @@ impl Fences {
             }
             Form::Close { anchors, gaps, directory, shift } => (anchors, gaps, directory, shift),
         };
-        // What each search found so far: an entry of the directory, then an anchor. No step branches on what
-        // it has just read: a mispredicted branch costs as much as a cache miss and ends their overlap.
+        // What each search found so far: an entry of the directory, then an anchor. No step
+        // branches on what it has just read: a mispredicted branch costs as much as a cache miss
+        // and ends their overlap.
         let mut at = [0; AT_ONCE];
         for (at, prefix) in at.iter_mut().zip(prefixes) {
             *at = (u64::from(*prefix) >> shift) as usize;
@@ -99,8 +102,8 @@ impl Fences {
         for ((at, prefix), found) in at.iter().zip(prefixes).zip(pages) {
             *found = at.checked_sub(1).map(|anchor| {
                 let (first, left) = (anchor * STRIDE, prefix - anchors[anchor]);
-                // The gap behind a stretch's last page leads out of it, or to no page at all. All others are
-                // added up, needed or not.
+                // The gap behind a stretch's last page leads out of it, or to no page at all. All
+                // others are added up, needed or not.
                 let last = gaps.len().min(first + STRIDE) - 1;
                 let (mut sum, mut page) = (0, 0);
                 for gap in &gaps[first..last] {

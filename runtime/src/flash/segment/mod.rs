@@ -1,10 +1,12 @@
-//! Segments: immutable files of self-checking pages that hold rows of one table. One page read finds any
-//! key. Bytes in FORMAT.md; written by `segment_write`, proved on arrival by `segment_check`.
+//! Segments: immutable files of self-checking pages that hold rows of one table. One page read
+//! finds any key. Bytes in FORMAT.md; written by `segment_write`, proved on arrival by
+//! `segment_check`.
 //!
-//! A *base* holds every row of a table: an index table places a key by division, a sparse table keeps rows
-//! in key-hash order with a fence for each page in memory (`fences`). A *delta* holds the rows that one generation
-//! changed, inserted or deleted; its keys are read at open and go into the table's overlay. A *placed* segment
-//! repeats the most used rows of a base, packed by how they are asked for; its keys go into the overlay too.
+//! A *base* holds every row of a table: an index table places a key by division, a sparse table
+//! keeps rows in key-hash order with a fence for each page in memory (`fences`). A *delta* holds
+//! the rows that one generation changed, inserted or deleted; its keys are read at open and go into
+//! the table's overlay. A *placed* segment repeats the most used rows of a base, packed by how they
+//! are asked for; its keys go into the overlay too.
 
 pub mod fences;
 pub mod verifier;
@@ -84,7 +86,8 @@ pub enum Part {
     Base,
     /// What one generation changed.
     Delta,
-    /// The most used rows of a base once more, packed so that those asked for together share a page.
+    /// The most used rows of a base once more, packed so that those asked for together share a
+    /// page.
     Placed,
 }
 
@@ -100,9 +103,9 @@ pub struct SegmentKind {
 }
 
 impl SegmentKind {
-    /// The segment of table number `number` that `generation` brought; `None` if the table's unit does not
-    /// fit its codec. `serial` is 0 for what arrived in a bundle, 1 for what arrived placed, and counts up with each
-    /// compaction.
+    /// The segment of table number `number` that `generation` brought; `None` if the table's unit
+    /// does not fit its codec. `serial` is 0 for what arrived in a bundle, 1 for what arrived
+    /// placed, and counts up with each compaction.
     pub fn new(
         generation: &Generation,
         serial: u32,
@@ -223,8 +226,8 @@ pub(crate) fn orders_in(kind: PageKind, page: &Page<'_>) -> impl Iterator<Item =
     })
 }
 
-/// A segment open for reads. Holding one proves that its trailer is whole and that it is the segment that was
-/// asked for; its other pages are checked as they are read.
+/// A segment open for reads. Holding one proves that its trailer is whole and that it is the
+/// segment that was asked for; its other pages are checked as they are read.
 pub struct Segment {
     path: PathBuf,
     file: Arc<dyn PageFile>,
@@ -251,7 +254,8 @@ impl Segment {
         Ok(segment)
     }
 
-    /// The same by its trailer alone, for who reads pages and looks no key up: a large base has thousands of fences.
+    /// The same by its trailer alone, for who reads pages and looks no key up: a large base has
+    /// thousands of fences.
     ///
     /// # Errors
     /// The file is not that segment, or its trailer is damaged.
@@ -349,8 +353,8 @@ impl Segment {
         }
     }
 
-    /// Hands the keys of a delta or a placed segment to `take`: the order of each key with the page that holds its row, or with
-    /// `None` where the key is deleted.
+    /// Hands the keys of a delta or a placed segment to `take`: the order of each key with the page
+    /// that holds its row, or with `None` where the key is deleted.
     ///
     /// # Errors
     /// A page of keys is damaged, or they are not as many as the trailer says.
@@ -403,8 +407,8 @@ impl Segment {
         self.fences.bytes()
     }
 
-    /// For each of `keys`, [`AT_ONCE`] at most, the page of a base that holds it if any does; `None` if the base cannot
-    /// have it.
+    /// For each of `keys`, [`AT_ONCE`] at most, the page of a base that holds it if any does;
+    /// `None` if the base cannot have it.
     pub fn locate(&self, keys: &[u64], pages: &mut [Option<u32>]) {
         match self.kind.keys {
             KeySpace::Index => {
@@ -440,8 +444,8 @@ impl Segment {
         ))
     }
 
-    /// Keys that are lost with page `number`, at most: those on it, exact but for the bases of sparse tables; all where it is of the
-    /// index, without which the segment does not open.
+    /// Keys that are lost with page `number`, at most: those on it, exact but for the bases of
+    /// sparse tables; all where it is of the index, without which the segment does not open.
     pub fn keys_of(&self, number: u32) -> u64 {
         if number >= self.counts.data_pages {
             return self.counts.rows.saturating_add(self.counts.deletes);
@@ -515,8 +519,8 @@ impl Segment {
         }
     }
 
-    /// Hands every row to `take` in file order, with the order of its key. A damaged page goes to `damaged`
-    /// and its rows are left out.
+    /// Hands every row to `take` in file order, with the order of its key. A damaged page goes to
+    /// `damaged` and its rows are left out.
     ///
     /// # Errors
     /// The device refused.

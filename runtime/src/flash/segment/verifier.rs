@@ -1,5 +1,5 @@
-//! Checking a segment that comes from outside, page by page in file order, before it may be used; and that the
-//! rows of a placed segment are those of its base. Never keeps a row.
+//! Checking a segment that comes from outside, page by page in file order, before it may be used;
+//! and that the rows of a placed segment are those of its base. Never keeps a row.
 
 use crate::flash::segment::{
     Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentError, SegmentKind,
@@ -40,8 +40,8 @@ pub struct SegmentVerifier {
 }
 
 impl SegmentVerifier {
-    /// A check of a segment of `kind`, over a table of `rows.start` rows (0 for a base or what is placed of it), that makes it one of
-    /// `rows.end`; `path` is what errors name.
+    /// A check of a segment of `kind`, over a table of `rows.start` rows (0 for a base or what is
+    /// placed of it), that makes it one of `rows.end`; `path` is what errors name.
     pub fn new(path: &Path, kind: SegmentKind, rows: Range<u64>) -> Self {
         Self {
             path: path.to_owned(),

@@ -1,5 +1,5 @@
-//! Writing a segment in one pass, rows already in order (those of a placed segment in the order of its pages).
-//! Never goes back in its output.
+//! Writing a segment in one pass, rows already in order (those of a placed segment in the order of
+//! its pages). Never goes back in its output.
 
 use crate::flash::segment::{
     Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, PAYLOAD_BYTES, Part, SegmentKind,
@@ -126,7 +126,8 @@ impl<W: Write> SegmentWriter<W> {
         u64::from(self.counts.data_pages) * PAGE_BYTES as u64
     }
 
-    /// Bytes that `finish` will write at most: the rows that wait for their page, the index and the trailer.
+    /// Bytes that `finish` will write at most: the rows that wait for their page, the index and the
+    /// trailer.
     pub fn finish_bytes(&self) -> u64 {
         let pages = |entries: usize, per_page: usize| entries.div_ceil(per_page) as u64;
         let waiting = pages(self.orders.len(), 1).min(2);
@@ -136,12 +137,12 @@ impl<W: Write> SegmentWriter<W> {
         (waiting + fences + keys + 1) * PAGE_BYTES as u64
     }
 
-    /// Adds the encoded row of the key of the next `order` ([`crate::schema::KeySpace::order`]). In a placed
-    /// segment any order may follow; rows that are added together lie together.
+    /// Adds the encoded row of the key of the next `order` ([`crate::schema::KeySpace::order`]). In
+    /// a placed segment any order may follow; rows that are added together lie together.
     ///
     /// # Errors
-    /// The orders do not ascend, or in a placed segment one is twice on a page, or the destination refused the
-    /// bytes.
+    /// The orders do not ascend, or in a placed segment one is twice on a page, or the destination
+    /// refused the bytes.
     pub fn push(&mut self, order: u64, row: &[u8]) -> Result<(), WriteError> {
         assert_eq!(row.len(), self.kind.format.row_bytes());
         self.advance(order)?;
@@ -179,8 +180,8 @@ impl<W: Write> SegmentWriter<W> {
         Ok(())
     }
 
-    /// Writes the rows that are complete. Where there are fences, rows that share the top half of their hash
-    /// with the next one stay back, so that one fence compare always finds the page.
+    /// Writes the rows that are complete. Where there are fences, rows that share the top half of
+    /// their hash with the next one stay back, so that one fence compare always finds the page.
     fn end_page(&mut self, next: u64) -> Result<(), WriteError> {
         let prefix = (next >> 32) as u32;
         let n = if self.kind.has_fences() {

@@ -1,5 +1,5 @@
-//! Rows that no request waits for: those that were answered with defaults, and those that callers named ahead. Read
-//! between requests, a few pages at a time.
+//! Rows that no request waits for: those that were answered with defaults, and those that callers
+//! named ahead. Read between requests, a few pages at a time.
 
 use crate::flash::table::RowLocation;
 use crate::io::page::PageBytes;
@@ -23,8 +23,8 @@ const NOT_ASKED: u32 = u32::MAX - 1;
 const NOT_WANTED: u32 = u32::MAX;
 
 impl Worker {
-    /// Notes a row that a request to come will look up; `fetch_behind` fetches it. Returns whether there was
-    /// room; a row that is in memory or in no table needs none.
+    /// Notes a row that a request to come will look up; `fetch_behind` fetches it. Returns whether
+    /// there was room; a row that is in memory or in no table needs none.
     pub fn fetch_ahead(&mut self, row: RowKey) -> bool {
         let model = Arc::clone(&self.model);
         if self.broken().is_some() {
@@ -57,9 +57,9 @@ impl Worker {
         self.behind.len()
     }
 
-    /// Fetches, after the answer is out, the rows that the last requests answered with defaults, so that the
-    /// next request finds them in the cache. Reads at most `pages_max` pages and leaves the rest for the next
-    /// call. Returns how many rows went in.
+    /// Fetches, after the answer is out, the rows that the last requests answered with defaults, so
+    /// that the next request finds them in the cache. Reads at most `pages_max` pages and leaves
+    /// the rest for the next call. Returns how many rows went in.
     pub fn fetch_behind(&mut self, pages_max: usize) -> usize {
         let model = Arc::clone(&self.model);
         let (mut next, mut begun, mut waiting, mut inserted) = (0, 0, 0, 0);
@@ -134,7 +134,8 @@ impl Worker {
         self.gpu = self.gpu.take().map(|gpu| gpu.and_then(OnGpu::recovered));
     }
 
-    /// Puts the first `read` rows of `behind`, which are staged in the slots that they name, into the GPU's caches.
+    /// Puts the first `read` rows of `behind`, which are staged in the slots that they name, into
+    /// the GPU's caches.
     fn insert_on_gpu(&mut self, read: usize) -> usize {
         let Some(Ok(gpu)) = &mut self.gpu else { return 0 };
         let lookup = gpu.lookup();
@@ -147,8 +148,8 @@ impl Worker {
     }
 }
 
-/// Caches the rows of a page for the misses in `range` of `behind`, which are all of it; returns how many went in. For a GPU
-/// it stages them, each in the slot of its own number.
+/// Caches the rows of a page for the misses in `range` of `behind`, which are all of it; returns
+/// how many went in. For a GPU it stages them, each in the slot of its own number.
 fn insert(
     model: &Model,
     (behind, range): (&mut [Miss], Range<usize>),

@@ -1,5 +1,6 @@
-//! Reading the rows that a request misses: located, sorted by page, each page read once with many in flight,
-//! checked, and its rows staged and cached as it arrives. Never waits beyond the deadline for a row that it may cut.
+//! Reading the rows that a request misses: located, sorted by page, each page read once with many
+//! in flight, checked, and its rows staged and cached as it arrives. Never waits beyond the
+//! deadline for a row that it may cut.
 
 use crate::flash::segment::fences::AT_ONCE;
 use crate::flash::table::RowLocation;
@@ -17,8 +18,8 @@ use std::time::Duration;
 const NO_PLACE: u64 = u64::MAX;
 
 impl Worker {
-    /// Fetches the missing rows, many pages in flight: first what must be waited for, then what the deadline
-    /// allows. The rest is noted for `fetch_behind`.
+    /// Fetches the missing rows, many pages in flight: first what must be waited for, then what the
+    /// deadline allows. The rest is noted for `fetch_behind`.
     pub(super) fn fetch(&mut self, model: &Model, deadline: Option<Duration>) {
         self.locate(model);
         let order = |m: &Miss| (model.miss_policy(m.row.table) as u8, m.row.table, m.place);
@@ -29,8 +30,8 @@ impl Worker {
         let mut state = Fetch { next: 0, must: 0, may: 0 };
         loop {
             self.begin_reads(model, deadline, &mut state);
-            // MissList may be left to begin although none of this request's reads is outstanding: the reader may
-            // be full of those that an earlier request no longer waits for.
+            // MissList may be left to begin although none of this request's reads is outstanding:
+            // the reader may be full of those that an earlier request no longer waits for.
             let next = self.misses.list().get(state.next);
             if state.must + state.may == 0 && next.is_none() {
                 return;
@@ -99,8 +100,8 @@ impl Worker {
         })
     }
 
-    /// Gives up the reads that are outstanding and, from `next` on, not begun: the deadline has come, or the
-    /// reader failed.
+    /// Gives up the reads that are outstanding and, from `next` on, not begun: the deadline has
+    /// come, or the reader failed.
     fn leave_unread(&mut self, model: &Model, late: bool, next: usize) {
         for i in 0..self.misses.list().len() {
             let miss = self.misses.list()[i];

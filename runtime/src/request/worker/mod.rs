@@ -1,6 +1,6 @@
-//! The request flow: check -> query the cache -> read misses from flash -> insert -> pool -> dense network ->
-//! scores with a status. One worker serves one request at a time out of memory that it took at its start;
-//! it never waits for another worker and never allocates for the lookup.
+//! The request flow: check -> query the cache -> read misses from flash -> insert -> pool -> dense
+//! network -> scores with a status. One worker serves one request at a time out of memory that it
+//! took at its start; it never waits for another worker and never allocates for the lookup.
 
 mod deferred;
 mod fetch;
@@ -108,7 +108,8 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Share of the lookups of cached tables that the embedding cache answered; 1 where there were none.
+    /// Share of the lookups of cached tables that the embedding cache answered; 1 where there were
+    /// none.
     pub fn hit_rate(&self) -> f64 {
         1.0 - self.missed_lookups as f64 / self.cached_lookups.max(1) as f64
     }
@@ -142,12 +143,12 @@ type GpuMemory = (MissList, Vec<HostMemory<f32>>, Option<OnGpu>);
 pub struct Worker {
     model: Arc<Model>,
     clock: Arc<dyn Clock>,
-    /// Where the model is on a GPU. A worker that could not be made there, or whose GPU is gone, answers every request with the
-    /// reason.
+    /// Where the model is on a GPU. A worker that could not be made there, or whose GPU is gone,
+    /// answers every request with the reason.
     gpu: Option<Result<OnGpu, Arc<CudaError>>>,
     misses: MissList,
-    /// RowStore to fetch while no request waits: those that were answered with defaults, and those that a caller
-    /// named ahead.
+    /// RowStore to fetch while no request waits: those that were answered with defaults, and those
+    /// that a caller named ahead.
     behind: Vec<Miss>,
     absent: NegativeCache,
     /// One buffer for each network input, `[batch_max, width]`.
@@ -228,8 +229,8 @@ impl Worker {
         &self.model
     }
 
-    /// Scores `batch`. `deadline` is the clock's time from which on no more rows are fetched for tables
-    /// with the miss policy `deadline`.
+    /// Scores `batch`. `deadline` is the clock's time from which on no more rows are fetched for
+    /// tables with the miss policy `deadline`.
     ///
     /// # Errors
     /// The batch does not fit the model, or the dense network failed.
@@ -278,7 +279,8 @@ impl Worker {
         }
     }
 
-    /// Fills the embedding inputs feature by feature; when the miss list is full, fetches and goes on.
+    /// Fills the embedding inputs feature by feature; when the miss list is full, fetches and goes
+    /// on.
     fn lookup(&mut self, model: &Model, batch: &Batch, deadline: Option<Duration>) {
         self.misses.clear();
         let (samples, features) = (batch.size(), batch.features());
@@ -319,10 +321,11 @@ impl Worker {
         }
     }
 
-    /// The same on the GPU, scores included if the dense network is there too: returns whether it is. All features go in one
-    /// launch, with the network behind them. Where nothing is missing, that is all; else what was left open is fetched and
-    /// finished, bags for which the miss list had no room (or whose rows changed) are queried again behind the others, and the last of it is one more
-    /// launch with the network behind.
+    /// The same on the GPU, scores included if the dense network is there too: returns whether it
+    /// is. All features go in one launch, with the network behind them. Where nothing is missing,
+    /// that is all; else what was left open is fetched and finished, bags for which the miss list
+    /// had no room (or whose rows changed) are queried again behind the others, and the last of it
+    /// is one more launch with the network behind.
     fn score_on_gpu(
         &mut self,
         gpu: &mut OnGpu,

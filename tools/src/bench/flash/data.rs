@@ -1,5 +1,6 @@
-//! The rows that every engine of `bench flash` holds, and the keys that it is asked for. A row follows from
-//! its key, so nothing is kept in memory and every answer can be checked. Never measures.
+//! The rows that every engine of `bench flash` holds, and the keys that it is asked for. A row
+//! follows from its key, so nothing is kept in memory and every answer can be checked. Never
+//! measures.
 
 use crate::workload::key_distributions::{ALPHA, Scatter};
 use anyhow::{Context, Result, ensure};
@@ -15,8 +16,8 @@ pub const INTERESTS: u64 = 256;
 /// Clears the top bit of the exponent of each f16, so that a row has numbers only.
 const F16_MASK: u64 = 0xbfff_bfff_bfff_bfff;
 
-/// A table of made-up rows. Its keys are spread over all 64-bit words and their orders (hashes) ascend with
-/// the row's number, one in each of `rows` equal stretches.
+/// A table of made-up rows. Its keys are spread over all 64-bit words and their orders (hashes)
+/// ascend with the row's number, one in each of `rows` equal stretches.
 #[derive(Clone, Copy, Debug)]
 pub struct Data {
     /// Rows in the table.
@@ -174,8 +175,8 @@ impl Draw {
         self.key(rank)
     }
 
-    /// `n` keys of one request: half of them by Zipf's law over all rows, half by the same law over the rows of
-    /// one of the interests, to each of which one rank in [`INTERESTS`] belongs.
+    /// `n` keys of one request: half of them by Zipf's law over all rows, half by the same law over
+    /// the rows of one of the interests, to each of which one rank in [`INTERESTS`] belongs.
     pub fn session(&mut self, n: usize) -> Vec<u64> {
         let interest = self.rng.random_range(0..INTERESTS);
         let of_interest = |draw: &mut Self| {

@@ -1,6 +1,6 @@
-//! Batch reads from a table on flash as the request path does them: locate, sort by page, each page read
-//! once with many in flight, checked, its rows copied out. And the same pages read without looking at them,
-//! which is what the device can give.
+//! Batch reads from a table on flash as the request path does them: locate, sort by page, each page
+//! read once with many in flight, checked, its rows copied out. And the same pages read without
+//! looking at them, which is what the device can give.
 
 use anyhow::{Context, Result, ensure};
 use hatchback::flash::table::{RowLocation, TableRows};

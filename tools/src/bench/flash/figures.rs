@@ -1,5 +1,5 @@
-//! What `bench flash` found: named figures of engines, the bars that follow from them, and the tables that
-//! show them. Never measures.
+//! What `bench flash` found: named figures of engines, the bars that follow from them, and the
+//! tables that show them. Never measures.
 
 use super::data::Data;
 use crate::bench::{Bar, Found, NotRun, bars_table};
@@ -14,7 +14,8 @@ pub const OURS: &str = "Hatchback";
 /// The peer with a bar.
 pub const ROCKSDB: &str = "RocksDB";
 
-/// A table of fewer bytes of rows does not stay cold while it is read: page cache and block caches fill.
+/// A table of fewer bytes of rows does not stay cold while it is read: page cache and block caches
+/// fill.
 const COLD_BYTES_MIN: u64 = 1 << 30;
 
 /// What a figure is of. The names stand in tables and JSON.
@@ -85,7 +86,8 @@ pub mod measure {
     pub const PRELOAD_KEY_ORDER: &str = "pages to preload the hottest 1 %, key order";
     /// The same, placed.
     pub const PRELOAD_PLACED: &str = "pages to preload the hottest 1 %, placed";
-    /// Bytes written over 48 deltas and the compactions between, as a share of the changed rows' bytes.
+    /// Bytes written over 48 deltas and the compactions between, as a share of the changed rows'
+    /// bytes.
     pub const STEADY_AMP: &str = "48 deltas, bytes written / row bytes";
     /// Compactions over them.
     pub const COMPACTIONS: &str = "48 deltas, compactions";

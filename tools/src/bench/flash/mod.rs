@@ -1,5 +1,6 @@
-//! `bench flash`: cold rows from flash. The raw device, Hatchback's segments and other row stores hold the
-//! same rows on the same file system in one run. Never reads through the page cache what it calls cold.
+//! `bench flash`: cold rows from flash. The raw device, Hatchback's segments and other row stores
+//! hold the same rows on the same file system in one run. Never reads through the page cache what
+//! it calls cold.
 
 mod data;
 mod fetch;
@@ -160,7 +161,8 @@ fn show(figures: &Figures, data: &Data, bars: &[Bar]) {
     figures::print(figures, data, bars);
 }
 
-/// Cold rows a second: the device and ours by depth, a peer as one level, since its caller chooses no depth.
+/// Cold rows a second: the device and ours by depth, a peer as one level, since its caller chooses
+/// no depth.
 fn chart(path: &Path, figures: &Figures, data: &Data) -> Result<()> {
     const DEPTHS: [usize; 4] = [1, 4, 16, 64];
     let by_depth = |engine: &'static str, measure| -> Vec<(f64, f64)> {

@@ -1,5 +1,5 @@
-//! Hatchback beside the raw device: a table as a segment on flash, read, updated and compacted. Device and
-//! table take turns batch by batch, so that both see the same machine.
+//! Hatchback beside the raw device: a table as a segment on flash, read, updated and compacted.
+//! Device and table take turns batch by batch, so that both see the same machine.
 
 use super::data::{Data, Draw};
 use super::fetch::Fetcher;
@@ -27,9 +27,11 @@ const DEPTHS: [usize; 2] = [16, 64];
 const COMPACTION_BYTES_PER_S: f64 = 20e6;
 /// Pages of one step of a compaction.
 const STEP_PAGES: u64 = 64;
-/// How often idle reads and reads beside a compaction take turns, so that both see the same machine.
+/// How often idle reads and reads beside a compaction take turns, so that both see the same
+/// machine.
 const TURNS: usize = 20;
-/// How much longer device and table are compared than the other rates: shared devices have slow seconds.
+/// How much longer device and table are compared than the other rates: shared devices have slow
+/// seconds.
 const BESIDE_RAW: usize = 12;
 
 /// The files of a table.
@@ -220,7 +222,8 @@ impl<'a> Ours<'a> {
         Ok(())
     }
 
-    /// A delta of one row in a hundred: committed as an install does, by one record that is replaced.
+    /// A delta of one row in a hundred: committed as an install does, by one record that is
+    /// replaced.
     fn update(&mut self, figures: &mut Figures) -> Result<()> {
         let start = Instant::now();
         let (_, counts) = self.write(Part::Delta)?;

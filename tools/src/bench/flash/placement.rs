@@ -1,5 +1,6 @@
-//! Pages that a request reads under each way to lay out rows: key order alone, the hottest placed by popularity,
-//! and placed by popularity and co-access. Counts, no times: the same on every machine.
+//! Pages that a request reads under each way to lay out rows: key order alone, the hottest placed
+//! by popularity, and placed by popularity and co-access. Counts, no times: the same on every
+//! machine.
 
 use super::data::{Data, Draw};
 use super::figures::{Figures, OURS, measure};
@@ -89,8 +90,8 @@ pub fn measure(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> 
     Ok(())
 }
 
-/// Pages that a request reads on average, each page once, behind a cache of `percent` of the rows. What is read
-/// goes into the cache; only the last requests count.
+/// Pages that a request reads on average, each page once, behind a cache of `percent` of the rows.
+/// What is read goes into the cache; only the last requests count.
 fn pages_a_request(
     rows: &TableRows,
     data: &Data,

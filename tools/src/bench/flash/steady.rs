@@ -1,5 +1,5 @@
-//! The steady state: delta after delta installed as a car installs them, and whatever upkeep does by its own rules
-//! in between. Counts the bytes that are written: the same on every machine.
+//! The steady state: delta after delta installed as a car installs them, and whatever upkeep does
+//! by its own rules in between. Counts the bytes that are written: the same on every machine.
 
 use super::data::{Data, Draw};
 use super::fetch::Fetcher;
@@ -70,7 +70,8 @@ pub fn measure(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> 
     let mut out = vec![0; keys.len() * data.row_bytes];
     Fetcher::new(16).fetch(&rows, &keys, &mut out)?;
     data.check(&keys, DELTAS, &out).context("after the last delta")?;
-    // Whole cycles only: the deltas since the last compaction would make it look better than it stays.
+    // Whole cycles only: the deltas since the last compaction would make it look better than it
+    // stays.
     let (written, changed) = at_compaction.unwrap_or((written, changed));
     figures.put(OURS, measure::STEADY_AMP, written as f64 / changed.max(1) as f64);
     figures.put(OURS, measure::COMPACTIONS, f64::from(compactions));

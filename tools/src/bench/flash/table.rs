@@ -1,4 +1,5 @@
-//! The made-up table as segments on flash, the way `pack` and an install leave them. Never measures.
+//! The made-up table as segments on flash, the way `pack` and an install leave them. Never
+//! measures.
 
 use super::data::Data;
 use anyhow::{Context, Result};

@@ -1,6 +1,6 @@
-//! `bench hits`: the hit rate of the embedding cache beside other policies of the same number of slots, over
-//! streams of lookups, and the rows that fit in its memory. Counts, never clocks: the made-up streams give the
-//! same figures everywhere, and `docs/hits.md` holds them.
+//! `bench hits`: the hit rate of the embedding cache beside other policies of the same number of
+//! slots, over streams of lookups, and the rows that fit in its memory. Counts, never clocks: the
+//! made-up streams give the same figures everywhere, and `docs/hits.md` holds them.
 
 mod policies;
 mod traces;
@@ -42,7 +42,8 @@ pub struct HitsArgs {
 const SIZES: [f64; 4] = [0.1, 1.0, 5.0, 10.0];
 /// Ways of our sets: slots come in whole sets.
 const SET: usize = 14;
-/// Hit rates this close in points are the same: the sets of two caches divide a stream in different ways.
+/// Hit rates this close in points are the same: the sets of two caches divide a stream in different
+/// ways.
 const SAME: f64 = 0.02;
 
 /// Hit rates at one size of the cache.

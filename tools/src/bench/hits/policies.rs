@@ -1,5 +1,5 @@
-//! The caches that are compared, all with the same number of slots: ours as it is, and the common policies.
-//! They hold rows' numbers or four bytes a row; a miss puts the row in.
+//! The caches that are compared, all with the same number of slots: ours as it is, and the common
+//! policies. They hold rows' numbers or four bytes a row; a miss puts the row in.
 
 use super::traces::Trace;
 use anyhow::{Context, Result};
@@ -84,7 +84,8 @@ const NONE: u32 = u32::MAX;
 
 /// Least recently used, over the whole cache.
 struct Lru {
-    /// The neighbours of each row in the order of use, `NONE` at the ends and where it is not cached.
+    /// The neighbours of each row in the order of use, `NONE` at the ends and where it is not
+    /// cached.
     newer: Vec<u32>,
     older: Vec<u32>,
     newest: u32,
@@ -133,8 +134,8 @@ impl Policy for Lru {
     }
 }
 
-/// Least recently used in sets of 64, as GPU caches of embeddings have it; a few ways more where the slots do
-/// not divide evenly.
+/// Least recently used in sets of 64, as GPU caches of embeddings have it; a few ways more where
+/// the slots do not divide evenly.
 struct SetLru {
     ways: usize,
     /// Each from the newest to the oldest.
@@ -244,7 +245,8 @@ mod tests {
         assert_eq!(hits(&mut SetLru::new(4), &rows), "....h.h.");
         assert_eq!(hits(&mut Ring::new(8, 4, true), &rows), "....h.h.");
         assert_eq!(hits(&mut Ring::new(8, 4, false), &rows), "....h...");
-        // 1 is used again before 4 comes: CLOCK, which comes to 0 first, differs from LRU once both were used.
+        // 1 is used again before 4 comes: CLOCK, which comes to 0 first, differs from LRU once both
+        // were used.
         let rows = [0, 1, 2, 3, 1, 0, 4, 2, 1];
         assert_eq!(hits(&mut Lru::new(8, 4), &rows), "....hh..h");
         assert_eq!(hits(&mut Ring::new(8, 4, true), &rows), "....hh..h");

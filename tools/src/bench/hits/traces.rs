@@ -1,5 +1,5 @@
-//! Streams of lookups: made-up ones that are the same on every machine and in every version, and real ones from
-//! files. Never a source of rows.
+//! Streams of lookups: made-up ones that are the same on every machine and in every version, and
+//! real ones from files. Never a source of rows.
 
 use crate::bench::hits::TABLES;
 use anyhow::{Context, Result, ensure};
@@ -46,8 +46,8 @@ impl Random {
     }
 }
 
-/// Rank `k` of `n` as often as `(k + 1)^-exponent`. Whole numbers, so that it does not depend on a machine's
-/// last digit.
+/// Rank `k` of `n` as often as `(k + 1)^-exponent`. Whole numbers, so that it does not depend on a
+/// machine's last digit.
 struct Zipf(Vec<u64>);
 
 impl Zipf {
@@ -84,7 +84,8 @@ pub fn zipf(exponent: f64) -> Trace {
     one_table(&format!("Zipf {exponent}"), || zipf.draw(&mut random))
 }
 
-/// A power law whose ranks trade places: once in 1000 lookups a row that is asked for with one that is not.
+/// A power law whose ranks trade places: once in 1000 lookups a row that is asked for with one that
+/// is not.
 pub fn drifting() -> Trace {
     let (zipf, mut random, mut n) = (Zipf::new(ROWS, 1.05), Random(2), 0);
     let mut place: Vec<usize> = (0..ROWS).collect();
@@ -107,8 +108,8 @@ pub fn scanning() -> Trace {
     })
 }
 
-/// Sessions of 200 lookups: half of them on eight rows of the session's own driver, half on rows that all
-/// share, by a power law.
+/// Sessions of 200 lookups: half of them on eight rows of the session's own driver, half on rows
+/// that all share, by a power law.
 pub fn sessions() -> Trace {
     const OWN: usize = 8;
     const DRIVERS: usize = 5000;
@@ -150,7 +151,8 @@ pub fn criteo_tables() -> Trace {
     Trace { name: "26 tables".to_owned(), warm_up: lookups.len() / 2, tables, lookups }
 }
 
-/// The fields `columns` of a CSV file, row by row, each a table of the values that occur. From a cold start.
+/// The fields `columns` of a CSV file, row by row, each a table of the values that occur. From a
+/// cold start.
 ///
 /// # Errors
 /// The file cannot be read, or has not such columns.

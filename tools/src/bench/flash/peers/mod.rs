@@ -1,6 +1,6 @@
-//! Other row stores on the same rows, each by its documented bulk load and with the cache that it documents.
-//! Compiled in by the feature `peers` (RocksDB by `peers-rocksdb`, since it links the system's library). One
-//! that is missing or fails is listed as not run, never left out.
+//! Other row stores on the same rows, each by its documented bulk load and with the cache that it
+//! documents. Compiled in by the feature `peers` (RocksDB by `peers-rocksdb`, since it links the
+//! system's library). One that is missing or fails is listed as not run, never left out.
 
 #[cfg(feature = "peers")]
 mod fjall;

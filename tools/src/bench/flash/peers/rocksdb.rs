@@ -1,4 +1,5 @@
-//! RocksDB: a log-structured merge tree, loaded by ingesting sorted files, read by sorted `MultiGet`.
+//! RocksDB: a log-structured merge tree, loaded by ingesting sorted files, read by sorted
+//! `MultiGet`.
 
 use super::store::{CACHE_BYTES, Store, put};
 use crate::bench::flash::data::Data;

@@ -11,11 +11,12 @@ use std::time::Duration;
 /// Rows of a batch of the load.
 const BATCH_ROWS: usize = 4096;
 
-/// What a load takes in memory for each row of 128 B, whatever the cache's size and however often it is
-/// flushed: measured with 0.34.7.
+/// What a load takes in memory for each row of 128 B, whatever the cache's size and however often
+/// it is flushed: measured with 0.34.7.
 const LOAD_BYTES: u64 = 2400;
 
-/// How often, and how far apart, to ask for the lock of a database that is being closed: 1 s in all.
+/// How often, and how far apart, to ask for the lock of a database that is being closed: 1 s in
+/// all.
 const LOCK_WAITS: u32 = 200;
 const LOCK_WAIT: Duration = Duration::from_millis(5);
 
@@ -26,7 +27,8 @@ pub struct Sled {
 }
 
 impl Sled {
-    /// `flush` of 0.34 ends in `sync_file_range`, which leaves the device's cache alone; so a sync follows.
+    /// `flush` of 0.34 ends in `sync_file_range`, which leaves the device's cache alone; so a sync
+    /// follows.
     fn sync(&self) -> Result<()> {
         self.db.flush()?;
         Ok(File::open(self.folder.join("db"))?.sync_all()?)

@@ -1,5 +1,5 @@
-//! What a peer must do, and how each is measured: loaded, reopened with its files out of the page cache,
-//! read in batches, updated durably. Every row that it gives is checked.
+//! What a peer must do, and how each is measured: loaded, reopened with its files out of the page
+//! cache, read in batches, updated durably. Every row that it gives is checked.
 
 use crate::bench::flash::data::{Data, Draw};
 use crate::bench::flash::figures::{Figures, measure};
@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 /// Bytes of the block cache of every peer that has one.
 pub const CACHE_BYTES: usize = 256 << 20;
 
-/// A row store. Rows are kept by order (key hash), so that loads ascend, which suits every one of them best.
+/// A row store. Rows are kept by order (key hash), so that loads ascend, which suits every one of
+/// them best.
 pub trait Store: Sized + Sync {
     /// Writes all rows durably into an empty folder, by the way documented for bulk loads.
     ///
@@ -76,7 +77,8 @@ pub fn measure<S: Store>(
     figures.put(name, measure::UPDATE, start.elapsed().as_secs_f64());
     let keys = batches.draw.uniform(4 * plan.batch);
     batches.read(&store, &keys, true).context("after the update")?;
-    // What it does behind the update's back counts too, as far as it is done when the store is closed.
+    // What it does behind the update's back counts too, as far as it is done when the store is
+    // closed.
     drop(store);
     let changed = data.changed() * data.row_bytes as u64;
     figures.put(
@@ -120,9 +122,10 @@ impl Batches<'_> {
         Ok(())
     }
 
-    /// The times of `reads` batches of `n` rows each that are not in memory, read by so many threads: before
-    /// they have brought in an eighth of the table, the store is closed and its files leave the page cache. A
-    /// batch that is not counted comes first. What reopening took, in ms, goes to `opens`.
+    /// The times of `reads` batches of `n` rows each that are not in memory, read by so many
+    /// threads: before they have brought in an eighth of the table, the store is closed and its
+    /// files leave the page cache. A batch that is not counted comes first. What reopening took, in
+    /// ms, goes to `opens`.
     fn cold_reads<S: Store>(
         &mut self,
         folder: &Path,
@@ -151,7 +154,8 @@ impl Batches<'_> {
         Ok(per_second(keys.len() as u64, self.read_by(1, store, keys, updated)?))
     }
 
-    /// Reads one batch in as many parts as there are threads, and checks it; returns the time of the reads.
+    /// Reads one batch in as many parts as there are threads, and checks it; returns the time of
+    /// the reads.
     fn read_by<S: Store>(
         &mut self,
         threads: usize,
