@@ -1,68 +1,80 @@
-// The embedding cache as it lies in device memory: to the byte the layout of the CPU's
-// (kernels/src/cache.rs), which says what it means. A set has a head (names of its rows, sequence,
-// uses), a tail (epoch, eviction) and 14 slots of `row` words.
+// The embedding cache in device memory. Its layout equals the CPU's to the byte;
+// kernels/src/cache/mod.rs describes it. A set has a header (the tags of its rows, a sequence
+// number, use counts), a writer state (epoch, eviction) and 14 slots of `row_words` words.
 //
-// A warp looks for one row: each lane compares a word of the head.
+// A warp looks for one row: each lane compares one word of the header.
 #pragma once
 #include "prelude.cuh"
 
 #define WAYS 14u
 #define WAY_BITS 0x3fffu
-// Words of a head: one cache line of 64 bytes, or two where words are wide.
-#define LINE 16u
-#define SEQUENCE 14u
-#define USES 15u
-// Words of a tail.
-#define EPOCH 0u
-#define HANDS 1u
+// Words of one header line (64 bytes). A header has one line, or two where tags are 64 bits wide.
+#define LINE_WORDS 16u
+// Words of the header's first line after the tags.
+#define SEQUENCE_WORD 14u
+#define USES_WORD 15u
+// Words of the writer state.
+#define EPOCH_WORD 0u
+#define HANDS_WORD 1u
 #define GHOST_WORDS 4u
-#define TAIL (2u + GHOST_WORDS)
+#define WRITER_STATE_WORDS (2u + GHOST_WORDS)
 
 struct Cache {
-    u32* heads;
-    u32* tails;
+    u32* set_headers;
+    u32* writer_states;
     u32* rows;
     u64 sets;
-    // Bytes and words of a row; words of a head.
-    u32 row_bytes, row, head;
-    // Words are a hash above this many bits of table number; 0 where all tables are indexed.
+    u32 row_bytes;
+    u32 row_words;
+    u32 header_words;
+    // A tag is a hash above this many bits of table number; 0 where every table is indexed.
     u32 table_bits;
 };
 
-// A row's set, and the word that names it there; word 0 names none.
-struct Name {
+// Where a row may be cached: its set, and its tag within the set. No row has tag 0.
+struct SetTag {
     u32 set;
-    u64 word;
+    u64 tag;
 };
 
-__device__ __forceinline__ u32* head_of(const Cache& cache, u32 set) { return cache.heads + (u64)set * cache.head; }
-__device__ __forceinline__ u32* tail_of(const Cache& cache, u32 set) { return cache.tails + (u64)set * TAIL; }
-__device__ __forceinline__ u32* row_of(const Cache& cache, u32 set, u32 way) {
-    return cache.rows + ((u64)set * WAYS + way) * cache.row;
+__device__ __forceinline__ u32* set_header(const Cache& cache, u32 set) {
+    return cache.set_headers + (u64)set * cache.header_words;
 }
 
-// The lane's word of a head: low halves in the first line, high halves in the second where words
-// are wide.
-__device__ __forceinline__ u32 load_head(const Cache& cache, u32 set, u32 lane) {
-    return load_racing(head_of(cache, set) + (lane & (cache.head - 1)));
+__device__ __forceinline__ u32* set_writer_state(const Cache& cache, u32 set) {
+    return cache.writer_states + (u64)set * WRITER_STATE_WORDS;
 }
 
-// Where the row that `word` names stands, from its set's head over the warp; WAYS where it does
-// not. For all lanes.
-__device__ __forceinline__ u32 find(const Cache& cache, u64 word, u32 head, u32 lane) {
-    u32 equal = __ballot_sync(FULL, head == (lane < LINE || cache.head == LINE ? (u32)word : (u32)(word >> 32)));
-    u32 hits = equal & (cache.head == LINE ? FULL : equal >> LINE) & WAY_BITS;
-    return word == 0 || hits == 0 ? WAYS : (u32)__ffs(hits) - 1;
+__device__ __forceinline__ u32* slot_row(const Cache& cache, u32 set, u32 way) {
+    return cache.rows + ((u64)set * WAYS + way) * cache.row_words;
 }
 
-__device__ __forceinline__ u64 word_of(const Cache& cache, u32 set, u32 way) {
-    u32* head = head_of(cache, set);
-    u64 high = cache.head == LINE ? 0 : load_racing(head + LINE + way);
-    return high << 32 | load_racing(head + way);
+// Loads the lane's word of a set's header. The first line holds the low halves of the tags, the
+// second line, where tags are wide, the high halves.
+__device__ __forceinline__ u32 load_header(const Cache& cache, u32 set, u32 lane) {
+    return load_racing(set_header(cache, set) + (lane & (cache.header_words - 1)));
 }
 
-__device__ __forceinline__ void set_word(const Cache& cache, u32 set, u32 way, u64 word) {
-    u32* head = head_of(cache, set);
-    store_racing(head + way, (u32)word);
-    if (cache.head != LINE) store_racing(head + LINE + way, (u32)(word >> 32));
+// Returns the way of the row with `tag`, or WAYS if the set does not hold it. `header` is the
+// lane's word of the set's header. All lanes of the warp call it together.
+__device__ __forceinline__ u32 match_tags(const Cache& cache, u64 tag, u32 header, u32 lane) {
+    bool low = lane < LINE_WORDS || cache.header_words == LINE_WORDS;
+    u32 equal = __ballot_sync(ALL_LANES, header == (low ? (u32)tag : (u32)(tag >> 32)));
+    u32 high = cache.header_words == LINE_WORDS ? ALL_LANES : equal >> LINE_WORDS;
+    u32 hits = equal & high & WAY_BITS;
+    return tag == 0 || hits == 0 ? WAYS : (u32)__ffs(hits) - 1;
+}
+
+__device__ __forceinline__ u64 load_tag(const Cache& cache, u32 set, u32 way) {
+    u32* header = set_header(cache, set);
+    u64 high = cache.header_words == LINE_WORDS ? 0 : load_racing(header + LINE_WORDS + way);
+    return high << 32 | load_racing(header + way);
+}
+
+__device__ __forceinline__ void store_tag(const Cache& cache, u32 set, u32 way, u64 tag) {
+    u32* header = set_header(cache, set);
+    store_racing(header + way, (u32)tag);
+    if (cache.header_words != LINE_WORDS) {
+        store_racing(header + LINE_WORDS + way, (u32)(tag >> 32));
+    }
 }

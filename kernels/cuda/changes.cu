@@ -1,24 +1,24 @@
-// The verbs that change a cache, `insert`, `update` and `invalidate`, and those that tell what it
-// holds, `probe` and `dump`. To the byte what kernels/src/cache.rs does with the same rows in the
-// same order.
+// The kernels that change a cache (`insert_rows`, `update_rows`, `invalidate_rows`) and those that
+// read its state (`probe_rows`, `dump_rows`). The result equals that of kernels/src/cache/mod.rs to
+// the byte, for the same rows in the same order.
 //
-// The host sorts a list of changes by set, keeping their order within one, and a warp takes all of
-// a set: so a set has one writer in a launch. Launches that change a cache are on one stream;
-// queries on others go on meanwhile, and the sequence number of a set, odd while it changes, tells
-// them what not to believe.
+// The host sorts a list of changes by set, keeping their order within one set, and one warp makes
+// all changes of a set. So a set has one writer in a launch. All launches of this file are on one
+// stream. Queries run on other streams at the same time: the sequence number of a set is odd while
+// the set changes, and a query that sees an odd or a changed number discards what it read.
 //
-// Changed since the first version: a warp meets before it passes a fence, so that what all its
-// lanes wrote is behind it; dumps copy without looking twice, since nothing changes meanwhile.
+// The lanes of a warp meet (`__syncwarp`) before one of them passes a fence, so that the fence
+// orders what all lanes wrote.
 #include "eviction.cuh"
 
 struct Change {
-    u64 word;
+    u64 tag;
     u32 set;
     // The set's epoch from before the row was read (insert).
     u32 epoch;
-    // Number of the row's bytes in `rows`.
+    // Index of the row's bytes in `rows`.
     u32 slot;
-    // Number of the change in the caller's order, where its result goes.
+    // Index of the change in the caller's order, where its result is written.
     u32 number;
 };
 
@@ -31,53 +31,114 @@ struct Changes {
     // Words from one row in `rows` to the next.
     u32 stride;
     const u32* rows;
-    // 1 where the row is in (insert), or was (update, invalidate).
+    // 1 where the row was inserted (insert), or was cached (update, invalidate).
     u8* done;
 };
 
+struct ProbeResult {
+    u32 cached;
+    u32 epoch;
+};
+
+struct ProbeRows {
+    Cache cache;
+    const Change* list;
+    ProbeResult* results;
+    u32 count;
+};
+
+struct DumpRows {
+    Cache cache;
+    // The first slot, and how many.
+    u64 first;
+    u32 count;
+    // `[count]`, and `[count, cache.row_words]`.
+    u64* tags;
+    u32* rows;
+};
+
+static_assert(sizeof(Cache) == 48 && sizeof(Change) == 24 && sizeof(ProbeResult) == 8,
+              "kernels/src/gpu/launch.rs has the same structures");
+static_assert(sizeof(Changes) == 88 && sizeof(ProbeRows) == 72 && sizeof(DumpRows) == 80,
+              "kernels/src/gpu/launch.rs has the same structures");
+
 enum Verb { INSERT, UPDATE, INVALIDATE };
 
-__device__ __forceinline__ void write_row(const Cache& cache, u32 set, u32 way, const u32* from, u32 lane) {
-    u32* to = row_of(cache, set, way);
-    u32 last = cache.row_bytes % 4 ? FULL >> (32 - 8 * (cache.row_bytes % 4)) : FULL;
-    for (u32 i = lane; i < cache.row; i += 32) store_racing(to + i, from[i] & (i == cache.row - 1 ? last : FULL));
+__device__ __forceinline__ u32 warp_in_grid() {
+    return blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
 }
 
-// A way for a row that is not there yet.
-__device__ inline u32 take_way(const Cache& cache, Name name) {
-    Ways ways = load_ways(cache, name.set);
+// Copies a row to `to`. The bytes of the last word after the row become 0.
+__device__ __forceinline__ void write_row(const Cache& cache, u32* to, const u32* from, u32 lane) {
+    u32 last = ALL_LANES;
+    if (cache.row_bytes % 4) {
+        last = ALL_LANES >> (32 - 8 * (cache.row_bytes % 4));
+    }
+    for (u32 i = lane; i < cache.row_words; i += 32) {
+        store_racing(to + i, from[i] & (i == cache.row_words - 1 ? last : ALL_LANES));
+    }
+}
+
+// Returns a way for a row that is not cached: a free one, or that of the row that it evicts.
+__device__ inline u32 take_way(const Cache& cache, SetTag row) {
+    SetEviction eviction = load_eviction(cache, row.set);
     u32 way = WAYS;
-    for (u32 w = WAYS; w-- > 0;)
-        if (word_of(cache, name.set, w) == 0) way = w;
-    if (way == WAYS) way = evict(cache, name.set, ways);
-    place(ways, way, tag_of(cache, name.word));
-    store_ways(cache, name.set, ways);
+    for (u32 w = WAYS; w-- > 0;) {
+        if (load_tag(cache, row.set, w) == 0) {
+            way = w;
+        }
+    }
+    if (way == WAYS) {
+        way = evict(cache, row.set, eviction);
+    }
+    occupy_way(eviction, way, fingerprint_of(cache, row.tag));
+    store_eviction(cache, row.set, eviction);
     return way;
 }
 
 template <Verb VERB>
 __device__ __forceinline__ void change_rows(const Changes& c) {
-    u32 lane = threadIdx.x % 32, warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (warp >= c.sets) return;
+    u32 lane = threadIdx.x % 32;
+    u32 warp = warp_in_grid();
+    if (warp >= c.sets) {
+        return;
+    }
+
     const Cache& cache = c.cache;
     for (u32 i = c.runs[warp]; i < c.runs[warp + 1]; i++) {
         Change change = c.list[i];
-        Name name = {change.set, change.word};
-        u32 *sequence = head_of(cache, name.set) + SEQUENCE, *epoch = tail_of(cache, name.set) + EPOCH;
-        u32 before = load_racing(sequence), since = load_racing(epoch);
+        SetTag row = {change.set, change.tag};
+
+        // The sequence number becomes odd: queries discard what they read of the set from here on.
+        u32* sequence = set_header(cache, row.set) + SEQUENCE_WORD;
+        u32* epoch = set_writer_state(cache, row.set) + EPOCH_WORD;
+        u32 before = load_racing(sequence);
+        u32 since = load_racing(epoch);
         if (lane == 0) {
             store_racing(sequence, before + 1);
-            if (VERB != INSERT) store_racing(epoch, since + 1);
+            if (VERB != INSERT) {
+                store_racing(epoch, since + 1);
+            }
         }
         __syncwarp();
-        fence();
-        u32 way = find(cache, name.word, load_head(cache, name.set, lane), lane);
-        bool done = VERB == INSERT ? name.word != 0 && since == change.epoch : way < WAYS;
-        if (done && way == WAYS) way = __shfl_sync(FULL, lane == 0 ? take_way(cache, name) : 0, 0);
-        if (done && lane == 0) set_word(cache, name.set, way, VERB == INVALIDATE ? 0 : name.word);
-        if (done && VERB != INVALIDATE) write_row(cache, name.set, way, c.rows + (u64)change.slot * c.stride, lane);
+        fence_device();
+
+        u32 way = match_tags(cache, row.tag, load_header(cache, row.set, lane), lane);
+        bool done = VERB == INSERT ? row.tag != 0 && since == change.epoch : way < WAYS;
+        if (done && way == WAYS) {
+            way = __shfl_sync(ALL_LANES, lane == 0 ? take_way(cache, row) : 0, 0);
+        }
+        if (done && lane == 0) {
+            store_tag(cache, row.set, way, VERB == INVALIDATE ? 0 : row.tag);
+        }
+        if (done && VERB != INVALIDATE) {
+            const u32* from = c.rows + (u64)change.slot * c.stride;
+            write_row(cache, slot_row(cache, row.set, way), from, lane);
+        }
+
+        // The sequence number becomes even again.
         __syncwarp();
-        fence();
+        fence_device();
         if (lane == 0) {
             store_racing(sequence, before + 2);
             c.done[change.number] = done;
@@ -85,34 +146,53 @@ __device__ __forceinline__ void change_rows(const Changes& c) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128) insert_rows(Changes changes) { change_rows<INSERT>(changes); }
-
-extern "C" __global__ void __launch_bounds__(128) update_rows(Changes changes) { change_rows<UPDATE>(changes); }
-
-extern "C" __global__ void __launch_bounds__(128) invalidate_rows(Changes changes) { change_rows<INVALIDATE>(changes); }
-
-struct Probed {
-    u32 cached;
-    u32 epoch;
-};
-
-// These two are on the stream of the changes, so nothing changes meanwhile.
-
-// Whether rows are cached, and the epochs of their sets; for rows to be read ahead. A warp a row.
-extern "C" __global__ void __launch_bounds__(128) probe_rows(Cache cache, const Change* list, Probed* out, u32 count) {
-    u32 lane = threadIdx.x % 32, warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (warp >= count) return;
-    Name name = {list[warp].set, list[warp].word};
-    u32 epoch = load_racing(tail_of(cache, name.set) + EPOCH);
-    u32 way = find(cache, name.word, load_head(cache, name.set, lane), lane);
-    if (lane == 0) out[warp] = Probed{way < WAYS, epoch};
+extern "C" __global__ void __launch_bounds__(128) insert_rows(Changes changes) {
+    change_rows<INSERT>(changes);
 }
 
-// The words and rows of `count` slots from `first` on; word 0 where there is no row. A warp a slot.
-extern "C" __global__ void __launch_bounds__(128) dump_rows(Cache cache, u64 first, u32 count, u64* words, u32* rows) {
-    u32 lane = threadIdx.x % 32, warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (warp >= count) return;
-    u32 set = (u32)((first + warp) / WAYS), way = (u32)((first + warp) % WAYS);
-    for (u32 i = lane; i < cache.row; i += 32) rows[(u64)warp * cache.row + i] = load_racing(row_of(cache, set, way) + i);
-    if (lane == 0) words[warp] = word_of(cache, set, way);
+extern "C" __global__ void __launch_bounds__(128) update_rows(Changes changes) {
+    change_rows<UPDATE>(changes);
+}
+
+extern "C" __global__ void __launch_bounds__(128) invalidate_rows(Changes changes) {
+    change_rows<INVALIDATE>(changes);
+}
+
+// The next two kernels are on the stream of the changes, so no set changes while they run.
+
+// Writes for each row of the list whether it is cached, and its set's epoch: for rows that are to
+// be prefetched. One warp a row.
+extern "C" __global__ void __launch_bounds__(128) probe_rows(ProbeRows p) {
+    u32 lane = threadIdx.x % 32;
+    u32 warp = warp_in_grid();
+    if (warp >= p.count) {
+        return;
+    }
+
+    SetTag row = {p.list[warp].set, p.list[warp].tag};
+    u32 epoch = load_racing(set_writer_state(p.cache, row.set) + EPOCH_WORD);
+    u32 way = match_tags(p.cache, row.tag, load_header(p.cache, row.set, lane), lane);
+    if (lane == 0) {
+        p.results[warp] = ProbeResult{way < WAYS, epoch};
+    }
+}
+
+// Copies the tags and rows of `count` slots from `first` on; an empty slot has tag 0. One warp a
+// slot.
+extern "C" __global__ void __launch_bounds__(128) dump_rows(DumpRows d) {
+    u32 lane = threadIdx.x % 32;
+    u32 warp = warp_in_grid();
+    if (warp >= d.count) {
+        return;
+    }
+
+    u32 set = (u32)((d.first + warp) / WAYS);
+    u32 way = (u32)((d.first + warp) % WAYS);
+    u32* to = d.rows + (u64)warp * d.cache.row_words;
+    for (u32 i = lane; i < d.cache.row_words; i += 32) {
+        to[i] = load_racing(slot_row(d.cache, set, way) + i);
+    }
+    if (lane == 0) {
+        d.tags[warp] = load_tag(d.cache, set, way);
+    }
 }

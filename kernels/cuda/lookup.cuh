@@ -1,83 +1,117 @@
-// What a lookup is told and what it leaves, in the layout that kernels/src/cuda/launch.rs has too.
+// What a lookup takes and what it leaves for the host: the structures of kernels/src/gpu/launch.rs,
+// field by field, and the numbers of kernels/src/gpu/numbers.rs.
 #pragma once
 #include "cache.cuh"
 
 enum Codec { F32, F16, U8, U4 };
 enum Pooling { SUM, MEAN, NONE };
-enum Place { CACHED, RESIDENT, RESIDENT_HASHED };
+enum Storage { CACHED, RESIDENT, RESIDENT_HASHED };
 
-// One sparse feature. The same for every request of a worker.
+// One sparse feature. It is the same for every request of a worker.
 struct Feature {
-    Cache cache;           // CACHED
-    const u32* rows;       // RESIDENT and RESIDENT_HASHED: `[count, cache.row]`
+    Cache cache;           // CACHED; of a resident table the shape of its rows
+    const u32* rows;       // RESIDENT and RESIDENT_HASHED: `[count, cache.row_words]`
     const u64* hashes;     // RESIDENT_HASHED: of the keys, ascending, in row order
-    const u32* buckets;    // and where each equal part of the hash space begins in them, `[bucket_count + 1]`
-    u64 count, bucket_count;
+    const u32* buckets;    // where each equal part of the hash space begins, `[bucket_count + 1]`
+    u64 count;
+    u64 bucket_count;
     const float* default_row;
     float* out;            // first column in the network's input
     u64 stride;            // columns of that input
-    u64 keys_before;       // keys that the features before it have room for, a sample
+    u64 keys_before;       // keys of one sample that the features before it have room for
     u64 keys_end;          // keys from here up are absent, where `has_end`
-    u64 salt;              // names where tables are not all indexed
-    u32 base, end;         // names where they are: number of the first row, and rows
-    u32 has_end, table;
-    u32 dim, width;
-    u32 codec, pooling, place;
+    u64 salt;              // of the hash, where tables are not all indexed
+    u32 base;              // where they are: number of the first row,
+    u32 end;               // and of rows
+    u32 has_end;
+    u32 table;
+    u32 dim;
+    u32 width;
+    u32 codec;
+    u32 pooling;
+    u32 storage;
     float unit;
 };
 
-// A bag whose pooling stopped at its first missing row: `done` rows are pooled, `refs` more are in
-// the ring from `first` on.
-struct OpenBag { u32 feature, sample, done, first, refs; };
+// A bag whose pooling stopped at its first missing row: `pooled` rows are added, and `entries` more
+// are in the ring from `first` on.
+struct OpenBag {
+    u32 feature;
+    u32 sample;
+    u32 pooled;
+    u32 first;
+    u32 entries;
+};
 
-enum Kind { MISSING, ABSENT, KEPT };
+enum EntryKind { MISSING, ABSENT, HIT };
 
-// A lookup of a bag that waits.
-struct Ref {
+// One lookup of an open bag.
+struct Entry {
     u64 key;
     u32 epoch;
     u32 kind;
 };
 
-// Lookups of one bag that its table does not have, before it was left open.
-struct Absents { u32 sample, count; };
+// How many lookups of one whole bag are of keys that the table does not have.
+struct AbsentCount {
+    u32 sample;
+    u32 count;
+};
 
-struct Counts { u32 bags, refs, absents, again; };
+struct BagNumber {
+    u32 feature;
+    u32 sample;
+};
+
+struct RingCounts {
+    u32 bags;
+    u32 entries;
+    u32 absents;
+    u32 requeries;
+};
 
 // What the last query left open, in host memory.
-struct Ring {
-    Counts* counts;
-    OpenBag* bags;         // `[refs_max]`
-    Ref* refs;             // `[refs_max]`
-    u32* kept;             // the rows of KEPT lookups, at the number of the ref: `[refs_max, kept_stride]`
-    Absents* absents;      // `[features * batch_max]`
-    u32* again;            // bags to ask for again: no room, or a row changed as it was added: feature, sample; `[features * batch_max, 2]`
-    u32 refs_max, kept_stride;
+struct MissRing {
+    RingCounts* counts;
+    OpenBag* bags;         // `[entries_max]`
+    Entry* entries;        // `[entries_max]`
+    u32* hit_rows;         // of HIT entries, by entry number: `[entries_max, hit_stride]`
+    AbsentCount* absents;  // `[features * batch_max]`
+    // Bags to query again, because the ring was full or a row changed while it was added:
+    // `[features * batch_max]`.
+    BagNumber* requeries;
+    u32 entries_max;
+    u32 hit_stride;
 };
 
 struct Query {
     const Feature* features;
     const u64* keys;       // by feature, with room for the longest bags of `samples`
     const u32* offsets;    // `[features, samples + 1]`
-    Ring ring;
-    Counts* counts;        // the same counts while the kernel runs, in device memory; zeros between launches
-    u32* blocks;           // blocks that are done; likewise
-    const u32* only;       // bags to do: feature, sample; or null for all
-    u32 bags;              // how many: of `only`, or samples
+    MissRing ring;
+    RingCounts* counts;    // counts in device memory while the kernel runs; zeros between launches
+    u32* blocks_done;      // likewise
+    const BagNumber* only; // the bags to query; null: all
+    u32 bags;              // how many of `only`; or the samples
     u32 samples;
     u32 feature_count;
-    u32 tile;              // samples of a feature that one warp takes, 32 at most
+    u32 tile;              // samples of one feature that one warp takes, 32 at most
 };
-static_assert(sizeof(Feature) == 176 && sizeof(Query) == 120, "as kernels/src/cuda/launch.rs has them");
 
-// The bags that the host has found the rows of. Lies in host memory, so that a recorded launch
-// learns them when it runs.
-struct Finish {
+// The open bags whose rows the host has found. The structure is in host memory, so that a recorded
+// launch reads it when it runs.
+struct FinishBags {
     const Feature* features;
     const OpenBag* bags;
-    const u32* slots;      // by ref: the row in `rows`, or NO_SLOT for the default row
+    const u32* slots;      // by entry: the row in `rows`, or NO_SLOT for the default row
     const u32* rows;
-    u32 count, stride;
+    u32 count;
+    u32 stride;
 };
 
-#define NO_SLOT FULL
+#define NO_SLOT 0xffffffffu
+
+static_assert(sizeof(Feature) == 176 && sizeof(Query) == 120 && sizeof(FinishBags) == 40,
+              "kernels/src/gpu/launch.rs has the same structures");
+static_assert(sizeof(OpenBag) == 20 && sizeof(Entry) == 16 && sizeof(RingCounts) == 16,
+              "kernels/src/gpu/launch.rs has the same structures");

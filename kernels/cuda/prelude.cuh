@@ -1,6 +1,6 @@
 // What every kernel source starts from: fixed-width names, reads and writes that race by design,
-// f16. Includes nothing on the device, so that the compiler alone builds it; on the host `host.h`
-// stands for CUDA's own names.
+// f16. Includes nothing on the device, so that the compiler alone builds it. On the host `host.h`
+// of the stand-in (tests/standin) defines CUDA's own names.
 //
 // Floor: compute capability 8.0, PTX ISA 7.4 (CUDA 11.4).
 #pragma once
@@ -10,32 +10,37 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef int i32;
+typedef long long i64;
 
-#define FULL 0xffffffffu
+// Mask of a warp's 32 lanes.
+#define ALL_LANES 0xffffffffu
 
 #if defined(__CUDA_ARCH__)
 
-// One word that another thread may change meanwhile: whole, and from where all threads of the
-// device see it. It orders nothing, so what the compiler knows of other memory it may keep.
+// Reads one word that another thread may be writing. The value is never torn and comes from where
+// all threads of the device see it. The read orders nothing: the compiler may keep what it knows of
+// other memory.
 __device__ __forceinline__ u32 load_racing(const u32* at) {
     u32 v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
     return v;
 }
 
+// Writes one word that another thread may be reading.
 __device__ __forceinline__ void store_racing(u32* at, u32 v) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
 
-// Racing reads and writes before it come before those behind it, for all threads of the device. It
-// speaks for the calling lane alone: where one lane's reads come before another's, `__syncwarp`
-// follows, where one's writes do, it precedes.
-__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Orders the calling lane's racing reads and writes before the fence against those after it, as all
+// threads of the device see them. It says nothing about other lanes: a `__syncwarp` after the fence
+// orders one lane's reads before another's, and a `__syncwarp` before the fence orders one lane's
+// writes before another's.
+__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// The same for the host.
-__device__ __forceinline__ void fence_host() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// `fence_device`, for the host too.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// f16 as f32; exact.
+// Converts an f16 to f32, exactly.
 __device__ __forceinline__ float widen(u16 half) {
     float v;
     asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(half));
@@ -46,17 +51,22 @@ __device__ __forceinline__ float widen(u16 half) {
 
 inline u32 load_racing(const u32* at) { return sim::load(at); }
 inline void store_racing(u32* at, u32 v) { sim::store(at, v); }
-inline void fence() { __threadfence(); }
-inline void fence_host() { __threadfence_system(); }
+inline void fence_device() { __threadfence(); }
+inline void fence_system() { __threadfence_system(); }
 inline float widen(u16 half) {
-    u32 exponent = half >> 10 & 31, mantissa = half & 1023, sign = (u32)(half & 0x8000) << 16;
+    u32 exponent = half >> 10 & 31;
+    u32 mantissa = half & 1023;
+    u32 sign = (u32)(half & 0x8000) << 16;
+
     if (exponent == 0) {
         float v = ldexpf((float)mantissa, -24);
         return sign ? -v : v;
     }
-    // A NaN comes out quiet, as the device makes it.
+
+    // A NaN becomes quiet, as on the device.
     u32 quiet = exponent == 31 && mantissa ? 1u << 22 : 0;
-    return __uint_as_float(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13 | quiet);
+    u32 biased = exponent == 31 ? 255 : exponent + 112;
+    return __uint_as_float(sign | biased << 23 | mantissa << 13 | quiet);
 }
 
 #endif

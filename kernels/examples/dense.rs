@@ -1,5 +1,5 @@
-//! Times one ONNX network on one core: our kernels with each weight format, and rten, interleaved,
-//! in microseconds of CPU time a batch (the median of the rounds).
+//! Times one ONNX network on one core: this crate's kernels with each weight format, and rten. The
+//! runs alternate. The results are microseconds of CPU time a batch, the median of the rounds.
 //!
 //!     cargo run --release -p hatchback-kernels --example dense -- NETWORK.onnx NAME=WIDTH.. OUTPUT
 
@@ -13,13 +13,13 @@ use std::time::Duration;
 
 const BATCHES: [usize; 8] = [1, 2, 4, 8, 32, 64, 128, 256];
 
-/// CPU time of this process: all its threads, none of its neighbours.
+/// Returns the CPU time of all threads of this process.
 fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Microseconds a call, over enough calls to fill some milliseconds.
+/// Returns the microseconds of one call, the mean over enough calls to take 15 ms.
 fn time(mut call: impl FnMut()) -> f64 {
     let (begin, mut calls) = (cpu_time(), 0);
     loop {
@@ -37,7 +37,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Values like those of a normal distribution, from a fixed seed.
+/// Returns values of nearly normal distribution, from a fixed seed.
 fn values(len: usize) -> Vec<f32> {
     let mut state = 7u64;
     let mut uniform = || {
@@ -48,10 +48,10 @@ fn values(len: usize) -> Vec<f32> {
     (0..len).map(|_| (0..4).map(|_| uniform()).sum::<f32>() * 1.7).collect()
 }
 
-/// `data` as rten's input `name`.
+/// Returns `data` as rten's input `name`.
 fn feed<'a>(rten: &Model, name: &str, batch: usize, data: &'a [f32]) -> (NodeId, ValueOrView<'a>) {
-    let named = |id: &NodeId| rten.node_info(*id).unwrap().name() == Some(name);
-    let at = rten.input_ids().iter().position(named).unwrap();
+    let has_name = |id: &NodeId| rten.node_info(*id).unwrap().name() == Some(name);
+    let at = rten.input_ids().iter().position(has_name).unwrap();
     let fixed = rten.input_shape(at).unwrap().into_iter().skip(1);
     let fixed = fixed.map(|d| if let Dimension::Fixed(n) = d { n } else { panic!("open") });
     let shape: Vec<usize> = std::iter::once(batch).chain(fixed).collect();
@@ -67,9 +67,10 @@ fn main() {
         .map(|i| i.split_once('=').unwrap())
         .map(|(n, w)| (n, w.parse().unwrap()))
         .collect();
+
     let only = std::env::var("ISA").ok();
-    let asked = |isa: &Isa| only.as_ref().is_none_or(|only| isa.name() == only);
-    let isas = Isa::available().into_iter().skip(1).filter(asked);
+    let is_requested = |isa: &Isa| only.as_ref().is_none_or(|only| isa.name() == only);
+    let isas = Isa::available().into_iter().skip(1).filter(is_requested);
     let mut engines = Vec::new();
     for isa in isas {
         for weights in [Weights::F32, Weights::F16, Weights::Int8] {
@@ -85,9 +86,11 @@ fn main() {
             engines.push((format!("{} {weights:?}", isa.name()), engine));
         }
     }
+
     let rten = Model::load(onnx).unwrap();
     let mut options = RunOptions::default();
     options.thread_pool = Some(Arc::new(ThreadPool::with_num_threads(1)));
+
     let rounds = std::env::var("ROUNDS").map_or(9, |r| r.parse().unwrap());
     println!("{:>16} {:>12} bytes, largest difference from f32", "", engines[0].1.bytes());
     let mut scores = Vec::new();
@@ -99,6 +102,7 @@ fn main() {
         let far = scores[0].iter().zip(&scores[scores.len() - 1]).map(|(a, b)| (a - b).abs());
         println!("{name:>16} {:>12} {:.1e}", engine.bytes(), far.fold(0.0, f32::max));
     }
+
     for batch in BATCHES {
         let data: Vec<Vec<f32>> = inputs.iter().map(|(_, w)| values(batch * w)).collect();
         let mut times = vec![Vec::new(); engines.len() + 1];
@@ -117,6 +121,7 @@ fn main() {
                 rten.run(fed, &[rten.output_ids()[0]], Some(options.clone())).unwrap();
             }));
         }
+
         print!("batch {batch:>4}:");
         let names = engines.iter().map(|(name, _)| name.as_str()).chain(["rten"]);
         for (name, times) in names.zip(times) {

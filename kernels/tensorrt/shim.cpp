@@ -1,8 +1,10 @@
-// TensorRT behind a C interface, from one source for its headers 8.5 to 11.x and TensorRT for RTX 1.x. Apart from four
-// entry points that are looked up by name everything in TensorRT is a virtual call, so this links nothing of it. Built
-// by `make` beside this file where the headers are; loaded by `../src/tensorrt/shim.rs`, which is its only caller.
-// Never starts CUDA, never throws, and makes no call into a library whose version is not that of its headers: the order
-// of virtual calls is the header's, and a mistake would be silent.
+// TensorRT behind a C interface: one source for the headers of 8.5 to 11.x and of TensorRT for RTX 1.x.
+// Four entry points of TensorRT are looked up by name; all other calls are virtual, so the shim is not
+// linked with TensorRT. `make` in this folder builds it; its only caller is
+// ../src/gpu/tensorrt/shim.rs.
+//
+// Never starts CUDA, never throws, and never calls a library of another version than the headers: the
+// headers give the order of virtual functions, and a wrong order would call wrong functions silently.
 #include <NvInfer.h>
 #include <NvOnnxParser.h>
 #include <cstdarg>
@@ -26,21 +28,21 @@ using namespace nvinfer1;
 
 namespace {
 
-// The number of this interface; shim.rs refuses another.
+// Version of this interface; shim.rs refuses any other.
 constexpr int32_t INTERFACE = 1;
 
-// What went wrong; shim.rs has the same list.
+// Return codes; shim.rs has the same list.
 enum Outcome : int32_t {
     DONE = 0,
-    NO_LIBRARY = 1,    // the loader did not find or take it
-    NO_ENTRY = 2,      // it lacks an entry point
-    VERSION = 3,       // it is of another version than the headers
-    REFUSED = 4,       // TensorRT said no; its own words are in `problem`
-    NO_FP16 = 5,       // this TensorRT takes its types from the file
+    NO_LIBRARY = 1,    // the loader did not find or accept the library
+    NO_ENTRY = 2,      // the library lacks an entry point
+    VERSION = 3,       // the library is of another version than the headers
+    REFUSED = 4,       // TensorRT refused; `problem` has its own words
+    NO_FP16 = 5,       // this TensorRT takes the types from the ONNX file
     INTERFACE_OF = 6,  // the network does not have such an input or output
 };
 
-// The caller's room for a sentence.
+// The caller's buffer for an error text.
 struct Problem {
     char* text;
     size_t size;
@@ -50,9 +52,17 @@ struct Problem {
         if (size > 0) vsnprintf(text, size, format, list);
         va_end(list);
     }
+    // Writes the text and returns `outcome`.
+    int32_t fail(Outcome outcome, char const* format, ...) const __attribute__((format(printf, 3, 4))) {
+        va_list list;
+        va_start(list, format);
+        if (size > 0) vsnprintf(text, size, format, list);
+        va_end(list);
+        return outcome;
+    }
 };
 
-// Keeps the first error that TensorRT reports in a call: the ones after it follow from it.
+// Keeps the first error that TensorRT reports in a call; later errors are consequences.
 struct Log final : ILogger {
     char first[400] = "";
     void log(Severity severity, AsciiChar const* text) noexcept override {
@@ -65,7 +75,8 @@ struct Log final : ILogger {
     }
 };
 
-// 8601 is 8.6.1; from 10 on 101000 is 10.10.0; RTX 1.7.1 is 10701. The patch may differ, the classes are the same.
+// Drops the patch number, which does not change the classes. 8601 is 8.6.1; from 10 on 101000 is
+// 10.10.0; RTX 1.7.1 is 10701.
 int32_t release(int32_t version) { return version < 10000 ? version / 100 : version / 100 + 1000000; }
 
 template <class T> T find(void* library, char const* name) { return reinterpret_cast<T>(dlsym(library, name)); }
@@ -105,7 +116,7 @@ struct Build {
     int64_t batch_max;
     uint64_t workspace_bytes_max;
     int32_t fp16;
-    int32_t compute_capability; // TensorRT for RTX alone: what to build for, 86 for 8.6; 0 is the GPU that is there
+    int32_t compute_capability; // TensorRT for RTX only: 86 for 8.6; 0 is this machine's GPU
 };
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -114,8 +125,9 @@ API int32_t hatchback_trt_interface() { return INTERFACE; }
 
 API int32_t hatchback_trt_header_version() { return NV_TENSORRT_VERSION; }
 
-// Loads both libraries (`nullptr`: by the names of the headers' release) and compares versions. `*version` is the
-// library's as soon as it is known. Libraries stay loaded until the process ends: TensorRT registers what it cannot take back.
+// Loads both libraries (`nullptr`: by the names of the headers' release) and compares versions.
+// `*version` receives the library's version as soon as it is known. The libraries stay loaded until the
+// process ends, because TensorRT registers state that it cannot remove.
 API int32_t hatchback_trt_open(char const* nvinfer, char const* parser, Library** out, int32_t* version, char* text, size_t size) {
     Problem const problem{text, size};
     char names[2][64];
@@ -134,7 +146,7 @@ API int32_t hatchback_trt_open(char const* nvinfer, char const* parser, Library*
     void* core = load(nvinfer, names[0]);
     if (!core) return NO_LIBRARY;
     auto const version_of = find<int32_t (*)()>(core, "getInferLibVersion");
-    if (!version_of) return problem.say("getInferLibVersion"), NO_ENTRY;
+    if (!version_of) return problem.fail(NO_ENTRY, "getInferLibVersion");
     *version = version_of();
     if (release(*version) != release(NV_TENSORRT_VERSION)) return VERSION;
     void* onnx = load(parser, names[1]);
@@ -143,8 +155,8 @@ API int32_t hatchback_trt_open(char const* nvinfer, char const* parser, Library*
     library->make_builder = find<void* (*)(void*, int32_t)>(core, "createInferBuilder_INTERNAL");
     library->make_runtime = find<void* (*)(void*, int32_t)>(core, "createInferRuntime_INTERNAL");
     library->make_parser = find<void* (*)(void*, void*, int)>(onnx, "createNvOnnxParser_INTERNAL");
-    if (!library->make_builder || !library->make_runtime) return problem.say("createInfer..._INTERNAL"), NO_ENTRY;
-    if (!library->make_parser) return problem.say("createNvOnnxParser_INTERNAL"), NO_ENTRY;
+    if (!library->make_builder || !library->make_runtime) return problem.fail(NO_ENTRY, "createInfer..._INTERNAL");
+    if (!library->make_parser) return problem.fail(NO_ENTRY, "createNvOnnxParser_INTERNAL");
     *out = library.release();
     return DONE;
 }
@@ -153,7 +165,7 @@ API void hatchback_trt_close(Library* library) { delete library; }
 
 static int32_t parse(nvonnxparser::IParser& parser, Log& log, Build const& build, INetworkDefinition& network, Problem problem) {
     if (!parser.parse(build.onnx, build.onnx_bytes)) {
-        if (parser.getNbErrors() > 0) return problem.say("ONNX: %s", parser.getError(0)->desc()), REFUSED;
+        if (parser.getNbErrors() > 0) return problem.fail(REFUSED, "ONNX: %s", parser.getError(0)->desc());
         return log.refused("ONNX", problem);
     }
     bool found = false;
@@ -162,13 +174,13 @@ static int32_t parse(nvonnxparser::IParser& parser, Log& log, Build const& build
         if (strcmp(output->getName(), build.output) == 0) found = true;
         else network.unmarkOutput(*output);
     }
-    if (!found) return problem.say("no output `%s`", build.output), INTERFACE_OF;
+    if (!found) return problem.fail(INTERFACE_OF, "no output `%s`", build.output);
     if (network.getNbInputs() != build.input_count)
-        return problem.say("%d inputs, %d are fed", network.getNbInputs(), build.input_count), INTERFACE_OF;
+        return problem.fail(INTERFACE_OF, "%d inputs, %d are fed", network.getNbInputs(), build.input_count);
     return DONE;
 }
 
-// Builds a plan for this GPU. The caller gives `*plan` back with `hatchback_trt_drop_plan`.
+// Builds a plan for this GPU. The caller frees `*plan` with `hatchback_trt_drop_plan`.
 API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemory** plan, char* text, size_t size) {
     Problem const problem{text, size};
     Log& log = library->log;
@@ -181,7 +193,7 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
 #endif
     std::unique_ptr<INetworkDefinition> network{builder->createNetworkV2(flags)};
     if (!network) return log.refused("no network", problem);
-    // The network's constants lie in the parser, so it lives until the plan is built.
+    // The parser owns the network's constants, so it must live until the plan is built.
     std::unique_ptr<nvonnxparser::IParser> parser{static_cast<nvonnxparser::IParser*>(
         library->make_parser(network.get(), &log, static_cast<int>(NV_ONNX_PARSER_VERSION)))};
     if (!parser) return log.refused("no ONNX parser", problem);
@@ -195,7 +207,7 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
     if (build->fp16) config->setFlag(BuilderFlag::kFP16);
 #endif
 #if !defined(TRT_MAJOR_RTX)
-    config->clearFlag(BuilderFlag::kTF32); // its 10 bits are not the f32 that was asked for
+    config->clearFlag(BuilderFlag::kTF32); // its 10 bits are less than f32
 #else
     if (build->compute_capability != 0) {
         config->setNbComputeCapabilities(1);
@@ -214,7 +226,7 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
             for (int32_t a = 0; a < input.rank; a++) dims.d[a + 1] = static_cast<decltype(+dims.d[0])>(input.shape[a]);
             return dims;
         };
-        if (input.rank + 1 > Dims::MAX_DIMS) return problem.say("input `%s`: %d axes", input.name, input.rank), INTERFACE_OF;
+        if (input.rank + 1 > Dims::MAX_DIMS) return problem.fail(INTERFACE_OF, "input `%s`: %d axes", input.name, input.rank);
         bool const set = profile->setDimensions(input.name, OptProfileSelector::kMIN, dims(1))
             && profile->setDimensions(input.name, OptProfileSelector::kOPT, dims(build->batch_typical))
             && profile->setDimensions(input.name, OptProfileSelector::kMAX, dims(build->batch_max));
@@ -231,14 +243,14 @@ API size_t hatchback_trt_plan_bytes(IHostMemory const* plan) { return plan->size
 
 API void hatchback_trt_drop_plan(IHostMemory* plan) { delete plan; }
 
-// Makes a plan ready to run. CUDA must be up: without a driver some releases crash in the call after this.
+// Loads a plan. CUDA must be initialized: without a driver some releases crash in the next call.
 API int32_t hatchback_trt_load(Library* library, void const* plan, size_t bytes, Engine** out, char* text, size_t size) {
     Problem const problem{text, size};
     Log& log = library->log;
     if (!library->runtime) library->runtime.reset(static_cast<IRuntime*>(library->make_runtime(&log, NV_TENSORRT_VERSION)));
     if (!library->runtime) return log.refused("no runtime", problem);
 #if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR > 8 || NV_TENSORRT_MINOR >= 6
-    library->runtime->setEngineHostCodeAllowed(false); // as is the default; 8.5 has no such plans
+    library->runtime->setEngineHostCodeAllowed(false); // the default, made explicit; 8.5 has no such plans
 #endif
     std::unique_ptr<ICudaEngine> engine{library->runtime->deserializeCudaEngine(plan, bytes)};
     if (!engine) return log.refused("plan", problem);
@@ -248,22 +260,22 @@ API int32_t hatchback_trt_load(Library* library, void const* plan, size_t bytes,
 
 API void hatchback_trt_drop_engine(Engine* engine) { delete engine; }
 
-// Checks that the engine has exactly these tensors, in f32.
+// Checks that the engine has exactly these inputs and this output, in f32.
 API int32_t hatchback_trt_check(Engine const* engine, char const* const* inputs, int32_t count, char const* output, char* text, size_t size) {
     Problem const problem{text, size};
     ICudaEngine const& e = *engine->engine;
     if (e.getNbIOTensors() != count + 1)
-        return problem.say("%d tensors, %d expected", e.getNbIOTensors(), count + 1), INTERFACE_OF;
+        return problem.fail(INTERFACE_OF, "%d tensors, %d expected", e.getNbIOTensors(), count + 1);
     for (int32_t i = 0; i <= count; i++) {
         char const* name = i < count ? inputs[i] : output;
         auto const mode = i < count ? TensorIOMode::kINPUT : TensorIOMode::kOUTPUT;
-        if (e.getTensorIOMode(name) != mode) return problem.say("no tensor `%s`", name), INTERFACE_OF;
-        if (e.getTensorDataType(name) != DataType::kFLOAT) return problem.say("`%s` is not f32", name), INTERFACE_OF;
+        if (e.getTensorIOMode(name) != mode) return problem.fail(INTERFACE_OF, "no tensor `%s`", name);
+        if (e.getTensorDataType(name) != DataType::kFLOAT) return problem.fail(INTERFACE_OF, "`%s` is not f32", name);
     }
     return DONE;
 }
 
-// Device memory that a context takes.
+// Returns the bytes of device memory that a context takes.
 API uint64_t hatchback_trt_context_bytes(Engine const* engine) {
 #if defined(TRT_MAJOR_RTX) || NV_TENSORRT_MAJOR >= 11
     return static_cast<uint64_t>(engine->engine->getDeviceMemorySizeV2());
@@ -272,7 +284,7 @@ API uint64_t hatchback_trt_context_bytes(Engine const* engine) {
 #endif
 }
 
-// One worker's state; it takes its device memory here.
+// Creates one worker's context, which allocates its device memory.
 API int32_t hatchback_trt_context(Library* library, Engine* engine, Context** out, char* text, size_t size) {
     std::unique_ptr<IExecutionContext> context{engine->engine->createExecutionContext()};
     if (!context) return library->log.refused("context", Problem{text, size});
@@ -282,7 +294,7 @@ API int32_t hatchback_trt_context(Library* library, Engine* engine, Context** ou
 
 API void hatchback_trt_drop_context(Context* context) { delete context; }
 
-// Where a tensor lies on the device; an input's shape is set with it (`shape` null: the output).
+// Sets the device address of a tensor, and the shape of an input (`shape` null: the output).
 API int32_t hatchback_trt_bind(Context* context, InputShape const* tensor, int64_t batch, void* address) {
     if (tensor->shape) {
         Dims dims{};
@@ -295,7 +307,7 @@ API int32_t hatchback_trt_bind(Context* context, InputShape const* tensor, int64
     return context->context->setTensorAddress(tensor->name, address) ? DONE : REFUSED;
 }
 
-// Puts the network onto `stream` (a `CUstream`) and returns.
+// Puts a run of the network onto `stream` (a `CUstream`); does not wait.
 API int32_t hatchback_trt_enqueue(Context* context, void* stream) {
     return context->context->enqueueV3(static_cast<cudaStream_t>(stream)) ? DONE : REFUSED;
 }

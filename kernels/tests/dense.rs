@@ -1,5 +1,5 @@
-//! The networks of the repository on our kernels: what a run takes from the heap, and what its bits
-//! depend on.
+//! The networks of the repository on this crate's kernels: a run allocates nothing, and its bits
+//! depend on neither the batch nor the instruction set.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 // The allocator trait is unsafe.
@@ -16,20 +16,20 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: passes everything on to the system's allocator.
+// SAFETY: every call goes to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.with(|n| n.set(n.get() + 1));
-        // SAFETY: the caller's promise, passed on.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise, passed on.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { System.dealloc(pointer, layout) }
     }
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATIONS.with(|n| n.set(n.get() + 1));
-        // SAFETY: the caller's promise, passed on.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { System.realloc(pointer, layout, size) }
     }
 }
@@ -57,7 +57,7 @@ fn load((folder, inputs): Network, isa: Isa, weights: Weights) -> DenseEngine {
     engine
 }
 
-/// Inputs for `batch` samples; the same for a sample whatever the batch.
+/// Returns inputs for `batch` samples. A sample's inputs do not depend on the batch.
 fn inputs((_, inputs): Network, batch: usize) -> Vec<Vec<f32>> {
     let value = |i: usize| {
         ((i * 7919 % 1009) as f32 / 504.5 - 1.0) * if i.is_multiple_of(6) { 0.0 } else { 1.0 }
@@ -76,12 +76,13 @@ fn bits(scores: &[f32]) -> Vec<u32> {
 }
 
 #[test]
-fn a_run_takes_nothing_from_the_heap() {
+fn a_run_allocates_nothing() {
     for network in NETWORKS {
         for weights in [Weights::F32, Weights::F16, Weights::Int8] {
             let engine = load(network, Isa::detect(), weights);
             let (data, mut scratch) = (inputs(network, 200), engine.scratch(200));
             let mut scores = vec![0.0; 200];
+
             for batch in [1, 2, 31, 200] {
                 let before = ALLOCATIONS.get();
                 engine.run(batch, &data, &mut scores[..batch], &mut scratch).unwrap();
@@ -94,7 +95,8 @@ fn a_run_takes_nothing_from_the_heap() {
             }
         }
     }
-    // The counter does count.
+
+    // The allocator counts.
     let before = ALLOCATIONS.get();
     drop(std::hint::black_box(vec![1u8]));
     assert_eq!(ALLOCATIONS.get() - before, 1);
@@ -155,7 +157,7 @@ fn shorter_weights_stay_close_and_take_less() {
 }
 
 #[test]
-fn a_batch_beyond_its_memory_is_refused() {
+fn a_batch_larger_than_its_memory_is_refused() {
     let engine = load(NETWORKS[0], Isa::detect(), Weights::F32);
     let (data, mut scores) = (inputs(NETWORKS[0], 3), vec![0.0; 3]);
     let refused = engine.run(3, &data, &mut scores, &mut engine.scratch(2));

@@ -1,18 +1,20 @@
 #!/bin/sh
-# Proves and measures the GPU path on this machine, which needs a CUDA driver of 11.4 or later and nothing else:
+# Tests and measures the GPU path on this machine, which needs only a CUDA driver of 11.4 or later:
 #   ./run.sh [--quick] [FOLDER]
-# What the machine is; every kernel against its CPU twin; whole requests on the demo model; lookups and requests timed.
-# TensorRT runs the dense network where its libraries and headers are. FOLDER (`report` beside this file, or where that cannot be
-# written a new one under TMPDIR) takes report.json, report.txt and the log of each part. Whatever fails, the rest is done; each
-# part says how it went. Exit status 1: a part failed. With HATCHBACK_STANDIN=.../libcuda.so it runs on that stand-in, with
-# HATCHBACK_RUN=... its programs are run by that one, such as an emulator, and HATCHBACK_BENCH="--batch 4" measures only that.
+# It prints the machine, compares every kernel with its CPU twin, runs requests of the demo model, and
+# times lookups and requests. TensorRT runs the dense network where its libraries and headers are
+# installed. FOLDER (default: `report` next to this file, or a new folder under TMPDIR if that cannot be
+# written) receives report.json, report.txt and the log of each part. A failed part does not stop the
+# others; each part reports its result. Exit status 1: a part failed.
+# HATCHBACK_STANDIN=.../libcuda.so runs on that stand-in. HATCHBACK_RUN=... runs the programs through
+# another, such as an emulator. HATCHBACK_BENCH="--batch 4" measures only that.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 quick= to=
 for argument; do
     case $argument in
     --quick) quick=--quick ;;
-    -*) sed -n '2,9s/^# \?//p' "$0" >&2; exit 2 ;;
+    -*) sed -n '2,11s/^# \?//p' "$0" >&2; exit 2 ;;
     *) to=$argument ;;
     esac
 done
@@ -33,7 +35,7 @@ if [ -n "${HATCHBACK_STANDIN:-}" ]; then
     export LD_LIBRARY_PATH="$(dirname "$HATCHBACK_STANDIN"):${LD_LIBRARY_PATH:-}"
 fi
 
-# Where the system's C library is older than the programs need, they run on the one in lib/.
+# If the system's C library is older than the programs need, they run on the one in lib/.
 loader=$(echo "$here"/lib/ld-linux-*.so.*)
 run() {
     program=$to/bin/$1
@@ -45,14 +47,14 @@ if [ -e "$loader" ] && ! run hatchback --version >/dev/null 2>&1; then own_libc=
 
 failed=0 parts=
 say() { echo "$@" | tee -a report.txt; }
-# What there is to say, in JSON's quotes.
+# Prints a text as a JSON string.
 quoted() { printf '"%s"' "$(printf %s "$1" | tr '\n\t' '  ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g')"; }
 outcome() { # outcome NAME passed|FAILED|"not run" WHY
     say "$(printf '%-28s %s' "$1" "$2")${3:+: $3}"
     parts="$parts${parts:+,
 }{\"name\": \"$1\", \"result\": \"$2\", \"why\": $(quoted "${3:-}")}"
 }
-part() { # part NAME COMMAND...: its output to a log; how it went to the report
+part() { # part NAME COMMAND...: writes its output to a log and its result to the report
     name=$1
     shift
     "$@" >"$name.log" 2>&1
@@ -76,14 +78,14 @@ not_run() { # not_run WHY NAME...
 machine() {
     uname -srm
     (. /etc/os-release && echo "$PRETTY_NAME") 2>/dev/null
-    [ -z "$own_libc" ] || echo "the system's C library is older than the programs need: they run on the bundle's"
+    [ -z "$own_libc" ] || echo "the system's C library is older than the programs need; they run on the bundle's"
     cat /proc/driver/nvidia/version 2>/dev/null
     nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.memory,clocks.max.sm --format=csv 2>/dev/null || echo "no nvidia-smi"
 }
 say "== the machine"
 machine | tee -a report.txt
 
-# The demo model's scores, here and on the CPU, to the bit.
+# Compares the demo model's scores on the GPU and on the CPU, to the bit.
 demo_requests() {
     demo=$here/tree/tools/demo/coupon samples=heldout
     [ -z "$quick" ] || samples=probe
@@ -91,11 +93,11 @@ demo_requests() {
     for device in cpu cuda; do
         run hatchback run demo.bundle --samples "$demo/$samples.jsonl" --batch 32 --device $device >$device.scores || return 1
     done
-    [ -s cpu.scores ] && cmp cpu.scores cuda.scores && echo "$(wc -l <cpu.scores) scores, the same to the bit"
+    [ -s cpu.scores ] && cmp cpu.scores cuda.scores && echo "$(wc -l <cpu.scores) scores, equal to the bit"
 }
 
 suites=$(for suite in bin/*; do [ "$suite" = bin/hatchback ] || basename "$suite"; done)
-# What is to be known first, above all whether there is a GPU whose driver takes the kernels' machine code.
+# Runs first, because every later part needs a driver that accepts the kernels' machine code.
 facts() { CUDA_CACHE_DISABLE=1 run hatchback bench gpu --facts; }
 say "== the driver and the GPU"
 if part programs run hatchback --version && part gpu facts; then
@@ -104,7 +106,7 @@ if part programs run hatchback --version && part gpu facts; then
     say "== TensorRT"
     tensorrt=
     if shim=$("$here/tree/kernels/tensorrt/make" "$to" 2>tensorrt.log); then
-        say "its headers are here: $shim"
+        say "headers found, shim built: $shim"
         tensorrt="--tensorrt $shim"
     else
         say "not used: $(tail -n 1 tensorrt.log)"
@@ -118,13 +120,13 @@ if part programs run hatchback --version && part gpu facts; then
     rm -f demo.bundle ./*.scores
 
     say "== measured"
-    [ -z "${HATCHBACK_STANDIN:-}" ] || say "(on the stand-in: no time says anything)"
+    [ -z "${HATCHBACK_STANDIN:-}" ] || say "(on the stand-in: times mean nothing)"
     part bench run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} $tensorrt --plans "$to" --json bench.json
     part bench_exact run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} --exact --json bench_exact.json
     cat bench.log | tee -a report.txt
 else
     tensorrt=
-    why="nothing can be proven here: $(tail -n 1 gpu.log 2>/dev/null || tail -n 1 programs.log)"
+    why="nothing can be tested here: $(tail -n 1 gpu.log 2>/dev/null || tail -n 1 programs.log)"
     not_run "$why" $suites demo bench bench_exact
 fi
 rm -rf bin
@@ -137,5 +139,5 @@ json() { if [ -s "$1" ]; then cat "$1"; else echo null; fi; }
     json bench_exact.json
     echo '}'
 } >report.json
-say "$([ "$failed" = 0 ] && echo passed || echo FAILED): $to/report.json and report.txt tell all, the logs beside them the rest"
+say "$([ "$failed" = 0 ] && echo passed || echo FAILED): $to/report.json and report.txt have the results, the logs next to them the details"
 exit $failed

@@ -1,7 +1,7 @@
-//! The GPU that the tests run on: a stand-in for the CUDA driver (`tests/standin`), built on first
-//! use, which runs the product's kernels on the host. With `HATCHBACK_GPU=real` in the environment
-//! it is the machine's own. The stand-in is the board's GPU, or with `STANDIN_DEVICE=desk` one with
-//! memory of its own.
+//! The GPU that the tests run on: a stand-in for the CUDA driver (`tests/standin`), which runs the
+//! product's kernels on the host. The first test builds it. With `HATCHBACK_GPU=real` in the
+//! environment the tests run on the machine's own GPU. The stand-in plays the board's GPU, or with
+//! `STANDIN_DEVICE=desk` a GPU with memory of its own.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
 
-/// What the driver was asked for since the process began.
+/// Counts of driver calls since the process started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Kernels and graphs launched.
@@ -20,18 +20,18 @@ pub struct Counts {
     pub waits: u64,
     /// Copies between host and device.
     pub copies: u64,
-    /// Bytes allocated now.
+    /// Bytes that are allocated.
     pub bytes: u64,
-    /// Whether work is under way that nobody has waited for.
+    /// Whether some work is not finished.
     pub busy: bool,
-    /// Kernels launched for the first time, for which a driver takes memory.
+    /// Kernels launched for the first time: a driver allocates memory for each.
     pub loaded: u64,
 }
 
 /// The stand-in, loaded.
 pub struct StandIn(Library);
 
-/// Builds the stand-in with more `flags` for the compiler; returns the library.
+/// Builds the stand-in with additional compiler `flags`; returns the library.
 pub fn build(name: &str, flags: &[&str]) -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let out = here.join("../target").join(name);
@@ -40,8 +40,8 @@ pub fn build(name: &str, flags: &[&str]) -> PathBuf {
     out.join("libcuda.so")
 }
 
-/// Loads the stand-in so that the product finds it as the driver; `None` if the machine's own GPU
-/// is asked for.
+/// Loads the stand-in so that the product finds it as the driver; returns `None` if the tests run
+/// on the machine's own GPU.
 pub fn load() -> Option<&'static StandIn> {
     static LOADED: OnceLock<Option<StandIn>> = OnceLock::new();
     LOADED
@@ -51,33 +51,33 @@ pub fn load() -> Option<&'static StandIn> {
             }
             let path = std::env::var_os("HATCHBACK_STANDIN")
                 .map_or_else(|| build("standin", &[]), PathBuf::from);
-            // SAFETY: our own library, whose initialisation fills a table. Its SONAME is the
-            // driver's, so that whoever loads the driver by name gets this one.
+            // SAFETY: the stand-in's initialization only fills a table. Its SONAME is the driver's,
+            // so that code which loads the driver by name receives the stand-in.
             Some(StandIn(unsafe { Library::new(path) }.unwrap()))
         })
         .as_ref()
 }
 
-/// Loads the stand-in for cuBLAS beside that for the driver, so that the product finds it; `false`
-/// if the machine's own GPU is asked for. It is called as CUDA 13 calls it.
+/// Loads the stand-in for cuBLAS, so that the product finds it; returns `false` if the tests run on
+/// the machine's own GPU. The library has the name that it has in CUDA 13.
 pub fn load_cublas() -> bool {
     static LOADED: OnceLock<Option<Library>> = OnceLock::new();
     let of_driver = || {
         std::env::var_os("HATCHBACK_STANDIN").map_or_else(|| build("standin", &[]), PathBuf::from)
     };
-    // SAFETY: our own library, which does nothing when it is loaded; its SONAME is cuBLAS's.
+    // SAFETY: the stand-in runs no code when it is loaded; its SONAME is cuBLAS's.
     let library =
         || unsafe { Library::new(of_driver().with_file_name("libcublas.so.13")) }.unwrap();
     LOADED.get_or_init(|| load().map(|_| library())).is_some()
 }
 
-/// Whether the GPU shares the host's memory, as the stand-in does unless told otherwise.
+/// Returns whether the GPU shares the host's memory, as the stand-in does by default.
 pub fn is_board() -> bool {
     load().is_some() && std::env::var_os("STANDIN_DEVICE").is_none()
 }
 
 impl StandIn {
-    /// Whoever opens the GPU from now on finds this one; a name of tests/standin/libcuda.cpp.
+    /// Makes later openings of the GPU find the device with this name in tests/standin/libcuda.cpp.
     pub fn device(&self, name: &std::ffi::CStr) {
         // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its
         // argument.
@@ -87,13 +87,13 @@ impl StandIn {
         }
     }
 
-    /// What happens from now on happens in the order of `seed`.
+    /// Sets the seed that decides the order of all later work.
     pub fn seed(&self, seed: u64) {
         // SAFETY: the function has this type in tests/standin/libcuda.cpp.
         unsafe { self.0.get::<extern "C" fn(u64)>(b"standin_seed\0").unwrap()(seed) };
     }
 
-    /// What was asked for so far.
+    /// Returns the counts so far.
     pub fn counts(&self) -> Counts {
         let mut out = [0u64; 6];
         // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes six numbers.
@@ -104,9 +104,9 @@ impl StandIn {
         Counts { launches, waits, copies, bytes, busy: busy != 0, loaded }
     }
 
-    /// Lets `times` calls to come fail, and the GPU go on: launches of the kernel `what`, or of a
-    /// `graph`, a `wait` for a stream or `wait for all`, or the allocation of `pinned memory`;
-    /// `after` more of their kind succeed before.
+    /// Makes `times` calls fail after `after` more calls of their kind; the GPU keeps running.
+    /// `what` is the name of a kernel that is launched, `graph` for the launch of a graph, `wait`
+    /// for a wait for a stream, `wait for all`, or `pinned memory` for its allocation.
     pub fn fault(&self, what: &std::ffi::CStr, after: u32, times: u32) {
         // SAFETY: the function has this type in tests/standin/libcuda.cpp and keeps nothing of its
         // argument.
@@ -118,7 +118,7 @@ impl StandIn {
     }
 }
 
-/// The GPU of the tests, its order of steps that of `seed`. Says on which it runs.
+/// Opens the GPU of the tests and prints its name. `seed` decides the stand-in's order of steps.
 pub fn gpu(seed: u64) -> Arc<Gpu> {
     if let Some(stand_in) = load() {
         stand_in.seed(seed);
@@ -131,9 +131,9 @@ pub fn gpu(seed: u64) -> Arc<Gpu> {
     }))
 }
 
-/// Runs all tests of this program once more on a GPU with memory of its own, that memory watched by
-/// AddressSanitizer and every access by its alignment, which a GPU insists on. `this` is the test
-/// that asks.
+/// Runs all tests of this program again on a GPU with memory of its own. AddressSanitizer watches
+/// that memory, and the alignment of every access is checked, as a GPU requires. `this` is the
+/// calling test.
 pub fn again_under_address_sanitizer(this: &str) {
     if load().is_none() || std::env::var_os("HATCHBACK_STANDIN").is_some() {
         return;
@@ -150,7 +150,7 @@ pub fn again_under_address_sanitizer(this: &str) {
         .env("HATCHBACK_STANDIN", &library)
         .env("STANDIN_DEVICE", "desk")
         .env("LD_PRELOAD", String::from_utf8(runtime.stdout).unwrap().trim())
-        // The test program is not instrumented itself, and keeps the driver to its end.
+        // The test program is not instrumented itself, and keeps the driver until it exits.
         .env("ASAN_OPTIONS", "detect_leaks=0")
         .output()
         .unwrap();

@@ -1,4 +1,5 @@
-// The scheduler of host.h: fibers, meetings of lanes, barriers, the seeded choice of who goes on, and what of memory who sees.
+// The scheduler of host.h: fibers, meetings of lanes, barriers, the seeded choice of the next lane, and
+// the values of memory that each lane sees.
 #include "host.h"
 
 namespace sim {
@@ -57,7 +58,7 @@ static void pass_barrier(Block& b) {
 
 static Warp& warp_here() { return block->warps[block->current->warp]; }
 
-// Other lanes, or other warps, may go on here, even for long.
+// Lets other lanes or warps run, possibly for long.
 static void pause() {
     unsigned chance = racing ? random() % 512 : 512;
     if (chance >= 32) return;
@@ -125,7 +126,7 @@ void met(bool fenced) {
     block->current->fenced = false;
 }
 
-// Never returns: its frame must hold nothing that AddressSanitizer would leave marked.
+// Never returns, so its frame must hold nothing that AddressSanitizer would leave marked.
 __attribute__((no_sanitize_address, noinline)) static void run_fiber() {
     block->grid->body();
     Fiber* me = block->current;
@@ -145,7 +146,7 @@ static void prepare(Fiber& fiber) {
     fiber.stack = stacks.back();
     stacks.pop_back();
 #if defined(__x86_64__)
-    // Entered as if called: the stack is 8 bytes off a multiple of 16.
+    // The function is entered as if called: the stack is 8 bytes off a multiple of 16.
     void** top = (void**)(fiber.stack + STACK);
     *--top = nullptr;
     *--top = (void*)run_fiber;
@@ -231,7 +232,8 @@ static void begin_block(Grid& grid) {
     grid.resident.push_back(std::move(b));
 }
 
-// Lets lanes of a warp run until each has yielded: all of them, or some, so that others see what half a warp has done.
+// Runs lanes of a warp until each has yielded: all lanes, or some, so that others see the work of half
+// a warp.
 static void run_warp(Block& b, unsigned warp) {
     unsigned from = warp * 32, lanes = std::min<unsigned>(32, b.fibers.size() - from), first = random() % lanes;
     unsigned count = random() % 4 ? lanes : 1 + random() % lanes;
@@ -253,7 +255,7 @@ void step(Grid& grid) {
     Block& b = *grid.resident[at];
     unsigned warps = b.warps.size(), warp = random() % warps;
     while (!b.warps[warp].alive) warp = (warp + 1) % warps;
-    // A deadlock is when no warp of the block can do anything.
+    // In a deadlock no warp of the block makes progress.
     uint64_t before = progress;
     run_warp(b, warp);
     auto& written = b.warps[warp].written;
@@ -264,7 +266,7 @@ void step(Grid& grid) {
     }
     static unsigned idle = 0;
     idle = progress == before ? idle + 1 : 0;
-    if (idle > 100000) fail("deadlock: no thread of the resident blocks goes on");
+    if (idle > 100000) fail("deadlock: no thread of the resident blocks makes progress");
     if (b.alive) return;
     for (Fiber& f : b.fibers) stacks.push_back(f.stack);
     grid.resident.erase(grid.resident.begin() + at);

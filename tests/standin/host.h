@@ -1,12 +1,15 @@
-// CUDA C++ as a host compiler reads it, and the machine that runs it: every CUDA thread is a fiber, several blocks (of several
-// kernels) are resident at once, and a seed decides which lanes of which warp go on. A switch happens at every warp operation, barrier and
-// fence, and while two kernels run also before reads and writes that race: for a moment, or until the other kernel has done a lot.
-// Finds lanes that disagree on a mask, divergence around barriers (as deadlock) and, built with AddressSanitizer, accesses
-// out of bounds. Shows no timing.
+// CUDA C++ for a host compiler, and the machine that runs it. Every CUDA thread is a fiber. Several
+// blocks, of several kernels, are resident at the same time, and a seed decides which lanes of which
+// warp run next. Fibers switch at every warp operation, barrier and fence. While two kernels run, they
+// also switch before racing reads and writes: for a moment, or until the other kernel has done much.
 //
-// Of the memory model it shows what fences are for, where two kernels meet. What a lane has read of a word it may go on reading until it
-// passes a fence, or meets (`__syncwarp`) a lane that did. What a warp writes comes to others in any order until one of its lanes
-// passes a fence. Atomics, and words read for the first time, are as they are in memory.
+// The machine finds lanes that disagree on a mask, divergence around barriers (as a deadlock) and,
+// built with AddressSanitizer, accesses out of bounds. It shows no timing.
+//
+// Of the memory model it shows missing fences between two kernels. A lane may keep reading an old
+// value of a word until it passes a fence, or meets (`__syncwarp`) a lane that passed one. The writes
+// of a warp become visible to others in any order until one of its lanes passes a fence. Atomics, and
+// words that a lane reads for the first time, use the value in memory.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -34,7 +37,8 @@ namespace sim {
 
 [[noreturn]] void fail(const char* what, unsigned a = 0, unsigned b = 0);
 
-// A meeting of the lanes that a mask names. Two sets of slots: a lane that is ahead fills the other one.
+// A meeting of the lanes of a mask. It has two sets of slots, because a fast lane may already be in the
+// next meeting.
 struct Meeting {
     uint32_t mask = 0, arrived[2] = {}, met = 0;
     uint64_t slots[2][32] = {};
@@ -45,7 +49,7 @@ struct Meeting {
 struct Warp {
     uint32_t alive = 0;
     std::vector<std::unique_ptr<Meeting>> meetings;
-    std::vector<std::pair<uint32_t*, uint32_t>> written;  // but not come to others
+    std::vector<std::pair<uint32_t*, uint32_t>> written;  // not yet visible to others
 };
 
 struct Context {
@@ -62,8 +66,9 @@ struct Fiber {
     unsigned lane = 0, warp = 0;
     bool done = false;
     char* stack = nullptr;
-    uint64_t wakes = 0;  // does not go on before that many steps
-    // Words as it read them since its last fence, and whether it passed one since it last met its warp.
+    uint64_t wakes = 0;  // step number before which the fiber does not run
+    // Words as the lane read them since its last fence, and whether it passed a fence since it last
+    // met its warp.
     std::vector<std::pair<const uint32_t*, uint32_t>> seen;
     bool fenced = false;
 };
@@ -79,18 +84,18 @@ struct Block {
     Fiber* current = nullptr;
 };
 
-// A launch under way.
+// A launch that is running.
 struct Grid {
     std::function<void()> body;
     dim3 blocks, threads;
-    std::vector<uint32_t> order;  // of the blocks still to begin, the next last
+    std::vector<uint32_t> order;  // blocks that have not started; the next one is last
     std::vector<std::unique_ptr<Block>> resident;
     bool exclusive = false;       // has __shared__ memory: one block at a time
     bool done() const { return order.empty() && resident.empty(); }
 };
 
-extern Block* block;       // whose fiber runs
-extern uint64_t progress;  // moves with everything that can let another fiber go on
+extern Block* block;       // the block whose fiber runs
+extern uint64_t progress;  // increases with every event that may let another fiber continue
 extern bool racing;        // two kernels run
 
 void yield();
@@ -124,9 +129,9 @@ void barrier();
 uint32_t load(const uint32_t* at);
 void store(uint32_t* at, uint32_t value);
 void fence();
-// The word at `at`, as it is in memory for an atomic.
+// Makes the word at `at` current in memory, for an atomic.
 void settle(const void* at);
-// Lanes that met: what one passed a fence for, all see.
+// Called by lanes that met: if one of them passed a fence, its effect holds for all.
 void met(bool fenced);
 
 template <auto F> struct Entry;
@@ -137,7 +142,7 @@ struct Entry<F> {
         std::tuple<std::decay_t<A>...> copy{*(std::decay_t<A>*)p[I]...};
         return [copy] { std::apply(F, copy); };
     }
-    // The call with its arguments as they are now.
+    // Returns the call with a copy of its arguments.
     static std::function<void()> bind(void** p) { return take(p, std::index_sequence_for<A...>{}); }
 };
 
@@ -175,7 +180,7 @@ static inline void __syncwarp(unsigned mask = ~0u) { sim::met(__ballot_sync(mask
 template <class T> static inline T __shfl_sync(unsigned mask, T v, int lane) {
     const uint64_t* slots; uint32_t who;
     sim::exchange(mask, v, slots, who);
-    if (!(who >> (lane & 31) & 1)) sim::fail("a shuffle reads lane %u, which takes no part", lane & 31);
+    if (!(who >> (lane & 31) & 1)) sim::fail("a shuffle reads lane %u, which does not take part", lane & 31);
     return sim::from<T>(slots, lane);
 }
 template <class T> static inline T __shfl_xor_sync(unsigned mask, T v, unsigned d) {

@@ -1,7 +1,8 @@
-// A stand-in for cuBLAS, as far as this project calls it: products that run in the stream's order, on the stand-in for the driver.
-// Sums are added in an order of its own, from the last product to the first. Insists on the context of the thread that calls, and on a
-// workspace of the caller's, which a change of the stream takes away, as in cuBLAS: it would take memory of its own else, which a
-// recording does not bear.
+// A stand-in for the part of cuBLAS that Hatchback calls: products that run in the stream's order, on
+// the stand-in for the driver. It adds in an order of its own, from the last product to the first. It
+// requires that the calling thread has the context, and that the caller set a workspace after the last
+// change of the stream. Without one, cuBLAS would allocate its own workspace, and a recording does not
+// allow that.
 #include <cstdio>
 #include <cstdlib>
 #include <dlfcn.h>
@@ -20,7 +21,7 @@ struct Product {
     float* c;
     // Column-major: c[m, n] = a[m, k] x b[k, n].
     static void run(void* p) {
-        // Stays: a recording comes to it again.
+        // Not freed: a graph runs the product again.
         auto g = (const Product*)p;
         for (int i = 0; i < g->m; i++)
             for (int j = 0; j < g->n; j++) {
@@ -53,7 +54,7 @@ API int cublasSgemm_v2(Handle* h, int turn_a, int turn_b, int m, int n, int k, c
                        const float* beta, float* c, int ldc) {
     if (turn_a || turn_b || *alpha != 1 || *beta != 0 || m < 0 || n < 0 || k < 0 || lda < m || ldb < k || ldc < m) return INVALID_VALUE;
     if (!h->workspace || h->bytes < 1 << 20 || (size_t)h->workspace % 256) {
-        fprintf(stderr, "stand-in cuBLAS: a product without a workspace of the caller's\n");
+        fprintf(stderr, "stand-in cuBLAS: a product without a workspace from the caller\n");
         abort();
     }
     auto launch = (int (*)(void*, void (*)(void*), void*))of_driver("cuLaunchHostFunc");

@@ -1,11 +1,14 @@
-// A stand-in for the CUDA driver library: the entry points that this project calls, over the host machine of host.h. Work on a
-// stream is queued until someone waits; then the heads of all streams go on in an order of the seed, two kernels at a time among
-// each other. Device memory is host memory of exactly the size asked for, filled with rubbish. Kernels are found by name in the
-// image that the product loads, and run as the same source compiled for the host. For tests alone; the device's name says so.
+// A stand-in for the CUDA driver library: the entry points that Hatchback calls, on the host machine of
+// host.h. Work on a stream is queued until the program waits. Then the heads of all streams run in an
+// order that the seed decides, with up to two kernels interleaved. Device memory is host memory of
+// exactly the requested size, filled with garbage. Kernels are looked up by name in the image that the
+// product loads, and run as the same source compiled for the host. For tests only; the device's name
+// says so.
 //
-// Stricter than a driver where a driver would let a mistake pass until it hurts: there is no legacy stream, since it is in no order
-// with streams of one's own; copies stay within what was allocated; a block is no larger than its kernel was built for. What
-// spoils a recording on a GPU spoils it here. STANDIN_DEVICE says which GPU it is: see `devices`.
+// It is stricter than a driver where a driver would hide a mistake. There is no legacy stream, because
+// that is not ordered with other streams. Copies must stay inside one allocation. A block must not be
+// larger than its kernel was built for. What invalidates a recording on a GPU invalidates it here.
+// STANDIN_DEVICE chooses the GPU: see `devices`.
 #include "host.h"
 
 #include <deque>
@@ -30,7 +33,8 @@ std::recursive_mutex lock;
 
 std::vector<sim::Named>& table() { static std::vector<sim::Named> t; return t; }
 
-// Which GPU this is: the board's, a desk's with machine code of its own, one that needs the PTX, and ones that are too old.
+// The GPUs: the board's, a desk's with its own machine code, one that needs the PTX, and two that are
+// too old.
 struct Device { const char* name; int sm, driver, integrated, processors; };
 const Device devices[] = {{"board", 87, 11040, 1, 1}, {"desk", 90, 13000, 0, 1}, {"ptx", 89, 12040, 0, 132},
                           {"old driver", 87, 11020, 1, 2}, {"old GPU", 75, 13000, 0, 2}};
@@ -54,7 +58,7 @@ struct Op {
 
 struct Stream {
     std::deque<Op> ops;
-    // What is recorded, by whom, and whether something was done that a recording does not bear.
+    // The recorded work, the recording thread, and whether the recording was invalidated.
     std::vector<Op>* captured = nullptr;
     std::thread::id by;
     bool spoiled = false;
@@ -65,7 +69,7 @@ uint64_t launches, waits, copies, live_bytes, loaded;
 struct Memory { size_t bytes; bool pinned; };
 std::map<Address, Memory> memories;
 
-// Lets the head of one stream go on; false if none can.
+// Runs the head of one stream for a while; returns false if none can run.
 bool advance() {
     std::vector<Stream*> ready;
     unsigned running = 0;
@@ -80,7 +84,7 @@ bool advance() {
         ready.push_back(s);
     });
     if (ready.empty()) return false;
-    // Now and then one of them lags behind all others for a while.
+    // Sometimes one stream is slower than all others for a while.
     static Stream* slow = nullptr;
     if (sim::random() % 1024 == 0) slow = sim::random() % 4 ? nullptr : ready[sim::random() % ready.size()];
     if (ready.size() > 1) ready.erase(std::remove(ready.begin(), ready.end(), slow), ready.end());
@@ -111,7 +115,7 @@ bool idle() {
 }
 
 Stream* of(void* stream) {
-    if (!streams.count((Stream*)stream)) sim::fail("work on the legacy stream, or on one that is gone");
+    if (!streams.count((Stream*)stream)) sim::fail("work on the legacy stream, or on a destroyed stream");
     return (Stream*)stream;
 }
 
@@ -148,7 +152,7 @@ bool recording_here() {
 // The context that the calling thread has bound; without one a driver does nothing.
 thread_local void* current;
 #define BOUND if (!current) return INVALID_CONTEXT
-// What is given back without one would stay for ever.
+// Without a bound context, memory and handles would never be released.
 #define BOUND_TO_GIVE_BACK if (!current) sim::fail("something is given back by a thread that has not bound the context")
 
 // Calls that fail as those do that leave the GPU in order: what they are of, a kernel's name or one of those below, how many before them
@@ -188,7 +192,8 @@ void check_device(Address p, size_t n) {
     if (!memory || memory->pinned) sim::fail("a copy leaves the device memory that was allocated");
 }
 
-// Device memory is freed once the device is done; pinned memory at once, whoever still writes there.
+// Device memory is freed after the device has finished its work. Pinned memory is freed immediately,
+// even if the device still writes to it.
 Result release(Address p, bool pinned) {
     BOUND_TO_GIVE_BACK;
     LOCKED;
@@ -203,7 +208,8 @@ Result release(Address p, bool pinned) {
     return SUCCESS;
 }
 
-struct Module { std::string image, entry; };  // what a kernel's name stands behind in the image
+// `entry` is the text before a kernel's name in the image.
+struct Module { std::string image, entry; };
 struct Function { sim::Named kernel; bool ran = false; };
 typedef std::vector<Op> Graph;
 int context;
@@ -286,7 +292,7 @@ API Result cuStreamWaitEvent(void* s, void* e, unsigned) {
     Op op{Op::WAIT};
     op.event = *(std::shared_ptr<Event>*)e;
     op.number = op.event->recorded;
-    // A recording depends on nothing outside it.
+    // A recording must not depend on anything outside the recording.
     if (op.event->in_capture != (of(s)->captured != nullptr)) return spoil(of(s)), CAPTURE_ISOLATION;
     return give(s, std::move(op));
 }
@@ -338,7 +344,7 @@ API Result cuMemsetD8Async(Address d, unsigned char v, size_t n, void* s) { BOUN
 
 API Result cuLaunchHostFunc(void* s, void (*run)(void*), void* with) { LOCKED; return host(s, [=] { run(with); }); }
 
-// PTX, which a driver compiles if it is no newer than itself and for no later GPU.
+// Loads PTX, which a driver compiles if it knows the ISA version and the target is not a later GPU.
 static Result load_ptx(void** m, const char* text) {
     const char *version = strstr(text, "\n.version "), *target = strstr(text, "\n.target sm_");
     int major, minor, sm;
@@ -373,7 +379,7 @@ API Result cuModuleLoadData(void** m, const void* image) {
 API Result cuModuleUnload(void* m) { BOUND_TO_GIVE_BACK; LOCKED; NOT_WHILE_RECORDING; delete (Module*)m; return SUCCESS; }
 API Result cuModuleGetFunction(void** f, void* m, const char* name) {
     BOUND;
-    // The image must have it too: what is tested here is what was built for the device.
+    // The image must have the kernel too: the tests check what was built for the device.
     const Module& module = *(Module*)m;
     const std::string there = module.entry + name + (module.entry == ".text." ? '\0' : '(');
     if (module.image.find(there) == std::string::npos) return NOT_FOUND;
@@ -385,9 +391,9 @@ API Result cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsign
     BOUND;
     LOCKED;
     sim::Named& kernel = ((Function*)f)->kernel;
-    // No more threads than the kernel was built for: its registers would not do.
+    // No more threads than the kernel was built for: there would not be enough registers.
     if (!gx || !gy || !gz || gx > 0x7fffffff || gy > 65535 || gz > 65535 || !bx || !by || !bz || bx * by * bz > kernel.threads) return INVALID_VALUE;
-    // A driver loads a kernel when it is first launched, for which it takes memory.
+    // A driver loads a kernel, and allocates memory for it, at the kernel's first launch.
     if (of(s)->captured && !((Function*)f)->ran) return spoil(of(s)), CAPTURE_UNSUPPORTED;
     loaded += !((Function*)f)->ran;
     ((Function*)f)->ran = true;

@@ -1,6 +1,7 @@
-// The part of TensorRT's interface that the shim calls, as our own twin: enough to build `kernels/tensorrt/shim.cpp`
-// where TensorRT is not, and to run it on `twin.cpp`. Release by -DTWIN_MAJOR, -DTWIN_MINOR. The order of its virtual
-// calls is not TensorRT's: the two can never be mixed.
+// A twin of the part of TensorRT's interface that the shim calls: enough to build
+// `kernels/tensorrt/shim.cpp` without TensorRT, and to run it on `twin.cpp`. -DTWIN_MAJOR and
+// -DTWIN_MINOR set the release. The order of its virtual functions is not TensorRT's, so the two can
+// never be mixed.
 #pragma once
 #include <cstddef>
 #include <cstdint>

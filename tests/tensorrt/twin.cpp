@@ -1,6 +1,7 @@
-// A twin of libnvinfer and its ONNX parser in one library, for tests of the shim and of what is above it. Whatever the
-// network, a score is the sum of the sample's inputs; in FP16 its last 13 bits are cut off. Plans are text. Takes what
-// TensorRT takes and refuses what it refuses, as far as the shim can tell; it never computes a network.
+// A twin of libnvinfer and its ONNX parser in one library, for tests of the shim and its callers. For
+// every network, a score is the sum of the sample's inputs; in FP16 its last 13 bits are cut off. Plans
+// are text. It accepts and refuses the same calls as TensorRT, as far as the shim can observe. It never
+// computes a network.
 #include "NvInfer.h"
 #include "NvOnnxParser.h"
 #include <cstdlib>
@@ -64,7 +65,7 @@ struct Builder : IBuilder {
     }
     IHostMemory* buildSerializedNetwork(INetworkDefinition& n, IBuilderConfig& c) noexcept override {
         auto& network = (Network&)n;
-        if (!network.parser_lives) { say("the constants went with their parser"); return nullptr; }
+        if (!network.parser_lives) { say("the parser was freed before the network was built"); return nullptr; }
         auto& config = (Config&)c;
         std::ostringstream plan;
         plan << "twin " << NV_TENSORRT_VERSION << ' ' << config.fp16 << ' ' << network.outputs[0]->name << ' ' << network.inputs.size();
@@ -128,12 +129,12 @@ struct Plan {
     std::string output;
     std::vector<Input> inputs;
 };
-// What runs in the stream's order.
+// A run, in the order of the stream.
 struct Job {
     Plan plan;
     float* out;
     static void run(void* p) {
-        // It stays: a recording comes to it again.
+        // Not freed: a graph runs the job again.
         ((const Job*)p)->compute();
     }
     void compute() const {
@@ -206,7 +207,7 @@ struct Runtime : IRuntime {
         size_t inputs = 0;
         auto engine = std::make_unique<Engine>();
         text >> magic >> version >> engine->plan.fp16 >> engine->plan.output >> inputs;
-        if (magic != "twin" || version != NV_TENSORRT_VERSION) { say("the plan is another release's"); return nullptr; }
+        if (magic != "twin" || version != NV_TENSORRT_VERSION) { say("the plan is of another release"); return nullptr; }
         for (size_t i = 0; i < inputs; i++) {
             Input input{};
             text >> input.name >> input.width >> input.batch_max;

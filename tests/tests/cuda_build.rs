@@ -1,5 +1,5 @@
-//! The kernels that are committed are those of their sources: built anew they are the same to the
-//! byte, within their registers and without spills. And what is said where there is no GPU.
+//! The committed kernel images belong to their sources: a new build gives the same bytes, within
+//! the register budget and without spills. Also: the errors on a machine without a GPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 #[test]
-fn built_anew_the_kernels_are_the_same() {
+fn a_new_build_of_the_kernels_gives_the_same_bytes() {
     let done = Command::new("python3")
         .arg(repository("kernels/cuda/make"))
         .arg("--check")
@@ -23,13 +23,13 @@ fn built_anew_the_kernels_are_the_same() {
     );
     match done.status.code() {
         Some(0) => println!("{said}"),
-        Some(3) => println!("SKIPPED: building the kernels anew: {said}"),
+        Some(3) => println!("SKIPPED: building the kernels: {said}"),
         _ => panic!("{said}"),
     }
 }
 
-/// Only the machine's own driver can be asked before the stand-in is loaded: in a process of its
-/// own.
+/// The machine's own driver can only be tested before the stand-in is loaded, so the test runs in a
+/// process of its own.
 #[test]
 fn without_a_gpu_the_reason_is_typed() {
     const CHILD: &str = "HATCHBACK_WITHOUT_STANDIN";
@@ -60,33 +60,36 @@ const DESK: &[u8] = include_bytes!("../../kernels/cuda/built/changes.sm_90.cubin
 
 const PTX: &str = include_str!("../../kernels/cuda/built/changes.ptx");
 
-/// As on the board: what is not there as machine code for the GPU is refused, and so is what is
-/// damaged. A desk's GPU takes the PTX where there is no machine code for it, if its driver knows
-/// that PTX.
+/// The board refuses kernels without machine code for its GPU, and damaged ones. A desk's GPU
+/// without machine code of its own uses the PTX, if its driver knows that version of PTX.
 #[test]
 fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
     let Some(stand_in) = standin::load() else {
-        return println!("SKIPPED: a real driver is one GPU's alone");
+        return println!("SKIPPED: a real driver drives one GPU only");
     };
     let [board, desk] = [true, false].map(|tegra| Gpu::open(Profile { tegra }).unwrap());
     assert!(board.integrated() && board.sm() == 87);
+
     let refused = |gpu: &Arc<Gpu>, cubins| {
         let e = gpu.module(&Images { name: "x", cubins, ptx: ".version 7.4" }).err().unwrap();
         assert!(matches!(&e, CudaError::NoKernels { .. }), "{e}");
         e.to_string()
     };
+
     assert!(
         refused(&board, &[(90, DESK)])
             .contains("`x` has no machine code for compute capability 87")
     );
     assert!(refused(&board, &[(90, DESK)]).contains("Tegra profile"));
-    assert!(refused(&board, &[(87, DESK)]).contains("is refused"));
-    assert!(refused(&board, &[(87, b"\x7fELF, and then something else")]).contains("is refused"));
-    assert!(refused(&desk, &[(90, DESK)]).contains("its PTX is refused"));
+    assert!(refused(&board, &[(87, DESK)]).contains("refused"));
+    assert!(refused(&board, &[(87, b"\x7fELF, and then something else")]).contains("refused"));
+    assert!(refused(&desk, &[(90, DESK)]).contains("refused its PTX"));
+
     let module = board.module(&Images { name: "x", cubins: &[(87, CAR)], ptx: "" }).unwrap();
     assert!(module.kernel("insert_rows").is_ok());
     let missing = module.kernel("no_such_kernel").err().unwrap();
     assert!(matches!(&missing, CudaError::Driver { call: "no_such_kernel", .. }), "{missing}");
+
     let cubins = &[(87, CAR), (90, DESK)];
     for (device, sm, integrated) in
         [(c"desk", 90, false), (c"ptx", 89, false), (c"board", 87, true)]
@@ -100,13 +103,16 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
             "{device:?}"
         );
     }
-    // Without machine code for it the board's own driver would compile the PTX, which is as old as
-    // it; no newer one.
+
+    // Without the Tegra profile the board's driver would compile the PTX, whose version it knows,
+    // but no newer version.
     assert!(board.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_err());
     assert!(desk.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_ok());
+
     let newer = PTX.replace(".version 7.4", ".version 7.8").leak();
     let e = desk.module(&Images { name: "x", cubins: &[], ptx: newer }).err().unwrap().to_string();
-    assert!(e.contains("its PTX is refused"), "{e}");
+    assert!(e.contains("refused its PTX"), "{e}");
+
     for (device, what) in
         [(c"old driver", "the CUDA driver is 11.2"), (c"old GPU", "compute capability is 7.5")]
     {
@@ -114,5 +120,6 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
         let e = Gpu::open(Profile::default()).err().unwrap();
         assert!(matches!(&e, CudaError::TooOld { .. }) && e.to_string().contains(what), "{e}");
     }
+
     stand_in.device(c"board");
 }

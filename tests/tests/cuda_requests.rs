@@ -1,16 +1,17 @@
-//! The request path on a GPU against the same model on the CPU: scores and statuses equal to the
-//! bit whatever is cached, one launch and one wait where every row is there. Runs on the stand-in
-//! for the driver, or with `HATCHBACK_GPU=real` on the machine's GPU.
+//! Compares the request path on a GPU with the same model on the CPU: scores and statuses are equal
+//! to the bit, whatever is cached. A request whose rows are all cached is one launch and one wait.
+//! Runs on the stand-in for the driver, or with `HATCHBACK_GPU=real` on the machine's GPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
 use hatchback::request::pipeline::Pipeline;
 use hatchback::request::serving::Serving;
-use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
@@ -28,7 +29,8 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 const BATCH_MAX: u32 = 12;
 
-/// Taken for writing by the test that counts, for reading by the others: they share one driver.
+/// The tests share one driver: a test that counts calls locks it for writing, the others for
+/// reading.
 static COUNTING: RwLock<()> = RwLock::new(());
 
 fn not_counting() -> RwLockReadGuard<'static, ()> {
@@ -54,6 +56,7 @@ fn plan(seed: u64) -> ModelPlan {
             *random.pick(&[Auto, F32, F16, U8, U4]),
         )
     };
+
     let tables: Vec<TablePlan> = (0..1 + random.below(5)).map(|_| table(&mut random)).collect();
     let feature = |random: &mut Random| FeaturePlan {
         table: random.below(tables.len() as u64) as usize,
@@ -61,6 +64,7 @@ fn plan(seed: u64) -> ModelPlan {
         hotness_max: 1 + random.below(6) as u32,
         second_input: random.one_in(2),
     };
+
     let features = (0..1 + random.below(7)).map(|_| feature(&mut random)).collect();
     ModelPlan {
         name: "random".to_owned(),
@@ -72,11 +76,13 @@ fn plan(seed: u64) -> ModelPlan {
     }
 }
 
-/// The model on the GPU, with the least cache from `budget` up.
+/// Opens the model on the GPU with the smallest cache from `budget` up.
 fn open(flash: &Path, mut budget: Budget, seed: u64) -> Arc<Model> {
     loop {
         match Model::open(&hatchback::io::disk::system(), flash, budget) {
-            Ok(model) => return Arc::new(model.onto(&Device::Cuda(standin::gpu(seed))).unwrap()),
+            Ok(model) => {
+                return Arc::new(model.move_to_device(&Device::Cuda(standin::gpu(seed))).unwrap());
+            }
             Err(OpenError::Budget { field: "cache_bytes_max", .. }) => budget.cache_bytes_max *= 2,
             Err(OpenError::Budget { field: "resident_bytes_max", .. }) => {
                 budget.resident_bytes_max = 1 << 26
@@ -86,7 +92,7 @@ fn open(flash: &Path, mut budget: Budget, seed: u64) -> Arc<Model> {
     }
 }
 
-/// Scores `samples` and compares with the reference; returns the whole status.
+/// Scores `samples` and compares with the reference; returns the summed status.
 fn check(worker: &mut Worker, reference: &Reference, samples: &[Sample]) -> LookupStatus {
     let batch = batch_of(&Arc::clone(worker.model()), samples);
     let before = worker.counters();
@@ -126,10 +132,12 @@ fn scores_are_the_references() {
         } else {
             Budget { batch_max: BATCH_MAX, cache_bytes_max: 64 << 10, ..tiny }
         };
+
         let budget = if seed % 2 == 0 { Budget { misses_max: 200, ..budget } } else { budget };
         let model = open(&packed.install(), budget, seed);
         let mut worker = worker(&model);
         let mut random = Random::new(seed);
+
         for _ in 0..6 {
             let count = if random.one_in(3) {
                 u64::from(BATCH_MAX)
@@ -142,16 +150,17 @@ fn scores_are_the_references() {
     }
 }
 
-/// Workers of one model on threads, each with a stream of its own, on a cache that always evicts.
+/// The workers run on threads, each with its own stream, on a cache that always evicts.
 #[test]
 fn many_workers_on_one_model_score_as_one() {
     let _shared = not_counting();
     let tables = vec![
         TablePlan::cached(KeySpace::Sparse, 900, 12, CodecChoice::U8),
         TablePlan::cached(KeySpace::Index, 900, 12, CodecChoice::U8),
-        // Rows that are added as they are read.
+        // Rows that are added while they are read.
         TablePlan::cached(KeySpace::Index, 300, 260, CodecChoice::F32),
     ];
+
     let pooling = |i: usize| [Pooling::Sum, Pooling::Mean, Pooling::None][i % 3];
     let feature = |i: usize| FeaturePlan {
         table: i % 3,
@@ -159,6 +168,7 @@ fn many_workers_on_one_model_score_as_one() {
         hotness_max: 1 + (i as u32 * 5) % 6,
         second_input: i.is_multiple_of(3),
     };
+
     let plan = ModelPlan {
         name: "busy".to_owned(),
         sequence: 1,
@@ -167,10 +177,12 @@ fn many_workers_on_one_model_score_as_one() {
         tables,
         features: (0..6).map(feature).collect(),
     };
+
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let model = open(&packed.install(), tiny_budget(&packed.schema, BATCH_MAX), 7);
     let samples: Vec<Sample> = (0..60).map(|id| plan.sample(id)).collect();
+
     std::thread::scope(|scope| {
         for thread in 0..3usize {
             let (model, samples, reference) = (&model, &samples, &reference);
@@ -186,8 +198,8 @@ fn many_workers_on_one_model_score_as_one() {
     });
 }
 
-/// With room for every row, the second time around there is one launch and one wait, and nothing is
-/// copied or read.
+/// With room for every row, the second round takes one launch and one wait a request, and copies
+/// and reads nothing.
 #[test]
 fn a_request_without_misses_is_one_launch() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
@@ -196,7 +208,8 @@ fn a_request_without_misses_is_one_launch() {
     let reference = Reference::new(&packed.schema, &packed.rows);
     let model = open(&packed.install(), Budget { batch_max: 64, ..Budget::default() }, 3);
     let mut worker = worker(&model);
-    // Keys that no table has miss for ever under a policy that waits; none of these.
+
+    // A key that its table does not have misses every time; the samples have no such key.
     let known = |mut sample: Sample| {
         for (f, bag) in sample.sparse.iter_mut().enumerate() {
             bag.retain(|&key| {
@@ -205,16 +218,19 @@ fn a_request_without_misses_is_one_launch() {
         }
         sample
     };
+
     let samples: Vec<Sample> = (0..64).map(|id| known(plan.sample(id))).collect();
     let loaded = || standin::load().map(|s| s.counts().loaded);
     let before = loaded();
     check(&mut worker, &reference, &samples);
     assert_eq!(loaded(), before, "kernels that were first launched by a request");
+
     let Some(stand_in) = standin::load() else {
         return println!("SKIPPED: counting launches: only the stand-in counts");
     };
     let (counted, before) = (worker.counters(), stand_in.counts());
     check(&mut worker, &reference, &samples);
+
     let (counted, after) = (worker.counters().since(&counted), stand_in.counts());
     assert_eq!((counted.misses, counted.pages), (0, 0));
     assert_eq!(
@@ -223,25 +239,27 @@ fn a_request_without_misses_is_one_launch() {
             after.waits - before.waits,
             after.copies - before.copies
         ),
-        // A GPU with memory of its own has the keys brought.
+        // A GPU with memory of its own receives the keys by one copy.
         (1, 1, u64::from(!standin::is_board()))
     );
     assert_eq!(after.bytes, before.bytes);
 }
 
-/// What `default` answered without is there for the next request, and so is what was named ahead.
+/// Rows that policy `default` answered without are cached for the next request, as prefetched rows
+/// are.
 #[test]
-fn rows_fetched_behind_and_ahead_are_there_next_time() {
+fn deferred_and_prefetched_rows_are_cached_for_the_next_request() {
     let _shared = not_counting();
-    // Each in a cache of its own, since their rows are of different widths.
+    // Each table has its own cache, because the row widths differ.
     let table = |keys, dim| TablePlan {
         miss: MissPolicy::Default,
         ..TablePlan::cached(keys, 400, dim, CodecChoice::U8)
     };
+
     let tables = vec![table(KeySpace::Index, 20), table(KeySpace::Sparse, 24)];
     let features = (0..2).map(FeaturePlan::one_hot).collect();
     let plan =
-        ModelPlan { name: "behind".to_owned(), sequence: 1, seed: 9, dense: 0, tables, features };
+        ModelPlan { name: "deferred".to_owned(), sequence: 1, seed: 9, dense: 0, tables, features };
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let model = open(&packed.install(), Budget::default(), 11);
@@ -252,32 +270,41 @@ fn rows_fetched_behind_and_ahead_are_there_next_time() {
         ..Sample::default()
     };
     let batch = batch_of(&model, &(0..40).map(sample).collect::<Vec<_>>());
+
     assert_eq!(
         worker.score(&batch, None).unwrap().status(),
         LookupStatus { defaulted: 80, ..LookupStatus::default() }
     );
-    // Known already, or not yet; and the same twice.
+
+    // Keys that are cached, keys that are not, and one key twice.
     for (table, keys) in keys.iter().enumerate() {
         for &key in keys[20..70].iter().chain(&keys[..5]) {
-            assert!(worker.fetch_ahead(hatchback::RowKey { table: table as u16, key }));
+            assert!(worker.enqueue_prefetch(hatchback::RowKey { table: table as u16, key }));
         }
     }
+
     let (mut inserted, mut steps) = (0, 0);
-    while worker.behind() > 0 {
-        inserted += worker.fetch_behind(2);
+    while worker.deferred_len() > 0 {
+        inserted += worker.fetch_deferred(2);
         steps += 1;
     }
+
     assert!(inserted >= 140 && steps > 1, "{inserted} rows in {steps} steps");
     let samples: Vec<Sample> = (0..70).map(sample).collect();
     let misses = worker.counters().misses;
     check(&mut worker, &reference, &samples);
     assert_eq!(worker.counters().misses, misses);
-    // What is there is not read again.
+
+    // Cached rows are not read again.
     let pages = worker.counters().pages;
     for (table, keys) in keys.iter().enumerate() {
-        assert!(worker.fetch_ahead(hatchback::RowKey { table: table as u16, key: keys[3] }));
+        assert!(worker.enqueue_prefetch(hatchback::RowKey { table: table as u16, key: keys[3] }));
     }
-    assert_eq!((worker.fetch_behind(8), worker.counters().pages, worker.behind()), (0, pages, 0));
+
+    assert_eq!(
+        (worker.fetch_deferred(8), worker.counters().pages, worker.deferred_len()),
+        (0, pages, 0)
+    );
 }
 
 #[test]
@@ -303,7 +330,7 @@ fn a_pipeline_serves_from_the_gpu() {
     }
 }
 
-/// The budget counts what the GPU shares with the host.
+/// The budget counts the memory that the GPU shares with the host.
 #[test]
 fn a_budget_that_does_not_hold_is_refused() {
     let _shared = not_counting();
@@ -320,24 +347,28 @@ fn a_budget_that_does_not_hold_is_refused() {
         };
         Model::open(&hatchback::io::disk::system(), &flash, budget)
     };
+
     let total = open(1 << 30).unwrap().memory().total();
     let gpu = Device::Cuda(standin::gpu(1));
-    let error = open(total).unwrap().onto(&gpu).err().unwrap();
+    let error = open(total).unwrap().move_to_device(&gpu).err().unwrap();
     assert!(matches!(&error, OpenError::Budget { field: "memory_bytes_max", .. }), "{error}");
     assert!(error.to_string().contains("that the GPU shares"), "{error}");
+
     let model = open(1 << 30).unwrap();
     let held: u64 = model.memory().lines()[..2].iter().map(|(_, bytes)| bytes).sum();
-    let onto = model.onto(&gpu).unwrap();
-    // What was on its way there is said, and is no more than all of it.
-    let opening = onto.memory().opening();
+    let onto = model.move_to_device(&gpu).unwrap();
+
+    // The peak while the model was opened is reported, and is within the total.
+    let opening = onto.memory().opening_bytes();
     assert!(
-        opening > 0 && opening <= held && onto.memory().to_string().contains("while it was opened")
+        opening > 0 && opening <= held && onto.memory().to_string().contains("more while opening")
     );
+
     let more = onto.memory().total();
-    assert_eq!(open(more).unwrap().onto(&gpu).unwrap().memory().total(), more);
+    assert_eq!(open(more).unwrap().move_to_device(&gpu).unwrap().memory().total(), more);
 }
 
-/// A model of two caches, since rows are of two widths, and its sample `i`, of three rows of each.
+/// A model with two caches, for two row widths, and its sample `i`, with three rows of each.
 fn two_caches(seed: u64, misses: [MissPolicy; 2]) -> (ModelPlan, impl Fn(u64) -> Sample) {
     let table = |miss, dim| TablePlan {
         miss,
@@ -351,25 +382,26 @@ fn two_caches(seed: u64, misses: [MissPolicy; 2]) -> (ModelPlan, impl Fn(u64) ->
     (plan, move |i| Sample { sparse: vec![keys(i), keys(i + 200)], ..Sample::default() })
 }
 
-/// The model on the GPU, with room for every row, with its network or without.
+/// Opens the model on the GPU with room for every row, with or without its network.
 fn open_for(packed: &Packed, with_dense: bool, seed: u64) -> Arc<Model> {
     let flash = packed.install();
     let model = open(&flash, Budget { batch_max: BATCH_MAX, ..Budget::default() }, seed);
     let flash = Flash::open(&hatchback::io::disk::system(), &flash).unwrap();
     match with_dense {
-        true => Arc::new(Arc::into_inner(model).unwrap().with_dense(&flash, None).unwrap()),
+        true => Arc::new(Arc::into_inner(model).unwrap().move_dense_to_gpu(&flash, None).unwrap()),
         false => model,
     }
 }
 
-/// Rows were on their way into a cache when the launch behind them failed, and rows that the
-/// request did not wait for are staged next.
+/// A launch fails while rows are being inserted into a cache, and rows of deferred fetches are
+/// staged next.
 #[test]
-fn what_was_begun_ends_before_its_rows_are_staged_over() {
+fn an_insert_ends_before_its_staging_rows_are_reused() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
     let Some(stand_in) = standin::load() else {
-        return println!("SKIPPED: a call that fails: only the stand-in fails when it is told to");
+        return println!("SKIPPED: a call that fails: only the stand-in can inject a fault");
     };
+
     for seed in 0..4 {
         let (plan, sample) = two_caches(seed, [MissPolicy::Wait, MissPolicy::Default]);
         let packed = plan.pack();
@@ -377,30 +409,33 @@ fn what_was_begun_ends_before_its_rows_are_staged_over() {
         let with_dense = seed % 2 == 1;
         let model = open_for(&packed, with_dense, seed);
         let mut worker = worker(&model);
+
         for first in [0, 12, 24] {
             let samples: Vec<Sample> = (first..first + 12).map(&sample).collect();
             let (what, after) = if with_dense { (c"graph", 1) } else { (c"finish_bags", 0) };
             stand_in.fault(what, after, 1);
             assert!(
-                worker.score(&batch_of(&model, &samples), None).is_err() && worker.behind() > 0
+                worker.score(&batch_of(&model, &samples), None).is_err()
+                    && worker.deferred_len() > 0
             );
-            while worker.behind() > 0 {
-                worker.fetch_behind(8);
+            while worker.deferred_len() > 0 {
+                worker.fetch_deferred(8);
             }
             check(&mut worker, &reference, &samples);
         }
     }
 }
 
-/// A call into the driver that fails once costs its request, or the rows that were being fetched
-/// ahead, and nothing else: every row that is cached afterwards is its key's.
+/// A driver call that fails once fails its request, or drops the rows that were being prefetched,
+/// and has no other effect: every row that is cached afterwards belongs to its key.
 #[test]
 fn a_call_that_fails_once_leaves_no_row_under_another_key() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
     let Some(stand_in) = standin::load() else {
-        return println!("SKIPPED: a call that fails: only the stand-in fails when it is told to");
+        return println!("SKIPPED: a call that fails: only the stand-in can inject a fault");
     };
-    // The network where the rows are, or not.
+
+    // The network on the GPU, or on the CPU.
     for seed in 0..12 {
         let (plan, sample) = two_caches(seed, [MissPolicy::Wait; 2]);
         let packed = plan.pack();
@@ -411,32 +446,40 @@ fn a_call_that_fails_once_leaves_no_row_under_another_key() {
         let samples = |from: u64, count: u64| (from..from + count).map(&sample).collect::<Vec<_>>();
         let mut faults = vec![(c"insert_rows", 0), (c"insert_rows", 1), (c"wait", 0), (c"wait", 1)];
         faults.push(if with_dense { (c"graph", 1) } else { (c"finish_bags", 0) });
+
         for (number, (what, after)) in faults.into_iter().enumerate() {
             let first = 24 * number as u64;
             let batch = batch_of(&model, &samples(first, 12));
             stand_in.fault(what, after, 1);
             let failed = worker.score(&batch, None).map(drop).unwrap_err().to_string();
             assert!(failed.starts_with("CUDA: "), "{failed}");
-            // Other rows are staged where those were, and then all of them are asked for.
+            // Other rows are staged in the same place, and then all of them are requested.
             check(&mut worker, &reference, &samples(first + 12, 12));
             check(&mut worker, &reference, &samples(first, 12));
         }
+
         for (number, (what, after)) in
             [(c"probe_rows", 0), (c"probe_rows", 1), (c"insert_rows", 1)].into_iter().enumerate()
         {
             let keys = 130 + 90 * number as u64..170 + 90 * number as u64;
+
             for key in keys.clone() {
-                assert!((0..2).all(|table| worker.fetch_ahead(hatchback::RowKey { table, key })));
+                assert!(
+                    (0..2).all(|table| worker.enqueue_prefetch(hatchback::RowKey { table, key }))
+                );
             }
+
             stand_in.fault(what, after, 1);
-            while worker.behind() > 0 {
-                worker.fetch_behind(8);
+            while worker.deferred_len() > 0 {
+                worker.fetch_deferred(8);
             }
+
             let asked = |key| Sample {
                 sparse: vec![vec![key % 400], vec![key % 400]],
                 ..Sample::default()
             };
             check(&mut worker, &reference, &(380..392).map(asked).collect::<Vec<_>>());
+
             for keys in keys.collect::<Vec<u64>>().chunks(12) {
                 check(
                     &mut worker,
@@ -448,13 +491,13 @@ fn a_call_that_fails_once_leaves_no_row_under_another_key() {
     }
 }
 
-/// A worker that the GPU has no memory for says so to every request, and takes no keys to fetch
-/// ahead; so does one whose GPU is gone.
+/// A worker for which the GPU has no memory returns that error to every request and prefetches
+/// nothing. So does a worker whose GPU has failed.
 #[test]
-fn a_worker_without_a_gpu_fetches_nothing_ahead() {
+fn a_worker_without_a_gpu_prefetches_nothing() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
     let Some(stand_in) = standin::load() else {
-        return println!("SKIPPED: a call that fails: only the stand-in fails when it is told to");
+        return println!("SKIPPED: a call that fails: only the stand-in can inject a fault");
     };
     let (plan, sample) = two_caches(5, [MissPolicy::Default; 2]);
     let packed = plan.pack();
@@ -465,17 +508,17 @@ fn a_worker_without_a_gpu_fetches_nothing_ahead() {
     let (mut broken, mut gone) = (worker(&model), worker(&model));
     assert!(broken.score(&batch, None).unwrap_err().to_string().contains("pinned memory"));
     assert_eq!(gone.score(&batch, None).unwrap().status().defaulted, 6);
-    assert!(gone.fetch_ahead(row(50)) && gone.behind() == 7);
-    // Nor can what was begun be waited for.
+    assert!(gone.enqueue_prefetch(row(50)) && gone.deferred_len() == 7);
+    // The wait for the started work fails too.
     stand_in.fault(c"wait", 0, 2);
     for worker in [&mut broken, &mut gone] {
         assert!(worker.score(&batch, None).is_err() && worker.score(&batch, None).is_err());
-        assert!(!worker.fetch_ahead(row(60)));
-        assert_eq!((worker.fetch_behind(8), worker.behind()), (0, 0));
+        assert!(!worker.enqueue_prefetch(row(60)));
+        assert_eq!((worker.fetch_deferred(8), worker.deferred_len()), (0, 0));
     }
 }
 
-/// Between requests through a pipeline nothing is asked of the GPU.
+/// Between requests through a pipeline no driver call is made.
 #[test]
 fn a_request_through_a_pipeline_is_one_launch_and_one_wait() {
     let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
@@ -488,20 +531,20 @@ fn a_request_through_a_pipeline_is_one_launch_and_one_wait() {
         let batch = batch_of(&model, &(0..10).map(&sample).collect::<Vec<_>>());
         pipeline.submit(&batch, None).unwrap().wait().map(drop).unwrap();
     };
-    // Once with misses, and once more for what the worker does behind its first answer.
+    // One round with misses, and one for the deferred fetches after the first answer.
     (0..2).for_each(|_| ask());
     let before = gpu.calls();
     (0..20).for_each(|_| ask());
-    // With it the worker goes, whatever it is at.
+    // Dropping the pipeline ends the worker, whatever it is doing.
     drop(pipeline);
     let after = gpu.calls();
     assert_eq!((after.launches - before.launches, after.waits - before.waits), (20, 20));
 }
 
-/// A swap to a delta on a GPU: what did not change is as warm as before, what did is the new
-/// generation's.
+/// After a swap to a delta on a GPU, unchanged rows are still cached and changed rows are those of
+/// the new generation.
 #[test]
-fn a_swap_carries_the_caches_on_the_gpu() {
+fn a_swap_transfers_the_caches_on_the_gpu() {
     let _shared = not_counting();
     let versions = Versions::changing(&[12], 400, 31);
     let folder = tempfile::tempdir().unwrap();
@@ -515,11 +558,13 @@ fn a_swap_carries_the_caches_on_the_gpu() {
     let serving = serving.on(Device::Cuda(standin::gpu(21)), None);
     serving.load("m", &flash, budget).unwrap();
     let schema = serving.schema("m").unwrap();
-    // The keys that both generations have.
+
+    // The keys of both generations.
     let both = |t: usize| {
         let [old, new] = [0, 1].map(|g: usize| &versions.rows[g][t]);
         old.keys().filter(|order| new.contains_key(order)).copied().collect::<Vec<u64>>()
     };
+
     let (index, hashed) = (both(0), both(1));
     let pairs: Vec<(u64, u64)> = (0..index.len().max(hashed.len()))
         .map(|i| (index[i % index.len()], hashed[i % hashed.len()]))
@@ -531,6 +576,7 @@ fn a_swap_carries_the_caches_on_the_gpu() {
                 let sparse = vec![vec![*index], vec![hatchback::unmix(*hashed)]];
                 batch.push(&schema, &Sample { sparse, ..Sample::default() }).unwrap();
             }
+
             let ticket = serving.submit("m", &batch, None).unwrap();
             let answer = ticket.wait().unwrap();
             for ((index, hashed), found) in some.iter().zip(answer.scores().values.chunks(10)) {
@@ -540,24 +586,27 @@ fn a_swap_carries_the_caches_on_the_gpu() {
             }
         }
     };
+
     everything(0);
     let flash = install(&versions.deltas[1]);
     let rested = AtomicUsize::new(0);
     let rest = || {
         rested.fetch_add(1, Ordering::Relaxed);
     };
-    let carried = serving.swap("m", &flash, budget, &rest).unwrap().carried;
+    let transferred = serving.swap("m", &flash, budget, &rest).unwrap().transferred;
     let unchanged =
         |t: usize, order: &u64| versions.rows[0][t][order] == versions.rows[1][t][order];
     let alike = index.iter().filter(|o| unchanged(0, o)).count()
         + hashed.iter().filter(|o| unchanged(1, o)).count();
     let changed = index.len() + hashed.len() - alike;
-    assert_eq!((carried.copied, carried.read), (alike, changed), "{carried:?}");
+
+    assert_eq!((transferred.copied, transferred.read), (alike, changed), "{transferred:?}");
     assert!(changed > 20 && rested.load(Ordering::Relaxed) > 2);
     everything(1);
     let counters = serving.stats("m").unwrap().counters;
+
     assert_eq!((counters.misses, counters.pages), (0, 0));
-    assert!(serving.memory()[0].1.opening() > 0);
+    assert!(serving.memory()[0].1.opening_bytes() > 0);
 }
 
 #[test]

@@ -1,27 +1,27 @@
-//! The dense network on a GPU against the CPU's, to the bit: random networks of every operator, and
-//! those of the tree. Runs on the stand-in for a driver, or with HATCHBACK_GPU=real on the GPU that
-//! is there.
+//! Compares the dense network on a GPU with the CPU's, to the bit: random networks of every
+//! operator, and the networks of the repository. Runs on the stand-in for the driver, or with
+//! HATCHBACK_GPU=real on the machine's GPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback_kernels::cuda::driver::{CudaError, Gpu, Profile, Stream};
 use hatchback_kernels::cuda::graph::Graphs;
 use hatchback_kernels::cuda::memory::{Buffer, Mapped, View};
-use hatchback_kernels::dense::{
-    Activation, DenseEngine, DenseError, DenseNetwork, DeviceEngine, DeviceLane, DeviceOptions,
-    Weights,
+use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
+use hatchback_kernels::gpu::{
+    DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDenseError,
 };
 use hatchback_tests::models::repository;
 use hatchback_tests::random::Random;
 use hatchback_tests::standin;
-use hatchback_tools::workload::onnx::{Graph, Message, Type, int, ints};
+use hatchback_tools::workload::onnx::{Attribute, Graph, Type, int, ints};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const OWN: DeviceOptions = DeviceOptions { tensorrt: None, cublas: false, batch_max: 100 };
 
-/// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on values
-/// known so far, and all of them side by side as `out`. Values stay finite.
+/// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on the values
+/// so far, and output `out`, which concatenates all of them. Values stay finite.
 struct Maker {
     graph: Graph,
     random: Random,
@@ -58,12 +58,12 @@ impl Maker {
         format!("v{}", self.names)
     }
 
-    /// A node; its result is a value to go on from where its shape is given.
+    /// Adds a node. If its shape is given, later nodes may use its result.
     fn node(
         &mut self,
         op: &str,
         inputs: &[&str],
-        with: &[Message],
+        with: &[Attribute],
         shape: Option<Vec<usize>>,
     ) -> String {
         let name = self.name();
@@ -90,6 +90,7 @@ impl Maker {
         let at = self.random.below(self.values.len() as u64) as usize;
         let (x, shape) = self.values[at].clone();
         let last = *shape.last().unwrap();
+
         match self.random.below(11) {
             0 | 1 => self.product(&x, shape, last),
             2 => {
@@ -105,7 +106,7 @@ impl Maker {
                 match self.random.one_in(2) {
                     true => self.node("ReduceSum", &[&x, &axes], &[], Some(out)),
                     false => {
-                        self.node("ReduceMean", &[&x], &[ints("axes", &[axis as u64])], Some(out))
+                        self.node("ReduceMean", &[&x], &[ints("axes", &[axis as i64])], Some(out))
                     }
                 };
             }
@@ -113,7 +114,7 @@ impl Maker {
                 let axis = 1 + self.random.below(shape.len() as u64) as usize;
                 let mut out = shape;
                 out[axis - 1] *= 2;
-                self.node("Concat", &[&x, &x], &[int("axis", axis as u64)], Some(out));
+                self.node("Concat", &[&x, &x], &[int("axis", axis as i64)], Some(out));
             }
             7 => {
                 let places: Vec<i64> = (0..1 + self.random.below(5))
@@ -122,7 +123,7 @@ impl Maker {
                 let mut out = shape.clone();
                 *out.last_mut().unwrap() = places.len();
                 let places = self.integers(&places);
-                self.node("Gather", &[&x, &places], &[int("axis", shape.len() as u64)], Some(out));
+                self.node("Gather", &[&x, &places], &[int("axis", shape.len() as i64)], Some(out));
             }
             8 if shape.len() == 2 => {
                 let turned = self.node(
@@ -147,7 +148,7 @@ impl Maker {
         }
     }
 
-    /// By weights of up to 70 columns, often with bias and Relu behind.
+    /// Adds a product by weights of up to 70 columns, often followed by bias and Relu.
     fn product(&mut self, x: &str, mut shape: Vec<usize>, k: usize) {
         let n = 1 + self.random.below(70) as usize;
         let w = self.floats(&[k, n], Random::signed);
@@ -165,8 +166,8 @@ impl Maker {
             0 => self.floats(&[], |r| 2.0 + r.signed()),
             1 => self.floats(&[*shape.last().unwrap()], Random::signed),
             2 => {
-                // A computed column, which broadcasts.
-                let axes = [shape.len() as u64];
+                // A computed column, which is broadcast.
+                let axes = [shape.len() as i64];
                 self.node("ReduceMean", &[x], &[ints("axes", &axes)], None)
             }
             _ => x.to_owned(),
@@ -184,13 +185,13 @@ impl Maker {
     }
 }
 
-/// The stand-in counts for the whole process: one test at a time.
+/// The stand-in counts calls of the whole process, so one test runs at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// `n` samples on the device, enqueued at once or as a graph.
+/// Runs `n` samples on the device, directly or as a graph.
 fn on_device(
     gpu: &Arc<Gpu>,
     engine: &DeviceEngine,
@@ -205,18 +206,23 @@ fn on_device(
         stream.upload(values, &mut buffer, 0).unwrap();
         fed.push(buffer);
     }
+
     let scores = gpu.buffer::<f32>(n * engine.outputs()).unwrap();
     let mut out = vec![f32::NAN; scores.len()];
-    let mut lane = engine.lane(n).unwrap();
+    let mut scratch = engine.scratch(n).unwrap();
+
     if recorded {
-        let mut graphs = Graphs::new((stream, fed, scores, lane));
-        let work = |(stream, fed, scores, lane): &mut (Stream, Vec<_>, Buffer<f32>, DeviceLane)| {
-            engine.enqueue(stream, n, fed, scores.view(), lane)
-        };
+        let mut graphs = Graphs::new((stream, fed, scores, scratch));
+        let work =
+            |(stream, fed, scores, scratch): &mut (Stream, Vec<_>, Buffer<f32>, DeviceScratch)| {
+                engine.enqueue(stream, n, fed, scores.view(), scratch)
+            };
         graphs.record(|named| &named.0, work).unwrap();
+
         let counts = || standin::load().map(|s| s.counts());
         let before = counts();
         graphs.launch(0, |named| &named.0).unwrap();
+
         if let (Some(before), Some(after)) = (before, counts()) {
             let asked = [
                 after.launches - before.launches,
@@ -225,12 +231,14 @@ fn on_device(
             ];
             assert_eq!(asked, [1, 0, 0], "launches, waits, copies");
         }
-        let (stream, _, scores, _) = graphs.named();
+
+        let (stream, _, scores, _) = graphs.resources();
         stream.download(scores, 0, &mut out).unwrap();
     } else {
-        engine.enqueue(&stream, n, &fed, scores.view(), &mut lane).unwrap();
+        engine.enqueue(&stream, n, &fed, scores.view(), &mut scratch).unwrap();
         stream.download(&scores, 0, &mut out).unwrap();
     }
+
     out
 }
 
@@ -300,8 +308,8 @@ fn the_networks_of_the_tree_give_the_cpus_bits() {
     }
 }
 
-/// With its sums in another order than ours they are the CPU's within the bound, recorded or not;
-/// where it is missing, that is said.
+/// cuBLAS adds in another order, so its scores are the CPU's within the bound, recorded or not. A
+/// missing library is reported.
 #[test]
 fn products_by_cublas_are_close_to_the_cpus() {
     let (_alone, gpu) = (alone(), standin::gpu(7));
@@ -313,33 +321,37 @@ fn products_by_cublas_are_close_to_the_cpus() {
     let options = DeviceOptions { cublas: true, ..OWN };
     let load = || DeviceEngine::load(&gpu, &network, &options).unwrap();
     let without = load();
+
     if !standin::load_cublas() {
         return println!(
             "SKIPPED: the machine's own cuBLAS is for the benchmark: {}",
             without.runs_on()
         );
     }
-    // Unless the stand-in was named in the environment, and so was found by itself.
+
+    // The environment may put the stand-in on the library path; then the first attempt finds it.
     if without.is_exact() {
-        let why = &without.passed_over()[0];
+        let why = &without.rejected()[0];
         assert!(
             why.contains("no cuBLAS on this machine") && why.contains("libcublas.so.13"),
             "{why}"
         );
     }
+
     let engine = load();
     assert!(
-        !engine.is_exact()
-            && engine.runs_on().contains("cuBLAS")
-            && engine.passed_over().is_empty()
+        !engine.is_exact() && engine.runs_on().contains("cuBLAS") && engine.rejected().is_empty()
     );
-    let mut lane = engine.lane(2).unwrap();
-    let refused = engine.enqueue(&gpu.stream().unwrap(), 3, &[], View::none(), &mut lane);
-    assert!(matches!(refused, Err(DenseError::Batch { batch: 3, max: 2 })));
-    std::thread::spawn(move || drop(lane)).join().unwrap();
+
+    let mut scratch = engine.scratch(2).unwrap();
+    let refused = engine.enqueue(&gpu.stream().unwrap(), 3, &[], View::none(), &mut scratch);
+    assert!(matches!(refused, Err(GpuDenseError::Dense(DenseError::Batch { batch: 3, max: 2 }))));
+
+    std::thread::spawn(move || drop(scratch)).join().unwrap();
     let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation, weights).unwrap();
     let mut random = Random::new(4);
     let mut apart = 0;
+
     for n in [1, 9, 64] {
         let fed =
             inputs.map(|(_, width)| (0..n * width).map(|_| random.signed()).collect::<Vec<f32>>());
@@ -354,11 +366,12 @@ fn products_by_cublas_are_close_to_the_cpus() {
             apart += usize::from(bits(&got) != bits(&expected));
         }
     }
+
     assert!(apart > 0, "sums in another order have other bits");
 }
 
 #[test]
-fn what_no_kernel_does_is_refused_by_name() {
+fn an_operator_without_a_kernel_is_refused_by_name() {
     let (_alone, gpu) = (alone(), standin::gpu(7));
     let mut graph = Graph::default();
     graph.input("x", Type::Float, &[4]);
@@ -376,12 +389,12 @@ fn what_no_kernel_does_is_refused_by_name() {
     assert!(said.contains("Neg"), "{said}");
 }
 
-/// Pinned memory goes even where the device cannot be waited for.
+/// Pinned memory is freed even if the wait for the device fails.
 #[test]
 fn a_device_that_cannot_be_waited_for_keeps_no_memory() {
     let (_alone, gpu) = (alone(), standin::gpu(9));
     let Some(stand_in) = standin::load() else {
-        return println!("SKIPPED: a call that fails: only the stand-in fails when it is told to");
+        return println!("SKIPPED: a call that fails: only the stand-in can inject a fault");
     };
     let before = stand_in.counts().bytes;
     let mapped = gpu.mapped::<u32>(9).unwrap();
@@ -390,24 +403,24 @@ fn a_device_that_cannot_be_waited_for_keeps_no_memory() {
     assert_eq!(stand_in.counts().bytes, before);
 }
 
-/// Work that waits or takes memory cannot be recorded, and the stream is as it was.
+/// Work that waits or allocates memory cannot be recorded; the stream stays usable.
 #[test]
-fn what_spoils_a_recording_is_an_error() {
+fn work_that_invalidates_a_recording_is_an_error() {
     let (_alone, gpu) = (alone(), standin::gpu(7));
     let mut graphs = Graphs::new(gpu.stream().unwrap());
     let refused: Result<usize, CudaError> = graphs.record(|stream| stream, |stream| stream.wait());
     assert!(matches!(refused.err().unwrap(), CudaError::Driver { .. }));
-    graphs.named().wait().unwrap();
+    graphs.resources().wait().unwrap();
     let takes = |stream: &mut Stream| stream.gpu().buffer::<u8>(8).map(drop);
     assert!(graphs.record(|stream| stream, takes).is_err());
     let other = gpu.event().unwrap();
     gpu.stream().unwrap().record(&other).unwrap();
     assert!(graphs.record(|stream| stream, |stream| stream.after(&other)).is_err());
-    graphs.named().wait().unwrap();
-    let failed = graphs.record(|stream| stream, |_| Err(DenseError::Run("no".into())));
-    assert!(matches!(failed.err().unwrap(), DenseError::Run(_)));
-    graphs.named().wait().unwrap();
-    // What others spoil is recorded anew.
+    graphs.resources().wait().unwrap();
+    let failed = graphs.record(|stream| stream, |_| Err(GpuDenseError::Buffers("no".into())));
+    assert!(matches!(failed.err().unwrap(), GpuDenseError::Buffers(_)));
+    graphs.resources().wait().unwrap();
+    // A recording that other code invalidates is repeated.
     let mut times = 0;
     let once = |stream: &mut Stream| {
         times += 1;
@@ -417,10 +430,9 @@ fn what_spoils_a_recording_is_an_error() {
     assert_eq!(times, 2);
 }
 
-/// Whichever thread gives something back, it goes once the device is done with it, and nothing
-/// stays.
+/// Any thread may free an object. It is freed once the device no longer uses it, and nothing leaks.
 #[test]
-fn any_thread_gives_back_what_the_device_is_done_with() {
+fn any_thread_frees_what_the_device_no_longer_uses() {
     let (_alone, gpu) = (alone(), standin::gpu(9));
     let bytes = || standin::load().map(|s| s.counts().bytes);
     let before = bytes();
@@ -428,7 +440,7 @@ fn any_thread_gives_back_what_the_device_is_done_with() {
         (gpu.stream().unwrap(), gpu.event().unwrap(), gpu.buffer::<u32>(999).unwrap());
     let mut pinned = gpu.mapped::<u32>(999).unwrap();
     pinned.fill(7);
-    stream.bring(&pinned, &buffer, 999).unwrap();
+    stream.upload_async(&pinned, &buffer, 999).unwrap();
     stream.record(&event).unwrap();
     std::thread::spawn(move || drop(pinned)).join().unwrap();
     std::thread::spawn(move || event.wait().unwrap()).join().unwrap();
@@ -443,12 +455,13 @@ fn any_thread_gives_back_what_the_device_is_done_with() {
     assert_eq!(bytes(), before);
 }
 
-/// Others go on taking and freeing memory and waiting while work is recorded.
+/// Other threads allocate, free and wait while work is recorded.
 #[test]
 fn a_recording_and_other_threads_do_not_disturb_each_other() {
     let (_alone, gpu) = (alone(), standin::gpu(8));
     let done = AtomicBool::new(false);
-    // As another model of the process opens it.
+
+    // A second opening, as by another model of the process.
     let other = Gpu::open(Profile { tegra: standin::is_board() }).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -456,23 +469,25 @@ fn a_recording_and_other_threads_do_not_disturb_each_other() {
                 let (mapped, buffer) =
                     (other.mapped::<u32>(9).unwrap(), other.buffer::<u32>(9).unwrap());
                 let stream = other.stream().unwrap();
-                stream.bring(&mapped, &buffer, 9).unwrap();
+                stream.upload_async(&mapped, &buffer, 9).unwrap();
                 stream.wait().unwrap();
             }
         });
+
         let recorded = (0..60).try_for_each(|_| {
             let (from, to) = (gpu.mapped::<u32>(3).unwrap(), gpu.buffer::<u32>(3).unwrap());
             let mut graphs = Graphs::new((gpu.stream().unwrap(), from, to));
             let work = |(stream, from, to): &mut (Stream, Mapped<u32>, Buffer<u32>)| {
-                stream.bring(from, to, 3)?;
-                // The others' turn.
+                stream.upload_async(from, to, 3)?;
+                // Lets the other threads run.
                 std::thread::sleep(std::time::Duration::from_micros(300));
-                stream.bring(from, to, 3)
+                stream.upload_async(from, to, 3)
             };
             graphs.record(|named| &named.0, work)?;
             graphs.launch(0, |named| &named.0)?;
-            graphs.named().0.wait()
+            graphs.resources().0.wait()
         });
+
         done.store(true, Ordering::Relaxed);
         recorded.unwrap();
     });

@@ -1,15 +1,16 @@
-//! Requests of the model families with lookups and dense network on a GPU against the same model on
-//! the CPU: scores and statuses to the bit whatever is cached; and what the driver is asked for
-//! where every row is there. Runs on the stand-in for the driver, or with HATCHBACK_GPU=real on the
-//! machine's GPU.
+//! Compares requests of the model families with lookups and dense network on a GPU with the same
+//! model on the CPU: scores and statuses are equal to the bit, whatever is cached. Also counts the
+//! driver calls of requests with and without misses. Runs on the stand-in for the driver, or with
+//! HATCHBACK_GPU=real on the machine's GPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::Placement;
 use hatchback_kernels::cuda::Device;
 use hatchback_tests::models::{batch_of, install_spec, repository, score_all, tiny_budget};
@@ -21,25 +22,29 @@ use std::sync::Arc;
 
 const FAMILIES: [&str; 4] = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
 
-/// A worker with room for every row, on the CPU or on `device` with the dense network.
+/// Creates a worker with room for every row, on the CPU or, with the dense network, on `device`.
 fn worker(flash: &Flash, budget: Budget, device: &Device) -> Worker {
     let model = Model::from_flash(flash, budget)
         .unwrap()
-        .onto(device)
+        .move_to_device(device)
         .unwrap()
-        .with_dense(flash, None)
+        .move_dense_to_gpu(flash, None)
         .unwrap();
-    // What runs there is not kept here too.
+    // A network that runs on the GPU has no copy on the CPU.
     let kept =
         |line: &str| model.memory().lines().iter().any(|(what, bytes)| *what == line && *bytes > 0);
     assert_eq!(kept("dense network weights"), matches!(device, Device::Cpu));
     assert_eq!(kept("dense network on the GPU, weights"), matches!(device, Device::Cuda(_)));
     let name = model.dense_runs_on();
-    assert_eq!(name.starts_with("our kernels"), matches!(device, Device::Cuda(_)), "{name}");
+    assert_eq!(
+        name.starts_with("Hatchback's kernels"),
+        matches!(device, Device::Cuda(_)),
+        "{name}"
+    );
     Worker::new(Arc::new(model), Arc::new(SystemClock::default()))
 }
 
-// One test: the stand-in counts for the whole process.
+// One test, because the stand-in counts calls of the whole process.
 #[test]
 fn scores_are_the_cpus_and_a_request_of_cached_rows_is_one_launch_and_one_wait() {
     let mut seed = 0;
@@ -60,19 +65,22 @@ fn scores_are_the_cpus_and_a_request_of_cached_rows_is_one_launch_and_one_wait()
             let device = Device::Cuda(standin::gpu(seed));
             let (mut cpu, mut gpu) =
                 (worker(&flash, budget, &Device::Cpu), worker(&flash, budget, &device));
-            // First with misses, then with none.
+
+            // The first round misses, the second does not.
             for size in [5, 1, 32, 7] {
                 let (expected, got) =
                     (score_all(&mut cpu, &samples, size), score_all(&mut gpu, &samples, size));
                 assert!(same_bits(&got.0, &expected.0), "{family}, {placement:?}, batch {size}");
                 assert_eq!(got.1, expected.1, "{family}, {placement:?}, batch {size}");
             }
-            // A key that is nowhere is never cached, so it is asked for again.
+
+            // A key that no table has is never cached, so it misses again.
             let mut known = samples.clone();
             known.retain(|s| {
                 let batch = batch_of(&Arc::clone(cpu.model()), std::slice::from_ref(s));
                 cpu.score(&batch, None).unwrap().status().absent == 0
             });
+
             assert!(known.len() > 6);
             let batches: Vec<_> = known.chunks(6).map(|s| batch_of(gpu.model(), s)).collect();
             for batch in &batches {
@@ -84,15 +92,16 @@ fn scores_are_the_cpus_and_a_request_of_cached_rows_is_one_launch_and_one_wait()
             }
         }
     }
+
     misses_cost_one_launch_more_and_one_for_each_cache();
 }
 
-/// Copies of a request: its keys, to a GPU with memory of its own.
+/// Returns the copies of a request: one of its keys, on a GPU with memory of its own.
 fn keys_brought() -> u64 {
     u64::from(!standin::is_board())
 }
 
-/// Launches, waits and copies that `work` asks of the stand-in; it waits for all that it began.
+/// Returns the launches, waits and copies of `work`, which must wait for all that it starts.
 fn asked(work: impl FnOnce()) -> Option<[u64; 3]> {
     let counts = || standin::load().map(|s| s.counts());
     let before = counts();
@@ -106,37 +115,42 @@ fn asked(work: impl FnOnce()) -> Option<[u64; 3]> {
     ])
 }
 
-/// A request with misses: the query with the network, the rows into their cache, and bags and
-/// network in one.
+/// A request with misses: one launch for query and network, one for the insert of the rows, one for
+/// bags and network.
 fn misses_cost_one_launch_more_and_one_for_each_cache() {
     let installed = install_spec(
         "tests/data/families/dlrm/model.toml",
         Some(CodecChoice::F16),
         Some(Placement::Cached),
     );
+
     let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
     let samples =
         read_samples(&repository("tests/data/families/dlrm/probe.jsonl"), &installed.schema);
     let samples = samples.unwrap();
-    // The least cache that there can be.
+
+    // The smallest possible cache.
     let mut budget = Budget { memory_bytes_max: 1 << 28, ..tiny_budget(&installed.schema, 32) };
     while Model::from_flash(&flash, budget).is_err() {
         budget.cache_bytes_max *= 2;
         assert!(budget.cache_bytes_max < 1 << 20);
     }
-    // Too few misses at once for a request, or enough.
+
+    // The miss list is too short for the request, or long enough.
     for misses_max in [budget.misses_max, 1 << 12] {
         let budget = Budget { misses_max, ..budget };
         let device = Device::Cuda(standin::gpu(99));
         let (mut cpu, mut gpu) =
             (worker(&flash, budget, &Device::Cpu), worker(&flash, budget, &device));
         let mut missed = 0;
-        // A row that is nowhere goes into no cache.
+
+        // A row that does not exist is inserted into no cache.
         let mut known = samples.clone();
         known.retain(|s| {
             let batch = batch_of(&Arc::clone(cpu.model()), std::slice::from_ref(s));
             cpu.score(&batch, None).unwrap().status().absent == 0
         });
+
         for samples in known.chunks(7) {
             let batch = batch_of(gpu.model(), samples);
             let expected = cpu.score(&batch, None).unwrap().values.to_vec();
@@ -145,18 +159,21 @@ fn misses_cost_one_launch_more_and_one_for_each_cache() {
                 asked(|| assert!(same_bits(gpu.score(&batch, None).unwrap().values, &expected)));
             let misses = gpu.counters().misses - before;
             let Some([launches, waits, copies]) = asked else { continue };
+
             assert_eq!(copies, keys_brought());
             match misses {
                 0 => assert_eq!((launches, waits), (1, 1)),
                 _ if misses_max == 1 << 12 => {
                     assert_eq!((launches, waits), (3, 2), "{misses} misses")
                 }
-                // For each round more the rows, the bags, and the query of those for which there
-                // was no room.
+                // Each further round inserts rows, finishes bags, and queries the bags for which
+                // the ring had no room.
                 _ => assert!(launches <= 3 * waits / 2 && waits % 2 == 0, "{launches}, {waits}"),
             }
+
             missed += misses;
         }
+
         assert!(missed > 20, "{missed} rows missed");
     }
 }

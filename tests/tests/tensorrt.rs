@@ -1,8 +1,8 @@
-//! TensorRT's side without TensorRT: the shim built from its one source against a twin's headers
-//! (`tests/tensorrt`), and the twin loaded as the library. What is refused and why, the plans kept
-//! on disk, and on the stand-in for a GPU that an engine whose scores are not the CPU's is never
-//! used. With TENSORRT_RTX set (by `tests/tensorrt/rtx`), TensorRT for RTX itself builds every
-//! network of the tree on the CPU.
+//! TensorRT without TensorRT: the shim is built against the headers of a twin (`tests/tensorrt`),
+//! and the twin is loaded as the library. Tests what is refused and why, the plans on disk, and on
+//! the stand-in for a GPU that an engine with other scores than the CPU is never used. With
+//! TENSORRT_RTX set (by `tests/tensorrt/rtx`), TensorRT for RTX itself builds every network of the
+//! repository on the CPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -11,13 +11,12 @@ use hatchback_kernels::cache::address::{KeySpaces, RowKey};
 use hatchback_kernels::cache::codec::{Codec, RowFormat};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::memory::View;
-use hatchback_kernels::dense::{
-    Activation, DenseEngine, DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions, Weights,
-};
+use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::tensorrt::{Build, Plans, TensorRt, TensorRtError};
+use hatchback_kernels::gpu::{DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions};
 use hatchback_kernels::lookup::miss_list::{MissList, RowState};
 use hatchback_kernels::lookup::{Bags, LookupStatus, Pooling};
 use hatchback_tests::models::repository;
@@ -42,8 +41,7 @@ fn run(command: &mut Command) -> std::process::Output {
     output
 }
 
-/// The twin of release `major.minor`, compiled once: a library that is loaded must not be
-/// overwritten.
+/// Compiles the twin of release `major.minor`, once: a loaded library must not be overwritten.
 fn compile(major: u32, minor: u32, library_only: &[&str]) -> Twin {
     static MADE: Mutex<BTreeMap<String, Twin>> = Mutex::new(BTreeMap::new());
     let name = format!("twin-{major}.{minor}{}", library_only.concat());
@@ -67,7 +65,7 @@ fn compile_into(name: &str, major: u32, minor: u32, library_only: &[&str]) -> Tw
     }
     let library = folder.join("libtwin.so");
     let mut cc = Command::new("c++");
-    // Several releases are loaded side by side: none may find another's functions.
+    // Several releases are loaded into one process: none may find another's functions.
     cc.args(["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-shared", "-o"])
         .arg(&library)
         .args(release.split(' '));
@@ -87,7 +85,7 @@ fn refusal(shim: &Path, library: &Path) -> TensorRtError {
     open(shim, library).err().unwrap()
 }
 
-/// What the twin computes whatever it is given: the sum of the inputs.
+/// A network that computes what the twin computes for any network: the sum of the inputs.
 fn sum_network() -> Vec<u8> {
     let mut graph = Graph::default();
     graph.input("x", Type::Float, &[5]);
@@ -111,16 +109,18 @@ fn build<'a>(onnx: &'a [u8], output: &'a str, fp16: bool) -> Build<'a> {
 }
 
 #[test]
-fn what_is_missing_is_named() {
+fn a_missing_library_or_entry_is_named() {
     let twin = twin();
     let nowhere = Path::new("/nowhere/libhatchback_tensorrt.so");
     let said = refusal(nowhere, &twin.library).to_string();
     assert!(said.contains("No such file") && said.contains("kernels/tensorrt/make"), "{said}");
+
     let said = refusal(&twin.shim, Path::new("/nowhere/libnvinfer.so.8"));
     assert!(
         matches!(&said, TensorRtError::NoLibrary(text) if text.contains("/nowhere/")),
         "{said}"
     );
+
     let said = TensorRt::open(&twin.shim, Some((&twin.library, Path::new("/nowhere/parser.so"))))
         .err()
         .unwrap();
@@ -128,16 +128,19 @@ fn what_is_missing_is_named() {
         matches!(&said, TensorRtError::NoLibrary(text) if text.contains("parser.so")),
         "{said}"
     );
+
     let said = refusal(&twin.library, &twin.library);
     assert!(
         matches!(&said, TensorRtError::NoEntry(name) if name == "hatchback_trt_interface"),
         "{said}"
     );
+
     let said = refusal(&twin.shim, &twin.shim);
     assert!(
         matches!(&said, TensorRtError::NoEntry(name) if name == "getInferLibVersion"),
         "{said}"
     );
+
     let lacking = compile(8, 6, &["-DTWIN_LACKS_BUILDER"]);
     let said = refusal(&twin.shim, &lacking.library);
     assert!(
@@ -176,13 +179,12 @@ fn the_shim_is_not_built_without_headers_and_says_what_to_do() {
 }
 
 #[test]
-fn networks_that_are_not_what_was_asked_for_are_refused() {
+fn networks_with_other_inputs_or_outputs_than_the_build_are_refused() {
     let tensorrt = open(&twin().shim, &twin().library).unwrap();
     let onnx = sum_network();
     let refused = |build: &Build| tensorrt.build(build).unwrap_err();
-    assert!(
-        matches!(refused(&build(b"", "sum", false)), TensorRtError::Refused(t) if t == "ONNX: not a network")
-    );
+    let said = refused(&build(b"", "sum", false));
+    assert!(matches!(&said, TensorRtError::Refused(t) if t == "ONNX: not a network"), "{said}");
     let said = refused(&build(&onnx, "score", false));
     assert!(matches!(&said, TensorRtError::Interface(t) if t.contains("`score`")), "{said}");
     let unfed = Build { inputs: Vec::new(), ..build(&onnx, "sum", false) };
@@ -215,11 +217,13 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
         plans.keep(&path, &plan);
         (plan, true)
     };
+
     let get = |gpu: &str, build: &Build| get_from(&plans, gpu, build);
     let asked = build(&onnx, "sum", false);
     let (plan, new) = get("Orin", &asked);
     assert!(new && plan.starts_with(b"twin 8603"));
     assert_eq!(get("Orin", &asked), (plan.clone(), false));
+
     let (other_onnx, other_newer) = (sum_network().repeat(2), compile(8, 5, &[]));
     let newer = open(&other_newer.shim, &other_newer.library).unwrap();
     let others = [
@@ -230,33 +234,39 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
         plans.path(&tensorrt, "Orin", &Build { batch_max: 64, ..asked.clone() }),
         plans.path(&tensorrt, "Orin", &Build { inputs: vec![("x", vec![1, 5])], ..asked.clone() }),
     ];
+
     let path = plans.path(&tensorrt, "Orin", &asked);
     assert!(others.iter().all(|other| *other != path && other.parent() == path.parent()));
     let whole = std::fs::read(&path).unwrap();
     let mut altered = whole.clone();
     altered[3] ^= 1;
+
     for damaged in [&altered[..], &whole[..whole.len() - 1], &whole[..5], b""] {
         std::fs::write(&path, damaged).unwrap();
         assert_eq!(get("Orin", &asked), (plan.clone(), true));
         assert_eq!(std::fs::read(&path).unwrap(), whole);
     }
-    // Where nothing can be kept it is built, every time.
+
+    // In a folder that cannot be written, the plan is built every time.
     let nowhere = Plans::new(Path::new("/dev/null/plans"));
     for _ in 0..2 {
         assert_eq!(get_from(&nowhere, "Orin", &asked), (plan.clone(), true));
     }
+
     plans.keep(&path, &[]);
-    assert!(matches!(plans.kept(&path), Err(TensorRtError::OfNoUse { .. })));
+    assert!(matches!(plans.kept(&path), Err(TensorRtError::Useless { .. })));
     std::fs::remove_file(&path).unwrap();
-    // Those that were used last are kept.
+
+    // The most recently used plans are kept.
     let sized = |batch_max| Build { batch_max, ..asked.clone() };
     for batch_max in 8..20 {
         assert!(get("Orin", &sized(batch_max)).1);
-        // Two files of one moment have no order.
+        // Files of the same time have no order.
         std::thread::sleep(std::time::Duration::from_millis(20));
         assert!(!get("Orin", &sized(8)).1);
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
+
     let kept = std::fs::read_dir(path.parent().unwrap()).unwrap().count();
     assert_eq!(kept, 8);
     assert!(
@@ -284,23 +294,26 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
         activation: Activation::Sigmoid,
         weights: Weights::F32,
     };
+
     let cpu =
         DenseEngine::load(onnx.clone(), network.inputs, "sum", Activation::Sigmoid, Weights::F32)
             .unwrap();
     for (fp16, kept) in [(false, "built now"), (false, "kept from before"), (true, "built now")] {
         let engine = DeviceEngine::load(&gpu, &network, &options(fp16, folder.path())).unwrap();
         let name = engine.runs_on();
+
         assert!(
             name.starts_with("TensorRT 8.6.3") && name.ends_with(kept) && !engine.is_exact(),
             "{name}"
         );
-        let (mut lane, stream) = (engine.lane(40).unwrap(), gpu.stream().unwrap());
+
+        let (mut scratch, stream) = (engine.scratch(40).unwrap(), gpu.stream().unwrap());
         for batch in [1, 3, 40] {
             let values: Vec<f32> = (0..5 * batch).map(|i| (i as f32 * 0.37).sin()).collect();
             let (mut fed, mut scores) =
                 ([gpu.buffer(values.len()).unwrap()], gpu.buffer(batch).unwrap());
             stream.upload(&values, &mut fed[0], 0).unwrap();
-            engine.enqueue(&stream, batch, &fed, scores.view(), &mut lane).unwrap();
+            engine.enqueue(&stream, batch, &fed, scores.view(), &mut scratch).unwrap();
             let (mut ours, mut theirs) = (vec![0.0; batch], vec![0.0; batch]);
             stream.download(&scores, 0, &mut ours).unwrap();
             cpu.run(batch, &[values], &mut theirs, &mut cpu.scratch(batch)).unwrap();
@@ -308,27 +321,25 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
             assert!(if fp16 { far > 0.0 && far < 1e-3 } else { far == 0.0 }, "{far}");
             stream.upload(&vec![0.0; batch], &mut scores, 0).unwrap();
         }
-        assert!(engine.lane(41).is_err());
-        assert!(engine.enqueue(&stream, 41, &[], View::none(), &mut lane).is_err());
+
+        assert!(engine.scratch(41).is_err());
+        assert!(engine.enqueue(&stream, 41, &[], View::none(), &mut scratch).is_err());
     }
-    // A kept plan that the library refuses is built anew, once.
+
+    // A kept plan that the library refuses is built again, once.
     let plans = Plans::new(folder.path());
     for entry in std::fs::read_dir(folder.path()).unwrap() {
         plans.keep(&entry.unwrap().path(), b"whole, and no plan");
     }
+
     for kept in ["built now", "kept from before"] {
         let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
-        assert!(
-            engine.runs_on().ends_with(kept),
-            "{} {:?}",
-            engine.runs_on(),
-            engine.passed_over()
-        );
+        assert!(engine.runs_on().ends_with(kept), "{} {:?}", engine.runs_on(), engine.rejected());
     }
 }
 
 #[test]
-fn an_engine_with_other_scores_than_the_cpus_is_passed_over() {
+fn an_engine_with_other_scores_than_the_cpus_is_rejected() {
     let gpu = standin::gpu(3);
     let onnx = std::fs::read(repository("tests/data/families/dlrm/dense.onnx")).unwrap();
     let inputs = [("dense", 3), ("emb", 48)];
@@ -342,16 +353,15 @@ fn an_engine_with_other_scores_than_the_cpus_is_passed_over() {
     let folder = tempfile::tempdir().unwrap();
     let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
     assert!(!engine.runs_on().contains("TensorRT"), "{}", engine.runs_on());
-    let said = &engine.passed_over()[0];
+    let said = &engine.rejected()[0];
     assert!(said.contains("TensorRT 8.6.3") && said.contains("from the CPU's"), "{said}");
-    // No start builds it again.
+    // No later start builds the engine again.
     let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
-    let said = &engine.passed_over()[0];
-    assert!(said.contains("of no use"), "{said}");
+    let said = &engine.rejected()[0];
+    assert!(said.contains("other scores than the CPU"), "{said}");
 }
 
-/// Each size of a batch has a recording, and each recording a state of TensorRT's; rows that were
-/// missing come in between.
+/// Each batch size has a graph, and each graph its own TensorRT context; some requests have misses.
 #[test]
 fn recorded_requests_run_on_an_engine_for_every_size() {
     let gpu = standin::gpu(5);
@@ -361,14 +371,17 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
         DenseNetwork { onnx: &onnx, inputs: &[("x", 5)], output: "sum", activation, weights };
     let engine =
         Arc::new(DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap());
-    assert!(engine.records_keep_lanes(), "{}", engine.runs_on());
+    assert!(engine.graphs_own_scratch(), "{}", engine.runs_on());
+
     let cache = Cache::new(20, 1 << 16, &KeySpaces::new(vec![Some(100)])).unwrap();
     let value = |key: u64, i: u64| (5 * key + i) as f32 / 64.0;
     let row = |key: u64| (0..5).flat_map(|i| value(key, i).to_le_bytes()).collect::<Vec<u8>>();
+
     for key in 0..50 {
         let name = RowKey { table: 0, key };
         assert!(cache.insert(name, &row(key), cache.epoch(name)));
     }
+
     let tables =
         Arc::new(DeviceTables::new(&gpu, vec![TableStorage::Cached(0)], vec![cache], &[]).unwrap());
     let features = |inputs: &[u64]| {
@@ -385,11 +398,13 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
             width: 5,
         }]
     };
-    for keys in [Keys::InPlace, Keys::Brought] {
+
+    for keys in [Keys::InPlace, Keys::Copied] {
         let limits = LookupLimits { batch_max: 40, misses_max: 64, row_bytes_max: 20, keys };
         let mut step = Step::new(&tables, &engine, &[5], None, features, limits).unwrap();
         let mut misses = MissList::on(&Device::Cuda(Arc::clone(&gpu)), 64, 20).unwrap();
         let mut missed = 0;
+
         for (first, batch) in
             [(0, 1), (7, 3), (20, 17), (10, 40), (45, 40), (30, 5), (60, 40), (0, 0)]
         {
@@ -397,6 +412,7 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
             let (offsets, mut statuses) =
                 ((0..=batch as u32).collect::<Vec<_>>(), vec![LookupStatus::default(); batch]);
             step.begin(batch, |_| Bags { keys: &keys, offsets: &offsets }, &[]).unwrap();
+
             assert!(!step.lookup().collect(&mut misses, &mut statuses).unwrap());
             if !misses.is_empty() {
                 missed += misses.list().len();
@@ -404,24 +420,27 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
                     misses.row_mut(miss.slot).copy_from_slice(&row(miss.row.key));
                     misses.set_state(miss.slot, RowState::Fresh);
                 }
-                step.settle(&misses, &mut statuses).unwrap();
+                step.complete(&misses, &mut statuses).unwrap();
                 misses.clear();
             }
+
             assert!(
                 statuses.iter().all(|s| *s == LookupStatus { fresh: 1, ..LookupStatus::default() })
             );
+
             let sums: Vec<f32> = keys.iter().map(|&k| (0..5).map(|i| value(k, i)).sum()).collect();
             assert_eq!(step.scores(batch), sums, "{batch} from {first}");
         }
-        // The second time around the rows of the first are there.
+
+        // In the second round the rows of the first are cached.
         assert_eq!(missed > 0, keys == Keys::InPlace);
     }
 }
 
-/// KeySpaces and shapes of one sample.
+/// Names of the inputs, and their shapes for one sample.
 type Inputs = [(&'static str, &'static [usize])];
 
-/// Needs `tests/tensorrt/rtx`, which names the folder of shims and libraries.
+/// Needs TENSORRT_RTX, the folder of shims and libraries, which `tests/tensorrt/rtx` sets.
 #[test]
 fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
     let Some(folder) = std::env::var_os("TENSORRT_RTX").map(PathBuf::from) else {
@@ -429,6 +448,7 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
             "SKIPPED: TENSORRT_RTX is not set; tests/tensorrt/rtx gets TensorRT for RTX and sets it"
         );
     };
+
     let at = |name: &str| folder.join(name);
     let libraries = (at("libtensorrt_rtx.so.1"), at("libtensorrt_onnxparser_rtx.so.1"));
     let shim = at("libhatchback_tensorrt.so");
@@ -441,6 +461,7 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
         ("tools/demo/coupon", &[("dense", &[7]), ("emb", &[18, 16])]),
         ("tools/demo/criteo", &[("dense", &[13]), ("emb", &[26, 32])]),
     ];
+
     for (path, inputs) in networks {
         let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
         let inputs = inputs.iter().map(|(name, shape)| (*name, shape.to_vec())).collect();
@@ -451,21 +472,25 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
             compute_capability,
             ..build(&onnx, "logit", false)
         };
+
         let plan = tensorrt.build(&asked).unwrap_or_else(|e| panic!("{path}: {e}"));
         println!("TensorRT for RTX {}: {path}: a plan of {} bytes", tensorrt.version(), plan.len());
         assert!(plan.len() > onnx.len());
+
         let said = tensorrt.build(&Build { fp16: true, ..asked.clone() }).unwrap_err();
         assert!(matches!(said, TensorRtError::NoFp16(_)), "{said}");
         let torn =
             tensorrt.build(&Build { onnx: &onnx[..onnx.len() / 2], ..asked.clone() }).unwrap_err();
         assert!(matches!(torn, TensorRtError::Refused(_)), "{torn}");
         let unknown = tensorrt.build(&Build { output: "score", ..asked }).unwrap_err();
+
         assert!(
             matches!(&unknown, TensorRtError::Interface(t) if t.contains("`score`")),
             "{unknown}"
         );
     }
-    // The shims of all other releases: refused before the first call.
+
+    // The shims of all other releases are refused before the first call.
     let mut refused = 0;
     for other in std::fs::read_dir(folder.join("shims")).unwrap() {
         let other = other.unwrap().path().join("libhatchback_tensorrt.so");
@@ -479,12 +504,15 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
         }
     }
     assert!(refused > 0);
-    // Neither what is missing nor a text is a library.
+
+    // A missing file and a text file are no libraries.
     let said = TensorRt::open(&shim, Some((&at("missing.so"), &libraries.1))).err().unwrap();
     assert!(matches!(&said, TensorRtError::NoLibrary(t) if t.contains("missing.so")), "{said}");
+
     let text = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(text.path(), "not a library").unwrap();
     let said = TensorRt::open(&shim, Some((&libraries.0, text.path()))).err().unwrap();
     assert!(matches!(&said, TensorRtError::NoLibrary(_)), "{said}");
+
     println!("{said}");
 }

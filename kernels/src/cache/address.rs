@@ -1,9 +1,11 @@
-//! How a cache names rows: a set's number and a *word* that is unique within the set. Both together
-//! are a bijection of (table, key), so that equal words in a set are equal rows, however unlikely a
-//! collision. Where all tables are indexed and their rows can be numbered in 32 bits, a word has 32
-//! bits, else 64.
+//! The address of a row in a set-associative cache: the number of a set, and a *tag* that is unique
+//! within the set. Set and tag together are a bijection of (table, key). Equal tags in one set
+//! therefore mean equal rows, and no key has to be compared after a tag has matched.
+//!
+//! A tag has 32 bits if every table is indexed and all rows can be numbered in 32 bits, else 64.
+//! This file computes addresses. It never reads or writes a set.
 
-/// What names a row: its table and its key.
+/// The identity of a row: its table and its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RowKey {
     /// Index of the table in the model.
@@ -13,7 +15,7 @@ pub struct RowKey {
 }
 
 impl RowKey {
-    /// A 64-bit hash: the table is folded in by an odd multiplier, then mixed as MurmurHash3
+    /// Returns a 64-bit hash: the key is combined with the table's salt and mixed as MurmurHash3
     /// finishes.
     #[inline(always)]
     pub fn hash(self) -> u64 {
@@ -21,12 +23,13 @@ impl RowKey {
     }
 }
 
+/// Returns the number that tells the keys of `table` apart from equal keys of other tables.
 #[inline(always)]
 fn salt(table: u16) -> u64 {
     (u64::from(table) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// A bijective 64-bit mix (MurmurHash3's `fmix64`): equal hashes mean equal keys.
+/// Mixes 64 bits bijectively (MurmurHash3's `fmix64`): equal hashes mean equal keys.
 #[inline(always)]
 pub fn mix(key: u64) -> u64 {
     let mut h = key;
@@ -35,7 +38,7 @@ pub fn mix(key: u64) -> u64 {
     h ^ (h >> 33)
 }
 
-/// The inverse of [`mix`].
+/// Returns the key of which `hash` is the [`mix`].
 pub fn unmix(hash: u64) -> u64 {
     let mut h = hash ^ (hash >> 33);
     h = h.wrapping_mul(0x9cb4_b2f8_1293_37db);
@@ -43,7 +46,7 @@ pub fn unmix(hash: u64) -> u64 {
     h ^ (h >> 33)
 }
 
-/// A bijective 32-bit mix that leaves 0 where it is (MurmurHash3's `fmix32`).
+/// Mixes 32 bits bijectively and maps 0 to 0 (MurmurHash3's `fmix32`).
 #[inline(always)]
 fn mix_32(key: u32) -> u32 {
     let mut h = key;
@@ -52,7 +55,7 @@ fn mix_32(key: u32) -> u32 {
     h ^ (h >> 16)
 }
 
-/// The inverse of [`mix_32`].
+/// Returns the key of which `hash` is the `mix_32`.
 fn unmix_32(hash: u32) -> u32 {
     let mut h = hash ^ (hash >> 16);
     h = h.wrapping_mul(0x7ed1_b41d);
@@ -61,30 +64,32 @@ fn unmix_32(hash: u32) -> u32 {
     h ^ (h >> 16)
 }
 
-/// How rows are named in a cache: which tables it serves, and how many keys those that are indexed
-/// have.
+/// The keys that a cache may hold: the tables that it serves, and the number of keys of each
+/// indexed table.
 #[derive(Clone, Debug)]
 pub struct KeySpaces {
-    /// For each table of the model the end of its index keys; `None` where keys are sparse;
-    /// `Some(0)` for a table that the cache does not serve.
+    /// The end of the index keys of each table of the model. `None` if the table's keys are sparse,
+    /// `Some(0)` if the cache does not serve the table.
     ends: Vec<Option<u64>>,
 }
 
 impl KeySpaces {
-    /// `ends` has for each table of the model the end of its index keys, `None` where any 64-bit
-    /// number is a key, and `Some(0)` where the cache does not serve the table.
+    /// Creates the key spaces of a model. `ends` `[tables]` holds the end of each table's index
+    /// keys: `None` if any 64-bit number may be a key, `Some(0)` if the cache does not serve the
+    /// table.
     pub fn new(ends: Vec<Option<u64>>) -> Self {
         Self { ends }
     }
 
-    /// The end of a table's index keys.
+    /// Returns the end of a table's index keys.
     #[cfg(test)]
     pub(crate) fn end(&self, table: u16) -> Option<u64> {
         self.ends[usize::from(table)]
     }
 
-    /// Where the rows of each table begin when all rows are numbered through from 1, with the end
-    /// of the last; `None` if there are sparse tables or too many rows for 32 bits.
+    /// Returns the number of the first row of each table, `[tables + 1]`, the end of the last table
+    /// included. Rows are numbered from 1 across all tables. Returns `None` if a table is sparse or
+    /// 32 bits are too few.
     fn bases(&self) -> Option<Box<[u32]>> {
         let mut bases = vec![1u32];
         for end in &self.ends {
@@ -94,76 +99,78 @@ impl KeySpaces {
         Some(bases.into())
     }
 
-    /// Bits that tell the tables apart; 0 is no table.
+    /// Returns the number of bits that hold a table's number, counted from 1.
     fn table_bits(&self) -> u32 {
         usize::BITS - self.ends.len().leading_zeros()
     }
 
-    /// Sets that the words can tell apart need at least this many sets.
+    /// Returns the smallest number of sets with which set and tag are a bijection of the row.
     pub(crate) fn sets_min(&self) -> usize {
         if self.bases().is_some() { 1 } else { 1 << self.table_bits() }
     }
 
-    /// Whether a word has 32 bits.
+    /// Returns true if a tag has 32 bits.
     pub(crate) fn is_narrow(&self) -> bool {
         self.bases().is_some()
     }
 }
 
-/// How the keys of one table become sets and words.
+/// The hash function of one table: how its keys become sets and tags.
 #[derive(Clone, Copy)]
 pub(crate) enum TableHasher {
     Indexed { base: u32, end: u64 },
     Hashed { salt: u64, table_bits: u32, table: u64 },
 }
 
-/// A row's place among the sets, and what names it there; `word` 0 names no row.
+/// The address of a row: its set, and the tag that identifies the row within the set. No row has
+/// tag 0.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct SetTag {
     pub set: u32,
-    pub word: u64,
+    pub tag: u64,
 }
 
-/// The naming of one cache of so many sets.
+/// The addresses of all rows in a cache with a fixed number of sets.
 pub(crate) struct AddressMap {
     tables: Tables,
     sets: usize,
 }
 
 enum Tables {
-    /// A word is `mix_32` of the row's number among all rows, from 1. Tables begin at their bases.
+    /// A tag is `mix_32` of the row's number among all rows. `bases` holds each table's first
+    /// number.
     Indexed { bases: Box<[u32]> },
-    /// A word is the hash's low bits above the table's number, counted from 1.
+    /// A tag holds the low bits of the hash above the table's number, counted from 1.
     Hashed { table_bits: u32 },
 }
 
 impl AddressMap {
-    /// `sets` is at least `names.sets_min()`.
-    pub fn new(names: &KeySpaces, sets: usize) -> Self {
-        let tables = match names.bases() {
+    /// Creates the map of a cache of `sets` sets, at least `spaces.sets_min()`.
+    pub fn new(spaces: &KeySpaces, sets: usize) -> Self {
+        let tables = match spaces.bases() {
             Some(bases) => Tables::Indexed { bases },
-            None => Tables::Hashed { table_bits: names.table_bits() },
+            None => Tables::Hashed { table_bits: spaces.table_bits() },
         };
         Self { tables, sets }
     }
 
-    /// Sets that it tells apart.
+    /// Returns the number of sets.
     pub fn sets(&self) -> usize {
         self.sets
     }
 
-    /// A byte that many words of a set differ in; never 0.
-    pub fn tag(&self, word: u64) -> u8 {
+    /// Returns an 8-bit fingerprint of `tag`, never 0, in which the tags of one set mostly differ.
+    pub fn fingerprint(&self, tag: u64) -> u8 {
         let hash = match &self.tables {
-            Tables::Indexed { .. } => word,
-            Tables::Hashed { table_bits } => word >> table_bits,
+            Tables::Indexed { .. } => tag,
+            Tables::Hashed { table_bits } => tag >> table_bits,
         };
         (hash as u8).max(1)
     }
 
-    /// How the keys of `table` are named.
+    /// Returns the hash function of `table`.
     #[inline(always)]
-    pub fn namer(&self, table: u16) -> TableHasher {
+    pub fn table_hasher(&self, table: u16) -> TableHasher {
         match &self.tables {
             Tables::Indexed { bases } => {
                 match bases.get(usize::from(table)..usize::from(table) + 2) {
@@ -181,10 +188,16 @@ impl AddressMap {
         }
     }
 
-    /// The name of `key`; word 0 if the table cannot have it.
+    /// Returns the address of `row`; its tag is 0 if the table cannot have the key.
     #[inline(always)]
-    pub fn name(&self, namer: TableHasher, key: u64) -> SetTag {
-        match namer {
+    pub fn address_of(&self, row: RowKey) -> SetTag {
+        self.hash(self.table_hasher(row.table), row.key)
+    }
+
+    /// Returns the address of `key`; its tag is 0 if the table cannot have the key.
+    #[inline(always)]
+    pub fn hash(&self, hasher: TableHasher, key: u64) -> SetTag {
+        match hasher {
             TableHasher::Indexed { base, end } => self.indexed(base, end, key),
             TableHasher::Hashed { salt, table_bits, table } => {
                 self.hashed(salt, table_bits, table, key)
@@ -192,30 +205,33 @@ impl AddressMap {
         }
     }
 
-    /// The names of some keys below `last`, or word 0.
+    /// Writes the addresses of `keys` to `sets` and `tags`, all `[keys]`. The tag of a key above
+    /// `last` is 0.
     #[inline(always)]
-    pub fn name_all(
+    pub fn hash_all(
         &self,
-        namer: TableHasher,
+        hasher: TableHasher,
         last: u64,
         keys: &[u64],
         sets: &mut [u32],
-        words: &mut [u64],
+        tags: &mut [u64],
     ) {
-        let names = keys.iter().zip(sets.iter_mut().zip(words));
-        let put = |set: &mut u32, word: &mut u64, key: u64, name: SetTag| {
-            (*set, *word) = (name.set, if key <= last { name.word } else { 0 });
+        let addresses = keys.iter().zip(sets.iter_mut().zip(tags));
+        let put = |set: &mut u32, tag: &mut u64, key: u64, address: SetTag| {
+            (*set, *tag) = (address.set, if key <= last { address.tag } else { 0 });
         };
-        // A loop for each kind: in one the compiler would do both for every key.
-        match namer {
+
+        // One loop for each kind of table: in a common loop the compiler computes both for each
+        // key.
+        match hasher {
             TableHasher::Indexed { base, end } => {
-                names.for_each(|(&key, (set, word))| {
-                    put(set, word, key, self.indexed(base, end, key))
+                addresses.for_each(|(&key, (set, tag))| {
+                    put(set, tag, key, self.indexed(base, end, key))
                 });
             }
             TableHasher::Hashed { salt, table_bits, table } => {
-                let name = |key| self.hashed(salt, table_bits, table, key);
-                names.for_each(|(&key, (set, word))| put(set, word, key, name(key)));
+                let hash = |key| self.hashed(salt, table_bits, table, key);
+                addresses.for_each(|(&key, (set, tag))| put(set, tag, key, hash(key)));
             }
         }
     }
@@ -223,33 +239,34 @@ impl AddressMap {
     #[inline(always)]
     fn indexed(&self, base: u32, end: u64, key: u64) -> SetTag {
         let hash = if key < end { mix_32(base + key as u32) } else { 0 };
-        // There are fewer sets than 2^32, and the compiler should know.
+        // There are fewer than 2^32 sets. The cast tells the compiler.
         let set = (u64::from(hash) * u64::from(self.sets as u32)) >> 32;
-        SetTag { set: set as u32, word: hash.into() }
+        SetTag { set: set as u32, tag: hash.into() }
     }
 
     #[inline(always)]
     fn hashed(&self, salt: u64, table_bits: u32, table: u64, key: u64) -> SetTag {
         let hash = mix(key ^ salt);
         let set = (u128::from(hash) * self.sets as u128) >> 64;
-        SetTag { set: set as u32, word: hash << table_bits | table }
+        SetTag { set: set as u32, tag: hash << table_bits | table }
     }
 
-    /// The inverse of `name`.
-    pub fn row_of(&self, name: SetTag) -> RowKey {
+    /// Returns the row whose address is `address`: the inverse of `address_of`.
+    pub fn row_of(&self, address: SetTag) -> RowKey {
         match &self.tables {
             Tables::Indexed { bases } => {
-                let number = unmix_32(name.word as u32);
+                let number = unmix_32(address.tag as u32);
                 let table = bases.partition_point(|&b| b <= number) - 1;
                 RowKey { table: table as u16, key: u64::from(number - bases[table]) }
             }
             Tables::Hashed { table_bits } => {
-                // The set says between which bounds the hash lies, closer than the bits that the
-                // word lacks.
-                let table = (name.word & ((1 << table_bits) - 1)) as u16 - 1;
-                let low = name.word >> table_bits;
-                let from = (u128::from(name.set) << 64).div_ceil(self.sets as u128) as u64;
+                // The tag lacks the upper `table_bits` bits of the hash. The set bounds the hash to
+                // a range that is narrower than those bits.
+                let table = (address.tag & ((1 << table_bits) - 1)) as u16 - 1;
+                let low = address.tag >> table_bits;
+                let from = (u128::from(address.set) << 64).div_ceil(self.sets as u128) as u64;
                 let kept = u64::MAX >> table_bits;
+
                 let mut hash = from & !kept | low;
                 if hash < from {
                     hash = hash.wrapping_add(kept.wrapping_add(1));
@@ -267,21 +284,21 @@ mod tests {
 
     proptest! {
         #[test]
-        fn mixes_can_be_undone(key: u64) {
+        fn unmix_inverts_mix(key: u64) {
             prop_assert_eq!(unmix(mix(key)), key);
             prop_assert_eq!(unmix_32(mix_32(key as u32)), key as u32);
         }
 
-        /// The set and the word together say which row it is.
         #[test]
-        fn names_can_be_undone(table in 0u16..3, number: u64, more in 0usize..5000) {
-            let ends = [vec![Some(100), Some(4_000_000_000), Some(1 << 20)], vec![None, Some(50), None]];
-            for names in ends.map(KeySpaces::new) {
-                let naming = AddressMap::new(&names, names.sets_min() + more);
-                let key = names.end(table).map_or(number, |end| number % end);
-                let name = naming.name(naming.namer(table), key);
-                prop_assert!(name.word != 0 && (name.set as usize) < naming.sets);
-                prop_assert_eq!(naming.row_of(name), RowKey { table, key });
+        fn set_and_tag_identify_the_row(table in 0u16..3, number: u64, more in 0usize..5000) {
+            let indexed = vec![Some(100), Some(4_000_000_000), Some(1 << 20)];
+            let ends = [indexed, vec![None, Some(50), None]];
+            for spaces in ends.map(KeySpaces::new) {
+                let map = AddressMap::new(&spaces, spaces.sets_min() + more);
+                let key = spaces.end(table).map_or(number, |end| number % end);
+                let address = map.hash(map.table_hasher(table), key);
+                prop_assert!(address.tag != 0 && (address.set as usize) < map.sets);
+                prop_assert_eq!(map.row_of(address), RowKey { table, key });
             }
         }
     }

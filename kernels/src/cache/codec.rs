@@ -1,11 +1,13 @@
-//! Row codecs: how one embedding row of `dim` values lies in bytes. Specified to the bit in
-//! FORMAT.md; every backend decodes to the same f32 bits. Never reads files and never allocates.
+//! Row codecs: the encoding of one embedding row of `dim` values in bytes. FORMAT.md specifies it
+//! to the bit, and every backend decodes to the same f32 bits. This file never reads files and
+//! never allocates.
 
 use crate::simd::{Plain, Simd};
 use half::f16;
 use serde::{Deserialize, Serialize};
 
-/// The widest encoded row: with its 64-bit key it must fit one flash page beside the page's header.
+/// Bytes of an encoded row, at most. With its 64-bit key, a row must fit into one flash page beside
+/// the page's header.
 pub const ROW_BYTES_MAX: usize = 4064;
 
 /// The encoding of a table's rows.
@@ -23,7 +25,7 @@ pub enum Codec {
 }
 
 impl Codec {
-    /// The name used in model files and reports.
+    /// Returns the name that model files and reports use.
     pub fn name(self) -> &'static str {
         match self {
             Codec::F32 => "f32",
@@ -33,7 +35,7 @@ impl Codec {
         }
     }
 
-    /// The largest code, or `None` where values are stored as floats.
+    /// Returns the largest code, or `None` if values are stored as floats.
     fn code_max(self) -> Option<f32> {
         match self {
             Codec::F32 | Codec::F16 => None,
@@ -42,12 +44,12 @@ impl Codec {
         }
     }
 
-    /// Whether rows carry a scale and a bias (and so obey the table's unit).
+    /// Returns true if rows have a scale and a bias, which the table's unit multiplies.
     pub fn is_quantized(self) -> bool {
         self.code_max().is_some()
     }
 
-    /// Bytes of the codes or values, without scale and bias.
+    /// Returns the bytes of the codes or values, without scale and bias.
     fn value_bytes(self, dim: usize) -> usize {
         match self {
             Codec::F32 => 4 * dim,
@@ -57,21 +59,21 @@ impl Codec {
         }
     }
 
-    /// Bytes of one encoded row of `dim` values.
+    /// Returns the bytes of one encoded row of `dim` values.
     pub fn row_bytes(self, dim: usize) -> usize {
         self.value_bytes(dim) + if self.is_quantized() { 4 } else { 0 }
     }
 }
 
-/// What is wrong with a row that cannot be encoded, or with encoded bytes that must not be served.
+/// Why a row cannot be encoded, or why encoded bytes must not be served.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 pub enum RowFault {
     /// A decoded value, a scale or a bias is NaN or infinite.
     #[error("column {column} holds {value}, which is not finite")]
     NotFinite {
-        /// Column of the value; `dim` names the scale, `dim + 1` the bias.
+        /// Column of the value; `dim` for the scale, `dim + 1` for the bias.
         column: usize,
-        /// The offending value.
+        /// The value.
         value: f32,
     },
     /// The value is finite but too large for the codec.
@@ -79,16 +81,16 @@ pub enum RowFault {
     TooLarge {
         /// Column of the value.
         column: usize,
-        /// The offending value.
+        /// The value.
         value: f32,
-        /// The codec that was asked for.
+        /// The requested codec.
         codec: Codec,
     },
 }
 
-/// How the rows of one table are encoded. Holding one proves that `unit` is a power of two in
-/// `2^-64..=2^64` (1 for float codecs), so no product in `decode` is ever rounded or subnormal and
-/// any order of its multiplications gives the same bits.
+/// The encoding of one table's rows. Holding one proves that `unit` is a power of two in
+/// `2^-64..=2^64` (1 for float codecs). Therefore no product in `decode` is rounded or subnormal,
+/// and its multiplications give the same bits in any order.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RowFormat {
     codec: Codec,
@@ -96,34 +98,34 @@ pub struct RowFormat {
     unit: f32,
 }
 
-/// The widest unit exponent, either way.
+/// The largest magnitude of a unit exponent.
 pub const UNIT_EXP_MAX: i8 = 64;
 
 impl RowFormat {
-    /// The format of rows of `dim` values; `None` if the unit exponent is out of range for the
-    /// codec.
+    /// Returns the format of rows of `dim` values, or `None` if the unit exponent is out of range
+    /// for the codec.
     pub fn new(codec: Codec, dim: usize, unit_exp: i8) -> Option<Self> {
         let max = if codec.is_quantized() { UNIT_EXP_MAX } else { 0 };
         let in_range = (-max..=max).contains(&unit_exp);
         in_range.then(|| Self { codec, dim, unit: 2f32.powi(i32::from(unit_exp)) })
     }
 
-    /// The codec.
+    /// Returns the codec.
     pub fn codec(&self) -> Codec {
         self.codec
     }
 
-    /// Values in a row.
+    /// Returns the number of values in a row.
     pub fn dim(&self) -> usize {
         self.dim
     }
 
-    /// What scale and bias are multiplied with; a power of two.
+    /// Returns the factor of every scale and bias, a power of two.
     pub(crate) fn unit(&self) -> f32 {
         self.unit
     }
 
-    /// Bytes of an encoded row.
+    /// Returns the bytes of an encoded row.
     pub fn row_bytes(&self) -> usize {
         self.codec.row_bytes(self.dim)
     }
@@ -131,13 +133,16 @@ impl RowFormat {
     /// Encodes `row` `[dim]` into `out` `[row_bytes]`.
     ///
     /// # Errors
-    /// A value that is not finite or does not fit the codec.
+    /// [`RowFault::NotFinite`] or [`RowFault::TooLarge`] for the first value that the codec cannot
+    /// hold.
     pub fn encode(&self, row: &[f32], out: &mut [u8]) -> Result<(), RowFault> {
         assert_eq!(row.len(), self.dim);
         assert_eq!(out.len(), self.row_bytes());
+
         if let Some((column, &value)) = row.iter().enumerate().find(|(_, v)| !v.is_finite()) {
             return Err(RowFault::NotFinite { column, value });
         }
+
         match self.codec {
             Codec::F32 => out
                 .chunks_exact_mut(4)
@@ -162,8 +167,8 @@ impl RowFormat {
         }
     }
 
-    /// Scale and bias are rounded to f16 first; the codes are then computed against the rounded
-    /// pair.
+    /// Encodes codes, scale and bias. Scale and bias are rounded to f16 first, and the codes are
+    /// computed for the rounded pair.
     fn encode_codes(&self, row: &[f32], out: &mut [u8]) -> Result<(), RowFault> {
         let code_max = self.codec.code_max().unwrap_or(1.0);
         let low = row.iter().copied().fold(f32::INFINITY, f32::min) / self.unit;
@@ -174,9 +179,11 @@ impl RowFormat {
         if scale.to_f32() <= 0.0 {
             scale = f16::ONE;
         }
+
         let (codes, parameters) = out.split_at_mut(self.codec.value_bytes(self.dim));
         parameters[..2].copy_from_slice(&scale.to_le_bytes());
         parameters[2..].copy_from_slice(&bias.to_le_bytes());
+
         let code = |v: f32| {
             let steps = (v / self.unit - bias.to_f32()) / scale.to_f32();
             steps.round_ties_even().clamp(0.0, code_max) as u8
@@ -190,7 +197,8 @@ impl RowFormat {
         Ok(())
     }
 
-    /// The f32 scale and bias of a quantized row, unit included. Both products are exact.
+    /// Returns the scale and the bias of a quantized row, each multiplied by the unit. Both
+    /// products are exact.
     #[inline(always)]
     fn parameters<S: Simd>(&self, row: &[u8]) -> (f32, f32) {
         let p = &row[row.len() - 4..];
@@ -204,8 +212,8 @@ impl RowFormat {
         self.each_value::<Plain>(row, out, |o, value| *o = value);
     }
 
-    /// Adds the decoded `row` to `out` `[dim]`, one rounded f32 addition a column; `first` takes
-    /// `out` for zeros.
+    /// Adds the decoded `row` to `out` `[dim]`, with one rounded f32 addition a column. With
+    /// `first`, `out` counts as zeros.
     #[inline(always)]
     pub(crate) fn accumulate<S: Simd>(&self, row: &[u8], out: &mut [f32], first: bool) {
         if first {
@@ -215,10 +223,11 @@ impl RowFormat {
         }
     }
 
-    /// Hands each decoded value over with its column of `out`.
+    /// Calls `take` with each column of `out` and the decoded value for that column.
     #[inline(always)]
     fn each_value<S: Simd>(&self, row: &[u8], out: &mut [f32], take: impl Fn(&mut f32, f32)) {
         let (row, out) = (&row[..self.row_bytes()], &mut out[..self.dim]);
+
         match self.codec {
             Codec::F32 => {
                 for (o, b) in out.iter_mut().zip(row.chunks_exact(4)) {
@@ -231,6 +240,7 @@ impl RowFormat {
                     let values = halves.first_chunk().map_or([0.0; 8], S::widen);
                     out.iter_mut().zip(values).for_each(|(o, v)| take(o, v));
                 }
+
                 let mut last = [0; 16];
                 last[..halves.remainder().len()].copy_from_slice(halves.remainder());
                 outs.into_remainder().iter_mut().zip(S::widen(&last)).for_each(|(o, v)| take(o, v));
@@ -254,10 +264,10 @@ impl RowFormat {
         }
     }
 
-    /// Checks encoded bytes that came from outside: every value they decode to must be finite.
+    /// Checks that encoded bytes from outside decode to finite values only.
     ///
     /// # Errors
-    /// The first value, scale or bias that is not finite.
+    /// [`RowFault::NotFinite`] for the first value, scale or bias that is not finite.
     pub fn check(&self, row: &[u8]) -> Result<(), RowFault> {
         let not_finite = |(column, value): (usize, f32)| RowFault::NotFinite { column, value };
         let bad = match self.codec {
@@ -279,12 +289,12 @@ impl RowFormat {
     }
 }
 
-/// Chooses a table's unit exponent from what was seen of its rows: 0 (bytes as other libraries
-/// write them) when every scale is already a normal f16, else the power of two that puts the
-/// largest magnitude just under 2^14, so that rows a millionth of it still have a normal scale.
+/// Chooses a table's unit exponent. It is 0 (the bytes of other libraries) if every scale is a
+/// normal f16 without a unit. Else it is the power of two that puts the largest magnitude just
+/// under 2^14, so that rows a millionth of that magnitude still have a normal scale.
 ///
-/// `magnitude_max`: the largest absolute value; `range_min`: the smallest non-zero `max - min` of a
-/// row.
+/// `magnitude_max` is the largest absolute value of the table. `range_min` is the smallest `max -
+/// min` of a row that is not zero.
 pub fn choose_unit_exp(codec: Codec, magnitude_max: f32, range_min: f32) -> i8 {
     let Some(code_max) = codec.code_max() else { return 0 };
     let scale_is_normal = range_min == 0.0 || range_min / code_max >= f16::MIN_POSITIVE.to_f32();
@@ -350,10 +360,10 @@ mod tests {
 
     #[test]
     fn unit_saves_tiny_rows() {
-        // The rows of a 292,775,614-row DLRM table start within 5.8e-5: without a unit the scale is
-        // subnormal.
+        // The rows of a DLRM table with 292,775,614 rows are initialised within 5.8e-5. Without a
+        // unit their scale is subnormal.
         let edge = 1.0 / 292_775_614f32.sqrt();
-        // Scaled so that the subnormal scale would round down and clip the top of the row.
+        // The factor makes the subnormal scale round down and clip the top of the row.
         let edge = 0.97 * edge;
         let row: Vec<f32> = (0..128).map(|i| edge * ((i * 37 % 128) as f32 / 63.5 - 1.0)).collect();
         let exp = choose_unit_exp(Codec::U8, edge, 2.0 * edge);
@@ -369,7 +379,7 @@ mod tests {
         assert!(error(0) > 2.0 * error(exp));
     }
 
-    /// Decoding written a second time, in f64: exact products, one rounding at the end.
+    /// Decodes in f64, with exact products and one rounding at the end.
     fn decode_reference(codec: Codec, unit_exp: i8, bytes: &[u8], dim: usize) -> Vec<f32> {
         let unit = 2f64.powi(i32::from(unit_exp));
         let half = |at: usize| f64::from(f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32());
@@ -423,7 +433,8 @@ mod tests {
                 dispatch(isa, Add { format: f, row: &bytes, out: &mut sum });
                 for i in 0..row.len() {
                     prop_assert_eq!(out[i].to_bits(), reference[i].to_bits());
-                    prop_assert_eq!(sum[i].to_bits(), (1.0 + reference[i]).to_bits(), "{}", isa.name());
+                    let expected = (1.0 + reference[i]).to_bits();
+                    prop_assert_eq!(sum[i].to_bits(), expected, "{}", isa.name());
                 }
             }
         }
@@ -434,7 +445,8 @@ mod tests {
             let (mut bytes, mut out) = (vec![0; f.row_bytes()], vec![0.0; row.len()]);
             f.encode(&row, &mut bytes).unwrap();
             f.decode(&bytes, &mut out);
-            let range = row.iter().fold(f32::MIN, |m, v| m.max(*v)) - row.iter().fold(f32::MAX, |m, v| m.min(*v));
+            let largest = row.iter().fold(f32::MIN, |m, v| m.max(*v));
+            let range = largest - row.iter().fold(f32::MAX, |m, v| m.min(*v));
             // Half a step, the rounding of the scale over 255 steps, and the rounding of the bias.
             let bound = range / 255.0 * 0.5 + range / 2048.0 + 1.0 / 2048.0 + 1e-6;
             for (v, o) in row.iter().zip(&out) {

@@ -1,39 +1,40 @@
-//! Which row of a full set gives way: S3-FIFO (Yang et al., "FIFO Queues are All You Need for Cache
-//! Eviction", SOSP 2023) inside one set. A new row is on probation; used again, it moves to the
-//! main part, which is a CLOCK; a row that left probation unused is remembered by its tag and goes
-//! to the main part when it comes back. So a scan passes through the probation ways and leaves the
-//! rest alone. Never touches a row.
+//! Which row of a full set is evicted: S3-FIFO (Yang et al., "FIFO Queues are All You Need for
+//! Cache Eviction", SOSP 2023) inside one set. A new row starts on probation. A row that is used on
+//! probation moves to the main part, which is a CLOCK. The set remembers the fingerprint of a row
+//! that left probation unused (a ghost), and the row enters the main part when it returns. A scan
+//! therefore passes through the probation ways and leaves the other ways alone. This file never
+//! reads or writes a row.
 
 /// Slots of a set.
 pub(crate) const WAYS: usize = if cfg!(loom) { 2 } else { 14 };
 
-/// Rows of a full set that are on probation, at most, before one of them gives way.
+/// Rows on probation in a full set from which on one of them is evicted.
 const PROBATION_WAYS: u32 = 2;
-/// Tags of rows that left probation, for each set.
+/// Fingerprints of rows that left probation, for each set.
 pub(crate) const GHOSTS: usize = 16;
-/// Uses that a way can collect.
+/// The largest use count of a way.
 const USES_MAX: u32 = 3;
-/// Uses on probation that let a row stay.
+/// The smallest use count with which a row leaves probation for the main part.
 const USES_TO_STAY: u32 = 1;
 
-/// What the policy knows of one set.
+/// The state of the eviction policy in one set.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Ways {
-    /// Two bits a way.
+    /// The use counts, two bits a way.
     pub uses: u32,
-    /// One bit a way.
+    /// One bit a way: set while the row is on probation.
     pub probation: u16,
-    /// Where the CLOCK of the main part goes on.
+    /// The way at which the CLOCK of the main part continues.
     pub main_hand: u8,
-    /// Where the FIFO of the probation part goes on.
+    /// The way at which the FIFO of the probation part continues.
     pub probation_hand: u8,
-    /// Tags, 0 for none.
+    /// Fingerprints, 0 for none.
     pub ghosts: [u8; GHOSTS],
     /// The ghost to be replaced next.
     pub ghost_hand: u8,
 }
 
-/// `uses` after one more use of `way`; the same word if it has enough.
+/// Returns `uses` after one more use of `way`, or `uses` itself if the way's count is full.
 #[inline(always)]
 pub(crate) fn used(uses: u32, way: usize) -> u32 {
     let shift = 2 * way;
@@ -49,20 +50,22 @@ impl Ways {
         self.uses = self.uses & !(3 << (2 * way)) | uses << (2 * way);
     }
 
-    /// Takes `way` for the row with this tag.
-    pub fn place(&mut self, way: usize, tag: u8) {
-        let known = self.ghosts.iter_mut().find(|g| **g == tag);
-        let returns = known.is_some();
-        if let Some(ghost) = known {
+    /// Assigns `way` to the row with this fingerprint: to the main part if the row is a ghost, else
+    /// on probation.
+    pub fn assign(&mut self, way: usize, fingerprint: u8) {
+        let ghost = self.ghosts.iter_mut().find(|g| **g == fingerprint);
+        let returns = ghost.is_some();
+        if let Some(ghost) = ghost {
             *ghost = 0;
         }
         self.set_uses(way, 0);
         self.probation = self.probation & !(1 << way) | u16::from(!returns) << way;
     }
 
-    /// Makes room in a full set; `tag_of` tells the tag of the row in a way.
-    pub fn evict(&mut self, tag_of: impl Fn(usize) -> u8) -> usize {
-        // Every step takes a use from a row or a row from probation, so this ends.
+    /// Chooses the way of a full set whose row is evicted. `fingerprint_of` returns the fingerprint
+    /// of the row in a way.
+    pub fn evict(&mut self, fingerprint_of: impl Fn(usize) -> u8) -> usize {
+        // The loop ends: each turn takes a use from a row, or a row from probation.
         loop {
             let probation = self.probation.count_ones();
             let way = if probation >= PROBATION_WAYS || probation as usize == WAYS {
@@ -72,7 +75,8 @@ impl Ways {
                     self.set_uses(way, 0);
                     continue;
                 }
-                self.ghosts[usize::from(self.ghost_hand)] = tag_of(way);
+
+                self.ghosts[usize::from(self.ghost_hand)] = fingerprint_of(way);
                 self.ghost_hand = (self.ghost_hand + 1) % GHOSTS as u8;
                 way
             } else {
@@ -90,7 +94,7 @@ impl Ways {
     }
 }
 
-/// The next way from `hand` on that is of the part; leaves the hand behind it.
+/// Returns the next way of `part` from `hand` on, and moves the hand past that way.
 fn next(hand: &mut u8, part: u16) -> usize {
     let from = usize::from(*hand);
     let way = (from..from + WAYS).map(|w| w % WAYS).find(|w| part >> w & 1 == 1).unwrap_or(from);

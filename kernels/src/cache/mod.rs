@@ -1,39 +1,52 @@
 //! The embedding cache: one flat, set-associative array of encoded rows, shared by all cached
-//! tables whose rows have the same width. Queries take no lock: each set has a sequence number that
-//! makes a torn or half-replaced row impossible to observe. Never reads flash and never decides
-//! what is worth caching beyond which row of a full set gives way (`eviction.rs`).
+//! tables whose rows have the same width. A query takes no lock: each set has a sequence number, by
+//! which a reader rejects a torn or half-replaced row. The cache never reads flash. It decides
+//! nothing but which row of a full set is evicted (`eviction.rs`).
 //!
-//! A set keeps for each of its ways one *word* that names the row, so a single vector compare finds
-//! it. The word together with the set's number is a bijection of (table, key): equal words are
-//! equal keys, and there is nothing left to verify. Words, sequence and uses share one cache line
-//! (two where words are wide), so that a lookup costs that line and the row. A slot takes 6.3 bytes
-//! beside its row where all tables are indexed, else 10.9.
+//! A set keeps a *tag* for each of its ways, so one vector comparison finds a row. The tag and the
+//! number of the set together are a bijection of (table, key): equal tags are equal keys, and
+//! nothing is left to compare. Tags, sequence number and use counts share one cache line (two if
+//! tags are wide), so a lookup reads that line and the row. A slot takes 6.3 bytes beside its row
+//! if all tables are indexed, else 10.9.
+//!
+//! A set has three parts, each in an array of its own:
+//!
+//! * the *header*: tags, sequence number and use counts, which every lookup reads
+//!   (`set_header.rs`);
+//! * the *writer state*: epoch, eviction hands and ghosts, which only the set's one writer uses;
+//! * the *rows*.
 
 pub mod address;
 pub mod codec;
 pub(crate) mod eviction;
+#[cfg(not(loom))]
+pub(crate) mod raw_rows;
+#[cfg(not(loom))]
 pub mod resident;
 pub(crate) mod set_header;
 pub(crate) mod write_counter;
 
-use crate::cache::address::{AddressMap, KeySpaces, RowKey, SetTag, TableHasher};
+use crate::cache::address::{AddressMap, KeySpaces, RowKey, SetTag};
 use crate::cache::codec::ROW_BYTES_MAX;
 use crate::cache::eviction::{GHOSTS, WAYS, Ways};
-use crate::cache::set_header::{LINE, SEQUENCE, SetHeaders, USES};
-use crate::cache::write_counter::WriteCounter;
 #[cfg(not(loom))]
-use crate::lookup::{pipeline::prefetch_lines, pooling::RawRows};
+use crate::cache::raw_rows::RawRows;
+use crate::cache::set_header::{SEQUENCE, SetHeaders, USES};
+use crate::cache::write_counter::WriteCounter;
 use crate::simd::atomics::{AtomicU32, Ordering, spin};
 use crate::simd::huge_pages::Zeroed;
-use crate::simd::{BEYOND, Plain, READ_BYTES, Simd};
+#[cfg(not(loom))]
+use crate::simd::prefetch::prefetch_lines;
+use crate::simd::{LINE_WORDS, OVERREAD_BYTES, Plain, READ_BYTES, Simd};
 
-/// The state of a set before a row was read from elsewhere. An insert with it is refused if the row
-/// could have been updated or invalidated since: a late insert never brings an old row back.
+/// The epoch of a set before a row was read from flash. The cache refuses an insert with an older
+/// epoch, because the row may have been updated or invalidated since. A late insert therefore never
+/// brings an old row back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Epoch(u32);
 
 impl Epoch {
-    /// The epoch of that number in a set's tail.
+    /// Returns the epoch with this number in a set's writer state.
     pub(crate) fn of(number: u32) -> Self {
         Self(number)
     }
@@ -43,191 +56,169 @@ impl Epoch {
     }
 }
 
-// The tail is for the one writer: the epoch, the hands of the eviction, its ghosts.
+/// Position of the epoch in a set's writer state, in words.
 const EPOCH: usize = 0;
+/// Position of the eviction's hands in a set's writer state, in words; the ghosts follow.
 const HANDS: usize = 1;
-const TAIL: usize = 2 + GHOSTS / 4;
-/// Units of one racing read.
-const READ: usize = READ_BYTES / 4;
+/// Words of a set's writer state.
+const WRITER_WORDS: usize = 2 + GHOSTS / 4;
+/// Words of one racing read.
+const READ_WORDS: usize = READ_BYTES / 4;
+/// Reads of a row in a set that a writer is changing, before the row counts as missing.
+const READ_RETRIES_MAX: usize = if cfg!(loom) { 2 } else { 1000 };
 
-/// The cache. All memory is taken by `new` and never grows. SetHeaders lie apart from rows: they
-/// are few enough to stay near the core.
+/// The cache. [`Cache::new`] takes all memory, which never grows. Headers are apart from rows,
+/// because headers are few enough to stay near the core.
 pub struct Cache {
     row_bytes: usize,
-    /// Units of a row.
-    row: usize,
-    /// Units of a head: one line or two.
-    head: usize,
+    /// Words of a row.
+    row_words: usize,
+    /// Words of a header: one line or two.
+    header_words: usize,
     sets: usize,
-    naming: AddressMap,
-    heads: Zeroed<AtomicU32>,
-    tails: Zeroed<AtomicU32>,
+    addresses: AddressMap,
+    headers: Zeroed<AtomicU32>,
+    writer_states: Zeroed<AtomicU32>,
     rows: Zeroed<AtomicU32>,
-    changes: WriteCounter,
+    writes: WriteCounter,
 }
 
-/// How often a query looks again at a set that is being changed before it calls the row missing.
-const LOOKS: usize = if cfg!(loom) { 2 } else { 1000 };
-
 impl Cache {
-    fn head(names: &KeySpaces) -> usize {
-        if names.is_narrow() { LINE } else { 2 * LINE }
+    fn header_words(spaces: &KeySpaces) -> usize {
+        if spaces.is_narrow() { LINE_WORDS } else { 2 * LINE_WORDS }
     }
 
-    fn set_bytes(row_bytes: usize, names: &KeySpaces) -> usize {
-        4 * (Self::head(names) + TAIL + WAYS * row_bytes.div_ceil(4))
+    fn set_bytes(row_bytes: usize, spaces: &KeySpaces) -> usize {
+        4 * (Self::header_words(spaces) + WRITER_WORDS + WAYS * row_bytes.div_ceil(4))
     }
 
-    /// Bytes of the smallest cache for rows of `row_bytes`.
-    pub fn bytes_min(row_bytes: usize, names: &KeySpaces) -> usize {
-        names.sets_min() * Self::set_bytes(row_bytes, names) + BEYOND
+    /// Returns the bytes of the smallest cache for rows of `row_bytes`.
+    pub fn bytes_min(row_bytes: usize, spaces: &KeySpaces) -> usize {
+        spaces.sets_min() * Self::set_bytes(row_bytes, spaces) + OVERREAD_BYTES
     }
 
-    /// A cache of at most `bytes_max` bytes for rows of `row_bytes`; `None` if that is less than
-    /// `bytes_min`.
-    pub fn new(row_bytes: usize, bytes_max: usize, names: &KeySpaces) -> Option<Self> {
-        let sets = bytes_max.checked_sub(BEYOND)? / Self::set_bytes(row_bytes, names);
+    /// Creates a cache of at most `bytes_max` bytes for rows of `row_bytes`. Returns `None` if
+    /// `bytes_max` is less than `bytes_min`.
+    pub fn new(row_bytes: usize, bytes_max: usize, spaces: &KeySpaces) -> Option<Self> {
+        let sets = bytes_max.checked_sub(OVERREAD_BYTES)? / Self::set_bytes(row_bytes, spaces);
         let sets = sets.min(u32::MAX as usize / WAYS);
-        let naming = (sets >= names.sets_min()).then(|| AddressMap::new(names, sets))?;
-        let (head, row) = (Self::head(names), row_bytes.div_ceil(4));
-        let (heads, tails) = (Zeroed::new(sets * head), Zeroed::new(sets * TAIL));
-        let rows = Zeroed::new(sets * WAYS * row + BEYOND / 4);
+        let addresses = (sets >= spaces.sets_min()).then(|| AddressMap::new(spaces, sets))?;
+
+        let (header_words, row_words) = (Self::header_words(spaces), row_bytes.div_ceil(4));
         Some(Self {
             row_bytes,
-            row,
-            head,
+            row_words,
+            header_words,
             sets,
-            naming,
-            heads,
-            tails,
-            rows,
-            changes: WriteCounter::default(),
+            addresses,
+            headers: Zeroed::new(sets * header_words),
+            writer_states: Zeroed::new(sets * WRITER_WORDS),
+            rows: Zeroed::new(sets * WAYS * row_words + OVERREAD_BYTES / 4),
+            writes: WriteCounter::default(),
         })
     }
 
-    /// Bytes of a row.
+    /// Returns the bytes of a row.
     pub fn row_bytes(&self) -> usize {
         self.row_bytes
     }
 
-    /// RawRows that fit.
+    /// Returns the number of rows that fit.
     pub fn slots(&self) -> usize {
         self.sets * WAYS
     }
 
-    /// All bytes the cache holds.
+    /// Returns the bytes of memory that the cache takes.
     pub fn bytes(&self) -> usize {
-        4 * (self.heads.len() + self.tails.len() + self.rows.len())
+        4 * (self.headers.len() + self.writer_states.len() + self.rows.len())
     }
 
-    /// All words it holds: heads, tails, rows.
+    /// Returns all words of the cache: headers, writer states, rows.
     pub fn image(&self) -> Vec<u32> {
-        let words = self.heads.iter().chain(&*self.tails).chain(&*self.rows);
+        let words = self.headers.iter().chain(&*self.writer_states).chain(&*self.rows);
         words.map(|word| word.load(Ordering::Relaxed)).collect()
     }
 
-    /// How its rows are named, and heads, tails and rows, for a copy elsewhere: each can be let go
-    /// of before the next.
+    /// Returns the address map, and the headers, writer states and rows, for a copy on a device.
+    /// The caller can free each array before it copies the next.
     pub(crate) fn into_parts(self) -> (AddressMap, [Zeroed<AtomicU32>; 3]) {
-        (self.naming, [self.heads, self.tails, self.rows])
+        (self.addresses, [self.headers, self.writer_states, self.rows])
     }
 
-    /// How the keys of `table` are named.
+    /// Returns the map from rows to sets and tags.
     #[inline(always)]
-    pub(crate) fn namer(&self, table: u16) -> TableHasher {
-        self.naming.namer(table)
+    pub(crate) fn addresses(&self) -> &AddressMap {
+        &self.addresses
     }
 
-    /// The name of `key` as `namer` says; word 0 if the table cannot have it.
+    /// Returns the headers of all sets.
     #[inline(always)]
-    pub(crate) fn name(&self, namer: TableHasher, key: u64) -> SetTag {
-        self.naming.name(namer, key)
+    pub(crate) fn headers(&self) -> SetHeaders<'_> {
+        SetHeaders::new(&self.headers, self.header_words > LINE_WORDS)
     }
 
-    /// The names of some keys below `last`, or word 0.
+    /// Returns the counter of the writes to all sets.
     #[inline(always)]
-    pub(crate) fn name_all(
-        &self,
-        namer: TableHasher,
-        last: u64,
-        keys: &[u64],
-        sets: &mut [u32],
-        words: &mut [u64],
-    ) {
-        self.naming.name_all(namer, last, keys, sets, words);
+    pub(crate) fn writes(&self) -> &WriteCounter {
+        &self.writes
     }
 
-    pub(crate) fn name_of(&self, row: RowKey) -> SetTag {
-        self.name(self.namer(row.table), row.key)
+    fn set_header(&self, set: u32) -> &[AtomicU32; LINE_WORDS] {
+        self.headers().of(set)
     }
 
-    /// The heads of all sets.
-    #[inline(always)]
-    pub(crate) fn heads(&self) -> SetHeaders<'_> {
-        SetHeaders::new(&self.heads, self.head > LINE)
+    fn set_writer_state(&self, set: u32) -> &[AtomicU32] {
+        &self.writer_states[set as usize * WRITER_WORDS..][..WRITER_WORDS]
     }
 
-    /// The changes of all sets.
-    #[inline(always)]
-    pub(crate) fn changes(&self) -> &WriteCounter {
-        &self.changes
-    }
-
-    fn head_of(&self, set: u32) -> &[AtomicU32; LINE] {
-        self.heads().of(set)
-    }
-
-    fn tail_of(&self, set: u32) -> &[AtomicU32] {
-        &self.tails[set as usize * TAIL..][..TAIL]
-    }
-
-    /// The row in a slot, and what is read beyond it.
+    /// Returns the row in `slot`, rounded up to whole racing reads.
     #[inline(always)]
     pub(crate) fn row(&self, slot: u32) -> &[AtomicU32] {
-        &self.rows[slot as usize * self.row..][..self.row.next_multiple_of(READ)]
+        let words = self.row_words.next_multiple_of(READ_WORDS);
+        &self.rows[slot as usize * self.row_words..][..words]
     }
 
-    /// All rows.
+    /// Returns all rows.
     #[cfg(not(loom))]
     #[inline(always)]
     pub(crate) fn rows(&self) -> RawRows<'_> {
-        RawRows::racing(&self.rows, self.row)
+        RawRows::racing(&self.rows, self.row_words)
     }
 
-    /// Asks for the row in a slot ahead of its use.
+    /// Prefetches the row in `slot`.
     #[cfg(not(loom))]
     #[inline(always)]
     pub(crate) fn prefetch_row(&self, slot: u32) {
-        prefetch_lines(&self.rows[slot as usize * self.row..][..self.row]);
+        prefetch_lines(&self.rows[slot as usize * self.row_words..][..self.row_words]);
     }
 
     #[inline(always)]
-    fn word(&self, set: u32, way: u32) -> u64 {
-        let (heads, way) = (self.heads(), way as usize);
-        let high = heads.high(set).map_or(0, |high| high[way].load(Ordering::Relaxed));
-        u64::from(high) << 32 | u64::from(heads.of(set)[way].load(Ordering::Relaxed))
+    fn tag(&self, set: u32, way: u32) -> u64 {
+        let (headers, way) = (self.headers(), way as usize);
+        let high = headers.high(set).map_or(0, |high| high[way].load(Ordering::Relaxed));
+        u64::from(high) << 32 | u64::from(headers.of(set)[way].load(Ordering::Relaxed))
     }
 
-    fn set_word(&self, set: u32, way: u32, word: u64) {
-        let (heads, way) = (self.heads(), way as usize);
-        heads.of(set)[way].store(word as u32, Ordering::Relaxed);
-        if let Some(high) = heads.high(set) {
-            high[way].store((word >> 32) as u32, Ordering::Relaxed);
+    fn set_tag(&self, set: u32, way: u32, tag: u64) {
+        let (headers, way) = (self.headers(), way as usize);
+        headers.of(set)[way].store(tag as u32, Ordering::Relaxed);
+        if let Some(high) = headers.high(set) {
+            high[way].store((tag >> 32) as u32, Ordering::Relaxed);
         }
     }
 
     /// Copies the row into `out` `[row_bytes, rounded up to READ_BYTES]` if it is cached. A row
-    /// that is being replaced for very long counts as missing.
+    /// that writers change for too long counts as missing.
     #[inline(always)]
-    pub(crate) fn read<S: Simd>(&self, name: SetTag, out: &mut [u8]) -> bool {
-        for _ in 0..LOOKS {
-            let seen = self.heads().see::<S>(name);
-            if seen.is_there() {
-                S::copy_racing(self.row(seen.slot()), out);
-                if self.heads().are_unchanged(std::iter::once(seen)) {
+    pub(crate) fn read<S: Simd>(&self, address: SetTag, out: &mut [u8]) -> bool {
+        for _ in 0..READ_RETRIES_MAX {
+            let probe = self.headers().probe::<S>(address);
+            if probe.is_hit() {
+                S::copy_racing(self.row(probe.slot()), out);
+                if self.headers().validate(std::iter::once(probe)) {
                     return true;
                 }
-            } else if seen.way == WAYS as u32 {
+            } else if probe.way == WAYS as u32 {
                 return false;
             }
             spin();
@@ -239,27 +230,33 @@ impl Cache {
     pub fn query(&self, row: RowKey, out: &mut [u8]) -> bool {
         let mut bytes = [0; ROW_BYTES_MAX.next_multiple_of(READ_BYTES)];
         let bytes = &mut bytes[..self.row_bytes.next_multiple_of(READ_BYTES)];
-        let hit = self.read::<Plain>(self.name_of(row), bytes);
+        let hit = self.read::<Plain>(self.addresses.address_of(row), bytes);
         if hit {
             out.copy_from_slice(&bytes[..self.row_bytes]);
         }
         hit
     }
 
-    /// The state of the row's set now. Take it before the row is read from elsewhere, and insert
-    /// with it.
+    /// Returns the epoch of the row's set. The caller takes it before it reads the row from flash,
+    /// and inserts the row with it.
     pub fn epoch(&self, row: RowKey) -> Epoch {
-        let name = self.name_of(row);
-        Epoch(self.tail_of(name.set)[EPOCH].load(Ordering::Acquire))
+        self.epoch_at(self.addresses.address_of(row))
     }
 
-    /// Runs `change` as the only writer of the row's set, while the set reads as changing.
-    fn in_set<R>(&self, row: RowKey, change: impl FnOnce(SetTag) -> R) -> R {
-        let name = self.name_of(row);
-        let head = self.head_of(name.set);
+    /// Returns the epoch of the set of `address`.
+    #[inline(always)]
+    pub(crate) fn epoch_at(&self, address: SetTag) -> Epoch {
+        Epoch(self.set_writer_state(address.set)[EPOCH].load(Ordering::Acquire))
+    }
+
+    /// Runs `write` as the only writer of the row's set, whose sequence number is odd until the
+    /// end.
+    fn write_set<R>(&self, row: RowKey, write: impl FnOnce(SetTag) -> R) -> R {
+        let address = self.addresses.address_of(row);
+        let header = self.set_header(address.set);
         let sequence = loop {
-            let stable = head[SEQUENCE].load(Ordering::Relaxed) & !1;
-            let taken = head[SEQUENCE].compare_exchange_weak(
+            let stable = header[SEQUENCE].load(Ordering::Relaxed) & !1;
+            let taken = header[SEQUENCE].compare_exchange_weak(
                 stable,
                 stable.wrapping_add(1),
                 Ordering::Acquire,
@@ -270,98 +267,107 @@ impl Cache {
             }
             spin();
         };
-        self.changes.begin();
-        let result = change(name);
-        head[SEQUENCE].store(sequence.wrapping_add(2), Ordering::Release);
-        self.changes.end();
+
+        self.writes.start_write();
+        let result = write(address);
+        header[SEQUENCE].store(sequence.wrapping_add(2), Ordering::Release);
+        self.writes.end_write();
         result
     }
 
-    /// Only ever called inside `in_set`.
-    fn write(&self, name: SetTag, way: u32, bytes: &[u8]) {
+    /// Stores a tag and a row. Only `write_set` calls this.
+    fn store_row(&self, address: SetTag, way: u32, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.row_bytes);
-        self.set_word(name.set, way, name.word);
-        for (word, bytes) in self.row(name.set * WAYS as u32 + way).iter().zip(bytes.chunks(4)) {
+        self.set_tag(address.set, way, address.tag);
+        let row = self.row(address.set * WAYS as u32 + way);
+        for (word, bytes) in row.iter().zip(bytes.chunks(4)) {
             let mut full = [0; 4];
             full[..bytes.len()].copy_from_slice(bytes);
             word.store(u32::from_le_bytes(full), Ordering::Relaxed);
         }
     }
 
-    /// Puts a row in, over another one if the set is full. `since` is the epoch from before the row
-    /// was read: if the row may have changed after that, nothing happens. Returns whether the row
-    /// is in.
+    /// Inserts a row, and evicts another one if the set is full. `since` is the epoch that the
+    /// caller took before it read the row. If the row may have changed after that, the cache stays
+    /// as it is. Returns true if the row was inserted.
     pub fn insert(&self, row: RowKey, bytes: &[u8], since: Epoch) -> bool {
-        self.in_set(row, |name| {
-            if name.word == 0 || self.tail_of(name.set)[EPOCH].load(Ordering::Relaxed) != since.0 {
+        self.write_set(row, |address| {
+            if address.tag == 0 || self.epoch_at(address) != since {
                 return false;
             }
-            let way = match self.heads().see::<Plain>(name).way {
+
+            let way = match self.headers().probe::<Plain>(address).way {
                 way if way < WAYS as u32 => way,
-                _ => {
-                    let mut ways = self.load_ways(name.set);
-                    let empty = (0..WAYS).find(|&way| self.word(name.set, way as u32) == 0);
-                    let way = empty.unwrap_or_else(|| {
-                        ways.evict(|w| self.naming.tag(self.word(name.set, w as u32)))
-                    });
-                    ways.place(way, self.naming.tag(name.word));
-                    self.store_ways(name.set, &ways);
-                    way as u32
-                }
+                _ => self.assign_way(address),
             };
-            self.write(name, way, bytes);
+            self.store_row(address, way, bytes);
             true
         })
     }
 
-    /// Overwrites the row where it is cached; returns whether it was. Reads of the row that began
-    /// before lose the right to insert what they find.
+    /// Returns an empty way of the set or evicts a row, and tells the eviction policy.
+    fn assign_way(&self, address: SetTag) -> u32 {
+        let mut ways = self.load_ways(address.set);
+        let empty = (0..WAYS).find(|&way| self.tag(address.set, way as u32) == 0);
+        let way = empty.unwrap_or_else(|| {
+            ways.evict(|w| self.addresses.fingerprint(self.tag(address.set, w as u32)))
+        });
+        ways.assign(way, self.addresses.fingerprint(address.tag));
+        self.store_ways(address.set, &ways);
+        way as u32
+    }
+
+    /// Overwrites the row if it is cached. Returns true if it was. Inserts of the row with an older
+    /// epoch are refused from now on.
     pub fn update(&self, row: RowKey, bytes: &[u8]) -> bool {
-        self.change(row, |name, way| self.write(name, way, bytes))
+        self.change(row, |address, way| self.store_row(address, way, bytes))
     }
 
-    /// Drops the row where it is cached; returns whether it was. Reads of the row that began before
-    /// lose the right to insert what they find.
+    /// Removes the row if it is cached. Returns true if it was. Inserts of the row with an older
+    /// epoch are refused from now on.
     pub fn invalidate(&self, row: RowKey) -> bool {
-        self.change(row, |name, way| self.set_word(name.set, way, 0))
+        self.change(row, |address, way| self.set_tag(address.set, way, 0))
     }
 
+    /// Starts a new epoch of the row's set, and runs `change` if the row is cached.
     fn change(&self, row: RowKey, change: impl FnOnce(SetTag, u32)) -> bool {
-        self.in_set(row, |name| {
-            let epoch = &self.tail_of(name.set)[EPOCH];
+        self.write_set(row, |address| {
+            let epoch = &self.set_writer_state(address.set)[EPOCH];
             epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-            let way = self.heads().see::<Plain>(name).way;
+
+            let way = self.headers().probe::<Plain>(address).way;
             let cached = way < WAYS as u32;
             if cached {
-                change(name, way);
+                change(address, way);
             }
             cached
         })
     }
 
-    /// Calls `each` for every cached row's name and encoded bytes, in no particular order.
+    /// Calls `each` with the key and the encoded bytes of every cached row, in no particular order.
     pub fn dump(&self, mut each: impl FnMut(RowKey, &[u8])) {
         let mut bytes = vec![0; self.row_bytes.next_multiple_of(READ_BYTES)];
         for slot in 0..self.slots() {
             let (set, way) = ((slot / WAYS) as u32, (slot % WAYS) as u32);
-            let name = SetTag { set, word: self.word(set, way) };
-            if name.word != 0 && self.read::<Plain>(name, &mut bytes) {
-                each(self.naming.row_of(name), &bytes[..self.row_bytes]);
+            let address = SetTag { set, tag: self.tag(set, way) };
+            if address.tag != 0 && self.read::<Plain>(address, &mut bytes) {
+                each(self.addresses.row_of(address), &bytes[..self.row_bytes]);
             }
         }
     }
 
-    /// What the eviction policy knows of a set.
+    /// Loads the state of the eviction policy in a set.
     fn load_ways(&self, set: u32) -> Ways {
-        let tail = self.tail_of(set);
-        let word = |i: usize| tail[i].load(Ordering::Relaxed);
+        let state = self.set_writer_state(set);
+        let word = |i: usize| state[i].load(Ordering::Relaxed);
         let hands = word(HANDS).to_le_bytes();
         let mut ghosts = [0; GHOSTS];
         for (i, four) in ghosts.chunks_exact_mut(4).enumerate() {
             four.copy_from_slice(&word(HANDS + 1 + i).to_le_bytes());
         }
+
         Ways {
-            uses: self.head_of(set)[USES].load(Ordering::Relaxed),
+            uses: self.set_header(set)[USES].load(Ordering::Relaxed),
             probation: u16::from_le_bytes([hands[0], hands[1]]),
             main_hand: hands[2] & 15,
             probation_hand: hands[2] >> 4,
@@ -371,12 +377,13 @@ impl Cache {
     }
 
     fn store_ways(&self, set: u32, ways: &Ways) {
-        let tail = self.tail_of(set);
+        let state = self.set_writer_state(set);
         let [low, high] = ways.probation.to_le_bytes();
         let hands = [low, high, ways.main_hand | ways.probation_hand << 4, ways.ghost_hand];
-        self.head_of(set)[USES].store(ways.uses, Ordering::Relaxed);
-        tail[HANDS].store(u32::from_le_bytes(hands), Ordering::Relaxed);
-        for (word, four) in tail[HANDS + 1..].iter().zip(ways.ghosts.chunks_exact(4)) {
+
+        self.set_header(set)[USES].store(ways.uses, Ordering::Relaxed);
+        state[HANDS].store(u32::from_le_bytes(hands), Ordering::Relaxed);
+        for (word, four) in state[HANDS + 1..].iter().zip(ways.ghosts.chunks_exact(4)) {
             word.store(u32::from_le_bytes([four[0], four[1], four[2], four[3]]), Ordering::Relaxed);
         }
     }
@@ -391,24 +398,25 @@ mod tests {
     use std::collections::HashMap;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    /// A row whose every byte tells which key it belongs to and which write it came from.
+    /// Returns a row that holds its key and the number of its write.
     fn row_of(key: u64, write: u8) -> [u8; 20] {
         let mut row = [write; 20];
         row[..8].copy_from_slice(&key.to_le_bytes());
         row
     }
 
-    /// Index tables of which the second is large, and tables of any keys.
-    fn namings() -> [KeySpaces; 2] {
+    /// Returns the key spaces of indexed tables, of which the second is large, and of sparse
+    /// tables.
+    fn spaces_of_both_kinds() -> [KeySpaces; 2] {
         [
             KeySpaces::new(vec![Some(100), Some(4_000_000_000), Some(1 << 20)]),
             KeySpaces::new(vec![None, Some(50), None]),
         ]
     }
 
-    /// A key that the naming allows; the number it is made from tells such keys apart.
-    fn key_of(names: &KeySpaces, table: u16, number: u64) -> u64 {
-        match names.end(table) {
+    /// Returns a key that `spaces` allow; different small numbers give different keys.
+    fn key_of(spaces: &KeySpaces, table: u16, number: u64) -> u64 {
+        match spaces.end(table) {
             Some(end) => number % end,
             None => number.wrapping_mul(0x0123_4567_89ab_cdef),
         }
@@ -442,41 +450,41 @@ mod tests {
             type Out = bool;
             #[inline(always)]
             fn run<S: Simd>(self) -> bool {
-                self.0.read::<S>(self.0.name_of(self.1), self.2)
+                self.0.read::<S>(self.0.addresses.address_of(self.1), self.2)
             }
         }
         dispatch(isa, Read(cache, row, out))
     }
 
     proptest! {
-        /// Against a map: a hit is always the last row written; nothing is lost while the sets have
-        /// room. Each family of instructions sees the same.
+        /// A hit is always the row written last, and no row is evicted while its set has room. Each
+        /// family of instructions reads the same.
         #[test]
         fn agrees_with_a_map(steps in prop::collection::vec(step(), 1..300)) {
-            for names in namings() {
-                let cache = Cache::new(20, 64 * 1024, &names).unwrap();
+            for spaces in spaces_of_both_kinds() {
+                let cache = Cache::new(20, 64 * 1024, &spaces).unwrap();
                 let mut model: HashMap<RowKey, u8> = HashMap::new();
                 for s in &steps {
                     match *s {
                         Step::Insert(table, k, v) => {
-                            let row = RowKey { table, key: key_of(&names, table, k) };
+                            let row = RowKey { table, key: key_of(&spaces, table, k) };
                             prop_assert!(put(&cache, row, &row_of(row.key, v)));
                             model.insert(row, v);
                         }
                         Step::Update(table, k, v) => {
-                            let row = RowKey { table, key: key_of(&names, table, k) };
-                            let there = cache.update(row, &row_of(row.key, v));
-                            prop_assert_eq!(there, model.contains_key(&row));
+                            let row = RowKey { table, key: key_of(&spaces, table, k) };
+                            let cached = cache.update(row, &row_of(row.key, v));
+                            prop_assert_eq!(cached, model.contains_key(&row));
                             model.entry(row).and_modify(|old| *old = v);
                         }
                         Step::Invalidate(table, k) => {
-                            let row = RowKey { table, key: key_of(&names, table, k) };
+                            let row = RowKey { table, key: key_of(&spaces, table, k) };
                             prop_assert_eq!(cache.invalidate(row), model.remove(&row).is_some());
                         }
                         Step::Query(table, k) => {
-                            let row = RowKey { table, key: key_of(&names, table, k) };
+                            let row = RowKey { table, key: key_of(&spaces, table, k) };
                             for isa in Isa::available() {
-                                // As a buffer for rows of several widths: longer than the row.
+                                // Longer than the row, like a buffer for rows of several widths.
                                 let mut out = [0; 96];
                                 let hit = query_on(isa, &cache, row, &mut out);
                                 prop_assert_eq!(hit, model.contains_key(&row));
@@ -495,9 +503,9 @@ mod tests {
     }
 
     #[test]
-    fn a_key_outside_its_table_is_never_there() {
-        let names = KeySpaces::new(vec![Some(10), Some(10)]);
-        let cache = Cache::new(20, 64 * 1024, &names).unwrap();
+    fn a_key_outside_its_table_is_never_cached() {
+        let spaces = KeySpaces::new(vec![Some(10), Some(10)]);
+        let cache = Cache::new(20, 64 * 1024, &spaces).unwrap();
         let beyond = RowKey { table: 0, key: 10 };
         assert!(
             !put(&cache, beyond, &[1; 20])
@@ -511,12 +519,12 @@ mod tests {
 
     #[test]
     fn a_late_insert_never_brings_an_old_row_back() {
-        let cache = Cache::new(20, 64 * 1024, &namings()[0]).unwrap();
+        let cache = Cache::new(20, 64 * 1024, &spaces_of_both_kinds()[0]).unwrap();
         let row = RowKey { table: 0, key: 5 };
         for change in [|c: &Cache, r| c.update(r, &[2; 20]), |c: &Cache, r| c.invalidate(r)] {
             let before = cache.epoch(row);
-            assert!(!change(&cache, row), "it is not cached");
-            assert!(!cache.insert(row, &[1; 20], before), "it was read before the change");
+            assert!(!change(&cache, row), "the row is not cached");
+            assert!(!cache.insert(row, &[1; 20], before), "the row was read before the change");
             assert!(!cache.query(row, &mut [0; 20]));
         }
         assert!(put(&cache, row, &[3; 20]));
@@ -524,7 +532,7 @@ mod tests {
 
     #[test]
     fn a_full_cache_keeps_what_is_used() {
-        let cache = Cache::new(20, 100 * 1024, &namings()[1]).unwrap();
+        let cache = Cache::new(20, 100 * 1024, &spaces_of_both_kinds()[1]).unwrap();
         let slots = cache.slots() as u64;
         let mut out = [0; 20];
         let hot = |key| RowKey { table: 0, key };
@@ -540,17 +548,17 @@ mod tests {
         assert!(cache.bytes() <= 100 * 1024);
     }
 
-    /// At 16 columns in u8 three times as many rows a megabyte as a cache of f32 rows with 8 bytes
-    /// of key and 8 of counter a slot, where tables are indexed.
+    /// With indexed tables of 16 columns in u8, a megabyte holds three times as many rows as a
+    /// cache of f32 rows whose slots have 8 bytes of key and 8 bytes of counter.
     #[test]
     fn a_slot_is_small() {
-        let names = KeySpaces::new(vec![Some(1 << 20)]);
-        let cache = Cache::new(20, 1 << 20, &names).unwrap();
-        let theirs = (1 << 20) / (64 + 16);
-        assert!(cache.slots() >= 3 * theirs, "{} rows", cache.slots());
+        let spaces = KeySpaces::new(vec![Some(1 << 20)]);
+        let cache = Cache::new(20, 1 << 20, &spaces).unwrap();
+        let f32_rows = (1 << 20) / (64 + 16);
+        assert!(cache.slots() >= 3 * f32_rows, "{} rows", cache.slots());
     }
 
-    /// Queries a row whose every word names its key and its write; whether it was there.
+    /// Queries a row of which every 8 bytes hold the key and the write. Returns true on a hit.
     fn read_whole(isa: Isa, cache: &Cache, key: u64) -> bool {
         let mut out = [0; 160];
         let hit = query_on(isa, cache, RowKey { table: 1, key }, &mut out);
@@ -568,7 +576,7 @@ mod tests {
 
     #[test]
     fn no_reader_sees_a_torn_row() {
-        let cache = Cache::new(136, 40 * 1024, &namings()[0]).unwrap();
+        let cache = Cache::new(136, 40 * 1024, &spaces_of_both_kinds()[0]).unwrap();
         let (reads, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for writer in 0..2u64 {
@@ -586,11 +594,11 @@ mod tests {
             for isa in Isa::available() {
                 let (cache, reads, finished) = (&cache, &reads, &finished);
                 scope.spawn(move || {
-                    // Readers go on for as long as there are writers, and once more over all keys.
+                    // A reader runs as long as the writers, and then once more over all keys.
                     loop {
                         let last = finished.load(Ordering::Acquire) == 2;
-                        let seen = (0..400).filter(|&key| read_whole(isa, cache, key)).count();
-                        reads.fetch_add(seen, Ordering::Relaxed);
+                        let hits = (0..400).filter(|&key| read_whole(isa, cache, key)).count();
+                        reads.fetch_add(hits, Ordering::Relaxed);
                         if last {
                             return;
                         }

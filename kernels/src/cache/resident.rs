@@ -1,30 +1,30 @@
-//! Resident tables: small tables held whole in fast memory, every key answered without a miss.
-//! Never changes after it is built.
+//! Resident tables: small tables whose rows are all in memory, so that no lookup misses. A resident
+//! table never changes after it was built.
 
 use crate::cache::address::mix;
-use crate::lookup::pipeline::prefetch_lines;
-use crate::lookup::pooling::RawRows;
+use crate::cache::raw_rows::RawRows;
+use crate::simd::OVERREAD_BYTES;
 use crate::simd::huge_pages::Zeroed;
-use crate::simd::{BEYOND, prefetch_l2};
+use crate::simd::prefetch::{prefetch_l2, prefetch_lines};
 
-/// RawRows of a bucket, on average.
+/// Rows of a bucket, on average.
 const BUCKET_ROWS: usize = 8;
 
 /// All encoded rows of one small table.
 pub struct Resident {
     row_bytes: usize,
-    /// How a key finds its row; `None` where the key is the row's position.
+    /// The index from key to row; `None` if the key is the row's position.
     index: Option<Index>,
     count: usize,
-    /// The rows, and `BEYOND` bytes.
+    /// The rows, and `OVERREAD_BYTES` after the last.
     rows: Zeroed<u8>,
 }
 
-/// Ascending hashes of the keys, in row order, and where each of equal parts of the hash space
-/// begins.
+/// The hashes of a table's keys, divided into buckets of equal parts of the hash space.
 struct Index {
+    /// The hashes in row order, ascending.
     hashes: Box<[u64]>,
-    /// `[buckets + 1]`
+    /// The position of each bucket's first hash, `[buckets + 1]`.
     buckets: Box<[u32]>,
 }
 
@@ -41,7 +41,7 @@ impl Index {
     fn bucket(&self, hash: u64) -> &[u32; 2] {
         let buckets = self.buckets.len() as u128 - 1;
         let bucket = ((u128::from(hash) * buckets) >> 64) as usize;
-        // `new` made one more than there are buckets.
+        // `buckets` has one entry more than there are buckets.
         self.buckets[bucket..].first_chunk().unwrap_or(&[0, 0])
     }
 
@@ -55,12 +55,13 @@ impl Index {
 }
 
 impl Resident {
-    /// RawRows in key order `0..n`.
+    /// Creates a table from `rows` `[n, row_bytes]`, in the order of the keys `0..n`.
     pub fn indexed(row_bytes: usize, rows: &[u8]) -> Self {
         Self::with(row_bytes, None, rows)
     }
 
-    /// RawRows in ascending order of `mix(key)`, with those hashes.
+    /// Creates a table from `rows` `[n, row_bytes]`, in ascending order of `hashes` `[n]`, which
+    /// are `mix(key)`.
     pub fn hashed(row_bytes: usize, hashes: Box<[u64]>, rows: &[u8]) -> Self {
         assert_eq!(rows.len(), row_bytes * hashes.len());
         assert!(hashes.is_sorted());
@@ -70,13 +71,14 @@ impl Resident {
     fn with(row_bytes: usize, index: Option<Index>, from: &[u8]) -> Self {
         assert_eq!(from.len() % row_bytes, 0);
         let count = from.len() / row_bytes;
-        assert!(u32::try_from(count).is_ok());
-        let mut rows = Zeroed::new(if count == 0 { 0 } else { from.len() + BEYOND });
+        assert!(u32::try_from(count).is_ok(), "a row's number has 32 bits");
+
+        let mut rows = Zeroed::new(if count == 0 { 0 } else { from.len() + OVERREAD_BYTES });
         rows[..from.len()].copy_from_slice(from);
         Self { row_bytes, index, count, rows }
     }
 
-    /// Which row is that of `key`, or `None` if the table does not have it.
+    /// Returns the number of the row of `key`, or `None` if the table does not have the key.
     #[inline(always)]
     pub(crate) fn slot(&self, key: u64) -> Option<u32> {
         match &self.index {
@@ -90,19 +92,19 @@ impl Resident {
         &self.rows[slot as usize * self.row_bytes..][..self.row_bytes]
     }
 
-    /// The encoded row of `key`, or `None` if the table does not have it.
+    /// Returns the encoded row of `key`, or `None` if the table does not have the key.
     #[inline(always)]
     pub fn row(&self, key: u64) -> Option<&[u8]> {
         self.slot(key).map(|slot| self.row_in(slot))
     }
 
-    /// All rows.
+    /// Returns all rows.
     #[inline(always)]
     pub(crate) fn rows(&self) -> RawRows<'_> {
-        RawRows::still(&self.rows, self.row_bytes)
+        RawRows::immutable(&self.rows, self.row_bytes)
     }
 
-    /// Asks for what `slot` will read ahead of it.
+    /// Prefetches what `slot` reads for `key`.
     #[inline(always)]
     pub(crate) fn prefetch(&self, key: u64) {
         if let Some(index) = &self.index {
@@ -110,13 +112,13 @@ impl Resident {
         }
     }
 
-    /// Asks for a row ahead of its use.
+    /// Prefetches the row in `slot`.
     #[inline(always)]
     pub(crate) fn prefetch_row(&self, slot: u32) {
         prefetch_lines(self.row_in(slot));
     }
 
-    /// Bytes of a row, the rows, and of an index the hashes and where each bucket begins in them.
+    /// Returns the bytes of a row, the rows, and the index as its hashes and buckets.
     #[allow(clippy::type_complexity)]
     pub(crate) fn parts(&self) -> (usize, &[u8], Option<(&[u64], &[u32])>) {
         (
@@ -126,7 +128,7 @@ impl Resident {
         )
     }
 
-    /// All bytes held.
+    /// Returns the bytes of memory that the table takes.
     pub fn bytes(&self) -> usize {
         self.rows.len()
             + self.index.as_ref().map_or(0, |i| 8 * i.hashes.len() + 4 * i.buckets.len())

@@ -1,142 +1,159 @@
-//! The heads of the embedding cache's sets: all that a lookup reads before the row. Words, sequence
-//! and uses of a set share one cache line (wide words have their high halves in a second). Readers
-//! take no lock: what they read counts if the sequence is then still what it was. Never changes
-//! anything but the uses.
+//! The headers of a cache's sets: everything that a lookup reads before the row itself. A header is
+//! one cache line with the tags, the sequence number and the use counts of the set's ways. Where
+//! tags have 64 bits, a second line holds their high halves. Readers take no lock: what a reader
+//! read is valid if the set's sequence number did not change. This file changes nothing but use
+//! counts.
 
 use crate::cache::address::SetTag;
 use crate::cache::eviction::{WAYS, used};
 use crate::simd::atomics::{AtomicU32, Ordering, fence};
-use crate::simd::{LANES, Simd, prefetch_l2};
+use crate::simd::prefetch::prefetch_l2;
+use crate::simd::{LINE_WORDS, Simd};
 
-/// Units of 4 bytes in a cache line.
-pub(crate) const LINE: usize = LANES;
-/// Where a head has its sequence.
-pub(crate) const SEQUENCE: usize = LINE - 2;
-/// Where a head has the uses of its ways.
-pub(crate) const USES: usize = LINE - 1;
+/// Position of the set's sequence number in its header, in words.
+pub(crate) const SEQUENCE: usize = LINE_WORDS - 2;
+/// Position of the use counts of the set's ways in its header, in words.
+pub(crate) const USES: usize = LINE_WORDS - 1;
 
-/// Where a row was looked for, and the state of its set just before.
+/// The result of a probe: where the row is, and the state of its set just before the probe.
 #[derive(Clone, Copy)]
-pub(crate) struct Seen {
+pub(crate) struct Probe {
     pub set: u32,
-    /// `WAYS` where it was not seen.
+    /// `WAYS` if no way has the tag.
     pub way: u32,
     pub sequence: u32,
 }
 
-impl Seen {
-    /// What comes of a set's hits.
+impl Probe {
+    /// Creates the probe from the mask `hits` of the ways whose tags matched.
     #[inline(always)]
-    pub fn of(name: SetTag, hits: u32, sequence: u32) -> Self {
-        // No row has word 0; an empty way has.
-        let hits = if name.word == 0 { 0 } else { hits & ((1 << WAYS) - 1) };
-        Self { set: name.set, way: (hits | 1 << WAYS).trailing_zeros(), sequence }
+    pub fn from_hits(address: SetTag, hits: u32, sequence: u32) -> Self {
+        // No row has tag 0. An empty way has.
+        let hits = if address.tag == 0 { 0 } else { hits & ((1 << WAYS) - 1) };
+        Self { set: address.set, way: (hits | 1 << WAYS).trailing_zeros(), sequence }
     }
 
-    /// The row's slot; the first of the next set where it was not seen.
+    /// Returns the row's slot. If no way has the tag, this is the first slot of the next set.
     #[inline(always)]
     pub fn slot(self) -> u32 {
         self.set.wrapping_mul(WAYS as u32).wrapping_add(self.way)
     }
 
-    /// Whether the row was seen in a set at rest.
+    /// Returns true if the row was found in a set that no writer was changing.
     #[inline(always)]
-    pub fn is_there(self) -> bool {
+    pub fn is_hit(self) -> bool {
         self.way < WAYS as u32 && self.sequence & 1 == 0
     }
 }
 
-/// The heads of all sets. A copy of it stays in registers, whatever else changes in memory.
+/// The tags of one set compared with a tag, and what the header said beside the tags.
+pub(crate) struct TagMatch {
+    /// One bit for each way whose tag is equal, the first way in the lowest bit. Bits from `WAYS`
+    /// up have no meaning.
+    pub hits: u32,
+    /// The set's sequence number, read before the tags.
+    pub sequence: u32,
+    /// The use counts of the set's ways.
+    pub uses: u32,
+}
+
+/// The headers of all sets. A copy of this struct stays in registers, whatever a caller stores.
 #[derive(Clone, Copy)]
 pub(crate) struct SetHeaders<'a> {
-    lines: &'a [[AtomicU32; LINE]],
-    /// Whether a head has two lines.
+    lines: &'a [[AtomicU32; LINE_WORDS]],
+    /// True if a header has two lines.
     wide: bool,
 }
 
 impl<'a> SetHeaders<'a> {
-    /// Those in `words`, of two lines each if words are `wide`.
+    /// Views `words` as headers, of two lines each if tags are `wide`.
     #[inline(always)]
     pub fn new(words: &'a [AtomicU32], wide: bool) -> Self {
         Self { lines: words.as_chunks().0, wide }
     }
 
-    /// Whether words have high halves.
+    /// Returns true if tags have 64 bits.
     #[inline(always)]
     pub fn is_wide(self) -> bool {
         self.wide
     }
 
-    /// The head of a set, without the high halves of its words. Its sequence is even while the set
-    /// is stable and odd while its one writer changes it.
+    /// Returns the first line of a set's header, which lacks the high halves of wide tags. Its
+    /// sequence number is odd while the set's one writer changes the set.
     #[inline(always)]
-    pub fn of(self, set: u32) -> &'a [AtomicU32; LINE] {
+    pub fn of(self, set: u32) -> &'a [AtomicU32; LINE_WORDS] {
         &self.lines[(set as usize) << u32::from(self.wide)]
     }
 
-    /// The high halves of a set's words, where they are wide.
+    /// Returns the high halves of a set's tags if tags are wide.
     #[inline(always)]
-    pub fn high(self, set: u32) -> Option<&'a [AtomicU32; LINE]> {
+    pub fn high(self, set: u32) -> Option<&'a [AtomicU32; LINE_WORDS]> {
         self.wide.then(|| &self.lines[2 * set as usize + 1])
     }
 
-    /// Asks for the head of a set ahead of `see`.
+    /// Prefetches the header of a set for `probe`.
     #[inline(always)]
     pub fn prefetch(self, set: u32) {
-        let head = self.lines.as_ptr().wrapping_add((set as usize) << u32::from(self.wide));
-        prefetch_l2(head);
+        let header = self.lines.as_ptr().wrapping_add((set as usize) << u32::from(self.wide));
+        prefetch_l2(header);
         if self.wide {
-            prefetch_l2(head.wrapping_add(1));
+            prefetch_l2(header.wrapping_add(1));
         }
     }
 
-    /// The ways of a set with the word, the first in the lowest bit, and others beyond the last;
-    /// the state of the set just before; and the uses of its ways. `WIDE` is what `is_wide` says.
+    /// Compares the tags of a set with the tag of `address`. `WIDE` must equal `is_wide()`.
     #[inline(always)]
-    pub fn look<S: Simd, const WIDE: bool>(self, name: SetTag) -> (u32, u32, u32) {
+    pub fn match_tags<S: Simd, const WIDE: bool>(self, address: SetTag) -> TagMatch {
         // A sequence lock, after Boehm, "Can Seqlocks Get Along With Programming Language Memory
         // Models?", MSPC 2012.
-        let head = &self.lines[(name.set as usize) << u32::from(WIDE)];
-        let sequence = head[SEQUENCE].load(Ordering::Acquire);
-        let mut hits = S::find(head, name.word as u32);
+        let header = &self.lines[(address.set as usize) << u32::from(WIDE)];
+        let sequence = header[SEQUENCE].load(Ordering::Acquire);
+        let mut hits = S::find(header, address.tag as u32);
         if WIDE {
-            hits &= S::find(&self.lines[2 * name.set as usize + 1], (name.word >> 32) as u32);
+            let high = &self.lines[2 * address.set as usize + 1];
+            hits &= S::find(high, (address.tag >> 32) as u32);
         }
-        (hits, sequence, head[USES].load(Ordering::Relaxed))
+        TagMatch { hits, sequence, uses: header[USES].load(Ordering::Relaxed) }
     }
 
-    /// Looks for a row. What is read of it then counts only if `are_unchanged` says so.
+    /// Looks for a row in its set. What the caller then reads of the row is valid only if
+    /// `validate` returns true.
     #[inline(always)]
-    pub fn see<S: Simd>(self, name: SetTag) -> Seen {
-        let (hits, sequence, _) =
-            if self.wide { self.look::<S, true>(name) } else { self.look::<S, false>(name) };
-        Seen::of(name, hits, sequence)
+    pub fn probe<S: Simd>(self, address: SetTag) -> Probe {
+        let found = if self.wide {
+            self.match_tags::<S, true>(address)
+        } else {
+            self.match_tags::<S, false>(address)
+        };
+        Probe::from_hits(address, found.hits, found.sequence)
     }
 
-    /// Whether the sets of rows that were there are still as they were, so that all that was read
-    /// of the rows since is whole and theirs; counts a use of each.
+    /// Returns true if the sets of all `rows`, which must be hits, are unchanged since they were
+    /// probed. Every row that the caller read since then was complete and belongs to its key.
+    /// Counts a use of each row.
     #[inline(always)]
-    pub fn are_unchanged(self, rows: impl Iterator<Item = Seen>) -> bool {
+    pub fn validate(self, rows: impl Iterator<Item = Probe>) -> bool {
         fence(Ordering::Acquire);
         let mut changed = 0;
-        for seen in rows {
-            let head = self.of(seen.set);
-            changed |= head[SEQUENCE].load(Ordering::Relaxed) ^ seen.sequence;
-            self.count(seen.set, seen.way);
+        for row in rows {
+            let header = self.of(row.set);
+            changed |= header[SEQUENCE].load(Ordering::Relaxed) ^ row.sequence;
+            self.touch(row.set, row.way);
         }
         changed == 0
     }
 
     /// Counts a use of a row.
     #[inline(always)]
-    pub fn count(self, set: u32, way: u32) {
-        let head = self.of(set);
-        let uses = head[USES].load(Ordering::Relaxed);
+    pub fn touch(self, set: u32, way: u32) {
+        let header = self.of(set);
+        let uses = header[USES].load(Ordering::Relaxed);
         let more = used(uses, way as usize);
         if more != uses {
-            // Not one atomic step: that would wait for all stores before it. What is lost to
-            // another reader or to the writer costs a little accuracy of the eviction.
-            head[USES].store(more, Ordering::Relaxed);
+            // Load and store are not one atomic step, which would wait for all earlier stores. A
+            // count that is lost to another reader or to the writer makes eviction a little less
+            // accurate.
+            header[USES].store(more, Ordering::Relaxed);
         }
     }
 }

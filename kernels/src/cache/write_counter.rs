@@ -1,42 +1,43 @@
-//! Whether anything in a cache changes while some rows are read: how many changes have begun, and
-//! how many have ended. Who finds that no more have begun than had ended before it looked has read
-//! of no change, and need not look at every row's set again. Never says which row changed.
+//! The number of writes to a cache that have started and that have ended. A lookup uses the two
+//! numbers to validate all rows that it read with one comparison: if `started` still equals the
+//! `ended` that the lookup sampled before its reads, no write overlapped them. The sequence numbers
+//! of the sets then need no check. This counter never tells which row was written.
 
 use crate::simd::atomics::{AtomicU32, Ordering, fence};
 
-/// The changes of a cache. A sequence lock for any number of writers (after Boehm, as in
-/// `heads.rs`): changes that have ended had begun, so that equal numbers are the same changes.
-/// Wrong only after 2^32 changes within one walk of keys.
+/// The write counter of one cache: a sequence lock for any number of writers (after Boehm, see
+/// `set_header.rs`). Every ended write was started before, so equal numbers count the same writes.
+/// The comparison fails to see a write only if 2^32 writes start within one lookup.
 #[derive(Default)]
-// Every change writes it: it lies apart from what is read all the time.
+// Every write changes the counter. The alignment keeps it off the cache lines that lookups read.
 #[repr(align(128))]
 pub(crate) struct WriteCounter {
-    begun: AtomicU32,
+    started: AtomicU32,
     ended: AtomicU32,
 }
 
 impl WriteCounter {
-    /// Before the first store of a change.
-    pub fn begin(&self) {
-        self.begun.fetch_add(1, Ordering::Relaxed);
+    /// Counts the start of a write. The writer calls this before its first store.
+    pub fn start_write(&self) {
+        self.started.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::Release);
     }
 
-    /// After the last store of a change.
-    pub fn end(&self) {
+    /// Counts the end of a write. The writer calls this after its last store.
+    pub fn end_write(&self) {
         self.ended.fetch_add(1, Ordering::Release);
     }
 
-    /// To be read before anything that `none_since` is asked about.
+    /// Returns the number of writes that have ended. A lookup samples it before its first read.
     #[inline(always)]
     pub fn ended(&self) -> u32 {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Whether all that was read since `ended` was read is of no change.
+    /// Returns true if no write overlapped the reads since `ended()` returned `since`.
     #[inline(always)]
-    pub fn none_since(&self, ended: u32) -> bool {
+    pub fn no_writes_since(&self, since: u32) -> bool {
         fence(Ordering::Acquire);
-        self.begun.load(Ordering::Relaxed) == ended
+        self.started.load(Ordering::Relaxed) == since
     }
 }

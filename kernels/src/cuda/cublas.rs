@@ -1,49 +1,39 @@
-//! cuBLAS, fenced: single-precision products on a stream, in a workspace of our own so that they
-//! can be recorded into a graph. The library is loaded if it is there, of whatever release; nothing
-//! is linked. Its sums are in an order of its own: within rounding of ours, not to the bit.
+//! cuBLAS, fenced: single-precision products on a stream. The products use a workspace that this
+//! crate allocates, so that a graph can record them. The library is loaded if the machine has it,
+//! in any release from 11 on; Hatchback is not linked with it. cuBLAS adds in an order of its own:
+//! its results are within rounding of the kernels', not equal to the bit.
 
 #![allow(unsafe_code)]
 
-use super::driver::{CudaError, Gpu, Stream};
-use super::memory::{Buffer, View};
-use crate::gpu::dense_kernels::DeviceMatrix;
+use crate::cuda::driver::{Gpu, Stream};
+use crate::cuda::error::{Call, CudaError, load_problem};
+use crate::cuda::matrix::DeviceMatrix;
+use crate::cuda::memory::{Buffer, View};
 use libloading::Library;
-use std::error::Error;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{Arc, OnceLock};
 
-/// What NVIDIA recommends for GPUs before Hopper; larger ones only speed up the largest products.
+/// Workspace that NVIDIA recommends for GPUs before Hopper; more only speeds up the largest
+/// products.
 const WORKSPACE_BYTES: usize = 4 << 20;
 
-/// The library as developers have it, and as CUDA 11 to 13 install it.
-const NAMES: [&str; 4] = ["libcublas.so", "libcublas.so.13", "libcublas.so.12", "libcublas.so.11"];
+/// File names of the library: the development link, and those of CUDA 13 to 11.
+const LIBRARY_NAMES: [&str; 4] =
+    ["libcublas.so", "libcublas.so.13", "libcublas.so.12", "libcublas.so.11"];
 
 /// Why cuBLAS is not used.
+#[allow(missing_docs)]
 #[derive(Debug, thiserror::Error)]
 pub enum CublasError {
-    /// There is no such library.
+    /// No library could be loaded; `tried` has the loader's reason for each name.
     #[error("no cuBLAS on this machine: {tried}")]
-    NoLibrary {
-        /// What each of its names led to.
-        tried: String,
-    },
-    /// It refused a call.
+    NoLibrary { tried: String },
+    /// The library refused a call with this `cublasStatus_t`.
     #[error("cuBLAS: {call}: status {status}")]
-    Refused {
-        /// Which call.
-        call: &'static str,
-        /// Its `cublasStatus_t`.
-        status: i32,
-    },
-    /// The driver did.
+    Refused { call: &'static str, status: i32 },
     #[error(transparent)]
     Cuda(#[from] CudaError),
-}
-
-/// What the system says of a library that cannot be loaded; the error by itself says only that.
-pub(crate) fn why(e: &libloading::Error) -> String {
-    e.source().unwrap_or(e).to_string()
 }
 
 type Handle = *mut c_void;
@@ -65,7 +55,7 @@ type Sgemm = unsafe extern "C" fn(
     i32,
 ) -> i32;
 
-/// What is called of it; the same in all those releases.
+/// The functions that are called. Their types are the same in releases 11 to 13.
 #[derive(Clone, Copy)]
 struct Calls {
     create: unsafe extern "C" fn(*mut Handle) -> i32,
@@ -83,18 +73,19 @@ impl Calls {
             return Ok(*calls);
         }
         let mut tried = Vec::new();
-        for name in NAMES {
+        for name in LIBRARY_NAMES {
             match Self::load_as(name) {
                 Ok(calls) => return Ok(*LOADED.get_or_init(|| calls)),
-                Err(e) => tried.push(why(&e)),
+                Err(e) => tried.push(load_problem(&e)),
             }
         }
         Err(CublasError::NoLibrary { tried: tried.join("; ") })
     }
 
     fn load_as(name: &str) -> Result<Self, libloading::Error> {
-        // SAFETY: loads a library by its usual name, which is what it is for; its functions have
-        // these types in cublas_v2.h, and are there for as long as it is loaded, which is for ever.
+        // SAFETY: loads a library by its usual name, whose initializers are meant to run. Its
+        // functions have these types in cublas_v2.h. They stay valid because the library is never
+        // unloaded.
         unsafe {
             let library = Library::new(name)?;
             let calls = Self {
@@ -110,7 +101,7 @@ impl Calls {
     }
 }
 
-/// One worker's cuBLAS.
+/// One worker's handle of cuBLAS, with its workspace.
 pub struct Cublas {
     calls: Calls,
     handle: Handle,
@@ -118,7 +109,7 @@ pub struct Cublas {
     workspace: Buffer<u8>,
 }
 
-// SAFETY: a handle may move between threads; `&mut self` keeps it to one at a time.
+// SAFETY: a handle may move between threads; `&mut self` admits one thread at a time.
 unsafe impl Send for Cublas {}
 
 fn check(call: &'static str, status: i32) -> Result<(), CublasError> {
@@ -126,28 +117,28 @@ fn check(call: &'static str, status: i32) -> Result<(), CublasError> {
 }
 
 fn bind(gpu: &Gpu) -> Result<(), CublasError> {
-    Ok(gpu.context().bind_to_thread().map_err(|error| CudaError::Driver { call: "bind", error })?)
+    Ok(gpu.context().bind_to_thread().call("bind")?)
 }
 
 impl Cublas {
-    /// Loads it for `gpu`.
+    /// Loads the library and creates a handle for `gpu`.
     ///
     /// # Errors
-    /// It is not there, or does not start.
+    /// [`CublasError::NoLibrary`], or another if cuBLAS does not start.
     pub fn open(gpu: &Arc<Gpu>) -> Result<Self, CublasError> {
         let calls = Calls::load()?;
         let workspace = gpu.buffer::<u8>(WORKSPACE_BYTES)?;
         bind(gpu)?;
         let mut handle = null_mut();
-        // SAFETY: it writes one handle, for the context that was bound.
+        // SAFETY: the call writes one handle, for the context that was bound.
         check("create", unsafe { (calls.create)(&mut handle) })?;
         Ok(Self { calls, handle, gpu: Arc::clone(gpu), workspace })
     }
 
-    /// `out[m, n] = a[m, k] x matrix`, not finished.
+    /// Puts `out[m, n] = a[m, k] x by[k, n]` onto `stream`, without scale, bias and Relu.
     ///
     /// # Errors
-    /// cuBLAS refuses.
+    /// [`CublasError::Refused`] or [`CublasError::Cuda`].
     pub fn multiply(
         &mut self,
         stream: &Stream,
@@ -159,23 +150,36 @@ impl Cublas {
         let (k, n) = (by.k, by.n);
         assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
         assert!(m < 1 << 31 && k < 1 << 31 && n < 1 << 31);
-        const AS_IT_IS: i32 = 0;
+        const NOT_TRANSPOSED: i32 = 0;
         let (one, zero) = (1.0f32, 0.0f32);
         let (m, k, n) = (m as i32, k as i32, n as i32);
         let Self { calls, handle, gpu, workspace } = self;
         bind(gpu)?;
-        // SAFETY: handle, stream and workspace live; column-major, a row-major product is that of
-        // the turned operands in the other order, whose sizes were checked.
+
+        // SAFETY: handle, stream and workspace are alive, and the sizes were checked. cuBLAS is
+        // column-major: there a row-major product is the product of the operands in swapped order.
         unsafe {
             check("stream", (calls.set_stream)(*handle, stream.raw().cu_stream().cast()))?;
-            // With each stream cuBLAS goes back to a workspace of its own, for which it takes
-            // memory.
+            // Setting a stream resets cuBLAS to its own workspace, for which it would allocate.
             let place = workspace.address() as *mut c_void;
             check("workspace", (calls.set_workspace)(*handle, place, workspace.len()))?;
             let (w, a, out) = (by.weights.address(), a.address(), out.address());
             let (w, a, out) = (w as Floats, a as Floats, out as *mut f32);
             let status = (calls.sgemm)(
-                *handle, AS_IT_IS, AS_IT_IS, n, m, k, &one, w, n, a, k, &zero, out, n,
+                *handle,
+                NOT_TRANSPOSED,
+                NOT_TRANSPOSED,
+                n,
+                m,
+                k,
+                &one,
+                w,
+                n,
+                a,
+                k,
+                &zero,
+                out,
+                n,
             );
             check("sgemm", status)?;
         }
@@ -186,11 +190,11 @@ impl Cublas {
 
 impl Drop for Cublas {
     fn drop(&mut self) {
-        // SAFETY: nobody has the handle any more.
+        // SAFETY: the only owner of the handle is being dropped.
         let destroyed = bind(&self.gpu)
             .and_then(|()| check("destroy", unsafe { (self.calls.destroy)(self.handle) }));
         if let Err(e) = destroyed {
-            log::error!("{e}");
+            log::error!("failed to destroy a cuBLAS handle: {e}");
         }
     }
 }

@@ -1,90 +1,42 @@
-//! The CUDA driver, fenced: one GPU with its streams, events and kernels; its memory is `memory`.
-//! Asks whether the driver library is there before the first call into it. Never compiles a kernel
-//! but by the driver's own JIT, where the profile allows that; never touches the legacy stream,
-//! which is in no order with ours. Knows nothing of embeddings.
+//! The CUDA driver, fenced: one GPU with its streams, events and kernels; `memory.rs` has its
+//! memory. The first call checks that the driver library is present. Only the driver's own JIT ever
+//! compiles a kernel, and only where the profile allows that. No work is ever put onto the legacy
+//! stream, which is not ordered with other streams. Knows nothing of embeddings.
 //!
-//! Work on a stream is asynchronous: what a launch names must stay alive and untouched by the host
-//! until the stream or an event behind the launch was waited for. Freeing memory waits for the
-//! whole device.
+//! Work on a stream is asynchronous. Memory that a launch uses must stay alive, and the host must
+//! not touch it, until the host has waited for the stream or for an event after the launch. Freeing
+//! memory waits for the whole device.
 
 #![allow(unsafe_code)]
 
-use super::memory::report;
+use crate::cuda::error::{Call, report};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Why the GPU cannot be used. The first four mean that this machine has none for us: the caller
-/// takes the CPU or refuses to start.
-#[derive(Debug, thiserror::Error)]
-pub enum CudaError {
-    /// There is no driver library.
-    #[error("no CUDA driver on this machine (neither libcuda.so nor libcuda.so.1 can be loaded)")]
-    NoDriver,
-    /// There is a driver, but no GPU.
-    #[error("the CUDA driver finds no GPU")]
-    NoGpu,
-    /// The driver or the GPU is older than the kernels.
-    #[error("{what} is {found}, the kernels need {needed}")]
-    TooOld {
-        /// What is too old.
-        what: &'static str,
-        /// What it is.
-        found: String,
-        /// What it must be at least.
-        needed: &'static str,
-    },
-    /// No image of the kernels runs here.
-    #[error("no kernels for {gpu}: {problem}")]
-    NoKernels {
-        /// The GPU's name.
-        gpu: String,
-        /// What was tried.
-        problem: String,
-    },
-    /// A call into the driver failed.
-    #[error("CUDA: {call}: {error}")]
-    Driver {
-        /// What was asked for.
-        call: &'static str,
-        /// What the driver said.
-        error: DriverError,
-    },
-}
+pub use crate::cuda::error::CudaError;
+pub(crate) use crate::cuda::error::Result;
 
-pub(crate) type Result<T> = std::result::Result<T, CudaError>;
-
-/// Names the call that failed.
-pub(super) trait Call<T> {
-    fn call(self, call: &'static str) -> Result<T>;
-}
-
-impl<T> Call<T> for std::result::Result<T, DriverError> {
-    fn call(self, call: &'static str) -> Result<T> {
-        self.map_err(|error| CudaError::Driver { call, error })
-    }
-}
-
-/// How a GPU may be used.
+/// How the target lets a GPU be used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// As on the board: kernels must be there as machine code, the driver may compile nothing.
+    /// As on the board: kernels must be present as machine code; the driver may not compile PTX.
     pub tegra: bool,
 }
 
-/// One kernel source as it was compiled.
+/// The compiled images of one kernel source.
 #[derive(Clone, Copy)]
 pub struct Images {
-    /// The name of the source.
+    /// Name of the source, without `.cu`.
     pub name: &'static str,
     /// Machine code by compute capability.
     pub cubins: &'static [(u32, &'static [u8])],
-    /// PTX for every later GPU, compiled by the driver.
+    /// PTX, which the driver compiles for every later GPU.
     pub ptx: &'static str,
 }
 
-/// What was asked of the driver on behalf of a [`Gpu`] so far.
+/// Counts of driver calls that were made through one [`Gpu`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calls {
     /// Kernels and graphs launched.
@@ -93,11 +45,11 @@ pub struct Calls {
     pub waits: u64,
 }
 
-/// Held while work is recorded: who waits for the whole device meanwhile spoils the recording. One
-/// for all, as the context is, however often the GPU is opened.
+/// Held while work is recorded: a wait for the whole device would invalidate the recording. The
+/// lock is global, as the context is, however often the GPU is opened.
 static RECORDING: Mutex<()> = Mutex::new(());
 
-/// A GPU that the kernels can run on. Holding one proves that the driver is there and young enough.
+/// A GPU that the kernels can run on. Holding one proves that the driver is present and new enough.
 pub struct Gpu {
     context: Arc<CudaContext>,
     profile: Profile,
@@ -105,7 +57,7 @@ pub struct Gpu {
     sm: u32,
     processors: u32,
     integrated: bool,
-    /// For what is done at once, on behalf of nobody's stream.
+    /// For work that is waited for immediately and belongs to no caller's stream.
     own: Arc<CudaStream>,
     launches: AtomicU64,
     waits: AtomicU64,
@@ -115,12 +67,14 @@ impl Gpu {
     /// Opens the first GPU.
     ///
     /// # Errors
-    /// There is none, or it or its driver is too old.
+    /// [`CudaError::NoDriver`], [`CudaError::NoGpu`], [`CudaError::TooOld`], or
+    /// [`CudaError::Driver`] if the driver fails.
     pub fn open(profile: Profile) -> Result<Arc<Self>> {
-        // SAFETY: loads a library by its usual name, which is what it is for.
+        // SAFETY: loads the driver library by its usual name; its initializers are meant to run.
         if !unsafe { sys::is_culib_present() } {
             return Err(CudaError::NoDriver);
         }
+
         let mut driver = 0;
         // SAFETY: the driver writes one integer.
         unsafe { sys::cuDriverGetVersion(&mut driver) }.result().call("version")?;
@@ -132,17 +86,20 @@ impl Gpu {
                 "11.4",
             );
         }
+
         let context = CudaContext::new(0).map_err(|error| match error.0 {
             sys::CUresult::CUDA_ERROR_NO_DEVICE => CudaError::NoGpu,
             _ => CudaError::Driver { call: "open", error },
         })?;
-        // SAFETY: every stream here is ordered by our own events, and no `CudaSlice` is ever made.
+        // SAFETY: this crate orders its streams by its own events and never makes a `CudaSlice`.
         unsafe { context.disable_event_tracking() };
+
         let (major, minor) = context.compute_capability().call("compute capability")?;
         let sm = (10 * major + minor) as u32;
         if sm < 80 {
             return too_old("the GPU's compute capability", format!("{major}.{minor}"), "8.0");
         }
+
         let count = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         let processors = context.attribute(count).call("multiprocessors")? as u32;
         let integrated = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED;
@@ -162,35 +119,35 @@ impl Gpu {
         }))
     }
 
-    /// The name that the driver gives it.
+    /// Returns the GPU's name, as the driver has it.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its compute capability, such as 87.
+    /// Returns the compute capability, such as 87 for 8.7.
     pub fn sm(&self) -> u32 {
         self.sm
     }
 
-    /// Its multiprocessors.
+    /// Returns the number of multiprocessors.
     pub fn processors(&self) -> u32 {
         self.processors
     }
 
-    /// Whether its memory is the host's, as on the board.
+    /// Returns whether the GPU shares the host's memory, as on the board.
     pub fn integrated(&self) -> bool {
         self.integrated
     }
 
-    /// Bytes of its memory.
+    /// Returns the bytes of the GPU's memory.
     ///
     /// # Errors
-    /// The driver failed.
+    /// [`CudaError::Driver`].
     pub fn memory(&self) -> Result<usize> {
         self.context.total_mem().call("total memory")
     }
 
-    /// What was asked of the driver so far.
+    /// Returns the counts of driver calls so far.
     pub fn calls(&self) -> Calls {
         Calls {
             launches: self.launches.load(Ordering::Relaxed),
@@ -198,7 +155,7 @@ impl Gpu {
         }
     }
 
-    /// The context, for libraries that run beside these kernels.
+    /// Returns the context, for libraries that run beside these kernels.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
@@ -211,29 +168,29 @@ impl Gpu {
         &self.own
     }
 
-    /// Keeps others from waiting for the whole device.
+    /// Keeps all threads from waiting for the whole device until the guard is dropped.
     pub(super) fn recording(&self) -> MutexGuard<'static, ()> {
         RECORDING.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for all streams.
     pub(super) fn wait_for_all(&self) -> std::result::Result<(), DriverError> {
-        let _nobody_records = self.recording();
+        let _no_recording = self.recording();
         self.context.synchronize()
     }
 
-    /// A stream of its own.
+    /// Creates a stream.
     ///
     /// # Errors
-    /// The driver failed.
+    /// [`CudaError::Driver`].
     pub fn stream(self: &Arc<Self>) -> Result<Stream> {
         Ok(Stream { stream: self.context.new_stream().call("new stream")?, gpu: Arc::clone(self) })
     }
 
-    /// An event, not recorded yet; such an event counts as done.
+    /// Creates an event. An event that was never recorded counts as reached.
     ///
     /// # Errors
-    /// The driver failed.
+    /// [`CudaError::Driver`].
     pub fn event(self: &Arc<Self>) -> Result<Event> {
         self.context.bind_to_thread().call("bind")?;
         let event =
@@ -241,61 +198,68 @@ impl Gpu {
         Ok(Event { event, gpu: Arc::clone(self) })
     }
 
-    /// Loads the image that fits this GPU: its machine code, or else the PTX where the profile
-    /// allows that.
+    /// Loads the image for this GPU: its machine code, or the PTX where there is none and the
+    /// profile allows the driver to compile it.
     ///
     /// # Errors
-    /// None fits.
+    /// [`CudaError::NoKernels`] if no image fits.
     pub fn module(self: &Arc<Self>, images: &Images) -> Result<Arc<Module>> {
         self.context.bind_to_thread().call("bind")?;
         let none = |problem| CudaError::NoKernels { gpu: self.name.clone(), problem };
         let mut tried =
             format!("`{}` has no machine code for compute capability {}", images.name, self.sm);
+
         if let Some((_, cubin)) = images.cubins.iter().find(|(sm, _)| *sm == self.sm) {
-            // Where the driver reads words, they begin on words.
+            // The driver reads 8-byte words, so the copy is aligned to them.
             let mut image = vec![0u64; cubin.len().div_ceil(8)];
             for (word, bytes) in image.iter_mut().zip(cubin.chunks(8)) {
                 let mut eight = [0; 8];
                 eight[..bytes.len()].copy_from_slice(bytes);
                 *word = u64::from_ne_bytes(eight);
             }
-            // SAFETY: a whole image, which the driver copies.
+            // SAFETY: `image` holds a whole image, which the driver copies.
             match unsafe { result::module::load_data(image.as_ptr().cast()) } {
                 Ok(module) => return Ok(Arc::new(Module { module, gpu: Arc::clone(self) })),
-                Err(e) => tried = format!("the machine code of `{}` is refused: {e}", images.name),
+                Err(e) => {
+                    tried =
+                        format!("the driver refused the machine code of `{}`: {e}", images.name);
+                }
             }
         }
+
         if self.profile.tegra {
             return Err(none(format!(
-                "{tried}; the Tegra profile lets the driver compile nothing"
+                "{tried}; the Tegra profile does not let the driver compile PTX"
             )));
         }
-        let ptx =
-            CString::new(images.ptx).map_err(|_| none(format!("{tried}; its PTX is damaged")))?;
-        // SAFETY: a text that ends in 0, which the driver compiles and copies.
+
+        let ptx = CString::new(images.ptx)
+            .map_err(|_| none(format!("{tried}; its PTX contains a zero byte")))?;
+        // SAFETY: `ptx` ends in a zero byte; the driver compiles and copies it.
         let module = unsafe { result::module::load_data(ptx.as_ptr().cast()) }
-            .map_err(|e| none(format!("{tried}; its PTX is refused: {e}")))?;
-        log::warn!("{tried}: the driver compiled its PTX");
+            .map_err(|e| none(format!("{tried}; the driver refused its PTX: {e}")))?;
+
+        log::warn!("{tried}; the driver compiled its PTX instead");
         Ok(Arc::new(Module { module, gpu: Arc::clone(self) }))
     }
 }
 
-/// Kernels as they are loaded.
+/// The kernels of one source, loaded onto a GPU.
 pub struct Module {
     module: sys::CUmodule,
     gpu: Arc<Gpu>,
 }
 
-// SAFETY: a handle that the driver lets every thread use.
+// SAFETY: a driver handle, which any thread may use.
 unsafe impl Send for Module {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// The kernel of that name.
+    /// Returns the kernel with this name.
     ///
     /// # Errors
-    /// The module does not have it.
+    /// [`CudaError::Driver`] if the module has no such kernel.
     pub fn kernel(self: &Arc<Self>, name: &'static str) -> Result<Kernel> {
         let c_name = CString::new(name).unwrap_or_default();
         // SAFETY: the module is loaded for as long as `self` lives, and the kernel keeps it.
@@ -308,64 +272,38 @@ impl Drop for Module {
     fn drop(&mut self) {
         let unload = || {
             self.gpu.context.bind_to_thread()?;
-            // SAFETY: nothing can launch its kernels any more.
+            // SAFETY: every kernel holds its module, so no kernel of the module is left.
             unsafe { result::module::unload(self.module) }
         };
         report("unload kernels", unload());
     }
 }
 
-/// One kernel.
+/// One kernel; it keeps its module loaded.
 pub struct Kernel {
     function: sys::CUfunction,
     name: &'static str,
     _module: Arc<Module>,
 }
 
-// SAFETY: a handle that the driver lets every thread use.
+// SAFETY: a driver handle, which any thread may use.
 unsafe impl Send for Kernel {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Kernel {}
 
-/// The arguments of a launch: a tuple of plain values.
-pub trait Arguments {
-    /// Calls `launch` with a pointer to each.
-    fn with<T>(&mut self, launch: impl FnOnce(&mut [*mut c_void]) -> T) -> T;
-}
-
-macro_rules! arguments {
-    ($($name:ident)*) => {
-        impl<$($name: Copy),*> Arguments for ($($name,)*) {
-            #[allow(non_snake_case)]
-            fn with<T>(&mut self, launch: impl FnOnce(&mut [*mut c_void]) -> T) -> T {
-                let ($($name,)*) = self;
-                launch(&mut [$(std::ptr::from_mut($name).cast()),*])
-            }
-        }
-    };
-}
-
-arguments!(A);
-arguments!(A B C D);
-arguments!(A B C D E);
-arguments!(A B C D E F);
-arguments!(A B C D E F G H);
-arguments!(A B C D E F G H I);
-arguments!(A B C D E F G H I J);
-
-/// Work for the device, in order.
+/// A queue of work for the device, run in order.
 pub struct Stream {
     stream: Arc<CudaStream>,
     gpu: Arc<Gpu>,
 }
 
 impl Stream {
-    /// The GPU.
+    /// Returns the GPU.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
 
-    /// The stream itself, for libraries and graphs.
+    /// Returns the driver's stream, for libraries and graphs.
     pub fn raw(&self) -> &Arc<CudaStream> {
         &self.stream
     }
@@ -374,93 +312,94 @@ impl Stream {
         self.gpu.context.bind_to_thread().call("bind")
     }
 
-    /// Launches `kernel` on `blocks` of `threads`.
+    /// Launches `kernel` on `blocks` blocks of `threads` threads, and does not wait. No block
+    /// launches nothing. Every kernel takes one argument.
     ///
     /// # Safety
-    /// `arguments` are the kernel's parameters, in order and as it has them; the memory they name
-    /// is as large as the kernel takes it to be and stays alive until the launch was waited for.
+    /// `A` has the layout of the kernel's parameter. The memory that `argument` points to is as
+    /// large as the kernel expects, and stays alive until the host has waited for the launch.
     ///
     /// # Errors
-    /// The driver refuses.
-    pub unsafe fn launch(
+    /// [`CudaError::Driver`].
+    pub unsafe fn launch<A: Copy>(
         &self,
         kernel: &Kernel,
         blocks: u32,
         threads: u32,
-        mut arguments: impl Arguments,
+        mut argument: A,
     ) -> Result<()> {
         if blocks == 0 {
             return Ok(());
         }
         self.bind()?;
         let (function, stream) = (kernel.function, self.stream.cu_stream());
-        // SAFETY: the caller's promise.
-        arguments.with(|arguments| unsafe {
-            result::launch_kernel(function, (blocks, 1, 1), (threads, 1, 1), 0, stream, arguments)
-                .call(kernel.name)
-        })?;
+        let (grid, block) = ((blocks, 1, 1), (threads, 1, 1));
+        let parameters = &mut [std::ptr::from_mut(&mut argument).cast()];
+        // SAFETY: the caller vouches for the argument; the driver copies it before it returns.
+        unsafe { result::launch_kernel(function, grid, block, 0, stream, parameters) }
+            .call(kernel.name)?;
         self.count_launch();
         Ok(())
     }
 
-    /// Counts a launch that was made past [`Stream::launch`], of a graph or by a library.
+    /// Counts a launch that did not go through [`Stream::launch`]: of a graph, or by a library.
     pub fn count_launch(&self) {
         self.gpu.launches.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Waits until all work given so far is done.
+    /// Waits until all work that was put onto the stream is done.
     ///
     /// # Errors
-    /// Some of it failed.
+    /// [`CudaError::Driver`] if some of the work failed.
     pub fn wait(&self) -> Result<()> {
         self.gpu.count_wait();
         self.stream.synchronize().call("wait for the stream")
     }
 
-    /// Lets `event` mark all work given so far.
+    /// Records `event` after all work that was put onto the stream.
     ///
     /// # Errors
-    /// The driver failed.
+    /// [`CudaError::Driver`].
     pub fn record(&self, event: &Event) -> Result<()> {
         self.bind()?;
-        // SAFETY: both live.
+        // SAFETY: the stream and the event are alive.
         unsafe { result::event::record(event.event, self.stream.cu_stream()) }
             .call("record an event")
     }
 
-    /// Lets work given from now on begin after what `event` marks; the host does not wait.
+    /// Makes all later work on the stream start after `event`; the host does not wait.
     ///
     /// # Errors
-    /// The driver failed.
+    /// [`CudaError::Driver`].
     pub fn after(&self, event: &Event) -> Result<()> {
         self.bind()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: both live.
+        // SAFETY: the stream and the event are alive.
         unsafe { result::stream::wait_event(self.stream.cu_stream(), event.event, flags) }
             .call("wait for an event")
     }
 }
 
-/// A point in a stream's work.
+/// A point in the work of a stream.
 pub struct Event {
     event: sys::CUevent,
     gpu: Arc<Gpu>,
 }
 
-// SAFETY: a handle that the driver lets every thread use.
+// SAFETY: a driver handle, which any thread may use.
 unsafe impl Send for Event {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// Waits for the work that was last marked.
+    /// Waits for the work before the last recording of the event.
     ///
     /// # Errors
-    /// Some of it failed.
+    /// [`CudaError::Driver`] if some of the work failed.
     pub fn wait(&self) -> Result<()> {
         self.gpu.count_wait();
         self.gpu.context.bind_to_thread().call("bind")?;
-        // SAFETY: it lives.
+        // SAFETY: the event is alive.
         unsafe { result::event::synchronize(self.event) }.call("wait for an event")
     }
 }
@@ -469,7 +408,8 @@ impl Drop for Event {
     fn drop(&mut self) {
         let destroy = || {
             self.gpu.context.bind_to_thread()?;
-            // SAFETY: nobody has it any more; the driver keeps it until it has happened.
+            // SAFETY: the only owner is being dropped; the driver keeps the event until it is
+            // reached.
             unsafe { result::event::destroy(self.event) }
         };
         report("destroy an event", destroy());

@@ -1,25 +1,26 @@
-//! Work recorded once and launched whole: one call into the driver for many kernels, with no host
-//! between them. What a launch needs to know anew lies in memory that the kernels read.
+//! CUDA graphs: work that is recorded once and launched as a whole, with one call into the driver
+//! for many kernels. What differs between launches is in memory that the kernels read. Never waits
+//! for a launch.
 
 #![allow(unsafe_code)]
 
-use super::driver::{CudaError, Gpu, Stream};
-use super::memory::report;
+use crate::cuda::driver::{Gpu, Stream};
+use crate::cuda::error::{Call, CudaError, report};
 use cudarc::driver::{CudaGraph, DriverError, sys};
 use std::sync::Arc;
 
-/// How often a recording is begun: the process may have others that use the GPU and know nothing of
-/// it.
-const TRIES: usize = 4;
+/// Attempts to record: code elsewhere in the process that uses the GPU may invalidate a recording.
+const RECORD_ATTEMPTS: usize = 4;
 
-/// Recordings, and all that they name: `named` may change in what it holds, not in where that lies.
+/// Graphs, and the resources that they use. The contents of `resources` may change, but the
+/// addresses that were recorded may not.
 pub struct Graphs<T> {
-    // Dropped before what they name.
+    // Dropped before the resources that they use.
     graphs: Vec<Recording>,
-    named: T,
+    resources: T,
 }
 
-/// A graph, given back by a thread that has the GPU's context.
+/// One recorded graph. Dropping it binds the GPU's context to the thread first.
 struct Recording {
     graph: CudaGraph,
     gpu: Arc<Gpu>,
@@ -31,74 +32,75 @@ impl Drop for Recording {
     }
 }
 
-// SAFETY: the driver lets any thread use a graph, one at a time, which `&mut self` sees to.
+// SAFETY: the driver lets any thread use a graph, one at a time; launching takes `&mut self`.
 unsafe impl<T: Send> Send for Graphs<T> {}
 
-fn call(call: &'static str) -> impl Fn(DriverError) -> CudaError {
-    move |error| CudaError::Driver { call, error }
-}
-
 impl<T> Graphs<T> {
-    /// No recordings yet.
-    pub fn new(named: T) -> Self {
-        Self { graphs: Vec::new(), named }
+    /// Creates a set without graphs.
+    pub fn new(resources: T) -> Self {
+        Self { graphs: Vec::new(), resources }
     }
 
-    /// Records what `work` puts onto the stream that `stream` names; it must not wait, take or free
-    /// memory that the device reaches or use another stream. What others in the process spoil is
-    /// recorded anew, a few times. Returns the recording's number: they count from 0.
+    /// Records what `work` puts onto the stream that `stream` returns, and returns the graph's
+    /// number; numbers count from 0. `work` must not wait, allocate or free memory that the device
+    /// can access, or use another stream. A recording that other code of the process invalidates is
+    /// repeated, up to `RECORD_ATTEMPTS` times, so `work` may run more than once.
     ///
     /// # Errors
-    /// The work fails or cannot be recorded.
+    /// The error of `work`, or [`CudaError::Driver`] if the work cannot be recorded.
     pub fn record<E: From<CudaError>>(
         &mut self,
         stream: impl Fn(&T) -> &Stream,
         mut work: impl FnMut(&mut T) -> Result<(), E>,
     ) -> Result<usize, E> {
-        // Of this thread alone: other threads go on allocating meanwhile.
+        // Records this thread only: other threads may allocate at the same time.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        let (raw, gpu) = (stream(&self.named).raw().clone(), Arc::clone(stream(&self.named).gpu()));
+        let (raw, gpu) =
+            (stream(&self.resources).raw().clone(), Arc::clone(stream(&self.resources).gpu()));
         let invalid = DriverError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
-        let _alone = gpu.recording();
-        let mut tries = 0..TRIES;
+        let _no_wait = gpu.recording();
+
+        let mut attempts = 0..RECORD_ATTEMPTS;
         let graph = loop {
-            raw.begin_capture(mode).map_err(call("record a graph"))?;
-            let worked = work(&mut self.named);
-            // The stream must leave the recording whatever became of the work.
+            raw.begin_capture(mode).call("record a graph")?;
+            let worked = work(&mut self.resources);
+            // The recording must end even if the work failed.
             let graph = raw.end_capture(sys::CUgraphInstantiate_flags(0));
-            tries.next();
-            if tries.is_empty() || graph.as_ref().err() != Some(&invalid) {
+            attempts.next();
+            if attempts.is_empty() || graph.as_ref().err() != Some(&invalid) {
                 worked?;
-                break graph.map_err(call("end a graph"));
+                break graph.call("end a graph");
             }
         };
+
         let graph = graph?.ok_or(CudaError::Driver { call: "record a graph", error: invalid })?;
-        graph.upload().map_err(call("upload a graph"))?;
+        graph.upload().call("upload a graph")?;
         self.graphs.push(Recording { graph, gpu: Arc::clone(&gpu) });
         Ok(self.graphs.len() - 1)
     }
 
-    /// Puts all of recording `number` onto its stream, and returns.
+    /// Launches graph `number` on its stream, and does not wait.
     ///
     /// # Errors
-    /// The driver refuses.
+    /// [`CudaError::Driver`].
     pub fn launch(
         &mut self,
         number: usize,
         stream: impl Fn(&T) -> &Stream,
     ) -> Result<(), CudaError> {
-        self.graphs[number].graph.launch().map_err(call("launch a graph"))?;
-        stream(&self.named).count_launch();
+        self.graphs[number].graph.launch().call("launch a graph")?;
+        stream(&self.resources).count_launch();
         Ok(())
     }
 
-    /// What they name.
-    pub fn named(&self) -> &T {
-        &self.named
+    /// Returns the resources.
+    pub fn resources(&self) -> &T {
+        &self.resources
     }
 
-    /// The same, to write what the next launch reads; the last one must have been waited for.
-    pub fn named_mut(&mut self) -> &mut T {
-        &mut self.named
+    /// Returns the resources, to write what the next launch reads. The caller must have waited for
+    /// the last launch.
+    pub fn resources_mut(&mut self) -> &mut T {
+        &mut self.resources
     }
 }

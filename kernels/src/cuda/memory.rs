@@ -1,35 +1,35 @@
-//! Memory that the GPU reaches: its own, or pinned and mapped host memory. What a Tegra lacks
-//! (managed memory, memory pools, IPC) is used on no GPU. A [`View`] is what a launch is told of
-//! either. Freeing waits until the device is done with it.
+//! Memory that the GPU can access: its own ([`Buffer`]), or pinned and mapped host memory
+//! ([`Mapped`]). A launch receives either as a [`View`]. Freeing waits until the device no longer
+//! uses the memory. Never uses what a Tegra lacks (managed memory, memory pools, IPC), on any GPU.
 
 #![allow(unsafe_code)]
 
-use super::driver::{Call, Gpu, Result, Stream};
+use crate::cuda::driver::{Gpu, Stream};
+use crate::cuda::error::{Call, Result, report};
 use cudarc::driver::{DriverError, result, sys};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Plain values that lie in device memory as they do here; all-zero bytes are a value.
+/// Plain values with the same layout in device memory as here; all-zero bytes are a value.
 ///
 /// # Safety
 /// `repr(C)` or a primitive, without padding, references or destructor, and valid as zeros.
 pub unsafe trait DeviceValue: Copy {}
-// SAFETY: primitives.
-unsafe impl DeviceValue for u8 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for u16 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for u32 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for u64 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for i32 {}
-// SAFETY: as above.
-unsafe impl DeviceValue for f32 {}
 
-/// Values that a launch reads or writes: their place for the device, and their number.
+macro_rules! primitives {
+    ($($primitive:ty)*) => {
+        $(
+            // SAFETY: a primitive number: no padding, and zero is a value.
+            unsafe impl DeviceValue for $primitive {}
+        )*
+    };
+}
+
+primitives!(u8 u16 u32 u64 i32 f32);
+
+/// Values that a launch reads or writes: their device address and their number.
 #[derive(Clone, Copy)]
 pub struct View<'a, T> {
     address: u64,
@@ -38,34 +38,34 @@ pub struct View<'a, T> {
 }
 
 impl<T> View<'_, T> {
-    /// Nothing; the kernels take it as "none".
+    /// Returns the null view, which kernels take as "none".
     pub fn none() -> Self {
         Self { address: 0, len: 0, of: PhantomData }
     }
 
-    /// The first `len`.
+    /// Returns the first `len` values.
     pub fn first(self, len: usize) -> Self {
         assert!(len <= self.len, "{len} of {} values", self.len);
         Self { len, ..self }
     }
 
-    /// Where they lie.
+    /// Returns the device address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// How many there are.
+    /// Returns the number of values.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether the view holds no value.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 }
 
-/// Values in device memory.
+/// Values in device memory, `[len]`.
 pub struct Buffer<T> {
     address: sys::CUdeviceptr,
     len: usize,
@@ -74,17 +74,17 @@ pub struct Buffer<T> {
 }
 
 impl<T> Buffer<T> {
-    /// All of them, for a launch.
+    /// Returns a view of all values, for a launch.
     pub fn view(&self) -> View<'_, T> {
         View { address: self.address, len: self.len, of: PhantomData }
     }
 
-    /// Where they lie on the device.
+    /// Returns the device address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// How many there are.
+    /// Returns the number of values.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
@@ -95,15 +95,15 @@ impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         let free = || {
             self.gpu.context().bind_to_thread()?;
-            // SAFETY: nobody has it any more; the driver waits for the device first.
+            // SAFETY: the only owner is being dropped; the driver waits for the device first.
             unsafe { result::free_sync(self.address) }
         };
         report("free device memory", free());
     }
 }
 
-/// Values in pinned host memory that the device reaches too. The host reads what the device wrote
-/// only after it waited.
+/// Values in pinned host memory that the device can access too, `[len]`. The host reads what the
+/// device wrote only after it has waited for the device.
 pub struct Mapped<T> {
     host: NonNull<T>,
     address: sys::CUdeviceptr,
@@ -111,18 +111,18 @@ pub struct Mapped<T> {
     gpu: Arc<Gpu>,
 }
 
-// SAFETY: it owns its memory as a `Box` does.
+// SAFETY: a `Mapped` owns its memory as a `Box` does.
 unsafe impl<T: Send> Send for Mapped<T> {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl<T: Sync> Sync for Mapped<T> {}
 
 impl<T> Mapped<T> {
-    /// All of them, for a launch.
+    /// Returns a view of all values, for a launch.
     pub fn view(&self) -> View<'_, T> {
         View { address: self.address, len: self.len, of: PhantomData }
     }
 
-    /// Where they lie for the device.
+    /// Returns the device address.
     pub fn address(&self) -> u64 {
         self.address
     }
@@ -132,15 +132,15 @@ impl<T: DeviceValue> Deref for Mapped<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `len` values were zeroed here; the device writes only between a launch and the
-        // wait for it.
+        // SAFETY: the memory holds `len` initialized values; the device writes only between a
+        // launch and the host's wait for that launch.
         unsafe { std::slice::from_raw_parts(self.host.as_ptr(), self.len) }
     }
 }
 
 impl<T: DeviceValue> DerefMut for Mapped<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and `self` is borrowed for as long.
+        // SAFETY: as in `deref`; `&mut self` excludes every other access of the host.
         unsafe { std::slice::from_raw_parts_mut(self.host.as_ptr(), self.len) }
     }
 }
@@ -149,9 +149,9 @@ impl<T> Drop for Mapped<T> {
     fn drop(&mut self) {
         let free = || {
             self.gpu.context().bind_to_thread()?;
-            // A kernel may still write here; none does on a GPU that cannot be waited for.
+            // A kernel may still write to the memory. A GPU that fails this wait runs no kernel.
             report("wait for the device", self.gpu.wait_for_all());
-            // SAFETY: nobody has it any more.
+            // SAFETY: the only owner is being dropped, and the device was waited for.
             unsafe { result::free_host(self.host.as_ptr().cast()) }
         };
         report("free pinned memory", free());
@@ -159,43 +159,45 @@ impl<T> Drop for Mapped<T> {
 }
 
 impl Gpu {
-    /// `len` zeros in device memory.
+    /// Allocates `len` zeros in device memory.
     ///
     /// # Errors
-    /// There is not enough.
+    /// `CudaError::Driver` if there is not enough memory.
     pub fn buffer<T: DeviceValue>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>> {
         self.context().bind_to_thread().call("bind")?;
         // The driver refuses an allocation of nothing.
         let bytes = (len * size_of::<T>()).max(1);
-        // SAFETY: nobody has its address before it is zeroed.
+        // SAFETY: no other code has the address before the memory is zeroed.
         let address = unsafe { result::malloc_sync(bytes) }.call("allocate device memory")?;
         let buffer = Buffer { address, len, gpu: Arc::clone(self), of: PhantomData };
-        // On a stream of ours, and waited for: the driver's own zeroing is not done when it
-        // returns, and is in no order with what our streams write then.
+
+        // On a stream of this crate, and waited for: the driver's own `memset` returns before it
+        // is done and is not ordered with other streams.
         let stream = self.own_stream();
-        // SAFETY: those bytes were just allocated.
+        // SAFETY: `bytes` bytes were just allocated at `address`.
         unsafe { result::memset_d8_async(address, 0, bytes, stream.cu_stream()) }
             .call("zero device memory")?;
         stream.synchronize().call("zero device memory")?;
         Ok(buffer)
     }
 
-    /// `len` zeros in host memory that the device reaches too. Where its memory is not the host's
-    /// every access of the device crosses the bus: for what is small or read once.
+    /// Allocates `len` zeros in host memory that the device can access too. On a GPU with memory of
+    /// its own every access by the device crosses the bus, so this is for small data and for data
+    /// that the device reads once.
     ///
     /// # Errors
-    /// There is not enough.
+    /// `CudaError::Driver` if there is not enough memory.
     pub fn mapped<T: DeviceValue>(self: &Arc<Self>, len: usize) -> Result<Mapped<T>> {
         self.context().bind_to_thread().call("bind")?;
         let bytes = (len * size_of::<T>()).max(1);
-        // SAFETY: nobody has its address before it is zeroed.
+        // SAFETY: no other code has the address before the memory is zeroed.
         let host = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP) }
             .call("allocate pinned memory")?;
         let out_of_memory = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
         let host: NonNull<T> =
             NonNull::new(host.cast()).ok_or(out_of_memory).call("allocate pinned memory")?;
         let mut mapped = Mapped { host, address: 0, len, gpu: Arc::clone(self) };
-        // SAFETY: so many bytes were allocated; the driver writes one address.
+        // SAFETY: `bytes` bytes were allocated at `host`; the driver writes one address.
         unsafe {
             mapped.host.as_ptr().cast::<u8>().write_bytes(0, bytes);
             sys::cuMemHostGetDevicePointer_v2(&mut mapped.address, mapped.host.as_ptr().cast(), 0)
@@ -207,10 +209,10 @@ impl Gpu {
 }
 
 impl Stream {
-    /// Copies `from` to `to[at..]` and waits for it.
+    /// Copies `from` to `to[at..]` and waits until the copy is done.
     ///
     /// # Errors
-    /// The driver failed.
+    /// `CudaError::Driver`.
     pub fn upload<T: DeviceValue>(&self, from: &[T], to: &mut Buffer<T>, at: usize) -> Result<()> {
         assert!(at + from.len() <= to.len);
         if from.is_empty() {
@@ -218,16 +220,16 @@ impl Stream {
         }
         self.bind()?;
         let address = to.address + (at * size_of::<T>()) as u64;
-        // SAFETY: it fits, and the host waits before it lets go of `from`.
+        // SAFETY: the copy fits into `to`, and the host waits before it releases `from`.
         unsafe { result::memcpy_htod_async(address, from, self.raw().cu_stream()) }
             .call("copy to the device")?;
         self.wait()
     }
 
-    /// Copies `from[at..]` to `to` and waits for it.
+    /// Copies `from[at..]` to `to` and waits until the copy is done.
     ///
     /// # Errors
-    /// The driver failed.
+    /// `CudaError::Driver`.
     pub fn download<T: DeviceValue>(
         &self,
         from: &Buffer<T>,
@@ -240,31 +242,31 @@ impl Stream {
         }
         self.bind()?;
         let address = from.address + (at * size_of::<T>()) as u64;
-        // SAFETY: it fits, any bytes are a value, and the host waits before it lets go of `to`.
+        // SAFETY: the copy fits, any bytes are a value, and the host waits before it releases `to`.
         unsafe { result::memcpy_dtoh_async(to, address, self.raw().cu_stream()) }
             .call("copy from the device")?;
         self.wait()
     }
 
-    /// Puts a copy of `from` to `to` onto the stream.
+    /// Puts a copy from `from` to `to` onto the stream.
     ///
     /// # Errors
-    /// The driver failed.
+    /// `CudaError::Driver`.
     pub fn copy<T: DeviceValue>(&self, from: &Buffer<T>, to: &mut Buffer<T>) -> Result<()> {
         assert!(from.len <= to.len);
         self.bind()?;
         let (bytes, stream) = (from.len * size_of::<T>(), self.raw().cu_stream());
-        // SAFETY: it fits; both stay until the device has passed, since freeing waits for it.
+        // SAFETY: the copy fits; both buffers outlive it, because freeing waits for the device.
         unsafe { result::memcpy_dtod_async(to.address, from.address, bytes, stream) }
             .call("copy on the device")
     }
 
-    /// Puts a copy of the first `len` values of `from` to `to` onto the stream; they are read when
-    /// the stream comes to it.
+    /// Puts a copy of the first `len` values of `from` to `to` onto the stream. The device reads
+    /// them when the stream reaches the copy.
     ///
     /// # Errors
-    /// The driver failed.
-    pub fn bring<T: DeviceValue>(
+    /// `CudaError::Driver`.
+    pub fn upload_async<T: DeviceValue>(
         &self,
         from: &Mapped<T>,
         to: &Buffer<T>,
@@ -272,16 +274,9 @@ impl Stream {
     ) -> Result<()> {
         assert!(len <= to.len);
         self.bind()?;
-        // SAFETY: it fits; both stay until the device has passed, since freeing waits for it, and
-        // any bytes are a value.
+        // SAFETY: the copy fits, any bytes are a value, and both outlive the copy, because freeing
+        // waits for the device.
         unsafe { result::memcpy_htod_async(to.address, &from[..len], self.raw().cu_stream()) }
-            .call("bring to the device")
-    }
-}
-
-/// What became of giving something back: nobody is left to be told.
-pub(super) fn report(what: &str, done: std::result::Result<(), DriverError>) {
-    if let Err(e) = done {
-        log::error!("CUDA: {what}: {e}");
+            .call("copy to the device")
     }
 }

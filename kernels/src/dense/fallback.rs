@@ -1,16 +1,16 @@
-//! Networks with operators that our kernels do not have, run by rten. Sees only files that were
-//! read and checked before; allocates in every run.
+//! The fallback: rten runs a network with an operator that this crate's kernels do not have. The
+//! fallback loads only files that were read and checked before. It allocates in every run.
 
-use super::DenseError;
-use super::onnx::ModelProto;
+use crate::dense::error::DenseError;
+use crate::dense::onnx::ModelProto;
 use prost::Message;
 use rten::{Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueView};
 use std::sync::Arc;
 
-/// A loaded network.
+/// A network that rten runs.
 pub(super) struct Fallback {
     model: Model,
-    /// Each input with its shape after the batch.
+    /// Each input with the shape of one sample.
     inputs: Vec<(NodeId, Vec<usize>)>,
     output: NodeId,
     output_name: String,
@@ -18,7 +18,8 @@ pub(super) struct Fallback {
 }
 
 impl Fallback {
-    /// Loads `model` from its own encoding, not the file's: rten's parser then meets nothing odd.
+    /// Loads `model` from a new encoding and not from the bytes of the file, so that rten parses
+    /// only what the check has seen. `inputs` are names and shapes of one sample.
     pub fn load(
         model: &ModelProto,
         inputs: Vec<(&str, Vec<usize>)>,
@@ -27,9 +28,11 @@ impl Fallback {
         let model =
             Model::load(model.encode_to_vec()).map_err(|e| DenseError::Load(e.to_string()))?;
         let find = |ids: &[NodeId], name: &str| {
-            let named = |&id: &NodeId| model.node_info(id).is_some_and(|n| n.name() == Some(name));
-            ids.iter().copied().find(named)
+            let has_name =
+                |&id: &NodeId| model.node_info(id).is_some_and(|n| n.name() == Some(name));
+            ids.iter().copied().find(has_name)
         };
+
         let input = |(name, shape): (&str, Vec<usize>)| match find(model.input_ids(), name) {
             Some(id) => Ok((id, shape)),
             None => Err(DenseError::NoInput(name.to_owned())),
@@ -38,6 +41,7 @@ impl Fallback {
         let output_name = output.to_owned();
         let output = find(model.output_ids(), output)
             .ok_or_else(|| DenseError::NoOutput(output_name.clone()))?;
+
         let mut options = RunOptions::default();
         options.thread_pool = Some(Arc::new(ThreadPool::with_num_threads(1)));
         Ok(Self { model, inputs, output, output_name, options })
@@ -51,7 +55,8 @@ impl Fallback {
         &self.output_name
     }
 
-    /// The output for `batch` samples.
+    /// Runs `batch` samples and returns the output. `inputs[i]` starts with the values of the
+    /// batch.
     pub fn run<I: AsRef<[f32]>>(&self, batch: usize, inputs: &[I]) -> Result<Vec<f32>, DenseError> {
         let mut fed: Vec<(NodeId, ValueOrView)> = Vec::with_capacity(inputs.len());
         for ((id, shape), data) in self.inputs.iter().zip(inputs) {
@@ -61,6 +66,7 @@ impl Fallback {
                 ValueView::from_shape(&shape, data).map_err(|e| DenseError::Run(e.to_string()))?;
             fed.push((*id, view.into()));
         }
+
         let mut values = self
             .model
             .run(fed, &[self.output], Some(self.options.clone()))

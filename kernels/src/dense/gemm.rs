@@ -1,61 +1,73 @@
-//! Matrix products by weights that were packed once: `out = relu(a x w + bias)`. Every element is
-//! one chain of fused multiply-adds over `k` in ascending order from `+0`, then one more by the
-//! column's scale and bias, so its bits depend neither on the instruction set nor on the batch
-//! around its row. Never allocates in a run.
+//! Matrix products with weights that were packed once: `out = relu(a x w + bias)`. Every element is
+//! one chain of fused multiply-adds over `k` in ascending order from `+0`, and one more with the
+//! column's scale and bias. Its bits therefore depend neither on the instruction set nor on the
+//! other rows of the batch. A product never allocates.
 
-use super::Weights;
-use super::microkernel::{Finish, ROWS_MAX, Row, Stored, Tile, WIDTH_MAX, decode};
+use crate::dense::microkernel::{Finish, ROWS_MAX, Row, Stored, Tile, WIDTH_MAX, decode};
+use crate::dense::weights::Weights;
 use crate::simd::huge_pages::{Zeroable, Zeroed};
 use crate::simd::isa::Isa;
 use half::f16;
 
-/// With more rows than this, a panel is decoded once for all of them instead of in every tile.
+/// Rows of a product above which a panel is decoded once for all rows and not in every tile.
 const DECODE_ROWS: usize = 8 * ROWS_MAX;
 
-/// The weights in their panels, one after the other, each `[k, width]`.
+/// The weights in panels, one after the other, each `[k, width]`.
 enum Panels {
     F32(Zeroed<f32>),
     F16(Zeroed<f16>),
     Int8(Zeroed<i8>),
 }
 
-/// A weight matrix `[k, n]` with what follows it, packed for the kernels.
+/// A weight matrix `[k, n]`, packed for the kernels, with the scale, bias and Relu that follow.
 pub(crate) struct Matrix {
     pub k: usize,
     pub n: usize,
     panels: Panels,
-    /// `[n]` and padding.
+    /// One value for each column, padding included. So is `bias`.
     scale: Vec<f32>,
     bias: Vec<f32>,
     pub relu: bool,
 }
 
-/// What a worker needs for products.
+/// The memory of one worker's products.
 pub(crate) struct GemmScratch {
+    /// The entries of a row that are not zero.
     nonzero: Vec<(u32, f32)>,
+    /// One panel of weights, decoded.
     decoded: Zeroed<f32>,
+    /// The packed second operand of a product of two computed values.
     packed: Zeroed<f32>,
 }
 
+/// The sizes of a product `[m, k] x [k, n]`.
+#[derive(Clone, Copy)]
+pub(crate) struct ProductShape {
+    pub m: usize,
+    pub k: usize,
+    pub n: usize,
+}
+
 impl GemmScratch {
-    /// For matrices of up to `k` rows and packed operands of up to `packed` values.
+    /// Creates the memory for matrices of up to `k` rows and packed operands of up to `packed`
+    /// values.
     pub fn new(k: usize, packed: usize) -> Self {
         let decoded = Zeroed::new(k * WIDTH_MAX);
         Self { nonzero: vec![(0, 0.0); k + 1], decoded, packed: Zeroed::new(packed) }
     }
 
-    /// The bytes of that.
+    /// Returns the bytes of such a memory.
     pub fn bytes(k: usize, packed: usize) -> usize {
         (k + 1) * size_of::<(u32, f32)>() + 4 * (k * WIDTH_MAX + packed)
     }
 
-    /// Room for a packed operand.
+    /// Returns the memory of a packed operand.
     pub fn packed(&mut self) -> &mut [f32] {
         &mut self.packed
     }
 }
 
-/// First column and width of every panel of `n` columns.
+/// Returns the first column and the width of every panel of `n` columns.
 pub(crate) fn panels(n: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..n).step_by(WIDTH_MAX).map(move |first| (first, width_for(n - first)))
 }
@@ -68,21 +80,24 @@ fn width_for(columns: usize) -> usize {
     }
 }
 
-/// Columns of `n` with the last panel's padding.
+/// Returns `n` columns with the padding of the last panel.
 pub(crate) fn padded(n: usize) -> usize {
     panels(n).last().map_or(0, |(first, width)| first + width)
 }
 
-/// Row tiles for `m` rows: first row and rows, all but equally many.
+/// Returns the row tiles for `m` rows: the first row and the number of rows, which differs by at
+/// most 1.
 fn tiles(m: usize) -> impl Iterator<Item = (usize, usize)> {
     let count = m.div_ceil(ROWS_MAX);
     (0..count).map(move |i| (i * m / count, (i + 1) * m / count - i * m / count))
 }
 
 impl Matrix {
-    /// Packs `w(k, n)`, which must be finite.
+    /// Packs the weights `w(row, column)` and `bias(column)` of a matrix `[k, n]`. All must be
+    /// finite.
     pub fn pack(
-        (k, n): (usize, usize),
+        k: usize,
+        n: usize,
         w: &dyn Fn(usize, usize) -> f32,
         weights: Weights,
         bias: impl Fn(usize) -> f32,
@@ -99,12 +114,13 @@ impl Matrix {
                 Panels::Int8(fill(k, n, &|k, n| (w(k, n) / scale[n]).round() as i8))
             }
         };
-        // `-0 + 0` is `+0`: a row's sums over nothing but zeros are `+0` in any order.
+
+        // `-0 + 0` is `+0`, so the sum over a row of zeros is `+0` in any order.
         let bias = (0..scale.len()).map(|i| if i < n { bias(i) + 0.0 } else { 0.0 }).collect();
         Self { k, n, panels, scale, bias, relu: false }
     }
 
-    /// Whether every weight, scale and bias is finite: then a product with a zero is a zero.
+    /// Returns true if every weight, scale and bias is finite. A product with zero is then zero.
     pub fn is_finite(&self) -> bool {
         let panels = match &self.panels {
             Panels::F32(p) => p.iter().all(|w| w.is_finite()),
@@ -114,16 +130,17 @@ impl Matrix {
         panels && self.scale.iter().chain(&self.bias).all(|v| v.is_finite())
     }
 
-    /// Takes `bias` if there is none yet.
+    /// Sets the bias to `bias` `[n]` and returns true, unless the matrix has a bias already.
     pub fn take_bias(&mut self, bias: &[f32]) -> bool {
-        let free = self.bias.iter().all(|b| *b == 0.0);
-        if free {
+        let has_none = self.bias.iter().all(|b| *b == 0.0);
+        if has_none {
             self.bias.iter_mut().zip(bias).for_each(|(own, bias)| *own = bias + 0.0);
         }
-        free
+        has_none
     }
 
-    /// `[k, n]` as the kernels see them: rounded as they were packed, before the scale.
+    /// Returns the weights `[k, n]` as the kernels use them: rounded as they were packed, not
+    /// scaled.
     pub fn unpacked(&self) -> Vec<f32> {
         match &self.panels {
             Panels::F32(p) => self.unpack(p, |w| *w),
@@ -143,11 +160,12 @@ impl Matrix {
         all
     }
 
-    /// Scale and bias of each column.
+    /// Returns the scale and the bias of each column, both `[n]`.
     pub fn finish(&self) -> (&[f32], &[f32]) {
         (&self.scale[..self.n], &self.bias[..self.n])
     }
 
+    /// Returns the bytes of weights, scales and biases.
     pub fn bytes(&self) -> usize {
         let panels = match &self.panels {
             Panels::F32(p) => size_of_val::<[_]>(p),
@@ -157,7 +175,7 @@ impl Matrix {
         panels + 8 * self.scale.len()
     }
 
-    /// `out[m, n] = a[m, k] x self`.
+    /// Computes `out[m, n] = a[m, k] x self`.
     pub fn multiply(
         &self,
         m: usize,
@@ -182,28 +200,30 @@ impl Matrix {
         isa: Isa,
         scratch: &mut GemmScratch,
     ) {
+        let shape = ProductShape { m, k: self.k, n: self.n };
         let nonzero = if m == 1 { list_nonzero(&a[..self.k], &mut scratch.nonzero) } else { &[] };
         for (first, width) in panels(self.n) {
             let panel = &packed[first * self.k..][..self.k * width];
             let finish =
                 Finish { scale: &self.scale[first..], bias: &self.bias[first..], relu: self.relu };
+
             if m == 1 {
                 let out = &mut out[first..self.n.min(first + width)];
                 Row { a: nonzero, panel, width, out, finish }.run(isa);
             } else if m <= DECODE_ROWS || matches!(self.panels, Panels::F32(_)) {
-                multiply_panel((m, self.k, self.n), a, panel, first, out, Some(finish), isa);
+                multiply_panel(shape, a, panel, first, out, Some(finish), isa);
             } else {
                 let decoded = &mut scratch.decoded[..panel.len()];
                 decode(isa, panel, decoded);
-                multiply_panel((m, self.k, self.n), a, decoded, first, out, Some(finish), isa);
+                multiply_panel(shape, a, decoded, first, out, Some(finish), isa);
             }
         }
     }
 }
 
-/// The columns of `out[m, n] = a[m, k] x ..` from `first` on that `panel` makes.
+/// Computes the columns of `out[m, n]` that `panel` holds, from column `first` on.
 fn multiply_panel<W: Stored>(
-    (m, k, n): (usize, usize, usize),
+    shape: ProductShape,
     a: &[f32],
     panel: &[W],
     first: usize,
@@ -211,6 +231,7 @@ fn multiply_panel<W: Stored>(
     finish: Option<Finish>,
     isa: Isa,
 ) {
+    let ProductShape { m, k, n } = shape;
     let width = panel.len() / k;
     let columns = width.min(n - first);
     for (row, rows) in tiles(m) {
@@ -219,6 +240,7 @@ fn multiply_panel<W: Stored>(
     }
 }
 
+/// Packs the values of a matrix `[k, n]` into panels.
 fn fill<T: Zeroable>(k: usize, n: usize, value: &dyn Fn(usize, usize) -> T) -> Zeroed<T> {
     let mut packed = Zeroed::new(k * padded(n));
     for (first, width) in panels(n) {
@@ -232,7 +254,7 @@ fn fill<T: Zeroable>(k: usize, n: usize, value: &dyn Fn(usize, usize) -> T) -> Z
     packed
 }
 
-/// The places and values of `a` that are not zero (NaN is not), ascending.
+/// Lists the positions and values of `a` that are not zero, ascending. NaN is not zero.
 fn list_nonzero<'a>(a: &[f32], list: &'a mut [(u32, f32)]) -> &'a [(u32, f32)] {
     let mut len = 0;
     for (k, &x) in a.iter().enumerate() {
@@ -262,16 +284,17 @@ pub(crate) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, pack
     }
 }
 
-/// `out[m, n] = a[m, k] x` what `pack_columns` packed.
+/// Computes `out[m, n] = a[m, k] x b`, where `pack_columns` packed `b`.
 pub(crate) fn multiply_packed(
     packed: &[f32],
-    (m, k, n): (usize, usize, usize),
+    shape: ProductShape,
     a: &[f32],
     out: &mut [f32],
     isa: Isa,
 ) {
-    for (first, width) in panels(n) {
-        multiply_panel((m, k, n), a, &packed[first * k..][..k * width], first, out, None, isa);
+    for (first, width) in panels(shape.n) {
+        let panel = &packed[first * shape.k..][..shape.k * width];
+        multiply_panel(shape, a, panel, first, out, None, isa);
     }
 }
 
@@ -280,7 +303,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Values of about one, zeros of either sign among them.
+    /// Returns values of about one, zeros of both signs among them.
     fn values(seed: u64, len: usize) -> Vec<f32> {
         let value = |i: u64| {
             let bits = (seed ^ i).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -306,11 +329,15 @@ mod tests {
 
         #[test]
         fn every_instruction_set_and_batch_gives_the_same_bits(
-            m in 1..70usize, k in prop_oneof![1..4usize, 1..90usize], n in 1..150usize, seed: u64, relu: bool,
+            m in 1..70usize,
+            k in prop_oneof![1..4usize, 1..90usize],
+            n in 1..150usize,
+            seed: u64,
+            relu: bool,
         ) {
             let (a, w, bias) = (values(seed, m * k), values(!seed, k * n), values(seed ^ 77, n));
             for weights in [Weights::F32, Weights::F16, Weights::Int8] {
-                let mut matrix = Matrix::pack((k, n), &|i, j| w[i * n + j], weights, |j| bias[j]);
+                let mut matrix = Matrix::pack(k, n, &|i, j| w[i * n + j], weights, |j| bias[j]);
                 matrix.relu = relu;
                 let reference = product(&matrix, m, &a, Isa::available()[0]);
                 for isa in Isa::available() {
@@ -326,12 +353,15 @@ mod tests {
                 };
                 for (at, bits) in reference.iter().enumerate() {
                     let (row, column) = (&a[at / n * k..][..k], at % n);
-                    let terms = row.iter().enumerate().map(|(i, x)| f64::from(*x) * f64::from(w[i * n + column]));
-                    let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), t| (sum + t, size + t.abs()));
+                    let weight = |i: usize| f64::from(w[i * n + column]);
+                    let terms = row.iter().enumerate().map(|(i, x)| f64::from(*x) * weight(i));
+                    let add = |(sum, size), term: f64| (sum + term, size + term.abs());
+                    let (sum, size) = terms.fold((0.0, 0.0), add);
                     let sum = sum + f64::from(bias[column]);
                     let exact = if relu { sum.max(0.0) } else { sum };
                     let inputs: f64 = row.iter().map(|x| f64::from(x.abs())).sum();
-                    let bound = relative * (size + sum.abs()) * (k as f64).sqrt() + per_weight * inputs + 1e-30;
+                    let rounding = relative * (size + sum.abs()) * (k as f64).sqrt();
+                    let bound = rounding + per_weight * inputs + 1e-30;
                     let off = (f64::from(f32::from_bits(*bits)) - exact).abs();
                     prop_assert!(off <= bound, "{:?}: {} from {}", weights, off, exact);
                 }
@@ -344,12 +374,14 @@ mod tests {
         ) {
             let (a, b) = (values(seed, m * k), values(!seed, k * n));
             let at = |i: usize, j: usize| if transposed { b[j * k + i] } else { b[i * n + j] };
-            let chain = |row: usize, j: usize| (0..k).fold(0.0f32, |sum, i| at(i, j).mul_add(a[row * k + i], sum));
+            let chain = |row: usize, j: usize| {
+                (0..k).fold(0.0f32, |sum, i| at(i, j).mul_add(a[row * k + i], sum))
+            };
             let expected: Vec<u32> = (0..m * n).map(|p| chain(p / n, p % n).to_bits()).collect();
             for isa in Isa::available() {
                 let (mut packed, mut out) = (vec![f32::NAN; k * padded(n)], vec![0.0; m * n]);
                 pack_columns(&b, k, n, transposed, &mut packed);
-                multiply_packed(&packed, (m, k, n), &a, &mut out, isa);
+                multiply_packed(&packed, ProductShape { m, k, n }, &a, &mut out, isa);
                 let out: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
                 prop_assert_eq!(&out, &expected, "{:?}", isa);
             }
@@ -358,7 +390,7 @@ mod tests {
 
     #[test]
     fn nan_is_not_skipped_and_not_hidden() {
-        let mut matrix = Matrix::pack((3, 2), &|_, _| 1.0, Weights::F32, |_| 0.0);
+        let mut matrix = Matrix::pack(3, 2, &|_, _| 1.0, Weights::F32, |_| 0.0);
         matrix.relu = true;
         for isa in Isa::available() {
             for m in [1, 2] {

@@ -1,45 +1,45 @@
-//! The layout of a network: its nodes in order, bias and Relu fused into the products before them,
-//! and a buffer for every result, shared by results that are never alive together. What runs it, on
-//! the CPU (`plan.rs`) or on a GPU (`device.rs`), runs the same nodes. Knows nothing of ONNX, never
-//! runs anything.
+//! The layout of a network: its nodes in the order of execution, and a buffer for every result. A
+//! bias and a Relu that follow a product are fused into the product. Results that are never live
+//! together share a buffer. The CPU (`plan.rs`) and the GPU (`gpu/dense_plan.rs`) run the same
+//! nodes. This file knows no ONNX and runs nothing.
 
-use super::graph::{Graph, Id, Map, Node, Op, Operand, Zip};
+use crate::dense::onnx_graph::{Graph, Id, Map, Node, Op, Operand, Zip};
 
-/// Where a value lies.
+/// The location of a value: an input of the network or a buffer, by its number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     Input(usize),
     Buffer(usize),
 }
 
-/// A network laid out.
+/// A network whose values have their locations.
 pub(crate) struct Layout {
     pub nodes: Vec<Node>,
-    /// Values a sample of each value.
+    /// The number of floats in one sample of each value.
     pub widths: Vec<usize>,
     pub places: Vec<Place>,
-    /// Values a sample of each buffer.
+    /// The number of floats that one sample takes in each buffer.
     pub buffers: Vec<usize>,
     pub output: Id,
 }
 
 impl Layout {
-    /// Lays out `graph`.
+    /// Fuses the nodes of `graph` and assigns buffers.
     pub fn new(mut graph: Graph) -> Self {
         fuse(&mut graph);
         drop_unused(&mut graph);
-        let (places, buffers) = place(&graph);
+        let (places, buffers) = assign_buffers(&graph);
         let Graph { nodes, widths, output } = graph;
         Self { nodes, widths, places, buffers, output }
     }
 
-    /// Values in one sample's result.
+    /// Returns the number of floats in one sample's result.
     pub fn outputs(&self) -> usize {
         self.widths[self.output]
     }
 }
 
-/// How often each value is read.
+/// Returns how often each value is read. The caller reads the output once.
 fn uses(graph: &Graph) -> Vec<usize> {
     let mut uses = vec![0; graph.widths.len()];
     graph.nodes.iter().flat_map(|n| &n.inputs).for_each(|&id| uses[id] += 1);
@@ -47,7 +47,7 @@ fn uses(graph: &Graph) -> Vec<usize> {
     uses
 }
 
-/// Puts a bias that is added to a product, and the Relu after it, into the product.
+/// Fuses a product with a bias that is added to its result, and with the Relu after that.
 fn fuse(graph: &mut Graph) {
     let uses = uses(graph);
     let mut writer: Vec<Option<usize>> = vec![None; graph.widths.len()];
@@ -66,7 +66,8 @@ fn fuse(graph: &mut Graph) {
 }
 
 impl Node {
-    /// Does what `next` does to the result too, if it can.
+    /// Takes over the operation of `next` on this node's result. Returns false if that is
+    /// impossible.
     fn absorb(&mut self, next: &Self) -> bool {
         let Op::Matrix { rows, matrix } = &mut self.op else { return false };
         match &next.op {
@@ -88,7 +89,7 @@ impl Node {
     }
 }
 
-/// Drops nodes whose results nothing reads.
+/// Removes the nodes whose results no node reads.
 fn drop_unused(graph: &mut Graph) {
     let mut used = vec![false; graph.widths.len()];
     used[graph.output] = true;
@@ -100,25 +101,30 @@ fn drop_unused(graph: &mut Graph) {
     graph.nodes.retain(|n| used[n.output]);
 }
 
-/// A place for every value: a result takes the smallest buffer that is free and large enough, else
-/// the largest, which grows, else a new one.
-fn place(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
+/// Returns the location of every value, and the size of every buffer. A result takes the smallest
+/// free buffer that is large enough. If none is, the largest free buffer grows; if none is free,
+/// the result takes a new one.
+fn assign_buffers(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
     let mut places: Vec<Place> = (0..graph.widths.len()).map(Place::Input).collect();
     let mut last = vec![0; graph.widths.len()];
     for (at, node) in graph.nodes.iter().enumerate() {
         node.inputs.iter().for_each(|&id| last[id] = at);
     }
     last[graph.output] = usize::MAX;
+
     let (mut buffers, mut free): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
     for (at, node) in graph.nodes.iter().enumerate() {
         let width = graph.widths[node.output];
-        let dies = |id: Id| last[id] == at;
+        let is_last_read = |id: Id| last[id] == at;
+
+        // A function of each value works in place on an operand that no later node reads.
         if let (Op::Map(_), Place::Buffer(b), true) =
-            (&node.op, places[node.inputs[0]], dies(node.inputs[0]))
+            (&node.op, places[node.inputs[0]], is_last_read(node.inputs[0]))
         {
             places[node.output] = Place::Buffer(b);
             continue;
         }
+
         let fitting =
             free.iter().copied().filter(|&b| buffers[b] >= width).min_by_key(|&b| buffers[b]);
         let chosen = fitting.or_else(|| free.iter().copied().max_by_key(|&b| buffers[b]));
@@ -129,9 +135,10 @@ fn place(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
         free.retain(|&b| b != buffer);
         buffers[buffer] = buffers[buffer].max(width);
         places[node.output] = Place::Buffer(buffer);
+
         for &id in &node.inputs {
             match places[id] {
-                Place::Buffer(b) if dies(id) && !free.contains(&b) => free.push(b),
+                Place::Buffer(b) if is_last_read(id) && !free.contains(&b) => free.push(b),
                 _ => {}
             }
         }

@@ -1,16 +1,16 @@
-//! Functions of one value in plain arithmetic, the same bits on every instruction set. Never calls
-//! libm.
+//! Functions of one value in plain arithmetic, with the same bits on every instruction set. This
+//! file never calls libm.
 
-/// `e^x` for `x` in -87..=87, within 2 units in the last place; beyond that range it is that of the
-/// range's end. NaN stays NaN.
+/// Returns `e^x` for `x` in -87..=87, within 2 units in the last place. A value outside that range
+/// is clamped first. NaN stays NaN.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
-    /// Added and taken away, it leaves the nearest integer, and the integer's bits at the bottom.
+    /// Its addition rounds to the nearest integer, whose bits are then the lowest of the mantissa.
     const ROUND: f32 = 12_582_912.0;
     let x = x.clamp(-87.0, 87.0);
     let rounded = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = rounded - ROUND;
-    // ln 2 in two parts, the first of few bits, so that `n` times it is exact.
+    // ln 2 in two parts. The first has so few bits that its product with `n` is exact.
     let r = n.mul_add(-0.693_359_4, x);
     let r = n.mul_add(2.121_944_4e-4, r);
     // Cephes' polynomial for e^r, |r| <= ln 2 / 2.
@@ -25,19 +25,19 @@ fn exp(x: f32) -> f32 {
     e * f32::from_bits(power)
 }
 
-/// `1 / (1 + e^-x)`, within 1.2e-7.
+/// Returns `1 / (1 + e^-x)`, within 1.2e-7.
 #[inline(always)]
 pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// The hyperbolic tangent, within 2.4e-7.
+/// Returns the hyperbolic tangent, within 2.4e-7.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
     2.0f32.mul_add(sigmoid(x + x), -1.0)
 }
 
-/// `0 > x ? 0 : x`: NaN stays NaN.
+/// Returns 0 for a negative `x`, else `x`. NaN stays NaN.
 #[inline(always)]
 pub(crate) fn relu(x: f32) -> f32 {
     if 0.0 > x { 0.0 } else { x }
@@ -47,7 +47,7 @@ pub(crate) fn relu(x: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// Every 257th of all floats from -100 to 100, of either sign.
+    /// Returns every 257th of all floats from -100 to 100.
     fn all() -> impl Iterator<Item = f32> {
         (0..=100f32.to_bits())
             .step_by(257)
@@ -56,18 +56,20 @@ mod tests {
 
     #[test]
     fn within_the_stated_bounds() {
-        let (mut far_sigmoid, mut far_tanh, mut far_exp) = (0.0f64, 0.0f64, 0.0f64);
+        let (mut error_sigmoid, mut error_tanh, mut error_exp) = (0.0f64, 0.0f64, 0.0f64);
         for x in all() {
             let wide = f64::from(x);
-            far_sigmoid =
-                far_sigmoid.max((f64::from(sigmoid(x)) - 1.0 / (1.0 + (-wide).exp())).abs());
-            far_tanh = far_tanh.max((f64::from(tanh(x)) - wide.tanh()).abs());
+            error_sigmoid =
+                error_sigmoid.max((f64::from(sigmoid(x)) - 1.0 / (1.0 + (-wide).exp())).abs());
+            error_tanh = error_tanh.max((f64::from(tanh(x)) - wide.tanh()).abs());
             if x.abs() <= 87.0 {
-                far_exp = far_exp.max((f64::from(exp(x)) / wide.exp() - 1.0).abs());
+                error_exp = error_exp.max((f64::from(exp(x)) / wide.exp() - 1.0).abs());
             }
         }
-        println!("sigmoid {far_sigmoid:.2e}, tanh {far_tanh:.2e}, exp {far_exp:.2e} (relative)");
-        assert!(far_sigmoid <= 1.2e-7 && far_tanh <= 2.4e-7 && far_exp <= 2.4e-7);
+        println!(
+            "sigmoid {error_sigmoid:.2e}, tanh {error_tanh:.2e}, exp {error_exp:.2e} (relative)"
+        );
+        assert!(error_sigmoid <= 1.2e-7 && error_tanh <= 2.4e-7 && error_exp <= 2.4e-7);
         assert!(sigmoid(f32::NAN).is_nan() && tanh(f32::NAN).is_nan() && relu(f32::NAN).is_nan());
         assert_eq!((sigmoid(0.0), tanh(0.0), relu(-1.0), relu(2.0)), (0.5, 0.0, 0.0, 2.0));
         assert!(sigmoid(f32::INFINITY) == 1.0 && sigmoid(f32::NEG_INFINITY) < 1e-37);

@@ -1,16 +1,18 @@
-//! ONNX files as far as the dense network needs them: the messages, and the checks that make a file
-//! safe to use. A file that passes holds every tensor's bytes that its shape declares; nothing is
-//! taken on its word. Lists are packed or not as in ONNX's own schema, since rten reads them in
-//! that form only.
+//! ONNX files, as far as the dense network needs them: the protobuf messages, and the checks that
+//! make a file safe to use. In a file that passes, every tensor has the bytes that its shape
+//! declares. Lists are packed or unpacked as in ONNX's own schema, because rten reads them in that
+//! form only.
 
-use super::DenseError;
+use crate::dense::error::DenseError;
 use prost::Message;
 use prost::bytes::Bytes;
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct ModelProto {
+pub struct ModelProto {
     #[prost(int64, optional, tag = "1")]
     pub ir_version: Option<i64>,
+    #[prost(string, optional, tag = "2")]
+    pub producer_name: Option<String>,
     #[prost(message, optional, tag = "7")]
     pub graph: Option<GraphProto>,
     #[prost(message, repeated, tag = "8")]
@@ -18,7 +20,7 @@ pub(crate) struct ModelProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct OperatorSetIdProto {
+pub struct OperatorSetIdProto {
     #[prost(string, optional, tag = "1")]
     pub domain: Option<String>,
     #[prost(int64, optional, tag = "2")]
@@ -26,9 +28,11 @@ pub(crate) struct OperatorSetIdProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct GraphProto {
+pub struct GraphProto {
     #[prost(message, repeated, tag = "1")]
     pub node: Vec<NodeProto>,
+    #[prost(string, optional, tag = "2")]
+    pub name: Option<String>,
     #[prost(message, repeated, tag = "5")]
     pub initializer: Vec<TensorProto>,
     #[prost(message, repeated, tag = "11")]
@@ -38,7 +42,7 @@ pub(crate) struct GraphProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct NodeProto {
+pub struct NodeProto {
     #[prost(string, repeated, tag = "1")]
     pub input: Vec<String>,
     #[prost(string, repeated, tag = "2")]
@@ -54,7 +58,7 @@ pub(crate) struct NodeProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct AttributeProto {
+pub struct AttributeProto {
     #[prost(string, optional, tag = "1")]
     pub name: Option<String>,
     #[prost(float, optional, tag = "2")]
@@ -78,7 +82,7 @@ pub(crate) struct AttributeProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct TensorProto {
+pub struct TensorProto {
     #[prost(int64, repeated, packed = "false", tag = "1")]
     pub dims: Vec<i64>,
     #[prost(int32, optional, tag = "2")]
@@ -95,13 +99,23 @@ pub(crate) struct TensorProto {
     pub raw_data: Option<Bytes>,
     #[prost(double, repeated, tag = "10")]
     pub double_data: Vec<f64>,
-    /// 1: the data lies in another file.
+    #[prost(message, repeated, tag = "13")]
+    pub external_data: Vec<StringStringEntryProto>,
+    /// 1 if the data is stored in another file.
     #[prost(int32, optional, tag = "14")]
     pub data_location: Option<i32>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct ValueInfoProto {
+pub struct StringStringEntryProto {
+    #[prost(string, optional, tag = "1")]
+    pub key: Option<String>,
+    #[prost(string, optional, tag = "2")]
+    pub value: Option<String>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct ValueInfoProto {
     #[prost(string, optional, tag = "1")]
     pub name: Option<String>,
     #[prost(message, optional, tag = "2")]
@@ -109,13 +123,13 @@ pub(crate) struct ValueInfoProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct TypeProto {
+pub struct TypeProto {
     #[prost(message, optional, tag = "1")]
     pub tensor_type: Option<TensorTypeProto>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct TensorTypeProto {
+pub struct TensorTypeProto {
     #[prost(int32, optional, tag = "1")]
     pub elem_type: Option<i32>,
     #[prost(message, optional, tag = "2")]
@@ -123,13 +137,13 @@ pub(crate) struct TensorTypeProto {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct TensorShapeProto {
+pub struct TensorShapeProto {
     #[prost(message, repeated, tag = "1")]
     pub dim: Vec<Dimension>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct Dimension {
+pub struct Dimension {
     #[prost(int64, optional, tag = "1")]
     pub dim_value: Option<i64>,
     #[prost(string, optional, tag = "2")]
@@ -137,16 +151,17 @@ pub(crate) struct Dimension {
 }
 
 /// `TensorProto.DataType`.
-pub(crate) const FLOAT: i32 = 1;
-const INT64: i32 = 7;
+pub const FLOAT: i32 = 1;
+pub const INT64: i32 = 7;
 
-/// Nodes of a graph; recommendation models have tens.
+/// Nodes of a graph, at most. Recommendation models have tens.
 const NODES_MAX: usize = 1 << 14;
 
-/// Reads a file and checks all its tensors.
+/// Parses a file and checks all its tensors.
 ///
 /// # Errors
-/// It is no ONNX file, or a tensor is not whole.
+/// [`DenseError::Load`] if the bytes are not an ONNX file, or if a tensor's data does not have the
+/// size of its shape.
 pub(crate) fn read(bytes: Bytes) -> Result<ModelProto, DenseError> {
     let model = ModelProto::decode(bytes)
         .map_err(|e| DenseError::Load(format!("not an ONNX file: {e}")))?;
@@ -174,11 +189,13 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
     let refuse =
         |problem: String| Err(DenseError::Load(format!("tensor `{}`: {problem}", tensor.name())));
     if tensor.data_location.unwrap_or(0) != 0 {
-        return refuse("lies in another file".to_owned());
+        return refuse("its data is stored in another file".to_owned());
     }
+
     let mut sizes = tensor.dims.iter().map(|&d| usize::try_from(d).ok());
     let values = sizes.try_fold(1usize, |product, d| product.checked_mul(d?));
     let Some(values) = values else { return refuse(format!("shape {:?}", tensor.dims)) };
+
     let (bytes, typed) = match tensor.data_type() {
         FLOAT => (4, tensor.float_data.len()),
         INT64 => (8, tensor.int64_data.len()),
@@ -196,19 +213,19 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
 }
 
 impl TensorProto {
-    /// Its sizes.
+    /// Returns the size of each axis.
     pub fn sizes(&self) -> Vec<usize> {
         self.dims.iter().map(|&d| d as usize).collect()
     }
 
-    /// Its values if it is of floats.
+    /// Returns the values of a tensor of floats; `None` for another type.
     pub fn floats(&self) -> Option<Vec<f32>> {
         let raw = |raw: &Bytes| raw.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
         (self.data_type() == FLOAT)
             .then(|| self.raw_data.as_ref().map_or(self.float_data.clone(), raw))
     }
 
-    /// Its values if it is of 64-bit integers.
+    /// Returns the values of a tensor of 64-bit integers; `None` for another type.
     pub fn ints(&self) -> Option<Vec<i64>> {
         let raw = |raw: &Bytes| raw.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();
         (self.data_type() == INT64)
@@ -221,29 +238,29 @@ impl NodeProto {
         self.attribute.iter().find(|a| a.name() == name)
     }
 
-    /// An integer attribute.
+    /// Returns an integer attribute, or `default` if the node does not have the attribute.
     pub fn int(&self, name: &str, default: i64) -> i64 {
         self.attribute(name).and_then(|a| a.i).unwrap_or(default)
     }
 
-    /// A float attribute.
+    /// Returns a float attribute, or `default` if the node does not have the attribute.
     pub fn float(&self, name: &str, default: f32) -> f32 {
         self.attribute(name).and_then(|a| a.f).unwrap_or(default)
     }
 
-    /// A list of integers.
+    /// Returns an attribute that is a list of integers.
     pub fn ints(&self, name: &str) -> Option<&[i64]> {
         self.attribute(name).map(|a| a.ints.as_slice())
     }
 
-    /// A tensor.
+    /// Returns an attribute that is a tensor.
     pub fn tensor(&self, name: &str) -> Option<&TensorProto> {
         self.attribute(name).and_then(|a| a.t.as_ref())
     }
 }
 
 impl ValueInfoProto {
-    /// Its sizes after the batch; `None` if one of them is open.
+    /// Returns the size of each axis after the batch; `None` if a size is not fixed.
     pub fn sizes(&self) -> Option<Vec<usize>> {
         let shape = self.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?;
         shape.dim.iter().skip(1).map(|d| usize::try_from(d.dim_value?).ok()).collect()

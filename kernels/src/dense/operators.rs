@@ -1,18 +1,18 @@
-//! What each ONNX operator becomes. The subset is that of DLRM, DCNv2, DeepFM, Wide & Deep and
-//! their kin; a form that is not in it is `Unsupported`, never guessed. The batch is axis 0 of
-//! every value and stays there.
+//! Translates each ONNX operator to nodes. The subset is that of DLRM, DCNv2, DeepFM, Wide & Deep
+//! and similar models. A form of an operator outside the subset is `Unsupported`, and its meaning
+//! is never guessed. The batch is axis 0 of every value, and no operator may move it.
 
-use super::graph::{
+use crate::dense::onnx::NodeProto;
+use crate::dense::onnx_graph::{
     Builder, Constant, Id, Known, Map, Op, Operand, Size, Stop, Zip, constant, malformed,
 };
-use super::onnx::NodeProto;
 use std::rc::Rc;
 
-/// `ONNX TensorProto.DataType` of floats and 64-bit integers.
+/// `TensorProto.DataType` of floats and of 64-bit integers.
 const CASTS: [i64; 2] = [1, 7];
 
 impl Builder {
-    /// Adds what `node` computes; one result for each of its outputs.
+    /// Adds the nodes that compute `node`. Returns one result for each output.
     pub fn operator(&mut self, node: &NodeProto) -> Result<Vec<Known>, Stop> {
         let one = match node.op_type() {
             "Constant" => match node.tensor("value") {
@@ -48,13 +48,14 @@ impl Builder {
             },
             _ => Err(Stop::Unsupported(node.op_type().to_owned())),
         }?;
+
         if let Known::Sizes { sizes, .. } = &one {
             self.spend(sizes.len())?;
         }
         Ok(vec![one])
     }
 
-    /// Input `i`, which must be computed for each sample.
+    /// Returns input `i`, which must be computed for each sample.
     fn value_of(&self, node: &NodeProto, i: usize) -> Result<(Id, Vec<usize>), Stop> {
         match self.input(node, i)? {
             Known::Value(id, shape) => Ok((id, shape)),
@@ -62,11 +63,12 @@ impl Builder {
         }
     }
 
-    /// Input `i` or, in older files, attribute `name`: integers that are known here.
+    /// Returns the integers of input `i` or, in older files, of attribute `name`.
     fn integers(&self, node: &NodeProto, i: usize, name: &str) -> Result<Option<Vec<i64>>, Stop> {
         if let Some(ints) = node.ints(name) {
             return Ok(Some(ints.to_vec()));
         }
+
         match self.maybe(node, i)? {
             None => Ok(None),
             Some(Known::Sizes { sizes, .. }) => sizes
@@ -90,14 +92,16 @@ impl Builder {
             return Err(unsupported(node, "by computed weights"));
         };
         let (alpha, beta) = (node.float("alpha", 1.0), node.float("beta", 1.0));
-        let turned = node.int("transB", 0) != 0;
+        let transposed = node.int("transB", 0) != 0;
         if node.int("transA", 0) != 0 || shape.len() != 1 || w.shape.len() != 2 {
             return Err(unsupported(node, "of this shape"));
         }
-        let (k, n) = if turned { (w.shape[1], w.shape[0]) } else { (w.shape[0], w.shape[1]) };
+
+        let (k, n) = if transposed { (w.shape[1], w.shape[0]) } else { (w.shape[0], w.shape[1]) };
         if k != shape[0] || n == 0 || !alpha.is_finite() || !beta.is_finite() {
             return Err(malformed(&format!("Gemm of width {} by weights {:?}", shape[0], w.shape)));
         }
+
         let bias = match self.maybe(node, 2)? {
             None => vec![0.0],
             Some(Known::Constant(c)) if c.values.len() == 1 || c.values.len() == n => {
@@ -105,12 +109,14 @@ impl Builder {
             }
             Some(_) => return Err(unsupported(node, "with such a bias")),
         };
-        let at = |i: usize, j: usize| alpha * w.values[if turned { j * k + i } else { i * n + j }];
-        self.matrix((x, shape), n, &at, |j| beta * bias[j % bias.len()])
+        let at =
+            |i: usize, j: usize| alpha * w.values[if transposed { j * k + i } else { i * n + j }];
+        self.matrix(x, shape, n, &at, |j| beta * bias[j % bias.len()])
     }
 
     fn matmul(&mut self, node: &NodeProto) -> Result<Known, Stop> {
         let (x, shape) = self.value_of(node, 0)?;
+
         match self.input(node, 1)? {
             Known::Constant(w) => {
                 if w.shape.len() != 2 || shape.is_empty() {
@@ -120,7 +126,7 @@ impl Builder {
                 if shape.last() != Some(&k) || n == 0 {
                     return Err(malformed(&format!("MatMul of {shape:?} by {:?}", w.shape)));
                 }
-                self.matrix((x, shape), n, &|i, j| w.values[i * n + j], |_| 0.0)
+                self.matrix(x, shape, n, &|i, j| w.values[i * n + j], |_| 0.0)
             }
             Known::Value(y, other) => {
                 let rank = shape.len();
@@ -131,6 +137,7 @@ impl Builder {
                 if other[rank - 2] != k {
                     return Err(malformed(&format!("MatMul of {shape:?} by {other:?}")));
                 }
+
                 let count = shape[..rank - 2].iter().product();
                 let (y, transposed) =
                     self.transposed.get(&y).map_or((y, false), |&from| (from, true));
@@ -147,7 +154,7 @@ impl Builder {
         self.node(vec![x], Op::Map(map), shape)
     }
 
-    /// `x^2` is `x * x`.
+    /// Translates `Pow` with exponent 2 to `x * x`.
     fn square(&mut self, node: &NodeProto) -> Result<Known, Stop> {
         match self.input(node, 1)? {
             Known::Constant(c) if c.values == [2.0] => {
@@ -165,7 +172,8 @@ impl Builder {
     fn zip(&mut self, node: &NodeProto, zip: Zip) -> Result<Known, Stop> {
         let (left, right) = (self.input(node, 0)?, self.input(node, 1)?);
         let out = match (&left, &right) {
-            // Ranks are aligned at the end: only equal ones keep the batch apart from the features.
+            // ONNX aligns shapes at the last axis, so only equal ranks align the batch with the
+            // batch.
             (Known::Value(_, a), Known::Value(_, b)) if a.len() == b.len() => broadcast(a, b),
             (Known::Value(_, a), Known::Constant(c)) | (Known::Constant(c), Known::Value(_, a)) => {
                 constant_shape(c, a.len()).and_then(|c| broadcast(a, &c))
@@ -173,6 +181,7 @@ impl Builder {
             _ => None,
         };
         let Some(out) = out else { return Err(unsupported(node, "of these shapes")) };
+
         let mut inputs = Vec::new();
         let left = self.operand(&left, &out, &mut inputs)?;
         let right = self.operand(&right, &out, &mut inputs)?;
@@ -201,7 +210,7 @@ impl Builder {
         }
     }
 
-    /// For each place in `out` the place in `shape`, which broadcasts to it.
+    /// Returns for each position in `out` its position in `shape`, which broadcasts to `out`.
     fn broadcast_picks(&mut self, shape: &[usize], out: &[usize]) -> Result<Vec<u32>, Stop> {
         let strides: Vec<usize> = (0..shape.len())
             .map(|a| if shape[a] == 1 { 0 } else { shape[a + 1..].iter().product() })
@@ -209,10 +218,11 @@ impl Builder {
         self.picks(out, |at| at.iter().zip(&strides).map(|(i, s)| i * s).sum())
     }
 
-    /// `from` of every place in `out`.
+    /// Returns `from` of the indices of every position in `out`.
     fn picks(&mut self, out: &[usize], from: impl Fn(&[usize]) -> usize) -> Result<Vec<u32>, Stop> {
         let width = out.iter().try_fold(1usize, |p, s| p.checked_mul(*s)).unwrap_or(usize::MAX);
         self.spend(width.max(1))?;
+
         let mut at = vec![0; out.len()];
         let mut picks = Vec::with_capacity(width);
         for _ in 0..width {
@@ -240,6 +250,7 @@ impl Builder {
         if axes.windows(2).any(|w| w[0] + 1 != w[1]) {
             return Err(unsupported(node, "over such axes"));
         }
+
         let (first, end) = (axes[0], axes[0] + axes.len());
         let (outer, inner) = (shape[..first].iter().product(), shape[end..].iter().product());
         let n: usize = shape[first..end].iter().product();
@@ -254,13 +265,14 @@ impl Builder {
         let all =
             (0..node.input.len()).map(|i| self.input(node, i)).collect::<Result<Vec<_>, _>>()?;
         if let Some(sizes) = all.iter().map(|k| k.sizes()).collect::<Option<Vec<_>>>() {
-            // Before they are there: a few nodes make a list of any length of themselves.
+            // Counted before the list exists: a few nodes can double a list to any length.
             self.spend(sizes.iter().map(|s| s.len()).sum())?;
             return Ok(Known::Sizes { sizes: sizes.concat().into(), scalar: false });
         }
         let Some(Known::Value(_, first)) = all.first() else {
             return Err(unsupported(node, "of constants"));
         };
+
         let axis = feature_axis(node, node.int("axis", 1), first.len())?;
         let mut out = first.clone();
         out[axis] = 0;
@@ -269,19 +281,20 @@ impl Builder {
             let Known::Value(id, shape) = known else {
                 return Err(unsupported(node, "of constants"));
             };
-            let alike = |a: usize| a == axis || shape[a] == out[a];
-            if shape.len() != out.len() || !(0..out.len()).all(alike) {
+            let is_equal = |a: usize| a == axis || shape[a] == out[a];
+            if shape.len() != out.len() || !(0..out.len()).all(is_equal) {
                 return Err(malformed(&format!("Concat of {shape:?} beside {first:?}")));
             }
             out[axis] += shape[axis];
             inputs.push(*id);
             parts.push(shape[axis..].iter().product());
         }
+
         let outer = out[..axis].iter().product();
         self.node(inputs, Op::Concat { outer, parts }, out)
     }
 
-    /// The same values under another shape.
+    /// Translates an operator that changes the shape of a value but not the order of its values.
     fn view(&mut self, node: &NodeProto) -> Result<Known, Stop> {
         let known = self.input(node, 0)?;
         if let (Known::Sizes { sizes, .. }, "Unsqueeze" | "Squeeze") = (&known, node.op_type()) {
@@ -291,6 +304,7 @@ impl Builder {
             }
             return Ok(Known::Sizes { sizes: Rc::clone(sizes), scalar });
         }
+
         let Known::Value(id, shape) = known else { return Err(unsupported(node, "of a constant")) };
         let width: usize = shape.iter().product();
         let out = match node.op_type() {
@@ -333,6 +347,7 @@ impl Builder {
         let (Some(first), false) = (sizes.first(), node.int("allowzero", 0) != 0) else {
             return Err(unsupported(node, "to such a shape"));
         };
+
         let copied = |(i, size): (usize, &Size)| match size {
             Size::Fixed(0) => shape.get(i).map(|&s| s as i64),
             Size::Fixed(n) => Some(*n),
@@ -340,13 +355,14 @@ impl Builder {
         };
         let rest: Option<Vec<i64>> = sizes[1..].iter().enumerate().map(copied).collect();
         let Some(rest) = rest else { return Err(unsupported(node, "to such a shape")) };
+
         let open = rest.iter().filter(|&&s| s == -1).count();
         let known = rest.iter().filter(|&&s| s != -1).try_fold(1usize, |product, &s| {
             product.checked_mul(usize::try_from(s).ok().filter(|&s| s > 0)?)
         });
         let fits = match (first, open) {
             (Size::Batch | Size::Fixed(0), 1) => known.is_some_and(|n| width.is_multiple_of(n)),
-            // `-1` in front is the batch if the rest holds one sample.
+            // A leading `-1` is the batch if the other sizes are those of one sample.
             (Size::Batch | Size::Fixed(0 | -1), 0) => known == Some(width),
             _ => return Err(unsupported(node, "of the batch")),
         };
@@ -367,12 +383,14 @@ impl Builder {
                     self.pack(c.values.len())?;
                     let values =
                         (0..rows * columns).map(|i| c.values[i % rows * columns + i / rows]);
-                    let turned = Constant { shape: vec![columns, rows], values: values.collect() };
-                    Ok(Known::Constant(Rc::new(turned)))
+                    let transposed =
+                        Constant { shape: vec![columns, rows], values: values.collect() };
+                    Ok(Known::Constant(Rc::new(transposed)))
                 }
                 _ => Err(unsupported(node, "of such a constant")),
             };
         }
+
         let (x, shape) = self.value_of(node, 0)?;
         let rank = shape.len();
         let perm = node.ints("perm").unwrap_or_default();
@@ -381,11 +399,13 @@ impl Builder {
         if sorted != (0..=rank as i64).collect::<Vec<_>>() || perm[0] != 0 {
             return Err(unsupported(node, "of the batch"));
         }
+
         let from: Vec<usize> = perm[1..].iter().map(|&p| p as usize - 1).collect();
         let out: Vec<usize> = from.iter().map(|&a| shape[a]).collect();
         let strides: Vec<usize> = from.iter().map(|&a| shape[a + 1..].iter().product()).collect();
         let picks = self.picks(&out, |at| at.iter().zip(&strides).map(|(i, s)| i * s).sum())?;
         let result = self.node(vec![x], Op::Pick(picks), out)?;
+
         let swaps_last =
             rank >= 2 && (0..rank - 2).all(|a| from[a] == a) && from[rank - 2] == rank - 1;
         if let (Known::Value(id, _), true) = (&result, swaps_last) {
@@ -398,44 +418,48 @@ impl Builder {
         let Known::Sizes { sizes: indices, scalar } = self.input(node, 1)? else {
             return Err(unsupported(node, "by computed indices"));
         };
-        let place = |index: &Size, len: usize| match index {
+        let position = |index: &Size, len: usize| match index {
             Size::Fixed(i) if *i < 0 => usize::try_from(i + len as i64).ok(),
             Size::Fixed(i) => usize::try_from(*i).ok().filter(|i| *i < len),
             Size::Batch => None,
         };
+
         let known = self.input(node, 0)?;
         if let Some(sizes) = known.sizes() {
-            let picked = indices.iter().map(|i| place(i, sizes.len()).map(|i| sizes[i])).collect();
+            let picked =
+                indices.iter().map(|i| position(i, sizes.len()).map(|i| sizes[i])).collect();
             let Some(sizes) = picked else {
                 return Err(malformed("Gather: an index is out of range"));
             };
             return Ok(Known::Sizes { sizes, scalar });
         }
+
         let (x, shape) = self.value_of(node, 0)?;
         let axis = feature_axis(node, node.int("axis", 0), shape.len())?;
-        let places: Option<Vec<usize>> = indices.iter().map(|i| place(i, shape[axis])).collect();
-        let Some(places) = places else {
+        let positions = indices.iter().map(|i| position(i, shape[axis]));
+        let Some(positions) = positions.collect::<Option<Vec<usize>>>() else {
             return Err(malformed("Gather: an index is out of range"));
         };
-        self.pick_along(x, &shape, axis, &places, scalar)
+        self.pick_along(x, &shape, axis, &positions, scalar)
     }
 
-    /// The `places` of one axis.
+    /// Adds a node that picks `positions` of one axis. With `drop_axis` the result lacks the axis.
     fn pick_along(
         &mut self,
         x: Id,
         shape: &[usize],
         axis: usize,
-        places: &[usize],
+        positions: &[usize],
         drop_axis: bool,
     ) -> Result<Known, Stop> {
         let mut out = shape.to_vec();
-        out[axis] = places.len();
-        let place = |at: &[usize]| {
-            let along = |a: usize| if a == axis { places[at[a]] } else { at[a] };
+        out[axis] = positions.len();
+        let from = |at: &[usize]| {
+            let along = |a: usize| if a == axis { positions[at[a]] } else { at[a] };
             (0..shape.len()).fold(0, |sum, a| sum * shape[a] + along(a))
         };
-        let picks = self.picks(&out, place)?;
+
+        let picks = self.picks(&out, from)?;
         if drop_axis {
             out.remove(axis);
         }
@@ -453,11 +477,12 @@ impl Builder {
         else {
             return Err(unsupported(node, "of several axes or with steps"));
         };
+
         let axis = feature_axis(node, axis, shape.len())?;
         let len = shape[axis] as i64;
         let clip = |i: i64| if i < 0 { i.saturating_add(len).max(0) } else { i.min(len) } as usize;
-        let places: Vec<usize> = (clip(start)..clip(end)).collect();
-        self.pick_along(x, &shape, axis, &places, false)
+        let positions: Vec<usize> = (clip(start)..clip(end)).collect();
+        self.pick_along(x, &shape, axis, &positions, false)
     }
 
     fn split(&mut self, node: &NodeProto) -> Result<Vec<Known>, Stop> {
@@ -467,15 +492,17 @@ impl Builder {
         let parts = parts.unwrap_or_else(|| {
             vec![(shape[axis] / node.output.len().max(1)) as i64; node.output.len()]
         });
+
         let whole = parts.iter().try_fold(0i64, |sum, &p| sum.checked_add(p).filter(|_| p > 0));
         if whole != Some(shape[axis] as i64) || parts.len() != node.output.len() {
             return Err(malformed(&format!("Split of {} into {parts:?}", shape[axis])));
         }
+
         let mut first = 0;
         let part = |&p: &i64| {
-            let places: Vec<usize> = (first..first + p as usize).collect();
+            let positions: Vec<usize> = (first..first + p as usize).collect();
             first += p as usize;
-            self.pick_along(x, &shape, axis, &places, false)
+            self.pick_along(x, &shape, axis, &positions, false)
         };
         parts.iter().map(part).collect()
     }
@@ -491,7 +518,7 @@ fn unsupported(node: &NodeProto, form: &str) -> Stop {
     Stop::Unsupported(format!("{} {form}", node.op_type()))
 }
 
-/// An ONNX axis, of a value with `rank` axes after the batch, as one of those.
+/// Returns the axis after the batch that an ONNX axis refers to, for a value with `rank` of them.
 fn feature_axis(node: &NodeProto, axis: i64, rank: usize) -> Result<usize, Stop> {
     let axis = if axis < 0 { axis.saturating_add(rank as i64 + 1) } else { axis };
     match usize::try_from(axis) {
@@ -501,7 +528,8 @@ fn feature_axis(node: &NodeProto, axis: i64, rank: usize) -> Result<usize, Stop>
     }
 }
 
-/// A constant's shape beside values of `rank` axes, or nothing if it has something for each sample.
+/// Returns a constant's shape with `rank` axes; `None` if the constant differs from sample to
+/// sample.
 fn constant_shape(c: &Constant, rank: usize) -> Option<Vec<usize>> {
     let mut shape = c.shape.clone();
     if shape.len() == rank + 1 && shape[0] == 1 {
@@ -512,7 +540,7 @@ fn constant_shape(c: &Constant, rank: usize) -> Option<Vec<usize>> {
     Some(shape)
 }
 
-/// The shape of both, if they agree.
+/// Returns the shape to which `a` and `b` broadcast, if they agree.
 fn broadcast(a: &[usize], b: &[usize]) -> Option<Vec<usize>> {
     let one = |(&a, &b): (&usize, &usize)| match (a, b) {
         (a, b) if a == b => Some(a),

@@ -1,27 +1,30 @@
-//! A network laid out, run on the CPU. A run takes no memory: the buffers are the worker's. Knows
-//! nothing of ONNX.
+//! The run of a network on the CPU, node after node, in blocks of samples. A run allocates nothing:
+//! it works in the worker's buffers. This file knows no ONNX.
 
-use super::gemm::{GemmScratch, Matrix, pack_columns, padded};
-use super::graph::{Id, Map, Node, Op, Operand, Zip};
-use super::layout::{Layout, Place};
-use super::{math, microkernel};
+use crate::dense::gemm::{
+    GemmScratch, Matrix, ProductShape, multiply_packed, pack_columns, padded,
+};
+use crate::dense::layout::{Layout, Place};
+use crate::dense::math;
+use crate::dense::microkernel;
+use crate::dense::onnx_graph::{Id, Map, Node, Op, Operand, Zip};
 use crate::simd::isa::Isa;
 
-/// Samples that go through the network together: enough to use every weight often while it is near,
-/// few enough that the results stay near too.
+/// Samples that run through the network together. They are enough to use every weight often while
+/// it is in the cache, and few enough that the results stay in the cache too.
 const BLOCK: usize = 96;
 
-/// A network ready to run. Read-only; all workers share it.
+/// A network that is ready to run. It is read-only, so all workers share it.
 pub(super) struct Plan {
     layout: Layout,
     isa: Isa,
     /// Rows of the tallest matrix.
     k_max: usize,
-    /// Values of the widest packed operand of a product.
+    /// Floats of the largest packed operand of a product.
     pack_max: usize,
 }
 
-/// The memory that one worker's runs take.
+/// The memory of one worker's runs.
 pub(super) struct PlanScratch {
     buffers: Vec<Vec<f32>>,
     gemm: GemmScratch,
@@ -41,17 +44,17 @@ impl Plan {
         Self { layout, isa, k_max, pack_max }
     }
 
-    /// Values in one sample's result.
+    /// Returns the number of floats in one sample's result.
     pub fn outputs(&self) -> usize {
         self.layout.outputs()
     }
 
-    /// Weights and biases.
+    /// Returns the number of weights and biases.
     pub fn parameters(&self) -> usize {
         self.matrices().map(|m| m.k * m.n + m.n).sum()
     }
 
-    /// Bytes of the packed weights and the index tables.
+    /// Returns the bytes of the packed weights and the index tables.
     pub fn bytes(&self) -> usize {
         let tables = |op: &Op| match op {
             Op::Pick(picks) => picks.len(),
@@ -68,21 +71,21 @@ impl Plan {
         })
     }
 
-    /// Memory for runs of up to `batch_max` samples.
+    /// Creates the memory for runs of up to `batch_max` samples.
     pub fn scratch(&self, batch_max: usize) -> PlanScratch {
         let buffers =
             self.layout.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
         PlanScratch { buffers, gemm: GemmScratch::new(self.k_max, self.pack_max) }
     }
 
-    /// The bytes of that.
+    /// Returns the bytes of the memory for runs of up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
         4 * self.layout.buffers.iter().sum::<usize>() * batch_max.min(BLOCK)
             + GemmScratch::bytes(self.k_max, self.pack_max)
     }
 
-    /// Runs `batch` samples. `inputs[i]` holds at least `[batch, width of input i]`, `out` `[batch,
-    /// outputs]`.
+    /// Runs `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, and `out` is
+    /// `[batch, outputs]`.
     pub fn run<I: AsRef<[f32]>>(
         &self,
         batch: usize,
@@ -96,13 +99,15 @@ impl Plan {
             for node in &self.layout.nodes {
                 self.step(node, first, end - first, inputs, scratch);
             }
+
             let width = self.outputs();
             let from = self.value(self.layout.output, first, end - first, inputs, &scratch.buffers);
             out[first * width..end * width].copy_from_slice(from);
         }
     }
 
-    /// The `n` samples from `first` on of a value: buffers hold only those, inputs all.
+    /// Returns the `n` samples of a value from `first` on. A buffer holds only these samples, an
+    /// input holds all.
     fn value<'a, I: AsRef<[f32]>>(
         &self,
         id: Id,
@@ -118,6 +123,7 @@ impl Plan {
         }
     }
 
+    /// Runs `node` for the `n` samples from `first` on.
     fn step<I: AsRef<[f32]>>(
         &self,
         node: &Node,
@@ -127,13 +133,14 @@ impl Plan {
         scratch: &mut PlanScratch,
     ) {
         let Place::Buffer(buffer) = self.layout.places[node.output] else { return };
-        // Taken out while it is written, so that the others can be read; an empty one takes no
-        // memory.
+        // The buffer is taken out while it is written, so that the other buffers can be read. Its
+        // empty replacement allocates nothing.
         let mut taken = std::mem::take(&mut scratch.buffers[buffer]);
         let width = self.layout.widths[node.output];
         let out = &mut taken[..n * width];
         let buffers = &scratch.buffers;
         let read = |i: usize| self.value(node.inputs[i], first, n, inputs, buffers);
+
         match &node.op {
             Op::Matrix { rows, matrix } => {
                 matrix.multiply(n * rows, read(0), out, self.isa, &mut scratch.gemm);
@@ -141,14 +148,15 @@ impl Plan {
             Op::Products { count, m, k, n: columns, transposed } => {
                 let (a, b) = (read(0).chunks_exact(m * k), read(1).chunks_exact(k * columns));
                 debug_assert!(a.len() == n * count);
+                let shape = ProductShape { m: *m, k: *k, n: *columns };
                 for ((a, b), out) in a.zip(b).zip(out.chunks_exact_mut(m * columns)) {
                     let packed = scratch.gemm.packed();
                     pack_columns(b, *k, *columns, *transposed, packed);
-                    super::gemm::multiply_packed(packed, (*m, *k, *columns), a, out, self.isa);
+                    multiply_packed(packed, shape, a, out, self.isa);
                 }
             }
             Op::Map(map) => {
-                // In place where the operand is not needed any more.
+                // The layout gives operand and result one buffer if the node can work in place.
                 if self.layout.places[node.inputs[0]] != Place::Buffer(buffer) {
                     out.copy_from_slice(read(0));
                 }
@@ -172,15 +180,8 @@ impl Plan {
                 sum(read(0), *count, *inner, *divisor, out);
             }
             Op::Concat { outer, parts } => {
-                let stride: usize = parts.iter().sum();
-                debug_assert!(stride * outer == width);
-                let mut first = 0;
-                for (i, &part) in parts.iter().enumerate() {
-                    for (from, to) in read(i).chunks_exact(part).zip(out.chunks_exact_mut(stride)) {
-                        to[first..first + part].copy_from_slice(from);
-                    }
-                    first += part;
-                }
+                debug_assert!(parts.iter().sum::<usize>() * outer == width);
+                concat(parts, read, out);
             }
             Op::Pick(picks) => {
                 let from_width = self.layout.widths[node.inputs[0]];
@@ -190,11 +191,12 @@ impl Plan {
                 }
             }
         }
+
         scratch.buffers[buffer] = taken;
     }
 }
 
-/// One side of a `Zip` in a run.
+/// The values of one side of a `Zip` in a run.
 enum Side<'a> {
     Values(&'a [f32]),
     Picked(&'a [f32], &'a [u32]),
@@ -219,7 +221,7 @@ impl Operand {
 }
 
 impl Side<'_> {
-    /// Value `i` of sample number `sample` of `n`, results being `width` wide.
+    /// Returns value `i` of sample `sample` of `n`. A sample's result has `width` values.
     #[inline(always)]
     fn at(&self, sample: usize, n: usize, width: usize, i: usize) -> f32 {
         match self {
@@ -244,7 +246,20 @@ fn zip_by(left: &Side, right: &Side, width: usize, out: &mut [f32], f: impl Fn(f
     }
 }
 
-/// `[.., inner]` from `[.., n, inner]`, added in the order of `n`.
+/// Copies the operands side by side into `out` `[.., sum of parts]`: `parts[i]` values of operand
+/// `i`, which `read(i)` returns, at a time.
+fn concat<'a>(parts: &[usize], read: impl Fn(usize) -> &'a [f32], out: &mut [f32]) {
+    let stride: usize = parts.iter().sum();
+    let mut first = 0;
+    for (i, &part) in parts.iter().enumerate() {
+        for (from, to) in read(i).chunks_exact(part).zip(out.chunks_exact_mut(stride)) {
+            to[first..first + part].copy_from_slice(from);
+        }
+        first += part;
+    }
+}
+
+/// Reduces `[.., n, inner]` to `[.., inner]`: adds in the order of `n`, then divides by `divisor`.
 fn sum(from: &[f32], n: usize, inner: usize, divisor: f32, out: &mut [f32]) {
     for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(inner)) {
         let (head, rest) = from.split_at(inner);

@@ -1,7 +1,11 @@
-//! Small graphs of every operator: the plan against rten on the same file, and what is refused.
+//! Small graphs of every operator: the plan is compared with rten on the same file, and invalid
+//! files are refused.
 
-use super::onnx::*;
-use super::*;
+use crate::dense::engine::DenseEngine;
+use crate::dense::error::DenseError;
+use crate::dense::fallback::Fallback;
+use crate::dense::onnx::*;
+use crate::dense::weights::{Activation, Weights};
 use prost::Message;
 
 fn info(name: &str, shape: &[i64]) -> ValueInfoProto {
@@ -45,6 +49,7 @@ fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, &[i64]
             },
         }
     };
+
     NodeProto {
         input: owned(inputs),
         output: owned(outputs),
@@ -55,12 +60,13 @@ fn node(op: &str, inputs: &[&str], outputs: &[&str], attributes: &[(&str, &[i64]
     }
 }
 
-/// A network of inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`.
+/// Returns a network with the inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`.
 fn network(node: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
     let (input, output) = (vec![info("x", &[4]), info("y", &[3, 4])], vec![info("out", &[1])]);
-    let graph = GraphProto { node, initializer, input, output };
+    let graph = GraphProto { node, initializer, input, output, ..GraphProto::default() };
     let opset = OperatorSetIdProto { domain: Some(String::new()), version: Some(13) };
-    ModelProto { ir_version: Some(7), graph: Some(graph), opset_import: vec![opset] }
+    let (graph, opset_import) = (Some(graph), vec![opset]);
+    ModelProto { ir_version: Some(7), graph, opset_import, ..ModelProto::default() }
 }
 
 fn load(model: &ModelProto) -> Result<DenseEngine, DenseError> {
@@ -68,7 +74,7 @@ fn load(model: &ModelProto) -> Result<DenseEngine, DenseError> {
     DenseEngine::load(model.encode_to_vec(), &inputs, "out", Activation::None, Weights::F32)
 }
 
-/// One node, whose result is the output, and the tensors it reads.
+/// Returns a network of one node, whose result is the output, and the tensors that the node reads.
 fn single(
     op: &str,
     inputs: &[&str],
@@ -78,7 +84,7 @@ fn single(
     network(vec![node(op, inputs, &["out"], attributes)], tensors)
 }
 
-/// Values of both signs.
+/// Returns `n` values of both signs.
 fn w(n: usize) -> Vec<f32> {
     (0..n).map(|i| (i as f32 * 0.7).sin()).collect()
 }
@@ -214,7 +220,7 @@ fn sums_and_views() -> Vec<(&'static str, ModelProto)> {
 }
 
 #[test]
-fn every_operator_does_what_rten_does() {
+fn every_operator_gives_the_result_of_rten() {
     let values = |n: usize| (0..n).map(|i| ((i * i) as f32 * 0.37).cos()).collect::<Vec<_>>();
     for (name, model) in [products(), elementwise(), sums_and_views()].concat() {
         let engine = load(&model).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -236,7 +242,7 @@ fn every_operator_does_what_rten_does() {
 }
 
 #[test]
-fn what_the_kernels_lack_runs_on_rten_and_says_so() {
+fn an_operator_without_a_kernel_runs_on_rten() {
     let engine = load(&single("Neg", &["x"], &[], vec![])).unwrap();
     assert_eq!(engine.falls_back_for(), Some("Neg"));
     let (inputs, mut scores) = ([vec![1.0, 2.0, 3.0, 4.0], vec![0.0; 12]], vec![0.0; 4]);
@@ -245,17 +251,19 @@ fn what_the_kernels_lack_runs_on_rten_and_says_so() {
 }
 
 #[test]
-fn files_that_lie_are_refused() {
+fn files_that_contradict_themselves_are_refused() {
     let refused = |model: &ModelProto, what: &str| match load(model) {
         Ok(_) => panic!("not refused: {what}"),
         Err(e) => assert!(e.to_string().contains(what), "{e}, not {what}"),
     };
     let gemm = |w| single("Gemm", &["x", "w"], &[], vec![w]);
+
     refused(&gemm(floats("w", &[4, 1 << 40], &[1.0])), "tensor `w`");
     refused(&gemm(floats("w", &[1 << 62, 4], &[])), "tensor `w`: shape");
     refused(&gemm(floats("w", &[-4, -5], &[0.0; 20])), "tensor `w`: shape");
     refused(&gemm(floats("w", &[5, 4], &[0.0; 20])), "Gemm of width 4");
     refused(&gemm(floats("w", &[4, 1], &[0.0, 0.0, f32::INFINITY, 0.0])), "not finite");
+
     let elsewhere = TensorProto { data_location: Some(1), ..floats("w", &[4, 1], &[0.0; 4]) };
     refused(&gemm(elsewhere), "another file");
     refused(&single("Relu", &["z"], &[], vec![]), "reads `z`, which nothing writes");
@@ -264,7 +272,8 @@ fn files_that_lie_are_refused() {
         "out of range",
     );
     refused(&single("Concat", &["x", "y"], &[("axis", &[1])], vec![]), "Concat");
-    // Doubled again and again, a small file would ask for all memory.
+
+    // Values that double with every node: a small file that would take all memory.
     let double = |i: usize| {
         let (from, to) = (format!("d{i}"), format!("d{}", i + 1));
         node("Concat", &[&from, &from], &[&to], &[("axis", &[1])])
@@ -273,7 +282,8 @@ fn files_that_lie_are_refused() {
     let last = node("Identity", &["d40"], &["out"], &[]);
     let bomb = std::iter::once(first).chain((0..40).map(double)).chain([last]).collect();
     refused(&network(bomb, vec![]), "values a sample");
-    // The same of integers, and of lists and weights that are only passed on.
+
+    // Integers that double, and integers and weights that many nodes pass on.
     let double = |i: usize| {
         node("Concat", &[&format!("d{i}"), &format!("d{i}")], &[&format!("d{}", i + 1)], &[])
     };
@@ -284,17 +294,20 @@ fn files_that_lie_are_refused() {
         &network(again("Transpose"), vec![floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19])]),
         "weights",
     );
-    // As an index two integers are no single one.
+
+    // Two integers are not one index.
     let squeezed = vec![
         node("Squeeze", &["two"], &["i"], &[]),
         node("Gather", &["y", "i"], &["out"], &[("axis", &[1])]),
     ];
     refused(&network(squeezed, vec![ints("two", &[0, 1])]), "Squeeze of 2 integers");
-    // The same weights packed again and again.
+
+    // Many nodes that pack the same weights.
     let wide = floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19]);
     let many = (0..200)
         .map(|i| node("Gemm", &["x", "w"], &[if i == 0 { "out" } else { "o" }], &[]))
         .collect();
     refused(&network(many, vec![wide]), "a sample");
+
     assert!(load(&ModelProto::default()).is_err());
 }

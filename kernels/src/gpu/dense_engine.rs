@@ -1,74 +1,78 @@
-//! The dense network on a GPU: TensorRT where it is, else the plan of our own kernels, with cuBLAS
-//! for the products where that is. Whichever is taken must first give the CPU's scores on made-up
-//! samples, to the bit where it is our kernels alone. Never chooses silently: what was taken, and
-//! why the rest was not, is kept and logged.
+//! The dense network on a GPU. Three backends are tried in this order: TensorRT, the plan of
+//! Hatchback's kernels with cuBLAS for the products, the plan of Hatchback's kernels alone. A
+//! backend is used only if it first gives the CPU's scores on generated samples: equal to the bit
+//! for the kernels alone, within a bound for the others. Never chooses silently: the engine keeps
+//! and logs which backend it uses and why it rejected those before.
 
-use crate::cuda::cublas::{Cublas, CublasError};
+use crate::cuda::cublas::Cublas;
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::memory::{Buffer, View};
-use crate::dense::graph::{Graph, Map, Stop};
 use crate::dense::layout::Layout;
+use crate::dense::onnx_graph::{Graph, Stop};
 use crate::dense::{Activation, DenseEngine, DenseError, Weights, match_interface, onnx};
-use crate::gpu::dense_kernels::DenseKernels;
-use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch, map_number};
-use crate::gpu::tensorrt::{self, Build, Plans, TensorRt, TensorRtError};
+use crate::gpu::dense_error::GpuDenseError;
+use crate::gpu::dense_kernels::{Columns, DenseKernels};
+use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch};
+use crate::gpu::numbers::MapNumber;
+use crate::gpu::tensorrt::{self, Build, Plans, TensorRt};
 use serde::Deserialize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Samples on which a GPU's scores are held against the CPU's.
-const CHECKED: usize = 64;
-/// How far a score may be from the CPU's, as a part of it or, below 1, of 1: where sums are f32 in
-/// another order,
-const F32_APART: f32 = 1e-4;
-/// and where layers compute in FP16, whose numbers have 11 bits.
-const F16_APART: f32 = 1e-2;
+/// Samples on which a GPU's scores are compared with the CPU's.
+const CHECK_SAMPLES: usize = 64;
+/// Largest difference of a score from the CPU's where sums are f32 in another order: a part of the
+/// score, or of 1 for scores below 1.
+const F32_DIFFERENCE_BOUND: f32 = 1e-4;
+/// The same bound where layers compute in FP16, whose numbers have 11 bits.
+const F16_DIFFERENCE_BOUND: f32 = 1e-2;
 
-/// A dense network as the schema names its ends.
+/// A dense network, and its inputs and output as the schema names them.
 #[derive(Clone, Copy, Debug)]
 pub struct DenseNetwork<'a> {
-    /// The file.
+    /// The ONNX file.
     pub onnx: &'a [u8],
-    /// Names and widths that the schema feeds, in the order that a run takes them.
+    /// Names and widths of the inputs, in the order that a run takes them.
     pub inputs: &'a [(&'a str, usize)],
     /// The output's name.
     pub output: &'a str,
-    /// What makes scores of it.
+    /// The function that turns the output into scores.
     pub activation: Activation,
-    /// How the weights are kept; TensorRT keeps them as it likes.
+    /// How the weights are stored. TensorRT chooses for itself.
     pub weights: Weights,
 }
 
-/// TensorRT, if it may be used.
+/// How TensorRT may be used.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorRtOptions {
-    /// `libhatchback_tensorrt.so`, which `kernels/tensorrt/make` builds.
+    /// Path of `libhatchback_tensorrt.so`, which `kernels/tensorrt/make` builds.
     pub shim: PathBuf,
-    /// Where `libnvinfer` and its ONNX parser are, unless they are found by name.
+    /// Paths of `libnvinfer` and its ONNX parser; without them the loader finds both by name.
     #[serde(default)]
     pub libraries: Option<(PathBuf, PathBuf)>,
-    /// The folder that keeps the plans built here.
+    /// The folder that keeps the plans built on this machine.
     pub plans: PathBuf,
     /// Whether layers may compute in FP16.
     pub fp16: bool,
-    /// Device memory that a layer may take while it runs.
+    /// Largest device memory that a layer may use while it runs.
     pub workspace_bytes_max: u64,
 }
 
-/// What may run the network.
+/// Which backends may run the network.
 #[derive(Clone, Debug)]
 pub struct DeviceOptions {
-    /// Tried first, if given.
+    /// TensorRT, which is tried first.
     pub tensorrt: Option<TensorRtOptions>,
-    /// Whether cuBLAS may make the products: faster on large ones, its sums in an order of its own.
+    /// Whether cuBLAS may compute the products: it is faster on large ones, but adds in another
+    /// order.
     pub cublas: bool,
-    /// Samples of a run at most.
+    /// The largest number of samples in a run.
     pub batch_max: usize,
 }
 
 /// A network on a GPU. Holding one proves that it gave the CPU's scores there, within the bound of
-/// what runs it.
+/// its backend.
 pub struct DeviceEngine {
     gpu: Arc<Gpu>,
     kernels: Arc<DenseKernels>,
@@ -77,7 +81,7 @@ pub struct DeviceEngine {
     outputs: usize,
     activation: Activation,
     batch_max: usize,
-    passed_over: Vec<String>,
+    rejected: Vec<String>,
 }
 
 enum Backend {
@@ -85,292 +89,342 @@ enum Backend {
     Plan { plan: Arc<DevicePlan>, cublas: bool },
 }
 
-/// The memory and handles of one worker's runs.
-pub struct DeviceLane {
+/// The memory and handles of one worker's runs: the GPU's `DenseScratch`.
+pub struct DeviceScratch {
     batch_max: usize,
-    lane: Lane,
+    backend: BackendScratch,
 }
 
-enum Lane {
+enum BackendScratch {
     TensorRt(tensorrt::Context),
     Plan(DevicePlanScratch),
 }
 
 impl DeviceEngine {
-    /// Loads `network` onto `gpu`.
+    /// Loads `network` onto `gpu` with the first backend of `options` that gives the CPU's scores.
     ///
     /// # Errors
-    /// The file does not load, nothing here can run it, or what runs it does not give the CPU's
-    /// scores.
+    /// [`GpuDenseError::Dense`] if the file does not load, [`GpuDenseError::Unsupported`] if the
+    /// GPU has no kernel for an operator, or the error of the last backend.
     pub fn load(
         gpu: &Arc<Gpu>,
         network: &DenseNetwork,
         options: &DeviceOptions,
-    ) -> Result<Self, DenseError> {
+    ) -> Result<Self, GpuDenseError> {
         let model = onnx::read(network.onnx.to_vec().into())?;
         let shapes = match_interface(&model, network.inputs, network.output)?;
-        let named: Vec<_> = network
+        let inputs: Vec<_> = network
             .inputs
             .iter()
             .zip(&shapes)
             .map(|((name, _), shape)| (*name, shape.clone()))
             .collect();
-        let cpu = |weights| {
-            let DenseNetwork { onnx, inputs, output, activation, .. } = *network;
-            DenseEngine::load(onnx.to_vec(), inputs, output, activation, weights)
-        };
-        let kernels = Arc::new(DenseKernels::load(gpu)?);
-        let reference = cpu(network.weights)?;
-        let engine = |backend| Self {
-            gpu: Arc::clone(gpu),
-            kernels: Arc::clone(&kernels),
-            backend,
-            widths: network.inputs.iter().map(|(_, width)| *width).collect(),
+        let reference = load_on_cpu(network, network.weights)?;
+        let loader = Loader {
+            gpu,
+            network,
+            kernels: Arc::new(DenseKernels::load(gpu)?),
             outputs: reference.outputs(),
-            activation: network.activation,
             batch_max: options.batch_max,
-            passed_over: Vec::new(),
         };
-        let mut passed_over = Vec::new();
+
+        let mut rejected = Vec::new();
         if let Some(tensorrt) = &options.tensorrt {
-            let bound = if tensorrt.fp16 { F16_APART } else { F32_APART };
-            let trained = cpu(Weights::F32)?;
-            let take = |backend| engine(backend).checked(&trained, bound);
-            match take_tensorrt(gpu, network, named.clone(), (tensorrt, options.batch_max), take) {
+            match loader.load_tensorrt(tensorrt, inputs.clone()) {
                 Ok(engine) => return Ok(engine),
-                Err(e) => pass_over(&e, &mut passed_over),
+                Err(e) => reject(&e, &mut rejected),
             }
         }
-        let layout = match Graph::build(&model, &named, network.output, network.weights) {
+
+        let layout = match Graph::build(&model, &inputs, network.output, network.weights) {
             Ok(graph) => Layout::new(graph),
-            Err(Stop::Refused(e)) => return Err(e),
-            Err(Stop::Unsupported(operator)) => {
-                return Err(DenseError::Run(format!("no kernel on the GPU for {operator}")));
-            }
+            Err(Stop::Refused(e)) => return Err(e.into()),
+            Err(Stop::Unsupported(operator)) => return Err(GpuDenseError::Unsupported(operator)),
         };
         let plan = Arc::new(DevicePlan::new(&layout, gpu)?);
         if options.cublas {
-            let opened = Cublas::open(gpu).map_err(DenseError::from);
-            let backend = opened.map(|_| Backend::Plan { plan: Arc::clone(&plan), cublas: true });
-            match backend.and_then(|b| engine(b).checked(&reference, F32_APART)) {
-                Ok(engine) => return Ok(Self { passed_over, ..engine }),
-                Err(e) => pass_over(&e, &mut passed_over),
+            match loader.load_cublas(&plan, &reference) {
+                Ok(engine) => return Ok(Self { rejected, ..engine }),
+                Err(e) => reject(&e, &mut rejected),
             }
         }
-        let engine = engine(Backend::Plan { plan, cublas: false }).checked(&reference, 0.0)?;
-        Ok(Self { passed_over, ..engine })
+
+        let backend = Backend::Plan { plan, cublas: false };
+        let engine = loader.engine(backend).check(&reference, 0.0)?;
+        Ok(Self { rejected, ..engine })
     }
 
-    /// What runs the network, in words.
+    /// Returns the backend in words.
     pub fn runs_on(&self) -> String {
         match &self.backend {
             Backend::TensorRt { name, .. } => name.clone(),
-            Backend::Plan { cublas: true, .. } => "our kernels, products by cuBLAS".to_owned(),
-            Backend::Plan { cublas: false, .. } => "our kernels, to the CPU's bits".to_owned(),
+            Backend::Plan { cublas: true, .. } => {
+                "Hatchback's kernels, products by cuBLAS".to_owned()
+            }
+            Backend::Plan { cublas: false, .. } => {
+                "Hatchback's kernels, equal to the CPU to the bit".to_owned()
+            }
         }
     }
 
-    /// What would have been taken before that, and why it was not.
-    pub fn passed_over(&self) -> &[String] {
-        &self.passed_over
+    /// Returns the reasons why the backends before were rejected.
+    pub fn rejected(&self) -> &[String] {
+        &self.rejected
     }
 
-    /// Whether the scores are the CPU's to the bit.
+    /// Returns whether the scores are the CPU's to the bit.
     pub fn is_exact(&self) -> bool {
         matches!(self.backend, Backend::Plan { cublas: false, .. })
     }
 
-    /// Whether a recorded run keeps its lane to itself, so that each recording needs one:
-    /// TensorRT's states do.
-    pub fn records_keep_lanes(&self) -> bool {
+    /// Returns whether a graph must own the scratch that it was recorded with, as TensorRT's
+    /// contexts require.
+    pub fn graphs_own_scratch(&self) -> bool {
         matches!(self.backend, Backend::TensorRt { .. })
     }
 
-    /// Values in one sample's score.
+    /// Returns the number of values in one sample's score.
     pub fn outputs(&self) -> usize {
         self.outputs
     }
 
-    /// Device memory of the weights; TensorRT's are in its own keeping and count nothing here.
+    /// Returns the bytes of the weights in device memory; 0 for TensorRT, which does not report
+    /// them.
     pub fn bytes(&self) -> usize {
         if let Backend::Plan { plan, .. } = &self.backend { plan.bytes() } else { 0 }
     }
 
-    /// Device memory of a lane for up to `batch_max` samples.
-    pub fn lane_bytes(&self, batch_max: usize) -> u64 {
+    /// Returns the bytes of device memory of a scratch for up to `batch_max` samples.
+    pub fn scratch_bytes(&self, batch_max: usize) -> u64 {
         match &self.backend {
             Backend::TensorRt { engine, .. } => engine.context_bytes(),
             Backend::Plan { plan, .. } => plan.scratch_bytes(batch_max) as u64,
         }
     }
 
-    /// A worker's memory for runs of up to `batch_max` samples.
+    /// Allocates a worker's memory for runs of up to `batch_max` samples.
     ///
     /// # Errors
-    /// There is not enough, or `batch_max` is beyond what the network was loaded for.
-    pub fn lane(&self, batch_max: usize) -> Result<DeviceLane, DenseError> {
+    /// [`GpuDenseError`]: there is not enough memory, or the network was loaded for smaller
+    /// batches.
+    pub fn scratch(&self, batch_max: usize) -> Result<DeviceScratch, GpuDenseError> {
         if batch_max > self.batch_max {
-            return Err(DenseError::Batch { batch: batch_max, max: self.batch_max });
+            return Err(DenseError::Batch { batch: batch_max, max: self.batch_max }.into());
         }
-        let lane = match &self.backend {
-            Backend::TensorRt { engine, .. } => Lane::TensorRt(engine.context()?),
+        let backend = match &self.backend {
+            Backend::TensorRt { engine, .. } => BackendScratch::TensorRt(engine.context()?),
             Backend::Plan { plan, cublas } => {
                 let mut scratch = plan.scratch(&self.gpu, batch_max)?;
                 scratch.cublas = cublas.then(|| Cublas::open(&self.gpu)).transpose()?;
-                Lane::Plan(scratch)
+                BackendScratch::Plan(scratch)
             }
         };
-        Ok(DeviceLane { batch_max, lane })
+        Ok(DeviceScratch { batch_max, backend })
     }
 
     /// Puts a run of `batch` samples onto `stream`. `inputs[i]` begins with `[batch, width of input
-    /// i]`, `scores` with room for `[batch, outputs]`; `lane` is this engine's. What is named must
-    /// stay until the stream has passed.
+    /// i]`, `scores` has room for `[batch, outputs]`, and `scratch` is of this engine. All of them
+    /// must stay alive until the stream has run the work.
     ///
     /// # Errors
-    /// The batch is larger than the lane, or the device refuses.
+    /// [`GpuDenseError::Dense`] if the batch is larger than the scratch,
+    /// [`GpuDenseError::Buffers`], or the backend's error.
     pub fn enqueue(
         &self,
         stream: &Stream,
         batch: usize,
         inputs: &[Buffer<f32>],
         scores: View<f32>,
-        lane: &mut DeviceLane,
-    ) -> Result<(), DenseError> {
-        if batch > lane.batch_max {
-            return Err(DenseError::Batch { batch, max: lane.batch_max });
+        scratch: &mut DeviceScratch,
+    ) -> Result<(), GpuDenseError> {
+        if batch > scratch.batch_max {
+            return Err(DenseError::Batch { batch, max: scratch.batch_max }.into());
         }
         let short = |(values, width): (&Buffer<f32>, &usize)| values.len() < batch * width;
         if inputs.len() != self.widths.len() || inputs.iter().zip(&self.widths).any(short) {
-            return Err(DenseError::Run(format!("inputs do not hold {batch} samples")));
+            return Err(GpuDenseError::Buffers(format!("inputs do not hold {batch} samples")));
         }
-        let (values, sigmoid) = (batch * self.outputs, map_number(Map::Sigmoid));
+        let values = batch * self.outputs;
         if scores.len() < values {
-            return Err(DenseError::Run(format!(
-                "room for {} scores, {batch} samples",
-                scores.len()
-            )));
+            let problem = format!("room for {} scores, {batch} samples", scores.len());
+            return Err(GpuDenseError::Buffers(problem));
         }
+
         let scores = scores.first(values);
-        match (&self.backend, &mut lane.lane) {
-            (Backend::TensorRt { .. }, Lane::TensorRt(context)) => {
+        match (&self.backend, &mut scratch.backend) {
+            (Backend::TensorRt { .. }, BackendScratch::TensorRt(context)) => {
                 context.enqueue(stream, batch, inputs, scores)?;
                 if self.activation == Activation::Sigmoid {
-                    self.kernels.map(stream, sigmoid, scores, scores)?;
+                    self.kernels.map(stream, MapNumber::Sigmoid, scores, scores)?;
                 }
             }
-            (Backend::Plan { plan, .. }, Lane::Plan(scratch)) => {
+            (Backend::Plan { plan, .. }, BackendScratch::Plan(scratch)) => {
                 let result = plan.enqueue(&self.kernels, stream, batch, inputs, scratch)?;
                 match self.activation {
-                    Activation::Sigmoid => self.kernels.map(stream, sigmoid, result, scores)?,
+                    Activation::Sigmoid => {
+                        self.kernels.map(stream, MapNumber::Sigmoid, result, scores)?;
+                    }
                     Activation::None => {
-                        self.kernels.concat(
-                            stream,
-                            result,
-                            (batch, self.outputs),
-                            (self.outputs, 0),
-                            scores,
-                        )?;
+                        let (part, stride) = (self.outputs, self.outputs);
+                        let all = Columns { rows: batch, part, stride, first: 0 };
+                        self.kernels.concat(stream, result, all, scores)?;
                     }
                 }
             }
-            _ => return Err(DenseError::Run("the lane is another engine's".to_owned())),
+            _ => {
+                let problem = "the scratch belongs to another engine".to_owned();
+                return Err(GpuDenseError::Buffers(problem));
+            }
         }
         Ok(())
     }
 
-    /// Puts a copy of `from` to the beginning of `to` onto `stream`.
+    /// Puts a copy of `from` to the start of `to` onto `stream`.
     ///
     /// # Errors
-    /// The device refuses.
+    /// [`CudaError::Driver`].
     pub fn copy(&self, stream: &Stream, from: View<f32>, to: View<f32>) -> Result<(), CudaError> {
         let n = from.len();
-        if n == 0 { Ok(()) } else { self.kernels.concat(stream, from, (1, n), (n, 0), to) }
+        if n == 0 {
+            return Ok(());
+        }
+        self.kernels.concat(stream, from, Columns { rows: 1, part: n, stride: n, first: 0 }, to)
     }
 
-    /// Itself, if it gives the CPU's scores on made-up samples, in batches of one and of many.
-    fn checked(self, reference: &DenseEngine, bound: f32) -> Result<Self, DenseError> {
-        let samples = self.batch_max.min(CHECKED);
+    /// Returns the engine if it gives the CPU's scores on generated samples, in a batch of one and
+    /// in a batch of many.
+    fn check(self, reference: &DenseEngine, bound: f32) -> Result<Self, GpuDenseError> {
+        let samples = self.batch_max.min(CHECK_SAMPLES);
         let stream = self.gpu.stream()?;
-        let (mut lane, mut scratch) = (self.lane(samples)?, reference.scratch(samples));
+        let (mut on_gpu, mut on_cpu) = (self.scratch(samples)?, reference.scratch(samples));
+
         let inputs: Vec<Vec<f32>> =
-            self.widths.iter().enumerate().map(|(i, w)| made_up(i as u64, samples * w)).collect();
-        let mut fed = Vec::new();
+            self.widths.iter().enumerate().map(|(i, w)| generate(i as u64, samples * w)).collect();
+        let mut uploaded = Vec::new();
         for values in &inputs {
             let mut buffer = self.gpu.buffer::<f32>(values.len())?;
             stream.upload(values, &mut buffer, 0)?;
-            fed.push(buffer);
+            uploaded.push(buffer);
         }
+
         let mut scores = self.gpu.buffer::<f32>(samples * self.outputs)?;
         for batch in [samples, 1] {
             stream.upload(&vec![f32::NAN; scores.len()], &mut scores, 0)?;
-            self.enqueue(&stream, batch, &fed, scores.view(), &mut lane)?;
-            let (mut ours, mut theirs) =
-                (vec![0.0; batch * self.outputs], vec![0.0; batch * self.outputs]);
-            stream.download(&scores, 0, &mut ours)?;
-            reference.run(batch, &inputs, &mut theirs, &mut scratch)?;
-            let apart = ours.iter().zip(&theirs).map(|(a, b)| apart(*a, *b)).fold(0.0, f32::max);
-            if apart > bound {
-                return Err(DenseError::Apart { backend: self.runs_on(), apart, bound });
+            self.enqueue(&stream, batch, &uploaded, scores.view(), &mut on_gpu)?;
+            let mut gpu_scores = vec![0.0; batch * self.outputs];
+            stream.download(&scores, 0, &mut gpu_scores)?;
+
+            let mut cpu_scores = vec![0.0; batch * self.outputs];
+            reference.run(batch, &inputs, &mut cpu_scores, &mut on_cpu)?;
+            let pairs = gpu_scores.iter().zip(&cpu_scores);
+            let difference = pairs.map(|(gpu, cpu)| difference(*gpu, *cpu)).fold(0.0, f32::max);
+            if difference > bound {
+                let backend = self.runs_on();
+                return Err(GpuDenseError::ScoresDiffer { backend, difference, bound });
             }
         }
-        log::info!("dense network: {}", self.runs_on());
+        log::info!("the dense network runs on {}", self.runs_on());
         Ok(self)
     }
 }
 
-/// What `take` makes of the network on TensorRT.
-fn take_tensorrt(
-    gpu: &Arc<Gpu>,
-    network: &DenseNetwork,
-    inputs: Vec<(&str, Vec<usize>)>,
-    (options, batch_max): (&TensorRtOptions, usize),
-    take: impl Fn(Backend) -> Result<DeviceEngine, DenseError>,
-) -> Result<DeviceEngine, DenseError> {
-    let libraries =
-        options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
-    let tensorrt = TensorRt::open(&options.shim, libraries)?;
-    let build = Build {
-        onnx: network.onnx,
-        inputs,
-        output: network.output,
-        batch_typical: batch_max.min(CHECKED),
-        batch_max,
-        workspace_bytes_max: options.workspace_bytes_max,
-        fp16: options.fp16,
-        compute_capability: None,
-    };
-    let types = if options.fp16 { "FP16" } else { "FP32" };
-    let take = |plan: &[u8], made| {
-        let name = format!("TensorRT {}, {types}, plan {made}", tensorrt.version());
-        take(Backend::TensorRt { engine: tensorrt.load(gpu, plan, &build)?, name })
-    };
-    let plans = Plans::new(&options.plans);
-    let path = plans.path(&tensorrt, gpu.name(), &build);
-    if let Some(plan) = plans.kept(&path)? {
-        match take(&plan, "kept from before") {
-            Err(e) if !matches!(e, DenseError::Cuda(_)) => {
-                log::warn!("{}: {e}; built anew", path.display())
-            }
-            taken => return taken,
+fn load_on_cpu(network: &DenseNetwork, weights: Weights) -> Result<DenseEngine, DenseError> {
+    let DenseNetwork { onnx, inputs, output, activation, .. } = *network;
+    DenseEngine::load(onnx.to_vec(), inputs, output, activation, weights)
+}
+
+/// What every backend of one network is made from.
+struct Loader<'a> {
+    gpu: &'a Arc<Gpu>,
+    network: &'a DenseNetwork<'a>,
+    kernels: Arc<DenseKernels>,
+    outputs: usize,
+    batch_max: usize,
+}
+
+impl Loader<'_> {
+    fn engine(&self, backend: Backend) -> DeviceEngine {
+        DeviceEngine {
+            gpu: Arc::clone(self.gpu),
+            kernels: Arc::clone(&self.kernels),
+            backend,
+            widths: self.network.inputs.iter().map(|(_, width)| *width).collect(),
+            outputs: self.outputs,
+            activation: self.network.activation,
+            batch_max: self.batch_max,
+            rejected: Vec::new(),
         }
     }
-    let plan = tensorrt.build(&build)?;
-    let taken = take(&plan, "built now");
-    // Another build would give no other scores.
-    let is_no_use = matches!(taken, Err(DenseError::Apart { .. }));
-    plans.keep(&path, if is_no_use { &[] } else { &plan });
-    taken
+
+    fn load_cublas(
+        &self,
+        plan: &Arc<DevicePlan>,
+        reference: &DenseEngine,
+    ) -> Result<DeviceEngine, GpuDenseError> {
+        // Every scratch opens its own handle; this one shows whether the library is present.
+        Cublas::open(self.gpu)?;
+        let backend = Backend::Plan { plan: Arc::clone(plan), cublas: true };
+        self.engine(backend).check(reference, F32_DIFFERENCE_BOUND)
+    }
+
+    /// Loads the network's kept plan, or builds one and keeps it.
+    fn load_tensorrt(
+        &self,
+        options: &TensorRtOptions,
+        inputs: Vec<(&str, Vec<usize>)>,
+    ) -> Result<DeviceEngine, GpuDenseError> {
+        let reference = load_on_cpu(self.network, Weights::F32)?;
+        let libraries =
+            options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
+        let tensorrt = TensorRt::open(&options.shim, libraries)?;
+        let build = Build {
+            onnx: self.network.onnx,
+            inputs,
+            output: self.network.output,
+            batch_typical: self.batch_max.min(CHECK_SAMPLES),
+            batch_max: self.batch_max,
+            workspace_bytes_max: options.workspace_bytes_max,
+            fp16: options.fp16,
+            compute_capability: None,
+        };
+        let (types, bound) = match options.fp16 {
+            true => ("FP16", F16_DIFFERENCE_BOUND),
+            false => ("FP32", F32_DIFFERENCE_BOUND),
+        };
+        let load_plan = |plan: &[u8], origin| {
+            let name = format!("TensorRT {}, {types}, plan {origin}", tensorrt.version());
+            let engine = tensorrt.load(self.gpu, plan, &build)?;
+            self.engine(Backend::TensorRt { engine, name }).check(&reference, bound)
+        };
+
+        let plans = Plans::new(&options.plans);
+        let path = plans.path(&tensorrt, self.gpu.name(), &build);
+        if let Some(plan) = plans.kept(&path)? {
+            match load_plan(&plan, "kept from before") {
+                Err(e) if !matches!(e, GpuDenseError::Cuda(_)) => {
+                    log::warn!("{}: {e}; the plan is built again", path.display());
+                }
+                loaded => return loaded,
+            }
+        }
+
+        let plan = tensorrt.build(&build)?;
+        let loaded = load_plan(&plan, "built now");
+        // Another build would give the same scores, so an empty plan records that it is useless.
+        let useless = matches!(loaded, Err(GpuDenseError::ScoresDiffer { .. }));
+        plans.keep(&path, if useless { &[] } else { &plan });
+        loaded
+    }
 }
 
-fn pass_over(why: &DenseError, passed_over: &mut Vec<String>) {
-    log::info!("passed over: {why}");
-    passed_over.push(why.to_string());
+fn reject(why: &GpuDenseError, rejected: &mut Vec<String>) {
+    log::info!("a backend for the dense network on the GPU is rejected: {why}");
+    rejected.push(why.to_string());
 }
 
-/// How far `a` is from `b`, as a part of it: nothing only if their bits are the same or both are
-/// NaN, and without end from a NaN.
-fn apart(a: f32, b: f32) -> f32 {
+/// Returns the difference of `a` from `b` as a part of `b`. It is 0 only if their bits are equal or
+/// both are NaN, and infinite if only one is NaN.
+fn difference(a: f32, b: f32) -> f32 {
     let part = (a - b).abs() / b.abs().max(1.0);
     match a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan() {
         true => 0.0,
@@ -379,33 +433,12 @@ fn apart(a: f32, b: f32) -> f32 {
     }
 }
 
-/// Values from -1 to 1, the same every time, a few of them zero.
-fn made_up(seed: u64, len: usize) -> Vec<f32> {
+/// Returns values from -1 to 1, the same for the same seed, a few of them zero.
+fn generate(seed: u64, len: usize) -> Vec<f32> {
     let value = |i: u64| {
         let bits = (seed << 40 ^ i).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let bits = (bits ^ bits >> 31).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32;
         if bits.is_multiple_of(16) { 0.0 } else { bits as i32 as f32 / 2f32.powi(31) }
     };
     (0..len as u64).map(value).collect()
-}
-
-impl From<TensorRtError> for DenseError {
-    fn from(e: TensorRtError) -> Self {
-        Self::TensorRt(Box::new(e))
-    }
-}
-
-impl From<CudaError> for DenseError {
-    fn from(e: CudaError) -> Self {
-        Self::Cuda(Box::new(e))
-    }
-}
-
-impl From<CublasError> for DenseError {
-    fn from(e: CublasError) -> Self {
-        match e {
-            CublasError::Cuda(e) => e.into(),
-            e => Self::Run(e.to_string()),
-        }
-    }
 }

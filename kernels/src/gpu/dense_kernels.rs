@@ -1,10 +1,13 @@
-//! The kernels of `cuda/dense.cu`, a function each: sizes are checked, then it is launched. Nothing
-//! waits here, and nothing is decided but the shape of the launch.
+//! The kernels of `cuda/dense.cu`, one function each: it checks the sizes and launches. The
+//! argument structures are those of `dense.cu`, field by field. Never waits, and decides nothing
+//! but the shape of the launch.
 
 #![allow(unsafe_code)]
 
 use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream};
-use crate::cuda::memory::{Buffer, View};
+use crate::cuda::matrix::DeviceMatrix;
+use crate::cuda::memory::View;
+use crate::gpu::numbers::{MapNumber, ZipNumber};
 use std::sync::Arc;
 
 pub(crate) const IMAGES: Images = Images {
@@ -18,40 +21,163 @@ pub(crate) const IMAGES: Images = Images {
 
 /// Threads of a block, of every kernel.
 const THREADS: u32 = 256;
-/// Blocks at most where each goes over its values in strides.
-const BLOCKS_MAX: usize = 1 << 16;
-/// Up to this many rows a product takes the narrow tiles.
+/// Blocks of the largest grid of a kernel whose blocks stride over the values.
+const STRIDED_GRID_BLOCKS: usize = 1 << 16;
+/// A product of at most this many rows uses the small tiles.
 const FEW_ROWS: usize = 32;
+/// Sizes and indexes are `int` in the kernels.
+const INT_END: usize = 1 << 31;
 
-/// A weight matrix `[k, n]` on the device and what follows a product by it.
-pub struct DeviceMatrix {
-    /// Rows.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct MatrixProduct {
+    a: u64,
+    w: u64,
+    scale: u64,
+    bias: u64,
+    out: u64,
+    m: i32,
+    k: i32,
+    n: i32,
+    relu: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct MatrixFinish {
+    out: u64,
+    scale: u64,
+    bias: u64,
+    values: i64,
+    n: i32,
+    relu: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SmallProducts {
+    a: u64,
+    b: u64,
+    out: u64,
+    products: i64,
+    m: i32,
+    k: i32,
+    n: i32,
+    transposed: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct MapValues {
+    from: u64,
+    to: u64,
+    values: i64,
+    function: MapNumber,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ZipSide {
+    values: u64,
+    picks: u64,
+    width: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ZipValues {
+    left: ZipSide,
+    right: ZipSide,
+    out: u64,
+    values: i64,
+    width: i32,
+    function: ZipNumber,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SumValues {
+    from: u64,
+    out: u64,
+    values: i64,
+    n: i32,
+    inner: i32,
+    divisor: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ConcatPart {
+    from: u64,
+    out: u64,
+    values: i64,
+    part: i32,
+    stride: i32,
+    first: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PickValues {
+    from: u64,
+    picks: u64,
+    out: u64,
+    values: i64,
+    width: i32,
+    from_width: i32,
+}
+
+const _: () = assert!(size_of::<MatrixProduct>() == 56 && size_of::<MatrixFinish>() == 40);
+const _: () = assert!(size_of::<SmallProducts>() == 48 && size_of::<MapValues>() == 32);
+const _: () = assert!(size_of::<ZipSide>() == 24 && size_of::<ZipValues>() == 72);
+const _: () = assert!(size_of::<SumValues>() == 40 && size_of::<ConcatPart>() == 40);
+const _: () = assert!(size_of::<PickValues>() == 40);
+
+/// Shape of one small product `[m, k] x [k, n]`; the second operand is `[n, k]` if `transposed`.
+#[derive(Clone, Copy)]
+pub(crate) struct ProductShape {
+    pub m: usize,
     pub k: usize,
-    /// Columns.
     pub n: usize,
-    /// `[k, n]`.
-    pub weights: Buffer<f32>,
-    /// `[n]`.
-    pub scale: Buffer<f32>,
-    /// `[n]`.
-    pub bias: Buffer<f32>,
-    /// Whether what is below zero becomes zero.
-    pub relu: bool,
+    pub transposed: bool,
+}
+
+/// Shape `[samples, width]` of a result.
+#[derive(Clone, Copy)]
+pub(crate) struct ResultShape {
+    pub samples: usize,
+    pub width: usize,
+}
+
+/// Shape `[outer, n, inner]` of the values that [`DenseKernels::sum`] adds over `n`.
+#[derive(Clone, Copy)]
+pub(crate) struct SumShape {
+    pub outer: usize,
+    pub n: usize,
+    pub inner: usize,
+}
+
+/// The columns `first..first + part` of a result `[rows, stride]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Columns {
+    pub rows: usize,
+    pub part: usize,
+    pub stride: usize,
+    pub first: usize,
 }
 
 /// One side of a [`DenseKernels::zip`].
 #[derive(Clone, Copy)]
-pub struct Side<'a> {
-    /// The values.
+pub(crate) struct Side<'a> {
     pub values: View<'a, f32>,
-    /// For each value of a result the one to take in the sample; empty: each in order.
+    /// For each value of a result the index to read in the sample; empty: each in order.
     pub picks: View<'a, u32>,
-    /// Values a sample; 0: the same for all samples.
+    /// Values of one sample; 0: the same values for all samples.
     pub width: usize,
 }
 
 /// The kernels, loaded on one GPU.
-pub struct DenseKernels {
+pub(crate) struct DenseKernels {
     matrix: Kernel,
     matrix_few: Kernel,
     finish: Kernel,
@@ -64,14 +190,12 @@ pub struct DenseKernels {
 }
 
 fn strided(values: usize) -> u32 {
-    values.div_ceil(THREADS as usize).min(BLOCKS_MAX) as u32
+    values.div_ceil(THREADS as usize).min(STRIDED_GRID_BLOCKS) as u32
 }
 
+/// The functions put one launch onto the stream. Each returns the driver's error.
 impl DenseKernels {
-    /// Loads them.
-    ///
-    /// # Errors
-    /// No image runs on this GPU.
+    /// Loads the kernels; fails if no image runs on this GPU.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
         let module = gpu.module(&IMAGES)?;
         Ok(Self {
@@ -87,10 +211,7 @@ impl DenseKernels {
         })
     }
 
-    /// `out[m, n] = a[m, k] x matrix`, finished.
-    ///
-    /// # Errors
-    /// The driver refuses; so with all of these.
+    /// `out[m, n] = a[m, k] x by[k, n]`, with scale, bias and Relu.
     pub fn matrix(
         &self,
         stream: &Stream,
@@ -101,23 +222,28 @@ impl DenseKernels {
     ) -> Result<()> {
         let (k, n) = (by.k, by.n);
         assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
-        assert!(by.scale.len() >= n && by.bias.len() >= n && m < 1 << 31 && k * n < 1 << 31);
+        assert!(by.scale.len() >= n && by.bias.len() >= n && m < INT_END && k * n < INT_END);
+
         let few = m <= FEW_ROWS;
         let (kernel, rows, columns) =
             if few { (&self.matrix_few, 8, 32) } else { (&self.matrix, 64, 64) };
         let blocks = m.div_ceil(rows) * n.div_ceil(columns);
-        let (w, scale, bias) = (by.weights.address(), by.scale.address(), by.bias.address());
-        let (shape, relu) = ((m as i32, k as i32, n as i32), i32::from(by.relu));
-        let arguments =
-            (a.address(), w, scale, bias, out.address(), shape.0, shape.1, shape.2, relu);
-        // SAFETY: the parameters of `dense_matrix` and `dense_matrix_few`; the sizes were checked.
-        unsafe { stream.launch(kernel, blocks as u32, THREADS, arguments) }
+        let argument = MatrixProduct {
+            a: a.address(),
+            w: by.weights.address(),
+            scale: by.scale.address(),
+            bias: by.bias.address(),
+            out: out.address(),
+            m: m as i32,
+            k: k as i32,
+            n: n as i32,
+            relu: i32::from(by.relu),
+        };
+        // SAFETY: the parameter of `dense_matrix` and `dense_matrix_few`; the sizes were checked.
+        unsafe { stream.launch(kernel, blocks as u32, THREADS, argument) }
     }
 
-    /// What follows a product by `matrix` that a library left in `out[m, n]`.
-    ///
-    /// # Errors
-    /// As `matrix`.
+    /// Adds scale, bias and Relu to a product by `by` that a library left in `out[m, n]`.
     pub fn finish(
         &self,
         stream: &Stream,
@@ -127,60 +253,72 @@ impl DenseKernels {
     ) -> Result<()> {
         let (n, values) = (by.n, m * by.n);
         assert!(out.len() >= values && by.scale.len() >= n && by.bias.len() >= n);
-        let (scale, bias) = (by.scale.address(), by.bias.address());
-        let arguments = (out.address(), scale, bias, values as i64, n as i32, i32::from(by.relu));
-        // SAFETY: the parameters of `dense_finish`; the sizes were checked.
-        unsafe { stream.launch(&self.finish, strided(values), THREADS, arguments) }
+        let argument = MatrixFinish {
+            out: out.address(),
+            scale: by.scale.address(),
+            bias: by.bias.address(),
+            values: values as i64,
+            n: n as i32,
+            relu: i32::from(by.relu),
+        };
+        // SAFETY: the parameter of `dense_finish`; the sizes were checked.
+        unsafe { stream.launch(&self.finish, strided(values), THREADS, argument) }
     }
 
-    /// `products` times `[m, k] x [k, n]`; the second operand is `[n, k]` if `turned`.
-    ///
-    /// # Errors
-    /// As `matrix`.
+    /// `products` products of `shape`: `out[products, m, n]` from `left` and `right`.
     pub fn products(
         &self,
         stream: &Stream,
         products: usize,
-        (m, k, n, turned): (usize, usize, usize, bool),
-        (a, b): (View<f32>, View<f32>),
+        shape: ProductShape,
+        [left, right]: [View<f32>; 2],
         out: View<f32>,
     ) -> Result<()> {
-        assert!(a.len() >= products * m * k && b.len() >= products * k * n);
-        assert!(
-            out.len() >= products * m * n && m * k < 1 << 31 && k * n < 1 << 31 && m * n < 1 << 31
-        );
-        let (blocks, turned) = (products.min(BLOCKS_MAX) as u32, i32::from(turned));
-        let (a, b, out) = (a.address(), b.address(), out.address());
-        let arguments = (a, b, out, products as i64, m as i32, k as i32, n as i32, turned);
-        // SAFETY: the parameters of `dense_products`; the sizes were checked.
-        unsafe { stream.launch(&self.products, blocks, THREADS, arguments) }
+        let ProductShape { m, k, n, transposed } = shape;
+        assert!(left.len() >= products * m * k && right.len() >= products * k * n);
+        assert!(out.len() >= products * m * n);
+        assert!(m * k < INT_END && k * n < INT_END && m * n < INT_END);
+
+        let blocks = products.min(STRIDED_GRID_BLOCKS) as u32;
+        let argument = SmallProducts {
+            a: left.address(),
+            b: right.address(),
+            out: out.address(),
+            products: products as i64,
+            m: m as i32,
+            k: k as i32,
+            n: n as i32,
+            transposed: i32::from(transposed),
+        };
+        // SAFETY: the parameter of `dense_products`; the sizes were checked.
+        unsafe { stream.launch(&self.products, blocks, THREADS, argument) }
     }
 
-    /// A function of each value: 0 Relu, 1 the logistic function, 2 the hyperbolic tangent. `out`
-    /// may be `from`.
-    ///
-    /// # Errors
-    /// As `matrix`.
-    pub fn map(&self, stream: &Stream, what: i32, from: View<f32>, out: View<f32>) -> Result<()> {
-        assert!(out.len() >= from.len() && (0..3).contains(&what));
-        let arguments = (from.address(), out.address(), from.len() as i64, what);
-        // SAFETY: the parameters of `dense_map`; the sizes were checked.
-        unsafe { stream.launch(&self.map, strided(from.len()), THREADS, arguments) }
+    /// Applies `function` to each value. `out` may be `from`.
+    pub fn map(
+        &self,
+        stream: &Stream,
+        function: MapNumber,
+        from: View<f32>,
+        out: View<f32>,
+    ) -> Result<()> {
+        assert!(out.len() >= from.len());
+        let (to, values) = (out.address(), from.len() as i64);
+        let argument = MapValues { from: from.address(), to, values, function };
+        // SAFETY: the parameter of `dense_map`; the sizes were checked.
+        unsafe { stream.launch(&self.map, strided(from.len()), THREADS, argument) }
     }
 
-    /// `out[samples, width]` of two values each: 0 sum, 1 difference, 2 product, 3 quotient. Picks
-    /// must lie in the width of their side.
-    ///
-    /// # Errors
-    /// As `matrix`.
+    /// `out[samples, width] = function(left, right)`. Picks must be below the width of their side.
     pub fn zip(
         &self,
         stream: &Stream,
-        what: i32,
-        (left, right): (Side, Side),
-        (samples, width): (usize, usize),
+        function: ZipNumber,
+        [left, right]: [Side; 2],
+        shape: ResultShape,
         out: View<f32>,
     ) -> Result<()> {
+        let ResultShape { samples, width } = shape;
         for side in [left, right] {
             assert!(side.picks.is_empty() || side.picks.len() >= width);
             let each = if side.picks.is_empty() { width } else { side.width };
@@ -188,80 +326,97 @@ impl DenseKernels {
             assert!(side.width == 0 || !side.picks.is_empty() || side.width == width);
         }
         let values = samples * width;
-        assert!(out.len() >= values && (0..4).contains(&what));
-        let side = |s: Side| (s.values.address(), s.picks.address(), s.width as i32);
-        let (l, r) = (side(left), side(right));
-        let arguments =
-            (l.0, l.1, l.2, r.0, r.1, r.2, out.address(), values as i64, width as i32, what);
-        // SAFETY: the parameters of `dense_zip`; the sizes were checked, the picks are the caller's
-        // plan's.
-        unsafe { stream.launch(&self.zip, strided(values), THREADS, arguments) }
+        assert!(out.len() >= values);
+
+        let side = |s: Side| ZipSide {
+            values: s.values.address(),
+            picks: s.picks.address(),
+            width: s.width as i32,
+        };
+        let argument = ZipValues {
+            left: side(left),
+            right: side(right),
+            out: out.address(),
+            values: values as i64,
+            width: width as i32,
+            function,
+        };
+        // SAFETY: the parameter of `dense_zip`; the sizes were checked, the plan vouches for the
+        // picks.
+        unsafe { stream.launch(&self.zip, strided(values), THREADS, argument) }
     }
 
-    /// `out[outer, inner]` from `[outer, n, inner]`, added in order, divided by `divisor`.
-    ///
-    /// # Errors
-    /// As `matrix`.
+    /// `out[outer, inner]` from `from[outer, n, inner]`, added in order, divided by `divisor`.
     pub fn sum(
         &self,
         stream: &Stream,
         from: View<f32>,
-        (outer, n, inner): (usize, usize, usize),
+        shape: SumShape,
         divisor: f32,
         out: View<f32>,
     ) -> Result<()> {
+        let SumShape { outer, n, inner } = shape;
         let values = outer * inner;
         assert!(from.len() >= values * n && out.len() >= values && n > 0 && inner > 0);
-        let arguments =
-            (from.address(), out.address(), values as i64, n as i32, inner as i32, divisor);
-        // SAFETY: the parameters of `dense_sum`; the sizes were checked.
-        unsafe { stream.launch(&self.sum, strided(values), THREADS, arguments) }
+        let argument = SumValues {
+            from: from.address(),
+            out: out.address(),
+            values: values as i64,
+            n: n as i32,
+            inner: inner as i32,
+            divisor,
+        };
+        // SAFETY: the parameter of `dense_sum`; the sizes were checked.
+        unsafe { stream.launch(&self.sum, strided(values), THREADS, argument) }
     }
 
-    /// Columns `first..first + part` of `out[rows, stride]` from `[rows, part]`.
-    ///
-    /// # Errors
-    /// As `matrix`.
+    /// Copies `from[rows, part]` to some columns of `out[rows, stride]`.
     pub fn concat(
         &self,
         stream: &Stream,
         from: View<f32>,
-        (rows, part): (usize, usize),
-        (stride, first): (usize, usize),
+        columns: Columns,
         out: View<f32>,
     ) -> Result<()> {
+        let Columns { rows, part, stride, first } = columns;
         let values = rows * part;
-        assert!(
-            from.len() >= values
-                && out.len() >= rows * stride
-                && first + part <= stride
-                && part > 0
-        );
-        let (from, out) = (from.address(), out.address());
-        let arguments = (from, out, values as i64, part as i32, stride as i32, first as i32);
-        // SAFETY: the parameters of `dense_concat`; the sizes were checked.
-        unsafe { stream.launch(&self.concat, strided(values), THREADS, arguments) }
+        assert!(from.len() >= values && out.len() >= rows * stride);
+        assert!(first + part <= stride && part > 0);
+        let argument = ConcatPart {
+            from: from.address(),
+            out: out.address(),
+            values: values as i64,
+            part: part as i32,
+            stride: stride as i32,
+            first: first as i32,
+        };
+        // SAFETY: the parameter of `dense_concat`; the sizes were checked.
+        unsafe { stream.launch(&self.concat, strided(values), THREADS, argument) }
     }
 
-    /// `out[samples, width]`: value `picks[i]` of each sample of `from_width`. Picks must lie in
-    /// that.
-    ///
-    /// # Errors
-    /// As `matrix`.
+    /// `out[samples, picks.len()]`: values `picks[..]` of each sample of `from[samples,
+    /// from_width]`. Picks must be below `from_width`.
     pub fn pick(
         &self,
         stream: &Stream,
-        (from, from_width): (View<f32>, usize),
+        from: View<f32>,
+        from_shape: ResultShape,
         picks: View<u32>,
-        samples: usize,
         out: View<f32>,
     ) -> Result<()> {
+        let ResultShape { samples, width: from_width } = from_shape;
         let (width, values) = (picks.len(), samples * picks.len());
         assert!(from.len() >= samples * from_width && out.len() >= values && width > 0);
-        let (from, picks, out) = (from.address(), picks.address(), out.address());
-        let arguments = (from, picks, out, values as i64, width as i32, from_width as i32);
-        // SAFETY: the parameters of `dense_pick`; the sizes were checked, the picks are the
-        // caller's plan's.
-        unsafe { stream.launch(&self.pick, strided(values), THREADS, arguments) }
+        let argument = PickValues {
+            from: from.address(),
+            picks: picks.address(),
+            out: out.address(),
+            values: values as i64,
+            width: width as i32,
+            from_width: from_width as i32,
+        };
+        // SAFETY: the parameter of `dense_pick`; the sizes were checked, the plan vouches for the
+        // picks.
+        unsafe { stream.launch(&self.pick, strided(values), THREADS, argument) }
     }
 }

@@ -1,41 +1,43 @@
-//! A network laid out, run on a GPU: the nodes of the layout, each a launch or a few on a stream.
-//! With our own products the results are the CPU's to the bit. The weights lie there as f32
-//! (rounded as they were packed), a worker's results between nodes in buffers that it took at its
-//! start. Nothing waits here.
+//! The plan of a dense network on the GPU: the nodes of the CPU's layout, each one launch or a few
+//! on a stream. Unless cuBLAS computes the products, the results are the CPU's to the bit. Weights
+//! are in device memory as f32, rounded as the CPU's packed weights are. The results between nodes
+//! are in buffers that each worker allocates at its start. Never waits for a run.
 
 use crate::cuda::cublas::{Cublas, CublasError};
 use crate::cuda::driver::{CudaError, Gpu, Stream};
+use crate::cuda::matrix::DeviceMatrix;
 use crate::cuda::memory::{Buffer, View};
-use crate::dense::graph::{Id, Map, Op, Operand, Zip};
 use crate::dense::layout::{Layout, Place};
-use crate::gpu::dense_kernels::{DenseKernels, DeviceMatrix, Side};
+use crate::dense::onnx_graph::{Id, Op, Operand};
+use crate::gpu::dense_kernels::{Columns, DenseKernels, ProductShape, ResultShape, Side, SumShape};
+use crate::gpu::numbers::{MapNumber, ZipNumber};
 use std::sync::Arc;
 
-/// A node as it lies on the device.
+/// A node of the layout, with its constants on the device.
 struct Node {
     inputs: Vec<Id>,
     op: DeviceOp,
     output: Id,
 }
 
-/// `graph::Op` with its constants on the device.
+/// [`Op`] with its constants on the device.
 enum DeviceOp {
     Matrix { rows: usize, matrix: DeviceMatrix },
-    Products { count: usize, shape: (usize, usize, usize, bool) },
-    Map(i32),
-    Zip { what: i32, left: DeviceOperand, right: DeviceOperand },
+    Products { count: usize, shape: ProductShape },
+    Map(MapNumber),
+    Zip { function: ZipNumber, left: DeviceOperand, right: DeviceOperand },
     Sum { outer: usize, n: usize, inner: usize, divisor: f32 },
     Concat { outer: usize, parts: Vec<usize> },
     Pick(Buffer<u32>),
 }
 
-/// `graph::Operand` likewise.
+/// [`Operand`] with its constants on the device.
 enum DeviceOperand {
     Value { input: usize, picks: Option<Buffer<u32>> },
     Constant(Buffer<f32>),
 }
 
-/// A network on a GPU, ready to run. Read-only; all workers share it.
+/// A network on a GPU, ready to run. It is read-only; all workers share it.
 pub(crate) struct DevicePlan {
     nodes: Vec<Node>,
     widths: Vec<usize>,
@@ -45,15 +47,15 @@ pub(crate) struct DevicePlan {
     bytes: usize,
 }
 
-/// One worker's memory.
+/// One worker's memory for runs of a plan.
 pub(crate) struct DevicePlanScratch {
     buffers: Vec<Buffer<f32>>,
-    /// Makes the products by weights; ours do where it is `None`.
+    /// Computes the products by weights; `None`: this crate's kernels do.
     pub cublas: Option<Cublas>,
 }
 
 impl DevicePlan {
-    /// Puts `layout` onto `gpu`.
+    /// Uploads `layout` to `gpu`.
     pub fn new(layout: &Layout, gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
         let mut upload = Upload { gpu, stream: gpu.stream()?, bytes: 0 };
         let mut nodes = Vec::with_capacity(layout.nodes.len());
@@ -71,12 +73,12 @@ impl DevicePlan {
         })
     }
 
-    /// Bytes of weights and index tables.
+    /// Returns the bytes of weights and index tables.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Memory for runs of up to `batch_max` samples.
+    /// Allocates memory for runs of up to `batch_max` samples.
     pub fn scratch(
         &self,
         gpu: &Arc<Gpu>,
@@ -87,105 +89,97 @@ impl DevicePlan {
         Ok(DevicePlanScratch { buffers, cublas: None })
     }
 
-    /// The bytes of that.
+    /// Returns the bytes of a scratch for up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
         4 * self.buffers.iter().sum::<usize>() * batch_max
     }
 
-    /// Puts a run of `n` samples onto `stream`; returns where the result will lie.
+    /// Puts a run of `samples` samples onto `stream`; returns the view of its result.
     pub fn enqueue<'a>(
         &self,
         kernels: &DenseKernels,
         stream: &Stream,
-        n: usize,
+        samples: usize,
         inputs: &'a [Buffer<f32>],
         scratch: &'a mut DevicePlanScratch,
     ) -> Result<View<'a, f32>, CublasError> {
         let DevicePlanScratch { buffers, cublas } = scratch;
+        let run = Run { plan: self, kernels, stream, samples, inputs, buffers };
         for node in &self.nodes {
-            self.step(kernels, stream, node, n, inputs, (buffers, cublas.as_mut()))?;
+            run.enqueue_node(node, cublas.as_mut())?;
         }
-        Ok(self.value(self.output, n, inputs, buffers))
+        Ok(run.value(self.output))
     }
+}
 
-    fn value<'a>(
-        &self,
-        id: Id,
-        n: usize,
-        inputs: &'a [Buffer<f32>],
-        buffers: &'a [Buffer<f32>],
-    ) -> View<'a, f32> {
-        let all = match self.places[id] {
-            Place::Input(i) => inputs[i].view(),
-            Place::Buffer(b) => buffers[b].view(),
+/// One run of a plan while it is put onto a stream.
+struct Run<'a, 'r> {
+    plan: &'r DevicePlan,
+    kernels: &'r DenseKernels,
+    stream: &'r Stream,
+    samples: usize,
+    inputs: &'a [Buffer<f32>],
+    buffers: &'a [Buffer<f32>],
+}
+
+impl<'a> Run<'a, '_> {
+    fn value(&self, id: Id) -> View<'a, f32> {
+        let all = match self.plan.places[id] {
+            Place::Input(i) => self.inputs[i].view(),
+            Place::Buffer(b) => self.buffers[b].view(),
         };
-        all.first(n * self.widths[id])
+        all.first(self.samples * self.plan.widths[id])
     }
 
-    fn step(
-        &self,
-        kernels: &DenseKernels,
-        stream: &Stream,
-        node: &Node,
-        n: usize,
-        inputs: &[Buffer<f32>],
-        (buffers, cublas): (&[Buffer<f32>], Option<&mut Cublas>),
-    ) -> Result<(), CublasError> {
-        let read = |i: usize| self.value(node.inputs[i], n, inputs, buffers);
-        let (out, width) = (self.value(node.output, n, inputs, buffers), self.widths[node.output]);
+    fn enqueue_node(&self, node: &Node, cublas: Option<&mut Cublas>) -> Result<(), CublasError> {
+        let Self { plan, kernels, stream, samples, .. } = *self;
+        let read = |i: usize| self.value(node.inputs[i]);
+        let shape_of = |id: Id| ResultShape { samples, width: plan.widths[id] };
+        let out = self.value(node.output);
+
         match &node.op {
             DeviceOp::Matrix { rows, matrix } => match cublas {
                 Some(cublas) => {
-                    cublas.multiply(stream, n * rows, read(0), matrix, out)?;
-                    kernels.finish(stream, n * rows, matrix, out)?;
+                    cublas.multiply(stream, samples * rows, read(0), matrix, out)?;
+                    kernels.finish(stream, samples * rows, matrix, out)?;
                 }
-                None => kernels.matrix(stream, n * rows, read(0), matrix, out)?,
+                None => kernels.matrix(stream, samples * rows, read(0), matrix, out)?,
             },
             DeviceOp::Products { count, shape } => {
-                kernels.products(stream, n * count, *shape, (read(0), read(1)), out)?;
+                kernels.products(stream, samples * count, *shape, [read(0), read(1)], out)?;
             }
-            DeviceOp::Map(what) => kernels.map(stream, *what, read(0), out)?,
-            DeviceOp::Zip { what, left, right } => {
-                let left = self.side(left, node, n, inputs, buffers);
-                let right = self.side(right, node, n, inputs, buffers);
-                kernels.zip(stream, *what, (left, right), (n, width), out)?;
+            DeviceOp::Map(function) => kernels.map(stream, *function, read(0), out)?,
+            DeviceOp::Zip { function, left, right } => {
+                let sides = [self.side(left, node), self.side(right, node)];
+                kernels.zip(stream, *function, sides, shape_of(node.output), out)?;
             }
-            DeviceOp::Sum { outer, n: count, inner, divisor } => {
-                kernels.sum(stream, read(0), (n * outer, *count, *inner), *divisor, out)?;
+            DeviceOp::Sum { outer, n, inner, divisor } => {
+                let shape = SumShape { outer: samples * outer, n: *n, inner: *inner };
+                kernels.sum(stream, read(0), shape, *divisor, out)?;
             }
             DeviceOp::Concat { outer, parts } => {
-                let (stride, mut first) = (parts.iter().sum(), 0);
+                let (rows, stride, mut first) = (samples * outer, parts.iter().sum(), 0);
                 for (i, &part) in parts.iter().enumerate() {
-                    kernels.concat(stream, read(i), (n * outer, part), (stride, first), out)?;
+                    kernels.concat(stream, read(i), Columns { rows, part, stride, first }, out)?;
                     first += part;
                 }
             }
             DeviceOp::Pick(picks) => {
-                kernels.pick(
-                    stream,
-                    (read(0), self.widths[node.inputs[0]]),
-                    picks.view(),
-                    n,
-                    out,
-                )?;
+                kernels.pick(stream, read(0), shape_of(node.inputs[0]), picks.view(), out)?;
             }
         }
         Ok(())
     }
 
-    fn side<'a>(
-        &self,
-        operand: &'a DeviceOperand,
-        node: &Node,
-        n: usize,
-        inputs: &'a [Buffer<f32>],
-        buffers: &'a [Buffer<f32>],
-    ) -> Side<'a> {
+    fn side<'s>(&self, operand: &'s DeviceOperand, node: &Node) -> Side<'s>
+    where
+        'a: 's,
+    {
         match operand {
             DeviceOperand::Value { input, picks } => {
                 let id = node.inputs[*input];
                 let picks = picks.as_ref().map_or(View::none(), Buffer::view);
-                Side { values: self.value(id, n, inputs, buffers), picks, width: self.widths[id] }
+                Side { values: self.value(id), picks, width: self.plan.widths[id] }
             }
             DeviceOperand::Constant(values) => {
                 Side { values: values.view(), picks: View::none(), width: 0 }
@@ -194,7 +188,7 @@ impl DevicePlan {
     }
 }
 
-/// Constants on their way to the device.
+/// Uploads constants and counts their bytes.
 struct Upload<'a> {
     gpu: &'a Arc<Gpu>,
     stream: Stream,
@@ -238,33 +232,23 @@ impl Upload<'_> {
                     matrix: DeviceMatrix { k, n, weights, scale, bias, relu },
                 }
             }
+
             Op::Products { count, m, k, n, transposed } => {
-                DeviceOp::Products { count: *count, shape: (*m, *k, *n, *transposed) }
+                let shape = ProductShape { m: *m, k: *k, n: *n, transposed: *transposed };
+                DeviceOp::Products { count: *count, shape }
             }
-            Op::Map(map) => DeviceOp::Map(map_number(*map)),
+
+            Op::Map(map) => DeviceOp::Map(MapNumber::from(*map)),
             Op::Zip { zip, left, right } => {
-                let what = match zip {
-                    Zip::Add => 0,
-                    Zip::Sub => 1,
-                    Zip::Mul => 2,
-                    Zip::Div => 3,
-                };
-                DeviceOp::Zip { what, left: self.operand(left)?, right: self.operand(right)? }
+                let (left, right) = (self.operand(left)?, self.operand(right)?);
+                DeviceOp::Zip { function: ZipNumber::from(*zip), left, right }
             }
+
             Op::Sum { outer, n, inner, divisor } => {
                 DeviceOp::Sum { outer: *outer, n: *n, inner: *inner, divisor: *divisor }
             }
             Op::Concat { outer, parts } => DeviceOp::Concat { outer: *outer, parts: parts.clone() },
             Op::Pick(picks) => DeviceOp::Pick(self.picks(picks)?),
         })
-    }
-}
-
-/// The number by which the kernel knows `map`.
-pub(crate) fn map_number(map: Map) -> i32 {
-    match map {
-        Map::Relu => 0,
-        Map::Sigmoid => 1,
-        Map::Tanh => 2,
     }
 }

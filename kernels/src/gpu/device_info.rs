@@ -1,5 +1,5 @@
-//! What a GPU and its driver are, asked one by one: what is to be known first of a board that
-//! nobody has tried. A question without an answer says why. Runs no kernel.
+//! A report about a GPU and its driver: what must be known first about a new board. A question that
+//! has no answer states the driver's error. Runs no kernel.
 
 use crate::cuda::driver::{CudaError, Gpu, Images, Profile};
 use crate::gpu::{dense_kernels, launch};
@@ -12,50 +12,50 @@ const ATTRIBUTES: [(&str, Attribute); 9] = [
     ("multiprocessors", Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
     ("bytes of L2", Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
     (
-        "shared bytes a block may ask for",
+        "shared bytes that a block may use",
         Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
     ),
     ("memory pools", Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
     (
-        "managed memory used by both at once",
+        "managed memory used by CPU and GPU concurrently",
         Attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS,
     ),
     ("host memory can be registered", Attribute::CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED),
     (
-        "host addresses hold for registered memory",
+        "host addresses are valid for registered memory",
         Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM,
     ),
     ("host memory can be mapped", Attribute::CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY),
 ];
 
-/// Question and answer, in the order in which they matter: whether the machine code of the kernels
-/// loads, and what the driver's compiler makes of their PTX where that is all there is, come first.
+/// Returns questions and answers, the most important first: whether the machine code of the kernels
+/// loads, and how long the driver takes to compile their PTX.
 ///
 /// # Errors
-/// There is no GPU for us at all.
+/// As [`Gpu::open`], if no GPU can be used at all.
 pub fn facts() -> Result<Vec<(String, String)>, CudaError> {
-    let [code, any] = [true, false].map(|tegra| Gpu::open(Profile { tegra }));
-    let (code, any) = (code?, any?);
-    let mut told = vec![
-        ("GPU".to_owned(), code.name().to_owned()),
-        ("compute capability".to_owned(), format!("{}.{}", code.sm() / 10, code.sm() % 10)),
-        (
-            "bytes of memory".to_owned(),
-            code.memory().map_or_else(|e| e.to_string(), |n| n.to_string()),
-        ),
+    let [board, desk] = [true, false].map(|tegra| Gpu::open(Profile { tegra }));
+    let (board, desk) = (board?, desk?);
+    let memory = board.memory().map_or_else(|e| e.to_string(), |n| n.to_string());
+    let mut facts = vec![
+        ("GPU".to_owned(), board.name().to_owned()),
+        ("compute capability".to_owned(), format!("{}.{}", board.sm() / 10, board.sm() % 10)),
+        ("bytes of memory".to_owned(), memory),
     ];
+
     for images in [launch::LOOKUP, launch::CHANGES, dense_kernels::IMAGES] {
-        told.push((format!("machine code of `{}`", images.name), load(&code, &images)));
-        let compiled = load(&any, &Images { cubins: &[], ..images });
-        // What went before is only that there is no machine code, by intent.
+        facts.push((format!("machine code of `{}`", images.name), load(&board, &images)));
+        let compiled = load(&desk, &Images { cubins: &[], ..images });
+        // The first part of the error says that there is no machine code, which is intended here.
         let compiled = compiled.rsplit("; ").next().unwrap_or_default().to_owned();
-        told.push((format!("PTX of `{}`", images.name), compiled));
+        facts.push((format!("PTX of `{}`", images.name), compiled));
     }
-    told.extend(ATTRIBUTES.map(|(name, attribute)| {
-        let value = code.context().attribute(attribute);
+
+    facts.extend(ATTRIBUTES.map(|(name, attribute)| {
+        let value = board.context().attribute(attribute);
         (name.to_owned(), value.map_or_else(|e| e.to_string(), |value| value.to_string()))
     }));
-    Ok(told)
+    Ok(facts)
 }
 
 fn load(gpu: &Arc<Gpu>, images: &Images) -> String {

@@ -1,9 +1,11 @@
-//! One typed function for each kernel: checks that what the kernel will touch is there, launches,
-//! returns. The structures are those of `kernels/cuda/{cache,lookup}.cuh` and `changes.cu`, field
-//! by field. Never waits.
+//! One typed function for each kernel of the lookup: it checks that all memory which the kernel
+//! will access is allocated, launches and returns. The structures are those of
+//! `kernels/cuda/{cache,lookup}.cuh` and `changes.cu`, field by field. Never waits, except in
+//! `Kernels::warm`.
 
 #![allow(unsafe_code)]
 
+use crate::cache::eviction::WAYS;
 use crate::cuda::driver::{Gpu, Images, Kernel, Result, Stream};
 use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use std::sync::Arc;
@@ -26,51 +28,54 @@ pub(crate) const LOOKUP: Images = Images {
     ptx: include_str!("../../cuda/built/lookup.ptx"),
 };
 
-/// Threads of a block; a warp of 32 has a row, a set, a bag or a tile of samples.
+/// Threads of a block. A warp of 32 takes a row, a set, a bag or a tile of samples.
 const THREADS: u32 = 128;
+
+/// Stands for the default row in place of a slot.
+pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 fn blocks(warps: usize) -> u32 {
     warps.div_ceil(THREADS as usize / 32) as u32
 }
 
-/// A cache in device memory, or the shape of a resident table's rows.
+/// `Cache` of `cache.cuh`: a cache in device memory, or the shape of a resident table's rows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CacheView {
-    pub heads: u64,
-    pub tails: u64,
+pub(crate) struct DeviceCacheView {
+    pub set_headers: u64,
+    pub writer_states: u64,
     pub rows: u64,
     pub sets: u64,
     pub row_bytes: u32,
-    pub row: u32,
-    pub head: u32,
+    pub row_words: u32,
+    pub header_words: u32,
     pub table_bits: u32,
 }
 
-/// One row to insert, update, drop or look for.
+/// `Change` of `changes.cu`: one row to insert, update, invalidate or probe.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Change {
-    pub word: u64,
+    pub tag: u64,
     pub set: u32,
     pub epoch: u32,
     pub slot: u32,
     pub number: u32,
 }
 
-/// Whether a row is cached, and its set's epoch.
+/// `ProbeResult` of `changes.cu`: whether a row is cached, and its set's epoch.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Probed {
+pub(crate) struct ProbeResult {
     pub cached: u32,
     pub epoch: u32,
 }
 
-/// One sparse feature as the kernels see it.
+/// `Feature` of `lookup.cuh`: one sparse feature.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct FeatureView {
-    pub cache: CacheView,
+pub(crate) struct DeviceFeature {
+    pub cache: DeviceCacheView,
     pub rows: u64,
     pub hashes: u64,
     pub buckets: u64,
@@ -90,54 +95,49 @@ pub(crate) struct FeatureView {
     pub width: u32,
     pub codec: u32,
     pub pooling: u32,
-    pub place: u32,
+    pub storage: u32,
     pub unit: f32,
 }
 
-/// A bag that waits for rows.
+/// `OpenBag` of `lookup.cuh`: a bag that waits for rows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct BagView {
+pub(crate) struct DeviceBag {
     pub feature: u32,
     pub sample: u32,
-    pub done: u32,
+    pub pooled: u32,
     pub first: u32,
-    pub refs: u32,
+    pub entries: u32,
 }
 
-/// A lookup of a bag that waits; `kind` is one of the following.
+/// `Entry` of `lookup.cuh`: one lookup of a bag that waits; `kind` is an `EntryKind`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Ref {
+pub(crate) struct Entry {
     pub key: u64,
     pub epoch: u32,
     pub kind: u32,
 }
 
-pub(crate) const MISSING: u32 = 0;
-pub(crate) const ABSENT: u32 = 1;
-/// Stands for the default row.
-pub(crate) const NO_SLOT: u32 = u32::MAX;
-
-/// How much a query left open.
+/// `RingCounts` of `lookup.cuh`: how much a query left open.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Counts {
+pub(crate) struct RingCounts {
     pub bags: u32,
-    pub refs: u32,
+    pub entries: u32,
     pub absents: u32,
-    pub again: u32,
+    pub requeries: u32,
 }
 
-/// Lookups of one sample that a table does not have.
+/// `AbsentCount` of `lookup.cuh`: lookups of one sample whose keys a table does not have.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Absents {
+pub(crate) struct AbsentCount {
     pub sample: u32,
     pub count: u32,
 }
 
-/// A feature and a sample.
+/// `BagNumber` of `lookup.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct BagNumber {
@@ -145,91 +145,10 @@ pub(crate) struct BagNumber {
     pub sample: u32,
 }
 
-// SAFETY: as all below, `repr(C)`, only integers and f32, no padding (the asserts below), zero is a
-// value.
-unsafe impl DeviceValue for CacheView {}
-// SAFETY: above.
-unsafe impl DeviceValue for Change {}
-// SAFETY: above.
-unsafe impl DeviceValue for Probed {}
-// SAFETY: above.
-unsafe impl DeviceValue for FeatureView {}
-// SAFETY: above.
-unsafe impl DeviceValue for BagView {}
-// SAFETY: above.
-unsafe impl DeviceValue for Ref {}
-// SAFETY: above.
-unsafe impl DeviceValue for Counts {}
-// SAFETY: above.
-unsafe impl DeviceValue for Absents {}
-// SAFETY: above.
-unsafe impl DeviceValue for BagNumber {}
-
-const _: () = assert!(size_of::<CacheView>() == 48 && size_of::<FeatureView>() == 176);
-const _: () =
-    assert!(size_of::<Change>() == 24 && size_of::<Ref>() == 16 && size_of::<BagView>() == 20);
-
-/// What `insert_rows`, `update_rows` and `invalidate_rows` take.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ChangesArgument {
-    cache: CacheView,
-    list: u64,
-    runs: u64,
-    sets: u32,
-    stride: u32,
-    rows: u64,
-    done: u64,
-}
-
-/// What a query leaves open, in host memory.
-pub(crate) struct Ring {
-    pub counts: Mapped<Counts>,
-    pub bags: Mapped<BagView>,
-    pub refs: Mapped<Ref>,
-    pub kept: Mapped<u8>,
-    pub absents: Mapped<Absents>,
-    pub again: Mapped<BagNumber>,
-    /// Words from one kept row to the next.
-    pub kept_stride: usize,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct RingArgument {
-    counts: u64,
-    bags: u64,
-    refs: u64,
-    kept: u64,
-    absents: u64,
-    again: u64,
-    refs_max: u32,
-    kept_stride: u32,
-}
-
-/// What `query_tables` takes.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct QueryArgument {
-    features: u64,
-    keys: u64,
-    offsets: u64,
-    ring: RingArgument,
-    counts: u64,
-    blocks: u64,
-    only: u64,
-    bags: u32,
-    samples: u32,
-    feature_count: u32,
-    tile: u32,
-}
-
-const _: () = assert!(size_of::<QueryArgument>() == 120);
-
-/// What `finish_bags` reads when it runs.
+/// `FinishBags` of `lookup.cuh`, which `finish_bags` reads when it runs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct FinishView {
+pub(crate) struct FinishArgument {
     features: u64,
     bags: u64,
     slots: u64,
@@ -238,8 +157,92 @@ pub(crate) struct FinishView {
     stride: u32,
 }
 
-// SAFETY: as above: four addresses and two numbers.
-unsafe impl DeviceValue for FinishView {}
+macro_rules! device_values {
+    ($($value:ty)*) => {
+        $(
+            // SAFETY: `repr(C)`, only integers and f32, no padding (the asserts below), and zeros
+            // are a value.
+            unsafe impl DeviceValue for $value {}
+        )*
+    };
+}
+
+device_values!(DeviceCacheView Change ProbeResult DeviceFeature DeviceBag Entry RingCounts);
+device_values!(AbsentCount BagNumber FinishArgument);
+
+const _: () = assert!(size_of::<DeviceCacheView>() == 48 && size_of::<DeviceFeature>() == 176);
+const _: () = assert!(size_of::<Change>() == 24 && size_of::<ProbeResult>() == 8);
+const _: () = assert!(size_of::<DeviceBag>() == 20 && size_of::<Entry>() == 16);
+const _: () = assert!(size_of::<RingCounts>() == 16 && size_of::<AbsentCount>() == 8);
+const _: () = assert!(size_of::<BagNumber>() == 8 && size_of::<FinishArgument>() == 40);
+
+/// `Changes` of `changes.cu`: what `insert_rows`, `update_rows` and `invalidate_rows` take.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ChangesArgument {
+    cache: DeviceCacheView,
+    list: u64,
+    runs: u64,
+    sets: u32,
+    stride: u32,
+    rows: u64,
+    done: u64,
+}
+
+/// `ProbeRows` of `changes.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ProbeArgument {
+    cache: DeviceCacheView,
+    list: u64,
+    results: u64,
+    count: u32,
+}
+
+/// `DumpRows` of `changes.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DumpArgument {
+    cache: DeviceCacheView,
+    first: u64,
+    count: u32,
+    tags: u64,
+    rows: u64,
+}
+
+/// `MissRing` of `lookup.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RingArgument {
+    counts: u64,
+    bags: u64,
+    entries: u64,
+    hit_rows: u64,
+    absents: u64,
+    requeries: u64,
+    entries_max: u32,
+    hit_stride: u32,
+}
+
+/// `Query` of `lookup.cuh`: what `query_tables` takes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct QueryArgument {
+    features: u64,
+    keys: u64,
+    offsets: u64,
+    ring: RingArgument,
+    counts: u64,
+    blocks_done: u64,
+    only: u64,
+    bags: u32,
+    samples: u32,
+    feature_count: u32,
+    tile: u32,
+}
+
+const _: () = assert!(size_of::<ChangesArgument>() == 88 && size_of::<ProbeArgument>() == 72);
+const _: () = assert!(size_of::<DumpArgument>() == 80 && size_of::<QueryArgument>() == 120);
 
 /// How a cache changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -249,37 +252,133 @@ pub(crate) enum Verb {
     Invalidate,
 }
 
-/// Changes to one cache, as the kernels take them: by set.
+/// Rows in host memory that the device can access, `[.., stride_words]` words.
+#[derive(Clone, Copy)]
+pub(crate) struct StagedRows<'a> {
+    pub rows: &'a Mapped<u8>,
+    pub stride_words: usize,
+}
+
+impl StagedRows<'_> {
+    fn holds(&self, slot: u32) -> bool {
+        (slot as usize + 1) * 4 * self.stride_words <= self.rows.len()
+    }
+}
+
+/// Changes to caches, as the kernels take them: by set.
 pub(crate) struct ChangeList {
     pub list: Mapped<Change>,
     /// Where each set's changes begin in the list.
     pub runs: Mapped<u32>,
     /// Whether each change, by its number, happened.
     pub done: Mapped<u8>,
-    pub probed: Mapped<Probed>,
+    pub probed: Mapped<ProbeResult>,
 }
 
 /// The changes of one cache within a list.
 #[derive(Clone, Copy)]
-pub(crate) struct ChangesAt {
+pub(crate) struct CacheChanges<'a> {
+    pub list: &'a ChangeList,
+    /// The first change, and the first run.
     pub first: usize,
     pub first_run: usize,
+    /// Sets that change.
     pub sets: usize,
+}
+
+/// Slots of a cache to dump: `count` from `first` on.
+#[derive(Clone, Copy)]
+pub(crate) struct SlotRange {
+    pub first: u64,
+    pub count: usize,
+}
+
+/// What a query leaves open, in host memory.
+pub(crate) struct MissRing {
+    pub counts: Mapped<RingCounts>,
+    pub bags: Mapped<DeviceBag>,
+    pub entries: Mapped<Entry>,
+    pub hit_rows: Mapped<u8>,
+    pub absents: Mapped<AbsentCount>,
+    pub requeries: Mapped<BagNumber>,
+    /// Words from one hit row to the next.
+    pub hit_stride: usize,
+}
+
+impl MissRing {
+    fn argument(&self) -> RingArgument {
+        RingArgument {
+            counts: self.counts.address(),
+            bags: self.bags.address(),
+            entries: self.entries.address(),
+            hit_rows: self.hit_rows.address(),
+            absents: self.absents.address(),
+            requeries: self.requeries.address(),
+            entries_max: self.entries.len() as u32,
+            hit_stride: self.hit_stride as u32,
+        }
+    }
 }
 
 /// A request's keys and offsets, and the counters that the kernel keeps between launches.
 pub(crate) struct QueryMemory<'a> {
-    pub features: &'a Buffer<FeatureView>,
-    /// Where the device finds the keys, and the offsets, of `samples` samples.
+    pub features: &'a Buffer<DeviceFeature>,
+    /// Device addresses of the keys and of the offsets of `samples` samples.
     pub keys: u64,
     pub offsets: u64,
     pub samples: usize,
-    pub ring: &'a Ring,
-    /// `Counts` and the count of finished blocks.
+    pub ring: &'a MissRing,
+    /// `RingCounts`, then the count of finished blocks.
     pub counters: &'a Buffer<u32>,
 }
 
-/// The kernels of the lookup, loaded.
+/// The bags that one query pools.
+#[derive(Clone, Copy)]
+pub(crate) enum QueryBags<'a> {
+    /// All samples of every feature; a warp takes `tile` samples of one feature.
+    All { tile: usize },
+    /// The first `count` of these bags; a warp takes one bag.
+    Only { bags: &'a Mapped<BagNumber>, count: usize },
+}
+
+/// The bags that a query left open, and where their rows are.
+pub(crate) struct OpenBags {
+    pub bags: Mapped<DeviceBag>,
+    /// By entry: the row, or `NO_SLOT`.
+    pub slots: Mapped<u32>,
+    argument: Mapped<FinishArgument>,
+}
+
+impl OpenBags {
+    /// Allocates memory for `misses_max` open bags and as many entries.
+    pub fn new(gpu: &Arc<Gpu>, misses_max: usize) -> Result<Self> {
+        Ok(Self {
+            bags: gpu.mapped(misses_max)?,
+            slots: gpu.mapped(misses_max)?,
+            argument: gpu.mapped(1)?,
+        })
+    }
+
+    /// Makes the next launch finish the first `count` bags with rows of `staged`. The rows must
+    /// stay as they are until the caller has waited for that launch.
+    pub fn set(&mut self, features: &Buffer<DeviceFeature>, count: usize, staged: StagedRows) {
+        for bag in &self.bags[..count] {
+            let slots = &self.slots[bag.first as usize..][..bag.entries as usize];
+            assert!(slots.iter().all(|&slot| slot == NO_SLOT || staged.holds(slot)));
+            assert!((bag.feature as usize) < features.len());
+        }
+        self.argument[0] = FinishArgument {
+            features: features.address(),
+            bags: self.bags.address(),
+            slots: self.slots.address(),
+            rows: staged.rows.address(),
+            count: count as u32,
+            stride: staged.stride_words as u32,
+        };
+    }
+}
+
+/// The kernels of the lookup, loaded on one GPU.
 pub(crate) struct Kernels {
     insert: Kernel,
     update: Kernel,
@@ -288,50 +387,6 @@ pub(crate) struct Kernels {
     dump: Kernel,
     query: Kernel,
     finish: Kernel,
-}
-
-/// The bags that a query left open, and where their rows are.
-pub(crate) struct Finish {
-    pub bags: Mapped<BagView>,
-    /// By ref: the row, or `NO_SLOT`.
-    pub slots: Mapped<u32>,
-    what: Mapped<FinishView>,
-}
-
-impl Finish {
-    /// For up to `misses_max` of them.
-    pub fn new(gpu: &Arc<Gpu>, misses_max: usize) -> Result<Self> {
-        Ok(Self {
-            bags: gpu.mapped(misses_max)?,
-            slots: gpu.mapped(misses_max)?,
-            what: gpu.mapped(1)?,
-        })
-    }
-
-    /// Lets the next launch finish the first `count` bags, with rows of `rows` `[.., stride]`
-    /// words, which stay until it was waited for.
-    pub fn set(
-        &mut self,
-        features: &Buffer<FeatureView>,
-        count: usize,
-        (rows, stride): (&Mapped<u8>, usize),
-    ) {
-        for bag in &self.bags[..count] {
-            let slots = &self.slots[bag.first as usize..][..bag.refs as usize];
-            assert!(
-                slots.iter().all(|&s| s == NO_SLOT || (s as usize + 1) * 4 * stride <= rows.len())
-            );
-            assert!((bag.feature as usize) < features.len());
-        }
-        self.what[0] = FinishView {
-            features: features.address(),
-            bags: self.bags.address(),
-            slots: self.slots.address(),
-            rows: rows.address(),
-            count: count as u32,
-            stride: stride as u32,
-        };
-    }
 }
 
 impl Kernels {
@@ -348,43 +403,49 @@ impl Kernels {
         })
     }
 
-    /// Launches the kernels of the caches, with nothing to do: a driver loads a kernel when it is
-    /// first launched, for which it takes memory, and these are first needed long after the start.
+    /// Launches the kernels of the caches without work. A driver loads a kernel, and allocates
+    /// memory for it, at the kernel's first launch; these kernels are first needed long after the
+    /// start.
     pub fn warm(&self, stream: &Stream) -> Result<()> {
-        let cache = CacheView::default();
+        let cache = DeviceCacheView::default();
         let changes =
             ChangesArgument { cache, list: 0, runs: 0, sets: 0, stride: 0, rows: 0, done: 0 };
         for kernel in [&self.insert, &self.update, &self.invalidate] {
-            // SAFETY: the kernel takes this structure, and of no sets it touches nothing.
-            unsafe { stream.launch(kernel, 1, THREADS, (changes,)) }?;
+            // SAFETY: the kernel's parameter; with no sets the kernel accesses no memory.
+            unsafe { stream.launch(kernel, 1, THREADS, changes) }?;
         }
-        // SAFETY: the kernel takes these four, and for no rows it touches nothing.
-        unsafe { stream.launch(&self.probe, 1, THREADS, (cache, 0u64, 0u64, 0u32)) }?;
-        // SAFETY: the kernel takes these five, and of no slots it touches nothing.
-        unsafe { stream.launch(&self.dump, 1, THREADS, (cache, 0u64, 0u32, 0u64, 0u64)) }?;
+
+        let probe = ProbeArgument { cache, list: 0, results: 0, count: 0 };
+        // SAFETY: the kernel's parameter; with no rows the kernel accesses no memory.
+        unsafe { stream.launch(&self.probe, 1, THREADS, probe) }?;
+
+        let dump = DumpArgument { cache, first: 0, count: 0, tags: 0, rows: 0 };
+        // SAFETY: the kernel's parameter; with no slots the kernel accesses no memory.
+        unsafe { stream.launch(&self.dump, 1, THREADS, dump) }?;
         stream.wait()
     }
 
-    /// Changes a cache as the list says, with rows of `rows` `[.., stride]` words.
+    /// Makes `changes` to `cache`, with rows of `staged`.
     pub fn change(
         &self,
         stream: &Stream,
         verb: Verb,
-        cache: CacheView,
-        (changes, at): (&ChangeList, ChangesAt),
-        (rows, stride): (&Mapped<u8>, usize),
+        cache: DeviceCacheView,
+        changes: CacheChanges,
+        staged: StagedRows,
     ) -> Result<()> {
-        let runs = &changes.runs[at.first_run..][..at.sets + 1];
-        let list = &changes.list[at.first..][..runs[at.sets] as usize];
-        assert!(runs.is_sorted() && (verb == Verb::Invalidate || stride >= cache.row as usize));
-        for change in list {
-            assert!(
-                u64::from(change.set) < cache.sets && (change.number as usize) < changes.done.len()
-            );
-            assert!(
-                verb == Verb::Invalidate || (change.slot as usize + 1) * 4 * stride <= rows.len()
-            );
+        let CacheChanges { list: ChangeList { list, runs, done, .. }, first, first_run, sets } =
+            changes;
+        let set_runs = &runs[first_run..][..sets + 1];
+        let cache_changes = &list[first..][..set_runs[sets] as usize];
+        let has_rows = verb != Verb::Invalidate;
+        assert!(set_runs.is_sorted());
+        assert!(!has_rows || staged.stride_words >= cache.row_words as usize);
+        for change in cache_changes {
+            assert!(u64::from(change.set) < cache.sets && (change.number as usize) < done.len());
+            assert!(!has_rows || staged.holds(change.slot));
         }
+
         let kernel = match verb {
             Verb::Insert => &self.insert,
             Verb::Update => &self.update,
@@ -392,108 +453,98 @@ impl Kernels {
         };
         let argument = ChangesArgument {
             cache,
-            list: changes.list.address() + (at.first * size_of::<Change>()) as u64,
-            runs: changes.runs.address() + 4 * at.first_run as u64,
-            sets: at.sets as u32,
-            stride: stride as u32,
-            rows: rows.address(),
-            done: changes.done.address(),
+            list: list.address() + (first * size_of::<Change>()) as u64,
+            runs: runs.address() + 4 * first_run as u64,
+            sets: sets as u32,
+            stride: staged.stride_words as u32,
+            rows: staged.rows.address(),
+            done: done.address(),
         };
-        // SAFETY: the kernel takes this structure; every set, slot and number in it is in its
-        // array.
-        unsafe { stream.launch(kernel, blocks(at.sets), THREADS, (argument,)) }
+        // SAFETY: the kernel's parameter; every set, slot and number in it is inside its array.
+        unsafe { stream.launch(kernel, blocks(sets), THREADS, argument) }
     }
 
-    /// Looks for the first `count` rows of the list.
+    /// Probes `cache` for the first `count` rows of the list.
     pub fn probe(
         &self,
         stream: &Stream,
-        cache: CacheView,
+        cache: DeviceCacheView,
         changes: &ChangeList,
         count: usize,
     ) -> Result<()> {
         assert!(count <= changes.probed.len());
         assert!(changes.list[..count].iter().all(|c| u64::from(c.set) < cache.sets));
-        let arguments = (cache, changes.list.address(), changes.probed.address(), count as u32);
-        // SAFETY: the kernel takes these four; every set is one of the cache's.
-        unsafe { stream.launch(&self.probe, blocks(count), THREADS, arguments) }
+        let argument = ProbeArgument {
+            cache,
+            list: changes.list.address(),
+            results: changes.probed.address(),
+            count: count as u32,
+        };
+        // SAFETY: the kernel's parameter; every set is one of the cache's.
+        unsafe { stream.launch(&self.probe, blocks(count), THREADS, argument) }
     }
 
-    /// Copies the words and rows of the slots from `first` on, as many as `words` has room for.
+    /// Copies the tags and rows of `slots` to `tags` and `rows`.
     pub fn dump(
         &self,
         stream: &Stream,
-        cache: CacheView,
-        first: u64,
-        slots: usize,
-        words: &Mapped<u64>,
+        cache: DeviceCacheView,
+        slots: SlotRange,
+        tags: &Mapped<u64>,
         rows: &Mapped<u32>,
     ) -> Result<()> {
-        assert!(slots <= words.len() && slots * cache.row as usize <= rows.len());
-        assert!(first + slots as u64 <= cache.sets * crate::cache::eviction::WAYS as u64);
-        let arguments = (cache, first, slots as u32, words.address(), rows.address());
-        // SAFETY: the kernel takes these five; the slots are the cache's, and there is room for
-        // them.
-        unsafe { stream.launch(&self.dump, blocks(slots), THREADS, arguments) }
+        let SlotRange { first, count } = slots;
+        assert!(count <= tags.len() && count * cache.row_words as usize <= rows.len());
+        assert!(first + count as u64 <= cache.sets * WAYS as u64);
+        let (tags, rows) = (tags.address(), rows.address());
+        let argument = DumpArgument { cache, first, count: count as u32, tags, rows };
+        // SAFETY: the kernel's parameter; the slots are the cache's, and `tags` and `rows` have
+        // room for them.
+        unsafe { stream.launch(&self.dump, blocks(count), THREADS, argument) }
     }
 
-    /// Pools `bags` samples of every feature, `tile` of one feature a warp; or `bags` single bags
-    /// that `only` names. The keys, offsets and outputs that the features point to are the caller's
-    /// to have checked.
-    pub fn query(
-        &self,
-        stream: &Stream,
-        memory: &QueryMemory<'_>,
-        only: Option<&Mapped<BagNumber>>,
-        bags: usize,
-        tile: usize,
-    ) -> Result<()> {
+    /// Pools bags. The caller has checked the keys and offsets, and the outputs that the features
+    /// point to.
+    pub fn query(&self, stream: &Stream, memory: &QueryMemory, bags: QueryBags) -> Result<()> {
         let QueryMemory { features, keys, offsets, samples, ring, counters } = memory;
-        assert!(
-            ring.kept.len() >= 4 * ring.refs.len() * ring.kept_stride
-                && ring.bags.len() >= ring.refs.len()
-        );
-        assert!(
-            counters.len() >= 5 && (1..=32).contains(&tile) && only.is_none_or(|o| bags <= o.len())
-        );
-        assert!(
-            only.is_some() || ring.again.len().min(ring.absents.len()) >= bags * features.len()
-        );
-        assert!(only.is_some() || bags == *samples);
+        assert!(ring.hit_rows.len() >= 4 * ring.entries.len() * ring.hit_stride);
+        assert!(ring.bags.len() >= ring.entries.len() && counters.len() >= 5);
+        let (only, count, tile, warps) = match bags {
+            QueryBags::All { tile } => {
+                let room = ring.requeries.len().min(ring.absents.len());
+                assert!(room >= samples * features.len() && (1..=32).contains(&tile));
+                (0, *samples, tile, samples.div_ceil(tile) * features.len())
+            }
+            QueryBags::Only { bags, count } => {
+                assert!(count <= bags.len());
+                (bags.address(), count, 1, count)
+            }
+        };
+
         let argument = QueryArgument {
             features: features.address(),
             keys: *keys,
             offsets: *offsets,
-            ring: RingArgument {
-                counts: ring.counts.address(),
-                bags: ring.bags.address(),
-                refs: ring.refs.address(),
-                kept: ring.kept.address(),
-                absents: ring.absents.address(),
-                again: ring.again.address(),
-                refs_max: ring.refs.len() as u32,
-                kept_stride: ring.kept_stride as u32,
-            },
+            ring: ring.argument(),
             counts: counters.address(),
-            blocks: counters.address() + size_of::<Counts>() as u64,
-            only: only.map_or(0, Mapped::address),
-            bags: bags as u32,
+            blocks_done: counters.address() + size_of::<RingCounts>() as u64,
+            only,
+            bags: count as u32,
             samples: *samples as u32,
             feature_count: features.len() as u32,
             tile: tile as u32,
         };
-        let warps = if only.is_some() { bags } else { bags.div_ceil(tile) * features.len() };
-        // SAFETY: the kernel takes this structure; the ring holds what it can leave, and the caller
-        // checked the rest.
-        unsafe { stream.launch(&self.query, blocks(warps), THREADS, (argument,)) }
+        // SAFETY: the kernel's parameter; the ring has room for all that the kernel can leave, and
+        // the caller checked the rest.
+        unsafe { stream.launch(&self.query, blocks(warps), THREADS, argument) }
     }
 
-    /// Pools the rest of the open bags that `finish` is set to when this runs: at most `bags_max`.
-    pub fn finish(&self, stream: &Stream, finish: &Finish, bags_max: usize) -> Result<()> {
-        // A warp goes on to the next bag where there are more.
+    /// Pools the rest of the bags that `open` is set to when the launch runs: at most `bags_max`.
+    pub fn finish(&self, stream: &Stream, open: &OpenBags, bags_max: usize) -> Result<()> {
+        // A warp takes further bags where there are more than warps.
         let blocks = blocks(bags_max).min(stream.gpu().processors() * 16);
-        // SAFETY: the kernel takes this structure's address; every feature, ref and slot in it is
-        // in its array.
-        unsafe { stream.launch(&self.finish, blocks, THREADS, (finish.what.address(),)) }
+        // SAFETY: the kernel takes the address of its structure; every feature, entry and slot in
+        // it is inside its array.
+        unsafe { stream.launch(&self.finish, blocks, THREADS, open.argument.address()) }
     }
 }

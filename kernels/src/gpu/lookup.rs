@@ -1,37 +1,39 @@
-//! The query of a batch on the GPU, and what follows from it: the miss list filled from the ring
-//! that the kernel left in host memory, the rows that came from flash put into the caches, the open
-//! bags pooled. To the host's miss list it makes no difference who queried. All features go in one
-//! launch, and where every row is there nothing else happens. Never reads flash.
+//! The query of a batch on the GPU. One launch queries all features; if every row is cached,
+//! nothing else happens. Otherwise the host fills the miss list from the ring that the kernel left
+//! in host memory. After the caller has read the missing rows from flash, the host inserts them
+//! into the caches and the GPU pools the open bags. The miss list is the same as after a query on
+//! the CPU. Never reads flash.
 
 use crate::cache::Epoch;
 use crate::cache::address::{RowKey, TableHasher};
-use crate::cache::codec::{Codec, RowFormat};
+use crate::cache::codec::RowFormat;
 use crate::cuda::driver::{Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, Mapped};
 use crate::gpu::launch::{
-    ABSENT, Absents, BagNumber, BagView, CacheView, Counts, FeatureView, Finish, MISSING, NO_SLOT,
-    QueryMemory, Ref, Ring,
+    AbsentCount, BagNumber, DeviceBag, DeviceCacheView, DeviceFeature, Entry, MissRing, NO_SLOT,
+    OpenBags, QueryBags, QueryMemory, RingCounts, StagedRows,
 };
-use crate::gpu::tables::{DeviceTables, RowChanges, TableStorage};
+use crate::gpu::numbers::{CodecNumber, EntryKind, PoolingNumber, StorageNumber};
+use crate::gpu::tables::{DeviceIndex, DeviceTables, RowChanges, TableStorage};
 use crate::lookup::miss_list::{Miss, MissList, RowState};
 use crate::lookup::{Bags, LookupStatus, Pooling};
 use std::sync::Arc;
 
-/// One sparse feature, and where its vectors go on the device.
+/// One sparse feature, and where its vectors are written on the device.
 pub struct FeatureOnDevice<'a> {
     /// The table's number.
     pub table: u16,
-    /// The table's rows as bytes.
+    /// How a row of the table is encoded.
     pub format: RowFormat,
-    /// Keys from here up are absent (index tables).
+    /// Keys from here up are absent (tables that are indexed by key).
     pub keys_end: Option<u64>,
-    /// The row that answers for a key that is absent, damaged or late, `[dim]`.
+    /// The row that stands for an absent, damaged or late one, `[dim]`.
     pub default_row: &'a [f32],
     /// How a bag becomes a vector.
     pub pooling: Pooling,
-    /// Keys of a bag at most.
+    /// The largest number of keys in a bag.
     pub hotness_max: usize,
-    /// Where the network input begins that it feeds, `[batch_max, stride]` f32.
+    /// Device address of the network input that the feature fills, `[batch_max, stride]` f32.
     pub input: u64,
     /// Columns of that input.
     pub stride: usize,
@@ -46,41 +48,40 @@ pub struct FeatureOnDevice<'a> {
 pub enum Keys {
     /// Where the host wrote them.
     InPlace,
-    /// In device memory, where one copy on the stream brings them.
-    Brought,
+    /// In device memory, to which one copy on the stream brings them.
+    Copied,
 }
 
 impl Keys {
-    /// What suits `gpu`: a bus between it and the host is crossed once, and in one piece.
+    /// Returns the way that suits `gpu`: keys cross a bus between host and GPU once, in one piece.
     pub fn on(gpu: &Gpu) -> Self {
-        if gpu.integrated() { Self::InPlace } else { Self::Brought }
+        if gpu.integrated() { Self::InPlace } else { Self::Copied }
     }
 }
 
 /// Sizes of a worker's requests.
 #[derive(Clone, Copy, Debug)]
 pub struct LookupLimits {
-    /// Samples of a request at most.
+    /// The largest number of samples in a request.
     pub batch_max: usize,
-    /// Lookups that may wait for rows at once.
+    /// The largest number of lookups that wait for rows at the same time.
     pub misses_max: usize,
     /// Bytes of the longest row of any table.
     pub row_bytes_max: usize,
-    /// Where keys are read.
+    /// Where the query reads keys.
     pub keys: Keys,
 }
 
 /// A request's keys and offsets in one piece, as words: the keys of each feature, with room for the
-/// longest bags, then the offsets of each. Everything lies closer together the fewer samples there
-/// are.
+/// longest bags, then the offsets of each. The layout depends on the number of samples.
 struct Request {
     words: Mapped<u32>,
-    /// Where the device reads it, if not in `words`.
-    brought: Option<Buffer<u32>>,
-    /// Longest bags of all features together, and how many features.
+    /// The copy in device memory, with [`Keys::Copied`].
+    copy: Option<Buffer<u32>>,
+    /// The sum of the longest bags of all features.
     lookups: usize,
     features: usize,
-    /// Samples of the request in hand.
+    /// Samples that the current request is laid out for.
     samples: usize,
 }
 
@@ -91,13 +92,13 @@ impl Request {
 
     fn new(gpu: &Arc<Gpu>, lookups: usize, features: usize, limits: LookupLimits) -> Result<Self> {
         let words = Self::words(lookups, features, limits.batch_max);
-        let brought = (limits.keys == Keys::Brought).then(|| gpu.buffer(words)).transpose()?;
-        Ok(Self { words: gpu.mapped(words)?, brought, lookups, features, samples: 0 })
+        let copy = (limits.keys == Keys::Copied).then(|| gpu.buffer(words)).transpose()?;
+        Ok(Self { words: gpu.mapped(words)?, copy, lookups, features, samples: 0 })
     }
 
-    /// Where the device finds the keys and the offsets of `samples` samples.
+    /// Returns the device addresses of the keys and of the offsets of `samples` samples.
     fn addresses(&self, samples: usize) -> (u64, u64) {
-        let keys = self.brought.as_ref().map_or(self.words.address(), Buffer::address);
+        let keys = self.copy.as_ref().map_or(self.words.address(), Buffer::address);
         (keys, keys + 8 * (self.lookups * samples) as u64)
     }
 
@@ -108,7 +109,7 @@ impl Request {
         }
     }
 
-    /// The offsets of a feature, `[samples + 1]`.
+    /// Returns the offsets of a feature, `[samples + 1]`.
     fn offsets(&self, feature: usize) -> &[u32] {
         &self.words[2 * self.lookups * self.samples + feature * (self.samples + 1)..]
             [..=self.samples]
@@ -120,32 +121,32 @@ impl Request {
     }
 }
 
-/// Looks up one batch at a time. Takes all memory when it is made.
+/// Looks up one batch at a time. All memory is allocated at the start.
 pub struct GpuLookup {
     tables: Arc<DeviceTables>,
     stream: Stream,
-    features: Buffer<FeatureView>,
-    views: Box<[FeatureView]>,
+    features: Buffer<DeviceFeature>,
+    views: Box<[DeviceFeature]>,
     /// For each feature the longest bag.
-    hotness: Box<[usize]>,
-    /// Kept for the features.
+    hotness_max: Box<[usize]>,
+    /// The features point to these rows.
     _default_rows: Buffer<f32>,
     limits: LookupLimits,
-    /// Samples of the batch in hand.
+    /// Samples of the current batch.
     batch: usize,
     request: Request,
-    ring: Ring,
+    ring: MissRing,
     counters: Buffer<u32>,
-    only: Mapped<BagNumber>,
-    finish: Finish,
+    requeries: Mapped<BagNumber>,
+    open: OpenBags,
     changes: RowChanges,
 }
 
 impl GpuLookup {
-    /// A lookup of `features` within `limits`.
+    /// Allocates a lookup of `features` within `limits`.
     ///
     /// # Errors
-    /// The GPU has no memory for it.
+    /// `CudaError::Driver` if the GPU has no memory for it.
     pub fn new(
         tables: &Arc<DeviceTables>,
         features: &[FeatureOnDevice<'_>],
@@ -154,6 +155,7 @@ impl GpuLookup {
         let (gpu, misses_max) = (tables.gpu(), limits.misses_max.max(1));
         let limits = LookupLimits { misses_max, ..limits };
         let stream = gpu.stream()?;
+
         let defaults: Vec<f32> = features.iter().flat_map(|f| f.default_row).copied().collect();
         let mut default_rows = gpu.buffer(defaults.len())?;
         stream.upload(&defaults, &mut default_rows, 0)?;
@@ -169,86 +171,90 @@ impl GpuLookup {
         }
         let mut on_device = gpu.buffer(views.len())?;
         stream.upload(&views, &mut on_device, 0)?;
+
         let bags = limits.batch_max * features.len();
         let lookup = Self {
             features: on_device,
             views: views.into(),
-            hotness: features.iter().map(|f| f.hotness_max).collect(),
+            hotness_max: features.iter().map(|f| f.hotness_max).collect(),
             _default_rows: default_rows,
             limits,
             batch: 0,
             request: Request::new(gpu, lookups, features.len(), limits)?,
             ring: ring(gpu, bags, limits)?,
             counters: gpu.buffer(5)?,
-            only: gpu.mapped(bags)?,
-            finish: Finish::new(gpu, misses_max)?,
+            requeries: gpu.mapped(bags)?,
+            open: OpenBags::new(gpu, misses_max)?,
             changes: RowChanges::new(tables, misses_max)?,
             tables: Arc::clone(tables),
             stream,
         };
-        // One sample without keys: a driver loads a kernel when it is first launched, for which it
-        // takes memory.
+
+        // One sample without keys: a driver loads a kernel, and allocates memory for it, at the
+        // kernel's first launch.
         lookup.launch(limits.batch_max.min(1))?;
         lookup.finish(1)?;
         lookup.stream.wait()?;
         Ok(lookup)
     }
 
-    /// All bytes that such a lookup takes, but for the tables; `lookups_max` are those of one
-    /// sample.
+    /// Returns the bytes that a lookup takes without the tables. `lookups_max` is the largest
+    /// number of keys in one sample.
     pub fn bytes(features: usize, lookups_max: usize, limits: LookupLimits) -> usize {
         let LookupLimits { batch_max, misses_max, row_bytes_max, keys } = limits;
-        let (places, misses_max) = (if keys == Keys::Brought { 2 } else { 1 }, misses_max.max(1));
-        let bag = size_of::<Absents>() + 2 * size_of::<BagNumber>();
+        let (copies, misses_max) = (if keys == Keys::Copied { 2 } else { 1 }, misses_max.max(1));
+        let bag = size_of::<AbsentCount>() + 2 * size_of::<BagNumber>();
         let miss =
-            2 * size_of::<BagView>() + size_of::<Ref>() + row_bytes_max.next_multiple_of(4) + 4;
-        places * 4 * Request::words(lookups_max, features, batch_max)
+            2 * size_of::<DeviceBag>() + size_of::<Entry>() + row_bytes_max.next_multiple_of(4) + 4;
+        copies * 4 * Request::words(lookups_max, features, batch_max)
             + batch_max * bag * features
             + misses_max * miss
             + RowChanges::bytes(misses_max)
     }
 
-    /// The stream that everything is on.
+    /// Returns the stream of every launch except changes to the caches.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// The tables.
+    /// Returns the tables.
     pub fn tables(&self) -> &Arc<DeviceTables> {
         &self.tables
     }
 
-    /// Begins the query of `batch` samples, `bags(f)` for feature `f`: one launch, no wait, and
-    /// where keys are brought one copy. Behind it on the stream the inputs are whole if nothing was
-    /// missing.
+    /// Begins the query of `batch` samples, `bags(f)` for feature `f`: one launch, no wait, and one
+    /// copy of the keys with [`Keys::Copied`]. After the launch on the stream the network inputs
+    /// are complete if no row was missing.
     ///
     /// # Errors
-    /// The GPU refuses the launch.
+    /// `CudaError::Driver`.
     pub fn begin<'a>(&mut self, batch: usize, bags: impl Fn(usize) -> Bags<'a>) -> Result<()> {
-        self.take((batch, batch), bags);
-        self.bring(batch)?;
+        self.write_request(batch, batch, bags);
+        self.copy_keys(batch)?;
         self.launch(batch)
     }
 
-    /// Lays the keys and offsets of a batch out, and goes on to `samples` with samples that have no
-    /// keys.
-    pub fn take<'a>(&mut self, (batch, samples): (usize, usize), bags: impl Fn(usize) -> Bags<'a>) {
+    /// Writes the keys and offsets of `batch` samples where the device reads them, laid out for
+    /// `samples`: the samples after the batch have no keys.
+    pub fn write_request<'a>(
+        &mut self,
+        batch: usize,
+        samples: usize,
+        bags: impl Fn(usize) -> Bags<'a>,
+    ) {
         assert!((batch..=self.limits.batch_max).contains(&samples));
         (self.batch, self.request.samples) = (batch, samples);
         // An empty batch launches nothing.
-        self.ring.counts[0] = Counts::default();
+        self.ring.counts[0] = RingCounts::default();
         for (f, view) in self.views.iter().enumerate() {
-            let (Bags { keys, offsets }, hotness) = (bags(f), self.hotness[f]);
+            let (Bags { keys, offsets }, hotness_max) = (bags(f), self.hotness_max[f]);
             let offsets = &offsets[..=batch];
             let keys = &keys[..offsets[batch] as usize];
-            // What the kernel relies on: all keys are in the feature's part, no bag is longer than
-            // the miss list.
-            assert!(
-                offsets[0] == 0
-                    && offsets
-                        .windows(2)
-                        .all(|o| o[0] <= o[1] && (o[1] - o[0]) as usize <= hotness)
-            );
+            // The kernel relies on it: all keys are in the feature's part of the request, and no
+            // bag is longer than the feature's longest.
+            let fits = |o: &[u32]| o[0] <= o[1] && (o[1] - o[0]) as usize <= hotness_max;
+            assert!(offsets[0] == 0 && offsets.windows(2).all(fits));
+
             self.request.put_keys(view.keys_before as usize, keys);
             let to = self.request.offsets_mut(f);
             to[..=batch].copy_from_slice(offsets);
@@ -256,28 +262,28 @@ impl GpuLookup {
         }
     }
 
-    /// Puts what the device needs to bring a batch that was laid out for `samples` onto the stream;
-    /// for a graph to record, too.
+    /// Puts the copy of a request that is laid out for `samples` onto the stream, with
+    /// [`Keys::Copied`]. A graph can record it.
     ///
     /// # Errors
-    /// The GPU refuses.
-    pub fn bring(&self, samples: usize) -> Result<()> {
-        let Request { words, brought, lookups, features, .. } = &self.request;
-        let Some(brought) = brought else { return Ok(()) };
-        self.stream.bring(words, brought, Request::words(*lookups, *features, samples))
+    /// `CudaError::Driver`.
+    pub fn copy_keys(&self, samples: usize) -> Result<()> {
+        let Request { words, copy, lookups, features, .. } = &self.request;
+        let Some(copy) = copy else { return Ok(()) };
+        self.stream.upload_async(words, copy, Request::words(*lookups, *features, samples))
     }
 
-    /// Launches the query of a batch that was laid out for `samples`, on its stream; for a graph to
-    /// record, too.
+    /// Launches the query of a request that is laid out for `samples`. A graph can record it.
     ///
     /// # Errors
-    /// The GPU refuses the launch.
+    /// `CudaError::Driver`.
     pub fn launch(&self, samples: usize) -> Result<()> {
         assert!(samples <= self.limits.batch_max);
-        // As many warps as keep every multiprocessor busy, and a few samples a warp beyond that.
+        // As many warps as keep every multiprocessor busy; with more samples, several a warp.
         let warps = self.tables.gpu().processors() as usize * 64;
         let tile = (samples * self.views.len() / warps).clamp(1, 32);
-        self.tables.kernels.query(&self.stream, &self.memory(samples), None, samples, tile)
+        let memory = self.memory(samples);
+        self.tables.kernels.query(&self.stream, &memory, QueryBags::All { tile })
     }
 
     fn memory(&self, samples: usize) -> QueryMemory<'_> {
@@ -286,18 +292,19 @@ impl GpuLookup {
         QueryMemory { features, keys, offsets, samples, ring, counters }
     }
 
-    fn bag(&self, number: BagNumber) -> usize {
+    /// Returns the number of keys in a bag.
+    fn bag_len(&self, number: BagNumber) -> usize {
         let offsets = &self.request.offsets(number.feature as usize)[number.sample as usize..];
         (offsets[1] - offsets[0]) as usize
     }
 
-    /// Waits for the query and notes in `misses`, which is empty, what it left open; counts the
-    /// rows that were there in `statuses`, which are of the batch and were not counted in before.
-    /// Returns whether bags are left for `again`: there was no room for them, or a wide row changed
-    /// as it was added.
+    /// Waits for the query and adds what it left open to `misses`, which is empty. Counts the rows
+    /// that were cached in `statuses`, one a sample of the batch, all zero. Returns whether bags
+    /// are left for [`GpuLookup::requery`]: the ring had no room for them, or a wide row changed
+    /// while it was added.
     ///
     /// # Errors
-    /// The GPU failed.
+    /// `CudaError::Driver`.
     pub fn collect(
         &mut self,
         misses: &mut MissList,
@@ -308,116 +315,135 @@ impl GpuLookup {
             let offsets = &self.request.offsets(f)[..=self.batch];
             statuses.iter_mut().zip(offsets.windows(2)).for_each(|(s, o)| s.fresh += o[1] - o[0]);
         }
-        Ok(self.note(misses, statuses))
+        Ok(self.read_ring(misses, statuses))
     }
 
-    /// Takes what the ring holds; every bag of the launch is already counted as fresh.
-    fn note(&mut self, misses: &mut MissList, statuses: &mut [LookupStatus]) -> bool {
-        let Counts { bags, absents, again, .. } = self.ring.counts[0];
-        for Absents { sample, count } in &self.ring.absents[..absents as usize] {
+    /// Adds what the ring holds to `misses`; every bag of the launch is already counted as fresh.
+    fn read_ring(&mut self, misses: &mut MissList, statuses: &mut [LookupStatus]) -> bool {
+        let RingCounts { bags, absents, requeries, .. } = self.ring.counts[0];
+        for AbsentCount { sample, count } in &self.ring.absents[..absents as usize] {
             let status = &mut statuses[*sample as usize];
             status.fresh -= count;
             status.absent += count;
         }
-        for number in 0..again as usize {
-            let bag = self.ring.again[number];
-            statuses[bag.sample as usize].fresh -= self.bag(bag) as u32;
-            self.only[number] = bag;
+        for number in 0..requeries as usize {
+            let bag = self.ring.requeries[number];
+            statuses[bag.sample as usize].fresh -= self.bag_len(bag) as u32;
+            self.requeries[number] = bag;
         }
         for bag in &self.ring.bags[..bags as usize] {
-            statuses[bag.sample as usize].fresh -= bag.refs;
-            self.note_bag(bag, misses);
+            statuses[bag.sample as usize].fresh -= bag.entries;
+            self.add_open_bag(bag, misses);
         }
-        again > 0
+        requeries > 0
     }
 
-    fn note_bag(&self, bag: &BagView, misses: &mut MissList) {
+    fn add_open_bag(&self, bag: &DeviceBag, misses: &mut MissList) {
         let view = &self.views[bag.feature as usize];
-        misses.open(bag.feature as u16, bag.sample as usize, bag.done as usize);
-        for at in bag.first as usize..(bag.first + bag.refs) as usize {
-            let Ref { key, epoch, kind } = self.ring.refs[at];
-            match kind {
-                MISSING => misses.miss(RowKey { table: view.table as u16, key }, Epoch::of(epoch)),
-                ABSENT => misses.absent(),
-                _ => misses.keep(
-                    &self.ring.kept[4 * at * self.ring.kept_stride..]
-                        [..view.cache.row_bytes as usize],
-                ),
+        misses.open_bag(bag.feature as u16, bag.sample as usize, bag.pooled as usize);
+        for at in bag.first as usize..(bag.first + bag.entries) as usize {
+            let Entry { key, epoch, kind } = self.ring.entries[at];
+            match EntryKind::of(kind) {
+                EntryKind::Missing => {
+                    misses.add_miss(RowKey { table: view.table as u16, key }, Epoch::of(epoch))
+                }
+                EntryKind::Absent => misses.add_absent(),
+                EntryKind::Hit => {
+                    let row = &self.ring.hit_rows[4 * at * self.ring.hit_stride..];
+                    misses.stage_hit(&row[..view.cache.row_bytes as usize]);
+                }
             }
         }
     }
 
-    /// After the rows of `misses` were read: puts the fresh ones into the caches, pools the open
-    /// bags, counts their rows, and waits for it.
+    /// Finishes the open bags after the caller has read the rows of `misses`: inserts the fresh
+    /// rows into the caches, pools the bags, counts their rows in `statuses` and waits.
     ///
     /// # Errors
-    /// The GPU failed.
-    pub fn settle(&mut self, misses: &MissList, statuses: &mut [LookupStatus]) -> Result<()> {
-        self.ready(misses, statuses)?;
+    /// `CudaError::Driver`.
+    pub fn finish_bags(&mut self, misses: &MissList, statuses: &mut [LookupStatus]) -> Result<()> {
+        self.begin_finish(misses, statuses)?;
         self.finish(misses.bags().len())?;
-        self.settled()
+        self.wait_finished()
     }
 
-    /// Begins to put the fresh rows into the caches, and tells the next `finish` of the open bags;
-    /// counts their rows.
-    pub(crate) fn ready(&mut self, misses: &MissList, statuses: &mut [LookupStatus]) -> Result<()> {
-        let Some((rows, stride)) = misses.staging() else {
-            unreachable!("the misses of a GPU's worker are staged where the GPU reaches them")
+    /// Begins to insert the fresh rows into the caches, and sets the open bags for the next
+    /// `finish`. Counts their rows in `statuses`.
+    pub(crate) fn begin_finish(
+        &mut self,
+        misses: &MissList,
+        statuses: &mut [LookupStatus],
+    ) -> Result<()> {
+        let Some((rows, stride_words)) = misses.staging() else {
+            unreachable!(
+                "the misses of a GPU's worker are staged in memory that the GPU can access"
+            )
         };
+        let staged = StagedRows { rows, stride_words };
         for miss in misses.list().iter().filter(|m| misses.state(m.slot) == RowState::Fresh) {
             self.changes.add(miss.row, miss.slot, miss.epoch);
         }
-        self.changes.begin_insert(rows, stride)?;
+        self.changes.begin_insert(staged)?;
+
         for (number, bag) in misses.bags().iter().enumerate() {
-            let first = bag.first_ref as usize;
-            for (slot, (state, fresh)) in
-                self.finish.slots[first..].iter_mut().zip(misses.slots_of(bag))
-            {
+            let first = bag.first_entry as usize;
+            let slots = self.open.slots[first..].iter_mut();
+            for (slot, (state, fresh)) in slots.zip(misses.slots_of(bag)) {
                 *slot = fresh.unwrap_or(NO_SLOT);
                 statuses[bag.sample as usize].count(state);
             }
-            let (feature, first) = (u32::from(bag.feature), first as u32);
-            self.finish.bags[number] =
-                BagView { feature, sample: bag.sample, done: bag.done, first, refs: bag.refs };
+            self.open.bags[number] = DeviceBag {
+                feature: u32::from(bag.feature),
+                sample: bag.sample,
+                pooled: bag.done,
+                first: first as u32,
+                entries: bag.entries,
+            };
         }
-        self.finish.set(&self.features, misses.bags().len(), (rows, stride));
+        self.open.set(&self.features, misses.bags().len(), staged);
         Ok(())
     }
 
-    /// Puts the pooling of the open bags, at most `bags_max`, onto the stream; for a graph to
-    /// record, too.
+    /// Puts the pooling of the open bags, at most `bags_max`, onto the stream. A graph can record
+    /// it.
     pub(crate) fn finish(&self, bags_max: usize) -> Result<()> {
-        self.tables.kernels.finish(&self.stream, &self.finish, bags_max)
+        self.tables.kernels.finish(&self.stream, &self.open, bags_max)
     }
 
-    /// Waits until the rows are in the caches and all that was put onto the stream is done: the
-    /// staged rows are free again.
-    pub(crate) fn settled(&self) -> Result<()> {
+    /// Waits until the rows are in the caches and all work on the stream is done. The caller may
+    /// reuse the staged rows after that.
+    pub(crate) fn wait_finished(&self) -> Result<()> {
         self.stream.after(self.changes.made())?;
         self.stream.wait()
     }
 
-    /// Queries the bags that were left, and waits; as [`GpuLookup::collect`].
+    /// Queries the bags that were left again, and waits. Arguments and result are those of
+    /// [`GpuLookup::collect`].
     ///
     /// # Errors
-    /// The GPU failed.
-    pub fn again(&mut self, misses: &mut MissList, statuses: &mut [LookupStatus]) -> Result<bool> {
-        let count = self.ring.counts[0].again as usize;
+    /// `CudaError::Driver`.
+    pub fn requery(
+        &mut self,
+        misses: &mut MissList,
+        statuses: &mut [LookupStatus],
+    ) -> Result<bool> {
+        let count = self.ring.counts[0].requeries as usize;
         for number in 0..count {
-            let bag = self.only[number];
-            statuses[bag.sample as usize].fresh += self.bag(bag) as u32;
+            let bag = self.requeries[number];
+            statuses[bag.sample as usize].fresh += self.bag_len(bag) as u32;
         }
         let memory = self.memory(self.request.samples);
-        self.tables.kernels.query(&self.stream, &memory, Some(&self.only), count, 1)?;
+        let bags = QueryBags::Only { bags: &self.requeries, count };
+        self.tables.kernels.query(&self.stream, &memory, bags)?;
         self.stream.wait()?;
-        Ok(self.note(misses, statuses))
+        Ok(self.read_ring(misses, statuses))
     }
 
-    /// Puts rows that were read ahead into the caches: `rows` are staged in the slots that they
-    /// name. Returns how many went in.
+    /// Inserts prefetched rows into the caches; each of `rows` is staged in its slot of `misses`.
+    /// Returns the number of rows that were inserted.
     ///
     /// # Errors
-    /// The GPU failed.
+    /// `CudaError::Driver`.
     pub fn insert<'a>(
         &mut self,
         misses: &MissList,
@@ -431,10 +457,11 @@ impl GpuLookup {
         Ok(self.changes.insert(staged, stride)?.iter().map(|&done| usize::from(done)).sum())
     }
 
-    /// Tells of each of `rows` whether it is cached, and its set's epoch.
+    /// Calls `each(row, cached, epoch)` for each of `rows`: whether it is cached, and its set's
+    /// epoch.
     ///
     /// # Errors
-    /// The GPU failed.
+    /// `CudaError::Driver`.
     pub fn probe(
         &mut self,
         rows: &mut [Miss],
@@ -444,52 +471,40 @@ impl GpuLookup {
         self.changes.probe(|number, cached, epoch| each(&mut rows[number], cached, epoch))
     }
 
-    /// After an error of any of these: waits until nothing that was begun reads or writes what the
-    /// next request does.
+    /// Waits, after an error of any function of this type, until no launch accesses memory that the
+    /// next request uses.
     ///
     /// # Errors
-    /// The GPU is gone.
-    pub fn give_up(&mut self) -> Result<()> {
-        self.changes.give_up()?;
+    /// `CudaError::Driver` if the GPU cannot be waited for.
+    pub fn recover(&mut self) -> Result<()> {
+        self.changes.recover()?;
         self.stream.wait()
     }
 }
 
-fn ring(gpu: &Arc<Gpu>, bags: usize, limits: LookupLimits) -> Result<Ring> {
+fn ring(gpu: &Arc<Gpu>, bags: usize, limits: LookupLimits) -> Result<MissRing> {
     let LookupLimits { misses_max, row_bytes_max, .. } = limits;
-    let kept_stride = row_bytes_max.div_ceil(4);
-    Ok(Ring {
+    let hit_stride = row_bytes_max.div_ceil(4);
+    Ok(MissRing {
         counts: gpu.mapped(1)?,
         bags: gpu.mapped(misses_max)?,
-        refs: gpu.mapped(misses_max)?,
-        kept: gpu.mapped(4 * misses_max * kept_stride)?,
+        entries: gpu.mapped(misses_max)?,
+        hit_rows: gpu.mapped(4 * misses_max * hit_stride)?,
         absents: gpu.mapped(bags)?,
-        again: gpu.mapped(bags)?,
-        kept_stride,
+        requeries: gpu.mapped(bags)?,
+        hit_stride,
     })
 }
 
-/// A feature as the kernels see it, but for what lies beside the other features'.
-fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> FeatureView {
+/// Returns a feature for the kernels, without the fields that depend on the features before it.
+fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeature {
     let format = feature.format;
-    let codec = match format.codec() {
-        Codec::F32 => 0,
-        Codec::F16 => 1,
-        Codec::U8 => 2,
-        Codec::U4 => 3,
-    };
-    let pooling = match feature.pooling {
-        Pooling::Sum => 0,
-        Pooling::Mean => 1,
-        Pooling::None => 2,
-    };
-    assert!(
-        feature.default_row.len() == format.dim()
-            && feature.column + feature.width <= feature.stride
-    );
+    assert_eq!(feature.default_row.len(), format.dim());
+    assert!(feature.column + feature.width <= feature.stride);
     let rows_out = if feature.pooling == Pooling::None { feature.hotness_max } else { 1 };
     assert_eq!(feature.width, rows_out * format.dim());
-    let view = FeatureView {
+
+    let view = DeviceFeature {
         out: feature.input + 4 * feature.column as u64,
         stride: feature.stride as u64,
         keys_end: feature.keys_end.unwrap_or(0),
@@ -498,37 +513,60 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> FeatureView 
         dim: format.dim() as u32,
         width: feature.width as u32,
         unit: format.unit(),
-        codec,
-        pooling,
-        ..FeatureView::default()
+        codec: CodecNumber::from(format.codec()) as u32,
+        pooling: PoolingNumber::from(feature.pooling) as u32,
+        ..DeviceFeature::default()
     };
-    match tables.place(feature.table) {
-        TableStorage::Cached(number) => {
-            let cache = tables.cache_view(number);
-            assert_eq!(cache.row_bytes as usize, format.row_bytes());
-            match tables.namer(number, feature.table) {
-                TableHasher::Indexed { base, end } => {
-                    FeatureView { cache, base, end: end as u32, ..view }
-                }
-                TableHasher::Hashed { salt, .. } => FeatureView { cache, salt, ..view },
-            }
-        }
-        TableStorage::Resident(number) => {
-            let table = tables.resident(number);
-            assert_eq!(table.row_bytes, format.row_bytes());
-            let shape = CacheView {
-                row_bytes: table.row_bytes as u32,
-                row: table.row as u32,
-                ..CacheView::default()
-            };
-            let (place, hashes, buckets, bucket_count) = match &table.index {
-                None => (1, 0, 0, 0),
-                Some((hashes, buckets)) => {
-                    (2, hashes.address(), buckets.address(), buckets.len() as u64 - 1)
-                }
-            };
-            let (rows, count) = (table.rows.address(), table.count as u64);
-            FeatureView { cache: shape, rows, count, place, hashes, buckets, bucket_count, ..view }
-        }
+    match tables.storage(feature.table) {
+        TableStorage::Cached(number) => view_of_cached(tables, feature, number, view),
+        TableStorage::Resident(number) => view_of_resident(tables, feature, number, view),
+    }
+}
+
+fn view_of_cached(
+    tables: &DeviceTables,
+    feature: &FeatureOnDevice<'_>,
+    cache: usize,
+    view: DeviceFeature,
+) -> DeviceFeature {
+    let (hasher, cache) = (tables.table_hasher(cache, feature.table), tables.cache_view(cache));
+    assert_eq!(cache.row_bytes as usize, feature.format.row_bytes());
+
+    let view = DeviceFeature { cache, storage: StorageNumber::Cached as u32, ..view };
+    match hasher {
+        TableHasher::Indexed { base, end } => DeviceFeature { base, end: end as u32, ..view },
+        TableHasher::Hashed { salt, .. } => DeviceFeature { salt, ..view },
+    }
+}
+
+fn view_of_resident(
+    tables: &DeviceTables,
+    feature: &FeatureOnDevice<'_>,
+    number: usize,
+    view: DeviceFeature,
+) -> DeviceFeature {
+    let table = tables.resident(number);
+    assert_eq!(table.row_bytes, feature.format.row_bytes());
+
+    let view = DeviceFeature {
+        cache: DeviceCacheView {
+            row_bytes: table.row_bytes as u32,
+            row_words: table.row_words as u32,
+            ..DeviceCacheView::default()
+        },
+        rows: table.rows.address(),
+        count: table.count as u64,
+        storage: StorageNumber::Resident as u32,
+        ..view
+    };
+    match &table.index {
+        None => view,
+        Some(DeviceIndex { hashes, buckets }) => DeviceFeature {
+            storage: StorageNumber::ResidentHashed as u32,
+            hashes: hashes.address(),
+            buckets: buckets.address(),
+            bucket_count: buckets.len() as u64 - 1,
+            ..view
+        },
     }
 }

@@ -1,11 +1,25 @@
-//! The GPU twins of the CPU's verbs.
+//! What runs on the GPU for tables and networks: the twins of `lookup` and `dense`. Their results
+//! are the CPU's to the bit, except where cuBLAS or TensorRT computes the products.
+//!
+//! * `launch`, `dense_kernels`: one typed function for each kernel; `numbers`: the numbers that
+//!   kernels and host share. The kernels are CUDA C++ in `kernels/cuda`, built by its `make` and
+//!   embedded here.
+//! * [`tables`]: the caches and resident tables in device memory; [`lookup`]: the query of a batch.
+//! * `dense_plan`, `dense_engine`: the dense network; [`tensorrt`]: the network by TensorRT.
+//! * [`step`]: a whole request as one CUDA graph.
+//! * [`device_info`]: a report about a GPU and its driver.
 
-pub mod dense_engine;
-pub mod dense_kernels;
+mod dense_engine;
+mod dense_error;
+mod dense_kernels;
 mod dense_plan;
 pub mod device_info;
 mod launch;
 pub mod lookup;
+mod numbers;
 pub mod step;
 pub mod tables;
 pub mod tensorrt;
+
+pub use dense_engine::{DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, TensorRtOptions};
+pub use dense_error::GpuDenseError;

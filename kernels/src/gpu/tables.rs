@@ -1,6 +1,6 @@
-//! The caches and resident tables of a model in device memory, and the verbs that change a cache
-//! there. A cache comes from the host as it is, byte for byte, and goes on as the host's would.
-//! Never decides what is worth caching.
+//! The caches and resident tables of a model in device memory, and the changes to such a cache. A
+//! cache is copied from the host byte for byte. From then on the same changes leave the same bytes
+//! as in a cache on the host. Never decides which rows are worth caching.
 
 use crate::cache::address::{AddressMap, RowKey, SetTag, TableHasher};
 use crate::cache::eviction::WAYS;
@@ -8,65 +8,74 @@ use crate::cache::resident::Resident;
 use crate::cache::{Cache, Epoch};
 use crate::cuda::driver::{Event, Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
-use crate::gpu::launch::{CacheView, Change, ChangeList, ChangesAt, Kernels, Verb};
+use crate::gpu::launch::{
+    CacheChanges, Change, ChangeList, DeviceCacheView, Kernels, SlotRange, StagedRows, Verb,
+};
+use crate::simd::atomics::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Words uploaded at once.
-const PIECE: usize = 1 << 18;
-/// Slots dumped at once: changes wait for so many to be copied.
-const DUMPED_SLOTS: usize = 1024;
+/// Values of one upload.
+const UPLOAD_VALUES: usize = 1 << 18;
+/// Slots that one launch dumps. Changes of the cache wait while the slots are copied.
+const DUMP_SLOTS: usize = 1024;
 
 /// Where the rows of a table are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TableStorage {
     /// In a cache, by its number.
     Cached(usize),
-    /// Whole, in a resident table, by its number.
+    /// All of them in a resident table, by its number.
     Resident(usize),
 }
 
 /// A cache in device memory.
 struct DeviceCache {
-    view: CacheView,
-    naming: AddressMap,
-    heads: Buffer<u32>,
-    tails: Buffer<u32>,
+    view: DeviceCacheView,
+    addresses: AddressMap,
+    set_headers: Buffer<u32>,
+    writer_states: Buffer<u32>,
     rows: Buffer<u32>,
 }
 
 /// A resident table in device memory.
 pub(crate) struct DeviceResident {
     pub rows: Buffer<u32>,
-    /// Words and bytes of a row.
-    pub row: usize,
+    pub row_words: usize,
     pub row_bytes: usize,
     pub count: usize,
-    /// As `Resident` has it: hashes, and where each bucket begins in them.
-    pub index: Option<(Buffer<u64>, Buffer<u32>)>,
+    /// Where keys are hashed.
+    pub index: Option<DeviceIndex>,
 }
 
-/// The tables of a model on a GPU, shared by all who look up in them.
+/// The index of a resident table, as `Resident` has it.
+pub(crate) struct DeviceIndex {
+    pub hashes: Buffer<u64>,
+    /// Where each bucket begins in the hashes, `[buckets + 1]`.
+    pub buckets: Buffer<u32>,
+}
+
+/// The tables of a model on a GPU. All workers share them.
 pub struct DeviceTables {
     gpu: Arc<Gpu>,
     pub(crate) kernels: Kernels,
-    places: Vec<TableStorage>,
+    storages: Vec<TableStorage>,
     caches: Vec<DeviceCache>,
     residents: Vec<DeviceResident>,
-    /// All changes of the caches are on this stream, one after the other.
+    /// The stream of all changes to the caches.
     changes: Mutex<Stream>,
 }
 
-/// `len` values on the device, made piece by piece.
+/// Uploads `len` values in pieces.
 fn upload<T: DeviceValue>(
     stream: &Stream,
     len: usize,
     mut values: impl Iterator<Item = T>,
 ) -> Result<Buffer<T>> {
     let mut to = stream.gpu().buffer(len)?;
-    let mut piece = Vec::with_capacity(PIECE.min(len));
-    for at in (0..len).step_by(PIECE) {
+    let mut piece = Vec::with_capacity(UPLOAD_VALUES.min(len));
+    for at in (0..len).step_by(UPLOAD_VALUES) {
         piece.clear();
-        piece.extend(values.by_ref().take(PIECE));
+        piece.extend(values.by_ref().take(UPLOAD_VALUES));
         stream.upload(&piece, &mut to, at)?;
     }
     Ok(to)
@@ -75,71 +84,70 @@ fn upload<T: DeviceValue>(
 impl DeviceCache {
     fn new(stream: &Stream, cache: Cache) -> Result<Self> {
         let row_bytes = cache.row_bytes();
-        let (naming, parts) = cache.into_parts();
-        // Each goes from the host before the next: no more than the rows of one cache is there
-        // twice.
-        let [heads, tails, rows] = parts.map(|part| {
-            upload(
-                stream,
-                part.len(),
-                part.iter().map(|w| w.load(crate::simd::atomics::Ordering::Relaxed)),
-            )
+        let (addresses, parts) = cache.into_parts();
+        // The host frees each part before the next is uploaded, so that at most the rows of one
+        // cache exist twice.
+        let [set_headers, writer_states, rows] = parts.map(|part| {
+            let words = part.iter().map(|word| word.load(Ordering::Relaxed));
+            upload(stream, part.len(), words)
         });
-        let (heads, tails, rows) = (heads?, tails?, rows?);
-        let sets = naming.sets();
-        let table_bits = match naming.namer(0) {
+        let (set_headers, writer_states, rows) = (set_headers?, writer_states?, rows?);
+
+        let sets = addresses.sets();
+        let table_bits = match addresses.table_hasher(0) {
             TableHasher::Indexed { .. } => 0,
             TableHasher::Hashed { table_bits, .. } => table_bits,
         };
-        let view = CacheView {
-            heads: heads.address(),
-            tails: tails.address(),
+        let view = DeviceCacheView {
+            set_headers: set_headers.address(),
+            writer_states: writer_states.address(),
             rows: rows.address(),
             sets: sets as u64,
             row_bytes: row_bytes as u32,
-            row: row_bytes.div_ceil(4) as u32,
-            head: (heads.len() / sets) as u32,
+            row_words: row_bytes.div_ceil(4) as u32,
+            header_words: (set_headers.len() / sets) as u32,
             table_bits,
         };
-        Ok(Self { view, naming, heads, tails, rows })
+        Ok(Self { view, addresses, set_headers, writer_states, rows })
     }
 
-    fn name(&self, row: RowKey) -> SetTag {
-        self.naming.name(self.naming.namer(row.table), row.key)
+    fn hash(&self, row: RowKey) -> SetTag {
+        self.addresses.address_of(row)
     }
 }
 
 impl DeviceResident {
     fn new(stream: &Stream, table: &Resident) -> Result<Self> {
         let (row_bytes, bytes, index) = table.parts();
-        let row = row_bytes.div_ceil(4);
-        // Rows begin on whole words there.
+        let row_words = row_bytes.div_ceil(4);
+        // On the device every row begins on a whole word.
         let words = bytes
             .chunks(row_bytes)
             .flat_map(|row| row.chunks(4))
             .map(|four| four.iter().rev().fold(0, |word, byte| word << 8 | u32::from(*byte)));
         let count = bytes.len() / row_bytes;
-        let rows = upload(stream, count * row, words)?;
+        let rows = upload(stream, count * row_words, words)?;
         let index = match index {
             None => None,
             Some((hashes, buckets)) => {
                 let hashes = upload(stream, hashes.len(), hashes.iter().copied())?;
-                Some((hashes, upload(stream, buckets.len(), buckets.iter().copied())?))
+                let buckets = upload(stream, buckets.len(), buckets.iter().copied())?;
+                Some(DeviceIndex { hashes, buckets })
             }
         };
-        Ok(Self { rows, row, row_bytes, count, index })
+        Ok(Self { rows, row_words, row_bytes, count, index })
     }
 }
 
 impl DeviceTables {
-    /// Takes the caches and resident tables of a model to `gpu`. `places` says for each table where
-    /// its rows are.
+    /// Moves the caches and copies the resident tables of a model to `gpu`. `storages` says for
+    /// each table where its rows are.
     ///
     /// # Errors
-    /// The GPU has no memory for them, or no kernels.
+    /// `CudaError`: the GPU has no memory for them, or no kernels.
     pub fn new(
         gpu: &Arc<Gpu>,
-        places: Vec<TableStorage>,
+        storages: Vec<TableStorage>,
         caches: Vec<Cache>,
         residents: &[&Resident],
     ) -> Result<Self> {
@@ -148,7 +156,7 @@ impl DeviceTables {
         Ok(Self {
             gpu: Arc::clone(gpu),
             kernels,
-            places,
+            storages,
             caches: caches
                 .into_iter()
                 .map(|c| DeviceCache::new(&stream, c))
@@ -161,17 +169,17 @@ impl DeviceTables {
         })
     }
 
-    /// The GPU.
+    /// Returns the GPU.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
 
-    /// Where the rows of `table` are.
-    pub fn place(&self, table: u16) -> TableStorage {
-        self.places[usize::from(table)]
+    /// Returns where the rows of `table` are.
+    pub fn storage(&self, table: u16) -> TableStorage {
+        self.storages[usize::from(table)]
     }
 
-    /// Rows that the caches hold at most.
+    /// Returns the number of rows that fit into the caches.
     pub fn slots(&self) -> usize {
         self.caches.iter().map(|c| c.view.sets as usize * WAYS).sum()
     }
@@ -180,27 +188,27 @@ impl DeviceTables {
         self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn cache_view(&self, number: usize) -> CacheView {
+    pub(crate) fn cache_view(&self, number: usize) -> DeviceCacheView {
         self.caches[number].view
     }
 
-    pub(crate) fn namer(&self, number: usize, table: u16) -> TableHasher {
-        self.caches[number].naming.namer(table)
+    pub(crate) fn table_hasher(&self, number: usize, table: u16) -> TableHasher {
+        self.caches[number].addresses.table_hasher(table)
     }
 
     pub(crate) fn resident(&self, number: usize) -> &DeviceResident {
         &self.residents[number]
     }
 
-    /// All words of cache `number`: heads, tails, rows.
+    /// Returns all words of cache `number`: set headers, writer states, rows.
     ///
     /// # Errors
-    /// The GPU failed.
+    /// `CudaError::Driver`.
     pub fn image(&self, number: usize) -> Result<Vec<u32>> {
         let stream = self.changes();
-        let DeviceCache { heads, tails, rows, .. } = &self.caches[number];
+        let DeviceCache { set_headers, writer_states, rows, .. } = &self.caches[number];
         let mut image = Vec::new();
-        for part in [heads, tails, rows] {
+        for part in [set_headers, writer_states, rows] {
             let at = image.len();
             image.resize(at + part.len(), 0);
             stream.download(part, 0, &mut image[at..])?;
@@ -208,68 +216,83 @@ impl DeviceTables {
         Ok(image)
     }
 
-    /// Calls `each` for every row that cache `number` holds, in no particular order, and `rest`
-    /// between pieces of the cache. RowChanges go on meanwhile: a row that moves may be left out or
-    /// told twice.
+    /// Calls `each` for every row that cache `number` holds, in no particular order, and
+    /// `yield_now` between pieces of the cache. Changes may happen between pieces: a row that moves
+    /// may be left out or passed twice.
     ///
     /// # Errors
-    /// The GPU failed.
+    /// `CudaError::Driver`.
     pub fn dump(
         &self,
         number: usize,
-        rest: &dyn Fn(),
+        yield_now: &dyn Fn(),
         mut each: impl FnMut(RowKey, &[u8]),
     ) -> Result<()> {
-        let DeviceCache { view, naming, .. } = &self.caches[number];
-        let (slots, row) = (view.sets as usize * WAYS, view.row as usize);
-        let (words, rows) = (self.gpu.mapped(DUMPED_SLOTS)?, self.gpu.mapped(DUMPED_SLOTS * row)?);
-        let (copied, mut bytes) = (self.gpu.event()?, Vec::with_capacity(4 * row));
-        for first in (0..slots).step_by(DUMPED_SLOTS) {
-            let count = DUMPED_SLOTS.min(slots - first);
+        let DeviceCache { view, addresses, .. } = &self.caches[number];
+        let (slots, row_words) = (view.sets as usize * WAYS, view.row_words as usize);
+        let (tags, rows) = (self.gpu.mapped(DUMP_SLOTS)?, self.gpu.mapped(DUMP_SLOTS * row_words)?);
+        let (copied, mut bytes) = (self.gpu.event()?, Vec::with_capacity(4 * row_words));
+
+        for first in (0..slots).step_by(DUMP_SLOTS) {
+            let count = DUMP_SLOTS.min(slots - first);
             {
-                // No change is made beside the kernel; whoever makes one need not wait for the
-                // host.
+                // The stream keeps changes apart from the kernel. The lock is free again before the
+                // host waits, so a thread with changes waits for the kernel only.
                 let stream = self.changes();
-                self.kernels.dump(&stream, *view, first as u64, count, &words, &rows)?;
+                let range = SlotRange { first: first as u64, count };
+                self.kernels.dump(&stream, *view, range, &tags, &rows)?;
                 stream.record(&copied)?;
             }
             copied.wait()?;
-            for (i, &word) in words[..count].iter().enumerate().filter(|(_, word)| **word != 0) {
+
+            for (i, &tag) in tags[..count].iter().enumerate().filter(|(_, tag)| **tag != 0) {
                 bytes.clear();
-                bytes.extend(rows[i * row..][..row].iter().flat_map(|w| w.to_le_bytes()));
-                let name = SetTag { set: ((first + i) / WAYS) as u32, word };
-                each(naming.row_of(name), &bytes[..view.row_bytes as usize]);
+                bytes.extend(
+                    rows[i * row_words..][..row_words].iter().flat_map(|w| w.to_le_bytes()),
+                );
+                let place = SetTag { set: ((first + i) / WAYS) as u32, tag };
+                each(addresses.row_of(place), &bytes[..view.row_bytes as usize]);
             }
-            rest();
+            yield_now();
         }
         Ok(())
     }
 
-    /// Pinned memory that a dump takes at most.
+    /// Returns the largest number of bytes of pinned memory that a dump allocates.
     pub fn dump_bytes(&self) -> usize {
-        let row = self.caches.iter().map(|c| c.view.row as usize).max();
-        row.map_or(0, |row| DUMPED_SLOTS * (size_of::<u64>() + 4 * row))
+        let row_words = self.caches.iter().map(|c| c.view.row_words as usize).max();
+        row_words.map_or(0, |row_words| DUMP_SLOTS * (size_of::<u64>() + 4 * row_words))
     }
 
-    /// How many caches there are.
+    /// Returns the number of caches.
     pub fn caches(&self) -> usize {
         self.caches.len()
     }
 }
 
-/// RowChanges to the caches, gathered and then made together. Takes its memory once.
+/// A change, and the number of the cache that it is for.
+#[derive(Clone, Copy)]
+struct CollectedChange {
+    cache: usize,
+    change: Change,
+}
+
+/// Changes to the caches, collected one by one and then made together. All memory is allocated at
+/// the start.
 pub struct RowChanges {
     tables: Arc<DeviceTables>,
-    gathered: Vec<(usize, Change)>,
+    collected: Vec<CollectedChange>,
     list: ChangeList,
     made: Event,
 }
 
+/// Every function that makes changes empties the collection, on errors too. After an error the
+/// caller calls [`RowChanges::recover`] before it adds more.
 impl RowChanges {
-    /// For up to `capacity` changes at once.
+    /// Allocates memory for `capacity` changes at a time.
     ///
     /// # Errors
-    /// The GPU reaches no more memory.
+    /// `CudaError::Driver` if there is not enough memory.
     pub fn new(tables: &Arc<DeviceTables>, capacity: usize) -> Result<Self> {
         let gpu = &tables.gpu;
         let list = ChangeList {
@@ -280,106 +303,111 @@ impl RowChanges {
         };
         Ok(Self {
             tables: Arc::clone(tables),
-            gathered: Vec::with_capacity(capacity),
+            collected: Vec::with_capacity(capacity),
             list,
             made: gpu.event()?,
         })
     }
 
-    /// All bytes that so many take.
+    /// Returns the bytes that `capacity` changes take.
     pub fn bytes(capacity: usize) -> usize {
-        capacity * (size_of::<(usize, Change)>() + size_of::<Change>() + 4 + 1 + 8)
+        capacity * (size_of::<CollectedChange>() + size_of::<Change>() + 4 + 1 + 8)
     }
 
-    /// RowChanges that are gathered.
+    /// Returns the number of collected changes.
     pub fn len(&self) -> usize {
-        self.gathered.len()
+        self.collected.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether no change is collected.
     pub fn is_empty(&self) -> bool {
-        self.gathered.is_empty()
+        self.collected.is_empty()
     }
 
-    /// Whether no more fit.
+    /// Returns whether no further change fits.
     pub fn is_full(&self) -> bool {
-        self.gathered.len() == self.list.list.len()
+        self.collected.len() == self.list.list.len()
     }
 
-    /// Gathers a change of `row`, whose bytes are in `slot` of the rows given when it is made;
-    /// `since` as the host's cache has it. Rows of resident tables do not change.
+    /// Collects a change of `row`. Its bytes are in `slot` of the rows that the caller passes when
+    /// it makes the changes; `since` is the set's epoch from before the row was read. A row of a
+    /// resident table never changes and is ignored.
     pub fn add(&mut self, row: RowKey, slot: u32, since: Epoch) {
         assert!(!self.is_full());
-        let TableStorage::Cached(cache) = self.tables.place(row.table) else { return };
-        let SetTag { set, word } = self.tables.caches[cache].name(row);
-        let number = self.gathered.len() as u32;
-        self.gathered.push((cache, Change { word, set, epoch: since.number(), slot, number }));
+        let TableStorage::Cached(cache) = self.tables.storage(row.table) else { return };
+        let SetTag { set, tag } = self.tables.caches[cache].hash(row);
+        let number = self.collected.len() as u32;
+        let change = Change { tag, set, epoch: since.number(), slot, number };
+        self.collected.push(CollectedChange { cache, change });
     }
 
-    /// Puts the gathered rows in, as [`Cache::insert`] would one after the other; returns which
-    /// went in, in the order of `add`.
+    /// Inserts the collected rows, as [`Cache::insert`] would one after the other. Returns 1 for
+    /// each row that was inserted, in the order of `add`. `rows` is `[.., stride]` words.
     ///
     /// # Errors
-    /// The GPU failed: with this as with all of the following nothing is gathered then, and before
-    /// more is, `give_up` is called.
+    /// `CudaError::Driver`.
     pub fn insert(&mut self, rows: &Mapped<u8>, stride: usize) -> Result<&[u8]> {
-        self.make(Verb::Insert, rows, stride)
+        self.make(Verb::Insert, StagedRows { rows, stride_words: stride })
     }
 
-    /// Overwrites those of the gathered rows that are cached, as [`Cache::update`].
+    /// Overwrites those of the collected rows that are cached, as [`Cache::update`]. Returns 1 for
+    /// each row that was cached.
     ///
     /// # Errors
-    /// The GPU failed.
+    /// `CudaError::Driver`.
     pub fn update(&mut self, rows: &Mapped<u8>, stride: usize) -> Result<&[u8]> {
-        self.make(Verb::Update, rows, stride)
+        self.make(Verb::Update, StagedRows { rows, stride_words: stride })
     }
 
-    /// Drops those of the gathered rows that are cached, as [`Cache::invalidate`].
+    /// Drops those of the collected rows that are cached, as [`Cache::invalidate`]. Returns 1 for
+    /// each row that was cached.
     ///
     /// # Errors
-    /// The GPU failed.
+    /// `CudaError::Driver`.
     pub fn invalidate(&mut self, rows: &Mapped<u8>, stride: usize) -> Result<&[u8]> {
-        self.make(Verb::Invalidate, rows, stride)
+        self.make(Verb::Invalidate, StagedRows { rows, stride_words: stride })
     }
 
-    fn make(&mut self, verb: Verb, rows: &Mapped<u8>, stride: usize) -> Result<&[u8]> {
-        let count = self.begin(verb, rows, stride)?;
+    fn make(&mut self, verb: Verb, staged: StagedRows) -> Result<&[u8]> {
+        let count = self.begin(verb, staged)?;
         self.made.wait()?;
         Ok(&self.list.done[..count])
     }
 
-    /// Begins to insert; `made` marks the end. Nothing may be gathered before that.
-    pub(crate) fn begin_insert(&mut self, rows: &Mapped<u8>, stride: usize) -> Result<()> {
-        self.begin(Verb::Insert, rows, stride).map(drop)
+    /// Begins to insert; `made` marks the end. The caller may add no change before that.
+    pub(crate) fn begin_insert(&mut self, staged: StagedRows) -> Result<()> {
+        self.begin(Verb::Insert, staged).map(drop)
     }
 
-    /// The end of the last changes.
+    /// Returns the event after the last changes.
     pub(crate) fn made(&self) -> &Event {
         &self.made
     }
 
-    fn begin(&mut self, verb: Verb, rows: &Mapped<u8>, stride: usize) -> Result<usize> {
-        let Self { tables, gathered, list, made } = self;
-        gathered.sort_unstable_by_key(|(cache, change)| (*cache, change.set, change.number));
-        // Gone on every way out.
-        let gathered = gathered.drain(..);
-        let gathered = gathered.as_slice();
+    fn begin(&mut self, verb: Verb, staged: StagedRows) -> Result<usize> {
+        let Self { tables, collected, list, made } = self;
+        collected.sort_unstable_by_key(|c| (c.cache, c.change.set, c.change.number));
+        // The drain empties the collection on every way out.
+        let collected = collected.drain(..);
+        let collected = collected.as_slice();
         let stream = tables.changes();
-        let (mut first, mut first_run, count) = (0, 0, gathered.len());
-        for of_cache in gathered.chunk_by(|a, b| a.0 == b.0) {
+
+        let (mut first, mut first_run, count) = (0, 0, collected.len());
+        for of_cache in collected.chunk_by(|a, b| a.cache == b.cache) {
             let runs = &mut list.runs[first_run..];
             let mut sets = 0;
-            for (i, (_, change)) in of_cache.iter().enumerate() {
+            for (i, CollectedChange { change, .. }) in of_cache.iter().enumerate() {
                 list.list[first + i] = *change;
-                if i == 0 || of_cache[i - 1].1.set != change.set {
+                if i == 0 || of_cache[i - 1].change.set != change.set {
                     runs[sets] = i as u32;
                     sets += 1;
                 }
             }
             runs[sets] = of_cache.len() as u32;
-            let (cache, at) =
-                (tables.caches[of_cache[0].0].view, ChangesAt { first, first_run, sets });
-            tables.kernels.change(&stream, verb, cache, (&*list, at), (rows, stride))?;
+
+            let cache = tables.caches[of_cache[0].cache].view;
+            let changes = CacheChanges { list, first, first_run, sets };
+            tables.kernels.change(&stream, verb, cache, changes, staged)?;
             first += of_cache.len();
             first_run += sets + 1;
         }
@@ -387,40 +415,40 @@ impl RowChanges {
         Ok(count)
     }
 
-    /// Asks for the gathered rows whether they are cached, and with which epoch of their sets, in
-    /// the order of `add`.
+    /// Calls `each(number, cached, epoch)` for every collected row, in the order of `add` within a
+    /// cache: whether the row is cached, and the epoch of its set.
     ///
     /// # Errors
-    /// The GPU failed.
+    /// `CudaError::Driver`.
     pub fn probe(&mut self, mut each: impl FnMut(usize, bool, Epoch)) -> Result<()> {
-        let Self { tables, gathered, list, .. } = self;
-        gathered.sort_unstable_by_key(|(cache, change)| (*cache, change.number));
-        let gathered = gathered.drain(..);
-        let gathered = gathered.as_slice();
+        let Self { tables, collected, list, .. } = self;
+        collected.sort_unstable_by_key(|c| (c.cache, c.change.number));
+        let collected = collected.drain(..);
+        let collected = collected.as_slice();
         let stream = tables.changes();
-        for of_cache in gathered.chunk_by(|a, b| a.0 == b.0) {
-            of_cache.iter().enumerate().for_each(|(i, (_, change))| list.list[i] = *change);
-            tables.kernels.probe(
-                &stream,
-                tables.caches[of_cache[0].0].view,
-                list,
-                of_cache.len(),
-            )?;
+
+        for of_cache in collected.chunk_by(|a, b| a.cache == b.cache) {
+            for (to, from) in list.list.iter_mut().zip(of_cache) {
+                *to = from.change;
+            }
+            let cache = tables.caches[of_cache[0].cache].view;
+            tables.kernels.probe(&stream, cache, list, of_cache.len())?;
             stream.wait()?;
-            for ((_, change), found) in of_cache.iter().zip(&*list.probed) {
+
+            for (CollectedChange { change, .. }, found) in of_cache.iter().zip(&*list.probed) {
                 each(change.number as usize, found.cached != 0, Epoch::of(found.epoch));
             }
         }
         Ok(())
     }
 
-    /// After an error: waits until nothing that was begun reads the list or the rows any more. What
-    /// was gathered counts for nothing.
+    /// Waits, after an error, until no launch reads the list or the rows any more; drops the
+    /// collected changes.
     ///
     /// # Errors
-    /// The GPU is gone.
-    pub fn give_up(&mut self) -> Result<()> {
-        self.gathered.clear();
+    /// `CudaError::Driver` if the GPU cannot be waited for.
+    pub fn recover(&mut self) -> Result<()> {
+        self.collected.clear();
         self.tables.changes().wait()
     }
 }

@@ -1,38 +1,38 @@
-//! Features asked for ahead of their queries. A query looks ahead within its feature (`ahead.rs`);
-//! of a batch with few keys the rows of many features have to be on their way from memory at a
-//! time. Changes nothing but what is in the caches.
+//! Prefetches the first set headers and rows of later features of a batch. The lookup pipeline
+//! prefetches within one feature only. In a batch with few keys a feature ends before its pipeline
+//! is full, so the rows of many features must be on their way from memory at one time. This file
+//! never changes what a lookup returns.
 
-use crate::lookup::pipeline::Cached;
-use crate::lookup::{Bags, FeatureView, RowStore};
+use crate::lookup::feature::{Bags, FeatureView, RowStore};
+use crate::lookup::row_source::CachedRows;
 use crate::simd::isa::Isa;
 use crate::simd::{Job, Simd, dispatch};
 use std::ops::RangeInclusive;
 
-/// Keys of a feature that are asked for; from then on its query looks ahead.
-const KEYS: usize = 32;
-/// Keys whose rows are on their way at a time, about.
-const KEYS_AHEAD: usize = 48;
+/// Keys of a feature that are prefetched; the feature's own pipeline prefetches the keys after
+/// them.
+const FEATURE_KEYS: usize = 32;
+/// Prefetch distance of the rows, in keys, about.
+const ROW_DISTANCE: usize = 48;
 
-/// How far ahead of its query a feature of a batch is asked for.
+/// The prefetch of later features while the features of one batch are looked up in turn.
 pub struct FeaturePrefetch {
     features: usize,
-    /// In features; 0 where the batch has so many keys that its queries look far enough ahead by
-    /// themselves.
-    by: usize,
+    /// Prefetch distance of the rows, in features. It is 0 for a batch of so many keys that each
+    /// feature's pipeline is full.
+    distance: usize,
 }
 
 impl FeaturePrefetch {
-    /// For a batch of so many keys in so many features.
+    /// Creates the prefetch for a batch of `keys` keys in `features` features.
     pub fn new(keys: usize, features: usize) -> Self {
-        Self {
-            features,
-            by: (KEYS_AHEAD * features).checked_div(keys).unwrap_or(0).min(KEYS_AHEAD),
-        }
+        let distance = (ROW_DISTANCE * features).checked_div(keys).unwrap_or(0);
+        Self { features, distance: distance.min(ROW_DISTANCE) }
     }
 
-    /// Asks for what the queries behind that of feature `at` read first; called before each query,
-    /// in turn. `feature` says what feature and bags have a number.
-    pub fn ask<'a>(
+    /// Prefetches what the queries of features after `at` read first. The caller calls this before
+    /// the query of each feature, in turn. `feature` returns the feature of a number and its bags.
+    pub fn prefetch<'a>(
         &self,
         isa: Isa,
         at: usize,
@@ -41,39 +41,45 @@ impl FeaturePrefetch {
         let next = |ahead: usize| if at == 0 { 0..=ahead } else { at + ahead..=at + ahead };
         let those =
             |range: RangeInclusive<usize>| range.take_while(|f| *f < self.features).map(&feature);
-        // What the search for rows reads comes first, as far ahead again.
-        those(next((2 * self.by).max(1))).for_each(|(feature, bags)| sets(&feature, bags));
-        if self.by > 0 {
-            those(next(self.by))
-                .for_each(|(feature, bags)| dispatch(isa, AskRows { feature, bags }));
+
+        // A probe reads the set headers, so they are prefetched at twice the distance of the rows.
+        those(next((2 * self.distance).max(1)))
+            .for_each(|(feature, bags)| prefetch_sets(&feature, bags));
+        if self.distance > 0 {
+            those(next(self.distance))
+                .for_each(|(feature, bags)| dispatch(isa, PrefetchRows { feature, bags }));
         }
     }
 }
 
-/// Asks for what `AskRows` reads.
-fn sets(feature: &FeatureView<'_>, bags: Bags<'_>) {
-    let keys = bags.keys.iter().take(KEYS);
+/// Prefetches what `PrefetchRows` reads.
+fn prefetch_sets(feature: &FeatureView<'_>, bags: Bags<'_>) {
+    let keys = bags.keys.iter().take(FEATURE_KEYS);
     match feature.rows {
-        RowStore::Cached(cache) => Cached::new(cache, feature.table, feature.keys_end).ask(keys),
+        RowStore::Cached(cache) => {
+            CachedRows::new(cache, feature.table, feature.keys_end).prefetch_sets(keys);
+        }
         RowStore::Resident(table) => keys.for_each(|key| table.prefetch(*key)),
     }
 }
 
-/// The first rows of a feature, asked for.
-struct AskRows<'a> {
+/// Prefetches the first rows of a feature.
+struct PrefetchRows<'a> {
     feature: FeatureView<'a>,
     bags: Bags<'a>,
 }
 
-impl Job for AskRows<'_> {
+impl Job for PrefetchRows<'_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self) {
         let FeatureView { rows, table, keys_end, .. } = self.feature;
-        let keys = self.bags.keys.iter().take(KEYS);
+        let keys = self.bags.keys.iter().take(FEATURE_KEYS);
         match rows {
-            RowStore::Cached(cache) => Cached::new(cache, table, keys_end).ask_rows::<S>(keys),
+            RowStore::Cached(cache) => {
+                CachedRows::new(cache, table, keys_end).prefetch_rows::<S>(keys);
+            }
             RowStore::Resident(table) => {
                 keys.filter_map(|key| table.slot(*key)).for_each(|slot| table.prefetch_row(slot))
             }

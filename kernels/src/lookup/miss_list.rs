@@ -1,41 +1,42 @@
-//! What a query leaves open: the rows that fast memory did not hold, and the bags that wait for
-//! them. All memory is taken once; a list that is full says so before a bag is begun, never
-//! half-way through it.
+//! The miss list: the rows that a query did not find in memory, each once, and the bags that wait
+//! for those rows. A list takes all its memory when it is created. A query asks for room before it
+//! records a bag, so the list never fills up in the middle of a bag. This file reads no flash: the
+//! worker fetches the rows.
 
 use crate::cache::Epoch;
 use crate::cache::address::RowKey;
 use crate::cuda::driver::CudaError;
 use crate::cuda::memory::Mapped;
 use crate::cuda::{Device, HostMemory};
-use crate::lookup::pipeline::Ring;
+use crate::lookup::probe_ring::ProbeRing;
 use crate::simd::READ_BYTES;
 use crate::simd::huge_pages::Zeroed;
 
-/// What became of a row that missed.
+/// The result of fetching a missing row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowState {
-    /// Not fetched: the miss policy lets the default row answer.
+    /// Not fetched. The default row answers, as the miss policy says.
     Pending,
-    /// Not fetched because the deadline came first: the default row answers.
+    /// Not fetched before the deadline. The default row answers.
     Late,
-    /// Read from flash, checked, current.
+    /// Read from flash and verified; the live generation's own row.
     Fresh,
-    /// The table has no such key: the default row answers.
+    /// The table does not have the key. The default row answers.
     Absent,
-    /// The page that holds it failed its check or could not be read: the default row answers.
+    /// The row's flash page failed its check or could not be read. The default row answers.
     Damaged,
 }
 
-/// One row to fetch, once, however often the batch asks for it.
+/// One missing row, which is fetched once, however many lookups of the batch need it.
 #[derive(Clone, Copy, Debug)]
 pub struct Miss {
     /// The row.
     pub row: RowKey,
-    /// Where its bytes go.
+    /// The staging row that receives the row's bytes.
     pub slot: u32,
-    /// Where it lies on flash; for the caller to fill in and to sort by.
+    /// The row's location on flash. The worker sets it and sorts by it.
     pub place: u64,
-    /// The state of its set in the cache when it was missing; to insert it with.
+    /// The epoch of the row's set when the row was missing. The worker inserts the row with it.
     pub epoch: Epoch,
 }
 
@@ -46,55 +47,61 @@ pub struct OpenBag {
     pub feature: u16,
     /// Number of the sample.
     pub sample: u32,
-    /// Rows pooled before the first miss.
+    /// Rows that were pooled before the first miss.
     pub(crate) done: u32,
-    /// Range in `refs`: one entry for each row still to pool, in order.
-    pub(crate) first_ref: u32,
-    pub(crate) refs: u32,
+    /// First of the bag's `entries`: one for each row that is still to be pooled, in key order.
+    pub(crate) first_entry: u32,
+    pub(crate) entries: u32,
 }
 
-/// Stands in `refs` for a key known not to be in its table.
+/// The entry of a key that its table does not have.
 const ABSENT: u32 = u32::MAX;
-const NO_SLOT: u32 = u32::MAX;
+/// The position of no miss.
+const NO_MISS: u32 = u32::MAX;
 
 /// The miss list and the staging rows of one request.
 pub struct MissList {
     row_bytes_max: usize,
-    /// Bytes from one staged row to the next: whole words.
+    /// Bytes from one staging row to the next, in whole words.
     stride: usize,
+    /// Entries, at most.
     capacity: usize,
+    /// The staging rows, `[capacity, stride]`.
     staging: HostMemory<u8>,
+    /// The state of each staging row in use.
     states: Vec<RowState>,
     list: Vec<Miss>,
-    /// Open addressing from row to position in `list`; twice `capacity` entries.
+    /// Hash table with open addressing from a row to its position in `list`, at most half full.
     positions: Box<[u32]>,
-    refs: Vec<u32>,
+    /// The staging row of each row that a bag waits for, or `ABSENT`.
+    entries: Vec<u32>,
     bags: Vec<OpenBag>,
+    /// Lookups that missed, duplicates counted.
     lookups: u64,
     scratch: Scratch,
 }
 
-/// What a query works in.
+/// The memory that a query works in.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// For one row on its way from the cache; begins on a cache line, since a vector that lies on
-    /// two is slow to load again.
+    /// The copy of one row. It starts on a cache line: a vector that spans two lines loads slowly.
     pub row: Zeroed<u8>,
-    /// For what is known of the next keys; `None` while it is lent.
-    pub ring: Option<Box<Ring>>,
+    /// The ring of the lookup pipeline; `None` while a query has it.
+    pub ring: Option<Box<ProbeRing>>,
 }
 
 impl MissList {
-    /// Room for `capacity` lookups that wait, rows of up to `row_bytes_max` bytes.
+    /// Creates a list with room for `capacity` waiting lookups of rows of up to `row_bytes_max`
+    /// bytes.
     pub fn new(capacity: usize, row_bytes_max: usize) -> Self {
         let (capacity, stride) = (capacity.max(1), row_bytes_max.next_multiple_of(4));
         Self::staged(capacity, row_bytes_max, HostMemory::Plain(Zeroed::new(capacity * stride)))
     }
 
-    /// The same, where `device` reaches the staged rows.
+    /// Creates a list as [`MissList::new`] does, with staging rows that `device` can read.
     ///
     /// # Errors
-    /// There is not enough memory that a GPU reaches.
+    /// [`CudaError`] if there is not enough memory that the GPU can read.
     pub fn on(device: &Device, capacity: usize, row_bytes_max: usize) -> Result<Self, CudaError> {
         let (capacity, stride) = (capacity.max(1), row_bytes_max.next_multiple_of(4));
         Ok(Self::staged(capacity, row_bytes_max, device.host_memory(capacity * stride)?))
@@ -108,8 +115,8 @@ impl MissList {
             staging,
             states: Vec::with_capacity(capacity),
             list: Vec::with_capacity(capacity),
-            positions: vec![NO_SLOT; (2 * capacity).next_power_of_two()].into(),
-            refs: Vec::with_capacity(capacity),
+            positions: vec![NO_MISS; (2 * capacity).next_power_of_two()].into(),
+            entries: Vec::with_capacity(capacity),
             bags: Vec::with_capacity(capacity),
             lookups: 0,
             scratch: Scratch {
@@ -119,81 +126,81 @@ impl MissList {
         }
     }
 
-    /// All bytes held by a list of that size.
+    /// Returns the bytes of memory that a list of that size takes.
     pub fn bytes(capacity: usize, row_bytes_max: usize) -> usize {
         let capacity = capacity.max(1);
         capacity
             * (row_bytes_max.next_multiple_of(4) + 1 + size_of::<Miss>() + 4 + size_of::<OpenBag>())
             + 4 * (2 * capacity).next_power_of_two()
             + row_bytes_max.next_multiple_of(READ_BYTES)
-            + size_of::<Ring>()
+            + size_of::<ProbeRing>()
     }
 
-    /// Forgets everything; keeps the memory.
+    /// Removes all misses and bags. Keeps the memory.
     pub fn clear(&mut self) {
         if !self.list.is_empty() {
-            self.positions.fill(NO_SLOT);
+            self.positions.fill(NO_MISS);
         }
         self.states.clear();
         self.list.clear();
-        self.refs.clear();
+        self.entries.clear();
         self.bags.clear();
         self.lookups = 0;
     }
 
-    /// Whether nothing waits.
+    /// Returns true if no bag waits.
     pub fn is_empty(&self) -> bool {
         self.bags.is_empty()
     }
 
-    /// Whether a bag of `keys` more lookups is sure to fit.
+    /// Returns true if a bag of `keys` lookups fits, even if all of them miss.
     pub(crate) fn has_room(&self, keys: usize) -> bool {
-        self.refs.len() + keys <= self.capacity
+        self.entries.len() + keys <= self.capacity
     }
 
-    /// Lookups that missed, duplicates counted.
+    /// Returns the number of lookups that missed, duplicates counted.
     pub fn lookups(&self) -> u64 {
         self.lookups
     }
 
-    /// The distinct rows to fetch.
+    /// Returns the missing rows, each once.
     pub fn list(&self) -> &[Miss] {
         &self.list
     }
 
-    /// The same, to be reordered.
+    /// Returns the missing rows for the caller to fill in and reorder.
     pub fn list_mut(&mut self) -> &mut [Miss] {
         &mut self.list
     }
 
-    /// The bags that wait.
+    /// Returns the bags that wait.
     pub fn bags(&self) -> &[OpenBag] {
         &self.bags
     }
 
-    /// The staged bytes of `slot`, `[row_bytes_max]`.
+    /// Returns the staging row `slot`, `[row_bytes_max]`.
     pub fn row(&self, slot: u32) -> &[u8] {
         let start = slot as usize * self.stride;
         &self.staging[start..start + self.row_bytes_max]
     }
 
-    /// The same, to be written.
+    /// Returns the staging row `slot`, `[row_bytes_max]`, for the caller to write.
     pub fn row_mut(&mut self, slot: u32) -> &mut [u8] {
         let start = slot as usize * self.stride;
         &mut self.staging[start..start + self.row_bytes_max]
     }
 
-    /// The staged rows where a GPU reaches them, and the words from one to the next.
+    /// Returns the staging rows and the words from one to the next; `None` if no GPU can read them.
     pub(crate) fn staging(&self) -> Option<(&Mapped<u8>, usize)> {
         Some((self.staging.mapped()?, self.stride / 4))
     }
 
-    /// What became of the row in `slot`.
+    /// Returns the state of the row in `slot`.
     pub fn state(&self, slot: u32) -> RowState {
         self.states[slot as usize]
     }
 
-    /// Records what became of the row in `slot`.
+    /// Sets the state of the row in `slot`.
     pub fn set_state(&mut self, slot: u32, state: RowState) {
         self.states[slot as usize] = state;
     }
@@ -203,7 +210,7 @@ impl MissList {
         (self.states.len() - 1) as u32
     }
 
-    /// Lends the scratch memory; `give_scratch` brings it back.
+    /// Takes the scratch memory out. The query returns it with `give_scratch`.
     pub(crate) fn take_scratch(&mut self) -> Scratch {
         std::mem::take(&mut self.scratch)
     }
@@ -212,71 +219,78 @@ impl MissList {
         self.scratch = scratch;
     }
 
-    /// Begins a bag that waits: its first `done` rows are pooled, the rest follow.
-    pub(crate) fn open(&mut self, feature: u16, sample: usize, done: usize) {
-        let first_ref = self.refs.len() as u32;
+    /// Starts the record of a bag whose first `done` rows are pooled. The caller adds an entry for
+    /// each later row.
+    pub(crate) fn open_bag(&mut self, feature: u16, sample: usize, done: usize) {
+        let first_entry = self.entries.len() as u32;
         self.bags.push(OpenBag {
             feature,
             sample: sample as u32,
             done: done as u32,
-            first_ref,
-            refs: 0,
+            first_entry,
+            entries: 0,
         });
     }
 
-    fn push_ref(&mut self, slot: u32) {
-        self.refs.push(slot);
+    fn push_entry(&mut self, slot: u32) {
+        self.entries.push(slot);
         if let Some(bag) = self.bags.last_mut() {
-            bag.refs += 1;
+            bag.entries += 1;
         }
     }
 
-    /// The rows that a bag waited for, in key order: what became of each, and its bytes at the
-    /// front.
+    fn entries_of(&self, bag: &OpenBag) -> &[u32] {
+        &self.entries[bag.first_entry as usize..(bag.first_entry + bag.entries) as usize]
+    }
+
+    /// Returns the rows that a bag waited for, in key order: the state of each, and a slice that
+    /// starts with its bytes.
     pub(crate) fn rows_of(&self, bag: &OpenBag) -> impl Iterator<Item = (RowState, &[u8])> {
-        let refs = &self.refs[bag.first_ref as usize..(bag.first_ref + bag.refs) as usize];
-        refs.iter().map(|&slot| match slot {
+        self.entries_of(bag).iter().map(|&slot| match slot {
             ABSENT => (RowState::Absent, &[] as &[u8]),
             slot => (self.state(slot), self.row(slot)),
         })
     }
 
-    /// The same rows: what became of each, and its slot where it is fresh.
+    /// Returns the rows that a bag waited for, in key order: the state of each, and its slot if it
+    /// is fresh.
     pub(crate) fn slots_of(&self, bag: &OpenBag) -> impl Iterator<Item = (RowState, Option<u32>)> {
-        let refs = &self.refs[bag.first_ref as usize..(bag.first_ref + bag.refs) as usize];
-        refs.iter().map(|&slot| match slot {
+        self.entries_of(bag).iter().map(|&slot| match slot {
             ABSENT => (RowState::Absent, None),
             slot => (self.state(slot), (self.state(slot) == RowState::Fresh).then_some(slot)),
         })
     }
 
-    /// Adds a key that its table does not have.
-    pub(crate) fn absent(&mut self) {
-        self.push_ref(ABSENT);
+    /// Adds an entry for a key that its table does not have.
+    pub(crate) fn add_absent(&mut self) {
+        self.push_entry(ABSENT);
     }
 
-    /// Keeps a copy of a row that hit, for a bag that waits for an earlier one.
-    pub(crate) fn keep(&mut self, bytes: &[u8]) {
+    /// Adds an entry for a hit that follows a miss in its bag, and copies the row into staging.
+    pub(crate) fn stage_hit(&mut self, bytes: &[u8]) {
         let slot = self.new_slot(RowState::Fresh);
         self.row_mut(slot)[..bytes.len()].copy_from_slice(bytes);
-        self.push_ref(slot);
+        self.push_entry(slot);
     }
 
-    /// Adds one lookup of a missing row; asked for twice, it is fetched once.
-    pub(crate) fn miss(&mut self, row: RowKey, epoch: Epoch) {
+    /// Adds an entry for a missing row. A row that was added before keeps its one miss.
+    pub(crate) fn add_miss(&mut self, row: RowKey, epoch: Epoch) {
         self.lookups += 1;
+
+        // The hash table is at most half full, so the loop ends.
         let mask = self.positions.len() - 1;
         let mut at = row.hash() as usize & mask;
-        while self.positions[at] != NO_SLOT {
+        while self.positions[at] != NO_MISS {
             let known = self.list[self.positions[at] as usize];
             if known.row == row {
-                return self.push_ref(known.slot);
+                return self.push_entry(known.slot);
             }
             at = (at + 1) & mask;
         }
+
         let slot = self.new_slot(RowState::Pending);
         self.positions[at] = self.list.len() as u32;
         self.list.push(Miss { row, slot, place: 0, epoch });
-        self.push_ref(slot);
+        self.push_entry(slot);
     }
 }

@@ -1,26 +1,27 @@
-//! The machine's limit for pooled lookups: rows of plain memory, at known places, added up. Nothing
-//! is looked up, decoded or checked. Only measurements use it, as the 1.0 that `query` is held
-//! against.
+//! The machine's limit for pooled lookups: rows in plain memory, at known positions, are added.
+//! Nothing is probed, decoded or validated. Only benchmarks use this file, as the limit (1.0) that
+//! `FeatureView::query` is compared with.
 
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::isa::Isa;
-use crate::simd::{Job, Simd, dispatch, prefetch_l2};
+use crate::simd::prefetch::prefetch_l2;
+use crate::simd::{Job, Simd, dispatch};
 
-/// GatherRows of one table as f32 on huge pages.
+/// The rows of one table as f32, on huge pages.
 pub struct GatherRows {
     dim: usize,
     values: Zeroed<f32>,
 }
 
 impl GatherRows {
-    /// `[rows, dim]` small numbers.
+    /// Creates a table `[rows, dim]` of small numbers.
     pub fn new(rows: usize, dim: usize) -> Self {
         let mut values = Zeroed::new(rows * dim);
         values.iter_mut().enumerate().for_each(|(i, v): (usize, &mut f32)| *v = (i % 1021) as f32);
         Self { dim, values }
     }
 
-    /// Adds up the rows of each bag of `hotness` positions into `out` `[batch, stride]` from
+    /// Adds the rows of each bag of `hotness` `positions` into `out` `[batch, stride]` from
     /// `column` on.
     pub fn pool(
         &self,
@@ -31,7 +32,7 @@ impl GatherRows {
         stride: usize,
         column: usize,
     ) {
-        dispatch(isa, Pool { rows: self, positions, hotness, out, stride, column });
+        dispatch(isa, Gather { rows: self, positions, hotness, out, stride, column });
     }
 
     #[inline(always)]
@@ -40,7 +41,7 @@ impl GatherRows {
     }
 }
 
-struct Pool<'a> {
+struct Gather<'a> {
     rows: &'a GatherRows,
     positions: &'a [u64],
     hotness: usize,
@@ -49,18 +50,21 @@ struct Pool<'a> {
     column: usize,
 }
 
-impl Job for Pool<'_> {
+impl Job for Gather<'_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        const AHEAD: usize = 48;
+        /// Prefetch distance of the rows, in rows.
+        const ROW_DISTANCE: usize = 48;
         for (sample, bag) in self.positions.chunks_exact(self.hotness).enumerate() {
             let out = &mut self.out[sample * self.stride + self.column..][..self.rows.dim];
             for (i, &position) in bag.iter().enumerate() {
-                if let Some(&next) = self.positions.get(sample * self.hotness + i + AHEAD) {
+                let ahead = sample * self.hotness + i + ROW_DISTANCE;
+                if let Some(&next) = self.positions.get(ahead) {
                     self.rows.row(next).iter().step_by(16).for_each(|at| prefetch_l2(at));
                 }
+
                 let row = self.rows.row(position);
                 if i == 0 {
                     out.copy_from_slice(row);

@@ -1,12 +1,12 @@
-//! The atomics of the cache: the standard ones, or those of the model checker that is built with
-//! `--cfg loom`.
+//! The atomics of the cache: those of the standard library, or those of the model checker if the
+//! build has `--cfg loom`.
 
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU32, Ordering, fence};
 #[cfg(not(loom))]
 pub use std::sync::atomic::{AtomicU32, Ordering, fence};
 
-/// Waits a moment for another thread.
+/// Waits a moment for another thread to make progress.
 #[inline(always)]
 pub fn spin() {
     #[cfg(loom)]

@@ -1,5 +1,5 @@
-//! Which vector instructions this machine has. The plain form runs everywhere and is the reference
-//! that the others must equal to the bit.
+//! Which vector instructions this machine has. The plain family runs on every machine. It is the
+//! reference whose bits the other families must give.
 
 use std::sync::OnceLock;
 
@@ -18,21 +18,22 @@ pub(crate) enum Family {
     Neon,
 }
 
-/// A family of vector instructions that kernels are built for. Holding one proves that this machine
-/// has it.
+/// A family of vector instructions that the kernels are compiled for. Holding one proves that this
+/// machine has the instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Isa(Family);
 
 impl Isa {
-    /// The best that this machine has.
+    /// Returns the best family that this machine has.
     pub fn detect() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| Self::available().pop().unwrap_or(Self(Family::Plain)))
     }
 
-    /// All that this machine has, the plain form first and the best last.
+    /// Returns all families that this machine has, the plain family first and the best last.
     pub fn available() -> Vec<Self> {
         let mut all = vec![Family::Plain];
+
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::is_x86_feature_detected as has;
@@ -47,12 +48,12 @@ impl Isa {
         all.into_iter().map(Self).collect()
     }
 
-    /// The family.
+    /// Returns the family.
     pub(crate) fn family(self) -> Family {
         self.0
     }
 
-    /// The name used in reports.
+    /// Returns the name that reports use.
     pub fn name(self) -> &'static str {
         match self.0 {
             Family::Plain => "plain",

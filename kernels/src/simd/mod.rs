@@ -1,43 +1,47 @@
-//! The few steps of a lookup that plain Rust cannot say: reading memory that a writer may change at
-//! the same moment, a vector at a time, and turning f16 into f32. One trait, one form for each
-//! family of vector instructions; all give the same bits. Everything else is plain Rust that the
-//! compiler vectorises.
+//! The few steps of a lookup that plain Rust cannot express: reading memory, a vector at a time,
+//! while a writer may change it, and converting f16 to f32. `Simd` has one implementation for
+//! each family of vector instructions, and all give the same bits. Everything else is plain Rust
+//! that the compiler vectorises. This folder knows no cache and no table.
 //!
-//! A racing read goes through inline assembly: to the compiler it is a run of relaxed atomic loads,
-//! which is what the plain form does word by word. The caller finds out from the set's sequence
-//! number whether the bytes are of one row.
+//! A racing read is inline assembly. To the compiler it is a sequence of relaxed atomic loads,
+//! which is what the plain family does word by word. The caller finds out from the set's sequence
+//! number whether the bytes are one complete row.
 
 #![allow(unsafe_code)]
 
 pub(crate) mod atomics;
+#[cfg_attr(loom, path = "../../../tests/loom/src/zeroed.rs")]
 pub mod huge_pages;
 pub mod isa;
+pub(crate) mod prefetch;
 pub(crate) mod vector;
 
-#[cfg(not(loom))]
-use crate::lookup::pooling::PoolJob;
+pub use prefetch::{prefetch, prefetch_l2};
+
 use crate::simd::atomics::{AtomicU32, Ordering};
 use crate::simd::isa::{Family, Isa};
+use crate::simd::vector::VectorJob;
 use half::f16;
 
-/// Bytes of one racing read; what is copied is rounded up to it.
+/// Bytes of one racing read. A racing copy is rounded up to a multiple.
 pub const READ_BYTES: usize = if cfg!(loom) { 8 } else { 32 };
-/// Bytes behind the last of some rows that may be read: rows are read by whole vectors.
-pub const BEYOND: usize = 64;
-/// Units of 4 bytes that `find` compares: a cache line.
-pub const LANES: usize = if cfg!(loom) { 4 } else { 16 };
+/// Bytes after the last row of an array that must be readable, because rows are read in whole
+/// vectors.
+pub const OVERREAD_BYTES: usize = 64;
+/// Words of 4 bytes in a cache line.
+pub const LINE_WORDS: usize = if cfg!(loom) { 4 } else { 16 };
 
-/// One family of vector instructions. Its functions only run inside [`dispatch`].
+/// One family of vector instructions. Only code inside [`dispatch`] calls its functions.
 pub(crate) trait Simd {
-    /// A mask of the words that equal `word`, the first in the lowest bit.
+    /// Returns a mask of the words that equal `word`, the first in the lowest bit.
     #[inline(always)]
-    fn find(words: &[AtomicU32; LANES], word: u32) -> u32 {
+    fn find(words: &[AtomicU32; LINE_WORDS], word: u32) -> u32 {
         let hit =
             |(way, w): (usize, &AtomicU32)| u32::from(w.load(Ordering::Relaxed) == word) << way;
         words.iter().enumerate().map(hit).sum()
     }
 
-    /// Copies `from` `[8 n]`, which may change meanwhile, to `to` `[32 n]`.
+    /// Copies `from` `[8 n]`, which a writer may change during the copy, to `to` `[32 n]`.
     #[inline(always)]
     fn copy_racing(from: &[AtomicU32], to: &mut [u8]) {
         for (word, bytes) in from.iter().zip(to.chunks_exact_mut(4)) {
@@ -45,39 +49,40 @@ pub(crate) trait Simd {
         }
     }
 
-    /// Eight f16 as f32; exact.
+    /// Converts eight f16 to f32, exactly.
     #[inline(always)]
     fn widen(halves: &[u8; 16]) -> [f32; 8] {
         std::array::from_fn(|i| f16::from_le_bytes([halves[2 * i], halves[2 * i + 1]]).to_f32())
     }
 
-    /// Adds rows up in registers; `false` if the family has no such form.
-    #[cfg(not(loom))]
+    /// Runs `job` in a function of its own, so that its loops have all registers. Returns false and
+    /// does nothing if the family has no vectors.
     #[inline(always)]
-    fn sum(_: PoolJob<'_>) -> bool {
+    fn run_vectors<J: VectorJob>(_job: J) -> bool {
         false
     }
 }
 
-/// What every machine can do, and the meaning of the others.
+/// The family without vector instructions, which every machine has. It defines what the others do.
 pub(crate) struct Plain;
 impl Simd for Plain {}
 
-/// Work that is built once for each family. `run` and all that it calls must be
-/// `#[inline(always)]`: what is not inlined is built without the family's instructions.
+/// Work that is compiled once for each family. `run` and all functions that it calls must be
+/// `#[inline(always)]`: a function that is not inlined is compiled without the family's
+/// instructions.
 pub(crate) trait Job {
     type Out;
     fn run<S: Simd>(self) -> Self::Out;
 }
 
-/// Runs `job` as it was built for `isa`.
+/// Runs `job` as compiled for `isa`.
 #[inline(always)]
 pub(crate) fn dispatch<J: Job>(isa: Isa, job: J) -> J::Out {
     match isa.family() {
         // SAFETY: an `Isa` proves that the machine has the family's instructions.
         #[cfg(all(target_arch = "x86_64", not(loom)))]
         Family::Avx2 => unsafe { x86::run_avx2(job) },
-        // SAFETY: as above.
+        // SAFETY: as for AVX2.
         #[cfg(all(target_arch = "x86_64", not(loom)))]
         Family::Avx512 => unsafe { x86::run_avx512(job) },
         #[cfg(all(target_arch = "aarch64", not(loom)))]
@@ -86,40 +91,10 @@ pub(crate) fn dispatch<J: Job>(isa: Isa, job: J) -> J::Out {
     }
 }
 
-macro_rules! prefetch {
-    ($(#[$doc:meta])* $name:ident, $hint:ident, $operation:literal) => {
-        $(#[$doc])*
-        #[inline(always)]
-        pub fn $name<T>(at: *const T) {
-            // SAFETY: a prefetch reads nothing that the program can see and faults on no address.
-            #[cfg(target_arch = "x86_64")]
-            unsafe {
-                std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::$hint }>(at.cast());
-            }
-            // SAFETY: as above.
-            #[cfg(target_arch = "aarch64")]
-            unsafe {
-                std::arch::asm!($operation, p = in(reg) at, options(nostack, preserves_flags, readonly));
-            }
-            let _ = at;
-        }
-    };
-}
-prefetch! {
-    /// Asks for the cache line at `at`, which may lie anywhere, ahead of its use.
-    prefetch, _MM_HINT_T0, "prfm pldl1keep, [{p}]"
-}
-prefetch! {
-    /// Asks for the cache line at `at`, which may lie anywhere, well ahead of its use: it comes to
-    /// the second level only, and takes none of the few places in which the first waits for what is
-    /// missing there (24 lines on a Zen 4, fewer on others).
-    prefetch_l2, _MM_HINT_T1, "prfm pldl2keep, [{p}]"
-}
-
-/// Puts stores past the caches in order with all that follows.
+/// Orders all earlier stores past the caches before all later stores.
 #[inline(always)]
-pub(crate) fn drain() {
-    // SAFETY: every x86-64 has it, and it touches nothing.
+pub(crate) fn stream_fence() {
+    // SAFETY: every x86-64 has the instruction, and it accesses no memory.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         std::arch::x86_64::_mm_sfence();
@@ -150,10 +125,14 @@ pub(crate) mod x86 {
     fn read_256<T>(from: &[T]) -> __m256i {
         assert!(size_of_val(from) >= 32);
         let value;
-        // SAFETY: 32 bytes of the slice are read; see the head of the file for the race.
+        // SAFETY: 32 bytes of the slice are read. The head of the file explains the race.
         unsafe {
-            asm!("vmovdqu {v}, ymmword ptr [{p}]", v = lateout(ymm_reg) value, p = in(reg) from.as_ptr(),
-                 options(nostack, preserves_flags, readonly));
+            asm!(
+                "vmovdqu {v}, ymmword ptr [{p}]",
+                v = lateout(ymm_reg) value,
+                p = in(reg) from.as_ptr(),
+                options(nostack, preserves_flags, readonly)
+            );
         }
         value
     }
@@ -163,16 +142,20 @@ pub(crate) mod x86 {
     fn read_512<T>(from: &[T]) -> __m512i {
         assert!(size_of_val(from) >= 64);
         let value;
-        // SAFETY: 64 bytes of the slice are read; see the head of the file for the race.
+        // SAFETY: 64 bytes of the slice are read. The head of the file explains the race.
         unsafe {
-            asm!("vmovdqu64 {v}, zmmword ptr [{p}]", v = lateout(zmm_reg) value, p = in(reg) from.as_ptr(),
-                 options(nostack, preserves_flags, readonly));
+            asm!(
+                "vmovdqu64 {v}, zmmword ptr [{p}]",
+                v = lateout(zmm_reg) value,
+                p = in(reg) from.as_ptr(),
+                options(nostack, preserves_flags, readonly)
+            );
         }
         value
     }
 
-    /// In pieces as wide as those in which the bytes will be loaded again: a load that spans two
-    /// stores waits until both are in the cache.
+    /// Copies in pieces as wide as the later loads of the bytes: a load that spans two stores waits
+    /// until both are in the cache.
     #[inline]
     #[target_feature(enable = "avx2,avx512f")]
     fn copy_avx512(from: &[AtomicU32], to: &mut [u8]) {
@@ -208,7 +191,7 @@ pub(crate) mod x86 {
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn find_avx2(words: &[AtomicU32; LANES], word: u32) -> u32 {
+    fn find_avx2(words: &[AtomicU32; LINE_WORDS], word: u32) -> u32 {
         let word = _mm256_set1_epi32(word as i32);
         let half = |words| {
             let equal = _mm256_cmpeq_epi32(read_256(words), word);
@@ -219,27 +202,29 @@ pub(crate) mod x86 {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn find_avx512(words: &[AtomicU32; LANES], word: u32) -> u32 {
+    fn find_avx512(words: &[AtomicU32; LINE_WORDS], word: u32) -> u32 {
         u32::from(_mm512_cmpeq_epi32_mask(read_512(words), _mm512_set1_epi32(word as i32)))
     }
 
-    /// A function by itself: the loops of a sum want all registers.
+    #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn sum_avx2(sum: PoolJob<'_>) {
-        // SAFETY: the instructions are there.
-        unsafe { sum.run::<vector::x86::Two>() };
+    fn run_vectors_avx2<J: VectorJob>(job: J) {
+        // SAFETY: the function's features include the instructions.
+        unsafe { job.run::<vector::x86::TwoRegisters>() };
     }
 
+    #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-    fn sum_avx512(sum: PoolJob<'_>) {
-        // SAFETY: the instructions are there.
-        unsafe { sum.run::<vector::x86::One>() };
+    fn run_vectors_avx512<J: VectorJob>(job: J) {
+        // SAFETY: the function's features include the instructions.
+        unsafe { job.run::<vector::x86::OneRegister>() };
     }
 
-    // SAFETY of all below: `Simd` says that the machine has the instructions.
+    // SAFETY of all below: only `dispatch` runs a `Simd`, with an `Isa` that proves the
+    // instructions.
     impl Simd for Avx2 {
         #[inline(always)]
-        fn find(words: &[AtomicU32; LANES], word: u32) -> u32 {
+        fn find(words: &[AtomicU32; LINE_WORDS], word: u32) -> u32 {
             // SAFETY: above.
             unsafe { find_avx2(words, word) }
         }
@@ -257,16 +242,16 @@ pub(crate) mod x86 {
         }
 
         #[inline(always)]
-        fn sum(sum: PoolJob<'_>) -> bool {
+        fn run_vectors<J: VectorJob>(job: J) -> bool {
             // SAFETY: above.
-            unsafe { sum_avx2(sum) };
+            unsafe { run_vectors_avx2(job) };
             true
         }
     }
 
     impl Simd for Avx512 {
         #[inline(always)]
-        fn find(words: &[AtomicU32; LANES], word: u32) -> u32 {
+        fn find(words: &[AtomicU32; LINE_WORDS], word: u32) -> u32 {
             // SAFETY: above.
             unsafe { find_avx512(words, word) }
         }
@@ -284,9 +269,9 @@ pub(crate) mod x86 {
         }
 
         #[inline(always)]
-        fn sum(sum: PoolJob<'_>) -> bool {
+        fn run_vectors<J: VectorJob>(job: J) -> bool {
             // SAFETY: above.
-            unsafe { sum_avx512(sum) };
+            unsafe { run_vectors_avx512(job) };
             true
         }
     }
@@ -304,18 +289,23 @@ pub(crate) mod arm {
     fn read_128<T>(from: &[T]) -> uint32x4_t {
         assert!(size_of_val(from) >= 16);
         let value;
-        // SAFETY: 16 bytes of the slice are read; see the head of the file for the race.
+        // SAFETY: 16 bytes of the slice are read. The head of the file explains the race.
         unsafe {
-            asm!("ldr {v:q}, [{p}]", v = lateout(vreg) value, p = in(reg) from.as_ptr(),
-                 options(nostack, preserves_flags, readonly));
+            asm!(
+                "ldr {v:q}, [{p}]",
+                v = lateout(vreg) value,
+                p = in(reg) from.as_ptr(),
+                options(nostack, preserves_flags, readonly)
+            );
         }
         value
     }
 
     impl Simd for Neon {
         #[inline(always)]
-        fn find(words: &[AtomicU32; LANES], word: u32) -> u32 {
-            // SAFETY: Advanced SIMD is always there; four values are loaded from an array of four.
+        fn find(words: &[AtomicU32; LINE_WORDS], word: u32) -> u32 {
+            // SAFETY: every AArch64 machine has Advanced SIMD; four values are loaded from an array
+            // of four.
             unsafe {
                 let (word, bits) = (vdupq_n_u32(word), vld1q_u32([1, 2, 4, 8].as_ptr()));
                 let quarter = |at: usize| {
@@ -337,14 +327,18 @@ pub(crate) mod arm {
         fn widen(halves: &[u8; 16]) -> [f32; 8] {
             let (low, high): (float32x4_t, float32x4_t);
             let mut out = [0.0; 8];
-            // SAFETY: 16 bytes are read and 32 stored. The conversion is written in assembly
-            // because its f16 vector type is not stable in this compiler; it is part of Advanced
-            // SIMD.
+            // SAFETY: 16 bytes are read and 32 stored. The conversion is part of Advanced SIMD. It
+            // is written in assembly because its f16 vector type is not stable in this compiler.
             unsafe {
                 let halves = vld1q_u8(halves.as_ptr());
-                asm!("fcvtl {l:v}.4s, {h:v}.4h", "fcvtl2 {u:v}.4s, {h:v}.8h",
-                     l = out(vreg) low, u = out(vreg) high, h = in(vreg) halves,
-                     options(pure, nomem, nostack, preserves_flags));
+                asm!(
+                    "fcvtl {l:v}.4s, {h:v}.4h",
+                    "fcvtl2 {u:v}.4s, {h:v}.8h",
+                    l = out(vreg) low,
+                    u = out(vreg) high,
+                    h = in(vreg) halves,
+                    options(pure, nomem, nostack, preserves_flags)
+                );
                 vst1q_f32(out.as_mut_ptr(), low);
                 vst1q_f32(out.as_mut_ptr().add(4), high);
             }
@@ -352,9 +346,9 @@ pub(crate) mod arm {
         }
 
         #[inline(always)]
-        fn sum(sum: PoolJob<'_>) -> bool {
-            // SAFETY: Advanced SIMD is always there.
-            unsafe { sum.run::<vector::arm::Four>() };
+        fn run_vectors<J: VectorJob>(job: J) -> bool {
+            // SAFETY: every AArch64 machine has Advanced SIMD.
+            unsafe { job.run::<vector::arm::FourRegisters>() };
             true
         }
     }
@@ -364,15 +358,14 @@ pub(crate) mod arm {
 mod tests {
     use super::*;
 
-    /// What a family makes of words and halves; through the cache a way that is not found is only a
-    /// miss.
-    struct All<'a>(&'a [AtomicU32; LANES], &'a [u8; 16]);
+    /// All functions of a family. A test through the cache would take a wrong `find` for a miss.
+    struct All<'a>(&'a [AtomicU32; LINE_WORDS], &'a [u8; 16]);
 
     impl Job for All<'_> {
-        type Out = ([u32; 5], [u8; 4 * LANES], [u32; 8]);
+        type Out = ([u32; 5], [u8; 4 * LINE_WORDS], [u32; 8]);
         #[inline(always)]
         fn run<S: Simd>(self) -> Self::Out {
-            let mut copy = [0; 4 * LANES];
+            let mut copy = [0; 4 * LINE_WORDS];
             S::copy_racing(self.0, &mut copy);
             (
                 std::array::from_fn(|word| S::find(self.0, word as u32)),
@@ -383,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn every_family_does_what_the_plain_form_does() {
+    fn every_family_gives_the_results_of_the_plain_family() {
         for first in (0..=u16::MAX - 7).step_by(8) {
             let halves = std::array::from_fn(|i| (first + i as u16 / 2).to_le_bytes()[i % 2]);
             let words = std::array::from_fn(|i| {

@@ -1,39 +1,50 @@
-//! 16 f32 in vector registers, loaded from encoded rows that may change at the same moment: each
-//! load of a row is inline assembly, to the compiler as good as a run of relaxed atomic loads (see
-//! `simd.rs`). One form for each family of vector instructions; all give the same bits. Never
-//! stores to rows.
+//! 16 f32 in vector registers, loaded from encoded rows that a writer may change during the load.
+//! Each load of a row is inline assembly, which the compiler treats like a sequence of relaxed
+//! atomic loads (see `mod.rs`). There is one implementation for each family of vector instructions,
+//! and all give the same bits. This file never stores to rows.
 
 #![allow(unsafe_code)]
 
-/// 16 f32 in registers. All are `unsafe`: the machine must have the instructions, and the pointers
-/// be good for what is read there or written. What is read of rows may change meanwhile.
+/// 16 f32 in registers. All functions are `unsafe`: the machine must have the instructions, and
+/// each pointer must be valid for the bytes that are read or written. A writer may change a row
+/// during a load.
 pub(crate) trait Vector: Copy {
-    /// Vectors that fit into the registers beside what else a sum needs.
+    /// Vectors of sums that fit into the registers beside the other values of a pooling loop.
     const VECTORS_MAX: usize;
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
-    /// Past the caches where the machine can and `to` begins a line; in no order with other stores
-    /// until `simd::drain`.
+    /// Stores past the caches if the machine can. `to` must start a cache line. The store has no
+    /// order with other stores until `simd::stream_fence`.
     unsafe fn stream(self, to: *mut f32);
     unsafe fn add(self, other: Self) -> Self;
-    /// `self * x + y`, rounded once.
+    /// Returns `self * x + y`, rounded once.
     unsafe fn mul_add(self, x: Self, y: Self) -> Self;
-    /// 16 f32 of a row.
+    /// Loads 16 f32 of a row.
     unsafe fn f32s(at: *const u8) -> Self;
-    /// 16 f16 of a row.
+    /// Loads 16 f16 of a row.
     unsafe fn f16s(at: *const u8) -> Self;
-    /// 16 codes of a byte, of a row.
+    /// Loads 16 codes of a row, each of one byte.
     unsafe fn u8s(at: *const u8) -> Self;
-    /// 16 codes of half a byte, of a row, the low half first.
+    /// Loads 16 codes of a row, each of half a byte, the low half first.
     unsafe fn u4s(at: *const u8) -> Self;
-    /// Two f16 of a row.
+    /// Loads two f16 of a row.
     unsafe fn halves(at: *const u8) -> (f32, f32);
+}
+
+/// Work on vectors that is compiled once for each family. `run` and all functions that it calls
+/// must be `#[inline(always)]`.
+pub(crate) trait VectorJob {
+    /// Does the work.
+    ///
+    /// # Safety
+    /// The machine has the instructions of `V`.
+    unsafe fn run<V: Vector>(self);
 }
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod x86 {
-    use super::Vector;
+    use crate::simd::vector::Vector;
     use std::arch::asm;
     use std::arch::x86_64::*;
 
@@ -43,10 +54,14 @@ pub(crate) mod x86 {
             #[target_feature(enable = $features)]
             unsafe fn $name(at: *const u8) -> $vector {
                 let value;
-                // SAFETY: the caller's.
+                // SAFETY: as `Vector` requires.
                 unsafe {
-                    asm!($load, v = lateout($class) value, p = in(reg) at,
-                         options(nostack, preserves_flags, readonly));
+                    asm!(
+                        $load,
+                        v = lateout($class) value,
+                        p = in(reg) at,
+                        options(nostack, preserves_flags, readonly)
+                    );
                 }
                 value
             }
@@ -58,7 +73,7 @@ pub(crate) mod x86 {
     read!(read_64, "avx2", __m128i, xmm_reg, "vmovq {v}, qword ptr [{p}]");
     read!(read_32, "avx2", __m128i, xmm_reg, "vmovd {v}, dword ptr [{p}]");
 
-    /// 16 codes of a byte each, from 8 bytes of two.
+    /// Unpacks 16 codes of half a byte into bytes.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn unpack(pairs: __m128i) -> __m128i {
@@ -69,100 +84,100 @@ pub(crate) mod x86 {
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     unsafe fn halves(at: *const u8) -> (f32, f32) {
-        // SAFETY: the caller's.
+        // SAFETY: as `Vector` requires.
         let values = _mm_cvtph_ps(unsafe { read_32(at) });
         (_mm_cvtss_f32(values), _mm_cvtss_f32(_mm_movehdup_ps(values)))
     }
 
-    /// AVX-512.
+    /// The vectors of AVX-512.
     #[derive(Clone, Copy)]
-    pub(crate) struct One(__m512);
+    pub(crate) struct OneRegister(__m512);
 
-    impl Vector for One {
+    impl Vector for OneRegister {
         const VECTORS_MAX: usize = 8;
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(_mm512_set1_ps(x)) }
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(_mm512_loadu_ps(from)) }
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { _mm512_storeu_ps(to, self.0) }
         }
         #[inline(always)]
         unsafe fn stream(self, to: *mut f32) {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { _mm512_stream_ps(to, self.0) }
         }
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(_mm512_add_ps(self.0, other.0)) }
         }
         #[inline(always)]
         unsafe fn mul_add(self, x: Self, y: Self) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(_mm512_fmadd_ps(self.0, x.0, y.0)) }
         }
         #[inline(always)]
         unsafe fn f32s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(_mm512_castsi512_ps(read_512(at))) }
         }
         #[inline(always)]
         unsafe fn f16s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(_mm512_cvtph_ps(read_256(at))) }
         }
         #[inline(always)]
         unsafe fn u8s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(read_128(at)))) }
         }
         #[inline(always)]
         unsafe fn u4s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(unpack(read_64(at))))) }
         }
         #[inline(always)]
         unsafe fn halves(at: *const u8) -> (f32, f32) {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { halves(at) }
         }
     }
 
-    /// AVX2.
+    /// The vectors of AVX2.
     #[derive(Clone, Copy)]
-    pub(crate) struct Two([__m256; 2]);
+    pub(crate) struct TwoRegisters([__m256; 2]);
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn codes(bytes: __m128i) -> Two {
+    fn codes(bytes: __m128i) -> TwoRegisters {
         let eight = |bytes| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
-        Two([eight(bytes), eight(_mm_bsrli_si128::<8>(bytes))])
+        TwoRegisters([eight(bytes), eight(_mm_bsrli_si128::<8>(bytes))])
     }
 
-    impl Vector for Two {
+    impl Vector for TwoRegisters {
         const VECTORS_MAX: usize = 4;
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self([_mm256_set1_ps(x); 2]) }
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self([_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))]) }
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe {
                 _mm256_storeu_ps(to, self.0[0]);
                 _mm256_storeu_ps(to.add(8), self.0[1]);
@@ -170,7 +185,7 @@ pub(crate) mod x86 {
         }
         #[inline(always)]
         unsafe fn stream(self, to: *mut f32) {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe {
                 _mm256_stream_ps(to, self.0[0]);
                 _mm256_stream_ps(to.add(8), self.0[1]);
@@ -179,40 +194,40 @@ pub(crate) mod x86 {
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
             let ([a, b], [c, d]) = (self.0, other.0);
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self([_mm256_add_ps(a, c), _mm256_add_ps(b, d)]) }
         }
         #[inline(always)]
         unsafe fn mul_add(self, x: Self, y: Self) -> Self {
             let ([a, b], x, y) = (self.0, x.0, y.0);
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self([_mm256_fmadd_ps(a, x[0], y[0]), _mm256_fmadd_ps(b, x[1], y[1])]) }
         }
         #[inline(always)]
         unsafe fn f32s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe {
                 Self([_mm256_castsi256_ps(read_256(at)), _mm256_castsi256_ps(read_256(at.add(32)))])
             }
         }
         #[inline(always)]
         unsafe fn f16s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self([_mm256_cvtph_ps(read_128(at)), _mm256_cvtph_ps(read_128(at.add(16)))]) }
         }
         #[inline(always)]
         unsafe fn u8s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { codes(read_128(at)) }
         }
         #[inline(always)]
         unsafe fn u4s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { codes(unpack(read_64(at))) }
         }
         #[inline(always)]
         unsafe fn halves(at: *const u8) -> (f32, f32) {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { halves(at) }
         }
     }
@@ -220,17 +235,21 @@ pub(crate) mod x86 {
 
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod arm {
-    use super::Vector;
+    use crate::simd::vector::Vector;
     use std::arch::aarch64::*;
     use std::arch::asm;
 
     #[inline(always)]
     unsafe fn read_128(at: *const u8) -> uint8x16_t {
         let value;
-        // SAFETY: the caller's.
+        // SAFETY: as `Vector` requires.
         unsafe {
-            asm!("ldr {v:q}, [{p}]", v = lateout(vreg) value, p = in(reg) at,
-                 options(nostack, preserves_flags, readonly));
+            asm!(
+                "ldr {v:q}, [{p}]",
+                v = lateout(vreg) value,
+                p = in(reg) at,
+                options(nostack, preserves_flags, readonly)
+            );
         }
         value
     }
@@ -238,10 +257,14 @@ pub(crate) mod arm {
     #[inline(always)]
     unsafe fn read_64(at: *const u8) -> uint8x8_t {
         let value;
-        // SAFETY: the caller's.
+        // SAFETY: as `Vector` requires.
         unsafe {
-            asm!("ldr {v:d}, [{p}]", v = lateout(vreg) value, p = in(reg) at,
-                 options(nostack, preserves_flags, readonly));
+            asm!(
+                "ldr {v:d}, [{p}]",
+                v = lateout(vreg) value,
+                p = in(reg) at,
+                options(nostack, preserves_flags, readonly)
+            );
         }
         value
     }
@@ -249,95 +272,105 @@ pub(crate) mod arm {
     #[inline(always)]
     unsafe fn read_32(at: *const u8) -> uint8x16_t {
         let value;
-        // SAFETY: the caller's.
+        // SAFETY: as `Vector` requires.
         unsafe {
-            asm!("ldr {v:s}, [{p}]", v = lateout(vreg) value, p = in(reg) at,
-                 options(nostack, preserves_flags, readonly));
+            asm!(
+                "ldr {v:s}, [{p}]",
+                v = lateout(vreg) value,
+                p = in(reg) at,
+                options(nostack, preserves_flags, readonly)
+            );
         }
         value
     }
 
-    /// Eight f16 as f32. In assembly because its f16 vector type is not stable in this compiler.
+    /// Converts eight f16 to f32, in assembly because the f16 vector type is not stable in this
+    /// compiler.
     #[inline(always)]
     unsafe fn widen(halves: uint8x16_t) -> [float32x4_t; 2] {
         let (low, high);
-        // SAFETY: it touches no memory; Advanced SIMD is always there.
+        // SAFETY: the conversion accesses no memory, and every AArch64 machine has Advanced SIMD.
         unsafe {
-            asm!("fcvtl {l:v}.4s, {h:v}.4h", "fcvtl2 {u:v}.4s, {h:v}.8h",
-                 l = out(vreg) low, u = out(vreg) high, h = in(vreg) halves,
-                 options(pure, nomem, nostack, preserves_flags));
+            asm!(
+                "fcvtl {l:v}.4s, {h:v}.4h",
+                "fcvtl2 {u:v}.4s, {h:v}.8h",
+                l = out(vreg) low,
+                u = out(vreg) high,
+                h = in(vreg) halves,
+                options(pure, nomem, nostack, preserves_flags)
+            );
         }
         [low, high]
     }
 
-    /// Advanced SIMD.
+    /// The vectors of Advanced SIMD.
     #[derive(Clone, Copy)]
-    pub(crate) struct Four([float32x4_t; 4]);
+    pub(crate) struct FourRegisters([float32x4_t; 4]);
 
     #[inline(always)]
-    unsafe fn codes(bytes: uint8x16_t) -> Four {
-        // SAFETY: Advanced SIMD is always there.
+    unsafe fn codes(bytes: uint8x16_t) -> FourRegisters {
+        // SAFETY: every AArch64 machine has Advanced SIMD.
         unsafe {
             let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
             let low = [vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low)];
             let high = [vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)];
-            Four([low[0], low[1], high[0], high[1]].map(|v| vcvtq_f32_u32(v)))
+            FourRegisters([low[0], low[1], high[0], high[1]].map(|v| vcvtq_f32_u32(v)))
         }
     }
 
-    impl Vector for Four {
+    impl Vector for FourRegisters {
         const VECTORS_MAX: usize = 4;
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self([vdupq_n_f32(x); 4]) }
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(std::array::from_fn(|i| vld1q_f32(from.add(4 * i)))) }
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
             for (i, four) in self.0.into_iter().enumerate() {
-                // SAFETY: the caller's.
+                // SAFETY: as `Vector` requires.
                 unsafe { vst1q_f32(to.add(4 * i), four) };
             }
         }
         #[inline(always)]
         unsafe fn stream(self, to: *mut f32) {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { self.store(to) }
         }
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(std::array::from_fn(|i| vaddq_f32(self.0[i], other.0[i]))) }
         }
         #[inline(always)]
         unsafe fn mul_add(self, x: Self, y: Self) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(std::array::from_fn(|i| vfmaq_f32(y.0[i], self.0[i], x.0[i]))) }
         }
         #[inline(always)]
         unsafe fn f32s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { Self(std::array::from_fn(|i| vreinterpretq_f32_u8(read_128(at.add(16 * i))))) }
         }
         #[inline(always)]
         unsafe fn f16s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             let ([a, b], [c, d]) = unsafe { (widen(read_128(at)), widen(read_128(at.add(16)))) };
             Self([a, b, c, d])
         }
         #[inline(always)]
         unsafe fn u8s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe { codes(read_128(at)) }
         }
         #[inline(always)]
         unsafe fn u4s(at: *const u8) -> Self {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe {
                 let pairs = read_64(at);
                 let (low, high) = (vand_u8(pairs, vdup_n_u8(15)), vshr_n_u8::<4>(pairs));
@@ -346,7 +379,7 @@ pub(crate) mod arm {
         }
         #[inline(always)]
         unsafe fn halves(at: *const u8) -> (f32, f32) {
-            // SAFETY: the caller's.
+            // SAFETY: as `Vector` requires.
             unsafe {
                 let [values, _] = widen(read_32(at));
                 (vgetq_lane_f32::<0>(values), vgetq_lane_f32::<1>(values))

@@ -1,66 +1,41 @@
-//! The embedding cache's own sources, built on the model checker's atomics (`--cfg loom`).
+//! The embedding cache's own sources, compiled on the model checker's atomics (`--cfg loom`).
 #![cfg(loom)]
 
-#[path = "../../../kernels/src/cache.rs"]
+#[path = "../../../kernels/src/cache/mod.rs"]
 pub mod cache;
-#[path = "../../../kernels/src/changes.rs"]
-mod changes;
-#[path = "../../../kernels/src/codec.rs"]
-pub mod codec;
-#[path = "../../../kernels/src/eviction.rs"]
-mod eviction;
-#[path = "../../../kernels/src/heads.rs"]
-mod heads;
-#[path = "../../../kernels/src/isa.rs"]
-mod isa;
-#[path = "../../../kernels/src/names.rs"]
-pub mod names;
-#[path = "../../../kernels/src/simd.rs"]
+#[path = "../../../kernels/src/simd/mod.rs"]
 mod simd;
-#[path = "../../../kernels/src/sync.rs"]
-mod sync;
 
-/// Memory of the model checker's atomics, which cannot be made from zeroed bytes.
-mod memory {
-    pub struct Zeroed<T>(Box<[T]>);
+use cache::Cache;
+use cache::address::RowKey;
+use simd::{Plain, Simd};
 
-    impl<T: Default> Zeroed<T> {
-        pub fn new(len: usize) -> Self {
-            Self((0..len).map(|_| T::default()).collect())
-        }
-    }
-
-    impl<T> std::ops::Deref for Zeroed<T> {
-        type Target = [T];
-
-        fn deref(&self) -> &[T] {
-            &self.0
-        }
-    }
+/// Returns the number of writes to `cache` that have ended.
+pub fn writes_ended(cache: &Cache) -> u32 {
+    cache.writes().ended()
 }
 
-/// The changes of `cache` that have ended.
-pub fn ended(cache: &cache::Cache) -> u32 {
-    cache.changes().ended()
+/// Returns true if no write has started since `writes_ended` returned `since`.
+pub fn no_writes_since(cache: &Cache, since: u32) -> bool {
+    cache.writes().no_writes_since(since)
 }
 
-/// Whether no change is known but those that had ended then.
-pub fn none_since(cache: &cache::Cache, ended: u32) -> bool {
-    cache.changes().none_since(ended)
-}
+/// Reads the rows of a bag as a lookup does: all rows are probed, then all are read, then all are
+/// validated together. Returns `None` if a row is not cached or changed during the read.
+pub fn read_bag<const N: usize>(cache: &Cache, rows: [RowKey; N]) -> Option<[[u8; 8]; N]> {
+    let since = writes_ended(cache);
+    let probes =
+        rows.map(|row| cache.headers().probe::<Plain>(cache.addresses().address_of(row)));
 
-/// The rows of a bag as `query` takes them: all seen, then all read, then proved together. `None`
-/// if one is not there or changed meanwhile.
-pub fn bag<const N: usize>(cache: &cache::Cache, rows: [names::RowKey; N]) -> Option<[[u8; 8]; N]> {
-    use simd::{Plain, Simd};
-    let changes = ended(cache);
-    let seen = rows.map(|row| cache.heads().see::<Plain>(cache.name_of(row)));
     let mut out = [[0; 8]; N];
-    for (seen, out) in seen.iter().zip(&mut out) {
-        if !seen.is_there() {
+    for (probe, out) in probes.iter().zip(&mut out) {
+        if !probe.is_hit() {
             return None;
         }
-        Plain::copy_racing(cache.row(seen.slot()), out);
+        Plain::copy_racing(cache.row(probe.slot()), out);
     }
-    (none_since(cache, changes) || cache.heads().are_unchanged(seen.into_iter())).then_some(out)
+
+    let valid =
+        no_writes_since(cache, since) || cache.headers().validate(probes.into_iter());
+    valid.then_some(out)
 }

@@ -1,25 +1,26 @@
-//! What must hold in every order of the cache's steps. Run by `./test` with `--cfg loom`.
+//! What must hold in every order of the cache's atomic steps. `./test` runs these tests with `--cfg
+//! loom`.
 #![cfg(loom)]
 
 use hatchback_loom::cache::Cache;
-use hatchback_loom::names::{Names, RowKey};
-use hatchback_loom::{bag, ended, none_since};
+use hatchback_loom::cache::address::{KeySpaces, RowKey};
+use hatchback_loom::{no_writes_since, read_bag, writes_ended};
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 
-/// Runs `of` in every order in which threads are stopped amid their steps three times at most: all
-/// orders of two changes beside a bag are too many.
+/// Runs `of` in every order with at most three preemptions of a thread. All orders of two writes
+/// beside a bag are too many.
 fn model(of: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);
     builder.check(of);
 }
 
-/// One set of two ways; a row is two units.
+/// Returns a cache of one set with two ways. A row has two words.
 fn cache() -> Arc<Cache> {
-    let names = Names::new(vec![Some(100)]);
-    Arc::new(Cache::new(8, Cache::bytes_min(8, &names), &names).unwrap())
+    let spaces = KeySpaces::new(vec![Some(100)]);
+    Arc::new(Cache::new(8, Cache::bytes_min(8, &spaces), &spaces).unwrap())
 }
 
 fn row(key: u64) -> RowKey {
@@ -34,7 +35,7 @@ fn put(cache: &Cache, key: u64, value: u8) {
     cache.insert(row(key), &bytes(value), cache.epoch(row(key)));
 }
 
-/// The value of a cached row, which must be of one piece.
+/// Returns the value of a cached row, and checks that the row is complete.
 fn get(cache: &Cache, key: u64) -> Option<u8> {
     let mut out = [0; 8];
     cache.query(row(key), &mut out).then(|| {
@@ -50,7 +51,7 @@ fn an_updated_row_is_old_or_new() {
         put(&cache, 1, 1);
         let writer = Arc::clone(&cache);
         let writer = thread::spawn(move || assert!(writer.update(row(1), &bytes(2))));
-        // Busy for long counts as missing.
+        // A row in a set that a writer changes for too long counts as missing.
         assert!(matches!(get(&cache, 1), None | Some(1) | Some(2)));
         writer.join().unwrap();
         assert_eq!(get(&cache, 1), Some(2));
@@ -58,7 +59,7 @@ fn an_updated_row_is_old_or_new() {
 }
 
 #[test]
-fn a_row_that_is_driven_out_is_never_another() {
+fn an_evicted_row_is_never_read_as_another() {
     model(|| {
         let cache = cache();
         put(&cache, 1, 1);
@@ -84,8 +85,8 @@ fn writers_of_one_set_take_turns() {
     });
 }
 
-/// A row is read from the store, changed there and in the cache, and the first read's insert comes
-/// late.
+/// One thread reads a row from the store. Another changes the row in the store and in the cache.
+/// Then the first thread inserts what it read.
 #[test]
 fn a_late_insert_never_brings_an_old_row_back() {
     model(|| {
@@ -103,8 +104,8 @@ fn a_late_insert_never_brings_an_old_row_back() {
     });
 }
 
-/// Rows that are proved together: each is of one piece, its own, and there while the other was
-/// read.
+/// Rows that are validated together: each is complete, belongs to its key, and was cached while the
+/// other was read.
 #[test]
 fn a_bag_is_of_whole_rows_or_none() {
     model(|| {
@@ -116,37 +117,37 @@ fn a_bag_is_of_whole_rows_or_none() {
             writer.update(row(1), &bytes(4));
             writer.update(row(2), &bytes(5));
         });
-        let found = bag(&cache, [row(1), row(2)]);
+        let found = read_bag(&cache, [row(1), row(2)]);
         assert!(found.is_none_or(|f| {
             [[1, 2], [4, 2], [4, 5]].map(|[a, b]| [bytes(a), bytes(b)]).contains(&f)
         }));
         writer.join().unwrap();
-        assert_eq!(bag(&cache, [row(1), row(2)]), Some([bytes(4), bytes(5)]));
+        assert_eq!(read_bag(&cache, [row(1), row(2)]), Some([bytes(4), bytes(5)]));
     });
 }
 
-/// What says that nothing changed says so of every change that was begun, whatever its set.
+/// The write counter knows of every write whose effects a thread has read, whatever its set.
 #[test]
-fn a_change_that_was_read_of_is_known() {
+fn a_write_whose_effect_was_read_is_counted() {
     model(|| {
-        let (cache, told) = (cache(), Arc::new(AtomicU32::new(0)));
-        let before = ended(&cache);
-        let (writers, tell) = (Arc::clone(&cache), Arc::clone(&told));
+        let (cache, flag) = (cache(), Arc::new(AtomicU32::new(0)));
+        let before = writes_ended(&cache);
+        let (writers, set_flag) = (Arc::clone(&cache), Arc::clone(&flag));
         let writer = thread::spawn(move || {
             put(&writers, 1, 1);
-            tell.store(1, Ordering::Release);
+            set_flag.store(1, Ordering::Release);
         });
         put(&cache, 2, 2);
-        if told.load(Ordering::Acquire) == 1 {
-            let now = ended(&cache);
-            assert!(!none_since(&cache, before) && none_since(&cache, now));
+        if flag.load(Ordering::Acquire) == 1 {
+            let now = writes_ended(&cache);
+            assert!(!no_writes_since(&cache, before) && no_writes_since(&cache, now));
         }
         writer.join().unwrap();
-        assert_eq!(ended(&cache), before + 2);
+        assert_eq!(writes_ended(&cache), before + 2);
     });
 }
 
-/// One row of a bag is driven out by another.
+/// A writer evicts a row of the bag during the read.
 #[test]
 fn a_bag_never_has_another_row() {
     model(|| {
@@ -155,8 +156,9 @@ fn a_bag_never_has_another_row() {
         put(&cache, 2, 2);
         let writer = Arc::clone(&cache);
         let writer = thread::spawn(move || put(&writer, 3, 3));
-        assert!(bag(&cache, [row(1), row(2)]).is_none_or(|found| found == [bytes(1), bytes(2)]));
+        let found = read_bag(&cache, [row(1), row(2)]);
+        assert!(found.is_none_or(|found| found == [bytes(1), bytes(2)]));
         writer.join().unwrap();
-        assert_eq!(bag(&cache, [row(3)]), Some([bytes(3)]));
+        assert_eq!(read_bag(&cache, [row(3)]), Some([bytes(3)]));
     });
 }

@@ -1,20 +1,22 @@
-//! Plans that were built here, kept in a folder so that a start need not build them again. A file's
-//! name is the hash of all that a plan depends on, and its end the hash of what it holds: a plan of
-//! anything else, torn or altered, is built anew. An empty plan says that the one that was built is
-//! of no use. Never the only copy of anything.
+//! A folder of TensorRT plans that were built on this machine, so that a start need not build them
+//! again. A file's name is the hash of everything that the plan depends on. Its last 32 bytes are
+//! the hash of the plan: a plan that is torn or altered is built again. An empty plan records that
+//! the built one was useless. Never holds the only copy of anything.
 
-use crate::gpu::tensorrt::{Build, TensorRt, TensorRtError};
+use crate::gpu::tensorrt::build::Build;
+use crate::gpu::tensorrt::error::TensorRtError;
+use crate::gpu::tensorrt::library::TensorRt;
 use sha2::{Digest, Sha256};
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// The bytes of a hash.
-const HASH: usize = 32;
+/// Bytes of a hash.
+const HASH_BYTES: usize = 32;
 
-/// Plans that a folder keeps: those that were used last.
-const PLANS_MAX: usize = 8;
+/// Plans that a folder keeps: the most recently used ones.
+const KEPT_PLANS: usize = 8;
 
 /// A folder of plans.
 #[derive(Clone, Debug)]
@@ -23,39 +25,41 @@ pub struct Plans {
 }
 
 impl Plans {
-    /// In `folder`, which is made with the first plan.
+    /// Returns the plans in `folder`, which is created with the first plan.
     pub fn new(folder: &Path) -> Self {
         Self { folder: folder.to_owned() }
     }
 
-    /// The plan that lies at `path`, if there is one; it counts as used. A folder that cannot be
-    /// read is logged.
+    /// Returns the plan in file `path`, or `None`, and marks the plan as used. A file that is
+    /// damaged or cannot be read is logged and counts as absent.
     ///
     /// # Errors
-    /// The plan that was built is of no use.
+    /// [`TensorRtError::Useless`] if the plan that was built was useless.
     pub fn kept(&self, path: &Path) -> Result<Option<Vec<u8>>, TensorRtError> {
-        match fs::read(path).map(whole) {
+        match fs::read(path).map(verified) {
             Ok(Some(plan)) if plan.is_empty() => {
-                return Err(TensorRtError::OfNoUse { path: path.to_owned() });
+                return Err(TensorRtError::Useless { path: path.to_owned() });
             }
             Ok(Some(plan)) => {
-                let noted =
+                let marked =
                     fs::File::open(path).and_then(|file| file.set_modified(SystemTime::now()));
-                noted.unwrap_or_else(|e| log::warn!("{}: {e}", path.display()));
+                marked.unwrap_or_else(|e| {
+                    log::warn!("{}: the plan cannot be marked as used: {e}", path.display())
+                });
                 return Ok(Some(plan));
             }
-            Ok(None) => log::warn!("{}: not the plan that was written", path.display()),
+            Ok(None) => log::warn!("{}: the plan is damaged and is built again", path.display()),
             Err(e) if e.kind() == ErrorKind::NotFound => {}
-            Err(e) => log::warn!("{}: {e}", path.display()),
+            Err(e) => log::warn!("{}: the plan cannot be read: {e}", path.display()),
         }
         Ok(None)
     }
 
-    /// Keeps `plan` at `path`, and of the others those that were used last. A folder that cannot be
-    /// written costs the next start a build and is logged.
+    /// Writes `plan` to file `path`, and removes all but the most recently used plans. A failure is
+    /// logged; the next start then builds the plan again.
     pub fn keep(&self, path: &Path, plan: &[u8]) {
         self.write(path, plan)
-            .unwrap_or_else(|e| log::warn!("{}: {e}; the plan is not kept", path.display()));
+            .unwrap_or_else(|e| log::warn!("{}: the plan cannot be kept: {e}", path.display()));
     }
 
     fn write(&self, path: &Path, plan: &[u8]) -> io::Result<()> {
@@ -63,6 +67,7 @@ impl Plans {
         let unfinished = path.with_extension("unfinished");
         fs::write(&unfinished, [plan, &Sha256::digest(plan)].concat())?;
         fs::rename(&unfinished, path)?;
+
         let mut plans = Vec::new();
         for entry in fs::read_dir(&self.folder)? {
             let entry = entry?;
@@ -71,14 +76,14 @@ impl Plans {
             }
         }
         plans.sort_unstable();
-        let more = plans.len().saturating_sub(PLANS_MAX);
-        plans[..more]
+        let surplus = plans.len().saturating_sub(KEPT_PLANS);
+        plans[..surplus]
             .iter()
             .filter(|(_, old)| old != path)
             .try_for_each(|(_, old)| fs::remove_file(old))
     }
 
-    /// Where the plan of `build` for the GPU named `gpu` lies.
+    /// Returns the file of the plan of `build` for the GPU with the name `gpu`.
     pub fn path(&self, tensorrt: &TensorRt, gpu: &str, build: &Build) -> PathBuf {
         let mut hash = Sha256::new();
         let mut take = |bytes: &[u8]| {
@@ -105,8 +110,9 @@ impl Plans {
     }
 }
 
-/// The plan in a file, if it is whole.
-fn whole(mut bytes: Vec<u8>) -> Option<Vec<u8>> {
-    let hash = bytes.split_off(bytes.len().checked_sub(HASH)?);
+/// Returns the plan in a file's bytes, or `None` if the hash after the plan is not that of the
+/// plan.
+fn verified(mut bytes: Vec<u8>) -> Option<Vec<u8>> {
+    let hash = bytes.split_off(bytes.len().checked_sub(HASH_BYTES)?);
     (Sha256::digest(&bytes).as_slice() == hash).then_some(bytes)
 }

@@ -1,24 +1,25 @@
-//! The C interface of `tensorrt/shim.cpp`, and nothing else: loading it, calling it, owning what it
-//! gives. All that is unsafe about TensorRT is here. Never decides anything.
+//! The C interface of `tensorrt/shim.cpp`: loading the shim, calling it, and owning the objects
+//! that it returns. All unsafe code for TensorRT is here. Never decides anything.
 
 #![allow(unsafe_code)]
 
-use crate::cuda::cublas::why;
 use crate::cuda::driver::Stream;
+use crate::cuda::error::load_problem;
 use crate::cuda::memory::{Buffer, View};
-use crate::gpu::tensorrt::{Build, TensorRtError, Version};
+use crate::gpu::tensorrt::build::Build;
+use crate::gpu::tensorrt::error::{TensorRtError, Version};
 use libloading::Library;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The number of the interface that this file speaks.
+/// Version of the interface between the shim and this file.
 const INTERFACE: i32 = 1;
-/// Room for TensorRT's own words.
+/// Room for TensorRT's error text.
 const PROBLEM_BYTES: usize = 512;
 
-/// The outcomes of `shim.cpp`.
+/// Return codes of `shim.cpp`.
 mod outcome {
     pub const DONE: i32 = 0;
     pub const NO_LIBRARY: i32 = 1;
@@ -52,7 +53,7 @@ struct BuildArguments {
 type Opaque = *mut c_void;
 type Drop1 = unsafe extern "C" fn(Opaque);
 
-/// The shim's functions; they live as long as the library, which is never unloaded.
+/// The shim's functions. They stay valid because the library is never unloaded.
 #[derive(Clone, Copy)]
 struct Calls {
     header_version: unsafe extern "C" fn() -> i32,
@@ -88,7 +89,7 @@ struct Calls {
     enqueue: unsafe extern "C" fn(Opaque, *mut c_void) -> i32,
 }
 
-/// An object of the shim, given back when dropped.
+/// An object of the shim; dropping it returns the object to the shim.
 struct Owned {
     object: NonNull<c_void>,
     give_back: Drop1,
@@ -108,25 +109,25 @@ impl Owned {
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: the shim gave the object together with this function, and nothing uses it after
-        // its owner.
+        // SAFETY: the shim documents this function for such an object, and the only owner is being
+        // dropped.
         unsafe { (self.give_back)(self.object.as_ptr()) }
     }
 }
 
-// SAFETY: the shim's objects belong to no thread; who may use one at a time is said where they are
-// used.
+// SAFETY: the shim's objects are not bound to a thread. Their users below keep two threads from
+// using one at the same time.
 unsafe impl Send for Owned {}
 
-/// A TensorRT that was found and is of its headers' release.
+/// The loaded shim and library, which are of the same release of TensorRT.
 pub(super) struct Shim {
     calls: Calls,
-    /// Its builder, runtime and log are for one thread at a time.
+    /// Locked because its builder, runtime and log admit one thread at a time.
     library: Mutex<Owned>,
     pub version: Version,
 }
 
-/// A network that is ready on this GPU. Read-only; workers share it.
+/// A network that is ready on this GPU. It is read-only; workers share it.
 pub(super) struct Engine {
     engine: Owned,
     inputs: Vec<(CString, Vec<i64>)>,
@@ -134,18 +135,25 @@ pub(super) struct Engine {
     shim: Arc<Shim>,
 }
 
-// SAFETY: of a shared engine only `getDeviceMemorySize` and, under the shim's lock,
-// `createExecutionContext` are called; TensorRT documents an engine as usable from several threads.
+// SAFETY: TensorRT documents an engine as usable from several threads. Of a shared engine this file
+// only calls `getDeviceMemorySize` and, under the shim's lock, `createExecutionContext`.
 unsafe impl Sync for Engine {}
 
-/// One worker's state of an engine, with its device memory.
+/// One worker's execution context of an engine, with its device memory.
 pub struct Context {
-    // Dropped before the engine that it is of.
+    // Dropped before its engine.
     context: Owned,
     engine: Arc<Engine>,
 }
 
-/// Room for a sentence of the shim's.
+/// The releases of the shim's headers and of the library.
+#[derive(Clone, Copy)]
+struct Versions {
+    headers: Version,
+    library: Version,
+}
+
+/// Room for an error text of the shim.
 struct Problem([c_char; PROBLEM_BYTES]);
 
 impl Problem {
@@ -158,17 +166,18 @@ impl Problem {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// What an outcome means; `versions` are the headers' and the library's.
-    fn check(&self, code: i32, versions: (i32, i32)) -> Result<(), TensorRtError> {
+    /// Returns the error that a return code stands for. `versions` are those of the shim's headers
+    /// and of the library.
+    fn check(&self, code: i32, versions: Versions) -> Result<(), TensorRtError> {
         match code {
             outcome::DONE => Ok(()),
             outcome::NO_LIBRARY => Err(TensorRtError::NoLibrary(self.text())),
             outcome::NO_ENTRY => Err(TensorRtError::NoEntry(self.text())),
             outcome::VERSION => {
-                let (headers, library) = (Version(versions.0), Version(versions.1));
+                let Versions { headers, library } = versions;
                 Err(TensorRtError::Version { headers, library })
             }
-            outcome::NO_FP16 => Err(TensorRtError::NoFp16(Version(versions.1))),
+            outcome::NO_FP16 => Err(TensorRtError::NoFp16(versions.library)),
             outcome::INTERFACE => Err(TensorRtError::Interface(self.text())),
             _ => Err(TensorRtError::Refused(self.text())),
         }
@@ -181,14 +190,15 @@ fn c_string(text: &str) -> Result<CString, TensorRtError> {
 
 impl Calls {
     fn find(library: &'static Library) -> Result<Self, TensorRtError> {
-        /// `T` must be the function's type in `shim.cpp`.
+        /// Looks up a function. `T` must be its type in `shim.cpp`.
         unsafe fn call<T: Copy>(library: &'static Library, name: &str) -> Result<T, TensorRtError> {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller vouches for the type.
             let found = unsafe { library.get::<T>(name) };
             found.map(|f| *f).map_err(|_| TensorRtError::NoEntry(name.to_owned()))
         }
-        // SAFETY: each type is that of the function in `shim.cpp`, whose interface number was
-        // compared before, but for the number itself, which never changes.
+
+        // SAFETY: each type is that of the function in `shim.cpp`: the first call compares the
+        // interface version, and the type of that first function never changes.
         unsafe {
             let interface: unsafe extern "C" fn() -> i32 =
                 call(library, "hatchback_trt_interface")?;
@@ -196,6 +206,7 @@ impl Calls {
                 INTERFACE => {}
                 other => return Err(TensorRtError::OtherShim { shim: other, expected: INTERFACE }),
             }
+
             Ok(Self {
                 header_version: call(library, "hatchback_trt_header_version")?,
                 open: call(library, "hatchback_trt_open")?,
@@ -218,15 +229,22 @@ impl Calls {
 }
 
 impl Shim {
-    /// Loads the shim at `shim` and through it TensorRT; `libraries` are `libnvinfer` and its ONNX
-    /// parser where they are not to be found by name.
+    fn versions(&self) -> Versions {
+        // The shim was built for the library's release, or it would not have been loaded.
+        Versions { headers: self.version, library: self.version }
+    }
+
+    /// Loads the shim from `shim`, and through it TensorRT: from `libraries` (`libnvinfer` and its
+    /// ONNX parser), or by name.
     pub fn open(shim: &Path, libraries: Option<(&Path, &Path)>) -> Result<Self, TensorRtError> {
-        // SAFETY: the shim's initializers only register themselves; whoever names the file vouches
-        // for it.
+        // SAFETY: the shim's initializers are harmless; the operator who configures the path
+        // vouches for the file.
         let library = unsafe { Library::new(shim) };
-        let library = library
-            .map_err(|e| TensorRtError::NotBuilt { path: shim.to_owned(), problem: why(&e) })?;
-        // Never unloaded, as TensorRT itself is not.
+        let library = library.map_err(|e| TensorRtError::NotBuilt {
+            path: shim.to_owned(),
+            problem: load_problem(&e),
+        })?;
+        // Never unloaded: TensorRT registers state that it cannot remove.
         let calls = Calls::find(Box::leak(Box::new(library)))?;
         let path = |p: &Path| c_string(&p.to_string_lossy());
         let names =
@@ -234,8 +252,9 @@ impl Shim {
         let (core, parser) =
             names.as_ref().map_or((null(), null()), |(a, b)| (a.as_ptr(), b.as_ptr()));
         let (mut out, mut version, mut problem) = (null_mut(), 0, Problem::new());
-        // SAFETY: the paths are null or end in zero and outlive the call, as do the places for the
-        // answers.
+
+        // SAFETY: the paths are null or end in a zero byte. They and the places for the results
+        // outlive the call.
         let (code, headers) = unsafe {
             let code = (calls.open)(
                 core,
@@ -247,7 +266,8 @@ impl Shim {
             );
             (code, (calls.header_version)())
         };
-        problem.check(code, (headers, version))?;
+        let versions = Versions { headers: Version(headers), library: Version(version) };
+        problem.check(code, versions)?;
         Ok(Self {
             calls,
             library: Mutex::new(Owned::new(out, calls.close)?),
@@ -255,9 +275,9 @@ impl Shim {
         })
     }
 
-    /// A plan for `build`.
+    /// Builds a plan.
     pub fn build(&self, build: &Build) -> Result<Vec<u8>, TensorRtError> {
-        let inputs = named(build)?;
+        let inputs = c_inputs(build)?;
         let shapes: Vec<_> = inputs.iter().map(|(name, shape)| input_shape(name, shape)).collect();
         let output = c_string(build.output)?;
         let arguments = BuildArguments {
@@ -272,10 +292,11 @@ impl Shim {
             fp16: i32::from(build.fp16),
             compute_capability: build.compute_capability.unwrap_or(0),
         };
+
         let (mut plan, mut problem) = (null_mut(), Problem::new());
         let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: everything that `arguments` points to outlives the call; the lock keeps others
-        // out of the library.
+        // SAFETY: everything that `arguments` points to outlives the call; the lock admits one
+        // thread to the library.
         let code = unsafe {
             (self.calls.build)(
                 library.get(),
@@ -285,9 +306,10 @@ impl Shim {
                 PROBLEM_BYTES,
             )
         };
-        problem.check(code, (0, self.version.0))?;
+        problem.check(code, self.versions())?;
         let plan = Owned::new(plan, self.calls.drop_plan)?;
-        // SAFETY: the plan holds that many bytes there until it is dropped, after the copy.
+        // SAFETY: the plan holds `plan_bytes` bytes at `plan_data` until it is dropped, which is
+        // after the copy.
         let bytes = unsafe {
             let data = (self.calls.plan_data)(plan.get());
             std::slice::from_raw_parts(data, (self.calls.plan_bytes)(plan.get()))
@@ -295,21 +317,23 @@ impl Shim {
         Ok(bytes.to_vec())
     }
 
-    /// Makes `plan` ready, which was built here from `build`. CUDA must be up.
+    /// Loads `plan`, which this machine built from `build`. CUDA must be initialized.
     pub fn load(self: &Arc<Self>, plan: &[u8], build: &Build) -> Result<Engine, TensorRtError> {
-        let (inputs, output) = (named(build)?, c_string(build.output)?);
+        let (inputs, output) = (c_inputs(build)?, c_string(build.output)?);
         let (mut engine, mut problem) = (null_mut(), Problem::new());
         let names: Vec<_> = inputs.iter().map(|(name, _)| name.as_ptr()).collect();
         let library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the plan outlives the call, which copies what it needs; the lock keeps others out
-        // of the library.
+
+        // SAFETY: the plan outlives the call, which copies what it needs; the lock admits one
+        // thread to the library.
         let code = unsafe {
             let (data, text) = (plan.as_ptr().cast(), problem.0.as_mut_ptr());
             (self.calls.load)(library.get(), data, plan.len(), &mut engine, text, PROBLEM_BYTES)
         };
-        problem.check(code, (0, self.version.0))?;
+        problem.check(code, self.versions())?;
         let engine = Owned::new(engine, self.calls.drop_engine)?;
-        // SAFETY: `count` names that end in zero and outlive the call.
+
+        // SAFETY: `count` names, which end in a zero byte and outlive the call.
         let code = unsafe {
             let (count, text) = (names.len() as i32, problem.0.as_mut_ptr());
             (self.calls.check)(
@@ -321,40 +345,41 @@ impl Shim {
                 PROBLEM_BYTES,
             )
         };
-        problem.check(code, (0, self.version.0))?;
+        problem.check(code, self.versions())?;
         drop(library);
         Ok(Engine { engine, inputs, output, shim: Arc::clone(self) })
     }
 }
 
 impl Engine {
-    /// Device memory that one context takes.
+    /// Returns the bytes of device memory that one context takes.
     pub fn context_bytes(&self) -> u64 {
-        // SAFETY: reads a number that never changes.
+        // SAFETY: the call reads a number that never changes.
         unsafe { (self.shim.calls.context_bytes)(self.engine.get()) }
     }
 
-    /// A state for one worker.
+    /// Creates a context for one worker.
     pub fn context(self: &Arc<Self>) -> Result<Context, TensorRtError> {
         let (mut context, mut problem) = (null_mut(), Problem::new());
         let library = self.shim.library.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the engine is this library's; the lock keeps others out of its log.
+        // SAFETY: the engine belongs to this library; the lock admits one thread to its log.
         let code = unsafe {
             let (engine, text) = (self.engine.get(), problem.0.as_mut_ptr());
             (self.shim.calls.context)(library.get(), engine, &mut context, text, PROBLEM_BYTES)
         };
-        problem.check(code, (0, self.shim.version.0))?;
+        problem.check(code, self.shim.versions())?;
         let context = Owned::new(context, self.shim.calls.drop_context)?;
         Ok(Context { context, engine: Arc::clone(self) })
     }
 }
 
 impl Context {
-    /// Puts the network onto `stream`: `batch` samples of `inputs`, in the order of the build, into
-    /// `output`. What is named must stay until the stream has passed.
+    /// Puts a run of `batch` samples onto `stream`: `inputs`, in the order of the build, to
+    /// `output`. The buffers must stay alive until the stream has run the work.
     ///
     /// # Errors
-    /// TensorRT refuses, or the batch is beyond the build's.
+    /// [`TensorRtError::Interface`] if an input is too short, [`TensorRtError::Refused`] if
+    /// TensorRT refuses, as it does for a batch larger than the build's.
     pub fn enqueue(
         &mut self,
         stream: &Stream,
@@ -373,10 +398,11 @@ impl Context {
                 "the inputs do not hold {batch} samples"
             )));
         }
+
         let refused = |name: &CStr| TensorRtError::Refused(format!("{name:?}, batch {batch}"));
         let bind = |name: &CStr, tensor: InputShape, address: u64| {
-            // SAFETY: the name and the shape outlive the call; memory of the tensor's size lies at
-            // the address.
+            // SAFETY: the name and the shape outlive the call; the address is of memory of the
+            // tensor's size.
             let code = unsafe {
                 (calls.bind)(self.context.get(), &tensor, batch as i64, address as *mut c_void)
             };
@@ -387,7 +413,8 @@ impl Context {
         }
         let name = self.engine.output.as_c_str();
         bind(name, InputShape { name: name.as_ptr(), shape: null(), rank: 0 }, output.address())?;
-        // SAFETY: every tensor is bound; the stream lives.
+
+        // SAFETY: every tensor is bound; the stream is alive.
         let code = unsafe { (calls.enqueue)(self.context.get(), stream.raw().cu_stream().cast()) };
         if code != outcome::DONE {
             return Err(refused(name));
@@ -397,7 +424,8 @@ impl Context {
     }
 }
 
-fn named(build: &Build) -> Result<Vec<(CString, Vec<i64>)>, TensorRtError> {
+/// Returns the names and shapes of the inputs for the shim.
+fn c_inputs(build: &Build) -> Result<Vec<(CString, Vec<i64>)>, TensorRtError> {
     let input = |(name, shape): &(&str, Vec<usize>)| {
         Ok((c_string(name)?, shape.iter().map(|&s| s as i64).collect()))
     };

@@ -1,42 +1,43 @@
-//! From an ONNX graph to typed nodes: every value `[batch, ...]` with its shape known but for the
-//! batch, shape arithmetic and constants folded away, views (`Flatten`, `Reshape`, ...) turned into
-//! other names for the same values. Never runs anything. What each operator becomes is in
-//! `operators.rs`.
+//! Turns an ONNX graph into typed nodes. Every value is `[batch, ...]`, and its shape is known but
+//! for the batch. Shape arithmetic and constants are folded. A view (`Flatten`, `Reshape`, ...)
+//! becomes another name of the same values. `operators.rs` translates each operator. This file runs
+//! nothing.
 
-use super::gemm::{Matrix, padded};
-use super::onnx::{GraphProto, ModelProto, NodeProto};
-use super::{DenseError, Weights};
+use crate::dense::error::DenseError;
+use crate::dense::gemm::{Matrix, padded};
+use crate::dense::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
+use crate::dense::weights::Weights;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Values of one sample in all results together, and entries of all index tables.
+/// Floats of one sample in all results together, and entries of all index tables, at most.
 const VALUES_MAX: usize = 1 << 24;
-/// Weights in all packed matrices together, padding counted.
+/// Weights in all packed matrices together, padding counted, at most.
 const WEIGHTS_MAX: usize = 1 << 28;
 
-/// A value computed for each sample; its number in `Graph::widths`.
+/// The number of a value that is computed for each sample, in `Graph::widths`.
 pub(crate) type Id = usize;
 
-/// A node: operands, what is done, and the result.
+/// A node: its operands, its operation and its result.
 pub(crate) struct Node {
     pub inputs: Vec<Id>,
     pub op: Op,
     pub output: Id,
 }
 
-/// What a node does to each sample.
+/// The operation of a node on each sample.
 pub(crate) enum Op {
-    /// `[rows, k] x` weights `[k, n]`.
+    /// A product `[rows, k] x [k, n]` with weights.
     Matrix { rows: usize, matrix: Box<Matrix> },
-    /// `count` products `[m, k] x [k, n]`; the second operand is `[n, k]` if `transposed`.
+    /// `count` products `[m, k] x [k, n]` of two operands. The second is `[n, k]` if `transposed`.
     Products { count: usize, m: usize, k: usize, n: usize, transposed: bool },
     /// A function of each value.
     Map(Map),
-    /// A function of two values each.
+    /// A function of each pair of values.
     Zip { zip: Zip, left: Operand, right: Operand },
-    /// Sums over the middle of `[outer, n, inner]`, in order, divided by `divisor`.
+    /// Sums over the middle axis of `[outer, n, inner]`, in order, divided by `divisor`.
     Sum { outer: usize, n: usize, inner: usize, divisor: f32 },
-    /// Side by side, `outer` times: operand `i` gives `parts[i]` values a time.
+    /// The operands side by side, `outer` times. Operand `i` gives `parts[i]` values each time.
     Concat { outer: usize, parts: Vec<usize> },
     /// Value `i` of the result is value `picks[i]` of the operand.
     Pick(Vec<u32>),
@@ -59,25 +60,26 @@ pub(crate) enum Zip {
 
 /// One side of a `Zip`.
 pub(crate) enum Operand {
-    /// Operand number `input`; each value used in order, or value `picks[i]` for result `i`.
+    /// Operand number `input`: its values in order, or value `picks[i]` for result `i`.
     Value { input: usize, picks: Option<Vec<u32>> },
-    /// The same for every sample, as wide as the result.
+    /// Equal for every sample, as wide as the result.
     Constant(Vec<f32>),
 }
 
-/// A whole network. The first values are its inputs, in the caller's order.
+/// The nodes of a network in the order of execution. The first values are its inputs, in the
+/// caller's order.
 pub(crate) struct Graph {
-    /// Values a sample.
+    /// The number of floats in one sample of each value.
     pub widths: Vec<usize>,
     pub nodes: Vec<Node>,
     pub output: Id,
 }
 
-/// Why there is no plan.
+/// Why a graph cannot be built.
 pub(crate) enum Stop {
-    /// An operator, or a form of one, that only the fallback may know.
+    /// The graph has this operator, or form of an operator, which perhaps the fallback supports.
     Unsupported(String),
-    /// Nothing can use this file.
+    /// The file is invalid, for the fallback too.
     Refused(DenseError),
 }
 
@@ -87,21 +89,21 @@ impl From<DenseError> for Stop {
     }
 }
 
-/// A size in shape arithmetic.
+/// The size of an axis in shape arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Size {
     Batch,
     Fixed(i64),
 }
 
-/// What a name stands for.
+/// What a name of the file refers to.
 #[derive(Clone)]
 pub(crate) enum Known {
-    /// Computed for each sample; the shape is that of one sample.
+    /// A value that is computed for each sample, with the shape of one sample.
     Value(Id, Vec<usize>),
-    /// The same for every request.
+    /// A tensor that is equal for every request.
     Constant(Rc<Constant>),
-    /// Integers: axes, indices, shapes.
+    /// Integers: axes, indices or shapes.
     Sizes { sizes: Rc<[Size]>, scalar: bool },
 }
 
@@ -111,21 +113,21 @@ pub(crate) struct Constant {
     pub values: Vec<f32>,
 }
 
-/// Reads a graph node by node.
+/// Builds a graph, node by node.
 pub(crate) struct Builder {
     pub weights: Weights,
     known: HashMap<String, Known>,
     widths: Vec<usize>,
     nodes: Vec<Node>,
-    /// Values that are another one with its last two axes swapped.
+    /// Values that equal another value with its last two axes swapped, and that other value.
     pub transposed: HashMap<Id, Id>,
     values: usize,
     packed: usize,
 }
 
 impl Graph {
-    /// Builds the graph of `model`; `inputs` are the names and shapes of one sample, in the
-    /// caller's order.
+    /// Builds the graph of `model`. `inputs` are the names and shapes of one sample of each input,
+    /// in the caller's order.
     pub fn build(
         model: &ModelProto,
         inputs: &[(&str, Vec<usize>)],
@@ -142,11 +144,13 @@ impl Graph {
             values: 0,
             packed: 0,
         };
+
         for (name, shape) in inputs {
             let id = builder.value(shape)?;
             builder.known.insert((*name).to_owned(), Known::Value(id, shape.clone()));
         }
         builder.read_initializers(graph)?;
+
         for node in &graph.node {
             if !matches!(node.domain(), "" | "ai.onnx") {
                 return Err(Stop::Unsupported(format!("{}.{}", node.domain(), node.op_type())));
@@ -156,6 +160,7 @@ impl Graph {
                 builder.known.insert(name.clone(), result);
             }
         }
+
         match builder.known.get(output) {
             Some(Known::Value(id, _)) => {
                 Ok(Self { output: *id, widths: builder.widths, nodes: builder.nodes })
@@ -173,7 +178,7 @@ impl Builder {
         Ok(())
     }
 
-    /// A new value of this shape.
+    /// Adds a value of this shape.
     pub fn value(&mut self, shape: &[usize]) -> Result<Id, Stop> {
         let width = shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
         let width = width.filter(|w| (1..VALUES_MAX).contains(w));
@@ -185,31 +190,32 @@ impl Builder {
         Ok(self.widths.len() - 1)
     }
 
-    /// Counts memory that a small file could ask for again and again.
+    /// Counts floats and index entries, of which a small file could request any number.
     pub fn spend(&mut self, values: usize) -> Result<(), Stop> {
         self.values += values;
         let problem = || malformed(&format!("over {VALUES_MAX} values a sample"));
         if self.values <= VALUES_MAX { Ok(()) } else { Err(problem()) }
     }
 
-    /// The same of weights.
+    /// Counts packed weights, of which a small file could request any number.
     pub fn pack(&mut self, weights: usize) -> Result<(), Stop> {
         self.packed = self.packed.saturating_add(weights);
         let problem = || malformed(&format!("over {WEIGHTS_MAX} weights"));
         if self.packed <= WEIGHTS_MAX { Ok(()) } else { Err(problem()) }
     }
 
-    /// A new node; its result has this shape.
+    /// Adds a node whose result has this shape.
     pub fn node(&mut self, inputs: Vec<Id>, op: Op, shape: Vec<usize>) -> Result<Known, Stop> {
         let output = self.value(&shape)?;
         self.nodes.push(Node { inputs, op, output });
         Ok(Known::Value(output, shape))
     }
 
-    /// A product by weights `w(k, n)`.
+    /// Adds the product of `x`, of this shape, and weights `w(row, column)` with `n` columns.
     pub fn matrix(
         &mut self,
-        (x, shape): (Id, Vec<usize>),
+        x: Id,
+        shape: Vec<usize>,
         n: usize,
         w: &dyn Fn(usize, usize) -> f32,
         bias: impl Fn(usize) -> f32,
@@ -219,14 +225,15 @@ impl Builder {
         out.pop();
         let rows = out.iter().product();
         out.push(n);
-        let matrix = Box::new(Matrix::pack((k, n), w, self.weights, bias));
+
+        let matrix = Box::new(Matrix::pack(k, n, w, self.weights, bias));
         if !matrix.is_finite() {
             return Err(malformed("a weight is not finite, or too large for its format"));
         }
         self.node(vec![x], Op::Matrix { rows, matrix }, out)
     }
 
-    /// What input `i` of `node` stands for; `None` where it was left out.
+    /// Returns what input `i` of `node` refers to; `None` if the node does not have that input.
     pub fn maybe(&self, node: &NodeProto, i: usize) -> Result<Option<Known>, Stop> {
         match node.input.get(i).filter(|name| !name.is_empty()) {
             None => Ok(None),
@@ -240,15 +247,15 @@ impl Builder {
         }
     }
 
-    /// The same for an input that the operator must have.
+    /// Returns what input `i` of `node` refers to, which the operator must have.
     pub fn input(&self, node: &NodeProto, i: usize) -> Result<Known, Stop> {
         self.maybe(node, i)?
             .ok_or_else(|| malformed(&format!("{} has no input {i}", node.op_type())))
     }
 }
 
-/// What a tensor of the file stands for.
-pub(crate) fn constant(tensor: &super::onnx::TensorProto) -> Result<Known, Stop> {
+/// Returns what a tensor of the file is to the network.
+pub(crate) fn constant(tensor: &TensorProto) -> Result<Known, Stop> {
     if let Some(values) = tensor.floats() {
         if values.iter().any(|v| !v.is_finite()) {
             return Err(malformed(&format!(
@@ -258,6 +265,7 @@ pub(crate) fn constant(tensor: &super::onnx::TensorProto) -> Result<Known, Stop>
         }
         return Ok(Known::Constant(Rc::new(Constant { shape: tensor.sizes(), values })));
     }
+
     match tensor.ints() {
         Some(ints) if tensor.dims.len() <= 1 => Ok(Known::Sizes {
             sizes: ints.into_iter().map(Size::Fixed).collect(),
@@ -271,7 +279,7 @@ pub(crate) fn constant(tensor: &super::onnx::TensorProto) -> Result<Known, Stop>
     }
 }
 
-/// A file that contradicts itself.
+/// Returns the error of a file that contradicts itself.
 pub(crate) fn malformed(problem: &str) -> Stop {
     Stop::Refused(DenseError::Load(problem.to_owned()))
 }

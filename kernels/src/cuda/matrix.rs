@@ -1,0 +1,20 @@
+//! A weight matrix in device memory, as the dense kernels and cuBLAS multiply by it.
+
+use crate::cuda::memory::Buffer;
+
+/// A weight matrix `[k, n]` on the device, with the scale, bias and Relu that follow a product by
+/// it.
+pub struct DeviceMatrix {
+    /// Rows.
+    pub k: usize,
+    /// Columns.
+    pub n: usize,
+    /// `[k, n]`.
+    pub weights: Buffer<f32>,
+    /// `[n]`.
+    pub scale: Buffer<f32>,
+    /// `[n]`.
+    pub bias: Buffer<f32>,
+    /// Whether negative results become zero.
+    pub relu: bool,
+}

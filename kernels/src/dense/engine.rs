@@ -1,0 +1,212 @@
+//! A loaded dense network: the plan of this crate's kernels, or the fallback for a file with an
+//! operator that the kernels do not have. An engine is read-only, so all workers share it. It never
+//! owns its inputs.
+
+use crate::dense::error::DenseError;
+use crate::dense::fallback::Fallback;
+use crate::dense::interface::match_interface;
+use crate::dense::layout::Layout;
+use crate::dense::math;
+use crate::dense::microkernel;
+use crate::dense::onnx;
+use crate::dense::onnx_graph::{Graph, Stop};
+use crate::dense::plan::{Plan, PlanScratch};
+use crate::dense::weights::{Activation, Weights};
+use crate::simd::isa::Isa;
+
+/// A loaded network. Holding one proves that the schema feeds every input at its width, and that
+/// the network ran once.
+pub struct DenseEngine {
+    backend: Backend,
+    widths: Vec<usize>,
+    outputs: usize,
+    activation: Activation,
+    isa: Isa,
+}
+
+enum Backend {
+    Plan(Plan),
+    Fallback { network: Box<Fallback>, operator: String },
+}
+
+/// The memory of one worker's runs.
+pub struct DenseScratch {
+    batch_max: usize,
+    plan: Option<PlanScratch>,
+}
+
+impl DenseEngine {
+    /// Loads `onnx` on the best instruction set of this machine. `inputs` are the names and widths
+    /// that the schema feeds, in the order that `run` takes them. `weights` says how the weights
+    /// are stored; the fallback stores them as they are.
+    ///
+    /// # Errors
+    /// [`DenseError::Load`] if the file is malformed, and `NoInput`, `NotFed`, `NoOutput` or
+    /// `Width` if its inputs and outputs are not those of the schema.
+    pub fn load(
+        onnx: Vec<u8>,
+        inputs: &[(&str, usize)],
+        output: &str,
+        activation: Activation,
+        weights: Weights,
+    ) -> Result<Self, DenseError> {
+        Self::load_for(Isa::detect(), onnx, inputs, output, activation, weights)
+    }
+
+    /// Loads `onnx` on `isa`, as [`DenseEngine::load`] does on the best instruction set.
+    ///
+    /// # Errors
+    /// Those of [`DenseEngine::load`].
+    pub fn load_for(
+        isa: Isa,
+        onnx: Vec<u8>,
+        inputs: &[(&str, usize)],
+        output: &str,
+        activation: Activation,
+        weights: Weights,
+    ) -> Result<Self, DenseError> {
+        let model = onnx::read(onnx.into())?;
+        let shapes = match_interface(&model, inputs, output)?;
+        let widths = inputs.iter().map(|(_, width)| *width).collect();
+        let shaped: Vec<_> =
+            inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
+
+        let backend = match Graph::build(&model, &shaped, output, weights) {
+            Ok(graph) => Backend::Plan(Plan::new(Layout::new(graph), isa)),
+            Err(Stop::Refused(e)) => return Err(e),
+            Err(Stop::Unsupported(operator)) => {
+                let network = Box::new(Fallback::load(&model, shaped, output)?);
+                Backend::Fallback { network, operator }
+            }
+        };
+
+        let mut engine = Self { backend, widths, outputs: 1, activation, isa };
+        engine.outputs = engine.count_outputs()?;
+        Ok(engine)
+    }
+
+    /// Runs one sample of zeros and counts its outputs. An operator that fails does so here and not
+    /// in the first request.
+    fn count_outputs(&self) -> Result<usize, DenseError> {
+        let zeros: Vec<Vec<f32>> = self.widths.iter().map(|w| vec![0.0; *w]).collect();
+        match &self.backend {
+            Backend::Plan(plan) => {
+                plan.run(1, &zeros, &mut vec![0.0; plan.outputs()], &mut plan.scratch(1));
+                Ok(plan.outputs())
+            }
+            Backend::Fallback { network, .. } => Ok(network.run(1, &zeros)?.len()),
+        }
+    }
+
+    /// Returns the number of values in one sample's score.
+    pub fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    /// Returns the number of parameters of the network.
+    pub fn parameters(&self) -> usize {
+        match &self.backend {
+            Backend::Plan(plan) => plan.parameters(),
+            Backend::Fallback { network, .. } => network.parameters(),
+        }
+    }
+
+    /// Returns the bytes of the packed weights.
+    pub fn bytes(&self) -> usize {
+        match &self.backend {
+            Backend::Plan(plan) => plan.bytes(),
+            Backend::Fallback { network, .. } => 4 * network.parameters(),
+        }
+    }
+
+    /// Returns the operator because of which the network runs on the fallback, which allocates in
+    /// each run. Returns `None` if the network runs on the kernels of this crate.
+    pub fn falls_back_for(&self) -> Option<&str> {
+        match &self.backend {
+            Backend::Plan(_) => None,
+            Backend::Fallback { operator, .. } => Some(operator),
+        }
+    }
+
+    /// Returns the instruction set that the network runs on.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Creates the memory for runs of up to `batch_max` samples.
+    pub fn scratch(&self, batch_max: usize) -> DenseScratch {
+        let plan = if let Backend::Plan(plan) = &self.backend {
+            Some(plan.scratch(batch_max))
+        } else {
+            None
+        };
+        DenseScratch { batch_max, plan }
+    }
+
+    /// Returns the bytes of the memory for runs of up to `batch_max` samples.
+    pub fn scratch_bytes(&self, batch_max: usize) -> usize {
+        if let Backend::Plan(plan) = &self.backend { plan.scratch_bytes(batch_max) } else { 0 }
+    }
+
+    /// Scores `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, `scores` is
+    /// `[batch, outputs]`, and `scratch` was created by this engine.
+    ///
+    /// # Errors
+    /// [`DenseError::Batch`] if the batch is larger than `scratch`, and `Run` or `Output` if the
+    /// network failed.
+    pub fn run<I: AsRef<[f32]>>(
+        &self,
+        batch: usize,
+        inputs: &[I],
+        scores: &mut [f32],
+        scratch: &mut DenseScratch,
+    ) -> Result<(), DenseError> {
+        if batch > scratch.batch_max {
+            return Err(DenseError::Batch { batch, max: scratch.batch_max });
+        }
+        self.check(batch, inputs, scores)?;
+
+        match (&self.backend, &mut scratch.plan) {
+            (Backend::Plan(plan), Some(scratch)) => plan.run(batch, inputs, scores, scratch),
+            (Backend::Fallback { network, .. }, _) => {
+                let values = network.run(batch, inputs)?;
+                if values.len() != scores.len() {
+                    let name = network.output_name().to_owned();
+                    return Err(DenseError::Output { name, values: values.len(), batch });
+                }
+                scores.copy_from_slice(&values);
+            }
+            (Backend::Plan(_), None) => {
+                return Err(DenseError::Run("the scratch memory belongs to another engine".into()));
+            }
+        }
+
+        if self.activation == Activation::Sigmoid {
+            microkernel::each(self.isa, scores, math::sigmoid);
+        }
+        Ok(())
+    }
+
+    /// Checks that inputs and scores have the sizes of `batch` samples.
+    fn check<I: AsRef<[f32]>>(
+        &self,
+        batch: usize,
+        inputs: &[I],
+        scores: &[f32],
+    ) -> Result<(), DenseError> {
+        let short = |(data, width): (&I, &usize)| data.as_ref().len() < batch * width;
+        if inputs.len() != self.widths.len() || inputs.iter().zip(&self.widths).any(short) {
+            return Err(DenseError::Run(format!(
+                "an input is missing or holds fewer than {batch} samples"
+            )));
+        }
+
+        if scores.len() != batch * self.outputs {
+            return Err(DenseError::Run(format!(
+                "the buffer holds {} scores, which are not those of {batch} samples",
+                scores.len()
+            )));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,33 @@
+//! The errors of the dense network on the CPU.
+
+/// Why a dense network cannot be loaded or run.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // The messages say what each field is.
+pub enum DenseError {
+    /// The ONNX file does not parse, contradicts itself, or has an unsupported operator.
+    #[error("dense network: {0}")]
+    Load(String),
+    /// The schema names an input that the network does not have.
+    #[error("dense network: no input named `{0}`")]
+    NoInput(String),
+    /// The network has an input that no feature of the schema feeds.
+    #[error("dense network: input `{0}` is not fed by the schema")]
+    NotFed(String),
+    /// The network does not have the output that the schema names.
+    #[error("dense network: no output named `{0}`")]
+    NoOutput(String),
+    /// The width of an input is not the sum of the widths of the features that feed it.
+    #[error(
+        "dense network: input `{name}` takes {network} values a sample, the schema feeds {schema}"
+    )]
+    Width { name: String, network: usize, schema: usize },
+    /// The output does not hold the same number of values for each sample.
+    #[error("dense network: output `{name}` has {values} values for {batch} samples")]
+    Output { name: String, values: usize, batch: usize },
+    /// The caller passed more samples than the memory of the run holds.
+    #[error("dense network: {batch} samples, the memory is for {max}")]
+    Batch { batch: usize, max: usize },
+    /// The network failed during a run.
+    #[error("dense network: {0}")]
+    Run(String),
+}

@@ -1,0 +1,56 @@
+//! Why a dense network cannot run on the GPU. Never decides what happens then: the caller keeps the
+//! network on the CPU or refuses to start.
+
+use crate::cuda::cublas::CublasError;
+use crate::cuda::driver::CudaError;
+use crate::dense::DenseError;
+use crate::gpu::tensorrt::TensorRtError;
+
+/// Why a dense network cannot run on the GPU.
+#[allow(missing_docs)]
+#[derive(Debug, thiserror::Error)]
+pub enum GpuDenseError {
+    /// The network cannot be used on the CPU either, or a batch is too large.
+    #[error(transparent)]
+    Dense(#[from] DenseError),
+    /// No kernel for an operator of the network.
+    #[error("dense network: no kernel on the GPU for {0}")]
+    Unsupported(String),
+    /// A buffer of the caller is too short, or belongs to another engine.
+    #[error("dense network: {0}")]
+    Buffers(String),
+    /// A score on the GPU differs from the CPU's by more than `bound`: as a part of the score where
+    /// that is above 1.
+    #[error(
+        "dense network: {backend}: a score differs from the CPU's by {difference:e}, \
+         {bound:e} is allowed"
+    )]
+    ScoresDiffer { backend: String, difference: f32, bound: f32 },
+    #[error("dense network: {0}")]
+    Cublas(String),
+    #[error("dense network: {0}")]
+    Cuda(#[source] Box<CudaError>),
+    #[error("dense network: {0}")]
+    TensorRt(#[source] Box<TensorRtError>),
+}
+
+impl From<CudaError> for GpuDenseError {
+    fn from(e: CudaError) -> Self {
+        Self::Cuda(Box::new(e))
+    }
+}
+
+impl From<TensorRtError> for GpuDenseError {
+    fn from(e: TensorRtError) -> Self {
+        Self::TensorRt(Box::new(e))
+    }
+}
+
+impl From<CublasError> for GpuDenseError {
+    fn from(e: CublasError) -> Self {
+        match e {
+            CublasError::Cuda(e) => e.into(),
+            e => Self::Cublas(e.to_string()),
+        }
+    }
+}

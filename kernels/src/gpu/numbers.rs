@@ -1,0 +1,157 @@
+//! The numbers that the kernels and the host share: enums of `kernels/cuda/{lookup.cuh,dense.cu}`.
+//! A test below reads the sources and compares every name and number. Never launches anything.
+
+use crate::cache::codec::Codec;
+use crate::dense::onnx_graph::{Map, Zip};
+use crate::lookup::Pooling;
+
+/// `Codec` of `lookup.cuh`.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CodecNumber {
+    F32,
+    F16,
+    U8,
+    U4,
+}
+
+impl From<Codec> for CodecNumber {
+    fn from(codec: Codec) -> Self {
+        match codec {
+            Codec::F32 => Self::F32,
+            Codec::F16 => Self::F16,
+            Codec::U8 => Self::U8,
+            Codec::U4 => Self::U4,
+        }
+    }
+}
+
+/// `Pooling` of `lookup.cuh`.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PoolingNumber {
+    Sum,
+    Mean,
+    None,
+}
+
+impl From<Pooling> for PoolingNumber {
+    fn from(pooling: Pooling) -> Self {
+        match pooling {
+            Pooling::Sum => Self::Sum,
+            Pooling::Mean => Self::Mean,
+            Pooling::None => Self::None,
+        }
+    }
+}
+
+/// `Storage` of `lookup.cuh`: where the rows of a table are.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StorageNumber {
+    Cached,
+    Resident,
+    ResidentHashed,
+}
+
+/// `EntryKind` of `lookup.cuh`: what the query found for one lookup of an open bag.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EntryKind {
+    Missing,
+    Absent,
+    Hit,
+}
+
+impl EntryKind {
+    /// Returns the kind with this number. Only the kernel writes these numbers.
+    pub fn of(number: u32) -> Self {
+        const MISSING: u32 = EntryKind::Missing as u32;
+        const ABSENT: u32 = EntryKind::Absent as u32;
+        match number {
+            MISSING => Self::Missing,
+            ABSENT => Self::Absent,
+            _ => Self::Hit,
+        }
+    }
+}
+
+/// `MapFunction` of `dense.cu`: a function of one value.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MapNumber {
+    Relu,
+    Sigmoid,
+    Tanh,
+}
+
+impl From<Map> for MapNumber {
+    fn from(map: Map) -> Self {
+        match map {
+            Map::Relu => Self::Relu,
+            Map::Sigmoid => Self::Sigmoid,
+            Map::Tanh => Self::Tanh,
+        }
+    }
+}
+
+/// `ZipFunction` of `dense.cu`: a function of two values.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ZipNumber {
+    Add,
+    Subtract,
+    Multiply,
+    Divide,
+}
+
+impl From<Zip> for ZipNumber {
+    fn from(zip: Zip) -> Self {
+        match zip {
+            Zip::Add => Self::Add,
+            Zip::Sub => Self::Subtract,
+            Zip::Mul => Self::Multiply,
+            Zip::Div => Self::Divide,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fmt::Debug;
+
+    /// Returns the members of `enum NAME { A, B };` in upper case without underscores.
+    fn members(source: &str, name: &str) -> Vec<String> {
+        let start = source.find(&format!("enum {name} {{")).unwrap_or_else(|| panic!("no {name}"));
+        let list = source[start..].split(['{', '}']).nth(1).unwrap_or_default();
+        assert!(!list.contains('='), "{name} numbers its members by hand");
+        list.split(',').map(|member| member.trim().replace('_', "")).collect()
+    }
+
+    fn assert_same<T: Debug>(source: &str, name: &str, ours: &[(T, u32)]) {
+        let theirs = members(source, name);
+        assert_eq!(theirs.len(), ours.len(), "{name}");
+        for (member, number) in ours {
+            assert_eq!(theirs[*number as usize], format!("{member:?}").to_uppercase(), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_kernels_have_the_same_numbers() {
+        let lookup = include_str!("../../cuda/lookup.cuh");
+        let dense = include_str!("../../cuda/dense.cu");
+        use {CodecNumber as C, MapNumber as M, PoolingNumber as P, StorageNumber as S};
+        assert_same(lookup, "Codec", &[C::F32, C::F16, C::U8, C::U4].map(|c| (c, c as u32)));
+        assert_same(lookup, "Pooling", &[P::Sum, P::Mean, P::None].map(|p| (p, p as u32)));
+        let storages = [S::Cached, S::Resident, S::ResidentHashed];
+        assert_same(lookup, "Storage", &storages.map(|s| (s, s as u32)));
+        let kinds = [EntryKind::Missing, EntryKind::Absent, EntryKind::Hit];
+        assert_same(lookup, "EntryKind", &kinds.map(|k| (k, k as u32)));
+        assert!(kinds.iter().all(|&kind| EntryKind::of(kind as u32) == kind));
+        assert_same(dense, "MapFunction", &[M::Relu, M::Sigmoid, M::Tanh].map(|m| (m, m as u32)));
+        use ZipNumber::{Add, Divide, Multiply, Subtract};
+        let zips = [Add, Subtract, Multiply, Divide];
+        assert_same(dense, "ZipFunction", &zips.map(|z| (z, z as u32)));
+    }
+}

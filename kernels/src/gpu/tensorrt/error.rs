@@ -1,0 +1,67 @@
+//! Why TensorRT is not used, and the release numbers that errors name. Never loads anything.
+
+use std::fmt;
+use std::path::PathBuf;
+
+/// Why TensorRT is not used. The caller uses Hatchback's kernels instead.
+#[allow(missing_docs)]
+#[derive(Debug, thiserror::Error)]
+pub enum TensorRtError {
+    /// The shim cannot be loaded; `problem` is the loader's reason.
+    #[error(
+        "TensorRT: {path} cannot be loaded ({problem}); build it with kernels/tensorrt/make where \
+         TensorRT's headers are installed",
+        path = path.display()
+    )]
+    NotBuilt { path: PathBuf, problem: String },
+    /// The shim belongs to another release of Hatchback.
+    #[error(
+        "TensorRT: the shim has interface {shim}, this release of Hatchback needs {expected}; \
+         build the shim again with kernels/tensorrt/make"
+    )]
+    OtherShim { shim: i32, expected: i32 },
+    /// TensorRT or its ONNX parser cannot be loaded; the loader's reason.
+    #[error("TensorRT: {0}")]
+    NoLibrary(String),
+    #[error("TensorRT: the library has no `{0}`")]
+    NoEntry(String),
+    /// The library is of another release than the headers that the shim was built with.
+    #[error(
+        "TensorRT: the library is {library}, the shim was built for {headers}; build the shim for \
+         {library}"
+    )]
+    Version { headers: Version, library: Version },
+    /// This release computes in the types of the ONNX file and has no FP16 option.
+    #[error("TensorRT {0} computes in the types of the ONNX file; remove the fp16 option")]
+    NoFp16(Version),
+    /// The network's inputs or outputs are not those of the build.
+    #[error("TensorRT: {0}")]
+    Interface(String),
+    /// An earlier start built an engine here whose scores were not the CPU's.
+    #[error(
+        "TensorRT: an engine built on this machine gave other scores than the CPU, as {path} \
+         records; remove the file to try again",
+        path = path.display()
+    )]
+    Useless { path: PathBuf },
+    /// TensorRT refused; its own words.
+    #[error("TensorRT: {0}")]
+    Refused(String),
+}
+
+/// A release of TensorRT, as its library states it: 8601 is 8.6.1; from 10 on 101000 is 10.10.0.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Version(pub i32);
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let major = if self.0 < 10_000 { 1_000 } else { 10_000 };
+        write!(f, "{}.{}.{}", self.0 / major, self.0 % major / 100, self.0 % 100)
+    }
+}
+
+impl fmt::Debug for Version {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}

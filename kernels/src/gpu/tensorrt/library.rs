@@ -1,0 +1,77 @@
+//! The safe interface to a loaded TensorRT: it builds plans and loads them. Never chooses between
+//! backends.
+
+use crate::cuda::driver::Gpu;
+use crate::gpu::tensorrt::build::Build;
+use crate::gpu::tensorrt::error::{TensorRtError, Version};
+use crate::gpu::tensorrt::shim;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A loaded TensorRT. Holding one proves that its release is that of the shim's headers.
+#[derive(Clone)]
+pub struct TensorRt {
+    shim: Arc<shim::Shim>,
+}
+
+/// A network that is ready to run on this GPU. Holding one proves that it has the inputs and the
+/// output of its build, in f32.
+pub struct Engine {
+    engine: Arc<shim::Engine>,
+}
+
+impl TensorRt {
+    /// Loads the shim from `shim`, and TensorRT and its ONNX parser from `libraries`, or by their
+    /// usual names.
+    ///
+    /// # Errors
+    /// [`TensorRtError::NotBuilt`], [`TensorRtError::OtherShim`], [`TensorRtError::NoLibrary`],
+    /// [`TensorRtError::NoEntry`] or [`TensorRtError::Version`].
+    pub fn open(shim: &Path, libraries: Option<(&Path, &Path)>) -> Result<Self, TensorRtError> {
+        Ok(Self { shim: Arc::new(shim::Shim::open(shim, libraries)?) })
+    }
+
+    /// Returns the library's release.
+    pub fn version(&self) -> Version {
+        self.shim.version
+    }
+
+    /// Builds a plan, which takes seconds to minutes. The plan only runs with this release on this
+    /// GPU.
+    ///
+    /// # Errors
+    /// [`TensorRtError::Refused`], [`TensorRtError::Interface`] or [`TensorRtError::NoFp16`].
+    pub fn build(&self, build: &Build) -> Result<Vec<u8>, TensorRtError> {
+        self.shim.build(build)
+    }
+
+    /// Loads a plan of `build`. The GPU must be open: without a driver some releases crash instead
+    /// of failing.
+    ///
+    /// # Errors
+    /// [`TensorRtError::Refused`] if the plan is of another release or GPU,
+    /// [`TensorRtError::Interface`] if its tensors are not those of `build`.
+    pub fn load(
+        &self,
+        _gpu: &Arc<Gpu>,
+        plan: &[u8],
+        build: &Build,
+    ) -> Result<Engine, TensorRtError> {
+        Ok(Engine { engine: Arc::new(self.shim.load(plan, build)?) })
+    }
+}
+
+impl Engine {
+    /// Returns the bytes of device memory that one context takes.
+    pub fn context_bytes(&self) -> u64 {
+        self.engine.context_bytes()
+    }
+
+    /// Creates a context for one worker.
+    ///
+    /// # Errors
+    /// [`TensorRtError::Refused`] if there is not enough device memory.
+    pub fn context(&self) -> Result<shim::Context, TensorRtError> {
+        self.engine.context()
+    }
+}

@@ -1,0 +1,116 @@
+//! What a lookup takes: a feature with its table and its columns, the keys of a batch, and the
+//! network input that receives the pooled bags. The methods here write one bag's columns. They
+//! never look a row up.
+
+use crate::cache::Cache;
+use crate::cache::codec::RowFormat;
+use crate::cache::resident::Resident;
+use crate::simd::Simd;
+use serde::{Deserialize, Serialize};
+
+/// How the rows of a bag become one vector. An empty bag becomes zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pooling {
+    /// The sum of the rows, from zero, in key order.
+    Sum,
+    /// The sum divided by the number of keys.
+    Mean,
+    /// The rows side by side, `hotness_max` of them. The rest of a shorter bag is zeros.
+    None,
+}
+
+/// The memory that holds a feature's rows.
+#[derive(Clone, Copy)]
+pub enum RowStore<'a> {
+    /// The embedding cache: a row that it does not hold is a miss.
+    Cached(&'a Cache),
+    /// A resident table: a key that it does not hold is absent.
+    Resident(&'a Resident),
+}
+
+/// One sparse feature, as a lookup needs it.
+#[derive(Clone, Copy)]
+pub struct FeatureView<'a> {
+    /// Number of the feature, which every open bag repeats.
+    pub id: u16,
+    /// Number of the table.
+    pub table: u16,
+    /// Encoding of the table's rows.
+    pub format: RowFormat,
+    /// End of an indexed table's keys: this key and the keys above are absent.
+    pub keys_end: Option<u64>,
+    /// The row that answers for a key that is absent, damaged or late, `[dim]`.
+    pub default_row: &'a [f32],
+    /// How a bag becomes a vector.
+    pub pooling: Pooling,
+    /// The memory that holds the rows.
+    pub rows: RowStore<'a>,
+    /// First column of the feature in its network input.
+    pub column: usize,
+    /// Columns that the feature fills.
+    pub width: usize,
+}
+
+/// A feature's keys in the jagged layout: sample `s` has `keys[offsets[s]..offsets[s + 1]]`.
+#[derive(Clone, Copy)]
+pub struct Bags<'a> {
+    /// All keys, `[offsets[batch]]`.
+    pub keys: &'a [u64],
+    /// Bounds of each sample's keys, `[batch + 1]`.
+    pub offsets: &'a [u32],
+}
+
+/// A network input, `[batch, stride]`, in row order.
+pub struct Input<'a> {
+    /// The values.
+    pub data: &'a mut [f32],
+    /// Columns of the whole input.
+    pub stride: usize,
+}
+
+impl FeatureView<'_> {
+    /// Returns the feature's columns of `sample`, `[width]`.
+    #[inline(always)]
+    pub(super) fn columns<'o>(&self, input: &'o mut Input<'_>, sample: usize) -> &'o mut [f32] {
+        let start = sample * input.stride + self.column;
+        &mut input.data[start..start + self.width]
+    }
+
+    /// Returns the columns of the row at `position` of its bag, and true if that row is the first
+    /// in those columns.
+    #[inline(always)]
+    fn row_columns<'o>(&self, position: usize, out: &'o mut [f32]) -> (&'o mut [f32], bool) {
+        let dim = self.format.dim();
+        match self.pooling {
+            Pooling::None => (&mut out[position * dim..(position + 1) * dim], true),
+            Pooling::Sum | Pooling::Mean => (out, position == 0),
+        }
+    }
+
+    /// Adds the encoded row at `position` of a bag to the bag's columns `out` `[width]`.
+    #[inline(always)]
+    pub(super) fn add_row<S: Simd>(&self, bytes: &[u8], position: usize, out: &mut [f32]) {
+        let (out, first) = self.row_columns(position, out);
+        self.format.accumulate::<S>(bytes, out, first);
+    }
+
+    /// Adds the default row at `position` of a bag to the bag's columns `out` `[width]`.
+    pub(super) fn add_default(&self, position: usize, out: &mut [f32]) {
+        let (out, first) = self.row_columns(position, out);
+        out.iter_mut()
+            .zip(self.default_row)
+            .for_each(|(o, v)| *o = if first { 0.0 } else { *o } + v);
+    }
+
+    /// Completes the columns `out` `[width]` of a bag once the rows of its `keys` keys are added.
+    #[inline(always)]
+    pub(super) fn close_bag(&self, keys: usize, out: &mut [f32]) {
+        match self.pooling {
+            Pooling::Mean if keys > 1 => out.iter_mut().for_each(|o| *o /= keys as f32),
+            Pooling::None => out[keys * self.format.dim()..].fill(0.0),
+            _ if keys == 0 => out.fill(0.0),
+            _ => {}
+        }
+    }
+}

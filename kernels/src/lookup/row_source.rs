@@ -1,0 +1,250 @@
+//! Where the lookup pipeline finds the rows of a feature: in the embedding cache or in a resident
+//! table. Both take the steps of the pipeline; a resident table never changes, so its rows need no
+//! validation. This file never pools.
+
+use crate::cache::address::{SetTag, TableHasher};
+use crate::cache::raw_rows::RawRows;
+use crate::cache::resident::Resident;
+use crate::cache::set_header::{Probe, SetHeaders};
+use crate::cache::{Cache, Epoch};
+use crate::lookup::probe_ring::{GROUP_KEYS, GroupProbe, ProbeRing, RING_KEYS};
+use crate::simd::Simd;
+use std::ops::Range;
+
+/// The result of reading the row of one key.
+pub(crate) enum ReadResult<'a> {
+    /// The slice starts with the encoded row.
+    Row(&'a [u8]),
+    /// The table does not have the key.
+    Absent,
+    /// The cache does not hold the row; with the epoch of its set.
+    Miss(Epoch),
+}
+
+/// The rows of a feature. What is not provided here holds for rows that never change.
+pub(crate) trait RowSource {
+    /// Hashes a group of keys, at most `GROUP_KEYS`, into the ring from position `at` on. For the
+    /// `first` keys of a pipeline also prefetches what `probe` reads.
+    fn hash(&self, keys: &[u64], ring: &mut ProbeRing, at: usize, first: bool);
+
+    /// Finds the slots of a group of keys that were hashed to position `at`. For the `first` keys
+    /// of a pipeline also prefetches their rows. Prefetches what it will read for the hashed keys
+    /// at the positions `next`.
+    fn probe<S: Simd>(
+        &self,
+        keys: &[u64],
+        ring: &mut ProbeRing,
+        at: usize,
+        first: bool,
+        next: Range<usize>,
+    ) -> GroupProbe;
+
+    /// Returns the rows, which slots number.
+    fn rows(&self) -> RawRows<'_>;
+
+    /// Reads the row of one key without the pipeline, perhaps into `buffer`.
+    fn read_row<'b, S: Simd>(&'b self, key: u64, buffer: &'b mut [u8]) -> ReadResult<'b>;
+
+    /// Returns the number of writes that have ended. The pipeline samples it before it probes.
+    #[inline(always)]
+    fn write_count(&self) -> u32 {
+        0
+    }
+
+    /// Returns true if no write overlapped the reads since `write_count()` returned `since`: every
+    /// row read was complete and belongs to its key.
+    #[inline(always)]
+    fn no_writes_since(&self, _since: u32) -> bool {
+        true
+    }
+
+    /// Counts a use of the row at position `at` of the ring.
+    #[inline(always)]
+    fn touch(&self, _ring: &ProbeRing, _at: usize) {}
+
+    /// Returns true if no write changed the sets of `keys` since their probes. Then counts a use of
+    /// each row.
+    #[inline(always)]
+    fn validate(&self, _ring: &ProbeRing, _keys: Range<usize>) -> bool {
+        true
+    }
+}
+
+/// The rows of one table in the embedding cache.
+pub(crate) struct CachedRows<'a> {
+    cache: &'a Cache,
+    headers: SetHeaders<'a>,
+    hasher: TableHasher,
+    /// The largest key that the table has.
+    last: u64,
+}
+
+impl<'a> CachedRows<'a> {
+    /// Creates the view of `table`, whose keys are below `keys_end` if it is indexed.
+    pub fn new(cache: &'a Cache, table: u16, keys_end: Option<u64>) -> Self {
+        // A table without keys has no rows in the cache, so `last` may be 0.
+        let last = keys_end.map_or(u64::MAX, |end| end.saturating_sub(1));
+        let hasher = cache.addresses().table_hasher(table);
+        Self { cache, headers: cache.headers(), hasher, last }
+    }
+
+    #[inline(always)]
+    fn address_of(&self, key: u64) -> SetTag {
+        let address = self.cache.addresses().hash(self.hasher, key);
+        SetTag { tag: if key <= self.last { address.tag } else { 0 }, ..address }
+    }
+
+    /// Prefetches the set headers of `keys`.
+    pub fn prefetch_sets<'k>(&self, keys: impl Iterator<Item = &'k u64>) {
+        keys.for_each(|key| self.headers.prefetch(self.address_of(*key).set));
+    }
+
+    /// Prefetches the rows of those `keys` that are cached.
+    #[inline(always)]
+    pub fn prefetch_rows<'k, S: Simd>(&self, keys: impl Iterator<Item = &'k u64>) {
+        let probes = keys.map(|key| self.headers.probe::<S>(self.address_of(*key)));
+        probes.filter(|probe| probe.is_hit()).for_each(|p| self.cache.prefetch_row(p.slot()));
+    }
+
+    /// Matches the tags of a group, and prefetches the set headers of the hashed keys at the
+    /// positions `next`. Matches and prefetches alternate, so that memory works during the matches.
+    #[inline(always)]
+    fn match_group<S: Simd, const WIDE: bool>(
+        &self,
+        ring: &mut ProbeRing,
+        at: usize,
+        keys: usize,
+        next: Range<usize>,
+    ) {
+        let (headers, next) = (self.headers, &ring.sets[next]);
+        let addresses = ring.sets[at..][..keys].iter().zip(&ring.tags[at..][..keys]);
+        let states = ring.sequences[at..][..keys].iter_mut().zip(&mut ring.uses[at..][..keys]);
+        let results = ring.ways[at..][..keys].iter_mut().zip(states);
+        for (n, ((&set, &tag), (way, (sequence, uses)))) in addresses.zip(results).enumerate() {
+            next.get(n).inspect(|set| headers.prefetch(**set));
+            let found = headers.match_tags::<S, WIDE>(SetTag { set, tag });
+            (*way, *sequence, *uses) = (found.hits, found.sequence, found.uses);
+        }
+    }
+}
+
+impl RowSource for CachedRows<'_> {
+    #[inline(always)]
+    fn hash(&self, keys: &[u64], ring: &mut ProbeRing, at: usize, first: bool) {
+        let (sets, tags) =
+            (&mut ring.sets[at..at + keys.len()], &mut ring.tags[at..at + keys.len()]);
+        // The compiler vectorises the loop for a length that it knows.
+        let addresses = self.cache.addresses();
+        match <&[u64; GROUP_KEYS]>::try_from(keys) {
+            Ok(keys) => addresses.hash_all(self.hasher, self.last, keys, sets, tags),
+            Err(_) => addresses.hash_all(self.hasher, self.last, keys, sets, tags),
+        }
+
+        if first {
+            let headers = self.headers;
+            sets.iter().for_each(|set| headers.prefetch(*set));
+        }
+    }
+
+    #[inline(always)]
+    fn probe<S: Simd>(
+        &self,
+        keys: &[u64],
+        ring: &mut ProbeRing,
+        at: usize,
+        first: bool,
+        next: Range<usize>,
+    ) -> GroupProbe {
+        match self.headers.is_wide() {
+            true => self.match_group::<S, true>(ring, at, keys.len(), next),
+            false => self.match_group::<S, false>(ring, at, keys.len(), next),
+        }
+        let result = ring.finish_probe(at);
+
+        if first {
+            let hits = (0..keys.len()).filter(|n| result.missing >> n & 1 == 0);
+            hits.for_each(|n| self.cache.prefetch_row(ring.slots[at + n]));
+        }
+        result
+    }
+
+    #[inline(always)]
+    fn rows(&self) -> RawRows<'_> {
+        self.cache.rows()
+    }
+
+    #[inline(always)]
+    fn read_row<'b, S: Simd>(&'b self, key: u64, buffer: &'b mut [u8]) -> ReadResult<'b> {
+        let address = self.address_of(key);
+        if self.cache.read::<S>(address, buffer) {
+            ReadResult::Row(buffer)
+        } else if address.tag == 0 {
+            ReadResult::Absent
+        } else {
+            ReadResult::Miss(self.cache.epoch_at(address))
+        }
+    }
+
+    #[inline(always)]
+    fn write_count(&self) -> u32 {
+        self.cache.writes().ended()
+    }
+
+    #[inline(always)]
+    fn no_writes_since(&self, since: u32) -> bool {
+        self.cache.writes().no_writes_since(since)
+    }
+
+    #[inline(always)]
+    fn touch(&self, ring: &ProbeRing, at: usize) {
+        self.headers.touch(ring.sets[at], ring.ways[at]);
+    }
+
+    #[inline(always)]
+    fn validate(&self, ring: &ProbeRing, keys: Range<usize>) -> bool {
+        let probe =
+            |i: usize| Probe { set: ring.sets[i], way: ring.ways[i], sequence: ring.sequences[i] };
+        self.headers.validate(keys.map(|key| probe(key % RING_KEYS)))
+    }
+}
+
+impl RowSource for &Resident {
+    #[inline(always)]
+    fn hash(&self, keys: &[u64], _ring: &mut ProbeRing, _at: usize, _first: bool) {
+        keys.iter().for_each(|key| self.prefetch(*key));
+    }
+
+    #[inline(always)]
+    fn probe<S: Simd>(
+        &self,
+        keys: &[u64],
+        ring: &mut ProbeRing,
+        at: usize,
+        first: bool,
+        _next: Range<usize>,
+    ) -> GroupProbe {
+        let mut missing = 0;
+        for (n, (key, to)) in keys.iter().zip(&mut ring.slots[at..at + keys.len()]).enumerate() {
+            match self.slot(*key) {
+                Some(slot) => {
+                    if first {
+                        self.prefetch_row(slot);
+                    }
+                    *to = slot;
+                }
+                None => missing |= 1 << n,
+            }
+        }
+        GroupProbe { missing, untouched: 0 }
+    }
+
+    #[inline(always)]
+    fn rows(&self) -> RawRows<'_> {
+        Resident::rows(self)
+    }
+
+    #[inline(always)]
+    fn read_row<'b, S: Simd>(&'b self, key: u64, _buffer: &'b mut [u8]) -> ReadResult<'b> {
+        Resident::row(self, key).map_or(ReadResult::Absent, ReadResult::Row)
+    }
+}
