@@ -1,26 +1,11 @@
-//! Every maximum of the runtime, in one place, cross-checked at compile time.
+//! Every maximum of the runtime, checked against the others at compile time. A maximum of the
+//! kernels or of a program stands in the `limits.rs` of its own crate.
 
 use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
+use std::time::Duration;
 
-/// Bytes of a page: the unit of every read from flash and of every checksum in a segment.
-pub const PAGE_BYTES: usize = 4096;
-/// Bytes of a page before its payload.
-pub const PAGE_HEADER_BYTES: usize = 16;
-/// Raw bytes of a chunk of a bundle; the last chunk of a blob may be shorter.
-pub const CHUNK_BYTES: usize = 1 << 20;
-/// Bytes of an encoded manifest.
-pub const MANIFEST_BYTES_MAX: usize = 64 << 20;
-/// Bytes of the dense network's ONNX file.
-pub const DENSE_BYTES_MAX: u64 = 256 << 20;
-/// Bytes of an encoded probe set.
-pub const PROBE_BYTES_MAX: u64 = 64 << 20;
-/// Keys of one table's hot list.
-pub const HOT_KEYS_MAX: usize = 1 << 22;
-/// A table's most used rows may lie on flash a second time, packed together: one row in so many at
-/// most, so that the index of their keys stays under 1.3 bits for each key of the table...
-pub const PLACED_ONE_IN: u64 = 100;
-/// ...or this many, in a small table.
-pub const PLACED_ROWS_MIN: u64 = 256;
+// Models.
+
 /// Tables in a model.
 pub const TABLES_MAX: usize = 4096;
 /// Sparse features in a model.
@@ -31,38 +16,108 @@ pub const DENSE_FEATURES_MAX: usize = 1 << 16;
 pub const DIM_MAX: usize = 4096;
 /// Keys of one feature in one sample.
 pub const HOTNESS_MAX: usize = 4096;
-/// Values a sample of one input of the dense network.
+/// Values per sample in one input of the dense network.
 pub const INPUT_WIDTH_MAX: usize = 1 << 20;
-/// Samples in one request.
-pub const BATCH_MAX: usize = 1 << 16;
 /// Bytes of a name (model, table, feature, network input).
 pub const NAME_BYTES_MAX: usize = 120;
-/// Requests of one model that are waiting or being served at once.
-pub const SLOTS_MAX: usize = 1024;
-/// Keys of one model that wait to be prefetched.
-pub const PREFETCH_MAX: usize = 4096;
-/// Keys that one worker remembers as not in their tables.
-pub const ABSENT_MAX: usize = 4096;
 /// Bytes of one sample as JSON.
 pub const SAMPLE_BYTES_MAX: usize = 16 << 20;
-/// Bytes of signed metadata that are read from a link, by role.
+
+// Requests.
+
+/// Samples in one request.
+pub const BATCH_MAX: usize = 1 << 16;
+/// Request slots of one model: requests that wait or are served at the same time.
+pub const SLOTS_MAX: usize = 1024;
+/// Keys in the prefetch queue of one model.
+pub const PREFETCH_MAX: usize = 4096;
+/// Keys in the negative cache of one worker.
+pub const NEGATIVE_CACHE_KEYS_MAX: usize = 4096;
+/// Absolute difference that narrow weights of the dense network may make to a score.
+pub const SCORE_DIFFERENCE_MAX: f32 = 1e-3;
+/// Samples of the probe set that the check of narrow weights scores: enough to show a network that
+/// does not tolerate them, few enough for a start.
+pub const WEIGHT_CHECK_SAMPLES_MAX: usize = 512;
+
+// Bundles and the flash tier.
+
+/// Bytes of a page: the unit of every read from flash and of every checksum in a segment.
+pub const PAGE_BYTES: usize = 4096;
+/// Bytes of a page before its payload.
+pub const PAGE_HEADER_BYTES: usize = 16;
+/// Uncompressed bytes of a chunk of a bundle; the last chunk of a blob may be shorter.
+pub const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes of an encoded manifest.
+pub const MANIFEST_BYTES_MAX: usize = 64 << 20;
+/// Bytes of the dense network's ONNX file.
+pub const DENSE_BYTES_MAX: u64 = 256 << 20;
+/// Bytes of an encoded probe set.
+pub const PROBE_BYTES_MAX: u64 = 64 << 20;
+/// Keys of one table's hot list.
+pub const HOT_KEYS_MAX: usize = 1 << 22;
+/// A clustered segment repeats at most one of so many rows of its table, so that the index of its
+/// keys takes less than 1.3 bits for each key of the table. [`CLUSTERED_ROWS_MIN`] is allowed in
+/// any case.
+pub const CLUSTERED_ONE_IN: u64 = 100;
+/// Rows that a clustered segment of a small table may repeat.
+pub const CLUSTERED_ROWS_MIN: u64 = 256;
+/// Deltas over one base. Compaction merges deltas long before this is reached.
+pub const DELTAS_MAX: usize = 64;
+/// Pages of one delta or of one clustered segment.
+pub const DELTA_PAGES_MAX: u32 = 1 << 24;
+/// Threads that read pages where io_uring is not available. More threads do not keep the device
+/// busier.
+pub const READ_THREADS_MAX: usize = 16;
+/// Longest single wait for io_uring. The kernel refuses times that its own clock cannot hold.
+pub const URING_WAIT_MAX: Duration = Duration::from_secs(1 << 30);
+
+// Maintenance.
+
+/// Damaged pages that one scrub lists. The next scrub, after the repair of these, lists the rest.
+pub const DAMAGE_MAX: usize = 1024;
+/// Quarantined catalogs that are kept for inspection.
+pub const QUARANTINED_CATALOGS_MAX: usize = 2;
+/// Longest step of maintenance work: a caller that stops the work waits no longer than this.
+pub const THROTTLE_STEP_MAX: Duration = Duration::from_millis(20);
+/// Pages of one step of maintenance work.
+pub const THROTTLE_PAGES_MAX: u64 = 256;
+/// Time that one step of a late clock adds to the wear budget.
+pub const WEAR_STEP_MAX: Duration = Duration::from_secs(60 * 60);
+
+// Updates.
+
+/// Bytes of signed root metadata that are read from a link.
 pub const ROOT_BYTES_MAX: u64 = 512 << 10;
-/// As above, the timestamp.
+/// Bytes of signed timestamp metadata that are read from a link.
 pub const TIMESTAMP_BYTES_MAX: u64 = 16 << 10;
-/// As above, the snapshot.
+/// Bytes of signed snapshot metadata that are read from a link.
 pub const SNAPSHOT_BYTES_MAX: u64 = 2 << 20;
-/// As above, the targets.
+/// Bytes of signed targets metadata that are read from a link.
 pub const TARGETS_BYTES_MAX: u64 = 5 << 20;
-/// Root versions that one refresh takes up.
+/// Root versions that one refresh follows.
 pub const ROTATIONS_MAX: u32 = 256;
 /// Seconds by which the car's clock may be behind the newest signed time.
 pub const CLOCK_SLACK_S: u64 = 3600;
-/// Starts with a release that may end without an end in good order before it is taken back.
+/// Process starts on probation that may end abnormally before the release is rolled back.
 pub const STARTS_MAX: u32 = 5;
-/// Times that an object is asked for again from where it broke off.
+/// Times that the fetch of one object is resumed after the link broke.
 pub const BREAKS_MAX: u32 = 64;
-/// Times in a row of those that may bring nothing.
+/// Resumed fetches in a row that may deliver no byte.
 pub const STALLS_MAX: u32 = 1;
+/// Steps of an update that its status keeps.
+pub const HISTORY_MAX: usize = 64;
+/// Bytes of cache of the model that a probe opens: a probe reads few rows.
+pub const PROBE_CACHE_BYTES_MAX: u64 = 8 << 20;
+
+// Targets.
+
+/// Target files in one chain of `inherits`.
+pub const INHERIT_MAX: usize = 8;
+/// Highest real-time priority of the daemon. A real-time kernel handles interrupts at 50; a busy
+/// daemon above that would block flash and network.
+pub const REALTIME_PRIORITY_MAX: u8 = 49;
+/// CPUs in an affinity mask of Linux.
+pub const CPUS_MAX: u16 = 1024;
 
 const _: () = assert!(CHUNK_BYTES.is_multiple_of(PAGE_BYTES), "a chunk holds whole pages");
 const _: () = assert!(
@@ -71,7 +126,9 @@ const _: () = assert!(
 );
 const _: () = assert!(
     TABLES_MAX <= u16::MAX as usize && FEATURES_MAX <= u16::MAX as usize,
-    "u16 numbers them"
+    "u16 numbers tables and features"
 );
 const _: () =
     assert!((BATCH_MAX * HOTNESS_MAX) as u64 <= u32::MAX as u64, "u32 offsets hold a batch");
+const _: () = assert!(SLOTS_MAX <= u16::MAX as usize, "u16 numbers the slots");
+const _: () = assert!(DELTA_PAGES_MAX <= 1 << 24, "a page of a delta has a number of 24 bits");

@@ -1,40 +1,41 @@
-//! The memory budget: what a model may take, and the sum of what it does take, line by line.
+//! The memory budget: what a model may use, and the memory plan, which sums what it does use.
 
 use hatchback_kernels::dense::Weights;
 use serde::Deserialize;
 use std::fmt;
 
-/// What a model may use. Every field is a maximum, taken when the model is opened and never
-/// exceeded.
+/// What a model may use. Every field is a maximum. The memory is taken when the model is opened and
+/// does not grow afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Budget {
-    /// All memory of the model together.
+    /// Bytes of all memory of the model.
     pub memory_bytes_max: u64,
-    /// The embedding caches.
+    /// Bytes of the embedding caches.
     pub cache_bytes_max: u64,
-    /// The tables that are kept whole.
+    /// Bytes of the tables that are kept whole in memory.
     pub resident_bytes_max: u64,
-    /// Requests waiting or being served; one more is told `busy`.
+    /// Request slots: requests that wait or are served. A further request is refused with `Busy`.
     pub slots: u32,
-    /// Requests served at once, a thread each.
+    /// Requests that are served at the same time, one thread each.
     pub workers: u32,
-    /// How long a request waits for others to be scored with it, µs; with 0 only those that wait
-    /// anyway are.
-    pub gather_us: u32,
+    /// Microseconds that a request waits for others to be scored in one batch with it. With 0 a
+    /// worker batches only the requests that already wait.
+    pub batch_delay_us_max: u32,
     /// Samples in a request.
     pub batch_max: u32,
-    /// Lookups of one worker that may wait for flash at once; a request with more is served in
-    /// several rounds.
+    /// Lookups of one worker that wait for flash at the same time. A request with more misses is
+    /// served in several rounds.
     pub misses_max: u32,
-    /// Page reads of all workers that may be in flight at once; the device's queue depth is enough.
+    /// Page reads of all workers in flight. More than the queue depth of the device gains nothing.
     pub reads_max: u32,
-    /// How the weights of the dense network are kept.
+    /// How the weights of the dense network are stored.
     pub dense_weights: Weights,
 }
 
 impl Default for Budget {
-    /// A desk: 64 MiB of cache, 64 MiB of resident tables, one worker, 16 slots, batches of 256.
+    /// A budget for a desk: 64 MiB of cache, 64 MiB of resident tables, one worker, 16 slots,
+    /// batches of 256.
     fn default() -> Self {
         Self {
             memory_bytes_max: 1 << 30,
@@ -42,7 +43,7 @@ impl Default for Budget {
             resident_bytes_max: 64 << 20,
             slots: 16,
             workers: 1,
-            gather_us: 0,
+            batch_delay_us_max: 0,
             batch_max: 256,
             misses_max: 16 << 10,
             reads_max: 64,
@@ -51,57 +52,56 @@ impl Default for Budget {
     }
 }
 
-/// The memory that a model takes, one line for each user of it.
+/// The memory that a model uses, one line for each part of it.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryPlan {
     lines: Vec<(&'static str, u64)>,
-    opening: u64,
+    opening_bytes: u64,
 }
 
 impl MemoryPlan {
     /// Adds a line.
-    pub(crate) fn add(&mut self, what: &'static str, bytes: u64) {
-        self.lines.push((what, bytes));
+    pub(crate) fn add(&mut self, part: &'static str, bytes: u64) {
+        self.lines.push((part, bytes));
     }
 
-    /// What takes memory, and how many bytes.
+    /// Removes the line of a part whose memory was freed.
+    pub(crate) fn remove(&mut self, part: &str) {
+        self.lines.retain(|(line, _)| *line != part);
+    }
+
+    /// Records memory that opening took for a moment beside the total. The largest record counts.
+    pub(crate) fn record_peak(&mut self, bytes: u64) {
+        self.opening_bytes = self.opening_bytes.max(bytes);
+    }
+
+    /// Returns each part of the model that takes memory, with its bytes.
     pub fn lines(&self) -> &[(&'static str, u64)] {
         &self.lines
     }
 
-    /// The sum.
+    /// Returns the sum of all lines in bytes.
     pub fn total(&self) -> u64 {
         self.lines.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Takes a line out again, of what is given back.
-    pub(crate) fn remove(&mut self, what: &str) {
-        self.lines.retain(|(line, _)| *line != what);
-    }
-
-    /// Notes what was there for a moment beside the sum; of several moments the most counts.
-    pub(crate) fn note_opening(&mut self, bytes: u64) {
-        self.opening = self.opening.max(bytes);
-    }
-
-    /// Bytes that were taken beside the sum while the model was opened, and given back: what was on
-    /// its way to a GPU was there twice, and what came from one in pieces.
-    pub fn opening(&self) -> u64 {
-        self.opening
+    /// Returns the bytes that opening the model took beside the total and freed again: data on its
+    /// way to a GPU is in memory twice, and rows copied from a GPU pass through a buffer.
+    pub fn opening_bytes(&self) -> u64 {
+        self.opening_bytes
     }
 }
 
 impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (what, bytes) in &self.lines {
-            writeln!(f, "{bytes:>14}  {what}")?;
+        for (part, bytes) in &self.lines {
+            writeln!(f, "{bytes:>14}  {part}")?;
         }
         write!(f, "{:>14}  total", self.total())?;
-        match self.opening {
+
+        match self.opening_bytes {
             0 => Ok(()),
-            bytes => {
-                write!(f, "\n{bytes:>14}  more while it was opened, on its way to or from the GPU")
-            }
+            bytes => write!(f, "\n{bytes:>14}  more while opening, in transit to or from the GPU"),
         }
     }
 }

@@ -1,45 +1,86 @@
-//! The warm cache over a swap: the rows that the old generation's caches hold, here or on a GPU, go
-//! into the new one's, as the new one has them, and before those go to a GPU themselves. Rows of
-//! segments that both have are copied; rows that a delta changed are read from flash; rows that are
-//! gone are left out. The old caches stay as they are: requests in flight are still answered from
-//! them.
+//! The cache transfer of a swap: copies the rows in the old generation's caches, in host memory or
+//! on a GPU, into the new generation's caches while these are in host memory. A row whose segment
+//! both generations have is copied. A row that a delta changed is read from flash. A row that the
+//! new generation does not have is dropped. Never changes the old caches: requests in flight still
+//! use them.
 
 use crate::flash::Flash;
-use crate::flash::table::{PLACED, RowLocation, TableRows};
-use crate::io::reader::{PageReader, ReadMethod};
-use crate::model::Model;
-use crate::model::preload::preload_table;
-use crate::model::tables::Store;
+use crate::flash::table::{CLUSTERED, RowLocation, TableRows};
+use crate::model::backend::ModelBackend;
+use crate::model::opened::Model;
+use crate::model::preload::Preloader;
+use crate::model::served_tables::Storage;
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cuda::driver::CudaError;
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// What became of the rows.
+/// Rows of the old caches by what the transfer did with them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Transferred {
-    /// Rows that both generations have alike.
+    /// Rows that are equal in both generations and were copied.
     pub copied: usize,
-    /// Rows that were read anew.
+    /// Rows that changed and were read from flash.
     pub read: usize,
-    /// Rows that the new generation does not have, or that were too many to read.
-    pub left: usize,
+    /// Rows that the new generation does not have, or that exceeded the number to read.
+    #[serde(rename = "left")]
+    pub dropped: usize,
 }
 
-/// Rows that are read anew at most: one in so many of a cache's slots. Beyond that requests warm it
-/// sooner.
-const READ_ONE_IN: usize = 4;
+/// At most one of so many slots of a cache is filled by a read from flash. Requests warm the rest.
+const SLOTS_PER_READ: usize = 4;
 
-/// Rows between two rests.
-const REST_ROWS: usize = 256;
+/// Rows between two calls of `yield_now`.
+const ROWS_PER_YIELD: usize = 256;
 
-/// For each segment number of `old`, as a place has it, the number of the same segment in `new`.
+/// One table that both generations have in a cache and encode alike.
+struct SharedTable<'a> {
+    new: &'a TableRows,
+    old: &'a TableRows,
+    /// The new generation's cache.
+    cache: &'a Cache,
+    /// For each segment number of `old`, the number of the same segment in `new`.
+    same_segments: [Option<u8>; 256],
+}
+
+impl<'a> SharedTable<'a> {
+    /// Returns table `number` if both models cache it under the same name in the same format.
+    fn new(new: &'a Model, old: &'a Model, number: usize) -> Option<Self> {
+        let (new_table, old_table) = (&new.tables()[number], &old.tables()[number]);
+        let name_in = |model: &'a Model| &model.schema().tables[number].name;
+        let (Storage::Cached { cache, rows: new_rows }, Storage::Cached { rows: old_rows, .. }) =
+            (&new_table.storage, &old_table.storage)
+        else {
+            return None;
+        };
+        if new_table.format != old_table.format || name_in(new) != name_in(old) {
+            return None;
+        }
+        Some(Self {
+            new: new_rows,
+            old: old_rows,
+            cache: new.backend().cpu_caches().get(*cache)?,
+            same_segments: same_segments(old_rows, new_rows),
+        })
+    }
+
+    /// Returns whether the row of `key` has in the old generation the bytes that `location` holds
+    /// in the new one.
+    fn is_unchanged(&self, key: u64, location: RowLocation) -> bool {
+        let in_new = |from: RowLocation| {
+            Some(RowLocation { segment: self.same_segments[usize::from(from.segment)]?, ..from })
+        };
+        self.old.locate(key).and_then(in_new) == Some(location)
+    }
+}
+
+/// Returns for each segment number of `old` the number of the same segment in `new`.
 fn same_segments(old: &TableRows, new: &TableRows) -> [Option<u8>; 256] {
     let numbered = |rows: &TableRows| -> Vec<(u8, PathBuf)> {
         let segments =
             rows.segments().iter().enumerate().map(|(n, s)| (n as u8, s.path().to_owned()));
-        segments.chain(rows.placed().map(|s| (PLACED, s.path().to_owned()))).collect()
+        segments.chain(rows.clustered().map(|s| (CLUSTERED, s.path().to_owned()))).collect()
     };
     let (mut same, new) = ([None; 256], numbered(new));
     for (number, path) in numbered(old) {
@@ -48,86 +89,71 @@ fn same_segments(old: &TableRows, new: &TableRows) -> [Option<u8>; 256] {
     same
 }
 
-/// One table in both generations.
-struct Alike<'a> {
-    new: &'a TableRows,
-    old: &'a TableRows,
-    /// The new generation's.
-    cache: &'a Cache,
-    same: [Option<u8>; 256],
+/// Fills the caches of `model`, which are in host memory, from the caches of `old`, an earlier or
+/// later generation of the same model. Calls `yield_now` between pieces of work.
+pub(crate) fn warm_from(model: &mut Model, old: &Model, yield_now: &dyn Fn()) -> Transferred {
+    let dump_bytes = old.backend().device_tables().map_or(0, |tables| tables.dump_bytes());
+    model.record_peak(dump_bytes as u64);
+
+    let mut transferred = Transferred::default();
+    let mut rows: usize = 0;
+    let tables = model.tables().len().min(old.tables().len());
+    let mut changed: Vec<Vec<u64>> = vec![Vec::new(); tables];
+    let shared: Vec<_> = (0..tables).map(|t| SharedTable::new(model, old, t)).collect();
+
+    let each = |row: RowKey, bytes: &[u8]| {
+        rows += 1;
+        if rows.is_multiple_of(ROWS_PER_YIELD) {
+            yield_now();
+        }
+        let table = usize::from(row.table);
+        let Some(Some(shared)) = shared.get(table) else { return };
+        let Some(location) = shared.new.locate(row.key) else {
+            transferred.dropped += 1;
+            return;
+        };
+        let cache = shared.cache;
+        if shared.is_unchanged(row.key, location) {
+            transferred.copied += usize::from(cache.insert(row, bytes, cache.epoch(row)));
+        } else if changed[table].len() < cache.slots() / SLOTS_PER_READ {
+            changed[table].push(row.key);
+        } else {
+            transferred.dropped += 1;
+        }
+    };
+    if let Err(e) = dump_caches(old.backend(), yield_now, each) {
+        log::error!("the cache transfer stopped, the remaining rows start cold: {e}");
+    }
+
+    let mut preloader = Preloader::new(model.read_depth(), Some(yield_now));
+    for (number, keys) in changed.iter().enumerate() {
+        let Some(shared) = &shared[number] else { continue };
+        preloader.read_rows(number as u16, shared.new, shared.cache, keys);
+        transferred.read += keys.len();
+    }
+    transferred
 }
 
-impl Model {
-    /// Fills the caches, which are in host memory still, from those of `old`, wherever those are,
-    /// whose model this is a later or earlier generation of; `rest` is called between rows.
-    pub(crate) fn carry(&mut self, old: &Self, rest: &dyn Fn()) -> Transferred {
-        self.note_opening(old.on_gpu.as_ref().map_or(0, |tables| tables.dump_bytes() as u64));
-        let mut carried = Transferred::default();
-        let mut rows: usize = 0;
-        let tables = self.tables.len().min(old.tables.len());
-        let mut changed: Vec<Vec<u64>> = vec![Vec::new(); tables];
-        let alike: Vec<_> = (0..tables).map(|t| self.alike(old, t)).collect();
-        let each = |row: RowKey, bytes: &[u8]| {
-            rows += 1;
-            if rows.is_multiple_of(REST_ROWS) {
-                rest();
-            }
-            let table = usize::from(row.table);
-            let Some(Some(Alike { new, old, cache, same })) = alike.get(table) else { return };
-            let Some(to) = new.locate(row.key) else {
-                carried.left += 1;
-                return;
-            };
-            let moved = |from: RowLocation| {
-                Some(RowLocation { segment: same[usize::from(from.segment)]?, ..from })
-            };
-            if old.locate(row.key).and_then(moved) == Some(to) {
-                carried.copied += usize::from(cache.insert(row, bytes, cache.epoch(row)));
-            } else if changed[table].len() < cache.slots() / READ_ONE_IN {
-                changed[table].push(row.key);
-            } else {
-                carried.left += 1;
-            }
-        };
-        if let Err(e) = old.dump(rest, each) {
-            log::error!("the rows that are left of the caches stay behind: {e}");
+/// Calls `each` for every row that the caches hold, and `yield_now` between pieces of a cache on a
+/// GPU.
+fn dump_caches(
+    backend: &ModelBackend,
+    yield_now: &dyn Fn(),
+    mut each: impl FnMut(RowKey, &[u8]),
+) -> Result<(), CudaError> {
+    match backend {
+        ModelBackend::Cpu { tables, .. } => {
+            tables.caches.iter().for_each(|cache| cache.dump(&mut each));
+            Ok(())
         }
-        let mut reader = PageReader::on(self.device(), ReadMethod::Auto);
-        for (number, keys) in changed.iter().enumerate() {
-            let Store::Cached { cache, rows } = &self.tables[number].store else { continue };
-            preload_table(number, rows, &self.caches[*cache], keys, (&mut reader, Some(rest)));
-            carried.read += keys.len();
-        }
-        carried
-    }
-
-    /// Calls `each` for every row that the caches hold, and `rest` between pieces of those on a
-    /// GPU.
-    fn dump(&self, rest: &dyn Fn(), mut each: impl FnMut(RowKey, &[u8])) -> Result<(), CudaError> {
-        self.caches.iter().for_each(|cache| cache.dump(&mut each));
-        let Some(tables) = &self.on_gpu else { return Ok(()) };
-        (0..tables.caches()).try_for_each(|number| tables.dump(number, rest, &mut each))
-    }
-
-    /// Whether a swap to what is live in `flash` will carry most of the rows here: after a delta
-    /// nearly all are of segments that both have.
-    pub(crate) fn carries_to(&self, flash: &Flash) -> bool {
-        self.cache_slots() > 0 && flash.manifest().parent == Some(self.generation().sequence)
-    }
-
-    /// What table `number` has here and in `old`; `None` if one of them keeps it elsewhere or
-    /// encodes it otherwise.
-    fn alike<'a>(&'a self, old: &'a Self, number: usize) -> Option<Alike<'a>> {
-        let (ours, theirs) = (&self.tables[number], &old.tables[number]);
-        let named = |model: &Self| model.schema().tables[number].name.clone();
-        match (&ours.store, &theirs.store) {
-            (Store::Cached { cache, rows: new }, Store::Cached { rows: old_rows, .. })
-                if ours.format == theirs.format && named(self) == named(old) =>
-            {
-                let same = same_segments(old_rows, new);
-                Some(Alike { new, old: old_rows, cache: &self.caches[*cache], same })
-            }
-            _ => None,
+        ModelBackend::GpuTables { tables, .. } | ModelBackend::Gpu { tables, .. } => {
+            (0..tables.caches()).try_for_each(|number| tables.dump(number, yield_now, &mut each))
         }
     }
+}
+
+/// Returns whether a swap from `old` to the live generation of `flash` will copy most rows: after a
+/// delta, nearly all rows are in segments that both generations have.
+pub(crate) fn shares_segments_with(old: &Model, flash: &Flash) -> bool {
+    old.cache_slots() > 0 && flash.manifest().parent == Some(old.generation().sequence)
 }

@@ -1,87 +1,96 @@
-//! How a model is fitted into its budget: which tables are resident, how large each cache is, and
-//! what to change where it does not fit.
+//! How a model fits into its budget: which tables are resident, how large each cache is, and which
+//! field of the budget to change if the model does not fit. Never allocates beyond the caches.
 
 use crate::limits::{BATCH_MAX, SLOTS_MAX};
-use crate::model::OpenError;
 use crate::model::budget::{Budget, MemoryPlan};
+use crate::model::error::OpenError;
 use crate::schema::{KeySpace, Placement, Schema, Table};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::KeySpaces;
 
-/// Refuses a budget with which no model of `schema` works.
-pub(crate) fn check(schema: &Schema, budget: &Budget) -> Result<(), OpenError> {
+/// An automatic table takes at most this part of the bytes for resident tables. In a larger one the
+/// rarely used rows would waste them.
+const AUTOMATIC_SHARE: u64 = 4;
+
+/// Checks the fields of `budget` against each other, the limits and `schema`.
+///
+/// # Errors
+/// [`OpenError::Budget`] names the first field that no model of `schema` works with.
+pub(crate) fn check_budget(schema: &Schema, budget: &Budget) -> Result<(), OpenError> {
     let refuse = |field, value: u32, problem: String| {
         Err(OpenError::Budget { field, value: value.into(), problem })
     };
+    let Budget { batch_max, misses_max, workers, slots, reads_max, .. } = *budget;
     let hotness = schema.features.iter().map(|f| f.hotness_max).max().unwrap_or(0);
-    if budget.batch_max == 0 || budget.batch_max as usize > BATCH_MAX {
-        refuse("batch_max", budget.batch_max, format!("is not in 1..={BATCH_MAX}"))
-    } else if budget.misses_max < hotness {
-        refuse(
-            "misses_max",
-            budget.misses_max,
-            format!("a bag of this model has up to {hotness} keys"),
-        )
-    } else if budget.workers == 0 {
-        refuse("workers", budget.workers, "there is at least 1".to_owned())
-    } else if budget.slots == 0 || budget.slots as usize > SLOTS_MAX {
-        refuse("slots", budget.slots, format!("is not in 1..={SLOTS_MAX}"))
-    } else if budget.reads_max < budget.workers {
-        refuse(
-            "reads_max",
-            budget.reads_max,
-            format!("{} workers need a read each", budget.workers),
-        )
+
+    if batch_max == 0 || batch_max as usize > BATCH_MAX {
+        refuse("batch_max", batch_max, format!("must be 1 to {BATCH_MAX}"))
+    } else if misses_max < hotness {
+        let problem = format!("must be at least {hotness}, the keys of the model's longest bag");
+        refuse("misses_max", misses_max, problem)
+    } else if workers == 0 {
+        refuse("workers", workers, "must be at least 1".to_owned())
+    } else if slots == 0 || slots as usize > SLOTS_MAX {
+        refuse("slots", slots, format!("must be 1 to {SLOTS_MAX}"))
+    } else if reads_max < workers {
+        let problem = format!("must be at least {workers}, one read for each worker");
+        refuse("reads_max", reads_max, problem)
     } else {
         Ok(())
     }
 }
 
-/// Refuses a model that takes more than the budget in all, and says what to lower.
+/// Checks the sum of `plan` against the budget. `cache_bytes` is the part of it that a smaller
+/// `cache_bytes_max` would save.
+///
+/// # Errors
+/// [`OpenError::Budget`] with the field to lower and the whole plan.
 pub(crate) fn check_total(
     budget: &Budget,
     plan: &MemoryPlan,
-    caches: &[Cache],
+    cache_bytes: u64,
 ) -> Result<(), OpenError> {
-    let total = plan.total();
-    let Some(over) = total.checked_sub(budget.memory_bytes_max).filter(|over| *over > 0) else {
+    let (total, max) = (plan.total(), budget.memory_bytes_max);
+    if total <= max {
         return Ok(());
-    };
-    let held: u64 = caches.iter().map(|c| c.bytes() as u64).sum();
-    let lower = match held.checked_sub(over) {
+    }
+    let excess = total - max;
+    let lower = match cache_bytes.checked_sub(excess) {
         Some(fits) if fits > 0 => format!("lower cache_bytes_max to {fits}"),
         _ => "lower resident_bytes_max, slots, workers, batch_max or misses_max".to_owned(),
     };
-    let problem = format!("the model takes {total} bytes, {over} too many; {lower}:\n{plan}");
-    Err(OpenError::Budget { field: "memory_bytes_max", value: budget.memory_bytes_max, problem })
+    let problem = format!("the model takes {total} bytes, {excess} too many; {lower}:\n{plan}");
+    Err(OpenError::Budget { field: "memory_bytes_max", value: max, problem })
 }
 
-/// Decides which tables are resident: those that must be, then the smallest automatic ones that
-/// fit.
+/// Decides for each table whether it is resident: those that the schema declares resident, then the
+/// smallest automatic ones that fit.
+///
+/// # Errors
+/// [`OpenError::Budget`] if the declared ones alone do not fit.
 pub(crate) fn choose_resident(schema: &Schema, budget: &Budget) -> Result<Vec<bool>, OpenError> {
+    let max = budget.resident_bytes_max;
     let bytes = |i: usize| {
         let table = &schema.tables[i];
-        let hashes = if table.keys == KeySpace::Sparse { 8 * table.rows } else { 0 };
+        let hashes = if table.keys == KeySpace::Sparse { table.rows.saturating_mul(8) } else { 0 };
         table.row_bytes_total().saturating_add(hashes)
     };
-    let must = |i: &usize| schema.tables[*i].placement == Placement::Resident;
-    let mut used: u64 = (0..schema.tables.len()).filter(must).map(bytes).sum();
-    if used > budget.resident_bytes_max {
-        let problem = format!("the tables placed `resident` take {used} bytes");
-        return Err(OpenError::Budget {
-            field: "resident_bytes_max",
-            value: budget.resident_bytes_max,
-            problem,
-        });
+    let mut resident: Vec<bool> =
+        schema.tables.iter().map(|t| t.placement == Placement::Resident).collect();
+    let declared = (0..resident.len()).filter(|&i| resident[i]);
+    let mut used = declared.map(bytes).fold(0, u64::saturating_add);
+    if used > max {
+        let problem = format!("the tables with placement `resident` take {used} bytes");
+        return Err(OpenError::Budget { field: "resident_bytes_max", value: max, problem });
     }
-    let mut resident: Vec<bool> = (0..schema.tables.len()).map(|i| must(&i)).collect();
+
     let mut automatic: Vec<usize> = (0..schema.tables.len())
         .filter(|&i| schema.tables[i].placement == Placement::Auto)
         .collect();
     automatic.sort_by_key(|&i| (bytes(i), i));
     for i in automatic {
-        // One table may take a quarter of the budget at most: beyond that its cold rows waste it.
-        if used + bytes(i) > budget.resident_bytes_max || bytes(i) > budget.resident_bytes_max / 4 {
+        let fits = used.checked_add(bytes(i)).is_some_and(|sum| sum <= max);
+        if !fits || bytes(i) > max / AUTOMATIC_SHARE {
             break;
         }
         used += bytes(i);
@@ -90,45 +99,69 @@ pub(crate) fn choose_resident(schema: &Schema, budget: &Budget) -> Result<Vec<bo
     Ok(resident)
 }
 
-/// One cache for each row width, the budget split by the bytes of the rows behind each.
+/// The cached tables of one row width, which share a cache.
+struct WidthGroup {
+    row_bytes: usize,
+    table_bytes: u64,
+    keys: KeySpaces,
+}
+
+/// Groups the tables that are not resident by row width.
+fn width_groups(schema: &Schema, resident: &[bool]) -> Vec<WidthGroup> {
+    let row_bytes = |t: &Table| t.codec.row_bytes(t.dim as usize);
+    let mut widths: Vec<(usize, u64)> = Vec::new();
+    for (table, _) in schema.tables.iter().zip(resident).filter(|(_, resident)| !**resident) {
+        match widths.iter_mut().find(|(width, _)| *width == row_bytes(table)) {
+            Some((_, bytes)) => *bytes = bytes.saturating_add(table.row_bytes_total()),
+            None => widths.push((row_bytes(table), table.row_bytes_total())),
+        }
+    }
+
+    let keys = |width| {
+        let end = |(table, resident): (&Table, &bool)| match table.keys {
+            _ if *resident || row_bytes(table) != width => Some(0),
+            KeySpace::Index => Some(table.rows),
+            KeySpace::Sparse => None,
+        };
+        KeySpaces::new(schema.tables.iter().zip(resident).map(end).collect())
+    };
+    widths
+        .into_iter()
+        .map(|(row_bytes, table_bytes)| WidthGroup {
+            row_bytes,
+            table_bytes,
+            keys: keys(row_bytes),
+        })
+        .collect()
+}
+
+/// Makes one cache for each row width. Each gets the least that it works with, and a share of the
+/// rest of the budget in proportion to the bytes of its tables.
+///
+/// # Errors
+/// [`OpenError::Budget`] if the budget is below the sum of the least sizes.
 pub(crate) fn make_caches(
     schema: &Schema,
     resident: &[bool],
     budget: &Budget,
 ) -> Result<Vec<Cache>, OpenError> {
-    let row_bytes = |t: &Table| t.codec.row_bytes(t.dim as usize);
-    let mut widths: Vec<(usize, u64)> = Vec::new();
-    for (table, _) in schema.tables.iter().zip(resident).filter(|(_, r)| !**r) {
-        match widths.iter_mut().find(|(w, _)| *w == row_bytes(table)) {
-            Some((_, bytes)) => *bytes = bytes.saturating_add(table.row_bytes_total()),
-            None => widths.push((row_bytes(table), table.row_bytes_total())),
-        }
-    }
-    let names = |width| {
-        let end = |(t, resident): (&Table, &bool)| match t.keys {
-            _ if *resident || row_bytes(t) != width => Some(0),
-            KeySpace::Index => Some(t.rows),
-            KeySpace::Sparse => None,
-        };
-        KeySpaces::new(schema.tables.iter().zip(resident).map(end).collect())
-    };
-    // The least that each can work with, however few its rows are beside the others'; the rest in
-    // proportion.
-    let least: u64 =
-        widths.iter().map(|&(width, _)| Cache::bytes_min(width, &names(width)) as u64).sum();
+    let groups = width_groups(schema, resident);
+    let bytes_min = |group: &WidthGroup| Cache::bytes_min(group.row_bytes, &group.keys);
+    let least: u64 = groups.iter().map(|group| bytes_min(group) as u64).sum();
     let too_small = || OpenError::Budget {
         field: "cache_bytes_max",
         value: budget.cache_bytes_max,
-        problem: format!("the smallest caches for {} row widths take {least} bytes", widths.len()),
+        problem: format!("the smallest caches for {} row widths take {least} bytes", groups.len()),
     };
+
     let spare = budget.cache_bytes_max.checked_sub(least).ok_or_else(too_small)?;
-    let all: u128 = widths.iter().map(|(_, bytes)| u128::from(*bytes)).sum();
+    let all: u128 = groups.iter().map(|group| u128::from(group.table_bytes)).sum();
     let share = |bytes: u64| (u128::from(spare) * u128::from(bytes) / all.max(1)) as usize;
-    widths
+    groups
         .iter()
-        .map(|&(width, bytes)| {
-            let names = names(width);
-            Cache::new(width, Cache::bytes_min(width, &names) + share(bytes), &names)
+        .map(|group| {
+            let bytes = bytes_min(group) + share(group.table_bytes);
+            Cache::new(group.row_bytes, bytes, &group.keys)
         })
         .collect::<Option<_>>()
         .ok_or_else(too_small)

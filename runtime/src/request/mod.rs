@@ -1,9 +1,11 @@
 //! The request flow: a batch of dense features and sparse keys becomes scores with statuses.
 
-pub mod gpu;
-pub mod negative_cache;
+pub(crate) mod check;
+pub mod error;
+pub(crate) mod negative_cache;
+pub mod open;
 pub mod pipeline;
 pub(crate) mod queue;
 pub mod serving;
-pub mod weight_check;
+pub(crate) mod weight_check;
 pub mod worker;

@@ -1,39 +1,38 @@
-//! Keys that a worker found not to be in their tables, so that the next request for them reads
-//! nothing. A fixed number of places, one a hash, the newest stays: it may forget, and never names
-//! a key that is there.
+//! The negative cache of a worker: keys that their tables do not have, so that the next request for
+//! such a key reads nothing. One entry for each hash; the newest key wins. It may forget a key and
+//! never holds a key that its table has.
 
-use crate::limits::ABSENT_MAX;
+use crate::limits::NEGATIVE_CACHE_KEYS_MAX;
 use hatchback_kernels::cache::address::RowKey;
 
-/// The keys found absent. Good for one generation: what is absent in it stays absent.
+/// Keys that one generation does not have. A new generation starts with an empty one.
 pub(crate) struct NegativeCache {
-    places: Box<[Option<RowKey>]>,
+    entries: Box<[Option<RowKey>]>,
 }
 
 impl NegativeCache {
-    /// None yet.
     pub fn new() -> Self {
-        Self { places: vec![None; ABSENT_MAX].into() }
+        Self { entries: vec![None; NEGATIVE_CACHE_KEYS_MAX].into() }
     }
 
-    /// Bytes that it holds.
+    /// Returns the bytes that a negative cache takes.
     pub fn bytes() -> usize {
-        ABSENT_MAX * size_of::<Option<RowKey>>()
+        NEGATIVE_CACHE_KEYS_MAX * size_of::<Option<RowKey>>()
     }
 
-    fn place(&self, row: RowKey) -> usize {
-        row.hash() as usize % self.places.len()
+    fn entry(&self, row: RowKey) -> usize {
+        row.hash() as usize % self.entries.len()
     }
 
-    /// Whether `row` was found absent and is not forgotten.
-    pub fn holds(&self, row: RowKey) -> bool {
-        self.places[self.place(row)] == Some(row)
+    /// Returns whether `row` is known to be absent.
+    pub fn contains(&self, row: RowKey) -> bool {
+        self.entries[self.entry(row)] == Some(row)
     }
 
-    /// Remembers that a sound page, the only one that could hold `row`, does not.
-    pub fn note(&mut self, row: RowKey) {
-        let place = self.place(row);
-        self.places[place] = Some(row);
+    /// Adds `row`. The caller has verified the only page that could hold it.
+    pub fn insert(&mut self, row: RowKey) {
+        let entry = self.entry(row);
+        self.entries[entry] = Some(row);
     }
 }
 
@@ -45,11 +44,12 @@ mod tests {
     fn forgets_but_never_invents() {
         let mut absent = NegativeCache::new();
         let row = |key: u64| RowKey { table: (key % 3) as u16, key };
-        for key in 0..3 * ABSENT_MAX as u64 {
-            absent.note(row(2 * key));
-            assert!(absent.holds(row(2 * key)));
+        for key in 0..3 * NEGATIVE_CACHE_KEYS_MAX as u64 {
+            absent.insert(row(2 * key));
+            assert!(absent.contains(row(2 * key)));
         }
-        let held = (0..6 * ABSENT_MAX as u64).filter(|&key| absent.holds(row(key)));
-        assert!(held.inspect(|key| assert_eq!(key % 2, 0)).count() > ABSENT_MAX / 2);
+        let held = (0..6 * NEGATIVE_CACHE_KEYS_MAX as u64).filter(|&key| absent.contains(row(key)));
+        let found = held.inspect(|key| assert_eq!(key % 2, 0)).count();
+        assert!(found > NEGATIVE_CACHE_KEYS_MAX / 2);
     }
 }

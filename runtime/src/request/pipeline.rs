@@ -1,13 +1,14 @@
-//! The pipeline: many callers, one model. A request takes one of a fixed number of slots, waits in
-//! the order of arrival, is scored by a worker on a thread of its own, together with others that
-//! wait, and its scores are read in its slot. Never waits for a slot, never grows, never spins:
-//! without a free slot the answer is `Busy`.
+//! The pipeline: many callers, one model. A request takes one of a fixed number of slots and waits
+//! in order of arrival. A worker on its own thread scores it, in one batch with others that wait,
+//! and writes the scores into the slot. Never waits for a slot, never grows, never spins: without a
+//! free slot the caller receives [`RequestError::Busy`].
 
 use crate::bundle::manifest::Generation;
+use crate::clock::Clock;
 use crate::model::Model;
-use crate::request::queue::{Request, RequestQueue, work};
-pub use crate::request::queue::{RequestError, Stats};
-use crate::request::worker::{Clock, Scores, Worker};
+use crate::request::check::check_batch;
+use crate::request::queue::{Request, RequestQueue, run_worker};
+use crate::request::worker::{Scores, Worker};
 use crate::schema::batch::Batch;
 use std::io;
 use std::sync::mpsc::{Sender, channel};
@@ -15,114 +16,141 @@ use std::sync::{Arc, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// A model being served. Dropping it answers what waits, then ends the threads.
+pub use crate::request::error::RequestError;
+pub use crate::request::queue::Stats;
+
+/// A model being served. Dropping it answers the waiting requests, then ends the threads.
+///
+/// ```no_run
+/// use hatchback::clock::SystemClock;
+/// use hatchback::model::Model;
+/// use hatchback::model::budget::Budget;
+/// use hatchback::request::pipeline::Pipeline;
+/// use std::path::Path;
+/// use std::sync::Arc;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let disk = hatchback::io::disk::system();
+/// let model = Arc::new(Model::open(&disk, Path::new("flash"), Budget::default())?);
+/// let batch = model.batch();
+/// let pipeline = Pipeline::new(model, Arc::new(SystemClock::default()))?;
+///
+/// let ticket = pipeline.submit(&batch, None)?;
+/// let answer = ticket.wait()?;
+/// println!("{:?}", answer.scores().values);
+/// # Ok(())
+/// # }
+/// ```
 pub struct Pipeline {
-    lane: Arc<RequestQueue>,
+    queue: Arc<RequestQueue>,
     model: Arc<Model>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Pipeline {
-    /// Serves `model` with the slots and workers of its budget, all memory taken now.
+    /// Serves `model` with the slots and workers of its budget and takes all their memory.
     ///
     /// # Errors
-    /// The system gives no thread, or the GPU no memory.
+    /// The system gives no thread, or the GPU has no memory for a worker.
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
-        let lane = Arc::new(RequestQueue::new(&model, Arc::clone(&clock)));
-        let mut pipeline = Self { lane, model, threads: Vec::new() };
+        let queue = Arc::new(RequestQueue::new(&model, Arc::clone(&clock)));
+        let mut pipeline = Self { queue, model, threads: Vec::new() };
         for number in 0..pipeline.model.budget().workers {
             let worker = Worker::new(Arc::clone(&pipeline.model), Arc::clone(&clock));
-            if let Some(e) = worker.broken() {
+            if let Some(e) = worker.failure() {
                 return Err(io::Error::other(Arc::clone(e)));
             }
-            let (lane, name) = (Arc::clone(&pipeline.lane), format!("worker {number}"));
-            let work = move || work(&lane, worker);
-            pipeline.threads.push(std::thread::Builder::new().name(name).spawn(work)?);
+
+            let (queue, name) = (Arc::clone(&pipeline.queue), format!("worker {number}"));
+            let run = move || run_worker(&queue, worker);
+            pipeline.threads.push(std::thread::Builder::new().name(name).spawn(run)?);
         }
         Ok(pipeline)
     }
 
-    /// The model.
+    /// Returns the model.
     pub fn model(&self) -> &Arc<Model> {
         &self.model
     }
 
-    /// Copies `batch` into a free slot and queues it. `deadline` is as in [`Worker::score`].
+    /// Copies `batch` into a free slot and queues it. `deadline` is that of [`Worker::score`].
     ///
     /// # Errors
-    /// All slots are taken, or the batch does not fit the model.
+    /// [`RequestError::Busy`] if all slots are taken, [`RequestError::Score`] if the batch does not
+    /// fit the model.
     pub fn submit(
         &self,
         batch: &Batch,
         deadline: Option<Duration>,
     ) -> Result<Ticket, RequestError> {
-        self.model.check(batch)?;
-        self.lane.submit(batch, deadline).map(|slot| Ticket { lane: Arc::clone(&self.lane), slot })
+        check_batch(&self.model, batch)?;
+        let slot = self.queue.submit(batch, deadline)?;
+        Ok(Ticket { queue: Arc::clone(&self.queue), slot })
     }
 
-    /// Names keys of feature `feature` that requests will look up soon. They are fetched into the
-    /// cache while no request waits; those that there is no room for are dropped and counted.
-    /// Returns how many were taken.
+    /// Queues keys of feature `feature` that later requests will look up. Workers fetch their rows
+    /// into the cache while no request waits. Keys beyond the room of the prefetch queue are
+    /// dropped and counted. Returns how many keys were queued.
     pub fn prefetch(&self, feature: usize, keys: &[u64]) -> usize {
         let table = self.model.schema().features.get(feature).map(|f| f.table);
         let Some(table) = table.filter(|&t| self.model.is_cached(t)) else { return 0 };
-        self.lane.prefetch(table, keys)
+        self.queue.prefetch(table, keys)
     }
 
-    /// What was done so far.
+    /// Returns what the pipeline did since it was opened.
     pub fn stats(&self) -> Stats {
-        self.lane.stats()
+        self.queue.stats()
     }
 }
 
 impl Drop for Pipeline {
     fn drop(&mut self) {
-        self.lane.close();
+        self.queue.close();
         for thread in self.threads.drain(..) {
-            // What a thread had in hand when it panicked was answered.
+            // The requests of a worker that panicked were answered with an error.
             let _ = thread.join();
         }
     }
 }
 
-/// Makes pipelines on a thread of its own, which has the scheduling class, priority and CPUs of who
-/// made this. Workers inherit those, and not what is lowest: that of an update's thread, from which
-/// a swap comes.
-pub(crate) struct Maker(Sender<Order>);
+/// Starts pipelines on a thread of its own, which keeps the scheduling class, priority and CPUs of
+/// the thread that made it. Worker threads inherit these. A swap comes from the low-priority thread
+/// of an update, whose scheduling they must not inherit.
+pub(crate) struct PipelineStarter(Sender<Order>);
 
 struct Order {
     model: Arc<Model>,
     clock: Arc<dyn Clock>,
-    made: Sender<io::Result<Pipeline>>,
+    reply: Sender<io::Result<Pipeline>>,
 }
 
-impl Maker {
-    /// Starts the thread; it ends with this.
+impl PipelineStarter {
+    /// Starts the thread. It ends when the starter is dropped.
     pub(crate) fn new() -> Self {
-        let (orders, taken) = channel::<Order>();
-        let make = move || {
-            taken.iter().for_each(|order| {
-                // Who ordered waits for it.
-                let _ = order.made.send(Pipeline::new(order.model, order.clock));
+        let (orders, received) = channel::<Order>();
+        let run = move || {
+            received.iter().for_each(|order| {
+                // The caller of `start` waits for the reply and cannot be gone.
+                let _ = order.reply.send(Pipeline::new(order.model, order.clock));
             });
         };
-        // Without a thread nobody takes orders, and `make` says so.
-        let _ = std::thread::Builder::new().name("pipelines".to_owned()).spawn(make);
+        // If the system gives no thread, `start` returns the error.
+        let _ = std::thread::Builder::new().name("pipelines".to_owned()).spawn(run);
         Self(orders)
     }
 
-    /// As [`Pipeline::new`].
-    pub(crate) fn make(&self, model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Pipeline> {
-        let (made, pipeline) = channel();
-        let gone = || io::Error::other("the thread that makes pipelines is gone");
-        self.0.send(Order { model, clock, made }).map_err(|_| gone())?;
+    /// Serves `model`, as [`Pipeline::new`] does.
+    pub(crate) fn start(&self, model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Pipeline> {
+        let (reply, pipeline) = channel();
+        let gone = || io::Error::other("the thread that starts pipelines is not running");
+        self.0.send(Order { model, clock, reply }).map_err(|_| gone())?;
         pipeline.recv().map_err(|_| gone())?
     }
 }
 
-/// A request on its way. Dropping it frees its slot, at once or when its worker is done with it.
+/// A submitted request. Dropping it frees its slot, immediately or when its worker is done.
 pub struct Ticket {
-    lane: Arc<RequestQueue>,
+    queue: Arc<RequestQueue>,
     slot: u16,
 }
 
@@ -132,7 +160,7 @@ pub struct Answer<'a> {
 }
 
 impl Answer<'_> {
-    /// The scores with their statuses.
+    /// Returns the scores with their statuses.
     pub fn scores(&self) -> Scores<'_> {
         let Request { batch, scores, statuses, outputs, .. } = &*self.request;
         Scores { values: &scores[..batch.size() * outputs], statuses: &statuses[..batch.size()] }
@@ -140,27 +168,28 @@ impl Answer<'_> {
 }
 
 impl Ticket {
-    /// The generation that answers.
+    /// Returns the generation that scores the request.
     pub fn generation(&self) -> &Generation {
-        &self.lane.generation
+        &self.queue.generation
     }
 
-    /// Whether `wait` returns at once.
+    /// Returns whether [`Ticket::wait`] would return without waiting.
     pub fn is_done(&self) -> bool {
-        self.lane.is_done(self.slot)
+        self.queue.is_done(self.slot)
     }
 
     /// Waits for the scores.
     ///
     /// # Errors
-    /// There are none.
+    /// [`RequestError::Score`] if the worker could not score the batch,
+    /// [`RequestError::Panicked`] if the worker panicked.
     pub fn wait(&self) -> Result<Answer<'_>, RequestError> {
-        self.lane.wait(self.slot).map(|request| Answer { request })
+        self.queue.wait(self.slot).map(|request| Answer { request })
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        self.lane.leave(self.slot);
+        self.queue.release(self.slot);
     }
 }

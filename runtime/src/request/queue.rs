@@ -1,17 +1,19 @@
-//! What callers and workers of a pipeline share: the slots, the queue, and the worker's side of
-//! both. A worker takes the first requests that go together, scores them as one batch and answers
-//! each in its slot; with none waiting it fetches rows behind answers and ahead of requests, a few
-//! pages at a time. Never takes memory, never overtakes.
+//! What callers and workers of a pipeline share: the slots, the request queue, and the loop of a
+//! worker thread. A worker takes the first requests that can be batched, scores them as one batch
+//! and writes each result into its slot. Without a request it fetches deferred and prefetched rows,
+//! a few pages at a time. Never allocates, never reorders requests.
 //!
 //! The queue is a `heapless::Deque` behind a lock and not its lock-free `mpmc` queue: a worker must
-//! look at the first request before it takes it (do they fit together? is it due?), must sleep
-//! while there is none, and `mpmc` may call itself full or empty while another thread is half-way
-//! through it. The lock is held to move a few words.
+//! look at the first request before it takes it (can both be batched? is it ready?), must sleep
+//! while there is none, and `mpmc` may report full or empty while another thread is half-way
+//! through it. The lock is held only to move a few words.
 
 use crate::bundle::manifest::Generation;
+use crate::clock::Clock;
 use crate::limits::{PREFETCH_MAX, SLOTS_MAX};
 use crate::model::Model;
-use crate::request::worker::{Clock, Counters, ScoreError, Worker};
+use crate::request::error::RequestError;
+use crate::request::worker::{Counters, Worker};
 use crate::schema::batch::Batch;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::lookup::LookupStatus;
@@ -19,41 +21,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Pages that a worker reads ahead or behind before it looks for requests again.
-const PAGES_A_STEP: usize = 8;
+/// Deferred pages that a worker reads before it looks for requests again.
+const PAGES_PER_STEP: usize = 8;
 
-/// Keys that a worker takes to fetch ahead at once.
-const KEYS_A_STEP: usize = 32;
-
-/// Why there are no scores. The caller falls back.
-#[derive(Clone, Debug, thiserror::Error)]
-pub enum RequestError {
-    /// Every slot is taken. Nothing was done; try again later.
-    #[error("busy: all {0} request slots are taken")]
-    Busy(usize),
-    /// The request does not fit the model, or the dense network failed.
-    #[error(transparent)]
-    Score(Arc<ScoreError>),
-    /// No model of that name is served.
-    #[error("no such model is served")]
-    NotServed,
-    /// The worker panicked; another took its place.
-    #[error("the worker that served this request panicked")]
-    Panicked,
-}
-
-impl From<ScoreError> for RequestError {
-    fn from(e: ScoreError) -> Self {
-        Self::Score(Arc::new(e))
-    }
-}
+/// Keys to prefetch that a worker takes in one step.
+const KEYS_PER_STEP: usize = 32;
 
 /// What a pipeline did since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Requests that a worker took up.
+    /// Requests that a worker took.
     pub requests: u64,
-    /// Batches that they were put together to.
+    /// Batches in which the workers scored them.
     pub batches: u64,
     /// Requests refused because every slot was taken.
     pub busy: u64,
@@ -61,25 +40,25 @@ pub struct Stats {
     pub failed: u64,
     /// Requests that wait now.
     pub waiting: usize,
-    /// Keys named ahead that there was no room for.
+    /// Keys to prefetch that were dropped for lack of room.
     pub prefetch_dropped: u64,
-    /// Keys named ahead that are not fetched yet.
+    /// Keys to prefetch that are not fetched yet.
     pub prefetch_waiting: usize,
     /// Running totals of the workers.
     pub counters: Counters,
 }
 
-/// What callers and workers share.
+/// What callers and workers of a pipeline share.
 pub struct RequestQueue {
     pub generation: Generation,
     clock: Arc<dyn Clock>,
     slots: Box<[Slot]>,
     queue: Mutex<Queue>,
-    /// There may be something to do.
+    /// Signals that there may be work.
     work: Condvar,
     batch_max: usize,
-    gather: Duration,
-    /// Deadlines matter only where a table waits as long as they allow.
+    batch_delay: Duration,
+    /// Whether a table has the miss policy `deadline`. Else deadlines are ignored.
     has_deadlines: bool,
 }
 
@@ -92,16 +71,18 @@ struct Slot {
 pub struct Request {
     stage: Stage,
     pub batch: Batch,
+    /// `[batch_max, outputs]`.
     pub scores: Vec<f32>,
+    /// `[batch_max]`.
     pub statuses: Vec<LookupStatus>,
     pub outputs: usize,
 }
 
-/// Where a request stands.
+/// How far a request is.
 enum Stage {
     Waiting,
     Done(Result<(), RequestError>),
-    /// The caller went away before it was served.
+    /// The caller dropped its ticket before the request was done.
     Abandoned,
 }
 
@@ -111,18 +92,19 @@ struct Waiting {
     slot: u16,
     samples: u32,
     deadline: Option<Duration>,
-    /// Until then it waits for others to join it.
-    due: Duration,
+    /// Until this time it waits for other requests to be batched with.
+    ready_at: Duration,
 }
 
 struct Queue {
     free: heapless::Vec<u16, SLOTS_MAX>,
     waiting: heapless::Deque<Waiting, SLOTS_MAX>,
+    /// Samples of all waiting requests.
     samples: usize,
     prefetch: heapless::Deque<RowKey, PREFETCH_MAX>,
-    /// Keys that a worker fetches ahead now. One does at a time: the others stay free for requests.
-    ahead: usize,
-    closing: bool,
+    /// Keys that one worker prefetches now. The other workers stay free for requests.
+    prefetching: usize,
+    is_closing: bool,
     stats: Stats,
 }
 
@@ -134,27 +116,25 @@ impl RequestQueue {
     pub fn new(model: &Model, clock: Arc<dyn Clock>) -> Self {
         let budget = model.budget();
         let slot = |_| {
-            let (batch, n) = (model.batch(), budget.batch_max as usize);
-            let (scores, statuses) =
-                (vec![0.0; n * model.outputs()], vec![LookupStatus::default(); n]);
+            let batch_max = budget.batch_max as usize;
             let request = Request {
                 stage: Stage::Abandoned,
-                batch,
-                scores,
-                statuses,
+                batch: model.batch(),
+                scores: vec![0.0; batch_max * model.outputs()],
+                statuses: vec![LookupStatus::default(); batch_max],
                 outputs: model.outputs(),
             };
             Slot { request: Mutex::new(request), done: Condvar::new() }
         };
+
         let queue = Queue {
-            // The last is taken first: what a request left in the processor's caches the next one
-            // uses.
+            // The slot freed last is taken first: its memory is still in the processor's caches.
             free: (0..budget.slots as u16).rev().collect(),
             waiting: heapless::Deque::new(),
             samples: 0,
             prefetch: heapless::Deque::new(),
-            ahead: 0,
-            closing: false,
+            prefetching: 0,
+            is_closing: false,
             stats: Stats::default(),
         };
         Self {
@@ -164,11 +144,12 @@ impl RequestQueue {
             queue: Mutex::new(queue),
             work: Condvar::new(),
             batch_max: budget.batch_max as usize,
-            gather: Duration::from_micros(budget.gather_us.into()),
+            batch_delay: Duration::from_micros(budget.batch_delay_us_max.into()),
             has_deadlines: model.has_deadlines(),
         }
     }
 
+    /// Copies `batch`, which fits the model, into a free slot, queues it and returns the slot.
     pub fn submit(&self, batch: &Batch, deadline: Option<Duration>) -> Result<u16, RequestError> {
         let taken = {
             let mut queue = lock(&self.queue);
@@ -184,14 +165,16 @@ impl RequestQueue {
             let fits = request.batch.append(batch);
             assert!(fits, "the batch was checked");
         }
+
         let (samples, deadline) = (batch.size() as u32, deadline.filter(|_| self.has_deadlines));
-        // A request with a deadline has no time to give.
-        let alone = self.gather.is_zero() || deadline.is_some();
-        let due = if alone { Duration::ZERO } else { self.clock.now() + self.gather };
+        // A request with a deadline has no time to wait for others.
+        let is_ready = self.batch_delay.is_zero() || deadline.is_some();
+        let ready_at = if is_ready { Duration::ZERO } else { self.clock.now() + self.batch_delay };
+
         let mut queue = lock(&self.queue);
         queue.samples += batch.size();
-        let queued = queue.waiting.push_back(Waiting { slot, samples, deadline, due }).is_ok();
-        assert!(queued, "the queue has room for every slot");
+        let queued = queue.waiting.push_back(Waiting { slot, samples, deadline, ready_at });
+        assert!(queued.is_ok(), "the queue has room for every slot");
         drop(queue);
         self.work.notify_one();
         Ok(slot)
@@ -202,13 +185,14 @@ impl RequestQueue {
         assert!(freed, "a slot is freed once");
     }
 
+    /// Queues keys to prefetch as far as there is room; returns how many.
     pub fn prefetch(&self, table: u16, keys: &[u64]) -> usize {
         let mut queue = lock(&self.queue);
         let room = queue.prefetch.capacity() - queue.prefetch.len();
         let taken = room.min(keys.len());
         for &key in &keys[..taken] {
             let queued = queue.prefetch.push_back(RowKey { table, key }).is_ok();
-            assert!(queued, "there is room");
+            assert!(queued, "the prefetch queue has room");
         }
         queue.stats.prefetch_dropped += (keys.len() - taken) as u64;
         drop(queue);
@@ -216,25 +200,25 @@ impl RequestQueue {
         taken
     }
 
-    /// Bytes of the queues and of what `workers` have in hand.
+    /// Returns the bytes of the queues and of the requests in flight of `workers`.
     pub fn queue_bytes(workers: usize) -> usize {
         size_of::<Queue>() + workers * size_of::<InFlight>()
     }
 
-    /// What was done so far.
+    /// Returns what the pipeline did so far.
     pub fn stats(&self) -> Stats {
         let queue = lock(&self.queue);
-        let prefetch_waiting = queue.prefetch.len() + queue.ahead;
+        let prefetch_waiting = queue.prefetch.len() + queue.prefetching;
         Stats { waiting: queue.waiting.len(), prefetch_waiting, ..queue.stats }
     }
 
-    /// Lets the workers end once nothing waits.
+    /// Lets the workers end as soon as no request waits.
     pub fn close(&self) {
-        lock(&self.queue).closing = true;
+        lock(&self.queue).is_closing = true;
         self.work.notify_all();
     }
 
-    /// Whether the request in `slot` is answered.
+    /// Returns whether the request in `slot` is answered.
     pub fn is_done(&self, slot: u16) -> bool {
         matches!(lock(&self.slots[usize::from(slot)].request).stage, Stage::Done(_))
     }
@@ -252,34 +236,36 @@ impl RequestQueue {
         }
     }
 
-    /// The caller is done with `slot`: frees it, or leaves that to the worker that has it.
-    pub fn leave(&self, slot: u16) {
-        let done = {
+    /// Releases `slot` for its caller: frees it if the request is done, else leaves that to the
+    /// worker.
+    pub fn release(&self, slot: u16) {
+        let is_done = {
             let mut request = lock(&self.slots[usize::from(slot)].request);
-            let done = matches!(request.stage, Stage::Done(_));
+            let is_done = matches!(request.stage, Stage::Done(_));
             request.stage = Stage::Abandoned;
-            done
+            is_done
         };
-        if done {
+        if is_done {
             self.free(slot);
         }
     }
 
-    /// Adds the request in `slot` to `batch`; frees the slot instead if its caller is gone.
-    fn join(&self, slot: u16, batch: &mut Batch) -> bool {
-        let wanted = {
+    /// Appends the request in `slot` to `batch`. If its caller abandoned it, frees the slot and
+    /// returns false.
+    fn append_to(&self, slot: u16, batch: &mut Batch) -> bool {
+        let is_wanted = {
             let request = lock(&self.slots[usize::from(slot)].request);
-            let wanted = matches!(request.stage, Stage::Waiting);
-            assert!(!wanted || batch.append(&request.batch), "requests in hand fit one batch");
-            wanted
+            let is_wanted = matches!(request.stage, Stage::Waiting);
+            assert!(!is_wanted || batch.append(&request.batch), "requests in flight fit one batch");
+            is_wanted
         };
-        if !wanted {
+        if !is_wanted {
             self.free(slot);
         }
-        wanted
+        is_wanted
     }
 
-    /// Ends the request in `slot`: `write` fills its scores, or it failed.
+    /// Ends the request in `slot` with `result`; `write` fills in its scores.
     fn finish(
         &self,
         slot: u16,
@@ -287,146 +273,64 @@ impl RequestQueue {
         write: impl FnOnce(&mut Request),
     ) {
         let at = &self.slots[usize::from(slot)];
-        let abandoned = {
+        let is_abandoned = {
             let mut request = lock(&at.request);
-            let abandoned = matches!(request.stage, Stage::Abandoned);
-            if !abandoned {
+            let is_abandoned = matches!(request.stage, Stage::Abandoned);
+            if !is_abandoned {
                 write(&mut request);
                 request.stage = Stage::Done(result);
             }
-            abandoned
+            is_abandoned
         };
-        if abandoned { self.free(slot) } else { at.done.notify_all() }
-    }
-}
-
-impl Queue {
-    /// Moves the first requests that go together into `hand`. If the first one waits for others to
-    /// join it, how long.
-    fn take(&mut self, lane: &RequestQueue, hand: &mut InFlight) -> Option<Duration> {
-        let first = *self.waiting.front()?;
-        if first.due > Duration::ZERO && self.samples < lane.batch_max && !self.closing {
-            let left = first.due.saturating_sub(lane.clock.now());
-            if left > Duration::ZERO {
-                return Some(left);
-            }
-        }
-        hand.deadline = first.deadline;
-        let (mut samples, mut latest) = (0, first.deadline);
-        while let Some(&next) = self.waiting.front() {
-            samples += next.samples as usize;
-            let (earliest, last) = (hand.deadline.min(next.deadline), latest.max(next.deadline));
-            if samples > lane.batch_max || !lane.go_together(earliest, last) {
-                break;
-            }
-            (hand.deadline, latest) = (earliest, last);
-            self.waiting.pop_front();
-            self.samples -= next.samples as usize;
-            let taken = hand.requests.push(next).is_ok();
-            assert!(taken, "a hand has room for every slot");
-        }
-        self.stats.batches += 1;
-        self.stats.requests += hand.requests.len() as u64;
-        None
+        if is_abandoned { self.free(slot) } else { at.done.notify_all() }
     }
 
-    /// Moves keys to fetch ahead to `worker`, if no other has any.
-    fn take_ahead(&mut self, keys: &mut heapless::Vec<RowKey, KEYS_A_STEP>) {
-        while self.ahead < KEYS_A_STEP
-            && let Some(row) = self.prefetch.pop_front()
-        {
-            self.ahead += 1;
-            let taken = keys.push(row).is_ok();
-            assert!(taken, "a step has room for its keys");
+    /// Returns whether requests with deadlines from `earliest` to `latest` can be batched. The
+    /// batch has the earliest deadline, so the others lose at most the batch delay.
+    fn can_batch(&self, earliest: Option<Duration>, latest: Option<Duration>) -> bool {
+        match (earliest, latest) {
+            (Some(earliest), Some(latest)) => latest - earliest <= self.batch_delay,
+            (earliest, latest) => earliest == latest,
         }
     }
-}
 
-/// What one worker has in hand; outlives its panic.
-#[derive(Default)]
-struct InFlight {
-    requests: heapless::Vec<Waiting, SLOTS_MAX>,
-    /// How many of them were answered.
-    answered: usize,
-    deadline: Option<Duration>,
-    /// Whether the queue's `ahead` keys are this worker's.
-    ahead: bool,
-}
-
-/// A worker's thread. Whatever panics in it costs the requests in hand, which are told so, and
-/// nothing else.
-pub fn work(lane: &RequestQueue, mut worker: Worker) {
-    let (model, mut hand) = (Arc::clone(worker.model()), InFlight::default());
-    while catch_unwind(AssertUnwindSafe(|| serve(lane, worker, &mut hand))).is_err() {
-        let lost = &hand.requests[hand.answered..];
-        log::error!(
-            "a worker panicked with {} requests in hand; another takes its place",
-            lost.len()
-        );
-        lost.iter().for_each(|r| lane.finish(r.slot, Err(RequestError::Panicked), |_| ()));
-        lock(&lane.queue).stats.failed += lost.len() as u64;
-        if hand.ahead {
-            lock(&lane.queue).ahead = 0;
-        }
-        hand = InFlight::default();
-        worker = Worker::new(Arc::clone(&model), Arc::clone(&lane.clock));
-    }
-}
-
-/// Does what there is to do until the pipeline closes: requests first, then rows that were answered
-/// with defaults, then keys that were named ahead.
-fn serve(lane: &RequestQueue, mut worker: Worker, hand: &mut InFlight) {
-    let (mut batch, mut counted) = (worker.model().batch(), Counters::default());
-    let mut keys = heapless::Vec::new();
-    while lane.next(&worker, hand, &mut counted, &mut keys) {
-        score(lane, &mut worker, &mut batch, hand);
-        // Its list of rows behind is empty, or the worker would not have been given keys.
-        let dropped = keys.iter().filter(|&&row| !worker.fetch_ahead(row)).count();
-        if dropped > 0 {
-            lock(&lane.queue).stats.prefetch_dropped += dropped as u64;
-        }
-        keys.clear();
-        // Under steady load too, what was answered with defaults becomes fresh bit by bit.
-        worker.fetch_behind(PAGES_A_STEP);
-    }
-}
-
-impl RequestQueue {
-    /// Waits until there is something to do, and hands it over: requests, keys to fetch ahead, or
-    /// rows that `worker` still has to fetch. Returns whether there will ever be.
+    /// Waits until there is work and hands it over: requests, keys to prefetch, or the signal that
+    /// `worker` has deferred rows to fetch. Returns false if the pipeline closes.
     fn next(
         &self,
         worker: &Worker,
-        hand: &mut InFlight,
+        in_flight: &mut InFlight,
         counted: &mut Counters,
-        keys: &mut heapless::Vec<RowKey, KEYS_A_STEP>,
+        keys: &mut heapless::Vec<RowKey, KEYS_PER_STEP>,
     ) -> bool {
         let mut queue = lock(&self.queue);
         queue.stats.counters.add(&worker.counters().since(counted));
         *counted = worker.counters();
-        if hand.ahead && worker.behind() == 0 {
-            (hand.ahead, queue.ahead) = (false, 0);
+        if in_flight.is_prefetching && worker.deferred_len() == 0 {
+            (in_flight.is_prefetching, queue.prefetching) = (false, 0);
         }
+
         loop {
-            let wait = queue.take(self, hand);
-            if !hand.requests.is_empty() {
-                // What this worker leaves may have been announced to it alone.
+            let wait = queue.take(self, in_flight);
+            if !in_flight.requests.is_empty() {
+                // Only this worker may have been notified of the requests that it leaves.
                 if !queue.waiting.is_empty() {
                     self.work.notify_one();
                 }
                 return true;
             }
-            if queue.closing {
+            if queue.is_closing {
                 return false;
             }
-            if worker.behind() > 0 {
+            if worker.deferred_len() > 0 {
                 return true;
             }
-            if queue.ahead == 0 && !queue.prefetch.is_empty() {
-                queue.take_ahead(keys);
-                hand.ahead = true;
+            if queue.prefetching == 0 && !queue.prefetch.is_empty() {
+                queue.take_prefetch(keys);
+                in_flight.is_prefetching = true;
                 return true;
             }
+
             queue = match wait {
                 None => self.work.wait(queue).unwrap_or_else(PoisonError::into_inner),
                 Some(wait) => {
@@ -435,48 +339,140 @@ impl RequestQueue {
             };
         }
     }
+}
 
-    /// Whether requests with deadlines from `earliest` to `latest` go together. The earliest then
-    /// counts for all: none loses more than a request may have to wait for others.
-    fn go_together(&self, earliest: Option<Duration>, latest: Option<Duration>) -> bool {
-        match (earliest, latest) {
-            (Some(earliest), Some(latest)) => latest - earliest <= self.gather,
-            (earliest, latest) => earliest == latest,
+impl Queue {
+    /// Moves the first requests that can be batched to `in_flight`. If the first request still
+    /// waits for others, returns for how long.
+    fn take(&mut self, shared: &RequestQueue, in_flight: &mut InFlight) -> Option<Duration> {
+        let first = *self.waiting.front()?;
+        let may_wait = first.ready_at > Duration::ZERO && self.samples < shared.batch_max;
+        if may_wait && !self.is_closing {
+            let left = first.ready_at.saturating_sub(shared.clock.now());
+            if left > Duration::ZERO {
+                return Some(left);
+            }
+        }
+
+        in_flight.deadline = first.deadline;
+        let (mut samples, mut latest) = (0, first.deadline);
+        while let Some(&next) = self.waiting.front() {
+            samples += next.samples as usize;
+            let earliest = in_flight.deadline.min(next.deadline);
+            let last = latest.max(next.deadline);
+            if samples > shared.batch_max || !shared.can_batch(earliest, last) {
+                break;
+            }
+            (in_flight.deadline, latest) = (earliest, last);
+            self.waiting.pop_front();
+            self.samples -= next.samples as usize;
+            let taken = in_flight.requests.push(next).is_ok();
+            assert!(taken, "a worker has room for the requests of every slot");
+        }
+
+        self.stats.batches += 1;
+        self.stats.requests += in_flight.requests.len() as u64;
+        None
+    }
+
+    /// Moves keys to prefetch to `keys`. The caller has checked that no worker prefetches.
+    fn take_prefetch(&mut self, keys: &mut heapless::Vec<RowKey, KEYS_PER_STEP>) {
+        while self.prefetching < KEYS_PER_STEP
+            && let Some(row) = self.prefetch.pop_front()
+        {
+            self.prefetching += 1;
+            let taken = keys.push(row).is_ok();
+            assert!(taken, "a step has room for its keys");
         }
     }
 }
 
-/// Scores the requests in hand as one batch and answers each.
-fn score(lane: &RequestQueue, worker: &mut Worker, batch: &mut Batch, hand: &mut InFlight) {
+/// The requests that one worker serves. Outlives a panic of the worker.
+#[derive(Default)]
+struct InFlight {
+    requests: heapless::Vec<Waiting, SLOTS_MAX>,
+    /// How many of them are answered.
+    answered: usize,
+    deadline: Option<Duration>,
+    /// Whether this worker prefetches the queue's `prefetching` keys.
+    is_prefetching: bool,
+}
+
+/// Runs a worker thread until the pipeline closes. If the worker panics, its requests in flight are
+/// answered with an error and a new worker takes its place.
+pub fn run_worker(queue: &RequestQueue, mut worker: Worker) {
+    let (model, mut in_flight) = (Arc::clone(worker.model()), InFlight::default());
+    while catch_unwind(AssertUnwindSafe(|| serve(queue, worker, &mut in_flight))).is_err() {
+        let lost = &in_flight.requests[in_flight.answered..];
+        log::error!(
+            "a worker panicked, {} requests in flight fail; a new worker takes its place",
+            lost.len()
+        );
+        lost.iter().for_each(|r| queue.finish(r.slot, Err(RequestError::Panicked), |_| ()));
+
+        let mut shared = lock(&queue.queue);
+        shared.stats.failed += lost.len() as u64;
+        if in_flight.is_prefetching {
+            shared.prefetching = 0;
+        }
+        drop(shared);
+        in_flight = InFlight::default();
+        worker = Worker::new(Arc::clone(&model), Arc::clone(&queue.clock));
+    }
+}
+
+/// Serves until the pipeline closes: first requests, then rows that were answered with defaults,
+/// then keys to prefetch.
+fn serve(queue: &RequestQueue, mut worker: Worker, in_flight: &mut InFlight) {
+    let (mut batch, mut counted) = (worker.model().batch(), Counters::default());
+    let mut keys = heapless::Vec::new();
+    while queue.next(&worker, in_flight, &mut counted, &mut keys) {
+        score(queue, &mut worker, &mut batch, in_flight);
+
+        // `next` hands out keys only to a worker without deferred rows, so that there is room.
+        let dropped = keys.iter().filter(|&&row| !worker.enqueue_prefetch(row)).count();
+        if dropped > 0 {
+            lock(&queue.queue).stats.prefetch_dropped += dropped as u64;
+        }
+        keys.clear();
+
+        // Deferred rows are fetched after each batch, so that they arrive under steady load too.
+        worker.fetch_deferred(PAGES_PER_STEP);
+    }
+}
+
+/// Scores the requests in flight as one batch and answers each.
+fn score(queue: &RequestQueue, worker: &mut Worker, batch: &mut Batch, in_flight: &mut InFlight) {
     batch.clear();
-    hand.requests.retain(|r| lane.join(r.slot, batch));
-    if hand.requests.is_empty() {
+    in_flight.requests.retain(|r| queue.append_to(r.slot, batch));
+    if in_flight.requests.is_empty() {
         return;
     }
+
     let outputs = worker.model().outputs();
-    match worker.score(batch, hand.deadline) {
+    match worker.score(batch, in_flight.deadline) {
         Ok(all) => {
             let mut start = 0;
-            for r in &hand.requests {
+            for r in &in_flight.requests {
                 let samples = start..start + r.samples as usize;
                 start = samples.end;
-                lane.finish(r.slot, Ok(()), |request| {
+                queue.finish(r.slot, Ok(()), |request| {
                     let values = &all.values[samples.start * outputs..samples.end * outputs];
                     request.scores[..values.len()].copy_from_slice(values);
                     request.statuses[..samples.len()].copy_from_slice(&all.statuses[samples]);
                 });
-                hand.answered += 1;
+                in_flight.answered += 1;
             }
         }
         Err(e) => {
             let e = Arc::new(e);
-            for r in &hand.requests {
-                lane.finish(r.slot, Err(RequestError::Score(Arc::clone(&e))), |_| ());
-                hand.answered += 1;
+            for r in &in_flight.requests {
+                queue.finish(r.slot, Err(RequestError::Score(Arc::clone(&e))), |_| ());
+                in_flight.answered += 1;
             }
-            lock(&lane.queue).stats.failed += hand.requests.len() as u64;
+            lock(&queue.queue).stats.failed += in_flight.requests.len() as u64;
         }
     }
-    hand.requests.clear();
-    hand.answered = 0;
+    in_flight.requests.clear();
+    in_flight.answered = 0;
 }

@@ -1,73 +1,48 @@
-//! Several models in one process, each by its name and with a pipeline of its own, within one
-//! memory budget. A swap opens the new generation beside the old one and exchanges one pointer
-//! between two requests: what was submitted before is answered by the old generation, which then
-//! goes. Never shows a caller a change of another model.
+//! Several models in one process, each with a name and a pipeline, within one memory budget. A swap
+//! opens the new generation beside the old one and exchanges one pointer between two requests. The
+//! old generation answers the requests submitted before, then it is freed. Never shows a caller of
+//! one model a change of another.
 
 use crate::bundle::manifest::Generation;
+use crate::clock::Clock;
 use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
 use crate::model::budget::{Budget, MemoryPlan};
-use crate::model::cache_transfer::Transferred;
+use crate::model::cache_transfer::{Transferred, shares_segments_with, warm_from};
+use crate::model::preload::preload_hot_keys;
 use crate::model::{Model, OpenError};
-use crate::request::pipeline::{Maker, Pipeline, RequestError, Stats, Ticket};
-use crate::request::worker::Clock;
+use crate::request::pipeline::{Pipeline, PipelineStarter, RequestError, Stats, Ticket};
 use crate::schema::Schema;
 use crate::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
-use hatchback_kernels::dense::TensorRtOptions;
+use hatchback_kernels::gpu::TensorRtOptions;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
-/// Why a model is not loaded, swapped or unloaded. Everything is then as it was.
+/// Why a model is not loaded, swapped or unloaded. The models that are served did not change.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum ServingError {
-    /// The model cannot be served.
+    /// The model cannot be opened.
     #[error("model `{name}`: {source}")]
-    Open {
-        /// Its name.
-        name: String,
-        /// Why.
-        source: OpenError,
-    },
-    /// It does not fit beside what is served.
+    Open { name: String, source: OpenError },
+    /// The model does not fit beside those that are served. `taken` bytes of `max` are theirs; in a
+    /// swap the old generation counts too.
     #[error("model `{name}`: memory_bytes_max = {max}, and {taken} bytes are taken: {problem}")]
-    Memory {
-        /// Its name.
-        name: String,
-        /// The budget of all models.
-        max: u64,
-        /// What those that are served take of it; in a swap the old generation too.
-        taken: u64,
-        /// What it takes and what to lower.
-        problem: String,
-    },
-    /// The device takes fewer reads than there would be workers.
+    Memory { name: String, max: u64, taken: u64, problem: String },
+    /// The device allows fewer reads in flight than there would be workers.
     #[error("model `{name}`: reads_max = {max}: {workers} workers of all models need a read each")]
-    Reads {
-        /// Its name.
-        name: String,
-        /// Reads that the device takes at once.
-        max: usize,
-        /// Workers that there would be.
-        workers: usize,
-    },
+    Reads { name: String, max: usize, workers: usize },
     /// A model of that name is served already.
     #[error("model `{0}` is served already")]
     Loaded(String),
     /// No model of that name is served.
     #[error("no model `{0}` is served")]
     NotLoaded(String),
-    /// Requests to the live generation would not fit the new one: it is another model.
+    /// Requests to the live generation would not fit the new one.
     #[error("model `{name}`: {field} of the new generation: {problem}; load it under another name")]
-    Shape {
-        /// Its name.
-        name: String,
-        /// What differs.
-        field: &'static str,
-        /// How.
-        problem: String,
-    },
+    Shape { name: String, field: &'static str, problem: String },
     /// The system gives no threads.
     #[error("threads: {0}")]
     Threads(#[from] io::Error),
@@ -76,9 +51,9 @@ pub enum ServingError {
 /// What a swap did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Swapped {
-    /// What became of the warm caches' rows.
-    pub carried: Transferred,
-    /// How long it kept requests from being submitted at most.
+    /// What the cache transfer did with the rows of the old caches.
+    pub transferred: Transferred,
+    /// Longest time for which the swap kept a caller from submitting a request.
     pub pause: Duration,
 }
 
@@ -91,29 +66,42 @@ struct Served {
 pub struct Serving {
     /// Locked for reading while a request is submitted, for writing while a pointer is exchanged.
     models: RwLock<Vec<Served>>,
-    /// Held by whoever changes what is served: one at a time.
+    /// Held during a load, swap or unload: one at a time.
     change: Mutex<()>,
     memory_bytes_max: u64,
-    device: Arc<DeviceDepth>,
+    read_depth: Arc<DeviceDepth>,
     lookups: Device,
     tensorrt: Option<TensorRtOptions>,
     clock: Arc<dyn Clock>,
-    maker: Maker,
+    starter: PipelineStarter,
+}
+
+/// The generation that a swap replaces.
+#[derive(Clone, Copy)]
+struct Replaced<'a> {
+    model: &'a Model,
+    yield_now: &'a dyn Fn(),
 }
 
 impl Serving {
-    /// Serves nothing yet. All models together take at most `memory_bytes_max`, and have at most
-    /// `reads_max` page reads in flight. Whoever loads and swaps, their threads have the scheduling
-    /// of the one that calls this.
+    /// Serves no model yet. All models together take at most `memory_bytes_max` bytes and have at
+    /// most `reads_max` page reads in flight. The threads of every model inherit the scheduling of
+    /// the thread that calls this.
     pub fn new(memory_bytes_max: u64, reads_max: u32, clock: Arc<dyn Clock>) -> Self {
-        let device = DeviceDepth::new(reads_max as usize);
-        let (models, change) = (RwLock::default(), Mutex::default());
-        let (lookups, tensorrt, maker) = (Device::Cpu, None, Maker::new());
-        Self { models, change, memory_bytes_max, device, lookups, tensorrt, clock, maker }
+        Self {
+            models: RwLock::default(),
+            change: Mutex::default(),
+            memory_bytes_max,
+            read_depth: DeviceDepth::new(reads_max as usize),
+            lookups: Device::Cpu,
+            tensorrt: None,
+            clock,
+            starter: PipelineStarter::new(),
+        }
     }
 
-    /// The same, with every model's lookups made on `lookups`; on a GPU its dense networks run
-    /// there too, on TensorRT where that is given and there.
+    /// Makes every model look up its rows on `lookups`. On a GPU its dense network runs there too,
+    /// with TensorRT if `tensorrt` is given and the machine has it.
     pub fn on(self, lookups: Device, tensorrt: Option<TensorRtOptions>) -> Self {
         Self { lookups, tensorrt, ..self }
     }
@@ -122,69 +110,74 @@ impl Serving {
         self.models.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What `of` says of the model `name`; `None` if it is not served.
-    fn with<T>(&self, name: &str, of: impl FnOnce(&Pipeline) -> T) -> Option<T> {
-        self.models().iter().find(|m| m.name == name).map(|m| of(&m.pipeline))
+    /// Returns what `read` returns for the model `name`; `None` if it is not served.
+    fn with<T>(&self, name: &str, read: impl FnOnce(&Pipeline) -> T) -> Option<T> {
+        self.models().iter().find(|m| m.name == name).map(|m| read(&m.pipeline))
     }
 
-    /// Serves the live generation of `flash` as `name`. Of `budget` the memory and the reads are
-    /// what this was made with.
+    /// Serves the live generation of `flash` as `name`. The memory and the reads of `budget` are
+    /// replaced by those that [`Serving::new`] received.
     ///
     /// # Errors
-    /// The name is taken, or the model cannot be opened within the budget.
+    /// [`ServingError::Loaded`] if the name is taken; [`ServingError::Open`],
+    /// [`ServingError::Memory`] or [`ServingError::Reads`] if the model cannot be opened within the
+    /// budget.
     pub fn load(&self, name: &str, flash: &Flash, budget: Budget) -> Result<(), ServingError> {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         if self.schema(name).is_some() {
             return Err(ServingError::Loaded(name.to_owned()));
         }
-        let (pipeline, _) = self.open(name, flash, budget, (None, &|| {}))?;
+
+        let (pipeline, _) = self.open(name, flash, budget, None)?;
         let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
         models.push(Served { name: name.to_owned(), pipeline });
         Ok(())
     }
 
-    /// Serves the live generation of `flash` in place of what `name` is now, with its caches as
-    /// warm as they were. Returns when the last request of the old generation is answered and its
-    /// memory is free. `rest` is called between small pieces of work, beside which requests are
-    /// served.
+    /// Serves the live generation of `flash` in place of the one that `name` serves now, with the
+    /// rows of its caches transferred. Returns after the last request of the old generation is
+    /// answered and its memory is free. Calls `yield_now` between pieces of work, during which
+    /// requests are served.
     ///
     /// # Errors
-    /// There is no such model, requests to it would not fit the new generation, or both do not fit
-    /// the budget.
+    /// [`ServingError::NotLoaded`] if there is no such model, [`ServingError::Shape`] if requests
+    /// to it would not fit the new generation, and the errors of [`Serving::load`] if both
+    /// generations do not fit the budget.
     pub fn swap(
         &self,
         name: &str,
         flash: &Flash,
         budget: Budget,
-        rest: &dyn Fn(),
+        yield_now: &dyn Fn(),
     ) -> Result<Swapped, ServingError> {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.schema(name).is_none() {
+        let Some(old) = self.with(name, |pipeline| Arc::clone(pipeline.model())) else {
             return Err(ServingError::NotLoaded(name.to_owned()));
-        }
-        let old = self.with(name, |old| Arc::clone(old.model()));
-        let (mut pipeline, carried) = self.open(name, flash, budget, (old.as_deref(), rest))?;
-        if let Some(Err((field, problem))) =
-            self.with(name, |old| takes_the_same(old.model(), pipeline.model()))
-        {
-            return Err(ServingError::Shape { name: name.to_owned(), field, problem });
-        }
-        let begun = self.clock.now();
+        };
+        let replaced = Replaced { model: &old, yield_now };
+        let (mut pipeline, transferred) = self.open(name, flash, budget, Some(replaced))?;
+        check_shape(&old, pipeline.model()).map_err(|ShapeError { field, problem }| {
+            ServingError::Shape { name: name.to_owned(), field, problem }
+        })?;
+        drop(old);
+
+        let start = self.clock.now();
         {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
             if let Some(served) = models.iter_mut().find(|m| m.name == name) {
                 std::mem::swap(&mut served.pipeline, &mut pipeline);
             }
         }
-        let pause = self.clock.now().saturating_sub(begun);
+        let pause = self.clock.now().saturating_sub(start);
+
         drop(pipeline);
-        Ok(Swapped { carried, pause })
+        Ok(Swapped { transferred, pause })
     }
 
-    /// Ends serving `name`, after what was submitted to it is answered.
+    /// Stops serving `name` after the requests submitted to it are answered.
     ///
     /// # Errors
-    /// There is no such model.
+    /// [`ServingError::NotLoaded`] if there is no such model.
     pub fn unload(&self, name: &str) -> Result<(), ServingError> {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         let removed = {
@@ -195,55 +188,71 @@ impl Serving {
         removed.map(drop).ok_or_else(|| ServingError::NotLoaded(name.to_owned()))
     }
 
-    /// Opens what is to be served in place of `old`, with that one's rows carried over while the
-    /// caches are in host memory. Where those are nearly all, the trainer's hot keys are not read.
+    /// Opens the live generation of `flash`, warms its caches and starts its pipeline. In a swap
+    /// the rows of the old caches are transferred while the new caches are in host memory. If these
+    /// are nearly all rows, the hot keys of the bundle are not read.
     fn open(
         &self,
         name: &str,
         flash: &Flash,
         budget: Budget,
-        (old, rest): (Option<&Model>, &dyn Fn()),
+        replaced: Option<Replaced<'_>>,
     ) -> Result<(Pipeline, Transferred), ServingError> {
+        self.check_reads(name, budget.workers)?;
+        let taken: u64 = self.memory().iter().map(|(_, plan)| plan.total()).sum();
+        let budget = Budget {
+            memory_bytes_max: self.memory_bytes_max.saturating_sub(taken),
+            reads_max: self.read_depth.max() as u32,
+            ..budget
+        };
+
+        let (model, transferred) =
+            self.open_model(flash, budget, replaced).map_err(|source| match source {
+                OpenError::Budget { field: "memory_bytes_max", problem, .. } => {
+                    let (name, max) = (name.to_owned(), self.memory_bytes_max);
+                    ServingError::Memory { name, max, taken, problem }
+                }
+                source => ServingError::Open { name: name.to_owned(), source },
+            })?;
+        let pipeline = self.starter.start(Arc::new(model), Arc::clone(&self.clock))?;
+        Ok((pipeline, transferred))
+    }
+
+    /// Checks that every worker can have a read in flight if `workers` more are started.
+    fn check_reads(&self, name: &str, workers: u32) -> Result<(), ServingError> {
         let served = self.models().iter().map(|m| m.pipeline.model().budget().workers).sum::<u32>();
-        let (workers, max) = ((served + budget.workers) as usize, self.device.max());
+        let (workers, max) = ((served + workers) as usize, self.read_depth.max());
         if workers > max {
             return Err(ServingError::Reads { name: name.to_owned(), max, workers });
         }
-        let (max, taken) =
-            (self.memory_bytes_max, self.memory().iter().map(|(_, plan)| plan.total()).sum());
-        let reads_max = self.device.max() as u32;
-        let budget = Budget { memory_bytes_max: max.saturating_sub(taken), reads_max, ..budget };
-        let is_near = old.is_some_and(|old| old.carries_to(flash));
-        let mut carried = Transferred::default();
-        let model =
-            Model::cold(flash, budget, Arc::clone(&self.device), rest).and_then(|mut model| {
-                if !is_near {
-                    model.preload(flash, old.map(|_| rest))?;
-                }
-                if let Some(old) = old {
-                    carried = model.carry(old, rest);
-                }
-                Ok(model)
-            });
-        let model = model.and_then(|model| model.onto(&self.lookups));
-        let model = model
-            .and_then(|model| model.with_dense(flash, self.tensorrt.as_ref()))
-            .map_err(|source| {
-                let name = name.to_owned();
-                match source {
-                    OpenError::Budget { field: "memory_bytes_max", problem, .. } => {
-                        ServingError::Memory { name, max, taken, problem }
-                    }
-                    source => ServingError::Open { name, source },
-                }
-            })?;
-        Ok((self.maker.make(Arc::new(model), Arc::clone(&self.clock))?, carried))
+        Ok(())
     }
 
-    /// As [`Pipeline::submit`], to the model `name`.
+    fn open_model(
+        &self,
+        flash: &Flash,
+        budget: Budget,
+        replaced: Option<Replaced<'_>>,
+    ) -> Result<(Model, Transferred), OpenError> {
+        let read_depth = Arc::clone(&self.read_depth);
+        let yield_now = replaced.map(|old| old.yield_now);
+        let mut model = Model::open_cold(flash, budget, read_depth, yield_now.unwrap_or(&|| {}))?;
+
+        if !replaced.is_some_and(|old| shares_segments_with(old.model, flash)) {
+            preload_hot_keys(&model, flash, yield_now)?;
+        }
+        let transferred = replaced.map(|old| warm_from(&mut model, old.model, old.yield_now));
+
+        let model = model.move_to_device(&self.lookups)?;
+        let model = model.move_dense_to_gpu(flash, self.tensorrt.as_ref())?;
+        Ok((model, transferred.unwrap_or_default()))
+    }
+
+    /// Submits a request to the model `name`, as [`Pipeline::submit`] does.
     ///
     /// # Errors
-    /// There is no such model, all of its slots are taken, or the batch does not fit it.
+    /// [`RequestError::NotServed`] if there is no such model, and the errors of
+    /// [`Pipeline::submit`].
     pub fn submit(
         &self,
         name: &str,
@@ -253,42 +262,43 @@ impl Serving {
         self.with(name, |p| p.submit(batch, deadline)).unwrap_or(Err(RequestError::NotServed))
     }
 
-    /// As [`Pipeline::prefetch`], for the model `name`.
+    /// Queues keys to prefetch for the model `name`, as [`Pipeline::prefetch`] does. Returns how
+    /// many keys were queued.
     pub fn prefetch(&self, name: &str, feature: usize, keys: &[u64]) -> usize {
         self.with(name, |p| p.prefetch(feature, keys)).unwrap_or(0)
     }
 
-    /// The names of the models.
+    /// Returns the names of the models.
     pub fn names(&self) -> Vec<String> {
         self.models().iter().map(|m| m.name.clone()).collect()
     }
 
-    /// The schema that requests to `name` follow.
+    /// Returns the schema that requests to `name` follow.
     pub fn schema(&self, name: &str) -> Option<Arc<Schema>> {
         self.with(name, |p| Arc::clone(p.model().schema()))
     }
 
-    /// The generation that `name` is now.
+    /// Returns the generation that `name` serves.
     pub fn generation(&self, name: &str) -> Option<Generation> {
         self.with(name, |p| p.model().generation().clone())
     }
 
-    /// What `name` was opened within.
+    /// Returns the budget that `name` was opened with.
     pub fn budget(&self, name: &str) -> Option<Budget> {
         self.with(name, |p| *p.model().budget())
     }
 
-    /// What `name` did since it was loaded or swapped.
+    /// Returns what the pipeline of `name` did since it was loaded or swapped.
     pub fn stats(&self, name: &str) -> Option<Stats> {
         self.with(name, Pipeline::stats)
     }
 
-    /// What all models together may take.
+    /// Returns the bytes that all models together may take.
     pub fn memory_bytes_max(&self) -> u64 {
         self.memory_bytes_max
     }
 
-    /// Where the memory of each model goes.
+    /// Returns the name and the memory plan of each model.
     pub fn memory(&self) -> Vec<(String, MemoryPlan)> {
         self.models()
             .iter()
@@ -297,23 +307,42 @@ impl Serving {
     }
 }
 
-/// Whether every request that fits `old` fits `new` and means the same there; else what differs,
-/// and how.
-fn takes_the_same(old: &Model, new: &Model) -> Result<(), (&'static str, String)> {
-    let (a, b) = (old.schema(), new.schema());
-    let differ = |field, problem| Err((field, problem));
-    if a.dense_features != b.dense_features {
-        return differ(
-            "dense_features",
-            format!("{:?} instead of {:?}", b.dense_features, a.dense_features),
-        );
+/// What differs between two generations, so that requests do not fit both.
+struct ShapeError {
+    field: &'static str,
+    problem: String,
+}
+
+/// Checks that every request that fits `old` fits `new` and means the same.
+fn check_shape(old: &Model, new: &Model) -> Result<(), ShapeError> {
+    check_features(old.schema(), new.schema())?;
+    let differ = |field, problem| Err(ShapeError { field, problem });
+
+    let (a, b) = (old.budget().batch_max, new.budget().batch_max);
+    if a > b {
+        return differ("batch_max", format!("{b} instead of {a}"));
     }
-    if a.features.len() != b.features.len() {
-        return differ("features", format!("{} instead of {}", b.features.len(), a.features.len()));
+    let (a, b) = (old.outputs(), new.outputs());
+    if a != b {
+        return differ("outputs", format!("{b} instead of {a}"));
     }
-    for (a, b) in a.features.iter().zip(&b.features) {
+    Ok(())
+}
+
+fn check_features(old: &Schema, new: &Schema) -> Result<(), ShapeError> {
+    let differ = |field, problem| Err(ShapeError { field, problem });
+    let (a, b) = (&old.dense_features, &new.dense_features);
+    if a != b {
+        return differ("dense_features", format!("{b:?} instead of {a:?}"));
+    }
+    let (a, b) = (old.features.len(), new.features.len());
+    if a != b {
+        return differ("features", format!("{b} instead of {a}"));
+    }
+
+    for (a, b) in old.features.iter().zip(&new.features) {
         if a.name != b.name {
-            return differ("features", format!("`{}` in place of `{}`", b.name, a.name));
+            return differ("features", format!("`{}` instead of `{}`", b.name, a.name));
         }
         if a.hotness_max > b.hotness_max {
             let problem =
@@ -321,12 +350,5 @@ fn takes_the_same(old: &Model, new: &Model) -> Result<(), (&'static str, String)
             return differ("hotness_max", problem);
         }
     }
-    let (a, b) = (old.budget().batch_max, new.budget().batch_max);
-    if a > b {
-        return differ("batch_max", format!("{b} instead of {a}"));
-    }
-    match (old.outputs(), new.outputs()) {
-        (a, b) if a != b => differ("outputs", format!("{b} instead of {a}")),
-        _ => Ok(()),
-    }
+    Ok(())
 }

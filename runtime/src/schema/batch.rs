@@ -1,12 +1,36 @@
 //! A batch: dense features and, for each sparse feature, a jagged array of keys with offsets (the
-//! layout of TorchRec's `KeyedJaggedTensor`, feature by feature). Memory is taken once and reused.
+//! layout of TorchRec's `KeyedJaggedTensor`, feature by feature). It takes its memory once and
+//! never grows.
 
 use crate::schema::Schema;
 use crate::schema::sample::{Sample, SampleError};
 use hatchback_kernels::lookup::Bags;
 
-/// Samples to score together. Holding one proves that all samples have the shape of the schema it
-/// was made with.
+/// Samples that are scored together. Holding one proves that every sample has the shape of the
+/// schema that the batch was made with.
+///
+/// ```
+/// use hatchback::schema::batch::{Batch, BatchError};
+/// use hatchback::schema::sample::Sample;
+/// use hatchback::schema::{Network, Schema};
+/// use hatchback::Activation;
+///
+/// let network =
+///     Network { inputs: vec![], output: "score".to_owned(), activation: Activation::Sigmoid };
+/// let schema = Schema {
+///     dense_features: vec!["speed".to_owned(), "hour".to_owned()],
+///     tables: vec![],
+///     features: vec![],
+///     network,
+/// };
+///
+/// let mut batch = Batch::new(&schema, 1);
+/// let sample = Sample { dense: vec![0.5, 9.0], ..Sample::default() };
+/// batch.push(&schema, &sample)?;
+/// assert_eq!((batch.size(), batch.dense()), (1, [0.5, 9.0].as_slice()));
+/// assert!(matches!(batch.push(&schema, &sample), Err(BatchError::Full(1))));
+/// # Ok::<(), BatchError>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Batch {
     capacity: usize,
@@ -24,27 +48,23 @@ struct Jagged {
     longest: usize,
 }
 
-/// Why a sample does not go into a batch.
+/// Why a batch refuses a sample.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum BatchError {
     /// The batch holds as many samples as it has room for.
     #[error("the batch holds its maximum of {0} samples")]
     Full(usize),
-    /// The sample fits a schema that is not the one that the batch was made with.
+    /// The sample fits another schema than the one that the batch was made with.
     #[error("the batch was made for {features} sparse and {dense} dense features")]
-    Schema {
-        /// Sparse features of the batch.
-        features: usize,
-        /// Dense features of the batch.
-        dense: usize,
-    },
+    Schema { features: usize, dense: usize },
     /// The sample does not fit the schema.
     #[error(transparent)]
     Sample(#[from] SampleError),
 }
 
 impl Batch {
-    /// An empty batch for up to `capacity` samples.
+    /// Makes an empty batch with room for `capacity` samples.
     pub fn new(schema: &Schema, capacity: usize) -> Self {
         let jagged = |hotness: u32| {
             let mut offsets = Vec::with_capacity(capacity + 1);
@@ -60,13 +80,13 @@ impl Batch {
         }
     }
 
-    /// Bytes that a batch of `capacity` samples takes.
+    /// Returns the bytes that a batch of `capacity` samples takes.
     pub fn bytes(schema: &Schema, capacity: usize) -> usize {
         let keys: usize = schema.lookups_max() * 8 + schema.features.len() * 4;
         capacity * (4 * schema.dense_features.len() + keys) + 4 * schema.features.len()
     }
 
-    /// Forgets the samples; keeps the memory.
+    /// Removes all samples and keeps the memory.
     pub fn clear(&mut self) {
         self.size = 0;
         self.dense.clear();
@@ -80,7 +100,8 @@ impl Batch {
     /// Adds a sample.
     ///
     /// # Errors
-    /// The batch is full, or the sample does not fit the schema; the batch is then as it was.
+    /// [`BatchError`] if the batch is full or the sample does not fit the schema. The batch is then
+    /// unchanged.
     pub fn push(&mut self, schema: &Schema, sample: &Sample) -> Result<(), BatchError> {
         if self.size == self.capacity {
             return Err(BatchError::Full(self.capacity));
@@ -92,6 +113,7 @@ impl Batch {
                 dense: self.dense_features,
             });
         }
+
         self.dense.extend_from_slice(&sample.dense);
         for (feature, bag) in self.features.iter_mut().zip(&sample.sparse) {
             feature.keys.extend_from_slice(bag);
@@ -102,7 +124,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds the samples of `other`, which was made with the same schema; returns whether they fit.
+    /// Adds the samples of `other`, which was made with the same schema. Returns false, and adds
+    /// none, if there is no room.
     pub(crate) fn append(&mut self, other: &Self) -> bool {
         if self.size + other.size > self.capacity || self.features.len() != other.features.len() {
             return false;
@@ -118,32 +141,32 @@ impl Batch {
         true
     }
 
-    /// Samples in the batch.
+    /// Returns the samples in the batch.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// Whether there is none.
+    /// Returns whether the batch has no sample.
     pub fn is_empty(&self) -> bool {
         self.size == 0
     }
 
-    /// The dense features, `[size, dense features]`.
+    /// Returns the dense features, `[size, dense features]`.
     pub fn dense(&self) -> &[f32] {
         &self.dense
     }
 
-    /// Sparse features that the batch was made for.
+    /// Returns the number of sparse features.
     pub fn features(&self) -> usize {
         self.features.len()
     }
 
-    /// Keys in the longest bag of feature `f`.
+    /// Returns the keys in the longest bag of feature `f`.
     pub fn hotness(&self, f: usize) -> usize {
         self.features[f].longest
     }
 
-    /// The keys of feature `f`.
+    /// Returns the keys of feature `f`, one bag for each sample.
     pub fn bags(&self, f: usize) -> Bags<'_> {
         Bags { keys: &self.features[f].keys, offsets: &self.features[f].offsets }
     }

@@ -1,5 +1,5 @@
-//! The schema: what a model takes and how it is put together. Plain data with one check; never
-//! touches rows.
+//! The schema: which features a model takes, which tables they look up, and how their vectors feed
+//! the dense network. Plain data with one check; never reads rows.
 
 pub mod batch;
 pub mod sample;
@@ -10,16 +10,12 @@ use crate::limits::{
 };
 use hatchback_kernels::cache::address::mix;
 use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
-use hatchback_kernels::cuda::driver::Gpu;
-use hatchback_kernels::dense::{
-    Activation, DenseEngine, DenseError, DenseNetwork, DeviceEngine, DeviceOptions, Weights,
-};
+use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
 use hatchback_kernels::lookup::Pooling;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-use std::sync::Arc;
 
-/// Which keys a table has.
+/// The keys that a table may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KeySpace {
@@ -30,7 +26,7 @@ pub enum KeySpace {
 }
 
 impl KeySpace {
-    /// What rows are ordered by on flash; equal for equal keys only.
+    /// Returns the number by which flash orders rows. Different keys have different numbers.
     #[inline]
     pub fn order(self, key: u64) -> u64 {
         match self {
@@ -40,60 +36,61 @@ impl KeySpace {
     }
 }
 
-/// Where a table's rows live while they are served.
+/// Where a table's rows are while they are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Placement {
     /// Whole, in fast memory.
     Resident,
-    /// On flash, with the embedding cache in front.
+    /// On flash, with the most used rows in an embedding cache.
     Cached,
     /// Resident if small and the budget has room, else cached.
     Auto,
 }
 
-/// What a request does about a row that is not in fast memory, in the order in which it is done.
+/// What a request does about a row that is not in memory. A request handles its misses in this
+/// order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MissPolicy {
-    /// Fetch it now.
+    /// Fetches it.
     Wait,
-    /// Fetch it now if the request's deadline allows, else answer with the default row.
+    /// Fetches it if the request's deadline allows, else uses the default row.
     Deadline,
-    /// Answer with the default row now, fetch it behind the answer.
+    /// Uses the default row and fetches it after the answer.
     Default,
 }
 
 /// An embedding table.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Table {
-    /// Unique in the model.
+    /// Its name, unique in the model.
     pub name: String,
     /// Values in a row.
     pub dim: u32,
-    /// Which keys there are.
+    /// The keys that it may have.
     pub keys: KeySpace,
-    /// Rows in the table.
+    /// Its rows.
     pub rows: u64,
     /// How rows are encoded.
     pub codec: Codec,
     /// Exponent of the power-of-two unit of quantized rows.
     pub unit_exp: i8,
-    /// Where rows live.
+    /// Where rows are while they are served.
     pub placement: Placement,
-    /// What a miss does.
+    /// What a request does about a missing row.
     pub miss: MissPolicy,
-    /// The row for keys that cannot be answered, `[dim]`.
+    /// The row for keys whose own row is absent, damaged or not fetched, `[dim]`.
     pub default_row: Vec<f32>,
 }
 
 impl Table {
-    /// How the rows are encoded; `None` if the unit does not fit the codec.
+    /// Returns how the rows are encoded; `None` if the unit does not fit the codec.
     pub fn format(&self) -> Option<RowFormat> {
         RowFormat::new(self.codec, self.dim as usize, self.unit_exp)
     }
 
-    /// Bytes of all encoded rows.
+    /// Returns the bytes of all encoded rows.
     pub fn row_bytes_total(&self) -> u64 {
         self.rows.saturating_mul(self.codec.row_bytes(self.dim as usize) as u64)
     }
@@ -102,17 +99,17 @@ impl Table {
 /// A sparse feature of a request: a bag of keys for each sample.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Feature {
-    /// Unique in the model.
+    /// Its name, unique in the model.
     pub name: String,
-    /// Number of its table; several features may share one.
+    /// The number of its table. Several features may share a table.
     pub table: u16,
-    /// How a bag becomes a vector.
+    /// How the rows of a bag become a vector.
     pub pooling: Pooling,
-    /// Most keys in a bag.
+    /// Keys in its longest bag.
     pub hotness_max: u32,
 }
 
-/// What feeds an input of the dense network.
+/// The source of an input of the dense network.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum InputSource {
     /// The request's dense features.
@@ -126,7 +123,7 @@ pub enum InputSource {
 pub struct NetworkInput {
     /// Its name in the ONNX file.
     pub name: String,
-    /// What fills it.
+    /// Where its values come from.
     pub source: InputSource,
 }
 
@@ -137,11 +134,11 @@ pub struct Network {
     pub inputs: Vec<NetworkInput>,
     /// The name of its output in the ONNX file, `[batch]` or `[batch, n]`.
     pub output: String,
-    /// What makes a score of the output.
+    /// The function that makes a score of the output.
     pub activation: Activation,
 }
 
-/// A model's schema.
+/// The schema of a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schema {
     /// Names of the dense features, in request order.
@@ -154,13 +151,13 @@ pub struct Schema {
     pub network: Network,
 }
 
-/// A schema that contradicts itself or a limit.
+/// A field of a schema that contradicts another field or a limit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field}: {problem}")]
 pub struct SchemaError {
-    /// Which field, such as `table[3].dim`.
+    /// The field, such as `table[3].dim`.
     pub field: String,
-    /// Its value and what is wrong with it.
+    /// Its value and why it is refused.
     pub problem: String,
 }
 
@@ -177,7 +174,7 @@ fn check_names<'a>(
     for (i, name) in names.enumerate() {
         let field = format!("{what}[{i}].name");
         if i >= max {
-            return fault(what, format!("more than {max}"));
+            return fault(what, format!("has more than {max} entries"));
         }
         if name.is_empty() || name.len() > NAME_BYTES_MAX || name.chars().any(char::is_control) {
             return fault(
@@ -186,23 +183,24 @@ fn check_names<'a>(
             );
         }
         if !seen.insert(name) {
-            return fault(field, format!("`{name}` is there twice"));
+            return fault(field, format!("`{name}` occurs twice"));
         }
     }
     Ok(())
 }
 
 impl Schema {
-    /// Checks every field against the limits and against the others.
+    /// Checks every field against the limits and against the other fields.
     ///
     /// # Errors
-    /// The first field that is wrong.
+    /// [`SchemaError`] with the first field that is wrong.
     pub fn check(&self) -> Result<(), SchemaError> {
         check_names("dense_features", DENSE_FEATURES_MAX, self.dense_features.iter())?;
         check_names("table", TABLES_MAX, self.tables.iter().map(|t| &t.name))?;
         check_names("feature", FEATURES_MAX, self.features.iter().map(|f| &f.name))?;
         check_names("network.input", FEATURES_MAX, self.network.inputs.iter().map(|i| &i.name))?;
         self.tables.iter().enumerate().try_for_each(|(i, t)| check_table(i, t))?;
+
         for (i, f) in self.features.iter().enumerate() {
             if usize::from(f.table) >= self.tables.len() {
                 return fault(
@@ -217,49 +215,43 @@ impl Schema {
                 );
             }
         }
+
         self.check_network()
     }
 
-    /// Every feature feeds exactly one input; dense features feed one if there are any.
+    /// Checks that every feature feeds exactly one input, and that the dense features feed one
+    /// input if there are any.
     fn check_network(&self) -> Result<(), SchemaError> {
         let mut fed = vec![0u32; self.features.len()];
         let mut dense = 0u32;
         for (i, input) in self.network.inputs.iter().enumerate() {
-            match &input.source {
-                InputSource::Dense => dense += 1,
-                InputSource::Features(features) if features.is_empty() => {
-                    return fault(format!("network.input[{i}].features"), "is empty");
-                }
-                InputSource::Features(features) => {
-                    for &f in features {
-                        match fed.get_mut(usize::from(f)) {
-                            Some(n) => *n += 1,
-                            None => {
-                                return fault(
-                                    format!("network.input[{i}].features"),
-                                    format!("no feature {f}"),
-                                );
-                            }
-                        }
-                    }
+            let field = || format!("network.input[{i}].features");
+            let InputSource::Features(features) = &input.source else {
+                dense += 1;
+                continue;
+            };
+            if features.is_empty() {
+                return fault(field(), "is empty");
+            }
+            for &f in features {
+                match fed.get_mut(usize::from(f)) {
+                    Some(inputs) => *inputs += 1,
+                    None => return fault(field(), format!("no feature {f}")),
                 }
             }
         }
+
         if dense != u32::from(!self.dense_features.is_empty()) {
             let n = self.dense_features.len();
             return fault("network.input", format!("{dense} inputs take the {n} dense features"));
         }
-        if let Some(f) = fed.iter().position(|&n| n != 1) {
+        if let Some(f) = fed.iter().position(|&inputs| inputs != 1) {
             let name = &self.features[f].name;
             return fault(format!("feature[{f}]"), format!("`{name}` feeds {} inputs", fed[f]));
         }
-        match self
-            .network
-            .inputs
-            .iter()
-            .map(|i| self.input_width(i))
-            .position(|w| w > INPUT_WIDTH_MAX)
-        {
+
+        let mut widths = self.network.inputs.iter().map(|input| self.input_width(input));
+        match widths.position(|width| width > INPUT_WIDTH_MAX) {
             Some(i) => fault(
                 format!("network.input[{i}]"),
                 format!("is wider than {INPUT_WIDTH_MAX} values"),
@@ -268,12 +260,12 @@ impl Schema {
         }
     }
 
-    /// The table of feature `f`.
+    /// Returns the table of feature `f`.
     pub fn table_of(&self, f: usize) -> &Table {
         &self.tables[usize::from(self.features[f].table)]
     }
 
-    /// Values that feature `f` adds to its network input.
+    /// Returns the values per sample that feature `f` adds to its network input.
     pub fn feature_width(&self, f: usize) -> usize {
         let rows = if self.features[f].pooling == Pooling::None {
             self.features[f].hotness_max as usize
@@ -283,7 +275,7 @@ impl Schema {
         rows * self.table_of(f).dim as usize
     }
 
-    /// Values a sample of a network input.
+    /// Returns the values per sample of a network input.
     pub fn input_width(&self, input: &NetworkInput) -> usize {
         match &input.source {
             InputSource::Dense => self.dense_features.len(),
@@ -293,10 +285,11 @@ impl Schema {
         }
     }
 
-    /// Loads the dense network and proves that this schema fits it.
+    /// Loads the dense network from the bytes of its ONNX file.
     ///
     /// # Errors
-    /// The file does not load, or its inputs and outputs are not the schema's.
+    /// [`DenseError`] if the file does not load, or if its inputs and outputs are not those of the
+    /// schema.
     pub fn load_dense(&self, onnx: Vec<u8>, weights: Weights) -> Result<DenseEngine, DenseError> {
         let network = &self.network;
         let widths: Vec<(&str, usize)> =
@@ -304,29 +297,7 @@ impl Schema {
         DenseEngine::load(onnx, &widths, &network.output, network.activation, weights)
     }
 
-    /// The same onto a GPU.
-    ///
-    /// # Errors
-    /// As `load_dense`, or nothing on the GPU runs it to the CPU's scores.
-    pub fn load_dense_on(
-        &self,
-        gpu: &Arc<Gpu>,
-        onnx: &[u8],
-        weights: Weights,
-        options: &DeviceOptions,
-    ) -> Result<DeviceEngine, DenseError> {
-        let network = &self.network;
-        let inputs: Vec<(&str, usize)> =
-            network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
-        let (output, activation) = (network.output.as_str(), network.activation);
-        DeviceEngine::load(
-            gpu,
-            &DenseNetwork { onnx, inputs: &inputs, output, activation, weights },
-            options,
-        )
-    }
-
-    /// Most lookups of one sample.
+    /// Returns the largest number of lookups of one sample.
     pub fn lookups_max(&self) -> usize {
         self.features.iter().map(|f| f.hotness_max as usize).sum()
     }
@@ -340,6 +311,7 @@ fn check_table(i: usize, table: &Table) -> Result<(), SchemaError> {
     if table.rows == 0 {
         return fault(format!("table[{i}].rows"), "is 0");
     }
+
     let Some(format) = table.format() else {
         return fault(
             format!("table[{i}].unit_exp"),
@@ -352,6 +324,7 @@ fn check_table(i: usize, table: &Table) -> Result<(), SchemaError> {
             format!("{dim} takes {} bytes a row, over {ROW_BYTES_MAX}", format.row_bytes()),
         );
     }
+
     if table.default_row.len() != dim || table.default_row.iter().any(|v| !v.is_finite()) {
         return fault(format!("table[{i}].default_row"), format!("is not {dim} finite values"));
     }

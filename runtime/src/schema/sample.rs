@@ -1,5 +1,5 @@
-//! Samples: one line of JSON each for people and tools, a compact set for the probe in a bundle.
-//! Checked against the schema on the way in; never scored here.
+//! Samples: one line of JSON each for people and tools, and a compact encoding for the probe set of
+//! a bundle. Checks samples against the schema; never scores them.
 
 use crate::limits::{NAME_BYTES_MAX, PROBE_BYTES_MAX, SAMPLE_BYTES_MAX};
 use crate::schema::Schema;
@@ -7,19 +7,19 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The format of an encoded probe set.
+/// Format number of an encoded probe set.
 pub const PROBE_FORMAT: u32 = 1;
 
-/// One row of features, with what is known of its outcome.
+/// The features of one sample, with its outcome if that is known.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// The dense features, in schema order.
     pub dense: Vec<f32>,
     /// The keys of each sparse feature, in schema order.
     pub sparse: Vec<Vec<u64>>,
-    /// The outcome, 0 or 1.
+    /// The observed outcome, 0 or 1.
     pub label: Option<f32>,
-    /// The score that the trainer's own framework gives.
+    /// The score that the trainer's framework computed.
     pub score: Option<f32>,
 }
 
@@ -33,25 +33,21 @@ struct Line {
     sparse: BTreeMap<String, Vec<u64>>,
     label: Option<f32>,
     score: Option<f32>,
-    /// Which model it is for: for whoever serves several.
+    /// The model that the sample is for. A server of several models reads it.
     #[serde(rename = "model")]
     _model: Option<IgnoredAny>,
 }
 
 /// Why a sample is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum SampleError {
-    /// Not the JSON of a sample.
+    /// The line is not the JSON of a sample.
     #[error("{0}")]
     Json(String),
     /// A field does not fit the schema.
     #[error("{field}: {problem}")]
-    Field {
-        /// Which field.
-        field: String,
-        /// Its value and what is wrong.
-        problem: String,
-    },
+    Field { field: String, problem: String },
 }
 
 /// Why a probe set is refused.
@@ -64,16 +60,16 @@ fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, S
 }
 
 impl Sample {
-    /// Reads one line: `{"dense": [..], "sparse": {"feature": [keys..]}, "label": 0, "score":
-    /// 0.5}`. A feature that is not named has an empty bag; a field `model` is for whoever serves
-    /// several.
+    /// Parses one line: `{"dense": [..], "sparse": {"feature": [keys..]}, "label": 0, "score":
+    /// 0.5}`. A feature that the line omits has an empty bag. A field `model` is ignored.
     ///
     /// # Errors
-    /// The line is not such an object or does not fit the schema.
+    /// [`SampleError`] if the line is not such an object or does not fit the schema.
     pub fn from_json(line: &str, schema: &Schema) -> Result<Self, SampleError> {
         if line.len() > SAMPLE_BYTES_MAX {
             return fault("length", format!("{} bytes, over {SAMPLE_BYTES_MAX}", line.len()));
         }
+
         let mut parsed: Line =
             serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
         let sparse = schema
@@ -84,16 +80,17 @@ impl Sample {
         if let Some(name) = parsed.sparse.keys().next() {
             return fault("sparse", format!("the model has no feature `{}`", name.escape_debug()));
         }
+
         let sample = Self { dense: parsed.dense, sparse, label: parsed.label, score: parsed.score };
         sample.check(schema)?;
         Ok(sample)
     }
 
-    /// Bytes that the JSON of a sample has at most, however it is written; blanks beyond those
-    /// around values may take more.
+    /// Returns the largest number of bytes of a sample as JSON, however a serializer writes it. A
+    /// line with more blanks than one around each value may be longer.
     pub fn json_bytes_max(schema: &Schema) -> usize {
-        // A value with all its digits, an escaped name, a field's own name: each with what stands
-        // around it.
+        // A number with all its digits, a key, an escaped name, and the other fields: each with the
+        // punctuation around it.
         let (value, key, name, other) = (64, 32, 6 * NAME_BYTES_MAX + 32, 1024);
         let bag = |hotness_max: u32| name + key * hotness_max as usize;
         let bags: usize = schema.features.iter().map(|f| bag(f.hotness_max)).sum();
@@ -103,7 +100,7 @@ impl Sample {
     /// Checks the sample against a schema.
     ///
     /// # Errors
-    /// The first field that does not fit.
+    /// [`SampleError::Field`] with the first field that does not fit.
     pub fn check(&self, schema: &Schema) -> Result<(), SampleError> {
         if self.dense.len() != schema.dense_features.len() {
             return fault(
@@ -121,6 +118,7 @@ impl Sample {
                 format!("`{}` is {}", schema.dense_features[i], self.dense[i]),
             );
         }
+
         if self.sparse.len() != schema.features.len() {
             return fault(
                 "sparse",
@@ -140,10 +138,10 @@ impl Sample {
         Ok(())
     }
 
-    /// Encodes a set: a format number, then postcard.
+    /// Encodes a probe set: a format number, then postcard.
     ///
     /// # Errors
-    /// The set is too large.
+    /// [`ProbeError`] if the set is too large.
     pub fn encode_set(samples: &[Self]) -> Result<Vec<u8>, ProbeError> {
         let mut bytes = PROBE_FORMAT.to_le_bytes().to_vec();
         bytes.extend(postcard::to_allocvec(samples).map_err(|e| ProbeError(e.to_string()))?);
@@ -153,10 +151,10 @@ impl Sample {
         Ok(bytes)
     }
 
-    /// Decodes a set.
+    /// Decodes a probe set.
     ///
     /// # Errors
-    /// The bytes are not a set of this format.
+    /// [`ProbeError`] if the bytes are not a probe set of this format.
     pub fn decode_set(bytes: &[u8]) -> Result<Vec<Self>, ProbeError> {
         let Some((format, body)) = bytes.split_first_chunk::<4>() else {
             return Err(ProbeError(format!("{} bytes are too few", bytes.len())));

@@ -1,181 +1,195 @@
-//! Rows that no request waits for: those that were answered with defaults, and those that callers
-//! named ahead. Read between requests, a few pages at a time.
+//! Fetches rows that no request waits for: those that a request answered with the default row, and
+//! those that callers prefetch. A worker reads them between requests, a few pages at a time, on its
+//! own thread: there is no further queue to bound, and its next request finds the rows.
 
 use crate::flash::table::RowLocation;
-use crate::io::page::PageBytes;
+use crate::io::page::Page;
 use crate::model::Model;
-use crate::request::gpu::OnGpu;
 use crate::request::negative_cache::NegativeCache;
-use crate::request::worker::fetch::{check_page, group_len};
-use crate::request::worker::{Counters, Worker};
+use crate::request::worker::backend::WorkerBackend;
+use crate::request::worker::fetch::{RowFetcher, check_page, index_in, page_len, token};
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::lookup::miss_list::{Miss, MissList};
-use std::io;
-use std::ops::Range;
-use std::sync::Arc;
 
-/// The slot of a row that a GPU has not been asked for.
-const NOT_ASKED: u32 = u32::MAX - 1;
-/// The slot of a row that is not to be inserted: it is in the cache already, or not on its page.
+/// Slot of a row that the GPU has not probed yet.
+const NOT_PROBED: u32 = u32::MAX - 1;
+/// Slot of a row that is not to be inserted: it is in the cache already, or not on its page.
 const NOT_WANTED: u32 = u32::MAX;
 
-impl Worker {
-    /// Notes a row that a request to come will look up; `fetch_behind` fetches it. Returns whether
-    /// there was room; a row that is in memory or in no table needs none.
-    pub fn fetch_ahead(&mut self, row: RowKey) -> bool {
-        let model = Arc::clone(&self.model);
-        if self.broken().is_some() {
-            return false;
-        }
-        if !model.is_cached(row.table) {
-            return true;
-        }
-        let Some(place) = model.locate(row) else { return true };
-        if self.absent.holds(row) {
-            return true;
-        }
-        // A GPU is asked for all of them together, in `fetch_behind`.
-        let (mut epoch, mut slot) = (Epoch::default(), NOT_ASKED);
-        if let Some(cache) = model.cache(row.table) {
-            (epoch, slot) = (cache.epoch(row), 0);
-            if cache.query(row, &mut [0; ROW_BYTES_MAX][..cache.row_bytes()]) {
-                return true;
-            }
-        }
-        let has_room = self.behind.len() < self.behind.capacity();
+/// Where a row that a caller prefetches is.
+enum Prefetched {
+    /// In memory, or in no table: there is nothing to fetch.
+    Known,
+    /// On flash.
+    Missing(Miss),
+}
+
+/// What `read_deferred` did.
+struct DeferredReads {
+    /// Rows that were inserted into a cache in host memory.
+    inserted: usize,
+    /// Rows at the front of `deferred` whose pages were read.
+    read: usize,
+    /// Rows at the front of `deferred` that are done with.
+    done: usize,
+}
+
+impl RowFetcher {
+    /// Adds a row that a later request will look up to the deferred rows. Returns false if there
+    /// was no room for it.
+    pub fn enqueue_prefetch(&mut self, model: &Model, row: RowKey) -> bool {
+        let Prefetched::Missing(miss) = self.find(model, row) else { return true };
+        let has_room = self.deferred.len() < self.deferred.capacity();
         if has_room {
-            self.behind.push(Miss { row, slot, place: place.pack(), epoch });
+            self.deferred.push(miss);
         }
         has_room
     }
 
-    /// Rows that `fetch_behind` has yet to fetch.
-    pub fn behind(&self) -> usize {
-        self.behind.len()
+    fn find(&self, model: &Model, row: RowKey) -> Prefetched {
+        if !model.is_cached(row.table) {
+            return Prefetched::Known;
+        }
+        let Some(location) = model.locate(row) else { return Prefetched::Known };
+        if self.negative_cache.contains(row) {
+            return Prefetched::Known;
+        }
+        let place = location.pack();
+        let Some(cache) = model.cpu_cache(row.table) else {
+            // `fetch_deferred` probes a GPU for all rows together.
+            let (slot, epoch) = (NOT_PROBED, Epoch::default());
+            return Prefetched::Missing(Miss { row, slot, place, epoch });
+        };
+        let epoch = cache.epoch(row);
+        if cache.query(row, &mut [0; ROW_BYTES_MAX][..cache.row_bytes()]) {
+            return Prefetched::Known;
+        }
+        Prefetched::Missing(Miss { row, slot: 0, place, epoch })
     }
 
-    /// Fetches, after the answer is out, the rows that the last requests answered with defaults, so
-    /// that the next request finds them in the cache. Reads at most `pages_max` pages and leaves
-    /// the rest for the next call. Returns how many rows went in.
-    pub fn fetch_behind(&mut self, pages_max: usize) -> usize {
-        let model = Arc::clone(&self.model);
-        let (mut next, mut begun, mut waiting, mut inserted) = (0, 0, 0, 0);
-        self.ask_gpu();
-        if self.broken().is_some() {
-            self.behind.clear();
+    /// Fetches deferred rows into the caches. Reads at most `pages_max` pages and leaves the other
+    /// rows for the next call. Returns how many rows were inserted.
+    pub fn fetch_deferred(
+        &mut self,
+        model: &Model,
+        backend: &mut WorkerBackend,
+        pages_max: usize,
+    ) -> usize {
+        self.probe_gpu(backend);
+        if backend.failure().is_some() {
+            self.deferred.clear();
         }
-        if self.behind.is_empty() {
+        if self.deferred.is_empty() {
             return 0;
         }
+
+        let reads = self.read_deferred(model, pages_max);
+        let inserted = reads.inserted + self.insert_on_gpu(backend, reads.read);
+        self.deferred.drain(..reads.done);
+        inserted
+    }
+
+    /// Removes the rows that the GPU has cached already: they need no read.
+    fn probe_gpu(&mut self, backend: &mut WorkerBackend) {
+        let Some(gpu) = backend.gpu() else { return };
+        self.deferred.sort_unstable_by_key(|m| m.slot == NOT_PROBED);
+        let known = self.deferred.partition_point(|m| m.slot != NOT_PROBED);
+        let probed = gpu.probe(&mut self.deferred[known..], |miss, is_cached, epoch| {
+            (miss.slot, miss.epoch) = (if is_cached { NOT_WANTED } else { 0 }, epoch);
+        });
+        match probed {
+            Ok(()) => self.deferred.retain(|m| m.slot != NOT_WANTED),
+            Err(e) => {
+                self.deferred.truncate(known);
+                recover(backend, "probing the GPU for prefetched rows failed", &e);
+            }
+        }
+    }
+
+    /// Reads the pages of deferred rows. Inserts the rows into caches in host memory; for a GPU,
+    /// stages each row in the slot of its own index.
+    fn read_deferred(&mut self, model: &Model, pages_max: usize) -> DeferredReads {
+        let (mut next, mut started, mut waiting, mut inserted) = (0, 0, 0, 0);
         self.round = self.round.wrapping_add(1);
-        self.behind.sort_unstable_by_key(|m| (m.row.table, m.place));
+        self.deferred.sort_unstable_by_key(|m| (m.row.table, m.place));
         loop {
-            while next < self.behind.len() && begun < pages_max && self.reader.has_room() {
-                let Miss { row, place, .. } = self.behind[next];
-                let token = u64::from(self.round) << 32 | next as u64;
-                let place = RowLocation::unpack(place);
-                self.reader.begin(model.rows(row.table).segment(place).file(), place.page, token);
-                next += group_len(&self.behind[next..]);
-                begun += 1;
+            while next < self.deferred.len() && started < pages_max && self.reader.has_room() {
+                let Miss { row, place, .. } = self.deferred[next];
+                let location = RowLocation::unpack(place);
+                let file = model.rows(row.table).segment(location).file();
+                self.reader.begin(file, location.page, token(self.round, next));
+                next += page_len(&self.deferred[next..]);
+                started += 1;
                 waiting += 1;
             }
-            let Self { reader, behind, misses, absent, counters, round, .. } = self;
-            let more = waiting > 0 || (next < behind.len() && begun < pages_max);
-            let done = more
-                && reader.next(None, |token, page| {
-                    if (token >> 32) as u32 == *round {
-                        waiting -= 1;
-                        let start = token as u32 as usize;
-                        let range = start..start + group_len(&behind[start..]);
-                        inserted += insert(
-                            &model,
-                            (&mut behind[..], range),
-                            misses,
-                            absent,
-                            page,
-                            counters,
-                        );
-                    }
-                });
-            if !done {
-                // Where the reader failed nothing is tried again.
-                let end = if more { self.behind.len() } else { next };
-                inserted += self.insert_on_gpu(if more { 0 } else { next });
-                self.behind.drain(..end);
-                return inserted;
+            if waiting == 0 && (next == self.deferred.len() || started == pages_max) {
+                return DeferredReads { inserted, read: next, done: next };
+            }
+
+            let Self { reader, deferred, misses, negative_cache, counters, round, .. } = self;
+            let arrived = reader.next(None, |token, page| {
+                let Some(start) = index_in(token, *round) else { return };
+                waiting -= 1;
+                let rows = start..start + page_len(&deferred[start..]);
+                let rows = &mut deferred[rows];
+                let page = check_page(model, rows[0], page, counters);
+                inserted += insert(model, rows, start, page.as_ref(), misses, negative_cache);
+            });
+            if !arrived {
+                // After the reader failed, no row is tried again.
+                return DeferredReads { inserted, read: 0, done: self.deferred.len() };
             }
         }
     }
 
-    /// Asks the GPU for rows that were named ahead: those that it holds need no reading.
-    fn ask_gpu(&mut self) {
-        let Some(Ok(gpu)) = &mut self.gpu else { return };
-        let lookup = gpu.lookup();
-        self.behind.sort_unstable_by_key(|m| m.slot == NOT_ASKED);
-        let known = self.behind.partition_point(|m| m.slot != NOT_ASKED);
-        let asked = lookup.probe(&mut self.behind[known..], |miss, cached, epoch| {
-            (miss.slot, miss.epoch) = (if cached { NOT_WANTED } else { 0 }, epoch);
-        });
-        match asked {
-            Ok(()) => self.behind.retain(|m| m.slot != NOT_WANTED),
-            Err(e) => {
-                self.behind.truncate(known);
-                self.recover("rows named ahead", &e);
-            }
-        }
-    }
-
-    /// Lets the GPU be used on after it failed at `what`, if it can be.
-    fn recover(&mut self, what: &str, e: &CudaError) {
-        log::error!("{what}: {e}");
-        self.gpu = self.gpu.take().map(|gpu| gpu.and_then(OnGpu::recovered));
-    }
-
-    /// Puts the first `read` rows of `behind`, which are staged in the slots that they name, into
-    /// the GPU's caches.
-    fn insert_on_gpu(&mut self, read: usize) -> usize {
-        let Some(Ok(gpu)) = &mut self.gpu else { return 0 };
-        let lookup = gpu.lookup();
-        let rows = self.behind[..read].iter().filter(|m| m.slot != NOT_WANTED);
-        let inserted = lookup.insert(&self.misses, rows);
-        inserted.unwrap_or_else(|e| {
-            self.recover("rows that were read behind", &e);
+    /// Inserts the first `read` deferred rows, which are staged, into the caches on the GPU.
+    fn insert_on_gpu(&mut self, backend: &mut WorkerBackend, read: usize) -> usize {
+        let Some(gpu) = backend.gpu() else { return 0 };
+        let rows = self.deferred[..read].iter().filter(|m| m.slot != NOT_WANTED);
+        gpu.insert(&self.misses, rows).unwrap_or_else(|e| {
+            recover(backend, "inserting deferred rows on the GPU failed", &e);
             0
         })
     }
 }
 
-/// Caches the rows of a page for the misses in `range` of `behind`, which are all of it; returns
-/// how many went in. For a GPU it stages them, each in the slot of its own number.
+/// Logs an error of the GPU and makes the backend usable again if possible.
+fn recover(backend: &mut WorkerBackend, problem: &str, e: &CudaError) {
+    log::error!("{problem}: {e}");
+    backend.recover();
+}
+
+/// Inserts the rows of `page`, which `rows` all are on; returns how many went into a cache in host
+/// memory. For a GPU it stages them: `rows[i]` in slot `first + i`. `None` is a damaged page.
 fn insert(
     model: &Model,
-    (behind, range): (&mut [Miss], Range<usize>),
+    rows: &mut [Miss],
+    first: usize,
+    page: Option<&Page<'_>>,
     staging: &mut MissList,
-    absent: &mut NegativeCache,
-    page: io::Result<&PageBytes>,
-    counters: &mut Counters,
+    negative_cache: &mut NegativeCache,
 ) -> usize {
-    let first = behind[range.start];
-    let page = check_page(model, first, page, counters);
-    let segment = model.rows(first.row.table).segment(RowLocation::unpack(first.place));
+    let segment = model.rows(rows[0].row.table).segment(RowLocation::unpack(rows[0].place));
     let mut inserted = 0;
-    for number in range {
-        let miss = &mut behind[number];
+
+    for (number, miss) in rows.iter_mut().enumerate() {
         miss.slot = NOT_WANTED;
-        let Some(page) = &page else { continue };
-        match (segment.row(page, miss.row.key), model.cache(miss.row.table)) {
-            (None, _) => absent.note(miss.row),
+        let Some(page) = page else { continue };
+
+        match (segment.row(page, miss.row.key), model.cpu_cache(miss.row.table)) {
+            (None, _) => negative_cache.insert(miss.row),
             (Some(bytes), Some(cache)) => {
-                inserted += usize::from(cache.insert(miss.row, bytes, miss.epoch))
+                inserted += usize::from(cache.insert(miss.row, bytes, miss.epoch));
             }
             (Some(bytes), None) => {
-                staging.row_mut(number as u32)[..bytes.len()].copy_from_slice(bytes);
-                miss.slot = number as u32;
+                miss.slot = (first + number) as u32;
+                staging.row_mut(miss.slot)[..bytes.len()].copy_from_slice(bytes);
             }
         }
     }
+
     inserted
 }

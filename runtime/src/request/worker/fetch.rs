@@ -1,121 +1,163 @@
-//! Reading the rows that a request misses: located, sorted by page, each page read once with many
-//! in flight, checked, and its rows staged and cached as it arrives. Never waits beyond the
-//! deadline for a row that it may cut.
+//! Reads the rows that a request misses: locates them, sorts them by page, reads each page once
+//! with many reads in flight, verifies it, stages its rows and caches them as it arrives. Never
+//! waits beyond the deadline for a row whose miss policy is `deadline`.
 
-use crate::flash::segment::fences::AT_ONCE;
+use crate::clock::Clock;
+use crate::flash::segment::fences::LOCATE_KEYS;
 use crate::flash::table::RowLocation;
 use crate::io::page::{Page, PageBytes};
+use crate::io::reader::{PageReader, ReadMethod};
 use crate::model::Model;
 use crate::request::negative_cache::NegativeCache;
-use crate::request::worker::{Counters, Worker};
+use crate::request::worker::counters::Counters;
 use crate::schema::MissPolicy;
+use crate::schema::batch::Batch;
 use hatchback_kernels::lookup::miss_list::{Miss, MissList, RowState};
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
-/// Stands for a key that no page can hold.
-const NO_PLACE: u64 = u64::MAX;
+/// Location of a key that no page can hold.
+const NOWHERE: u64 = u64::MAX;
 
-impl Worker {
-    /// Fetches the missing rows, many pages in flight: first what must be waited for, then what the
-    /// deadline allows. The rest is noted for `fetch_behind`.
-    pub(super) fn fetch(&mut self, model: &Model, deadline: Option<Duration>) {
+/// What a worker fetches rows with: the miss list, the page reader, and the rows that it fetches
+/// after the answer.
+pub(super) struct RowFetcher {
+    clock: Arc<dyn Clock>,
+    pub misses: MissList,
+    /// Rows to fetch while no request waits: those that a request answered with the default row,
+    /// and those that a caller prefetches.
+    pub deferred: Vec<Miss>,
+    pub(super) negative_cache: NegativeCache,
+    pub(super) reader: PageReader,
+    /// Number of the current round of reads. A page of an earlier round, which its request gave up,
+    /// may still arrive.
+    pub(super) round: u32,
+    pub counters: Counters,
+}
+
+impl RowFetcher {
+    /// Takes the memory of one worker on `model`, with an empty `misses`.
+    pub fn new(model: &Model, misses: MissList, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            clock,
+            misses,
+            deferred: Vec::with_capacity(model.budget().misses_max as usize),
+            negative_cache: NegativeCache::new(),
+            reader: PageReader::on(model.read_depth(), ReadMethod::Auto),
+            round: 0,
+            counters: Counters::default(),
+        }
+    }
+
+    /// Clears the miss list and counts the lookups of `batch`.
+    pub fn start_request(&mut self, model: &Model, batch: &Batch) {
+        self.misses.clear();
+        for (f, feature) in model.schema().features.iter().enumerate() {
+            let lookups = batch.bags(f).keys.len() as u64;
+            self.counters.lookups += lookups;
+            if model.is_cached(feature.table) {
+                self.counters.cached_lookups += lookups;
+            }
+        }
+    }
+
+    /// Fetches the rows of the miss list, with many reads in flight: first the rows that the
+    /// request must wait for, then those that the deadline allows. Defers the rest.
+    pub fn fetch(&mut self, model: &Model, deadline: Option<Duration>) {
         self.locate(model);
         let order = |m: &Miss| (model.miss_policy(m.row.table) as u8, m.row.table, m.place);
         self.misses.list_mut().sort_unstable_by_key(order);
         self.counters.misses += self.misses.list().len() as u64;
         self.counters.missed_lookups += self.misses.lookups();
         self.round = self.round.wrapping_add(1);
-        let mut state = Fetch { next: 0, must: 0, may: 0 };
+
+        let mut reads = Reads::default();
         loop {
-            self.begin_reads(model, deadline, &mut state);
-            // MissList may be left to begin although none of this request's reads is outstanding:
-            // the reader may be full of those that an earlier request no longer waits for.
-            let next = self.misses.list().get(state.next);
-            if state.must + state.may == 0 && next.is_none() {
+            self.start_reads(model, deadline, &mut reads);
+            // A read may be left to start although none of this request is outstanding: reads that
+            // an earlier request gave up may fill the reader.
+            let next = self.misses.list().get(reads.next);
+            if reads.outstanding() == 0 && next.is_none() {
                 return;
             }
-            // Once only reads remain that the deadline may cut, it cuts the wait for them.
-            let may_cut = next.is_none_or(|m| model.miss_policy(m.row.table) != MissPolicy::Wait);
-            let cut = deadline.filter(|_| state.must == 0 && may_cut);
-            let wait = cut.map(|d| d.saturating_sub(self.clock.now()));
-            if !self.finish_read(model, wait, &mut state) {
-                return self.leave_unread(model, cut.is_some(), state.next);
+
+            // The deadline limits the wait as soon as every remaining read may be given up.
+            let is_optional =
+                next.is_none_or(|m| model.miss_policy(m.row.table) != MissPolicy::Wait);
+            let cut = deadline.filter(|_| reads.required == 0 && is_optional);
+            let wait = cut.map(|deadline| deadline.saturating_sub(self.clock.now()));
+            if !self.finish_read(model, wait, &mut reads) {
+                let unread = if cut.is_some() { RowState::Late } else { RowState::Damaged };
+                return self.give_up_reads(model, unread, reads.next);
             }
         }
     }
 
-    /// Notes where each missing row lies.
+    /// Sets the location of each missing row.
     fn locate(&mut self, model: &Model) {
         let tables = self.misses.list_mut().chunk_by_mut(|a, b| a.row.table == b.row.table);
-        for some in tables.flat_map(|of_table| of_table.chunks_mut(AT_ONCE)) {
-            let (mut keys, mut places) = ([0; AT_ONCE], [None; AT_ONCE]);
-            keys.iter_mut().zip(&*some).for_each(|(key, miss)| *key = miss.row.key);
-            model.rows(some[0].row.table).locate_all(&keys[..some.len()], &mut places);
-            for (miss, place) in some.iter_mut().zip(places) {
-                let place = place.filter(|_| !self.absent.holds(miss.row));
-                miss.place = place.map_or(NO_PLACE, RowLocation::pack);
+        for group in tables.flat_map(|of_table| of_table.chunks_mut(LOCATE_KEYS)) {
+            let (mut keys, mut locations) = ([0; LOCATE_KEYS], [None; LOCATE_KEYS]);
+            keys.iter_mut().zip(&*group).for_each(|(key, miss)| *key = miss.row.key);
+            model.rows(group[0].row.table).locate_all(&keys[..group.len()], &mut locations);
+
+            for (miss, location) in group.iter_mut().zip(locations) {
+                let location = location.filter(|_| !self.negative_cache.contains(miss.row));
+                miss.place = location.map_or(NOWHERE, RowLocation::pack);
             }
         }
     }
 
-    /// Begins reads in order until the reader is full or nothing is left to begin.
-    fn begin_reads(&mut self, model: &Model, deadline: Option<Duration>, state: &mut Fetch) {
-        while state.next < self.misses.list().len() && self.reader.has_room() {
-            let range = state.next..state.next + group_len(&self.misses.list()[state.next..]);
+    /// Starts reads in order until the reader is full or every miss is started, deferred or absent.
+    fn start_reads(&mut self, model: &Model, deadline: Option<Duration>, reads: &mut Reads) {
+        while reads.next < self.misses.list().len() && self.reader.has_room() {
+            let range = reads.next..reads.next + page_len(&self.misses.list()[reads.next..]);
             let Miss { row, place, .. } = self.misses.list()[range.start];
-            let late = || deadline.is_some_and(|d| self.clock.now() >= d);
-            state.next = range.end;
+            let is_late = || deadline.is_some_and(|deadline| self.clock.now() >= deadline);
+            reads.next = range.end;
             match model.miss_policy(row.table) {
-                _ if place == NO_PLACE => self.set_states(range, RowState::Absent),
-                MissPolicy::Default => self.leave(range, RowState::Pending),
-                MissPolicy::Deadline if late() => self.leave(range, RowState::Late),
+                _ if place == NOWHERE => self.set_states(range, RowState::Absent),
+                MissPolicy::Default => self.defer(range, RowState::Pending),
+                MissPolicy::Deadline if is_late() => self.defer(range, RowState::Late),
                 policy => {
-                    let place = RowLocation::unpack(place);
-                    let token = u64::from(self.round) << 32 | range.start as u64;
-                    self.reader.begin(
-                        model.rows(row.table).segment(place).file(),
-                        place.page,
-                        token,
-                    );
-                    *state.count(policy) += 1;
+                    let location = RowLocation::unpack(place);
+                    let file = model.rows(row.table).segment(location).file();
+                    self.reader.begin(file, location.page, token(self.round, range.start));
+                    *reads.of(policy) += 1;
                 }
             }
         }
     }
 
-    /// Takes one page in; returns whether one came within `wait`.
-    fn finish_read(&mut self, model: &Model, wait: Option<Duration>, state: &mut Fetch) -> bool {
-        let Self { reader, misses, absent, counters, round, .. } = self;
+    /// Waits up to `wait` for one page and stages its rows. Returns false if none arrived.
+    fn finish_read(&mut self, model: &Model, wait: Option<Duration>, reads: &mut Reads) -> bool {
+        let Self { reader, misses, negative_cache, counters, round, .. } = self;
         reader.next(wait, |token, page| {
-            // A page that a request before this one no longer waited for.
-            if (token >> 32) as u32 != *round {
-                return;
-            }
-            let start = token as u32 as usize;
-            let range = start..start + group_len(&misses.list()[start..]);
-            *state.count(model.miss_policy(misses.list()[start].row.table)) -= 1;
-            stage(model, misses, absent, range, page, counters);
+            let Some(start) = index_in(token, *round) else { return };
+            let range = start..start + page_len(&misses.list()[start..]);
+            let first = misses.list()[start];
+            reads.finish(model.miss_policy(first.row.table));
+
+            let page = check_page(model, first, page, counters);
+            stage(model, misses, range, page.as_ref(), negative_cache);
         })
     }
 
-    /// Gives up the reads that are outstanding and, from `next` on, not begun: the deadline has
-    /// come, or the reader failed.
-    fn leave_unread(&mut self, model: &Model, late: bool, next: usize) {
+    /// Gives up the reads that are outstanding or, from `next` on, not started. Their rows get the
+    /// state `unread`: late after the deadline, damaged if the reader failed.
+    fn give_up_reads(&mut self, model: &Model, unread: RowState, next: usize) {
         for i in 0..self.misses.list().len() {
             let miss = self.misses.list()[i];
-            match (self.misses.state(miss.slot), model.miss_policy(miss.row.table)) {
-                (RowState::Pending, _) if miss.place == NO_PLACE => {
-                    self.set_states(i..i + 1, RowState::Absent)
-                }
-                (RowState::Pending, MissPolicy::Default) if i >= next => {
-                    self.leave(i..i + 1, RowState::Pending)
-                }
-                (RowState::Pending, MissPolicy::Default) => {}
-                (RowState::Pending, _) if late => self.leave(i..i + 1, RowState::Late),
-                (RowState::Pending, _) => self.leave(i..i + 1, RowState::Damaged),
-                _ => {}
+            if self.misses.state(miss.slot) != RowState::Pending {
+                continue;
+            }
+            match model.miss_policy(miss.row.table) {
+                _ if miss.place == NOWHERE => self.set_states(i..i + 1, RowState::Absent),
+                MissPolicy::Default if i >= next => self.defer(i..i + 1, RowState::Pending),
+                MissPolicy::Default => {}
+                MissPolicy::Wait | MissPolicy::Deadline => self.defer(i..i + 1, unread),
             }
         }
     }
@@ -124,36 +166,60 @@ impl Worker {
         range.for_each(|i| self.misses.set_state(self.misses.list()[i].slot, state));
     }
 
-    fn leave(&mut self, range: Range<usize>, state: RowState) {
+    /// Sets the state of the misses in `range` and notes them for `fetch_deferred`, as far as there
+    /// is room.
+    fn defer(&mut self, range: Range<usize>, state: RowState) {
         self.set_states(range.clone(), state);
-        let room = self.behind.capacity() - self.behind.len();
-        self.behind.extend(self.misses.list()[range].iter().take(room));
+        let room = self.deferred.capacity() - self.deferred.len();
+        self.deferred.extend(self.misses.list()[range].iter().take(room));
     }
 }
 
-/// Where a fetch stands.
-struct Fetch {
-    /// The first miss that no read was begun for.
+/// The reads of one fetch.
+#[derive(Default)]
+struct Reads {
+    /// The first miss that no read was started for.
     next: usize,
-    /// Reads outstanding that the request waits for.
-    must: usize,
-    /// Reads outstanding that the deadline may cut.
-    may: usize,
+    /// Outstanding reads that the request must wait for.
+    required: usize,
+    /// Outstanding reads that the deadline may cut.
+    optional: usize,
 }
 
-impl Fetch {
-    fn count(&mut self, policy: MissPolicy) -> &mut usize {
-        if policy == MissPolicy::Wait { &mut self.must } else { &mut self.may }
+impl Reads {
+    fn outstanding(&self) -> usize {
+        self.required + self.optional
+    }
+
+    fn of(&mut self, policy: MissPolicy) -> &mut usize {
+        if policy == MissPolicy::Wait { &mut self.required } else { &mut self.optional }
+    }
+
+    fn finish(&mut self, policy: MissPolicy) {
+        let reads = self.of(policy);
+        assert!(*reads > 0, "a page arrived that this round did not read");
+        *reads -= 1;
     }
 }
 
-/// How many misses at the front are of the same page.
-pub(super) fn group_len(misses: &[Miss]) -> usize {
-    let same = |m: &&Miss| (m.row.table, m.place) == (misses[0].row.table, misses[0].place);
+/// Returns the token of a read: the round in the upper half, the index of its first miss below.
+pub(super) fn token(round: u32, index: usize) -> u64 {
+    u64::from(round) << 32 | index as u64
+}
+
+/// Returns the index in `token`, or `None` if the read is of an earlier round.
+pub(super) fn index_in(token: u64, round: u32) -> Option<usize> {
+    ((token >> 32) as u32 == round).then_some(token as u32 as usize)
+}
+
+/// Returns how many misses at the front of `misses` are on the same page.
+pub(super) fn page_len(misses: &[Miss]) -> usize {
+    let first = misses[0];
+    let same = |m: &&Miss| (m.row.table, m.place) == (first.row.table, first.place);
     misses.iter().take_while(same).count()
 }
 
-/// Checks a page that was read for `misses`; a bad one is counted and reported.
+/// Verifies a page that was read for `miss`. Counts and logs a damaged one.
 pub(super) fn check_page<'a>(
     model: &Model,
     miss: Miss,
@@ -161,8 +227,8 @@ pub(super) fn check_page<'a>(
     counters: &mut Counters,
 ) -> Option<Page<'a>> {
     counters.pages += 1;
-    let place = RowLocation::unpack(miss.place);
-    match model.rows(miss.row.table).segment(place).check_read(place.page, page) {
+    let location = RowLocation::unpack(miss.place);
+    match model.rows(miss.row.table).segment(location).check_read(location.page, page) {
         Ok(page) => Some(page),
         Err(e) => {
             counters.pages_damaged += 1;
@@ -172,34 +238,35 @@ pub(super) fn check_page<'a>(
     }
 }
 
-/// Stages and caches the rows of a page for the misses in `range`, which are all of it.
+/// Stages and caches the rows of `page` for the misses in `range`, which are all on that page.
+/// `None` is a damaged page.
 fn stage(
     model: &Model,
     misses: &mut MissList,
-    absent: &mut NegativeCache,
     range: Range<usize>,
-    page: io::Result<&PageBytes>,
-    counters: &mut Counters,
+    page: Option<&Page<'_>>,
+    negative_cache: &mut NegativeCache,
 ) {
-    let page = check_page(model, misses.list()[range.start], page, counters);
     for i in range {
         let miss = misses.list()[i];
         let segment = model.rows(miss.row.table).segment(RowLocation::unpack(miss.place));
-        let state = match page.as_ref().map(|p| segment.row(p, miss.row.key)) {
+
+        let state = match page.map(|page| segment.row(page, miss.row.key)) {
             None => RowState::Damaged,
             Some(None) => {
-                absent.note(miss.row);
+                negative_cache.insert(miss.row);
                 RowState::Absent
             }
             Some(Some(bytes)) => {
                 misses.row_mut(miss.slot)[..bytes.len()].copy_from_slice(bytes);
-                // On a GPU all rows go in together, behind the last page.
-                if let Some(cache) = model.cache(miss.row.table) {
+                // On a GPU, `finish_bags` inserts all rows together after the last page.
+                if let Some(cache) = model.cpu_cache(miss.row.table) {
                     cache.insert(miss.row, bytes, miss.epoch);
                 }
                 RowState::Fresh
             }
         };
+
         misses.set_state(miss.slot, state);
     }
 }

@@ -1,0 +1,86 @@
+//! Where a model's tables and its dense network are. Three combinations are legal, and the enum has
+//! exactly these: everything in host memory, everything on a GPU, or the tables on a GPU and the
+//! dense network in host memory. Never moves anything itself.
+
+use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::resident::Resident;
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::dense::DenseEngine;
+use hatchback_kernels::gpu::DeviceEngine;
+use hatchback_kernels::gpu::tables::DeviceTables;
+use std::sync::Arc;
+
+/// The caches and resident tables of a model in host memory, by the numbers that its
+/// [`ServedTable`](crate::model::served_tables::ServedTable)s have for them.
+pub(crate) struct CpuTables {
+    pub caches: Vec<Cache>,
+    pub residents: Vec<Resident>,
+}
+
+/// Where a model's tables and its dense network are.
+pub(crate) enum ModelBackend {
+    /// Both are in host memory.
+    Cpu { tables: Arc<CpuTables>, dense: Arc<DenseEngine> },
+    /// The tables are on a GPU, the dense network is in host memory.
+    GpuTables { tables: Arc<DeviceTables>, dense: Arc<DenseEngine> },
+    /// Both are on a GPU.
+    Gpu { tables: Arc<DeviceTables>, dense: Arc<DeviceEngine> },
+}
+
+impl ModelBackend {
+    /// Returns the tables where they are in host memory.
+    #[inline]
+    pub fn cpu_tables(&self) -> Option<&CpuTables> {
+        match self {
+            Self::Cpu { tables, .. } => Some(tables),
+            Self::GpuTables { .. } | Self::Gpu { .. } => None,
+        }
+    }
+
+    /// Returns the tables where they are on a GPU.
+    pub fn device_tables(&self) -> Option<&Arc<DeviceTables>> {
+        match self {
+            Self::Cpu { .. } => None,
+            Self::GpuTables { tables, .. } | Self::Gpu { tables, .. } => Some(tables),
+        }
+    }
+
+    /// Returns the caches in host memory; none if they are on a GPU.
+    pub fn cpu_caches(&self) -> &[Cache] {
+        self.cpu_tables().map_or(&[], |tables| &tables.caches)
+    }
+
+    /// Returns the rows that all caches hold at most.
+    pub fn cache_slots(&self) -> usize {
+        let on_gpu = self.device_tables().map_or(0, |tables| tables.slots());
+        on_gpu + self.cpu_caches().iter().map(Cache::slots).sum::<usize>()
+    }
+
+    /// Returns the device that looks up rows.
+    pub fn lookup_device(&self) -> Device {
+        let on_gpu = |tables: &Arc<DeviceTables>| Device::Cuda(Arc::clone(tables.gpu()));
+        self.device_tables().map_or(Device::Cpu, on_gpu)
+    }
+
+    /// Returns what runs the dense network, in words.
+    pub fn dense_runs_on(&self) -> String {
+        match self {
+            Self::Gpu { dense, .. } => dense.runs_on(),
+            Self::Cpu { dense, .. } | Self::GpuTables { dense, .. } => {
+                match dense.falls_back_for() {
+                    Some(operator) => format!("the CPU, by rten (for {operator})"),
+                    None => "the CPU".to_owned(),
+                }
+            }
+        }
+    }
+}
+
+/// Returns what `shared` holds. A model that its caller owns is the only owner of its parts:
+/// a worker that shares them holds the model itself.
+pub(crate) fn sole_owner<T>(shared: Arc<T>) -> T {
+    match Arc::try_unwrap(shared) {
+        Ok(owned) => owned,
+        Err(_) => panic!("a model that is still being opened is shared with a worker"),
+    }
+}

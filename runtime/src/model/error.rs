@@ -1,0 +1,36 @@
+//! Why a model cannot be opened or served.
+
+use crate::flash::FlashError;
+use crate::flash::segment::SegmentError;
+use hatchback_kernels::cuda::driver::CudaError;
+use hatchback_kernels::dense::{DenseError, Weights};
+use hatchback_kernels::gpu::GpuDenseError;
+
+/// Why a model cannot be served.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum OpenError {
+    /// The flash directory cannot be used.
+    #[error(transparent)]
+    Flash(#[from] FlashError),
+    /// A segment cannot be used.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
+    /// The dense network cannot be used.
+    #[error(transparent)]
+    Dense(#[from] DenseError),
+    /// The dense network cannot run on the GPU.
+    #[error(transparent)]
+    GpuDense(#[from] GpuDenseError),
+    /// The GPU cannot hold or run the model.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// The weights that the budget requires change the scores of the dense network too much.
+    #[error(
+        "budget.dense_weights = {weights}: probe sample {sample}: {problem}; choose wider weights"
+    )]
+    Weights { weights: Weights, sample: usize, problem: String },
+    /// The model does not fit into the budget; `field` is the one to change.
+    #[error("budget.{field} = {value}: {problem}")]
+    Budget { field: &'static str, value: u64, problem: String },
+}

@@ -1,0 +1,227 @@
+//! [`Model`]: one generation's tables, caches and dense network as requests use them. Read-only and
+//! shared by all workers. A request that starts on a model ends on it.
+
+use crate::bundle::manifest::Generation;
+use crate::flash::table::{RowLocation, TableRows};
+use crate::io::reader::DeviceDepth;
+use crate::model::backend::ModelBackend;
+use crate::model::budget::{Budget, MemoryPlan};
+use crate::model::served_tables::{ServedTable, Storage};
+use crate::schema::batch::Batch;
+use crate::schema::{InputSource, MissPolicy, Schema, Table};
+use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::address::RowKey;
+use hatchback_kernels::cuda::Device;
+use std::sync::Arc;
+
+/// A model ready to serve.
+///
+/// ```no_run
+/// use hatchback::clock::SystemClock;
+/// use hatchback::model::Model;
+/// use hatchback::model::budget::Budget;
+/// use hatchback::request::worker::Worker;
+/// use std::path::Path;
+/// use std::sync::Arc;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let disk = hatchback::io::disk::system();
+/// let model = Arc::new(Model::open(&disk, Path::new("flash"), Budget::default())?);
+/// println!("{}", model.memory());
+///
+/// let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+/// let scores = worker.score(&model.batch(), None)?;
+/// println!("{:?}", scores.values);
+/// # Ok(())
+/// # }
+/// ```
+pub struct Model {
+    generation: Generation,
+    schema: Arc<Schema>,
+    budget: Budget,
+    read_depth: Arc<DeviceDepth>,
+    tables: Vec<ServedTable>,
+    backend: ModelBackend,
+    outputs: usize,
+    columns: Vec<InputColumn>,
+    memory: MemoryPlan,
+}
+
+/// What a model is made of.
+pub(crate) struct ModelParts {
+    pub generation: Generation,
+    pub schema: Arc<Schema>,
+    pub budget: Budget,
+    pub read_depth: Arc<DeviceDepth>,
+    pub tables: Vec<ServedTable>,
+    pub backend: ModelBackend,
+    /// Scores per sample.
+    pub outputs: usize,
+}
+
+/// Where a feature's vectors begin in the inputs of the dense network.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct InputColumn {
+    /// Number of the network input.
+    pub input: usize,
+    /// First column in the input.
+    pub column: usize,
+}
+
+impl Model {
+    /// Puts a model together. Its memory plan is empty.
+    pub(crate) fn new(parts: ModelParts) -> Self {
+        let ModelParts { generation, schema, budget, read_depth, tables, backend, outputs } = parts;
+        let columns = columns_of(&schema);
+        let memory = MemoryPlan::default();
+        Self { generation, schema, budget, read_depth, tables, backend, outputs, columns, memory }
+    }
+
+    /// Returns the generation that is served.
+    pub fn generation(&self) -> &Generation {
+        &self.generation
+    }
+
+    /// Returns the schema that requests follow.
+    pub fn schema(&self) -> &Arc<Schema> {
+        &self.schema
+    }
+
+    /// Returns the budget that the model was opened with.
+    pub fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// Returns the memory plan: every part of the model that takes memory, with its bytes.
+    pub fn memory(&self) -> &MemoryPlan {
+        &self.memory
+    }
+
+    /// Returns the scores per sample.
+    pub fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    /// Returns what runs the dense network, in words.
+    pub fn dense_runs_on(&self) -> String {
+        self.backend.dense_runs_on()
+    }
+
+    /// Returns the device that looks up rows.
+    pub fn lookup_device(&self) -> Device {
+        self.backend.lookup_device()
+    }
+
+    /// Returns the rows that the embedding caches hold at most.
+    pub fn cache_slots(&self) -> usize {
+        self.backend.cache_slots()
+    }
+
+    /// Returns an empty batch with room for `batch_max` samples of the budget.
+    pub fn batch(&self) -> Batch {
+        Batch::new(&self.schema, self.budget.batch_max as usize)
+    }
+
+    pub(crate) fn tables(&self) -> &[ServedTable] {
+        &self.tables
+    }
+
+    pub(crate) fn backend(&self) -> &ModelBackend {
+        &self.backend
+    }
+
+    /// Replaces the backend by what `change` makes of it.
+    pub(crate) fn map_backend<E>(
+        self,
+        change: impl FnOnce(ModelBackend) -> Result<ModelBackend, E>,
+    ) -> Result<Self, E> {
+        Ok(Self { backend: change(self.backend)?, ..self })
+    }
+
+    /// Returns the number of reads in flight that this model shares with others on its device.
+    pub(crate) fn read_depth(&self) -> &Arc<DeviceDepth> {
+        &self.read_depth
+    }
+
+    pub(crate) fn memory_mut(&mut self) -> &mut MemoryPlan {
+        &mut self.memory
+    }
+
+    /// Records memory that opening took for a moment beside the plan's total.
+    pub(crate) fn record_peak(&mut self, bytes: u64) {
+        self.memory.record_peak(bytes);
+    }
+
+    /// Returns where feature `f` begins in the inputs of the dense network.
+    #[inline]
+    pub(crate) fn column(&self, f: usize) -> InputColumn {
+        self.columns[f]
+    }
+
+    /// Returns the values per sample of each input of the dense network.
+    pub(crate) fn input_widths(&self) -> Vec<usize> {
+        self.schema.network.inputs.iter().map(|input| self.schema.input_width(input)).collect()
+    }
+
+    /// Returns the bytes of the widest row of any table: those of one row in a miss list.
+    pub(crate) fn staging_row_bytes(&self) -> usize {
+        self.tables.iter().map(|t| t.format.row_bytes()).max().unwrap_or(0)
+    }
+
+    /// Returns whether the rows of `table` move between flash and a cache.
+    pub(crate) fn is_cached(&self, table: u16) -> bool {
+        matches!(self.tables[usize::from(table)].storage, Storage::Cached { .. })
+    }
+
+    /// Returns the rows of a cached table on flash.
+    ///
+    /// # Panics
+    /// `table` is resident: its rows never miss and are never prefetched.
+    pub(crate) fn rows(&self, table: u16) -> &TableRows {
+        match &self.tables[usize::from(table)].storage {
+            Storage::Cached { rows, .. } => rows,
+            Storage::Resident(_) => panic!("table {table} is resident and has no rows on flash"),
+        }
+    }
+
+    /// Returns where a row is on flash; `None` if its table does not have it.
+    pub(crate) fn locate(&self, row: RowKey) -> Option<RowLocation> {
+        self.rows(row.table).locate(row.key)
+    }
+
+    /// Returns the cache in host memory of a cached table; `None` if it is on a GPU.
+    pub(crate) fn cpu_cache(&self, table: u16) -> Option<&Cache> {
+        match (&self.tables[usize::from(table)].storage, self.backend.cpu_tables()) {
+            (Storage::Cached { cache, .. }, Some(tables)) => Some(&tables.caches[*cache]),
+            _ => None,
+        }
+    }
+
+    /// Returns what a request does about a missing row of `table`.
+    #[inline]
+    pub(crate) fn miss_policy(&self, table: u16) -> MissPolicy {
+        self.schema.tables[usize::from(table)].miss
+    }
+
+    /// Returns whether a deadline can change a score.
+    pub(crate) fn has_deadlines(&self) -> bool {
+        let is_cut = |(table, served): (&Table, &ServedTable)| {
+            table.miss == MissPolicy::Deadline && matches!(served.storage, Storage::Cached { .. })
+        };
+        self.schema.tables.iter().zip(&self.tables).any(is_cut)
+    }
+}
+
+/// Returns for each feature where it begins in the inputs of the dense network.
+fn columns_of(schema: &Schema) -> Vec<InputColumn> {
+    let mut columns = vec![InputColumn::default(); schema.features.len()];
+    for (input, declared) in schema.network.inputs.iter().enumerate() {
+        let InputSource::Features(features) = &declared.source else { continue };
+        let mut column = 0;
+        for &f in features {
+            columns[usize::from(f)] = InputColumn { input, column };
+            column += schema.feature_width(usize::from(f));
+        }
+    }
+    columns
+}

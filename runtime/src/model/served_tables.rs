@@ -1,0 +1,104 @@
+//! A generation's tables as a model serves them: resident tables are read whole, of cached tables
+//! only the indexes. A damaged page of a resident table stops the opening, because every request
+//! would miss its rows.
+
+use crate::flash::Flash;
+use crate::flash::segment::SegmentError;
+use crate::flash::table::TableRows;
+use crate::io::field_error::FieldError;
+use crate::model::error::OpenError;
+use crate::schema::{KeySpace, Schema, Table};
+use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::address::mix;
+use hatchback_kernels::cache::codec::RowFormat;
+use hatchback_kernels::cache::resident::Resident;
+
+/// Where a table's rows are looked up. The numbers count the model's resident tables and caches, in
+/// host memory and on a GPU alike.
+// A model has one `Storage` per table. A box would cost a miss one more dereference.
+#[allow(clippy::large_enum_variant)]
+pub(crate) enum Storage {
+    /// In memory, as the resident table of this number.
+    Resident(usize),
+    /// In the cache of this number, and beyond it on flash.
+    Cached { cache: usize, rows: TableRows },
+}
+
+/// One table as it is served.
+pub(crate) struct ServedTable {
+    pub format: RowFormat,
+    pub storage: Storage,
+}
+
+/// The tables of a model and the rows of those that are resident.
+pub(crate) struct OpenedTables {
+    pub tables: Vec<ServedTable>,
+    pub residents: Vec<Resident>,
+}
+
+/// Opens every table of `schema`; calls `yield_now` before each.
+pub(crate) fn open_tables(
+    flash: &Flash,
+    schema: &Schema,
+    is_resident: &[bool],
+    caches: &[Cache],
+    yield_now: &dyn Fn(),
+) -> Result<OpenedTables, OpenError> {
+    let mut opened =
+        OpenedTables { tables: Vec::with_capacity(schema.tables.len()), residents: Vec::new() };
+    for (number, table) in schema.tables.iter().enumerate() {
+        yield_now();
+        let rows = flash.table(number)?;
+        let format = table.format().ok_or_else(|| {
+            let problem =
+                format!("table `{}`: {} does not fit its codec", table.name, table.unit_exp);
+            SegmentError::Field(FieldError::new(flash.directory(), "unit_exp", problem))
+        })?;
+
+        let storage = if is_resident[number] {
+            opened.residents.push(load_resident(&rows, table, format)?);
+            Storage::Resident(opened.residents.len() - 1)
+        } else {
+            let cache = caches.iter().position(|c| c.row_bytes() == format.row_bytes());
+            Storage::Cached { cache: cache.unwrap_or_default(), rows }
+        };
+        opened.tables.push(ServedTable { format, storage });
+    }
+    Ok(opened)
+}
+
+/// Reads a whole table. Fails if any page is damaged.
+fn load_resident(
+    rows: &TableRows,
+    table: &Table,
+    format: RowFormat,
+) -> Result<Resident, OpenError> {
+    // A key is the position of its row only while an index table is whole and in key order.
+    let is_indexed = table.keys == KeySpace::Index && rows.changed() == 0;
+    let (mut bytes, mut hashes, mut damaged) = (Vec::new(), Vec::new(), None);
+    rows.scan(
+        |order, row| {
+            bytes.extend_from_slice(row);
+            if !is_indexed {
+                hashes.push(if table.keys == KeySpace::Index { mix(order) } else { order });
+            }
+        },
+        |e| damaged = Some(e),
+    )?;
+
+    match damaged {
+        Some(e) => Err(e.into()),
+        None if is_indexed => Ok(Resident::indexed(format.row_bytes(), &bytes)),
+        None => Ok(sorted_resident(format.row_bytes(), &hashes, &bytes)),
+    }
+}
+
+fn sorted_resident(row_bytes: usize, hashes: &[u64], rows: &[u8]) -> Resident {
+    let mut order: Vec<usize> = (0..hashes.len()).collect();
+    order.sort_unstable_by_key(|&i| hashes[i]);
+
+    let sorted_hashes = order.iter().map(|&i| hashes[i]).collect();
+    let sorted_rows: Vec<u8> =
+        order.iter().flat_map(|&i| &rows[i * row_bytes..(i + 1) * row_bytes]).copied().collect();
+    Resident::hashed(row_bytes, sorted_hashes, &sorted_rows)
+}

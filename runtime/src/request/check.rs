@@ -1,0 +1,33 @@
+//! The first step of a request: whether the batch fits the model and its budget. Never looks at
+//! keys or values.
+
+use crate::model::Model;
+use crate::request::error::ScoreError;
+use crate::schema::batch::Batch;
+
+/// Checks that `batch` has the shape of the model's schema and at most `batch_max` samples.
+///
+/// # Errors
+/// [`ScoreError::Request`] with the first field that does not fit.
+pub(crate) fn check_batch(model: &Model, batch: &Batch) -> Result<(), ScoreError> {
+    let (schema, max) = (model.schema(), model.budget().batch_max as usize);
+    let refuse = |field, problem| Err(ScoreError::Request { field, problem });
+
+    if batch.size() > max {
+        return refuse("batch", format!("{} samples, the budget allows {max}", batch.size()));
+    }
+    if batch.features() != schema.features.len() {
+        let problem = format!("{} of {} sparse features", batch.features(), schema.features.len());
+        return refuse("features", problem);
+    }
+    if batch.dense().len() != batch.size() * schema.dense_features.len() {
+        let problem = format!("{} values for {} samples", batch.dense().len(), batch.size());
+        return refuse("dense", problem);
+    }
+
+    let is_too_long = |&f: &usize| batch.hotness(f) > schema.features[f].hotness_max as usize;
+    match (0..batch.features()).find(is_too_long) {
+        Some(f) => refuse("hotness", format!("feature {f} has a bag of {} keys", batch.hotness(f))),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,294 @@
+//! Opening a model for serving. Knows the workers and the request queue, so that it can sum all
+//! memory that a model takes and refuse a model beyond its budget before it serves.
+
+use crate::flash::Flash;
+use crate::io::disk::Disk;
+use crate::io::reader::{DeviceDepth, PageReader};
+use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
+use crate::model::budget::{Budget, MemoryPlan};
+use crate::model::opened::ModelParts;
+use crate::model::served_tables::{ServedTable, Storage, open_tables};
+use crate::model::{Model, OpenError, capacity, preload};
+use crate::request::negative_cache::NegativeCache;
+use crate::request::queue::RequestQueue;
+use crate::request::weight_check;
+use crate::request::worker::lookup_limits;
+use crate::schema::Schema;
+use crate::schema::batch::Batch;
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::driver::Gpu;
+use hatchback_kernels::dense::Weights;
+use hatchback_kernels::gpu::lookup::GpuLookup;
+use hatchback_kernels::gpu::step::Step;
+use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
+use hatchback_kernels::gpu::{
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDenseError, TensorRtOptions,
+};
+use hatchback_kernels::lookup::LookupStatus;
+use hatchback_kernels::lookup::miss_list::{Miss, MissList};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Lines of the memory plan that go when the dense network moves to a GPU.
+const DENSE_WEIGHTS: &str = "dense network weights";
+const DENSE_RESULTS: &str = "dense network results between layers, all workers";
+
+impl Model {
+    /// Opens the live generation under `directory` within `budget`, with preloaded caches.
+    ///
+    /// # Errors
+    /// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged,
+    /// [`OpenError::Dense`] or [`OpenError::Weights`] if the dense network cannot be used, and
+    /// [`OpenError::Budget`] if the budget is too small.
+    pub fn open(disk: &Arc<dyn Disk>, directory: &Path, budget: Budget) -> Result<Self, OpenError> {
+        Self::from_flash(&Flash::open(disk, directory)?, budget)
+    }
+
+    /// Opens the live generation of an open flash directory.
+    ///
+    /// # Errors
+    /// The same as [`Model::open`].
+    pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
+        let read_depth = DeviceDepth::new(budget.reads_max as usize);
+        let model = Self::open_cold(flash, budget, read_depth, &|| {})?;
+        preload::preload_hot_keys(&model, flash, None)?;
+        Ok(model)
+    }
+
+    /// Opens the live generation of `flash` with empty caches in host memory. Its reads share
+    /// `read_depth`. Calls `yield_now` between the tables.
+    pub(crate) fn open_cold(
+        flash: &Flash,
+        budget: Budget,
+        read_depth: Arc<DeviceDepth>,
+        yield_now: &dyn Fn(),
+    ) -> Result<Self, OpenError> {
+        let schema = Arc::new(flash.manifest().schema.clone());
+        capacity::check_budget(&schema, &budget)?;
+        let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
+
+        let is_resident = capacity::choose_resident(&schema, &budget)?;
+        let caches = capacity::make_caches(&schema, &is_resident, &budget)?;
+        let opened = open_tables(flash, &schema, &is_resident, &caches, yield_now)?;
+
+        let outputs = dense.outputs();
+        let tables = Arc::new(CpuTables { caches, residents: opened.residents });
+        let mut model = Self::new(ModelParts {
+            generation: flash.manifest().generation.clone(),
+            schema,
+            budget,
+            read_depth,
+            tables: opened.tables,
+            backend: ModelBackend::Cpu { tables, dense: Arc::new(dense) },
+            outputs,
+        });
+        *model.memory_mut() = sum_memory(&model);
+        check_total(&model)?;
+
+        weight_check::check(model, flash)
+    }
+
+    /// Moves the caches, with their rows, and the resident tables to `device`. Does nothing if
+    /// `device` is the CPU or the tables are on a GPU already.
+    ///
+    /// # Errors
+    /// [`OpenError::Cuda`] if the GPU has no room, [`OpenError::Budget`] if the budget has no room
+    /// for what the workers need beside the tables.
+    pub fn move_to_device(mut self, device: &Device) -> Result<Self, OpenError> {
+        let (Device::Cuda(gpu), ModelBackend::Cpu { .. }) = (device, self.backend()) else {
+            return Ok(self);
+        };
+        let schema = self.schema();
+        let bytes = GpuLookup::bytes(
+            schema.features.len(),
+            schema.lookups_max(),
+            lookup_limits(&self, gpu),
+        );
+        let bytes = u64::from(self.budget().workers) * bytes as u64;
+        self.memory_mut().add("keys, rings and changes that the GPU shares, all workers", bytes);
+        check_total(&self)?;
+
+        let storages = self.tables().iter().map(device_storage).collect();
+        // The host frees one cache after the other, and all resident tables after the last copy.
+        self.record_peak(peak_of_move(self.backend()));
+        self.map_backend(|backend| match backend {
+            ModelBackend::Cpu { tables, dense } => {
+                let CpuTables { caches, residents } = sole_owner(tables);
+                let residents: Vec<_> = residents.iter().collect();
+                let tables = Arc::new(DeviceTables::new(gpu, storages, caches, &residents)?);
+                Ok(ModelBackend::GpuTables { tables, dense })
+            }
+            on_gpu => Ok(on_gpu),
+        })
+    }
+
+    /// Moves the dense network to the GPU that has the tables. The network stays on the CPU if the
+    /// tables do, or if nothing on the GPU can run it.
+    ///
+    /// # Errors
+    /// [`OpenError::Flash`] if the network is not on `flash`, [`OpenError::Cuda`] if the GPU has no
+    /// room for it, [`OpenError::Budget`] if the budget has none.
+    pub fn move_dense_to_gpu(
+        mut self,
+        flash: &Flash,
+        tensorrt: Option<&TensorRtOptions>,
+    ) -> Result<Self, OpenError> {
+        let ModelBackend::GpuTables { tables, dense } = self.backend() else { return Ok(self) };
+        let (gpu, freed_bytes) = (Arc::clone(tables.gpu()), dense.bytes() as u64);
+        let Budget { batch_max, workers, dense_weights, .. } = *self.budget();
+        let batch_max = batch_max as usize;
+        let options = DeviceOptions { tensorrt: tensorrt.cloned(), cublas: false, batch_max };
+
+        let onnx = flash.dense()?;
+        let engine = match load_dense_on(self.schema(), &gpu, &onnx, dense_weights, &options) {
+            Ok(engine) => engine,
+            Err(GpuDenseError::Cuda(e)) => return Err(OpenError::Cuda(*e)),
+            Err(e) => {
+                log::warn!("the dense network stays on the CPU: {e}");
+                return Ok(self);
+            }
+        };
+
+        let per_worker = Step::bytes(&engine, self.input_widths().iter().sum(), batch_max);
+        self.record_peak(freed_bytes);
+        let memory = self.memory_mut();
+        memory.remove(DENSE_WEIGHTS);
+        memory.remove(DENSE_RESULTS);
+        memory.add("dense network on the GPU, weights", engine.bytes() as u64);
+        memory.add("dense network on the GPU, all workers", u64::from(workers) * per_worker);
+        check_total(&self)?;
+
+        self.map_backend(|backend| match backend {
+            ModelBackend::GpuTables { tables, .. } => {
+                Ok(ModelBackend::Gpu { tables, dense: Arc::new(engine) })
+            }
+            other => Ok(other),
+        })
+    }
+}
+
+/// Loads the dense network of `schema` onto `gpu`.
+fn load_dense_on(
+    schema: &Schema,
+    gpu: &Arc<Gpu>,
+    onnx: &[u8],
+    weights: Weights,
+    options: &DeviceOptions,
+) -> Result<DeviceEngine, GpuDenseError> {
+    let network = &schema.network;
+    let inputs: Vec<(&str, usize)> =
+        network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
+    let (output, activation) = (network.output.as_str(), network.activation);
+    DeviceEngine::load(
+        gpu,
+        &DenseNetwork { onnx, inputs: &inputs, output, activation, weights },
+        options,
+    )
+}
+
+fn device_storage(table: &ServedTable) -> TableStorage {
+    match table.storage {
+        Storage::Cached { cache, .. } => TableStorage::Cached(cache),
+        Storage::Resident(number) => TableStorage::Resident(number),
+    }
+}
+
+/// Returns the bytes that are in host memory and on the GPU at the same time during the move of the
+/// tables: all resident tables and the largest cache.
+fn peak_of_move(backend: &ModelBackend) -> u64 {
+    let Some(CpuTables { caches, residents }) = backend.cpu_tables() else { return 0 };
+    let residents = residents.iter().map(|rows| rows.bytes() as u64).sum::<u64>();
+    residents + caches.iter().map(|cache| cache.bytes() as u64).max().unwrap_or(0)
+}
+
+fn cache_bytes(model: &Model) -> u64 {
+    model.backend().cpu_caches().iter().map(|cache| cache.bytes() as u64).sum()
+}
+
+fn check_total(model: &Model) -> Result<(), OpenError> {
+    capacity::check_total(model.budget(), model.memory(), cache_bytes(model))
+}
+
+/// Sums the memory of `model`, which is in host memory, with that of its workers and request slots.
+fn sum_memory(model: &Model) -> MemoryPlan {
+    let mut plan = MemoryPlan::default();
+    add_model(&mut plan, model);
+    add_workers(&mut plan, model);
+    add_queue(&mut plan, model);
+    plan
+}
+
+/// Adds the caches, the tables and the dense network.
+fn add_model(plan: &mut MemoryPlan, model: &Model) {
+    let index_bytes = |table: &ServedTable| match &table.storage {
+        Storage::Cached { rows, .. } => rows.index_bytes() as u64,
+        Storage::Resident(_) => 0,
+    };
+    let residents = model
+        .backend()
+        .cpu_tables()
+        .map_or(0, |tables| tables.residents.iter().map(|rows| rows.bytes() as u64).sum());
+    plan.add("embedding caches", cache_bytes(model));
+    plan.add("resident tables", residents);
+    plan.add(
+        "indexes of the segments and overlays of their deltas",
+        model.tables().iter().map(index_bytes).sum(),
+    );
+    plan.add(DENSE_WEIGHTS, cpu_dense_bytes(model).weights);
+}
+
+/// Adds the memory of one worker, times the workers.
+fn add_workers(plan: &mut MemoryPlan, model: &Model) {
+    let budget = model.budget();
+    let (workers, batch) = (u64::from(budget.workers), budget.batch_max as usize);
+    let misses_max = budget.misses_max as usize;
+    let misses = MissList::bytes(misses_max, model.staging_row_bytes())
+        + misses_max * size_of::<Miss>()
+        + NegativeCache::bytes();
+    let mut add = |part, bytes: usize| plan.add(part, workers * bytes as u64);
+
+    add("miss lists, staging rows and negative caches, all workers", misses);
+    add("page buffers, all workers", PageReader::bytes(budget.reads_max as usize));
+    add(
+        "dense network inputs, all workers",
+        4 * batch * model.input_widths().iter().sum::<usize>(),
+    );
+    add(DENSE_RESULTS, cpu_dense_bytes(model).scratch);
+    add("scores and statuses, all workers", batch * sample_bytes(model));
+    add("batches, all workers", Batch::bytes(model.schema(), batch));
+}
+
+/// Adds the request slots and the queue.
+fn add_queue(plan: &mut MemoryPlan, model: &Model) {
+    let budget = model.budget();
+    let batch = budget.batch_max as usize;
+    let slot = Batch::bytes(model.schema(), batch) + batch * sample_bytes(model);
+    plan.add("request slots: batches, scores and statuses", u64::from(budget.slots) * slot as u64);
+    plan.add(
+        "queues of requests and of keys to prefetch",
+        RequestQueue::queue_bytes(budget.workers as usize) as u64,
+    );
+}
+
+/// Bytes of the scores and the status of one sample.
+fn sample_bytes(model: &Model) -> usize {
+    size_of::<LookupStatus>() + 4 * model.outputs()
+}
+
+/// Bytes of a dense network in host memory.
+#[derive(Default)]
+struct DenseBytes {
+    weights: u64,
+    /// Of one worker.
+    scratch: usize,
+}
+
+fn cpu_dense_bytes(model: &Model) -> DenseBytes {
+    match model.backend() {
+        ModelBackend::Cpu { dense, .. } | ModelBackend::GpuTables { dense, .. } => DenseBytes {
+            weights: dense.bytes() as u64,
+            scratch: dense.scratch_bytes(model.budget().batch_max as usize),
+        },
+        ModelBackend::Gpu { .. } => DenseBytes::default(),
+    }
+}

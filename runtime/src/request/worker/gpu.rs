@@ -1,0 +1,197 @@
+//! A worker's backend on a GPU: the whole step from keys to scores, or the lookup alone where the
+//! dense network runs on the CPU. Never decides which rows are read from flash.
+//!
+//! One launch probes all features, and the dense network follows it. If no row is missing, that
+//! launch computes the scores. Otherwise the host reads the missing rows, a second launch pools the
+//! open bags, and the dense network runs again.
+//!
+//! A buffer that the GPU may still access is reused only after its stream is synchronised, on error
+//! paths too. If synchronising fails, the worker fails every later request.
+
+use crate::model::Model;
+use crate::request::worker::cpu::CpuDense;
+use crate::request::worker::progress::Progress;
+use crate::schema::batch::Batch;
+use crate::schema::{Feature, InputSource, KeySpace};
+use hatchback_kernels::cache::Epoch;
+use hatchback_kernels::cuda::driver::{CudaError, Gpu};
+use hatchback_kernels::dense::{DenseEngine, DenseError};
+use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
+use hatchback_kernels::gpu::step::Step;
+use hatchback_kernels::gpu::tables::DeviceTables;
+use hatchback_kernels::gpu::{DeviceEngine, GpuDenseError};
+use hatchback_kernels::lookup::LookupStatus;
+use hatchback_kernels::lookup::miss_list::{Miss, MissList};
+use std::sync::Arc;
+
+/// What one worker has on a GPU.
+pub(super) enum GpuBackend {
+    /// The lookup, into inputs that the CPU's dense network reads.
+    Lookup { lookup: Box<GpuLookup>, dense: CpuDense },
+    /// The lookup and the dense network.
+    Step(Box<Step>),
+}
+
+impl GpuBackend {
+    /// Makes the lookup of one worker whose dense network runs on the CPU.
+    pub fn with_cpu_dense(
+        model: &Model,
+        tables: &Arc<DeviceTables>,
+        engine: &Arc<DenseEngine>,
+    ) -> Result<Self, CudaError> {
+        let dense = CpuDense::new(model, engine, &model.lookup_device())?;
+        let addresses: Vec<u64> =
+            dense.inputs().iter().map(|i| i.mapped().map_or(0, |i| i.address())).collect();
+        let features = features_on_device(model, &addresses, dense.widths());
+        let lookup = GpuLookup::new(tables, &features, lookup_limits(model, tables.gpu()))?;
+        Ok(Self::Lookup { lookup: Box::new(lookup), dense })
+    }
+
+    /// Makes the lookup and the dense network of one worker.
+    pub fn with_gpu_dense(
+        model: &Model,
+        tables: &Arc<DeviceTables>,
+        engine: &Arc<DeviceEngine>,
+    ) -> Result<Self, CudaError> {
+        let inputs = &model.schema().network.inputs;
+        let widths = model.input_widths();
+        let step = Step::new(
+            tables,
+            engine,
+            &widths,
+            inputs.iter().position(|input| input.source == InputSource::Dense),
+            |addresses| features_on_device(model, addresses, &widths),
+            lookup_limits(model, tables.gpu()),
+        );
+        let step = step.map_err(|e| match e {
+            GpuDenseError::Cuda(e) => *e,
+            e => {
+                let gpu = tables.gpu().name().to_owned();
+                CudaError::NoKernels { gpu, problem: e.to_string() }
+            }
+        })?;
+        Ok(Self::Step(Box::new(step)))
+    }
+
+    fn gpu_lookup(&mut self) -> &mut GpuLookup {
+        match self {
+            Self::Lookup { lookup, .. } => lookup,
+            Self::Step(step) => step.lookup(),
+        }
+    }
+
+    /// Starts the lookup of `batch` with one launch, waits for it, and lists its misses.
+    pub fn lookup(
+        &mut self,
+        model: &Model,
+        batch: &Batch,
+        misses: &mut MissList,
+        statuses: &mut [LookupStatus],
+    ) -> Result<Progress, CudaError> {
+        match self {
+            Self::Lookup { lookup, dense } => {
+                dense.copy_features(model, batch);
+                lookup.begin(batch.size(), |f| batch.bags(f))?;
+            }
+            Self::Step(step) => step.begin(batch.size(), |f| batch.bags(f), batch.dense())?,
+        }
+        let is_partial = self.gpu_lookup().collect(misses, statuses)?;
+        Ok(progress(is_partial))
+    }
+
+    /// Looks up the bags that are left, waits, and lists their misses.
+    pub fn continue_lookup(
+        &mut self,
+        misses: &mut MissList,
+        statuses: &mut [LookupStatus],
+    ) -> Result<Progress, CudaError> {
+        Ok(progress(self.gpu_lookup().requery(misses, statuses)?))
+    }
+
+    /// Inserts the rows of `misses` into the caches and pools the bags that waited for them. With
+    /// the last misses of a batch the dense network on the GPU follows in the same launch.
+    pub fn finish_bags(
+        &mut self,
+        misses: &MissList,
+        statuses: &mut [LookupStatus],
+        progress: Progress,
+    ) -> Result<(), CudaError> {
+        match (self, progress) {
+            (Self::Step(step), Progress::Complete) => step.complete(misses, statuses),
+            (backend, _) => backend.gpu_lookup().finish_bags(misses, statuses),
+        }
+    }
+
+    /// Computes `scores`, `[batch, outputs]`, or copies those that the GPU has computed.
+    pub fn run_dense(&mut self, batch: usize, scores: &mut [f32]) -> Result<(), DenseError> {
+        match self {
+            Self::Lookup { dense, .. } => dense.run(batch, scores),
+            Self::Step(step) => {
+                scores.copy_from_slice(step.scores(batch));
+                Ok(())
+            }
+        }
+    }
+
+    /// Calls `each` for each of `rows` with whether it is cached and with the epoch of its set.
+    pub fn probe(
+        &mut self,
+        rows: &mut [Miss],
+        each: impl FnMut(&mut Miss, bool, Epoch),
+    ) -> Result<(), CudaError> {
+        self.gpu_lookup().probe(rows, each)
+    }
+
+    /// Inserts `rows`, which `misses` has staged, into the caches; returns how many it inserted.
+    pub fn insert<'a>(
+        &mut self,
+        misses: &MissList,
+        rows: impl Iterator<Item = &'a Miss>,
+    ) -> Result<usize, CudaError> {
+        self.gpu_lookup().insert(misses, rows)
+    }
+
+    /// Waits, after an error, until the GPU no longer accesses what the next request writes.
+    pub fn recover(&mut self) -> Result<(), CudaError> {
+        self.gpu_lookup().recover()
+    }
+}
+
+fn progress(is_partial: bool) -> Progress {
+    if is_partial { Progress::MissListFull } else { Progress::Complete }
+}
+
+/// Returns the largest request of one worker on `gpu`.
+pub(crate) fn lookup_limits(model: &Model, gpu: &Gpu) -> LookupLimits {
+    LookupLimits {
+        batch_max: model.budget().batch_max as usize,
+        misses_max: model.budget().misses_max as usize,
+        row_bytes_max: model.staging_row_bytes(),
+        keys: Keys::on(gpu),
+    }
+}
+
+/// Returns the features as a GPU looks them up, into inputs that begin at `addresses` there.
+fn features_on_device<'a>(
+    model: &'a Model,
+    addresses: &[u64],
+    widths: &[usize],
+) -> Vec<FeatureOnDevice<'a>> {
+    let schema = model.schema();
+    let on_device = |(f, feature): (usize, &Feature)| {
+        let (at, declared) = (model.column(f), schema.table_of(f));
+        FeatureOnDevice {
+            table: feature.table,
+            format: model.tables()[usize::from(feature.table)].format,
+            keys_end: (declared.keys == KeySpace::Index).then_some(declared.rows),
+            default_row: &declared.default_row,
+            pooling: feature.pooling,
+            hotness_max: feature.hotness_max as usize,
+            input: addresses[at.input],
+            stride: widths[at.input],
+            column: at.column,
+            width: schema.feature_width(f),
+        }
+    };
+    schema.features.iter().enumerate().map(on_device).collect()
+}
