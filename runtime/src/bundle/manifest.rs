@@ -1,5 +1,6 @@
-//! The manifest of a bundle: which generation it is, the schema, and every blob's chunks with their
-//! hashes. Encoded as a format number, then postcard. Never trusts what it decodes before `check`.
+//! The manifest of a bundle: the generation, the schema, and the chunks of every blob with their
+//! hashes. The encoding is a format number, then postcard. `decode` returns no manifest that fails
+//! `check`.
 
 use crate::limits::{
     CHUNK_BYTES, DENSE_BYTES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
@@ -8,21 +9,21 @@ use crate::schema::{Schema, SchemaError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The format of this manifest.
+/// The format of manifests.
 pub const MANIFEST_FORMAT: u32 = 1;
 
 /// A SHA-256 hash.
 pub type Hash = [u8; 32];
 
-/// The SHA-256 of `bytes`.
+/// Returns the SHA-256 of `bytes`.
 pub fn sha256(bytes: &[u8]) -> Hash {
     Sha256::digest(bytes).into()
 }
 
-/// One consistent state of a model: dense network, all tables and schema together.
+/// The name of one consistent state of a model: dense network, tables and schema together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Generation {
-    /// Which model this is a state of.
+    /// The name of the model.
     pub lineage: String,
     /// Grows with every release of the lineage.
     pub sequence: u64,
@@ -34,73 +35,73 @@ impl std::fmt::Display for Generation {
     }
 }
 
-/// A stored piece of a blob; compressed (zstd) exactly where it is stored in fewer bytes than it
-/// has.
+/// A piece of a blob as the bundle stores it. It is compressed (zstd) if and only if `stored` is
+/// less than `raw`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
     /// Bytes in the bundle.
     pub stored: u32,
-    /// Bytes of content.
+    /// Bytes of uncompressed content.
     pub raw: u32,
     /// SHA-256 of the stored bytes.
     pub sha256: Hash,
 }
 
-/// A byte string cut into chunks. The chunks of all blobs lie in the bundle in manifest order.
+/// A byte string cut into chunks. The bundle stores the chunks of all blobs in manifest order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blob {
-    /// SHA-256 of the whole content: what lies on flash is proved by it when it is read.
+    /// SHA-256 of the whole content. Each read from flash checks the content against it.
     pub sha256: Hash,
-    /// Its pieces, in order.
+    /// The chunks in order.
     pub chunks: Vec<Chunk>,
 }
 
 impl Blob {
-    /// Bytes of content.
+    /// Returns the bytes of uncompressed content.
     pub fn raw_bytes(&self) -> u64 {
         self.chunks.iter().map(|c| u64::from(c.raw)).sum()
     }
 
-    /// Bytes in the bundle.
+    /// Returns the bytes in the bundle.
     pub fn stored_bytes(&self) -> u64 {
         self.chunks.iter().map(|c| u64::from(c.stored)).sum()
     }
 }
 
-/// The blobs of one table.
+/// The numbers of the blobs of one table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TableBlobs {
-    /// Its rows: a segment file.
+    /// The segment with the table's rows: a base or a delta.
     pub segment: u32,
-    /// Its most used keys, most used first (u64, little-endian).
+    /// The hot list: the most used keys, most used first (u64, little-endian).
     pub hot: Option<u32>,
-    /// The most used of its rows once more, in a snapshot only: a segment file.
-    pub placed: Option<u32>,
+    /// The clustered segment: the most used rows once more. Snapshots only.
+    pub clustered: Option<u32>,
 }
 
-/// What a bundle holds.
+/// The content of a bundle.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Which state of which model.
+    /// The generation that the bundle brings.
     pub generation: Generation,
-    /// For a delta the sequence that it starts from; `None` for a snapshot.
+    /// The sequence that a delta starts from; `None` for a snapshot.
     pub parent: Option<u64>,
-    /// How the model is put together.
+    /// The tables, features and network inputs of the model.
     pub schema: Schema,
     /// All blobs, in file order.
     pub blobs: Vec<Blob>,
     /// The blobs of each table.
     pub tables: Vec<TableBlobs>,
-    /// The blob with the ONNX file.
+    /// The number of the blob with the ONNX file.
     pub dense: u32,
-    /// The blob with the probe set.
+    /// The number of the blob with the probe set.
     pub probe: Option<u32>,
 }
 
-/// Why a manifest is refused.
+/// Why a manifest is not valid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
-    /// Written by a later or unknown format.
+    /// The format number is unknown.
     #[error("format: {0} is not {MANIFEST_FORMAT}, the one this version reads")]
     Format(u32),
     /// The bytes do not decode.
@@ -109,14 +110,10 @@ pub enum ManifestError {
     /// The schema is not consistent.
     #[error("schema: {0}")]
     Schema(#[from] SchemaError),
-    /// A field is out of range.
+    /// A field has a value that is not allowed.
     #[error("{field}: {problem}")]
-    Field {
-        /// Which field.
-        field: String,
-        /// Its value and what is wrong.
-        problem: String,
-    },
+    #[allow(missing_docs)]
+    Field { field: String, problem: String },
 }
 
 fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, ManifestError> {
@@ -124,7 +121,10 @@ fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, M
 }
 
 impl Manifest {
-    /// Format number, then postcard.
+    /// Encodes the manifest: the format number, then postcard.
+    ///
+    /// # Errors
+    /// [`ManifestError::Decode`] if postcard refuses the manifest.
     pub fn encode(&self) -> Result<Vec<u8>, ManifestError> {
         let mut bytes = MANIFEST_FORMAT.to_le_bytes().to_vec();
         bytes
@@ -132,21 +132,24 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// Decodes and checks.
+    /// Decodes and checks a manifest.
     ///
     /// # Errors
-    /// The bytes are not a manifest of this format, or one whose fields contradict each other.
+    /// [`ManifestError`] if the bytes are not a manifest of this format or if fields contradict
+    /// each other.
     pub fn decode(bytes: &[u8]) -> Result<Self, ManifestError> {
         let Some((format, body)) = bytes.split_first_chunk::<4>() else {
             return fault("format", format!("{} bytes are too few", bytes.len()));
         };
         let format = u32::from_le_bytes(*format);
+
         if format != MANIFEST_FORMAT {
             return Err(ManifestError::Format(format));
         }
         if bytes.len() > MANIFEST_BYTES_MAX {
             return fault("length", format!("{} bytes, over {MANIFEST_BYTES_MAX}", bytes.len()));
         }
+
         let (manifest, rest): (Self, _) =
             postcard::take_from_bytes(body).map_err(|e| ManifestError::Decode(e.to_string()))?;
         if !rest.is_empty() {
@@ -156,17 +159,18 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Bytes of the segment that it brings for table `number`.
+    /// Returns the bytes of the base or delta of table `number`.
     pub fn segment_bytes(&self, number: usize) -> u64 {
         self.blobs[self.tables[number].segment as usize].raw_bytes()
     }
 
-    /// Whether it is a delta that changes nothing in table `number`: its segment is a trailer and
-    /// no more.
+    /// Returns true for a delta that changes no row of table `number`: its segment has only a
+    /// trailer.
     pub fn leaves_alone(&self, number: usize) -> bool {
         self.parent.is_some() && self.segment_bytes(number) == PAGE_BYTES as u64
     }
 
+    /// Checks every field against the others and against the limits.
     fn check(&self) -> Result<(), ManifestError> {
         let lineage = &self.generation.lineage;
         let printable = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -179,14 +183,17 @@ impl Manifest {
                 format!("`{}` is not 1..=120 of [A-Za-z0-9._-]", lineage.escape_debug()),
             );
         }
+
         self.schema.check()?;
         if self.tables.len() != self.schema.tables.len() {
             let n = self.schema.tables.len();
             return fault("tables", format!("{} entries for {n} tables", self.tables.len()));
         }
+
         for (i, blob) in self.blobs.iter().enumerate() {
             check_chunks(i, blob)?;
         }
+
         for (i, table) in self.tables.iter().enumerate() {
             self.check_blob(&format!("tables[{i}].segment"), table.segment, u64::MAX)?;
             if let Some(hot) = table.hot {
@@ -196,13 +203,17 @@ impl Manifest {
                     8 * crate::limits::HOT_KEYS_MAX as u64,
                 )?;
             }
-            if let Some(placed) = table.placed {
-                self.check_blob(&format!("tables[{i}].placed"), placed, u64::MAX)?;
+            if let Some(clustered) = table.clustered {
+                self.check_blob(&format!("tables[{i}].clustered"), clustered, u64::MAX)?;
                 if self.parent.is_some() {
-                    return fault(format!("tables[{i}].placed"), "only a snapshot places rows");
+                    return fault(
+                        format!("tables[{i}].clustered"),
+                        "only a snapshot has a clustered segment",
+                    );
                 }
             }
         }
+
         self.check_blob("dense", self.dense, DENSE_BYTES_MAX)?;
         self.probe.map_or(Ok(()), |probe| self.check_blob("probe", probe, PROBE_BYTES_MAX))
     }
@@ -218,7 +229,8 @@ impl Manifest {
     }
 }
 
-/// All chunks but the last are full, and none is stored in more bytes than it has.
+/// Checks that all chunks but the last are full and that none is stored in more bytes than its
+/// content has.
 fn check_chunks(i: usize, blob: &Blob) -> Result<(), ManifestError> {
     for (c, chunk) in blob.chunks.iter().enumerate() {
         let field = || format!("blobs[{i}].chunks[{c}]");

@@ -1,56 +1,42 @@
-//! The bundle file: chunks, then the manifest, then a trailer that finds and proves the manifest.
-//! Written in one streaming pass and published by rename; read chunk by chunk, each proved by its
-//! hash before it is decompressed. Never holds more than one chunk and the manifest in memory.
+//! The bundle file: chunks, then the manifest, then a trailer with the manifest's place and hash.
+//! [`BundleWriter`] writes a bundle in one pass and renames it into place. [`BundleReader`] reads
+//! chunk by chunk and checks each chunk's hash before it decompresses the chunk. Never holds more
+//! than one chunk and the manifest in memory.
 
 pub mod manifest;
 
 use crate::bundle::manifest::{Blob, Chunk, Manifest, ManifestError, sha256};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Input, Output, SystemDisk};
+use crate::io::field_error::FieldError;
 use crate::io::page::u64_at;
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use sha2::{Digest, Sha256};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-/// The format of the file around the chunks.
+/// The format of the bundle file.
 pub const BUNDLE_FORMAT: u32 = 1;
 const MAGIC: &[u8; 8] = b"HATCHBDL";
 const END_MAGIC: &[u8; 8] = b"HATCHEND";
 pub(crate) const HEADER_BYTES: u64 = 16;
 const TRAILER_BYTES: u64 = 56;
-/// zstd's own default: most of the gain at several hundred MB/s.
+/// The default level of zstd: most of the gain at several hundred MB/s.
 const ZSTD_LEVEL: i32 = 3;
 
-/// Why a bundle is refused. Nothing of a refused bundle is used.
+/// Why a bundle is not valid. No part of such a bundle is used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum BundleError {
-    /// The file could not be read or written.
+    /// The system refused to read or write the file.
     #[error("{path}: {source}", path = path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// A field of the file is wrong.
-    #[error("{path}: {field}: {problem}", path = path.display())]
-    Field {
-        /// The file.
-        path: PathBuf,
-        /// Which field.
-        field: String,
-        /// Its value and what is wrong.
-        problem: String,
-    },
-    /// The manifest is wrong.
+    Io { path: PathBuf, source: io::Error },
+    /// A field of the file has a value that is not allowed.
+    #[error(transparent)]
+    Field(FieldError),
+    /// The manifest is not valid.
     #[error("{path}: manifest: {source}", path = path.display())]
-    Manifest {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        source: ManifestError,
-    },
+    Manifest { path: PathBuf, source: ManifestError },
 }
 
 pub(crate) fn io_error(path: &Path) -> impl FnOnce(io::Error) -> BundleError + '_ {
@@ -62,10 +48,10 @@ pub(crate) fn field_error(
     field: impl Into<String>,
     problem: impl Into<String>,
 ) -> BundleError {
-    BundleError::Field { path: path.to_owned(), field: field.into(), problem: problem.into() }
+    BundleError::Field(FieldError::new(path, field, problem))
 }
 
-/// What a bundle begins with.
+/// Returns the first bytes of a bundle.
 pub(crate) fn header() -> [u8; HEADER_BYTES as usize] {
     let mut header = [0; HEADER_BYTES as usize];
     header[..8].copy_from_slice(MAGIC);
@@ -73,7 +59,7 @@ pub(crate) fn header() -> [u8; HEADER_BYTES as usize] {
     header
 }
 
-/// What follows a manifest that begins at byte `at`.
+/// Returns the bytes after a manifest that starts at byte `at`.
 pub(crate) fn trailer(at: u64, manifest: &[u8]) -> [u8; TRAILER_BYTES as usize] {
     let mut trailer = [0; TRAILER_BYTES as usize];
     trailer[..8].copy_from_slice(&at.to_le_bytes());
@@ -83,23 +69,23 @@ pub(crate) fn trailer(at: u64, manifest: &[u8]) -> [u8; TRAILER_BYTES as usize] 
     trailer
 }
 
-/// Writes a bundle. Until `finish` nothing stands under its name.
+/// Writes a bundle. The file has its name only after `finish`.
 pub struct BundleWriter {
     path: PathBuf,
-    /// `None` once the file is published.
+    /// `None` after the rename.
     file: Option<Box<dyn Output>>,
     written: u64,
     blobs: Vec<Blob>,
-    /// The content of the blob being written, so far.
+    /// The hash of the current blob's content so far.
     content: Sha256,
     chunk: Vec<u8>,
 }
 
 impl BundleWriter {
-    /// Begins the bundle that will stand at `path`.
+    /// Starts a bundle that `finish` will rename to `path`.
     ///
     /// # Errors
-    /// The file cannot be created.
+    /// [`BundleError::Io`] if the file cannot be created.
     pub fn create(path: &Path) -> Result<Self, BundleError> {
         let file = SystemDisk.create(&atomic_write::part_of(path)).map_err(io_error(path))?;
         let chunk = Vec::with_capacity(CHUNK_BYTES);
@@ -120,8 +106,7 @@ impl BundleWriter {
         self.file.as_mut().map_or(Ok(()), |file| file.write_all(bytes))
     }
 
-    /// Begins the next blob; its content is what is written to the result. Returns its number with
-    /// it.
+    /// Starts the next blob. Returns its number and the writer of its content.
     pub fn blob(&mut self) -> (u32, BlobWriter<'_>) {
         self.blobs.push(Blob::default());
         ((self.blobs.len() - 1) as u32, BlobWriter { bundle: self })
@@ -132,7 +117,8 @@ impl BundleWriter {
             return Ok(());
         }
         let compressed = zstd::bulk::compress(&self.chunk, ZSTD_LEVEL)?;
-        // Where it saves under a sixteenth the car had better not decompress.
+        // A chunk that compression shortens by less than a sixteenth is stored as it is: reading it
+        // then costs the car no decompression.
         let stored =
             if compressed.len() < self.chunk.len() / 16 * 15 { &compressed } else { &self.chunk };
         self.written += stored.len() as u64;
@@ -145,6 +131,7 @@ impl BundleWriter {
         if let Some(blob) = self.blobs.last_mut() {
             blob.chunks.push(chunk);
         }
+
         self.content.update(&self.chunk);
         self.chunk.clear();
         Ok(())
@@ -158,24 +145,27 @@ impl BundleWriter {
         Ok(())
     }
 
-    /// The blobs written so far.
+    /// Returns the blobs written so far.
     pub fn blobs(&self) -> &[Blob] {
         &self.blobs
     }
 
-    /// Writes the manifest, with this writer's blobs in it, and publishes the file. Returns its
-    /// bytes.
+    /// Writes the manifest with this writer's blobs and renames the file into place. Returns the
+    /// bytes of the file.
     ///
     /// # Errors
-    /// The manifest contradicts itself, or the file cannot be written.
+    /// [`BundleError::Manifest`] if the manifest is not valid, [`BundleError::Io`] if the file
+    /// cannot be written.
     pub fn finish(mut self, mut manifest: Manifest) -> Result<u64, BundleError> {
         manifest.blobs = std::mem::take(&mut self.blobs);
         let refused = |source| BundleError::Manifest { path: self.path.clone(), source };
         let bytes = manifest.encode().map_err(refused)?;
         Manifest::decode(&bytes).map_err(refused)?;
+
         self.write_end(&bytes).map_err(io_error(&self.path))?;
         if let Some(part) = self.file.take() {
-            atomic_write::publish(&SystemDisk, &self.path, part).map_err(io_error(&self.path))?;
+            atomic_write::rename_into_place(&SystemDisk, &self.path, part)
+                .map_err(io_error(&self.path))?;
         }
         Ok(self.written)
     }
@@ -190,13 +180,13 @@ impl BundleWriter {
 impl Drop for BundleWriter {
     fn drop(&mut self) {
         if self.file.take().is_some() {
-            // A bundle that was not finished; what is left of it is of no use.
+            // The bundle was not finished; a partial file is of no use.
             let _ = SystemDisk.remove_file(&atomic_write::part_of(&self.path));
         }
     }
 }
 
-/// Takes the content of one blob. Call `end` when it is complete.
+/// Writes the content of one blob. The caller calls `end` after the last byte.
 pub struct BlobWriter<'a> {
     bundle: &'a mut BundleWriter,
 }
@@ -205,7 +195,7 @@ impl BlobWriter<'_> {
     /// Completes the blob.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// The system refused to write the file.
     pub fn end(self) -> io::Result<()> {
         self.bundle.end_blob()
     }
@@ -227,14 +217,14 @@ impl Write for BlobWriter<'_> {
     }
 }
 
-/// An open bundle. Holding one proves that its manifest is whole and consistent and that its chunks
-/// fill the file exactly; the chunks themselves are proved as they are read.
+/// An open bundle. Holding one proves that the manifest is whole and consistent and that the chunks
+/// fill the file exactly. Each chunk is checked when it is read.
 pub struct BundleReader {
     path: PathBuf,
     file: Box<dyn Input>,
     manifest: Manifest,
     manifest_bytes: Vec<u8>,
-    /// Where each blob begins in the file.
+    /// The place of each blob's first byte in the file.
     offsets: Vec<u64>,
 }
 
@@ -242,19 +232,20 @@ impl BundleReader {
     /// Opens the bundle at `path`.
     ///
     /// # Errors
-    /// The file is not a whole bundle of this format.
+    /// [`BundleError`] if the file is not a whole bundle of this format.
     pub fn open(path: &Path) -> Result<Self, BundleError> {
         Self::open_on(&SystemDisk, path)
     }
 
-    /// As `open`, on any disk.
+    /// Opens the bundle at `path` on `disk`.
     ///
     /// # Errors
-    /// As `open`.
+    /// [`BundleError`] if the file is not a whole bundle of this format.
     pub fn open_on(disk: &dyn Disk, path: &Path) -> Result<Self, BundleError> {
         let mut file = disk.open(path).map_err(io_error(path))?;
         let bytes = file.seek(SeekFrom::End(0)).map_err(io_error(path))?;
         file.seek(SeekFrom::Start(0)).map_err(io_error(path))?;
+
         if bytes < HEADER_BYTES + TRAILER_BYTES {
             return Err(field_error(
                 path,
@@ -262,16 +253,19 @@ impl BundleReader {
                 format!("{bytes} bytes are too few for a bundle"),
             ));
         }
+
         check_header(path, file.as_mut())?;
         let manifest_bytes = read_manifest(path, file.as_mut(), bytes)?;
         let manifest = Manifest::decode(&manifest_bytes)
             .map_err(|source| BundleError::Manifest { path: path.to_owned(), source })?;
+
         let mut offsets = Vec::with_capacity(manifest.blobs.len());
         let mut end = HEADER_BYTES;
         for blob in &manifest.blobs {
             offsets.push(end);
-            end += blob.stored_bytes();
+            end = end.saturating_add(blob.stored_bytes());
         }
+        // `read_manifest` checked that the manifest ends at the trailer.
         let chunks_end = bytes - TRAILER_BYTES - manifest_bytes.len() as u64;
         if end != chunks_end {
             return Err(field_error(
@@ -283,25 +277,26 @@ impl BundleReader {
         Ok(Self { path: path.to_owned(), file, manifest, manifest_bytes, offsets })
     }
 
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The manifest.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// The manifest as it stands in the file.
+    /// Returns the encoded manifest.
     pub fn manifest_bytes(&self) -> &[u8] {
         &self.manifest_bytes
     }
 
-    /// Hands the content of blob `index` to `take`, chunk by chunk, each proved first.
+    /// Passes the content of blob `index` to `take`, chunk by chunk, after the check of each chunk.
     ///
     /// # Errors
-    /// A chunk does not match its hash or its length, or `take` refuses it.
+    /// [`BundleError`] if a chunk cannot be read or does not match its hash or length, and the
+    /// errors of `take`.
     pub fn read_blob<E: From<BundleError>>(
         &mut self,
         index: u32,
@@ -309,6 +304,7 @@ impl BundleReader {
     ) -> Result<(), E> {
         let path = &self.path;
         self.file.seek(SeekFrom::Start(self.offsets[index as usize])).map_err(io_error(path))?;
+
         let mut stored = Vec::with_capacity(CHUNK_BYTES);
         for (c, chunk) in self.manifest.blobs[index as usize].chunks.iter().enumerate() {
             stored.resize(chunk.stored as usize, 0);
@@ -322,10 +318,12 @@ impl BundleReader {
         Ok(())
     }
 
-    /// Hands every chunk as it is stored to `take`, in file order, each proved first.
+    /// Passes the stored bytes of every chunk to `take`, in file order, after the check of each
+    /// chunk.
     ///
     /// # Errors
-    /// A chunk does not match its hash, or `take` refuses it.
+    /// [`BundleError`] if a chunk cannot be read or does not match its hash, and the errors of
+    /// `take`.
     pub fn each_stored<E: From<BundleError>>(
         &mut self,
         mut take: impl FnMut(&Chunk, &[u8]) -> Result<(), E>,
@@ -347,10 +345,10 @@ impl BundleReader {
         Ok(())
     }
 
-    /// The whole content of a small blob.
+    /// Returns the whole content of a small blob.
     ///
     /// # Errors
-    /// As `read_blob`.
+    /// [`BundleError`] if a chunk cannot be read or the content does not match its hashes.
     pub fn blob(&mut self, index: u32) -> Result<Vec<u8>, BundleError> {
         let mut content =
             Vec::with_capacity(self.manifest.blobs[index as usize].raw_bytes() as usize);
@@ -369,8 +367,8 @@ impl BundleReader {
     }
 }
 
-/// Proves `stored`, then decompresses it if it is compressed; it can grow to no more than
-/// `chunk.raw`.
+/// Checks the hash of `stored`, then decompresses it if it is compressed, to at most `chunk.raw`
+/// bytes.
 fn open_chunk<'a>(chunk: &Chunk, stored: &'a [u8]) -> Result<std::borrow::Cow<'a, [u8]>, String> {
     if sha256(stored) != chunk.sha256 {
         return Err("content does not match its hash".to_owned());
@@ -414,6 +412,7 @@ fn read_manifest(path: &Path, file: &mut dyn Input, bytes: u64) -> Result<Vec<u8
             "is missing: the file is cut short or something follows it",
         ));
     }
+
     let (at, length) = (u64_at(&trailer, 0), u64_at(&trailer, 8));
     if length > MANIFEST_BYTES_MAX as u64 {
         return Err(field_error(
@@ -429,6 +428,7 @@ fn read_manifest(path: &Path, file: &mut dyn Input, bytes: u64) -> Result<Vec<u8
             format!("{at} + {length} does not meet the trailer"),
         ));
     }
+
     let mut manifest = vec![0; length as usize];
     file.seek(SeekFrom::Start(at)).map_err(io_error(path))?;
     file.read_exact(&mut manifest).map_err(io_error(path))?;

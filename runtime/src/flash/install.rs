@@ -1,20 +1,20 @@
-//! A bundle becomes a generation: refused where it does not follow what is live, laid in a folder
-//! of its own with each part checked on the way, durable, and only then named by the live record.
-//! Never changes what is live otherwise.
+//! Installs a bundle: checks that it may follow the live generation, and writes it to a folder of
+//! its own. Every part is checked during the write. Replaces the live record after all of it is
+//! durable. Changes what is live in no other way.
 
-use super::{
-    Flash, FlashError, PLACED_SERIAL, check_space, folder_of, hot_name, io_error, kind_of, lock,
-    placed_rows_max, reclaim, segment_name, write_live,
-};
 use crate::bundle::BundleReader;
 use crate::bundle::manifest::{Hash, Manifest, sha256};
+use crate::flash::directory::{
+    CLUSTERED_SERIAL, Flash, check_space, clustered_rows_max, lock, reclaim, write_live,
+};
+use crate::flash::error::{FlashError, io_error};
 use crate::flash::live::{HotList, LiveRecord, LiveState, SegmentRef, TableState};
-use crate::flash::overlay::{DELTA_PAGES_MAX, DELTAS_MAX};
-use crate::flash::segment::verifier::{Copies, SegmentVerifier};
+use crate::flash::paths::{folder_of, hot_name, kind_of, segment_name};
+use crate::flash::segment::verifier::{RowCopies, SegmentVerifier};
 use crate::flash::segment::{Counts, Part, SegmentError};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Lock};
-use crate::limits::PAGE_BYTES;
+use crate::limits::{DELTA_PAGES_MAX, DELTAS_MAX, PAGE_BYTES};
 use crate::schema::sample::Sample;
 use crate::schema::{Schema, Table};
 use hatchback_kernels::dense::Weights;
@@ -23,12 +23,33 @@ use std::path::Path;
 use std::sync::Arc;
 
 impl Flash {
-    /// Lays a bundle on flash and makes it live: a snapshot as it is, a delta over the live
-    /// generation it starts from. Does nothing if it is live already. `progress` is told the bytes
-    /// of content written.
+    /// Installs a bundle in `directory` and makes it live: a snapshot alone, a delta over the live
+    /// generation. Changes nothing if the bundle is live already. `progress` receives the number of
+    /// content bytes of each write.
+    ///
+    /// ```no_run
+    /// use hatchback::bundle::BundleReader;
+    /// use hatchback::flash::Flash;
+    /// use hatchback::io::disk;
+    /// use std::path::Path;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut bundle = BundleReader::open(Path::new("coupon.hatch"))?;
+    /// let flash = Flash::install(&disk::system(), Path::new("flash"), &mut bundle, |_bytes| ())?;
+    /// println!("{} is live", flash.manifest().generation);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
-    /// The bundle is refused, there is no room, or it cannot be written; what was live stays live.
+    /// The live generation stays live.
+    /// * The bundle may not follow the live generation: [`FlashError::Lineage`],
+    ///   [`FlashError::NotNewer`], [`FlashError::Parent`], [`FlashError::Full`],
+    ///   [`FlashError::Schema`].
+    /// * The bundle is not valid: [`FlashError::Bundle`], [`FlashError::Segment`],
+    ///   [`FlashError::Dense`], [`FlashError::Probe`].
+    /// * The directory cannot be changed now: [`FlashError::Busy`], [`FlashError::Space`],
+    ///   [`FlashError::Io`].
     pub fn install(
         disk: &Arc<dyn Disk>,
         directory: &Path,
@@ -38,12 +59,11 @@ impl Flash {
         Self::prepare(disk, directory, bundle, progress)?.commit()
     }
 
-    /// Lays a bundle on flash beside what is live, checked and durable, so that it can be tried
-    /// before it is live. Nobody else changes the directory until what is returned is committed or
-    /// dropped.
+    /// Writes a bundle to flash, checked and durable, without making it live, so that the caller
+    /// can probe it first. Holds the directory's lock until the result is committed or dropped.
     ///
     /// # Errors
-    /// As `install`.
+    /// Those of [`Flash::install`].
     pub fn prepare(
         disk: &Arc<dyn Disk>,
         directory: &Path,
@@ -52,40 +72,38 @@ impl Flash {
     ) -> Result<Prepared, FlashError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
         let lock = lock(disk.as_ref(), directory)?;
-        let held = Self::held(disk, directory)?;
+        let live = Self::open_if_live(disk, directory)?;
         let hash = sha256(bundle.manifest_bytes());
-        if held.as_ref().is_some_and(|h| h.record.live.manifest == hash) {
-            return Ok(Prepared {
-                flash: Self::open(disk, directory)?,
-                is_live: true,
-                _lock: lock,
-            });
+        if live.as_ref().is_some_and(|l| l.record.live.manifest == hash) {
+            let flash = Self::open(disk, directory)?;
+            return Ok(Prepared { flash, is_live: true, _lock: lock });
         }
-        refuse(directory, bundle, held.as_ref())?;
-        check_deltas(bundle, held.as_ref())?;
-        // What an attempt left that was stopped is not to be in this one's way.
-        reclaim(disk.as_ref(), directory, held.as_ref());
+
+        check_succession(directory, bundle, live.as_ref())?;
+        check_deltas(bundle, live.as_ref())?;
+
+        // Files of an interrupted install must not take the room of this one.
+        reclaim(disk.as_ref(), directory, live.as_ref());
         let needed = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
         check_space(disk.as_ref(), directory, needed)?;
+
         let folder = folder_of(directory, bundle.manifest().generation.sequence);
-        let over = held.as_ref().filter(|_| bundle.manifest().parent.is_some());
-        let counts =
-            Incoming { disk: disk.as_ref(), folder: &folder, over, progress }.write(bundle)?;
+        let base = live.as_ref().filter(|_| bundle.manifest().parent.is_some());
+        let incoming = Incoming { disk: disk.as_ref(), folder: &folder, base, progress };
+        let counts = incoming.write(bundle)?;
         disk.sync_dir(directory).map_err(io_error(directory))?;
-        let live = next_state(bundle.manifest(), hash, &counts, held.as_ref());
-        let record = LiveRecord { live, previous: held.map(|h| h.record.live) };
-        let (disk, directory, manifest) =
-            (Arc::clone(disk), directory.to_owned(), bundle.manifest().clone());
-        Ok(Prepared {
-            flash: Self { disk, directory, record, manifest },
-            is_live: false,
-            _lock: lock,
-        })
+
+        let next = next_state(bundle.manifest(), hash, &counts, live.as_ref());
+        let record = LiveRecord { live: next, previous: live.map(|l| l.record.live) };
+        let (disk, directory) = (Arc::clone(disk), directory.to_owned());
+        let manifest = bundle.manifest().clone();
+        let flash = Self { disk, directory, record, manifest };
+        Ok(Prepared { flash, is_live: false, _lock: lock })
     }
 }
 
-/// A generation that lies on flash whole and is not live yet. Dropped, it becomes live never, and
-/// its space returns with the next bundle, or by `Flash::reclaim_in`.
+/// A generation that is whole and durable on flash and not live yet. If it is dropped, it never
+/// becomes live: the next install or [`Flash::reclaim_in`] reclaims its space.
 pub struct Prepared {
     flash: Flash,
     is_live: bool,
@@ -93,20 +111,21 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// The directory as it would be with this generation live.
+    /// Returns the directory as it will be when this generation is live.
     pub fn flash(&self) -> &Flash {
         &self.flash
     }
 
-    /// Makes it live.
+    /// Makes the generation live.
     ///
     /// # Errors
-    /// The live record cannot be written.
+    /// [`FlashError::Io`] if the live record cannot be written, and those of [`Flash::open`].
     pub fn commit(self) -> Result<Flash, FlashError> {
         let Flash { disk, directory, record, .. } = &self.flash;
         if !self.is_live {
             write_live(disk.as_ref(), directory, record)?;
         }
+
         let flash = Flash::open(disk, directory)?;
         if !self.is_live {
             flash.reclaim();
@@ -115,41 +134,38 @@ impl Prepared {
     }
 }
 
-fn refuse(directory: &Path, bundle: &BundleReader, held: Option<&Flash>) -> Result<(), FlashError> {
+/// Checks that the bundle may follow the live generation.
+fn check_succession(
+    directory: &Path,
+    bundle: &BundleReader,
+    live: Option<&Flash>,
+) -> Result<(), FlashError> {
     let (path, offered) = (directory.to_owned(), bundle.manifest().generation.clone());
     let parent = bundle.manifest().parent;
-    let Some(live) = held else {
-        return match parent {
-            None => Ok(()),
-            Some(parent) => Err(FlashError::Parent {
-                path: bundle.path().to_owned(),
-                parent,
-                live: "nothing".to_owned(),
-            }),
-        };
+    let not_parent =
+        |parent, live| Err(FlashError::Parent { path: bundle.path().to_owned(), parent, live });
+    let Some(flash) = live else {
+        return parent.map_or(Ok(()), |parent| not_parent(parent, "nothing".to_owned()));
     };
-    let held = live.manifest.generation.clone();
-    if held.lineage != offered.lineage {
-        return Err(FlashError::Lineage { path, held, offered });
+
+    let live = flash.manifest.generation.clone();
+    if live.lineage != offered.lineage {
+        return Err(FlashError::Lineage { path, live, offered });
     }
-    if held.sequence >= offered.sequence {
-        return Err(FlashError::NotNewer { path, held, offered });
+    if live.sequence >= offered.sequence {
+        return Err(FlashError::NotNewer { path, live, offered });
     }
     match parent {
         None => Ok(()),
-        Some(parent) if parent != held.sequence => Err(FlashError::Parent {
-            path: bundle.path().to_owned(),
-            parent,
-            live: held.to_string(),
-        }),
-        Some(_) => same_tables(bundle, &live.manifest.schema),
+        Some(parent) if parent != live.sequence => not_parent(parent, live.to_string()),
+        Some(_) => check_tables(bundle, &flash.manifest.schema),
     }
 }
 
-type Same = fn(&Table, &Table) -> bool;
+type TablesAgree = fn(&Table, &Table) -> bool;
 
-/// A delta's rows must mean what the live rows mean.
-fn same_tables(bundle: &BundleReader, live: &Schema) -> Result<(), FlashError> {
+/// Checks that the rows of a delta mean what the rows of the live tables mean.
+fn check_tables(bundle: &BundleReader, live: &Schema) -> Result<(), FlashError> {
     let offered = &bundle.manifest().schema;
     let differ = |table: &str, field| {
         Err(FlashError::Schema { path: bundle.path().to_owned(), table: table.to_owned(), field })
@@ -157,112 +173,139 @@ fn same_tables(bundle: &BundleReader, live: &Schema) -> Result<(), FlashError> {
     if offered.tables.len() != live.tables.len() {
         return differ("", "the number of tables");
     }
+
+    let checks: [(&str, TablesAgree); 5] = [
+        ("name", |a, b| a.name == b.name),
+        ("dim", |a, b| a.dim == b.dim),
+        ("keys", |a, b| a.keys == b.keys),
+        ("codec", |a, b| a.codec == b.codec),
+        ("unit_exp", |a, b| a.unit_exp == b.unit_exp),
+    ];
     for (ours, theirs) in live.tables.iter().zip(&offered.tables) {
-        let checks: [(&str, Same); 5] = [
-            ("name", |a, b| a.name == b.name),
-            ("dim", |a, b| a.dim == b.dim),
-            ("keys", |a, b| a.keys == b.keys),
-            ("codec", |a, b| a.codec == b.codec),
-            ("unit_exp", |a, b| a.unit_exp == b.unit_exp),
-        ];
-        if let Some((field, _)) = checks.iter().find(|(_, same)| !same(ours, theirs)) {
+        if let Some((field, _)) = checks.iter().find(|(_, agree)| !agree(ours, theirs)) {
             return differ(&ours.name, field);
         }
     }
     Ok(())
 }
 
-/// The state after a bundle whose segments hold `counts`. A delta that leaves a table or its hot
-/// list alone adds nothing to it.
+/// Returns the state after a bundle whose segments hold `counts`. A delta that changes neither the
+/// rows nor the hot list of a table leaves the table's state unchanged.
 fn next_state(
     manifest: &Manifest,
     hash: Hash,
     counts: &[Counts],
-    held: Option<&Flash>,
+    live: Option<&Flash>,
 ) -> LiveState {
     let sequence = manifest.generation.sequence;
-    let arrived = SegmentRef { sequence, serial: 0 };
-    let over = held.filter(|_| manifest.parent.is_some()).map(|h| &h.record.live.tables);
-    let hot = |number: usize| {
-        let list = &manifest.blobs[manifest.tables[number].hot? as usize];
-        Some(HotList { sequence, bytes: list.raw_bytes(), sha256: list.sha256 })
-    };
-    let table = |number: usize| match over {
-        None => TableState {
-            base: arrived,
-            placed: manifest.tables[number]
-                .placed
-                .map(|_| SegmentRef { sequence, serial: PLACED_SERIAL }),
-            deltas: Vec::new(),
-            hot: hot(number),
-        },
-        Some(tables) => {
-            let mut table = tables[number].clone();
-            if counts[number].rows + counts[number].deletes > 0 {
-                table.deltas.push(arrived);
+    assert_eq!(counts.len(), manifest.tables.len(), "every table was written");
+    assert!(
+        live.is_none_or(|l| l.manifest.generation.sequence < sequence),
+        "`check_succession` accepts newer generations only"
+    );
+
+    let tables = (0..manifest.tables.len())
+        .map(|number| match live.filter(|_| manifest.parent.is_some()) {
+            None => snapshot_state(manifest, number),
+            Some(live) => {
+                let state = live.record.live.tables[number].clone();
+                delta_state(manifest, number, counts[number], state)
             }
-            table.hot = hot(number).or(table.hot);
-            table
-        }
-    };
-    let tables = (0..manifest.tables.len()).map(table).collect();
+        })
+        .collect();
     LiveState { generation: manifest.generation.clone(), manifest: hash, tables }
 }
 
-/// More deltas, or longer ones, than a table can be opened with are not even written.
-fn check_deltas(bundle: &BundleReader, held: Option<&Flash>) -> Result<(), FlashError> {
+fn snapshot_state(manifest: &Manifest, number: usize) -> TableState {
+    let sequence = manifest.generation.sequence;
+    let clustered = manifest.tables[number].clustered;
+    TableState {
+        base: SegmentRef { sequence, serial: 0 },
+        clustered: clustered.map(|_| SegmentRef { sequence, serial: CLUSTERED_SERIAL }),
+        deltas: Vec::new(),
+        hot: hot_list(manifest, number),
+    }
+}
+
+fn delta_state(
+    manifest: &Manifest,
+    number: usize,
+    counts: Counts,
+    mut table: TableState,
+) -> TableState {
+    if counts.rows > 0 || counts.deletes > 0 {
+        table.deltas.push(SegmentRef { sequence: manifest.generation.sequence, serial: 0 });
+        assert!(table.deltas.len() <= DELTAS_MAX, "`check_deltas` left room for this delta");
+    }
+
+    table.hot = hot_list(manifest, number).or(table.hot);
+    table
+}
+
+fn hot_list(manifest: &Manifest, number: usize) -> Option<HotList> {
+    let list = &manifest.blobs[manifest.tables[number].hot? as usize];
+    let sequence = manifest.generation.sequence;
+    Some(HotList { sequence, bytes: list.raw_bytes(), sha256: list.sha256 })
+}
+
+/// Refuses a delta, before anything is written, that is too long or one too many for its table.
+fn check_deltas(bundle: &BundleReader, live: Option<&Flash>) -> Result<(), FlashError> {
     let manifest = bundle.manifest();
-    let Some(live) = held.filter(|_| manifest.parent.is_some()) else { return Ok(()) };
+    let Some(live) = live.filter(|_| manifest.parent.is_some()) else { return Ok(()) };
+
     for (number, table) in live.record.live.tables.iter().enumerate() {
-        let path = bundle.path().to_owned();
+        let path = bundle.path();
         let pages = manifest.segment_bytes(number) / PAGE_BYTES as u64;
         if pages > u64::from(DELTA_PAGES_MAX) {
             let problem = format!("a delta of {pages} pages, over {DELTA_PAGES_MAX}");
-            return Err(SegmentError::Field { path, field: "pages", problem }.into());
+            return Err(SegmentError::field(path, "pages", problem).into());
         }
         if table.deltas.len() >= DELTAS_MAX && !manifest.leaves_alone(number) {
             let table = manifest.schema.tables[number].name.clone();
-            return Err(FlashError::Full { path, table });
+            return Err(FlashError::Full { path: path.to_owned(), table });
         }
     }
     Ok(())
 }
 
-/// A generation being written to its folder, each part checked on the way and durable at the end.
+/// A bundle that is being written to the folder of its generation.
 struct Incoming<'a, P> {
     disk: &'a dyn Disk,
     folder: &'a Path,
-    /// What it is a delta of.
-    over: Option<&'a Flash>,
+    /// The live generation that a delta starts from; `None` for a snapshot.
+    base: Option<&'a Flash>,
     progress: P,
 }
 
 impl<P: FnMut(u64)> Incoming<'_, P> {
-    /// Writes everything; returns what each table's segment holds.
+    /// Writes the whole bundle and returns the counts of each table's segment.
     fn write(mut self, bundle: &mut BundleReader) -> Result<Vec<Counts>, FlashError> {
         self.disk.create_dir(self.folder).map_err(io_error(self.folder))?;
         let manifest = bundle.manifest().clone();
         let counts = (0..manifest.tables.len())
-            .map(|i| self.table(bundle, &manifest, i))
+            .map(|i| self.write_table(bundle, &manifest, i))
             .collect::<Result<_, _>>()?;
+
         let onnx = bundle.blob(manifest.dense)?;
         let refused = |source| FlashError::Dense { path: bundle.path().to_owned(), source };
         manifest.schema.load_dense(onnx, Weights::F32).map_err(refused)?;
         self.copy(bundle, manifest.dense, "dense.onnx", |_| Ok(()))?;
+
         if let Some(probe) = manifest.probe {
             let set = bundle.blob(probe)?;
-            let path = || bundle.path().to_owned();
-            Sample::decode_set(&set)
-                .map_err(|source| FlashError::Probe { path: path(), source })?;
+            let refused = |source| FlashError::Probe { path: bundle.path().to_owned(), source };
+            Sample::decode_set(&set).map_err(refused)?;
             self.copy(bundle, probe, "probe", |_| Ok(()))?;
         }
+
         let path = self.folder.join("manifest");
         atomic_write::replace(self.disk, &path, bundle.manifest_bytes())
             .map_err(io_error(&path))?;
         Ok(counts)
     }
 
-    fn table(
+    /// Writes the segments and the hot list of table `number`.
+    fn write_table(
         &mut self,
         bundle: &mut BundleReader,
         manifest: &Manifest,
@@ -273,61 +316,64 @@ impl<P: FnMut(u64)> Incoming<'_, P> {
         let name = segment_name(number, 0);
         let path = self.folder.join(&name);
         let kind = kind_of(&manifest.generation, 0, &manifest.schema, number, part, &path)?;
-        let copies = match blobs.placed {
-            Some(blob) => self.placed(bundle, manifest, number, blob)?,
-            None => Copies::default(),
+
+        let copies = match blobs.clustered {
+            Some(blob) => self.write_clustered(bundle, manifest, number, blob)?,
+            None => RowCopies::default(),
         };
-        let mut check =
-            SegmentVerifier::of_copied(&path, kind, self.rows(manifest, number), copies);
-        self.copy(bundle, blobs.segment, &name, |chunk| Ok(check.take(chunk)?))?;
-        let counts = check.finish()?;
+        let rows = self.rows(manifest, number);
+        let mut verifier = SegmentVerifier::with_copies(&path, kind, rows, copies);
+        self.copy(bundle, blobs.segment, &name, |chunk| Ok(verifier.take(chunk)?))?;
+        let counts = verifier.finish()?;
+        assert_eq!(
+            counts.file_bytes(),
+            manifest.segment_bytes(number),
+            "the verifier counted every page of the segment"
+        );
+
         if let Some(hot) = blobs.hot {
             self.copy(bundle, hot, &hot_name(number), |_| Ok(()))?;
         }
         Ok(counts)
     }
 
-    /// Rows of a table before this generation, and with it.
+    /// Returns the number of rows of a table before this generation, and after.
     fn rows(&self, manifest: &Manifest, number: usize) -> Range<u64> {
-        let before = self.over.map_or(0, |live| live.manifest.schema.tables[number].rows);
+        let before = self.base.map_or(0, |live| live.manifest.schema.tables[number].rows);
         before..manifest.schema.tables[number].rows
     }
 
-    /// Writes a placed segment; returns what the base must be found to hold.
-    fn placed(
+    /// Writes a clustered segment. Returns the rows that the base must contain.
+    fn write_clustered(
         &mut self,
         bundle: &mut BundleReader,
         manifest: &Manifest,
         number: usize,
         blob: u32,
-    ) -> Result<Copies, FlashError> {
-        let name = segment_name(number, PLACED_SERIAL);
+    ) -> Result<RowCopies, FlashError> {
+        let (serial, part) = (CLUSTERED_SERIAL, Part::Clustered);
+        let name = segment_name(number, serial);
         let path = self.folder.join(&name);
-        let kind = kind_of(
-            &manifest.generation,
-            PLACED_SERIAL,
-            &manifest.schema,
-            number,
-            Part::Placed,
-            &path,
-        )?;
-        let most = placed_rows_max(manifest.schema.tables[number].rows);
-        let few = |rows: u64| {
-            let problem = format!("{rows} placed, over {most}");
-            if rows <= most {
-                Ok(())
-            } else {
-                Err(SegmentError::Field { path: path.clone(), field: "rows", problem }.into())
+        let kind = kind_of(&manifest.generation, serial, &manifest.schema, number, part, &path)?;
+
+        let rows_max = clustered_rows_max(manifest.schema.tables[number].rows);
+        let check_count = |rows: u64| {
+            if rows <= rows_max {
+                return Ok(());
             }
+            let problem = format!("{rows} clustered rows, over {rows_max}");
+            Err(SegmentError::field(&path, "rows", problem).into())
         };
-        let mut check = SegmentVerifier::new(&path, kind, self.rows(manifest, number));
+
+        let mut verifier = SegmentVerifier::new(&path, kind, self.rows(manifest, number));
         self.copy(bundle, blob, &name, |chunk| {
-            check.take(chunk)?;
-            few(check.counts().rows)
+            verifier.take(chunk)?;
+            check_count(verifier.counts().rows)
         })?;
-        Ok(check.finish_placed()?.1)
+        Ok(verifier.finish_clustered()?)
     }
 
+    /// Writes blob `blob` to the file `name` and makes it durable. `check` sees each chunk first.
     fn copy(
         &mut self,
         bundle: &mut BundleReader,

@@ -1,6 +1,6 @@
-//! The live record: which generation is live, of which segments each of its tables consists, and
-//! the same of the generation before. The only commit point of the flash tier. Describes itself;
-//! needs no other file.
+//! The live record: the segments and hot lists of the live generation's tables, and those of the
+//! previous generation. Its replacement is the only commit point of the flash tier. Needs no other
+//! file to decode; never reads or writes a file.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::segment::Part;
@@ -11,80 +11,79 @@ const MAGIC: &[u8; 8] = b"HATCHLIV";
 /// The format of the live record.
 pub const LIVE_FORMAT: u32 = 2;
 
-/// A segment file: the folder of the generation that brought it, and which compaction of that
-/// generation made it.
+/// A segment file of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SegmentRef {
-    /// Sequence of the generation.
+    /// Sequence of the generation in whose folder the file is.
     pub sequence: u64,
-    /// As it arrived 0, or 1 if it is placed; then counting up.
+    /// 0 for the base or delta of the bundle, 1 for the clustered segment of the bundle. Every
+    /// compaction in the generation takes the next serial.
     pub serial: u32,
 }
 
 /// The segments of one table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TableState {
-    /// Every row, as of its generation.
+    /// The segment with every row of the table.
     pub base: SegmentRef,
-    /// The most used rows of the base once more, packed together; `None` if the trainer counted no
-    /// lookups, and from the first compaction on, which makes them stale.
-    pub placed: Option<SegmentRef>,
-    /// What changed since, oldest first.
+    /// The segment that repeats the most used rows of the base. `None` if the trainer counted no
+    /// lookups, and after the first compaction, which makes the repeated rows stale.
+    pub clustered: Option<SegmentRef>,
+    /// The rows that changed since the base, oldest delta first.
     pub deltas: Vec<SegmentRef>,
-    /// Its most used keys; `None` if the trainer counted no lookups.
+    /// The most used keys; `None` if the trainer counted no lookups.
     pub hot: Option<HotList>,
 }
 
-/// A hot list: of the generation itself, or of one before that a delta left as it was.
+/// A hot list of this generation, or of an earlier one if the deltas since brought none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
 pub struct HotList {
-    /// Sequence of the generation that brought it.
+    /// Sequence of the generation that brought the list.
     pub sequence: u64,
-    /// Its length.
     pub bytes: u64,
-    /// SHA-256 of it.
     pub sha256: Hash,
 }
 
 impl TableState {
-    /// All segments: the base, the placed one, the deltas.
+    /// Returns all segments: the base, the clustered segment, the deltas.
     pub fn segments(&self) -> impl Iterator<Item = (SegmentRef, Part)> {
-        let placed = self.placed.iter().map(|s| (*s, Part::Placed));
+        let clustered = self.clustered.iter().map(|s| (*s, Part::Clustered));
         let deltas = self.deltas.iter().map(|s| (*s, Part::Delta));
-        std::iter::once((self.base, Part::Base)).chain(placed).chain(deltas)
+        std::iter::once((self.base, Part::Base)).chain(clustered).chain(deltas)
     }
 }
 
-/// One generation as it lies on flash.
+/// The state of one generation on flash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
 pub struct LiveState {
-    /// Which generation.
     pub generation: Generation,
-    /// SHA-256 of its manifest file.
+    /// SHA-256 of the manifest file.
     pub manifest: Hash,
-    /// Its tables, in schema order.
+    /// The tables in schema order.
     pub tables: Vec<TableState>,
 }
 
-/// The record.
+/// The content of the live record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LiveRecord {
-    /// What is served.
+    /// The generation that is served.
     pub live: LiveState,
-    /// What was served before and is kept to go back to.
+    /// The generation that was live before. It is kept for a rollback.
     pub previous: Option<LiveState>,
 }
 
 impl LiveRecord {
-    /// The bytes of the record.
+    /// Encodes the record.
     pub fn encode(&self) -> Vec<u8> {
         record::encode(MAGIC, LIVE_FORMAT, self)
     }
 
-    /// Reads a record back.
+    /// Decodes a record.
     ///
     /// # Errors
-    /// What is wrong.
+    /// Describes what is wrong with the bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         record::decode(MAGIC, LIVE_FORMAT, bytes)
     }

@@ -1,12 +1,12 @@
-//! The newest version of every row of a table, in the order of the keys, page by page from its base
-//! and its deltas. Holds one page of each; writes nothing.
+//! A merge pass over a table: returns the newest version of every row in key order, from the base
+//! and the deltas. Holds one page of each segment in memory. Never writes.
 
 use crate::flash::overlay::Newest;
 use crate::flash::segment::{Segment, SegmentError};
 use crate::flash::table::TableRows;
 use crate::io::page::AlignedPage;
 
-/// A pass over a table.
+/// A merge pass over the rows of a table.
 pub struct Merge {
     rows: TableRows,
     cursors: Vec<Cursor>,
@@ -16,9 +16,9 @@ pub struct Merge {
 /// A position in a segment's rows.
 struct Cursor {
     page: Box<AlignedPage>,
-    /// The page to be read next.
+    /// The number of the next page to read.
     next_page: u32,
-    /// Orders of the page's rows, and the row that the cursor is at.
+    /// The orders of the page's rows; `at` is the current row.
     orders: Vec<u64>,
     at: usize,
 }
@@ -28,7 +28,8 @@ impl Cursor {
         Self { page: Box::new(AlignedPage::zeroed()), next_page: 0, orders: Vec::new(), at: 0 }
     }
 
-    /// The order that the cursor is at; reads the next page where one is due. `None` at the end.
+    /// Returns the order of the current row; `None` at the end. Reads the next page after the last
+    /// row of a page.
     fn peek(
         &mut self,
         segment: &Segment,
@@ -40,6 +41,7 @@ impl Cursor {
             }
             segment.read_page(self.next_page, &mut self.page)?;
             let checked = segment.check(self.next_page, &self.page.0)?;
+
             (self.at, *pages_read) = (0, *pages_read + 1);
             self.orders.clear();
             segment.each_row(self.next_page, &checked, |order, _| self.orders.push(order));
@@ -48,6 +50,7 @@ impl Cursor {
         Ok(Some(self.orders[self.at]))
     }
 
+    /// Reads page `number` and moves to its first row.
     fn load(
         &mut self,
         segment: &Segment,
@@ -59,14 +62,14 @@ impl Cursor {
         self.peek(segment, pages_read).map(drop)
     }
 
-    /// Goes to the first row with an order above `after`, by halves.
+    /// Moves to the first row with an order above `after`, by binary search over the pages.
     fn seek_past(
         &mut self,
         segment: &Segment,
         after: u64,
         pages_read: &mut u64,
     ) -> Result<(), SegmentError> {
-        // Pages below `low` do not begin above `after`, those from `high` on do.
+        // Pages below `low` start at or below `after`; pages from `high` on start above it.
         let (mut low, mut high) = (0, segment.counts().data_pages);
         while low < high {
             let middle = low + (high - low) / 2;
@@ -77,6 +80,7 @@ impl Cursor {
                 high = middle;
             }
         }
+
         self.load(segment, low.saturating_sub(1), pages_read)?;
         self.at = self.orders.partition_point(|order| *order <= after);
         Ok(())
@@ -84,16 +88,16 @@ impl Cursor {
 }
 
 impl Merge {
-    /// A pass over `rows`, at its beginning.
+    /// Starts a pass over `rows`.
     pub fn new(rows: TableRows) -> Self {
         let cursors = rows.segments().iter().map(|_| Cursor::new()).collect();
         Self { rows, cursors, pages_read: 0 }
     }
 
-    /// Goes to the first row with an order above `after`.
+    /// Moves to the first row with an order above `after`.
     ///
     /// # Errors
-    /// A page is damaged or cannot be read.
+    /// [`SegmentError`] if a page is damaged or cannot be read.
     pub fn seek_past(&mut self, after: u64) -> Result<(), SegmentError> {
         for (cursor, segment) in self.cursors.iter_mut().zip(self.rows.segments()) {
             cursor.seek_past(segment, after, &mut self.pages_read)?;
@@ -101,32 +105,38 @@ impl Merge {
         Ok(())
     }
 
-    /// The table that it passes over.
+    /// Returns the rows of the table.
     pub fn rows(&self) -> &TableRows {
         &self.rows
     }
 
-    /// Pages read so far.
+    /// Returns the number of pages read.
     pub fn pages_read(&self) -> u64 {
         self.pages_read
     }
 
-    /// The row that the pass is at, with the order of its key; `None` at the end.
+    /// Returns the current row `[row_bytes]` and the order of its key; `None` at the end.
     ///
     /// # Errors
-    /// A page is damaged or cannot be read.
+    /// [`SegmentError`] if a page is damaged or cannot be read, or if the index of a segment lists
+    /// a key that the segment's pages do not have.
     pub fn current(&mut self) -> Result<Option<(u64, &[u8])>, SegmentError> {
         loop {
             let Some(order) = self.lowest()? else { return Ok(None) };
             let number = match self.rows.newest(order) {
-                None | Some(Newest::Placed(_)) => 0,
+                None | Some(Newest::Clustered(_)) => 0,
                 Some(Newest::Delta(delta, _)) => delta + 1,
                 Some(Newest::Deleted) => {
-                    self.pass(order);
+                    self.skip(order);
                     continue;
                 }
             };
+
             let (cursor, segment) = (&self.cursors[number], &self.rows.segments()[number]);
+            if cursor.orders.get(cursor.at) != Some(&order) {
+                let problem = format!("key order {order:#018x} is in the index and on no page");
+                return Err(SegmentError::field(segment.path(), "keys", problem));
+            }
             return Ok(Some((
                 order,
                 segment.row_at(&cursor.page.0, cursor.orders.len(), cursor.at),
@@ -134,17 +144,18 @@ impl Merge {
         }
     }
 
-    /// Goes on to the next row.
+    /// Moves to the next row.
     ///
     /// # Errors
-    /// A page is damaged or cannot be read.
+    /// [`SegmentError`] if a page is damaged or cannot be read.
     pub fn advance(&mut self) -> Result<(), SegmentError> {
         if let Some(order) = self.lowest()? {
-            self.pass(order);
+            self.skip(order);
         }
         Ok(())
     }
 
+    /// Returns the lowest order that a cursor is at; `None` at the end of all segments.
     fn lowest(&mut self) -> Result<Option<u64>, SegmentError> {
         let mut lowest: Option<u64> = None;
         for (cursor, segment) in self.cursors.iter_mut().zip(self.rows.segments()) {
@@ -155,8 +166,8 @@ impl Merge {
         Ok(lowest)
     }
 
-    /// Moves past every version of one key.
-    fn pass(&mut self, order: u64) {
+    /// Moves every cursor past the key with `order`.
+    fn skip(&mut self, order: u64) {
         for cursor in &mut self.cursors {
             if cursor.orders.get(cursor.at) == Some(&order) {
                 cursor.at += 1;

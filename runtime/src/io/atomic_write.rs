@@ -1,40 +1,44 @@
-//! The only way state reaches flash: write beside, sync, rename, sync the directory. After a power
-//! cut a file is wholly the old one or wholly the new one.
+//! The only way in which state reaches flash: write `PATH.part`, sync it, rename it to `PATH`, sync
+//! the directory. After a power cut the file is the old one or the new one, never a mixture.
 
 use crate::io::disk::{Disk, Output};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where the next content of `path` is written before it is published.
+/// Returns the path under which the next content of `path` is written before the rename.
 pub fn part_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".part");
     PathBuf::from(name)
 }
 
-/// The directory that `path` is in.
+/// Returns the directory of `path`; `.` if `path` has none.
 fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Makes what was written to `part_of(path)` durable and then stand at `path`.
+/// Makes `part`, the file at `part_of(path)`, durable and renames it to `path`.
 ///
 /// # Errors
-/// The content could not be made durable; `path` is then as it was or, if only the last sync
-/// failed, may be either after a power cut.
-pub fn publish(disk: &dyn Disk, path: &Path, mut part: Box<dyn Output>) -> io::Result<()> {
+/// The disk refused. Then `path` is unchanged, except if only the last sync failed: after a power
+/// cut it may then be the old or the new file.
+pub fn rename_into_place(
+    disk: &dyn Disk,
+    path: &Path,
+    mut part: Box<dyn Output>,
+) -> io::Result<()> {
     part.sync()?;
     drop(part);
     disk.rename(&part_of(path), path)?;
     disk.sync_dir(directory_of(path))
 }
 
-/// Replaces the content of `path`.
+/// Replaces the content of the file at `path`, or creates the file.
 ///
 /// # Errors
-/// As `publish`.
+/// The disk refused, with the effects that [`rename_into_place`] describes.
 pub fn replace(disk: &dyn Disk, path: &Path, content: &[u8]) -> io::Result<()> {
     let mut part = disk.create(&part_of(path))?;
     part.write_all(content)?;
-    publish(disk, path, part)
+    rename_into_place(disk, path, part)
 }

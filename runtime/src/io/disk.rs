@@ -1,6 +1,6 @@
-//! Files as the runtime sees them: the one seam that all of the flash tier's input and output
-//! passes, so that a power cut can be simulated at every write and every sync. [`SystemDisk`] is
-//! the system's own.
+//! The seam through which the flash tier reads and writes files. [`SystemDisk`] is the system's own
+//! implementation. A simulation implements [`Disk`] to cut the power at every write and every sync.
+//! Never interprets what it reads or writes.
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::reader::{PageFile, read_at};
@@ -13,121 +13,122 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A disk.
+/// Files and directories. Every method returns the system's error if the system refuses.
 pub trait Disk: Send + Sync {
-    /// Creates an empty file, in place of one that is there.
+    /// Creates an empty file, or empties an existing one.
     ///
     /// # Errors
-    /// The system refused; the same holds for every method below.
+    /// The system refused.
     fn create(&self, path: &Path) -> io::Result<Box<dyn Output>>;
 
-    /// Cuts a file to its first `bytes` bytes and goes on writing behind them.
+    /// Cuts a file to its first `bytes` bytes and opens it to write after them.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>>;
 
-    /// Takes the lock at `path`, held until what is returned is dropped; `None` where another one
-    /// has it.
+    /// Takes the lock at `path` and holds it until the result is dropped. Returns `None` if another
+    /// holder has the lock.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn lock(&self, path: &Path) -> io::Result<Option<Lock>>;
 
     /// Opens a file of pages.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>>;
 
-    /// Opens a file to be read in long pieces.
+    /// Opens a file for long sequential reads.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn open(&self, path: &Path) -> io::Result<Box<dyn Input>>;
 
-    /// The whole content of a small file.
+    /// Returns the whole content of a small file.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
 
-    /// Makes `from` stand at `to`, in place of what is there. Durable after `sync_dir`.
+    /// Renames `from` to `to` and replaces an existing file. The rename is durable after
+    /// `sync_dir`.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Removes a file.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn remove_file(&self, path: &Path) -> io::Result<()>;
 
     /// Removes an empty directory.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Creates a directory and those above it, where they are missing.
+    /// Creates a directory and its missing parents.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// The paths of what is in a directory, sorted.
+    /// Returns the paths of the entries of a directory, sorted.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>>;
 
-    /// Makes the names created, renamed or removed in a directory durable.
+    /// Makes all creations, renames and removals in a directory durable.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
 
     /// Replaces page `number` of a file and makes it durable.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn write_page(&self, path: &Path, number: u32, page: &PageBytes) -> io::Result<()>;
 
-    /// Bytes that can still be written under `path`.
+    /// Returns the free bytes of the file system at `path`.
     ///
     /// # Errors
-    /// As `create`.
+    /// The system refused.
     fn free_bytes(&self, path: &Path) -> io::Result<u64>;
 }
 
-/// A lock that is held. A process that ends gives it up, however it ends.
+/// A held lock. The system releases the lock when the process ends, even after a crash.
 pub type Lock = Box<dyn Send>;
 
-/// A file being read.
+/// A file open for reading.
 pub trait Input: Read + Seek + Send {}
 
 impl<T: Read + Seek + Send> Input for T {}
 
-/// A file being written.
+/// A file open for writing.
 pub trait Output: Write + Send {
     /// Makes everything written durable.
     ///
     /// # Errors
-    /// The system refused; nothing written since the last success is sure to be there.
+    /// The system refused. Bytes written since the last successful sync may be lost.
     fn sync(&mut self) -> io::Result<()>;
 }
 
-/// The system's files.
+/// The system's file systems.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SystemDisk;
 
-/// The system's disk, ready to be shared.
+/// Returns the system's disk as a shared trait object.
 pub fn system() -> Arc<dyn Disk> {
     Arc::new(SystemDisk)
 }
 
-/// Flash likes its writes long.
+/// Bytes of a write buffer. Flash devices are faster with long writes.
 const WRITE_BYTES: usize = 1 << 20;
 
 impl Output for BufWriter<File> {
@@ -137,8 +138,8 @@ impl Output for BufWriter<File> {
     }
 }
 
-/// A file opened past the page cache where the file system allows it: the embedding cache is the
-/// row cache, and a page of cold rows would only push out something useful.
+/// A file opened with O_DIRECT where the file system allows it. The embedding cache already keeps
+/// the hot rows; pages of cold rows would only evict useful pages from the system's page cache.
 struct SystemPages(Arc<File>);
 
 impl PageFile for SystemPages {
@@ -179,7 +180,7 @@ impl Disk for SystemDisk {
     fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>> {
         let direct = rustix::fs::OFlags::DIRECT.bits() as i32;
         let file = match OpenOptions::new().read(true).custom_flags(direct).open(path) {
-            // Some file systems (tmpfs) have no direct reads.
+            // Some file systems (tmpfs) refuse O_DIRECT.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => File::open(path)?,
             opened => opened?,
         };

@@ -1,7 +1,9 @@
-//! How files are reached.
+//! Files, pages and records: everything of the runtime that reads from or writes to flash. Knows
+//! nothing of models, bundles or generations.
 
 pub mod atomic_write;
 pub mod disk;
+pub mod field_error;
 pub mod page;
 pub mod reader;
 pub mod record;

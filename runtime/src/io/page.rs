@@ -1,5 +1,5 @@
-//! One 4 KiB page: self-checking (CRC-32C) and self-identifying (segment, number, kind). Bytes in
-//! FORMAT.md. Never reads a file.
+//! One 4 KiB page. A CRC-32C finds changed bits; segment, number and kind find a page that was
+//! written or read at the wrong place. FORMAT.md draws the bytes. Never reads a file.
 
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crc_fast::crc32_iscsi as crc32c;
@@ -7,12 +7,12 @@ use crc_fast::crc32_iscsi as crc32c;
 /// The bytes of a page.
 pub type PageBytes = [u8; PAGE_BYTES];
 
-/// A page in memory that the device can write to directly.
+/// A page in memory, aligned for direct reads (O_DIRECT).
 #[repr(C, align(4096))]
 pub struct AlignedPage(pub PageBytes);
 
 impl AlignedPage {
-    /// A page of zeros.
+    /// Returns a page of zeros.
     pub fn zeroed() -> Self {
         Self([0; PAGE_BYTES])
     }
@@ -22,24 +22,24 @@ impl AlignedPage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum PageKind {
-    /// Rows of an index table, in key order, without keys.
+    /// Rows of an index table, in key order, without their keys.
     Index = 1,
-    /// Rows with the orders of their keys, strictly ascending, in front.
+    /// The orders of keys, strictly ascending, followed by their rows.
     Hashed = 2,
     /// The top 32 bits of the first hash of each hashed page.
     Fences = 3,
-    /// The last page of a segment: what the segment is.
+    /// The last page of a segment, which describes the segment.
     Trailer = 4,
-    /// The orders of all keys of a delta's rows, once more, so that opening it needs no rows.
+    /// A copy of the orders of all rows of a delta or clustered segment. Opening reads only these.
     Keys = 5,
     /// The orders of the keys that a delta deletes.
     Deletes = 6,
-    /// As `Keys`, in 32 bits each: those of an index table.
+    /// The same as `Keys` with 32 bits for each order, used if all orders fit.
     ShortKeys = 7,
 }
 
 impl PageKind {
-    /// The kind with this number.
+    /// Returns the kind with this number.
     fn of(number: u16) -> Option<Self> {
         use PageKind::*;
         [Index, Hashed, Fences, Trailer, Keys, Deletes, ShortKeys]
@@ -48,7 +48,7 @@ impl PageKind {
     }
 }
 
-/// The kind that a page claims, before anything about it is checked.
+/// Returns the kind that an unchecked page claims.
 pub fn claimed_kind(page: &PageBytes) -> Option<PageKind> {
     PageKind::of(u16_at(page, 14))
 }
@@ -56,27 +56,23 @@ pub fn claimed_kind(page: &PageBytes) -> Option<PageKind> {
 /// Why a page must not be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PageFault {
-    /// The checksum does not match: bits changed, or the page was never wholly written.
+    /// The stored checksum differs from the computed one: bits changed, or a write was incomplete.
     #[error("checksum is {found:#010x}, the bytes give {computed:#010x}")]
-    Checksum {
-        /// Stored in the page.
-        found: u32,
-        /// Computed from the page.
-        computed: u32,
-    },
+    #[allow(missing_docs)]
+    Checksum { found: u32, computed: u32 },
     /// The page belongs to another segment.
     #[error("belongs to segment {0:#010x}")]
     Segment(u32),
-    /// The page belongs elsewhere in its segment: a read or a write went astray.
+    /// The page belongs at another place of its segment: a read or a write was misdirected.
     #[error("says it is page {0}")]
     Number(u32),
-    /// The page holds something else.
+    /// The page is of another kind than expected.
     #[error("is of kind {0}")]
     Kind(u16),
-    /// More entries than a page holds, or none.
+    /// The page claims no entry, or more entries than fit.
     #[error("claims {0} entries")]
     Count(u16),
-    /// Keys do not ascend strictly: they are unsorted or one is there twice.
+    /// Keys do not ascend strictly: they are unsorted, or a key occurs twice.
     #[error("keys do not ascend at entry {0}")]
     Order(usize),
 }
@@ -89,25 +85,31 @@ fn u16_at(page: &PageBytes, at: usize) -> u16 {
     u16::from_le_bytes([page[at], page[at + 1]])
 }
 
-/// The little-endian u64 at `at` of a slice that is long enough.
+/// Returns the little-endian u64 at byte `at`.
 pub(crate) fn u64_at(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[at..at + 8]);
     u64::from_le_bytes(word)
 }
 
-/// Fills in the header of a page whose payload is in place, checksum last.
+/// Writes the header of a page whose payload is complete. The checksum comes last.
 pub fn seal(page: &mut PageBytes, segment: u32, number: u32, kind: PageKind, count: usize) {
+    assert!(count > 0, "every page has an entry");
+    let Ok(count) = u16::try_from(count) else {
+        unreachable!("a page has fewer entries than bytes")
+    };
+
     page[4..8].copy_from_slice(&segment.to_le_bytes());
     page[8..12].copy_from_slice(&number.to_le_bytes());
-    page[12..14].copy_from_slice(&(count as u16).to_le_bytes());
+    page[12..14].copy_from_slice(&count.to_le_bytes());
     page[14..16].copy_from_slice(&(kind as u16).to_le_bytes());
+
     let checksum = crc32c(&page[4..]);
     page[..4].copy_from_slice(&checksum.to_le_bytes());
 }
 
-/// A page that passed its checks: its bytes are those that were sealed, and it is the page asked
-/// for.
+/// A page that passed its checks. Holding one proves that it is the expected page and that its
+/// bytes are those that `seal` covered with the checksum.
 #[derive(Clone, Copy)]
 pub struct Page<'a> {
     bytes: &'a PageBytes,
@@ -115,11 +117,11 @@ pub struct Page<'a> {
 }
 
 impl<'a> Page<'a> {
-    /// Checks a page that should be number `number` of `segment`, of kind `kind`, with at most
-    /// `count_max` entries.
+    /// Checks that `bytes` are page `number` of `segment`, of `kind`, with at most `count_max`
+    /// entries.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The first [`PageFault`] found.
     pub fn check(
         bytes: &'a PageBytes,
         segment: u32,
@@ -129,6 +131,7 @@ impl<'a> Page<'a> {
     ) -> Result<Self, PageFault> {
         let (found, computed) = (u32_at(bytes, 0), crc32c(&bytes[4..]));
         let count = u16_at(bytes, 12);
+
         if found != computed {
             Err(PageFault::Checksum { found, computed })
         } else if u32_at(bytes, 4) != segment {
@@ -144,27 +147,27 @@ impl<'a> Page<'a> {
         }
     }
 
-    /// A page that passed `check` before and was not written to since.
+    /// Returns a page that `check` accepted before and that did not change since.
     pub(crate) fn checked(bytes: &'a PageBytes, count: usize) -> Self {
         Self { bytes, count }
     }
 
-    /// Entries in the page.
+    /// Returns the number of entries.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// What follows the header.
+    /// Returns the bytes after the header.
     pub fn payload(&self) -> &'a [u8] {
         &self.bytes[PAGE_HEADER_BYTES..]
     }
 
-    /// The order of entry `i` of a page of keys or of hashed rows.
+    /// Returns the order of entry `i` of a page of keys or of hashed rows.
     pub fn order(&self, i: usize) -> u64 {
         u64_at(self.payload(), 8 * i)
     }
 
-    /// The position of `order` in a page of hashed rows.
+    /// Returns the position of `order` in a page of hashed rows.
     pub fn position(&self, order: u64) -> Option<usize> {
         let (mut low, mut high) = (0, self.count);
         while low < high {
@@ -178,17 +181,17 @@ impl<'a> Page<'a> {
         None
     }
 
-    /// Row `i` of a page of `kind`, rows of `row_bytes`.
+    /// Returns row `i` of a page of `kind`, `[row_bytes]`.
     pub fn row(&self, kind: PageKind, row_bytes: usize, i: usize) -> &'a [u8] {
         let start = if kind == PageKind::Hashed { 8 * self.count } else { 0 } + i * row_bytes;
         &self.payload()[start..start + row_bytes]
     }
 
-    /// Checks that the orders of a page of keys or of hashed rows ascend strictly, from above
-    /// `after`.
+    /// Checks that the orders of a page of keys or of hashed rows ascend strictly and that the
+    /// first is above `after`.
     ///
     /// # Errors
-    /// The first entry that does not.
+    /// [`PageFault::Order`] with the first entry that does not ascend.
     pub fn check_order(&self, after: Option<u64>) -> Result<(), PageFault> {
         let mut last = after;
         for i in 0..self.count {

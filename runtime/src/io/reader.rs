@@ -1,10 +1,10 @@
-//! Reading pages: many in flight, into aligned memory taken once, answered as they complete.
-//! Through io_uring where the system allows it, else by a pool of threads; files that are not the
-//! system's (a simulation) are read in place. Never checks what it read.
+//! Reads pages with many reads in flight, into aligned memory that is allocated once. Results
+//! arrive in the order of completion. The reader uses io_uring where the system allows it and a
+//! pool of threads elsewhere. It reads files of a simulation directly. Never checks what it read.
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::uring::Ring;
-use crate::limits::PAGE_BYTES;
+use crate::limits::{PAGE_BYTES, READ_THREADS_MAX};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
@@ -17,19 +17,19 @@ use std::time::Duration;
 
 /// A file of pages.
 pub trait PageFile: Send + Sync {
-    /// Bytes of the file.
+    /// Returns the length of the file in bytes.
     ///
     /// # Errors
-    /// The system does not say.
+    /// The system refused.
     fn bytes(&self) -> io::Result<u64>;
 
-    /// Reads page `number`, now.
+    /// Reads page `number` and waits for the device.
     ///
     /// # Errors
-    /// The device refused, or the file ends before the page does.
+    /// The device refused, or the file ends within the page.
     fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()>;
 
-    /// The system's file, where it is one.
+    /// Returns the system's file; `None` for a file of a simulation.
     fn system_file(&self) -> Option<&Arc<File>>;
 }
 
@@ -38,7 +38,7 @@ pub(crate) fn read_at(file: &File, number: u32, page: &mut AlignedPage) -> io::R
     file.read_exact_at(&mut page.0, u64::from(number) * PAGE_BYTES as u64)
 }
 
-/// How pages are read.
+/// How a reader reads pages of system files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadMethod {
     /// io_uring where the system allows it, else threads.
@@ -47,23 +47,23 @@ pub enum ReadMethod {
     Threads,
 }
 
-/// The reads that a device takes at once, shared by all readers on it: each of them may always have
-/// one in flight, and the rest goes to whoever asks first. Never waits.
+/// The read depth of a device, shared by all its readers. Each reader may always have one read in
+/// flight; readers take the remaining depth first come, first served. Never waits.
 #[derive(Debug)]
 pub struct DeviceDepth {
     max: usize,
-    /// Below zero where there are more readers than reads.
+    /// Depth that no reader holds. Negative if there are more readers than `max`.
     spare: AtomicIsize,
 }
 
 impl DeviceDepth {
-    /// A device that takes `max` reads at once.
+    /// Returns a device that accepts `max` reads in flight, at least one.
     pub fn new(max: usize) -> Arc<Self> {
         let max = max.max(1);
         Arc::new(Self { max, spare: AtomicIsize::new(max as isize) })
     }
 
-    /// The reads that it takes at once.
+    /// Returns the number of reads that may be in flight.
     pub fn max(&self) -> usize {
         self.max
     }
@@ -78,22 +78,21 @@ impl DeviceDepth {
     }
 }
 
-/// A read: what is read, and the caller's name for it.
+/// A read of one page and the caller's token for the result.
 struct Job {
     file: Arc<dyn PageFile>,
     number: u32,
     token: u64,
 }
 
-/// Reads pages, up to a fixed number at once.
+/// Reads pages, up to a fixed number in flight.
 pub struct PageReader {
     backend: Backend,
-    /// Reads of files that are not the system's, done when they are asked for.
+    /// Started reads of files of a simulation. `next` executes them.
     in_place: VecDeque<Job>,
     in_place_page: Box<AlignedPage>,
     device: Arc<DeviceDepth>,
-    /// Reads taken from the device's spare ones: those in flight but for the first, which needs
-    /// none.
+    /// Depth taken from the device: all reads in flight except the first, which needs none.
     taken: usize,
 }
 
@@ -103,38 +102,40 @@ enum Backend {
 }
 
 impl PageReader {
-    /// A reader on a device of its own with up to `depth` reads in flight.
+    /// Returns a reader on a device of its own with up to `depth` reads in flight.
     pub fn new(depth: usize, method: ReadMethod) -> Self {
         Self::on(&DeviceDepth::new(depth), method)
     }
 
-    /// A reader that shares the depth of `device` with the others on it.
+    /// Returns a reader that shares the depth of `device` with the device's other readers.
     pub fn on(device: &Arc<DeviceDepth>, method: ReadMethod) -> Self {
         let depth = device.max();
         device.spare.fetch_sub(1, Ordering::Relaxed);
+
         let ring = if method == ReadMethod::Auto {
             Ring::new(depth)
         } else {
-            Err(io::Error::other("not asked for"))
+            Err(io::Error::other("the caller chose threads"))
         };
         let backend = ring.map_or_else(
             |e| {
-                log::info!("pages are read by threads, not by io_uring: {e}");
+                log::info!("io_uring is not in use, a pool of threads reads pages: {e}");
                 Backend::Threads(Pool::new(depth))
             },
             |ring| Backend::Ring(Box::new(ring)),
         );
+
         let (in_place, in_place_page) =
             (VecDeque::with_capacity(depth), Box::new(AlignedPage::zeroed()));
         Self { backend, in_place, in_place_page, device: Arc::clone(device), taken: 0 }
     }
 
-    /// Bytes that a reader of that depth holds.
+    /// Returns the bytes of memory of a reader with `depth` reads in flight.
     pub fn bytes(depth: usize) -> usize {
         (depth + 1) * size_of::<AlignedPage>() + depth * size_of::<Job>()
     }
 
-    /// `io_uring` or `threads`.
+    /// Returns `io_uring` or `threads`.
     pub fn method(&self) -> &'static str {
         match self.backend {
             Backend::Ring(_) => "io_uring",
@@ -142,7 +143,7 @@ impl PageReader {
         }
     }
 
-    /// Reads that were begun and not handed out.
+    /// Returns the number of reads started whose results `next` did not return yet.
     pub fn in_flight(&self) -> usize {
         self.in_place.len()
             + match &self.backend {
@@ -151,8 +152,8 @@ impl PageReader {
             }
     }
 
-    /// Whether another read can be begun; its place on the device is then kept until the next read
-    /// ends.
+    /// Returns true if another read can start. The reader then keeps the depth for that read until
+    /// the next read completes.
     pub fn has_room(&mut self) -> bool {
         let in_flight = self.in_flight();
         if in_flight > self.taken && in_flight < self.device.max() && self.device.take() {
@@ -161,14 +162,17 @@ impl PageReader {
         in_flight <= self.taken && in_flight < self.device.max()
     }
 
-    /// Gives the device back what this reader no longer needs.
+    /// Returns the depth that this reader no longer needs to the device.
     fn give_back(&mut self) {
         let unneeded = self.taken.saturating_sub(self.in_flight().saturating_sub(1));
         self.taken -= unneeded;
         self.device.give(unneeded);
     }
 
-    /// Begins reading page `number` of `file`. There must be room.
+    /// Starts to read page `number` of `file`.
+    ///
+    /// # Panics
+    /// Without room for another read: `has_room` must return true first.
     pub fn begin(&mut self, file: &Arc<dyn PageFile>, number: u32, token: u64) {
         assert!(self.has_room());
         match (file.system_file(), &mut self.backend) {
@@ -180,8 +184,8 @@ impl PageReader {
         }
     }
 
-    /// Hands one completed read to `take`, after waiting for it up to `wait` (`None`: as long as it
-    /// takes). Returns whether there was one.
+    /// Passes the token and the result of one completed read to `take`. Waits for a completion for
+    /// at most `wait`; `None` waits without a limit. Returns false if no read completed.
     pub fn next(
         &mut self,
         wait: Option<Duration>,
@@ -208,9 +212,9 @@ impl Drop for PageReader {
     }
 }
 
-/// Threads that read one page each.
+/// Threads that read one page at a time.
 struct Pool {
-    /// `None` only while the pool is dropped.
+    /// `None` only while the pool is being dropped.
     jobs: Option<SyncSender<(Job, Box<AlignedPage>)>>,
     done: Receiver<Done>,
     free: Vec<Box<AlignedPage>>,
@@ -224,12 +228,9 @@ struct Done {
     page: Box<AlignedPage>,
 }
 
-/// Beyond this more threads no longer keep the device busier.
-const THREADS_MAX: usize = 16;
-
 impl Pool {
     fn new(depth: usize) -> Self {
-        // Both have room for every page there is, so sending neither waits nor allocates.
+        // Both channels have room for every page of the pool: a send neither waits nor allocates.
         let (jobs, todo) = sync_channel::<(Job, Box<AlignedPage>)>(depth);
         let (answer, done) = sync_channel(depth);
         let todo = Arc::new(Mutex::new(todo));
@@ -237,18 +238,18 @@ impl Pool {
             let (todo, answer) = (Arc::clone(&todo), answer.clone());
             std::thread::spawn(move || read_all(&todo, &answer))
         };
-        let threads = (0..depth.min(THREADS_MAX)).map(thread).collect();
+        let threads = (0..depth.min(READ_THREADS_MAX)).map(thread).collect();
         let free = (0..depth).map(|_| Box::new(AlignedPage::zeroed())).collect();
         Self { jobs: Some(jobs), done, free, in_flight: 0, threads }
     }
 
     fn begin(&mut self, job: Job) {
         let (Some(page), Some(jobs)) = (self.free.pop(), &self.jobs) else {
-            unreachable!("there is room")
+            unreachable!("`has_room` was true and the pool is not being dropped")
         };
-        // The threads hold the other end for as long as the pool lives.
+        // The threads keep the receiver as long as the pool exists.
         let sent = jobs.send((job, page));
-        assert!(sent.is_ok(), "the reading threads are gone");
+        assert!(sent.is_ok(), "the reading threads ended");
         self.in_flight += 1;
     }
 
@@ -276,7 +277,7 @@ impl Drop for Pool {
     fn drop(&mut self) {
         self.jobs = None;
         for thread in self.threads.drain(..) {
-            // A thread that panicked has nothing left to finish.
+            // A thread that panicked has no read left to finish.
             let _ = thread.join();
         }
     }
@@ -324,11 +325,11 @@ mod tests {
         file: &Arc<dyn PageFile>,
         pages: u32,
     ) -> BTreeMap<u64, Result<u8, io::ErrorKind>> {
-        let (mut begun, mut found) = (0, BTreeMap::new());
-        while begun < pages || reader.in_flight() > 0 {
-            while begun < pages && reader.has_room() {
-                reader.begin(file, begun, u64::from(begun) * 3);
-                begun += 1;
+        let (mut started, mut found) = (0, BTreeMap::new());
+        while started < pages || reader.in_flight() > 0 {
+            while started < pages && reader.has_room() {
+                reader.begin(file, started, u64::from(started) * 3);
+                started += 1;
             }
             let got = reader.next(None, |token, page| {
                 found.insert(token, page.map(|p| p[4095]).map_err(|e| e.kind()));
@@ -365,14 +366,14 @@ mod tests {
             }
             reader.in_flight()
         };
-        // The first takes all that is spare, and the others still have one each.
+        // The first reader takes the whole spare depth; the others still have one read each.
         assert_eq!(readers.iter_mut().map(fill).collect::<Vec<_>>(), [4, 1, 1]);
-        // What one reader ends, another may begin.
+        // A completed read of one reader lets another reader start one.
         assert!(readers[0].next(None, |_, _| ()) && readers[0].next(None, |_, _| ()));
         assert_eq!(readers.iter_mut().rev().map(fill).collect::<Vec<_>>(), [3, 1, 2]);
         drop(readers);
-        assert_eq!(device.spare.load(Ordering::Relaxed), 6, "a place on the device was lost");
-        // More readers than the device takes: one read each.
+        assert_eq!(device.spare.load(Ordering::Relaxed), 6, "depth of the device was lost");
+        // More readers than depth: each reader still has one read.
         let mut readers: Vec<_> =
             (0..8).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
         assert!(readers.iter_mut().all(|r| fill(r) == 1));
@@ -389,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_may_be_as_long_as_it_likes() {
+    fn a_wait_may_be_longer_than_any_clock() {
         for method in [ReadMethod::Auto, ReadMethod::Threads] {
             let (file, mut reader) = (file_of(1, true), PageReader::new(1, method));
             reader.begin(&file, 0, 7);

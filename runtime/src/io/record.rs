@@ -1,5 +1,5 @@
-//! Small records on flash: a magic, a format number, a CRC-32C of the rest, then postcard. Whatever
-//! is not exactly one of those is refused. Never reads or writes a file.
+//! Small records on flash: a magic, a format number, a CRC-32C of the body, then the body in
+//! postcard. Refuses every other byte string. Never reads or writes a file.
 
 use crc_fast::crc32_iscsi as crc32c;
 use serde::Serialize;
@@ -7,21 +7,24 @@ use serde::de::DeserializeOwned;
 
 const HEADER_BYTES: usize = 16;
 
-/// The bytes of `value` as a record.
+/// Returns `value` as the bytes of a record.
 pub(crate) fn encode(magic: &[u8; 8], format: u32, value: &impl Serialize) -> Vec<u8> {
-    // Strings and integers in memory always encode; an empty body would be refused by `decode`.
-    let body = postcard::to_allocvec(value).unwrap_or_default();
+    let Ok(body) = postcard::to_allocvec(value) else {
+        unreachable!("strings and integers in memory always encode")
+    };
+
     let mut bytes = magic.to_vec();
     bytes.extend(format.to_le_bytes());
     bytes.extend(crc32c(&body).to_le_bytes());
+    assert_eq!(bytes.len(), HEADER_BYTES, "`decode` expects the body after the header");
     bytes.extend(body);
     bytes
 }
 
-/// Reads a record back.
+/// Decodes the bytes of a record.
 ///
 /// # Errors
-/// What is wrong.
+/// Describes what is wrong with the bytes.
 pub(crate) fn decode<T: DeserializeOwned>(
     magic: &[u8; 8],
     format: u32,
@@ -33,6 +36,7 @@ pub(crate) fn decode<T: DeserializeOwned>(
     let word = |at: usize| {
         u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]])
     };
+
     if &header[..8] != magic {
         return Err(format!("does not begin with {}", magic.escape_ascii()));
     }
@@ -42,9 +46,10 @@ pub(crate) fn decode<T: DeserializeOwned>(
     if word(12) != crc32c(body) {
         return Err("checksum does not match".to_owned());
     }
+
     match postcard::take_from_bytes(body) {
         Ok((value, [])) => Ok(value),
-        Ok((_, rest)) => Err(format!("{} bytes follow it", rest.len())),
+        Ok((_, rest)) => Err(format!("{} bytes follow the record", rest.len())),
         Err(e) => Err(format!("does not decode ({e})")),
     }
 }

@@ -1,10 +1,10 @@
-//! Page reads through io_uring: the one file of the runtime that talks to the system directly, and
-//! the only one with `unsafe`. Never touches a buffer that the kernel may still write to.
+//! Page reads through io_uring. The only file of the runtime with `unsafe` code. Never touches a
+//! buffer that the kernel may still write to.
 
 #![allow(unsafe_code)]
 
 use crate::io::page::{AlignedPage, PageBytes};
-use crate::limits::PAGE_BYTES;
+use crate::limits::{PAGE_BYTES, URING_WAIT_MAX};
 use io_uring::{IoUring, opcode, types};
 use std::cell::UnsafeCell;
 use std::fs::File;
@@ -14,33 +14,29 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The user data of the entry that ends a wait.
+/// The user data of the timeout entry.
 const TIMEOUT: u64 = u64::MAX;
 
-/// The kernel refuses times that its own clock cannot hold.
-const WAIT_MAX: Duration = Duration::from_secs(1 << 30);
-
-/// A ring with one buffer for each read that it may have in flight.
+/// A ring with one buffer for each read that may be in flight.
 pub(crate) struct Ring {
     ring: ManuallyDrop<IoUring>,
     buffers: ManuallyDrop<Box<[UnsafeCell<AlignedPage>]>>,
-    /// For each buffer the read that the kernel does into it. The file is held so that it stays
-    /// open.
+    /// The read in flight into each buffer: its file, which stays open, and its token.
     reads: Vec<Option<(Arc<File>, u64)>>,
     free: Vec<usize>,
 }
 
-// SAFETY: the buffers are reached only through `&mut Ring`, and only while no read into them is in
-// flight, so moving the ring to another thread moves the only access to them with it.
+// SAFETY: the buffers are accessed only through `&mut Ring`, and only while no read into them is in
+// flight. Moving the ring to another thread therefore moves the only access to the buffers.
 unsafe impl Send for Ring {}
 
 impl Ring {
-    /// A ring for up to `depth` reads at once.
+    /// Returns a ring for up to `depth` reads in flight.
     ///
     /// # Errors
     /// The system has no io_uring or does not allow it.
     pub fn new(depth: usize) -> io::Result<Self> {
-        // One entry more for the timeout.
+        // One more entry for the timeout.
         let entries = u32::try_from(depth + 1).map_err(io::Error::other)?.next_power_of_two();
         let ring = ManuallyDrop::new(IoUring::new(entries)?);
         let buffers = (0..depth).map(|_| UnsafeCell::new(AlignedPage::zeroed())).collect();
@@ -52,23 +48,25 @@ impl Ring {
         self.reads.len() - self.free.len()
     }
 
-    /// Queues a read; the kernel learns of it when enough are queued, or with the next `next` that
-    /// waits.
+    /// Queues a read. The kernel receives queued reads together: when enough are queued, or when
+    /// `next` waits.
     pub fn begin(&mut self, file: Arc<File>, number: u32, token: u64) {
-        let Some(slot) = self.free.pop() else { unreachable!("there is room") };
+        let Some(slot) = self.free.pop() else { unreachable!("the caller checked for room") };
         let buffer = self.buffers[slot].get().cast::<u8>();
         let read = opcode::Read::new(types::Fd(file.as_raw_fd()), buffer, PAGE_BYTES as u32)
             .offset(u64::from(number) * PAGE_BYTES as u64)
             .build()
             .user_data(slot as u64);
         self.reads[slot] = Some((file, token));
-        // SAFETY: the buffer and the file live until the completion of this entry was seen: the
-        // slot leaves `free` here and returns only in `complete`, and `drop` waits for every slot
-        // or leaks the buffers.
+
+        // SAFETY: the buffer and the file live until this entry's completion is handled: the slot
+        // leaves `free` here and returns only in `complete`, and `drop` waits for every slot or
+        // leaks the buffers.
         let pushed = unsafe { self.ring.submission().push(&read) };
         assert!(pushed.is_ok(), "the ring has an entry for every buffer");
-        // A system call for each quarter of the depth keeps the device busy while completions are
-        // handled.
+
+        // One system call for each quarter of the depth keeps the device busy while the caller
+        // handles completions.
         if self.ring.submission().len() > self.reads.len() / 4 {
             self.submit();
         }
@@ -77,11 +75,12 @@ impl Ring {
     fn submit(&self) {
         if let Err(e) = self.ring.submit() {
             // The entries stay queued; `next` submits them again.
-            log::warn!("io_uring: {e}");
+            log::warn!("io_uring: reads were not submitted, the next wait submits them again: {e}");
         }
     }
 
-    /// As `PageReader::next`.
+    /// Passes the token and the result of one completed read to `take`. Waits for a completion for
+    /// at most `wait`; `None` waits without a limit. Returns false if no read completed.
     pub fn next(
         &mut self,
         wait: Option<Duration>,
@@ -90,6 +89,7 @@ impl Ring {
         let mut waited = false;
         while self.in_flight() > 0 {
             let completion = self.ring.completion().next().map(|c| (c.user_data(), c.result()));
+
             match completion {
                 Some((TIMEOUT, _)) => {}
                 Some((slot, result)) => {
@@ -99,13 +99,14 @@ impl Ring {
                 None if waited && wait.is_some() => return false,
                 None => {
                     if let Err(e) = self.wait(wait) {
-                        log::error!("io_uring: {e}");
+                        log::error!("io_uring: waiting for reads failed: {e}");
                         return false;
                     }
                     waited = true;
                 }
             }
         }
+
         false
     }
 
@@ -116,14 +117,15 @@ impl Ring {
         take: impl FnOnce(u64, io::Result<&PageBytes>),
     ) {
         let Some((_, token)) = self.reads[slot].take() else {
-            unreachable!("the kernel answers a read once")
+            unreachable!("the kernel completes a read once")
         };
         self.free.push(slot);
+
         let read = match result {
             n if n < 0 => Err(io::Error::from_raw_os_error(-n)),
             n if n as usize == PAGE_BYTES => {
-                // SAFETY: the kernel has completed the read into this buffer and no other was
-                // begun: `&mut self` is held until `take` returns.
+                // SAFETY: the kernel completed the read into this buffer, and no other read into
+                // the buffer can start before `take` returns: this method holds `&mut self`.
                 Ok(unsafe { &(*self.buffers[slot].get()).0 })
             }
             n => Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{n} bytes of a page"))),
@@ -131,26 +133,28 @@ impl Ring {
         take(token, read);
     }
 
-    /// Submits what is queued and waits for completions, at most `wait`: for one where somebody
-    /// counts the time, else for a sixteenth of those outstanding: one system call then serves
-    /// several, and the device still has work meanwhile.
+    /// Submits the queued reads and waits for completions, for at most `wait`. With a limit it
+    /// waits for one completion. Without a limit it waits for a sixteenth of the reads in flight:
+    /// one system call then returns several, and the device still has work.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<()> {
         if wait == Some(Duration::ZERO) {
             return self.ring.submit().map(drop);
         }
+
         let time = wait
-            .map(|w| w.min(WAIT_MAX))
+            .map(|w| w.min(URING_WAIT_MAX))
             .map(|w| types::Timespec::new().sec(w.as_secs()).nsec(w.subsec_nanos()));
         if let Some(time) = &time {
-            // Ends by itself with the next completion. Older kernels (5.4 on) have it too.
+            // The timeout also ends with the next completion. Kernels from 5.4 on support it.
             let timeout = opcode::Timeout::new(time).count(1).build().user_data(TIMEOUT);
-            // SAFETY: the kernel copies the time while it takes the entry in, which is in
-            // `submit_and_wait` below; `time` lives until then.
+            // SAFETY: the kernel copies the time when it accepts the entry, in `submit_and_wait`
+            // below; `time` lives until then.
             let pushed = unsafe { self.ring.submission().push(&timeout) };
             if pushed.is_err() {
                 return self.ring.submit().map(drop);
             }
         }
+
         let wanted = if wait.is_some() { 1 } else { self.in_flight() / 16 };
         match self.ring.submit_and_wait(wanted.max(1)) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(()),
@@ -163,11 +167,11 @@ impl Drop for Ring {
     fn drop(&mut self) {
         while self.in_flight() > 0 && self.next(None, |_, _| ()) {}
         if self.in_flight() > 0 {
-            // The ring failed with reads outstanding: the kernel may still write, so their memory
-            // must stay.
+            // The ring failed with reads in flight: the kernel may still write to the buffers, so
+            // their memory is leaked.
             return;
         }
-        // SAFETY: neither field is used again, and with nothing in flight the kernel holds no
+        // SAFETY: neither field is used again, and with no read in flight the kernel uses no
         // buffer.
         unsafe {
             ManuallyDrop::drop(&mut self.ring);

@@ -1,9 +1,11 @@
-//! The catalog: what is nice to have beside the segments and can be had again without it, in sled.
-//! Holds no commit point and no row: lost, stale, damaged or full of garbage, it is moved aside and
-//! made anew from the live record and the segments. Never says what is live.
+//! The catalog: a sled database beside the segments with counts, the wear state and the position of
+//! the scrub. It holds no row and no commit point, so sled is trusted with nothing that a request
+//! or an install needs. A lost, stale or damaged catalog is moved aside and rebuilt from the live
+//! record and the segments. Never says what is live.
 
 use crate::flash::Flash;
-use crate::maintenance::catalog_entries::{CatalogEntries, Entries};
+use crate::limits::QUARANTINED_CATALOGS_MAX;
+use crate::maintenance::catalog_entries::{CatalogEntries, EncodedEntries};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use std::fs::{self, File};
@@ -12,77 +14,61 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Memory for sled's own cache; the catalog itself is smaller.
+/// Bytes of sled's own cache. The catalog is smaller.
 const CACHE_BYTES: u64 = 16 << 20;
-/// Quarantined catalogs that are kept for whoever wants to look.
-const QUARANTINED_MAX: usize = 2;
-/// How often, and how far apart, to ask for the lock of a catalog that is being closed: 1 s in all.
+/// Attempts to take the lock of a catalog that is being closed, and the time between them: 1 s in
+/// all.
 const LOCK_WAITS: u32 = 200;
 const LOCK_WAIT: Duration = Duration::from_millis(5);
 
-/// Why the catalog cannot be used. None of this touches what is served.
+/// Why the catalog cannot be used. Serving is not affected.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum CatalogError {
-    /// A file could not be read or written.
+    /// The system refused to read or write a file.
     #[error("{path}: {source}", path = path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// sled refused.
+    Io { path: PathBuf, source: io::Error },
+    /// sled returned an error or panicked, or an entry does not decode.
     #[error("{path}: {problem}", path = path.display())]
-    Sled {
-        /// Its directory.
-        path: PathBuf,
-        /// What it said.
-        problem: String,
-    },
-    /// Another process has it open.
+    Sled { path: PathBuf, problem: String },
+    /// Another process has the catalog open.
     #[error("{path}: is in use by another process", path = path.display())]
-    InUse {
-        /// Its directory.
-        path: PathBuf,
-    },
+    InUse { path: PathBuf },
 }
 
-/// How the catalog was found.
+/// The state in which `open` found the catalog.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub enum CatalogState {
     /// Whole, and written for the live generation.
     Kept,
-    /// Not there.
+    /// The directory did not exist.
     Missing,
-    /// Written for another generation than the live one.
-    Stale {
-        /// That generation's sequence.
-        sequence: u64,
-    },
-    /// Unreadable, or not what was written.
-    Damaged {
-        /// What is wrong with it.
-        error: String,
-    },
+    /// Written for the generation with `sequence`, which is not the live one.
+    Stale { sequence: u64 },
+    /// Unreadable, or not as it was written.
+    Damaged { error: String },
 }
 
 /// An open catalog.
 pub struct Catalog {
     directory: PathBuf,
-    /// Absent only while it is being dropped.
+    /// `None` only while the catalog is being dropped.
     db: Option<sled::Db>,
-    /// sled's one file that holds everything.
+    /// The file in which sled stores the database.
     file: File,
-    entries: Entries,
+    /// The entries of the last commit.
+    entries: EncodedEntries,
     quarantined: u64,
 }
 
 impl Catalog {
-    /// Opens the catalog in `directory` (its own), or makes it anew where it is missing, stale or
-    /// damaged. Returns what it holds and how it was found.
+    /// Opens the catalog in `directory`, or rebuilds a missing, stale or damaged one. Returns the
+    /// catalog, its entries and the state in which it was.
     ///
     /// # Errors
-    /// Another process has it open, or it can neither be read nor be made anew.
+    /// [`CatalogError::InUse`] if another process has the catalog open; [`CatalogError`] if it can
+    /// be neither read nor rebuilt.
     pub fn open(
         directory: &Path,
         flash: &Flash,
@@ -98,62 +84,66 @@ impl Catalog {
         if !is_free(directory) {
             return Err(CatalogError::InUse { path: directory.to_owned() });
         }
-        let (notes, found) = match Self::read(directory) {
+
+        let (entries, found) = match Self::read(directory) {
             Err(error) => {
                 (CatalogEntries::lost(), CatalogState::Damaged { error: error.to_string() })
             }
-            Ok((catalog, mut notes))
-                if notes.sequence == flash.record().live.generation.sequence =>
+            Ok((catalog, mut entries))
+                if entries.sequence == flash.record().live.generation.sequence =>
             {
-                notes.follow(flash);
-                return Ok((catalog, notes, CatalogState::Kept));
+                entries.follow(flash);
+                return Ok((catalog, entries, CatalogState::Kept));
             }
-            // What it says of the device holds whatever is live.
-            Ok((_, old)) => (old.of_the_device(), CatalogState::Stale { sequence: old.sequence }),
+            // The wear state is valid for any live generation.
+            Ok((_, old)) => (old.device_wide(), CatalogState::Stale { sequence: old.sequence }),
         };
-        // What was opened just now may still be closing; where a panic left it open for ever, so be
-        // it.
+
+        // `read` may still be closing the database. After a panic of sled it may stay open; the
+        // rename works in both cases.
         is_free(directory);
-        quarantine(directory)?;
-        log::warn!("{}: made anew: {found:?}", directory.display());
-        Self::rebuild(directory, notes, flash, found)
+        let aside = quarantine(directory)?;
+        let (old, new) = (aside.display(), directory.display());
+        log::warn!("{new}: the catalog was moved to {old} and rebuilt: {found:?}");
+        Self::rebuild(directory, entries, flash, found)
     }
 
-    /// The catalog's directory in a flash directory.
-    pub fn place(flash: &Path) -> PathBuf {
+    /// Returns the catalog's directory in a flash directory.
+    pub fn path_in(flash: &Path) -> PathBuf {
         flash.join("catalog")
     }
 
-    /// What the catalog in `directory` says, read from a copy of its files in `scratch`, an empty
-    /// directory: nothing is changed, and whoever has it open goes on. A copy that was taken amid a
-    /// commit may be refused.
+    /// Reads the entries of the catalog in `directory` from a copy of its files in `scratch`, an
+    /// empty directory. Changes nothing, and does not disturb a process that has the catalog open.
+    /// A copy taken during a commit may not decode.
     ///
     /// # Errors
-    /// There is none, or the copy is not one commit's.
+    /// [`CatalogError`] if there is no catalog or the copy is not of one commit.
     pub fn peek(directory: &Path, scratch: &Path) -> Result<CatalogEntries, CatalogError> {
         for entry in fs::read_dir(directory).map_err(io_error(directory))? {
             let path = entry.map_err(io_error(directory))?.path();
-            // sled keeps values in a folder only where they are larger than any entry here.
+            // sled stores only values larger than any entry of the catalog in a folder.
             if let (true, Some(name)) = (path.is_file(), path.file_name()) {
                 fs::copy(&path, scratch.join(name)).map_err(io_error(&path))?;
             }
         }
-        Self::read(scratch).map(|(_, notes)| notes)
+        Self::read(scratch).map(|(_, entries)| entries)
     }
 
-    /// Catalogs that were moved aside so far.
+    /// Returns the number of catalogs that were moved aside so far.
     pub fn quarantined(&self) -> u64 {
         self.quarantined
     }
 
-    /// Makes the catalog say `notes`: one batch of what differs, and durable when this returns. On
-    /// a file that was damaged without sled noticing, a later open may still find the catalog of
-    /// some commit before.
+    /// Commits `entries`: writes the differences in one batch, durable when this returns. If the
+    /// file has damage that sled did not notice, a later open may return the entries of an earlier
+    /// commit.
     ///
     /// # Errors
-    /// sled or the device refused; the catalog on flash is as it was or as it should be.
-    pub fn write(&mut self, notes: &CatalogEntries) -> Result<(), CatalogError> {
-        let entries = notes.encode();
+    /// [`CatalogError`] if sled or the device refused; the catalog on flash then holds the old or
+    /// the new entries.
+    pub fn write(&mut self, entries: &CatalogEntries) -> Result<(), CatalogError> {
+        let entries = entries.encode();
         let mut batch = sled::Batch::default();
         for (key, value) in entries.iter().filter(|(k, v)| self.entries.get(*k) != Some(v)) {
             batch.insert(key.as_slice(), value.as_slice());
@@ -162,13 +152,14 @@ impl Catalog {
             .keys()
             .filter(|k| !entries.contains_key(*k))
             .for_each(|k| batch.remove(k.as_slice()));
+
         let Some(db) = &self.db else { return Ok(()) };
         guarded(&self.directory, || {
             db.apply_batch(batch)?;
             db.flush().map(drop)
         })?;
-        // sled's flush ends in sync_file_range, which leaves the data in the device's cache:
-        // without this an acknowledged batch is lost at a power cut.
+        // sled's flush ends in sync_file_range, which leaves the data in the device's cache.
+        // Without this sync a power cut loses an acknowledged batch.
         self.file.sync_all().map_err(io_error(&self.directory))?;
         self.entries = entries;
         Ok(())
@@ -176,18 +167,19 @@ impl Catalog {
 
     fn rebuild(
         directory: &Path,
-        mut notes: CatalogEntries,
+        mut entries: CatalogEntries,
         flash: &Flash,
         found: CatalogState,
     ) -> Result<(Self, CatalogEntries, CatalogState), CatalogError> {
-        notes.follow(flash);
+        entries.follow(flash);
         fs::create_dir_all(directory).map_err(io_error(directory))?;
         let mut catalog = Self::open_sled(directory)?;
-        catalog.write(&notes)?;
+        catalog.write(&entries)?;
+
         for path in [directory, parent_of(directory)] {
             File::open(path).and_then(|d| d.sync_all()).map_err(io_error(path))?;
         }
-        Ok((catalog, notes, found))
+        Ok((catalog, entries, found))
     }
 
     fn open_sled(directory: &Path) -> Result<Self, CatalogError> {
@@ -196,13 +188,14 @@ impl Catalog {
         let db = guarded(directory, || config.open())?;
         let path = directory.join("db");
         let file = File::open(&path).map_err(io_error(&path))?;
+
         let quarantined = quarantines(directory).map_err(io_error(directory))?;
         let quarantined = quarantined.last().map_or(0, |(n, _)| *n);
         let (directory, db) = (directory.to_owned(), Some(db));
-        Ok(Self { directory, db, file, entries: Entries::new(), quarantined })
+        Ok(Self { directory, db, file, entries: EncodedEntries::new(), quarantined })
     }
 
-    /// Opens what is there and reads all of it.
+    /// Opens an existing catalog and decodes all its entries.
     fn read(directory: &Path) -> Result<(Self, CatalogEntries), CatalogError> {
         let mut catalog = Self::open_sled(directory)?;
         if let Some(db) = &catalog.db {
@@ -211,8 +204,8 @@ impl Catalog {
             })?;
         }
         let refused = |problem| CatalogError::Sled { path: directory.to_owned(), problem };
-        let notes = CatalogEntries::decode(&catalog.entries).map_err(refused)?;
-        Ok((catalog, notes))
+        let entries = CatalogEntries::decode(&catalog.entries).map_err(refused)?;
+        Ok((catalog, entries))
     }
 }
 
@@ -223,14 +216,14 @@ impl Drop for Catalog {
             drop(db);
             Ok(())
         }) {
-            log::warn!("closing the catalog: {e}");
+            log::warn!("the catalog did not close cleanly, the next open checks it: {e}");
         }
     }
 }
 
-/// sled asserts where it could return an error: a file that was changed under it makes it panic, at
-/// open and later. Such a panic is damage like any other here, and must not end the process that
-/// serves.
+/// Calls sled and converts a panic into an error. sled panics instead of returning an error when
+/// its file changed, at open and later. Such a panic counts as damage and must not end the process
+/// that serves requests.
 fn guarded<T>(directory: &Path, call: impl FnOnce() -> sled::Result<T>) -> Result<T, CatalogError> {
     let problem = match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(value)) => return Ok(value),
@@ -238,7 +231,7 @@ fn guarded<T>(directory: &Path, call: impl FnOnce() -> sled::Result<T>) -> Resul
         Err(panic) => {
             let text = panic.downcast_ref::<String>().map(String::as_str);
             let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-            format!("sled panicked: {}", text.unwrap_or("for no reason given"))
+            format!("sled panicked: {}", text.unwrap_or("without a message"))
         }
     };
     Err(CatalogError::Sled { path: directory.to_owned(), problem })
@@ -252,8 +245,8 @@ fn parent_of(directory: &Path) -> &Path {
     directory.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Whether nobody has the catalog open: such a one is not damaged, and must not be moved away under
-/// them. sled gives up its lock some time after it is closed, when its threads are done.
+/// Returns true if no process has the catalog open. An open catalog is not damaged and must not be
+/// moved. sled releases its lock some time after a close, when its threads ended, so this waits.
 fn is_free(directory: &Path) -> bool {
     let Ok(file) = File::open(directory.join("db")) else { return true };
     for _ in 0..LOCK_WAITS {
@@ -265,7 +258,8 @@ fn is_free(directory: &Path) -> bool {
     false
 }
 
-/// The catalogs moved aside that are still there, oldest first, with their numbers.
+/// Returns the numbers and paths of the catalogs that were moved aside and still exist, oldest
+/// first.
 fn quarantines(directory: &Path) -> io::Result<Vec<(u64, PathBuf)>> {
     let name = directory.file_name().unwrap_or_default().to_string_lossy();
     let start = format!("{name}.bad-");
@@ -281,16 +275,18 @@ fn quarantines(directory: &Path) -> io::Result<Vec<(u64, PathBuf)>> {
     Ok(found)
 }
 
-fn quarantine(directory: &Path) -> Result<(), CatalogError> {
+/// Moves the catalog aside and removes older ones. Returns its new path.
+fn quarantine(directory: &Path) -> Result<PathBuf, CatalogError> {
     let old = quarantines(directory).map_err(io_error(directory))?;
     let number = old.last().map_or(0, |(n, _)| *n).saturating_add(1);
     let aside = directory.with_extension(format!("bad-{number}"));
     fs::rename(directory, &aside).map_err(io_error(directory))?;
-    for (_, path) in old.iter().rev().skip(QUARANTINED_MAX - 1) {
+
+    for (_, path) in old.iter().rev().skip(QUARANTINED_CATALOGS_MAX - 1) {
         let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         if let Err(e) = removed {
-            log::warn!("{}: not removed: {e}", path.display());
+            log::warn!("{}: the old catalog was not removed: {e}", path.display());
         }
     }
-    Ok(())
+    Ok(aside)
 }

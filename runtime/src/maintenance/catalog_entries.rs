@@ -1,5 +1,5 @@
-//! What the catalog holds, in memory and as entries of a store. Everything here can be had again:
-//! counts from the segments, the rest by starting over. Never says what is live.
+//! The entries of the catalog, in memory and encoded for a key-value store. Every entry can be
+//! rebuilt: the counts from the segments, the others with a new start. Never says what is live.
 
 use crate::flash::Flash;
 use crate::flash::live::SegmentRef;
@@ -12,31 +12,37 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// The format of every entry; it stands before each value.
+/// The format number at the start of each value.
 const FORMAT: u32 = 2;
 
-/// Keys and values as a store has them.
-pub type Entries = BTreeMap<Vec<u8>, Vec<u8>>;
+/// The encoded keys and values.
+pub type EncodedEntries = BTreeMap<Vec<u8>, Vec<u8>>;
 
-/// A segment of a table: the table's number, and which one.
-pub type SegmentKey = (u32, SegmentRef);
+/// A segment of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct SegmentKey {
+    /// The number of the table.
+    pub table: u32,
+    /// The segment of the table.
+    pub segment: SegmentRef,
+}
 
-/// What is kept.
+/// The content of the catalog.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct CatalogEntries {
-    /// The live generation that they were written for.
+    /// The sequence of the live generation at the last commit.
     pub sequence: u64,
-    /// What each live segment holds.
+    /// The counts of each live segment.
     pub segments: BTreeMap<SegmentKey, Counts>,
-    /// What was written to flash.
+    /// The bytes written to flash.
     pub wear: Wear,
-    /// The scrub under way or, where none is, the last one.
+    /// The current scrub, or the last one if none is running.
     pub scrub: Scrub,
-    /// When the last scrub ended; none while one is under way.
+    /// The time at which the last scrub ended; `None` while a scrub is running.
     pub scrubbed: Option<Duration>,
 }
 
-/// Proves that the entries beside it are of one commit.
+/// The entry that proves that all others are of one commit: `seal` is their CRC-32C.
 #[derive(Serialize, Deserialize)]
 struct Head {
     sequence: u64,
@@ -44,41 +50,46 @@ struct Head {
 }
 
 impl CatalogEntries {
-    /// Where there were notes and they are lost.
+    /// Returns the entries after a loss: the wear budget of the day counts as spent.
     pub fn lost() -> Self {
         Self { wear: Wear::unknown(), ..Self::default() }
     }
 
-    /// The part that holds whatever generation is live.
-    pub fn of_the_device(&self) -> Self {
+    /// Returns only the entries that are valid for any live generation.
+    pub fn device_wide(&self) -> Self {
         Self { wear: self.wear, ..Self::default() }
     }
 
-    /// Brings them up to what is live: counts of the segments that are, and of no other.
+    /// Updates the entries to the live generation: adds the counts of its segments and removes
+    /// those of other segments.
     pub fn follow(&mut self, flash: &Flash) {
         let live = &flash.record().live;
         self.sequence = live.generation.sequence;
+
         let mut known = std::mem::take(&mut self.segments);
         for (number, table) in live.tables.iter().enumerate() {
-            for (of, part) in table.segments() {
-                let key = (number as u32, of);
-                match known.remove(&key).map_or_else(|| counts(flash, number, of, part), Some) {
-                    Some(counts) => drop(self.segments.insert(key, counts)),
-                    None => continue,
+            for (segment, part) in table.segments() {
+                let key = SegmentKey { table: number as u32, segment };
+                let counts =
+                    known.remove(&key).or_else(|| read_counts(flash, number, segment, part));
+                if let Some(counts) = counts {
+                    self.segments.insert(key, counts);
                 }
             }
         }
+
         let is_live =
             |table: usize, of| live.tables.get(table)?.segments().find(|(live, _)| *live == of);
         self.scrub.damage.retain(|d| is_live(d.table, d.segment).is_some());
     }
 
-    /// As entries of a store.
-    pub fn encode(&self) -> Entries {
-        let mut entries = Entries::new();
+    /// Encodes the entries for a store.
+    pub fn encode(&self) -> EncodedEntries {
+        let mut entries = EncodedEntries::new();
         for (key, counts) in &self.segments {
             entries.insert(segment_entry(key), value(counts));
         }
+
         entries.insert(b"wear".into(), value(&self.wear));
         entries.insert(b"scrub".into(), value(&self.scrub));
         entries.insert(b"scrubbed".into(), value(&self.scrubbed));
@@ -87,21 +98,22 @@ impl CatalogEntries {
         entries
     }
 
-    /// Reads back what `encode` made, of any bytes.
+    /// Decodes entries from any bytes.
     ///
     /// # Errors
-    /// Which entry is wrong and how.
-    pub fn decode(entries: &Entries) -> Result<Self, String> {
+    /// Names the entry that is wrong and its problem.
+    pub fn decode(entries: &EncodedEntries) -> Result<Self, String> {
         let mut rest = entries.clone();
         let head: Head = take(&mut rest, b"head")?;
         if head.seal != seal(head.sequence, &rest) {
             return Err("head: seal: the entries are not all of one commit".to_owned());
         }
+
         let (wear, scrub) = (take(&mut rest, b"wear")?, take(&mut rest, b"scrub")?);
         let scrubbed = take(&mut rest, b"scrubbed")?;
         let mut segments = BTreeMap::new();
         for (key, value) in &rest {
-            let Some(segment) = segment_of(key) else {
+            let Some(segment) = segment_key(key) else {
                 return Err(format!("{}: is not a known entry", key.escape_ascii()));
             };
             segments.insert(segment, parse(key, value)?);
@@ -110,42 +122,46 @@ impl CatalogEntries {
     }
 }
 
-/// What a segment says of itself; none if it does not open, which reads of it will report.
-fn counts(flash: &Flash, number: usize, of: SegmentRef, part: Part) -> Option<Counts> {
+/// Reads the counts of a segment; returns `None` if it does not open, which the scrub reports.
+fn read_counts(flash: &Flash, number: usize, of: SegmentRef, part: Part) -> Option<Counts> {
     match flash.segment_pages(number, of, part) {
         Ok(segment) => Some(segment.counts()),
         Err(e) => {
-            log::warn!("not in the catalog: {e}");
+            log::warn!("a segment does not open and is not in the catalog: {e}");
             None
         }
     }
 }
 
-fn segment_entry((table, of): &SegmentKey) -> Vec<u8> {
+fn segment_entry(of: &SegmentKey) -> Vec<u8> {
     let mut key = b"segment/".to_vec();
-    key.extend(table.to_be_bytes());
-    key.extend(of.sequence.to_be_bytes());
-    key.extend(of.serial.to_be_bytes());
+    key.extend(of.table.to_be_bytes());
+    key.extend(of.segment.sequence.to_be_bytes());
+    key.extend(of.segment.serial.to_be_bytes());
     key
 }
 
-fn segment_of(key: &[u8]) -> Option<SegmentKey> {
+/// Inverse of `segment_entry`; returns `None` for another entry.
+fn segment_key(key: &[u8]) -> Option<SegmentKey> {
     let rest = key.strip_prefix(b"segment/")?;
     let (table, rest) = rest.split_first_chunk()?;
     let (sequence, serial) = rest.split_first_chunk()?;
     let (sequence, serial) =
         (u64::from_be_bytes(*sequence), u32::from_be_bytes(serial.try_into().ok()?));
-    Some((u32::from_be_bytes(*table), SegmentRef { sequence, serial }))
+    let segment = SegmentRef { sequence, serial };
+    Some(SegmentKey { table: u32::from_be_bytes(*table), segment })
 }
 
 fn value(of: &impl Serialize) -> Vec<u8> {
+    let Ok(body) = postcard::to_allocvec(of) else {
+        unreachable!("strings and integers in memory always encode")
+    };
     let mut bytes = FORMAT.to_le_bytes().to_vec();
-    // Integers and strings in memory always encode; an empty body would be refused by `parse`.
-    bytes.extend(postcard::to_allocvec(of).unwrap_or_default());
+    bytes.extend(body);
     bytes
 }
 
-fn take<T: DeserializeOwned>(entries: &mut Entries, key: &[u8]) -> Result<T, String> {
+fn take<T: DeserializeOwned>(entries: &mut EncodedEntries, key: &[u8]) -> Result<T, String> {
     match entries.remove(key) {
         Some(value) => parse(key, &value),
         None => Err(format!("{}: is missing", key.escape_ascii())),
@@ -168,7 +184,8 @@ fn parse<T: DeserializeOwned>(key: &[u8], value: &[u8]) -> Result<T, String> {
     }
 }
 
-fn seal(sequence: u64, entries: &Entries) -> u32 {
+/// Returns the CRC-32C of the sequence and of all entries but the head.
+fn seal(sequence: u64, entries: &EncodedEntries) -> u32 {
     let mut seal = Digest::new(CrcAlgorithm::Crc32Iscsi);
     seal.update(&sequence.to_le_bytes());
     for (key, value) in entries {
@@ -184,8 +201,8 @@ fn seal(sequence: u64, entries: &Entries) -> u32 {
 mod tests {
     use super::*;
 
-    fn notes() -> CatalogEntries {
-        let mut notes = CatalogEntries {
+    fn entries() -> CatalogEntries {
+        let mut entries = CatalogEntries {
             sequence: 7,
             scrubbed: Some(Duration::from_secs(9)),
             ..CatalogEntries::default()
@@ -197,24 +214,25 @@ mod tests {
                 data_pages: 4,
                 index_pages: 5,
             };
-            notes.segments.insert((serial % 2, SegmentRef { sequence: 7, serial }), counts);
+            let segment = SegmentRef { sequence: 7, serial };
+            entries.segments.insert(SegmentKey { table: serial % 2, segment }, counts);
         }
-        notes
+        entries
     }
 
     #[test]
     fn come_back_as_they_were() {
-        assert_eq!(CatalogEntries::decode(&notes().encode()).unwrap(), notes());
+        assert_eq!(CatalogEntries::decode(&entries().encode()).unwrap(), entries());
         assert_eq!(
             CatalogEntries::decode(&CatalogEntries::lost().encode()).unwrap(),
             CatalogEntries::lost()
         );
     }
 
-    /// No entry may be missing, changed, of another commit or from elsewhere.
+    /// No entry may be missing, changed, unknown or of another commit.
     #[test]
     fn entries_of_two_commits_are_refused() {
-        let (good, mut other) = (notes().encode(), notes());
+        let (good, mut other) = (entries().encode(), entries());
         other.wear.spend(Duration::from_secs(5), 1);
         other.segments.pop_first();
         for key in good.keys() {
@@ -234,7 +252,7 @@ mod tests {
         let mut mixed = other.encode();
         mixed.insert(b"wear".into(), good[&b"wear"[..]].clone());
         assert!(CatalogEntries::decode(&mixed).is_err());
-        assert!(CatalogEntries::decode(&Entries::new()).is_err());
+        assert!(CatalogEntries::decode(&EncodedEntries::new()).is_err());
         let mut more = good.clone();
         more.insert(b"x".into(), vec![]);
         assert!(CatalogEntries::decode(&more).is_err());

@@ -1,16 +1,15 @@
-//! Compaction: merging a table's deltas into a new base, a few pages at a time, so that whoever
-//! drives it can keep an I/O share and a wear budget, pause, and stop. Never runs on a request's
-//! path, never changes the segments it reads, and becomes visible only through the live record.
+//! Compaction: merges a table's deltas into a new base, a few pages at a time. So the caller can
+//! keep an I/O share and a wear budget, pause and stop. Never runs on the request path and never
+//! changes the segments that it reads. The live record alone makes the new base visible.
 //!
-//! A merge always gives the same pages from the same segments. So what an attempt leaves when it is
-//! stopped, by a crash too, is the beginning of what the next one would write: a file whose name is
-//! a hash of what it is merged from. It goes on behind the last page that proves, with all pages
-//! before it, to be sound.
+//! The same segments always merge to the same pages. So an interrupted attempt, even after a crash,
+//! leaves the first pages of what the next attempt would write. The file's name contains a hash of
+//! the inputs. The next attempt continues after the last page up to which every page is valid.
 
 use crate::flash::live::{LiveState, SegmentRef, TableState};
 use crate::flash::merge::Merge;
 use crate::flash::overlay::Newest;
-use crate::flash::segment::writer::{SegmentWriter, WriteError, Written};
+use crate::flash::segment::writer::{SegmentWriter, WriteError, WrittenPages};
 use crate::flash::segment::{Counts, KEYS_PER_PAGE, Part, SegmentKind};
 use crate::flash::{Flash, FlashError, io_error};
 use crate::io::disk::Output;
@@ -23,175 +22,179 @@ use std::sync::Arc;
 
 type Writer = SegmentWriter<Box<dyn Output>>;
 
-/// A merge under way.
+/// The merge of one table.
 pub struct Compaction {
     number: usize,
-    /// What was live when it began; nothing else may be replaced by it.
-    over: LiveState,
+    /// The live state at the start. The compaction can replace no other state.
+    start_state: LiveState,
     merge: Merge,
-    base: Target,
-    /// Where the base is written until it is whole.
+    base: NewSegment,
+    /// The path of the base until it is whole.
     part: PathBuf,
-    /// What an earlier attempt left, and its pages.
-    left: Option<(Arc<dyn PageFile>, u32)>,
-    /// Those of its pages that proved to be sound; all that is taken over once there is a writer.
-    written: Written,
+    /// The file of an earlier attempt and its number of pages.
+    earlier: Option<(Arc<dyn PageFile>, u32)>,
+    /// The valid pages of the earlier attempt. The writer takes them when it starts.
+    written: WrittenPages,
     resumed_pages: u32,
     writer: Option<Writer>,
     /// The next key of an index table's base.
     next_key: u64,
-    /// Keys of an index table that stay deleted: its base has no holes, so a delta must go on
-    /// saying so.
+    /// Deleted keys of an index table. Its base has a row for every key, so a delta of the new
+    /// state must still delete these keys.
     deleted: Vec<u64>,
 }
 
-/// Where a segment is being written, and what it is.
-struct Target {
+/// A segment that the compaction writes.
+struct NewSegment {
     of: SegmentRef,
     path: PathBuf,
     kind: SegmentKind,
 }
 
-/// What a compaction did.
+/// The result of a compaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compacted {
     /// Rows of the new base.
     pub rows: u64,
-    /// Bytes of what became live.
+    /// Bytes of the segments that became live.
     pub bytes: u64,
+}
+
+fn refused(path: &Path, problem: impl Into<String>) -> FlashError {
+    FlashError::field(path, "compaction", problem)
 }
 
 fn write_error(path: &Path) -> impl FnOnce(WriteError) -> FlashError + '_ {
     move |e| match e {
         WriteError::Io(source) => io_error(path)(source),
-        other => FlashError::Field {
-            path: path.to_owned(),
-            field: "compaction",
-            problem: other.to_string(),
-        },
+        other => refused(path, other.to_string()),
     }
 }
 
 impl Compaction {
-    /// Begins merging the deltas of table `number`, or goes on where an earlier attempt stopped;
-    /// `None` if it has none. There must be room for the whole table once more: the old base stays
-    /// until the new one is live, and longer where it is retained.
+    /// Starts to merge the deltas of table `number`, or continues an earlier attempt. Returns
+    /// `None` if the table has no deltas. The merge needs room for the whole table once more: the
+    /// old base stays until the new one is live, and longer if the previous generation uses it.
     ///
     /// # Errors
-    /// A segment cannot be opened, or there is no room.
+    /// [`FlashError::Space`] without that room, and [`FlashError`] if a segment does not open.
     pub fn begin(flash: &Flash, number: usize) -> Result<Option<Self>, FlashError> {
-        if flash.record().live.tables[number].deltas.is_empty() {
+        let start_state = flash.record().live.clone();
+        if start_state.tables[number].deltas.is_empty() {
             return Ok(None);
         }
+
         let rows = flash.table(number)?;
-        let part = flash.part_place(number);
-        let left = flash.disk().open_pages(&part).ok();
-        let left_bytes = left.as_ref().and_then(|l| l.bytes().ok()).unwrap_or(0);
-        flash.check_space(rows.file_bytes().saturating_sub(left_bytes))?;
-        let left = left.map(|l| (l, u32::try_from(left_bytes / PAGE_BYTES as u64).unwrap_or(0)));
-        let base = target(flash, number, 0, Part::Base)?;
-        let (over, merge, written) =
-            (flash.record().live.clone(), Merge::new(rows), Written::default());
-        let (resumed_pages, writer, next_key, deleted) = (0, None, 0, Vec::new());
+        let part = flash.compaction_part(number);
+        let earlier = flash.disk().open_pages(&part).ok();
+        let earlier_bytes = earlier.as_ref().and_then(|file| file.bytes().ok()).unwrap_or(0);
+        flash.check_space(rows.file_bytes().saturating_sub(earlier_bytes))?;
+
+        let pages = u32::try_from(earlier_bytes / PAGE_BYTES as u64).unwrap_or(0);
         Ok(Some(Self {
             number,
-            over,
-            merge,
-            base,
+            start_state,
+            merge: Merge::new(rows),
+            base: new_segment(flash, number, 0, Part::Base)?,
             part,
-            left,
-            written,
-            resumed_pages,
-            writer,
-            next_key,
-            deleted,
+            earlier: earlier.map(|file| (file, pages)),
+            written: WrittenPages::default(),
+            resumed_pages: 0,
+            writer: None,
+            next_key: 0,
+            deleted: Vec::new(),
         }))
     }
 
-    /// The table that is merged.
+    /// Returns the number of the table.
     pub fn table(&self) -> usize {
         self.number
     }
 
-    /// Pages that an earlier attempt had written.
+    /// Returns the number of pages that an earlier attempt had written.
     pub fn resumed_pages(&self) -> u32 {
         self.resumed_pages
     }
 
-    /// Bytes that this attempt wrote so far.
+    /// Returns the bytes that this attempt wrote so far.
     pub fn bytes(&self) -> u64 {
-        self.writer
-            .as_ref()
-            .map_or(0, |w| w.bytes() - u64::from(self.resumed_pages) * PAGE_BYTES as u64)
+        let resumed = u64::from(self.resumed_pages) * PAGE_BYTES as u64;
+        self.writer.as_ref().map_or(0, |writer| {
+            assert!(writer.bytes() >= resumed, "the writer counts the resumed pages");
+            writer.bytes() - resumed
+        })
     }
 
-    /// Bytes that it must be allowed to write so that the next step, or `finish`, gets on.
+    /// Returns the bytes that the next step, or `finish`, needs permission to write.
     ///
     /// # Errors
-    /// A page is damaged or cannot be read.
+    /// [`FlashError::Segment`] if a page is damaged or cannot be read.
     pub fn next_bytes(&mut self) -> Result<u64, FlashError> {
         let Some(writer) = &self.writer else { return Ok(0) };
         if self.merge.current()?.is_some() {
             return Ok(PAGE_BYTES as u64);
         }
+
         let deletes = self.deleted.len().div_ceil(KEYS_PER_PAGE) as u64 + 1;
         let deletes = if self.deleted.is_empty() { 0 } else { deletes };
         Ok(writer.finish_bytes() + deletes * PAGE_BYTES as u64)
     }
 
-    /// Whether what it merges is still what is live in `flash`; if not, it can only be dropped.
+    /// Returns true if the inputs of the merge are still live. If not, the compaction can only be
+    /// dropped.
     pub fn fits(&self, flash: &Flash) -> bool {
-        self.over == flash.record().live
+        self.start_state == flash.record().live
     }
 
-    /// Reads and writes up to about `pages` pages each, and writes no more than `bytes_max`.
-    /// Returns whether more is left.
+    /// Reads and writes up to about `pages` pages each, and writes at most `bytes_max`. Returns
+    /// true if rows are left.
     ///
     /// # Errors
-    /// A page is damaged (it must be repaired first) or the new segment cannot be written.
+    /// [`FlashError::Segment`] if a page is damaged, which a repair must replace first;
+    /// [`FlashError::Io`] if the new segment cannot be written.
     pub fn step(&mut self, flash: &Flash, pages: u64, bytes_max: u64) -> Result<bool, FlashError> {
-        let writer = self.writer.take();
-        let Some(mut writer) =
-            writer.map_or_else(|| self.take_over(flash, pages), |w| Ok(Some(w)))?
-        else {
-            return Ok(true);
+        let writer = match self.writer.take() {
+            Some(writer) => Some(writer),
+            None => self.resume(flash, pages)?,
         };
+        let Some(mut writer) = writer else { return Ok(true) };
+
         let merged = self.merge_into(&mut writer, pages, bytes_max);
         self.writer = Some(writer);
         merged
     }
 
-    /// Proves what an earlier attempt left, up to `pages` pages of it; then gives a writer that
-    /// goes on behind.
-    fn take_over(&mut self, flash: &Flash, pages: u64) -> Result<Option<Writer>, FlashError> {
+    /// Checks up to `pages` pages of an earlier attempt. After the last valid page, returns a
+    /// writer that continues after it.
+    fn resume(&mut self, flash: &Flash, pages: u64) -> Result<Option<Writer>, FlashError> {
         let mut page = AlignedPage::zeroed();
         for _ in 0..pages {
             let number = self.written.pages();
             let read = self
-                .left
+                .earlier
                 .as_ref()
                 .filter(|(_, n)| number < *n)
-                .map(|(l, _)| l.read_page(number, &mut page));
-            let is_sound =
+                .map(|(file, _)| file.read_page(number, &mut page));
+            let is_valid =
                 matches!(read, Some(Ok(()))) && self.written.take(&self.base.kind, &page.0).is_ok();
-            if !is_sound {
+            if !is_valid {
                 return self.open_writer(flash).map(Some);
             }
-            self.note_deleted();
+            self.collect_deleted();
         }
         Ok(None)
     }
 
-    /// Finds the deleted keys again that the pages taken over hold zeros for.
-    fn note_deleted(&mut self) {
+    /// Collects the deleted keys of the resumed pages, whose rows hold zeros.
+    fn collect_deleted(&mut self) {
         let Some(last) = self.written.last() else { return };
         if self.base.kind.keys() == KeySpace::Index {
             let rows = self.merge.rows();
-            let is_there = |order: &u64| match rows.newest(*order) {
+            let is_present = |order: &u64| match rows.newest(*order) {
                 None => *order < rows.base_rows(),
                 newest => newest != Some(Newest::Deleted),
             };
-            self.deleted.extend((self.next_key..=last).filter(|order| !is_there(order)));
+            self.deleted.extend((self.next_key..=last).filter(|order| !is_present(order)));
         }
         self.next_key = last.saturating_add(1);
     }
@@ -206,9 +209,10 @@ impl Compaction {
             }
         };
         let out = out.map_err(io_error(&self.part))?;
+
         let folder = self.part.parent().unwrap_or(flash.directory());
         flash.disk().sync_dir(folder).map_err(io_error(folder))?;
-        self.left = None;
+        self.earlier = None;
         Ok(SegmentWriter::resume(out, self.base.kind.clone(), std::mem::take(&mut self.written)))
     }
 
@@ -219,13 +223,14 @@ impl Compaction {
         bytes_max: u64,
     ) -> Result<bool, FlashError> {
         let page = PAGE_BYTES as u64;
-        let until = self.merge.pages_read().saturating_add(pages);
-        let most = writer.bytes().saturating_add(bytes_max.min(pages.saturating_mul(page)));
+        let pages_end = self.merge.pages_read().saturating_add(pages);
+        let bytes_end = writer.bytes().saturating_add(bytes_max.min(pages.saturating_mul(page)));
         let zeros = vec![0; self.base.kind.format().row_bytes()];
-        while self.merge.pages_read() < until && writer.bytes() + page <= most {
+
+        while self.merge.pages_read() < pages_end && writer.bytes() + page <= bytes_end {
             let Some((order, row)) = self.merge.current()? else { return Ok(false) };
-            // An index table's base has a row for every key below its last; deleted ones hold zeros
-            // that the carried deletes hide.
+            // An index table's base has a row for every key below its last. The row of a deleted
+            // key holds zeros, and the delta of deletes hides it.
             if self.base.kind.keys() == KeySpace::Index && self.next_key < order {
                 writer.push(self.next_key, &zeros).map_err(write_error(&self.part))?;
                 self.deleted.push(self.next_key);
@@ -239,87 +244,98 @@ impl Compaction {
         Ok(true)
     }
 
-    /// Makes what was written so far durable: a crash costs no more than what is written after.
+    /// Makes the pages written so far durable. A crash then loses only later pages.
     ///
     /// # Errors
-    /// The device refused.
+    /// [`FlashError::Io`] if the device refused.
     pub fn sync(&mut self) -> Result<(), FlashError> {
         let Some(writer) = &mut self.writer else { return Ok(()) };
         writer.out().sync().map_err(io_error(&self.part))
     }
 
-    /// Makes the merged table live in place of its deltas, and reclaims them unless they are
-    /// retained.
+    /// Makes the merged table live in place of its deltas. Reclaims the deltas unless the previous
+    /// generation uses them.
     ///
     /// # Errors
-    /// Steps are left, something else became live since it began, or the new segments cannot be
-    /// made durable; the table is then as it was.
+    /// [`FlashError::Field`] if rows are left or another state became live since the start,
+    /// [`FlashError::Busy`] if another process changes the directory, [`FlashError::Io`] if the new
+    /// segments cannot be made durable. The table is then unchanged.
     pub fn finish(mut self, flash: &mut Flash) -> Result<Compacted, FlashError> {
-        let refuse = |path: &Path, problem: &str| {
-            Err(FlashError::Field {
-                path: path.to_owned(),
-                field: "compaction",
-                problem: problem.to_owned(),
-            })
-        };
         let _lock = flash.lock()?;
         flash.refresh()?;
         if !self.fits(flash) {
-            return refuse(&self.base.path, "something else became live since it began");
+            return Err(refused(&self.base.path, "another state became live since the start"));
         }
         let Some(writer) = self.writer.take() else {
-            return refuse(&self.base.path, "no step was made");
+            return Err(refused(&self.base.path, "no step was made"));
         };
         if self.merge.current()?.is_some() {
-            return refuse(&self.base.path, "rows are left to merge");
+            return Err(refused(&self.base.path, "rows are left to merge"));
         }
+
         let (mut out, counts) = writer.finish().map_err(write_error(&self.part))?;
         out.sync().map_err(io_error(&self.part))?;
         drop(out);
+
         let mut bytes = counts.file_bytes();
         let mut deltas = Vec::new();
         if !self.deleted.is_empty() {
-            let (of, carried) = write_deletes(flash, self.number, &self.deleted)?;
+            let (of, deletes) = write_deletes(flash, self.number, &self.deleted)?;
             deltas.push(of);
-            bytes += carried.file_bytes();
+            bytes += deletes.file_bytes();
         }
+
         flash.disk().rename(&self.part, &self.base.path).map_err(io_error(&self.part))?;
         let folder = self.base.path.parent().unwrap_or(flash.directory());
         flash.disk().sync_dir(folder).map_err(io_error(folder))?;
-        // Read back before it counts: it may have been reclaimed, or not have become what was
-        // written.
-        flash.segment(self.number, self.base.of, Part::Base)?;
-        let mut live = self.over;
+
+        // Another process may have reclaimed the file, or the device may have lost the writes.
+        let written = flash.segment(self.number, self.base.of, Part::Base)?;
+        if written.counts() != counts {
+            return Err(refused(&self.base.path, "holds other pages than the merge wrote"));
+        }
+
+        let mut live = self.start_state;
         let hot = live.tables[self.number].hot;
-        live.tables[self.number] = TableState { base: self.base.of, placed: None, deltas, hot };
+        live.tables[self.number] = TableState { base: self.base.of, clustered: None, deltas, hot };
         flash.replace_state(live)?;
         Ok(Compacted { rows: counts.rows, bytes })
     }
 }
 
-/// The next segment of table `number` in the live generation's folder, `skip` serials on.
-fn target(flash: &Flash, number: usize, skip: u32, part: Part) -> Result<Target, FlashError> {
+/// Returns a new segment of table `number` in the live generation's folder. Its serial is `skip`
+/// above the next free one.
+fn new_segment(
+    flash: &Flash,
+    number: usize,
+    skip: u32,
+    part: Part,
+) -> Result<NewSegment, FlashError> {
     let live = &flash.record().live;
     let sequence = live.generation.sequence;
-    let table = &live.tables[number];
-    let here = table.segments().map(|(of, _)| of).filter(|s| s.sequence == sequence);
-    let serial = here.map(|s| s.serial).max().unwrap_or(0) + 1 + skip;
+    let used = live.tables[number].segments().map(|(of, _)| of).filter(|s| s.sequence == sequence);
+    let Some(serial) = used.map(|s| s.serial).max().unwrap_or(0).checked_add(1 + skip) else {
+        return Err(refused(flash.directory(), format!("table {number} has no serial left")));
+    };
+
     let of = SegmentRef { sequence, serial };
-    let (path, kind) = flash.segment_place(number, of, part)?;
-    Ok(Target { of, path, kind })
+    let (path, kind) = flash.segment_file(number, of, part)?;
+    Ok(NewSegment { of, path, kind })
 }
 
+/// Writes a delta that deletes the keys `deleted`.
 fn write_deletes(
     flash: &Flash,
     number: usize,
     deleted: &[u64],
 ) -> Result<(SegmentRef, Counts), FlashError> {
-    let Target { of, path, kind } = target(flash, number, 1, Part::Delta)?;
+    let NewSegment { of, path, kind } = new_segment(flash, number, 1, Part::Delta)?;
     let out = flash.disk().create(&path).map_err(io_error(&path))?;
     let mut writer = SegmentWriter::new(out, kind);
     for &order in deleted {
         writer.delete(order).map_err(write_error(&path))?;
     }
+
     let (mut out, counts) = writer.finish().map_err(write_error(&path))?;
     out.sync().map_err(io_error(&path))?;
     Ok((of, counts))

@@ -1,11 +1,10 @@
-//! Repair from what is retained: a bad page of a merged base is built again from the segments of
-//! the generation before, where those still say the same. Never guesses: a page counts as the lost
-//! one only if its checksum is the one that the damaged page still carries, or if the live
-//! generation is known to have left the table alone.
+//! Rebuilds a damaged page of a merged base from the segments of the previous generation, if those
+//! still hold the same rows. Never guesses: the rebuilt page must have the checksum that the
+//! damaged page still has, unless the live generation did not change the table.
 
 use crate::flash::live::LiveState;
 use crate::flash::merge::Merge;
-use crate::flash::segment::writer::{SegmentWriter, Written};
+use crate::flash::segment::writer::{SegmentWriter, WrittenPages};
 use crate::flash::segment::{Part, Segment};
 use crate::flash::{Flash, FlashError};
 use crate::io::page::{AlignedPage, PageBytes};
@@ -14,16 +13,18 @@ use crate::maintenance::scrub::Damage;
 use crate::schema::KeySpace;
 
 impl Flash {
-    /// Rebuilds a damaged page from the retained generation and puts it in place. Returns whether
-    /// that was possible; if not, it stays bad until a snapshot brings the table anew.
+    /// Rebuilds a damaged page from the previous generation and writes it in place. Returns false
+    /// if that is not possible: the page then stays damaged until a snapshot replaces the table.
     ///
     /// # Errors
-    /// A retained segment is damaged too, or the page cannot be written.
+    /// [`FlashError::Segment`] if a segment of the previous generation is damaged too,
+    /// [`FlashError::Io`] if the page cannot be written.
     pub fn repair_from_retained(&self, damage: &Damage) -> Result<bool, FlashError> {
-        let Some(before) = self.retained_for(damage) else { return Ok(false) };
+        let Some(previous) = self.retained_for(damage) else { return Ok(false) };
         let segment = self.segment(damage.table, damage.segment, damage.part)?;
-        let merge = Merge::new(self.table_of(before, damage.table)?);
-        let Some(page) = rebuilt(&segment, merge, damage.page)? else { return Ok(false) };
+        let merge = Merge::new(self.table_of(previous, damage.table)?);
+        let Some(page) = rebuild(&segment, merge, damage.page)? else { return Ok(false) };
+
         let mut found = AlignedPage::zeroed();
         let is_read = segment.read_page(damage.page, &mut found).is_ok();
         let has_its_checksum = is_read && found.0[..4] == page[..4];
@@ -34,21 +35,22 @@ impl Flash {
         Ok(true)
     }
 
-    /// The retained state, where it holds the rows of the damaged segment in other files.
+    /// Returns the previous state if it holds the rows of the damaged segment in other files.
     fn retained_for(&self, damage: &Damage) -> Option<&LiveState> {
-        let before = self.record().previous.as_ref()?;
-        // Only the live generation's parent has the same tables.
-        let is_parent = self.manifest().parent == Some(before.generation.sequence);
+        let previous = self.record().previous.as_ref()?;
+        // Only the parent of the live generation has the same tables.
+        let is_parent = self.manifest().parent == Some(previous.generation.sequence);
+
         let live = self.record().live.tables.get(damage.table)?;
         let is_merged = damage.part == Part::Base && damage.segment == live.base;
-        let table = before.tables.get(damage.table)?;
-        (is_parent && is_merged && table.base != damage.segment).then_some(before)
+        let table = previous.tables.get(damage.table)?;
+        (is_parent && is_merged && table.base != damage.segment).then_some(previous)
     }
 }
 
-/// What the page must be if the rows that `merge` passes over are those of `segment`; `None` if
-/// they cannot be.
-fn rebuilt(
+/// Builds page `number` of `segment` from the rows of `merge`; returns `None` if those rows do not
+/// fill exactly that page.
+fn rebuild(
     segment: &Segment,
     mut merge: Merge,
     number: u32,
@@ -59,28 +61,32 @@ fn rebuilt(
     if let Some(below) = first.checked_sub(1) {
         merge.seek_past(below)?;
     }
-    let mut writer = SegmentWriter::resume(Vec::new(), kind.clone(), Written::before(kind, number));
+
+    let mut writer =
+        SegmentWriter::resume(Vec::new(), kind.clone(), WrittenPages::before(kind, number));
     let (is_index, zeros) = (kind.keys() == KeySpace::Index, vec![0; kind.format().row_bytes()]);
     let (mut next, mut rows) = (Some(first), 0);
     while let Some(at) = next {
-        let there =
+        let merged =
             merge.current()?.filter(|(order, _)| *order <= last && (!is_index || *order == at));
-        let is_there = there.is_some();
-        let (order, row) = match there {
-            Some(there) => there,
-            // A hole of an index table holds zeros.
+        let is_merged = merged.is_some();
+        let (order, row) = match merged {
+            Some(merged) => merged,
+            // The row of a deleted key of an index table holds zeros.
             None if is_index => (at, &zeros[..]),
             None => break,
         };
+
         rows += 1;
         if rows > kind.rows_per_page() || writer.push(order, row).is_err() {
             return Ok(None);
         }
-        if is_there {
+        if is_merged {
             merge.advance()?;
         }
         next = order.checked_add(1).filter(|next| *next <= last);
     }
+
     let Ok((bytes, _)) = writer.finish() else { return Ok(None) };
     Ok(bytes.first_chunk::<PAGE_BYTES>().filter(|_| rows > 0).copied())
 }

@@ -1,58 +1,56 @@
-//! Scrubbing: reading every page of the live generation's segments again, rows and index, a few at
-//! a time, to find what went bad before a request or a start does; and putting a good page in a bad
-//! one's place. Never guesses a page's content.
+//! Scrubbing: reads every data and index page of the live generation's segments, a few at a time.
+//! So it finds damaged pages before a request or a start does. Also replaces a damaged page with a
+//! correct one. Never guesses the content of a page.
 
 use crate::flash::live::SegmentRef;
 use crate::flash::segment::Part;
 use crate::flash::{Flash, FlashError, io_error};
 use crate::io::page::{AlignedPage, PageBytes};
+use crate::limits::DAMAGE_MAX;
 use serde::{Deserialize, Serialize};
 
-/// Bad pages that one pass lists; a further pass, after the repair of these, lists the rest.
-pub const DAMAGE_MAX: usize = 1024;
-
-/// A bad page. Where it cannot be rebuilt it stays so until a snapshot brings the table anew.
+/// A damaged page. A page that cannot be rebuilt stays damaged until a snapshot replaces the table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
-    /// Number of the table.
+    /// The number of the table.
     pub table: usize,
-    /// Which of its segments.
+    /// The segment of the table.
     pub segment: SegmentRef,
-    /// What that holds of the table.
+    /// The part of the table that the segment holds.
     pub part: Part,
-    /// Which page; 0 of a segment that does not open at all.
+    /// The number of the page; 0 if the segment does not open.
     pub page: u32,
-    /// Keys that are lost with it, at most: those on it (exact but for the bases of sparse tables),
-    /// or all of a segment that does not open without it.
+    /// The most keys that are lost with the page. The number is exact except in the base of a
+    /// sparse table. A damaged index page costs all keys of its segment.
     pub keys: u64,
-    /// What is wrong with it.
+    /// What is wrong with the page.
     pub fault: String,
 }
 
-/// A pass over all pages. It may be kept and go on after the segments changed: those that took the
-/// place of read ones wait for the next pass.
+/// A pass over all pages. The pass continues if the segments change: the next pass reads segments
+/// that replace already read ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Scrub {
     table: usize,
-    /// Which of its segments, as `TableState::segments` has them.
+    /// The position in `TableState::segments`.
     segment: usize,
     page: u32,
-    /// Pages read in this pass.
+    /// The number of pages read in this pass.
     pub pages: u64,
-    /// What was found in this pass.
+    /// The damage found in this pass, at most [`DAMAGE_MAX`] pages.
     pub damage: Vec<Damage>,
 }
 
 impl Scrub {
-    /// Reads up to `pages` pages. Returns whether more is left of the pass.
+    /// Reads up to `pages` pages. Returns true if the pass has more pages.
     pub fn step(&mut self, flash: &Flash, pages: u64) -> bool {
         let mut left = pages;
         let mut page = AlignedPage::zeroed();
         while left > 0 {
             let Some((of, part)) = self.current(flash) else { return false };
-            let segment = match twice(|| flash.segment_pages(self.table, of, part)) {
+            let segment = match retry_once(|| flash.segment_pages(self.table, of, part)) {
                 Ok(segment) => segment,
-                // Without its trailer nothing says what its pages are.
+                // Without the trailer the kinds and the number of the pages are unknown.
                 Err(e) => {
                     let keys = flash.manifest().schema.tables[self.table].rows;
                     self.page = 0;
@@ -62,16 +60,18 @@ impl Scrub {
                     continue;
                 }
             };
+
             let end = segment.counts().data_pages + segment.counts().index_pages;
             while self.page < end && left > 0 {
-                if let Err(e) = twice(|| segment.prove(self.page, &mut page)) {
+                if let Err(e) = retry_once(|| segment.verify_page(self.page, &mut page)) {
                     self.found(of, part, segment.keys_of(self.page), e.to_string());
                 }
                 self.page += 1;
                 self.pages = self.pages.saturating_add(1);
                 left -= 1;
             }
-            // Beyond the end, where a compaction made the segment shorter since.
+            // A compaction may have made the segment shorter since the last step.
+
             if self.page >= end {
                 self.next_segment();
             }
@@ -96,7 +96,7 @@ impl Scrub {
         }
     }
 
-    /// The segment that the pass is in; `None` at its end.
+    /// Returns the current segment of the pass; `None` at the end.
     fn current(&mut self, flash: &Flash) -> Option<(SegmentRef, Part)> {
         loop {
             let table = flash.record().live.tables.get(self.table)?;
@@ -108,21 +108,22 @@ impl Scrub {
     }
 }
 
-/// What fails once is read once more: the transfer may have been at fault.
-fn twice<T, E>(mut read: impl FnMut() -> Result<T, E>) -> Result<T, E> {
+/// Repeats a failed read once: the transfer may have failed, not the flash.
+fn retry_once<T, E>(mut read: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     read().or_else(|_| read())
 }
 
 impl Flash {
-    /// Puts `page` in the place of a damaged one. It must be exactly the page that was lost: its
-    /// own checksum, segment and number prove it.
+    /// Replaces a damaged page with `page`. The checksum, segment and number of `page` must be
+    /// those of the damaged page.
     ///
     /// # Errors
-    /// The page is not the one that is damaged, or it cannot be written.
+    /// [`FlashError::Segment`] if `page` is another page, [`FlashError::Io`] if it cannot be
+    /// written.
     pub fn repair(&self, damage: &Damage, page: &PageBytes) -> Result<(), FlashError> {
         let segment = self.segment_pages(damage.table, damage.segment, damage.part)?;
         segment.check(damage.page, page)?;
-        let (path, _) = self.segment_place(damage.table, damage.segment, damage.part)?;
+        let (path, _) = self.segment_file(damage.table, damage.segment, damage.part)?;
         self.disk().write_page(&path, damage.page, page).map_err(io_error(&path))
     }
 }

@@ -1,40 +1,35 @@
-//! The pace of background work: how much at once, and how long to rest after it, so that its share
-//! of the time stays below a limit however slow the device is. Never reads a clock of its own and
-//! never waits by itself: both are arguments.
+//! The throttle of background work: limits the work of one step and the pause after it, so that the
+//! work stays below a share of the time on any device. Never reads a clock and never sleeps: the
+//! caller passes both.
 
-use crate::request::worker::Clock;
+use crate::clock::Clock;
+use crate::limits::{THROTTLE_PAGES_MAX, THROTTLE_STEP_MAX};
 use std::cell::Cell;
 use std::time::Duration;
 
-/// Work goes on for this long before it rests: a request that comes meanwhile may have to wait for
-/// it.
+/// Work between two pauses. A request that arrives during the work may have to wait for so long.
 const WORK_MIN: Duration = Duration::from_micros(200);
 
-/// A rest, to be called between small pieces of work: once they have taken a while it has `sleep`
-/// rest for so long that the work stays below `busy_percent_max` (1 to 100) of the time.
-pub fn rests<'a>(
+/// Returns a function that the work calls between small pieces. After 200 us of work the function
+/// calls `sleep` for so long that the work stays below `busy_percent_max` (1 to 100) of the time.
+pub fn throttled_yield<'a>(
     busy_percent_max: u64,
     clock: &'a dyn Clock,
     sleep: impl Fn(Duration) + 'a,
 ) -> impl Fn() + 'a {
-    let (pace, since) = (Cell::new(Throttle::new(busy_percent_max)), Cell::new(clock.now()));
+    let (throttle, since) = (Cell::new(Throttle::new(busy_percent_max)), Cell::new(clock.now()));
     move || {
         let busy = clock.now().saturating_sub(since.get());
         if busy >= WORK_MIN {
-            let mut at = pace.get();
-            sleep(at.rest(busy));
-            pace.set(at);
+            let mut next = throttle.get();
+            sleep(next.pause_after(busy));
+            throttle.set(next);
             since.set(clock.now());
         }
     }
 }
 
-/// What one step should take at most: whoever wants the worker to stop waits no longer for it.
-const STEP_MAX: Duration = Duration::from_millis(20);
-/// Pages of a step at most.
-const PAGES_MAX: u64 = 256;
-
-/// A pace.
+/// The size of the next step of background work, and its share of the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Throttle {
     busy_percent_max: u64,
@@ -42,24 +37,25 @@ pub struct Throttle {
 }
 
 impl Throttle {
-    /// Work for up to `busy_percent_max` (1 to 100) of the time.
+    /// Returns a throttle for work of up to `busy_percent_max` (1 to 100) of the time.
     pub fn new(busy_percent_max: u64) -> Self {
         Self { busy_percent_max: busy_percent_max.clamp(1, 100), pages: 1 }
     }
 
-    /// Pages that the next step should handle.
+    /// Returns the number of pages of the next step.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// After a step that took `busy`: how long to rest. The next step is larger if this one was
-    /// short, and smaller if it was long.
-    pub fn rest(&mut self, busy: Duration) -> Duration {
-        self.pages =
-            if busy > STEP_MAX { self.pages / 2 } else { self.pages * 2 }.clamp(1, PAGES_MAX);
-        let rest = busy.as_nanos() * u128::from(100 - self.busy_percent_max)
+    /// Returns the pause after a step that took `busy`. Doubles the next step after a short step
+    /// and halves it after a long one.
+    pub fn pause_after(&mut self, busy: Duration) -> Duration {
+        let pages = if busy > THROTTLE_STEP_MAX { self.pages / 2 } else { self.pages * 2 };
+        self.pages = pages.clamp(1, THROTTLE_PAGES_MAX);
+
+        let pause = busy.as_nanos() * u128::from(100 - self.busy_percent_max)
             / u128::from(self.busy_percent_max);
-        Duration::from_nanos(u64::try_from(rest).unwrap_or(u64::MAX))
+        Duration::from_nanos(u64::try_from(pause).unwrap_or(u64::MAX))
     }
 }
 
@@ -68,11 +64,11 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// A clock that work and rests move.
+    /// A clock that work and pauses advance.
     #[derive(Default)]
-    struct Moved(AtomicU64);
+    struct TestClock(AtomicU64);
 
-    impl Clock for Moved {
+    impl Clock for TestClock {
         fn now(&self) -> Duration {
             Duration::from_micros(self.0.load(Ordering::Relaxed))
         }
@@ -81,8 +77,8 @@ mod tests {
     #[test]
     fn work_stays_below_its_share() {
         for percent in [1, 10, 50, 100] {
-            let (clock, slept) = (Moved::default(), Cell::new(0));
-            let rest = rests(percent, &clock, |time| {
+            let (clock, slept) = (TestClock::default(), Cell::new(0));
+            let yield_now = throttled_yield(percent, &clock, |time| {
                 slept.set(slept.get() + time.as_micros() as u64);
                 clock.0.fetch_add(time.as_micros() as u64, Ordering::Relaxed);
             });
@@ -90,7 +86,7 @@ mod tests {
             for step in 0..10_000 {
                 let busy = [1, 40, 900, 30_000][step % 4];
                 (worked, _) = (worked + busy, clock.0.fetch_add(busy, Ordering::Relaxed));
-                rest();
+                yield_now();
             }
             let share = 100.0 * worked as f64 / (worked + slept.get()) as f64;
             assert!((share - percent as f64).abs() < 0.1, "{share} % instead of {percent}");

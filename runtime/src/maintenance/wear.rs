@@ -1,70 +1,69 @@
-//! The wear budget: how many bytes a day upkeep may write to flash. Never reads a clock and never
-//! writes: time is an argument, and whoever holds the state keeps it.
+//! The wear budget: the bytes a day that maintenance may write to flash. Never reads a clock and
+//! never writes: the caller passes the time and stores the state.
 
+use crate::limits::WEAR_STEP_MAX;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-/// The most that one step of a clock which is behind counts as time gone by.
-const STEP_MAX: Duration = Duration::from_secs(60 * 60);
 
-/// What may be written.
+/// The limit on writes to flash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WearBudget {
     /// Bytes a day.
     pub bytes_per_day_max: u64,
 }
 
-/// What was written.
+/// The bytes written to flash, today and in all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wear {
-    /// The day that `bytes` belong to, counted from the epoch; none before the first use.
+    /// The day of `bytes`, in days since 1970; `None` before the first use.
     pub day: Option<u64>,
     /// Bytes written on that day.
     pub bytes: u64,
     /// Bytes written on all days.
     pub bytes_total: u64,
-    /// The last time told.
+    /// The time of the last call.
     last: Duration,
-    /// Time seen to go by while the clock was behind `day`.
+    /// Time that passed while the clock was before `day`.
     behind: Duration,
 }
 
 impl Wear {
-    /// Where the state was lost: the first day counts as spent, so that losing it never buys
-    /// writes.
+    /// Returns the state after a loss. The budget of the first day counts as spent, so that a loss
+    /// never allows more writes.
     pub fn unknown() -> Self {
         Self { bytes: u64::MAX, ..Self::default() }
     }
 
-    /// Bytes that may still be written at `now` (since the epoch).
+    /// Returns the bytes that may still be written at `now`, the time since 1970.
     pub fn left(&mut self, budget: WearBudget, now: Duration) -> u64 {
-        self.tell(now);
+        self.advance_to(now);
         budget.bytes_per_day_max.saturating_sub(self.bytes)
     }
 
-    /// Records that `bytes` were, or are about to be, written at `now`.
+    /// Charges `bytes` that were or will be written at `now`.
     pub fn spend(&mut self, now: Duration, bytes: u64) {
-        self.tell(now);
+        self.advance_to(now);
         self.bytes = self.bytes.saturating_add(bytes);
         self.bytes_total = self.bytes_total.saturating_add(bytes);
     }
 
-    /// Takes back what was recorded today and not written.
+    /// Returns `bytes` to the budget that were charged today and not written.
     pub fn refund(&mut self, bytes: u64) {
         self.bytes = self.bytes.saturating_sub(bytes);
         self.bytes_total = self.bytes_total.saturating_sub(bytes);
     }
 
-    /// The day that it is. A day later than any before starts from nothing. A clock that went back
-    /// starts nothing until it is past that day again or was seen to run for a whole day: so a
-    /// clock that starts at 1970 with every ignition refills nothing, and one that was wrong once
-    /// does not stop upkeep for ever.
-    fn tell(&mut self, now: Duration) {
+    /// Starts a new budget on a day later than any before. A clock that went back starts a new
+    /// budget only after that day, or after it ran for a whole day. So a clock that starts at 1970
+    /// with every ignition refills nothing, and a clock that was wrong once stops maintenance for
+    /// one day only.
+    fn advance_to(&mut self, now: Duration) {
         let today = now.as_secs() / DAY.as_secs();
         let day = *self.day.get_or_insert(today);
         if today < day {
-            let step = now.saturating_sub(self.last).min(STEP_MAX);
+            let step = now.saturating_sub(self.last).min(WEAR_STEP_MAX);
             self.behind = self.behind.saturating_add(step);
         }
         self.last = now;
@@ -100,7 +99,7 @@ mod tests {
     fn a_clock_that_goes_back_refills_nothing() {
         let mut wear = Wear::default();
         wear.spend(at(10_000), 100);
-        // Fifty ignitions of a car whose clock starts at 1970 and is set soon after.
+        // Fifty ignitions of a car whose clock starts at 1970 and is set soon afterwards.
         for _ in 0..50 {
             assert_eq!(wear.left(BUDGET, at(0)), 0);
             assert_eq!(wear.left(BUDGET, at(10_001)), 0);
@@ -124,14 +123,13 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the clock says, in any 24 h that really passed no more is allowed than the days
-        /// that the clock went forward through, and never more than the budget at one.
+        /// With any clock, the days that the clock passed bound the allowed bytes, and one day
+        /// never exceeds the budget.
         #[test]
         fn never_beyond_the_budget(steps in prop::collection::vec((0u64..400, 0u64..120), 1..200)) {
             let (mut wear, mut highest, mut days, mut spent) = (Wear::default(), None, 0u64, 0u64);
             for (hour, bytes) in steps {
-                // Jumps count as an hour at most, so going back and forth gains a day in 24 at
-                // best.
+                // A jump counts as an hour at most, so 24 jumps gain at most a day.
                 if highest.is_none_or(|h| hour / 24 > h) {
                     (highest, days) = (Some(hour / 24), days + 1);
                 }

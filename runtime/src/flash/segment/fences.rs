@@ -1,35 +1,38 @@
-//! The fences of a base in memory: the top 32 bits of the first hash of each of its pages. In a
-//! table large enough for their memory to count they lie close together, so they are kept as one
-//! anchor for each 16 pages and 16-bit gaps between: 18 bits a page instead of 32. Hashes are
-//! spread evenly, so a small directory of their top bits leads to a few anchors, and a search
-//! touches three cache lines, however large the table. Several searches go together, step by step,
-//! so that their cache misses overlap. Never reads a file.
+//! The fence pointers of a base in memory, as in an LSM store: one fence for each page, the top 32
+//! bits of its first hash. The page of a hash is the last one whose fence is not above the hash.
+//!
+//! In a large table neighbouring fences are close. So the fences are stored as one 32-bit anchor
+//! for each 16 pages and 16-bit gaps between the pages: 18 bits a page instead of 32. Hashes are
+//! evenly distributed, so a small directory over their top bits leads to a few anchors. A search
+//! touches three cache lines in a table of any size. A batch of searches runs step by step, so that
+//! their cache misses overlap. Never reads a file.
 
 use hatchback_kernels::simd::prefetch;
 
 /// Pages from one anchor to the next.
 const STRIDE: usize = 16;
-/// Anchors for an entry of the directory.
+/// Average number of anchors for an entry of the directory.
 const ANCHORS_AN_ENTRY: usize = 4;
-/// Anchors that are compared without asking how many an entry has: nearly always all of them.
+/// Anchors compared for each search without a branch: nearly always all anchors of an entry.
 const WINDOW: usize = 12;
-/// Searches that go together.
-pub const AT_ONCE: usize = 32;
+/// Keys of one batch of searches.
+pub const LOCATE_KEYS: usize = 32;
 
 /// Strictly ascending fences.
 pub struct Fences(Form);
 
 enum Form {
-    /// One word a page, where some gap is too wide for 16 bits.
+    /// One word for each page, if a gap does not fit in 16 bits.
     Wide(Box<[u32]>),
     Close {
         /// The fence of every 16th page.
         anchors: Box<[u32]>,
-        /// From each fence to the next, one a page (the last is 0).
+        /// The distance from each fence to the next, one for each page. The last one is 0.
         gaps: Box<[u16]>,
-        /// How many anchors lie below each value of the top bits, and how many there are.
+        /// For each value of the top bits the number of anchors below that value; then the number
+        /// of all anchors.
         directory: Box<[u32]>,
-        /// How far the top bits are to be shifted down.
+        /// Shift that leaves the top bits.
         shift: u32,
     },
 }
@@ -41,7 +44,7 @@ impl Default for Fences {
 }
 
 impl Fences {
-    /// Takes fences in; `None` if they do not ascend strictly.
+    /// Compresses `fences`; returns `None` if they do not ascend strictly.
     pub fn new(fences: Vec<u32>) -> Option<Self> {
         if !fences.is_sorted_by(|a, b| a < b) {
             return None;
@@ -50,6 +53,7 @@ impl Fences {
         let gaps: Option<Box<[u16]>> =
             fences.iter().zip(next).map(|(a, b)| u16::try_from(b - a).ok()).collect();
         let Some(gaps) = gaps else { return Some(Self(Form::Wide(fences.into()))) };
+
         let anchors: Box<[u32]> = fences.iter().step_by(STRIDE).copied().collect();
         let bits = (anchors.len() / ANCHORS_AN_ENTRY).max(1).ilog2();
         let shift = u32::BITS - bits;
@@ -58,8 +62,8 @@ impl Fences {
         Some(Self(Form::Close { anchors, gaps, directory, shift }))
     }
 
-    /// For each of `prefixes`, [`AT_ONCE`] at most, the last page whose fence is not above it;
-    /// `None` if all are.
+    /// Writes to `pages` `[prefixes]`, for each of at most [`LOCATE_KEYS`] prefixes, the last page
+    /// whose fence is not above the prefix; `None` if all fences are above it.
     pub fn pages(&self, prefixes: &[u32], pages: &mut [Option<u32>]) {
         let (anchors, gaps, directory, shift) = match &self.0 {
             Form::Wide(fences) => {
@@ -72,22 +76,25 @@ impl Fences {
             }
             Form::Close { anchors, gaps, directory, shift } => (anchors, gaps, directory, shift),
         };
-        // What each search found so far: an entry of the directory, then an anchor. No step
-        // branches on what it has just read: a mispredicted branch costs as much as a cache miss
-        // and ends their overlap.
-        let mut at = [0; AT_ONCE];
+
+        // The state of each search: an entry of the directory, then an anchor. No step branches on
+        // a value that it has just read: a mispredicted branch costs as much as a cache miss and
+        // ends the overlap.
+        let mut at = [0; LOCATE_KEYS];
         for (at, prefix) in at.iter_mut().zip(prefixes) {
             *at = (u64::from(*prefix) >> shift) as usize;
             prefetch(&directory[*at]);
         }
+
         for at in &at[..prefixes.len()] {
             let below = directory[*at] as usize;
             anchors.get(below).inspect(|first| prefetch(*first));
             anchors.get(below + WINDOW - 1).inspect(|last| prefetch(*last));
         }
+
         for (at, prefix) in at.iter_mut().zip(prefixes) {
             let (below, until) = (directory[*at] as usize, directory[*at + 1] as usize);
-            // Those of the next entries are above `prefix` anyway.
+            // Anchors of the next entries are above `prefix` and add nothing to the sum.
             *at = below
                 + match anchors.get(below..below + WINDOW) {
                     Some(window) if until <= below + WINDOW => {
@@ -99,11 +106,12 @@ impl Fences {
             stretch.first().inspect(|first| prefetch(*first));
             stretch.get(STRIDE - 1).inspect(|last| prefetch(*last));
         }
+
         for ((at, prefix), found) in at.iter().zip(prefixes).zip(pages) {
             *found = at.checked_sub(1).map(|anchor| {
                 let (first, left) = (anchor * STRIDE, prefix - anchors[anchor]);
-                // The gap behind a stretch's last page leads out of it, or to no page at all. All
-                // others are added up, needed or not.
+                // The last gap of a stretch leads to the next stretch or to no page. The loop adds
+                // all others without a branch.
                 let last = gaps.len().min(first + STRIDE) - 1;
                 let (mut sum, mut page) = (0, 0);
                 for gap in &gaps[first..last] {
@@ -115,7 +123,7 @@ impl Fences {
         }
     }
 
-    /// The fence of `page`; `None` beyond the last.
+    /// Returns the fence of `page`; `None` after the last page.
     pub fn get(&self, page: usize) -> Option<u32> {
         match &self.0 {
             Form::Wide(fences) => fences.get(page).copied(),
@@ -130,7 +138,7 @@ impl Fences {
         }
     }
 
-    /// Bytes held.
+    /// Returns the bytes of memory.
     pub fn bytes(&self) -> usize {
         match &self.0 {
             Form::Wide(fences) => 4 * fences.len(),
@@ -146,7 +154,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every fence, both its neighbours and the ends must be found as the plain search finds them.
+    /// Every fence, its neighbours and the extremes lead to the page of a plain binary search.
     fn agrees(fences: &[u32], close: bool, more: &[u32]) {
         let compact = Fences::new(fences.to_vec()).unwrap();
         assert_eq!(matches!(compact.0, Form::Close { .. }), close, "{fences:?}");
@@ -154,10 +162,10 @@ mod tests {
         assert_eq!(all, fences);
         let near = fences.iter().flat_map(|f| [f.saturating_sub(1), *f, f.saturating_add(1)]);
         let searched: Vec<u32> = near.chain([0, u32::MAX]).chain(more.iter().copied()).collect();
-        for together in searched.chunks(AT_ONCE) {
-            let mut found = [None; AT_ONCE];
-            compact.pages(together, &mut found);
-            for (prefix, page) in together.iter().zip(found) {
+        for batch in searched.chunks(LOCATE_KEYS) {
+            let mut found = [None; LOCATE_KEYS];
+            compact.pages(batch, &mut found);
+            for (prefix, page) in batch.iter().zip(found) {
                 let plain = (fences.partition_point(|f| f <= prefix) as u32).checked_sub(1);
                 assert_eq!(page, plain, "{prefix:#x} in {fences:?}");
             }
@@ -175,12 +183,21 @@ mod tests {
 
     proptest! {
         #[test]
-        fn close_fences_are_found(first in any::<u32>(), gaps in prop::collection::vec(1u32..=0xffff, 0..3000), more in prop::collection::vec(any::<u32>(), 50)) {
+        fn close_fences_are_found(
+            first in any::<u32>(),
+            gaps in prop::collection::vec(1u32..=0xffff, 0..3000),
+            more in prop::collection::vec(any::<u32>(), 50),
+        ) {
             agrees(&ascending(first, &gaps), true, &more);
         }
 
         #[test]
-        fn fences_with_one_wide_gap_are_found(first in 0u32..1 << 30, gaps in prop::collection::vec(1u32..=0xffff, 1..200), at in any::<prop::sample::Index>(), more in prop::collection::vec(any::<u32>(), 50)) {
+        fn fences_with_one_wide_gap_are_found(
+            first in 0u32..1 << 30,
+            gaps in prop::collection::vec(1u32..=0xffff, 1..200),
+            at in any::<prop::sample::Index>(),
+            more in prop::collection::vec(any::<u32>(), 50),
+        ) {
             let mut gaps = gaps;
             let at = at.index(gaps.len());
             gaps[at] = 0x1_0000;
@@ -188,7 +205,10 @@ mod tests {
         }
 
         #[test]
-        fn any_fences_are_found(mut fences in prop::collection::vec(any::<u32>(), 0..100), more in prop::collection::vec(any::<u32>(), 50)) {
+        fn any_fences_are_found(
+            mut fences in prop::collection::vec(any::<u32>(), 0..100),
+            more in prop::collection::vec(any::<u32>(), 50),
+        ) {
             fences.sort_unstable();
             fences.dedup();
             let close = fences.windows(2).all(|w| w[1] - w[0] <= 0xffff);

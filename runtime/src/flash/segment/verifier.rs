@@ -1,9 +1,11 @@
-//! Checking a segment that comes from outside, page by page in file order, before it may be used;
-//! and that the rows of a placed segment are those of its base. Never keeps a row.
+//! Checks a segment that arrives in a bundle, page by page in file order, before the segment may be
+//! used. Also checks that a clustered segment repeats rows of its base. Keeps orders and checksums,
+//! never a row.
 
-use crate::flash::segment::{
-    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentError, SegmentKind,
-    fences_in, orders_in,
+use crate::flash::segment::error::SegmentError;
+use crate::flash::segment::kind::{
+    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentKind, fences_in,
+    orders_in,
 };
 use crate::io::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
 use crate::limits::PAGE_BYTES;
@@ -12,36 +14,37 @@ use crc_fast::crc32_iscsi as crc32c;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// What a placed segment says of its rows: their orders, ascending, and checksums.
+/// The rows of a clustered segment: the order of each key, ascending, and the checksum of its row.
 #[derive(Debug, Default)]
-pub struct Copies(Vec<(u64, u32)>);
+pub struct RowCopies(Vec<(u64, u32)>);
 
-/// A check under way.
+/// The check of one segment.
 pub struct SegmentVerifier {
     path: PathBuf,
     kind: SegmentKind,
-    /// Rows of the table: before this segment, and with it.
+    /// The number of rows of the table before this segment, and after.
     rows: Range<u64>,
-    /// Rows so far of keys that an index table did not have before.
+    /// Rows so far with keys that the index table did not have before.
     rows_new: u64,
     counts: Counts,
     /// The order of the last row.
     last_row: Option<u64>,
     last_delete: Option<u64>,
-    /// The rows of a placed segment so far, or those that a base has yet to repeat.
+    /// The rows so far of a clustered segment; or the rows that a base must contain.
     copies: Vec<(u64, u32)>,
-    /// How many of them the base has repeated.
+    /// How many of `copies` the base contained so far.
     copies_met: usize,
-    /// What the index pages must repeat: a base's fences, or the keys of another part.
+    /// The entries that the index pages must hold: a base's fences, or the keys of another part.
     expected: Vec<u64>,
-    /// How much of it they have.
+    /// How many of `expected` the index pages held so far.
     repeated: usize,
-    done: bool,
+    /// True after the trailer.
+    is_complete: bool,
 }
 
 impl SegmentVerifier {
-    /// A check of a segment of `kind`, over a table of `rows.start` rows (0 for a base or what is
-    /// placed of it), that makes it one of `rows.end`; `path` is what errors name.
+    /// Starts the check of a segment of `kind` that grows its table from `rows.start` to `rows.end`
+    /// rows. `rows.start` is 0 for a base or a clustered segment. Errors name `path`.
     pub fn new(path: &Path, kind: SegmentKind, rows: Range<u64>) -> Self {
         Self {
             path: path.to_owned(),
@@ -55,19 +58,25 @@ impl SegmentVerifier {
             copies_met: 0,
             expected: Vec::new(),
             repeated: 0,
-            done: false,
+            is_complete: false,
         }
     }
 
-    /// A check of a base that `copies` must have been copied from.
-    pub fn of_copied(path: &Path, kind: SegmentKind, rows: Range<u64>, copies: Copies) -> Self {
+    /// Starts the check of a base that must contain the rows `copies` of its clustered segment.
+    pub fn with_copies(
+        path: &Path,
+        kind: SegmentKind,
+        rows: Range<u64>,
+        copies: RowCopies,
+    ) -> Self {
         Self { copies: copies.0, ..Self::new(path, kind, rows) }
     }
 
-    fn field<T>(&self, field: &'static str, problem: impl Into<String>) -> Result<T, SegmentError> {
-        Err(SegmentError::Field { path: self.path.clone(), field, problem: problem.into() })
+    fn field<T>(&self, field: &str, problem: impl Into<String>) -> Result<T, SegmentError> {
+        Err(SegmentError::field(&self.path, field, problem))
     }
 
+    /// Returns the number of the next page.
     fn number(&self) -> u32 {
         self.counts.data_pages.saturating_add(self.counts.index_pages)
     }
@@ -80,15 +89,17 @@ impl SegmentVerifier {
         &self,
         page: &'a PageBytes,
         kind: PageKind,
-        most: usize,
+        entries_max: usize,
     ) -> Result<Page<'a>, SegmentError> {
-        Page::check(page, self.kind.id, self.number(), kind, most).map_err(|e| self.page_error(e))
+        Page::check(page, self.kind.id, self.number(), kind, entries_max)
+            .map_err(|e| self.page_error(e))
     }
 
-    /// Takes the next whole pages.
+    /// Checks the next pages of the file.
     ///
     /// # Errors
-    /// The first page or row that is wrong.
+    /// [`SegmentError`] of the first page or row that is not valid, or if `bytes` are not whole
+    /// pages.
     pub fn take(&mut self, bytes: &[u8]) -> Result<(), SegmentError> {
         let (pages, rest) = bytes.as_chunks::<PAGE_BYTES>();
         if !rest.is_empty() {
@@ -96,15 +107,14 @@ impl SegmentVerifier {
                 .field("length", format!("{} bytes follow the last whole page", rest.len()));
         }
         for page in pages {
-            if self.done {
+            if self.is_complete {
                 return self.field("length", "pages follow the trailer");
             }
             match claimed_kind(page) {
                 Some(PageKind::Trailer) => self.take_trailer(page)?,
                 Some(PageKind::Fences) => self.take_fences(page)?,
-                Some(PageKind::Keys) => self.take_keys(page, (PageKind::Keys, KEYS_PER_PAGE))?,
-                Some(PageKind::ShortKeys) => {
-                    self.take_keys(page, (PageKind::ShortKeys, SHORT_KEYS_PER_PAGE))?;
+                Some(kind @ (PageKind::Keys | PageKind::ShortKeys)) => {
+                    self.take_keys(page, kind)?;
                 }
                 Some(PageKind::Deletes) => self.take_deletes(page)?,
                 _ => self.take_rows(page)?,
@@ -116,18 +126,20 @@ impl SegmentVerifier {
     fn take_rows(&mut self, page: &PageBytes) -> Result<(), SegmentError> {
         let (kind, capacity) = (self.kind.page_kind(), self.kind.rows_per_page());
         let checked = self.page(page, kind, capacity)?;
+
         if self.counts.index_pages > 0 {
             return self.field("pages", format!("rows follow the index on page {}", self.number()));
         }
-        // Where keys are found by division, every page but the last is full.
+        // A reader finds the page of a key or row by division, so only the last page may be short.
         if !self.kind.has_fences() && !self.counts.rows.is_multiple_of(capacity as u64) {
             return self
                 .field("rows", format!("page {} follows a page that is not full", self.number()));
         }
         if kind == PageKind::Hashed {
             self.take_orders(&checked)?;
-            self.take_keys_of_index(&checked)?;
+            self.check_index_keys(&checked)?;
         }
+
         for row in 0..checked.count() {
             let bytes = checked.row(kind, self.kind.format.row_bytes(), row);
             self.kind.format.check(bytes).map_err(|source| {
@@ -138,20 +150,21 @@ impl SegmentVerifier {
             let order = if kind == PageKind::Hashed { checked.order(row) } else { indexed };
             self.take_copy(order, bytes)?;
         }
+
         self.counts.rows += checked.count() as u64;
         self.counts.data_pages += 1;
         Ok(())
     }
 
-    /// Notes a row of a placed segment; holds a row of a base against its copy.
+    /// Records a row of a clustered segment; compares a row of a base with its copy.
     fn take_copy(&mut self, order: u64, row: &[u8]) -> Result<(), SegmentError> {
         match (self.kind.part, self.copies.get(self.copies_met)) {
-            (Part::Placed, _) => self.copies.push((order, crc32c(row))),
-            (Part::Base, Some(&(placed, checksum))) if placed == order => {
+            (Part::Clustered, _) => self.copies.push((order, crc32c(row))),
+            (Part::Base, Some(&(copied, checksum))) if copied == order => {
                 if checksum != crc32c(row) {
                     return self.field(
-                        "placed",
-                        format!("row of key order {order:#018x} is not the base's"),
+                        "clustered",
+                        format!("row of key order {order:#018x} differs from the base's row"),
                     );
                 }
                 self.copies_met += 1;
@@ -162,14 +175,14 @@ impl SegmentVerifier {
     }
 
     fn take_orders(&mut self, page: &Page<'_>) -> Result<(), SegmentError> {
-        // The pages of a placed segment are in an order of their own.
-        let after = self.last_row.filter(|_| self.kind.part != Part::Placed);
+        // In a clustered segment the orders ascend within each page only.
+        let after = self.last_row.filter(|_| self.kind.part != Part::Clustered);
         page.check_order(after).map_err(|e| self.page_error(e))?;
+
         if self.kind.has_fences() {
             let prefix = page.order(0) >> 32;
             if self.last_row.is_some_and(|last| last >> 32 == prefix) {
-                return self
-                    .field("fences", format!("hash prefix {prefix:#010x} lies on two pages"));
+                return self.field("fences", format!("hash prefix {prefix:#010x} is on two pages"));
             }
             self.expected.push(prefix);
         } else {
@@ -179,8 +192,9 @@ impl SegmentVerifier {
         Ok(())
     }
 
-    /// The keys of an index table end with its rows: a merge fills what is below its last key.
-    fn take_keys_of_index(&mut self, page: &Page<'_>) -> Result<(), SegmentError> {
+    /// Checks that no key of an index table is at or above the number of rows. A merge fills every
+    /// place below the highest key, so one huge key would fill the flash.
+    fn check_index_keys(&mut self, page: &Page<'_>) -> Result<(), SegmentError> {
         if self.kind.keys() == KeySpace::Sparse {
             return Ok(());
         }
@@ -193,7 +207,7 @@ impl SegmentVerifier {
         Ok(())
     }
 
-    /// A base has all rows, and a delta all those by which an index table has grown.
+    /// Checks that a base has all rows, and that a delta has all new rows of an index table.
     fn check_rows(&self) -> Result<(), SegmentError> {
         let (found, expected) = match (self.kind.part, self.kind.keys()) {
             (Part::Base, _) => (self.counts.rows, self.rows.end),
@@ -205,7 +219,7 @@ impl SegmentVerifier {
         if found == expected {
             return Ok(());
         }
-        let which = if self.kind.part == Part::Delta { "new ones " } else { "" };
+        let which = if self.kind.part == Part::Delta { "new rows " } else { "" };
         self.field("rows", format!("{found} {which}instead of {expected}"))
     }
 
@@ -219,25 +233,23 @@ impl SegmentVerifier {
         Ok(())
     }
 
-    fn take_keys(
-        &mut self,
-        page: &PageBytes,
-        (kind, per_page): (PageKind, usize),
-    ) -> Result<(), SegmentError> {
-        let checked = self.page(page, kind, per_page)?;
+    fn take_keys(&mut self, page: &PageBytes, kind: PageKind) -> Result<(), SegmentError> {
+        let short = kind == PageKind::ShortKeys;
+        let entries_max = if short { SHORT_KEYS_PER_PAGE } else { KEYS_PER_PAGE };
+        let checked = self.page(page, kind, entries_max)?;
         if self.kind.part == Part::Base || self.counts.deletes > 0 {
-            return self.field("keys", "do not belong here");
+            return self.field("keys", "do not belong in this place");
         }
         orders_in(kind, &checked).try_for_each(|order| self.repeat("keys", order))?;
         self.counts.index_pages += 1;
         Ok(())
     }
 
-    /// An index page must say what the data pages said.
+    /// Checks the next entry of the index against the data pages.
     fn repeat(&mut self, field: &'static str, found: u64) -> Result<(), SegmentError> {
         if self.expected.get(self.repeated) != Some(&found) {
             return self
-                .field(field, format!("entry {} is not its row's or page's", self.repeated));
+                .field(field, format!("entry {} is not that of its row or page", self.repeated));
         }
         self.repeated += 1;
         Ok(())
@@ -249,6 +261,7 @@ impl SegmentVerifier {
             return self.field("deletes", "only a delta deletes keys");
         }
         checked.check_order(self.last_delete).map_err(|e| self.page_error(e))?;
+
         for order in (0..checked.count()).map(|i| checked.order(i)) {
             if self.expected.binary_search(&order).is_ok() {
                 return self.field(
@@ -257,6 +270,7 @@ impl SegmentVerifier {
                 );
             }
         }
+
         self.last_delete = Some(checked.order(checked.count() - 1));
         self.counts.deletes += checked.count() as u64;
         self.counts.index_pages += 1;
@@ -274,40 +288,42 @@ impl SegmentVerifier {
                 .field("index", format!("{} entries for {}", self.repeated, self.expected.len()));
         }
         if let (Part::Base, Some((order, _))) = (self.kind.part, self.copies.get(self.copies_met)) {
-            return self.field("placed", format!("key order {order:#018x} is not in the base"));
+            return self.field("clustered", format!("key order {order:#018x} is not in the base"));
         }
         self.check_rows()?;
-        self.done = true;
+        self.is_complete = true;
         Ok(())
     }
 
-    /// What the pages so far hold.
+    /// Returns the counts of the pages so far.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Ends the check; returns what the segment holds.
+    /// Ends the check and returns the counts of the segment.
     ///
     /// # Errors
-    /// The segment ended before its trailer.
+    /// [`SegmentError::Field`] if the segment ended before its trailer.
     pub fn finish(self) -> Result<Counts, SegmentError> {
-        if self.done {
+        if self.is_complete {
             Ok(self.counts)
         } else {
             self.field("length", "the segment ends before its trailer")
         }
     }
 
-    /// Ends the check of a placed segment; returns also what its base must hold.
+    /// Ends the check of a clustered segment and returns the rows that its base must contain.
     ///
     /// # Errors
-    /// As `finish`, or a key is there twice.
-    pub fn finish_placed(mut self) -> Result<(Counts, Copies), SegmentError> {
+    /// [`SegmentError::Field`] if the segment ended before its trailer or has a key twice.
+    pub fn finish_clustered(mut self) -> Result<RowCopies, SegmentError> {
         self.copies.sort_unstable();
         if let Some(twice) = self.copies.windows(2).find(|w| w[0].0 == w[1].0) {
-            return self.field("placed", format!("key order {:#018x} is there twice", twice[0].0));
+            return self.field("clustered", format!("key order {:#018x} occurs twice", twice[0].0));
         }
-        let copies = Copies(std::mem::take(&mut self.copies));
-        Ok((self.finish()?, copies))
+
+        let copies = RowCopies(std::mem::take(&mut self.copies));
+        self.finish()?;
+        Ok(copies)
     }
 }

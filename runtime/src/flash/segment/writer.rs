@@ -1,7 +1,7 @@
-//! Writing a segment in one pass, rows already in order (those of a placed segment in the order of
-//! its pages). Never goes back in its output.
+//! Writes a segment in one pass. The caller adds the rows in key order; those of a clustered
+//! segment in the order of its pages. Never seeks in its output.
 
-use crate::flash::segment::{
+use crate::flash::segment::kind::{
     Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, PAYLOAD_BYTES, Part, SegmentKind,
 };
 use crate::io::page::{Page, PageBytes, PageFault, PageKind, seal};
@@ -14,21 +14,17 @@ pub enum WriteError {
     /// The destination refused the bytes.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// Keys must ascend strictly in their order.
-    #[error("key order {0:#018x} does not ascend: rows are unsorted or a key is there twice")]
+    /// The orders of the keys do not ascend strictly.
+    #[error("key order {0:#018x} does not ascend: rows are unsorted or a key occurs twice")]
     Order(u64),
-    /// The rows of an index table's base are `0, 1, 2...`.
+    /// The keys of an index table's base are not `0, 1, 2...`.
     #[error("key {found} follows where {expected} belongs")]
-    Hole {
-        /// The key that is missing.
-        expected: u64,
-        /// The key that came.
-        found: u64,
-    },
-    /// More keys share the top 32 bits of their hash than a page holds rows.
+    #[allow(missing_docs)]
+    Hole { expected: u64, found: u64 },
+    /// More keys share the top 32 bits of their hash than fit in a page.
     #[error("too many keys share the hash prefix {0:#010x}")]
     Prefix(u32),
-    /// Only a delta deletes.
+    /// A base or clustered segment deletes a key.
     #[error("only a delta deletes keys")]
     Delete,
     /// The file would have more than 2^32 pages.
@@ -36,26 +32,26 @@ pub enum WriteError {
     TooLarge,
 }
 
-/// The data pages that an unfinished segment has already, in file order.
+/// The data pages that an unfinished segment already has.
 #[derive(Default)]
-pub struct Written {
+pub struct WrittenPages {
     counts: Counts,
     fences: Vec<u32>,
     last: Option<u64>,
 }
 
-impl Written {
-    /// As if the pages before `number` were there: for building that page alone.
+impl WrittenPages {
+    /// Returns the state before page `number`, with which a writer builds that page alone.
     pub fn before(kind: &SegmentKind, number: u32) -> Self {
         let indexed = kind.page_kind() == PageKind::Index;
         let rows = if indexed { u64::from(number) * kind.rows_per_page() as u64 } else { 0 };
         Self { counts: Counts { rows, data_pages: number, ..Counts::default() }, ..Self::default() }
     }
 
-    /// Takes the next page of a base of `kind`, once it proves to be that.
+    /// Checks and adds the next page of a base of `kind`.
     ///
     /// # Errors
-    /// What is wrong with the page, or that it is none of rows; nothing was taken.
+    /// [`PageFault`] if `page` is not that page; nothing was added.
     pub fn take(&mut self, kind: &SegmentKind, page: &PageBytes) -> Result<(), PageFault> {
         let (page_kind, per_page) = (kind.page_kind(), kind.rows_per_page());
         let checked = Page::check(page, kind.id, self.counts.data_pages, page_kind, per_page)?;
@@ -72,31 +68,31 @@ impl Written {
         Ok(())
     }
 
-    /// Pages taken.
+    /// Returns the number of pages.
     pub fn pages(&self) -> u32 {
         self.counts.data_pages
     }
 
-    /// Rows on them.
+    /// Returns the number of rows.
     pub fn rows(&self) -> u64 {
         self.counts.rows
     }
 
-    /// The order of the last row.
+    /// Returns the order of the last row.
     pub fn last(&self) -> Option<u64> {
         self.last
     }
 }
 
-/// Writes a segment.
+/// A segment that is being written.
 pub struct SegmentWriter<W> {
     out: W,
     kind: SegmentKind,
-    /// Orders and rows of the page being filled.
+    /// The orders and rows of the page that is not full yet.
     orders: Vec<u64>,
     rows: Vec<u8>,
     fences: Vec<u32>,
-    /// The orders of all rows of a delta or a placed segment.
+    /// The orders of all rows of a delta or a clustered segment.
     keys: Vec<u64>,
     deletes: Vec<u64>,
     counts: Counts,
@@ -104,29 +100,29 @@ pub struct SegmentWriter<W> {
 }
 
 impl<W: Write> SegmentWriter<W> {
-    /// Begins a segment.
+    /// Starts a segment of `kind`.
     pub fn new(out: W, kind: SegmentKind) -> Self {
-        Self::resume(out, kind, Written::default())
+        Self::resume(out, kind, WrittenPages::default())
     }
 
-    /// Goes on with a base whose first pages are `written`; `out` takes what follows them.
-    pub fn resume(out: W, kind: SegmentKind, written: Written) -> Self {
+    /// Continues a base whose first pages are `written`. `out` receives the pages after those.
+    pub fn resume(out: W, kind: SegmentKind, written: WrittenPages) -> Self {
         let (orders, rows, keys, deletes) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        let Written { counts, fences, last } = written;
+        let WrittenPages { counts, fences, last } = written;
         Self { out, kind, orders, rows, fences, keys, deletes, counts, last }
     }
 
-    /// Where it writes to.
+    /// Returns the destination.
     pub fn out(&mut self) -> &mut W {
         &mut self.out
     }
 
-    /// Bytes that went out so far, with the resumed ones.
+    /// Returns the bytes of the data pages written so far, including the resumed ones.
     pub fn bytes(&self) -> u64 {
         u64::from(self.counts.data_pages) * PAGE_BYTES as u64
     }
 
-    /// Bytes that `finish` will write at most: the rows that wait for their page, the index and the
+    /// Returns the most bytes that `finish` will write: the last data pages, the index and the
     /// trailer.
     pub fn finish_bytes(&self) -> u64 {
         let pages = |entries: usize, per_page: usize| entries.div_ceil(per_page) as u64;
@@ -137,14 +133,15 @@ impl<W: Write> SegmentWriter<W> {
         (waiting + fences + keys + 1) * PAGE_BYTES as u64
     }
 
-    /// Adds the encoded row of the key of the next `order` ([`crate::schema::KeySpace::order`]). In
-    /// a placed segment any order may follow; rows that are added together lie together.
+    /// Adds the encoded `row` `[row_bytes]` of the key with `order`
+    /// ([`crate::schema::KeySpace::order`]). In a clustered segment orders need not ascend, and
+    /// rows that are added one after the other share a page.
     ///
     /// # Errors
-    /// The orders do not ascend, or in a placed segment one is twice on a page, or the destination
-    /// refused the bytes.
+    /// [`WriteError`] if the orders do not ascend, if an order is twice on a page, or if the
+    /// destination refused the bytes.
     pub fn push(&mut self, order: u64, row: &[u8]) -> Result<(), WriteError> {
-        assert_eq!(row.len(), self.kind.format.row_bytes());
+        assert_eq!(row.len(), self.kind.format.row_bytes(), "rows have one length");
         self.advance(order)?;
         if self.kind.page_kind() == PageKind::Index && order != self.counts.rows {
             return Err(WriteError::Hole { expected: self.counts.rows, found: order });
@@ -152,16 +149,17 @@ impl<W: Write> SegmentWriter<W> {
         if self.orders.len() == self.kind.rows_per_page() {
             self.end_page(order)?;
         }
+
         self.orders.push(order);
         self.rows.extend_from_slice(row);
         self.counts.rows += 1;
         Ok(())
     }
 
-    /// Deletes the key of the next `order`, in a delta.
+    /// Adds a deleted key with `order` to a delta, after all rows.
     ///
     /// # Errors
-    /// The orders do not ascend, or the segment is no delta.
+    /// [`WriteError`] if the orders do not ascend or the segment is not a delta.
     pub fn delete(&mut self, order: u64) -> Result<(), WriteError> {
         if self.kind.part != Part::Delta {
             return Err(WriteError::Delete);
@@ -173,15 +171,15 @@ impl<W: Write> SegmentWriter<W> {
     }
 
     fn advance(&mut self, order: u64) -> Result<(), WriteError> {
-        if self.kind.part != Part::Placed && self.last.is_some_and(|last| order <= last) {
+        if self.kind.part != Part::Clustered && self.last.is_some_and(|last| order <= last) {
             return Err(WriteError::Order(order));
         }
         self.last = Some(order);
         Ok(())
     }
 
-    /// Writes the rows that are complete. Where there are fences, rows that share the top half of
-    /// their hash with the next one stay back, so that one fence compare always finds the page.
+    /// Writes a full page. In a segment with fences, rows that share the top half of their hash
+    /// with the next row move to the next page. So one fence comparison always finds the page.
     fn end_page(&mut self, next: u64) -> Result<(), WriteError> {
         let prefix = (next >> 32) as u32;
         let n = if self.kind.has_fences() {
@@ -195,7 +193,7 @@ impl<W: Write> SegmentWriter<W> {
         self.write_page(n)
     }
 
-    /// Puts the rows of a page into the order in which a reader looks for them.
+    /// Sorts the rows of a clustered page by order, for the reader's binary search.
     fn sort_page(&mut self) -> Result<(), WriteError> {
         let row_bytes = self.kind.format.row_bytes();
         let mut sorted: Vec<usize> = (0..self.orders.len()).collect();
@@ -205,6 +203,7 @@ impl<W: Write> SegmentWriter<W> {
             .flat_map(|&i| &self.rows[i * row_bytes..][..row_bytes])
             .copied()
             .collect();
+
         self.orders.sort_unstable();
         match self.orders.windows(2).find(|w| w[0] == w[1]) {
             Some(twice) => Err(WriteError::Order(twice[0])),
@@ -212,13 +211,16 @@ impl<W: Write> SegmentWriter<W> {
         }
     }
 
+    /// Writes the first `n` rows as a data page.
     fn write_page(&mut self, n: usize) -> Result<(), WriteError> {
-        if self.kind.part == Part::Placed {
+        assert!(0 < n && n <= self.kind.rows_per_page(), "{n} rows do not fit in a page");
+        if self.kind.part == Part::Clustered {
             self.sort_page()?;
         }
         if self.kind.part != Part::Base {
             self.keys.extend_from_slice(&self.orders[..n]);
         }
+
         let mut page = [0; PAGE_BYTES];
         let (hashed, row_bytes) =
             (self.kind.page_kind() == PageKind::Hashed, self.kind.format.row_bytes());
@@ -227,6 +229,7 @@ impl<W: Write> SegmentWriter<W> {
             .zip(&self.orders)
             .for_each(|(k, o)| k.copy_from_slice(&o.to_le_bytes()));
         rows[..n * row_bytes].copy_from_slice(&self.rows[..n * row_bytes]);
+
         if self.kind.has_fences() {
             self.fences.push((self.orders[0] >> 32) as u32);
         }
@@ -237,6 +240,7 @@ impl<W: Write> SegmentWriter<W> {
         Ok(())
     }
 
+    /// Seals `page` with the next number and writes it.
     fn emit(
         &mut self,
         mut page: PageBytes,
@@ -249,7 +253,7 @@ impl<W: Write> SegmentWriter<W> {
         Ok(self.out.write_all(&page)?)
     }
 
-    /// Writes `entries` of `N` bytes each, as many a page as fit.
+    /// Writes `entries` of `N` bytes each to index pages.
     fn write_index<const N: usize>(
         &mut self,
         kind: PageKind,
@@ -267,21 +271,24 @@ impl<W: Write> SegmentWriter<W> {
         Ok(())
     }
 
-    /// Completes the segment; returns the destination and what it holds.
+    /// Writes the last rows, the index and the trailer. Returns the destination and the counts.
     ///
     /// # Errors
-    /// The destination refused the bytes.
+    /// [`WriteError::Io`] if the destination refused the bytes, [`WriteError::TooLarge`] if the
+    /// segment has too many pages.
     pub fn finish(mut self) -> Result<(W, Counts), WriteError> {
         while !self.orders.is_empty() {
             self.write_page(self.orders.len())?;
         }
+
         let bytes = |words: Vec<u64>| words.into_iter().map(u64::to_le_bytes).collect::<Vec<_>>();
         let fences: Vec<_> =
             std::mem::take(&mut self.fences).into_iter().map(u32::to_le_bytes).collect();
         let (keys, deletes) =
             (std::mem::take(&mut self.keys), bytes(std::mem::take(&mut self.deletes)));
+
         self.write_index(PageKind::Fences, &fences)?;
-        // An index table's keys would otherwise be a sixth of what a delta writes.
+        // With 64-bit keys, a sixth of a delta's bytes would be the keys of index tables.
         let short = keys.iter().map(|key| u32::try_from(*key).map(u32::to_le_bytes));
         match short.collect::<Result<Vec<_>, _>>() {
             Ok(short) if self.kind.part == Part::Delta => {
@@ -290,6 +297,7 @@ impl<W: Write> SegmentWriter<W> {
             _ => self.write_index(PageKind::Keys, &bytes(keys))?,
         }
         self.write_index(PageKind::Deletes, &deletes)?;
+
         self.out.write_all(&self.kind.trailer(self.counts))?;
         Ok((self.out, self.counts))
     }

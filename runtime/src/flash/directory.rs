@@ -1,0 +1,396 @@
+//! An open flash directory: reads the live generation, replaces the live record and reclaims the
+//! files that no generation uses. Never writes a segment.
+
+use crate::bundle::manifest::{Generation, Hash, Manifest, sha256};
+use crate::flash::error::{FlashError, io_error};
+use crate::flash::live::{LiveRecord, LiveState, SegmentRef, TableState};
+use crate::flash::paths::{
+    folder_of, hot_name, is_generation_folder, kind_of, live_path, lock_path, part_name,
+    segment_name,
+};
+use crate::flash::segment::{Part, SEGMENT_FORMAT, Segment, SegmentKind};
+use crate::flash::table::TableRows;
+use crate::io::atomic_write;
+use crate::io::disk::{Disk, Lock};
+use crate::limits::{CLUSTERED_ONE_IN, CLUSTERED_ROWS_MIN, DELTAS_MAX, HOT_KEYS_MAX};
+use crate::schema::sample::Sample;
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The serial of a clustered segment that arrived in a bundle. The base has serial 0.
+pub const CLUSTERED_SERIAL: u32 = 1;
+/// Free space that an install leaves for records, folders and the file system.
+const SPARE_BYTES: u64 = 1 << 20;
+
+/// An open flash directory and its live generation.
+pub struct Flash {
+    pub(super) disk: Arc<dyn Disk>,
+    pub(super) directory: PathBuf,
+    pub(super) record: LiveRecord,
+    pub(super) manifest: Manifest,
+}
+
+impl Flash {
+    /// Opens the live generation of `directory`.
+    ///
+    /// # Errors
+    /// [`FlashError::Field`] if no generation is live or the manifest does not match its hash,
+    /// [`FlashError::Live`] or [`FlashError::Manifest`] if one of them does not decode,
+    /// [`FlashError::Io`] if the disk refused.
+    pub fn open(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Self, FlashError> {
+        let Some(record) = read_live(disk.as_ref(), directory)? else {
+            return Err(FlashError::field(directory, "live", "no generation is live here"));
+        };
+
+        let path = folder_of(directory, record.live.generation.sequence).join("manifest");
+        let bytes = disk.read(&path).map_err(io_error(&path))?;
+        if sha256(&bytes) != record.live.manifest {
+            let problem = "does not match its hash in the live record";
+            return Err(FlashError::field(&path, "manifest", problem));
+        }
+        let manifest =
+            Manifest::decode(&bytes).map_err(|source| FlashError::Manifest { path, source })?;
+
+        let (listed, declared) = (record.live.tables.len(), manifest.schema.tables.len());
+        if listed != declared {
+            let problem = format!("{listed} for {declared} tables");
+            return Err(FlashError::field(&live_path(directory), "tables", problem));
+        }
+        Ok(Self { disk: Arc::clone(disk), directory: directory.to_owned(), record, manifest })
+    }
+
+    /// Opens the live generation of `directory`; returns `None` if no generation is live.
+    pub(super) fn open_if_live(
+        disk: &Arc<dyn Disk>,
+        directory: &Path,
+    ) -> Result<Option<Self>, FlashError> {
+        match read_live(disk.as_ref(), directory)? {
+            None => Ok(None),
+            Some(_) => Self::open(disk, directory).map(Some),
+        }
+    }
+
+    /// Makes the previous generation live again and reclaims the live one.
+    ///
+    /// # Errors
+    /// [`FlashError::Field`] if there is no previous generation, [`FlashError::Busy`] if another
+    /// process changes the directory, [`FlashError::Io`] if the record cannot be written.
+    pub fn rollback(mut self) -> Result<Self, FlashError> {
+        let _lock = self.lock()?;
+        self.refresh()?;
+        let Some(previous) = self.record.previous.clone() else {
+            let problem = "no previous generation is kept for a rollback";
+            return Err(FlashError::field(&self.directory, "previous", problem));
+        };
+
+        let record = LiveRecord { live: previous, previous: None };
+        write_live(self.disk.as_ref(), &self.directory, &record)?;
+
+        let flash = Self::open(&self.disk, &self.directory)?;
+        flash.reclaim();
+        Ok(flash)
+    }
+
+    /// Returns the path of the flash directory.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Returns the live record: the live and the previous generation.
+    pub fn record(&self) -> &LiveRecord {
+        &self.record
+    }
+
+    /// Returns the live generation's manifest.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Returns true if a table has [`DELTAS_MAX`] deltas: the next delta needs a merge first.
+    pub fn is_full(&self) -> bool {
+        self.record.live.tables.iter().any(|table| table.deltas.len() >= DELTAS_MAX)
+    }
+
+    pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
+        &self.disk
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        folder_of(&self.directory, self.manifest.generation.sequence).join(name)
+    }
+
+    /// Returns the path of segment `of` of table `number` and the kind that it must be of.
+    pub(crate) fn segment_file(
+        &self,
+        number: usize,
+        of: SegmentRef,
+        part: Part,
+    ) -> Result<(PathBuf, SegmentKind), FlashError> {
+        let path = folder_of(&self.directory, of.sequence).join(segment_name(number, of.serial));
+        let generation =
+            Generation { lineage: self.manifest.generation.lineage.clone(), sequence: of.sequence };
+        let kind = kind_of(&generation, of.serial, &self.manifest.schema, number, part, &path)?;
+        Ok((path, kind))
+    }
+
+    /// Opens a segment for lookups.
+    pub(crate) fn segment(
+        &self,
+        number: usize,
+        of: SegmentRef,
+        part: Part,
+    ) -> Result<Segment, FlashError> {
+        let (path, kind) = self.segment_file(number, of, part)?;
+        let file = self.disk.open_pages(&path).map_err(io_error(&path))?;
+        Ok(Segment::open(&path, file, kind)?)
+    }
+
+    /// Opens a segment to read its pages, without its index in memory.
+    pub(crate) fn segment_pages(
+        &self,
+        number: usize,
+        of: SegmentRef,
+        part: Part,
+    ) -> Result<Segment, FlashError> {
+        let (path, kind) = self.segment_file(number, of, part)?;
+        let file = self.disk.open_pages(&path).map_err(io_error(&path))?;
+        Ok(Segment::open_pages(&path, file, kind)?)
+    }
+
+    /// Opens the rows of table `number`.
+    ///
+    /// # Errors
+    /// [`FlashError::Io`] if a segment is missing, [`FlashError::Segment`] if its index is damaged
+    /// or it is not a segment of the table.
+    pub fn table(&self, number: usize) -> Result<TableRows, FlashError> {
+        self.table_of(&self.record.live, number)
+    }
+
+    /// Opens the rows of table `number` in `state`, which has the live generation's tables.
+    pub(crate) fn table_of(
+        &self,
+        state: &LiveState,
+        number: usize,
+    ) -> Result<TableRows, FlashError> {
+        let state = &state.tables[number];
+        let base = self.segment(number, state.base, Part::Base)?;
+        let clustered =
+            state.clustered.map(|s| self.segment(number, s, Part::Clustered)).transpose()?;
+        let deltas = state
+            .deltas
+            .iter()
+            .map(|d| self.segment(number, *d, Part::Delta))
+            .collect::<Result<_, _>>()?;
+        Ok(TableRows::new(base, clustered, deltas)?)
+    }
+
+    /// Reads the hot list of table `number`: its most used keys, most used first. Returns no key if
+    /// the trainer counted no lookups.
+    ///
+    /// # Errors
+    /// [`FlashError::Io`] if the file cannot be read, [`FlashError::Field`] if it changed.
+    pub fn hot_keys(&self, number: usize) -> Result<Vec<u64>, FlashError> {
+        let Some(hot) = self.record.live.tables[number].hot else { return Ok(Vec::new()) };
+        let path = folder_of(&self.directory, hot.sequence).join(hot_name(number));
+        let bytes = self.read(path, hot.sha256)?;
+        Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
+    }
+
+    /// Reads the ONNX file of the dense network.
+    ///
+    /// # Errors
+    /// [`FlashError::Io`] if the file cannot be read, [`FlashError::Field`] if it changed.
+    pub fn dense(&self) -> Result<Vec<u8>, FlashError> {
+        self.read(self.file("dense.onnx"), self.manifest.blobs[self.manifest.dense as usize].sha256)
+    }
+
+    /// Reads the probe set. Returns no sample if the bundle had no probe set.
+    ///
+    /// # Errors
+    /// [`FlashError::Io`] if the file cannot be read, [`FlashError::Field`] if it changed,
+    /// [`FlashError::Probe`] if it does not decode.
+    pub fn probe(&self) -> Result<Vec<Sample>, FlashError> {
+        let Some(probe) = self.manifest.probe else { return Ok(Vec::new()) };
+        let bytes = self.read(self.file("probe"), self.manifest.blobs[probe as usize].sha256)?;
+        Sample::decode_set(&bytes)
+            .map_err(|source| FlashError::Probe { path: self.file("probe"), source })
+    }
+
+    /// Reads the whole file at `path`, which must have the hash that it had when it arrived.
+    fn read(&self, path: PathBuf, hash: Hash) -> Result<Vec<u8>, FlashError> {
+        let bytes = self.disk.read(&path).map_err(io_error(&path))?;
+        if sha256(&bytes) == hash {
+            return Ok(bytes);
+        }
+        Err(FlashError::field(&path, "content", "does not match its hash"))
+    }
+
+    /// Takes the lock of the process that changes the directory. Does not wait.
+    pub(crate) fn lock(&self) -> Result<Lock, FlashError> {
+        lock(self.disk.as_ref(), &self.directory)
+    }
+
+    /// Reopens the directory if another process replaced the live record. Returns true if it did.
+    ///
+    /// # Errors
+    /// Those of [`Flash::open`].
+    pub fn refresh(&mut self) -> Result<bool, FlashError> {
+        if read_live(self.disk.as_ref(), &self.directory)?.as_ref() == Some(&self.record) {
+            return Ok(false);
+        }
+        *self = Self::open(&self.disk, &self.directory)?;
+        Ok(true)
+    }
+
+    /// Returns the path at which a compaction of table `number` writes the unfinished base. The
+    /// name contains a hash of everything that the compaction merges.
+    pub(crate) fn compaction_part(&self, number: usize) -> PathBuf {
+        let live = &self.record.live;
+        let inputs = (SEGMENT_FORMAT, &live.generation, &live.manifest, &live.tables[number]);
+        let Ok(encoded) = postcard::to_allocvec(&inputs) else {
+            unreachable!("strings and integers in memory always encode")
+        };
+
+        let hex: String = sha256(&encoded).iter().take(8).map(|b| format!("{b:02x}")).collect();
+        folder_of(&self.directory, live.generation.sequence).join(part_name(number, &hex))
+    }
+
+    /// Replaces the segments of the live generation and reclaims those no longer used. The caller
+    /// holds the lock.
+    pub(crate) fn replace_state(&mut self, live: LiveState) -> Result<(), FlashError> {
+        assert_eq!(live.generation, self.record.live.generation, "a merge changes no generation");
+        assert_eq!(live.tables.len(), self.manifest.schema.tables.len(), "one state a table");
+
+        let record = LiveRecord { live, previous: self.record.previous.clone() };
+        write_live(self.disk.as_ref(), &self.directory, &record)?;
+        self.record = record;
+        self.reclaim();
+        Ok(())
+    }
+
+    /// Checks that the file system has room for `bytes` more.
+    pub(crate) fn check_space(&self, bytes: u64) -> Result<(), FlashError> {
+        check_space(self.disk.as_ref(), &self.directory, bytes)
+    }
+
+    /// Removes the files that neither the live nor the previous generation uses: old generations,
+    /// merged segments, interrupted installs and compactions whose inputs are no longer live. Logs
+    /// a file that cannot be removed; it costs space only.
+    pub fn reclaim(&self) {
+        reclaim(self.disk.as_ref(), &self.directory, Some(self));
+    }
+
+    /// Reclaims `directory`, in which no generation need be live: then it removes every generation.
+    /// For a caller that gives up an install.
+    ///
+    /// # Errors
+    /// [`FlashError::Busy`] if another process changes the directory, and those of [`Flash::open`].
+    pub fn reclaim_in(disk: &Arc<dyn Disk>, directory: &Path) -> Result<(), FlashError> {
+        let _lock = match lock(disk.as_ref(), directory) {
+            Err(FlashError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return Ok(());
+            }
+            lock => lock?,
+        };
+        reclaim(disk.as_ref(), directory, Self::open_if_live(disk, directory)?.as_ref());
+        Ok(())
+    }
+
+    /// Returns the paths of all files that the live or the previous generation uses, and those that
+    /// compactions of the live generation write.
+    fn used_files(&self) -> BTreeSet<PathBuf> {
+        let tables = 0..self.record.live.tables.len();
+        let mut used: BTreeSet<PathBuf> = tables.map(|n| self.compaction_part(n)).collect();
+
+        for state in std::iter::once(&self.record.live).chain(&self.record.previous) {
+            let folder = folder_of(&self.directory, state.generation.sequence);
+            used.extend(["manifest", "dense.onnx", "probe"].map(|name| folder.join(name)));
+            for (number, table) in state.tables.iter().enumerate() {
+                self.add_table_files(number, table, &mut used);
+            }
+        }
+        used
+    }
+
+    fn add_table_files(&self, number: usize, table: &TableState, used: &mut BTreeSet<PathBuf>) {
+        let path = |sequence, name| folder_of(&self.directory, sequence).join(name);
+        used.extend(table.hot.map(|hot| path(hot.sequence, hot_name(number))));
+        used.extend(
+            table.segments().map(|(s, _)| path(s.sequence, segment_name(number, s.serial))),
+        );
+    }
+
+    /// Returns the bytes of the live generation on flash.
+    ///
+    /// # Errors
+    /// Those of [`Flash::table`].
+    pub fn bytes(&self) -> Result<u64, FlashError> {
+        let blob = |b: u32| self.manifest.blobs[b as usize].raw_bytes();
+        let hot: u64 =
+            self.record.live.tables.iter().filter_map(|t| t.hot).map(|hot| hot.bytes).sum();
+        let rest = blob(self.manifest.dense) + self.manifest.probe.map_or(0, blob) + hot;
+        (0..self.manifest.tables.len())
+            .try_fold(rest, |sum, i| Ok(sum + self.table(i)?.file_bytes()))
+    }
+}
+
+/// Returns the most rows that a clustered segment of a table of `rows` may repeat.
+pub fn clustered_rows_max(rows: u64) -> u64 {
+    (rows / CLUSTERED_ONE_IN).max(CLUSTERED_ROWS_MIN).min(rows).min(HOT_KEYS_MAX as u64)
+}
+
+/// Removes the files of `directory` that `live` does not use: all of them if nothing is live.
+pub(super) fn reclaim(disk: &dyn Disk, directory: &Path, live: Option<&Flash>) {
+    let used = live.map(Flash::used_files).unwrap_or_default();
+    let folders = disk.list(directory).unwrap_or_default();
+
+    for folder in folders.iter().filter(|path| is_generation_folder(path)) {
+        let files = disk.list(folder).unwrap_or_default();
+        let (keep, drop): (Vec<_>, Vec<_>) = files.into_iter().partition(|f| used.contains(f));
+        let removed = drop.iter().try_for_each(|f| disk.remove_file(f));
+        let removed =
+            removed.and_then(|()| if keep.is_empty() { disk.remove_dir(folder) } else { Ok(()) });
+        if let Err(e) = removed {
+            let folder = folder.display();
+            log::warn!("{folder}: unused files were not removed and still take space: {e}");
+        }
+    }
+}
+
+pub(super) fn lock(disk: &dyn Disk, directory: &Path) -> Result<Lock, FlashError> {
+    let path = lock_path(directory);
+    disk.lock(&path).map_err(io_error(&path))?.ok_or(FlashError::Busy { path })
+}
+
+fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<LiveRecord>, FlashError> {
+    let path = live_path(directory);
+    match disk.read(&path) {
+        Ok(bytes) => LiveRecord::decode(&bytes)
+            .map(Some)
+            .map_err(|problem| FlashError::Live { path, problem }),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(io_error(&path)(e)),
+    }
+}
+
+/// Replaces the live record: the commit point of installs, rollbacks and compactions.
+pub(super) fn write_live(
+    disk: &dyn Disk,
+    directory: &Path,
+    record: &LiveRecord,
+) -> Result<(), FlashError> {
+    let path = live_path(directory);
+    atomic_write::replace(disk, &path, &record.encode()).map_err(io_error(&path))
+}
+
+pub(super) fn check_space(disk: &dyn Disk, directory: &Path, bytes: u64) -> Result<(), FlashError> {
+    let needed = bytes.saturating_add(SPARE_BYTES);
+    let free = disk.free_bytes(directory).map_err(io_error(directory))?;
+    if needed <= free {
+        Ok(())
+    } else {
+        Err(FlashError::Space { path: directory.to_owned(), needed, free })
+    }
+}

@@ -1,0 +1,87 @@
+//! Why a flash directory cannot be used, or why a bundle cannot be installed into one.
+
+use crate::bundle::BundleError;
+use crate::bundle::manifest::{Generation, ManifestError};
+use crate::flash::segment::SegmentError;
+use crate::io::field_error::FieldError;
+use crate::schema::sample::ProbeError;
+use hatchback_kernels::dense::DenseError;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The error of a flash directory or of an install. The live generation is unchanged.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum FlashError {
+    /// The system refused to read or write a file.
+    #[error("{path}: {source}", path = path.display())]
+    Io { path: PathBuf, source: io::Error },
+    /// The bundle is not valid.
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    /// A segment, in the bundle or on flash, is not valid.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
+    /// The live record does not decode.
+    #[error("{path}: {problem}", path = path.display())]
+    Live { path: PathBuf, problem: String },
+    /// A manifest on flash is not valid.
+    #[error("{path}: {source}", path = path.display())]
+    Manifest { path: PathBuf, source: ManifestError },
+    /// The probe set does not decode.
+    #[error("{path}: {source}", path = path.display())]
+    Probe { path: PathBuf, source: ProbeError },
+    /// The dense network does not load or does not fit the schema.
+    #[error("{path}: {source}", path = path.display())]
+    Dense { path: PathBuf, source: DenseError },
+    /// A field of a file on flash is not valid.
+    #[error(transparent)]
+    Field(FieldError),
+    /// The bundle is of another model than the live one.
+    #[error("{path}: holds {live}, the bundle is {offered}", path = path.display())]
+    Lineage { path: PathBuf, live: Generation, offered: Generation },
+    /// The bundle is not newer than the live generation. A downgrade is published as a new release
+    /// with a higher sequence.
+    #[error(
+        "{path}: {live} is live with other content; {offered} needs a higher sequence",
+        path = path.display()
+    )]
+    NotNewer { path: PathBuf, live: Generation, offered: Generation },
+    /// The bundle is a delta from a generation that is not live.
+    #[error("{path}: is a delta from sequence {parent}, {live} is live", path = path.display())]
+    Parent { path: PathBuf, parent: u64, live: String },
+    /// The bundle is a delta, and a table that it changes has [`crate::limits::DELTAS_MAX`] deltas.
+    /// Nothing was written. A merge of the deltas makes room; a snapshot needs no room.
+    #[error(
+        "{path}: table `{table}` takes no further delta before maintenance merges those it has",
+        path = path.display()
+    )]
+    Full { path: PathBuf, table: String },
+    /// A table of a delta does not match the live table.
+    #[error(
+        "{path}: table `{table}`: {field} differs from the live generation's",
+        path = path.display()
+    )]
+    Schema { path: PathBuf, table: String, field: &'static str },
+    /// Another process changes the directory and holds the lock at `path`. Nothing was changed.
+    #[error(
+        "{path}: another process is changing the directory; try again later",
+        path = path.display()
+    )]
+    Busy { path: PathBuf },
+    /// The file system has too little room. Nothing was written.
+    #[error("{path}: {needed} bytes are needed, {free} are free", path = path.display())]
+    Space { path: PathBuf, needed: u64, free: u64 },
+}
+
+impl FlashError {
+    /// Returns the error for `field` of the file at `path`.
+    pub(crate) fn field(path: &Path, field: &str, problem: impl Into<String>) -> Self {
+        Self::Field(FieldError::new(path, field, problem))
+    }
+}
+
+/// Returns a function that adds `path` to an error of the system.
+pub(crate) fn io_error(path: &Path) -> impl FnOnce(io::Error) -> FlashError + '_ {
+    move |source| FlashError::Io { path: path.to_owned(), source }
+}

@@ -1,0 +1,60 @@
+//! The names of the files in a flash directory, and the kind that a segment file must be of. Never
+//! touches a disk.
+
+use crate::bundle::manifest::Generation;
+use crate::flash::error::FlashError;
+use crate::flash::segment::{Part, SegmentKind};
+use crate::schema::Schema;
+use std::path::{Path, PathBuf};
+
+/// Returns the path of the live record.
+pub(super) fn live_path(directory: &Path) -> PathBuf {
+    directory.join("live")
+}
+
+/// Returns the path of the lock file.
+pub(super) fn lock_path(directory: &Path) -> PathBuf {
+    directory.join("lock")
+}
+
+/// Returns the folder of the generation with `sequence`.
+pub(super) fn folder_of(directory: &Path, sequence: u64) -> PathBuf {
+    directory.join(format!("g{sequence:012}"))
+}
+
+/// Returns true if `path` is the folder of a generation.
+pub(super) fn is_generation_folder(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('g'))
+}
+
+/// Returns the file name of a segment of table `number`.
+pub(super) fn segment_name(number: usize, serial: u32) -> String {
+    format!("t{number:04}-{serial:04}.seg")
+}
+
+/// Returns the file name of the unfinished base that a merge with the input hash `hex` writes.
+pub(super) fn part_name(number: usize, hex: &str) -> String {
+    format!("t{number:04}-{hex}.part")
+}
+
+/// Returns the file name of the hot list of table `number`.
+pub(super) fn hot_name(number: usize) -> String {
+    format!("t{number:04}.hot")
+}
+
+/// Returns the kind of segment `serial` of table `number` that `generation` brought.
+///
+/// # Errors
+/// [`FlashError::Field`] if the table's unit does not fit its codec.
+pub(super) fn kind_of(
+    generation: &Generation,
+    serial: u32,
+    schema: &Schema,
+    number: usize,
+    part: Part,
+    path: &Path,
+) -> Result<SegmentKind, FlashError> {
+    SegmentKind::new(generation, serial, number, &schema.tables[number], part).ok_or_else(|| {
+        FlashError::field(path, "unit_exp", format!("table {number} does not fit its codec"))
+    })
+}

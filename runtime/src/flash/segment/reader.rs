@@ -1,0 +1,357 @@
+//! Opens a segment and reads its pages: finds the page of a key, checks pages and returns rows.
+//! Never writes.
+
+use crate::flash::segment::error::SegmentError;
+use crate::flash::segment::fences::{Fences, LOCATE_KEYS};
+use crate::flash::segment::kind::{
+    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentKind, fences_in,
+    orders_in,
+};
+use crate::io::page::{AlignedPage, Page, PageBytes, PageFault, PageKind, claimed_kind};
+use crate::io::reader::PageFile;
+use crate::limits::PAGE_BYTES;
+use crate::schema::KeySpace;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A segment open for reads. Holding one proves that its trailer is whole and that it is the
+/// requested segment. Every other page is checked when it is read.
+pub struct Segment {
+    path: PathBuf,
+    file: Arc<dyn PageFile>,
+    kind: SegmentKind,
+    counts: Counts,
+    /// Empty in a segment without fences.
+    fences: Fences,
+}
+
+impl Segment {
+    /// Opens the segment of `kind` in `file`, with its fences. Errors name `path`.
+    ///
+    /// # Errors
+    /// [`SegmentError`] if the file is not that segment, or if its trailer or a fence page is
+    /// damaged.
+    pub fn open(
+        path: &Path,
+        file: Arc<dyn PageFile>,
+        kind: SegmentKind,
+    ) -> Result<Self, SegmentError> {
+        let mut segment = Self::open_pages(path, file, kind)?;
+        if segment.kind.has_fences() {
+            segment.read_fences()?;
+        }
+        Ok(segment)
+    }
+
+    /// Opens the segment without its fences, for a caller that reads pages and looks up no key.
+    /// This reads the trailer only; a large base has thousands of fences.
+    ///
+    /// # Errors
+    /// [`SegmentError`] if the file is not that segment or its trailer is damaged.
+    pub fn open_pages(
+        path: &Path,
+        file: Arc<dyn PageFile>,
+        kind: SegmentKind,
+    ) -> Result<Self, SegmentError> {
+        let io = |source| SegmentError::Io { path: path.to_owned(), source };
+        let bytes = file.bytes().map_err(io)?;
+        let pages = u32::try_from(bytes / PAGE_BYTES as u64).unwrap_or(0);
+
+        let (counts, fences) = (Counts::default(), Fences::default());
+        let mut segment = Self { path: path.to_owned(), file, kind, counts, fences };
+        if !bytes.is_multiple_of(PAGE_BYTES as u64) || pages == 0 {
+            return segment.field("length", format!("{bytes} bytes are not 1 to 2^32 - 1 pages"));
+        }
+        segment.read_trailer(pages - 1)?;
+        Ok(segment)
+    }
+
+    fn field<T>(&self, field: &str, problem: impl Into<String>) -> Result<T, SegmentError> {
+        Err(SegmentError::field(&self.path, field, problem))
+    }
+
+    fn read_trailer(&mut self, last: u32) -> Result<(), SegmentError> {
+        let mut page = AlignedPage::zeroed();
+        self.read_page(last, &mut page)?;
+        Page::check(&page.0, self.kind.id, last, PageKind::Trailer, 1)
+            .map_err(|e| self.page_error(last, e))?;
+
+        self.counts = Counts::read(&page.0);
+        if !self.counts_fit(last) || page.0 != self.kind.trailer(self.counts) {
+            return self.field("trailer", "is not the segment that the manifest describes");
+        }
+        Ok(())
+    }
+
+    /// Returns true if a segment whose trailer is page `last` can hold as much as the trailer says.
+    fn counts_fit(&self, last: u32) -> bool {
+        let Counts { rows, deletes, data_pages, index_pages } = self.counts;
+        let rows_max = u64::from(data_pages) * self.kind.rows_per_page() as u64;
+        let deletes_max = u64::from(index_pages) * KEYS_PER_PAGE as u64;
+        data_pages.checked_add(index_pages) == Some(last)
+            && rows <= rows_max
+            && deletes <= deletes_max
+    }
+
+    fn read_fences(&mut self) -> Result<(), SegmentError> {
+        let expected = self.counts.data_pages as usize;
+        let mut fences = Vec::with_capacity(expected);
+        self.each_index_page(|_, page| {
+            fences.extend(fences_in(page));
+            Ok(())
+        })?;
+
+        let count = fences.len();
+        match Fences::new(fences).filter(|_| count == expected) {
+            Some(fences) => self.fences = fences,
+            None => {
+                return self.field(
+                    "fences",
+                    format!("{count} fences instead of {expected} in ascending order"),
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Passes each checked index page to `take`.
+    fn each_index_page(
+        &self,
+        mut take: impl FnMut(PageKind, &Page<'_>) -> Result<(), SegmentError>,
+    ) -> Result<(), SegmentError> {
+        let mut page = AlignedPage::zeroed();
+        for number in self.counts.data_pages..self.counts.data_pages + self.counts.index_pages {
+            self.read_page(number, &mut page)?;
+            let (kind, checked) = self.check_index(number, &page.0)?;
+            take(kind, &checked)?;
+        }
+        Ok(())
+    }
+
+    /// Checks an index page as the kind that it claims.
+    fn check_index<'a>(
+        &self,
+        number: u32,
+        page: &'a PageBytes,
+    ) -> Result<(PageKind, Page<'a>), SegmentError> {
+        let (kind, entries_max) = match claimed_kind(page) {
+            Some(PageKind::Fences) => (PageKind::Fences, FENCES_PER_PAGE),
+            Some(PageKind::Deletes) => (PageKind::Deletes, KEYS_PER_PAGE),
+            Some(PageKind::ShortKeys) => (PageKind::ShortKeys, SHORT_KEYS_PER_PAGE),
+            _ => (PageKind::Keys, KEYS_PER_PAGE),
+        };
+        let checked = Page::check(page, self.kind.id, number, kind, entries_max);
+        Ok((kind, checked.map_err(|e| self.page_error(number, e))?))
+    }
+
+    /// Reads data or index page `number` into `page` and checks it.
+    ///
+    /// # Errors
+    /// [`SegmentError::Io`] if the device refused, [`SegmentError::Page`] if the page is damaged.
+    pub fn verify_page(&self, number: u32, page: &mut AlignedPage) -> Result<(), SegmentError> {
+        self.read_page(number, page)?;
+        if number < self.counts.data_pages {
+            self.check(number, &page.0).map(drop)
+        } else {
+            self.check_index(number, &page.0).map(drop)
+        }
+    }
+
+    /// Passes the keys of a delta or a clustered segment to `take`: the order of each key and the
+    /// number of the page with its row, or `None` if the key is deleted.
+    ///
+    /// # Errors
+    /// [`SegmentError`] if an index page is damaged, or if the number of keys differs from the
+    /// trailer's.
+    pub fn each_key(&self, mut take: impl FnMut(u64, Option<u32>)) -> Result<(), SegmentError> {
+        let (mut rows, mut deletes) = (0u64, 0u64);
+        let per_page = self.kind.rows_per_page() as u64;
+        self.each_index_page(|kind, page| {
+            for order in orders_in(kind, page) {
+                // `take` has memory for as many keys as the trailer counts.
+                if kind == PageKind::Deletes && deletes < self.counts.deletes {
+                    take(order, None);
+                    deletes += 1;
+                } else if kind != PageKind::Deletes && rows < self.counts.rows {
+                    take(order, Some((rows / per_page) as u32));
+                    rows += 1;
+                } else {
+                    let problem = format!("more than the trailer counts: {:?}", self.counts);
+                    return self.field("keys", problem);
+                }
+            }
+            Ok(())
+        })?;
+
+        if (rows, deletes) == (self.counts.rows, self.counts.deletes) {
+            return Ok(());
+        }
+        self.field(
+            "keys",
+            format!("{rows} rows and {deletes} deletes instead of {:?}", self.counts),
+        )
+    }
+
+    /// Returns the path of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the file.
+    pub fn file(&self) -> &Arc<dyn PageFile> {
+        &self.file
+    }
+
+    /// Returns the kind of the segment.
+    pub fn kind(&self) -> &SegmentKind {
+        &self.kind
+    }
+
+    /// Returns the counts of the trailer.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Returns the bytes of the fences in memory.
+    pub fn index_bytes(&self) -> usize {
+        self.fences.bytes()
+    }
+
+    /// Writes to `pages` `[keys]` the one page of a base that can hold each of `keys`, at most
+    /// [`LOCATE_KEYS`]; `None` if the base cannot have the key.
+    pub fn locate(&self, keys: &[u64], pages: &mut [Option<u32>]) {
+        match self.kind.keys {
+            KeySpace::Index => {
+                let per_page = self.kind.rows_per_page() as u64;
+                for (key, page) in keys.iter().zip(pages) {
+                    *page = (*key < self.counts.rows).then(|| (key / per_page) as u32);
+                }
+            }
+            KeySpace::Sparse => {
+                let mut prefixes = [0; LOCATE_KEYS];
+                for (key, prefix) in keys.iter().zip(&mut prefixes) {
+                    *prefix = (KeySpace::Sparse.order(*key) >> 32) as u32;
+                }
+                self.fences.pages(&prefixes[..keys.len()], pages);
+            }
+        }
+    }
+
+    /// Returns the lowest and the highest order that data page `number` of a base may hold; `None`
+    /// for any other page.
+    pub fn orders_of(&self, number: u32) -> Option<(u64, u64)> {
+        if number >= self.counts.data_pages || self.kind.part != Part::Base {
+            return None;
+        }
+        if self.kind.keys == KeySpace::Index {
+            let per_page = self.kind.rows_per_page() as u64;
+            let first = u64::from(number) * per_page;
+            return Some((first, self.counts.rows.min(first + per_page).checked_sub(1)?));
+        }
+
+        let first = |number: usize| self.fences.get(number).map(|fence| u64::from(fence) << 32);
+        Some((
+            first(number as usize)?,
+            first(number as usize + 1).map_or(u64::MAX, |next| next - 1),
+        ))
+    }
+
+    /// Returns the most keys that are lost if page `number` is damaged. The number is exact for a
+    /// data page, except in the base of a sparse table. An index page costs all keys, because the
+    /// segment does not open without it.
+    pub fn keys_of(&self, number: u32) -> u64 {
+        if number >= self.counts.data_pages {
+            return self.counts.rows.saturating_add(self.counts.deletes);
+        }
+        let per_page = self.kind.rows_per_page() as u64;
+        if self.kind.has_fences() {
+            return per_page;
+        }
+        self.counts.rows.saturating_sub(u64::from(number) * per_page).min(per_page)
+    }
+
+    /// Reads page `number` without checking it.
+    ///
+    /// # Errors
+    /// [`SegmentError::Io`] if the device refused.
+    pub fn read_page(&self, number: u32, page: &mut AlignedPage) -> Result<(), SegmentError> {
+        self.file
+            .read_page(number, page)
+            .map_err(|source| SegmentError::Io { path: self.path.clone(), source })
+    }
+
+    /// Checks the bytes of data page `number`.
+    ///
+    /// # Errors
+    /// [`SegmentError::Page`] if the page is damaged.
+    pub fn check<'a>(&self, number: u32, page: &'a PageBytes) -> Result<Page<'a>, SegmentError> {
+        Page::check(page, self.kind.id, number, self.kind.page_kind(), self.kind.rows_per_page())
+            .map_err(|e| self.page_error(number, e))
+    }
+
+    /// Checks a page reader's result for data page `number`.
+    ///
+    /// # Errors
+    /// [`SegmentError::Io`] if the device refused, [`SegmentError::Page`] if the page is damaged.
+    pub fn check_read<'a>(
+        &self,
+        number: u32,
+        page: io::Result<&'a PageBytes>,
+    ) -> Result<Page<'a>, SegmentError> {
+        let page = page.map_err(|source| SegmentError::Io { path: self.path.clone(), source })?;
+        self.check(number, page)
+    }
+
+    fn page_error(&self, page: u32, source: PageFault) -> SegmentError {
+        SegmentError::Page { path: self.path.clone(), page, source }
+    }
+
+    /// Returns the encoded row of `key` `[row_bytes]` in a checked page; `None` if the page does
+    /// not have the key.
+    pub fn row<'a>(&self, page: &Page<'a>, key: u64) -> Option<&'a [u8]> {
+        let kind = self.kind.page_kind();
+        let position = match kind {
+            PageKind::Hashed => page.position(self.kind.keys.order(key))?,
+            _ => Some((key % self.kind.rows_per_page() as u64) as usize)
+                .filter(|&i| i < page.count())?,
+        };
+        Some(page.row(kind, self.kind.format.row_bytes(), position))
+    }
+
+    /// Returns row `i` of a checked data page with `count` rows.
+    pub(crate) fn row_at<'a>(&self, page: &'a PageBytes, count: usize, i: usize) -> &'a [u8] {
+        Page::checked(page, count).row(self.kind.page_kind(), self.kind.format.row_bytes(), i)
+    }
+
+    /// Passes every row of checked data page `number` to `take`, with the order of its key.
+    pub fn each_row(&self, number: u32, page: &Page<'_>, mut take: impl FnMut(u64, &[u8])) {
+        let (kind, per_page) = (self.kind.page_kind(), self.kind.rows_per_page() as u64);
+        for i in 0..page.count() {
+            let indexed = || u64::from(number) * per_page + i as u64;
+            let order = if kind == PageKind::Hashed { page.order(i) } else { indexed() };
+            take(order, page.row(kind, self.kind.format.row_bytes(), i));
+        }
+    }
+
+    /// Passes every row to `take` in file order, with the order of its key. Passes the error of a
+    /// damaged page to `damaged` and skips its rows.
+    ///
+    /// # Errors
+    /// [`SegmentError::Io`] if the device refused.
+    pub fn scan(
+        &self,
+        mut take: impl FnMut(u64, &[u8]),
+        mut damaged: impl FnMut(SegmentError),
+    ) -> Result<(), SegmentError> {
+        let mut page = AlignedPage::zeroed();
+        for number in 0..self.counts.data_pages {
+            self.read_page(number, &mut page)?;
+            match self.check(number, &page.0) {
+                Err(e) => damaged(e),
+                Ok(checked) => self.each_row(number, &checked, &mut take),
+            }
+        }
+        Ok(())
+    }
+}
