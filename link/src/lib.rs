@@ -1,10 +1,12 @@
 //! Links to a repository: a directory, or a web server over HTTP(S) with ranges. Follows redirects
-//! from HTTPS to HTTPS only and keeps no cookies; what arrives is proved by whoever asked for it.
+//! from HTTPS to HTTPS only and keeps no cookies. Never verifies what arrives: the caller does.
 
 #![forbid(unsafe_code)]
 
 pub mod args;
 pub mod daemon;
+#[cfg(feature = "generate")]
+pub mod generate;
 
 use hatchback::update::link::{Link, LinkError, Take};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
@@ -14,32 +16,25 @@ use std::time::{Duration, Instant};
 use ureq::Agent;
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 
-/// Bytes handed over at a time.
+/// Bytes that a link passes on in one piece.
 const PIECE_BYTES: usize = 64 << 10;
-/// Where Debian and its kin keep the certificates that they trust.
+/// The file in which Debian-based systems keep trusted certificates.
 const SYSTEM_CA: &str = "/etc/ssl/certs/ca-certificates.crt";
-/// Without a byte for so long the link is broken.
-const SILENCE_MAX: Duration = Duration::from_secs(30);
+/// Time without a byte after which the link counts as broken.
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why there is no link.
+/// Why a link cannot be opened.
+#[allow(missing_docs)]
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// A file of certificates cannot be used.
-    #[error("{path}: {problem}", path = path.display())]
-    Pem {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        problem: String,
-    },
-    /// The proxy's address cannot be used.
-    #[error("proxy = {value}: {problem}")]
-    Proxy {
-        /// The address.
-        value: String,
-        /// What is wrong.
-        problem: String,
-    },
+    #[error(
+        "{address}: is neither a directory nor an address that begins with http:// or https://"
+    )]
+    Address { address: String },
+    #[error("certificate file {path}: {problem}", path = path.display())]
+    Pem { path: PathBuf, problem: String },
+    #[error("proxy {address}: {problem}")]
+    Proxy { address: String, problem: String },
 }
 
 /// How to reach a repository.
@@ -47,7 +42,7 @@ pub enum OpenError {
 pub struct LinkOptions {
     /// Certificates to trust, a PEM file [default: the system's].
     pub ca: Option<PathBuf>,
-    /// This client's certificate chain and key, a PEM file.
+    /// This client's certificate chain and private key, a PEM file.
     pub client: Option<PathBuf>,
     /// The proxy's address.
     pub proxy: Option<String>,
@@ -55,20 +50,29 @@ pub struct LinkOptions {
     pub bytes_per_s_max: u64,
 }
 
-/// The link to the repository at `from`: an address of a web server, or a directory.
+/// Opens the link to the repository at `from`: the address of a web server, or a directory.
 ///
 /// # Errors
-/// Its options are wrong.
+/// An address or a certificate file in the options cannot be used.
 pub fn open(from: &str, options: &LinkOptions) -> Result<Box<dyn Link>, OpenError> {
-    let link: Box<dyn Link> = if from.starts_with("http://") || from.starts_with("https://") {
-        Box::new(HttpLink::new(from, options)?)
-    } else {
-        Box::new(DirectoryLink(from.strip_prefix("file://").unwrap_or(from).into()))
+    let link: Box<dyn Link> = match from.split_once("://") {
+        Some(("http" | "https", _)) => Box::new(HttpLink::new(from, options)?),
+        Some(("file", directory)) => Box::new(DirectoryLink(directory.into())),
+        Some(_) => return Err(OpenError::Address { address: without_credentials(from) }),
+        None => Box::new(DirectoryLink(from.into())),
     };
     Ok(match options.bytes_per_s_max {
         0 => link,
-        rate => Box::new(Paced { link, rate, since: Instant::now(), bytes: 0 }),
+        rate => Box::new(Throttled { link, rate, since: Instant::now(), bytes: 0 }),
     })
+}
+
+/// Returns `address` without the user name and password that it may hold, for messages.
+fn without_credentials(address: &str) -> String {
+    let Some((scheme, rest)) = address.split_once("://") else { return address.to_owned() };
+    let (host, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let host = host.rsplit_once('@').map_or(host, |(_, host)| host);
+    format!("{scheme}://{host}{path}")
 }
 
 fn broken(e: impl std::fmt::Display) -> LinkError {
@@ -90,7 +94,7 @@ fn pump(mut from: impl Read, take: Take<'_>) -> Result<(), LinkError> {
     }
 }
 
-/// A repository in a directory: a disk, a stick, a mount.
+/// A repository in a directory.
 pub struct DirectoryLink(pub PathBuf);
 
 impl Link for DirectoryLink {
@@ -102,64 +106,99 @@ impl Link for DirectoryLink {
         file.seek(SeekFrom::Start(from)).map_err(broken)?;
         pump(file, take)
     }
+
+    fn address(&self, path: &str) -> String {
+        self.0.join(path).display().to_string()
+    }
 }
 
 /// A repository on a web server.
 pub struct HttpLink {
     agent: Agent,
     base: String,
+    /// The proxy's address for messages, without credentials.
+    proxy: Option<String>,
 }
 
-fn pem(path: &Path) -> Result<(Vec<Certificate<'static>>, Option<PrivateKey<'static>>), OpenError> {
-    let wrong = |problem: String| OpenError::Pem { path: path.to_owned(), problem };
-    let text = std::fs::read(path).map_err(|e| wrong(e.to_string()))?;
-    let (mut certificates, mut key) = (Vec::new(), None);
-    for item in parse_pem(&text) {
-        match item.map_err(|e| wrong(e.to_string()))? {
-            PemItem::Certificate(certificate) => certificates.push(certificate),
-            PemItem::PrivateKey(found) => key = Some(found),
-            _ => {}
+/// The content of a PEM file.
+#[derive(Default)]
+struct Pem {
+    certificates: Vec<Certificate<'static>>,
+    key: Option<PrivateKey<'static>>,
+}
+
+impl Pem {
+    fn read(path: &Path) -> Result<Self, OpenError> {
+        let wrong = |problem: String| OpenError::Pem { path: path.to_owned(), problem };
+        let text = std::fs::read(path).map_err(|e| wrong(e.to_string()))?;
+
+        let mut pem = Self::default();
+        for item in parse_pem(&text) {
+            match item.map_err(|e| wrong(e.to_string()))? {
+                PemItem::Certificate(certificate) => pem.certificates.push(certificate),
+                PemItem::PrivateKey(key) => pem.key = Some(key),
+                _ => {}
+            }
         }
+        Ok(pem)
     }
-    Ok((certificates, key))
+}
+
+fn tls_config(is_https: bool, options: &LinkOptions) -> Result<TlsConfig, OpenError> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut tls = TlsConfig::builder().unversioned_rustls_crypto_provider(provider);
+
+    if is_https || options.ca.is_some() {
+        let ca = options.ca.as_deref().unwrap_or(Path::new(SYSTEM_CA));
+        tls = tls.root_certs(RootCerts::from(Pem::read(ca)?.certificates));
+    }
+    if let Some(path) = &options.client {
+        let Pem { certificates, key } = Pem::read(path)?;
+        let Some(key) = key else {
+            let problem = "holds no private key".to_owned();
+            return Err(OpenError::Pem { path: path.clone(), problem });
+        };
+        tls = tls.client_cert(Some(ClientCert::new_with_certs(&certificates, key)));
+    }
+    Ok(tls.build())
 }
 
 impl HttpLink {
-    /// The repository at the address `base`.
+    /// Opens the repository at the address `base`. No connection is made yet.
     ///
     /// # Errors
-    /// A PEM file or the proxy's address is wrong.
+    /// `OpenError::{Pem, Proxy}` if a PEM file or the proxy's address cannot be used.
     pub fn new(base: &str, options: &LinkOptions) -> Result<Self, OpenError> {
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let mut tls = TlsConfig::builder().unversioned_rustls_crypto_provider(provider);
         let is_https = base.starts_with("https://");
-        if is_https || options.ca.is_some() {
-            let ca = options.ca.as_deref().unwrap_or(Path::new(SYSTEM_CA));
-            tls = tls.root_certs(RootCerts::from(pem(ca)?.0));
-        }
-        if let Some(path) = &options.client {
-            let (chain, key) = pem(path)?;
-            let problem = || "holds no private key".to_owned();
-            let key =
-                key.ok_or_else(|| OpenError::Pem { path: path.clone(), problem: problem() })?;
-            tls = tls.client_cert(Some(ClientCert::new_with_certs(&chain, key)));
-        }
-        let proxy = options.proxy.as_deref().map(|value| {
-            ureq::Proxy::new(value)
-                .map_err(|e| OpenError::Proxy { value: value.to_owned(), problem: e.to_string() })
+        let tls = tls_config(is_https, options)?;
+        let address = options.proxy.as_deref().map(without_credentials);
+        let proxy = options.proxy.as_deref().map(|proxy| {
+            ureq::Proxy::new(proxy).map_err(|e| OpenError::Proxy {
+                address: without_credentials(proxy),
+                problem: e.to_string(),
+            })
         });
+
         let builder = Agent::config_builder().https_only(is_https);
-        // One from plain HTTP is a captive portal's.
+        // A redirect from plain HTTP is a captive portal's.
         let builder = if is_https { builder } else { builder.max_redirects(0) };
         let config = builder
-            .tls_config(tls.build())
+            .tls_config(tls)
             .proxy(proxy.transpose()?)
             .http_status_as_error(false)
-            .timeout_connect(Some(SILENCE_MAX))
-            .timeout_recv_response(Some(SILENCE_MAX))
-            .timeout_per_read(Some(SILENCE_MAX))
+            .timeout_connect(Some(SILENCE_TIMEOUT))
+            .timeout_recv_response(Some(SILENCE_TIMEOUT))
+            .timeout_per_read(Some(SILENCE_TIMEOUT))
             .build();
-        Ok(Self { agent: config.new_agent(), base: base.trim_end_matches('/').to_owned() })
+        let base = base.trim_end_matches('/').to_owned();
+        Ok(Self { agent: config.new_agent(), base, proxy: address })
+    }
+
+    fn no_answer(&self, error: &ureq::Error) -> LinkError {
+        LinkError::Broken(match &self.proxy {
+            None => format!("the request failed: {error}"),
+            Some(proxy) => format!("the request through the proxy {proxy} failed: {error}"),
+        })
     }
 }
 
@@ -170,40 +209,96 @@ impl Link for HttpLink {
         if from > 0 {
             request = request.header("Range", format!("bytes={from}-"));
         }
-        let response = request.call().map_err(broken)?;
+
+        let response = request.call().map_err(|e| self.no_answer(&e))?;
         match response.status().as_u16() {
             200 if from == 0 => pump(response.into_body().into_reader(), take),
             206 if from > 0 => pump(response.into_body().into_reader(), take),
             200 => Err(LinkError::NoRanges),
-            // What was there is all there is.
+            // `from` is the end of the object.
             416 if from > 0 => Ok(()),
             404 | 410 => Err(LinkError::NotFound),
-            status => Err(LinkError::Broken(format!("status {status}"))),
+            status => Err(LinkError::Broken(format!("the server answered with status {status}"))),
         }
+    }
+
+    fn address(&self, path: &str) -> String {
+        without_credentials(&format!("{}/{path}", self.base))
     }
 }
 
 /// A link that is held to a rate: it pauses between pieces.
-struct Paced {
+struct Throttled {
     link: Box<dyn Link>,
+    /// Bytes a second.
     rate: u64,
     since: Instant,
+    /// Bytes passed on after `since`.
     bytes: u64,
 }
 
-impl Link for Paced {
+impl Link for Throttled {
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
         let Self { link, rate, since, bytes } = self;
         link.get(path, from, &mut |piece| {
             *bytes += piece.len() as u64;
             let due = Duration::from_secs_f64(*bytes as f64 / *rate as f64);
-            let ahead = due.saturating_sub(since.elapsed());
-            // A pause longer than this was idle time, not speed.
-            if ahead < Duration::from_millis(1) && since.elapsed() > due + Duration::from_secs(1) {
+            let pause = due.saturating_sub(since.elapsed());
+            // A gap of over a second was idle time: it does not allow a faster transfer now.
+            if pause < Duration::from_millis(1) && since.elapsed() > due + Duration::from_secs(1) {
                 (*since, *bytes) = (Instant::now(), 0);
             }
-            std::thread::sleep(ahead);
+            std::thread::sleep(pause);
             take(piece)
         })
+    }
+
+    fn address(&self, path: &str) -> String {
+        self.link.address(path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ops::ControlFlow;
+
+    fn opened(from: &str) -> Result<String, String> {
+        let link = open(from, &LinkOptions { bytes_per_s_max: 9, ..LinkOptions::default() });
+        link.map(|link| link.address("chunks/ab")).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn a_link_says_where_its_objects_are_and_no_password() {
+        for (from, address) in [
+            ("http://user:secret@host:81/fleet/", "http://host:81/fleet/chunks/ab"),
+            ("http://host", "http://host/chunks/ab"),
+            ("file:///mnt/stick", "/mnt/stick/chunks/ab"),
+            ("relative/folder", "relative/folder/chunks/ab"),
+        ] {
+            assert_eq!(opened(from).as_deref(), Ok(address), "{from}");
+        }
+    }
+
+    #[test]
+    fn an_address_of_another_scheme_is_refused() {
+        for from in ["s3://bucket/fleet", "ftp://user:secret@host", "HTTP://host"] {
+            let refused = opened(from).unwrap_err();
+            assert!(refused.contains("neither a directory"), "{refused}");
+            assert!(!refused.contains("secret"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_proxy_that_fails_is_in_the_error_without_its_password() {
+        let options = LinkOptions {
+            proxy: Some("http://me:secret@127.0.0.1:1".into()),
+            ..Default::default()
+        };
+        let mut link = HttpLink::new("http://host.invalid/fleet", &options).unwrap();
+        let error = link.get("chunks/ab", 0, &mut |_| ControlFlow::Continue(())).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("through the proxy http://127.0.0.1:1"), "{error}");
+        assert!(!error.contains("secret"), "{error}");
     }
 }

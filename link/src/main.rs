@@ -1,22 +1,31 @@
-//! `hatchback-sync`: the process with the link, as a small program of its own beside `hatchbackd
-//! serve`. Only reads the command line.
+//! `hatchback-sync`: the sync process as a small program beside `hatchbackd serve`. This file only
+//! reads the command line.
 
 #![forbid(unsafe_code)]
 
 use anyhow::Result;
 use clap::Parser;
-use hatchback::target::Target;
+use hatchback::targets::Target;
 use hatchback_link::daemon::{self, SyncArgs};
 use std::path::PathBuf;
 
-/// Fetches releases for `hatchbackd serve` to take up
+/// Fetches releases for `hatchbackd serve` to install
+///
+/// Follows a repository of signed releases. Fetches each new release chunk by chunk, verifies every
+/// chunk, and hands the release to `hatchbackd serve`. Writes nothing but the sync directory, and
+/// needs no GPU. May be killed at any moment: the next run continues at the chunk.
 #[derive(Parser)]
-#[command(version)]
+#[command(
+    name = "hatchback-sync",
+    version,
+    after_long_help = "Files: the target file, whose section [link] has the rules of fetching.\n\
+                       See also: hatchbackd(8), hatchback(1)."
+)]
 struct Cli {
-    /// What this machine is and may use, such as targets/cpu.toml
+    /// The target file of this machine, such as targets/cpu.toml
     #[arg(long)]
     target: PathBuf,
-    /// The flash directory; it is only read
+    /// The flash directory; this program only reads it
     #[arg(long)]
     flash: PathBuf,
     #[command(flatten)]
@@ -24,6 +33,11 @@ struct Cli {
 }
 
 fn main() -> Result<()> {
+    #[cfg(feature = "generate")]
+    if hatchback_link::generate::generate_if_asked::<Cli>("8")? {
+        return Ok(());
+    }
+
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let cli = Cli::parse();
     let target = Target::load(&cli.target)?;

@@ -1,44 +1,46 @@
-//! The side of a sync that serves: a staged release is laid on flash, probed, made live, watched,
-//! and committed or taken back. One step a call, each entered again after a stop as if for the
-//! first time. Opens no link, and proves for itself that a release was signed.
+//! The serving process's side of an update: it installs a staged release on flash, probes it, makes
+//! it live, observes it on probation, and commits it or rolls it back. Each call of `advance` takes
+//! one step, and a step that was interrupted is taken again from its start. This side never opens a
+//! link, and it verifies the release's signature itself.
 
+use crate::bundle::manifest::sha256;
 use crate::bundle::{BundleError, BundleReader};
 use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError};
 use crate::limits::STARTS_MAX;
 use crate::model::budget::Budget;
-use crate::update::Updater;
 use crate::update::error::UpdateError;
 use crate::update::probe::{ProbeFault, Probed, probe};
 use crate::update::release::{Release, releases};
 use crate::update::staging::Staging;
 use crate::update::state::{UpdateState, UpdateStatus};
 use crate::update::trust::Trust;
+use crate::update::updater::Updater;
 use serde::Deserialize;
 use std::io::ErrorKind::NotFound;
 
-/// What a release must show before it counts as good.
+/// What a release must show before it is committed.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
-    /// The owner is asked before a release is made live.
+    /// The owner must consent before a release becomes live.
     pub consent: bool,
-    /// Probe samples with recorded scores that a release must bring.
+    /// Probe samples with recorded scores that a release must have.
     pub probe_samples_min: u32,
-    /// By how much a probe score may differ from the recorded one.
+    /// Largest allowed difference between a probe score and its recorded score.
     pub probe_difference_max: f32,
     /// Requests that a new generation serves on probation.
     pub requests_min: u64,
-    /// Of these, requests that may fail and pages that may be found damaged.
+    /// Failed requests and damaged pages that are allowed on probation.
     pub faults_max: u64,
-    /// The 99th percentile of their latency, µs; 0 for no limit.
+    /// 99th percentile of the latency that is allowed on probation, µs; 0 for no limit.
     pub latency_us_p99_max: u64,
-    /// Share of the time that applying it may take while requests are served, per cent.
+    /// Share of the time that applying a release may take while requests are served, per cent.
     pub busy_percent_max: u64,
 }
 
 impl Default for Policy {
-    /// A desk: nothing is asked for but that what there is to probe is right.
+    /// Returns the policy of a desk: the probe scores that a release has must be right.
     fn default() -> Self {
         Self {
             consent: false,
@@ -52,74 +54,79 @@ impl Default for Policy {
     }
 }
 
-/// What was seen of the live generation since it is served.
+/// What the serving process observed of the live generation since it serves it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Watched {
     /// Requests served.
     pub requests: u64,
-    /// Requests that failed, and pages that were found damaged.
+    /// Failed requests and damaged pages.
     pub faults: u64,
-    /// The 99th percentile of their latency, µs.
+    /// 99th percentile of the latency, µs.
     pub latency_us_p99: u64,
 }
 
-/// What the process around an update brings to it.
+/// What the process that applies updates supplies.
 #[derive(Clone, Copy)]
 pub struct Host<'a> {
     /// What a release must show.
     pub policy: Policy,
-    /// What a probe may take.
+    /// What a probe may use.
     pub budget: Budget,
-    /// What was seen of the live generation; `None` where this process serves nobody: the probe
-    /// then decides alone.
+    /// What was observed of the live generation; `None` if this process serves no requests. The
+    /// probe alone then decides.
     pub watched: Option<Watched>,
-    /// The fleet's first root, from elsewhere than the sync directory, which another process
-    /// writes; `None` to take the one there.
+    /// The fleet's first root, from a place that the sync process cannot write; `None` for the root
+    /// in the sync directory.
     pub root: Option<&'a [u8]>,
-    /// Called between small pieces of work: requests are served beside it (`pace::rests`).
-    pub rest: &'a dyn Fn(),
+    /// Called between small pieces of work, so that requests can run (`maintenance::throttle`).
+    pub yield_now: &'a dyn Fn(),
 }
 
 /// How a step ended.
 enum Verdict {
-    /// On to this state.
-    Next(UpdateState),
-    /// It goes on waiting.
+    /// The update enters this state.
+    Advance(UpdateState),
+    /// The state stays: it needs consent or more requests.
     Wait,
-    /// The release is not to be used, and why.
-    Bad(String),
-    /// This attempt is over, and why; the release may be tried again.
-    Over(String),
+    /// The release is wrong, and why. It is rolled back, marked and never installed again.
+    Reject(String),
+    /// This attempt ended, and why. The release may be tried again.
+    Abandon(String),
 }
 
 impl Updater {
-    /// To be called once when a process begins, before it opens what is live: a release with which
-    /// it has begun too often without an end is taken back.
+    /// Counts a start of the serving process. The process calls this once, before it opens the live
+    /// generation. A release whose starts ended abnormally too often is rolled back.
     ///
     /// # Errors
-    /// The record cannot be written.
-    pub fn begin(&self, now: u64) -> Result<(), UpdateError> {
+    /// `UpdateError::{Io, Busy}` if the status record cannot be read or written.
+    pub fn record_start(&self, now: u64) -> Result<(), UpdateError> {
         let is_tried = |status: &UpdateStatus| {
             matches!(status.state, UpdateState::Applying | UpdateState::Probation)
         };
         if !is_tried(&self.status()?) {
             return Ok(());
         }
+
         self.change(|status| {
-            status.starts += u32::from(is_tried(status));
-            if is_tried(status) && status.starts > STARTS_MAX {
-                let why = format!("{} starts with it did not end", status.starts - 1);
-                status.enter(UpdateState::RollingBack, now, Some(why));
+            if !is_tried(status) {
+                return Ok(());
+            }
+            status.starts = status.starts.saturating_add(1);
+            if status.starts > STARTS_MAX {
+                let ended = status.starts - 1;
+                let reason = format!("{ended} process starts with this release ended abnormally");
+                status.enter(UpdateState::RollingBack, now, Some(reason));
             }
             Ok(())
         })
     }
 
-    /// To be called when a process ends in good order: that was no sign against the release.
+    /// Resets the count of starts. The serving process calls this when it ends cleanly.
     ///
     /// # Errors
-    /// The record cannot be written.
-    pub fn end(&self) -> Result<(), UpdateError> {
+    /// `UpdateError::{Io, Busy}` if the status record cannot be read or written.
+    pub fn record_clean_exit(&self) -> Result<(), UpdateError> {
         if self.status()?.starts == 0 {
             return Ok(());
         }
@@ -129,70 +136,86 @@ impl Updater {
         })
     }
 
-    /// The owner agrees. Returns whether there was something to agree to.
+    /// Records the owner's consent. Returns whether a release waited for it.
     ///
     /// # Errors
-    /// The record cannot be written.
+    /// `UpdateError::{Io, Busy}` if the status record cannot be read or written.
     pub fn consent(&self, now: u64) -> Result<bool, UpdateError> {
         self.change(|status| {
-            let asked = status.state == UpdateState::AwaitConsent;
-            if asked {
-                status.enter(UpdateState::Applying, now, Some("the owner agreed".to_owned()));
+            let waits = status.state == UpdateState::AwaitConsent;
+            if waits {
+                let note = "the owner consented".to_owned();
+                status.enter(UpdateState::Applying, now, Some(note));
             }
-            Ok(asked)
+            Ok(waits)
         })
     }
 
-    /// Takes one step, if this side has the update in hand. Returns whether another state was
-    /// entered.
+    /// Takes one step if the serving process has the update in hand. Returns whether the update
+    /// entered another state.
     ///
     /// # Errors
-    /// The step could not be taken now, through no fault of the release; it can be tried again.
+    /// Why the step could not be taken now. The release is not to blame, and the caller may retry.
     pub fn advance(&self, host: &Host<'_>, now: u64) -> Result<bool, UpdateError> {
         if self.status()?.state.is_fetching() {
             return Ok(false);
         }
-        let _lock = self.lock()?;
+
+        let _lock = self.lock_status()?;
         let mut status = self.status()?;
         let Some(release) = status.release.clone() else { return Ok(false) };
-        let place = self.directory.join("staged");
-        let staging = Staging::open(self.disk.as_ref(), &place)?;
-        let verdict = match status.state {
-            UpdateState::Staged if host.policy.consent => Verdict::Next(UpdateState::AwaitConsent),
-            UpdateState::Staged => Verdict::Next(UpdateState::Applying),
-            UpdateState::AwaitConsent => Verdict::Wait,
-            UpdateState::Applying => self.apply(&staging, &release, host)?,
-            UpdateState::Probation => self.watch(&release, host)?,
-            UpdateState::RollingBack => {
-                let why = status.error.clone().unwrap_or_default();
-                self.go_back(&staging, &release, &why)?
-            }
-            _ => return Ok(false),
-        };
+        let directory = self.directory.join("staged");
+        let staging = Staging::open(self.disk.as_ref(), &directory)?;
         let before = status.state;
-        match verdict {
+
+        let verdict = self.step(&status, &staging, &release, host)?;
+        let (state, note) = match verdict {
             Verdict::Wait => return Ok(false),
-            Verdict::Next(state) => {
+            Verdict::Advance(state) => {
                 if state == UpdateState::Committed {
                     (status.starts, status.withdrawn) = (0, false);
                     staging.drop_bundle(&release)?;
                 }
-                self.settle(&mut status, state, now, None)?;
+                (state, None)
             }
-            Verdict::Over(why) => {
-                // The next attempt, of another release too, finds the room that this one took.
+            Verdict::Abandon(reason) => {
+                // The next attempt, also of another release, gets this one's space.
                 Flash::reclaim_in(&self.disk, &self.flash)?;
-                self.settle(&mut status, UpdateState::Failed, now, Some(why))?;
+                (UpdateState::Failed, Some(reason))
             }
-            Verdict::Bad(why) => {
-                self.settle(&mut status, UpdateState::RollingBack, now, Some(why))?
-            }
-        }
-        log::info!("{}: {before} -> {}", release.generation, status.state);
+            Verdict::Reject(reason) => (UpdateState::RollingBack, Some(reason)),
+        };
+
+        self.record_state(&mut status, state, now, note)?;
+        log::info!("{}: {before} -> {state}", release.generation);
         Ok(true)
     }
 
-    fn settle(
+    /// Does the work of the state that `status` is in.
+    fn step(
+        &self,
+        status: &UpdateStatus,
+        staging: &Staging<'_>,
+        release: &Release,
+        host: &Host<'_>,
+    ) -> Result<Verdict, UpdateError> {
+        match status.state {
+            UpdateState::Staged if host.policy.consent => {
+                Ok(Verdict::Advance(UpdateState::AwaitConsent))
+            }
+            UpdateState::Staged => Ok(Verdict::Advance(UpdateState::Applying)),
+            UpdateState::Applying => self.apply(staging, release, host),
+            UpdateState::Probation => self.watch(release, host),
+            UpdateState::RollingBack => {
+                self.roll_back(staging, release, status.error.as_deref().unwrap_or_default())
+            }
+            // `AwaitConsent`, and the states of the fetching process.
+            _ => Ok(Verdict::Wait),
+        }
+    }
+
+    /// Enters `state` in `status` and writes it, with the generation that is live now.
+    fn record_state(
         &self,
         status: &mut UpdateStatus,
         state: UpdateState,
@@ -204,6 +227,7 @@ impl Updater {
         self.write(status)
     }
 
+    /// Installs the staged bundle, probes the new generation and makes it live.
     fn apply(
         &self,
         staging: &Staging<'_>,
@@ -211,129 +235,170 @@ impl Updater {
         host: &Host<'_>,
     ) -> Result<Verdict, UpdateError> {
         if self.is_live(release)? {
-            return Ok(Verdict::Next(UpdateState::Probation));
+            return Ok(Verdict::Advance(UpdateState::Probation));
         }
-        let signed = releases(&Trust::kept(&self.disk, &self.directory, host.root)?)?;
-        if !signed
+
+        let targets = Trust::verify_cached_targets(&self.disk, &self.directory, host.root)?;
+        let is_signed = releases(&targets)?
             .iter()
-            .any(|r| (r.manifest, &r.generation) == (release.manifest, &release.generation))
-        {
-            return Ok(Verdict::Over("it is not among what was signed".to_owned()));
+            .any(|r| (r.manifest, &r.generation) == (release.manifest, &release.generation));
+        if !is_signed {
+            let reason = "the release is not listed in the signed targets";
+            return Ok(Verdict::Abandon(reason.to_owned()));
         }
-        let opened = BundleReader::open_on(self.disk.as_ref(), &staging.bundle(release))
-            .map_err(FlashError::from);
+
+        let bundle = staging.bundle(release);
+        let opened = BundleReader::open_on(self.disk.as_ref(), &bundle).map_err(FlashError::from);
         let prepared = opened.and_then(|mut bundle| {
-            if crate::bundle::manifest::sha256(bundle.manifest_bytes()) != release.manifest {
+            if sha256(bundle.manifest_bytes()) != release.manifest {
                 return Ok(None);
             }
-            Flash::prepare(&self.disk, &self.flash, &mut bundle, |_| (host.rest)()).map(Some)
+            Flash::prepare(&self.disk, &self.flash, &mut bundle, |_| (host.yield_now)()).map(Some)
         });
         let prepared = match prepared {
             Ok(Some(prepared)) => prepared,
             Ok(None) => {
-                return self.damaged(staging, release, "its manifest is not the signed one");
+                return drop_damaged(staging, release, "its manifest is not the signed one");
             }
-            Err(FlashError::Bundle(BundleError::Io { source, .. }))
-                if source.kind() == NotFound =>
-            {
-                return Ok(Verdict::Over("its bundle is gone".to_owned()));
-            }
-            Err(
-                e @ (FlashError::NotNewer { .. }
-                | FlashError::Parent { .. }
-                | FlashError::Full { .. }),
-            ) => {
-                return Ok(Verdict::Over(e.to_string()));
-            }
-            Err(e) if !blames_bundle(&e) => return Err(e.into()),
-            Err(e) if staging.is_sound(release) => return Ok(Verdict::Bad(e.to_string())),
-            Err(e) => return self.damaged(staging, release, &e.to_string()),
+            Err(e) => return refuse_bundle(staging, release, e),
         };
-        match judge(probe(prepared.flash(), host.budget, host.rest), &host.policy)? {
-            Some(why) => Ok(Verdict::Bad(why)),
-            None => {
-                prepared.commit()?;
-                Ok(Verdict::Next(UpdateState::Probation))
-            }
+
+        let probed = probe(prepared.flash(), host.budget, host.yield_now);
+        if let Some(reason) = judge_probe(probed, &host.policy)? {
+            return Ok(Verdict::Reject(reason));
         }
+        prepared.commit()?;
+        Ok(Verdict::Advance(UpdateState::Probation))
     }
 
-    /// What lies here is not what was fetched: it is fetched again.
-    fn damaged(
-        &self,
-        staging: &Staging<'_>,
-        release: &Release,
-        why: &str,
-    ) -> Result<Verdict, UpdateError> {
-        staging.drop_bundle(release)?;
-        Ok(Verdict::Over(why.to_owned()))
-    }
-
+    /// Judges the live release by its requests, and at the end by its probe set.
     fn watch(&self, release: &Release, host: &Host<'_>) -> Result<Verdict, UpdateError> {
         if !self.is_live(release)? {
-            return Ok(Verdict::Over("another generation was made live meanwhile".to_owned()));
+            let reason = "another generation became live during probation";
+            return Ok(Verdict::Abandon(reason.to_owned()));
         }
-        let policy = &host.policy;
-        if let Some(seen) = host.watched {
-            if seen.faults > policy.faults_max {
-                let (faults, requests) = (seen.faults, seen.requests);
-                return Ok(Verdict::Bad(format!("{faults} faults in {requests} requests")));
-            }
-            if seen.requests < policy.requests_min {
-                return Ok(Verdict::Wait);
-            }
-            let max = policy.latency_us_p99_max;
-            if max > 0 && seen.latency_us_p99 > max {
-                let p99 = seen.latency_us_p99;
-                return Ok(Verdict::Bad(format!("p99 of {p99} µs, over {max} µs")));
-            }
+        if let Some(watched) = host.watched
+            && let Some(verdict) = judge_requests(watched, &host.policy)
+        {
+            return Ok(verdict);
         }
+
         let flash = Flash::open(&self.disk, &self.flash)?;
-        Ok(match judge(probe(&flash, host.budget, host.rest), policy)? {
-            Some(why) => Verdict::Bad(why),
-            None => Verdict::Next(UpdateState::Committed),
+        let probed = probe(&flash, host.budget, host.yield_now);
+        Ok(match judge_probe(probed, &host.policy)? {
+            Some(reason) => Verdict::Reject(reason),
+            None => Verdict::Advance(UpdateState::Committed),
         })
     }
 
-    /// The mark first: what is rolled back must not come again, wherever this stops.
-    fn go_back(
+    /// Makes the previous generation live again. Marks the release first: wherever this stops, the
+    /// release is not fetched again.
+    fn roll_back(
         &self,
         staging: &Staging<'_>,
         release: &Release,
-        why: &str,
+        reason: &str,
     ) -> Result<Verdict, UpdateError> {
-        staging.refuse(release, why)?;
+        staging.refuse(release, reason)?;
         staging.drop_bundle(release)?;
         if !self.is_live(release)? {
-            return Ok(Verdict::Over(why.to_owned()));
+            return Ok(Verdict::Abandon(reason.to_owned()));
         }
+
         let flash = Flash::open(&self.disk, &self.flash)?;
         if flash.record().previous.is_none() {
-            return Ok(Verdict::Over(format!("{why}; there is no generation to go back to")));
+            let reason = format!("{reason}; no previous generation exists, so it stays live");
+            return Ok(Verdict::Abandon(reason));
         }
         flash.rollback()?;
-        Ok(Verdict::Over(why.to_owned()))
+        Ok(Verdict::Abandon(reason.to_owned()))
     }
 }
 
-/// Why the policy refuses what the probe found; `None` if it does not.
-fn judge(
+/// Decides what becomes of `release`, whose bundle could not be installed.
+fn refuse_bundle(
+    staging: &Staging<'_>,
+    release: &Release,
+    error: FlashError,
+) -> Result<Verdict, UpdateError> {
+    match error {
+        FlashError::Bundle(BundleError::Io { source, .. }) if source.kind() == NotFound => {
+            let bundle = staging.bundle(release);
+            let bundle = bundle.display();
+            Ok(Verdict::Abandon(format!(
+                "staged bundle {bundle} is missing; the next fetch downloads it again"
+            )))
+        }
+        e @ (FlashError::NotNewer { .. } | FlashError::Parent { .. } | FlashError::Full { .. }) => {
+            Ok(Verdict::Abandon(e.to_string()))
+        }
+        e if !blames_bundle(&e) => Err(e.into()),
+        e if staging.is_sound(release) => Ok(Verdict::Reject(e.to_string())),
+        e => drop_damaged(staging, release, &e.to_string()),
+    }
+}
+
+/// Removes a staged bundle that is not what was fetched. The next fetch downloads it again.
+fn drop_damaged(
+    staging: &Staging<'_>,
+    release: &Release,
+    problem: &str,
+) -> Result<Verdict, UpdateError> {
+    staging.drop_bundle(release)?;
+    let bundle = staging.bundle(release);
+    Ok(Verdict::Abandon(format!(
+        "staged bundle {} is damaged ({problem}); the next fetch downloads it again",
+        bundle.display()
+    )))
+}
+
+/// Returns the verdict on the requests of a probation, or `None` if the probe set decides.
+fn judge_requests(watched: Watched, policy: &Policy) -> Option<Verdict> {
+    let Watched { requests, faults, latency_us_p99 } = watched;
+    let Policy { faults_max, latency_us_p99_max, .. } = *policy;
+    if faults > faults_max {
+        return Some(Verdict::Reject(format!(
+            "{faults} faults in {requests} requests on probation; the policy allows {faults_max}"
+        )));
+    }
+    if requests < policy.requests_min {
+        return Some(Verdict::Wait);
+    }
+    if latency_us_p99_max > 0 && latency_us_p99 > latency_us_p99_max {
+        return Some(Verdict::Reject(format!(
+            "p99 latency of {latency_us_p99} µs on probation; the policy allows \
+             {latency_us_p99_max} µs"
+        )));
+    }
+    None
+}
+
+/// Returns why the policy rejects the result of a probe, or `None` if the policy accepts it.
+fn judge_probe(
     probed: Result<Probed, ProbeFault>,
     policy: &Policy,
 ) -> Result<Option<String>, UpdateError> {
-    let probed = match probed {
+    let Probed { samples, difference } = match probed {
         Ok(probed) => probed,
-        Err(ProbeFault::Generation(why)) => return Ok(Some(why)),
+        Err(ProbeFault::Generation(problem)) => return Ok(Some(problem)),
         Err(ProbeFault::Device(e)) => return Err(e.into()),
     };
-    if probed.samples < policy.probe_samples_min {
-        let (found, wanted) = (probed.samples, policy.probe_samples_min);
-        return Ok(Some(format!("it brings {found} probe scores, {wanted} are asked for")));
+    let Policy { probe_samples_min, probe_difference_max, .. } = *policy;
+    if samples < probe_samples_min {
+        return Ok(Some(format!(
+            "the bundle has {samples} probe samples with a score; the policy requires \
+             {probe_samples_min}"
+        )));
     }
-    let (difference, max) = (probed.difference, policy.probe_difference_max);
-    Ok((difference > max).then(|| format!("a probe score differs by {difference}, over {max}")))
+    Ok((difference > probe_difference_max).then(|| {
+        format!(
+            "a probe score differs by {difference} from the recorded one; the policy allows \
+             {probe_difference_max}"
+        )
+    }))
 }
 
+/// Returns whether `error` is the fault of the bundle and not of the car's device or state.
 fn blames_bundle(error: &FlashError) -> bool {
     match error {
         FlashError::Bundle(e) => !matches!(e, BundleError::Io { .. }),

@@ -1,5 +1,5 @@
-//! Why a sync stopped, named after what an attacker would have had to do. Whatever it is, the live
-//! generation is as it was and the next run goes on where this one stopped.
+//! Why an update stopped. An attack's error has the name that The Update Framework gives that
+//! attack. Every error leaves the live generation as it was, and the next run continues.
 
 use crate::bundle::BundleError;
 use crate::bundle::manifest::ManifestError;
@@ -7,213 +7,100 @@ use crate::flash::FlashError;
 use std::io;
 use std::path::PathBuf;
 
-/// Why a sync stopped.
+/// Why an update stopped. `path` is a local path, or the address of an object of the repository.
+#[allow(missing_docs)]
 #[derive(Debug, thiserror::Error)]
 pub enum UpdateError {
-    /// No root of trust was ever put here.
-    #[error("{path}: holds no root of trust: begin with the fleet's root", path = path.display())]
-    NotProvisioned {
-        /// The sync directory.
-        path: PathBuf,
-    },
-    /// The floor record is lost or damaged in both copies: a replay could not be told from news.
-    /// Needs service.
-    #[error("{path}: floor record: {problem}; nothing is accepted until it is put right", path = path.display())]
-    Floor {
-        /// The sync directory.
-        path: PathBuf,
-        /// What is wrong.
-        problem: String,
-    },
-    /// The car's clock is before the newest time that the repository signed.
     #[error(
-        "the clock ({now} s) is behind the newest signed time ({floor} s): freeze could not be detected"
+        "{path}: the sync directory has no root of trust; provision it with the fleet's root",
+        path = path.display()
     )]
-    Clock {
-        /// The clock, seconds since 1970.
-        now: u64,
-        /// The newest signed time.
-        floor: u64,
-    },
-    /// Rollback: signed metadata older than the one trusted.
-    #[error("rollback: {role} version {offered} is older than the trusted {trusted}")]
-    Rollback {
-        /// Which role.
-        role: String,
-        /// The trusted version.
-        trusted: u64,
-        /// What came.
-        offered: u64,
-    },
-    /// Replay: signed metadata older than what this car once accepted, as the floor record has it.
-    #[error("replay: {role} version {offered} is older than {floor}, which was accepted before")]
-    Replay {
-        /// Which role.
-        role: &'static str,
-        /// The version accepted before.
-        floor: u64,
-        /// What came.
-        offered: u64,
-    },
-    /// Freeze: signed metadata that has expired.
-    #[error("freeze: {role} expired at {expires}; the clock is {now} s")]
-    Freeze {
-        /// Which role.
-        role: String,
-        /// When it expired.
-        expires: String,
-        /// The clock, seconds since 1970.
-        now: u64,
-    },
-    /// Mix-and-match: metadata that do not belong together.
+    NotProvisioned { path: PathBuf },
+    /// Both copies of the rollback floor are lost or damaged, so a replay cannot be detected.
+    #[error(
+        "{path}: rollback floor: {problem}; this car accepts no release until it is serviced",
+        path = path.display()
+    )]
+    RollbackFloor { path: PathBuf, problem: String },
+    /// Times in seconds since 1970.
+    #[error(
+        "the clock ({now} s) is behind the newest signed time ({floor} s), so expired metadata \
+         cannot be detected; set the clock"
+    )]
+    ClockBehind { now: u64, floor: u64 },
+    /// Rollback: signed metadata older than the trusted version.
+    #[error("rollback: {role} version {offered} is older than the trusted version {trusted}")]
+    Rollback { role: String, trusted: u64, offered: u64 },
+    /// Replay: signed metadata older than the rollback floor.
+    #[error(
+        "replay: {role} version {offered} is older than version {floor}, which this car accepted \
+         before"
+    )]
+    Replay { role: &'static str, floor: u64, offered: u64 },
+    /// Freeze: signed metadata that has expired. `now` is in seconds since 1970.
+    #[error("freeze: {role} metadata expired at {expires}; the clock is {now} s")]
+    Freeze { role: String, expires: String, now: u64 },
+    /// Mix-and-match: metadata that were not signed for each other.
     #[error("mix-and-match: {path}: {problem}")]
-    MixAndMatch {
-        /// What was fetched.
-        path: String,
-        /// What does not fit.
-        problem: String,
-    },
-    /// Endless data: more than was announced or is allowed.
+    MixAndMatch { path: String, problem: String },
+    /// Endless data: more bytes than announced or allowed.
     #[error("endless data: {path} has more than {bytes_max} bytes")]
-    EndlessData {
-        /// What was fetched.
-        path: String,
-        /// The limit.
-        bytes_max: u64,
-    },
-    /// Slow retrieval: the link stays under the least rate.
+    EndlessData { path: String, bytes_max: u64 },
+    /// Slow retrieval: the link stays below its least rate.
     #[error("slow retrieval: {path}: {bytes} bytes in {seconds} s")]
-    SlowRetrieval {
-        /// What was fetched.
-        path: String,
-        /// Bytes that came.
-        bytes: u64,
-        /// In which time.
-        seconds: u64,
-    },
-    /// Wrong key: none of the signatures is by a key of the role.
-    #[error("wrong key: {path}: no valid signature of role {role}")]
-    WrongKey {
-        /// What was fetched.
-        path: String,
-        /// Which role.
-        role: String,
-    },
-    /// Fewer valid signatures than the role asks for.
-    #[error("threshold: {path}: {found} of {threshold} signatures of role {role}")]
-    Threshold {
-        /// What was fetched.
-        path: String,
-        /// Which role.
-        role: String,
-        /// Valid signatures.
-        found: usize,
-        /// Needed.
-        threshold: usize,
-    },
-    /// Arbitrary software: content other than what was signed.
+    SlowRetrieval { path: String, bytes: u64, seconds: u64 },
+    /// Wrong key: no signature is by a key of the role.
+    #[error("wrong key: {path} has no valid signature of role {role}")]
+    WrongKey { path: String, role: String },
+    /// Fewer valid signatures than the role needs.
+    #[error("threshold: {path} has {found} of {threshold} signatures of role {role}")]
+    Threshold { path: String, role: String, found: usize, threshold: usize },
+    /// Arbitrary software: other content than was signed.
     #[error("arbitrary software: {path} does not match its signed hash or length")]
-    ArbitrarySoftware {
-        /// What was fetched.
-        path: String,
-    },
-    /// What was fetched is not what it should be: a captive portal's page, another format.
+    ArbitrarySoftware { path: String },
+    /// Not the expected format, such as a captive portal's page.
     #[error("{path}: {problem}")]
-    Malformed {
-        /// What was fetched.
-        path: String,
-        /// What is wrong.
-        problem: String,
-    },
-    /// The repository does not have it.
-    #[error("{path}: not found")]
-    NotFound {
-        /// What was asked for.
-        path: String,
-    },
-    /// The link broke. What arrived is kept.
+    Malformed { path: String, problem: String },
+    #[error("{path}: not found in the repository")]
+    NotFound { path: String },
+    /// The link broke. The next run reuses what arrived.
     #[error("{path}: {problem}")]
-    Link {
-        /// What was being fetched.
-        path: String,
-        /// What the link said.
-        problem: String,
-    },
-    /// The bytes that this run may fetch are used up. The next one goes on.
-    #[error("the byte budget of {bytes_max} is used up")]
-    Budget {
-        /// The budget.
-        bytes_max: u64,
-    },
-    /// The hours in which it may fetch are over. The next run in them goes on.
-    #[error("the link's hours are over")]
-    Closed,
-    /// A release is not what its signed name says.
+    LinkBroken { path: String, problem: String },
+    /// The run has received all the bytes that it may. The next run continues.
+    #[error("the byte budget of {bytes_max} bytes is used up; the next run continues")]
+    ByteBudget { bytes_max: u64 },
+    /// The hours of the target's `[link]` are over. The next run in those hours continues.
+    #[error("the hours in which the link may be used are over; the next run in them continues")]
+    OutsideHours,
+    /// A field of a release contradicts its signed target.
     #[error("release {name}: {field}: {problem}")]
-    Release {
-        /// Its target name.
-        name: String,
-        /// Which field.
-        field: &'static str,
-        /// What is wrong.
-        problem: String,
-    },
-    /// It is not used, or no longer: what was live before is live.
-    #[error("release {release} is not used: {why}")]
-    NotUsed {
-        /// Which generation it leads to.
-        release: String,
-        /// Why.
-        why: String,
-    },
-    /// Its manifest is refused.
+    ReleaseField { name: String, field: &'static str, problem: String },
+    /// A release was not made live, or was rolled back.
+    #[error("release {release} failed: {reason}")]
+    ReleaseFailed { release: String, reason: String },
     #[error("release {name}: manifest: {source}")]
-    Manifest {
-        /// Its target name.
-        name: String,
-        /// What is wrong.
-        source: ManifestError,
-    },
-    /// No release leads forward from what is live, or it is not clear which model is wanted.
-    #[error("no way from {live} to sequence {newest} of `{lineage}`")]
-    NoWay {
-        /// What is live.
-        live: String,
-        /// The newest release.
-        newest: u64,
-        /// Of which model.
-        lineage: String,
-    },
-    /// Several models are published and none is live: say which.
-    #[error("the repository has the models {found}: name one")]
-    Lineage {
-        /// Their lineages.
-        found: String,
-    },
-    /// There is no room. Nothing was fetched.
-    #[error("{path}: {needed} bytes are needed, {free} are free", path = path.display())]
-    Space {
-        /// The sync directory.
-        path: PathBuf,
-        /// Bytes to be written.
-        needed: u64,
-        /// Bytes free.
-        free: u64,
-    },
-    /// Another process is syncing.
-    #[error("{path}: another process is syncing", path = path.display())]
-    Busy {
-        /// Its lock.
-        path: PathBuf,
-    },
-    /// A file could not be read or written.
+    Manifest { name: String, source: ManifestError },
+    /// The repository lists a newer release, and no listed bundle leads from the live one forward.
+    #[error(
+        "no listed release leads from {live} to sequence {newest} of `{lineage}`; publish a \
+         snapshot, or a delta for {live}"
+    )]
+    NoPath { live: String, newest: u64, lineage: String },
+    #[error("the repository has the models {found}: choose one with --lineage")]
+    AmbiguousLineage { found: String },
+    /// Too little space. The run fetched nothing of the release.
+    #[error(
+        "{path}: {needed} bytes are needed and {free} are free; make room on this file system",
+        path = path.display()
+    )]
+    NoSpace { path: PathBuf, needed: u64, free: u64 },
+    #[error(
+        "{path}: another process is syncing; try again when it has finished",
+        path = path.display()
+    )]
+    Busy { path: PathBuf },
     #[error("{path}: {source}", path = path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
     /// The staged bundle is damaged.
     #[error(transparent)]
     Bundle(#[from] BundleError),
@@ -226,8 +113,8 @@ pub(crate) fn io_error(path: &std::path::Path) -> impl FnOnce(io::Error) -> Upda
     move |source| UpdateError::Io { path: path.to_owned(), source }
 }
 
-/// Gives an error of the TUF crate its name. `path` is what was fetched.
-pub(crate) fn named(error: sigstore_tuf::Error, path: &str, now: u64) -> UpdateError {
+/// Returns the error that names the attack which `error` of the TUF crate found in `path`.
+pub(crate) fn from_tuf(error: sigstore_tuf::Error, path: &str, now: u64) -> UpdateError {
     use sigstore_tuf::Error as Tuf;
     let path = path.to_owned();
     match error {

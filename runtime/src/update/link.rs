@@ -1,9 +1,9 @@
-//! The link to the repository: the one seam that everything fetched passes, and the limits on it. A
-//! broken object is asked for again from where it broke; more than was announced or too slow ends
-//! the run. Opens no socket: whoever runs the sync brings the link.
+//! The link to a repository: the seam through which every fetched byte passes, and the limits on
+//! it. A broken object is requested again from where it broke. An object that is longer or slower
+//! than allowed ends the run. This file opens no socket: the caller supplies the link.
 
+use crate::clock::Clock;
 use crate::limits::{BREAKS_MAX, STALLS_MAX};
-use crate::request::worker::Clock;
 use crate::update::error::UpdateError;
 use serde::Deserialize;
 use std::ops::ControlFlow;
@@ -11,185 +11,219 @@ use std::time::Duration;
 
 const DAY_S: u64 = 24 * 3600;
 
-/// Takes the next bytes of an object; `Break` means: no more of it.
+/// Takes the next bytes of an object. `Break` ends the transfer.
 pub type Take<'a> = &'a mut dyn FnMut(&[u8]) -> ControlFlow<()>;
 
-/// A way to the repository's files.
+/// Gives the objects of a repository.
 pub trait Link {
-    /// Hands the object at `path` (relative to the repository) to `take`, from byte `from` on,
-    /// until it ends or `take` breaks off.
+    /// Passes the object at `path` (relative to the repository) to `take`, from byte `from` to its
+    /// end, or until `take` breaks off.
     ///
     /// # Errors
-    /// There is no such object, or the link broke; what was taken until then counts. Or it can only
-    /// begin anew.
+    /// `NotFound`, `NoRanges` if `from` is not 0 and the server sends whole objects only, or
+    /// `Broken`. Bytes that were taken before an error are valid.
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError>;
+
+    /// Returns the full address of the object at `path`, for error messages.
+    fn address(&self, path: &str) -> String {
+        path.to_owned()
+    }
 }
 
-/// Why a link gave no more.
+/// Why a link stopped giving an object.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LinkError {
-    /// There is no such object.
+    /// The repository has no such object.
     #[error("not found")]
     NotFound,
-    /// It gives whole objects only; nothing was taken.
-    #[error("begins at the first byte only")]
+    /// The server sends whole objects only. Nothing was taken.
+    #[error("the server sends whole objects only")]
     NoRanges,
-    /// Anything else; asking again later may help.
+    /// Anything else; another attempt may succeed.
     #[error("{0}")]
     Broken(String),
 }
 
-/// When a car looks for releases, and what that may cost.
+/// When a car looks for releases, and how many bytes that may cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinkRules {
-    /// Minutes from one look to the next; each is up to a quarter earlier or later, so that a fleet
-    /// spreads.
+    /// Minutes between two polls. Each interval varies by up to a quarter, to spread the fleet.
     pub poll_minutes: u32,
-    /// Bytes received on a day. What is under way when they are used up goes on the next day.
+    /// Bytes to receive in a day. The next day continues what was interrupted.
     pub bytes_per_day_max: u64,
     /// Bytes a second; 0 for no limit.
     pub bytes_per_s_max: u64,
-    /// The hours of the day (UTC) in which it may fetch, from the first to before the second; equal
-    /// for always.
+    /// First hour and end hour (UTC) of the daily window for fetching; equal for always.
     pub hours: [u8; 2],
 }
 
 impl LinkRules {
-    /// Whether it may fetch at `now` (seconds since 1970).
+    /// Returns whether `now` (seconds since 1970) is within the hours.
     pub fn is_open(&self, now: u64) -> bool {
         !self.open_for(now).is_zero()
     }
 
-    /// How long it may fetch from `now` on.
+    /// Returns how long the hours last from `now` on.
     pub fn open_for(&self, now: u64) -> Duration {
-        let [from, to] = self.hours.map(|hour| u64::from(hour) * 3600);
-        let since = (now + DAY_S - from) % DAY_S;
-        match (to + DAY_S - from) % DAY_S {
+        let [start, end] = self.hours.map(|hour| u64::from(hour) * 3600);
+        let elapsed = (now + DAY_S - start) % DAY_S;
+        match (end + DAY_S - start) % DAY_S {
             0 => Duration::MAX,
-            length => Duration::from_secs(length.saturating_sub(since)),
+            length => Duration::from_secs(length.saturating_sub(elapsed)),
         }
     }
 }
 
-/// What a run may take from its link.
+/// What one run may take from its link.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkLimits {
-    /// Bytes in all: from then on no further chunk is begun.
+    /// Bytes to receive in all. A run at this limit starts no further chunk.
     pub bytes_max: u64,
-    /// For how long it may be used: as above.
-    pub open: Duration,
-    /// Bytes a second, over each object...
+    /// Time in which the run may start a further chunk.
+    pub time_max: Duration,
+    /// Bytes a second that each object must reach...
     pub rate_min: u64,
-    /// ...once it has taken this long.
-    pub patience: Duration,
+    /// ...after this time.
+    pub rate_grace: Duration,
 }
 
 impl Default for LinkLimits {
     fn default() -> Self {
         Self {
             bytes_max: u64::MAX,
-            open: Duration::MAX,
+            time_max: Duration::MAX,
             rate_min: 1024,
-            patience: Duration::from_secs(30),
+            rate_grace: Duration::from_secs(30),
         }
     }
 }
 
-/// Fetches whole objects within the limits.
+/// The start of an object's transfer: the time, and the bytes that the run had received.
+#[derive(Clone, Copy)]
+struct Start {
+    time: Duration,
+    bytes: u64,
+}
+
+/// Fetches whole objects within limits.
 pub struct Fetcher<'a> {
     link: &'a mut dyn Link,
     clock: &'a dyn Clock,
     limits: LinkLimits,
-    began: Duration,
+    started: Duration,
     bytes: u64,
 }
 
 impl<'a> Fetcher<'a> {
-    /// A fetcher over `link`; `clock` times it.
+    /// Returns a fetcher over `link`, timed by `clock`.
     pub fn new(link: &'a mut dyn Link, clock: &'a dyn Clock, limits: LinkLimits) -> Self {
-        Self { link, clock, limits, began: clock.now(), bytes: 0 }
+        Self { link, clock, limits, started: clock.now(), bytes: 0 }
     }
 
-    /// Bytes received so far.
+    /// Returns the bytes received so far. Bytes that arrived twice count twice.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Whether another chunk may be begun.
+    /// Returns the full address of the object at `path`.
+    pub fn address(&self, path: &str) -> String {
+        self.link.address(path)
+    }
+
+    /// Returns `Ok` if the run may start another chunk.
     ///
     /// # Errors
-    /// The budget is used up, or the time in which it may be.
+    /// `UpdateError::ByteBudget` or `UpdateError::OutsideHours`.
     pub fn check_limits(&self) -> Result<(), UpdateError> {
-        let LinkLimits { bytes_max, open, .. } = self.limits;
+        let LinkLimits { bytes_max, time_max, .. } = self.limits;
         if self.bytes >= bytes_max {
-            return Err(UpdateError::Budget { bytes_max });
+            return Err(UpdateError::ByteBudget { bytes_max });
         }
-        if self.clock.now().saturating_sub(self.began) < open {
+        if self.clock.now().saturating_sub(self.started) < time_max {
             Ok(())
         } else {
-            Err(UpdateError::Closed)
+            Err(UpdateError::OutsideHours)
         }
     }
 
-    /// The whole object at `path`, of at most `bytes_max` bytes.
+    /// Returns the object at `path`, of at most `bytes_max` bytes.
     ///
     /// # Errors
-    /// It is not there, is longer, comes too slowly or not at all.
+    /// `UpdateError::{NotFound, EndlessData, SlowRetrieval, LinkBroken}`, with the address.
     pub fn get(&mut self, path: &str, bytes_max: u64) -> Result<Vec<u8>, UpdateError> {
-        let since = (self.clock.now(), self.bytes);
-        let (mut content, mut most, mut stalls) = (Vec::new(), 0, 0);
+        let start = Start { time: self.clock.now(), bytes: self.bytes };
+        let (mut content, mut longest, mut stalls) = (Vec::new(), 0, 0);
+
         for _ in 0..BREAKS_MAX {
-            match self.go_on(path, bytes_max, since, &mut content)? {
+            match self.get_rest(path, bytes_max, start, &mut content)? {
                 Ok(()) => return Ok(content),
                 Err(LinkError::NotFound) => {
-                    return Err(UpdateError::NotFound { path: path.to_owned() });
+                    return Err(UpdateError::NotFound { path: self.address(path) });
                 }
                 Err(LinkError::NoRanges) => content.clear(),
-                Err(LinkError::Broken(_)) if content.len() > most => {
-                    (most, stalls) = (content.len(), 0)
+                Err(LinkError::Broken(_)) if content.len() > longest => {
+                    (longest, stalls) = (content.len(), 0)
                 }
                 Err(LinkError::Broken(_)) if stalls < STALLS_MAX => stalls += 1,
                 Err(LinkError::Broken(problem)) => {
-                    return Err(UpdateError::Link { path: path.to_owned(), problem });
+                    return Err(UpdateError::LinkBroken { path: self.address(path), problem });
                 }
             }
         }
-        let problem = format!("broke off {BREAKS_MAX} times");
-        Err(UpdateError::Link { path: path.to_owned(), problem })
+
+        let problem = format!("the transfer broke off {BREAKS_MAX} times; try again later");
+        Err(UpdateError::LinkBroken { path: self.address(path), problem })
     }
 
-    /// Asks once, for what is missing. The outer error ends the run, the inner one is the link's.
-    fn go_on(
+    /// Requests once what `content` lacks of the object. The outer error ends the run; the inner
+    /// error is the link's.
+    fn get_rest(
         &mut self,
         path: &str,
         bytes_max: u64,
-        (began, before): (Duration, u64),
+        start: Start,
         content: &mut Vec<u8>,
     ) -> Result<Result<(), LinkError>, UpdateError> {
         let (limits, clock, bytes) = (self.limits, self.clock, &mut self.bytes);
         let from = content.len() as u64;
         let mut stop = None;
+
         let mut take = |piece: &[u8]| {
             *bytes += piece.len() as u64;
-            // What came twice came too.
-            let (came, time) = (*bytes - before, clock.now().saturating_sub(began));
-            let path = path.to_owned();
-            stop = if (content.len() + piece.len()) as u64 > bytes_max {
-                Some(UpdateError::EndlessData { path, bytes_max })
-            } else if time > limits.patience
-                && came < limits.rate_min.saturating_mul(time.as_secs())
-            {
-                Some(UpdateError::SlowRetrieval { path, bytes: came, seconds: time.as_secs() })
+            // Bytes that arrive twice count for the rate and for the budget.
+            let (received, time) = (*bytes - start.bytes, clock.now().saturating_sub(start.time));
+            let is_slow = time > limits.rate_grace
+                && received < limits.rate_min.saturating_mul(time.as_secs());
+
+            if (content.len() + piece.len()) as u64 > bytes_max {
+                stop = Some(Stop::Endless);
+            } else if is_slow {
+                stop = Some(Stop::Slow { bytes: received, seconds: time.as_secs() });
             } else {
                 content.extend_from_slice(piece);
                 return ControlFlow::Continue(());
-            };
+            }
             ControlFlow::Break(())
         };
         let done = self.link.get(path, from, &mut take);
-        stop.map_or(Ok(done), Err)
+
+        match stop {
+            None => Ok(done),
+            Some(Stop::Endless) => {
+                Err(UpdateError::EndlessData { path: self.address(path), bytes_max })
+            }
+            Some(Stop::Slow { bytes, seconds }) => {
+                Err(UpdateError::SlowRetrieval { path: self.address(path), bytes, seconds })
+            }
+        }
     }
+}
+
+/// Why a fetcher ends a transfer.
+enum Stop {
+    Endless,
+    Slow { bytes: u64, seconds: u64 },
 }
 
 #[cfg(test)]
@@ -197,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hours_end_at_their_second_also_over_midnight() {
+    fn hours_end_on_the_second_and_may_span_midnight() {
         let rules =
             |hours| LinkRules { poll_minutes: 1, bytes_per_day_max: 1, bytes_per_s_max: 0, hours };
         let open_for =
@@ -211,7 +245,7 @@ mod tests {
         }
         for (hours, opens) in [([2, 5], 2..5), ([22, 4], 22..28), ([20, 24], 20..24)] {
             for hour in 0..24 {
-                // The hour as counted from the day on which they began.
+                // The hour, counted from the day on which the window opened.
                 let at = if hour < opens.start { hour + 24 } else { hour };
                 let left = if opens.contains(&at) { (opens.end - at) * 3600 - 60 } else { 0 };
                 assert_eq!(open_for(hours, hour), left, "{hours:?} at {hour}");

@@ -1,6 +1,6 @@
-//! Releases as the repository names them, and the way from what is live to the newest. A release is
-//! one target: the manifest of its bundle, whose chunks lie under their hashes. Never makes a path
-//! of a name that it did not take apart first.
+//! Releases as a repository lists them, and the cheapest path from the live generation to the
+//! newest one. A release is one signed target: the manifest of its bundle. The bundle's chunks are
+//! stored under their hashes. A path is never made of a target name that `parse_name` refuses.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::update::error::UpdateError;
@@ -9,23 +9,23 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sigstore_tuf::Targets;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The field of a target's `custom` that says how many bytes its chunks take.
+/// The field of a target's `custom` with the bytes of its chunks.
 pub const BYTES: &str = "bytes";
 
-/// The field of a target's `custom` that says which share of the fleet may have it, per cent;
-/// without it all may.
+/// The field of a target's `custom` with the share of the fleet that may install it, per cent. A
+/// target without the field is for all cars.
 pub const SHARE: &str = "share";
 
-/// One release.
+/// A release: a signed target that leads to one generation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Release {
-    /// What it leads to.
+    /// The generation that it leads to.
     pub generation: Generation,
-    /// The sequence it starts from; `None` for a snapshot.
+    /// The sequence of its parent; `None` for a snapshot.
     pub parent: Option<u64>,
-    /// Bytes of its chunks, as announced.
+    /// Bytes of its chunks, as its target announces them.
     pub bytes: u64,
-    /// Cars with a cohort below this may have it.
+    /// Cars with a cohort below this may install it.
     pub share: u8,
     /// Bytes of its manifest.
     pub manifest_bytes: u64,
@@ -43,7 +43,7 @@ fn read_hex<'de, D: Deserializer<'de>>(from: D) -> Result<Hash, D::Error> {
     unhex(&text).ok_or_else(|| D::Error::custom("a hash has 64 hexadecimal digits"))
 }
 
-/// Hexadecimal digits of a hash or of a part of one.
+/// Returns the hexadecimal digits of `hash`, or of a part of a hash.
 pub fn hex(hash: &[u8]) -> String {
     hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -60,13 +60,13 @@ fn unhex(text: &str) -> Option<Hash> {
     Some(hash)
 }
 
-/// Where the chunk of this hash lies in the repository.
+/// Returns the repository path of the chunk with this hash.
 pub fn chunk_path(hash: &Hash) -> String {
     let hex = hex(hash);
     format!("chunks/{}/{hex}", &hex[..2])
 }
 
-/// The target name of a release.
+/// Returns the target name of the release that leads from `parent` to `generation`.
 pub fn target_name(generation: &Generation, parent: Option<u64>) -> String {
     let (lineage, sequence) = (&generation.lineage, generation.sequence);
     match parent {
@@ -75,13 +75,14 @@ pub fn target_name(generation: &Generation, parent: Option<u64>) -> String {
     }
 }
 
-/// Where the manifest with this hash and target name lies in the repository.
+/// Returns the repository path of the manifest with this target name and hash.
 pub fn manifest_path(name: &str, hash: &Hash) -> String {
     let (folder, file) = name.rsplit_once('/').unwrap_or(("", name));
     format!("targets/{folder}/{}.{file}", hex(hash))
 }
 
-/// Takes a target's name apart; `None` if it is not a release's.
+/// Returns the generation and the parent that a target's name stands for, or `None` if the name is
+/// not that of a release.
 pub fn parse_name(name: &str) -> Option<(Generation, Option<u64>)> {
     let (lineage, file) = name.split_once('/')?;
     let (sequence, kind) = file.split_once('-')?;
@@ -90,26 +91,29 @@ pub fn parse_name(name: &str) -> Option<(Generation, Option<u64>)> {
         None => None,
     };
     let generation = Generation { lineage: lineage.to_owned(), sequence: sequence.parse().ok()? };
-    let ours = !lineage.is_empty()
+
+    let is_release = !lineage.is_empty()
         && !lineage.starts_with('.')
         && lineage.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
         && parent.is_none_or(|parent| parent < generation.sequence)
         && target_name(&generation, parent) == name;
-    ours.then_some((generation, parent))
+
+    is_release.then_some((generation, parent))
 }
 
-/// The releases among `targets`. Targets with other names are not ours.
+/// Returns the releases among `targets`. Targets with other names are skipped.
 ///
 /// # Errors
-/// A release has no SHA-256.
+/// `UpdateError::ReleaseField` if a release has no SHA-256.
 pub fn releases(targets: &Targets) -> Result<Vec<Release>, UpdateError> {
     let mut releases = Vec::new();
     for (name, target) in &targets.targets {
         let Some((generation, parent)) = parse_name(name) else { continue };
         let Some(manifest) = target.hashes.get("sha256").and_then(|h| unhex(h)) else {
             let problem = "is missing or not 64 hexadecimal digits".to_owned();
-            return Err(UpdateError::Release { name: name.clone(), field: "sha256", problem });
+            return Err(UpdateError::ReleaseField { name: name.clone(), field: "sha256", problem });
         };
+
         let number = |field: &str| {
             target.custom.as_ref().and_then(|c| c.get(field)).and_then(serde_json::Value::as_u64)
         };
@@ -127,82 +131,95 @@ pub fn releases(targets: &Targets) -> Result<Vec<Release>, UpdateError> {
     Ok(releases)
 }
 
-/// The model to follow: the live one's, the named one, or the only one.
+/// Returns the model to follow: that of the live generation, the `chosen` one, or the only listed
+/// one. Returns `None` if nothing is listed.
 ///
 /// # Errors
-/// There are several and none is named.
+/// `UpdateError::AmbiguousLineage` if several models are listed and none is chosen.
 pub fn lineage_of(
     live: Option<&Generation>,
-    named: Option<&str>,
+    chosen: Option<&str>,
     releases: &[Release],
 ) -> Result<Option<String>, UpdateError> {
-    if let Some(lineage) = live.map(|g| g.lineage.as_str()).or(named) {
+    if let Some(lineage) = live.map(|g| g.lineage.as_str()).or(chosen) {
         return Ok(Some(lineage.to_owned()));
     }
+
     let found: BTreeSet<&str> = releases.iter().map(|r| r.generation.lineage.as_str()).collect();
     match found.len() {
         0 => Ok(None),
         1 => Ok(found.first().map(|l| (*l).to_owned())),
         _ => {
             let found = found.into_iter().collect::<Vec<_>>().join(", ");
-            Err(UpdateError::Lineage { found })
+            Err(UpdateError::AmbiguousLineage { found })
         }
     }
 }
 
-/// The releases to install one after the other: those of fewest bytes that lead from `live` to the
-/// highest sequence that can be reached, by a snapshot first where what is live does not take
-/// deltas. Empty where nothing is newer than `live`.
+/// The cheapest known way to reach a sequence: its bytes, and the last release on it (`None` for
+/// the live generation).
+struct Reached<'a> {
+    bytes: u64,
+    last: Option<&'a Release>,
+}
+
+/// Returns the releases to install in order: the path of fewest bytes from `live` to the highest
+/// reachable sequence. If `takes_deltas` is false, the path starts with a snapshot. The path is
+/// empty if nothing is newer than `live`.
 ///
 /// # Errors
-/// There is something newer, and no way to it.
-pub fn way(
+/// `UpdateError::NoPath` if a newer release is listed and none can be reached.
+pub fn cheapest_path(
     live: Option<u64>,
     takes_deltas: bool,
     lineage: &str,
     releases: &[Release],
 ) -> Result<Vec<Release>, UpdateError> {
-    let mut steps: Vec<&Release> = releases
-        .iter()
-        .filter(|r| {
-            r.generation.lineage == lineage && live.is_none_or(|live| r.generation.sequence > live)
-        })
-        .collect();
+    let is_newer = |r: &&Release| {
+        r.generation.lineage == lineage && live.is_none_or(|live| r.generation.sequence > live)
+    };
+    let mut steps: Vec<&Release> = releases.iter().filter(is_newer).collect();
     steps.sort_by_key(|r| (r.generation.sequence, r.parent));
     let Some(newest) = steps.last().map(|r| r.generation.sequence) else { return Ok(Vec::new()) };
-    // Every step leads to a higher sequence: in their order each way is known before it is gone on
-    // from.
-    let mut best: BTreeMap<u64, (u64, Option<&Release>)> = BTreeMap::new();
+
+    // A parent has a lower sequence than its release, so in this order the cheapest way to each
+    // parent is final before any release uses it.
+    let mut reached: BTreeMap<u64, Reached<'_>> = BTreeMap::new();
     if let Some(live) = live.filter(|_| takes_deltas) {
-        best.insert(live, (0, None));
+        reached.insert(live, Reached { bytes: 0, last: None });
     }
     for step in steps {
         let before = match step.parent {
             None => Some(0),
-            Some(parent) => best.get(&parent).map(|(bytes, _)| *bytes),
+            Some(parent) => reached.get(&parent).map(|r| r.bytes),
         };
-        let Some(bytes) =
-            before.map(|b| b.saturating_add(step.bytes).saturating_add(step.manifest_bytes))
-        else {
-            continue;
-        };
-        let entry = best.entry(step.generation.sequence).or_insert((u64::MAX, None));
-        if entry.1.is_none() || bytes < entry.0 {
-            *entry = (bytes, Some(step));
+        let Some(before) = before else { continue };
+
+        let bytes = before.saturating_add(step.bytes).saturating_add(step.manifest_bytes);
+        let sequence = step.generation.sequence;
+        if reached.get(&sequence).is_none_or(|r| bytes < r.bytes) {
+            reached.insert(sequence, Reached { bytes, last: Some(step) });
         }
     }
-    let mut way = Vec::new();
-    let mut at = best.last_key_value().and_then(|(_, (_, step))| *step);
-    while let Some(step) = at {
-        way.push(step.clone());
-        at = step.parent.and_then(|parent| best.get(&parent)).and_then(|(_, step)| *step);
-    }
-    way.reverse();
-    if way.is_empty() {
+
+    let path = path_to_last(&reached);
+    if path.is_empty() {
         let live = live.map_or("nothing".to_owned(), |l| format!("sequence {l}"));
-        return Err(UpdateError::NoWay { live, newest, lineage: lineage.to_owned() });
+        return Err(UpdateError::NoPath { live, newest, lineage: lineage.to_owned() });
     }
-    Ok(way)
+    Ok(path)
+}
+
+/// Returns the releases on the way to the highest reached sequence, in order.
+fn path_to_last(reached: &BTreeMap<u64, Reached<'_>>) -> Vec<Release> {
+    let mut path = Vec::new();
+    let mut at = reached.last_key_value().and_then(|(_, r)| r.last);
+    while let Some(step) = at {
+        path.push(step.clone());
+        at = step.parent.and_then(|parent| reached.get(&parent)).and_then(|r| r.last);
+    }
+    path.reverse();
+    path
 }
 
 #[cfg(test)]
@@ -215,7 +232,7 @@ mod tests {
     }
 
     fn path(live: Option<u64>, releases: &[Release]) -> Vec<(u64, Option<u64>)> {
-        way(live, true, "m", releases)
+        cheapest_path(live, true, "m", releases)
             .unwrap()
             .iter()
             .map(|r| (r.generation.sequence, r.parent))
@@ -223,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_of_fewest_bytes() {
+    fn the_path_of_fewest_bytes_is_taken() {
         let all = [
             release(1, None, 100),
             release(2, Some(1), 10),
@@ -237,15 +254,15 @@ mod tests {
         assert_eq!(path(None, &all), [(3, None)]);
         assert_eq!(path(None, &all[..4]), [(1, None), (3, Some(1))]);
         assert!(matches!(
-            way(Some(0), true, "m", &all[1..3]),
-            Err(UpdateError::NoWay { newest: 3, .. })
+            cheapest_path(Some(0), true, "m", &all[1..3]),
+            Err(UpdateError::NoPath { newest: 3, .. })
         ));
-        let by_snapshot = way(Some(2), false, "m", &all).unwrap();
-        assert_eq!(by_snapshot, [all[4].clone()], "where no delta is taken");
+        let by_snapshot = cheapest_path(Some(2), false, "m", &all).unwrap();
+        assert_eq!(by_snapshot, [all[4].clone()], "a car that takes no delta");
     }
 
     #[test]
-    fn only_our_own_names_are_taken() {
+    fn only_names_of_releases_are_parsed() {
         let generation = Generation { lineage: "ads.v2".to_owned(), sequence: 7 };
         for parent in [None, Some(6)] {
             let name = target_name(&generation, parent);

@@ -1,6 +1,7 @@
-//! The floor: the versions and the time below which nothing is accepted again, whatever becomes of
-//! the metadata files. Two copies, each replaced whole; with both gone nothing is accepted. Never
-//! goes down, but where a new root takes away the keys that signed it.
+//! The rollback floor: the lowest metadata versions and the earliest time that this car accepts.
+//! It holds even if the metadata files are lost. The record has two copies, each replaced whole;
+//! without either copy the car accepts nothing. A version never goes down, except when a new root
+//! revokes the keys that signed it.
 
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
@@ -18,71 +19,88 @@ const COPIES: [&str; 2] = ["floor.a", "floor.b"];
 /// The record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RollbackFloor {
-    /// Counts up with every write: of two copies the higher one is newer.
+    /// Number of writes. The copy with the higher number is newer.
     pub writes: u64,
-    /// Version of the root role's metadata.
+    /// Version of the root metadata.
     pub root: u64,
-    /// Of the timestamp's.
+    /// Version of the timestamp metadata.
     pub timestamp: u64,
-    /// Of the snapshot's.
+    /// Version of the snapshot metadata.
     pub snapshot: u64,
-    /// Of the targets'.
+    /// Version of the targets metadata.
     pub targets: u64,
-    /// The newest time that the repository signed, seconds since 1970.
+    /// Time floor: the newest time that the repository signed, seconds since 1970.
     pub time: u64,
 }
 
+/// The newest copy on disk.
+pub(super) struct StoredFloor {
+    /// The record.
+    pub floor: RollbackFloor,
+    /// Both copies hold this record.
+    pub is_in_both: bool,
+}
+
 impl RollbackFloor {
-    /// The bytes of the record.
+    /// Encodes the record.
     pub fn encode(&self) -> Vec<u8> {
         record::encode(MAGIC, FLOOR_FORMAT, self)
     }
 
-    /// Reads a record back.
+    /// Decodes a record.
     ///
     /// # Errors
-    /// What is wrong.
+    /// What is wrong with `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         record::decode(MAGIC, FLOOR_FORMAT, bytes)
     }
 
-    /// The newest whole copy in `directory` and whether both are it; `None` where there never was
-    /// one.
+    /// Reads the newest readable copy in `directory`. Returns `None` if no copy exists.
     ///
     /// # Errors
-    /// There are copies, and none is whole and can be read.
-    pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Option<(Self, bool)>, UpdateError> {
-        let (mut whole, mut problem) = (Vec::new(), None);
+    /// `UpdateError::RollbackFloor` if copies exist and none can be read.
+    pub(super) fn read(
+        disk: &dyn Disk,
+        directory: &Path,
+    ) -> Result<Option<StoredFloor>, UpdateError> {
+        let (mut readable, mut problem) = (Vec::new(), None);
         for name in COPIES {
             let path = directory.join(name);
             match disk.read(&path).map(|bytes| Self::decode(&bytes)) {
-                Ok(Ok(floor)) => whole.push(floor),
+                Ok(Ok(floor)) => readable.push(floor),
                 Ok(Err(wrong)) => problem = Some(format!("{name}: {wrong}")),
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(e) => problem = Some(format!("{name}: {e}")),
             }
         }
-        let alike = whole.len() == COPIES.len() && whole.iter().all(|f| *f == whole[0]);
-        match (whole.into_iter().max_by_key(|f| f.writes), problem) {
-            (Some(floor), _) => Ok(Some((floor, alike))),
+
+        let is_in_both = readable.len() == COPIES.len() && readable[0] == readable[1];
+        match (readable.into_iter().max_by_key(|f| f.writes), problem) {
+            (Some(floor), _) => Ok(Some(StoredFloor { floor, is_in_both })),
             (None, None) => Ok(None),
             (None, Some(problem)) => {
-                Err(UpdateError::Floor { path: directory.to_owned(), problem })
+                Err(UpdateError::RollbackFloor { path: directory.to_owned(), problem })
             }
         }
     }
 
-    /// Makes this the record, one copy after the other.
+    /// Writes one copy after the other.
     ///
     /// # Errors
-    /// A copy cannot be written; the other one is whole.
+    /// `UpdateError::Io` if a copy cannot be written. The other copy is whole.
     pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
-        self.writes += 1;
+        self.writes = self.writes.saturating_add(1);
         let bytes = self.encode();
         COPIES.iter().try_for_each(|name| {
             let path = directory.join(name);
             atomic_write::replace(disk, &path, &bytes).map_err(io_error(&path))
         })
+    }
+
+    /// Returns whether no version and no time of `self` is below that of `other`.
+    pub(super) fn is_at_least(&self, other: &Self) -> bool {
+        let values = |f: &Self| [f.root, f.timestamp, f.snapshot, f.targets, f.time];
+        values(self).into_iter().zip(values(other)).all(|(mine, theirs)| mine >= theirs)
     }
 }
 

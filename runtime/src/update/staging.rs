@@ -1,6 +1,6 @@
-//! Staging: a release's chunks, fetched one by one, become its bundle beside the live generation.
-//! What has arrived is proved again after every start and never fetched twice; a power cut costs no
-//! more than one chunk's bytes. Nothing is parsed or decompressed before its hash was signed for.
+//! Staging: fetches a release's chunks one by one and builds the release's bundle beside the live
+//! generation. After a restart it verifies the stored chunks again; a power cut costs at most one
+//! chunk's bytes. It never parses or decompresses content before a signed hash verifies it.
 
 use crate::bundle::manifest::{Chunk, Manifest, sha256};
 use crate::bundle::{BundleError, BundleReader, HEADER_BYTES, header, trailer};
@@ -13,20 +13,28 @@ use crate::update::release::{Release, chunk_path, hex, manifest_path, target_nam
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Space left alone: for records and the file system's own needs.
+/// Space left free for records and for the file system.
 const SPARE_BYTES: u64 = 1 << 20;
 
-/// The folder in which releases are put together.
+/// The folder in which bundles are staged.
 pub struct Staging<'a> {
     disk: &'a dyn Disk,
     directory: &'a Path,
 }
 
+/// The part of a bundle that an earlier attempt left: whole chunks, and the bytes that they and the
+/// header take. No bytes if there is no whole chunk.
+#[derive(Clone, Copy, Default)]
+struct Stored {
+    chunks: usize,
+    bytes: u64,
+}
+
 impl<'a> Staging<'a> {
-    /// The folder `directory`, made if it is missing.
+    /// Opens the folder `directory` and creates it if it is missing.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// `UpdateError::Io` if the folder cannot be created.
     pub fn open(disk: &'a dyn Disk, directory: &'a Path) -> Result<Self, UpdateError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
         Ok(Self { disk, directory })
@@ -36,40 +44,40 @@ impl<'a> Staging<'a> {
         self.directory.join(format!("{}.{kind}", hex(&release.manifest)))
     }
 
-    /// Where the finished bundle of `release` stands.
+    /// Returns the path of the complete bundle of `release`.
     pub fn bundle(&self, release: &Release) -> PathBuf {
         self.file(release, "hatch")
     }
 
-    /// Whether `release` was found to be wrong itself: it is not fetched again.
+    /// Returns whether `release` was rejected and must not be fetched again.
     pub fn is_refused(&self, release: &Release) -> bool {
         self.disk.read(&self.file(release, "refused")).is_ok()
     }
 
-    /// Remembers that `release` is wrong and why, and drops its bundle.
+    /// Marks `release` as rejected, with the reason. The bundle stays.
     ///
     /// # Errors
-    /// The mark cannot be written.
-    pub fn refuse(&self, release: &Release, why: &str) -> Result<(), UpdateError> {
+    /// `UpdateError::Io` if the mark cannot be written.
+    pub fn refuse(&self, release: &Release, reason: &str) -> Result<(), UpdateError> {
         let path = self.file(release, "refused");
-        atomic_write::replace(self.disk, &path, why.as_bytes()).map_err(io_error(&path))
+        atomic_write::replace(self.disk, &path, reason.as_bytes()).map_err(io_error(&path))
     }
 
-    /// Whether the finished bundle is what was signed, chunk by chunk.
+    /// Returns whether the complete bundle of `release` is what was signed, chunk by chunk.
     pub fn is_sound(&self, release: &Release) -> bool {
-        let proved =
+        let verified =
             BundleReader::open_on(self.disk, &self.bundle(release)).and_then(|mut bundle| {
-                let ours = sha256(bundle.manifest_bytes()) == release.manifest;
+                let is_signed = sha256(bundle.manifest_bytes()) == release.manifest;
                 bundle.each_stored(|_, _| Ok::<(), BundleError>(()))?;
-                Ok(ours)
+                Ok(is_signed)
             });
-        proved.unwrap_or(false)
+        verified.unwrap_or(false)
     }
 
-    /// Drops the finished bundle of `release`, if it is there.
+    /// Removes the complete bundle of `release` if it exists.
     ///
     /// # Errors
-    /// It cannot be removed.
+    /// `UpdateError::Io` if the file cannot be removed.
     pub fn drop_bundle(&self, release: &Release) -> Result<(), UpdateError> {
         let path = self.bundle(release);
         match self.disk.remove_file(&path) {
@@ -78,11 +86,12 @@ impl<'a> Staging<'a> {
         }
     }
 
-    /// Removes all but what belongs to the releases `in_hand`, and the marks against those
-    /// `listed`. What cannot be removed costs space: it is reported and left.
+    /// Removes every file except those of the releases `in_hand` and the marks against the releases
+    /// `listed`. Logs a file that cannot be removed and leaves it.
     pub fn reclaim<'r>(&self, listed: &[Release], in_hand: impl Iterator<Item = &'r Release>) {
         let in_hand: Vec<String> = in_hand.map(|r| hex(&r.manifest)).collect();
         let marks: Vec<PathBuf> = listed.iter().map(|r| self.file(r, "refused")).collect();
+
         for file in self.disk.list(self.directory).unwrap_or_default() {
             let name =
                 file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
@@ -90,18 +99,21 @@ impl<'a> Staging<'a> {
                 continue;
             }
             if let Err(e) = self.disk.remove_file(&file) {
-                log::warn!("{}: not reclaimed: {e}", file.display());
+                log::warn!(
+                    "{}: this staged file is no longer needed and cannot be removed: {e}",
+                    file.display()
+                );
             }
         }
     }
 
-    /// Makes the bundle of `release` stand in the folder. Before each chunk, `progress` is told the
-    /// bytes of chunks that are there and the bytes that `fetcher` will have received behind it,
-    /// and may end the run.
+    /// Fetches what is missing of the bundle of `release` and returns the path of the complete
+    /// bundle. Before each chunk, `progress` receives the staged bytes and the bytes that `fetcher`
+    /// will have received after that chunk. An error of `progress` ends the run.
     ///
     /// # Errors
-    /// Something does not arrive, is not what was signed, or there is no room; or `progress`'s.
-    /// What arrived is kept.
+    /// A chunk does not arrive or is not what was signed, the space is too small, or `progress`
+    /// failed. Chunks that arrived stay.
     pub fn stage(
         &self,
         release: &Release,
@@ -112,39 +124,52 @@ impl<'a> Staging<'a> {
         if self.disk.open(&path).is_ok() {
             return Ok(path);
         }
+
         let (manifest_bytes, manifest) = self.manifest(release, fetcher)?;
         let chunks: Vec<&Chunk> = manifest.blobs.iter().flat_map(|b| &b.chunks).collect();
-        let (taken, mut at) = self.resume(&path, &chunks);
-        let missing: u64 = chunks[taken..].iter().map(|c| u64::from(c.stored)).sum();
+        let stored = self.stored(&path, &chunks);
+        let missing: u64 = chunks[stored.chunks..].iter().map(|c| u64::from(c.stored)).sum();
         self.check_space(missing.saturating_add(manifest_bytes.len() as u64))?;
+
         let part = part_of(&path);
-        let mut out = match taken {
-            0 => self.disk.create(&part).and_then(|mut out| out.write_all(&header()).map(|()| out)),
-            _ => self.disk.append(&part, at),
-        }
-        .map_err(io_error(&part))?;
-        at = at.max(header().len() as u64);
+        let mut out = self.open_part(&part, stored).map_err(io_error(&part))?;
+        let mut at = stored.bytes.max(HEADER_BYTES);
+        let end = at + missing;
         let mut unsynced = 0;
-        for (n, chunk) in chunks[taken..].iter().enumerate() {
-            // However small the budget, and late the hour, a run that can fetch at all brings one
-            // chunk.
-            let within = if n == 0 { Ok(()) } else { fetcher.check_limits() };
-            let begun =
-                within.and_then(|()| progress(at, fetcher.bytes() + u64::from(chunk.stored)));
-            let fetched = begun.and_then(|()| fetch_chunk(chunk, fetcher));
-            let Ok(stored) = fetched else {
+
+        for (n, chunk) in chunks[stored.chunks..].iter().enumerate() {
+            // Every run fetches at least one chunk, however small the budget and late the hour.
+            let allowed = if n == 0 { Ok(()) } else { fetcher.check_limits() };
+            let received = fetcher.bytes() + u64::from(chunk.stored);
+            let fetched = allowed
+                .and_then(|()| progress(at, received))
+                .and_then(|()| fetch_chunk(chunk, fetcher));
+            let Ok(content) = fetched else {
                 out.sync().map_err(io_error(&part))?;
                 return fetched.map(|_| path);
             };
-            out.write_all(&stored).map_err(io_error(&part))?;
-            (at, unsynced) = (at + stored.len() as u64, unsynced + stored.len());
+
+            out.write_all(&content).map_err(io_error(&part))?;
+            (at, unsynced) = (at + content.len() as u64, unsynced + content.len());
             if unsynced >= CHUNK_BYTES {
                 out.sync().map_err(io_error(&part))?;
                 unsynced = 0;
             }
         }
+
+        assert_eq!(at, end, "a staged bundle holds every chunk of its manifest once");
         progress(at, fetcher.bytes())?;
         self.finish(&path, out, at, &manifest_bytes)
+    }
+
+    /// Opens the part file to append after the `stored` chunks, or creates it with its header.
+    fn open_part(&self, part: &Path, stored: Stored) -> io::Result<Box<dyn Output>> {
+        if stored.chunks > 0 {
+            return self.disk.append(part, stored.bytes);
+        }
+        let mut out = self.disk.create(part)?;
+        out.write_all(&header())?;
+        Ok(out)
     }
 
     fn finish(
@@ -155,62 +180,75 @@ impl<'a> Staging<'a> {
         manifest: &[u8],
     ) -> Result<PathBuf, UpdateError> {
         let ended = out.write_all(manifest).and_then(|()| out.write_all(&trailer(at, manifest)));
-        ended.and_then(|()| atomic_write::publish(self.disk, path, out)).map_err(io_error(path))?;
+        ended
+            .and_then(|()| atomic_write::rename_into_place(self.disk, path, out))
+            .map_err(io_error(path))?;
         Ok(path.to_owned())
     }
 
-    /// The manifest of `release`, from an earlier attempt or fetched.
+    /// Returns the manifest of `release`, encoded and decoded.
     fn manifest(
         &self,
         release: &Release,
         fetcher: &mut Fetcher<'_>,
     ) -> Result<(Vec<u8>, Manifest), UpdateError> {
         let name = target_name(&release.generation, release.parent);
-        let path = self.file(release, "manifest");
-        let kept = self.disk.read(&path).ok().filter(|bytes| sha256(bytes) == release.manifest);
-        let bytes = match kept {
-            Some(bytes) => bytes,
-            None => {
-                let from = manifest_path(&name, &release.manifest);
-                let bytes =
-                    fetcher.get(&from, release.manifest_bytes.min(MANIFEST_BYTES_MAX as u64))?;
-                if sha256(&bytes) != release.manifest {
-                    return Err(UpdateError::ArbitrarySoftware { path: from });
-                }
-                atomic_write::replace(self.disk, &path, &bytes).map_err(io_error(&path))?;
-                bytes
-            }
-        };
+        let bytes = self.manifest_bytes(release, &name, fetcher)?;
         let manifest = Manifest::decode(&bytes)
             .map_err(|source| UpdateError::Manifest { name: name.clone(), source })?;
-        let wrong =
-            |field, problem| Err(UpdateError::Release { name: name.clone(), field, problem });
+
+        let differs =
+            |field, problem| Err(UpdateError::ReleaseField { name: name.clone(), field, problem });
         if manifest.generation != release.generation {
-            return wrong("generation", format!("the manifest says {}", manifest.generation));
+            return differs("generation", format!("the manifest has {}", manifest.generation));
         }
         if manifest.parent != release.parent {
-            return wrong("parent", format!("the manifest says {:?}", manifest.parent));
+            return differs("parent", format!("the manifest has {:?}", manifest.parent));
         }
         Ok((bytes, manifest))
     }
 
-    /// How many chunks of an earlier attempt are whole, and how many bytes they take with the
-    /// header.
-    fn resume(&self, path: &Path, chunks: &[&Chunk]) -> (usize, u64) {
-        let Ok(mut part) = self.disk.open(&part_of(path)) else { return (0, 0) };
+    /// Returns the encoded manifest of `release`: from an earlier attempt, or fetched and stored.
+    fn manifest_bytes(
+        &self,
+        release: &Release,
+        name: &str,
+        fetcher: &mut Fetcher<'_>,
+    ) -> Result<Vec<u8>, UpdateError> {
+        let path = self.file(release, "manifest");
+        let stored = self.disk.read(&path).ok().filter(|bytes| sha256(bytes) == release.manifest);
+        if let Some(bytes) = stored {
+            return Ok(bytes);
+        }
+
+        let from = manifest_path(name, &release.manifest);
+        let bytes = fetcher.get(&from, release.manifest_bytes.min(MANIFEST_BYTES_MAX as u64))?;
+        if sha256(&bytes) != release.manifest {
+            return Err(UpdateError::ArbitrarySoftware { path: fetcher.address(&from) });
+        }
+        atomic_write::replace(self.disk, &path, &bytes).map_err(io_error(&path))?;
+        Ok(bytes)
+    }
+
+    /// Returns the whole chunks that an earlier attempt left in the part file of `path`.
+    fn stored(&self, path: &Path, chunks: &[&Chunk]) -> Stored {
+        let Ok(mut part) = self.disk.open(&part_of(path)) else { return Stored::default() };
         let mut start = [0; HEADER_BYTES as usize];
         if part.read_exact(&mut start).is_err() || start != header() {
-            return (0, 0);
+            return Stored::default();
         }
-        let (mut at, mut stored) = (start.len() as u64, Vec::with_capacity(CHUNK_BYTES));
-        for (taken, chunk) in chunks.iter().enumerate() {
-            stored.resize(chunk.stored as usize, 0);
-            if part.read_exact(&mut stored).is_err() || sha256(&stored) != chunk.sha256 {
-                return (taken, if taken == 0 { 0 } else { at });
+
+        let mut stored = Stored::default();
+        let mut content = Vec::with_capacity(CHUNK_BYTES);
+        for chunk in chunks {
+            content.resize(chunk.stored as usize, 0);
+            if part.read_exact(&mut content).is_err() || sha256(&content) != chunk.sha256 {
+                break;
             }
-            at += u64::from(chunk.stored);
+            stored.chunks += 1;
+            stored.bytes = stored.bytes.max(HEADER_BYTES) + u64::from(chunk.stored);
         }
-        (chunks.len(), at)
+        stored
     }
 
     fn check_space(&self, bytes: u64) -> Result<(), UpdateError> {
@@ -219,7 +257,7 @@ impl<'a> Staging<'a> {
         if needed <= free {
             return Ok(());
         }
-        Err(UpdateError::Space { path: self.directory.to_owned(), needed, free })
+        Err(UpdateError::NoSpace { path: self.directory.to_owned(), needed, free })
     }
 }
 
@@ -227,7 +265,7 @@ fn fetch_chunk(chunk: &Chunk, fetcher: &mut Fetcher<'_>) -> Result<Vec<u8>, Upda
     let path = chunk_path(&chunk.sha256);
     let stored = fetcher.get(&path, u64::from(chunk.stored))?;
     if stored.len() != chunk.stored as usize || sha256(&stored) != chunk.sha256 {
-        return Err(UpdateError::ArbitrarySoftware { path });
+        return Err(UpdateError::ArbitrarySoftware { path: fetcher.address(&path) });
     }
     Ok(stored)
 }
