@@ -1,0 +1,419 @@
+//! Targets: what a machine is and what the runtime may use of it, as TOML files that inherit from
+//! one another. `docs/targets.md` lists every key. Reads text files, never the machine.
+
+mod error;
+mod source;
+
+pub use error::{Position, TargetError};
+
+use crate::limits::{BATCH_MAX, CPUS_MAX, DELTAS_MAX, REALTIME_PRIORITY_MAX, SLOTS_MAX};
+use crate::maintenance::MaintenanceRules;
+use crate::model::budget::Budget;
+use crate::update::apply::Policy;
+use crate::update::link::LinkRules;
+use hatchback_kernels::cuda::Device;
+use hatchback_kernels::cuda::driver::{CudaError, Profile};
+use hatchback_kernels::gpu::TensorRtOptions;
+use serde::Deserialize;
+use source::Chain;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use toml::Value;
+
+/// The processor that computes requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    /// The CPU.
+    Cpu,
+    /// A CUDA GPU.
+    Cuda,
+}
+
+/// The kind of machine, which decides what `hatchbackd --report` reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MachineKind {
+    /// An NVIDIA DRIVE AGX Orin.
+    Orin,
+    /// Any Linux machine that stands in for one.
+    Sim,
+}
+
+/// How the daemon runs on the machine.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Machine {
+    /// The kind of machine.
+    pub kind: MachineKind,
+    /// Whether the daemon locks its memory (`mlockall`).
+    pub lock_memory: bool,
+    /// Real-time priority of the threads that serve requests; 0 is the ordinary scheduling class.
+    pub realtime_priority: u8,
+    /// The CPUs that the daemon runs on; an empty list means all.
+    pub cpus: Vec<u16>,
+    /// The directory whose folders are models on flash.
+    pub models: PathBuf,
+    /// The directory whose folders are the sync directories of models, by the models' names.
+    pub updates: PathBuf,
+}
+
+/// The temperatures (°C, hottest thermal zone) and powers (W, sum of all rails) above which the
+/// daemon sheds load. Without a limit the daemon sheds nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shed {
+    /// Above this temperature maintenance waits, °C.
+    pub maintenance_celsius: u32,
+    /// Above this temperature the daemon serves one request at a time, °C.
+    pub requests_celsius: u32,
+    /// Above this power maintenance waits, W.
+    pub maintenance_watts: Option<u32>,
+    /// Above this power the daemon serves one request at a time, W.
+    pub requests_watts: Option<u32>,
+}
+
+/// The error for a name that is neither `cpu` nor `cuda`.
+#[derive(Debug, thiserror::Error)]
+#[error("`{0}` is neither `cpu` nor `cuda`")]
+pub struct UnknownDevice(String);
+
+impl FromStr for DeviceKind {
+    type Err = UnknownDevice;
+
+    fn from_str(name: &str) -> Result<Self, UnknownDevice> {
+        match name {
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda),
+            other => Err(UnknownDevice(other.to_owned())),
+        }
+    }
+}
+
+impl DeviceKind {
+    /// Opens the machine's device of this kind. `tegra_profile` is that of [`Target`].
+    ///
+    /// # Errors
+    /// The machine has no CUDA driver, or no GPU that can run the kernels.
+    pub fn open(self, tegra_profile: bool) -> Result<Device, CudaError> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda => Device::cuda(Profile { tegra: tegra_profile }),
+        }
+    }
+}
+
+/// One machine: what it is, and what the runtime may use of it.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Target {
+    /// The Rust target triple of the programs.
+    pub triple: String,
+    /// The CPU that the programs are compiled for, as rustc names it; `None` for any of `triple`.
+    pub target_cpu: Option<String>,
+    /// The newest glibc that the programs may need.
+    pub glibc: Option<String>,
+    /// The processor that computes requests.
+    pub device: DeviceKind,
+    /// Compute capability of the GPU, such as `87`.
+    pub sm: Option<u32>,
+    /// Whether the GPU is used as on a Tegra: the driver compiles no PTX.
+    #[serde(default)]
+    pub tegra_profile: bool,
+    /// How TensorRT runs the dense network; `None` for the runtime's own kernels.
+    pub tensorrt_options: Option<TensorRtOptions>,
+    /// The memory, threads and reads that the models may use.
+    pub budget: Budget,
+    /// What maintenance of the flash tier may do, and when.
+    pub maintenance: MaintenanceRules,
+    /// When `hatchback-sync` looks for releases, and how much it may receive.
+    pub link: LinkRules,
+    /// What a release must show before it is committed.
+    pub update: Policy,
+    /// How the daemon runs on the machine.
+    pub machine: Machine,
+    /// When the daemon sheds load.
+    pub shed: Shed,
+}
+
+/// A key whose value is out of its range.
+struct WrongValue {
+    key: &'static str,
+    value: String,
+    problem: String,
+}
+
+/// Refuses `value` of the dotted `key` unless it is `sound`.
+fn check(
+    key: &'static str,
+    value: impl ToString,
+    sound: bool,
+    problem: impl Into<String>,
+) -> Result<(), WrongValue> {
+    if sound {
+        return Ok(());
+    }
+    Err(WrongValue { key, value: value.to_string(), problem: problem.into() })
+}
+
+impl Target {
+    /// Reads the target at `path` and the files that it inherits from: `inherits = "base"` means
+    /// `base.toml` in the same folder. A key of the file that inherits wins.
+    ///
+    /// # Errors
+    /// [`TargetError::Io`] where a file cannot be read, [`TargetError::Parse`] where a key is
+    /// missing, unknown or of another type, [`TargetError::Field`] where a value is out of range.
+    pub fn load(path: &Path) -> Result<Self, TargetError> {
+        let chain = Chain::read(path)?;
+        let target: Self =
+            Value::Table(chain.merged()).try_into().map_err(|e| chain.parse_error(&e))?;
+
+        match target.check() {
+            Ok(()) => Ok(target),
+            Err(WrongValue { key, value, problem }) => {
+                Err(TargetError::Field { position: chain.position_of(key), key, value, problem })
+            }
+        }
+    }
+
+    /// Finds the first value that is out of its range.
+    fn check(&self) -> Result<(), WrongValue> {
+        self.check_budget()?;
+        self.check_maintenance_and_updates()?;
+        self.check_machine()?;
+        self.check_shed()
+    }
+
+    fn check_budget(&self) -> Result<(), WrongValue> {
+        let Budget { slots, workers, batch_max, reads_max, .. } = self.budget;
+        let slots_fit = (1..=SLOTS_MAX).contains(&(slots as usize));
+        check("budget.slots", slots, slots_fit, format!("must be 1 to {SLOTS_MAX}"))?;
+        check("budget.workers", workers, workers > 0, "must be 1 or more")?;
+        let batch_fits = (1..=BATCH_MAX).contains(&(batch_max as usize));
+        check("budget.batch_max", batch_max, batch_fits, format!("must be 1 to {BATCH_MAX}"))?;
+
+        let problem = format!("must be {workers} or more: one read for each of budget.workers");
+        check("budget.reads_max", reads_max, reads_max >= workers, problem)
+    }
+
+    fn check_maintenance_and_updates(&self) -> Result<(), WrongValue> {
+        let MaintenanceRules { deltas_max, busy_percent_max, .. } = self.maintenance;
+        let problem = format!("must be below {DELTAS_MAX}, the most deltas that a table can have");
+        check("maintenance.deltas_max", deltas_max, deltas_max < DELTAS_MAX, problem)?;
+        let is_percent = |percent: u64| (1..=100).contains(&percent);
+        let problem = "must be 1 to 100";
+        check(
+            "maintenance.busy_percent_max",
+            busy_percent_max,
+            is_percent(busy_percent_max),
+            problem,
+        )?;
+
+        let Policy { busy_percent_max, probe_difference_max, .. } = self.update;
+        check("update.busy_percent_max", busy_percent_max, is_percent(busy_percent_max), problem)?;
+        let is_distance = probe_difference_max.is_finite() && probe_difference_max >= 0.0;
+        let problem = "must be 0 or more";
+        check("update.probe_difference_max", probe_difference_max, is_distance, problem)?;
+
+        let LinkRules { poll_minutes, hours, .. } = self.link;
+        check("link.poll_minutes", poll_minutes, poll_minutes > 0, "must be 1 or more")?;
+        let are_hours = hours.iter().all(|&hour| hour <= 24);
+        check("link.hours", format!("{hours:?}"), are_hours, "hours must be 0 to 24")
+    }
+
+    fn check_machine(&self) -> Result<(), WrongValue> {
+        let Machine { realtime_priority, ref cpus, .. } = self.machine;
+        let problem = format!(
+            "must be at most {REALTIME_PRIORITY_MAX}: a real-time kernel serves interrupts above it"
+        );
+        check(
+            "machine.realtime_priority",
+            realtime_priority,
+            realtime_priority <= REALTIME_PRIORITY_MAX,
+            problem,
+        )?;
+
+        let are_cpus = cpus.iter().all(|&cpu| cpu < CPUS_MAX);
+        let problem = format!("CPU numbers must be below {CPUS_MAX}");
+        check("machine.cpus", format!("{cpus:?}"), are_cpus, problem)
+    }
+
+    /// Maintenance is shed first, so its limits must not be above those of requests.
+    fn check_shed(&self) -> Result<(), WrongValue> {
+        let Shed { maintenance_celsius, requests_celsius, maintenance_watts, requests_watts } =
+            self.shed;
+        let problem = format!(
+            "must be at most shed.requests_celsius = {requests_celsius}: maintenance is shed first"
+        );
+        check(
+            "shed.maintenance_celsius",
+            maintenance_celsius,
+            maintenance_celsius <= requests_celsius,
+            problem,
+        )?;
+
+        let Some((maintenance, requests)) = maintenance_watts.zip(requests_watts) else {
+            return Ok(());
+        };
+        let problem =
+            format!("must be at most shed.requests_watts = {requests}: maintenance is shed first");
+        check("shed.maintenance_watts", maintenance, maintenance <= requests, problem)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn targets() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../targets")
+    }
+
+    #[test]
+    fn every_target_of_the_tree_loads() {
+        let mut names = Vec::new();
+        for entry in std::fs::read_dir(targets()).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|e| e == "toml") && !path.ends_with("base.toml") {
+                Target::load(&path).unwrap();
+                names.push(path.file_stem().unwrap().to_string_lossy().into_owned());
+            }
+        }
+        names.sort();
+        assert_eq!(names, ["cpu", "drive-orin", "x86-cuda"]);
+        let orin = Target::load(&targets().join("drive-orin.toml")).unwrap();
+        assert_eq!((orin.device, orin.sm, orin.tegra_profile), (DeviceKind::Cuda, Some(87), true));
+        assert_eq!(
+            (orin.target_cpu.as_deref(), orin.glibc.as_deref()),
+            (Some("cortex-a78ae"), Some("2.31"))
+        );
+    }
+
+    #[test]
+    fn an_error_names_file_line_key_and_value() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.toml");
+        let error = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            Target::load(&path).unwrap_err().to_string()
+        };
+        assert!(error("inherits = \"a\"").contains("chain"));
+        assert!(error("inherits = \"../a\"").contains("inherits"));
+        assert!(error("triple = \"x\"\ndevice = \"tpu\"").contains("tpu"));
+        assert!(error("triple = \"x\"\ndevice = \"cpu\"").contains("budget"));
+        std::fs::copy(targets().join("base.toml"), directory.path().join("base.toml")).unwrap();
+        let with = |fields: &str| {
+            error(&format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n{fields}"))
+        };
+        let at = path.display().to_string();
+        for (fields, texts) in [
+            ("[budget]\nslots = 0", [":5: budget.slots = 0", "1 to 1024"]),
+            ("[budget]\nworkers = 9\nreads_max = 8", [":6: budget.reads_max = 8", "9 or more"]),
+            ("[maintenance]\nbusy_percent_max = 0", ["maintenance.busy_percent_max = 0", "100"]),
+            ("[update]\nbusy_percent_max = 101", ["update.busy_percent_max = 101", "1 to 100"]),
+            ("[update]\nprobe_difference_max = -1.0", ["probe_difference_max = -1", "0 or more"]),
+            ("[link]\npoll_minutes = 0", ["link.poll_minutes = 0", "1 or more"]),
+            ("[link]\nhours = [0, 25]", ["link.hours = [0, 25]", "0 to 24"]),
+            ("[maintenance]\ndeltas_max = 64", ["maintenance.deltas_max = 64", "below 64"]),
+            ("[maintenance]\ndeltas_max = -1", [":5: ", "maintenance.deltas_max"]),
+            ("[maintenance]\nscrub_every_hours = \"weekly\"", [":5: ", "scrub_every_hours"]),
+            ("[maintenance]\nscrub_hours = 1", [":5: ", "scrub_hours"]),
+            ("[machine]\nkind = \"qnx\"", ["machine", "qnx"]),
+            ("[machine]\nrealtime_priority = 50", ["machine.realtime_priority = 50", "most 49"]),
+            ("[machine]\nrealtime_priority = 300", ["machine", "realtime_priority"]),
+            ("[machine]\ncpus = [3, 1024]", ["machine.cpus = [3, 1024]", "below 1024"]),
+            (
+                "[shed]\nmaintenance_celsius = 200",
+                ["shed.maintenance_celsius = 200", "requests_celsius"],
+            ),
+            (
+                "[shed]\nmaintenance_watts = 9\nrequests_watts = 8",
+                [":5: shed.maintenance_watts = 9", "requests_watts = 8"],
+            ),
+            ("[shed]\nmaintenance_kelvin = 9", [":5: ", "maintenance_kelvin"]),
+            // Keys of earlier versions.
+            ("[upkeep]\ndeltas_max = 3", [":4: `upkeep` is now called", "`maintenance`"]),
+            ("[budget]\ngather_us = 3", [":5: `budget.gather_us`", "batch_delay_us_max"]),
+            ("[shed]\nupkeep_celsius = 3", [":5: ", "`shed.maintenance_celsius`"]),
+            ("[shed]\nupkeep_watts = 3", [":5: ", "`shed.maintenance_watts`"]),
+            ("not toml", [":4: ", ""]),
+        ] {
+            let said = with(fields);
+            assert!(
+                said.starts_with(&at) && texts.iter().all(|t| said.contains(t)),
+                "{fields}: {said}"
+            );
+        }
+    }
+
+    /// The keys that serde knows in `section` (empty: the top level), as its error lists them.
+    fn keys_of(section: &str) -> Vec<String> {
+        let base = std::fs::read_to_string(targets().join("base.toml")).unwrap();
+        let mut table: toml::Table = base.parse().unwrap();
+        table.insert("triple".to_owned(), "x".into());
+        table.insert("device".to_owned(), "cpu".into());
+        let within = match section {
+            "" => &mut table,
+            name => table
+                .entry(name)
+                .or_insert(Value::Table(toml::Table::new()))
+                .as_table_mut()
+                .unwrap(),
+        };
+        within.insert("a key that is unknown".to_owned(), 0.into());
+
+        let error = Value::Table(table).try_into::<Target>().unwrap_err().to_string();
+        let (_, known) = error.split_once("expected").unwrap_or_else(|| panic!("{error}"));
+        let known = known.lines().next().unwrap();
+        known.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn the_reference_names_every_key_and_its_default() {
+        let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/targets.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        let base = std::fs::read_to_string(targets().join("base.toml")).unwrap();
+        let base: toml::Table = base.parse().unwrap();
+
+        let (mut section, mut described) = (None, Vec::new());
+        for line in page.lines() {
+            if let Some(title) = line.strip_prefix("## ") {
+                let name = title.trim_start_matches("`[").trim_end_matches("]`");
+                section = Some(if name == "Top level" { "" } else { name });
+            }
+            let (Some(section), true) = (section, line.starts_with("| `")) else { continue };
+            let cells: Vec<&str> = line.split(" | ").collect();
+            let key = cells[0].trim_start_matches("| ").trim_matches('`');
+            described.push((section, key));
+            let own = if section.is_empty() { None } else { base.get(section) };
+            let default = own.and_then(|own| own.get(key));
+            let default = default.map(|value| format!("`{value}`"));
+            match default {
+                Some(default) => assert_eq!(cells[2], default, "{section}: {key}"),
+                None => assert!(
+                    cells[2] == "required" || cells[2].starts_with("none"),
+                    "{section}: {key} has no default in base.toml"
+                ),
+            }
+        }
+
+        let sections: Vec<String> = keys_of("")
+            .into_iter()
+            .filter(|key| base.contains_key(key) || key == "tensorrt_options")
+            .collect();
+        let mut known = vec![("", "inherits".to_owned())];
+        known.extend(keys_of("").into_iter().filter(|k| !sections.contains(k)).map(|k| ("", k)));
+        for section in &sections {
+            known.extend(keys_of(section).into_iter().map(|key| (section.as_str(), key)));
+        }
+        let known: std::collections::BTreeSet<_> =
+            known.iter().map(|(section, key)| (*section, key.as_str())).collect();
+        let described: std::collections::BTreeSet<_> = described.into_iter().collect();
+        let missing: Vec<_> = known.difference(&described).collect();
+        let stale: Vec<_> = described.difference(&known).collect();
+        assert!(
+            missing.is_empty() && stale.is_empty(),
+            "docs/targets.md: missing {missing:?}, stale {stale:?}"
+        );
+    }
+}
