@@ -1,4 +1,4 @@
-//! Gives the shared library the name that programs linked against it ask for.
+//! Sets the soname of the shared library, by which the loader finds it.
 
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libhatchback.so.0");

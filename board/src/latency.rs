@@ -1,16 +1,14 @@
-//! How long requests took, by model, of the generation that is served: what a probation looks at.
-//! Never on the path of another model's requests for longer than one count takes.
+//! Latencies of the requests to each model's live generation, for its probation. Holds a request of
+//! another model up for no longer than one count takes.
 
+use crate::limits::LATENCY_US_MAX;
 use hatchback::bundle::manifest::Generation;
 use hdrhistogram::Histogram;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Longer ones count as this, µs.
-const LATENCY_US_MAX: u64 = 60_000_000;
-
-/// Latencies of all models.
+/// The latencies of all models.
 #[derive(Default)]
 pub struct Latencies(Mutex<BTreeMap<String, (Generation, Histogram<u64>)>>);
 
@@ -19,15 +17,15 @@ impl Latencies {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a request to `model` that `generation` answered. Another generation than before begins
-    /// anew.
+    /// Adds a request to `model` that `generation` answered. A generation other than the last one
+    /// starts a new histogram.
     pub fn record(&self, model: &str, generation: &Generation, time: Duration) {
         let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let mut models = self.models();
         match models.get_mut(model) {
             Some((of, latencies)) if of == generation => latencies.saturating_record(us),
             _ => {
-                // Bounds that are sound; were they not, nothing would be measured.
+                // The bounds are constants and valid; with wrong ones nothing would be recorded.
                 let Ok(mut latencies) = Histogram::new_with_bounds(1, LATENCY_US_MAX, 2) else {
                     return;
                 };
@@ -37,8 +35,8 @@ impl Latencies {
         }
     }
 
-    /// The 99th percentile of the requests to `model` that `generation` answered, µs; 0 where there
-    /// are none.
+    /// Returns the 99th percentile of the requests to `model` that `generation` answered, µs; 0
+    /// without requests.
     pub fn p99_us(&self, model: &str, generation: &Generation) -> u64 {
         let models = self.models();
         let of = models.get(model).filter(|(of, _)| of == generation);

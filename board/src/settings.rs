@@ -1,9 +1,10 @@
-//! What the daemon asks of the system for itself: that its memory stays in memory, a scheduling
-//! class, CPUs. Each is asked for once, in the first thread, before there are others; threads
-//! inherit it. What is refused is said, and the daemon serves on.
+//! The daemon's settings of its own process: open files, locked memory, CPUs, scheduling class.
+//! `apply` sets each of them once, in the first thread, before others exist; threads inherit them.
+//! A refused setting is logged, and the daemon serves without it. `preview` only reads the limits
+//! that decide what `apply` would be granted.
 
-use crate::machine::{Reading, reading};
-use hatchback::target::Target;
+use crate::machine::{Reading, Root, reading};
+use hatchback::targets::{Machine, Target};
 use rustix::mm::MlockAllFlags;
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
@@ -12,89 +13,172 @@ use thread_priority::{
     set_thread_priority_and_policy, thread_native_id,
 };
 
-/// Memory beside the target's budget: the program itself, its threads' stacks, connections.
+/// Memory of the daemon beside the target's budget: the program, stacks, connections.
 const BESIDE_BYTES: u64 = 512 << 20;
 
-/// Asks for what `target` says; what it does not say stays as it is.
+const MEMLOCK_HINT: &str = "the unit needs LimitMEMLOCK=infinity";
+
+/// Applies the settings that `target` requests, and raises the limit of open files. Returns a
+/// reading for each setting.
 pub fn apply(target: &Target) -> Vec<Reading> {
-    let machine = &target.machine;
-    let memory = target.budget.memory_bytes_max.saturating_add(BESIDE_BYTES);
-    let said = |asked: bool, what: &dyn Fn() -> Result<String, String>| {
-        if asked { what() } else { Ok("as it was".to_owned()) }
-    };
+    let Machine { lock_memory, realtime_priority, ref cpus, .. } = target.machine;
     vec![
         reading("settings", "open files", raise_open_files()),
-        reading("settings", "lock_memory", said(machine.lock_memory, &|| lock_memory(memory))),
-        reading("settings", "cpus", said(!machine.cpus.is_empty(), &|| keep_to(&machine.cpus))),
-        reading(
-            "settings",
-            "realtime_priority",
-            said(machine.realtime_priority > 0, &|| realtime(machine.realtime_priority)),
-        ),
+        setting("lock_memory", lock_memory, || lock_memory_of(bytes_locked(target))),
+        setting("cpus", !cpus.is_empty(), || run_on(cpus)),
+        setting("realtime_priority", realtime_priority > 0, || run_realtime(realtime_priority)),
     ]
 }
 
-/// What was asked for and not granted, and why.
-pub fn refused(setting: &Reading) -> Option<String> {
-    setting.missing.as_ref().map(|why| format!("{}: {why}", setting.name))
+/// Returns the readings that `apply` would return, as far as limits and online CPUs decide them.
+/// Changes nothing.
+pub fn preview(root: &Root, target: &Target) -> Vec<Reading> {
+    let Machine { lock_memory, realtime_priority, ref cpus, .. } = target.machine;
+    vec![
+        reading("settings", "open files", Ok(files_text(open_files_limit()))),
+        setting("lock_memory", lock_memory, || can_lock(bytes_locked(target))),
+        setting("cpus", !cpus.is_empty(), || are_online(root, cpus)),
+        setting("realtime_priority", realtime_priority > 0, || can_run_realtime(realtime_priority)),
+    ]
 }
 
-/// As many as the system allows: each segment of a cached table is an open file, in an update those
-/// of two generations.
+/// Returns the reading of a setting; one that is not requested stays as the process has it.
+fn setting(
+    name: &str,
+    is_requested: bool,
+    granted: impl FnOnce() -> Result<String, String>,
+) -> Reading {
+    let found = if is_requested { granted() } else { Ok("not requested".to_owned()) };
+    reading("settings", name, found)
+}
+
+fn bytes_locked(target: &Target) -> u64 {
+    target.budget.memory_bytes_max.saturating_add(BESIDE_BYTES)
+}
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+fn open_files_limit() -> Option<u64> {
+    rustix::process::getrlimit(Resource::Nofile).maximum
+}
+
+fn files_text(limit: Option<u64>) -> String {
+    limit.map_or("no limit".to_owned(), |files| format!("at most {files}"))
+}
+
+/// Raises the limit of open files to the most that the system allows. Each segment of a cached
+/// table is an open file, and during an update those of two generations are.
 fn raise_open_files() -> Result<String, String> {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
-        .map(|()| {
-            limit
-                .maximum
-                .map_or("as many as they like".to_owned(), |files| format!("at most {files}"))
-        })
+        .map(|()| files_text(limit.maximum))
         .map_err(|e| format!("{e}; the unit needs LimitNOFILE"))
 }
 
-/// Pages stay from when they are first touched: nothing is read in that is not used. Under a limit
-/// below `bytes` it is not tried: the daemon would get no more memory from the system once it has
-/// reached it.
-fn lock_memory(bytes: u64) -> Result<String, String> {
+/// Returns whether the limits let the daemon lock `bytes`.
+fn can_lock(bytes: u64) -> Result<String, String> {
     let limit = rustix::process::getrlimit(Resource::Memlock).current;
-    if let Some(limit) =
-        limit.filter(|&limit| limit < bytes && !rustix::process::geteuid().is_root())
-    {
-        return Err(format!(
-            "{limit} bytes may be locked and {bytes} are needed; the unit needs LimitMEMLOCK=infinity"
-        ));
+    match limit.filter(|&limit| limit < bytes && !is_root()) {
+        Some(limit) => {
+            Err(format!("{limit} bytes may be locked and {bytes} are needed; {MEMLOCK_HINT}"))
+        }
+        None => Ok("allowed".to_owned()),
     }
-    rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
-        .map(|()| "memory is locked".to_owned())
-        .map_err(|e| format!("{e}; the unit needs LimitMEMLOCK=infinity"))
 }
 
-fn keep_to(cpus: &[u16]) -> Result<String, String> {
+/// Locks each page of the process from its first use. Does not try where the limit is below
+/// `bytes`: a locked process that reaches its limit receives no more memory.
+fn lock_memory_of(bytes: u64) -> Result<String, String> {
+    can_lock(bytes)?;
+    rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)
+        .map(|()| "memory is locked".to_owned())
+        .map_err(|e| format!("{e}; {MEMLOCK_HINT}"))
+}
+
+/// Returns whether all of `cpus` are online on the machine at `root`.
+fn are_online(root: &Root, cpus: &[u16]) -> Result<String, String> {
+    let online = root
+        .text("/sys/devices/system/cpu/online")
+        .map_err(|e| format!("{cpus:?}: cannot tell which CPUs are online: {e}"))?;
+    if cpus.iter().all(|&cpu| is_in_list(&online, cpu)) {
+        Ok(format!("{cpus:?}"))
+    } else {
+        Err(format!("{cpus:?}: only {online} are online; change machine.cpus"))
+    }
+}
+
+/// Returns whether a list in the kernel's form, such as `0-3,8`, has `cpu`.
+fn is_in_list(list: &str, cpu: u16) -> bool {
+    list.split(',').any(|range| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last) = (first.trim().parse(), last.trim().parse());
+        matches!((first, last), (Ok(first), Ok(last)) if (first..=last).contains(&cpu))
+    })
+}
+
+fn run_on(cpus: &[u16]) -> Result<String, String> {
     let mut set = CpuSet::new();
     cpus.iter().for_each(|&cpu| set.set(usize::from(cpu)));
     rustix::thread::sched_setaffinity(None, &set)
         .map(|()| format!("{cpus:?}"))
-        .map_err(|e| format!("{cpus:?}: {e}; are they online?"))
+        .map_err(|e| format!("{cpus:?}: {e}; check that these CPUs are online"))
 }
 
-fn realtime(priority: u8) -> Result<String, String> {
+fn realtime_hint(priority: u8) -> String {
+    format!("the unit needs LimitRTPRIO={priority} or more")
+}
+
+/// Returns whether the limits let the daemon run at this real-time priority.
+fn can_run_realtime(priority: u8) -> Result<String, String> {
+    let limit = rustix::process::getrlimit(Resource::Rtprio).current;
+    match limit.filter(|&limit| limit < u64::from(priority) && !is_root()) {
+        Some(limit) => {
+            let hint = realtime_hint(priority);
+            Err(format!("{priority}: the limit is {limit}; {hint}"))
+        }
+        None => Ok(format!("SCHED_RR {priority} is allowed")),
+    }
+}
+
+fn run_realtime(priority: u8) -> Result<String, String> {
     let policy = ThreadSchedulePolicy::Realtime(RealtimeThreadSchedulePolicy::RoundRobin);
     let value = ThreadPriority::Crossplatform(
         priority.try_into().map_err(|e| format!("realtime_priority = {priority}: {e}"))?,
     );
     set_thread_priority_and_policy(thread_native_id(), value, policy)
         .map(|()| format!("SCHED_RR {priority}"))
-        .map_err(|e| format!("{priority}: {e}; the unit needs LimitRTPRIO={priority} or more"))
+        .map_err(|e| format!("{priority}: {e}; {}", realtime_hint(priority)))
 }
 
-/// Takes the calling thread out of the real-time class and has it run where nobody else wants the
-/// CPU: it is put aside at once when a request comes, which the lowest priority of the ordinary
-/// class is not (a slice of it may last milliseconds). The kernel derives that of its reads and
-/// writes from it.
-pub fn behind_all() {
+/// Moves the calling thread to the idle scheduling class: it runs only while no other thread wants
+/// its CPU. A request preempts such a thread immediately, but a thread at the lowest ordinary
+/// priority may keep its slice for milliseconds. The kernel derives the thread's I/O priority from
+/// its class.
+pub fn run_when_idle() {
     let policy = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
     if let Err(e) = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, policy)
     {
-        log::warn!("a thread beside requests runs at their priority: {e}");
+        log::warn!("a background thread keeps the priority of requests: {e}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_cpus_is_read_as_the_kernel_writes_it() {
+        for (list, cpu, expected) in [
+            ("0-11", 11, true),
+            ("0-11", 12, false),
+            ("0,2-3,8", 2, true),
+            ("0,2-3,8", 8, true),
+            ("0,2-3,8", 7, false),
+            ("", 0, false),
+        ] {
+            assert_eq!(is_in_list(list, cpu), expected, "{cpu} in {list}");
+        }
     }
 }

@@ -1,81 +1,111 @@
-//! What is shed when the machine is too hot or draws too much power, in this order: first upkeep
-//! (merges and scrubs wait), then requests (one at a time is served, the others are told `busy` at
-//! once and fall back). A reading that is missing sheds nothing; the system's own throttling stays
-//! below all this.
+//! Load shedding: what the daemon stops doing when the machine is too hot or draws too much power.
+//! First maintenance waits (merges and scrubs). Then one request at a time is served, and the
+//! others return `busy` immediately, so that their callers fall back. A sensor that cannot be read
+//! sheds nothing. The system's own throttling works below all of this.
 
 use crate::machine::{self, Root};
-use hatchback::target::Shed as Limits;
+use hatchback::targets::Shed as Limits;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-/// From one look at the machine to the next.
-const LOOK: Duration = Duration::from_secs(1);
-/// How far a temperature or a power must fall, of each 100, before what it shed comes back.
-const BACK_PERCENT: f64 = 95.0;
+/// Time between two readings of the sensors.
+const SENSOR_INTERVAL: Duration = Duration::from_secs(1);
+/// Share of a limit, in per cent, below which a value must fall before the load returns.
+const RETURN_PERCENT: f64 = 95.0;
 
-const NOTHING: u8 = 0;
-const UPKEEP: u8 = 1;
-const REQUESTS: u8 = 2;
+/// How much is shed; each level includes those before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+enum Level {
+    #[default]
+    Nothing,
+    Maintenance,
+    Requests,
+}
+
+impl Level {
+    fn from_u8(level: u8) -> Self {
+        match level {
+            0 => Self::Nothing,
+            1 => Self::Maintenance,
+            _ => Self::Requests,
+        }
+    }
+
+    fn text(self) -> &'static str {
+        match self {
+            Self::Nothing => "nothing",
+            Self::Maintenance => "maintenance",
+            Self::Requests => "maintenance and all requests but one at a time",
+        }
+    }
+}
 
 /// How much is shed now.
 #[derive(Debug, Default)]
 pub struct Shed {
     level: AtomicU8,
-    /// Whether a request is being served while they are shed.
-    serving: AtomicBool,
+    /// Whether a request is being served at [`Level::Requests`].
+    is_serving: AtomicBool,
 }
 
-/// The right to serve a request.
+/// The right to serve a request; dropping it gives the right back.
 #[derive(Debug)]
 pub struct Turn<'a>(Option<&'a AtomicBool>);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        if let Some(serving) = self.0 {
-            serving.store(false, Ordering::Release);
+        if let Some(is_serving) = self.0 {
+            is_serving.store(false, Ordering::Release);
         }
     }
 }
 
 impl Shed {
-    /// Whether upkeep is to wait.
-    pub fn upkeep(&self) -> bool {
-        self.level.load(Ordering::Relaxed) >= UPKEEP
+    fn level(&self) -> Level {
+        Level::from_u8(self.level.load(Ordering::Relaxed))
     }
 
-    /// The right to serve a request now; none while requests are shed and another has it.
+    /// Returns whether maintenance must wait.
+    pub fn holds_maintenance(&self) -> bool {
+        self.level() >= Level::Maintenance
+    }
+
+    /// Returns the right to serve a request now; `None` while requests are shed and another request
+    /// is being served.
     pub fn turn(&self) -> Option<Turn<'_>> {
-        if self.level.load(Ordering::Relaxed) < REQUESTS {
+        if self.level() < Level::Requests {
             return Some(Turn(None));
         }
-        (!self.serving.swap(true, Ordering::AcqRel)).then_some(Turn(Some(&self.serving)))
+        (!self.is_serving.swap(true, Ordering::AcqRel)).then_some(Turn(Some(&self.is_serving)))
     }
 
-    /// Looks at the machine at `root`, and says what changes.
-    fn look(&self, root: &Root, limits: &Limits) {
+    /// Reads the sensors of the machine at `root`, and logs a change of the level.
+    fn read_sensors(&self, root: &Root, limits: &Limits) {
         let (hottest, watts) = (machine::hottest(root), machine::watts(root));
-        let before = self.level.load(Ordering::Relaxed);
-        let after = level(limits, before, hottest.as_ref().map(|(_, degrees)| *degrees), watts);
+        let before = self.level();
+        let after =
+            next_level(limits, before, hottest.as_ref().map(|(_, degrees)| *degrees), watts);
         if after == before {
             return;
         }
-        self.level.store(after, Ordering::Relaxed);
+
+        self.level.store(after as u8, Ordering::Relaxed);
         let zone = hottest
             .map_or("no temperature".to_owned(), |(zone, degrees)| format!("{zone} {degrees} °C"));
         let power = watts.map_or("no power".to_owned(), |watts| format!("{watts:.1} W"));
-        let what = ["nothing", "upkeep", "upkeep and all requests but one at a time"];
-        log::warn!("{zone}, {power}: shedding {}", what[usize::from(after)]);
+        log::warn!("{zone}, {power}: shedding {}", after.text());
     }
 
-    /// Looks every second until `work` is done.
+    /// Runs `work`, and reads the sensors every second until it returns.
     pub fn watch<T>(&self, root: &Root, limits: &Limits, work: impl FnOnce() -> T) -> T {
         let (done, stopped) = channel::<()>();
         std::thread::scope(|scope| {
             scope.spawn(move || {
-                self.look(root, limits);
-                while stopped.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-                    self.look(root, limits);
+                self.read_sensors(root, limits);
+                while stopped.recv_timeout(SENSOR_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                    self.read_sensors(root, limits);
                 }
             });
             let _done = done;
@@ -84,21 +114,22 @@ impl Shed {
     }
 }
 
-/// What is to be shed, where `before` was until now.
-fn level(limits: &Limits, before: u8, celsius: Option<f64>, watts: Option<f64>) -> u8 {
-    let over = |value: Option<f64>, max: Option<u32>, shed: bool| {
-        let percent = if shed { BACK_PERCENT } else { 100.0 };
+/// Returns the level for these readings, where the level was `before`.
+fn next_level(limits: &Limits, before: Level, celsius: Option<f64>, watts: Option<f64>) -> Level {
+    let is_above = |value: Option<f64>, max: Option<u32>, level: Level| {
+        let percent = if before >= level { RETURN_PERCENT } else { 100.0 };
         value.zip(max).is_some_and(|(value, max)| value * 100.0 > f64::from(max) * percent)
     };
-    let over_any = |celsius_max, watts_max, level| {
-        over(celsius, Some(celsius_max), before >= level) || over(watts, watts_max, before >= level)
+    let sheds = |celsius_max, watts_max, level| {
+        is_above(celsius, Some(celsius_max), level) || is_above(watts, watts_max, level)
     };
-    if over_any(limits.requests_celsius, limits.requests_watts, REQUESTS) {
-        REQUESTS
-    } else if over_any(limits.upkeep_celsius, limits.upkeep_watts, UPKEEP) {
-        UPKEEP
+
+    if sheds(limits.requests_celsius, limits.requests_watts, Level::Requests) {
+        Level::Requests
+    } else if sheds(limits.maintenance_celsius, limits.maintenance_watts, Level::Maintenance) {
+        Level::Maintenance
     } else {
-        NOTHING
+        Level::Nothing
     }
 }
 
@@ -107,35 +138,35 @@ mod tests {
     use super::*;
 
     const LIMITS: Limits = Limits {
-        upkeep_celsius: 80,
+        maintenance_celsius: 80,
         requests_celsius: 100,
-        upkeep_watts: Some(40),
+        maintenance_watts: Some(40),
         requests_watts: None,
     };
 
     #[test]
-    fn upkeep_goes_first_and_comes_back_last() {
-        let mut now = NOTHING;
+    fn maintenance_is_shed_first_and_returns_last() {
+        let mut now = Level::Nothing;
         for (celsius, watts, expected) in [
-            (70.0, 10.0, NOTHING),
-            (80.0, 40.0, NOTHING),
-            (81.0, 10.0, UPKEEP),
-            (77.0, 10.0, UPKEEP), // not yet 5 % below
-            (101.0, 10.0, REQUESTS),
-            (96.0, 10.0, REQUESTS),
-            (94.0, 10.0, UPKEEP),
-            (75.0, 10.0, NOTHING),
-            (60.0, 41.0, UPKEEP),  // power alone
-            (60.0, 500.0, UPKEEP), // no limit for requests
-            (60.0, 37.0, NOTHING),
+            (70.0, 10.0, Level::Nothing),
+            (80.0, 40.0, Level::Nothing),
+            (81.0, 10.0, Level::Maintenance),
+            (77.0, 10.0, Level::Maintenance), // not yet 5 % below
+            (101.0, 10.0, Level::Requests),
+            (96.0, 10.0, Level::Requests),
+            (94.0, 10.0, Level::Maintenance),
+            (75.0, 10.0, Level::Nothing),
+            (60.0, 41.0, Level::Maintenance),  // power alone
+            (60.0, 500.0, Level::Maintenance), // no limit for requests
+            (60.0, 37.0, Level::Nothing),
         ] {
-            now = level(&LIMITS, now, Some(celsius), Some(watts));
+            now = next_level(&LIMITS, now, Some(celsius), Some(watts));
             assert_eq!(now, expected, "{celsius} °C, {watts} W");
         }
         assert_eq!(
-            level(&LIMITS, REQUESTS, None, None),
-            NOTHING,
-            "what cannot be read sheds nothing"
+            next_level(&LIMITS, Level::Requests, None, None),
+            Level::Nothing,
+            "a sensor that cannot be read sheds nothing"
         );
     }
 
@@ -143,11 +174,11 @@ mod tests {
     fn one_request_at_a_time_is_served_while_they_are_shed() {
         let shed = Shed::default();
         let (a, b) = (shed.turn(), shed.turn());
-        assert!(a.is_some() && b.is_some() && !shed.upkeep());
-        shed.level.store(REQUESTS, Ordering::Relaxed);
+        assert!(a.is_some() && b.is_some() && !shed.holds_maintenance());
+        shed.level.store(Level::Requests as u8, Ordering::Relaxed);
         drop((a, b));
         let first = shed.turn();
-        assert!(first.is_some() && shed.turn().is_none() && shed.upkeep());
+        assert!(first.is_some() && shed.turn().is_none() && shed.holds_maintenance());
         drop(first);
         assert!(shed.turn().is_some());
     }

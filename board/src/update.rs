@@ -1,16 +1,16 @@
-//! Updates on a thread of their own, on the side that serves: takes what `hatchbackd sync` has
-//! staged through its probe and its probation, and serves whatever is live on flash, whoever made
-//! it so. The two processes share the sync directory's record; a datagram on its socket `wake` only
-//! saves a second. Never opens a link.
+//! The update thread of one model, in the process that serves. Takes a release that
+//! `hatchback-sync` has staged through probe and probation, and serves the live generation of the
+//! flash directory, whichever process made it live. The two processes share the status record of
+//! the sync directory; a datagram on the socket `wake` only saves a second. Never opens a link.
 
 use crate::latency::Latencies;
 use crate::settings;
 use anyhow::{Context, Result};
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
-use hatchback::maintenance::throttle::rests;
+use hatchback::maintenance::throttle::throttled_yield;
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::{Serving, Swapped};
-use hatchback::request::worker::SystemClock;
 use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
@@ -24,66 +24,74 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long to wait for a wake-up before looking by itself.
-const LOOK: Duration = Duration::from_secs(1);
+/// Time after which the thread reads the record without a wake-up.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What one model's updates are made of.
+/// The updates of one model.
 pub struct Update {
-    /// The name it is served under; empty for the model's own, until that is known.
+    /// The name that the model is served under; empty until its lineage is known.
     pub name: String,
-    /// Its sync and flash directories.
-    pub sync: Updater,
-    /// What it may use.
+    /// The model's sync and flash directories.
+    pub updater: Updater,
+    /// The budget of the model.
     pub budget: Budget,
-    /// What a release must show.
+    /// What a release must show before it is committed.
     pub policy: Policy,
-    /// The fleet's first root, read from a place that the syncing process cannot write.
+    /// The fleet's first root metadata, from a file that `hatchback-sync` cannot write.
     pub root: Option<Vec<u8>>,
 }
 
 impl Update {
-    /// To be called before the model is opened: a release that kept this process from ending in
-    /// good order too often goes. What keeps that from being done is said, and keeps nothing from
-    /// being served.
-    pub fn begin(&self) {
-        if let Err(e) = self.count_start() {
-            log::error!("update of `{}`: this start does not count: {e}", self.name);
+    /// Records that a process starts with the live generation; to be called before the model is
+    /// opened. A release under which too many starts ended abnormally is rolled back here. An error
+    /// is logged and does not keep the model from being served.
+    pub fn record_start(&self) {
+        if let Err(e) = self.try_record_start() {
+            let name = &self.name;
+            log::error!("`{name}`: cannot record this start, so a crash will not count: {e}");
         }
         if !self.is_live() {
-            log::info!("`{}`: nothing is live yet; waiting for the first release", self.name);
+            let name = &self.name;
+            log::info!("`{name}`: no generation is live yet; waiting for the first release");
         }
     }
 
-    fn count_start(&self) -> Result<(), UpdateError> {
-        self.sync.begin(now())?;
+    fn try_record_start(&self) -> Result<(), UpdateError> {
+        self.updater.record_start(now())?;
+
         let root = self.root.as_deref();
-        let nobody =
-            Host { policy: self.policy, budget: self.budget, watched: None, root, rest: &|| {} };
-        while self.sync.status()?.state == UpdateState::RollingBack
-            && self.sync.advance(&nobody, now())?
+        let host = Host {
+            policy: self.policy,
+            budget: self.budget,
+            watched: None,
+            root,
+            yield_now: &|| {},
+        };
+        while self.updater.status()?.state == UpdateState::RollingBack
+            && self.updater.advance(&host, now())?
         {}
         Ok(())
     }
 
-    /// Whether nothing is live at `flash` before this brings its first release.
-    pub fn awaited_at(&self, flash: &Path) -> bool {
-        self.sync.flash == flash && !self.is_live()
+    /// Returns whether `flash` is this model's directory and has no live generation yet.
+    pub fn awaits_first_release_at(&self, flash: &Path) -> bool {
+        self.updater.flash == flash && !self.is_live()
     }
 
     fn is_live(&self) -> bool {
-        self.sync.flash.join("live").exists()
+        self.updater.flash.join("live").exists()
     }
 }
 
-/// To be called where the process ends in good order, or of something that says nothing about a
-/// release.
-pub fn ended(sync: &Updater) {
-    if let Err(e) = sync.end() {
-        log::warn!("{}: this start counts as one that did not end: {e}", sync.directory.display());
+/// Records that this process ends normally, or for a reason that is no release's fault.
+pub fn record_end(updater: &Updater) {
+    if let Err(e) = updater.record_clean_exit() {
+        let directory = updater.directory.display();
+        log::warn!("{directory}: cannot record a normal end, so this start counts as a crash: {e}");
     }
 }
 
-/// The thread. `stop` ends it in good order.
+/// The thread of one model's updates.
 pub struct UpdateThread {
     stopping: Arc<AtomicBool>,
     wake: PathBuf,
@@ -91,92 +99,90 @@ pub struct UpdateThread {
 }
 
 impl UpdateThread {
-    /// Starts the updates of `update` in `serving`.
+    /// Starts the thread for `update`; it loads and swaps generations in `serving`.
     ///
     /// # Errors
-    /// The socket cannot be bound, or the system gives no thread.
+    /// The socket `wake` cannot be bound, or the system refuses a thread.
     pub fn start(
         update: Update,
         serving: &Arc<Serving>,
         latencies: &Arc<Latencies>,
     ) -> Result<Self> {
-        let wake = wake_socket(&update.sync.directory);
+        let wake = wake_socket(&update.updater.directory);
         if let Err(e) = std::fs::remove_file(&wake)
             && e.kind() != io::ErrorKind::NotFound
         {
             return Err(e).with_context(|| wake.display().to_string());
         }
         let socket = UnixDatagram::bind(&wake).with_context(|| wake.display().to_string())?;
-        socket.set_read_timeout(Some(LOOK))?;
+        socket.set_read_timeout(Some(POLL_INTERVAL))?;
+
         let stopping = Arc::new(AtomicBool::new(false));
         let (serving, latencies) = (Arc::clone(serving), Arc::clone(latencies));
         let stop = Arc::clone(&stopping);
-        let (said, unopened) = (String::new(), String::new());
-        let mut work =
-            Work { stopping: stop, update, serving, latencies, failed: None, said, unopened };
+        let (wait_logged, open_logged) = (String::new(), String::new());
+        let mut work = UpdateLoop {
+            stopping: stop,
+            update,
+            serving,
+            latencies,
+            failed: None,
+            wait_logged,
+            open_logged,
+        };
         let run = move || {
-            settings::behind_all();
+            settings::run_when_idle();
             while !work.stopping.load(Ordering::Acquire) {
-                work.look();
-                // Whatever woke it, and whether anything did: it looks.
+                work.advance();
+                // A datagram and a timeout both mean: read the record again.
                 let _ = socket.recv(&mut [0; 16]);
             }
-            ended(&work.update.sync);
+            record_end(&work.update.updater);
         };
         let thread = std::thread::Builder::new().name("update".to_owned()).spawn(run)?;
         Ok(Self { stopping, wake, thread })
     }
 
-    /// Ends it after the step that is under way.
+    /// Ends the thread after its current step, and records a normal end.
     pub fn stop(self) {
         self.stopping.store(true, Ordering::Release);
         if let Ok(socket) = UnixDatagram::unbound() {
             let _ = socket.send_to(b"stop", &self.wake);
         }
         if self.thread.join().is_err() {
-            log::error!("updates ended in a panic");
+            log::error!("the update thread panicked");
         }
         let _ = std::fs::remove_file(&self.wake);
     }
 }
 
-struct Work {
+struct UpdateLoop {
     stopping: Arc<AtomicBool>,
     update: Update,
     serving: Arc<Serving>,
     latencies: Arc<Latencies>,
     /// The generation that could not be served, and why.
     failed: Option<(String, String)>,
-    /// What was said last of a wait, so that it is said once.
-    said: String,
-    /// The same of what is live and cannot be opened.
-    unopened: String,
+    /// The last logged reason of a wait, so that it is logged once.
+    wait_logged: String,
+    /// The last logged reason why the live generation cannot be opened.
+    open_logged: String,
 }
 
-impl Work {
+impl UpdateLoop {
     /// Takes every step that can be taken now.
-    fn look(&mut self) {
+    fn advance(&mut self) {
         loop {
-            self.follow();
-            let Update { name, sync, budget, policy, root } = &self.update;
-            let taken = self.serving.memory().iter().map(|(_, plan)| plan.total()).sum();
-            let memory_bytes_max = self.serving.memory_bytes_max().saturating_sub(taken);
-            let budget = Budget { memory_bytes_max, ..*budget };
-            let watched = Some(self.watched());
-            let advanced = {
-                let clock = SystemClock::default();
-                let (root, rest) = (root.as_deref(), &self.rests(&clock));
-                let host = Host { policy: *policy, budget, watched, root, rest };
-                sync.advance(&host, now())
-            };
-            match advanced {
-                Ok(true) => self.said.clear(),
+            self.serve_live();
+
+            match self.step() {
+                Ok(true) => self.wait_logged.clear(),
                 Ok(false) => return,
                 Err(e) => {
                     let text = e.to_string();
-                    if self.said != text {
-                        log::warn!("update of `{name}` waits: {text}");
-                        self.said = text;
+                    if self.wait_logged != text {
+                        log::warn!("update of `{}` waits: {text}", self.update.name);
+                        self.wait_logged = text;
                     }
                     return;
                 }
@@ -184,54 +190,65 @@ impl Work {
         }
     }
 
-    /// Rests between pieces of work as the policy has it; none once it is to stop, or where it is
-    /// in nobody's way.
-    fn rests<'a>(&'a self, clock: &'a SystemClock) -> impl Fn() + 'a {
-        rests(self.update.policy.busy_percent_max, clock, |time| {
+    /// Takes one step of the update. Returns whether there was one to take.
+    fn step(&self) -> Result<bool, UpdateError> {
+        let Update { updater, budget, policy, root, .. } = &self.update;
+        let taken = self.serving.memory().iter().map(|(_, plan)| plan.total()).sum();
+        let memory_bytes_max = self.serving.memory_bytes_max().saturating_sub(taken);
+        let budget = Budget { memory_bytes_max, ..*budget };
+
+        let clock = SystemClock::default();
+        let (watched, root) = (Some(self.watched()), root.as_deref());
+        let host = Host { policy: *policy, budget, watched, root, yield_now: &self.pauses(&clock) };
+        updater.advance(&host, now())
+    }
+
+    /// Returns a function that pauses between pieces of work, as the policy demands. It does not
+    /// pause while the thread is stopping or while no model is served.
+    fn pauses<'a>(&'a self, clock: &'a SystemClock) -> impl Fn() + 'a {
+        throttled_yield(self.update.policy.busy_percent_max, clock, |time| {
             if !self.stopping.load(Ordering::Acquire) && !self.serving.names().is_empty() {
                 std::thread::sleep(time);
             }
         })
     }
 
-    /// Serves what is live on flash, if something is.
-    fn follow(&mut self) {
+    /// Loads the live generation of the flash directory, or swaps it in.
+    fn serve_live(&mut self) {
         if !self.update.is_live() {
             return;
         }
-        let Update { name, sync, .. } = &mut self.update;
-        let flash = match Flash::open(&sync.disk, &sync.flash) {
-            Ok(flash) => flash,
-            Err(e) => {
-                let text = e.to_string();
-                if self.unopened != text {
-                    log::error!("`{name}`: what is live cannot be opened: {text}");
-                    self.unopened = text;
-                }
-                return;
-            }
-        };
-        self.unopened.clear();
+        let Some(flash) = self.open_live() else { return };
+
         let live = &flash.manifest().generation;
-        if name.is_empty() {
-            name.clone_from(&live.lineage);
-        }
-        let failed =
-            self.failed.as_ref().is_some_and(|(generation, _)| *generation == live.to_string());
-        if self.serving.generation(name).as_ref() == Some(live) || failed {
-            return;
+        if self.update.name.is_empty() {
+            self.update.name.clone_from(&live.lineage);
         }
         let (name, budget) = (&self.update.name, self.update.budget);
-        let served = if self.serving.generation(name).is_none() {
+        let served = self.serving.generation(name);
+        let has_failed =
+            self.failed.as_ref().is_some_and(|(generation, _)| *generation == live.to_string());
+        if served.as_ref() == Some(live) || has_failed {
+            return;
+        }
+
+        let result = if served.is_none() {
             self.serving.load(name, &flash, budget).map(|()| Swapped::default())
         } else {
             let clock = SystemClock::default();
-            self.serving.swap(name, &flash, budget, &self.rests(&clock))
+            self.serving.swap(name, &flash, budget, &self.pauses(&clock))
         };
-        match served {
+        match result {
             Ok(swapped) => {
                 self.failed = None;
-                log::info!("serving {live} as `{name}`: {swapped:?}");
+                let Swapped { transferred: rows, pause } = swapped;
+                log::info!(
+                    "serving {live} as `{name}`; a request waited at most {pause:?}; cached rows: \
+                     {} copied, {} read, {} dropped",
+                    rows.copied,
+                    rows.read,
+                    rows.dropped
+                );
             }
             Err(e) => {
                 log::error!("{live} is not served: {e}");
@@ -240,7 +257,27 @@ impl Work {
         }
     }
 
-    /// What was seen of the live generation. One that cannot even be served is all faults.
+    /// Opens the flash directory; a failure is logged once.
+    fn open_live(&mut self) -> Option<Flash> {
+        let Update { name, updater, .. } = &self.update;
+        match Flash::open(&updater.disk, &updater.flash) {
+            Ok(flash) => {
+                self.open_logged.clear();
+                Some(flash)
+            }
+            Err(e) => {
+                let text = e.to_string();
+                if self.open_logged != text {
+                    log::error!("`{name}`: cannot open the live generation: {text}");
+                    self.open_logged = text;
+                }
+                None
+            }
+        }
+    }
+
+    /// Returns the counts of the live generation for its probation. A generation that cannot be
+    /// served counts as nothing but faults.
     fn watched(&self) -> Watched {
         let name = &self.update.name;
         match (self.failed.is_some(), self.serving.stats(name), self.serving.generation(name)) {

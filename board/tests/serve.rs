@@ -1,10 +1,10 @@
-//! The daemon as the car runs it: the probe check, scores over the socket, `busy` when all request
-//! slots are taken, several models, and a drain on SIGTERM.
+//! The daemon as a car runs it: the check of the probe set, scores over the socket, `busy` when all
+//! request slots are taken, several models, and answers to the received requests after SIGTERM.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback_tools::pack::{Overrides, pack_file};
-use hatchback_tools::serve::lay_on_flash;
+use hatchback_tools::serve::install;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -25,7 +25,7 @@ impl Car {
         let bundle = folder.path().join("b");
         let spec = repository("tools/demo/coupon/model.toml");
         pack_file(&spec, &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
-        lay_on_flash(&bundle, &folder.path().join("flash")).unwrap();
+        install(&bundle, &folder.path().join("flash")).unwrap();
         Self { folder }
     }
 
@@ -47,7 +47,7 @@ impl Car {
         self.folder.path().join("flash").to_str().unwrap().to_owned()
     }
 
-    /// A target like the CPU's with this budget on top.
+    /// Writes a target that inherits from cpu.toml and has this budget.
     fn target(&self, budget: &str) -> PathBuf {
         for name in ["base", "cpu"] {
             let file = format!("{name}.toml");
@@ -69,7 +69,7 @@ impl Car {
         let args = ["serve", "--socket", socket.to_str().unwrap()];
         let mut child = self.daemon_on(target, flash, &args).spawn().unwrap();
         while UnixStream::connect(self.socket()).is_err() {
-            assert!(child.try_wait().unwrap().is_none(), "it ended");
+            assert!(child.try_wait().unwrap().is_none(), "the daemon ended");
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         child
@@ -100,7 +100,7 @@ fn ask(connection: &mut BufReader<UnixStream>, line: &str) -> Value {
     read(connection)
 }
 
-/// The line's own score, within what its tables' codec allows.
+/// Checks that `answer` is the line's recorded score, within the error of its tables' codec.
 fn check(line: &str, answer: &Value) {
     let expected: Value = serde_json::from_str(line).unwrap();
     let difference = expected["score"].as_f64().unwrap() - answer["score"][0].as_f64().unwrap();
@@ -131,7 +131,7 @@ fn many_connections_are_served_and_drained() {
             });
         }
     });
-    // SIGTERM: the socket goes, the daemon ends by itself although callers are still connected.
+    // After SIGTERM the socket is removed and the daemon ends, although callers are connected.
     let (_idle, mut asking) = (car.connect(), car.connect());
     check(&lines[0], &ask(&mut asking, &lines[0]));
     stop(&daemon);
@@ -149,12 +149,12 @@ fn a_daemon_whose_socket_was_removed_ends() {
 }
 
 #[test]
-fn a_caller_that_does_not_read_keeps_no_daemon_from_ending() {
+fn a_caller_that_does_not_read_cannot_keep_the_daemon_from_ending() {
     let car = Car::new();
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
     let connection = car.connect();
     connection.get_ref().set_write_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
-    // Until its answers fill what lies between, and then its requests.
+    // Until its answers, and then its requests, fill the socket's buffers.
     while (&mut connection.get_ref()).write_all(b"{}\n{}\n{}\n{}\n").is_ok() {}
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
@@ -175,9 +175,9 @@ fn a_line_longer_than_any_sample_takes_no_memory() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// A bit flipped in one model's live record: it is told, and the others are served.
+/// One bit of a model's live record is flipped: its callers receive an error, others are served.
 #[test]
-fn a_damaged_model_holds_up_no_other() {
+fn a_damaged_model_does_not_keep_others_from_being_served() {
     let car = Car::new();
     let damaged = car.folder.path().join("damaged");
     hatchback_tests::versions::copy(&car.folder.path().join("flash"), &damaged);
@@ -189,23 +189,26 @@ fn a_damaged_model_holds_up_no_other() {
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &flash);
     let (line, mut connection) = (&probe()[0], car.connect());
     let to = |name: &str| line.replacen('{', &format!("{{\"model\": \"{name}\", "), 1);
+
     check(line, &ask(&mut connection, &to("whole")));
     assert_eq!(ask(&mut connection, &to("damaged"))["error"], "no such model is served");
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
-    // Alone, with nothing that could put it right, it is why the daemon does not start.
+
+    // Alone, and without updates that could replace it, it keeps the daemon from starting.
     let alone = car.daemon_on(
         &repository("targets/cpu.toml"),
         &flash[..1],
         &["serve", "--socket", "/nowhere"],
     );
+
     let said = { alone }.output().unwrap();
     assert!(
         !said.status.success() && String::from_utf8_lossy(&said.stderr).contains("damaged/live")
     );
 }
 
-/// Each segment is an open file: the daemon takes as many as it may.
+/// Each segment is an open file: the daemon raises the limit to the most that is allowed.
 #[test]
 fn the_limit_of_open_files_is_raised() {
     let car = Car::new();
@@ -227,12 +230,12 @@ fn the_limit_of_open_files_is_raised() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// One slot, and a request that waits in it for others to join: the next is told so at once. What
-/// was received before the SIGTERM is answered.
+/// One slot, and a request in it that waits for others to join its batch: the next request receives
+/// `busy` immediately. Requests that were received before SIGTERM are answered.
 #[test]
-fn a_request_too_many_is_busy_and_what_was_received_is_answered() {
+fn a_request_without_a_slot_is_busy_and_received_requests_are_answered() {
     let car = Car::new();
-    let target = car.target("slots = 1\nworkers = 1\ngather_us = 300_000");
+    let target = car.target("slots = 1\nworkers = 1\nbatch_delay_us_max = 300_000");
     let mut daemon = car.serve(&target, &[car.flash()]);
     let (line, mut first, mut second) = (&probe()[0], car.connect(), car.connect());
     let mut busy = 0;
@@ -240,7 +243,7 @@ fn a_request_too_many_is_busy_and_what_was_received_is_answered() {
         writeln!(first.get_mut(), "{line}").unwrap();
         let answer = ask(&mut second, line);
         busy += u32::from(answer["error"] == "busy");
-        // Whichever came first has the slot.
+        // The request that arrived first has the slot.
         let other = read(&mut first);
         check(line, if answer["error"] == "busy" { &other } else { &answer });
     }
@@ -262,12 +265,12 @@ fn several_models_are_served_by_name_within_one_budget() {
         let addressed = line.replacen('{', &format!("{{\"model\": \"{name}\", "), 1);
         check(line, &ask(&mut connection, &addressed));
     }
-    assert_eq!(ask(&mut connection, line)["error"], "model: is to be one of left, right");
+    assert_eq!(ask(&mut connection, line)["error"], "`model` must be one of left, right");
     let unknown = line.replacen('{', "{\"model\": \"middle\", ", 1);
     assert_eq!(ask(&mut connection, &unknown)["error"], "no such model is served");
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
-    // What holds one does not hold two.
+    // A budget for one model does not hold two.
     let target = car.target(
         "memory_bytes_max = 300_000_000\ncache_bytes_max = 200_000_000\nresident_bytes_max = 0",
     );

@@ -1,5 +1,5 @@
-//! The two processes of a car: `sync` stages what was published, `serve` takes it through its probe
-//! and its probation and serves it, while callers ask all the time.
+//! The two processes of a car: `sync` stages a published release; `serve` takes it through probe
+//! and probation and serves it, while callers ask all the time.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -7,10 +7,10 @@ use hatchback::io::disk;
 use hatchback::maintenance::catalog::Catalog;
 use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback_tools::pack::{Overrides, pack_file};
-use hatchback_tools::repository::keys::new_fleet;
+use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
-use hatchback_tools::serve::lay_on_flash;
+use hatchback_tools::serve::install;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -22,17 +22,17 @@ fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
 }
 
-/// Ends with its test, whatever becomes of that.
+/// The daemon; it is killed when its test ends or fails.
 struct Daemon(Child);
 
 impl Daemon {
-    /// Asks it to end, which it does in good order.
+    /// Sends SIGTERM and expects a normal end.
     fn stop(&mut self) {
         Command::new("kill").args(["-TERM", &self.0.id().to_string()]).status().unwrap();
         assert!(self.0.wait().unwrap().success());
     }
 
-    /// The scheduling classes, as Linux numbers them, of the threads whose names begin with `name`.
+    /// Returns the scheduling classes, as Linux numbers them, of the threads named `name...`.
     fn classes(&self, name: &str) -> Vec<u32> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).unwrap().flatten();
         let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
@@ -59,16 +59,22 @@ struct Fleet {
 impl Fleet {
     fn new() -> Self {
         let fleet = Self { folder: tempfile::tempdir().unwrap() };
-        new_fleet(&fleet.at("keys"), [(1, 1); 4], fleet.now() + 10_000).unwrap();
+        new_fleet(
+            &fleet.at("keys"),
+            [RoleCounts { keys: 1, threshold: 1 }; 4],
+            fleet.now() + 10_000,
+        )
+        .unwrap();
         for name in ["base", "cpu"] {
             let file = format!("{name}.toml");
             std::fs::copy(repository("targets").join(&file), fleet.at(&file)).unwrap();
         }
-        // The daemon finds model and updates by itself; the syncing process is told.
+        // The daemon finds models and updates in these folders; `sync` receives them as arguments.
         let [models, updates] = ["models", "updates"].map(|name| fleet.at(name));
         std::fs::create_dir_all(fleet.at("updates/coupon")).unwrap();
         let own = format!(
-            "inherits = \"cpu\"\n[update]\nrequests_min = 50\n[machine]\nmodels = {models:?}\nupdates = {updates:?}\n"
+            "inherits = \"cpu\"\n[update]\nrequests_min = 50\n[machine]\nmodels = {models:?}\n\
+             updates = {updates:?}\n"
         );
         std::fs::write(fleet.at("own.toml"), own).unwrap();
         fleet
@@ -82,7 +88,8 @@ impl Fleet {
         SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs()
     }
 
-    /// Publishes the demo's model as generation `sequence`, its recorded scores off by so much.
+    /// Publishes the demo's model as generation `sequence`, with recorded scores that differ by
+    /// `off`.
     fn publish(&self, sequence: u64, off: f64) {
         let model = self.at(&format!("model{sequence}"));
         std::fs::create_dir_all(&model).unwrap();
@@ -115,7 +122,7 @@ impl Fleet {
         command
     }
 
-    /// One look of the syncing process.
+    /// Runs `sync` once. Returns whether it succeeded.
     fn sync(&self) -> bool {
         let [flash, from] = ["models/coupon", "repository"].map(|name| self.at(name));
         let [state, root] = ["updates/coupon", "keys/1.root.json"].map(|name| self.at(name));
@@ -125,7 +132,7 @@ impl Fleet {
             ["--flash", flash, "sync", "--once", "--from", from, "--state", state, "--root", root];
         loop {
             let run = self.daemon(&args).output().unwrap();
-            // The serving process holds the directory for a moment after its state can be read.
+            // The serving process locks the directory for a moment after its state can be read.
             if !String::from_utf8_lossy(&run.stderr).contains("another process is syncing") {
                 return run.status.success();
             }
@@ -142,13 +149,12 @@ impl Fleet {
         Daemon(self.daemon(&["serve", "--socket", socket, "--root", root]).spawn().unwrap())
     }
 
-    /// Starts with the release in hand that were counted and did not end.
+    /// Returns the recorded starts with the current release that did not end normally.
     fn starts(&self) -> u32 {
         UpdateStatus::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap().starts
     }
 
-    /// Asks over and over until the update is in `state`; from the first score on every answer is
-    /// one.
+    /// Asks until the update is in `state`. From the first score on, every answer must be a score.
     fn ask_until(&self, state: UpdateState) -> UpdateStatus {
         while UnixStream::connect(self.at("socket")).is_err() {
             std::thread::sleep(Duration::from_millis(5));
@@ -156,8 +162,8 @@ impl Fleet {
         let mut connection = BufReader::new(UnixStream::connect(self.at("socket")).unwrap());
         let mut scored = false;
         for line in probe().lines().cycle() {
-            // Who asks without a pause leaves nothing to an update, which runs where nobody else
-            // wants the CPU.
+            // A caller without pauses would leave no CPU to the update thread, which runs in the
+            // idle class.
             std::thread::sleep(Duration::from_millis(1));
             let answer = ask(&mut connection, "coupon", line);
             scored |= answer["score"].is_array();
@@ -178,7 +184,7 @@ fn probe() -> String {
     std::fs::read_to_string(repository("tools/demo/coupon/probe.jsonl")).unwrap()
 }
 
-/// What `model` answers to `line`.
+/// Returns the answer of `model` to `line`.
 fn ask(connection: &mut BufReader<UnixStream>, model: &str, line: &str) -> Value {
     let addressed = line.replacen('{', &format!("{{\"model\": {model:?}, "), 1);
     writeln!(connection.get_mut(), "{addressed}").unwrap();
@@ -187,65 +193,75 @@ fn ask(connection: &mut BufReader<UnixStream>, model: &str, line: &str) -> Value
     serde_json::from_str(&answer).unwrap()
 }
 
-/// The line's own score.
+/// Checks that `answer` is the line's recorded score.
 fn check(line: &str, answer: &Value) {
     let expected: Value = serde_json::from_str(line).unwrap();
     let difference = expected["score"].as_f64().unwrap() - answer["score"][0].as_f64().unwrap();
     assert!(difference.abs() < 0.01, "{answer}");
 }
 
-/// A car of two models, one of which has none yet.
+/// A car of two models, one of which has no generation yet.
 #[test]
-fn a_model_that_waits_for_its_first_release_holds_up_no_other() {
+fn a_model_that_waits_for_its_first_release_does_not_keep_others_from_being_served() {
     let fleet = Fleet::new();
     fleet.publish(1, 0.0);
-    lay_on_flash(&fleet.at("1.hatch"), &fleet.at("models/other")).unwrap();
+    install(&fleet.at("1.hatch"), &fleet.at("models/other")).unwrap();
     let mut daemon = fleet.serve();
     while UnixStream::connect(fleet.at("socket")).is_err() {
         std::thread::sleep(Duration::from_millis(5));
     }
+
     let mut connection = BufReader::new(UnixStream::connect(fleet.at("socket")).unwrap());
     let (text, mut first) = (probe(), String::new());
     let line = text.lines().next().unwrap();
     check(line, &ask(&mut connection, "other", line));
     assert_eq!(ask(&mut connection, "coupon", line)["error"], "no such model is served");
-    // Who names none is not given another model's score, although one alone is served.
+
+    // A request without a name is refused, although only one model is served yet.
     writeln!(connection.get_mut(), "{line}").unwrap();
     connection.read_line(&mut first).unwrap();
-    assert!(first.contains("model: is to be one of other"), "{first}");
+    assert!(first.contains("`model` must be one of other"), "{first}");
     assert!(fleet.sync());
     assert_eq!(fleet.ask_until(UpdateState::Committed).live.as_deref(), Some("coupon-dlrm@1"));
     check(line, &ask(&mut connection, "other", line));
-    // Its upkeep begins too, and writes its catalog.
-    while !Catalog::place(&fleet.at("models/coupon")).exists() {
+
+    // Its maintenance starts too, and writes its catalog.
+    while !Catalog::path_in(&fleet.at("models/coupon")).exists() {
         std::thread::sleep(Duration::from_millis(5));
     }
+
     daemon.stop();
 }
 
 #[test]
-fn what_is_published_is_served_if_it_proves_itself() {
+fn a_published_release_is_served_if_its_probe_and_probation_succeed() {
     let fleet = Fleet::new();
     fleet.publish(1, 0.0);
+
     // A new car: nothing is live, so nothing is served before its first release.
     let mut daemon = fleet.serve();
     assert!(fleet.sync());
+
     let status = fleet.ask_until(UpdateState::Committed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@1"));
-    // Live meanwhile, and watched until it has served its requests.
+
+    // Live, and on probation until it has served its requests.
     fleet.publish(2, 0.0);
     assert!(fleet.sync());
+
     fleet.ask_until(UpdateState::Probation);
     let status = fleet.ask_until(UpdateState::Committed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
-    // Updates and upkeep run where nobody else wants the CPU; who serves what they brought does
-    // not.
+
+    // Updates and maintenance run in the idle class; the workers of what they loaded do not.
     let (own, idle) = (daemon.classes("hatchbackd")[0], 5);
     assert_eq!(daemon.classes("update"), [idle]);
     assert_eq!(daemon.classes("worker"), [own; 2], "two workers");
-    // One that scores other than its trainer said is never live.
+
+    // A release whose probe scores differ from the recorded ones is never live.
     fleet.publish(3, 0.5);
     assert!(fleet.sync());
+
     let status = fleet.ask_until(UpdateState::Failed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
     assert!(
@@ -260,64 +276,78 @@ fn what_is_published_is_served_if_it_proves_itself() {
             .state
             .is_fetching()
     );
-    // In good order, and again after a kill.
+
+    // After a normal end, and again after a kill.
     daemon.stop();
     let daemon = fleet.serve();
     fleet.publish(4, 0.0);
     assert!(fleet.sync());
+
     fleet.ask_until(UpdateState::Probation);
     drop(daemon);
     let _ = std::fs::remove_file(fleet.at("socket"));
     let mut daemon = fleet.serve();
     assert_eq!(fleet.ask_until(UpdateState::Committed).live.as_deref(), Some("coupon-dlrm@4"));
+
     daemon.stop();
 }
 
-/// With a release on probation: what ends a start for another reason is no sign against it, and
-/// whoever holds the record keeps nothing from being served.
+/// With a release on probation: a start that ends for another reason does not count against the
+/// release, and a locked record does not keep the model from being served.
 #[test]
 fn only_starts_that_die_count_against_a_release() {
     let fleet = Fleet::new();
     fleet.publish(1, 0.0);
     let daemon = fleet.serve();
     assert!(fleet.sync());
+
     fleet.ask_until(UpdateState::Probation);
     drop(daemon);
     std::fs::remove_file(fleet.at("socket")).unwrap();
-    assert_eq!(fleet.starts(), 0, "it was not there when the start began");
-    // The record is somebody else's all the time.
+    assert_eq!(fleet.starts(), 0, "it was not live when the process started");
+
+    // Another process holds the lock of the record all the time.
     let lock = disk::system().lock(&fleet.at("updates/coupon/lock")).unwrap().unwrap();
     let mut daemon = fleet.serve();
+
     while UnixStream::connect(fleet.at("socket")).is_err() {
-        assert!(daemon.0.try_wait().unwrap().is_none(), "it ended");
+        assert!(daemon.0.try_wait().unwrap().is_none(), "the daemon ended");
         std::thread::sleep(Duration::from_millis(5));
     }
+
     let mut connection = BufReader::new(UnixStream::connect(fleet.at("socket")).unwrap());
     let text = probe();
     let line = text.lines().next().unwrap();
     check(line, &ask(&mut connection, "coupon", line));
+
     daemon.stop();
     drop(lock);
-    // There is no place for the socket.
+
+    // The folder of the socket does not exist.
     assert!(!fleet.serve_on("nowhere/socket").0.wait().unwrap().success());
     assert_eq!(fleet.starts(), 0);
-    // Told to stop while another model is opened, which does not end: its record is a pipe that
-    // nobody writes to.
+
+    // SIGTERM while another model is being opened, which never ends: its record is a pipe without a
+    // writer.
     std::fs::create_dir(fleet.at("models/other")).unwrap();
     assert!(Command::new("mkfifo").arg(fleet.at("models/other/live")).status().unwrap().success());
+
     let mut daemon = fleet.serve();
     while fleet.starts() == 0 {
-        assert!(daemon.0.try_wait().unwrap().is_none(), "it ended");
+        assert!(daemon.0.try_wait().unwrap().is_none(), "the daemon ended");
         std::thread::sleep(Duration::from_millis(5));
     }
+
     daemon.stop();
     assert_eq!(fleet.starts(), 0);
     std::fs::remove_dir_all(fleet.at("models/other")).unwrap();
-    // One that is killed does count.
+
+    // A start that is killed does count.
     let daemon = fleet.serve();
     while UnixStream::connect(fleet.at("socket")).is_err() {
         std::thread::sleep(Duration::from_millis(5));
     }
+
     drop(daemon);
     assert_eq!(fleet.starts(), 1);
 }

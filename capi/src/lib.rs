@@ -1,15 +1,15 @@
-//! `libhatchback`: a model for C and C++ programs, in their own process. `hatchback.h` says what
-//! each call does; here pointers become slices, once a call, and results become numbers. No panic
-//! crosses into C, and nothing is computed here.
+//! `libhatchback`: a model for C and C++ programs, in their own process. `hatchback.h` documents
+//! each call. This file turns pointers into slices, once per call, and results into numbers. No
+//! panic crosses into C. This file computes no score.
 
+use hatchback::clock::{Clock, SystemClock};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::request::pipeline::{Pipeline, RequestError};
-use hatchback::request::worker::{Clock, SystemClock};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
-use hatchback::target::Target;
+use hatchback::targets::Target;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,11 +17,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// What a call came to, as `hatchback_result`.
+/// The result of a call, `hatchback_result` in C.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It did what was asked.
+    /// The call succeeded.
     Ok = 0,
     /// Every request slot is taken.
     Busy = 1,
@@ -33,7 +33,7 @@ pub enum Outcome {
     Failed = 4,
 }
 
-/// As `hatchback_shape`.
+/// The shape of requests, `hatchback_shape` in C.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
@@ -43,7 +43,7 @@ pub struct Shape {
     batch_max: u32,
 }
 
-/// As `hatchback_bags`.
+/// The keys of one sparse feature, `hatchback_bags` in C.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Bags {
@@ -51,7 +51,7 @@ pub struct Bags {
     offsets: *const u32,
 }
 
-/// As `hatchback_status`.
+/// The status of one sample, `hatchback_status` in C.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Status {
@@ -66,11 +66,11 @@ pub struct Status {
 pub struct Handle {
     pipeline: Pipeline,
     clock: Arc<SystemClock>,
-    /// Batches between calls, as many as requests that are served at once.
+    /// The batches that no call is using; with those in use, one for each request slot.
     batches: Mutex<Vec<(Batch, Sample)>>,
 }
 
-/// Why a call did not do what was asked.
+/// Why a call failed: its result and its error text.
 struct Refusal(Outcome, String);
 
 fn request(problem: impl Into<String>) -> Refusal {
@@ -95,7 +95,7 @@ thread_local! {
     static ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// Does `work`; what goes wrong is kept for `hatchback_error`.
+/// Runs `work` and keeps the text of its error for `hatchback_error`.
 fn answer(work: impl FnOnce() -> Result<(), Refusal>) -> Outcome {
     let done = catch_unwind(AssertUnwindSafe(work));
     match done
@@ -103,58 +103,61 @@ fn answer(work: impl FnOnce() -> Result<(), Refusal>) -> Outcome {
     {
         Ok(()) => Outcome::Ok,
         Err(Refusal(outcome, text)) => {
-            // A text with a zero in it cannot be said in C.
+            // A C string cannot contain a zero byte.
             ERROR.set(CString::new(text.replace('\0', " ")).unwrap_or_default());
             outcome
         }
     }
 }
 
-/// The text at `text`, or what is wrong with the argument called `name`.
+/// Returns the text at `text`. `name` is the argument's name, for the error.
 fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str, Refusal> {
     if text.is_null() {
         return Err(request(format!("{name} is NULL")));
     }
-    // SAFETY: not null, and by the header a string that ends in zero and lives through the call.
+    // SAFETY: `text` is not null; by the header it is a zero-terminated string that lives through
+    // the call.
     let text = unsafe { CStr::from_ptr(text) };
     text.to_str().map_err(|e| request(format!("{name}: {e}")))
 }
 
-/// The `length` values at `start`, or what is wrong with the argument called `name`.
+/// Returns the `length` values at `start`. `name` is the argument's name, for the error.
 fn values<'a, T>(name: &str, start: *const T, length: usize) -> Result<&'a [T], Refusal> {
     match length {
         0 => Ok(&[]),
         _ if start.is_null() || !start.is_aligned() => {
             Err(request(format!("{name} is NULL or not aligned")))
         }
-        // SAFETY: not null and aligned, and by the header there are that many values, which live
+        // SAFETY: `start` is not null and aligned; by the header it has `length` values, which live
         // through the call.
         _ => Ok(unsafe { std::slice::from_raw_parts(start, length) }),
     }
 }
 
-/// As [`values`], to be written.
+/// Returns the `length` values at `start`, to be written; otherwise as [`values`].
 fn room<'a, T>(name: &str, start: *mut T, length: usize) -> Result<&'a mut [T], Refusal> {
     values(name, start.cast_const(), length)?;
-    // SAFETY: as in `values`; by the header nothing else touches them during the call.
+    // SAFETY: as in `values`; by the header no other code reads or writes them during the call.
     Ok(if length == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(start, length) } })
 }
 
 fn handle<'a>(model: *const Handle) -> Result<&'a Handle, Refusal> {
-    // SAFETY: null, or by the header what `hatchback_open` gave and `hatchback_close` did not get
-    // yet.
+    // SAFETY: by the header `model` is null, or comes from `hatchback_open` and was not passed to
+    // `hatchback_close`.
     unsafe { model.as_ref() }.ok_or_else(|| request("model is NULL"))
 }
 
 fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
     let target = Target::load(Path::new(target)).map_err(refused)?;
+
     let lookups =
         target.device.open(target.tegra_profile).map_err(|e| refused(format!("device: {e}")))?;
     let flash = Flash::open(&disk::system(), Path::new(flash)).map_err(refused)?;
-    let model = Model::from_flash(&flash, target.budget).map_err(refused)?.onto(&lookups);
+    let model = Model::from_flash(&flash, target.budget).map_err(refused)?.move_to_device(&lookups);
     let model = model
-        .and_then(|m| m.with_dense(&flash, target.tensorrt_options.as_ref()))
+        .and_then(|m| m.move_dense_to_gpu(&flash, target.tensorrt_options.as_ref()))
         .map_err(refused)?;
+
     let batches = batches(&model)?;
     let clock = Arc::new(SystemClock::default());
     let pipeline =
@@ -162,8 +165,10 @@ fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
     Ok(Handle { pipeline, clock, batches: Mutex::new(batches) })
 }
 
-/// As many batches, and samples to fill them from, as the model has request slots, if its budget
-/// holds them too.
+/// Returns a batch, and a sample to fill the batch from, for each request slot of `model`.
+///
+/// # Errors
+/// The budget of the model does not hold them too.
 fn batches(model: &Model) -> Result<Vec<(Batch, Sample)>, Refusal> {
     let (schema, budget) = (model.schema(), model.budget());
     let each = Batch::bytes(schema, budget.batch_max as usize) + Batch::bytes(schema, 1);
@@ -171,7 +176,8 @@ fn batches(model: &Model) -> Result<Vec<(Batch, Sample)>, Refusal> {
     if taken + ours > budget.memory_bytes_max {
         let max = budget.memory_bytes_max;
         return Err(refused(format!(
-            "memory_bytes_max = {max}: the model takes {taken} bytes and the batches of calls {ours}; lower slots or batch_max"
+            "memory_bytes_max = {max}: the model takes {taken} bytes and the batches of calls \
+             {ours}; lower slots or batch_max"
         )));
     }
     let sample = || Sample {
@@ -186,7 +192,7 @@ fn batches(model: &Model) -> Result<Vec<(Batch, Sample)>, Refusal> {
     Ok((0..budget.slots).map(|_| (model.batch(), sample())).collect())
 }
 
-/// Opens a model. The header says how.
+/// Opens a model. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 pub extern "C" fn hatchback_open(
     target: *const c_char,
@@ -201,7 +207,7 @@ pub extern "C" fn hatchback_open(
     })
 }
 
-/// What requests look like. The header says how.
+/// Writes the shape of requests. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 pub extern "C" fn hatchback_describe(model: *const Handle, shape: *mut Shape) -> Outcome {
     answer(|| {
@@ -216,7 +222,7 @@ pub extern "C" fn hatchback_describe(model: *const Handle, shape: *mut Shape) ->
     })
 }
 
-/// The number of a feature. The header says how.
+/// Returns the number of a feature. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 pub extern "C" fn hatchback_feature(model: *const Handle, name: *const c_char) -> i32 {
     let mut number = -1;
@@ -246,6 +252,7 @@ impl Handle {
     ) -> Result<(), Refusal> {
         let schema = self.pipeline.model().schema();
         let width = schema.dense_features.len();
+
         batch.clear();
         for i in 0..input.samples {
             sample.dense.clear();
@@ -258,10 +265,12 @@ impl Handle {
                 let longest = feature.hotness_max as usize;
                 if (i == 0 && from != 0) || from > to || to - from > longest {
                     return Err(request(format!(
-                        "feature `{}`: offsets {from} to {to} of sample {i}: a bag has 0 to {longest} keys",
+                        "feature `{}`: offsets {from} to {to} of sample {i}: a bag has 0 to \
+                         {longest} keys",
                         feature.name
                     )));
                 }
+
                 bag.clear();
                 bag.extend_from_slice(&values("keys", given.keys, to)?[from..]);
             }
@@ -280,12 +289,14 @@ impl Handle {
         let pool = || self.batches.lock().unwrap_or_else(PoisonError::into_inner);
         let slots = self.pipeline.model().budget().slots as usize;
         let (mut batch, mut sample) = pool().pop().ok_or(RequestError::Busy(slots))?;
+
         let submitted = self.fill(input, &mut batch, &mut sample).and_then(|()| {
             let deadline =
                 (timeout_us > 0).then(|| self.clock.now() + Duration::from_micros(timeout_us));
             Ok(self.pipeline.submit(&batch, deadline)?)
         });
         pool().push((batch, sample));
+
         let ticket = submitted?;
         let answer = ticket.wait()?;
         scores.copy_from_slice(answer.scores().values);
@@ -297,7 +308,7 @@ impl Handle {
     }
 }
 
-/// Scores samples. The header says how.
+/// Scores samples. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 pub extern "C" fn hatchback_score(
     model: *const Handle,
@@ -315,32 +326,35 @@ pub extern "C" fn hatchback_score(
         if samples == 0 || samples > most {
             return Err(request(format!("samples = {samples}: a request has 1 to {most}")));
         }
+
         let samples = samples as usize;
         let dense = values("dense", dense, samples * schema.dense_features.len())?;
         let sparse = values("sparse", sparse, schema.features.len())?;
         let scores = room("scores", scores, samples * model.outputs())?;
         let statuses =
             if statuses.is_null() { None } else { Some(room("statuses", statuses, samples)?) };
+
         handle.score(&Input { samples, dense, sparse }, timeout_us, scores, statuses)
     })
 }
 
-/// The text of the last error of this thread. The header says how.
+/// Returns the text of this thread's last error. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 pub extern "C" fn hatchback_error() -> *const c_char {
     ERROR.with_borrow(|text| text.as_ptr())
 }
 
-/// Frees a model. The header says how.
+/// Frees a model. `hatchback.h` documents it.
 ///
 /// # Safety
-/// `model` is null or what `hatchback_open` gave, given back once, and nobody uses it.
+/// `model` is null, or comes from `hatchback_open`, was not freed before, and no other call uses
+/// it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hatchback_close(model: *mut Handle) {
     answer(|| {
         if !model.is_null() {
-            // SAFETY: `hatchback_open` made it of a box, and by the caller's promise it is nobody
-            // else's.
+            // SAFETY: `hatchback_open` made `model` from a box, and by the caller's promise this
+            // call alone has it.
             drop(unsafe { Box::from_raw(model) });
         }
         Ok(())

@@ -1,18 +1,19 @@
-//! A C program scores the demo's samples through the header and the shared library, to the bit as
-//! the runtime does, and makes every mistake that the header names. As C++ the header is compiled
-//! only.
+//! A C program scores the demo's samples through the header and the shared library, with the same
+//! bits as the runtime, and makes every mistake that the header names. For C++ the header is only
+//! compiled.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::LookupStatus;
+use hatchback::clock::SystemClock;
 use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
-use hatchback::target::Target;
+use hatchback::targets::Target;
 use hatchback_tools::pack::{Overrides, pack_file};
-use hatchback_tools::serve::lay_on_flash;
+use hatchback_tools::serve::install;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -21,8 +22,8 @@ fn here(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// The lines of the demo's probe set, as the C program reads them, and the scores and statuses of
-/// the runtime.
+/// Returns the demo's probe set in the form that the C program reads, and the runtime's scores and
+/// statuses.
 fn expected(flash: &Path) -> (String, Vec<(f32, LookupStatus)>) {
     let model = Arc::new(Model::open(&disk::system(), flash, Budget::default()).unwrap());
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
@@ -53,8 +54,7 @@ fn compile(compiler: &str, arguments: &[&str]) {
     assert!(command.status().unwrap().success(), "{command:?}");
 }
 
-/// Compiles the C program in `folder`, where it finds the library by the name that this gives
-/// itself.
+/// Compiles the C program in `folder`, beside a link to the library with the library's own name.
 fn program(folder: &Path) -> PathBuf {
     let (built, link) = (std::env::current_exe().unwrap(), folder.join("libhatchback.so.0"));
     std::os::unix::fs::symlink(built.with_file_name("libhatchback_capi.so"), &link).unwrap();
@@ -66,7 +66,7 @@ fn program(folder: &Path) -> PathBuf {
 }
 
 #[test]
-fn a_c_program_scores_as_the_runtime_does() {
+fn a_c_program_scores_with_the_same_bits_as_the_runtime() {
     let folder = tempfile::tempdir().unwrap();
     let (bundle, flash) = (folder.path().join("bundle"), folder.path().join("flash"));
     pack_file(
@@ -76,7 +76,7 @@ fn a_c_program_scores_as_the_runtime_does() {
         &mut |_, _| {},
     )
     .unwrap();
-    lay_on_flash(&bundle, &flash).unwrap();
+    install(&bundle, &flash).unwrap();
     let (lines, expected) = expected(&flash);
     let samples = folder.path().join("samples");
     std::fs::write(&samples, lines).unwrap();
@@ -100,7 +100,7 @@ fn a_c_program_scores_as_the_runtime_does() {
     }
 }
 
-/// What calls take is taken by `hatchback_open`, and is in the budget.
+/// `hatchback_open` takes the memory of all calls, within the budget.
 #[test]
 fn a_budget_that_holds_the_model_and_not_its_calls_is_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -113,7 +113,7 @@ fn a_budget_that_holds_the_model_and_not_its_calls_is_refused() {
         &mut |_, _| {},
     )
     .unwrap();
-    lay_on_flash(&bundle, &flash).unwrap();
+    install(&bundle, &flash).unwrap();
     for name in ["base.toml", "cpu.toml"] {
         std::fs::copy(here("../targets").join(name), folder.path().join(name)).unwrap();
     }
@@ -136,7 +136,7 @@ fn a_budget_that_holds_the_model_and_not_its_calls_is_refused() {
 }
 
 #[test]
-fn the_header_is_cpp_too() {
+fn the_header_compiles_as_cpp() {
     let header = here("hatchback.h");
     compile(
         "c++",

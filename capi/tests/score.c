@@ -1,6 +1,8 @@
-/* Scores samples through libhatchback and prints what `hatchback run` prints; tests/c.rs compiles and runs it.
+/* Scores samples through libhatchback and prints the same scores as `hatchback run`. tests/c.rs
+ * compiles and runs this program.
  * usage: score TARGET FLASH SAMPLES
- * A line of SAMPLES is the dense features, then for each sparse feature the number of its keys and the keys. */
+ * A line of SAMPLES has the dense features, then for each sparse feature the number of its keys and
+ * the keys. */
 #include "hatchback.h"
 
 #include <inttypes.h>
@@ -15,7 +17,7 @@ static int refused(const char *what) {
     return 1;
 }
 
-/* Mistakes that a caller can make: none may be taken for scores. */
+/* Mistakes that a caller can make; each must return its error and no scores. */
 static int mistakes(const char *target, const char *flash, const hatchback *model, const hatchback_shape *shape) {
     hatchback *none = (hatchback *)&none;
     float scores[BATCH];

@@ -1,13 +1,15 @@
-//! What any Linux tells of itself: system, CPUs, memory, temperatures, power, watchdogs, and the
-//! device beneath a directory. Knows no board.
+//! Reads what any Linux machine has: system, CPUs, memory, temperatures, power, watchdogs, and the
+//! block device beneath a directory. Knows no board.
 
-use super::{Reading, Root, reading};
+use crate::limits::RAILS_MAX;
+use crate::machine::reading::{Reading, reading};
+use crate::machine::root::Root;
 use hatchback::io::reader::{PageReader, ReadMethod};
 use hatchback::maintenance::catalog::Catalog;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// What needs no directory.
+/// Returns every reading that needs no directory.
 pub fn readings(root: &Root) -> Vec<Reading> {
     let mut all = system(root);
     all.extend(cpu(root));
@@ -19,14 +21,14 @@ pub fn readings(root: &Root) -> Vec<Reading> {
 }
 
 fn system(root: &Root) -> Vec<Reading> {
-    let named = |text: String| {
+    let pretty_name = |text: String| {
         let name = text.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="));
         name.map(|name| name.trim_matches('"').to_owned())
-            .ok_or_else(|| "it has no PRETTY_NAME".to_owned())
+            .ok_or_else(|| "/etc/os-release: has no PRETTY_NAME".to_owned())
     };
     vec![
         reading("system", "model", root.text("/proc/device-tree/model")),
-        reading("system", "os", root.text("/etc/os-release").and_then(named)),
+        reading("system", "os", root.text("/etc/os-release").and_then(pretty_name)),
         reading("system", "kernel", root.text("/proc/sys/kernel/osrelease")),
         reading("system", "real-time kernel", Ok(root.number("/sys/kernel/realtime") == Ok(1))),
     ]
@@ -44,18 +46,18 @@ fn cpu(root: &Root) -> Vec<Reading> {
     ]
 }
 
-/// Which of `needed` the CPUs do not say that they have.
+/// Returns those of `needed` that the CPUs lack, or `none`.
 pub fn instructions_lacking(root: &Root, needed: &[&str]) -> Result<String, String> {
     let text = root.text("/proc/cpuinfo")?;
     let line = text.lines().find(|line| line.starts_with("Features"));
     let (_, has) =
-        line.and_then(|l| l.split_once(':')).ok_or("/proc/cpuinfo: is not an ARM CPU's")?;
+        line.and_then(|l| l.split_once(':')).ok_or("/proc/cpuinfo: is not that of an ARM CPU")?;
     let has: Vec<&str> = has.split_whitespace().collect();
     let lacks: Vec<&str> = needed.iter().copied().filter(|n| !has.contains(n)).collect();
     Ok(if lacks.is_empty() { "none".to_owned() } else { lacks.join(" ") })
 }
 
-/// A field of `/proc/meminfo`, in bytes.
+/// Returns a field of `/proc/meminfo`, in bytes.
 pub fn meminfo(root: &Root, field: &str) -> Result<u64, String> {
     let text = root.text("/proc/meminfo")?;
     let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
@@ -71,21 +73,21 @@ fn memory(root: &Root) -> Vec<Reading> {
     ]
 }
 
-/// The temperatures of the thermal zones that have one, °C.
+/// Returns the thermal zones that have a temperature, °C.
 fn celsius(root: &Root) -> Vec<(String, f64)> {
     const ZONES: &str = "/sys/class/thermal";
     let zone = |name: String| {
         let number = name.strip_prefix("thermal_zone")?;
         let degrees = root.number(&format!("{ZONES}/{name}/temp")).ok()?;
-        let called =
+        let label =
             root.text(&format!("{ZONES}/{name}/type")).unwrap_or_else(|_| number.to_owned());
         // A zone that is switched off reads far below zero on Tegra.
-        (degrees > -100_000).then_some((called, degrees as f64 / 1000.0))
+        (degrees > -100_000).then_some((label, degrees as f64 / 1000.0))
     };
     root.names(ZONES).into_iter().filter_map(zone).collect()
 }
 
-/// The hottest thermal zone, °C.
+/// Returns the hottest thermal zone, °C.
 pub fn hottest(root: &Root) -> Option<(String, f64)> {
     celsius(root).into_iter().max_by(|a, b| a.1.total_cmp(&b.1))
 }
@@ -96,7 +98,7 @@ fn thermal(root: &Root) -> Vec<Reading> {
             vec![reading::<f64>(
                 "thermal",
                 "zones °C",
-                Err("/sys/class/thermal: no zone has one".to_owned()),
+                Err("/sys/class/thermal: no zone has a temperature".to_owned()),
             )]
         }
         zones => {
@@ -105,48 +107,42 @@ fn thermal(root: &Root) -> Vec<Reading> {
     }
 }
 
-/// Of an INA3221, the usual monitor of three rails, what comes behind their voltages and currents
-/// is no rail.
-const RAILS_MAX: u32 = 3;
-
-/// The rails that are measured, watts: by power where a chip tells it, else by voltage and current.
+/// Returns the measured rails, W.
 fn rails(root: &Root) -> Vec<(String, f64)> {
     const MONITORS: &str = "/sys/class/hwmon";
     let mut rails = Vec::new();
     for monitor in root.names(MONITORS) {
         let folder = format!("{MONITORS}/{monitor}");
         let chip = root.text(&format!("{folder}/name")).unwrap_or(monitor);
-        for file in root.names(&folder) {
-            let at =
-                |kind: &str| file.strip_prefix(kind)?.strip_suffix("_input").map(str::to_owned);
-            let value =
-                |kind: &str, n: &str| root.number(&format!("{folder}/{kind}{n}_input")).ok();
-            let (kind, n, watts) = if let Some(n) = at("power") {
-                ("power", n.clone(), value("power", &n).map(|microwatts| microwatts as f64 / 1e6))
-            } else if let Some(n) = at("curr") {
-                let is_rail = n.parse().is_ok_and(|n: u32| n <= RAILS_MAX);
-                if !is_rail || value("power", &n).is_some() {
-                    continue;
-                }
-                let watts = value("curr", &n).zip(value("in", &n));
-                (
-                    "in",
-                    n,
-                    watts.map(|(milliamps, millivolts)| (milliamps * millivolts) as f64 / 1e6),
-                )
-            } else {
-                continue;
-            };
-            let label = root.text(&format!("{folder}/{kind}{n}_label"));
-            rails.extend(
-                watts.map(|watts| (label.unwrap_or_else(|_| format!("{chip} {n}")), watts)),
-            );
-        }
+        let files = root.names(&folder);
+        rails.extend(files.iter().filter_map(|file| rail(root, &folder, &chip, file)));
     }
     rails
 }
 
-/// What all measured rails draw together, watts.
+/// Returns the rail that `file` of a monitor measures, W: the power where the chip has it, else
+/// voltage times current. `None` for every other file.
+fn rail(root: &Root, folder: &str, chip: &str, file: &str) -> Option<(String, f64)> {
+    let value = |kind: &str, n: &str| root.number(&format!("{folder}/{kind}{n}_input")).ok();
+    let label = |kind: &str, n: &str| {
+        root.text(&format!("{folder}/{kind}{n}_label")).unwrap_or_else(|_| format!("{chip} {n}"))
+    };
+
+    let input = file.strip_suffix("_input")?;
+    if let Some(n) = input.strip_prefix("power") {
+        return Some((label("power", n), value("power", n)? as f64 / 1e6));
+    }
+
+    let n = input.strip_prefix("curr")?;
+    let is_rail = n.parse().is_ok_and(|n: u32| n <= RAILS_MAX);
+    if !is_rail || value("power", n).is_some() {
+        return None;
+    }
+    let (milliamps, millivolts) = value("curr", n).zip(value("in", n))?;
+    Some((label("in", n), (milliamps * millivolts) as f64 / 1e6))
+}
+
+/// Returns the sum of all measured rails, W.
 pub fn watts(root: &Root) -> Option<f64> {
     let rails = rails(root);
     (!rails.is_empty()).then(|| rails.iter().map(|(_, watts)| watts).sum())
@@ -167,7 +163,7 @@ fn power(root: &Root) -> Vec<Reading> {
 
 fn watchdogs(root: &Root) -> Vec<Reading> {
     const WATCHDOGS: &str = "/sys/class/watchdog";
-    let told = |name: &String| {
+    let watchdog = |name: &String| {
         let fact = |file: &str| root.text(&format!("{WATCHDOGS}/{name}/{file}"));
         let text = fact("identity").map(|identity| {
             let seconds = fact("timeout").unwrap_or_else(|_| "?".to_owned());
@@ -182,24 +178,27 @@ fn watchdogs(root: &Root) -> Vec<Reading> {
         [] => vec![reading::<bool>(
             "watchdog",
             "hardware",
-            Err(format!("{WATCHDOGS}: there is none")),
+            Err(format!("{WATCHDOGS}: is empty or does not exist")),
         )],
-        names => names.iter().map(told).collect(),
+        names => names.iter().map(watchdog).collect(),
     }
 }
 
-/// What is beneath `directory`, where the models lie, and how far each of the `models` has worn it.
+/// Returns the readings of the block device beneath the first of `models` (without models, beneath
+/// `directory`), and the bytes that maintenance wrote to each model.
 pub fn flash(root: &Root, directory: &Path, models: &[PathBuf]) -> Vec<Reading> {
     let at = models.first().map_or(directory, PathBuf::as_path);
     let fault = |e: &dyn std::fmt::Display| format!("{}: {e}", at.display());
     let space = rustix::fs::statvfs(at).map_err(|e| fault(&e));
     let block = std::fs::metadata(at).map_err(|e| fault(&e)).map(|m| device(root, m.dev()));
     let fact = |file: &str| block.clone().and_then(|folder| root.text(&format!("{folder}/{file}")));
+
     // Field 7 of `stat` counts sectors of 512 bytes.
     let written = fact("stat").and_then(|text| {
         let sectors = text.split_whitespace().nth(6).and_then(|n| n.parse::<u64>().ok());
         sectors.map(|n| n * 512).ok_or_else(|| "stat: has no seventh number".to_owned())
     });
+
     let mut all = vec![
         reading("flash", "directory", Ok(at.display().to_string())),
         reading(
@@ -213,42 +212,42 @@ pub fn flash(root: &Root, directory: &Path, models: &[PathBuf]) -> Vec<Reading> 
         reading("flash", "queue depth", fact("queue/nr_requests")),
         reading("flash", "scheduler", fact("queue/scheduler")),
         reading("flash", "written since boot bytes", written),
-        reading("flash", "life used, device's own", life(root, block)),
+        reading("flash", "life used, by the device", life(root, block)),
         reading("flash", "pages are read by", Ok(PageReader::new(1, ReadMethod::Auto).method())),
     ];
     all.extend(models.iter().map(|model| {
         let name = format!(
-            "written by upkeep, {}",
+            "written by maintenance, {}",
             model.file_name().unwrap_or_default().to_string_lossy()
         );
-        reading("flash", &name, written_by_us(model))
+        reading("flash", &name, maintenance_bytes(model))
     }));
     all
 }
 
-/// The folder in `/sys` of the whole device with the number `number`.
+/// Returns the folder in `/sys` of the whole device with the number `number`.
 fn device(root: &Root, number: u64) -> String {
     let folder =
         format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
-    // The facts of a partition are its device's, one folder up.
+    // The facts of a partition are those of its device, one folder up.
     if root.path(&format!("{folder}/partition")).exists() { format!("{folder}/..") } else { folder }
 }
 
-/// How much of its life the device says that it has used: eMMC and UFS tell it in steps of a tenth.
+/// Returns the device's own estimate of its used life; eMMC and UFS count in steps of a tenth.
 fn life(root: &Root, block: Result<String, String>) -> Result<String, String> {
     let block = block?;
     let emmc = format!("{block}/device/life_time");
     let ufs = format!("{block}/device/../../../health_descriptor/life_time_estimation_a");
-    let path = root.first(&[&emmc, &ufs]).map_err(|_| "the device does not tell".to_owned())?;
+    let path = root.first(&[&emmc, &ufs]).map_err(|_| "the device has no estimate".to_owned())?;
     root.text(path)
 }
 
-fn written_by_us(model: &Path) -> Result<u64, String> {
-    let place = Catalog::place(model);
+fn maintenance_bytes(model: &Path) -> Result<u64, String> {
+    let place = Catalog::path_in(model);
     if !place.exists() {
-        return Err("no upkeep yet".to_owned());
+        return Err("maintenance has not run yet".to_owned());
     }
     let scratch = tempfile::tempdir().map_err(|e| e.to_string())?;
-    let notes = Catalog::peek(&place, scratch.path()).map_err(|e| e.to_string())?;
-    Ok(notes.wear.bytes_total)
+    let entries = Catalog::peek(&place, scratch.path()).map_err(|e| e.to_string())?;
+    Ok(entries.wear.bytes_total)
 }

@@ -1,8 +1,8 @@
-//! What a directory lies on, and whether that outlives a start and an update of the OS. Reads the
-//! list of mounts; mounts nothing.
+//! The file system beneath a directory, and whether it survives a restart and an update of the OS.
+//! Reads the list of mounts; mounts nothing.
 
-use super::Root;
-use hatchback::target::MachineKind;
+use crate::machine::root::Root;
+use hatchback::targets::MachineKind;
 use std::fmt;
 use std::path::Path;
 
@@ -16,24 +16,26 @@ pub struct Mount {
 }
 
 impl Mount {
-    /// What `directory` lies on or, where it is not there yet, will lie on.
+    /// Returns the file system of `directory`; where the directory does not exist, that of its
+    /// nearest existing parent.
     ///
     /// # Errors
-    /// The machine does not tell.
+    /// No parent exists, or the list of mounts cannot be read.
     pub fn beneath(root: &Root, directory: &Path) -> Result<Self, String> {
         const MOUNTS: &str = "/proc/self/mountinfo";
-        let there = directory.ancestors().find_map(|folder| folder.canonicalize().ok());
-        let there = there.ok_or_else(|| format!("{}: is nowhere", directory.display()))?;
+        let existing = directory.ancestors().find_map(|folder| folder.canonicalize().ok());
+        let existing =
+            existing.ok_or_else(|| format!("{}: no parent folder exists", directory.display()))?;
         let text = root.text(MOUNTS)?;
         let above =
-            text.lines().filter_map(Self::parse).filter(|mount| there.starts_with(&mount.point));
-        // Of two at one place the later one hides the other.
+            text.lines().filter_map(Self::parse).filter(|mount| existing.starts_with(&mount.point));
+        // Of two mounts at one point the later one hides the other.
         let nearest = above.max_by_key(|mount| mount.point.len());
-        nearest.ok_or_else(|| format!("{MOUNTS}: nothing is mounted above {}", there.display()))
+        nearest.ok_or_else(|| format!("{MOUNTS}: nothing is mounted above {}", existing.display()))
     }
 
-    /// `36 35 98:0 / /mnt rw,noatime shared:1 - ext4 /dev/sda1 rw`; before the dash there may be
-    /// more.
+    /// Parses `36 35 98:0 / /mnt rw,noatime shared:1 - ext4 /dev/sda1 rw`. Before the dash there
+    /// may be further fields.
     fn parse(line: &str) -> Option<Self> {
         let (place, system) = line.split_once(" - ")?;
         let (mut place, mut system) = (place.split(' ').skip(4), system.split(' '));
@@ -45,16 +47,15 @@ impl Mount {
         Some(Self { point, kind: kind.to_owned(), source: source.to_owned(), is_read_only })
     }
 
-    /// Why what is written there may be gone one day, or cannot be written; `None` if nothing is
-    /// known to be wrong.
+    /// Returns why files here may be lost or cannot be written; `None` if no fault is known.
     pub fn fault(&self, machine: MachineKind) -> Option<String> {
         let kind = &self.kind;
         match kind.as_str() {
-            "tmpfs" | "ramfs" => Some(format!("lies on {kind}, which is empty after each start")),
-            "overlay" => Some("lies on an overlay, whose changes a start may drop".to_owned()),
-            _ if self.is_read_only => Some(format!("lies on {self}")),
+            "tmpfs" | "ramfs" => Some(format!("is on {kind}, which is empty after each start")),
+            "overlay" => Some("is on an overlay, whose changes a start may drop".to_owned()),
+            _ if self.is_read_only => Some(format!("is on {self}")),
             _ if self.point == "/" && machine == MachineKind::Orin => {
-                Some("lies on the root file system, which an update of the OS replaces".to_owned())
+                Some("is on the root file system, which an update of the OS replaces".to_owned())
             }
             _ => None,
         }

@@ -1,10 +1,12 @@
-//! What a DRIVE AGX Orin tells besides: the SoC's instructions, the memory that its GPU took, GPU
-//! load and clock, and whether NVIDIA's libraries are where DRIVE OS puts them. From public
-//! documents; not yet seen on a board.
+//! Reads what a DRIVE AGX Orin has besides: the SoC's instructions, the memory of its GPU, GPU load
+//! and clock, and whether NVIDIA's libraries are where DRIVE OS puts them. The paths come from
+//! public documents and have not been tried on a board.
 
-use super::{Reading, Root, linux, reading};
+use crate::machine::linux;
+use crate::machine::reading::{Reading, reading};
+use crate::machine::root::Root;
 
-/// What `target_cpu = "cortex-a78ae"` makes the compiler use, as Linux names it.
+/// The instructions that `target_cpu = "cortex-a78ae"` lets the compiler use, by Linux's names.
 const INSTRUCTIONS: [&str; 10] =
     ["asimd", "aes", "pmull", "sha1", "sha2", "crc32", "atomics", "fphp", "asimdhp", "asimddp"];
 
@@ -19,7 +21,7 @@ const FOLDERS: [&str; 5] = [
     "/usr/local/cuda/lib64",
 ];
 
-/// All of it.
+/// Returns all of these readings.
 pub fn readings(root: &Root) -> Vec<Reading> {
     let mut all = vec![
         reading("cpu", "instructions lacking", linux::instructions_lacking(root, &INSTRUCTIONS)),

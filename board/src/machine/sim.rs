@@ -1,8 +1,9 @@
-//! What a desk tells besides that stands in for a board: its GPU and the driver, if it has them.
+//! Reads what a desk that stands in for a board has besides: its GPU and the driver, if present.
 
-use super::{Reading, Root, reading};
+use crate::machine::reading::{Reading, reading};
+use crate::machine::root::Root;
 
-/// All of it.
+/// Returns all of these readings.
 pub fn readings(root: &Root) -> Vec<Reading> {
     const GPUS: &str = "/proc/driver/nvidia/gpus";
     let driver = root.text("/proc/driver/nvidia/version");
@@ -12,7 +13,7 @@ pub fn readings(root: &Root) -> Vec<Reading> {
         let text = root.text(&format!("{GPUS}/{gpu}/information"));
         let model = text.and_then(|text| {
             let line = text.lines().find_map(|line| line.strip_prefix("Model:"));
-            line.map(|name| name.trim().to_owned()).ok_or_else(|| "it tells no model".to_owned())
+            line.map(|name| name.trim().to_owned()).ok_or_else(|| "it names no model".to_owned())
         });
         reading("gpu", gpu, model)
     }));

@@ -1,5 +1,5 @@
-//! The daemon's upkeep beside serving: deltas are merged while scores are served, over a stop and a
-//! start, and what another process installs is followed.
+//! Maintenance while the daemon serves: it merges deltas between requests, continues after a
+//! restart, and follows a generation that another process installs.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -32,7 +32,7 @@ impl Car {
         let mut bundle = BundleReader::open(&self.versions.deltas[generation - 1]).unwrap();
         loop {
             match Flash::install(&disk::system(), &self.flash_directory(), &mut bundle, |_| ()) {
-                // The daemon is amid a change of its own.
+                // The daemon is changing the directory.
                 Err(FlashError::Busy { .. }) => {}
                 installed => return drop(installed.unwrap()),
             }
@@ -51,13 +51,14 @@ impl Car {
         self.flash().record().live.tables.iter().map(|t| t.deltas.len()).sum()
     }
 
-    /// Starts the daemon with these rules over the tree's own and waits for its socket.
+    /// Starts the daemon with `rules` in `[maintenance]` and waits for its socket.
     fn serve(&self, rules: &str) -> (Child, PathBuf) {
         let targets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../targets");
         std::fs::copy(targets.join("base.toml"), self.folder.path().join("base.toml")).unwrap();
         let target = self.folder.path().join("car.toml");
-        let text =
-            format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n[upkeep]\n{rules}");
+        let text = format!(
+            "inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n[maintenance]\n{rules}"
+        );
         std::fs::write(&target, text).unwrap();
         let socket = self.folder.path().join("socket");
         let mut command = Command::new(env!("CARGO_BIN_EXE_hatchbackd"));
@@ -70,7 +71,7 @@ impl Car {
     }
 }
 
-/// Scores until a worker is free; what was served of the row of index 5.
+/// Asks until the daemon is not busy. Returns the score of the row with index 5.
 fn score(socket: &Path) -> Value {
     loop {
         let mut connection = BufReader::new(UnixStream::connect(socket).unwrap());
@@ -95,7 +96,7 @@ fn stop(mut daemon: Child) {
 }
 
 #[test]
-fn a_serving_daemon_merges_follows_and_stops() {
+fn a_serving_daemon_merges_follows_installs_and_stops() {
     let car = Car::new();
     assert_eq!(car.deltas(), 4);
     let part = |car: &Car| {
@@ -106,13 +107,15 @@ fn a_serving_daemon_merges_follows_and_stops() {
             .map(|f| f.metadata().unwrap().len())
             .max()
     };
-    // A budget that ends amid the first table: what was merged is there when the daemon is stopped.
+
+    // The budget ends within the first table: the merged part is on disk when the daemon stops.
     let merge = "deltas_max = 0\nbusy_percent_max = 100\nwear_bytes_per_day_max =";
     let (daemon, socket) = car.serve(&format!("{merge} 40_000"));
     let before = score(&socket);
     while part(&car).unwrap_or(0) == 0 {
         assert_eq!(score(&socket), before);
     }
+
     stop(daemon);
     let left = part(&car).unwrap();
     assert!(
@@ -120,23 +123,28 @@ fn a_serving_daemon_merges_follows_and_stops() {
         "{left} bytes, {} deltas",
         car.deltas()
     );
-    // The next start goes on, with room; scores stay, and the segments that the model opened go
-    // away under it.
+
+    // The next start continues the merge with a larger budget. Scores stay the same while the
+    // segments that the model has open are removed.
     let (daemon, socket) = car.serve(&format!("{merge} 1_000_000_000"));
     while car.deltas() > 0 {
         assert_eq!(score(&socket), before);
     }
+
     assert_eq!(score(&socket), before);
     assert_eq!(whole_generation(&car.flash(), &car.versions, "merged while serving"), 3);
-    // Another process installs; upkeep follows, and merges that too.
+
+    // Another process installs a generation; maintenance follows and merges it.
     car.install(4);
     while car.deltas() > 0 {
-        assert_eq!(score(&socket), before, "what is served changes with the next start only");
+        assert_eq!(score(&socket), before, "the served generation changes at the next start only");
     }
+
     stop(daemon);
     let flash = car.flash();
     assert_eq!(whole_generation(&flash, &car.versions, "followed"), 4);
-    let (_, notes, found) = Catalog::open(&Catalog::place(flash.directory()), &flash).unwrap();
+
+    let (_, notes, found) = Catalog::open(&Catalog::path_in(flash.directory()), &flash).unwrap();
     let installed: u64 = flash.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
     assert_eq!(found, CatalogState::Kept);
     assert!(

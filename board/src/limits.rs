@@ -1,0 +1,12 @@
+//! Every maximum of the daemon. Those of a model's memory and of requests stand in
+//! `hatchback::limits` and in the target's `[budget]`.
+
+/// Connections that are open; one more receives `busy` and is closed.
+pub const CONNECTIONS_MAX: usize = 256;
+/// Bytes of a line that the socket accepts for any model; a model with larger samples raises it.
+pub const LINE_BYTES_MAX: usize = 64 << 10;
+/// Latency that the histograms hold, µs; a longer one counts as this.
+pub const LATENCY_US_MAX: u64 = 60_000_000;
+/// Rails of one power monitor. An INA3221, the usual monitor, has three; its channels after these
+/// are shunt voltages and the sum of the rails.
+pub const RAILS_MAX: u32 = 3;

@@ -1,0 +1,129 @@
+//! `hatchbackd serve`: loads the models, then runs the socket with maintenance and updates beside
+//! it until SIGTERM. This process never opens a network connection.
+
+use crate::car::Car;
+use crate::cli::{NamedDirectory, ServeArgs};
+use crate::latency::Latencies;
+use crate::maintenance::MaintenanceThread;
+use crate::server::{self, Server, Socket, Stop};
+use crate::shed::Shed;
+use crate::update::{self, Update, UpdateThread};
+use crate::{models, settings, systemd};
+use anyhow::{Context, Result};
+use hatchback::io::disk;
+use hatchback::request::serving::Serving;
+use hatchback::update::Updater;
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Serves the models of `car` until SIGTERM or SIGINT.
+///
+/// # Errors
+/// The socket cannot be bound, a setting of the command line is wrong, or no model can be loaded
+/// and no release can change that.
+pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<()> {
+    let updates = updates(car, sync, args.root.as_deref())?;
+    let updaters: Vec<Updater> = updates.iter().map(|update| update.updater.clone()).collect();
+
+    // Threads inherit the settings of the thread that starts them, so they are applied first.
+    for refused in settings::apply(car.target).iter().filter_map(|reading| reading.refusal()) {
+        log::warn!("{refused}");
+    }
+
+    let stop = Arc::new(Stop::default());
+    let on_early_stop = updaters.clone();
+    stop.on_signal(move || on_early_stop.iter().for_each(update::record_end))?;
+
+    let serving = models::new_serving(car.target, car.target_path, car.device)?;
+    updates.iter().for_each(Update::record_start);
+    let served = load_models(car, &updates, &serving).and_then(|()| {
+        models::log_memory(&serving);
+        serve_until_stopped(car, &serving, updates, args, &stop)
+    });
+
+    // No release is at fault for an error here: a release that cannot be opened does not keep the
+    // other models from being served.
+    served.inspect_err(|_| updaters.iter().for_each(update::record_end))
+}
+
+/// Loads every model that can be loaded. A model that waits for its first release, or is damaged,
+/// does not keep the others from being served.
+///
+/// # Errors
+/// No model can be loaded, and no model has updates that may change that.
+fn load_models(car: &Car<'_>, updates: &[Update], serving: &Serving) -> Result<()> {
+    let is_awaited = |model: &&NamedDirectory| {
+        updates.iter().any(|update| update.awaits_first_release_at(&model.directory))
+    };
+    let (mut loaded, mut fault) = (0, None);
+    for model in car.models.iter().filter(|model| !is_awaited(model)) {
+        match models::load(serving, car.target, model) {
+            Ok(()) => loaded += 1,
+            Err(e) => {
+                log::error!("{model} is not served: {e:#}");
+                fault = Some(e);
+            }
+        }
+    }
+    fault.filter(|_| loaded == 0 && updates.is_empty()).map_or(Ok(()), Err)
+}
+
+/// Serves on the socket, with a maintenance thread for each flash directory and an update thread
+/// for each sync directory.
+fn serve_until_stopped(
+    car: &Car<'_>,
+    serving: &Arc<Serving>,
+    updates: Vec<Update>,
+    args: &ServeArgs,
+    stop: &Stop,
+) -> Result<()> {
+    let socket = Socket::listen(&args.socket, stop)?;
+    let (shed, latencies) = (Arc::new(Shed::default()), Arc::new(Latencies::default()));
+
+    // Two models may be two names of one directory, which has one maintenance thread.
+    let directories: BTreeSet<&Path> =
+        car.models.iter().map(|model| model.directory.as_path()).collect();
+    let rules = car.target.maintenance;
+    let start = |directory| MaintenanceThread::start(directory, rules, Arc::clone(&shed));
+    let maintenance = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+
+    let start = |update| UpdateThread::start(update, serving, &latencies);
+    let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+
+    let is_only = car.models.len() == 1;
+    let server = Server { serving, latencies: &latencies, shed: &shed, is_only };
+    let serve = || server::serve(server, &socket, stop);
+    shed.watch(car.root, &car.target.shed, || systemd::notify_while(serving, serve));
+
+    updates.into_iter().for_each(UpdateThread::stop);
+    maintenance.into_iter().for_each(MaintenanceThread::stop);
+    Ok(())
+}
+
+/// Returns the updates of the models that have a directory in `sync`. `root` is the file of the
+/// fleet's first root metadata; it is read only where there is a sync directory.
+fn updates(car: &Car<'_>, sync: &[NamedDirectory], root: Option<&Path>) -> Result<Vec<Update>> {
+    let root = root.filter(|_| !sync.is_empty());
+    let root = root
+        .map(|path| std::fs::read(path).with_context(|| path.display().to_string()))
+        .transpose()?;
+
+    let update = |given: &NamedDirectory| {
+        let model = car.models.iter().find(|m| car.models.len() == 1 || m.name == given.name);
+        let model = model.with_context(|| {
+            format!("--sync {given}: no model has this name; pass NAME=DIR as with --flash")
+        })?;
+        let updater = Updater {
+            disk: disk::system(),
+            directory: given.directory.clone(),
+            flash: model.directory.clone(),
+            lineage: None,
+            cohort: 0,
+        };
+        let name = model.name.as_ref().or(given.name.as_ref()).cloned().unwrap_or_default();
+        let (budget, policy) = (car.target.budget, car.target.update);
+        Ok(Update { name, updater, budget, policy, root: root.clone() })
+    };
+    sync.iter().map(update).collect()
+}

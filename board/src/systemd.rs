@@ -1,0 +1,72 @@
+//! Notifications to systemd: the daemon is ready, the daemon is stopping and, where the unit has a
+//! watchdog, every model has just scored a sample. For a model that hangs no notification is sent,
+//! and systemd restarts the unit. Without systemd nothing is sent.
+
+use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::Serving;
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
+use sd_notify::NotifyState;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+fn notify(state: NotifyState<'_>) {
+    let text = state.to_string();
+    if let Err(e) = sd_notify::notify(&[state]) {
+        log::warn!("cannot notify systemd of {text}: {e}");
+    }
+}
+
+/// Runs `work`. Notifies systemd that the daemon is ready, feeds the watchdog while `work` runs,
+/// and notifies systemd at the end.
+pub fn notify_while<T>(serving: &Serving, work: impl FnOnce() -> T) -> T {
+    notify(NotifyState::Ready);
+    let (done, stopped) = channel::<()>();
+    let result = std::thread::scope(|scope| {
+        if let Some(timeout) = sd_notify::watchdog_enabled() {
+            scope.spawn(move || {
+                while stopped.recv_timeout(timeout / 3) == Err(RecvTimeoutError::Timeout) {
+                    match serving.names().iter().try_for_each(|name| score_sample(serving, name)) {
+                        Ok(()) => notify(NotifyState::Watchdog),
+                        Err(e) => log::error!("the watchdog is not fed: {e}"),
+                    }
+                }
+            });
+        }
+        let _done = done;
+        work()
+    });
+    notify(NotifyState::Stopping);
+    result
+}
+
+/// Scores a sample without keys, to prove that the model `name` answers. Where all slots are taken,
+/// a worker that picks up requests is proof enough.
+///
+/// # Errors
+/// The model does not answer.
+fn score_sample(serving: &Serving, name: &str) -> Result<(), RequestError> {
+    let Some(schema) = serving.schema(name) else { return Ok(()) };
+    let sample = Sample {
+        dense: vec![0.0; schema.dense_features.len()],
+        sparse: vec![Vec::new(); schema.features.len()],
+        ..Sample::default()
+    };
+    let mut batch = Batch::new(&schema, 1);
+    if let Err(e) = batch.push(&schema, &sample) {
+        log::warn!("`{name}` accepts no sample without keys, so the watchdog cannot test it: {e}");
+        return Ok(());
+    }
+
+    let requests = || serving.stats(name).map_or(0, |stats| stats.requests);
+    let before = requests();
+    match serving.submit(name, &batch, None) {
+        Ok(ticket) => ticket.wait().map(drop),
+        Err(RequestError::Busy(slots)) => {
+            std::thread::sleep(Duration::from_millis(100));
+            if requests() > before { Ok(()) } else { Err(RequestError::Busy(slots)) }
+        }
+        Err(RequestError::NotServed) => Ok(()),
+        Err(e) => Err(e),
+    }
+}
