@@ -1,14 +1,15 @@
-//! `demo`: the whole car path on real input, in one command. A model that PyTorch trained on the
-//! in-vehicle coupon data is packed, laid on flash and scored row by row against its labels and
-//! PyTorch's own scores; then a Criteo-shaped model of a few million rows makes the flash tier
-//! work.
+//! `demo`: the whole path of a model into a car, in one command. It packs a model that PyTorch
+//! trained on the in-vehicle coupon data, installs it on flash, and compares the score of every row
+//! with the row's label and with PyTorch's score. Then it serves a Criteo-shaped model of a few
+//! million rows, which exercises the flash tier. Never needs a network.
 
 use crate::eval::{Evaluation, evaluate};
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file, read_samples};
 use crate::report;
 use crate::report::metrics::{Latencies, Lookups};
-use crate::report::plot::{self, Window};
+use crate::report::plot::{self, TimeSlice};
+use crate::say;
 use crate::serve;
 use crate::workload::key_distributions::{BagSizes, Distribution, Workload};
 use crate::workload::synthetic;
@@ -19,29 +20,29 @@ use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Counters;
 use hatchback::schema::Placement;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Packs, serves and measures a real model and a large synthetic one
 #[derive(Args, Debug)]
 pub struct DemoArgs {
-    /// Where the bundles, flash directories and plots go
+    /// The directory for the bundles, flash directories and plots
     #[arg(long, default_value = "target/demo")]
     out: PathBuf,
     /// Rows of each of the largest tables of the Criteo-shaped model
-    #[arg(long, default_value_t = 500_000)]
+    #[arg(long, default_value_t = 500_000,
+          value_parser = clap::value_parser!(u64).range(1..=40_000_000))]
     rows_max: u64,
     /// Embedding cache of the Criteo-shaped model, MiB
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
     cache_mib: u64,
-    /// How long the Criteo-shaped model is served, seconds
-    #[arg(long, default_value_t = 10.0)]
-    seconds: f64,
+    /// Requests to the Criteo-shaped model
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
+    requests: u32,
 }
 
-/// The coupon model as the trainer left it: name and content of each file.
+/// The files that the trainer exported of the coupon model: name and content.
 const COUPON: [(&str, &[u8]); 5] = [
     ("model.toml", include_bytes!("../demo/coupon/model.toml")),
     ("dense.onnx", include_bytes!("../demo/coupon/dense.onnx")),
@@ -50,28 +51,28 @@ const COUPON: [(&str, &[u8]); 5] = [
     ("heldout.jsonl", include_bytes!("../demo/coupon/heldout.jsonl")),
 ];
 
-/// The coupon tables take 240 KB as f32; the cache gets this much.
+/// Cache of the coupon model, whose tables take 240 KB as f32.
 const COUPON_CACHE_BYTES: u64 = 32 << 10;
 /// Samples in a request to the Criteo-shaped model.
 const CRITEO_BATCH: usize = 16;
-/// Exponent of its keys' power law, as NVIDIA's synthetic models have it.
+/// Exponent of the power law of its keys: that of NVIDIA's synthetic models.
 const POWERLAW: f64 = 1.05;
-/// Windows that its plot shows.
-const WINDOWS: u32 = 50;
+/// Time slices of its plot.
+const SLICES: u32 = 50;
 
 /// Runs the command.
 ///
 /// # Errors
-/// The output directory cannot be written; anything else is a defect.
+/// The output directory cannot be written. Any other error is a defect.
 pub fn run(args: &DemoArgs) -> Result<()> {
     fresh_directory(&args.out)?;
-    println!("1. A DLRM that PyTorch trained on the in-vehicle coupon data (UCI 603, CC BY 4.0)\n");
+    say!("1. A DLRM that PyTorch trained on the in-vehicle coupon data (UCI 603, CC BY 4.0)\n")?;
     coupon(&args.out.join("coupon"))?;
-    println!("\n2. A Criteo-shaped DLRM with synthetic rows and power-law keys\n");
+    say!("\n2. A Criteo-shaped DLRM with synthetic rows and power-law keys\n")?;
     criteo(args, &args.out.join("criteo"))
 }
 
-/// Starts over: what an earlier demo left would be live already.
+/// Removes the files of an earlier demo: its generation would still be live.
 fn fresh_directory(out: &Path) -> Result<()> {
     for part in ["coupon", "criteo"] {
         let path = out.join(part);
@@ -83,7 +84,16 @@ fn fresh_directory(out: &Path) -> Result<()> {
         }
         std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
     }
+
     Ok(())
+}
+
+/// The coupon model with one codec.
+struct CouponRun {
+    found: Evaluation,
+    model: Arc<Model>,
+    bundle_bytes: u64,
+    flash_bytes: u64,
 }
 
 fn coupon(out: &Path) -> Result<()> {
@@ -91,6 +101,7 @@ fn coupon(out: &Path) -> Result<()> {
         std::fs::write(out.join(name), content)
             .with_context(|| out.join(name).display().to_string())?;
     }
+
     let mut table = report::table(&[
         "tables as",
         "bundle",
@@ -102,61 +113,57 @@ fn coupon(out: &Path) -> Result<()> {
         "p50",
         "p99",
     ]);
-    let mut last = None;
-    for codec in [CodecChoice::F32, CodecChoice::U8] {
-        let (found, model, sizes) = coupon_as(codec, out)?;
-        let name = format!("{codec:?}").to_lowercase();
-        let difference = found.score_difference_max.map_or("-".to_owned(), |d| format!("{d:.1e}"));
-        let cells = [
-            name,
-            report::bytes(sizes.0),
-            report::bytes(sizes.1),
-            digits(found.auc),
-            digits(found.logloss),
-        ];
-        let time = |us: f64| format!("{us:.0} µs");
-        let rest = [
-            difference,
-            report::percent(found.hit_rate),
-            time(found.latency.p50_us),
-            time(found.latency.p99_us),
-        ];
-        table.add_row(cells.into_iter().chain(rest));
-        last = Some((found, model));
-    }
-    let Some((found, model)) = last else { return Ok(()) };
-    let (auc, logloss) = (digits(found.reference_auc), digits(found.reference_logloss));
-    let blank = || String::new();
+    table.add_row(coupon_with(CodecChoice::F32, out)?.cells("f32"));
+    let last = coupon_with(CodecChoice::U8, out)?;
+    table.add_row(last.cells("u8"));
+    let found = &last.found;
+    let blank = String::new;
     table.add_row([
         "PyTorch f32".to_owned(),
         blank(),
         blank(),
-        auc,
-        logloss,
+        digits(found.reference_auc),
+        digits(found.reference_logloss),
         blank(),
         blank(),
         blank(),
         blank(),
     ]);
-    println!("{table}");
-    println!(
+    say!("{table}")?;
+    say!(
         "{} held-out rows, one a request; {}",
         report::count(found.samples as u64),
         rows_line(&found.rows)
-    );
-    let plot = out.join("coupon.svg");
-    plot::over_time(
-        &plot,
-        "Coupon model: latency and hit rate, cold start to warm",
-        &found.windows,
     )?;
-    println!(
+
+    let plot = out.join("coupon.svg");
+    let title = "Coupon model: latency and hit rate, cold start to warm";
+    plot::over_time(&plot, title, &found.slices)?;
+    say!(
         "memory {} ({} rows of cache); plot {}",
-        report::bytes(model.memory().total()),
-        model.cache_slots(),
+        report::bytes(last.model.memory().total()),
+        last.model.cache_slots(),
         plot.display()
-    );
-    Ok(())
+    )
+}
+
+impl CouponRun {
+    /// Returns the run's row of the table.
+    fn cells(&self, name: &str) -> [String; 9] {
+        let found = &self.found;
+        let time = |us: f64| format!("{us:.0} µs");
+        [
+            name.to_owned(),
+            report::bytes(self.bundle_bytes),
+            report::bytes(self.flash_bytes),
+            digits(found.auc),
+            digits(found.logloss),
+            found.score_difference_max.map_or("-".to_owned(), |d| format!("{d:.1e}")),
+            report::percent(found.hit_rate),
+            time(found.latency.p50_us),
+            time(found.latency.p99_us),
+        ]
+    }
 }
 
 fn digits(value: Option<f64>) -> String {
@@ -173,14 +180,15 @@ fn rows_line(rows: &Lookups) -> String {
     )
 }
 
-/// Packs the coupon model with every table in `codec` behind the cache, and serves the held-out
-/// rows. Returns what was found, the model, and the bytes of the bundle and on flash.
-fn coupon_as(codec: CodecChoice, out: &Path) -> Result<(Evaluation, Arc<Model>, (u64, u64))> {
+/// Packs the coupon model with `codec` for every table, all of them cached, and serves the held-out
+/// rows.
+fn coupon_with(codec: CodecChoice, out: &Path) -> Result<CouponRun> {
     let name = format!("{codec:?}").to_lowercase();
     let bundle = out.join(format!("coupon-{name}.hatch"));
     let overrides = Overrides { codec: Some(codec), placement: Some(Placement::Cached) };
     let packed = pack_file(&out.join("model.toml"), &bundle, overrides, &mut |_, _| {})?;
-    let flash = serve::lay_on_flash(&bundle, &out.join(format!("{name}.flash")))?;
+    let flash = serve::install(&bundle, &out.join(format!("{name}.flash")))?;
+
     let budget = Budget {
         cache_bytes_max: COUPON_CACHE_BYTES,
         batch_max: 1,
@@ -189,7 +197,8 @@ fn coupon_as(codec: CodecChoice, out: &Path) -> Result<(Evaluation, Arc<Model>, 
     };
     let model = Arc::new(Model::from_flash(&flash, budget)?);
     let samples = read_samples(&out.join("heldout.jsonl"), model.schema())?;
-    Ok((evaluate(&model, &samples, 1)?, model, (packed.bytes, flash.bytes()?)))
+    let found = evaluate(&model, &samples, 1)?;
+    Ok(CouponRun { found, model, bundle_bytes: packed.bytes, flash_bytes: flash.bytes()? })
 }
 
 fn criteo(args: &DemoArgs, out: &Path) -> Result<()> {
@@ -202,23 +211,25 @@ fn criteo(args: &DemoArgs, out: &Path) -> Result<()> {
     });
     bar.finish_and_clear();
     let (packed, packing) = (packed?, start.elapsed().as_secs_f64());
-    let flash = serve::lay_on_flash(&bundle, &out.join("flash"))?;
-    let laying = start.elapsed().as_secs_f64() - packing;
+
+    let flash = serve::install(&bundle, &out.join("flash"))?;
+    let installing = start.elapsed().as_secs_f64() - packing;
     let rows = report::count(packed.schema.tables.iter().map(|t| t.rows).sum());
     let size = report::bytes(packed.bytes);
-    println!(
-        "{rows} rows in 26 tables packed into {size} in {packing:.1} s, laid on flash in {laying:.1} s"
-    );
+    say!(
+        "{rows} rows in 26 tables packed into {size} in {packing:.1} s, installed on flash in \
+         {installing:.1} s"
+    )?;
     serve_criteo(args, out, &flash)
 }
 
-/// What serving for a while found.
+/// The result of serving the Criteo-shaped model.
 #[derive(Default)]
 struct Served {
     latencies: Latencies,
     rows: Lookups,
     counters: Counters,
-    windows: Vec<Window>,
+    slices: Vec<TimeSlice>,
 }
 
 fn serve_criteo(args: &DemoArgs, out: &Path, flash: &Flash) -> Result<()> {
@@ -231,30 +242,34 @@ fn serve_criteo(args: &DemoArgs, out: &Path, flash: &Flash) -> Result<()> {
     let start = Instant::now();
     let model = Arc::new(Model::from_flash(flash, budget)?);
     let opened = start.elapsed();
-    let served = drive(&model, flash, Duration::from_secs_f64(args.seconds))?;
-    println!(
+
+    let served = drive(&model, flash, args.requests)?;
+    say!(
         "opened in {:.0} ms; served {} requests of {CRITEO_BATCH} samples on one thread\n",
         1e3 * opened.as_secs_f64(),
         report::count(served.latencies.percentiles().requests)
-    );
-    println!("{}\n{}", served_table(&served), serve::memory_table(&model));
-    println!("{} on flash; {}", report::bytes(flash.bytes()?), rows_line(&served.rows));
+    )?;
+    say!("{}\n{}", served_table(&served), serve::memory_table(&model))?;
+    say!("{} on flash; {}", report::bytes(flash.bytes()?), rows_line(&served.rows))?;
+
     let plot = out.join("criteo.svg");
-    plot::over_time(&plot, "Criteo-shaped model: latency and hit rate", &served.windows)?;
-    println!("plot {}", plot.display());
-    Ok(())
+    plot::over_time(&plot, "Criteo-shaped model: latency and hit rate", &served.slices)?;
+    say!("plot {}", plot.display())
 }
 
-/// Serves power-law requests for `time`; drawing the keys is not measured.
-fn drive(model: &Arc<Model>, flash: &Flash, time: Duration) -> Result<Served> {
+/// Serves a fixed number of power-law requests, so that every run has the same counts. The measured
+/// latency does not contain the draw of the keys.
+fn drive(model: &Arc<Model>, flash: &Flash, requests: u32) -> Result<Served> {
     let mut workload =
         Workload::new(flash, &Distribution::PowerLaw { alpha: POWERLAW }, BagSizes::Full, 1)?;
     let (mut worker, mut batch, mut served) =
         (serve::worker(model), model.batch(), Served::default());
+
     let start = Instant::now();
-    for window in 1..=WINDOWS {
+    for slice in 1..=SLICES {
         let (before, mut latencies) = (worker.counters(), Latencies::default());
-        while start.elapsed() < time * window / WINDOWS {
+        let [first, end] = [slice - 1, slice].map(|n| u64::from(requests) * u64::from(n));
+        for _ in first / u64::from(SLICES)..end / u64::from(SLICES) {
             workload.fill(&mut batch, CRITEO_BATCH)?;
             let sent = Instant::now();
             let scores = worker.score(&batch, None)?;
@@ -263,9 +278,10 @@ fn drive(model: &Arc<Model>, flash: &Flash, time: Duration) -> Result<Served> {
         }
         let counters = worker.counters().since(&before);
         let seconds = start.elapsed().as_secs_f64();
-        served.windows.push(Window::new(seconds, &latencies.percentiles(), &counters));
+        served.slices.push(TimeSlice::new(seconds, &latencies.percentiles(), &counters));
         served.latencies.add(&latencies);
     }
+
     served.counters = worker.counters();
     Ok(served)
 }
@@ -278,10 +294,7 @@ fn served_table(served: &Served) -> comfy_table::Table {
         ("latency p50", format!("{:.0} µs", p.p50_us)),
         ("latency p99", format!("{:.0} µs", p.p99_us)),
         ("hit rate, cached tables", report::percent(served.counters.hit_rate())),
-        (
-            "hit rate, last tenth",
-            report::percent(served.windows.last().map_or(0.0, |w| w.hit_rate)),
-        ),
+        ("hit rate at the end", report::percent(served.slices.last().map_or(0.0, |w| w.hit_rate))),
         ("flash pages a request", format!("{pages:.1}")),
     ] {
         table.add_row([what.to_owned(), value]);

@@ -1,10 +1,12 @@
-//! `eval`: a labelled set through the whole request path: AUC, logloss, hit rates, statuses,
-//! latencies, and how far the scores are from those that the trainer recorded.
+//! `eval`: scores a labelled set through the whole request path and measures AUC, logloss, hit
+//! rate, statuses, latency and the largest difference from the trainer's recorded scores. Never
+//! changes the model.
 
 use crate::pack::read_samples;
 use crate::report;
 use crate::report::metrics::{Latencies, Lookups, Percentiles, auc, largest_difference, logloss};
-use crate::report::plot::{self, Window};
+use crate::report::plot::{self, TimeSlice};
+use crate::say;
 use crate::serve::{self, ServeArgs};
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -23,27 +25,28 @@ pub struct EvalArgs {
     /// Samples with labels, one line of JSON each [default: the bundle's probe set]
     #[arg(long)]
     samples: Option<PathBuf>,
-    /// Samples scored together
-    #[arg(long, default_value_t = 1)]
+    /// Samples in one request
+    #[arg(long, default_value_t = 1, value_parser = report::args::batch)]
     batch: usize,
-    /// Writes the report as JSON (`-`: standard output)
-    #[arg(long)]
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
     json: Option<PathBuf>,
     /// Writes latency and hit rate over time as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
 }
 
-/// What an evaluation finds.
+/// The result of an evaluation.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Evaluation {
-    /// The generation served.
+    /// The generation of the model.
     pub generation: String,
-    /// Samples scored.
+    /// Number of samples.
     pub samples: usize,
-    /// AUC of our scores; absent unless both labels occur.
+    /// AUC of Hatchback's scores; absent unless both labels occur.
     pub auc: Option<f64>,
-    /// Mean logloss of our scores.
+    /// Mean logloss of Hatchback's scores.
     pub logloss: Option<f64>,
     /// AUC of the trainer's recorded scores.
     pub reference_auc: Option<f64>,
@@ -51,11 +54,11 @@ pub struct Evaluation {
     pub reference_logloss: Option<f64>,
     /// Largest difference from a recorded score.
     pub score_difference_max: Option<f64>,
-    /// Share of the lookups of cached tables that the cache answered.
+    /// Share of the lookups in cached tables that were cache hits, `0..=1`.
     pub hit_rate: f64,
-    /// What the rows were.
+    /// Lookups by status.
     pub rows: Lookups,
-    /// All lookups.
+    /// Number of all lookups.
     pub lookups: u64,
     /// Pages read from flash.
     pub pages: u64,
@@ -63,29 +66,30 @@ pub struct Evaluation {
     pub latency: Percentiles,
     /// Latency and hit rate over time.
     #[serde(skip)]
-    pub windows: Vec<Window>,
-    /// Our scores, first output, in order.
+    pub slices: Vec<TimeSlice>,
+    /// Hatchback's scores, first output, in the order of the samples.
     #[serde(skip)]
     pub scores: Vec<f32>,
 }
 
-/// Windows over which latency and hit rate are shown.
-const WINDOWS: usize = 40;
+/// Slices of the run for which latency and hit rate are plotted.
+const SLICES: usize = 40;
 
-/// Scores `samples` on one worker, `batch` at a time.
+/// Scores `samples` on one worker in requests of `batch` samples.
 ///
 /// # Errors
-/// A sample does not fit the model, or the dense network failed.
+/// `batch` is above the model's, a sample does not fit the model, or the dense network fails.
 pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<Evaluation> {
+    serve::check_batch(batch, model)?;
     let (mut worker, mut request) = (serve::worker(model), model.batch());
-    let batch = batch.clamp(1, model.budget().batch_max as usize);
     let mut found =
         Evaluation { generation: model.generation().to_string(), ..Evaluation::default() };
     let mut all = Latencies::default();
     let start = Instant::now();
-    for window in samples.chunks(samples.len().div_ceil(WINDOWS).next_multiple_of(batch).max(1)) {
+
+    for slice in samples.chunks(samples.len().div_ceil(SLICES).next_multiple_of(batch).max(1)) {
         let (before, mut latencies) = (worker.counters(), Latencies::default());
-        for group in window.chunks(batch) {
+        for group in slice.chunks(batch) {
             request.clear();
             group.iter().try_for_each(|sample| request.push(model.schema(), sample))?;
             let sent = Instant::now();
@@ -96,8 +100,9 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
         }
         all.add(&latencies);
         let (seconds, counters) = (start.elapsed().as_secs_f64(), worker.counters().since(&before));
-        found.windows.push(Window::new(seconds, &latencies.percentiles(), &counters));
+        found.slices.push(TimeSlice::new(seconds, &latencies.percentiles(), &counters));
     }
+
     let counters = worker.counters();
     found.samples = samples.len();
     (found.hit_rate, found.lookups, found.pages) =
@@ -108,10 +113,11 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
 }
 
 impl Evaluation {
-    /// Compares the scores with labels and recorded scores, where all samples have them.
+    /// Compares the scores with the labels and with the recorded scores, if all samples have them.
     fn judge(&mut self, samples: &[Sample]) -> Result<()> {
         let labels: Option<Vec<f32>> = samples.iter().map(|s| s.label).collect();
         let reference: Option<Vec<f32>> = samples.iter().map(|s| s.score).collect();
+
         if let Some(labels) = &labels {
             (self.auc, self.logloss) = (auc(&self.scores, labels), logloss(&self.scores, labels));
         }
@@ -121,19 +127,20 @@ impl Evaluation {
         }
         if let Some(reference) = &reference {
             let difference = largest_difference(&self.scores, reference);
-            ensure!(!difference.is_nan(), "a score or a recorded score is not a number");
+            ensure!(!difference.is_nan(), "a score, computed or recorded, is not a number");
             self.score_difference_max = Some(difference);
         }
         Ok(())
     }
 
-    /// The report for people.
+    /// Returns the report as a table.
     pub fn table(&self) -> comfy_table::Table {
         let mut table = report::table(&[&self.generation, "Hatchback", "trainer"]);
         let digits = |v: Option<f64>| v.map_or("-".to_owned(), |v| format!("{v:.5}"));
         let mut row = |what: &str, ours: String, theirs: String| {
             table.add_row([what.to_owned(), ours, theirs]);
         };
+
         row("samples", report::count(self.samples as u64), String::new());
         row("AUC", digits(self.auc), digits(self.reference_auc));
         row("logloss", digits(self.logloss), digits(self.reference_logloss));
@@ -163,32 +170,30 @@ impl Evaluation {
 /// Runs the command.
 ///
 /// # Errors
-/// The model or the samples are refused.
+/// The model or the samples are refused, or a report cannot be written.
 pub fn run(args: &EvalArgs) -> Result<()> {
     let flash = args.serve.flash()?;
     let samples = match &args.samples {
         Some(path) => read_samples(path, &flash.manifest().schema)?,
         None => flash.probe()?,
     };
-    ensure!(!samples.is_empty(), "there are no samples: name some with --samples");
+    ensure!(
+        !samples.is_empty(),
+        "the model has no probe set: pass a file of samples with --samples"
+    );
+
     let model = Arc::new(
         Model::from_flash(&flash, args.serve.budget()?)?
-            .onto(&args.serve.device()?)?
-            .with_dense(&flash, None)?,
+            .move_to_device(&args.serve.device()?)?
+            .move_dense_to_gpu(&flash, None)?,
     );
     let found = evaluate(&model, &samples, args.batch)?;
+
     if let Some(path) = &args.plot {
-        plot::over_time(
-            path,
-            &format!("{}: latency and hit rate", found.generation),
-            &found.windows,
-        )?;
+        let title = format!("{}: latency and hit rate", found.generation);
+        plot::over_time(path, &title, &found.slices)?;
     }
-    match &args.json {
-        Some(path) => report::write_json(path, &found),
-        None => {
-            println!("{}\n{}", found.table(), serve::memory_table(&model));
-            Ok(())
-        }
-    }
+    report::write_report(args.json.as_deref(), &found, || {
+        say!("{}\n{}", found.table(), serve::memory_table(&model))
+    })
 }

@@ -1,10 +1,11 @@
-//! `image`: what a board is flashed with, of a bundle: an ext4 image of the partition that holds
-//! models and updates, and for who has no such partition the same files with the manifest that
-//! DRIVE OS's CopyTarget takes. The same bundle gives the same bytes. Reads back what it wrote;
-//! never touches a device.
+//! `image`: makes an ext4 image of the board's partition of models and updates from a bundle. For
+//! boards without such a partition it also writes the same files with a manifest for CopyTarget of
+//! DRIVE OS. The same bundle gives the same bytes. It reads back and compares every file of the
+//! image; it never writes to a device.
 
 use crate::report;
-use crate::serve::lay_on_flash;
+use crate::say;
+use crate::serve::install;
 use anyhow::{Context, Result, bail, ensure};
 use aws_lc_rs::digest::{Context as Digest, SHA256, digest};
 use clap::Args;
@@ -16,60 +17,61 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
-/// Where a board mounts it: the folder of `machine.models` and `machine.updates` of the targets.
+/// Mount point on the board: the folder of `machine.models` and `machine.updates` of the targets.
 const MOUNTED: &str = "/var/lib/hatchback";
-/// The time of every file, in seconds: that of the bundle is not known, and the time now would
-/// differ at each call.
-const MADE: u64 = 1_000_000_000;
-/// How often the content must find room: as it is live, as it was before, as the next release is
-/// fetched, as that is laid on flash, and in a merge.
-const TIMES: u64 = 5;
-/// Room beside that for the journal and the file system's own tables: this, and one part in so
-/// many.
+/// Time of every file, in seconds since 1970. It is fixed, because the same bundle must give the
+/// same bytes.
+const FILE_TIME_S: u64 = 1_000_000_000;
+/// Copies of the content for which the partition has room: the live generation, the one before, the
+/// next release while it is fetched, the next release while it is installed, and a merge.
+const COPIES: u64 = 5;
+/// More room, for the journal and the file system's own tables: 32 MiB and a twentieth.
 const SPARE_MIB: u64 = 32;
 const SPARE_ONE_IN: u64 = 20;
-/// What Linux 5.4 and e2fsprogs 1.45 (Ubuntu 20.04) know, whatever this machine's defaults are.
-const FEATURES: &str = "none,has_journal,ext_attr,dir_index,filetype,extent,64bit,flex_bg,sparse_super,large_file,\
-                        huge_file,dir_nlink,extra_isize,metadata_csum";
+/// Features of ext4 that Linux 5.4 and e2fsprogs 1.45 (Ubuntu 20.04) support. They do not depend on
+/// the defaults of this machine.
+const FEATURES: &str = "none,has_journal,ext_attr,dir_index,filetype,extent,64bit,flex_bg,\
+                        sparse_super,large_file,huge_file,dir_nlink,extra_isize,metadata_csum";
 
 /// Makes the flashable image of a packed bundle, and the manifest for DRIVE OS's build
 #[derive(Args, Debug)]
 pub struct ImageArgs {
-    /// The bundle
+    /// The bundle: a snapshot
     bundle: PathBuf,
-    /// A new directory for hatchback.img, hatchback.yaml and the files that it lists
+    /// A new directory for hatchback.img, hatchback.yaml and the files that the YAML lists
     #[arg(short, long)]
     out: PathBuf,
-    /// The model's name on the board [default: its lineage]
+    /// Folder of the model on the board [default: its lineage]
     #[arg(long)]
     name: Option<String>,
-    /// The partition's size, MiB [default: room for five times the content: what is live and what
-    /// was before, the next release as it is fetched and as it is laid on flash, and a merge]
-    #[arg(long)]
+    /// Size of the partition, MiB [default: room for five copies of the content: the live
+    /// generation, the one before, the next release fetched and installed, and a merge]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=16 << 20))]
     mib: Option<u64>,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// The bundle is refused, e2fsprogs is missing, there is no room, or the image does not read back
-/// as it was written.
+/// The bundle is refused, e2fsprogs is missing, the partition is too small, or the image differs
+/// from the files when it is read back.
 pub fn run(args: &ImageArgs) -> Result<()> {
     fs::create_dir(&args.out).with_context(|| args.out.display().to_string())?;
     let tree = args.out.join("hatchback");
-    let (models, laid) = (tree.join("models"), tree.join(".new"));
+    let (models, new) = (tree.join("models"), tree.join(".new"));
     for folder in [&tree, &models, &tree.join("updates")] {
         fs::create_dir(folder)?;
     }
-    let flash = lay_on_flash(&args.bundle, &laid)?;
+
+    let flash = install(&args.bundle, &new)?;
     let generation = flash.manifest().generation.clone();
     drop(flash);
     let name = args.name.as_ref().unwrap_or(&generation.lineage);
     ensure!(
         !name.is_empty() && !name.contains(['/', '.']),
-        "--name {name}: is not the name of a folder"
+        "--name {name}: a folder's name cannot be empty or contain `/` or `.`"
     );
-    fs::rename(&laid, models.join(name))?;
+    fs::rename(&new, models.join(name))?;
 
     let files = files(&tree)?;
     let content = files.iter().map(|f| f.bytes.next_multiple_of(4096)).sum::<u64>();
@@ -77,42 +79,43 @@ pub fn run(args: &ImageArgs) -> Result<()> {
     let image = args.out.join("hatchback.img");
     make(&tree, &files, &image, mib)?;
     read_back(&tree, &files, &image)?;
+
     let manifest = args.out.join("hatchback.yaml");
     fs::write(&manifest, copy_target(&files))?;
     let (bytes, sum) = (report::bytes(content), sum(&image)?);
-    println!("{}: {generation} as `{name}`, {bytes} in {mib} MiB of ext4", image.display());
-    println!("sha256 {sum}; read back, every file is the same");
+    say!("{}: {generation} as `{name}`, {bytes} in {mib} MiB of ext4", image.display())?;
+    say!("sha256 {sum}; read back, every file is the same")?;
     let count = files.iter().filter(|f| !f.folder).count();
-    println!("{}: the same {count} files for CopyTarget", manifest.display());
-    Ok(())
+    say!("{}: the same {count} files for CopyTarget", manifest.display())
 }
 
-/// The size of a partition with room for all that becomes of `content` bytes.
+/// Returns the size of a partition with room for all copies of `content` bytes.
 fn partition_mib(content: u64) -> u64 {
-    let mib = TIMES * content.div_ceil(1 << 20);
+    let mib = COPIES * content.div_ceil(1 << 20);
     mib + mib / SPARE_ONE_IN + SPARE_MIB
 }
 
-/// A file or a folder of the tree, by its path in it.
+/// A file or a folder of the tree.
 struct Entry {
+    /// Path in the tree, with a `/` first.
     path: String,
     folder: bool,
     bytes: u64,
 }
 
-/// What is in `tree`, folders before what is in them, each with the mode and the time that it has
-/// in the image.
+/// Returns all files and folders in `tree`, a folder before its content. Sets their modes and times
+/// to those of the image.
 fn files(tree: &Path) -> Result<Vec<Entry>> {
     let (mut found, mut folders) = (Vec::new(), vec![String::new()]);
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(tree.join(folder.trim_start_matches('/')))? {
             let entry = entry?;
             let Ok(name) = entry.file_name().into_string() else {
-                bail!("{:?}: is no text", entry.path())
+                bail!("{:?}: the name is not UTF-8", entry.path())
             };
             let (path, metadata) = (format!("{folder}/{name}"), entry.metadata()?);
             let is_folder = metadata.is_dir();
-            ensure!(is_folder || metadata.is_file(), "{path}: is neither a file nor a folder");
+            ensure!(is_folder || metadata.is_file(), "{path}: neither a file nor a folder");
             if is_folder {
                 folders.push(path.clone());
             }
@@ -121,27 +124,29 @@ fn files(tree: &Path) -> Result<Vec<Entry>> {
         }
     }
     found.sort_by(|a, b| a.path.cmp(&b.path));
-    // Files first: what is made in a folder changes its time.
+
+    // The content of a folder comes before the folder, whose time it would change.
     for entry in found.iter().rev() {
         let path = tree.join(&entry.path[1..]);
         let mode = if entry.folder { 0o755 } else { 0o644 };
         fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
-        File::open(&path)?.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(MADE))?;
+        File::open(&path)?
+            .set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(FILE_TIME_S))?;
     }
     Ok(found)
 }
 
-/// Runs a program of e2fsprogs; returns what it printed.
+/// Runs a program of e2fsprogs; returns its output.
 fn e2fs(program: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new(program);
-    // It would note the time, and take defaults that depend on the machine.
+    // Without these, mke2fs would store the time of the call and read the machine's defaults.
     let config = tempfile::NamedTempFile::new()?;
     fs::write(config.path(), "[fs_types]\next4 = {\ninode_size = 256\n}\n")?;
     command
         .args(arguments)
         .env("MKE2FS_CONFIG", config.path())
-        .env("E2FSPROGS_FAKE_TIME", MADE.to_string());
-    // Debian keeps these where only root looks.
+        .env("E2FSPROGS_FAKE_TIME", FILE_TIME_S.to_string());
+    // On Debian the programs are in folders that only root searches.
     let path = std::env::var("PATH").unwrap_or_default();
     let output =
         command.env("PATH", format!("{path}:/usr/sbin:/sbin")).stdin(Stdio::null()).output();
@@ -153,52 +158,30 @@ fn e2fs(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(said)
 }
 
-/// Makes `image` of `mib` MiB with the content of `tree`.
+/// Makes `image` of `mib` MiB with the content of `tree`. Its UUID is a hash of the file names.
 fn make(tree: &Path, files: &[Entry], image: &Path, mib: u64) -> Result<()> {
     let (tree, size, image) = (text(tree)?, format!("{mib}M"), text(image)?);
-    let mut named = String::new();
-    files.iter().for_each(|f| named += &f.path);
-    let sum = hex(&digest(&SHA256, named.as_bytes()).as_ref()[..16]);
-    let number = [&sum[..8], &sum[8..12], &sum[12..16], &sum[16..20], &sum[20..]].join("-");
-    let extra = format!("hash_seed={number},root_owner=0:0,lazy_itable_init=0,lazy_journal_init=0");
-    e2fs(
-        "mke2fs",
-        &[
-            "-q",
-            "-t",
-            "ext4",
-            "-b",
-            "4096",
-            "-I",
-            "256",
-            "-m",
-            "0",
-            "-L",
-            "hatchback",
-            "-O",
-            FEATURES,
-            "-U",
-            &number,
-            "-E",
-            &extra,
-            "-d",
-            tree,
-            image,
-            &size,
-        ],
-    )?;
-    // The times and the owner that mke2fs took from here.
+    let paths: String = files.iter().map(|f| f.path.as_str()).collect();
+    let sum = hex(&digest(&SHA256, paths.as_bytes()).as_ref()[..16]);
+    let uuid = [&sum[..8], &sum[8..12], &sum[12..16], &sum[16..20], &sum[20..]].join("-");
+    let extra = format!("hash_seed={uuid},root_owner=0:0,lazy_itable_init=0,lazy_journal_init=0");
+    let layout = ["-q", "-t", "ext4", "-b", "4096", "-I", "256", "-m", "0", "-L", "hatchback"];
+    let content = ["-O", FEATURES, "-U", &uuid, "-E", &extra, "-d", tree, image, &size];
+    e2fs("mke2fs", &[&layout[..], &content[..]].concat())?;
+
+    // mke2fs copied times and owners of this machine.
     let mut script = String::new();
     for path in std::iter::once("/").chain(files.iter().map(|f| f.path.as_str())) {
         for field in ["atime", "mtime", "ctime", "crtime"] {
-            writeln!(script, "sif \"{path}\" {field} @{MADE}")?;
-            // What is below the second.
+            writeln!(script, "sif \"{path}\" {field} @{FILE_TIME_S}")?;
+            // The part below a second.
             writeln!(script, "sif \"{path}\" {field}_extra 0")?;
         }
         for field in ["uid", "gid", "generation"] {
             writeln!(script, "sif \"{path}\" {field} 0")?;
         }
     }
+
     let commands = tempfile::NamedTempFile::new()?;
     fs::write(commands.path(), script)?;
     let said = e2fs("debugfs", &["-w", "-f", text(commands.path())?, image])?;
@@ -207,7 +190,7 @@ fn make(tree: &Path, files: &[Entry], image: &Path, mib: u64) -> Result<()> {
     Ok(())
 }
 
-/// Reads every file of `image` and compares it with that in `tree`.
+/// Reads every file of `image` and compares it with the file in `tree`.
 fn read_back(tree: &Path, files: &[Entry], image: &Path) -> Result<()> {
     e2fs("e2fsck", &["-f", "-n", text(image)?])?;
     let scratch = tempfile::tempdir()?;
@@ -220,8 +203,8 @@ fn read_back(tree: &Path, files: &[Entry], image: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The manifest of version 1.4; its sources are relative to the folder that it lies in,
-/// CopyTarget's workspace.
+/// Returns CopyTarget's manifest, version 1.4. Its sources are relative to the manifest's folder,
+/// the workspace of CopyTarget.
 fn copy_target(files: &[Entry]) -> String {
     let mut text = "version: '1.4'\nfileList:\n".to_owned();
     let mut put = |path: &str, folder: bool| {
@@ -238,10 +221,10 @@ fn copy_target(files: &[Entry]) -> String {
 }
 
 fn text(path: &Path) -> Result<&str> {
-    path.to_str().with_context(|| format!("{}: is no text", path.display()))
+    path.to_str().with_context(|| format!("{}: the path is not UTF-8", path.display()))
 }
 
-/// The SHA-256 of a file.
+/// Returns the SHA-256 of a file.
 fn sum(path: &Path) -> Result<String> {
     let mut file = File::open(path).with_context(|| path.display().to_string())?;
     let (mut sum, mut chunk) = (Digest::new(&SHA256), vec![0; 1 << 20]);
@@ -272,11 +255,11 @@ mod tests {
         fs::create_dir(&tree).unwrap();
         for mib in [1, 12, 75, 220, 850] {
             make(&tree, &[], &image, partition_mib(mib << 20)).unwrap();
-            let told = e2fs("dumpe2fs", &["-h", text(&image).unwrap()]).unwrap();
-            let free = told.lines().find_map(|l| l.strip_prefix("Free blocks:")).unwrap();
+            let header = e2fs("dumpe2fs", &["-h", text(&image).unwrap()]).unwrap();
+            let free = header.lines().find_map(|l| l.strip_prefix("Free blocks:")).unwrap();
             let free: u64 = free.trim().parse().unwrap();
             assert!(
-                free * 4096 >= TIMES * (mib << 20),
+                free * 4096 >= COPIES * (mib << 20),
                 "{mib} MiB five times, {free} blocks are free"
             );
             fs::remove_file(&image).unwrap();

@@ -1,7 +1,8 @@
-//! `inspect`: what a bundle or a flash directory holds, and, on demand, whether every byte of it is
-//! sound; and which pages the daemon's scrubs found bad.
+//! `inspect`: shows the content of a bundle or a flash directory and the bad pages that the
+//! daemon's scrubs found. With `--verify` it reads and checks every byte. Never writes.
 
 use crate::report;
+use crate::say;
 use anyhow::Result;
 use clap::Args;
 use hatchback::bundle::manifest::{Blob, Manifest};
@@ -14,7 +15,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-/// Shows what a bundle or a flash directory holds
+/// Shows the content of a bundle or a flash directory
 #[derive(Args, Debug)]
 pub struct InspectArgs {
     /// A bundle or a flash directory
@@ -22,12 +23,13 @@ pub struct InspectArgs {
     /// Reads and checks every chunk or page
     #[arg(long)]
     verify: bool,
-    /// Writes the report as JSON (`-`: standard output)
-    #[arg(long)]
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
     json: Option<PathBuf>,
 }
 
-/// What is there.
+/// The content of a bundle or a flash directory.
 #[derive(Debug, Serialize)]
 struct Report {
     kind: &'static str,
@@ -40,16 +42,16 @@ struct Report {
     inputs: Vec<InputReport>,
     onnx_bytes: u64,
     probe_bytes: u64,
-    /// What `--verify` found wrong; `None` where it did not look.
+    /// Damage that `--verify` found; `None` without `--verify`.
     damage: Option<Vec<String>>,
-    /// What the daemon's scrubs know; `None` where there is no catalog.
+    /// Result of the daemon's scrubs; `None` without a catalog.
     scrub: Option<ScrubReport>,
 }
 
-/// What the catalog says of the last scrub, or of the one under way.
+/// The catalog's record of the last scrub or of the running one.
 #[derive(Debug, Serialize)]
 struct ScrubReport {
-    /// When it ended, in seconds since 1970; `None` while it is under way.
+    /// End of the scrub, in seconds since 1970; `None` while it runs.
     ended_unix_s: Option<u64>,
     pages: u64,
     bad_pages: Vec<BadPage>,
@@ -58,24 +60,24 @@ struct ScrubReport {
 #[derive(Debug, Serialize)]
 struct BadPage {
     table: String,
-    /// The segment's generation and serial.
+    /// Sequence and serial of the segment.
     segment: String,
     page: u32,
-    /// Keys on the page, at most.
+    /// Upper bound of the keys on the page.
     keys_max: u64,
     fault: String,
 }
 
 impl ScrubReport {
-    /// As the catalog beside `flash` has it.
+    /// Reads the catalog beside `flash`, if there is one.
     fn read(flash: &Flash) -> Option<Self> {
-        let place = Catalog::place(flash.directory());
+        let place = Catalog::path_in(flash.directory());
         if !place.exists() {
             return None;
         }
         let scratch = tempfile::tempdir().ok()?;
         let notes = Catalog::peek(&place, scratch.path())
-            .inspect_err(|e| eprintln!("no scrubs known: {e}"))
+            .inspect_err(|e| report::note(format_args!("the catalog of scrubs is unreadable: {e}")))
             .ok()?;
         let tables = &flash.manifest().schema.tables;
         let bad = |d: &Damage| BadPage {
@@ -92,25 +94,21 @@ impl ScrubReport {
         })
     }
 
-    fn print(&self) {
+    fn print(&self) -> Result<()> {
         let now =
             SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let pages = report::count(self.pages);
+        let (pages, bad) = (report::count(self.pages), self.bad_pages.len());
         match self.ended_unix_s {
             Some(at) => {
                 let hours = now.saturating_sub(at) / 3600;
-                println!(
-                    "the last scrub read {pages} pages and ended {hours} h ago: {} bad",
-                    self.bad_pages.len()
-                );
+                say!("the last scrub ended {hours} h ago: {pages} pages read, {bad} bad")?;
             }
-            None => {
-                println!("a scrub is under way, {pages} pages so far: {} bad", self.bad_pages.len())
-            }
+            None => say!("a scrub is running: {pages} pages read so far, {bad} bad")?,
         }
         if self.bad_pages.is_empty() {
-            return;
+            return Ok(());
         }
+
         let mut bad =
             report::table(&["bad page of table", "segment", "page", "keys, at most", "fault"]);
         for p in &self.bad_pages {
@@ -122,7 +120,8 @@ impl ScrubReport {
                 &p.fault,
             ]);
         }
-        println!("{bad}");
+
+        say!("{bad}")
     }
 }
 
@@ -181,10 +180,35 @@ impl Report {
         }
     }
 
-    fn print(&self) {
+    fn print(&self) -> Result<()> {
         let parent = self.parent.map_or(String::new(), |p| format!(", delta from {p}"));
-        println!("{} {}{parent}, {}", self.kind, self.generation, report::bytes(self.bytes));
-        let mut tables = report::table(&[
+        say!("{} {}{parent}, {}", self.kind, self.generation, report::bytes(self.bytes))?;
+        say!("{}", self.tables_table())?;
+
+        let mut features = report::table(&["feature", "table", "pooling", "hotness max"]);
+        for f in &self.features {
+            features.add_row([&f.name, &f.table, &f.pooling, &f.hotness_max.to_string()]);
+        }
+        say!("{features}")?;
+
+        let mut inputs = report::table(&["network input", "width", "fed by"]);
+        for i in &self.inputs {
+            inputs.add_row([i.name.clone(), i.width.to_string(), i.fed_by.clone()]);
+        }
+        say!("{inputs}")?;
+
+        let (onnx, probe) = (report::bytes(self.onnx_bytes), report::bytes(self.probe_bytes));
+        say!("ONNX {onnx}, probe set {probe}")?;
+        self.scrub.iter().try_for_each(ScrubReport::print)?;
+        match self.damage.as_deref() {
+            None => Ok(()),
+            Some([]) => say!("every byte was read, no damage was found"),
+            Some(damage) => damage.iter().try_for_each(|d| say!("DAMAGED  {d}")),
+        }
+    }
+
+    fn tables_table(&self) -> comfy_table::Table {
+        let mut table = report::table(&[
             "table",
             "keys",
             "rows",
@@ -193,56 +217,32 @@ impl Report {
             "placement",
             "miss",
             "hot",
-            "placed",
+            "clustered",
             "segment",
             "stored",
         ]);
+
         for t in &self.tables {
-            let codec = if t.unit_exp == 0 {
-                t.codec.to_owned()
-            } else {
-                format!("{} x 2^{}", t.codec, t.unit_exp)
+            let codec = match t.unit_exp {
+                0 => t.codec.to_owned(),
+                exponent => format!("{} x 2^{exponent}", t.codec),
             };
-            let (rows, hot) = (report::count(t.rows), report::count(t.hot_keys));
-            let placed = report::bytes(t.placed_bytes);
-            let (segment, stored) = (report::bytes(t.segment_bytes), report::bytes(t.stored_bytes));
-            let (name, keys, placement, miss) =
-                (t.name.clone(), t.keys.clone(), t.placement.clone(), t.miss.clone());
-            tables.add_row([
-                name,
-                keys,
-                rows,
+            table.add_row([
+                t.name.clone(),
+                t.keys.clone(),
+                report::count(t.rows),
                 t.dim.to_string(),
                 codec,
-                placement,
-                miss,
-                hot,
-                placed,
-                segment,
-                stored,
+                t.placement.clone(),
+                t.miss.clone(),
+                report::count(t.hot_keys),
+                report::bytes(t.placed_bytes),
+                report::bytes(t.segment_bytes),
+                report::bytes(t.stored_bytes),
             ]);
         }
-        println!("{tables}");
-        let mut features = report::table(&["feature", "table", "pooling", "hotness max"]);
-        for f in &self.features {
-            features.add_row([&f.name, &f.table, &f.pooling, &f.hotness_max.to_string()]);
-        }
-        println!("{features}");
-        let mut inputs = report::table(&["network input", "width", "fed by"]);
-        for i in &self.inputs {
-            inputs.add_row([i.name.clone(), i.width.to_string(), i.fed_by.clone()]);
-        }
-        println!(
-            "{inputs}\nONNX {}, probe set {}",
-            report::bytes(self.onnx_bytes),
-            report::bytes(self.probe_bytes)
-        );
-        self.scrub.iter().for_each(ScrubReport::print);
-        match &self.damage {
-            None => {}
-            Some(damage) if damage.is_empty() => println!("every byte was read and is sound"),
-            Some(damage) => damage.iter().for_each(|d| println!("DAMAGED  {d}")),
-        }
+
+        table
     }
 }
 
@@ -260,7 +260,7 @@ impl TableReport {
             placement: lower(table.placement),
             miss: lower(table.miss),
             hot_keys: blobs.hot.map_or(0, |h| manifest.blobs[h as usize].raw_bytes() / 8),
-            placed_bytes: blobs.placed.map_or(0, |p| manifest.blobs[p as usize].raw_bytes()),
+            placed_bytes: blobs.clustered.map_or(0, |p| manifest.blobs[p as usize].raw_bytes()),
             segment_bytes: segment.raw_bytes(),
             stored_bytes: segment.stored_bytes(),
         }
@@ -290,19 +290,19 @@ impl InputReport {
     }
 }
 
-/// Reads every chunk of a bundle; returns what is wrong.
+/// Reads every chunk of a bundle; returns the errors.
 fn verify_bundle(bundle: &mut BundleReader) -> Vec<String> {
     let blobs = bundle.manifest().blobs.len() as u32;
     let read = |i| bundle.read_blob(i, |_| Ok::<(), BundleError>(())).err().map(|e| e.to_string());
     (0..blobs).filter_map(read).collect()
 }
 
-/// Reads every page of the live generation and every file beside them; returns what is wrong.
+/// Reads every page and every other file of the live generation; returns the errors.
 fn verify_flash(flash: &Flash) -> Vec<String> {
     let mut damage = Vec::new();
     for number in 0..flash.manifest().tables.len() {
         let scanned = flash.table(number).map(|t| {
-            let mut segments = t.segments().iter().chain(t.placed());
+            let mut segments = t.segments().iter().chain(t.clustered());
             segments.try_for_each(|s| s.scan(|_, _| {}, |e| damage.push(e.to_string())))
         });
         match scanned {
@@ -320,9 +320,9 @@ fn verify_flash(flash: &Flash) -> Vec<String> {
 /// Runs the command.
 ///
 /// # Errors
-/// The path holds neither, or `--verify` found damage.
+/// The path is neither a bundle nor a flash directory, or `--verify` found damage.
 pub fn run(args: &InspectArgs) -> Result<()> {
-    let mut report = if args.path.is_dir() {
+    let report = if args.path.is_dir() {
         let flash = Flash::open(&hatchback::io::disk::system(), &args.path)?;
         let mut report = Report::new("flash directory", flash.manifest(), flash.bytes()?);
         report.damage = args.verify.then(|| verify_flash(&flash));
@@ -335,11 +335,9 @@ pub fn run(args: &InspectArgs) -> Result<()> {
         report.damage = args.verify.then(|| verify_bundle(&mut bundle));
         report
     };
-    match &args.json {
-        Some(path) => report::write_json(path, &report)?,
-        None => report.print(),
-    }
-    let damage = report.damage.take().map_or(0, |d| d.len());
-    anyhow::ensure!(damage == 0, "{}: {damage} damaged places", args.path.display());
+
+    report::write_report(args.json.as_deref(), &report, || report.print())?;
+    let damage = report.damage.map_or(0, |d| d.len());
+    anyhow::ensure!(damage == 0, "{}: {damage} parts are damaged", args.path.display());
     Ok(())
 }

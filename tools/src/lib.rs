@@ -1,13 +1,18 @@
-//! The datacenter and the desk: what the `hatchback` program does, as a library for its tests.
+//! The work of the `hatchback` program, as a library for its tests: packing, publishing, serving
+//! and measuring models in the datacenter and on a desk.
 
 #![forbid(unsafe_code)]
+// Output goes through `report::output`, which handles a closed pipe.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod bench;
+pub mod cli;
 pub mod demo;
 pub mod eval;
 pub mod image;
 pub mod import;
 pub mod inspect;
+mod limits;
 pub mod pack;
 pub mod report;
 pub mod repository;

@@ -1,7 +1,10 @@
-//! `run`: samples in (JSON lines), scores with their status out (JSON lines), in order.
+//! `run`: reads samples (JSON lines) and writes their scores with status (JSON lines), in order.
+//! Never skips a line: a line that is not a sample gets an error as its answer.
 
+use crate::report;
+use crate::report::output::output_error;
 use crate::serve::{self, ServeArgs};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use hatchback::LookupStatus;
 use hatchback::request::worker::Worker;
@@ -12,7 +15,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// Scores samples from a file or standard input
+/// Scores samples from a file or from standard input
 #[derive(Args, Debug)]
 pub struct RunArgs {
     #[command(flatten)]
@@ -20,15 +23,15 @@ pub struct RunArgs {
     /// Samples, one line of JSON each; `-` is standard input
     #[arg(long, default_value = "-")]
     samples: PathBuf,
-    /// Samples scored together
-    #[arg(long, default_value_t = 1)]
+    /// Samples in one request
+    #[arg(long, default_value_t = 1, value_parser = report::args::batch)]
     batch: usize,
-    /// Scores each request this often and prints its last answer (for who counts instructions)
-    #[arg(long, default_value_t = 1)]
+    /// Scores each request this many times and prints its last answer, for instruction counts
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     repeat: u32,
 }
 
-/// A line of output: a score, or what is wrong with the line of input.
+/// A line of output: a score, or the error of a line of input.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Answer<'a> {
@@ -44,59 +47,68 @@ struct Output<W: Write> {
 
 impl<W: Write> Output<W> {
     fn put(&mut self, answer: &Answer<'_>) -> Result<()> {
-        serde_json::to_writer(&mut self.to, answer)?;
-        Ok(self.to.write_all(b"\n")?)
+        serde_json::to_writer(&mut self.to, answer).map_err(|e| output_error(e.into()))?;
+        self.to.write_all(b"\n").map_err(output_error)
     }
 
-    /// Scores what was collected and forgets it.
+    /// Scores `batch`, writes the answers and clears it.
     fn score(&mut self, worker: &mut Worker, batch: &mut Batch) -> Result<()> {
         let outputs = worker.model().outputs();
         for _ in 1..self.repeat {
             worker.score(batch, None)?;
         }
+
         let scores = worker.score(batch, None)?;
         for (score, status) in scores.values.chunks_exact(outputs).zip(scores.statuses) {
             self.put(&Answer::Score { score, status: *status })?;
         }
         batch.clear();
-        Ok(self.to.flush()?)
+        self.to.flush().map_err(output_error)
     }
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// The model is refused, a file cannot be read, or some lines were not samples (each is answered
-/// with an error in its place).
+/// The model is refused, a file cannot be read, or a line was not a sample (its answer is an
+/// error).
 pub fn run(args: &RunArgs) -> Result<()> {
     let model = args.serve.open()?;
+    serve::check_batch(args.batch, &model)?;
     let (mut worker, mut batch) = (serve::worker(&model), model.batch());
-    let at_once = args.batch.clamp(1, model.budget().batch_max as usize);
     let to = BufWriter::new(io::stdout().lock());
     let mut output = Output { to, repeat: args.repeat, refused: 0 };
-    let input: Box<dyn BufRead> = if args.samples == Path::new("-") {
-        Box::new(io::stdin().lock())
-    } else {
-        Box::new(BufReader::new(
-            File::open(&args.samples).with_context(|| args.samples.display().to_string())?,
-        ))
-    };
-    for (number, line) in input.lines().enumerate() {
-        let line =
-            line.with_context(|| format!("{}: line {}", args.samples.display(), number + 1))?;
+    let (input, name) = open_samples(&args.samples)?;
+
+    for (number, line) in (1..).zip(input.lines()) {
+        let line = line.with_context(|| format!("{name}:{number}"))?;
         match Sample::from_json(&line, model.schema()) {
             Ok(sample) => batch.push(model.schema(), &sample)?,
             Err(e) => {
                 output.score(&mut worker, &mut batch)?;
                 output.refused += 1;
-                output.put(&Answer::Error { line: number + 1, error: e.to_string() })?;
+                output.put(&Answer::Error { line: number, error: e.to_string() })?;
             }
         }
-        if batch.size() == at_once {
+        if batch.size() == args.batch {
             output.score(&mut worker, &mut batch)?;
         }
     }
     output.score(&mut worker, &mut batch)?;
-    ensure!(output.refused == 0, "{} lines were not samples", output.refused);
-    Ok(())
+
+    match output.refused {
+        0 => Ok(()),
+        1 => bail!("{name}: 1 line was not a sample; its answer says why"),
+        refused => bail!("{name}: {refused} lines were not samples; their answers say why"),
+    }
+}
+
+/// Opens the file of samples; returns the name by which messages call it.
+fn open_samples(path: &Path) -> Result<(Box<dyn BufRead>, String)> {
+    if path == Path::new("-") {
+        return Ok((Box::new(io::stdin().lock()), "standard input".to_owned()));
+    }
+    let name = path.display().to_string();
+    let file = File::open(path).with_context(|| name.clone())?;
+    Ok((Box::new(BufReader::new(file)), name))
 }

@@ -1,48 +1,47 @@
-//! What `run`, `eval`, `bench` and `demo` share: a bundle or a flash directory becomes a model
-//! ready to serve, within the budget of a target and of the command line.
+//! What `run`, `eval`, `bench` and `demo` share: opens a bundle or a flash directory as a model
+//! within the budget of a target and of the command line. Never scores a request.
 
 use crate::report;
-use anyhow::{Context, Result};
+use crate::report::args::mib_to_bytes;
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
+use hatchback::bundle::manifest::TableBlobs;
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::{SystemClock, Worker};
-use hatchback::target::{DeviceKind, Target};
+use hatchback::request::worker::Worker;
+use hatchback::targets::{DeviceKind, Target};
 use hatchback_kernels::cuda::Device;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Which model to serve and what it may use.
+/// The model to serve and its budget.
 #[derive(Args, Clone, Debug)]
 pub struct ServeArgs {
-    /// A bundle (it is laid on flash first) or a flash directory
+    /// A bundle (installed into a flash directory first) or a flash directory
     pub model: PathBuf,
-    /// Where a bundle is laid on flash [default: the bundle's name with `.flash`]
+    /// The flash directory for a bundle [default: the bundle's name with the extension `.flash`]
     #[arg(long)]
     pub flash: Option<PathBuf>,
-    /// A target file, such as targets/cpu.toml, that gives the budget
+    /// A target file, such as targets/cpu.toml, that sets the budget
     #[arg(long)]
     pub target: Option<PathBuf>,
     /// Embedding cache, MiB [default: the target's]
-    #[arg(long)]
+    #[arg(long, value_parser = report::args::mib)]
     pub cache_mib: Option<f64>,
-    /// Tables kept whole, MiB [default: the target's]
-    #[arg(long)]
+    /// Memory for resident tables, MiB [default: the target's]
+    #[arg(long, value_parser = report::args::mib)]
     pub resident_mib: Option<f64>,
-    /// Most samples in a request [default: the target's]
-    #[arg(long)]
+    /// Samples in a request at most [default: the target's]
+    #[arg(long, value_parser = report::args::batch_max)]
     pub batch_max: Option<u32>,
-    /// Where embeddings are looked up, `cpu` or `cuda` [default: the target's, or the CPU]
+    /// Device that looks up embeddings, `cpu` or `cuda` [default: the target's, or the CPU]
     #[arg(long)]
     pub device: Option<DeviceKind>,
-}
-
-fn mib(n: f64) -> u64 {
-    (n * 1_048_576.0) as u64
 }
 
 impl ServeArgs {
@@ -50,19 +49,20 @@ impl ServeArgs {
         Ok(self.target.as_deref().map(Target::load).transpose()?)
     }
 
-    /// The budget: the target's, with what the command line says on top.
+    /// Returns the target's budget with the values of the command line.
     ///
     /// # Errors
     /// The target does not load.
     pub fn budget(&self) -> Result<Budget> {
         let mut budget = self.target()?.map_or_else(Budget::default, |target| target.budget);
-        budget.cache_bytes_max = self.cache_mib.map_or(budget.cache_bytes_max, mib);
-        budget.resident_bytes_max = self.resident_mib.map_or(budget.resident_bytes_max, mib);
+        budget.cache_bytes_max = self.cache_mib.map_or(budget.cache_bytes_max, mib_to_bytes);
+        budget.resident_bytes_max =
+            self.resident_mib.map_or(budget.resident_bytes_max, mib_to_bytes);
         budget.batch_max = self.batch_max.unwrap_or(budget.batch_max);
         Ok(budget)
     }
 
-    /// Opens the flash directory; a bundle is laid there first.
+    /// Opens the flash directory. Installs a bundle first.
     ///
     /// # Errors
     /// The bundle or the directory is refused.
@@ -78,11 +78,11 @@ impl ServeArgs {
     pub fn open(&self) -> Result<Arc<Model>> {
         let flash = self.flash()?;
         let tensorrt = self.target()?.and_then(|target| target.tensorrt_options);
-        let model = Model::from_flash(&flash, self.budget()?)?.onto(&self.device()?)?;
-        Ok(Arc::new(model.with_dense(&flash, tensorrt.as_ref())?))
+        let model = Model::from_flash(&flash, self.budget()?)?.move_to_device(&self.device()?)?;
+        Ok(Arc::new(model.move_dense_to_gpu(&flash, tensorrt.as_ref())?))
     }
 
-    /// Where embeddings are looked up.
+    /// Opens the device that looks up embeddings.
     ///
     /// # Errors
     /// The target does not load, or the machine has no such device.
@@ -94,13 +94,26 @@ impl ServeArgs {
     }
 }
 
-/// A worker on `model` with the system's clock.
+/// Checks the value of `--batch` against the budget of `model`.
+///
+/// # Errors
+/// A request of the model takes fewer samples.
+pub fn check_batch(batch: usize, model: &Model) -> Result<()> {
+    let batch_max = model.budget().batch_max;
+    ensure!(
+        batch <= batch_max as usize,
+        "--batch {batch}: a request takes at most {batch_max} samples; raise --batch-max"
+    );
+    Ok(())
+}
+
+/// Returns a worker on `model` with the system's clock.
 pub fn worker(model: &Arc<Model>) -> Worker {
     Worker::new(Arc::clone(model), Arc::new(SystemClock::default()))
 }
 
-/// Opens the flash directory at `path`; if that is a bundle, lays it on flash under `directory`
-/// first.
+/// Opens the flash directory at `path`. If `path` is a bundle, installs it into the flash directory
+/// `directory` first.
 ///
 /// # Errors
 /// The bundle or the directory is refused.
@@ -108,37 +121,39 @@ pub fn open_flash(path: &Path, directory: &Path) -> Result<Flash> {
     if path.is_dir() {
         return Ok(Flash::open(&disk::system(), path)?);
     }
-    lay_on_flash(path, directory)
+    install(path, directory)
 }
 
-/// Lays the bundle at `path` on flash under `directory`, with a progress bar.
+/// Installs the bundle at `path` into the flash directory `directory`, with a progress bar.
 ///
 /// # Errors
-/// The bundle is refused or cannot be written.
-pub fn lay_on_flash(path: &Path, directory: &Path) -> Result<Flash> {
+/// The bundle is refused, or the directory cannot be written.
+pub fn install(path: &Path, directory: &Path) -> Result<Flash> {
     let mut bundle = BundleReader::open(path)?;
-    let rows = |t: &hatchback::bundle::manifest::TableBlobs| {
-        bundle.manifest().blobs[t.segment as usize].raw_bytes()
-    };
-    let total = bundle.manifest().tables.iter().map(rows).sum();
-    let bar = progress_bar(total, "laying on flash", "{bytes}/{total_bytes}");
+    let segment_bytes =
+        |table: &TableBlobs| bundle.manifest().blobs[table.segment as usize].raw_bytes();
+    let total = bundle.manifest().tables.iter().map(segment_bytes).sum();
+
+    let bar = progress_bar(total, "installing on flash", "{bytes}/{total_bytes}");
     let flash = Flash::install(&disk::system(), directory, &mut bundle, |bytes| bar.inc(bytes));
     bar.finish_and_clear();
-    flash.with_context(|| format!("{} was not laid on flash", path.display()))
+    flash.with_context(|| {
+        format!("{}: cannot be installed into {}", path.display(), directory.display())
+    })
 }
 
-/// A progress bar on standard error; invisible where that is not a terminal.
+/// Returns a progress bar on standard error. It is invisible unless that is a terminal.
 pub fn progress_bar(total: u64, what: &str, unit: &str) -> ProgressBar {
     let bar = ProgressBar::new(total).with_message(what.to_owned());
     let template = format!("{{msg:20}} [{{bar:40}}] {unit} {{eta}}");
-    // A template that does not parse would only cost the bar its looks.
+    // A wrong template costs only the bar's looks.
     bar.set_style(
         ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar()),
     );
     bar
 }
 
-/// The memory plan as a table.
+/// Returns the memory plan as a table.
 pub fn memory_table(model: &Model) -> comfy_table::Table {
     let mut table = report::table(&["memory", "bytes", ""]);
     for (what, bytes) in model.memory().lines() {
@@ -146,9 +161,10 @@ pub fn memory_table(model: &Model) -> comfy_table::Table {
     }
     let total = model.memory().total();
     table.add_row(["total".to_owned(), report::count(total), report::bytes(total)]);
-    let opening = model.memory().opening();
+
+    let opening = model.memory().opening_bytes();
     if opening > 0 {
-        let what = "more while it was opened, on its way to the GPU".to_owned();
+        let what = "more during the open, while the model moves to the GPU".to_owned();
         table.add_row([what, report::count(opening), report::bytes(opening)]);
     }
     table

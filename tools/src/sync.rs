@@ -1,26 +1,28 @@
-//! `sync`: what a car does, once, in one process: takes up what a repository has signed and brings
-//! a flash directory forward to it. Only reads the command line and shows the progress; the work is
-//! `hatchback::update`.
+//! `sync`: one update of a car in one process. It fetches the newest signed release from a
+//! repository and installs it into a flash directory. Only reads the command line and shows the
+//! progress; `hatchback::update` does the work.
 
 use crate::report;
+use crate::report::args::mib_to_bytes;
+use crate::repository::now;
+use crate::say;
 use crate::serve::progress_bar;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, bail};
 use clap::Args;
+use hatchback::clock::SystemClock;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::SystemClock;
-use hatchback::target::Target;
+use hatchback::targets::Target;
 use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy};
 use hatchback::update::link::{Fetcher, LinkLimits};
 use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback_link::args::CarArgs;
-use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::path::PathBuf;
 
-/// Brings a flash directory forward to a repository's newest release
+/// Updates a flash directory to a repository's newest release
 #[derive(Args, Debug)]
 pub struct SyncArgs {
-    /// The repository: a directory, or the address of a web server
+    /// The repository: a directory, or the URL of a web server
     #[arg(long, required_unless_present_any = ["status", "consent"])]
     from: Option<String>,
     #[command(flatten)]
@@ -28,111 +30,125 @@ pub struct SyncArgs {
     /// The flash directory
     #[arg(long, required_unless_present_any = ["status", "consent"])]
     flash: Option<PathBuf>,
-    /// A target file, such as targets/cpu.toml, that says what a release must show [default: no
-    /// more than its probe set]
+    /// A target file, such as targets/cpu.toml, with the checks that a release must pass [default:
+    /// only its probe set]
     #[arg(long)]
     target: Option<PathBuf>,
-    /// Most MiB to receive in this run, but a chunk at least; the next one goes on
-    #[arg(long)]
+    /// MiB to receive in this run at most, but at least one chunk; the next run continues
+    #[arg(long, value_parser = report::args::mib)]
     mib_max: Option<f64>,
-    /// Most MiB a second
-    #[arg(long)]
+    /// MiB a second at most
+    #[arg(long, value_parser = report::args::mib_above_zero)]
     mib_per_s: Option<f64>,
-    /// Agrees to the release that waits for it, and does nothing else
+    /// Gives the owner's consent to the release that waits for it, and does nothing else
     #[arg(long)]
     consent: bool,
-    /// Prints where the update is and how it came there, and does nothing
+    /// Prints the state of the update and its history, and does nothing else
     #[arg(long)]
     status: bool,
-    /// Prints the status as JSON
-    #[arg(long)]
-    json: bool,
+    /// Writes the status as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
+    json: Option<PathBuf>,
 }
 
-/// The system's time, seconds since 1970.
+/// Runs the command. Reports the status of the update even if the update fails.
 ///
 /// # Errors
-/// The clock is before 1970.
-pub fn now() -> Result<u64> {
-    Ok(SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?.as_secs())
-}
-
-/// Runs the command.
-///
-/// # Errors
-/// Why the sync stopped; what was live is live.
+/// The reason for which the update stopped. The live generation stays live.
 pub fn run(args: &SyncArgs) -> Result<()> {
-    let flash = args.flash.clone().unwrap_or_default();
-    let sync = args.car.sync(flash);
-    let ran = if args.consent {
-        sync.consent(now()?).map_err(Into::into).and_then(|asked| {
-            ensure!(asked, "nothing waits for consent");
-            Ok(())
-        })
-    } else if args.status {
-        Ok(())
-    } else {
-        forward(args, &sync)
+    let updater = args.car.updater(args.flash.clone().unwrap_or_default());
+    let updated = match args.action() {
+        Action::Consent => consent(&updater),
+        Action::Status => Ok(()),
+        Action::Update => update(args, &updater),
     };
-    let status = sync.status();
-    if args.json {
-        report::write_json(Path::new("-"), &status?)?;
-    } else if ran.is_ok() {
-        print_status(&status?, args.status);
+
+    let status = updater.status();
+    if updated.is_err() && args.json.is_none() {
+        return updated;
     }
-    ran
+    let status = status?;
+    report::write_report(args.json.as_deref(), &status, || print_status(&status, args.status))?;
+    updated
 }
 
-fn forward(args: &SyncArgs, sync: &Updater) -> Result<()> {
-    args.car.provision(sync)?;
+/// What a run does.
+enum Action {
+    Update,
+    Consent,
+    Status,
+}
+
+impl SyncArgs {
+    fn action(&self) -> Action {
+        match (self.consent, self.status) {
+            (true, _) => Action::Consent,
+            (false, true) => Action::Status,
+            (false, false) => Action::Update,
+        }
+    }
+}
+
+fn consent(updater: &Updater) -> Result<()> {
+    if !updater.consent(now()?)? {
+        bail!("--consent: no release waits for the owner's consent");
+    }
+    Ok(())
+}
+
+fn update(args: &SyncArgs, updater: &Updater) -> Result<()> {
+    args.car.provision(updater)?;
     let (budget, policy) = match &args.target {
         Some(path) => Target::load(path).map(|target| (target.budget, target.update))?,
         None => (Budget::default(), Policy::default()),
     };
-    let bytes = |mib: f64| (mib * 1_048_576.0) as u64;
-    let mut link =
-        args.car.link(args.from.as_deref().unwrap_or_default(), args.mib_per_s.map_or(0, bytes))?;
-    let bytes_max = args.mib_max.map_or(u64::MAX, bytes);
+
+    let from = args.from.as_deref().unwrap_or_default();
+    let mut link = args.car.link(from, args.mib_per_s.map_or(0, mib_to_bytes))?;
     let clock = SystemClock::default();
+    let bytes_max = args.mib_max.map_or(u64::MAX, mib_to_bytes);
     let limits = LinkLimits { bytes_max, ..LinkLimits::default() };
     let mut fetcher = Fetcher::new(link.as_mut(), &clock, limits);
-    let host = Host { policy, budget, watched: None, root: None, rest: &|| {} };
+    let host = Host { policy, budget, watched: None, root: None, yield_now: &|| {} };
+
     let bar = progress_bar(0, "fetching", "{bytes}/{total_bytes}");
-    let ran = sync.run(&mut fetcher, &host, now()?, |bytes, total| {
+    let updated = updater.run(&mut fetcher, &host, now()?, |bytes, total| {
         bar.set_length(total);
         bar.set_position(bytes);
     });
     bar.finish_and_clear();
-    ran?;
+    updated?;
     Ok(())
 }
 
-fn print_status(status: &UpdateStatus, history: bool) {
-    if history && !status.history.is_empty() {
+fn print_status(status: &UpdateStatus, with_history: bool) -> Result<()> {
+    if with_history && !status.history.is_empty() {
         let mut table = report::table(&["when", "state", "release", ""]);
         for event in &status.history {
             let when = jiff::Timestamp::from_second(event.at as i64).map(|t| t.to_string());
             let (release, note) = (event.release.clone(), event.note.clone());
-            let when = when.unwrap_or_else(|_| event.at.to_string());
             table.add_row([
-                when,
+                when.unwrap_or_else(|_| event.at.to_string()),
                 event.state.to_string(),
                 release.unwrap_or_default(),
                 note.unwrap_or_default(),
             ]);
         }
-        println!("{table}");
+        say!("{table}")?;
     }
+
     let live = status.live.as_deref().unwrap_or("nothing");
-    println!("{live} is live; {}; {} received", status.state, report::bytes(status.bytes_received));
+    let received = report::bytes(status.bytes_received);
+    say!("{live} is live; {}; {received} received", status.state)?;
     if status.withdrawn {
-        println!("the live release was taken back, and nothing newer is published yet");
+        say!("the live release was revoked, and no newer one is published yet")?;
     }
     match (&status.error, status.state) {
-        (Some(error), _) => println!("the last attempt ended: {error}"),
+        (Some(error), _) => say!("the last update stopped: {error}"),
         (None, UpdateState::AwaitConsent) => {
-            println!("the owner is asked: `hatchback sync --consent`")
+            say!("a release waits for the owner's consent: `hatchback sync --consent`")
         }
-        (None, _) => {}
+        (None, _) => Ok(()),
     }
 }

@@ -1,18 +1,19 @@
-//! `tuf`: the three commands by which the public conformance suite of The Update Framework drives a
-//! client. Metadata files stand in one folder under their plain names; the floor and what else is
-//! ours stands beside it, in a folder of the same name with `.floor`. Fetches small targets only:
-//! releases are `sync`'s.
+//! `tuf`: the three commands through which the public conformance suite of The Update Framework
+//! drives a client. The suite finds the trusted metadata in one folder under their plain names. The
+//! rollback floor and the rest of Hatchback's state are in a folder beside it, with the suffix
+//! `.floor`. Fetches small targets only; releases need `sync`.
 
-use crate::sync::now;
+use crate::repository::now;
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Subcommand};
 use hatchback::bundle::manifest::sha256;
+use hatchback::clock::SystemClock;
 use hatchback::io::disk;
 use hatchback::limits::CHUNK_BYTES;
-use hatchback::request::worker::SystemClock;
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
 use hatchback::update::trust::Trust;
 use hatchback_link::{LinkOptions, open};
+use sigstore_tuf::TargetFile;
 use std::path::{Path, PathBuf};
 
 /// Speaks the commands of the public TUF conformance suite
@@ -21,13 +22,13 @@ pub struct TufArgs {
     /// The folder of trusted metadata
     #[arg(long)]
     metadata_dir: PathBuf,
-    /// The address of the metadata
+    /// The URL of the metadata
     #[arg(long)]
     metadata_url: Option<String>,
     /// Targets to download, in order
     #[arg(long)]
     target_name: Vec<String>,
-    /// The address of the targets
+    /// The URL of the targets
     #[arg(long)]
     target_base_url: Option<String>,
     /// The folder for targets
@@ -39,24 +40,24 @@ pub struct TufArgs {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// Takes the root that everything begins with
+    /// Stores the first trusted root
     Init {
-        /// The root
+        /// The file of the root
         root: PathBuf,
     },
-    /// Takes up what was signed
+    /// Fetches and verifies the newest metadata
     Refresh,
-    /// Takes up what was signed and downloads targets
+    /// Fetches and verifies the newest metadata and downloads targets
     Download,
 }
 
-/// The newest metadata as the suite wants to find them.
+/// Names under which the suite finds the newest metadata.
 const FILES: [&str; 4] = ["root.json", "timestamp.json", "snapshot.json", "targets.json"];
 
 /// Runs the command.
 ///
 /// # Errors
-/// Anything is refused.
+/// The link fails, or metadata or a target is refused.
 pub fn run(args: &TufArgs) -> Result<()> {
     let mut kept = args.metadata_dir.clone().into_os_string();
     kept.push(".floor");
@@ -66,6 +67,7 @@ pub fn run(args: &TufArgs) -> Result<()> {
         Trust::init(disk.as_ref(), &kept, &root)?;
         return show(&kept, &args.metadata_dir);
     }
+
     let base =
         args.metadata_url.as_deref().context("--metadata-url is needed")?.trim_end_matches('/');
     let mut link = Metadata { link: open(base, &LinkOptions::default())? };
@@ -77,39 +79,49 @@ pub fn run(args: &TufArgs) -> Result<()> {
     if !matches!(args.command, Command::Download) {
         return Ok(());
     }
+
     let folder = args.target_dir.as_deref().context("--target-dir is needed")?;
     let base = args.target_base_url.as_deref().context("--target-base-url is needed")?;
     for name in &args.target_name {
+        let target = targets.targets.get(name);
         let target =
-            targets.targets.get(name).with_context(|| format!("{name}: is not a target"))?;
-        let hash = target.hashes.get("sha256").with_context(|| format!("{name}: has no sha256"))?;
-        let place = folder.join(name.replace('/', "%2F"));
-        let is_there = |bytes: &[u8]| hex(bytes) == *hash && bytes.len() as u64 == target.length;
-        if std::fs::read(&place).is_ok_and(|bytes| is_there(&bytes)) {
-            continue;
-        }
-        ensure!(
-            target.length <= CHUNK_BYTES as u64,
-            "{name}: {} bytes are for `sync`",
-            target.length
-        );
-        let (directory, file) = name
-            .rsplit_once('/')
-            .map_or((String::new(), name.as_str()), |(d, f)| (format!("{d}/"), f));
-        let mut link = open(base, &LinkOptions::default())?;
-        let mut fetcher = Fetcher::new(link.as_mut(), &clock, LinkLimits::default());
-        let bytes = fetcher.get(&format!("{directory}{hash}.{file}"), target.length)?;
-        ensure!(is_there(&bytes), "{name}: does not match its signed hash or length");
-        std::fs::write(&place, bytes).with_context(|| place.display().to_string())?;
+            target.with_context(|| format!("{name}: the repository has no such target"))?;
+        download(name, target, base, folder)?;
     }
     Ok(())
+}
+
+/// Downloads `target` from the URL `base` into `folder`, unless the folder has it.
+fn download(name: &str, target: &TargetFile, base: &str, folder: &Path) -> Result<()> {
+    let hash = target.hashes.get("sha256");
+    let hash = hash.with_context(|| format!("{name}: the target has no SHA-256"))?;
+    let path = folder.join(name.replace('/', "%2F"));
+    let matches = |bytes: &[u8]| hex(bytes) == *hash && bytes.len() as u64 == target.length;
+    if std::fs::read(&path).is_ok_and(|bytes| matches(&bytes)) {
+        return Ok(());
+    }
+    ensure!(
+        target.length <= CHUNK_BYTES as u64,
+        "{name}: {} bytes, larger than a chunk; only `sync` fetches releases",
+        target.length
+    );
+
+    let (directory, file) = match name.rsplit_once('/') {
+        Some((directory, file)) => (format!("{directory}/"), file),
+        None => (String::new(), name),
+    };
+    let (mut link, clock) = (open(base, &LinkOptions::default())?, SystemClock::default());
+    let mut fetcher = Fetcher::new(link.as_mut(), &clock, LinkLimits::default());
+    let bytes = fetcher.get(&format!("{directory}{hash}.{file}"), target.length)?;
+    ensure!(matches(&bytes), "{name}: does not match its signed hash or length");
+    std::fs::write(&path, bytes).with_context(|| path.display().to_string())
 }
 
 fn hex(bytes: &[u8]) -> String {
     hatchback::update::release::hex(&sha256(bytes))
 }
 
-/// Copies the trusted metadata to where the suite looks.
+/// Copies the trusted metadata to the suite's folder.
 fn show(kept: &Path, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     for name in FILES {
@@ -121,7 +133,7 @@ fn show(kept: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A repository whose metadata have an address of their own.
+/// A link to a repository whose metadata have a URL of their own.
 struct Metadata {
     link: Box<dyn Link>,
 }

@@ -1,5 +1,5 @@
-//! The program as its users run it: every command on the coupon model, by its exit code and what it
-//! prints.
+//! The program as its users run it: every command on the coupon model, checked by its exit status
+//! and its output.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -20,23 +20,37 @@ fn hatchback(args: &[&str], input: &str) -> Output {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // A program that stops before it has read everything closes the pipe.
+    // A program that stops early closes the pipe before it has read everything.
     let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
     child.wait_with_output().unwrap()
 }
 
-/// What a command that must succeed printed.
+/// Returns the standard output of a command that must succeed.
 fn printed(args: &[&str]) -> String {
     let output = hatchback(args, "");
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// What a command that must fail said.
+/// Returns the standard error of a command that must fail.
 fn refused(args: &[&str]) -> String {
     let output = hatchback(args, "");
     assert!(!output.status.success(), "{args:?} succeeded");
     String::from_utf8(output.stderr).unwrap()
+}
+
+/// Returns the exit status and the errors of a command that writes to a closed pipe.
+fn into_closed_pipe(args: &[&str]) -> (Option<i32>, String) {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = Command::new(env!("CARGO_BIN_EXE_hatchback"))
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(writer)
+        .stderr(Stdio::piped())
+        .output()
+        .unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
 }
 
 struct Desk {
@@ -90,7 +104,7 @@ fn pack_inspect_eval() {
         (found["auc"].as_f64().unwrap() - found["reference_auc"].as_f64().unwrap()).abs() < 1e-4
     );
     assert!(found["hit_rate"].as_f64().unwrap() < 1.0 && found["pages"].as_u64().unwrap() > 0);
-    // The directory it was laid on serves the same, and its pages are sound.
+    // The flash directory serves too, and its pages are sound.
     let flash = desk.path("coupon.flash");
     printed(&["inspect", &flash, "--verify"]);
     let folder = Path::new(&flash).join("g000000000001");
@@ -141,7 +155,7 @@ fn run_answers_every_line_in_order() {
 }
 
 #[test]
-fn a_delta_is_packed_and_laid_over_its_parent() {
+fn a_delta_is_packed_and_installed_over_its_parent() {
     let desk = Desk::new();
     let first = desk.pack(&["--placement", "cached"]);
     let flash = desk.path("car");
@@ -198,9 +212,138 @@ fn bench_and_demo_run() {
     assert_eq!(report["points"].as_array().unwrap().len(), 4);
     assert!(report["bars"].is_array() && Path::new(&plot).exists());
     let out = desk.path("demo");
-    let text = printed(&["demo", "--out", &out, "--rows-max", "20000", "--seconds", "0.5"]);
+    let text = printed(&["demo", "--out", &out, "--rows-max", "20000", "--requests", "500"]);
     assert!(text.contains("PyTorch f32") && text.contains(" 0 damaged"), "{text}");
     assert!(Path::new(&out).join("criteo/criteo.svg").exists());
+}
+
+#[test]
+fn a_closed_pipe_ends_every_command_quietly() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let [keys, repository, car] = ["keys", "repository", "car"].map(|name| desk.path(name));
+    let [flash, root] = [desk.path("flash"), desk.path("keys/1.root.json")];
+    printed(&["keys", "new", &keys]);
+    printed(&["publish", &bundle, "--keys", &keys, "--to", &repository]);
+    let sync = ["sync", "--from", &repository, "--root", &root, "--state", &car, "--flash", &flash];
+    printed(&sync);
+
+    let (model, samples) = (coupon("model.toml"), coupon("probe.jsonl"));
+    let [out, other_keys] = [desk.path("out.hatch"), desk.path("keys2")];
+    for args in [
+        &["pack", &model, "--out", &out][..],
+        &["inspect", &bundle],
+        &["inspect", &flash, "--verify"],
+        &["inspect", &bundle, "--json"],
+        &["run", &bundle, "--samples", &samples],
+        &["eval", &bundle],
+        &["eval", &bundle, "--json", "-"],
+        &["keys", "new", &other_keys],
+        &["publish", "--keys", &keys, "--to", &repository],
+        &["prune", "--keys", &keys, "--to", &repository],
+        &["prune", "--keys", &keys, "--to", &repository, "--json"],
+        &sync,
+        &["sync", "--state", &car, "--status"],
+        &["sync", "--state", &car, "--status", "--json"],
+        &["demo", "--out", &desk.path("demo"), "--rows-max", "1000", "--requests", "50"],
+    ] {
+        assert_eq!(into_closed_pipe(args), (Some(141), String::new()), "{args:?}");
+    }
+    // The argument parser writes these texts and ignores the closed pipe.
+    for args in [&["--help"][..], &["--version"], &["help", "pack"]] {
+        assert_eq!(into_closed_pipe(args).1, "", "{args:?}");
+    }
+}
+
+#[test]
+fn values_out_of_range_are_refused_by_flag_and_value() {
+    for args in [
+        &["eval", "m", "--batch", "0"][..],
+        &["eval", "m", "--cache-mib", "-1"],
+        &["eval", "m", "--cache-mib", "nan"],
+        &["eval", "m", "--batch-max", "65537"],
+        &["run", "m", "--repeat", "0"],
+        &["publish", "--keys", "k", "--to", "r", "--days", "0"],
+        &["publish", "--keys", "k", "--to", "r", "--share", "101"],
+        &["prune", "--keys", "k", "--to", "r", "--releases", "0"],
+        &["sync", "--status", "--state", "s", "--mib-per-s", "0"],
+        &["keys", "new", "k", "--root-threshold", "0"],
+        &["demo", "--requests", "0"],
+        &["image", "m", "--out", "o", "--mib", "0"],
+    ] {
+        let (flag, value) = (args[args.len() - 2], args[args.len() - 1]);
+        let args: Vec<&str> = match value.starts_with('-') {
+            true => args[..args.len() - 2].to_vec(),
+            false => args.to_vec(),
+        };
+        let joined = format!("{flag}={value}");
+        let args = if value.starts_with('-') { [&args[..], &[&joined]].concat() } else { args };
+        let text = refused(&args);
+        assert!(text.contains(flag) && text.contains(&format!("'{value}'")), "{args:?}: {text}");
+    }
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let text = refused(&["eval", &bundle, "--batch", "500"]);
+    assert!(text.contains("--batch 500: a request takes at most 256 samples"), "{text}");
+    let folder = desk.path("image");
+    let text = refused(&["image", &bundle, "--out", &folder, "--name", ""]);
+    assert!(text.contains("--name"), "{text}");
+}
+
+#[test]
+fn json_goes_where_it_is_sent_and_overwrites_no_model() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let json = desk.path("report.json");
+    let text = printed(&["inspect", &bundle, "--json", &json]);
+    assert!(text.contains("coupon-dlrm@1"), "people get their tables too: {text}");
+    let written = std::fs::read_to_string(&json).unwrap();
+    assert_eq!(written, printed(&["inspect", &bundle, "--json"]));
+    assert_eq!(written, printed(&["inspect", &bundle, "--json", "-"]));
+    let before = std::fs::read(&bundle).unwrap();
+    let text = refused(&["publish", "--keys", "k", "--to", "r", "--json", &bundle]);
+    assert!(text.contains("is not JSON") && std::fs::read(&bundle).unwrap() == before, "{text}");
+}
+
+#[test]
+fn errors_in_files_of_the_user_name_the_line() {
+    let desk = Desk::new();
+    for file in ["dense.onnx", "tables.safetensors", "probe.jsonl"] {
+        std::fs::copy(coupon(file), desk.path(file)).unwrap();
+    }
+    let spec = std::fs::read_to_string(coupon("model.toml")).unwrap();
+    let path = desk.path("model.toml");
+    let pack = ["pack", &path, "--out", &desk.path("x")];
+    for (from, to, line, why) in [
+        ("sequence = 1", "sequence = \"one\"", 5, "invalid type"),
+        ("table = \"weather\"", "table = \"wether\"", 0, "there is no table `wether`"),
+        ("tensor = \"weather\"", "tensor = \"wether\"", 0, "the file holds"),
+        ("activation = \"sigmoid\"", "activation = \"tanh\"", 11, "unknown variant `tanh`"),
+    ] {
+        let changed = spec.replacen(from, to, 1);
+        let line = match line {
+            0 => 1 + changed[..changed.find(to).unwrap()].matches('\n').count(),
+            line => line,
+        };
+        std::fs::write(&path, changed).unwrap();
+        let text = refused(&pack);
+        assert!(text.contains(&format!("model.toml:{line}: ")) && text.contains(why), "{text}");
+    }
+
+    std::fs::write(&path, &spec).unwrap();
+    let bundle = desk.pack(&[]);
+    let samples = desk.path("samples.jsonl");
+    let good = std::fs::read_to_string(coupon("probe.jsonl")).unwrap();
+    let lines: Vec<&str> = good.lines().take(2).chain(["{\"dense\": 1}"]).collect();
+    std::fs::write(&samples, lines.join("\n")).unwrap();
+    let text = refused(&["eval", &bundle, "--samples", &samples]);
+    assert!(text.contains("samples.jsonl:3: "), "{text}");
+}
+
+#[test]
+fn the_version_names_the_product() {
+    let text = printed(&["--version"]);
+    assert!(text.starts_with("hatchback ") && text.contains(env!("CARGO_PKG_VERSION")), "{text}");
 }
 
 #[test]
@@ -218,7 +361,7 @@ fn errors_name_the_file_once() {
         .display()
         .to_string();
     let on_gpu = hatchback(&["eval", &bundle, "--target", &target], "");
-    // Where there is a GPU, it is taken.
+    // A machine with a GPU uses it.
     let said = String::from_utf8(on_gpu.stderr).unwrap();
     assert!(on_gpu.status.success() || said.contains("`--device cpu` needs none"), "{said}");
     printed(&["eval", &bundle, "--target", &target, "--device", "cpu"]);

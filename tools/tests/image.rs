@@ -1,8 +1,9 @@
-//! The image of a bundle, as its user makes it: the same bytes each time, a model that serves when
-//! it is read back out, and a manifest that lists every file.
+//! `hatchback image` as its users run it: the same bytes each time, a model in the image that
+//! serves, and a manifest that lists every file.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback_tools::workload::synthetic::pack_criteo;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -38,7 +39,7 @@ fn an_image_is_reproducible_and_serves() {
     printed(&["pack", &coupon("model.toml"), "--out", &bundle]);
     let said = printed(&["image", &bundle, "--out", &path("a"), "--name", "coupon"]);
     assert!(said.contains("read back, every file is the same"), "{said}");
-    // The clock moves on, and nothing of it shows.
+    // The second image is made at a later time, which must not change its bytes.
     std::thread::sleep(std::time::Duration::from_millis(1100));
     printed(&["image", &bundle, "--out", &path("b"), "--name", "coupon"]);
     for file in ["hatchback.img", "hatchback.yaml"] {
@@ -56,7 +57,7 @@ fn an_image_is_reproducible_and_serves() {
     assert_eq!(room.count(), 0, "updates have a folder of their own");
     assert!(e2fs("dumpe2fs", &["-h", &image]).contains("hatchback"));
 
-    // Every file of the tree is listed once, with a source that is there.
+    // The manifest lists every file of the tree once, with a source that exists.
     let manifest = std::fs::read_to_string(path("a/hatchback.yaml")).unwrap();
     let mut listed: Vec<PathBuf> = Vec::new();
     for line in manifest.lines() {
@@ -64,18 +65,18 @@ fn an_image_is_reproducible_and_serves() {
             listed.push(folder.path().join("a").join(source.trim_matches('\'')));
         }
     }
-    let mut there = Vec::new();
+    let mut existing = Vec::new();
     let mut folders = vec![folder.path().join("a/hatchback")];
     while let Some(next) = folders.pop() {
         for entry in std::fs::read_dir(next).unwrap() {
             let path = entry.unwrap().path();
-            if path.is_dir() { folders.push(path) } else { there.push(path) }
+            if path.is_dir() { folders.push(path) } else { existing.push(path) }
         }
     }
     listed.sort();
-    there.sort();
-    assert!(!there.is_empty());
-    assert_eq!(listed, there);
+    existing.sort();
+    assert!(!existing.is_empty());
+    assert_eq!(listed, existing);
     assert!(
         manifest.starts_with("version: '1.4'\nfileList:\n  - destination: '/var/lib/hatchback/'\n")
     );
@@ -95,9 +96,13 @@ fn what_does_not_fit_is_refused() {
     assert!(refused(&[&path("."), "--name", "x"]).contains("exists"));
     assert!(refused(&[&path("a"), "--name", "../x"]).contains("../x"));
     if !Path::new("/usr/sbin/mke2fs").exists() {
-        println!("SKIPPED: an image of 0 MiB: e2fsprogs is not installed");
+        println!("SKIPPED: an image that is too small: e2fsprogs is not installed");
         return;
     }
-    let said = refused(&[&path("b"), "--mib", "0"]);
+    let large = path("large");
+    pack_criteo(20_000, Path::new(&large), &mut |_, _| {}).unwrap();
+    let output = hatchback(&["image", &large, "--out", &path("b"), "--mib", "1"]);
+    assert!(!output.status.success());
+    let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("mke2fs") && !said.contains("is e2fsprogs installed?"), "{said}");
 }

@@ -1,41 +1,44 @@
-//! `bench ladder`: throughput and latency over a rising number of callers of one pipeline, each
-//! sending its next request when it has its answer. Steps take turns, so that none owns a quiet
-//! minute; each turn has draws of its own, which a caller sends again once it is through with them.
-//! Never draws while it measures.
+//! `bench concurrency`: throughput and latency of one pipeline under a rising number of callers.
+//! Each caller sends its next request as soon as it has the answer to its last one. The numbers of
+//! callers take turns, so that a quiet minute of the machine favours none of them. Each turn has
+//! requests of its own; a caller that has sent all of them starts over. Never draws requests while
+//! it measures.
 
-use crate::bench::request::{bundle_in, make_synthetic};
-use crate::bench::{Bar, Machine, Report};
-use crate::report;
+use super::bars::Bar;
+use super::results::{BenchReport, HostMachine, prints_tables};
+use super::synthetic_model::SyntheticModel;
 use crate::report::metrics::{Latencies, Percentiles};
 use crate::report::plot::{self, Axis, Panel, Series};
 use crate::serve::{self, ServeArgs};
 use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
-use anyhow::{Context, Result, anyhow, ensure};
+use crate::{report, say};
+use anyhow::{Context, Result, anyhow};
 use clap::Args;
+use hatchback::clock::SystemClock;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::{Pipeline, RequestError, Stats};
-use hatchback::request::worker::SystemClock;
 use hatchback::schema::batch::Batch;
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Times that every step is measured.
+/// Turns of every number of callers.
 const TURNS: u32 = 4;
-/// Requests that a caller draws for one turn; it sends them again if it is through before the turn
-/// is.
+/// Request slots without a target.
+const SLOTS: u32 = 64;
+/// Requests that a caller draws for one turn, fewer if there are many callers.
 const REQUESTS: usize = 512;
-/// The last step reaches at least this share of the best.
-const SHARE_LEAST: f64 = 0.95;
-/// How long a caller does without after `Busy`.
+/// Least throughput with the most callers, as a share of the best step's.
+const SHARE_MIN: f64 = 0.95;
+/// How long a caller waits after `Busy`.
 const BUSY_PAUSE: Duration = Duration::from_micros(200);
 
 /// Measures one pipeline under a rising number of callers
 #[derive(Args, Debug)]
-pub struct LadderArgs {
+pub struct ConcurrencyArgs {
     /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
     model: Option<PathBuf>,
     /// Callers at each step
@@ -50,10 +53,10 @@ pub struct LadderArgs {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
     /// Embedding cache, MiB [default: the target's]
-    #[arg(long)]
+    #[arg(long, value_parser = report::args::mib)]
     cache_mib: Option<f64>,
     /// Tables kept whole, MiB [default: the target's]
-    #[arg(long)]
+    #[arg(long, value_parser = report::args::mib)]
     resident_mib: Option<f64>,
     /// Workers, a thread each [default: the target's, without one the machine's cores]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -61,11 +64,11 @@ pub struct LadderArgs {
     /// Request slots [default: the target's, without one 64]
     #[arg(long)]
     slots: Option<u32>,
-    /// How long a request waits for others, µs [default: the target's]
-    #[arg(long)]
-    gather_us: Option<u32>,
+    /// How long a request waits for others to share its batch, µs [default: the target's]
+    #[arg(long, alias = "gather-us")]
+    batch_delay_us_max: Option<u32>,
     /// Measured time of a step [default: 4; quick: 1]
-    #[arg(long)]
+    #[arg(long, value_parser = report::args::seconds)]
     seconds: Option<f64>,
     /// A smaller synthetic model, less time
     #[arg(long)]
@@ -76,128 +79,131 @@ pub struct LadderArgs {
     /// A target file that gives the budget
     #[arg(long)]
     target: Option<PathBuf>,
-    /// Where the model is laid on flash [default: beside the bundle, or a temporary folder]
+    /// Directory that the model is installed into [default: beside the bundle, or a temporary
+    /// folder]
     #[arg(long)]
     flash: Option<PathBuf>,
-    /// Writes all figures as JSON (`-`: standard output, without the tables)
-    #[arg(long)]
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
     json: Option<PathBuf>,
     /// Draws throughput and latency by callers as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
 }
 
-/// The figures of one step.
+/// The figures of one number of callers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Step {
-    /// Callers.
+pub struct ConcurrencyStep {
+    /// Concurrent callers.
     pub clients: u32,
     /// Measured time.
     pub seconds: f64,
-    /// Requests answered a second.
+    /// Requests answered per second.
     pub requests_per_s: f64,
-    /// Latency of those, from submitting to having the scores.
+    /// Latency of the answered requests, from submission to scores.
     pub latency: Percentiles,
-    /// Requests refused because every slot was taken.
+    /// Requests refused with `Busy`: every slot was taken.
     pub busy: u64,
-    /// Requests that were scored together, in the mean.
+    /// Mean number of requests in a scored batch.
     pub requests_per_batch: f64,
-    /// Share of the lookups of cached tables that the cache answered.
+    /// Share of the lookups of cached tables that hit the cache.
     pub hit_rate: f64,
 }
 
-/// What the turns of a step found.
+/// The sums over the turns of a step.
 #[derive(Default)]
-struct Found {
+struct TurnTotals {
     time: Duration,
     latencies: Latencies,
     busy: u64,
-    /// What the pipeline counted.
+    /// Sum of the pipeline's counters.
     stats: Stats,
 }
 
-impl LadderArgs {
+impl ConcurrencyArgs {
     fn budget(&self, serve: &ServeArgs) -> Result<Budget> {
         let mut budget = serve.budget()?;
         if self.target.is_none() {
-            (budget.workers, budget.slots) = (Machine::this().cores as u32, 64);
+            (budget.workers, budget.slots) = (HostMachine::this().cores as u32, SLOTS);
         }
+
         budget.workers = self.workers.unwrap_or(budget.workers);
         budget.slots = self.slots.unwrap_or(budget.slots);
-        budget.gather_us = self.gather_us.unwrap_or(budget.gather_us);
+        budget.batch_delay_us_max = self.batch_delay_us_max.unwrap_or(budget.batch_delay_us_max);
         budget.reads_max = budget.reads_max.max(budget.workers);
         budget.batch_max = budget.batch_max.max(self.batch);
         Ok(budget)
     }
 }
 
-/// Runs the command.
+/// Runs the measurement.
 ///
 /// # Errors
-/// The model is refused, a request failed, or a file cannot be written.
-pub fn run(args: &LadderArgs) -> Result<()> {
+/// The runtime refuses the model, a request fails, or a file cannot be written.
+pub fn run(args: &ConcurrencyArgs) -> Result<()> {
     let seconds = args.seconds.unwrap_or(if args.quick { 1.0 } else { 4.0 });
-    ensure!(
-        seconds > 0.0 && seconds <= 86_400.0,
-        "--seconds: {seconds} is not above 0, at most a day"
-    );
     let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
-    let made = if args.model.is_none() { Some(make_synthetic(rows_max)?) } else { None };
+    let made = if args.model.is_none() { Some(SyntheticModel::pack(rows_max)?) } else { None };
+
+    let bundle = made.as_ref().map(SyntheticModel::bundle);
     let serve = ServeArgs {
-        model: args.model.clone().or_else(|| made.as_ref().map(bundle_in)).context("no model")?,
-        flash: args
-            .flash
-            .clone()
-            .or_else(|| made.as_ref().map(|folder| folder.path().join("flash"))),
+        model: args.model.clone().or(bundle).context("no model")?,
+        flash: args.flash.clone().or(made.as_ref().map(SyntheticModel::flash)),
         target: args.target.clone(),
         cache_mib: args.cache_mib,
         resident_mib: args.resident_mib,
         batch_max: None,
         device: None,
     };
+
     let flash = serve.flash()?;
     let budget = args.budget(&serve)?;
     let model = Arc::new(
-        Model::from_flash(&flash, budget)?.onto(&serve.device()?)?.with_dense(&flash, None)?,
+        Model::from_flash(&flash, budget)?
+            .move_to_device(&serve.device()?)?
+            .move_dense_to_gpu(&flash, None)?,
     );
+
     let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default()))?;
     let keys = args.keys.clone().unwrap_or(Distribution::PowerLaw { alpha: ALPHA });
     let workload = Workload::new(&flash, &keys, BagSizes::Full, 0)?;
-    let points = climb(args, &pipeline, &workload, Duration::from_secs_f64(seconds))?;
-    let name = flash.manifest().generation.to_string();
+    let points = measure(args, &pipeline, &workload, Duration::from_secs_f64(seconds))?;
+
+    let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
     let bars = bar(&points).into_iter().collect();
-    let report = Report { bench: "ladder", machine: Machine::this(), model: name, bars, points };
+    let report = BenchReport { bench: "concurrency", machine, model, bars, points };
     publish(args, &report, &keys, &budget)
 }
 
-/// All steps, in turns, after each caller count ran once to warm up.
-fn climb(
-    args: &LadderArgs,
+/// Measures all numbers of callers in turns. The first turn warms up and does not count.
+fn measure(
+    args: &ConcurrencyArgs,
     pipeline: &Pipeline,
     workload: &Workload,
     time: Duration,
-) -> Result<Vec<Step>> {
-    let progress = serve::progress_bar(
-        u64::from(TURNS + 1) * args.clients.len() as u64,
-        "measuring",
-        "{pos}/{len} turns",
-    );
-    let mut found: Vec<Found> = args.clients.iter().map(|_| Found::default()).collect();
+) -> Result<Vec<ConcurrencyStep>> {
+    let turns = u64::from(TURNS + 1) * args.clients.len() as u64;
+    let progress = serve::progress_bar(turns, "measuring", "{pos}/{len} turns");
+    let mut totals: Vec<TurnTotals> = args.clients.iter().map(|_| TurnTotals::default()).collect();
+
     for turn in 0..=TURNS {
-        for (&clients, found) in args.clients.iter().zip(&mut found) {
+        for (&clients, totals) in args.clients.iter().zip(&mut totals) {
             let seed = u64::from(turn) << 32;
             let requests = draw(pipeline, workload, clients, args.batch, seed)?;
-            let one = load(pipeline, &requests, time / TURNS)?;
+            let one = run_turn(pipeline, &requests, time / TURNS)?;
             if turn > 0 {
-                found.add(&one);
+                totals.add_later(&one);
             }
             progress.inc(1);
         }
     }
     progress.finish_and_clear();
-    Ok(args.clients.iter().zip(&found).map(|(&clients, found)| found.step(clients)).collect())
+
+    Ok(args.clients.iter().zip(&totals).map(|(&clients, totals)| totals.step(clients)).collect())
 }
 
+/// Draws the requests of a turn, `[callers][requests]`.
 fn draw(
     pipeline: &Pipeline,
     workload: &Workload,
@@ -216,10 +222,10 @@ fn draw(
     (0..clients).map(caller).collect()
 }
 
-/// All callers at once, for `time`.
-fn load(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Result<Found> {
+/// Runs all callers concurrently for `time`.
+fn run_turn(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Result<TurnTotals> {
     let (before, start) = (pipeline.stats(), Barrier::new(requests.len()));
-    let found = thread::scope(|scope| {
+    let callers = thread::scope(|scope| {
         let start = &start;
         let spawn = |own| {
             scope.spawn(move || {
@@ -232,8 +238,9 @@ fn load(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Result<
             callers.into_iter().map(|c| c.join().map_err(|_| anyhow!("a caller panicked"))?);
         joined.collect::<Result<Vec<_>>>()
     })?;
-    let mut sum = Found::default();
-    found.iter().for_each(|one| sum.beside(one));
+
+    let mut sum = TurnTotals::default();
+    callers.iter().for_each(|one| sum.add_concurrent(one));
     let after = pipeline.stats();
     sum.stats = Stats {
         requests: after.requests - before.requests,
@@ -244,51 +251,52 @@ fn load(pipeline: &Pipeline, requests: &[Vec<Batch>], time: Duration) -> Result<
     Ok(sum)
 }
 
-/// One caller.
-fn call(pipeline: &Pipeline, requests: &[Batch], time: Duration) -> Result<Found> {
-    let (mut found, start) = (Found::default(), Instant::now());
+/// Sends requests as one caller until `time` has passed.
+fn call(pipeline: &Pipeline, requests: &[Batch], time: Duration) -> Result<TurnTotals> {
+    let (mut totals, start) = (TurnTotals::default(), Instant::now());
     for batch in requests.iter().cycle() {
         let sent = Instant::now();
         match pipeline.submit(batch, None) {
             Ok(ticket) => {
                 ticket.wait()?;
-                found.latencies.record(sent.elapsed());
+                totals.latencies.record(sent.elapsed());
             }
             Err(RequestError::Busy(_)) => {
-                found.busy += 1;
+                totals.busy += 1;
                 thread::sleep(BUSY_PAUSE);
             }
             Err(e) => return Err(e.into()),
         }
-        found.time = start.elapsed();
-        if found.time >= time {
+        totals.time = start.elapsed();
+        if totals.time >= time {
             break;
         }
     }
-    Ok(found)
+    Ok(totals)
 }
 
-impl Found {
+impl TurnTotals {
     /// Adds a caller that ran at the same time.
-    fn beside(&mut self, other: &Self) {
+    fn add_concurrent(&mut self, other: &Self) {
         self.time = self.time.max(other.time);
         self.latencies.add(&other.latencies);
         self.busy += other.busy;
     }
 
     /// Adds a turn that ran later.
-    fn add(&mut self, later: &Self) {
+    fn add_later(&mut self, later: &Self) {
         let time = self.time + later.time;
-        self.beside(later);
+        self.add_concurrent(later);
         self.time = time;
         self.stats.requests += later.stats.requests;
         self.stats.batches += later.stats.batches;
         self.stats.counters.add(&later.stats.counters);
     }
 
-    fn step(&self, clients: u32) -> Step {
+    /// Returns the figures of the step with `clients` callers.
+    fn step(&self, clients: u32) -> ConcurrencyStep {
         let (latency, seconds) = (self.latencies.percentiles(), self.time.as_secs_f64());
-        Step {
+        ConcurrencyStep {
             clients,
             seconds,
             requests_per_s: latency.requests as f64 / seconds,
@@ -300,18 +308,18 @@ impl Found {
     }
 }
 
-/// Throughput never falls off a cliff: the step with the most callers beside the best.
-fn bar(steps: &[Step]) -> Option<Bar> {
+/// Returns the bar on throughput: the step with the most callers reaches almost the best step's.
+fn bar(steps: &[ConcurrencyStep]) -> Option<Bar> {
     let last = steps.iter().max_by_key(|s| s.clients)?;
     let best = steps.iter().map(|s| s.requests_per_s).fold(0.0, f64::max);
     let value = last.requests_per_s / best;
     let name = format!("requests/s with {} callers, share of the best step", last.clients);
-    Some(Bar::at_least(name, value, SHARE_LEAST))
+    Some(Bar::at_least(name, value, SHARE_MIN))
 }
 
 fn publish(
-    args: &LadderArgs,
-    report: &Report<Step>,
+    args: &ConcurrencyArgs,
+    report: &BenchReport<ConcurrencyStep>,
     keys: &Distribution,
     budget: &Budget,
 ) -> Result<()> {
@@ -319,27 +327,27 @@ fn publish(
         "{} workers, {} slots, {} samples a request",
         budget.workers, budget.slots, args.batch
     );
+
     if let Some(path) = &args.plot {
         plot::panels(path, &format!("{}: {title}", report.model), &charts(&report.points))?;
     }
-    if args.json.as_deref() != Some(Path::new("-")) {
-        let machine = &report.machine;
-        println!("{}: {title}, keys {keys}", report.model);
-        println!(
-            "{}, {} cores, {}, version {}",
-            machine.cpu, machine.cores, machine.platform, machine.version
-        );
+
+    if prints_tables(args.json.as_ref()) {
+        say!("{}: {title}, keys {keys}", report.model)?;
+        say!("{}", report.machine)?;
+
         let heads =
             ["callers", "requests/s", "p50", "p99", "p99.9", "busy", "requests/batch", "hit rate"];
         let mut table = report::table(&heads);
-        table.add_rows(report.points.iter().map(Step::cells));
-        println!("{table}");
-        report.bars.iter().for_each(|bar| println!("{bar}"));
+        table.add_rows(report.points.iter().map(ConcurrencyStep::cells));
+        say!("{table}")?;
+        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
     }
-    args.json.as_ref().map_or(Ok(()), |path| report::write_json(path, report))
+
+    report.write_to(args.json.as_ref())
 }
 
-impl Step {
+impl ConcurrencyStep {
     fn cells(&self) -> [String; 8] {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
@@ -355,9 +363,9 @@ impl Step {
     }
 }
 
-fn charts(steps: &[Step]) -> [Panel; 2] {
+fn charts(steps: &[ConcurrencyStep]) -> [Panel; 2] {
     let clients: Vec<f64> = steps.iter().map(|s| f64::from(s.clients)).collect();
-    let line = |name: &str, color, dashed, y: fn(&Step) -> f64| Series {
+    let line = |name: &str, color, dashed, y: fn(&ConcurrencyStep) -> f64| Series {
         name: name.to_owned(),
         color,
         dashed,
@@ -379,37 +387,41 @@ fn charts(steps: &[Step]) -> [Panel; 2] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::Found;
+    use crate::bench::bars::BarResult;
     use clap::{CommandFactory, FromArgMatches, Parser};
 
     #[derive(Parser)]
     struct Line {
         #[command(flatten)]
-        args: LadderArgs,
+        args: ConcurrencyArgs,
     }
 
-    fn parse(line: &str) -> LadderArgs {
+    fn parse(line: &str) -> ConcurrencyArgs {
         let matches = Line::command().try_get_matches_from(line.split_whitespace()).unwrap();
         Line::from_arg_matches(&matches).unwrap().args
     }
 
     #[test]
     fn the_bar_is_the_last_step_beside_the_best() {
-        let step = |clients, requests_per_s| Step { clients, requests_per_s, ..Step::default() };
+        let step = |clients, requests_per_s| ConcurrencyStep {
+            clients,
+            requests_per_s,
+            ..ConcurrencyStep::default()
+        };
         assert!(bar(&[]).is_none());
         let found = bar(&[step(64, 940.0), step(1, 500.0), step(8, 1000.0)]).unwrap();
-        assert_eq!(found.found, Found::Measured { value: 0.94, holds: false });
-        let found = bar(&[step(1, 500.0), step(64, 480.0)]).unwrap().found;
-        assert_eq!(found, Found::Measured { value: 0.96, holds: true });
+        assert_eq!(found.result, BarResult::Measured { value: 0.94, holds: false });
+        let found = bar(&[step(1, 500.0), step(64, 480.0)]).unwrap().result;
+        assert_eq!(found, BarResult::Measured { value: 0.96, holds: true });
     }
 
     #[test]
-    fn a_short_ladder_answers_or_refuses_every_request() {
+    fn a_short_run_answers_or_refuses_every_request() {
         let folder = tempfile::tempdir().unwrap();
         let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
         let line = format!(
-            "ladder --quick --rows-max 2000 --clients 1,6 --slots 3 --workers 2 --batch 2 --cache-mib 0.2 \
-             --seconds 0.2 --json {} --plot {}",
+            "concurrency --quick --rows-max 2000 --clients 1,6 --slots 3 --workers 2 --batch 2 \
+             --cache-mib 0.2 --seconds 0.2 --json {} --plot {}",
             json.display(),
             plot.display()
         );

@@ -1,26 +1,27 @@
-//! `bench delta`: deltas of one row in a hundred are laid on flash, made live and swapped in while
-//! requests are served. Windows without and with an update take turns, so that none owns a quiet
-//! minute. Every request is drawn anew before its clock starts, so that some of its rows are read
-//! from flash. One process does what the daemon does; never measures the link.
+//! `bench delta`: installs deltas of one row in a hundred and swaps them in while a caller sends
+//! requests. Windows without and with an update take turns, so that a quiet minute of the machine
+//! favours neither. The caller draws every request before its clock starts, so some rows come from
+//! flash. One process plays the daemon. Never measures the link.
 
-use super::{Bar, Machine, Report, written_bytes};
-use crate::report;
+use super::bars::Bar;
+use super::results::{BenchReport, HostMachine, prints_tables, written_bytes};
 use crate::report::metrics::{Latencies, Percentiles};
-use crate::serve::{lay_on_flash, progress_bar};
+use crate::serve::{install, progress_bar};
 use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
-use crate::workload::synthetic::pack_criteo_at;
+use crate::workload::synthetic::{SyntheticGeneration, pack_criteo_at};
+use crate::{report, say};
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::Manifest;
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
-use hatchback::maintenance::throttle::rests;
+use hatchback::maintenance::throttle::throttled_yield;
 use hatchback::model::budget::Budget;
 use hatchback::model::cache_transfer::Transferred;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
-use hatchback::request::worker::SystemClock;
 use hatchback::schema::batch::Batch;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -33,12 +34,13 @@ use thread_priority::{
     set_thread_priority_and_policy, thread_native_id,
 };
 
-/// One row in so many changes from each generation to the next.
+/// One row in this many changes from each generation to the next.
 const CHANGED_ONE_IN: u64 = 100;
-/// How far p99 may rise while an update is applied.
-const P99_RATIO_MAX: f64 = 1.2;
-/// Bytes written for each byte of what changed.
-const AMPLIFICATION_MAX: f64 = 1.2;
+/// Largest p99 while an update is applied, in multiples of the idle p99.
+const P99_RATIO_BAR: f64 = 1.2;
+/// Most bytes written per changed byte.
+const AMPLIFICATION_BAR: f64 = 1.2;
+/// Name of the served model.
 const NAME: &str = "model";
 
 /// Measures updates applied while requests are served
@@ -59,7 +61,7 @@ pub struct DeltaArgs {
     #[arg(long)]
     cache_mib: Option<u64>,
     /// Least time of a window without an update
-    #[arg(long, default_value_t = 2.0)]
+    #[arg(long, default_value_t = 2.0, value_parser = report::args::seconds)]
     seconds: f64,
     /// Share of the time that applying may take, as `busy_percent_max` of a target
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=100))]
@@ -67,56 +69,59 @@ pub struct DeltaArgs {
     /// A smaller model, fewer deltas
     #[arg(long)]
     quick: bool,
-    /// Where the model is laid on flash [default: a temporary folder]
+    /// Directory that the model is installed into [default: a temporary folder]
     #[arg(long)]
     flash: Option<PathBuf>,
-    /// Writes all figures as JSON (`-`: standard output, without the tables)
-    #[arg(long)]
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
     json: Option<PathBuf>,
 }
 
 /// The figures of one update.
 #[derive(Clone, Debug, Serialize)]
-pub struct Point {
-    /// The generation it leads to.
+pub struct UpdateFigures {
+    /// Sequence of the new generation.
     pub sequence: u64,
     /// Rows that changed.
     pub rows: u64,
-    /// Bytes of its bundle.
+    /// Bytes of the bundle.
     pub bundle_bytes: u64,
-    /// Bytes that were written to flash.
+    /// Bytes that the install wrote to flash.
     pub written_bytes: u64,
-    /// Bytes of what changed: keys and rows, and the network.
+    /// Bytes of the changed keys and rows, and of the network.
     pub changed_bytes: u64,
-    /// From the bundle to live on flash, durable.
+    /// Time from the bundle to a durable live record.
     pub install_s: f64,
-    /// From live on flash to served, with warm caches.
+    /// Time from the live record to the first request on the new generation, with warm caches.
     pub swap_s: f64,
-    /// How long the swap kept requests from being submitted, µs.
+    /// How long the swap blocked the submission of requests, µs.
     pub pause_us: f64,
-    /// Rows of the warm caches.
-    pub carried: Transferred,
-    /// Latency of requests before.
+    /// Rows that the swap transferred to the new caches.
+    #[serde(rename = "carried")]
+    pub transferred: Transferred,
+    /// Latency of requests before the update.
     pub idle: Percentiles,
-    /// Latency of requests meanwhile.
+    /// Latency of requests during the update.
     pub applying: Percentiles,
-    /// Share of lookups that the cache answered before.
+    /// Share of lookups that hit the cache before the update.
     pub hit_rate_before: f64,
-    /// The same of the new generation.
+    /// Share of lookups of the new generation that hit the cache.
     pub hit_rate_after: f64,
 }
 
-/// Runs the command.
+/// Runs the measurement.
 ///
 /// # Errors
-/// A bundle is refused, a request failed, or a file cannot be written.
+/// The runtime refuses a bundle, a request fails, or a file cannot be written.
 pub fn run(args: &DeltaArgs) -> Result<()> {
     let rows_max = args.rows_max.unwrap_or(if args.quick { 100_000 } else { 1_900_000 });
     let deltas = args.deltas.unwrap_or(if args.quick { 2 } else { 5 });
     let folder = tempfile::tempdir().context("a temporary folder")?;
     let place = args.flash.clone().unwrap_or_else(|| folder.path().join("flash"));
-    let bundles = make(rows_max, deltas, folder.path())?;
-    let flash = lay_on_flash(&bundles[0], &place)?;
+    let bundles = pack_generations(rows_max, deltas, folder.path())?;
+    let flash = install(&bundles[0], &place)?;
+
     let budget = Budget {
         memory_bytes_max: 16 << 30,
         cache_bytes_max: args.cache_mib.unwrap_or(if args.quick { 8 } else { 64 }) << 20,
@@ -126,16 +131,19 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
     let serving =
         Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
     serving.load(NAME, &flash, budget)?;
-    let points = measure(args, &serving, &flash, &bundles[1..], budget)?;
-    let name = flash.manifest().generation.to_string();
+    let updates = Updates { serving: &serving, flash: &flash, budget, busy: args.busy_percent };
+    let points = measure(args, &updates, &bundles[1..])?;
+
+    let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
     let bars = bars(&points);
-    publish(args, &Report { bench: "delta", machine: Machine::this(), model: name, bars, points })
+    publish(args, &BenchReport { bench: "delta", machine, model, bars, points })
 }
 
-/// A snapshot and so many deltas after it.
-fn make(rows_max: u64, deltas: u64, folder: &Path) -> Result<Vec<PathBuf>> {
+/// Packs a snapshot and `deltas` deltas that follow it.
+fn pack_generations(rows_max: u64, deltas: u64, folder: &Path) -> Result<Vec<PathBuf>> {
     let bar = progress_bar(0, "packing", "{human_pos}/{human_len} rows");
     let mut bundles: Vec<PathBuf> = Vec::new();
+
     for sequence in 1..=deltas + 1 {
         let out = folder.join(format!("{sequence}.hatch"));
         let parent = bundles.last().map(|bundle| -> Result<Flash> {
@@ -143,9 +151,10 @@ fn make(rows_max: u64, deltas: u64, folder: &Path) -> Result<Vec<PathBuf>> {
             Ok(Flash::install(&disk::system(), &folder.join("parent"), &mut bundle, |_| ())?)
         });
         bar.set_position(0);
+
         pack_criteo_at(
             rows_max,
-            (sequence, CHANGED_ONE_IN),
+            SyntheticGeneration { sequence, changed_one_in: CHANGED_ONE_IN },
             parent.transpose()?.as_ref(),
             &out,
             &mut |n, all| {
@@ -155,54 +164,67 @@ fn make(rows_max: u64, deltas: u64, folder: &Path) -> Result<Vec<PathBuf>> {
         )?;
         bundles.push(out);
     }
+
     bar.finish_and_clear();
     let _ = std::fs::remove_dir_all(folder.join("parent"));
     Ok(bundles)
 }
 
+/// The served model and the terms of its updates.
+struct Updates<'a> {
+    serving: &'a Serving,
+    flash: &'a Flash,
+    budget: Budget,
+    /// Share of the time that an update may work, per cent.
+    busy: u64,
+}
+
+/// Applies all deltas; each update follows an idle window of about the same length.
 fn measure(
     args: &DeltaArgs,
-    serving: &Serving,
-    flash: &Flash,
+    updates: &Updates<'_>,
     deltas: &[PathBuf],
-    budget: Budget,
-) -> Result<Vec<Point>> {
-    let workload =
-        Workload::new(flash, &Distribution::PowerLaw { alpha: ALPHA }, BagSizes::Full, 0)?;
+) -> Result<Vec<UpdateFigures>> {
+    let keys = Distribution::PowerLaw { alpha: ALPHA };
+    let workload = Workload::new(updates.flash, &keys, BagSizes::Full, 0)?;
     let samples = args.batch as usize;
-    let mut caller =
-        Caller { workload, batch: Batch::new(&flash.manifest().schema, samples), samples };
+    let batch = Batch::new(&updates.flash.manifest().schema, samples);
+    let mut caller = Caller { workload, batch, samples };
     let progress = progress_bar(deltas.len() as u64, "applying", "{pos}/{len} deltas");
-    let least = Duration::try_from_secs_f64(args.seconds).context("--seconds")?;
-    let rest = |caller: &mut Caller, time: Duration| {
-        caller.beside(serving, move || {
+
+    let window_min = Duration::try_from_secs_f64(args.seconds).context("--seconds")?;
+    let serving = updates.serving;
+    let idle_for = |caller: &mut Caller, time: Duration| {
+        caller.send_during(serving, move || {
             thread::sleep(time);
             Ok(())
         })
     };
-    rest(&mut caller, least)?;
-    let (mut points, mut window) = (Vec::new(), least);
+    let counters = || serving.stats(NAME).unwrap_or_default().counters;
+    idle_for(&mut caller, window_min)?;
+
+    let (mut points, mut window) = (Vec::new(), window_min);
     for delta in deltas {
-        let before = serving.stats(NAME).unwrap_or_default().counters;
-        let (idle, ()) = rest(&mut caller, window)?;
-        let hit_rate_before =
-            serving.stats(NAME).unwrap_or_default().counters.since(&before).hit_rate();
-        let began = Instant::now();
-        let (applying, mut point) =
-            caller.beside(serving, || apply(serving, flash, delta, (budget, args.busy_percent)))?;
-        window = began.elapsed().max(least);
-        rest(&mut caller, least)?;
-        (point.idle, point.applying) = (idle.percentiles(), applying.percentiles());
-        point.hit_rate_before = hit_rate_before;
-        point.hit_rate_after = serving.stats(NAME).unwrap_or_default().counters.hit_rate();
-        points.push(point);
+        let before = counters();
+        let (idle, ()) = idle_for(&mut caller, window)?;
+        let hit_rate_before = counters().since(&before).hit_rate();
+
+        let start = Instant::now();
+        let (applying, mut figures) = caller.send_during(serving, || updates.apply(delta))?;
+        window = start.elapsed().max(window_min);
+        idle_for(&mut caller, window_min)?;
+
+        (figures.idle, figures.applying) = (idle.percentiles(), applying.percentiles());
+        figures.hit_rate_before = hit_rate_before;
+        figures.hit_rate_after = counters().hit_rate();
+        points.push(figures);
         progress.inc(1);
     }
     progress.finish_and_clear();
     Ok(points)
 }
 
-/// Who sends requests, one after the other.
+/// A caller that sends one request after another.
 struct Caller {
     workload: Workload,
     batch: Batch,
@@ -210,8 +232,9 @@ struct Caller {
 }
 
 impl Caller {
-    /// Sends requests for as long as `work` takes, and times them.
-    fn beside<T: Send>(
+    /// Sends requests while `work` runs on another thread. Returns their latencies and the result
+    /// of `work`.
+    fn send_during<T: Send>(
         &mut self,
         serving: &Serving,
         work: impl FnOnce() -> Result<T> + Send,
@@ -219,7 +242,7 @@ impl Caller {
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
             let worker = scope.spawn(|| {
-                // As the daemon's update thread has it: behind every request.
+                // The idle policy of the daemon's update thread: every request comes first.
                 let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
                 let _ =
                     set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
@@ -227,6 +250,7 @@ impl Caller {
                 stop.store(true, Ordering::Release);
                 done
             });
+
             let mut latencies = Latencies::default();
             while !stop.load(Ordering::Acquire) {
                 self.workload.fill(&mut self.batch, self.samples)?;
@@ -238,51 +262,61 @@ impl Caller {
                 }
                 latencies.record(sent.elapsed());
             }
+
             let done = worker.join().map_err(|_| anyhow!("the update panicked"))??;
             Ok((latencies, done))
         })
     }
 }
 
-fn apply(
-    serving: &Serving,
-    flash: &Flash,
-    delta: &Path,
-    (budget, busy_percent): (Budget, u64),
-) -> Result<Point> {
-    let (before, began) = (written_bytes()?, Instant::now());
-    let mut bundle = BundleReader::open(delta)?;
-    let clock = SystemClock::default();
-    let rest = rests(busy_percent, &clock, thread::sleep);
-    let installed = Flash::install(&disk::system(), flash.directory(), &mut bundle, |_| rest())?;
-    let (install_s, written_bytes) = (began.elapsed().as_secs_f64(), written_bytes()? - before);
-    let swapping = Instant::now();
-    let swapped = serving.swap(NAME, &installed, budget, &rest)?;
-    let (rows, changed_bytes) = changed(&installed)?;
-    let none = Percentiles::default();
-    Ok(Point {
-        sequence: installed.manifest().generation.sequence,
-        rows,
-        bundle_bytes: std::fs::metadata(delta)?.len(),
-        written_bytes,
-        changed_bytes,
-        install_s,
-        swap_s: swapping.elapsed().as_secs_f64(),
-        pause_us: swapped.pause.as_secs_f64() * 1e6,
-        carried: swapped.carried,
-        idle: none,
-        applying: none,
-        hit_rate_before: 0.0,
-        hit_rate_after: 0.0,
-    })
+impl Updates<'_> {
+    /// Installs `delta` and swaps it in. The caller fills in the latencies and hit rates.
+    fn apply(&self, delta: &Path) -> Result<UpdateFigures> {
+        let (before, start) = (written_bytes()?, Instant::now());
+        let mut bundle = BundleReader::open(delta)?;
+        let clock = SystemClock::default();
+        let rest = throttled_yield(self.busy, &clock, thread::sleep);
+        let directory = self.flash.directory();
+        let installed = Flash::install(&disk::system(), directory, &mut bundle, |_| rest())?;
+        let (install_s, written_bytes) = (start.elapsed().as_secs_f64(), written_bytes()? - before);
+
+        let start = Instant::now();
+        let swapped = self.serving.swap(NAME, &installed, self.budget, &rest)?;
+        let swap_s = start.elapsed().as_secs_f64();
+
+        let changed = changed(&installed)?;
+        let none = Percentiles::default();
+        Ok(UpdateFigures {
+            sequence: installed.manifest().generation.sequence,
+            rows: changed.rows,
+            bundle_bytes: std::fs::metadata(delta)?.len(),
+            written_bytes,
+            changed_bytes: changed.bytes,
+            install_s,
+            swap_s,
+            pause_us: swapped.pause.as_secs_f64() * 1e6,
+            transferred: swapped.transferred,
+            idle: none,
+            applying: none,
+            hit_rate_before: 0.0,
+            hit_rate_after: 0.0,
+        })
+    }
 }
 
-/// Rows of the newest deltas, and the bytes of their keys and rows and of the network.
-fn changed(flash: &Flash) -> Result<(u64, u64)> {
+/// The content of the newest delta.
+struct Changed {
+    rows: u64,
+    /// Bytes of the keys and rows and of the network.
+    bytes: u64,
+}
+
+/// Returns the content of the newest delta.
+fn changed(flash: &Flash) -> Result<Changed> {
     let manifest: &Manifest = flash.manifest();
     let (mut rows, mut bytes) = (0, manifest.blobs[manifest.dense as usize].raw_bytes());
     for (number, table) in manifest.schema.tables.iter().enumerate() {
-        // A table of which nothing changed has an older delta last, or none.
+        // In a table without changes the last delta is older, or there is none.
         let deltas = &flash.record().live.tables[number].deltas;
         if deltas.last().is_none_or(|delta| delta.sequence != manifest.generation.sequence) {
             continue;
@@ -293,16 +327,18 @@ fn changed(flash: &Flash) -> Result<(u64, u64)> {
         bytes += newest.rows * (8 + table.codec.row_bytes(table.dim as usize) as u64)
             + 8 * newest.deletes;
     }
-    Ok((rows, bytes))
+    Ok(Changed { rows, bytes })
 }
 
-fn bars(points: &[Point]) -> Vec<Bar> {
-    let worst = |of: fn(&Point) -> f64| points.iter().map(of).fold(0.0, f64::max);
-    let mean =
-        |of: fn(&Point) -> f64| points.iter().map(of).sum::<f64>() / points.len().max(1) as f64;
+fn bars(points: &[UpdateFigures]) -> Vec<Bar> {
+    let worst = |of: fn(&UpdateFigures) -> f64| points.iter().map(of).fold(0.0, f64::max);
+    let mean = |of: fn(&UpdateFigures) -> f64| {
+        points.iter().map(of).sum::<f64>() / points.len().max(1) as f64
+    };
     let ratio = mean(|p| p.applying.p99_us) / mean(|p| p.idle.p99_us).max(1e-9);
+
     vec![
-        Bar::at_most("p99 while applying, times that of idle", ratio, P99_RATIO_MAX),
+        Bar::at_most("p99 while applying, times that of idle", ratio, P99_RATIO_BAR),
         Bar::at_most(
             "longest pause of a swap, batches",
             worst(|p| p.pause_us / p.idle.p50_us),
@@ -311,17 +347,19 @@ fn bars(points: &[Point]) -> Vec<Bar> {
         Bar::at_most(
             "bytes written for each byte that changed",
             worst(|p| p.written_bytes as f64 / p.changed_bytes.max(1) as f64),
-            AMPLIFICATION_MAX,
+            AMPLIFICATION_BAR,
         ),
     ]
 }
 
-fn publish(args: &DeltaArgs, report: &Report<Point>) -> Result<()> {
-    if args.json.as_deref() != Some(Path::new("-")) {
-        println!(
+fn publish(args: &DeltaArgs, report: &BenchReport<UpdateFigures>) -> Result<()> {
+    if prints_tables(args.json.as_ref()) {
+        say!(
             "{}: deltas of one row in {CHANGED_ONE_IN}, {} samples a request",
-            report.model, args.batch
-        );
+            report.model,
+            args.batch
+        )?;
+
         let heads = [
             "to",
             "rows",
@@ -331,19 +369,21 @@ fn publish(args: &DeltaArgs, report: &Report<Point>) -> Result<()> {
             "pause",
             "idle p99",
             "applying p99",
-            "carried",
+            "transferred",
             "hits before",
             "after",
         ];
+
         let mut table = report::table(&heads);
-        table.add_rows(report.points.iter().map(Point::cells));
-        println!("{table}");
-        report.bars.iter().for_each(|bar| println!("{bar}"));
+        table.add_rows(report.points.iter().map(UpdateFigures::cells));
+        say!("{table}")?;
+        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
     }
-    args.json.as_ref().map_or(Ok(()), |path| report::write_json(path, report))
+
+    report.write_to(args.json.as_ref())
 }
 
-impl Point {
+impl UpdateFigures {
     fn cells(&self) -> [String; 11] {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
@@ -357,8 +397,8 @@ impl Point {
             us(self.applying.p99_us),
             format!(
                 "{} + {} read",
-                report::count(self.carried.copied as u64),
-                report::count(self.carried.read as u64)
+                report::count(self.transferred.copied as u64),
+                report::count(self.transferred.read as u64)
             ),
             report::percent(self.hit_rate_before),
             report::percent(self.hit_rate_after),
@@ -372,15 +412,15 @@ mod tests {
     use hatchback::mix;
 
     #[test]
-    fn what_changed_is_of_the_newest_generation() {
+    fn changed_rows_are_those_of_the_newest_generation() {
         let folder = tempfile::tempdir().unwrap();
         let (mut flash, place) = (None, folder.path().join("car"));
-        for bundle in make(1000, 2, folder.path()).unwrap() {
+        for bundle in pack_generations(1000, 2, folder.path()).unwrap() {
             let mut bundle = BundleReader::open(&bundle).unwrap();
             flash = Some(Flash::install(&disk::system(), &place, &mut bundle, |_| ()).unwrap());
         }
         let flash = flash.unwrap();
-        // As the synthetic model has it.
+        // The rule of the synthetic model.
         let is_new = |number: u64, row: u64| {
             mix(row << 20 ^ number << 52 ^ 3).is_multiple_of(CHANGED_ONE_IN)
         };
@@ -390,11 +430,11 @@ mod tests {
         };
         let rows: Vec<usize> = tables.map(of).collect();
         assert!(rows.contains(&0), "some tables are small");
-        assert_eq!(changed(&flash).unwrap().0, rows.iter().sum::<usize>() as u64);
+        assert_eq!(changed(&flash).unwrap().rows, rows.iter().sum::<usize>() as u64);
     }
 
     #[test]
-    fn updates_are_applied_beside_requests() {
+    fn updates_are_applied_while_requests_are_served() {
         let folder = tempfile::tempdir().unwrap();
         let json = folder.path().join("delta.json");
         let args = DeltaArgs {
@@ -412,9 +452,9 @@ mod tests {
         let report: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         let point = &report["points"][0];
-        let carried = point["carried"]["copied"].as_u64().unwrap();
+        let copied = point["carried"]["copied"].as_u64().unwrap();
         assert!(
-            carried > 100 && point["carried"]["read"].as_u64().unwrap() < carried / 20,
+            copied > 100 && point["carried"]["read"].as_u64().unwrap() < copied / 20,
             "{point}"
         );
         assert!(point["rows"].as_u64().unwrap() > 100, "{point}");

@@ -1,12 +1,14 @@
-//! The DLRM of MLPerf with made-up weights, as every engine wants it: a bundle for ours, an ONNX
-//! file with the embeddings inside for ONNX Runtime, plain arrays for PyTorch, and requests for
-//! all. Its scores mean nothing but that two engines should agree on them.
+//! The DLRM of MLPerf with random weights, in the form that each engine reads: a bundle for
+//! Hatchback, an ONNX file with the embeddings inside for ONNX Runtime, plain arrays for PyTorch,
+//! and requests for all of them. Its scores serve only to check that the engines agree. Never
+//! measures.
 
 use crate::import::Source;
+use crate::import::{RowSource, TakeBlock};
 use crate::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
 };
-use crate::pack::{Overrides, RowSource, TakeBlock, pack};
+use crate::pack::{Overrides, pack};
 use crate::workload::onnx::{Graph, Type, int, ints};
 use crate::workload::synthetic::push_normals;
 use anyhow::{Context, Result};
@@ -16,19 +18,19 @@ use hatchback::{Activation, Pooling, mix};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// Tables, each with one key a sample.
+/// Tables, each with one key per sample.
 pub const TABLES: usize = 26;
 /// Values in a row.
 pub const DIM: usize = 128;
 /// Dense features.
 pub const DENSE: usize = 13;
-/// Widths of the network below the interaction.
+/// Widths of the bottom network, below the interaction.
 const BOTTOM: [usize; 4] = [DENSE, 512, 256, DIM];
-/// Pairs of different vectors among the tables' and the one from below.
+/// Pairs of different vectors among those of the tables and the bottom network's.
 const PAIRS: usize = (TABLES + 1) * TABLES / 2;
-/// Widths of the network above it.
+/// Widths of the top network, above the interaction.
 const TOP: [usize; 6] = [DIM + PAIRS, 1024, 1024, 512, 256, 1];
-/// Rows handed over at a time.
+/// Rows in a block.
 const BLOCK_ROWS: usize = 1024;
 
 /// The model with `rows` rows in each table.
@@ -45,17 +47,13 @@ struct Layer {
     bias: Vec<f32>,
 }
 
-/// The layers of a network of these widths. The deviations keep values near 1 through all layers.
+/// Returns the layers of a network of these widths. Their deviations keep values near 1.
 fn layers(widths: &[usize], seed: u64) -> Vec<Layer> {
     let layer = |(number, pair): (usize, &[usize])| {
         let (from, to, seed) = (pair[0], pair[1], (seed + number as u64) << 32);
         let mut layer = Layer { shape: [to, from], weights: Vec::new(), bias: Vec::new() };
-        push_normals(
-            seed,
-            (to * from).next_multiple_of(2),
-            (2.0 / from as f32).sqrt(),
-            &mut layer.weights,
-        );
+        let (weights, deviation) = ((to * from).next_multiple_of(2), (2.0 / from as f32).sqrt());
+        push_normals(seed, weights, deviation, &mut layer.weights);
         push_normals(seed | 1 << 31, to.next_multiple_of(2), 0.1, &mut layer.bias);
         layer.weights.truncate(to * from);
         layer.bias.truncate(to);
@@ -64,9 +62,21 @@ fn layers(widths: &[usize], seed: u64) -> Vec<Layer> {
     widths.windows(2).enumerate().map(layer).collect()
 }
 
-/// Adds layers on top of the value `input`; returns the last value's name. Relu between them, and
-/// after the last if `relu`.
-fn add_layers(graph: &mut Graph, name: &str, layers: &[Layer], input: &str, relu: bool) -> String {
+/// The activation after the last layer. All other layers end in Relu.
+#[derive(Clone, Copy, PartialEq)]
+enum LastLayer {
+    Relu,
+    Linear,
+}
+
+/// Adds layers on top of the value `input`. Returns the name of the last value.
+fn add_layers(
+    graph: &mut Graph,
+    name: &str,
+    layers: &[Layer],
+    input: &str,
+    last: LastLayer,
+) -> String {
     let mut value = input.to_owned();
     for (number, layer) in layers.iter().enumerate() {
         let part = |what: &str| format!("{name}.{number}.{what}");
@@ -74,22 +84,24 @@ fn add_layers(graph: &mut Graph, name: &str, layers: &[Layer], input: &str, relu
         graph.floats(&weights, &layer.shape, &layer.weights);
         graph.floats(&bias, &layer.shape[..1], &layer.bias);
         value = graph.node("Gemm", &[&value, &weights, &bias], &part("sum"), &[int("transB", 1)]);
-        if relu || number + 1 < layers.len() {
+        if last == LastLayer::Relu || number + 1 < layers.len() {
             value = graph.node("Relu", &[&value], &part("relu"), &[]);
         }
     }
     value
 }
 
-/// The network from the inputs `dense` `[batch, 13]` and `rows` `[batch, 26, 128]` to a logit;
-/// returns its name.
+/// Adds the network from the inputs `dense` `[batch, 13]` and `rows` `[batch, 26, 128]` to a logit.
+/// Returns the logit's name.
 fn add_network(graph: &mut Graph) -> String {
-    let x = add_layers(graph, "bottom", &layers(&BOTTOM, 1), "dense", true);
+    let x = add_layers(graph, "bottom", &layers(&BOTTOM, 1), "dense", LastLayer::Relu);
+
     let n = TABLES + 1;
     graph.integers("as one row", &[3], &[-1, 1, DIM as i64]);
     graph.integers("as a line", &[2], &[-1, (n * n) as i64]);
     let below: Vec<i64> = (0..n).flat_map(|i| (0..i).map(move |j| (i * n + j) as i64)).collect();
     graph.integers("below the diagonal", &[PAIRS], &below);
+
     let row = graph.node("Reshape", &[&x, "as one row"], "x as one row", &[]);
     let all = graph.node("Concat", &[&row, "rows"], "vectors", &[int("axis", 1)]);
     let turned = graph.node("Transpose", &[&all], "turned", &[ints("perm", &[0, 2, 1])]);
@@ -97,10 +109,10 @@ fn add_network(graph: &mut Graph) -> String {
     let line = graph.node("Reshape", &[&products, "as a line"], "products as a line", &[]);
     let pairs = graph.node("Gather", &[&line, "below the diagonal"], "pairs", &[int("axis", 1)]);
     let both = graph.node("Concat", &[&x, &pairs], "x and pairs", &[int("axis", 1)]);
-    add_layers(graph, "top", &layers(&TOP, 8), &both, false)
+    add_layers(graph, "top", &layers(&TOP, 8), &both, LastLayer::Linear)
 }
 
-/// The network alone: what a bundle holds.
+/// Returns the ONNX file of the network alone, as a bundle holds it.
 pub fn network() -> Vec<u8> {
     let mut graph = Graph::default();
     graph.input("dense", Type::Float, &[DENSE]);
@@ -112,7 +124,7 @@ pub fn network() -> Vec<u8> {
 }
 
 impl Dlrm {
-    /// Writes what the peers read into `folder`, with `samples` samples.
+    /// Writes the files of the peers into `folder`: the model and `samples` samples.
     ///
     /// # Errors
     /// A file cannot be written.
@@ -122,12 +134,12 @@ impl Dlrm {
         };
         let bytes =
             |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>();
+
         write("whole.onnx", self.whole())?;
         let all = layers(&BOTTOM, 1).into_iter().chain(layers(&TOP, 8));
-        write(
-            "dense.f32",
-            bytes(&all.flat_map(|l| [l.weights, l.bias].concat()).collect::<Vec<_>>()),
-        )?;
+        let weights: Vec<f32> = all.flat_map(|l| [l.weights, l.bias].concat()).collect();
+        write("dense.f32", bytes(&weights))?;
+
         let (mut tables, mut values) = (Vec::new(), Vec::new());
         for (table, first) in
             (0..TABLES).flat_map(|t| (0..self.rows).step_by(BLOCK_ROWS).map(move |r| (t, r)))
@@ -138,6 +150,7 @@ impl Dlrm {
             tables.extend(bytes(&values));
         }
         write("tables.f32", tables)?;
+
         let (mut keys, mut dense) = (Vec::new(), Vec::new());
         for sample in (0..samples).map(|n| self.sample(n)) {
             keys.extend(sample.sparse.iter().flatten().flat_map(|k| k.to_le_bytes()));
@@ -147,7 +160,7 @@ impl Dlrm {
         write("dense_in.f32", dense)
     }
 
-    /// What the peers must know of the shapes.
+    /// Returns the shapes for the peers' `setup`.
     pub fn shape(&self, folder: &Path) -> Value {
         json!({
             "folder": folder, "tables": TABLES, "rows": self.rows, "dim": DIM, "dense": DENSE,
@@ -155,8 +168,8 @@ impl Dlrm {
         })
     }
 
-    /// The whole model: keys and dense features in, score out. All tables are one for a single
-    /// `Gather`, which is the best that ONNX can do with them.
+    /// Returns the ONNX file of the whole model, from keys and dense features to a score. All
+    /// tables form one, so that a single `Gather` reads it: the fastest form in ONNX.
     fn whole(&self) -> Vec<u8> {
         let mut graph = Graph::default();
         graph.input("dense", Type::Float, &[DENSE]);
@@ -172,21 +185,21 @@ impl Dlrm {
         graph.file()
     }
 
-    /// Packs the bundle `out`, all tables cached in f32.
+    /// Packs the bundle `out`, with all tables cached in f32.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The bundle cannot be written.
     pub fn pack(&self, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
         let base = tempfile::tempdir().context("a temporary folder")?;
         std::fs::write(base.path().join("dense.onnx"), network())?;
         let sources: Vec<Box<dyn RowSource>> = (0..TABLES)
-            .map(|table| Box::new(Table { model: *self, table }) as Box<dyn RowSource>)
+            .map(|table| Box::new(RandomTable { model: *self, table }) as Box<dyn RowSource>)
             .collect();
         pack(&spec(), &sources, base.path(), out, Overrides::default(), progress)?;
         Ok(())
     }
 
-    /// Sample number `n`: keys uniform, dense features from N(0, 1).
+    /// Returns sample number `n`: uniform keys, and dense features from N(0, 1).
     pub fn sample(&self, n: usize) -> Sample {
         let mut dense = Vec::new();
         push_normals((n as u64) << 8 | 1 << 62, DENSE + 1, 1.0, &mut dense);
@@ -196,17 +209,14 @@ impl Dlrm {
     }
 
     fn push_row(&self, table: usize, row: usize, values: &mut Vec<f32>) {
-        push_normals(
-            ((table * self.rows + row) * DIM) as u64,
-            DIM,
-            1.0 / (DIM as f32).sqrt(),
-            values,
-        );
+        let seed = ((table * self.rows + row) * DIM) as u64;
+        push_normals(seed, DIM, 1.0 / (DIM as f32).sqrt(), values);
     }
 }
 
 fn spec() -> ModelSpec {
     let names: Vec<String> = (0..TABLES).map(|n| format!("cat_{n}")).collect();
+
     let input = |name: &str, dense, features| InputSpec { name: name.to_owned(), dense, features };
     let table = |name: &String| TableSpec {
         name: name.clone(),
@@ -216,15 +226,17 @@ fn spec() -> ModelSpec {
         placement: Placement::Cached,
         miss: MissPolicy::Wait,
         default: DefaultRow::Zeros,
-        // `pack` takes the rows from a `RowSource` and never opens this.
+        // `pack` gets the rows from a `RowSource` and never opens this file.
         source: Source::Npy { path: PathBuf::new(), keys: None, counts: None },
     };
+
     let feature = |name: &String| FeatureSpec {
         name: name.clone(),
         table: name.clone(),
         pooling: Pooling::Sum,
         hotness_max: 1,
     };
+
     ModelSpec {
         format: 1,
         name: "mlperf-dlrm".to_owned(),
@@ -243,13 +255,13 @@ fn spec() -> ModelSpec {
     }
 }
 
-/// The rows of one table, made up as they are read.
-struct Table {
+/// The random rows of one table, computed when they are read.
+struct RandomTable {
     model: Dlrm,
     table: usize,
 }
 
-impl RowSource for Table {
+impl RowSource for RandomTable {
     fn rows(&self) -> u64 {
         self.model.rows as u64
     }

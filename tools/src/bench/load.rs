@@ -1,6 +1,6 @@
-//! A closed loop on one model: every worker sends its next batch when it has the scores of the
-//! last. Batches are drawn before a window's clock starts and none is sent twice in a window; never
-//! draws inside it.
+//! A closed loop on one model: every worker sends its next batch as soon as it has the scores of
+//! the last one. The loop runs in windows. Each worker draws its batches before a window's clock
+//! starts and sends no batch twice in one window. Never draws inside a window.
 
 use crate::report::metrics::{Latencies, Lookups};
 use crate::serve;
@@ -14,38 +14,38 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Samples that one worker is given for a window.
+/// Samples that one worker draws for a window.
 const WINDOW_SAMPLES: usize = 16 << 10;
-/// Windows whose mean hit rate is compared with that of as many before.
+/// Windows in each of the two means of the hit rate that decide whether it is steady.
 const STEADY_WINDOWS: usize = 4;
-/// The two means of a steady hit rate are closer than this.
+/// A hit rate is steady if the two means differ by less than this.
 const STEADY_CHANGE: f64 = 0.002;
 
-/// What some windows found.
+/// The sums over some windows.
 #[derive(Default)]
-pub struct Measured {
-    /// Time in windows: of each the slowest worker's.
+pub struct LoadTotals {
+    /// Sum of the windows' times; a window lasts as long as its slowest worker.
     pub time: Duration,
     /// Samples scored.
     pub samples: u64,
     /// Latency of every request.
     pub latencies: Latencies,
-    /// What the workers counted.
+    /// Sum of the workers' counters.
     pub counters: Counters,
-    /// What the rows were.
+    /// Statuses of the rows.
     pub lookups: Lookups,
 }
 
-impl Measured {
-    /// Adds what ran after this.
-    fn then(&mut self, other: &Self) {
+impl LoadTotals {
+    /// Adds a window that ran later.
+    fn add_later(&mut self, other: &Self) {
         let time = self.time + other.time;
-        self.beside(other);
+        self.add_concurrent(other);
         self.time = time;
     }
 
-    /// Adds what ran at the same time.
-    fn beside(&mut self, other: &Self) {
+    /// Adds a worker that ran at the same time.
+    fn add_concurrent(&mut self, other: &Self) {
         self.time = self.time.max(other.time);
         self.samples += other.samples;
         self.latencies.add(&other.latencies);
@@ -54,95 +54,101 @@ impl Measured {
     }
 }
 
-/// One worker and the batches it will send.
-struct Lane {
+/// One worker and the batches of its next window.
+struct LoadWorker {
     worker: Worker,
     workload: Workload,
-    ring: Vec<Batch>,
+    batches: Vec<Batch>,
 }
 
-impl Lane {
-    /// Draws a window's batches of `batch` samples.
+impl LoadWorker {
+    /// Draws the batches of a window, each of `batch` samples.
     fn draw(&mut self, batch: usize) -> Result<()> {
         let count = WINDOW_SAMPLES.div_ceil(batch);
-        if self.ring.len() != count || self.ring.first().is_some_and(|b| b.size() != batch) {
-            self.ring =
+        if self.batches.len() != count || self.batches.first().is_some_and(|b| b.size() != batch) {
+            self.batches =
                 (0..count).map(|_| Batch::new(self.worker.model().schema(), batch)).collect();
         }
-        self.ring.iter_mut().try_for_each(|b| self.workload.fill(b, batch))
+
+        self.batches.iter_mut().try_for_each(|b| self.workload.fill(b, batch))
     }
 
-    /// Sends the batches, until all are sent or `limit` has passed.
-    fn send(&mut self, limit: Duration) -> Result<Measured> {
-        let (mut found, before, start) =
-            (Measured::default(), self.worker.counters(), Instant::now());
-        for batch in &self.ring {
+    /// Sends the batches until the worker has sent all of them or `limit` has passed.
+    fn send(&mut self, limit: Duration) -> Result<LoadTotals> {
+        let mut totals = LoadTotals::default();
+        let (before, start) = (self.worker.counters(), Instant::now());
+
+        for batch in &self.batches {
             let sent = Instant::now();
             let scores = self.worker.score(batch, None)?;
-            found.latencies.record(sent.elapsed());
-            found.lookups.count(scores.statuses);
-            found.samples += batch.size() as u64;
-            self.worker.fetch_behind(usize::MAX);
-            found.time = start.elapsed();
-            if found.time >= limit {
+            totals.latencies.record(sent.elapsed());
+            totals.lookups.count(scores.statuses);
+            totals.samples += batch.size() as u64;
+            self.worker.fetch_deferred(usize::MAX);
+            totals.time = start.elapsed();
+            if totals.time >= limit {
                 break;
             }
         }
-        found.counters = self.worker.counters().since(&before);
-        Ok(found)
+
+        totals.counters = self.worker.counters().since(&before);
+        Ok(totals)
     }
 }
 
-/// Workers under load.
-pub struct Load {
-    lanes: Vec<Lane>,
+/// Workers that each send requests in a closed loop.
+pub struct ClosedLoop {
+    workers: Vec<LoadWorker>,
     window: Duration,
 }
 
-impl Load {
-    /// `threads` workers on `model`, each with its own draws of `workload`, in windows of at most
-    /// `window`.
+impl ClosedLoop {
+    /// Starts `threads` workers on `model`. Each draws from `workload` with a seed of its own, and
+    /// a window lasts at most `window`.
     pub fn new(model: &Arc<Model>, workload: &Workload, threads: usize, window: Duration) -> Self {
-        let lane = |seed: usize| Lane {
+        let worker = |seed: usize| LoadWorker {
             worker: serve::worker(model),
             workload: workload.with_seed(seed as u64),
-            ring: Vec::new(),
+            batches: Vec::new(),
         };
-        Self { lanes: (1..=threads).map(lane).collect(), window }
+        Self { workers: (1..=threads).map(worker).collect(), window }
     }
 
-    /// One window of batches of `batch` samples.
+    /// Runs one window of batches of `batch` samples.
     ///
     /// # Errors
-    /// The model refuses the batches, or its dense network failed.
-    pub fn window(&mut self, batch: usize) -> Result<Measured> {
-        let (limit, start) = (self.window, Barrier::new(self.lanes.len()));
-        self.each_lane(|lane| lane.draw(batch))?;
-        let found = self.each_lane(|lane| {
+    /// The model refuses a batch, or its dense network fails.
+    pub fn window(&mut self, batch: usize) -> Result<LoadTotals> {
+        let (limit, start) = (self.window, Barrier::new(self.workers.len()));
+        self.each_worker(|worker| worker.draw(batch))?;
+
+        let found = self.each_worker(|worker| {
             start.wait();
-            lane.send(limit)
+            worker.send(limit)
         })?;
-        let mut sum = Measured::default();
-        found.iter().for_each(|one| sum.beside(one));
+
+        let mut sum = LoadTotals::default();
+        found.iter().for_each(|one| sum.add_concurrent(one));
         Ok(sum)
     }
 
-    /// Windows that add up to `time`.
+    /// Runs windows until they add up to `time`.
     ///
     /// # Errors
-    /// As `window`.
-    pub fn measure(&mut self, batch: usize, time: Duration) -> Result<Measured> {
-        let mut sum = Measured::default();
+    /// Those of [`ClosedLoop::window`].
+    pub fn measure(&mut self, batch: usize, time: Duration) -> Result<LoadTotals> {
+        let mut sum = LoadTotals::default();
         while sum.time < time {
-            sum.then(&self.window(batch)?);
+            sum.add_later(&self.window(batch)?);
         }
         Ok(sum)
     }
 
-    /// Windows until the hit rate is steady, `windows_max` at most. Returns whether it is.
+    /// Runs at most `windows_max` windows until the hit rate is steady. Returns whether it is
+    /// steady.
     ///
     /// # Errors
-    /// As `window`.
+    /// Those of [`ClosedLoop::window`].
     pub fn warm_up(&mut self, batch: usize, windows_max: usize) -> Result<bool> {
         let mut rates = VecDeque::new();
         for _ in 0..windows_max {
@@ -157,15 +163,15 @@ impl Load {
         Ok(false)
     }
 
-    /// Does `work` on all lanes at once, each on a thread of its own.
-    fn each_lane<T: Send>(
+    /// Calls `work` for all workers concurrently, each on a thread of its own.
+    fn each_worker<T: Send>(
         &mut self,
-        work: impl Fn(&mut Lane) -> Result<T> + Sync,
+        work: impl Fn(&mut LoadWorker) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
         let work = &work;
         thread::scope(|scope| {
             let started: Vec<_> =
-                self.lanes.iter_mut().map(|lane| scope.spawn(move || work(lane))).collect();
+                self.workers.iter_mut().map(|worker| scope.spawn(move || work(worker))).collect();
             started
                 .into_iter()
                 .map(|t| t.join().map_err(|_| anyhow!("a worker panicked"))?)
@@ -174,7 +180,7 @@ impl Load {
     }
 }
 
-/// Whether the later half of these hit rates has the mean of the earlier.
+/// Returns whether the later half of `rates` has the same mean as the earlier half.
 fn is_steady(rates: &[f64]) -> bool {
     let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
     let (earlier, later) = rates.split_at(rates.len() / 2);
@@ -194,15 +200,15 @@ mod tests {
 
     #[test]
     fn windows_add_up() {
-        let one = |ms, samples| Measured {
+        let one = |ms, samples| LoadTotals {
             time: Duration::from_millis(ms),
             samples,
-            ..Measured::default()
+            ..LoadTotals::default()
         };
-        let mut beside = one(10, 4);
-        beside.beside(&one(20, 5));
-        assert_eq!((beside.time, beside.samples), (Duration::from_millis(20), 9));
-        beside.then(&one(20, 1));
-        assert_eq!((beside.time, beside.samples), (Duration::from_millis(40), 10));
+        let mut concurrent = one(10, 4);
+        concurrent.add_concurrent(&one(20, 5));
+        assert_eq!((concurrent.time, concurrent.samples), (Duration::from_millis(20), 9));
+        concurrent.add_later(&one(20, 1));
+        assert_eq!((concurrent.time, concurrent.samples), (Duration::from_millis(40), 10));
     }
 }

@@ -1,21 +1,21 @@
-//! A peer in Python: a program of `tools/peers` in the environment that `tools/peers/setup` made,
-//! asked line by line of JSON. Also what a fair turn needs: one core and CPU time. Never measures
-//! by itself.
+//! A peer in Python: a program of `tools/peers` in the environment that `tools/peers/setup` makes.
+//! The bench and the program exchange lines of JSON. Also the means of a fair comparison: one core
+//! for all engines, and CPU time. Never starts a measurement.
 
 use anyhow::{Context, Result, bail};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use tempfile::TempDir;
 
-/// What makes the peers ready.
+/// Program that makes the peers ready.
 pub const SETUP: &str = "tools/peers/setup";
-/// Where that leaves them.
+/// Environment that [`SETUP`] makes.
 pub const VENV: &str = "tools/peers/venv";
 
 /// A program of `tools/peers`.
@@ -30,8 +30,47 @@ pub const LOOKUPS: Program =
     Program { name: "lookups.py", text: include_str!("../../peers/lookups.py") };
 /// A whole DLRM in ONNX Runtime and PyTorch.
 pub const DLRM: Program = Program { name: "dlrm.py", text: include_str!("../../peers/dlrm.py") };
-/// What they share.
+/// Functions that both programs import.
 const SHARED: Program = Program { name: "peer.py", text: include_str!("../../peers/peer.py") };
+
+/// A program's answer to `setup`.
+#[derive(Deserialize)]
+pub struct PeerAbout {
+    /// Names of its engines.
+    pub engines: Vec<String>,
+    /// Versions of its libraries.
+    pub about: String,
+}
+
+/// A program's answer to `round`.
+#[derive(Deserialize)]
+pub struct RoundTimes {
+    /// CPU time of each call, µs.
+    pub times_us: Vec<f64>,
+}
+
+/// The best percentiles over several rounds, each from the round that is best in it, µs.
+#[derive(Clone, Copy)]
+pub struct BestTimes {
+    /// Half of the calls take less.
+    pub p50_us: f64,
+    /// 99 % of the calls take less.
+    pub p99_us: f64,
+}
+
+impl Default for BestTimes {
+    fn default() -> Self {
+        Self { p50_us: f64::INFINITY, p99_us: f64::INFINITY }
+    }
+}
+
+impl BestTimes {
+    /// Adds the times of one round.
+    pub fn add_round(&mut self, mut times_us: Vec<f64>) {
+        self.p50_us = self.p50_us.min(percentile(&mut times_us, 0.5));
+        self.p99_us = self.p99_us.min(percentile(&mut times_us, 0.99));
+    }
+}
 
 /// A running program.
 pub struct Peer {
@@ -45,16 +84,18 @@ impl Peer {
     /// Starts `program` with the Python of the environment `venv`.
     ///
     /// # Errors
-    /// There is no such environment.
+    /// The environment has no Python, or Python does not start.
     pub fn start(venv: &Path, program: Program) -> Result<Self> {
         let python = venv.join("bin/python");
         if !python.exists() {
             bail!("no {}", python.display());
         }
+
         let programs = tempfile::tempdir().context("a temporary folder")?;
         for Program { name, text } in [program, SHARED] {
             std::fs::write(programs.path().join(name), text)?;
         }
+
         let mut command = Command::new(&python);
         command
             .arg(programs.path().join(program.name))
@@ -70,14 +111,20 @@ impl Peer {
     /// Sends one line of `kind` and waits for the answer.
     ///
     /// # Errors
-    /// The program has ended, says what is wrong, or answers something else.
-    pub fn ask<T: DeserializeOwned>(&mut self, kind: &str, options: &impl Serialize) -> Result<T> {
+    /// The program has ended, answers with an error, or answers with other fields than `T` has.
+    pub fn request<T: DeserializeOwned>(
+        &mut self,
+        kind: &str,
+        options: &impl Serialize,
+    ) -> Result<T> {
         let input = self.input.as_mut().context("the program has no input")?;
         writeln!(input, "{}", json!({ kind: options })).context("the program has ended")?;
+
         let mut line = String::new();
         if self.lines.read_line(&mut line)? == 0 {
             bail!("the program ended: {}", self.child.wait()?);
         }
+
         let answer: Value = serde_json::from_str(&line)?;
         if let Some(error) = answer.get("error") {
             bail!("{error}");
@@ -88,17 +135,17 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // Without input it ends by itself.
+        // The program ends when its input ends.
         drop(self.input.take());
         let _ = self.child.wait();
     }
 }
 
-/// Puts this thread, and every process that it starts from here on, on one core: the last that it
-/// may use.
+/// Pins this thread, and every process that it starts later, to one core: the last one that it may
+/// use.
 ///
 /// # Errors
-/// The system refuses.
+/// The system refuses to set the affinity.
 pub fn stay_on_one_core() -> Result<()> {
     let allowed = sched_getaffinity(None)?;
     let last = (0..CpuSet::MAX_CPU).rev().find(|&core| allowed.is_set(core)).context("no core")?;
@@ -107,13 +154,13 @@ pub fn stay_on_one_core() -> Result<()> {
     Ok(sched_setaffinity(None, &one)?)
 }
 
-/// CPU time of this process so far, all its threads, µs.
+/// Returns the CPU time that all threads of this process have used, µs.
 pub fn cpu_us() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 * 1e6 + time.tv_nsec as f64 / 1e3
 }
 
-/// The time that `share` of the calls do not exceed.
+/// Returns the time that `share` of the calls do not exceed; NaN without calls. Sorts `times_us`.
 pub fn percentile(times_us: &mut [f64], share: f64) -> f64 {
     times_us.sort_by(f64::total_cmp);
     let at = (times_us.len() as f64 * share) as usize;
@@ -150,17 +197,17 @@ mod tests {
         );
         let mut peer = Peer::start(venv.path(), DLRM).unwrap();
         for n in [1, 2] {
-            let answer: Value = peer.ask("round", &json!({ "n": n })).unwrap();
+            let answer: Value = peer.request("round", &json!({ "n": n })).unwrap();
             assert_eq!(answer, json!({ "got": { "round": { "n": n } } }));
         }
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn errors_of_the_program_are_reported() {
         let refused = |script: &str| {
             let venv = environment(script);
             let mut peer = Peer::start(venv.path(), LOOKUPS).unwrap();
-            peer.ask::<Value>("setup", &json!({})).unwrap_err().to_string()
+            peer.request::<Value>("setup", &json!({})).unwrap_err().to_string()
         };
         assert!(refused("read -r line; echo '{\"error\": \"no AVX2\"}'").contains("no AVX2"));
         assert!(refused("read -r line; exit 3").contains("ended"));

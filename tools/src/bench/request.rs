@@ -1,28 +1,26 @@
 //! `bench request`: latency, throughput and hit rate of whole requests, swept over key
-//! distributions, cache sizes and batch sizes. Every cache size opens the model anew; never
-//! compares with another runtime.
+//! distributions, cache sizes and batch sizes. The bench opens the model again for every cache
+//! size. Never compares with another runtime; `--peers` does (`request_peers`).
 
-use super::load::{Load, Measured};
-use super::request_peers;
-use super::{Machine, Report};
-use crate::report;
+use super::load::{ClosedLoop, LoadTotals};
+use super::request_peers::{self, PeersPlan};
+use super::results::{BenchReport, HostMachine, prints_tables};
+use super::synthetic_model::SyntheticModel;
 use crate::report::metrics::{Lookups, Percentiles};
 use crate::report::plot::{self, Axis, Panel, Series};
 use crate::serve::{self, ServeArgs};
-use crate::workload::key_distributions::{BagSizes, Distribution, Workload};
-use crate::workload::synthetic::pack_criteo;
-use anyhow::{Context, Result, ensure};
+use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
+use crate::{report, say};
+use anyhow::{Context, Result};
 use clap::Args;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback_kernels::cuda::Device;
 use indicatif::ProgressBar;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use tempfile::TempDir;
 
 /// Measures whole requests over key distributions, cache sizes and batch sizes
 #[derive(Args, Debug)]
@@ -37,10 +35,10 @@ pub struct RequestArgs {
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     batch: Vec<u32>,
     /// Embedding cache, MiB [default: 1,16,64; quick: 1,4]
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = report::args::mib_above_zero)]
     cache_mib: Vec<f64>,
     /// Measured time of a point [default: 5; quick: 1]
-    #[arg(long)]
+    #[arg(long, value_parser = report::args::seconds)]
     seconds: Option<f64>,
     /// Workers, a thread each
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -55,23 +53,26 @@ pub struct RequestArgs {
     #[arg(long)]
     rows_max: Option<u64>,
     /// Tables kept whole, MiB [default: the target's]
-    #[arg(long)]
+    #[arg(long, value_parser = report::args::mib)]
     resident_mib: Option<f64>,
-    /// A target file that gives the budget; without one nothing bounds the sum
+    /// A target file that gives the budget; without one the memory has no bound
     #[arg(long)]
     target: Option<PathBuf>,
-    /// Where the model is laid on flash [default: beside the bundle, or a temporary folder]
+    /// Directory that the model is installed into [default: beside the bundle, or a temporary
+    /// folder]
     #[arg(long)]
     flash: Option<PathBuf>,
     /// Measures a DLRM beside ONNX Runtime and PyTorch instead: one core, all rows cached, batches
     /// 1 to 256
-    #[arg(long, conflicts_with_all = ["model", "keys", "batch", "cache_mib", "seconds", "threads", "bags", "target", "flash", "resident_mib"])]
+    #[arg(long, conflicts_with_all = ["model", "keys", "batch", "cache_mib", "seconds", "threads",
+                                      "bags", "target", "flash", "resident_mib"])]
     peers: bool,
     /// The Python environment of the peers, as `tools/peers/setup` makes it
     #[arg(long, default_value = super::peer::VENV)]
     venv: PathBuf,
-    /// Writes all figures as JSON (`-`: standard output, without the tables)
-    #[arg(long)]
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
     json: Option<PathBuf>,
     /// Draws latency by batch size and hit rate by cache size as SVG
     #[arg(long)]
@@ -80,12 +81,12 @@ pub struct RequestArgs {
 
 /// The figures of one distribution, cache size and batch size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Point {
-    /// The distribution.
+pub struct RequestFigures {
+    /// Key distribution.
     pub keys: String,
-    /// The embedding cache, MiB.
+    /// Size of the embedding cache, MiB.
     pub cache_mib: f64,
-    /// Rows that it holds at most.
+    /// Slots of the embedding cache.
     pub cache_rows: usize,
     /// Samples in a request.
     pub batch: u32,
@@ -93,25 +94,25 @@ pub struct Point {
     pub threads: u32,
     /// Measured time.
     pub seconds: f64,
-    /// Requests a second, all workers.
+    /// Requests per second, all workers.
     pub requests_per_s: f64,
-    /// Samples a second, all workers.
+    /// Samples per second, all workers.
     pub samples_per_s: f64,
-    /// Lookups a second, all workers.
+    /// Lookups per second, all workers.
     pub lookups_per_s: f64,
     /// Latency of a request.
     pub latency: Percentiles,
-    /// Share of the lookups of cached tables that the cache answered.
+    /// Share of the lookups of cached tables that hit the cache.
     pub hit_rate: f64,
-    /// Whether the hit rate had settled before the measurement.
+    /// Whether the hit rate was steady before the measurement.
     pub steady: bool,
-    /// Flash pages read a request.
+    /// Flash pages read per request.
     pub pages_per_request: f64,
-    /// What the rows were.
+    /// Statuses of the rows.
     pub lookups: Lookups,
 }
 
-/// What the command line leaves open, filled in.
+/// The points to measure, with defaults in place of what the user left out.
 struct Sweep {
     keys: Vec<Distribution>,
     batches: Vec<u32>,
@@ -121,7 +122,7 @@ struct Sweep {
     warm_up_windows_max: usize,
 }
 
-/// Sorted, so that the last is the largest; each once.
+/// Returns `given`, or `default` if it is empty: ascending, each value once.
 fn ascending<T: PartialOrd + Copy>(given: &[T], default: &[T]) -> Vec<T> {
     let mut values = if given.is_empty() { default } else { given }.to_vec();
     values.sort_by(|a, b| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal));
@@ -130,41 +131,36 @@ fn ascending<T: PartialOrd + Copy>(given: &[T], default: &[T]) -> Vec<T> {
 }
 
 impl RequestArgs {
-    fn sweep(&self) -> Result<Sweep> {
-        let skewed = Distribution::PowerLaw { alpha: crate::workload::key_distributions::ALPHA };
+    fn sweep(&self) -> Sweep {
+        let skewed = Distribution::PowerLaw { alpha: ALPHA };
         let hot = Distribution::HotKey { lookups: 0.9, keys: 0.01 };
         let keys = match (self.keys.is_empty(), self.quick) {
             (false, _) => self.keys.clone(),
             (true, true) => vec![skewed, Distribution::Uniform],
             (true, false) => vec![skewed, hot, Distribution::Uniform],
         };
-        let seconds = self.seconds.unwrap_or(if self.quick { 1.0 } else { 5.0 });
-        ensure!(
-            seconds > 0.0 && seconds <= 86_400.0,
-            "--seconds: {seconds} is not above 0, at most a day"
-        );
-        let wrong = self.cache_mib.iter().find(|mib| !(**mib > 0.0 && mib.is_finite()));
-        ensure!(wrong.is_none(), "--cache-mib: {} is not above 0", wrong.unwrap_or(&0.0));
+
         let (caches, window_ms): (&[f64], _) =
             if self.quick { (&[1.0, 4.0], 100) } else { (&[1.0, 16.0, 64.0], 250) };
+        let seconds = self.seconds.unwrap_or(if self.quick { 1.0 } else { 5.0 });
         let time = Duration::from_secs_f64(seconds);
-        Ok(Sweep {
+        Sweep {
             keys,
             batches: ascending(&self.batch, &[1, 8, 64]),
             caches_mib: ascending(&self.cache_mib, caches),
             time,
             window: Duration::from_millis(window_ms).min(time),
             warm_up_windows_max: if self.quick { 24 } else { 80 },
-        })
+        }
     }
 
-    /// How the model is opened; the cache size is filled in for each.
-    fn serve(&self, made: Option<&TempDir>, batch_max: u32) -> Result<ServeArgs> {
-        let temporary = made.map(|folder| folder.path().join("flash"));
-        let model = self.model.clone().or_else(|| made.map(bundle_in)).context("no model")?;
+    /// Returns the arguments that open the model. The caller sets the cache size for each point.
+    fn serve(&self, made: Option<&SyntheticModel>, batch_max: u32) -> Result<ServeArgs> {
+        let bundle = made.map(SyntheticModel::bundle);
+        let model = self.model.clone().or(bundle).context("no model")?;
         Ok(ServeArgs {
             model,
-            flash: self.flash.clone().or(temporary),
+            flash: self.flash.clone().or(made.map(SyntheticModel::flash)),
             target: self.target.clone(),
             cache_mib: None,
             resident_mib: self.resident_mib,
@@ -183,78 +179,65 @@ impl RequestArgs {
     }
 }
 
-pub(super) fn bundle_in(folder: &TempDir) -> PathBuf {
-    folder.path().join("synthetic-criteo.hatch")
-}
-
-/// Packs the synthetic model into a temporary folder.
-pub(super) fn make_synthetic(rows_max: u64) -> Result<TempDir> {
-    let folder = tempfile::tempdir().context("a temporary folder")?;
-    let bar = serve::progress_bar(0, "packing", "{human_pos}/{human_len} rows");
-    let packed = pack_criteo(rows_max, &bundle_in(&folder), &mut |rows, total| {
-        bar.set_length(total);
-        bar.inc(rows);
-    });
-    bar.finish_and_clear();
-    packed.map(|_| folder)
-}
-
-/// Runs the command.
+/// Runs the measurement.
 ///
 /// # Errors
-/// The model is refused, or a file cannot be read or written.
+/// The runtime refuses the model, or a file cannot be read or written.
 pub fn run(args: &RequestArgs) -> Result<()> {
     if args.peers {
-        let plan = if args.quick { request_peers::QUICK } else { request_peers::FULL };
-        let rows = args.rows_max.map_or(Ok(plan.rows), usize::try_from)?;
-        let plan = request_peers::Plan { rows, ..plan };
-        return request_peers::run(&plan, &args.venv, args.json.as_ref(), args.plot.as_ref());
+        return run_peers(args);
     }
-    let sweep = args.sweep()?;
+
+    let sweep = args.sweep();
     let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
-    let made = if args.model.is_none() { Some(make_synthetic(rows_max)?) } else { None };
+    let made = if args.model.is_none() { Some(SyntheticModel::pack(rows_max)?) } else { None };
     let batch_max = sweep.batches.last().copied().unwrap_or(1);
     let mut serve = args.serve(made.as_ref(), batch_max)?;
     let flash = serve.flash()?;
-    let (machine, model) = (Machine::this(), flash.manifest().generation.to_string());
-    let lookups = serve.device()?;
+    let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
+    let device = serve.device()?;
+
     let bar = serve::progress_bar(sweep.points(), "measuring", "{pos}/{len} points");
     let mut points = Vec::new();
     for keys in &sweep.keys {
         let workload = Workload::new(&flash, keys, args.bags, 0)?;
         for &cache_mib in &sweep.caches_mib {
             serve.cache_mib = Some(cache_mib);
-            points.extend(sweep.measure(
-                (&flash, &lookups),
-                args.budget(&serve)?,
-                &workload,
-                &bar,
-            )?);
+            let model = Model::from_flash(&flash, args.budget(&serve)?)?
+                .move_to_device(&device)?
+                .move_dense_to_gpu(&flash, None)?;
+            points.extend(sweep.measure(&Arc::new(model), &workload, &bar)?);
         }
     }
     bar.finish_and_clear();
-    let report = Report { bench: "request", machine, model, bars: Vec::new(), points };
+
+    let report = BenchReport { bench: "request", machine, model, bars: Vec::new(), points };
     args.publish(&report, &flash)
 }
 
+/// Runs `--peers`.
+fn run_peers(args: &RequestArgs) -> Result<()> {
+    let plan = if args.quick { request_peers::QUICK } else { request_peers::FULL };
+    let rows = args.rows_max.map_or(Ok(plan.rows), usize::try_from)?;
+    let plan = PeersPlan { rows, ..plan };
+    request_peers::run(&plan, &args.venv, args.json.as_ref(), args.plot.as_ref())
+}
+
 impl RequestArgs {
-    fn publish(&self, report: &Report<Point>, flash: &Flash) -> Result<()> {
+    fn publish(&self, report: &BenchReport<RequestFigures>, flash: &Flash) -> Result<()> {
         if let Some(path) = &self.plot {
             let threads = if self.threads == 1 {
                 "1 thread".to_owned()
             } else {
                 format!("{} threads", self.threads)
             };
-            plot::panels(
-                path,
-                &format!("Requests to {}, {threads}", report.model),
-                &charts(&report.points),
-            )?;
+            let title = format!("Requests to {}, {threads}", report.model);
+            plot::panels(path, &title, &charts(&report.points))?;
         }
-        if self.json.as_deref() != Some(Path::new("-")) {
+        if prints_tables(self.json.as_ref()) {
             print_report(report, flash)?;
         }
-        self.json.as_ref().map_or(Ok(()), |path| report::write_json(path, report))
+        report.write_to(self.json.as_ref())
     }
 }
 
@@ -263,39 +246,35 @@ impl Sweep {
         (self.keys.len() * self.caches_mib.len() * self.batches.len()) as u64
     }
 
-    /// The points of one distribution and cache size: the model is opened, warmed up with the
-    /// largest batches, and measured with each batch size after one window of it.
+    /// Measures one distribution and cache size: warms the model up with the largest batches, then
+    /// measures each batch size after one window of that size.
     fn measure(
         &self,
-        (flash, lookups): (&Flash, &Device),
-        budget: Budget,
+        model: &Arc<Model>,
         workload: &Workload,
         bar: &ProgressBar,
-    ) -> Result<Vec<Point>> {
-        let model =
-            Arc::new(Model::from_flash(flash, budget)?.onto(lookups)?.with_dense(flash, None)?);
-        let mut load = Load::new(&model, workload, budget.workers as usize, self.window);
+    ) -> Result<Vec<RequestFigures>> {
+        let budget = model.budget();
+        let mut load = ClosedLoop::new(model, workload, budget.workers as usize, self.window);
         let steady = load.warm_up(budget.batch_max as usize, self.warm_up_windows_max)?;
+
         let mut points = Vec::new();
         for &batch in &self.batches {
             load.window(batch as usize)?;
-            let found = load.measure(batch as usize, self.time)?;
-            points.push(Point::new(
-                &found,
-                &model,
-                workload.distribution().to_string(),
-                batch,
-                steady,
-            ));
+            let totals = load.measure(batch as usize, self.time)?;
+            let keys = workload.distribution().to_string();
+            let figures = RequestFigures::new(&totals, model, keys, batch);
+            points.push(RequestFigures { steady, ..figures });
             bar.inc(1);
         }
         Ok(points)
     }
 }
 
-impl Point {
-    fn new(found: &Measured, model: &Model, keys: String, batch: u32, steady: bool) -> Self {
-        let (latency, seconds) = (found.latencies.percentiles(), found.time.as_secs_f64());
+impl RequestFigures {
+    /// Returns the figures of `totals`, of which the hit rate was steady.
+    fn new(totals: &LoadTotals, model: &Model, keys: String, batch: u32) -> Self {
+        let (latency, seconds) = (totals.latencies.percentiles(), totals.time.as_secs_f64());
         Self {
             keys,
             cache_mib: model.budget().cache_bytes_max as f64 / f64::from(1 << 20),
@@ -304,17 +283,17 @@ impl Point {
             threads: model.budget().workers,
             seconds,
             requests_per_s: latency.requests as f64 / seconds,
-            samples_per_s: found.samples as f64 / seconds,
-            lookups_per_s: found.counters.lookups as f64 / seconds,
+            samples_per_s: totals.samples as f64 / seconds,
+            lookups_per_s: totals.counters.lookups as f64 / seconds,
             latency,
-            hit_rate: found.counters.hit_rate(),
-            steady,
-            pages_per_request: found.counters.pages as f64 / latency.requests.max(1) as f64,
-            lookups: found.lookups,
+            hit_rate: totals.counters.hit_rate(),
+            steady: true,
+            pages_per_request: totals.counters.pages as f64 / latency.requests.max(1) as f64,
+            lookups: totals.lookups,
         }
     }
 
-    /// Lookups that were not answered with the model's own row.
+    /// Returns the lookups that got a default row.
     fn not_fresh(&self) -> u64 {
         self.lookups.defaulted + self.lookups.absent + self.lookups.damaged
     }
@@ -356,58 +335,62 @@ const HEADS: [&str; 13] = [
     "not fresh",
 ];
 
-fn print_report(report: &Report<Point>, flash: &Flash) -> Result<()> {
-    let (machine, tables) = (&report.machine, &flash.manifest().schema.tables);
+fn print_report(report: &BenchReport<RequestFigures>, flash: &Flash) -> Result<()> {
+    let tables = &flash.manifest().schema.tables;
     let rows = report::count(tables.iter().map(|t| t.rows).sum());
     let (bytes, n) = (report::bytes(flash.bytes()?), tables.len());
-    println!("{}: {n} tables, {rows} rows, {bytes} on flash", report.model);
-    println!(
-        "{}, {} cores, {}, version {}",
-        machine.cpu, machine.cores, machine.platform, machine.version
-    );
+    say!("{}: {n} tables, {rows} rows, {bytes} on flash", report.model)?;
+    say!("{}", report.machine)?;
+
     let mut table = report::table(&HEADS);
-    table.add_rows(report.points.iter().map(Point::cells));
-    println!("{table}");
-    println!("Closed loop; the hit rate is that of lookups of cached tables.");
+    table.add_rows(report.points.iter().map(RequestFigures::cells));
+    say!("{table}")?;
+    say!("Closed loop; the hit rate is that of lookups of cached tables.")?;
     if report.points.iter().any(|p| !p.steady) {
-        println!("~ The hit rate was still changing when the measurement began.");
+        say!("~ The hit rate was still changing when the measurement began.")?;
     }
     Ok(())
 }
 
-/// A distribution as the legend has room for it: of a histogram the file's name.
+/// Returns the name of a distribution in the legend: for a histogram, the file's name alone.
 fn short(keys: &str) -> &str {
     let file = keys.strip_prefix("histogram:").map(Path::new).and_then(Path::file_name);
     file.and_then(|name| name.to_str()).unwrap_or(keys)
 }
 
-/// Latency by batch size with the largest cache, and hit rate by cache size with the largest
-/// batches: each where there is more than one size, the first of them in any case.
-fn charts(points: &[Point]) -> Vec<Panel> {
+/// Returns the panel of latency by batch size with the largest cache, and the panel of hit rate by
+/// cache size with the largest batches. A panel needs more than one size; if neither has that, the
+/// first is returned alone.
+fn charts(points: &[RequestFigures]) -> Vec<Panel> {
     let batches = ascending(&points.iter().map(|p| f64::from(p.batch)).collect::<Vec<_>>(), &[]);
     let caches = ascending(&points.iter().map(|p| p.cache_mib).collect::<Vec<_>>(), &[]);
     let (Some(&batch), Some(&cache)) = (batches.last(), caches.last()) else { return Vec::new() };
     let mut keys: Vec<&str> = points.iter().map(|p| p.keys.as_str()).collect();
     keys.dedup();
-    let line = |color: usize, name: &str, dashed, of: &dyn Fn(&Point) -> Option<(f64, f64)>| {
-        let own = points.iter().filter(|p| p.keys == keys[color]);
-        let keys = short(keys[color]);
-        Series {
-            name: format!("{keys} {name}").trim_end().to_owned(),
-            color,
-            dashed,
-            points: own.filter_map(of).collect(),
-        }
+    let line =
+        |color: usize, name: &str, dashed, of: &dyn Fn(&RequestFigures) -> Option<(f64, f64)>| {
+            let own = points.iter().filter(|p| p.keys == keys[color]);
+            let keys = short(keys[color]);
+            Series {
+                name: format!("{keys} {name}").trim_end().to_owned(),
+                color,
+                dashed,
+                points: own.filter_map(of).collect(),
+            }
+        };
+
+    let by_batch =
+        |p: &RequestFigures, us| (p.cache_mib == cache).then_some((f64::from(p.batch), us));
+    let by_cache = |p: &RequestFigures| {
+        (f64::from(p.batch) == batch).then_some((p.cache_mib, 100.0 * p.hit_rate))
     };
-    let by_batch = |p: &Point, us| (p.cache_mib == cache).then_some((f64::from(p.batch), us));
-    let by_cache =
-        |p: &Point| (f64::from(p.batch) == batch).then_some((p.cache_mib, 100.0 * p.hit_rate));
     let latency = (0..keys.len()).flat_map(|c| {
         [
             line(c, "p50", false, &|p| by_batch(p, p.latency.p50_us)),
             line(c, "p99", true, &|p| by_batch(p, p.latency.p99_us)),
         ]
     });
+
     let latency = Panel {
         x: Axis::log("samples in a request").at(&batches),
         y: Axis::log(&format!("latency, µs ({cache} MiB)")),
@@ -418,6 +401,7 @@ fn charts(points: &[Point]) -> Vec<Panel> {
         y: Axis::linear(&format!("hit rate, % (batch {batch})")),
         series: (0..keys.len()).map(|c| line(c, "", false, &by_cache)).collect(),
     };
+
     match (batches.len(), caches.len()) {
         (2.., 2..) => vec![latency, hits],
         (_, 2..) => vec![hits],
@@ -448,18 +432,17 @@ mod tests {
             "request --keys uniform,hotkey:90/1 --batch 64,1,64 --cache-mib 4,0.5 --seconds 2",
         )
         .unwrap();
-        let sweep = args.sweep().unwrap();
+        let sweep = args.sweep();
         assert_eq!(
             (sweep.keys.len(), sweep.batches, sweep.caches_mib),
             (2, vec![1, 64], vec![0.5, 4.0])
         );
         assert!(parse("request --keys zipf").unwrap_err().to_string().contains("powerlaw[:ALPHA]"));
         assert!(parse("request --batch 0").is_err() && parse("request --threads 0").is_err());
-        for wrong in ["--seconds 0", "--seconds nan", "--cache-mib -1", "--cache-mib nan"] {
-            let line = format!("request {}", wrong.replace(' ', "="));
-            let named = wrong.split(' ').next().unwrap_or_default();
-            let error = parse(&line).unwrap().sweep().err().unwrap().to_string();
-            assert!(error.contains(named), "{error}");
+        for wrong in ["--seconds=0", "--seconds=nan", "--cache-mib=-1", "--cache-mib=nan"] {
+            let flag = wrong.split('=').next().unwrap_or_default();
+            let error = parse(&format!("request {wrong}")).unwrap_err().to_string();
+            assert!(error.contains(flag), "{error}");
         }
     }
 
@@ -501,7 +484,7 @@ mod tests {
             let (keys, hit_rate, steady) = (keys.to_owned(), cache_mib / 10.0, true);
             let (seconds, requests_per_s, samples_per_s, lookups_per_s) = (1.0, 1.0, 1.0, 1.0);
             let (cache_rows, threads, pages_per_request) = (1, 1, 0.0);
-            Point {
+            RequestFigures {
                 keys,
                 cache_mib,
                 cache_rows,
@@ -518,7 +501,7 @@ mod tests {
                 lookups,
             }
         };
-        let all = |caches: &[f64], batches: &[u32]| -> Vec<Point> {
+        let all = |caches: &[f64], batches: &[u32]| -> Vec<RequestFigures> {
             let sizes = caches.iter().flat_map(|c| batches.iter().map(move |b| (*c, *b)));
             let sizes: Vec<_> = sizes.collect();
             ["uniform", "histogram:/a/b.jsonl"]

@@ -1,5 +1,5 @@
-//! A typed array inside a file: where its bytes are and what they mean. Every layout boils down to
-//! two or three of these. Sizes are checked here; the array itself is never read here.
+//! A typed array inside a file: the place of its bytes and their number type. Every layout consists
+//! of one to three of these. Checks sizes; never reads the array.
 
 use std::path::{Path, PathBuf};
 
@@ -7,22 +7,30 @@ use super::dtype::Dtype;
 use super::error::ImportError;
 use super::head::file_size;
 
-/// An array of `rows` x `width` numbers in C order. Holding one proves that it is not empty and
-/// that, when the layout was read, all its bytes were in the file.
+/// An array `[rows, width]` of numbers in C order. Holding one proves that the array is not empty
+/// and that all its bytes were in the file when its layout was read.
 #[derive(Clone, Debug)]
 pub(super) struct Array {
     pub(super) file: PathBuf,
-    /// The file and, where it holds several arrays, the array's own name: for messages.
+    /// For messages: the file and, if the file has several arrays, the array's own name.
     pub(super) name: String,
-    /// Offset of the first byte.
+    /// Offset of the array's first byte in the file.
     pub(super) start: u64,
     pub(super) rows: u64,
-    /// Numbers per row; 1 for keys and counts.
+    /// Numbers in a row; 1 for keys and counts.
     pub(super) width: u64,
     pub(super) dtype: Dtype,
 }
 
-/// Keys, values and counts of one table: what a layout's header is read for.
+/// The size of an array.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shape {
+    pub(super) rows: u64,
+    /// Numbers in a row.
+    pub(super) width: u64,
+}
+
+/// The arrays of one table.
 #[derive(Clone, Debug)]
 pub(super) struct Layout {
     pub(super) values: Array,
@@ -31,19 +39,21 @@ pub(super) struct Layout {
 }
 
 impl Array {
-    /// The array that fills `file` from `start` to exactly its end.
+    /// Returns the array of this shape that fills `file` from `start` to exactly its end.
     pub(super) fn to_end(
         file: &Path,
         start: u64,
-        shape: (u64, u64),
+        shape: Shape,
         dtype: Dtype,
     ) -> Result<Self, ImportError> {
-        let (rows, width) = shape;
+        let Shape { rows, width } = shape;
         let (size, each) = (file_size(file)?, dtype.size());
+
         let end = rows
             .checked_mul(width)
             .and_then(|n| n.checked_mul(each))
             .and_then(|n| n.checked_add(start));
+
         if rows == 0 || width == 0 {
             return Err(ImportError::field(
                 file,
@@ -60,17 +70,17 @@ impl Array {
         Ok(Self { file: file.into(), name: file.display().to_string(), start, rows, width, dtype })
     }
 
-    /// One number a row, as many rows as the file's size says.
+    /// Returns the array of one number a row from `start` to the end of `file`.
     pub(super) fn column(file: &Path, start: u64, dtype: Dtype) -> Result<Self, ImportError> {
         let (rest, each) = (rest(file, start)?, dtype.size());
         if rest % each != 0 {
             let why = format!("is not{} a multiple of {each} (one {dtype} a row)", header(start));
             return Err(ImportError::size(file, start + rest, why));
         }
-        Self::to_end(file, start, (rest / each, 1), dtype)
+        Self::to_end(file, start, Shape { rows: rest / each, width: 1 }, dtype)
     }
 
-    /// `rows` rows, as many columns as the file's size says.
+    /// Returns the array of `rows` rows from `start` to the end of `file`.
     pub(super) fn matrix(
         file: &Path,
         start: u64,
@@ -85,7 +95,7 @@ impl Array {
             );
             return Err(ImportError::size(file, start + rest, why));
         }
-        Self::to_end(file, start, (rows, rest / column), dtype)
+        Self::to_end(file, start, Shape { rows, width: rest / column }, dtype)
     }
 }
 
@@ -93,11 +103,11 @@ fn header(start: u64) -> String {
     if start == 0 { String::new() } else { format!(" {start} of header +") }
 }
 
-/// Rows and width, if a shape has `rank` axes.
-pub(super) fn rows_and_width(rank: usize, shape: &[u64]) -> Option<(u64, u64)> {
+/// Returns rows and width if a shape has `rank` axes.
+pub(super) fn rows_and_width(rank: usize, shape: &[u64]) -> Option<Shape> {
     match (rank, shape) {
-        (1, &[rows]) => Some((rows, 1)),
-        (2, &[rows, width]) => Some((rows, width)),
+        (1, &[rows]) => Some(Shape { rows, width: 1 }),
+        (2, &[rows, width]) => Some(Shape { rows, width }),
         _ => None,
     }
 }
@@ -126,8 +136,9 @@ mod tests {
     #[test]
     fn sizes_are_exact() {
         let file = file_of(120);
-        assert!(Array::to_end(file.path(), 20, (5, 5), Dtype::F32).is_ok());
-        for shape in [(5, 4), (5, 6), (u64::MAX, 2), (u64::MAX / 4, 4), (1 << 62, 1)] {
+        assert!(Array::to_end(file.path(), 20, Shape { rows: 5, width: 5 }, Dtype::F32).is_ok());
+        for (rows, width) in [(5, 4), (5, 6), (u64::MAX, 2), (u64::MAX / 4, 4), (1 << 62, 1)] {
+            let shape = Shape { rows, width };
             let refused = message(Array::to_end(file.path(), 20, shape, Dtype::F32), &file);
             assert!(refused.starts_with("size 120 is not 20 of header +"), "{refused}");
         }
@@ -136,7 +147,8 @@ mod tests {
     #[test]
     fn empty_arrays_are_refused() {
         let file = file_of(16);
-        for shape in [(0, 4), (4, 0), (0, 0)] {
+        for (rows, width) in [(0, 4), (4, 0), (0, 0)] {
+            let shape = Shape { rows, width };
             assert!(
                 message(Array::to_end(file.path(), 16, shape, Dtype::F32), &file)
                     .contains("an empty table")

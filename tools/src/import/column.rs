@@ -1,4 +1,4 @@
-//! An array opened for reading, front to back. Knows bytes and their decoding, nothing of tables.
+//! Reads an array from its first row to its last and decodes it. Knows nothing of tables.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -7,10 +7,10 @@ use super::array::Array;
 use super::dtype::{Decode, Dtype};
 use super::error::ImportError;
 
-/// An open array and how far it has been read.
+/// An open array with a read position.
 #[derive(Debug)]
 pub(super) struct Column<T> {
-    /// The array's name, for messages.
+    /// For messages: the array's name.
     pub(super) name: String,
     file: File,
     raw: Vec<u8>,
@@ -42,19 +42,19 @@ impl<T> Column<T> {
         Ok(())
     }
 
-    /// Number `at` of the last read, before it was rounded, if it is stored as f64.
+    /// Returns number `at` of the last read before it was rounded to f32, if the array stores f64.
     pub(super) fn f64_at(&self, at: usize) -> Option<f64> {
         let bytes = self.raw.as_chunks().0.get(at)?;
         (self.dtype == Dtype::F64).then(|| f64::from_le_bytes(*bytes))
     }
 }
 
-/// How to decode an array of values; an error if it holds integers.
+/// Returns the decoder of an array of values, or an error if the array holds integers.
 pub(super) fn value_decoder(array: &Array) -> Result<Decode<f32>, ImportError> {
     array.dtype.values().ok_or_else(|| bad_dtype("values", array, "not f16, bf16, f32 or f64"))
 }
 
-/// How to decode an array of keys or counts; an error if it holds no integers.
+/// Returns the decoder of an array of keys or counts, or an error if it holds no integers.
 pub(super) fn key_decoder(field: &'static str, array: &Array) -> Result<Decode<u64>, ImportError> {
     array.dtype.keys().ok_or_else(|| bad_dtype(field, array, "not i32, i64, u32 or u64"))
 }

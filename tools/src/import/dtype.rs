@@ -1,11 +1,11 @@
-//! The number types that embedding tables are stored in, and their decoding. All data is
-//! little-endian; big-endian data never gets this far. No rounding happens but from f64.
+//! The number types of stored embedding tables, and their decoders. All data is little-endian: the
+//! layouts refuse big-endian data. Only f64 is rounded.
 
 use std::fmt;
 
 use half::{bf16, f16};
 
-/// How one number is stored.
+/// The stored type of a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dtype {
     I32,
@@ -18,11 +18,11 @@ pub(super) enum Dtype {
     F64,
 }
 
-/// Appends to the second what the bytes of the first stand for.
+/// Decodes bytes and appends the numbers to a list.
 pub(super) type Decode<T> = fn(&[u8], &mut Vec<T>);
 
 impl Dtype {
-    /// Bytes of one number.
+    /// Returns the bytes of one number.
     pub(super) fn size(self) -> u64 {
         match self {
             Self::F16 | Self::Bf16 => 2,
@@ -31,13 +31,13 @@ impl Dtype {
         }
     }
 
-    /// Whether a number may be below zero and stands for an integer.
+    /// Returns whether this is a signed integer type.
     pub(super) fn is_signed_integer(self) -> bool {
         matches!(self, Self::I32 | Self::I64)
     }
 
-    /// The decoder to values, if this is a floating-point type. f16 and bf16 are exact, f64 rounds
-    /// to nearest.
+    /// Returns the decoder to values if this is a floating-point type. f16 and bf16 decode exactly;
+    /// f64 is rounded to the nearest f32.
     pub(super) fn values(self) -> Option<Decode<f32>> {
         match self {
             Self::F16 => Some(|raw, out| decode(raw, out, |b| f16::from_le_bytes(b).to_f32())),
@@ -48,8 +48,8 @@ impl Dtype {
         }
     }
 
-    /// The decoder to keys, if this is an integer type. A negative number becomes the u64 of the
-    /// same 64 bits.
+    /// Returns the decoder to keys if this is an integer type. A negative number becomes the u64 of
+    /// the same 64 bits.
     pub(super) fn keys(self) -> Option<Decode<u64>> {
         match self {
             Self::I32 => Some(|raw, out| {

@@ -1,24 +1,25 @@
-//! HugeCTR EmbeddingCollection folder: `meta_data` describes the tables, `key<id>` and `weight<id>`
-//! hold a 128-byte header and the raw array. Everything is little-endian; the u64 counts in
-//! `meta_data` are not aligned.
+//! The folder of a HugeCTR EmbeddingCollection. `meta_data` describes the tables; `key<id>` and
+//! `weight<id>` hold a 128-byte header and the raw array. All numbers are little-endian. The u64
+//! counts in `meta_data` are not aligned.
 //!
 //! ```text
-//! meta_data: i32 tables | i32 key type | i32 value type | i32[2] reserved | i32 ids[n] | u64 rows[n] | i32 dims[n]
+//! meta_data: i32 tables | i32 key type | i32 value type | i32[2] reserved | i32 ids[n] |
+//!            u64 rows[n] | i32 dims[n]
 //! key, weight: i32 kind | i32 id | i32[30] reserved | data
 //! ```
 //!
-//! Trap: HugeCTR's dump from several processes places each rank's weights by the wrong unit, so the
-//! file comes out too long and full of holes. The exact size check refuses it.
+//! HugeCTR's dump from several processes computes each rank's offset in the wrong unit, so that the
+//! file is too long and full of holes. The exact size check refuses such a file.
 
 use std::path::Path;
 
-use super::array::{Array, Layout};
+use super::array::{Array, Layout, Shape};
 use super::dtype::Dtype;
 use super::error::ImportError;
 use super::head::{Head, file_size};
 
 const META_HEADER: u64 = 20;
-/// Bytes of `meta_data` per table.
+/// Bytes of `meta_data` for one table.
 const META_TABLE: u64 = 4 + 8 + 4;
 const FILE_HEADER: u64 = 128;
 const KIND_KEY: i32 = 1;
@@ -28,9 +29,12 @@ pub(super) fn open(folder: &Path, table: u32) -> Result<Layout, ImportError> {
     let meta = MetaData::read(&folder.join("meta_data"))?;
     let at = meta.find(table)?;
     let (rows, dim) = (meta.rows(at)?, meta.dim(at)?);
-    let keys = array(&folder.join(format!("key{table}")), KIND_KEY, table, (rows, 1), meta.key)?;
-    let values =
-        array(&folder.join(format!("weight{table}")), KIND_WEIGHT, table, (rows, dim), meta.value)?;
+
+    let key_path = folder.join(format!("key{table}"));
+    let keys = array(&key_path, KIND_KEY, table, Shape { rows, width: 1 }, meta.key)?;
+    let value_path = folder.join(format!("weight{table}"));
+    let values = array(&value_path, KIND_WEIGHT, table, Shape { rows, width: dim }, meta.value)?;
+
     Ok(Layout { values, keys: Some(keys), counts: None })
 }
 
@@ -38,7 +42,7 @@ fn array(
     path: &Path,
     kind: i32,
     table: u32,
-    shape: (u64, u64),
+    shape: Shape,
     dtype: Dtype,
 ) -> Result<Array, ImportError> {
     let head = Head::read(path, FILE_HEADER)?;
@@ -57,7 +61,7 @@ fn array(
     Array::to_end(path, FILE_HEADER, shape, dtype)
 }
 
-/// The folder's table of contents, its size checked.
+/// The folder's table of contents. Its size is checked.
 struct MetaData {
     head: Head,
     tables: usize,
@@ -120,8 +124,9 @@ fn one_of(head: &Head, field: &str, at: usize, dtypes: [Dtype; 2]) -> Result<Dty
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::error::ImportError;
     use super::super::golden::{Golden, short_key, wide_key};
-    use super::super::{ImportError, Source};
+    use super::super::source::Source;
 
     const WIDE: [&str; 5] = [
         "embedding_collection_0/meta_data",
@@ -272,7 +277,10 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(256))]
 
         #[test]
-        fn mutated_bytes_never_panic(file in 0..3usize, edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6)) {
+        fn mutated_bytes_never_panic(
+            file in 0..3usize,
+            edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6),
+        ) {
             Golden::copy(&WIDE).survives(WIDE[file], &edits, &table(0, 1), 2);
         }
     }

@@ -1,6 +1,5 @@
-//! Why a table could not be imported. Every message names the file, the field and the value, so
-//! that whoever runs `hatchback pack` knows where to look. An import never panics and never
-//! repairs: it refuses.
+//! The reasons for which an import refuses a table. Every message names the file, the field and the
+//! value, for the user of `hatchback pack`.
 
 use std::fmt::Display;
 use std::io;
@@ -8,79 +7,69 @@ use std::path::Path;
 
 use thiserror::Error;
 
-/// How much of a file's own text a message repeats.
-const TEXT_CHARS_MAX: usize = 300;
+use crate::limits::MESSAGE_CHARS_MAX;
 
-/// The reason for which a table was refused. All of them are for the person who packs the model.
+/// The reason for which a table was refused.
 #[derive(Debug, Error)]
+#[allow(missing_docs)]
 pub enum ImportError {
-    /// The operating system refused: no such file, no permission, or the file shrank while it was
-    /// read.
+    /// The file cannot be read: it is missing, access is denied, or it shrank during the import.
     #[error("{file}: cannot read its {field}: {source}")]
     Io {
-        /// The file.
         file: String,
-        /// Which part was wanted.
+        /// The part of the file that was read.
         field: &'static str,
-        /// What the operating system said.
         source: io::Error,
     },
-    /// A file is longer or shorter than its header and its neighbours say.
+    /// A file is longer or shorter than its header and the table's other files demand.
     #[error("{file}: size {size} {why}")]
     Size {
-        /// The file.
         file: String,
-        /// Its size in bytes.
+        /// Size of the file in bytes.
         size: u64,
-        /// What the size should have been, and why.
+        /// The size that is expected, with the reason.
         why: String,
     },
-    /// A field of a header, or of the declaration, holds something that cannot be read.
+    /// A field of a header or of model.toml has a value that is not allowed.
     #[error("{file}: {field} is {value}, {why}")]
     Field {
-        /// The file.
         file: String,
-        /// The field's name in the layout.
+        /// Name of the field in the layout.
         field: String,
-        /// What it holds.
         value: String,
-        /// What it should have held.
+        /// The value that is expected.
         why: String,
     },
-    /// The rows have another width than model.toml declares.
+    /// The width of the rows differs from the `dim` of model.toml.
     #[error("{file}: dim is {dim}, but the table declares dim {declared}")]
     Dim {
-        /// The file of the values.
         file: String,
-        /// Values per row in the file.
+        /// Values in a row of the file.
         dim: u64,
-        /// Values per row in the declaration.
+        /// Values in a row according to model.toml.
         declared: u64,
     },
-    /// There is not one key, or one count, for each row.
+    /// The number of keys or counts differs from the number of rows.
     #[error("{file}: {found} {field} for {rows} rows")]
     Rows {
-        /// The file of the keys or counts.
         file: String,
         /// `keys` or `counts`.
         field: &'static str,
-        /// How many there are.
+        /// Number of keys or counts.
         found: u64,
-        /// How many rows of values there are.
+        /// Number of rows.
         rows: u64,
     },
-    /// A number in the data that no table may hold.
+    /// The data contain a number that a table must not contain.
     #[error("{file}: row {row}, column {column} is {value}, {why}")]
     Value {
-        /// The file, and the tensor where it holds several.
+        /// The file and, if the file has several, the tensor.
         file: String,
         /// The row, counted from 0 in file order.
         row: u64,
         /// The column, counted from 0.
         column: u64,
-        /// The number.
         value: String,
-        /// What is wrong with it.
         why: &'static str,
     },
 }
@@ -106,10 +95,13 @@ impl ImportError {
     }
 }
 
-/// Text that may come from a damaged or hostile file, fit for a terminal: no control characters and
-/// not too long.
+/// Makes text from a damaged or hostile file safe for a terminal: without control characters and of
+/// limited length.
 fn printable(text: &str) -> String {
-    text.chars().take(TEXT_CHARS_MAX).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    text.chars()
+        .take(MESSAGE_CHARS_MAX)
+        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+        .collect()
 }
 
 #[cfg(test)]
@@ -140,6 +132,6 @@ mod tests {
         assert!(
             message.starts_with("a.npy: header is \u{fffd}[2Jxx") && !message.contains('\u{1b}')
         );
-        assert!(message.len() < 2 * TEXT_CHARS_MAX + 40);
+        assert!(message.len() < 2 * MESSAGE_CHARS_MAX + 40);
     }
 }

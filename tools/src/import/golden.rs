@@ -1,13 +1,14 @@
-//! What the tests of all layouts share: private copies of the files that
-//! `tests/data/layouts/make.py` wrote, and the formulas of their values and keys, stated here a
-//! second time. Never compiled into the tool.
+//! Shared by the tests of all layouts: private copies of the files that
+//! `tests/data/layouts/make.py` wrote, and the formulas of their values and keys, repeated in Rust.
+//! Never compiled into the tool.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-use super::{RowBlock, Source};
+use super::rows::RowBlock;
+use super::source::Source;
 
 /// Key of row `r` in the tables with i64 keys.
 pub(super) fn wide_key(r: u64) -> u64 {
@@ -81,7 +82,7 @@ impl Golden {
         self.write(file, &whole);
     }
 
-    /// Asserts that the source yields table `t` as the formulas have it, in two passes.
+    /// Asserts that the source yields table `t` of the formulas, in two passes.
     pub(super) fn check(&self, source: &Source, t: u64, rows: u64, dim: u64, key: fn(u64) -> u64) {
         let opened = source.open(self.path(), dim as usize).unwrap();
         assert_eq!((opened.rows(), opened.dim()), (rows, dim as usize));
@@ -93,12 +94,12 @@ impl Golden {
         }
     }
 
-    /// Whether the source's headers are in order.
+    /// Returns whether the source opens.
     pub(super) fn opens(&self, source: &Source, dim: usize) -> bool {
         source.open(self.path(), dim).is_ok()
     }
 
-    /// The message with which the source is refused, relative to the folder.
+    /// Returns the error with which the source is refused; paths are relative to the folder.
     pub(super) fn refusal(&self, source: &Source, dim: usize) -> String {
         let message = source.open(self.path(), dim).unwrap_err().to_string();
         message.replace(&format!("{}/", self.path().display()), "")

@@ -1,5 +1,5 @@
-//! The front of a file: its size and its header, read before anything is believed. At most
-//! `HEADER_BYTES_MAX` bytes are ever held, and never more than the file has.
+//! The size and the first bytes of a file. Reads at most `HEADER_BYTES_MAX` bytes, and never
+//! allocates more than the file has. Never interprets what it reads.
 
 use std::fs;
 use std::fs::File;
@@ -7,11 +7,9 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::error::ImportError;
+use crate::limits::HEADER_BYTES_MAX;
 
-/// No table's header is larger. A length above it is damage, not data.
-const HEADER_BYTES_MAX: u64 = 100_000_000;
-
-/// The size of a regular file.
+/// Returns the size of a regular file.
 pub(super) fn file_size(file: &Path) -> Result<u64, ImportError> {
     let metadata = fs::metadata(file).map_err(|error| ImportError::io(file, "size", error))?;
     match metadata.is_file() {
@@ -32,7 +30,7 @@ pub(super) struct Head {
 }
 
 impl Head {
-    /// Reads the first `length` bytes. Fails, before any memory is taken, if there are fewer.
+    /// Reads the first `length` bytes. Fails before it allocates memory if the file is shorter.
     pub(super) fn read(file: &Path, length: u64) -> Result<Self, ImportError> {
         let size = file_size(file)?;
         if length > size || length > HEADER_BYTES_MAX {
@@ -49,7 +47,7 @@ impl Head {
         Ok(Self { file: file.into(), bytes })
     }
 
-    /// `N` bytes from offset `at`.
+    /// Returns `N` bytes from offset `at`.
     pub(super) fn field<const N: usize>(&self, at: usize) -> Result<[u8; N], ImportError> {
         let found = self.bytes.get(at..).and_then(|rest| rest.first_chunk::<N>());
         let why = || format!("ends before the {N}-byte field at {at}");

@@ -1,16 +1,16 @@
-//! HugeCTR sparse model folder, also each table of an HPS repository: `key` i64 per row,
-//! `emb_vector` f32[rows][dim], no headers. The sizes are all there is, so they must agree exactly.
-//! `meta`, where present, tells how hot each row is and becomes the counts; `slot_id` is checked
-//! and not used.
+//! The folder of a HugeCTR sparse model, and of each table of an HPS repository: `key` i64[rows]
+//! and `emb_vector` f32[rows, dim], without headers. Their sizes are the only description, so they
+//! must match exactly. An optional `meta` has the use of each row and becomes the counts. The size
+//! of an optional `slot_id` is checked; its content is never read.
 
 use std::path::Path;
 
-use super::array::{Array, Layout};
+use super::array::{Array, Layout, Shape};
 use super::dtype::Dtype;
 use super::error::ImportError;
 
 pub(super) fn open(folder: &Path) -> Result<Layout, ImportError> {
-    // Always 8 bytes, even after training with u32 keys.
+    // HugeCTR writes 8 bytes a key, even after training with u32 keys.
     let keys = Array::column(&folder.join("key"), 0, Dtype::I64)?;
     let values = Array::matrix(&folder.join("emb_vector"), 0, keys.rows, Dtype::F32)?;
     one_a_row(&folder.join("slot_id"), keys.rows)?;
@@ -18,11 +18,11 @@ pub(super) fn open(folder: &Path) -> Result<Layout, ImportError> {
     Ok(Layout { values, keys: Some(keys), counts })
 }
 
-/// An optional file of 8 bytes a row.
+/// Returns the array of an optional file of 8 bytes a row.
 fn one_a_row(path: &Path, rows: u64) -> Result<Option<Array>, ImportError> {
     match path.try_exists() {
         Ok(false) => Ok(None),
-        Ok(true) => Array::to_end(path, 0, (rows, 1), Dtype::I64).map(Some),
+        Ok(true) => Array::to_end(path, 0, Shape { rows, width: 1 }, Dtype::I64).map(Some),
         Err(error) => Err(ImportError::io(path, "size", error)),
     }
 }
@@ -31,8 +31,9 @@ fn one_a_row(path: &Path, rows: u64) -> Result<Option<Array>, ImportError> {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::error::ImportError;
     use super::super::golden::{Golden, count, wide_key};
-    use super::super::{ImportError, Source};
+    use super::super::source::Source;
 
     const PLAIN: [&str; 2] = ["hugectr/plain/key", "hugectr/plain/emb_vector"];
     const LOCALIZED: [&str; 4] = [
@@ -110,7 +111,10 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(128))]
 
         #[test]
-        fn mutated_bytes_never_panic(file in 0..4usize, edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6)) {
+        fn mutated_bytes_never_panic(
+            file in 0..4usize,
+            edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6),
+        ) {
             Golden::copy(&LOCALIZED).survives(LOCALIZED[file], &edits, &localized(), 2);
         }
     }

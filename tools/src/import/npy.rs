@@ -1,6 +1,6 @@
 //! .npy: `93 "NUMPY" | version | u16 or u32 LE length | Python dict {descr, fortran_order, shape} |
-//! data`. Reads the header alone, C order and little-endian only. Object arrays, which are pickles,
-//! are refused.
+//! data`. Reads only the header, and accepts only C order and little-endian numbers. Refuses object
+//! arrays, which are pickles.
 
 use std::path::Path;
 
@@ -10,11 +10,10 @@ use super::array::{Array, Layout, rows_and_width};
 use super::dtype::Dtype;
 use super::error::ImportError;
 use super::head::Head;
+use crate::limits::NPY_HEADER_BYTES_MAX;
 
-/// Magic, version and the longer of the two lengths.
+/// Bytes of the magic, the version and the longer of the two lengths.
 const PREFIX: u64 = 12;
-/// NumPy's own limit (`max_header_size`). The header of a plain array takes 54 to 118 bytes.
-const TEXT_MAX: u64 = 10_000;
 
 pub(super) fn open(
     path: &Path,
@@ -32,6 +31,7 @@ fn array(path: &Path, rank: usize) -> Result<Array, ImportError> {
     let (text, start) = text_range(path)?;
     let head = Head::read(path, start)?;
     let header = parse(path, &head, text)?;
+
     if header.order() == Order::Fortran {
         return Err(ImportError::field(
             path,
@@ -42,19 +42,21 @@ fn array(path: &Path, rank: usize) -> Result<Array, ImportError> {
     }
     let descr = header.dtype().descr();
     let dtype = dtype(&descr).ok_or_else(|| ImportError::field(path, "descr", descr, DESCRS))?;
+
     let shape = header.shape();
     let axes =
         || ImportError::field(path, "shape", format!("{shape:?}"), format!("not of {rank} axes"));
     Array::to_end(path, start, rows_and_width(rank, shape).ok_or_else(axes)?, dtype)
 }
 
-/// Where the header's text starts and ends.
+/// Returns the offsets at which the header's text starts and ends.
 fn text_range(path: &Path) -> Result<(u64, u64), ImportError> {
     let head = Head::read(path, PREFIX)?;
     if !head.bytes.starts_with(b"\x93NUMPY") {
         let magic = format!("{:02x?}", head.field::<6>(0)?);
         return Err(ImportError::field(path, "magic", magic, "not 93 \"NUMPY\""));
     }
+
     let (text, length) = match head.field(6)? {
         [1, 0] => (10, u64::from(u16::from_le_bytes(head.field(8)?))),
         [2 | 3, 0] => (12, u64::from(u32::from_le_bytes(head.field(8)?))),
@@ -67,11 +69,15 @@ fn text_range(path: &Path) -> Result<(u64, u64), ImportError> {
             ));
         }
     };
-    match length <= TEXT_MAX {
+
+    match length <= NPY_HEADER_BYTES_MAX {
         true => Ok((text, text + length)),
-        false => {
-            Err(ImportError::field(path, "header length", length, format!("more than {TEXT_MAX}")))
-        }
+        false => Err(ImportError::field(
+            path,
+            "header length",
+            length,
+            format!("more than {NPY_HEADER_BYTES_MAX}"),
+        )),
     }
 }
 
@@ -86,9 +92,9 @@ fn parse(path: &Path, head: &Head, text: u64) -> Result<NpyHeader, ImportError> 
     NpyHeader::from_reader(head.bytes.as_slice()).map_err(|error| bad(error.to_string()))
 }
 
-/// Whether it is safe to hand the text to `npyz`, which recurses at each bracket and multiplies the
-/// axes unchecked. A plain array has one dict, one tuple and no escapes, and axes of at most 19
-/// digits in all cannot exceed a u64.
+/// Returns whether `npyz` can parse the text safely: `npyz` recurses at each bracket and multiplies
+/// the axes unchecked. A plain array has one dict, one tuple and no escapes. The product of axes of
+/// at most 19 digits together fits a u64.
 fn is_plain(dict: &[u8]) -> bool {
     let count = |wanted: fn(&u8) -> bool| dict.iter().filter(|byte| wanted(byte)).count();
     count(|byte| b"([{".contains(byte)) <= 2
@@ -115,8 +121,8 @@ fn dtype(descr: &str) -> Option<Dtype> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::Source;
     use super::super::golden::{Golden, count, position, wide_key};
+    use super::super::source::Source;
 
     const FILES: [&str; 5] =
         ["npy/a.npy", "npy/v2.npy", "npy/half.npy", "npy/keys.npy", "npy/counts.npy"];
@@ -246,13 +252,18 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(256))]
 
         #[test]
-        fn mutated_bytes_never_panic(file in 0..4usize, edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6)) {
+        fn mutated_bytes_never_panic(
+            file in 0..4usize,
+            edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6),
+        ) {
             let file = [0, 0, 3, 4][file];
             Golden::copy(&FILES).survives(FILES[file], &edits, &keyed(), 5);
         }
 
         #[test]
-        fn any_text_of_the_alphabet_of_headers_never_panics(text in "[{}()\\[\\]',: <>f48iuOVTrueFals0-9+_.jbxX-]{0,60}") {
+        fn any_text_of_the_alphabet_of_headers_never_panics(
+            text in "[{}()\\[\\]',: <>f48iuOVTrueFals0-9+_.jbxX-]{0,60}",
+        ) {
             refusal(&text);
             dict("'<f4'", "False", &text);
         }

@@ -1,34 +1,34 @@
-//! The one streaming reader behind every layout: reads a table front to back, a block at a time, as
-//! u64 keys and f32 values. It holds one block, never a table, and passes on no NaN and no
-//! infinity.
+//! The streaming reader of every layout. Reads a table from its first row to its last, one block at
+//! a time, as u64 keys and f32 values. Holds one block, never a table, and never returns a NaN or
+//! an infinity.
 
 use super::array::{Array, Layout};
 use super::column::{Column, key_decoder, value_decoder};
 use super::error::ImportError;
 
-/// The values of a block take at most this much, unless a single row takes more.
+/// Bytes of a block's values at most, unless a single row takes more.
 pub const BLOCK_BYTES: usize = 1 << 20;
 
-/// A table found and checked, not yet read. Holding one proves that the files have exactly the size
-/// that their headers state, that the table has at least one row of the declared dim, and one key
-/// and one count a row where it has any.
+/// A table whose headers are checked and whose rows are not read yet. Holding one proves that the
+/// files have exactly the size that their headers state and that the table has at least one row of
+/// the declared dim. Keys and counts, if the table has any, are one a row.
 #[derive(Debug)]
 pub struct Rows {
     layout: Layout,
     dim: usize,
 }
 
-/// Some rows of a table, in file order. Reused from block to block.
+/// Some rows of a table, in file order. The caller reuses it from block to block.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RowBlock {
-    /// One key a row: the stored key, a negative one as the u64 of the same bits, or the row's
-    /// position in the table when the source has no keys.
+    /// One key a row: the stored key (a negative one as the u64 of the same bits), or the row's
+    /// position in the table if the source has no keys.
     pub keys: Vec<u64>,
-    /// The values, `[keys.len()][dim]`, all of them finite.
+    /// The values, `[keys.len(), dim]`, all finite.
     pub rows: Vec<f32>,
 }
 
-/// A pass over a table, front to back.
+/// A pass over a table, from its first row to its last.
 #[derive(Debug)]
 pub struct Blocks {
     keys: Option<Column<u64>>,
@@ -51,22 +51,25 @@ impl Rows {
         Ok(Self { layout, dim })
     }
 
-    /// How many rows the table has; at least 1.
+    /// Returns the number of rows, at least 1.
     pub fn rows(&self) -> u64 {
         self.layout.values.rows
     }
 
-    /// Values per row.
+    /// Returns the number of values in a row.
     pub fn dim(&self) -> usize {
         self.dim
     }
 
-    /// Whether the source stores keys. If not, a row's key is its position.
+    /// Returns whether the source stores keys. If not, the key of a row is its position.
     pub fn has_keys(&self) -> bool {
         self.layout.keys.is_some()
     }
 
-    /// Starts a pass from the first row. As many passes as wanted may be made.
+    /// Starts a pass from the first row. A caller may make any number of passes.
+    ///
+    /// # Errors
+    /// [`ImportError::Io`]: a file cannot be opened.
     pub fn blocks(&self) -> Result<Blocks, ImportError> {
         let open_keys = |array: &Array| Column::open(array, key_decoder("keys", array)?);
         let keys = self.layout.keys.as_ref().map(open_keys).transpose()?;
@@ -74,24 +77,33 @@ impl Rows {
         Ok(Blocks { keys, values, dim: self.dim, rows: self.rows(), next: 0 })
     }
 
-    /// How often each row was looked up, in the order of the rows, if the source says. Takes 8
-    /// bytes a row.
+    /// Returns how often each row was looked up, in row order, if the source has counts. Allocates
+    /// 8 bytes a row.
+    ///
+    /// # Errors
+    /// The counts cannot be read, or one is negative.
     pub fn counts(&self) -> Result<Option<Vec<u64>>, ImportError> {
         let Some(array) = &self.layout.counts else { return Ok(None) };
         let mut column = Column::open(array, key_decoder("counts", array)?)?;
         let mut counts = Vec::new();
+
         while (counts.len() as u64) < array.rows {
             let left = array.rows - counts.len() as u64;
             column.read(rows_per_block(1).min(left), &mut counts)?;
         }
+
         check_not_negative(array, &counts)?;
         Ok(Some(counts))
     }
 }
 
 impl Blocks {
-    /// Replaces `block` by the next rows. False, with an empty block, once all rows were read. An
-    /// error ends the pass and leaves the block without meaning.
+    /// Replaces the content of `block` by the next rows. Returns false and an empty block after the
+    /// last row.
+    ///
+    /// # Errors
+    /// The file cannot be read, or a value is not finite. The pass is over then, and the content of
+    /// `block` is undefined.
     pub fn next(&mut self, block: &mut RowBlock) -> Result<bool, ImportError> {
         block.keys.clear();
         block.rows.clear();
@@ -149,14 +161,18 @@ mod tests {
 
     use proptest::prelude::*;
 
+    use super::super::array::Shape;
     use super::super::dtype::Dtype;
     use super::*;
 
-    /// A table whose values and keys stand in one file, the keys behind the values.
-    fn table(raw: &[u8], shape: (u64, u64), dtype: Dtype) -> (tempfile::NamedTempFile, Array) {
+    fn table(
+        raw: &[u8],
+        (rows, width): (u64, u64),
+        dtype: Dtype,
+    ) -> (tempfile::NamedTempFile, Array) {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), raw).unwrap();
-        let array = Array::to_end(file.path(), 0, shape, dtype).unwrap();
+        let array = Array::to_end(file.path(), 0, Shape { rows, width }, dtype).unwrap();
         (file, array)
     }
 
@@ -286,7 +302,9 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn any_bytes_are_either_finite_values_or_an_error(raw in prop::collection::vec(any::<u8>(), 1..400)) {
+        fn any_bytes_are_either_finite_values_or_an_error(
+            raw in prop::collection::vec(any::<u8>(), 1..400),
+        ) {
             for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64] {
                 let whole = &raw[..raw.len() - raw.len() % dtype.size() as usize];
                 if whole.is_empty() { continue; }

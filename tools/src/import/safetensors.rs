@@ -1,17 +1,17 @@
 //! safetensors: `u64 LE n | n bytes of JSON {name: {dtype, shape, data_offsets}} | tensors without
-//! gaps`. Reads the header alone; the crate's own `Metadata` proves that the tensors neither
-//! overlap nor leave holes.
+//! gaps`. Reads only the header; `Metadata` of the `safetensors` crate proves that the tensors
+//! neither overlap nor leave holes.
 
 use std::path::Path;
 
 use ::safetensors::tensor::{Dtype as Stored, Metadata, TensorInfo};
 
-use super::array::{Array, Layout, rows_and_width};
+use super::array::{Array, Layout, Shape, rows_and_width};
 use super::dtype::Dtype;
 use super::error::ImportError;
 use super::head::{Head, file_size};
 
-/// Bytes of the length in front of the header.
+/// Bytes of the length before the header.
 const PREFIX: u64 = 8;
 
 pub(super) fn open(
@@ -57,8 +57,8 @@ impl<'a> Safetensors<'a> {
     fn array(&self, tensor: &str, rank: usize) -> Result<Array, ImportError> {
         let info = self.tensors.info(tensor).ok_or_else(|| self.missing(tensor))?;
         let shape: Vec<u64> = info.shape.iter().map(|&n| n as u64).collect();
-        let (rows, width) = rows_and_width(rank, &shape)
-            .filter(|&(rows, width)| rows > 0 && width > 0)
+        let Shape { rows, width } = rows_and_width(rank, &shape)
+            .filter(|shape| shape.rows > 0 && shape.width > 0)
             .ok_or_else(|| self.bad("shape", tensor, format!("{shape:?}"), shape_wanted(rank)))?;
         let dtype =
             dtype(info).ok_or_else(|| self.bad("dtype", tensor, info.dtype.to_string(), DTYPES))?;
@@ -122,8 +122,9 @@ fn dtype(info: &TensorInfo) -> Option<Dtype> {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::error::ImportError;
     use super::super::golden::{Golden, count, position, wide_key};
-    use super::super::{ImportError, Source};
+    use super::super::source::Source;
 
     const MODEL: &str = "safetensors/model.safetensors";
 
@@ -136,7 +137,7 @@ mod tests {
         source("sparse.rows", Some("sparse.keys"), Some("sparse.counts"))
     }
 
-    /// A file with this header text in place of the golden one, and `data` bytes behind it.
+    /// A file with this header text in place of the golden one, followed by `data` bytes.
     fn with_header(text: &str, data: usize) -> Golden {
         let golden = Golden::copy(&[MODEL]);
         let head = (text.len() as u64).to_le_bytes();
@@ -245,7 +246,9 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(256))]
 
         #[test]
-        fn mutated_bytes_never_panic(edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6)) {
+        fn mutated_bytes_never_panic(
+            edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6),
+        ) {
             Golden::copy(&[MODEL]).survives(MODEL, &edits, &sparse(), 6);
         }
     }

@@ -1,11 +1,12 @@
 //! `sok.dump`: `<table>-key` and `<table>-weight`, each with a 296-byte header (big-endian numbers,
-//! space-padded names) before little-endian data. Optimizer slots are not read. `meta_info` and the
-//! names in the headers, which the dumps of SOK 23.12 to 25.03 lack, must agree where they are
-//! there.
+//! space-padded names) before little-endian data. Never reads optimizer slots. Dumps of SOK 23.12
+//! to 25.03 lack `meta_info` and the names in the headers; where a dump has them, they must match
+//! the table.
 //!
 //! ```text
 //! 0 name[256] | 256 u32 BE kind | 260 variable[32] | 292 u32 BE dtype | 296 data
-//! meta_info, all BE: u32 n | u32 keys[n] | u32 values[n] | u32 dims[n] | u64 rows[n] | names[n][256] | opts[n][32]
+//! meta_info, all BE: u32 n | u32 keys[n] | u32 values[n] | u32 dims[n] | u64 rows[n] |
+//!                    names[n][256] | opts[n][32]
 //! ```
 
 use std::path::Path;
@@ -18,7 +19,7 @@ use super::head::{Head, file_size};
 const HEADER: u64 = 296;
 const KIND_KEY: u32 = 0;
 const KIND_WEIGHT: u32 = 1;
-/// Bytes of `meta_info` per table.
+/// Bytes of `meta_info` for one table.
 const META_TABLE: u64 = 4 + 4 + 4 + 8 + 256 + 32;
 
 pub(super) fn open(folder: &Path, table: &str) -> Result<Layout, ImportError> {
@@ -34,7 +35,7 @@ pub(super) fn open(folder: &Path, table: &str) -> Result<Layout, ImportError> {
     Ok(Layout { values, keys: Some(keys), counts: None })
 }
 
-/// The name that SOK gives to files: all ASCII punctuation becomes `_`.
+/// Returns SOK's file name of a table: all ASCII punctuation becomes `_`.
 fn stem(table: &str) -> String {
     table.trim().replace(|c: char| c.is_ascii_punctuation(), "_")
 }
@@ -150,8 +151,9 @@ impl MetaInfo {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::error::ImportError;
     use super::super::golden::{Golden, short_key, wide_key};
-    use super::super::{ImportError, Source};
+    use super::super::source::Source;
 
     const FILES: [&str; 6] = [
         "sok/emb_user_0-key",
@@ -284,7 +286,10 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(256))]
 
         #[test]
-        fn mutated_bytes_never_panic(file in 0..3usize, edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6)) {
+        fn mutated_bytes_never_panic(
+            file in 0..3usize,
+            edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6),
+        ) {
             Golden::copy(&FILES).survives(FILES[file], &edits, &user(), 4);
         }
     }

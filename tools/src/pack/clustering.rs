@@ -1,12 +1,13 @@
-//! Which rows share a page of a placed segment: those that are asked for together. Keys are put
-//! page by page, each page begun with the most used key that is left and filled with those that
-//! share the most requests with it. Never reads a row.
+//! Orders the rows of a clustered segment so that rows of the same requests share pages. It fills
+//! one page after another: the first key of a page is the most used key that is left, the next ones
+//! are those that share the most requests with the page. Never reads a row.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-/// Puts `keys`, most used first, in the order in which they fill pages of `per_page` rows, by the
-/// keys that each of `requests` asked for. Without requests that is the order they have.
+/// Returns `keys` in the order of a clustered segment with `per_page` rows a page. `keys` come most
+/// used first, and `requests` are the keys of each recorded request. Without requests the order
+/// stays.
 pub fn by_co_access<'a>(
     keys: &[u64],
     requests: impl Iterator<Item = &'a [u64]>,
@@ -17,28 +18,29 @@ pub fn by_co_access<'a>(
     while order.len() < keys.len() {
         together.begin_page();
         for _ in 0..per_page.min(keys.len() - order.len()) {
-            while together.placed[first] && first + 1 < keys.len() {
+            while together.is_taken[first] && first + 1 < keys.len() {
                 first += 1;
             }
             let next = together.nearest().unwrap_or(first);
-            together.place(next);
+            together.take(next);
             order.push(keys[next]);
         }
     }
     order
 }
 
-/// Keys by rank (0 is the most used) and the requests that they share.
+/// Keys by rank (0 is the most used) and the requests in which they occur together.
 struct Together {
-    /// For each request the ranks that it asked for, each once.
+    /// For each request its ranks, each once.
     requests: Vec<Vec<u32>>,
     /// For each rank its requests.
-    asked_by: Vec<Vec<u32>>,
-    placed: Vec<bool>,
-    /// Requests that ask for a key on the page.
+    requests_of: Vec<Vec<u32>>,
+    is_taken: Vec<bool>,
+    /// For each request, whether it contains a key of the page.
     on_page: Vec<bool>,
     on_page_list: Vec<u32>,
-    /// For each rank how many of those ask for it too, and the ranks for which that is not 0.
+    /// For each rank, how many requests of the page contain it; then the ranks for which this is
+    /// not 0.
     shared: Vec<u32>,
     sharing: Vec<u32>,
 }
@@ -47,26 +49,28 @@ impl Together {
     fn new<'a>(keys: &[u64], requests: impl Iterator<Item = &'a [u64]>) -> Self {
         let ranks: HashMap<u64, u32> =
             keys.iter().zip(0..).map(|(key, rank)| (*key, rank)).collect();
+
         let mut found = Vec::new();
-        let mut asked_by = vec![Vec::new(); keys.len()];
+        let mut requests_of = vec![Vec::new(); keys.len()];
         for request in requests {
-            let mut asked: Vec<u32> =
+            let mut wanted: Vec<u32> =
                 request.iter().filter_map(|key| ranks.get(key).copied()).collect();
-            asked.sort_unstable();
-            asked.dedup();
-            if asked.len() > 1 {
-                asked.iter().for_each(|rank| asked_by[*rank as usize].push(found.len() as u32));
-                found.push(asked);
+            wanted.sort_unstable();
+            wanted.dedup();
+            if wanted.len() > 1 {
+                wanted.iter().for_each(|rank| requests_of[*rank as usize].push(found.len() as u32));
+                found.push(wanted);
             }
         }
+
         Self {
-            placed: vec![false; keys.len()],
+            is_taken: vec![false; keys.len()],
             on_page: vec![false; found.len()],
             on_page_list: Vec::new(),
             shared: vec![0; keys.len()],
             sharing: Vec::new(),
             requests: found,
-            asked_by,
+            requests_of,
         }
     }
 
@@ -75,23 +79,23 @@ impl Together {
         self.sharing.drain(..).for_each(|rank| self.shared[rank as usize] = 0);
     }
 
-    /// The key that shares the most requests with the page, the most used of several.
+    /// Returns the rank that shares the most requests with the page, the most used one of several.
     fn nearest(&mut self) -> Option<usize> {
-        let Self { sharing, placed, shared, .. } = self;
-        sharing.retain(|rank| !placed[*rank as usize]);
+        let Self { sharing, is_taken, shared, .. } = self;
+        sharing.retain(|rank| !is_taken[*rank as usize]);
         sharing.iter().map(|rank| *rank as usize).max_by_key(|rank| (shared[*rank], Reverse(*rank)))
     }
 
-    fn place(&mut self, rank: usize) {
-        self.placed[rank] = true;
-        // What shared with the page stays counted until the next page begins.
-        for &request in &self.asked_by[rank] {
+    fn take(&mut self, rank: usize) {
+        self.is_taken[rank] = true;
+        // The counts of the page stay until `begin_page`.
+        for &request in &self.requests_of[rank] {
             if std::mem::replace(&mut self.on_page[request as usize], true) {
                 continue;
             }
             self.on_page_list.push(request);
             for &other in &self.requests[request as usize] {
-                if !self.placed[other as usize] {
+                if !self.is_taken[other as usize] {
                     if self.shared[other as usize] == 0 {
                         self.sharing.push(other);
                     }
@@ -127,7 +131,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_key_is_placed_once(n in 0u64..60, per_page in 1usize..9, requests in prop::collection::vec(prop::collection::vec(0u64..80, 0..8), 0..30)) {
+        fn every_key_is_clustered_once(
+            n in 0u64..60,
+            per_page in 1usize..9,
+            requests in prop::collection::vec(prop::collection::vec(0u64..80, 0..8), 0..30),
+        ) {
             let keys: Vec<u64> = (0..n).map(|k| k * 7 % 61).collect();
             let mut order = by_co_access(&keys, requests.iter().map(Vec::as_slice), per_page);
             let mut sorted = keys.clone();

@@ -1,18 +1,19 @@
-//! A table's most used keys, by which a cache is warmed, and whether a delta needs a list of its
-//! own.
+//! The hot list of a table: its most used keys, with which a cache is filled at start. Decides
+//! whether a delta needs a new list. Never reads values.
 
-use crate::pack::RowSource;
+use crate::import::RowSource;
 use anyhow::Result;
 use hatchback::limits::HOT_KEYS_MAX;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
-/// A delta brings its own hot list where, of some number of the hottest keys from this on...
+/// A delta brings a new hot list if the hottest keys changed. Compared are the first 256 keys, 512
+/// keys and so on to the whole list...
 const HOT_COMPARED_MIN: usize = 256;
-/// ...more than one in so many is not among as many of its parent's.
+/// ...and more than one key in ten of one of these must be missing from as many of the parent's.
 const HOT_CHANGED_ONE_IN: usize = 10;
 
-/// The most used keys, most used first; empty if the trainer gave no counts.
+/// Returns the most used keys, most used first; none if the source has no counts.
 pub(crate) fn hot_keys(source: &dyn RowSource) -> Result<Vec<u64>> {
     let Some(counts) = source.counts()? else { return Ok(Vec::new()) };
     let (mut heap, mut at) = (BinaryHeap::new(), 0);
@@ -28,12 +29,13 @@ pub(crate) fn hot_keys(source: &dyn RowSource) -> Result<Vec<u64>> {
         at += keys.len();
         Ok(())
     })?;
+
     // `Reverse` sorts the most used to the front.
     Ok(heap.into_sorted_vec().iter().map(|Reverse((_, Reverse(key)))| *key).collect())
 }
 
-/// Whether a cache of some size that is warmed from the list `old` would hold too little of what
-/// one of `new` would: a list is whole, and can be far larger than the delta that brings it.
+/// Returns whether a cache of some size that is filled from the list `old` lacks too many of the
+/// keys of `new`. A list is written whole and can be far larger than the rest of its delta.
 pub(crate) fn is_news(old: &[u64], new: &[u64]) -> bool {
     let rank: HashMap<u64, usize> =
         old.iter().enumerate().map(|(rank, key)| (*key, rank)).collect();

@@ -1,90 +1,56 @@
-//! `pack`: a trainer's files become a bundle. Two passes over each table's source, in memory
-//! bounded by one block and one sort partition: the first learns ranges and refuses bad rows before
-//! anything is written, the second encodes. Only the most used rows, which are placed together, are
-//! kept until their table is written: one in a hundred.
+//! `pack`: turns a trainer's files into a bundle. It reads the rows of each table in two passes:
+//! the first learns the value ranges and refuses bad rows before anything is written, the second
+//! encodes. Memory is bounded by one block, one sort partition and the most used rows of one table
+//! (one in a hundred), which the clustered segment repeats. Never holds a whole table.
 
 pub mod clustering;
 mod hot;
 pub mod sort;
 pub mod spec;
+mod spec_line;
 mod table;
 
-use crate::import::{RowBlock, Rows};
+use crate::import::RowSource;
 use crate::pack::spec::{CodecChoice, DefaultRow, ModelSpec, NamedRow, TableSpec};
+use crate::pack::spec_line::{at_line, line_of};
 use crate::pack::table::{Destination, write_blob, write_table};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleWriter;
-use hatchback::bundle::manifest::{Generation, Manifest};
+use hatchback::bundle::manifest::{Generation, Manifest, TableBlobs};
 use hatchback::flash::Flash;
 use hatchback::limits::DENSE_BYTES_MAX;
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{Placement, Schema, Table};
+use hatchback::schema::{Placement, Schema, SchemaError, Table};
 use hatchback::{Weights, choose_unit_exp};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-/// Takes some rows: keys and values `[keys, dim]`.
-pub type TakeBlock<'a> = &'a mut dyn FnMut(&[u64], &[f32]) -> Result<()>;
-
-/// Where the rows of a table come from. It is read twice.
-pub trait RowSource {
-    /// Rows in the table.
-    fn rows(&self) -> u64;
-    /// Whether rows carry keys of their own; otherwise a row's key is its position.
-    fn has_keys(&self) -> bool;
-    /// How often each row was used in training, in row order, if that is known.
-    fn counts(&self) -> Result<Option<Vec<u64>>>;
-    /// Hands all rows over, some at a time.
-    fn each_block(&self, take: TakeBlock<'_>) -> Result<()>;
-}
-
-impl RowSource for Rows {
-    fn rows(&self) -> u64 {
-        self.rows()
-    }
-
-    fn has_keys(&self) -> bool {
-        self.has_keys()
-    }
-
-    fn counts(&self) -> Result<Option<Vec<u64>>> {
-        Ok(self.counts()?)
-    }
-
-    fn each_block(&self, take: TakeBlock<'_>) -> Result<()> {
-        let (mut blocks, mut block) = (self.blocks()?, RowBlock::default());
-        while blocks.next(&mut block)? {
-            take(&block.keys, &block.rows)?;
-        }
-        Ok(())
-    }
-}
-
-/// Choices that the command line makes for all tables.
+/// Choices of the command line that apply to all tables.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Overrides {
-    /// In place of each table's codec.
+    /// Replaces the codec of each table.
     pub codec: Option<CodecChoice>,
-    /// In place of each table's placement.
+    /// Replaces the placement of each table.
     pub placement: Option<Placement>,
 }
 
-/// What was packed.
+/// The bundle that `pack` wrote.
 #[derive(Debug)]
 pub struct Packed {
-    /// What the bundle holds.
+    /// The generation of the bundle.
     pub generation: Generation,
-    /// How it is put together.
+    /// The schema of the model.
     pub schema: Schema,
     /// Bytes of the bundle file.
     pub bytes: u64,
 }
 
-/// Packs the model that `spec_path` describes into the bundle `out`. `progress` is told the rows
-/// read, of twice `rows` in total.
+/// Packs the model of `spec_path`, a model.toml, as a snapshot into the bundle `out`. Calls
+/// `progress` with the rows of each block that it has read and with the total, twice the number of
+/// rows.
 ///
 /// # Errors
-/// A file is missing or wrong; nothing stands at `out` then.
+/// A file is missing or wrong. No file is left at `out` then.
 pub fn pack_file(
     spec_path: &Path,
     out: &Path,
@@ -94,12 +60,13 @@ pub fn pack_file(
     pack_file_onto(spec_path, None, out, overrides, progress)
 }
 
-/// As `pack_file`; with a `parent` the bundle is the delta that leads from its live generation to
-/// this model: the rows that differ, the keys that are new and those that are gone. Tables are
-/// encoded as the parent's.
+/// Packs the model of `spec_path` as [`pack_file`] does. With a `parent` the bundle is a delta from
+/// its live generation to this model: changed rows, new keys and deleted keys. The delta encodes
+/// each table as the parent does.
 ///
 /// # Errors
-/// As `pack_file`, or the parent cannot be read or has other tables.
+/// As [`pack_file`], or the parent cannot be read or has other tables. An error in model.toml names
+/// the line.
 pub fn pack_file_onto(
     spec_path: &Path,
     parent: Option<&Flash>,
@@ -107,23 +74,36 @@ pub fn pack_file_onto(
     overrides: Overrides,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Packed> {
-    let spec = ModelSpec::load(spec_path)?;
+    let text =
+        std::fs::read_to_string(spec_path).with_context(|| spec_path.display().to_string())?;
+    let spec = ModelSpec::parse(&text, spec_path)?;
     let base = spec_path.parent().unwrap_or(Path::new("."));
+
     let mut sources: Vec<Box<dyn RowSource>> = Vec::new();
-    for table in &spec.tables {
+    for (number, table) in spec.tables.iter().enumerate() {
+        let line = || at_line(spec_path, line_of(&text, &format!("table[{number}].source")));
         let rows = table
             .source
             .open(base, table.dim)
-            .with_context(|| format!("table `{}`", table.name))?;
+            .with_context(|| format!("{}: table `{}`", line(), table.name))?;
         sources.push(Box::new(rows));
     }
-    pack_onto(&spec, &sources, parent, base, out, overrides, progress)
+
+    let packed = pack_onto(&spec, &sources, parent, base, out, overrides, progress);
+    packed.map_err(|error| match error.downcast_ref::<SchemaError>() {
+        Some(SchemaError { field, .. }) => {
+            let line = line_of(&text, field);
+            error.context(at_line(spec_path, line))
+        }
+        None => error,
+    })
 }
 
-/// Packs `spec` with the rows of `sources`, one for each table.
+/// Packs `spec` as a snapshot with the rows of `sources`, one for each table. `base` is the folder
+/// of the files of `spec`.
 ///
 /// # Errors
-/// As `pack_file`.
+/// As [`pack_file`].
 pub fn pack(
     spec: &ModelSpec,
     sources: &[Box<dyn RowSource>],
@@ -135,10 +115,10 @@ pub fn pack(
     pack_onto(spec, sources, None, base, out, overrides, progress)
 }
 
-/// As `pack`, onto `parent` as in `pack_file_onto`.
+/// Packs `spec` with the rows of `sources`, one for each table; with a `parent` as a delta.
 ///
 /// # Errors
-/// As `pack_file_onto`.
+/// As [`pack_file_onto`].
 pub fn pack_onto(
     spec: &ModelSpec,
     sources: &[Box<dyn RowSource>],
@@ -149,47 +129,31 @@ pub fn pack_onto(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Packed> {
     if let Some(parent) = parent {
-        let parent = &parent.manifest().generation;
-        ensure!(
-            spec.name == parent.lineage,
-            "name: `{}`, the parent's is `{}`",
-            spec.name,
-            parent.lineage
-        );
-        let (ours, theirs) = (spec.sequence, parent.sequence);
-        ensure!(ours > theirs, "sequence: {ours} is not above the parent's, {theirs}");
+        check_succession(spec, &parent.manifest().generation)?;
     }
+
     let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
     let mut advance = |rows: u64| progress(rows, total);
-    let mut tables = Vec::new();
-    for (table, source) in spec.tables.iter().zip(sources) {
-        let learnt = learn(table, source.as_ref(), &mut advance)
-            .with_context(|| format!("table `{}`", table.name))?;
-        tables.push(learnt.table(table, source.rows(), overrides)?);
-        if let Some(parent) = parent {
-            encode_as(&mut tables, parent)?;
-        }
-    }
-    let schema = spec.schema(tables)?;
+    let schema = spec.schema(learn_tables(spec, sources, parent, overrides, &mut advance)?)?;
     let onnx = read_network(spec, &schema, base)?;
     let probe = read_probe(spec, &schema, base)?;
     let requests = read_requests(spec, &schema, base)?;
-    let generation = Generation { lineage: spec.name.clone(), sequence: spec.sequence };
 
+    let generation = Generation { lineage: spec.name.clone(), sequence: spec.sequence };
     let mut bundle = BundleWriter::create(out)?;
-    let mut blobs = Vec::new();
+    let mut tables: Vec<TableBlobs> = Vec::new();
     for (number, source) in sources.iter().enumerate() {
-        let name = &schema.tables[number].name;
-        let of = Destination {
+        let destination = Destination {
             generation: &generation,
             schema: &schema,
             number,
             parent,
             requests: &requests,
         };
-        let table = write_table(&mut bundle, &of, source.as_ref(), &mut advance);
-        blobs.push(table.with_context(|| format!("table `{name}`"))?);
+        let blobs = write_table(&mut bundle, &destination, source.as_ref(), &mut advance);
+        tables.push(blobs.with_context(|| format!("table `{}`", schema.tables[number].name))?);
     }
+
     let dense = write_blob(&mut bundle, &onnx)?;
     let probe = probe.map(|bytes| write_blob(&mut bundle, &bytes)).transpose()?;
     let manifest = Manifest {
@@ -197,7 +161,7 @@ pub fn pack_onto(
         parent: parent.map(|p| p.manifest().generation.sequence),
         schema: schema.clone(),
         blobs: Vec::new(),
-        tables: blobs,
+        tables,
         dense,
         probe,
     };
@@ -205,7 +169,42 @@ pub fn pack_onto(
     Ok(Packed { generation, schema, bytes })
 }
 
-/// What the first pass over a table finds.
+/// Returns an error unless `spec` may follow the generation `parent`.
+fn check_succession(spec: &ModelSpec, parent: &Generation) -> Result<(), SchemaError> {
+    let fault = |field: &str, problem| Err(SchemaError { field: field.to_owned(), problem });
+    if spec.name != parent.lineage {
+        return fault("name", format!("`{}`, the parent's is `{}`", spec.name, parent.lineage));
+    }
+    if spec.sequence <= parent.sequence {
+        let (ours, theirs) = (spec.sequence, parent.sequence);
+        return fault("sequence", format!("{ours} is not above the parent's, {theirs}"));
+    }
+    Ok(())
+}
+
+/// Reads the rows of all tables once; returns the tables of the schema.
+fn learn_tables(
+    spec: &ModelSpec,
+    sources: &[Box<dyn RowSource>],
+    parent: Option<&Flash>,
+    overrides: Overrides,
+    advance: &mut dyn FnMut(u64),
+) -> Result<Vec<Table>> {
+    let mut tables = Vec::new();
+    for (number, (table, source)) in spec.tables.iter().zip(sources).enumerate() {
+        let learnt = learn(table, source.as_ref(), advance)
+            .with_context(|| format!("table `{}`", table.name))?;
+        let mut table = learnt.table(table, source.rows(), overrides)?;
+        if let Some(parent) = parent {
+            encode_as_parent(&mut table, number, parent)?;
+        }
+        tables.push(table);
+    }
+
+    Ok(tables)
+}
+
+/// The result of the first pass over a table.
 #[derive(Debug, Default)]
 struct Learnt {
     magnitude_max: f32,
@@ -220,6 +219,7 @@ fn learn(
 ) -> Result<Learnt> {
     let mut learnt =
         Learnt { range_min: f32::INFINITY, sums: vec![0.0; table.dim], ..Learnt::default() };
+
     source.each_block(&mut |keys, values| {
         for row in values.chunks_exact(table.dim) {
             let (low, high) = row
@@ -234,6 +234,7 @@ fn learn(
         advance(keys.len() as u64);
         Ok(())
     })?;
+
     if learnt.range_min == f32::INFINITY {
         learnt.range_min = 0.0;
     }
@@ -250,6 +251,7 @@ impl Learnt {
             }
             DefaultRow::Values(values) => values.clone(),
         };
+
         Ok(Table {
             name: spec.name.clone(),
             dim: u32::try_from(spec.dim)?,
@@ -264,7 +266,7 @@ impl Learnt {
     }
 }
 
-/// Reads the ONNX file and proves that the schema fits it.
+/// Reads the ONNX file and checks that it fits the schema.
 fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Vec<u8>> {
     let path = base.join(&spec.network.onnx);
     let bytes = std::fs::metadata(&path).with_context(|| path.display().to_string())?.len();
@@ -292,26 +294,25 @@ pub fn read_samples(path: &Path, schema: &Schema) -> Result<Vec<Sample>> {
     let file = std::fs::File::open(path).with_context(|| path.display().to_string())?;
     let mut samples = Vec::new();
     for (number, line) in BufReader::new(file).lines().enumerate() {
-        let at = || format!("{}: line {}", path.display(), number + 1);
+        let at = || at_line(path, Some(number + 1));
         let line = line.with_context(at)?;
         if !line.trim().is_empty() {
             samples.push(Sample::from_json(&line, schema).with_context(at)?);
         }
     }
+
     Ok(samples)
 }
 
-/// A delta's rows must be comparable, byte for byte, with those they replace.
-fn encode_as(tables: &mut [Table], parent: &Flash) -> Result<()> {
-    let number = tables.len() - 1;
-    let (Some(table), Some(old)) = (tables.last_mut(), parent.manifest().schema.tables.get(number))
-    else {
-        bail!("the parent has no table {number}");
-    };
-    let same = (&table.name, table.dim, table.keys) == (&old.name, old.dim, old.keys);
+/// Gives `table` the codec of the parent's table `number`: a delta compares encoded rows byte for
+/// byte with the rows that they replace.
+fn encode_as_parent(table: &mut Table, number: usize, parent: &Flash) -> Result<()> {
+    let old = parent.manifest().schema.tables.get(number);
+    let old = old.with_context(|| format!("the parent has no table {number}"))?;
+
     ensure!(
-        same,
-        "table `{}`: the parent's is `{}`, with another dim or keys",
+        (&table.name, table.dim, table.keys) == (&old.name, old.dim, old.keys),
+        "table `{}`: the parent's table {number} is `{}`, with another name, dim or key space",
         table.name,
         old.name
     );

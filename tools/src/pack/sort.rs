@@ -1,17 +1,16 @@
-//! Puts the rows of a table into segment order in bounded memory: rows are spilled to partitions by
-//! the top of their order, then each partition is sorted by itself. Never changes a row.
+//! Sorts the rows of a table into segment order in bounded memory. It spills rows to partitions by
+//! the top bits of their order, then sorts each partition alone. Never changes a row.
 
+use crate::limits::SORT_PARTITIONS_MAX;
 use anyhow::{Context, Result, bail};
 use hatchback::schema::KeySpace;
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 
-/// Rows of up to this many bytes together are sorted in memory.
+/// Size of a partition, which is sorted in memory.
 const PARTITION_BYTES: u64 = 64 << 20;
-/// Open files at most; beyond `PARTITIONS_MAX * PARTITION_BYTES` partitions grow instead.
-const PARTITIONS_MAX: u64 = 128;
 
-/// Rows on their way into segment order.
+/// A sort of rows into segment order.
 pub struct RowSorter {
     keys: KeySpace,
     rows_expected: u64,
@@ -20,13 +19,13 @@ pub struct RowSorter {
 }
 
 impl RowSorter {
-    /// A sorter for `rows` rows of `row_bytes`, of a table with these `keys`.
+    /// Returns a sorter for `rows` rows of `row_bytes` bytes of a table with this key space.
     ///
     /// # Errors
     /// The temporary files cannot be created.
     pub fn new(keys: KeySpace, rows: u64, row_bytes: usize) -> Result<Self> {
         let bytes = rows.saturating_mul(row_bytes as u64 + 8);
-        let n = bytes.div_ceil(PARTITION_BYTES).clamp(1, PARTITIONS_MAX);
+        let n = bytes.div_ceil(PARTITION_BYTES).clamp(1, SORT_PARTITIONS_MAX);
         let partition = || Ok(BufWriter::with_capacity(1 << 16, tempfile::tempfile()?));
         let partitions =
             (0..n).map(|_| partition()).collect::<Result<_>>().context("a temporary file")?;
@@ -55,25 +54,28 @@ impl RowSorter {
         Ok(out.write_all(row)?)
     }
 
-    /// Hands all rows to `take`, in order.
+    /// Passes all rows to `take`, in segment order.
     ///
     /// # Errors
-    /// A key is there twice, or `take` refuses a row.
+    /// Two rows have the same key, or `take` fails.
     pub fn finish(self, mut take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
         for partition in self.partitions {
             let mut file = partition.into_inner().map_err(std::io::IntoInnerError::into_error)?;
             file.seek(SeekFrom::Start(0))?;
             let mut records = Vec::new();
             BufReader::new(file).read_to_end(&mut records)?;
+
             let record =
                 |i: &u32| &records[*i as usize * (8 + self.row_bytes)..][..8 + self.row_bytes];
             let mut order: Vec<(u64, u32)> = (0..(records.len() / (8 + self.row_bytes)) as u32)
                 .map(|i| (self.keys.order(key_of(record(&i))), i))
                 .collect();
             order.sort_unstable();
+
             if let Some(twice) = order.windows(2).find(|w| w[0].0 == w[1].0) {
-                bail!("key {} is there twice", key_of(record(&twice[0].1)));
+                bail!("key {} occurs twice", key_of(record(&twice[0].1)));
             }
+
             for (_, i) in &order {
                 take(key_of(record(i)), &record(i)[8..])?;
             }
@@ -95,7 +97,7 @@ mod tests {
 
     fn sorted(keys: KeySpace, input: &[u64]) -> Result<Vec<u64>> {
         let mut sorter = RowSorter::new(keys, input.len() as u64, 3)?;
-        // Force several partitions, as a table of several GB has.
+        // Several partitions, as a table of several GB has.
         sorter.partitions = (0..5).map(|_| BufWriter::new(tempfile::tempfile().unwrap())).collect();
         for key in input {
             sorter.push(*key, &[*key as u8; 3])?;
@@ -125,13 +127,13 @@ mod tests {
             sorted(KeySpace::Index, &[0, 1, 1])
                 .unwrap_err()
                 .to_string()
-                .contains("key 1 is there twice")
+                .contains("key 1 occurs twice")
         );
         assert!(
             sorted(KeySpace::Sparse, &[9, 1, 9])
                 .unwrap_err()
                 .to_string()
-                .contains("key 9 is there twice")
+                .contains("key 9 occurs twice")
         );
     }
 }

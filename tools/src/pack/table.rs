@@ -1,8 +1,8 @@
-//! One table of a bundle: its rows encoded and in order, in a delta those that differ from the
-//! parent's, beside them the most used rows once more, placed together. Only those are kept until
-//! the table is written: one in a hundred.
+//! Writes one table of a bundle: a segment of all rows in order (in a delta, of the rows that
+//! differ from the parent's), the clustered segment of the most used rows, and the hot list. Holds
+//! only the most used rows in memory, one in a hundred.
 
-use crate::pack::RowSource;
+use crate::import::RowSource;
 use crate::pack::clustering::by_co_access;
 use crate::pack::hot::{hot_keys, is_news};
 use crate::pack::sort::RowSorter;
@@ -13,13 +13,13 @@ use hatchback::bundle::{BlobWriter, BundleWriter};
 use hatchback::flash::merge::Merge;
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
-use hatchback::flash::{Flash, PLACED_SERIAL, placed_rows_max};
+use hatchback::flash::{CLUSTERED_SERIAL, Flash, clustered_rows_max};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement, Schema, Table};
 use std::collections::HashMap;
 use std::io::Write;
 
-/// Which table is being written, and over what.
+/// The table that is being written.
 pub(crate) struct Destination<'a> {
     pub generation: &'a Generation,
     pub schema: &'a Schema,
@@ -28,23 +28,26 @@ pub(crate) struct Destination<'a> {
     pub requests: &'a [Sample],
 }
 
-/// Writes all rows of `source`, read twice where their use was counted.
+/// Writes the table with the rows of `source`. Reads `source` once more if it has counts.
 pub(crate) fn write_table(
     bundle: &mut BundleWriter,
-    of: &Destination<'_>,
+    destination: &Destination<'_>,
     source: &dyn RowSource,
     advance: &mut dyn FnMut(u64),
 ) -> Result<TableBlobs> {
-    let table = &of.schema.tables[of.number];
-    let part = if of.parent.is_some() { Part::Delta } else { Part::Base };
-    let kind = of.kind(0, part)?;
+    let table = destination.table();
+    let part = if destination.parent.is_some() { Part::Delta } else { Part::Base };
+    let kind = destination.kind(0, part)?;
     let format = kind.format();
     let hot = hot_keys(source)?;
-    let mut kept = KeptRows::new(of.keys_to_place(&hot), format.row_bytes());
+    let mut kept = KeptRows::new(destination.keys_to_cluster(&hot), format.row_bytes());
+
     let (segment, blob) = bundle.blob();
-    let old = of.parent.map(|p| anyhow::Ok(Merge::new(p.table(of.number)?))).transpose()?;
+    let parent = destination.parent.map(|p| p.table(destination.number)).transpose()?;
+    let old = parent.map(Merge::new);
     let mut rows =
         NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
+
     if table.keys == KeySpace::Index && !source.has_keys() {
         each_row(format, source, advance, |key, row| {
             kept.offer(key, row);
@@ -59,17 +62,22 @@ pub(crate) fn write_table(
         })?;
     }
     let count = rows.count;
-    ensure!(count == table.rows, "{count} rows instead of {}", table.rows);
+    ensure!(count == table.rows, "the source has {count} rows, not {}", table.rows);
     rows.finish()?.end()?;
-    let placed = if kept.keys.is_empty() { None } else { Some(of.write_placed(bundle, &kept)?) };
-    let known = of.parent.map_or(Ok(Vec::new()), |parent| parent.hot_keys(of.number))?;
+
+    let clustered = match kept.keys.is_empty() {
+        true => None,
+        false => Some(destination.write_clustered(bundle, &kept)?),
+    };
+
+    let known = destination.parent.map_or(Ok(Vec::new()), |p| p.hot_keys(destination.number))?;
     let hot = if is_news(&known, &hot) { hot } else { Vec::new() };
     let hot: Vec<u8> = hot.into_iter().flat_map(u64::to_le_bytes).collect();
     let hot = if hot.is_empty() { None } else { Some(write_blob(bundle, &hot)?) };
-    Ok(TableBlobs { segment, hot, placed })
+    Ok(TableBlobs { segment, hot, clustered })
 }
 
-/// Writes a blob that is in memory.
+/// Writes `content` as a blob; returns its number.
 pub(crate) fn write_blob(bundle: &mut BundleWriter, content: &[u8]) -> Result<u32> {
     let (number, mut blob) = bundle.blob();
     blob.write_all(content)?;
@@ -87,29 +95,31 @@ impl Destination<'_> {
         kind.context("the unit does not fit the codec")
     }
 
-    /// The most used of the `hot` keys, those that are asked for together side by side. None in a
-    /// delta, whose rows would be read from it instead, and none of a table that is never read page
-    /// by page.
-    fn keys_to_place(&self, hot: &[u64]) -> Vec<u64> {
+    /// Returns the keys of the clustered segment, in its order: the most used of the `hot` keys.
+    /// There are none in a delta, whose rows override the clustered ones, and none of a resident
+    /// table, which is never read page by page.
+    fn keys_to_cluster(&self, hot: &[u64]) -> Vec<u64> {
         let table = self.table();
         if self.parent.is_some() || table.placement == Placement::Resident {
             return Vec::new();
         }
-        let hot = &hot[..hot.len().min(placed_rows_max(table.rows) as usize)];
+        let hot = &hot[..hot.len().min(clustered_rows_max(table.rows) as usize)];
+
         let features: Vec<usize> = (0..self.schema.features.len())
             .filter(|f| usize::from(self.schema.features[*f].table) == self.number)
             .collect();
         let keys_of =
             |sample: &Sample| features.iter().flat_map(|f| &sample.sparse[*f]).copied().collect();
         let requests: Vec<Vec<u64>> = self.requests.iter().map(keys_of).collect();
+
         let per_page =
-            self.kind(PLACED_SERIAL, Part::Placed).map_or(1, |kind| kind.rows_per_page());
+            self.kind(CLUSTERED_SERIAL, Part::Clustered).map_or(1, |kind| kind.rows_per_page());
         by_co_access(hot, requests.iter().map(Vec::as_slice), per_page)
     }
 
-    fn write_placed(&self, bundle: &mut BundleWriter, kept: &KeptRows) -> Result<u32> {
+    fn write_clustered(&self, bundle: &mut BundleWriter, kept: &KeptRows) -> Result<u32> {
         let (number, blob) = bundle.blob();
-        let mut writer = SegmentWriter::new(blob, self.kind(PLACED_SERIAL, Part::Placed)?);
+        let mut writer = SegmentWriter::new(blob, self.kind(CLUSTERED_SERIAL, Part::Clustered)?);
         for (key, row) in kept.keys.iter().zip(kept.rows.chunks_exact(kept.row_bytes)) {
             writer.push(self.table().keys.order(*key), row)?;
         }
@@ -118,7 +128,7 @@ impl Destination<'_> {
     }
 }
 
-/// The encoded rows of some keys, in the order of those keys.
+/// The encoded rows of chosen keys, in the order of the keys.
 struct KeptRows {
     keys: Vec<u64>,
     at: HashMap<u64, usize>,
@@ -132,7 +142,7 @@ impl KeptRows {
         Self { at, rows: vec![0; keys.len() * row_bytes], keys, row_bytes }
     }
 
-    /// Keeps the row if it is one of those.
+    /// Stores the row if its key is one of the chosen keys.
     fn offer(&mut self, key: u64, row: &[u8]) {
         if let Some(i) = self.at.get(&key) {
             self.rows[i * self.row_bytes..][..self.row_bytes].copy_from_slice(row);
@@ -140,8 +150,8 @@ impl KeptRows {
     }
 }
 
-/// Takes a table's rows in order: all of them into a base, or into a delta what differs from the
-/// old ones.
+/// Writes the rows of a table, in order, to a segment: to a base all rows, to a delta only those
+/// that differ from the `old` rows.
 struct NewRows<'a> {
     writer: SegmentWriter<BlobWriter<'a>>,
     keys: KeySpace,
@@ -154,10 +164,12 @@ impl<'a> NewRows<'a> {
         self.count += 1;
         let order = self.keys.order(key);
         let Some(old) = &mut self.old else { return Ok(self.writer.push(order, row)?) };
+
         while let Some((gone, _)) = old.current()?.filter(|(old, _)| *old < order) {
             self.writer.delete(gone)?;
             old.advance()?;
         }
+
         let same = match old.current()?.filter(|(old, _)| *old == order) {
             None => false,
             Some((_, old_row)) => {
@@ -180,7 +192,7 @@ impl<'a> NewRows<'a> {
     }
 }
 
-/// Encodes every row of `source` and hands it to `take`.
+/// Encodes every row of `source` and passes it to `take`.
 fn each_row(
     format: RowFormat,
     source: &dyn RowSource,

@@ -1,12 +1,13 @@
-//! Quality and latency measures: AUC, logloss, percentiles, what the rows were. Never scores
-//! anything.
+//! Measures of quality and latency: AUC, logloss, latency percentiles, counts of lookup statuses.
+//! Never scores anything.
 
 use hatchback::LookupStatus;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 use std::time::Duration;
 
-/// Area under the ROC curve by ranks (Mann-Whitney), ties counted half; `None` without both labels.
+/// Returns the area under the ROC curve by ranks (Mann-Whitney); a tie counts half. Returns `None`
+/// unless both labels occur.
 pub fn auc(scores: &[f32], labels: &[f32]) -> Option<f64> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| scores[a].total_cmp(&scores[b]));
@@ -25,7 +26,8 @@ pub fn auc(scores: &[f32], labels: &[f32]) -> Option<f64> {
     Some((sum - positives * (positives + 1.0) / 2.0) / (positives * negatives))
 }
 
-/// Mean negative log likelihood, scores clamped to `1e-7..=1 - 1e-7`; `None` for no samples.
+/// Returns the mean negative log likelihood, with scores clamped to `1e-7..=1 - 1e-7`. Returns
+/// `None` without samples.
 pub fn logloss(scores: &[f32], labels: &[f32]) -> Option<f64> {
     let loss = |(&score, &label): (&f32, &f32)| {
         let p = f64::from(score).clamp(1e-7, 1.0 - 1e-7);
@@ -35,30 +37,30 @@ pub fn logloss(scores: &[f32], labels: &[f32]) -> Option<f64> {
         .then(|| scores.iter().zip(labels).map(loss).sum::<f64>() / scores.len() as f64)
 }
 
-/// The largest difference of two scores at the same place; 0 for none. NaN if one is no number,
-/// which `max` would pass over.
+/// Returns the largest difference of two scores at the same position, 0 without scores. Returns NaN
+/// if a score is NaN, which `f64::max` would skip.
 pub fn largest_difference(a: &[f32], b: &[f32]) -> f64 {
     let differences = a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs()));
     differences.fold(0.0, |most, d| if most.is_nan() || most > d { most } else { d })
 }
 
-/// What the rows of many requests were.
+/// Lookups of many requests by status.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Lookups {
-    /// The live generation's own rows.
+    /// Lookups that found the live generation's row.
     pub fresh: u64,
-    /// Default rows in place of rows that were not waited for.
+    /// Lookups that got the default row because the row did not arrive before the deadline.
     pub defaulted: u64,
-    /// Default rows for keys that the model does not have.
+    /// Lookups that got the default row because the model has no such key.
     pub absent: u64,
-    /// Default rows in place of damaged ones.
+    /// Lookups that got the default row because the stored row is damaged.
     pub damaged: u64,
-    /// Samples cut short by the deadline.
+    /// Samples that the deadline cut short.
     pub late_samples: u64,
 }
 
 impl Lookups {
-    /// Adds the samples of a request.
+    /// Adds the statuses of a request, one a sample.
     pub fn count(&mut self, statuses: &[LookupStatus]) {
         for status in statuses {
             self.fresh += u64::from(status.fresh);
@@ -69,7 +71,7 @@ impl Lookups {
         }
     }
 
-    /// Adds what another thread found.
+    /// Adds the lookups of another thread.
     pub fn add(&mut self, other: &Self) {
         self.fresh += other.fresh;
         self.defaulted += other.defaulted;
@@ -79,25 +81,25 @@ impl Lookups {
     }
 }
 
-/// Latencies of requests, kept to three digits.
+/// Latencies of requests, with three significant digits.
 pub struct Latencies {
     nanos: Histogram<u64>,
 }
 
-/// The figures that reports give.
+/// Latency percentiles of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Percentiles {
-    /// Requests measured.
+    /// Number of requests.
     pub requests: u64,
-    /// Half are faster, µs.
+    /// Median, µs.
     pub p50_us: f64,
-    /// 90 % are faster, µs.
+    /// 90th percentile, µs.
     pub p90_us: f64,
-    /// 99 % are faster, µs.
+    /// 99th percentile, µs.
     pub p99_us: f64,
-    /// 99.9 % are faster, µs.
+    /// 99.9th percentile, µs.
     pub p999_us: f64,
-    /// The slowest, µs.
+    /// Maximum, µs.
     pub max_us: f64,
 }
 
@@ -110,18 +112,18 @@ impl Default for Latencies {
 }
 
 impl Latencies {
-    /// Adds one request.
+    /// Adds the latency of one request.
     pub fn record(&mut self, time: Duration) {
         self.nanos.saturating_record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX).max(1));
     }
 
-    /// Adds another thread's requests.
+    /// Adds the requests of another thread.
     pub fn add(&mut self, other: &Self) {
-        // Both have the same bounds, so nothing can be out of range.
+        // Both histograms have the same bounds, so no value is out of range.
         let _ = self.nanos.add(&other.nanos);
     }
 
-    /// The figures so far.
+    /// Returns the percentiles so far.
     pub fn percentiles(&self) -> Percentiles {
         let at = |q| self.nanos.value_at_quantile(q) as f64 / 1e3;
         Percentiles {
@@ -155,7 +157,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn auc_is_the_share_of_ordered_pairs(samples in prop::collection::vec((0u8..20, prop::bool::ANY), 2..60)) {
+        fn auc_is_the_share_of_ordered_pairs(
+            samples in prop::collection::vec((0u8..20, prop::bool::ANY), 2..60),
+        ) {
             let scores: Vec<f32> = samples.iter().map(|s| f32::from(s.0)).collect();
             let labels: Vec<f32> = samples.iter().map(|s| f32::from(u8::from(s.1))).collect();
             let (mut won, mut pairs) = (0.0, 0.0);

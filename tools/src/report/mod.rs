@@ -1,21 +1,23 @@
-//! How results reach people and programs: aligned tables, byte and time units, JSON files. Never
-//! computes.
+//! How results reach people and programs: aligned tables, units of bytes and time, JSON documents,
+//! plots. Never measures and never computes what it shows.
 
+pub mod args;
 pub mod metrics;
+pub mod output;
 pub mod plot;
 
-use anyhow::{Context, Result};
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
-use serde::Serialize;
-use std::path::Path;
 use std::time::Duration;
 
+pub use output::{OutputClosed, is_standard_output, json_file, note, write_json, write_report};
+
 const RULE: LineStyle = LineStyle::none().fill('─').junction('─');
-/// Rules above, below and under the heads, none between rows.
+/// Horizontal rules above the heads, below the heads and below the last row.
 const STYLE: TableStyle =
     TableStyle::new().top_border(RULE).header_separator(RULE).bottom_border(RULE);
 
-/// A table with these column heads, first column left, the others right.
+/// Returns an empty table with these column heads: the first column is aligned left, the others
+/// right.
 pub fn table(heads: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(STYLE).set_header(heads);
@@ -25,7 +27,7 @@ pub fn table(heads: &[&str]) -> Table {
     table
 }
 
-/// `1536` as `1.5 KiB`.
+/// Formats a number of bytes: `1536` as `1.5 KiB`.
 pub fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = n as f64;
@@ -37,7 +39,7 @@ pub fn bytes(n: u64) -> String {
     if unit == 0 { format!("{n} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
-/// `1234567` as `1,234,567`.
+/// Formats a count: `1234567` as `1,234,567`.
 pub fn count(n: u64) -> String {
     let digits = n.to_string();
     let first = digits.len() % 3;
@@ -47,7 +49,7 @@ pub fn count(n: u64) -> String {
     head.into_iter().chain(groups).collect::<Vec<_>>().join(",")
 }
 
-/// A figure: thousands grouped, otherwise three digits that count.
+/// Formats a figure: thousands grouped, smaller values with three significant digits.
 pub fn digits(value: f64) -> String {
     match value {
         v if v >= 1000.0 => count(v.round() as u64),
@@ -58,38 +60,25 @@ pub fn digits(value: f64) -> String {
     }
 }
 
-/// Microseconds with a sensible number of digits.
+/// Formats a time in microseconds, with one decimal below 100 µs.
 pub fn micros(time: Duration) -> String {
     let us = time.as_secs_f64() * 1e6;
     if us < 100.0 { format!("{us:.1} µs") } else { format!("{us:.0} µs") }
 }
 
-/// `0.98765` as `98.77 %`.
+/// Formats a share: `0.98765` as `98.77 %`.
 pub fn percent(share: f64) -> String {
     format!("{:.2} %", 100.0 * share)
 }
 
-/// An error and what caused it, in one line; the runtime's errors say their cause themselves, so
-/// what was said already is not said again.
+/// Formats an error and its causes as one line. The runtime's errors already contain their causes,
+/// so a cause that the line already contains is left out.
 pub fn explain(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
         "" => cause,
         _ if said.contains(&cause) => said,
         _ => format!("{said}: {cause}"),
     })
-}
-
-/// Writes `value` to `path` as indented JSON; `-` is standard output.
-///
-/// # Errors
-/// The file cannot be written.
-pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(value)? + "\n";
-    if path == Path::new("-") {
-        print!("{text}");
-        return Ok(());
-    }
-    std::fs::write(path, text).with_context(|| path.display().to_string())
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
-//! Charts as SVG: panels of lines one above the other, linear or logarithmic. Draws what it is
-//! given and writes one file; never measures.
+//! Charts as SVG: panels of lines, one above the other, with linear or logarithmic axes. Draws the
+//! points of its caller and writes one file; never measures.
 
+use crate::limits::PLOT_DOTS_MAX;
 use crate::report::metrics::Percentiles;
 use anyhow::{Context, Result, anyhow};
 use hatchback::request::worker::Counters;
@@ -16,12 +17,12 @@ use std::path::Path;
 
 const WIDTH: u32 = 960;
 const HEIGHT: u32 = 600;
-/// Pixels of the column on the right that names the series.
+/// Width of the legend, the column on the right, in pixels.
 const LEGEND_WIDTH: i32 = 216;
 const FONT: &str = "Helvetica, Arial, DejaVu Sans, sans-serif";
 const INK: RGBColor = RGBColor(40, 40, 40);
 const GRID: RGBColor = RGBColor(224, 224, 224);
-/// The colours of Okabe and Ito, which colour-blind readers tell apart, darkest first.
+/// The colours of Okabe and Ito, which colour-blind readers can distinguish, darkest first.
 const COLORS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -31,24 +32,22 @@ const COLORS: [RGBColor; 7] = [
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
 ];
-/// Up to here the points of a series get a dot each.
-const DOTS_MAX: usize = 24;
 
-/// A stretch of a run: latency and hit rate in it.
+/// Latency and hit rate of one slice of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Window {
-    /// When it ended, from the start of the run.
+pub struct TimeSlice {
+    /// End of the slice, in seconds since the start of the run.
     pub seconds: f64,
-    /// Half of its requests were faster, µs.
+    /// Median latency of its requests, µs.
     pub p50_us: f64,
-    /// 99 % of its requests were faster, µs.
+    /// 99th percentile of their latency, µs.
     pub p99_us: f64,
-    /// Share of the lookups of cached tables that the cache answered.
+    /// Share of the lookups in cached tables that were cache hits, `0..=1`.
     pub hit_rate: f64,
 }
 
-impl Window {
-    /// The stretch that ended `seconds` after the start.
+impl TimeSlice {
+    /// Returns the slice that ended `seconds` after the start.
     pub fn new(seconds: f64, latency: &Percentiles, counters: &Counters) -> Self {
         Self {
             seconds,
@@ -59,55 +58,55 @@ impl Window {
     }
 }
 
-/// An axis.
+/// An axis: its label, scale and ticks.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Axis {
-    /// What is shown, with its unit.
+    /// The quantity with its unit.
     pub label: String,
-    /// Whether equal distances are equal ratios; points that are not above 0 are left out then.
+    /// Whether the axis is logarithmic. It then leaves out points that are not above 0.
     pub log: bool,
-    /// Where the labels stand; empty: where it suits.
+    /// Values that get a label. If empty, round values are chosen.
     pub ticks: Vec<f64>,
 }
 
 impl Axis {
-    /// A linear axis.
+    /// Returns a linear axis.
     pub fn linear(label: &str) -> Self {
         Self { label: label.to_owned(), ..Self::default() }
     }
 
-    /// A logarithmic axis.
+    /// Returns a logarithmic axis.
     pub fn log(label: &str) -> Self {
         Self { log: true, ..Self::linear(label) }
     }
 
-    /// The same with labels at these values.
+    /// Returns this axis with labels at `ticks`.
     pub fn at(self, ticks: &[f64]) -> Self {
         Self { ticks: ticks.to_vec(), ..self }
     }
 }
 
-/// A line.
+/// One line of a chart.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Series {
-    /// What the legend calls it.
+    /// Name in the legend.
     pub name: String,
-    /// Number of its colour; lines that belong together share one.
+    /// Number of its colour. Lines that belong together share one.
     pub color: usize,
-    /// Whether it is dashed.
+    /// Whether the line is dashed.
     pub dashed: bool,
-    /// Its points by ascending x.
+    /// Points `(x, y)` by ascending x.
     pub points: Vec<(f64, f64)>,
 }
 
-/// A chart of its own within the picture.
+/// One chart of a picture.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Panel {
-    /// The horizontal axis.
+    /// Horizontal axis.
     pub x: Axis,
-    /// The vertical axis.
+    /// Vertical axis.
     pub y: Axis,
-    /// The lines.
+    /// Lines, in the order of the legend.
     pub series: Vec<Series>,
 }
 
@@ -123,8 +122,8 @@ pub fn lines(path: &Path, title: &str, x: Axis, y: Axis, series: Vec<Series>) ->
 ///
 /// # Errors
 /// The file cannot be written.
-pub fn over_time(path: &Path, title: &str, points: &[Window]) -> Result<()> {
-    let line = |name: &str, color, dashed, y: fn(&Window) -> f64| Series {
+pub fn over_time(path: &Path, title: &str, points: &[TimeSlice]) -> Result<()> {
+    let line = |name: &str, color, dashed, y: fn(&TimeSlice) -> f64| Series {
         name: name.to_owned(),
         color,
         dashed,
@@ -172,14 +171,16 @@ fn draw_panel(area: &Area<'_>, panel: &Panel) -> Result<()> {
     let (left, right) = area.split_horizontally(WIDTH as i32 - LEGEND_WIDTH);
     let kept: Vec<Vec<(f64, f64)>> = panel.series.iter().map(|s| panel.shown(s)).collect();
     let all = || kept.iter().flatten();
-    let x = Scale::new(&panel.x, all().map(|p| p.0), true);
-    let y = Scale::new(&panel.y, all().map(|p| p.1), false);
+    let x = Scale::new(&panel.x, all().map(|p| p.0), Fit::Tight);
+    let y = Scale::new(&panel.y, all().map(|p| p.1), Fit::Round);
+
     let mut chart = ChartBuilder::on(&left)
         .margin(12)
         .x_label_area_size(52)
         .y_label_area_size(84)
         .build_cartesian_2d(x, y)
         .map_err(failed)?;
+
     chart
         .configure_mesh()
         .max_light_lines(0)
@@ -191,9 +192,10 @@ fn draw_panel(area: &Area<'_>, panel: &Panel) -> Result<()> {
         .y_desc(panel.y.label.as_str())
         .draw()
         .map_err(failed)?;
+
     for (series, points) in panel.series.iter().zip(kept) {
         let style = series.stroke();
-        if points.len() <= DOTS_MAX {
+        if points.len() <= PLOT_DOTS_MAX {
             let dots = points.iter().map(|&p| Circle::new(p, 4, style.filled()));
             chart.draw_series(dots).map_err(failed)?;
         }
@@ -203,10 +205,11 @@ fn draw_panel(area: &Area<'_>, panel: &Panel) -> Result<()> {
             chart.draw_series(LineSeries::new(points, style)).map_err(failed)?;
         }
     }
+
     panel.series.iter().enumerate().try_for_each(|(i, series)| draw_name(&right, i, series))
 }
 
-/// Line `number` of the legend.
+/// Draws line `number` of the legend.
 fn draw_name(area: &Area<'_>, number: usize, series: &Series) -> Result<()> {
     let y = 24 + 26 * number as i32;
     let line = vec![(4, y), (40, y)];
@@ -226,14 +229,23 @@ impl Series {
 }
 
 impl Panel {
-    /// The points of `series` that the axes can show.
+    /// Returns the points of `series` that the axes can show.
     fn shown(&self, series: &Series) -> Vec<(f64, f64)> {
         let fits = |axis: &Axis, v: f64| v.is_finite() && (!axis.log || v > 0.0);
         series.points.iter().copied().filter(|p| fits(&self.x, p.0) && fits(&self.y, p.1)).collect()
     }
 }
 
-/// An axis with its range and labels settled.
+/// Where an axis ends.
+#[derive(Clone, Copy)]
+enum Fit {
+    /// At the first and the last value.
+    Tight,
+    /// At round values that enclose the values.
+    Round,
+}
+
+/// An axis with its final range and ticks.
 struct Scale {
     log: bool,
     range: Range<f64>,
@@ -241,20 +253,22 @@ struct Scale {
 }
 
 impl Scale {
-    /// Fits an axis to `values`: `tight` keeps to them, otherwise the ends are round.
-    fn new(axis: &Axis, values: impl Iterator<Item = f64>, tight: bool) -> Self {
+    /// Fits an axis to `values`.
+    fn new(axis: &Axis, values: impl Iterator<Item = f64>, fit: Fit) -> Self {
         let place = |v: f64| if axis.log { v.log10() } else { v };
         let (low, high) = values
             .map(place)
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), v| (low.min(v), high.max(v)));
         let (low, high) = widen(low, high);
         let all = if axis.log { ratio_ticks(low, high) } else { even_ticks(low, high) };
-        let (low, high) = match (tight, axis.log) {
-            (true, true) => (low - 0.04 * (high - low), high + 0.04 * (high - low)),
-            // A run is shown from its start, not from the end of its first window.
-            (true, false) => (if low > 0.0 && low < high / 5.0 { 0.0 } else { low }, high),
-            (false, _) => (place(all[0]).min(low), place(all[all.len() - 1]).max(high)),
+
+        let (low, high) = match (fit, axis.log) {
+            (Fit::Tight, true) => (low - 0.04 * (high - low), high + 0.04 * (high - low)),
+            // A plot over time starts at 0, not at the end of the first slice.
+            (Fit::Tight, false) => (if low > 0.0 && low < high / 5.0 { 0.0 } else { low }, high),
+            (Fit::Round, _) => (place(all[0]).min(low), place(all[all.len() - 1]).max(high)),
         };
+
         let wanted = if axis.ticks.is_empty() { all } else { axis.ticks.clone() };
         let inside = |v: &f64| (low - 1e-9..=high + 1e-9).contains(&place(*v));
         Self { log: axis.log, range: low..high, ticks: wanted.into_iter().filter(inside).collect() }
@@ -265,7 +279,7 @@ impl Scale {
     }
 }
 
-/// A range that is not empty, whatever the values were.
+/// Returns a range that is not empty, whatever the values were.
 fn widen(low: f64, high: f64) -> (f64, f64) {
     if low > high {
         (0.0, 1.0)
@@ -277,7 +291,7 @@ fn widen(low: f64, high: f64) -> (f64, f64) {
     }
 }
 
-/// About six round values that enclose `low..=high`.
+/// Returns about six round values that enclose `low..=high`.
 fn even_ticks(low: f64, high: f64) -> Vec<f64> {
     let rough = (high - low) / 5.0;
     let unit = 10f64.powf(rough.log10().floor());
@@ -288,8 +302,8 @@ fn even_ticks(low: f64, high: f64) -> Vec<f64> {
     (first..=last).map(|i| i as f64 * step).collect()
 }
 
-/// Powers of ten that enclose `low..=high` (both logarithms), with 2 and 5 in between where there
-/// is room.
+/// Returns powers of ten that enclose `low..=high` (both logarithms). A short range also gets their
+/// multiples by 2 and 5.
 fn ratio_ticks(low: f64, high: f64) -> Vec<f64> {
     let between: &[f64] = if high - low > 3.5 { &[1.0] } else { &[1.0, 2.0, 5.0] };
     let decades = low.floor() as i32..=high.ceil() as i32;
@@ -338,10 +352,10 @@ impl ValueFormatter<f64> for Scale {
 mod tests {
     use super::*;
 
-    fn run() -> Vec<Window> {
+    fn run() -> Vec<TimeSlice> {
         let at = |i: u32| {
             let t = f64::from(i) / 2.0;
-            Window {
+            TimeSlice {
                 seconds: t,
                 p50_us: 60.0 + 300.0 * (-t / 3.0).exp(),
                 p99_us: 700.0 + 2000.0 * (-t / 4.0).exp(),

@@ -1,8 +1,11 @@
-//! `keys`: a fleet's signing keys and its root of trust. Keys are PKCS#8 files (Ed25519) of a
-//! folder, one each; another store of keys is another `KeySource`. A new root is made of the old
-//! one, whichever keys are at hand, and is signed by the keys of the old one too, so that a car
-//! that trusts the old one can follow. Never signs releases: that is `publish`.
+//! `keys`: makes and rotates a fleet's signing keys and its root of trust. Each key is a PKCS#8
+//! file (Ed25519) in a folder; another store of keys needs another `KeySource`. A new root starts
+//! as a copy of the old root and also carries signatures by the old root's keys, so that a car that
+//! trusts the old root accepts the new one. Never signs releases: `publish` does.
 
+use crate::report;
+use crate::repository::clock::{DAY_S, now, timestamp};
+use crate::say;
 use anyhow::{Context, Result, ensure};
 use aws_lc_rs::rand::SystemRandom;
 use aws_lc_rs::signature::Ed25519KeyPair;
@@ -36,84 +39,85 @@ enum Action {
         /// An empty folder for the keys and roots
         keys: PathBuf,
         /// Keys of the root role; keep them offline
-        #[arg(long, default_value_t = 3)]
+        #[arg(long, default_value_t = 3, value_parser = report::args::at_least_one)]
         root_keys: usize,
         /// Signatures that a new root needs
-        #[arg(long, default_value_t = 2)]
+        #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..))]
         root_threshold: u64,
         /// Keys of each of the other roles
-        #[arg(long, default_value_t = 1)]
+        #[arg(long, default_value_t = 1, value_parser = report::args::at_least_one)]
         role_keys: usize,
         /// Signatures that each of the other roles needs
-        #[arg(long, default_value_t = 1)]
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
         role_threshold: u64,
         /// Days until the root expires
-        #[arg(long, default_value_t = 365)]
+        #[arg(long, default_value_t = 365, value_parser = report::args::days)]
         days: u64,
     },
-    /// Replaces the keys of a role by as many new ones, which revokes the old ones
+    /// Replaces the keys of a role by as many new keys, which revokes the old keys
     Rotate {
-        /// The folder of the keys and roots. As many root keys as must sign have to lie in it; all
-        /// others may be elsewhere
+        /// The folder of the keys and roots. It must hold as many root keys as a new root needs
+        /// signatures; all other keys may be elsewhere
         keys: PathBuf,
         /// root, targets, snapshot or timestamp
         role: RoleType,
         /// Days until the new root expires
-        #[arg(long, default_value_t = 365)]
+        #[arg(long, default_value_t = 365, value_parser = report::args::days)]
         days: u64,
     },
 }
 
-/// Seconds of a day.
-pub const DAY_S: u64 = 24 * 3600;
-
-/// The four roles with how many keys each has and how many must sign.
+/// The four roles of TUF.
 pub const ROLES: [RoleType; 4] =
     [RoleType::Root, RoleType::Targets, RoleType::Snapshot, RoleType::Timestamp];
 
 /// Runs the command.
 ///
 /// # Errors
-/// The folder cannot be written, or holds no root or too few keys.
+/// The folder cannot be written, or lacks a root or keys.
 pub fn run(args: &KeysArgs) -> Result<()> {
-    let now = crate::sync::now()?;
+    let now = now()?;
     let path = match &args.action {
         Action::New { keys, root_keys, root_threshold, role_keys, role_threshold, days } => {
-            let other = (*role_keys, *role_threshold);
-            let counts = [(*root_keys, *root_threshold), other, other, other];
-            new_fleet(keys, counts, now + days * DAY_S)?
+            let root = RoleCounts { keys: *root_keys, threshold: *root_threshold };
+            let other = RoleCounts { keys: *role_keys, threshold: *role_threshold };
+            new_fleet(keys, [root, other, other, other], now + days * DAY_S)?
         }
         Action::Rotate { keys, role, days } => rotate(keys, *role, now + days * DAY_S)?,
     };
-    println!("{}", path.display());
-    Ok(())
+    say!("{}", path.display())
 }
 
-/// A runtime for the asynchronous crates; what it runs is ours alone.
+/// Runs `work` to its end on this thread, for the crates that are asynchronous.
 ///
 /// # Errors
-/// The system refused.
+/// The system has no resources for a runtime.
 pub fn block_on<T>(work: impl Future<Output = T>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().build()?;
     Ok(runtime.block_on(work))
 }
 
-/// The time in the form that metadata have.
-///
-/// # Errors
-/// It is beyond the calendar.
-pub fn timestamp(seconds: u64) -> Result<jiff::Timestamp> {
-    Ok(jiff::Timestamp::from_second(i64::try_from(seconds)?)?)
+/// How many keys a role has, and how many of them must sign.
+#[derive(Clone, Copy, Debug)]
+pub struct RoleCounts {
+    /// Number of keys.
+    pub keys: usize,
+    /// Number of keys that must sign.
+    pub threshold: u64,
 }
 
-/// Makes the keys of a new fleet in `folder`, for each of `ROLES` how many and how many must sign,
-/// and its first root, which expires at `expires` (seconds since 1970). Returns the root's path.
+/// Makes the keys of a new fleet in `folder`, `counts` for each of [`ROLES`], and its first root,
+/// which expires at `expires` (seconds since 1970). Returns the root's path.
 ///
 /// # Errors
-/// The folder holds a root already or cannot be written.
-pub fn new_fleet(folder: &Path, counts: [(usize, u64); 4], expires: u64) -> Result<PathBuf> {
+/// The folder already has a root or cannot be written, or a threshold is not possible.
+pub fn new_fleet(folder: &Path, counts: [RoleCounts; 4], expires: u64) -> Result<PathBuf> {
     std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
-    ensure!(roots(folder)?.is_empty(), "{}: holds a root already", folder.display());
+    ensure!(
+        roots(folder)?.is_empty(),
+        "{}: the folder already has a root; rotate its keys with `hatchback keys rotate`",
+        folder.display()
+    );
     let mut root = Root {
         spec_version: "1.0.0".to_owned(),
         consistent_snapshot: true,
@@ -123,20 +127,31 @@ pub fn new_fleet(folder: &Path, counts: [(usize, u64); 4], expires: u64) -> Resu
         roles: HashMap::new(),
         _extra: HashMap::new(),
     };
-    for (role, (keys, threshold)) in ROLES.into_iter().zip(counts) {
-        let threshold = NonZeroU64::new(threshold).context("a threshold of 0 proves nothing")?;
-        ensure!(threshold.get() <= keys as u64, "{role}: {keys} keys for {threshold}");
+
+    for (role, RoleCounts { keys, threshold }) in ROLES.into_iter().zip(counts) {
+        let threshold = NonZeroU64::new(threshold)
+            .with_context(|| format!("{role}: the threshold is 0, at least 1 key must sign"))?;
+        ensure!(
+            threshold.get() <= keys as u64,
+            "{role}: {threshold} keys must sign, but the role has only {keys}"
+        );
         root.roles.insert(role, RoleKeys { keyids: Vec::new(), threshold, _extra: HashMap::new() });
     }
-    let fresh: Vec<_> = ROLES.into_iter().zip(counts.map(|(keys, _)| keys)).collect();
+
+    let fresh: Vec<_> = ROLES
+        .into_iter()
+        .zip(counts)
+        .map(|(role, counts)| NewKeys { role, keys: counts.keys })
+        .collect();
     Ok(write_root(folder, None, root, &fresh)?.0)
 }
 
-/// Gives `role` as many new keys as it had and makes the root that says so. The old keys sign no
-/// more. Nothing in the folder changes before the new root is signed.
+/// Gives `role` as many new keys as it had, in a new root that expires at `expires`. Moves the old
+/// keys to the folder `retired`. Nothing in the folder changes before the new root is signed.
+/// Returns the root's path.
 ///
 /// # Errors
-/// There is no root, too few of the root role's keys are in the folder, or it cannot be written.
+/// The folder has no root or too few of the root role's keys, or cannot be written.
 pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
     let (old, bytes) = newest_root(folder)?;
     let revoked = &old
@@ -147,8 +162,11 @@ pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
         .keyids;
     let version = old.signed.version.checked_add(1).context("version")?;
     let root = Root { version, expires: timestamp(expires)?, ..old.signed.clone() };
-    let (path, root) =
-        write_root(folder, Some((&old.signed, &bytes)), root, &[(role, revoked.len())])?;
+
+    let old_root = OldRoot { root: &old.signed, bytes: &bytes };
+    let fresh = [NewKeys { role, keys: revoked.len() }];
+    let (path, root) = write_root(folder, Some(old_root), root, &fresh)?;
+
     let retired = folder.join("retired");
     std::fs::create_dir_all(&retired).with_context(|| retired.display().to_string())?;
     for path in key_files(folder)? {
@@ -160,7 +178,7 @@ pub fn rotate(folder: &Path, role: RoleType, expires: u64) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Writes a file that is not there yet, durably and under its name only once it is whole.
+/// Writes a new file durably. The file gets its name only when it is complete.
 fn write_new(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     let write = || {
@@ -176,7 +194,7 @@ fn write_new(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
 
 type KeyId = Decoded<Hex>;
 
-/// The public half of a key, under its name.
+/// Returns the public half of a key, with its id.
 fn public(key: &[u8]) -> Result<(KeyId, Key)> {
     let key = parse_keypair(key)?.tuf_key();
     Ok((key.key_id()?, key))
@@ -198,7 +216,7 @@ fn key_files(folder: &Path) -> Result<Vec<PathBuf>> {
     files(folder, |name| name.ends_with(".pk8"))
 }
 
-/// Every key of the folder.
+/// Returns every key of the folder.
 ///
 /// # Errors
 /// The folder cannot be read.
@@ -210,44 +228,66 @@ pub fn sources(folder: &Path) -> Result<Vec<Box<dyn KeySource>>> {
         .collect())
 }
 
-/// The roots of the folder, oldest first, with their versions.
+/// A root of the folder of keys.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct RootFile {
+    /// Version of the root.
+    pub version: u64,
+    /// Path of the file.
+    pub path: PathBuf,
+}
+
+/// Returns the roots of the folder, oldest first.
 ///
 /// # Errors
 /// The folder cannot be read.
-pub fn roots(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
+pub fn roots(folder: &Path) -> Result<Vec<RootFile>> {
     let version =
         |path: &PathBuf| path.file_name()?.to_str()?.strip_suffix(".root.json")?.parse().ok();
     let paths = files(folder, |name| name.ends_with(".root.json"))?;
-    let mut roots: Vec<(u64, PathBuf)> =
-        paths.into_iter().filter_map(|p| Some((version(&p)?, p))).collect();
+    let root = |path| Some(RootFile { version: version(&path)?, path });
+    let mut roots: Vec<RootFile> = paths.into_iter().filter_map(root).collect();
     roots.sort();
     Ok(roots)
 }
 
-/// The newest root of the folder, and its bytes.
+/// Returns the newest root of the folder, and its bytes.
 fn newest_root(folder: &Path) -> Result<(Signed<Root>, Vec<u8>)> {
     let roots = roots(folder)?;
-    let (_, path) = roots.last().with_context(|| format!("{}: holds no root", folder.display()))?;
+    let no_root = || format!("{}: no root; make one with `hatchback keys new`", folder.display());
+    let path = &roots.last().with_context(no_root)?.path;
     let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
     Ok((serde_json::from_slice(&bytes).with_context(|| path.display().to_string())?, bytes))
 }
 
-/// Gives the roles of `fresh` so many new keys in `root`, signs it, also as `old` demands, and
-/// writes the keys and then the root. Returns the root with its path.
+/// The root before a rotation.
+struct OldRoot<'a> {
+    root: &'a Root,
+    bytes: &'a [u8],
+}
+
+/// New keys that a role gets.
+struct NewKeys {
+    role: RoleType,
+    keys: usize,
+}
+
+/// Gives `root` the new keys of `fresh`, signs it with its own keys and with those of the `old`
+/// root, and writes the keys and then the root. Returns the root with its path.
 fn write_root(
     folder: &Path,
-    old: Option<(&Root, &[u8])>,
+    old: Option<OldRoot<'_>>,
     mut root: Root,
-    fresh: &[(RoleType, usize)],
+    fresh: &[NewKeys],
 ) -> Result<(PathBuf, Root)> {
     let staged = tempfile::tempdir_in(folder).with_context(|| folder.display().to_string())?;
-    for &(role, count) in fresh {
+    for &NewKeys { role, keys } in fresh {
         let mut keyids = Vec::new();
-        for _ in 0..count {
-            let private =
-                Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).context("no randomness")?;
+        for _ in 0..keys {
+            let private = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())
+                .context("the system has no random numbers")?;
             let (id, key) = public(private.as_ref())?;
-            // By its own name, so that none is ever written over.
+            // A name with the key's id: no file is ever overwritten.
             let name = format!("{role}-{}-{}.pk8", root.version, hex(&id[..4]));
             write_new(&staged.path().join(name), private.as_ref(), 0o600)?;
             keyids.push(id.clone());
@@ -256,6 +296,7 @@ fn write_root(
         root.roles.get_mut(&role).with_context(|| format!("the root has no role {role}"))?.keyids =
             keyids;
     }
+
     let listed: HashSet<KeyId> =
         root.roles.values().flat_map(|keys| &keys.keyids).cloned().collect();
     root.keys.retain(|id, _| listed.contains(id));
@@ -268,17 +309,23 @@ fn write_root(
         block_on(SignedRole::new(root.clone(), &holder, &signers, &rng))
     };
     let mut signed = sign_as(&root)??;
-    if let Some((old, _)) = old {
-        signed = signed.add_old_signatures(sign_as(old)??.signed().signatures.clone())?;
+    if let Some(old) = &old {
+        signed = signed.add_old_signatures(sign_as(old.root)??.signed().signatures.clone())?;
     }
-    // As a car will see it.
+
+    // A car verifies the new root in this way.
     let followed = match old {
-        Some((_, bytes)) => TrustedMetadataSet::from_root(bytes)?.update_root(signed.buffer()),
+        Some(old) => TrustedMetadataSet::from_root(old.bytes)?.update_root(signed.buffer()),
         None => TrustedMetadataSet::from_root(signed.buffer()).map(drop),
     };
-    let too_few =
-        || format!("{}: are enough of the root's keys here? Nothing was changed", folder.display());
+    let too_few = || {
+        format!(
+            "{}: the folder lacks root keys that must sign. Nothing was changed",
+            folder.display()
+        )
+    };
     followed.with_context(too_few)?;
+
     for key in key_files(staged.path())? {
         std::fs::rename(&key, folder.join(key.file_name().unwrap_or_default()))?;
     }
@@ -292,18 +339,20 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    /// A fleet of three root keys of which two sign and two of each other role, as the
-    /// documentation has it.
+    /// A fleet as in the documentation: three root keys of which two sign, and two keys of each
+    /// other role.
     fn fleet() -> (tempfile::TempDir, PathBuf, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let (here, away) = (folder.path().join("here"), folder.path().join("away"));
-        new_fleet(&here, [(3, 2), (2, 2), (2, 2), (2, 2)], 2_000_000_000).unwrap();
+        let (root, other) =
+            (RoleCounts { keys: 3, threshold: 2 }, RoleCounts { keys: 2, threshold: 2 });
+        new_fleet(&here, [root, other, other, other], 2_000_000_000).unwrap();
         std::fs::create_dir(&away).unwrap();
         (folder, here, away)
     }
 
-    /// Takes `n` keys of a role from one folder to another.
-    fn carry(role: &str, n: usize, from: &Path, to: &Path) {
+    /// Moves `n` keys of a role from one folder to another.
+    fn move_keys(role: &str, n: usize, from: &Path, to: &Path) {
         let keys = files(from, |name| name.starts_with(role) && name.ends_with(".pk8")).unwrap();
         assert!(keys.len() >= n);
         keys.iter()
@@ -328,9 +377,9 @@ mod tests {
     fn keys_that_are_elsewhere_stay_in_force() {
         let (_folder, here, away) = fleet();
         let before = listed(&here);
-        carry("root", 1, &here, &away);
-        carry("targets", 2, &here, &away);
-        carry("timestamp", 1, &here, &away);
+        move_keys("root", 1, &here, &away);
+        move_keys("targets", 2, &here, &away);
+        move_keys("timestamp", 1, &here, &away);
         rotate(&here, RoleType::Timestamp, 2_000_000_001).unwrap();
         let after = listed(&here);
         assert_eq!(after.each_ref().map(HashSet::len), [3, 2, 2, 2]);
@@ -341,7 +390,7 @@ mod tests {
         );
 
         // The key that was away signs with one of the others, and all three are replaced.
-        carry("root", 1, &away, &here);
+        move_keys("root", 1, &away, &here);
         let held = files(&here, |name| name.starts_with("root-1-")).unwrap();
         assert_eq!(held.len(), 3);
         std::fs::rename(&held[1], away.join(held[1].file_name().unwrap())).unwrap();
@@ -359,14 +408,14 @@ mod tests {
     fn a_rotation_without_enough_root_keys_changes_nothing() {
         let (_folder, here, away) = fleet();
         let before = listed(&here);
-        carry("root", 2, &here, &away);
+        move_keys("root", 2, &here, &away);
         let held = content(&here);
         for role in ROLES {
             let refused = rotate(&here, role, 2_000_000_001).unwrap_err().to_string();
             assert!(refused.contains("Nothing was changed"), "{refused}");
             assert_eq!(content(&here), held);
         }
-        carry("root", 2, &away, &here);
+        move_keys("root", 2, &away, &here);
         rotate(&here, RoleType::Snapshot, 2_000_000_001).unwrap();
         assert!(listed(&here)[2].is_disjoint(&before[2]) && listed(&here)[0] == before[0]);
         for key in key_files(&here).unwrap() {

@@ -1,7 +1,11 @@
-//! The repository's side.
+//! The publisher's side of updates: signing keys, and the repository from which a fleet fetches its
+//! releases. Never runs in a car.
 
+mod clock;
 pub mod keys;
 pub mod prune;
 pub mod publish;
 mod state;
 pub mod store;
+
+pub use clock::{now, timestamp};

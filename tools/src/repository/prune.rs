@@ -1,130 +1,143 @@
-//! `prune`: removes from a repository what no release needs any more: chunks, manifests and old
-//! metadata. What cars were led to within the grace stays, and so does what was put there within
-//! it, for a publisher may be about to name it. Each object is removed by itself and none that a
-//! listed release names: a prune that is killed leaves a whole repository, and the next one goes
-//! on.
+//! `prune`: removes objects from a repository that no release needs any more: chunks, manifests and
+//! old metadata. It keeps every object that is referenced by metadata to which a timestamp led cars
+//! within the grace period, and every object that was uploaded within it, because a running publish
+//! may be about to reference it. It removes object after object and none that a listed release
+//! references: an interrupted prune leaves a valid repository, and the next prune continues. Never
+//! removes a root.
 
 use crate::report;
-use crate::repository::keys::DAY_S;
+use crate::repository::clock::{DAY_S, now};
 use crate::repository::publish::{Change, publish};
-use crate::repository::state::{Past, RepositoryState, present};
+use crate::repository::state::{Past, RepositoryState};
 use crate::repository::store::{DryRun, Object, Objects, Store};
+use crate::say;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hatchback::bundle::manifest::{Hash, Manifest};
+use hatchback::bundle::manifest::{Generation, Hash, Manifest};
 use hatchback::update::release::{SHARE, chunk_path, manifest_path, parse_name};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use tough::schema::Targets;
+use tough::schema::{Target, Targets};
 
-/// Removes from a repository what no release needs any more
+/// Removes objects from a repository that no release needs any more
 #[derive(Args, Debug)]
 pub struct PruneArgs {
-    /// The repository, as `publish` has it
+    /// The repository, as for `publish`
     #[arg(long)]
     to: String,
     /// The folder of the keys and roots
     #[arg(long)]
     keys: PathBuf,
-    /// Takes all but the newest so many releases of each model off the list first, but none from
-    /// the newest snapshot on: every car finds a way. Keep more than are published while a car is
-    /// on probation [default: all that are listed]
+    /// First unlists all but the newest RELEASES of each model, but never the newest snapshot or a
+    /// later release: every car finds a way to the newest release. Keep more releases than are
+    /// published while a car is on probation [default: all that are listed]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     releases: Option<u64>,
-    /// Days for which what is no longer listed stays: longer than the slowest download, and than
-    /// any cache before the repository
-    #[arg(long, default_value_t = 14)]
+    /// Days for which unlisted objects stay: longer than the slowest download, and longer than any
+    /// cache in front of the repository keeps a file
+    #[arg(long, default_value_t = 14, value_parser = clap::value_parser!(u64).range(..36_500))]
     grace_days: u64,
-    /// Days until cars take the timestamp for frozen, where releases are taken off the list
-    #[arg(long, default_value_t = 7)]
+    /// Days until the new timestamp expires, if releases are unlisted
+    #[arg(long, default_value_t = 7, value_parser = report::args::days)]
     days: u64,
-    /// Says what would be done, and does nothing
+    /// Prints what would be done, and removes nothing
     #[arg(long)]
     dry_run: bool,
-    /// Prints the result as JSON
-    #[arg(long)]
-    json: bool,
+    /// Writes the result as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
+    json: Option<PathBuf>,
 }
 
-/// What is to stay.
+/// What a prune keeps.
 #[derive(Clone, Copy, Debug)]
-pub struct Window {
-    /// Releases of each model that stay on the list; `None` for all.
+pub struct Retention {
+    /// Releases of each model that stay listed; `None` for all.
     pub releases: Option<u64>,
-    /// Seconds for which what is no longer listed stays.
+    /// Seconds for which unlisted objects stay.
     pub grace_s: u64,
     /// Seconds until a new timestamp expires.
     pub expires_s: u64,
 }
 
-/// What was removed.
+/// The result of a prune.
 #[derive(Debug, Default, Serialize)]
 pub struct Pruned {
-    /// Targets that were taken off the list. What they alone name goes once the grace is over.
+    /// Targets that were unlisted. Objects that only they reference go after the grace period.
     pub unlisted: Vec<String>,
     /// Objects that were removed.
     pub removed: u64,
-    /// Bytes of them.
+    /// Bytes of the removed objects.
     pub removed_bytes: u64,
     /// Objects that stay.
     pub kept: u64,
-    /// Bytes of them.
+    /// Bytes of the objects that stay.
     pub kept_bytes: u64,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// The repository is not whole or not this fleet's; nothing was removed then. Or the store refused.
+/// The repository is incomplete or not this fleet's, and nothing was removed. Or the store fails.
 pub fn run(args: &PruneArgs) -> Result<()> {
     let store = Objects::open(&args.to)?;
     let dry = DryRun(&store);
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
     let (grace_s, expires_s) = (args.grace_days * DAY_S, args.days * DAY_S);
-    let window = Window { releases: args.releases, grace_s, expires_s };
-    let done = prune(store, &args.keys, &window, crate::sync::now()?)?;
-    if args.json {
-        return report::write_json(Path::new("-"), &done);
-    }
-    done.unlisted.iter().for_each(|name| println!("- {name}"));
-    let [removed, kept] = [done.removed, done.kept].map(report::count);
-    let [removed_bytes, kept_bytes] = [done.removed_bytes, done.kept_bytes].map(report::bytes);
-    let dry = if args.dry_run { " (dry run: nothing was removed)" } else { "" };
-    println!("{removed} objects removed, {removed_bytes}; {kept} stay, {kept_bytes}{dry}");
-    Ok(())
+    let retention = Retention { releases: args.releases, grace_s, expires_s };
+    let done = prune(store, &args.keys, &retention, now()?)?;
+
+    report::write_report(args.json.as_deref(), &done, || {
+        done.print()?;
+        if args.dry_run { say!("dry run: nothing was removed") } else { Ok(()) }
+    })
 }
 
-/// Removes what is outside `window` from `store`, as of `now` (seconds since 1970).
+impl Pruned {
+    fn print(&self) -> Result<()> {
+        self.unlisted.iter().try_for_each(|name| say!("- {name}"))?;
+        let [removed, kept] = [self.removed, self.kept].map(report::count);
+        let [removed_bytes, kept_bytes] = [self.removed_bytes, self.kept_bytes].map(report::bytes);
+        say!("{removed} objects removed, {removed_bytes}; {kept} stay, {kept_bytes}")
+    }
+}
+
+/// Removes all objects from `store` that `retention` does not keep, at the time `now` in seconds
+/// since 1970.
 ///
 /// # Errors
-/// The repository is not whole or not signed by the keys in `keys`; nothing was removed then. Or
-/// the store refused.
-pub fn prune(store: &dyn Store, keys: &Path, window: &Window, now: u64) -> Result<Pruned> {
-    // Listed before it is known what is named: what comes meanwhile is not in the list.
+/// The repository is incomplete or not signed by the keys in `keys`, and nothing was removed. Or
+/// the store fails.
+pub fn prune(store: &dyn Store, keys: &Path, retention: &Retention, now: u64) -> Result<Pruned> {
+    // The list comes first: it lacks every object that is uploaded after the metadata were read.
     let objects = store.list()?;
-    let present = present(store, keys)?;
+    let state = RepositoryState::read(store, keys)?;
     ensure!(
-        !present.is_outdated,
-        "the targets' keys were replaced since the last publish: publish first"
+        !state.is_outdated,
+        "the targets' key was rotated after the last publish: publish first, then prune"
     );
-    let listed = &present.signed.as_ref().context("nothing is published here")?.signed;
-    let named = named(store, &present, now.saturating_sub(window.grace_s))?;
-    let mut done = Pruned { unlisted: outside(listed, window.releases), ..Pruned::default() };
+    let listed = &state.signed.as_ref().context("nothing is published in this repository")?.signed;
+
+    let referenced = referenced(store, &state, now.saturating_sub(retention.grace_s))?;
+    let mut done = Pruned { unlisted: surplus(listed, retention.releases), ..Pruned::default() };
     for object in objects {
-        let (count, bytes) = if is_old(&object, &named, window.grace_s, now) {
+        let is_needed = referenced.contains(&object.path);
+        if !is_needed && is_removable(&object, retention.grace_s, now) {
             store.delete(&object.path).with_context(|| object.path.clone())?;
-            (&mut done.removed, &mut done.removed_bytes)
+            done.removed += 1;
+            done.removed_bytes += object.bytes;
         } else {
-            (&mut done.kept, &mut done.kept_bytes)
-        };
-        (*count, *bytes) = (*count + 1, *bytes + object.bytes);
+            done.kept += 1;
+            done.kept_bytes += object.bytes;
+        }
     }
+
     if !done.unlisted.is_empty() {
         let change = Change {
             revoke: done.unlisted.clone(),
-            expires_s: window.expires_s,
+            expires_s: retention.expires_s,
             ..Change::default()
         };
         publish(store, keys, &change, now)?;
@@ -132,80 +145,92 @@ pub fn prune(store: &dyn Store, keys: &Path, window: &Window, now: u64) -> Resul
     Ok(done)
 }
 
-/// Whether `object` is one that `publish` made, is named by nothing and has been there for the
-/// whole grace.
-fn is_old(object: &Object, named: &BTreeSet<String>, grace_s: u64, now: u64) -> bool {
+/// Returns whether `publish` made `object` and the whole grace period has passed since.
+fn is_removable(object: &Object, grace_s: u64, now: u64) -> bool {
     let path = object.path.as_str();
     let is_version = [".targets.json", ".snapshot.json"].iter().any(|role| path.ends_with(role));
     let ours = match path.split_once('/') {
-        // Never a root: cars that are far behind need each of them.
+        // A root stays: a car that was off for long needs every one.
         Some(("metadata", _)) => is_version,
         Some(("chunks" | "targets", _)) => true,
         _ => false,
     };
-    ours && !named.contains(path) && object.modified.saturating_add(grace_s) <= now
+    ours && object.modified.saturating_add(grace_s) <= now
 }
 
-/// The objects that cars may ask for: all that the metadata name which they were led to since
-/// `since`. The newest must be whole; of older ones an earlier prune may have taken some.
-fn named(store: &dyn Store, present: &RepositoryState, since: u64) -> Result<BTreeSet<String>> {
-    let (mut named, mut next) = (BTreeSet::new(), present.snapshot);
+/// Returns the objects that cars may request: all that are referenced by metadata to which a
+/// timestamp led cars since the time `since`. The newest metadata must be complete; an earlier
+/// prune may have removed parts of older ones.
+fn referenced(store: &dyn Store, state: &RepositoryState, since: u64) -> Result<BTreeSet<String>> {
+    let (mut referenced, mut next) = (BTreeSet::new(), state.snapshot);
     while next > 0 {
-        let is_newest = next == present.snapshot;
+        let is_newest = next == state.snapshot;
         let past = Past::read(store, next)?;
         ensure!(past.is_some() || !is_newest, "metadata of version {next} are missing");
         let Some(past) = past else { break };
+
         for (name, target) in &past.targets.targets {
             let hash: Hash =
                 target.hashes.sha256.as_ref().try_into().context(name.raw().to_owned())?;
             let path = manifest_path(name.raw(), &hash);
-            if named.contains(&path) {
+            if referenced.contains(&path) {
                 continue;
             }
             let bytes = store.get(&path)?;
-            ensure!(bytes.is_some() || !is_newest, "{path} is missing");
+            ensure!(bytes.is_some() || !is_newest, "{path} is missing in the repository");
             let Some(bytes) = bytes else { continue };
             let manifest = Manifest::decode(&bytes).with_context(|| path.clone())?;
-            named.extend(
-                manifest.blobs.iter().flat_map(|b| &b.chunks).map(|c| chunk_path(&c.sha256)),
-            );
-            named.insert(path);
+            let chunks = manifest.blobs.iter().flat_map(|blob| &blob.chunks);
+            referenced.extend(chunks.map(|chunk| chunk_path(&chunk.sha256)));
+            referenced.insert(path);
         }
-        // What came before was left when this was published.
+
+        // No timestamp led to earlier metadata after this version was published.
         next = if past.published() > since { past.previous() } else { 0 };
-        named.extend(past.paths);
+        referenced.extend(past.paths);
     }
-    Ok(named)
+    Ok(referenced)
 }
 
-/// The targets of all but the newest so many `releases` of each model; none from the newest
-/// snapshot on that all may have.
-fn outside(listed: &Targets, releases: Option<u64>) -> Vec<String> {
+/// The listed releases of one model.
+#[derive(Default)]
+struct Releases {
+    sequences: BTreeSet<u64>,
+    /// The newest snapshot that the whole fleet may fetch.
+    snapshot: Option<u64>,
+}
+
+/// Returns the targets of all but the newest `releases` of each model, but none from the newest
+/// snapshot on that the whole fleet may fetch.
+fn surplus(listed: &Targets, releases: Option<u64>) -> Vec<String> {
     let Some(releases) = releases else { return Vec::new() };
-    let mut models: BTreeMap<String, (BTreeSet<u64>, Option<u64>)> = BTreeMap::new();
-    let all = || {
-        listed.targets.iter().filter_map(|(name, t)| Some((name.raw(), parse_name(name.raw())?, t)))
+    let is_for_all = |target: &Target| {
+        target.custom.get(SHARE).and_then(Value::as_u64).is_none_or(|share| share >= 100)
     };
-    for (_, (generation, parent), target) in all() {
-        let (sequences, snapshot) = models.entry(generation.lineage).or_default();
-        sequences.insert(generation.sequence);
-        let for_all =
-            target.custom.get(SHARE).and_then(Value::as_u64).is_none_or(|share| share >= 100);
-        if parent.is_none() && for_all {
-            *snapshot = (*snapshot).max(Some(generation.sequence));
+
+    let mut models: BTreeMap<String, Releases> = BTreeMap::new();
+    for (name, target) in &listed.targets {
+        let Some((generation, parent)) = parse_name(name.raw()) else { continue };
+        let model = models.entry(generation.lineage).or_default();
+        model.sequences.insert(generation.sequence);
+        if parent.is_none() && is_for_all(target) {
+            model.snapshot = model.snapshot.max(Some(generation.sequence));
         }
     }
-    let from = |lineage: &str| {
-        let (sequences, snapshot) = models.get(lineage)?;
-        let mut newest =
-            sequences.iter().rev().take(usize::try_from(releases).unwrap_or(usize::MAX));
-        Some((*newest.next_back()?).min((*snapshot)?))
+
+    let releases = usize::try_from(releases).unwrap_or(usize::MAX);
+    let first_kept = |lineage: &str| {
+        let model = models.get(lineage)?;
+        let oldest = *model.sequences.iter().rev().take(releases).next_back()?;
+        Some(oldest.min(model.snapshot?))
     };
-    let is_outside = |(name, (generation, _), _): (&str, _, _)| {
-        let generation: hatchback::bundle::manifest::Generation = generation;
-        (from(&generation.lineage)? > generation.sequence).then(|| name.to_owned())
+    let is_surplus = |generation: &Generation| {
+        first_kept(&generation.lineage).is_some_and(|first| generation.sequence < first)
     };
-    let mut outside: Vec<String> = all().filter_map(is_outside).collect();
-    outside.sort();
-    outside
+    let names = listed.targets.keys().map(|name| name.raw());
+    let surplus = names
+        .filter(|name| parse_name(name).is_some_and(|(generation, _)| is_surplus(&generation)));
+    let mut surplus: Vec<String> = surplus.map(str::to_owned).collect();
+    surplus.sort();
+    surplus
 }

@@ -1,13 +1,24 @@
-//! `publish`: bundles become a release that cars find. Chunks go up first, each under its hash,
-//! then manifests, then the signed metadata, and last of all the timestamp, the one file that leads
-//! to everything else: a publish that is killed leaves nothing that a car could see. Only adds
-//! objects; what is old is for `prune` to remove. Never gives a name that cars were shown to other
-//! content, and never signs unasked what only keys that were replaced vouch for.
+//! `publish`: turns bundles into releases that cars find. [`publish`] goes in this order:
+//!
+//! 1. It reads and verifies the metadata in force.
+//! 2. It opens the bundles, and finds the releases to revoke and to re-sign.
+//! 3. It checks that no release name gets other content.
+//! 4. It uploads chunks, each under its hash, and manifests.
+//! 5. It signs the next version of the metadata.
+//! 6. It uploads roots, targets and snapshot metadata.
+//! 7. It checks that no chunk was removed since step 4.
+//! 8. It replaces the timestamp, the one file that leads to everything else.
+//!
+//! A publish that is killed before step 8 leaves nothing that a car can see. It never removes an
+//! object: `prune` does. A (lineage, sequence) pair is immutable. After a rotation of the targets'
+//! key, `publish` re-signs only the releases that its caller lists.
 
 use crate::report;
-use crate::repository::keys::{DAY_S, block_on, roots, sources, timestamp};
-use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP, present};
+use crate::repository::clock::{DAY_S, now, timestamp};
+use crate::repository::keys::{block_on, roots, sources};
+use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP};
 use crate::repository::store::{DryRun, Objects, Store};
+use crate::say;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::bundle::BundleReader;
@@ -28,36 +39,37 @@ use tough::{TargetName, schema};
 /// Signs bundles and puts them where cars fetch them
 #[derive(Args, Debug)]
 pub struct PublishArgs {
-    /// Bundles: snapshots and deltas
+    /// Bundles: snapshots and deltas. Without one, the timestamp is signed again
     bundles: Vec<PathBuf>,
-    /// The repository: a directory that a web server or a CDN hands out, or with the feature `s3`
-    /// an `s3://BUCKET/PREFIX` (endpoint and keys from the AWS_... environment)
+    /// The repository: a directory that a web server or a CDN serves, or with the feature `s3` an
+    /// `s3://BUCKET/PREFIX` (endpoint and keys from the AWS_... environment)
     #[arg(long)]
     to: String,
     /// The folder of the keys and roots (`hatchback keys new`)
     #[arg(long)]
     keys: PathBuf,
-    /// Takes back this release, or one target of it by its whole name; a car that has committed it
-    /// says so, and stays on it until a newer one comes
+    /// Revokes this release, or one target by its whole name. A car that has committed the release
+    /// reports that, and stays on it until a newer one comes
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
     revoke: Vec<String>,
-    /// After a rotation of the targets' key: signs this release, for which only the replaced key
-    /// vouches, with the new one. Each that is listed has to be named here or with `--revoke`, or
-    /// given again as a bundle: whoever stole that key may have listed some
+    /// After a rotation of the targets' key: signs this release, which only the replaced key has
+    /// signed, with the new key. Each listed release needs --re-sign, --revoke or its bundle,
+    /// because whoever stole the old key may have listed some
     #[arg(long, value_name = "[LINEAGE/]SEQUENCE")]
-    carry: Vec<String>,
-    /// Share of the fleet that may have these bundles, per cent; publish them again to widen it
+    re_sign: Vec<String>,
+    /// Per cent of the fleet that may fetch these bundles; publish them again to raise it
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u8).range(1..=100))]
     share: u8,
-    /// Days until cars take the timestamp for frozen: publish again before that
-    #[arg(long, default_value_t = 7)]
+    /// Days until the timestamp expires and cars refuse it as frozen: publish again before that
+    #[arg(long, default_value_t = 7, value_parser = report::args::days)]
     days: u64,
-    /// Says what would be done, and does nothing
+    /// Prints what would be done, and writes nothing
     #[arg(long)]
     dry_run: bool,
-    /// Prints the result as JSON
-    #[arg(long)]
-    json: bool,
+    /// Writes the result as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
+    json: Option<PathBuf>,
 }
 
 /// What a publish changes.
@@ -65,85 +77,93 @@ pub struct PublishArgs {
 pub struct Change {
     /// Bundles to add.
     pub bundles: Vec<PathBuf>,
-    /// Which share of the fleet may have them, per cent.
+    /// Per cent of the fleet that may fetch them.
     pub share: u8,
-    /// Releases to take back: `SEQUENCE` where there is one lineage, `LINEAGE/SEQUENCE`, or a
-    /// target's whole name.
+    /// Releases to revoke: `SEQUENCE` if the repository has one lineage, `LINEAGE/SEQUENCE`, or the
+    /// whole name of a target.
     pub revoke: Vec<String>,
-    /// Releases to sign again after a rotation of keys, named in the same ways.
-    pub carry: Vec<String>,
-    /// Seconds until the timestamp expires; snapshot and targets last ten times as long.
+    /// Releases to sign again after a rotation of keys, in the same forms.
+    pub re_sign: Vec<String>,
+    /// Seconds until the timestamp expires. Snapshot and targets last ten times as long.
     pub expires_s: u64,
 }
 
 impl Default for Change {
-    /// Nothing but a new timestamp, for a day.
+    /// Returns a change that only renews the timestamp, for a day.
     fn default() -> Self {
         Self {
             bundles: Vec::new(),
             share: 100,
             revoke: Vec::new(),
-            carry: Vec::new(),
+            re_sign: Vec::new(),
             expires_s: DAY_S,
         }
     }
 }
 
-/// What was published.
+/// The result of a publish.
 #[derive(Debug, Default, Serialize)]
 pub struct Published {
-    /// Target names added.
+    /// Names of the targets that were added.
     pub added: Vec<String>,
-    /// Target names taken back.
+    /// Names of the targets that were revoked.
     pub revoked: Vec<String>,
-    /// Targets that the replaced keys had signed and the new ones sign now: name and SHA-256 of the
-    /// manifest.
-    pub carried: Vec<String>,
-    /// Chunks put up.
+    /// Targets that only replaced keys had signed and that the new keys have signed now: name and
+    /// SHA-256 of the manifest.
+    pub resigned: Vec<String>,
+    /// Chunks that were uploaded.
     pub chunks: u64,
-    /// Bytes of them.
+    /// Bytes of the uploaded chunks.
     pub chunk_bytes: u64,
-    /// Chunks that were there.
+    /// Chunks that the repository already had.
     pub chunks_known: u64,
-    /// Version of the timestamp that leads to it.
+    /// Version of the new timestamp.
     pub version: u64,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// A bundle, a key or the repository is refused; cars see nothing of it then.
+/// A bundle, a key or the repository is refused. Cars see no change then.
 pub fn run(args: &PublishArgs) -> Result<()> {
     let store = Objects::open(&args.to)?;
     let dry = DryRun(&store);
     let store: &dyn Store = if args.dry_run { &dry } else { &store };
-    let (bundles, revoke, carry) = (args.bundles.clone(), args.revoke.clone(), args.carry.clone());
-    let change = Change { bundles, share: args.share, revoke, carry, expires_s: args.days * DAY_S };
-    let done = publish(store, &args.keys, &change, crate::sync::now()?)?;
-    if args.json {
-        return report::write_json(Path::new("-"), &done);
-    }
-    done.added.iter().for_each(|name| println!("+ {name}"));
-    done.revoked.iter().for_each(|name| println!("- {name}"));
-    done.carried.iter().for_each(|target| println!("= {target}"));
-    let (n, bytes, known) = (
-        report::count(done.chunks),
-        report::bytes(done.chunk_bytes),
-        report::count(done.chunks_known),
-    );
-    let dry = if args.dry_run { " (dry run: nothing was written)" } else { "" };
-    println!("version {}: {n} chunks, {bytes}; {known} were there{dry}", done.version);
-    Ok(())
+    let change = Change {
+        bundles: args.bundles.clone(),
+        share: args.share,
+        revoke: args.revoke.clone(),
+        re_sign: args.re_sign.clone(),
+        expires_s: args.days * DAY_S,
+    };
+    let done = publish(store, &args.keys, &change, now()?)?;
+
+    report::write_report(args.json.as_deref(), &done, || {
+        done.print()?;
+        if args.dry_run { say!("dry run: nothing was written") } else { Ok(()) }
+    })
 }
 
-/// The versions that a publish signs.
-struct Next {
+impl Published {
+    fn print(&self) -> Result<()> {
+        self.added.iter().try_for_each(|name| say!("+ {name}"))?;
+        self.revoked.iter().try_for_each(|name| say!("- {name}"))?;
+        self.resigned.iter().try_for_each(|target| say!("= {target}"))?;
+
+        let (chunks, bytes) = (report::count(self.chunks), report::bytes(self.chunk_bytes));
+        let (version, known) = (self.version, report::count(self.chunks_known));
+        say!("version {version}: {chunks} chunks uploaded, {bytes}; {known} were already there")
+    }
+}
+
+/// The versions of the metadata that a publish signs.
+struct Versions {
     timestamp: u64,
     snapshot: u64,
     targets: u64,
 }
 
-/// A bundle and the target that it becomes.
+/// A bundle and the target that lists it.
 struct Offer {
     bundle: BundleReader,
     name: TargetName,
@@ -157,9 +177,10 @@ impl Offer {
         let name = target_name(&manifest.generation, manifest.parent);
         ensure!(
             parse_name(&name).is_some(),
-            "{}: cars take no release named {name:?}",
+            "{}: cars accept no release named {name:?}; change `name` in model.toml and pack again",
             path.display()
         );
+
         let bytes: u64 = manifest.blobs.iter().map(Blob::stored_bytes).sum();
         let target = Target {
             length: content.len() as u64,
@@ -173,196 +194,308 @@ impl Offer {
         Ok(Self { name: TargetName::new(name)?, target, bundle })
     }
 
-    /// Puts up what the store does not have yet; what it has is added to `known` with its size.
-    fn put(
+    /// Uploads the chunks that the store lacks, then the manifest. Adds the chunks that the store
+    /// has to `known`.
+    fn upload(
         &mut self,
         store: &dyn Store,
         done: &mut Published,
-        known: &mut Vec<(String, u64)>,
+        known: &mut Vec<KnownChunk>,
     ) -> Result<()> {
         self.bundle.each_stored(|chunk, stored| {
-            let (at, bytes) = (chunk_path(&chunk.sha256), stored.len() as u64);
-            // One of another size is what a power cut left.
-            if store.bytes(&at)? == Some(bytes) {
+            let (path, bytes) = (chunk_path(&chunk.sha256), stored.len() as u64);
+            // A power cut may have left a chunk of another size.
+            if store.bytes(&path)? == Some(bytes) {
                 done.chunks_known += 1;
-                known.push((at, bytes));
+                known.push(KnownChunk { path, bytes });
                 return Ok(());
             }
+
             done.chunks += 1;
             done.chunk_bytes += bytes;
-            store.put(&at, stored.to_vec())
+            store.put(&path, stored.to_vec())
         })?;
+
         let content = self.bundle.manifest_bytes();
         store.put(&manifest_path(self.name.raw(), &sha256(content)), content.to_vec())
     }
 }
 
-/// Publishes `change` in `store`, signed with the keys in `keys`, as of `now` (seconds since 1970).
+/// A chunk that the store had before this publish.
+struct KnownChunk {
+    path: String,
+    bytes: u64,
+}
+
+/// A target that replaced keys have signed.
+struct Resigned {
+    name: TargetName,
+    target: Target,
+}
+
+/// Publishes `change` in `store`, signed with the keys in the folder `keys`, at the time `now` in
+/// seconds since 1970. The head of this file lists the steps.
 ///
 /// # Errors
-/// A bundle, a key or the repository is refused; cars see nothing of it then.
+/// A bundle, a key or the repository is refused. Cars see no change then.
 pub fn publish(store: &dyn Store, keys: &Path, change: &Change, now: u64) -> Result<Published> {
-    let present = present(store, keys)?;
-    let mut done = Published { version: present.timestamp + 1, ..Published::default() };
-    let mut offers = change
-        .bundles
-        .iter()
-        .map(|path| Offer::open(path, change.share))
-        .collect::<Result<Vec<_>>>()?;
-    let revoked = named(&present, &change.revoke, "--revoke")?;
-    let carried = carried(&present, change, &revoked, &offers)?;
-    let mut names = if offers.is_empty() && carried.is_empty() {
-        ReleaseNames::default()
-    } else {
-        ReleaseNames::read(store, &present)?
+    let state = RepositoryState::read(store, keys)?;
+
+    let open = |path: &PathBuf| Offer::open(path, change.share);
+    let mut offers = change.bundles.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let revoked = find_releases(&state, &change.revoke, "--revoke")?;
+    let resigned = find_resigned(&state, change, &revoked, &offers)?;
+
+    check_names(store, &state, &offers, &resigned)?;
+    let mut done = Published {
+        added: offers.iter().map(|offer| offer.name.raw().to_owned()).collect(),
+        revoked: revoked.iter().map(|name| name.raw().to_owned()).collect(),
+        resigned: resigned.iter().map(|r| describe(&r.name, &r.target)).collect(),
+        version: state.timestamp + 1,
+        ..Published::default()
     };
-    carried.iter().try_for_each(|(name, target)| names.hold(name, target))?;
-    offers.iter().try_for_each(|offer| names.hold(&offer.name, &offer.target))?;
-    done.added = offers.iter().map(|offer| offer.name.raw().to_owned()).collect();
-    done.revoked = revoked.iter().map(|name| name.raw().to_owned()).collect();
-    done.carried = carried.iter().map(|(name, target)| described(name, target)).collect();
+
     let mut known = Vec::new();
-    offers.iter_mut().try_for_each(|offer| offer.put(store, &mut done, &mut known))?;
-    let folder = tempfile::tempdir()?;
-    let mut next = Next {
-        timestamp: present.timestamp + 1,
-        snapshot: present.snapshot + 1,
-        targets: present.targets + 1,
+    offers.iter_mut().try_for_each(|offer| offer.upload(store, &mut done, &mut known))?;
+
+    let next = next_versions(store, &state)?;
+    let signing = Signing {
+        keys,
+        state: &state,
+        next: &next,
+        added: offers.into_iter().map(|offer| (offer.name, offer.target)).collect(),
+        revoked: &revoked,
+        now,
+        expires_s: change.expires_s,
     };
-    // What a killed publish left keeps its number: no car was led to it.
+    let folder = tempfile::tempdir()?;
+    block_on(signing.sign(folder.path()))??;
+
+    upload_metadata(store, keys, &next, folder.path())?;
+    check_known(store, &known)?;
+    let timestamp = read_signed(folder.path(), "timestamp.json")?;
+    let replaced = store.replace(TIMESTAMP, state.stamp.as_deref(), timestamp);
+    replaced.context(
+        "nothing was published: another publisher may have replaced the timestamp first; \
+         publish again",
+    )?;
+    Ok(done)
+}
+
+/// Checks that no release name of `offers` and `resigned` was published with other content.
+fn check_names(
+    store: &dyn Store,
+    state: &RepositoryState,
+    offers: &[Offer],
+    resigned: &[Resigned],
+) -> Result<()> {
+    if offers.is_empty() && resigned.is_empty() {
+        return Ok(());
+    }
+
+    let mut names = ReleaseNames::read(store, state)?;
+    resigned.iter().try_for_each(|resigned| names.hold(&resigned.name, &resigned.target))?;
+    offers.iter().try_for_each(|offer| names.hold(&offer.name, &offer.target))
+}
+
+/// Returns the next versions of the metadata. A killed publish keeps the versions that it wrote: no
+/// timestamp led a car to them.
+fn next_versions(store: &dyn Store, state: &RepositoryState) -> Result<Versions> {
+    let mut next = Versions {
+        timestamp: state.timestamp + 1,
+        snapshot: state.snapshot + 1,
+        targets: state.targets + 1,
+    };
+
     while store.bytes(&format!("metadata/{}.targets.json", next.targets))?.is_some() {
         next.targets += 1;
     }
     while store.bytes(&format!("metadata/{}.snapshot.json", next.snapshot))?.is_some() {
         next.snapshot += 1;
     }
-    let lasts = (now, change.expires_s);
-    let added = offers.into_iter().map(|offer| (offer.name, offer.target)).collect();
-    block_on(sign(keys, (&present, &next), added, &revoked, lasts, folder.path()))??;
-    for (version, path) in roots(keys)? {
-        let (name, root) = (format!("metadata/{version}.root.json"), std::fs::read(&path)?);
-        if store.bytes(&name)? != Some(root.len() as u64) {
-            store.put(&name, root)?;
-        }
-    }
-    let signed =
-        |name: &str| std::fs::read(folder.path().join(name)).with_context(|| name.to_owned());
-    for name in
-        [format!("{}.targets.json", next.targets), format!("{}.snapshot.json", next.snapshot)]
-    {
-        let put = store.put_new(&format!("metadata/{name}"), signed(&name)?);
-        put.with_context(|| {
-            format!("{name}: another publisher is at work? Nothing was published")
-        })?;
-    }
-    for (chunk, bytes) in &known {
-        let is_there = store.bytes(chunk)? == Some(*bytes);
-        ensure!(is_there, "{chunk} was removed meanwhile; nothing was published: try again");
-    }
-    let put = store.replace(TIMESTAMP, present.stamp.as_deref(), signed("timestamp.json")?);
-    put.context("another publisher was faster? Nothing was published: try again")?;
-    Ok(done)
+    Ok(next)
 }
 
-fn described(name: &TargetName, target: &Target) -> String {
+/// Uploads the roots that the store lacks, then the targets and snapshot metadata of the folder
+/// `signed`.
+fn upload_metadata(store: &dyn Store, keys: &Path, next: &Versions, signed: &Path) -> Result<()> {
+    for root in roots(keys)? {
+        let name = format!("metadata/{}.root.json", root.version);
+        let content = std::fs::read(&root.path).with_context(|| root.path.display().to_string())?;
+        if store.bytes(&name)? != Some(content.len() as u64) {
+            store.put(&name, content)?;
+        }
+    }
+
+    let targets = format!("{}.targets.json", next.targets);
+    for name in [targets, format!("{}.snapshot.json", next.snapshot)] {
+        let uploaded = store.put_new(&format!("metadata/{name}"), read_signed(signed, &name)?);
+        uploaded.with_context(|| {
+            format!(
+                "nothing was published: {name} exists, another publisher may be publishing; \
+                 publish again"
+            )
+        })?;
+    }
+    Ok(())
+}
+
+fn read_signed(folder: &Path, name: &str) -> Result<Vec<u8>> {
+    std::fs::read(folder.join(name)).with_context(|| name.to_owned())
+}
+
+/// Checks that the store still has the `known` chunks: a prune may have removed some.
+fn check_known(store: &dyn Store, known: &[KnownChunk]) -> Result<()> {
+    for chunk in known {
+        ensure!(
+            store.bytes(&chunk.path)? == Some(chunk.bytes),
+            "nothing was published: {} was removed during the publish, perhaps by a prune; \
+             publish again",
+            chunk.path
+        );
+    }
+    Ok(())
+}
+
+/// Returns the name and the content hash of a target, as users see it.
+fn describe(name: &TargetName, target: &Target) -> String {
     format!("{} sha256 {}", name.raw(), hex(&target.hashes.sha256))
 }
 
-/// What is to be signed again although only keys that were replaced vouch for it: what the
-/// publisher named and nothing else.
-fn carried(
-    present: &RepositoryState,
+/// Returns the targets to sign again after the targets' keys were replaced: those that `change`
+/// lists and no others.
+///
+/// # Errors
+/// The change leaves the fate of a listed release open, or no keys were replaced.
+fn find_resigned(
+    state: &RepositoryState,
     change: &Change,
     revoked: &[TargetName],
     offers: &[Offer],
-) -> Result<Vec<(TargetName, Target)>> {
-    if !present.is_outdated {
-        ensure!(change.carry.is_empty(), "--carry: the newest root vouches for all that is listed");
+) -> Result<Vec<Resigned>> {
+    if !state.is_outdated {
+        ensure!(
+            change.re_sign.is_empty(),
+            "--re-sign: nothing to re-sign, the keys of the newest root signed all listed releases"
+        );
         return Ok(Vec::new());
     }
-    let named = named(present, &change.carry, "--carry")?;
+
+    let wanted = find_releases(state, &change.re_sign, "--re-sign")?;
     let is_open = |name: &TargetName| {
-        !named.contains(name)
+        !wanted.contains(name)
             && !revoked.contains(name)
             && !offers.iter().any(|offer| offer.name == *name)
     };
-    let mut open: Vec<String> =
-        present.listed().filter(|(name, _)| is_open(name)).map(|(n, t)| described(n, t)).collect();
+    let open = state.listed().filter(|(name, _)| is_open(name));
+    let mut open: Vec<String> = open.map(|(name, target)| describe(name, target)).collect();
     open.sort();
     ensure!(
         open.is_empty(),
-        "the targets' keys were replaced, and only an older root vouches for what is listed; say with --carry or --revoke what becomes of it, or \
-         give the bundle again:\n{}",
+        "the targets' key was rotated; for each release below pass --re-sign, --revoke or the \
+         bundle:\n{}",
         open.join("\n")
     );
-    let carried =
-        present.listed().filter(|(name, _)| named.contains(name) && !revoked.contains(name));
-    Ok(carried.map(|(name, target)| (name.clone(), target.clone())).collect())
+
+    let resigned =
+        state.listed().filter(|(name, _)| wanted.contains(name) && !revoked.contains(name));
+    let owned = |(name, target): (&TargetName, &Target)| Resigned {
+        name: name.clone(),
+        target: target.clone(),
+    };
+    Ok(resigned.map(owned).collect())
 }
 
-/// The targets that `releases` name, which the command line has under `flag`. One without a lineage
-/// must be of the only one.
-fn named(present: &RepositoryState, releases: &[String], flag: &str) -> Result<Vec<TargetName>> {
-    let names: Vec<TargetName> = present.listed().map(|(name, _)| name.clone()).collect();
+/// Returns the listed targets that match `releases`, the values of `flag`. A value without a
+/// lineage requires that the repository has only one.
+fn find_releases(
+    state: &RepositoryState,
+    releases: &[String],
+    flag: &str,
+) -> Result<Vec<TargetName>> {
+    let names: Vec<TargetName> = state.listed().map(|(name, _)| name.clone()).collect();
     let parts = |name: &TargetName| {
         let (lineage, file) = name.raw().split_once('/')?;
         Some((lineage.to_owned(), file.split('-').next()?.parse::<u64>().ok()?))
     };
     let lineages: BTreeSet<String> =
         names.iter().filter_map(parts).map(|(lineage, _)| lineage).collect();
+
     let mut found = Vec::new();
     for release in releases {
         if let Some(name) = names.iter().find(|name| name.raw() == release) {
             found.push(name.clone());
             continue;
         }
+
         let (lineage, sequence) = match (release.split_once('/'), lineages.first()) {
             (Some((lineage, sequence)), _) => (lineage, sequence),
             (None, Some(only)) if lineages.len() == 1 => (only.as_str(), release.as_str()),
-            _ => bail!("{flag} {release}: say LINEAGE/SEQUENCE; published are {lineages:?}"),
+            _ => bail!(
+                "{flag} {release}: pass LINEAGE/SEQUENCE; the repository has the lineages \
+                 {lineages:?}"
+            ),
         };
-        let sequence: u64 = sequence.parse().with_context(|| format!("{flag} {release}"))?;
+        let sequence: u64 = sequence
+            .parse()
+            .with_context(|| format!("{flag} {release}: the sequence is not a number"))?;
+
         let before = found.len();
         let wanted = Some((lineage.to_owned(), sequence));
         found.extend(names.iter().filter(|name| parts(name) == wanted).cloned());
-        ensure!(found.len() > before, "{flag} {release}: is not published");
+        ensure!(found.len() > before, "{flag} {release}: the repository lists no such release");
     }
     Ok(found)
 }
 
-/// Signs the next version of all three roles into `folder`, as of `now` and for `expires_s`.
-async fn sign(
-    keys: &Path,
-    (present, next): (&RepositoryState, &Next),
+/// The next version of the metadata, to be signed.
+struct Signing<'a> {
+    /// Folder of the keys and roots.
+    keys: &'a Path,
+    /// The metadata in force.
+    state: &'a RepositoryState,
+    next: &'a Versions,
     added: Vec<(TargetName, Target)>,
-    revoked: &[TargetName],
-    (now, expires_s): (u64, u64),
-    folder: &Path,
-) -> Result<()> {
-    let roots = roots(keys)?;
-    let (_, root) = roots.last().with_context(|| format!("{}: holds no root", keys.display()))?;
-    let mut editor = RepositoryEditor::new(root).await?;
-    if let Some(signed) = &present.signed {
-        let mut signed = signed.clone();
-        signed.signed._extra.insert(PUBLISHED.to_owned(), Value::from(now));
-        signed.signed._extra.insert(PREVIOUS.to_owned(), Value::from(present.snapshot));
-        editor.targets(signed)?;
+    revoked: &'a [TargetName],
+    /// Time of the publish, in seconds since 1970.
+    now: u64,
+    /// Seconds until the timestamp expires.
+    expires_s: u64,
+}
+
+impl Signing<'_> {
+    /// Signs timestamp, snapshot and targets metadata and writes them into `folder`.
+    async fn sign(self, folder: &Path) -> Result<()> {
+        let roots = roots(self.keys)?;
+        let newest = roots.last().with_context(|| format!("{}: no root", self.keys.display()))?;
+        let mut editor = RepositoryEditor::new(&newest.path).await?;
+        if let Some(signed) = &self.state.signed {
+            let mut signed = signed.clone();
+            signed.signed._extra.insert(PUBLISHED.to_owned(), Value::from(self.now));
+            signed.signed._extra.insert(PREVIOUS.to_owned(), Value::from(self.state.snapshot));
+            editor.targets(signed)?;
+        }
+
+        let version = |version: u64| NonZeroU64::new(version).context("a version of 0");
+        let timestamp_version = version(self.next.timestamp)?;
+        let soon = timestamp(self.now + self.expires_s)?;
+        let late = timestamp(self.now + 10 * self.expires_s)?;
+        let mut stamp = schema::Timestamp::new("1.0.0".to_owned(), timestamp_version, soon);
+        stamp._extra.insert(PUBLISHED.to_owned(), Value::from(self.now));
+        editor.timestamp(stamp)?;
+        editor.timestamp_version(timestamp_version).timestamp_expires(soon);
+        editor.snapshot_version(version(self.next.snapshot)?).snapshot_expires(late);
+        editor.targets_version(version(self.next.targets)?)?.targets_expires(late)?;
+
+        // Revoked targets go first: a bundle may replace a revoked one of the same name.
+        for name in self.revoked {
+            editor.remove_target(name)?;
+        }
+        for (name, target) in self.added {
+            editor.add_target(name, target)?;
+        }
+
+        editor.sign(&sources(self.keys)?).await?.write(folder).await?;
+        Ok(())
     }
-    let version = |version: u64| NonZeroU64::new(version).context("version");
-    let (soon, late) = (timestamp(now + expires_s)?, timestamp(now + 10 * expires_s)?);
-    let mut stamp = schema::Timestamp::new("1.0.0".to_owned(), version(next.timestamp)?, soon);
-    stamp._extra.insert(PUBLISHED.to_owned(), Value::from(now));
-    editor.timestamp(stamp)?;
-    editor.timestamp_version(version(next.timestamp)?).timestamp_expires(soon);
-    editor.snapshot_version(version(next.snapshot)?).snapshot_expires(late);
-    editor.targets_version(version(next.targets)?)?.targets_expires(late)?;
-    // A release may take the place of one of the same name that is taken back.
-    for name in revoked {
-        editor.remove_target(name)?;
-    }
-    for (name, target) in added {
-        editor.add_target(name, target)?;
-    }
-    editor.sign(&sources(keys)?).await?.write(folder).await?;
-    Ok(())
 }

@@ -1,7 +1,7 @@
-//! What a repository has: the metadata that are in force, verified, and those that cars were led to
-//! before, as far as `prune` left them. Only reads.
+//! The state of a repository: the verified metadata in force, and earlier metadata that a timestamp
+//! led cars to, as far as `prune` has kept them. Only reads.
 
-use crate::repository::keys::roots;
+use crate::repository::keys::{RootFile, roots};
 use crate::repository::store::Store;
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::update::trust::PUBLISHED;
@@ -12,53 +12,52 @@ use std::path::Path;
 use tough::TargetName;
 use tough::schema::{Signed, Snapshot, Target, Targets};
 
-/// The one file that leads to everything else.
+/// Path of the timestamp, the one file that leads cars to everything else.
 pub const TIMESTAMP: &str = "metadata/timestamp.json";
 
-/// The field of the targets' metadata that says which version of the snapshot cars were led to
-/// before.
+/// Field of the targets metadata: the version of the snapshot metadata before this publish.
 pub const PREVIOUS: &str = "previous";
 
-/// The metadata that a repository has now.
+/// The metadata in force.
 #[derive(Default)]
 pub struct RepositoryState {
-    /// The timestamp's bytes.
+    /// Bytes of the timestamp; `None` in an empty repository.
     pub stamp: Option<Vec<u8>>,
     /// Version of the timestamp.
     pub timestamp: u64,
-    /// Of the snapshot.
+    /// Version of the snapshot metadata.
     pub snapshot: u64,
-    /// Of the targets.
+    /// Version of the targets metadata.
     pub targets: u64,
-    /// What is listed.
+    /// The targets metadata: the listed releases.
     pub signed: Option<Signed<Targets>>,
-    /// Whether the targets' keys were replaced since: only an older root vouches for what is
-    /// listed.
+    /// Whether the targets' keys were replaced after the last publish: only keys of an older root
+    /// signed the listed releases.
     pub is_outdated: bool,
 }
 
 impl RepositoryState {
-    /// The targets that are listed.
+    /// Returns the listed targets.
     pub fn listed(&self) -> impl Iterator<Item = (&TargetName, &Target)> {
         self.signed.iter().flat_map(|s| &s.signed.targets)
     }
 }
 
-/// What one version of the snapshot led cars to.
+/// The metadata to which one version of the snapshot metadata led cars.
 pub struct Past {
-    /// Where the metadata lie.
+    /// Paths of the snapshot and the targets metadata.
     pub paths: [String; 2],
-    /// What was listed.
+    /// The targets that were listed.
     pub targets: Targets,
     version: u64,
 }
 
 impl Past {
-    /// What version `version` led to; `None` where a prune took it. Its signatures are not looked
-    /// at.
+    /// Reads the metadata of `version`. Returns `None` if a prune has removed them. Does not verify
+    /// signatures.
     ///
     /// # Errors
-    /// The store refused, or it is not metadata.
+    /// The store fails, or an object is not metadata.
     pub fn read(store: &dyn Store, version: u64) -> Result<Option<Self>> {
         let path = format!("metadata/{version}.snapshot.json");
         let Some(bytes) = store.get(&path)? else { return Ok(None) };
@@ -72,12 +71,12 @@ impl Past {
         Ok(Some(Self { paths, targets: targets.signed, version }))
     }
 
-    /// When it was published, seconds since 1970.
+    /// Returns the time of the publish, in seconds since 1970.
     pub fn published(&self) -> u64 {
         self.number(PUBLISHED)
     }
 
-    /// The version of the snapshot before it; 0 if it is the first.
+    /// Returns the version of the snapshot metadata before this one; 0 if this is the first.
     pub fn previous(&self) -> u64 {
         self.number(PREVIOUS).min(self.version - 1)
     }
@@ -87,21 +86,21 @@ impl Past {
     }
 }
 
-/// What each name stood for since the oldest metadata that are still there: SHA-256 of manifests.
+/// The content of every release name since the oldest metadata in the store: SHA-256 of manifests.
 #[derive(Default)]
 pub struct ReleaseNames(HashMap<TargetName, Vec<u8>>);
 
 impl ReleaseNames {
-    /// All of them.
+    /// Reads all earlier metadata that the store has.
     ///
     /// # Errors
-    /// As `Past::read`.
-    pub fn read(store: &dyn Store, present: &RepositoryState) -> Result<Self> {
-        let (mut names, mut next) = (Self::default(), present.snapshot);
+    /// As [`Past::read`].
+    pub fn read(store: &dyn Store, state: &RepositoryState) -> Result<Self> {
+        let (mut names, mut next) = (Self::default(), state.snapshot);
         while next > 0 {
             let Some(past) = Past::read(store, next)? else { break };
             next = past.previous();
-            // The oldest counts: a car may have it still.
+            // The oldest content of a name wins: a car may still have it.
             names.0.extend(
                 past.targets.targets.into_iter().map(|(n, t)| (n, t.hashes.sha256.to_vec())),
             );
@@ -109,17 +108,19 @@ impl ReleaseNames {
         Ok(names)
     }
 
-    /// A delta says of its parent no more than the sequence: were a name given to other content,
-    /// cars that have the first would take deltas from the second.
+    /// Records that `name` stands for the content of `target`. A (lineage, sequence) pair is
+    /// immutable, because a delta identifies its parent only by the sequence: with two contents of
+    /// one name, a car would install a delta onto the wrong parent.
     ///
     /// # Errors
-    /// The name stood for another content.
+    /// The name stood for other content before.
     pub fn hold(&mut self, name: &TargetName, target: &Target) -> Result<()> {
         let hash = target.hashes.sha256.to_vec();
         let same = self.0.get(name).is_none_or(|before| *before == hash);
         ensure!(
             same,
-            "{}: was published with other content, which cars may have: pack it with a higher sequence",
+            "{}: was published with other content, which cars may have installed; \
+             pack the model with a higher sequence",
             name.raw()
         );
         self.0.insert(name.clone(), hash);
@@ -127,62 +128,85 @@ impl ReleaseNames {
     }
 }
 
-/// Whether the keys that `root` names for the role signed the metadata of the `targets`.
-fn vouches(root: &[u8], targets: &[u8]) -> Result<bool> {
+/// Returns whether the targets' keys of `root` signed the metadata `targets`.
+fn is_signed_by(root: &[u8], targets: &[u8]) -> Result<bool> {
     let set = TrustedMetadataSet::from_root(root)?;
-    let role = set.root().role("targets").context("the root names no role targets")?;
+    let role = set.root().role("targets").context("the root has no role `targets`")?;
     let targets = Metadata::<sigstore_tuf::Targets>::from_slice(targets)?;
     Ok(targets.verify_threshold(&set.root().keys, role, "targets").is_ok())
 }
 
-/// Reads and verifies what the repository has now; expiry does not matter to the publisher.
+impl RepositoryState {
+    /// Reads and verifies the metadata in force. Does not check when they expire: an expired
+    /// repository can be published to.
+    ///
+    /// # Errors
+    /// No root in the folder `keys` verifies the metadata, or the store fails.
+    pub fn read(store: &dyn Store, keys: &Path) -> Result<Self> {
+        let Some(timestamp) = store.get(TIMESTAMP)? else { return Ok(Self::default()) };
+        let read = |root: &RootFile| {
+            std::fs::read(&root.path).with_context(|| root.path.display().to_string())
+        };
+        let roots = roots(keys)?.iter().rev().map(read).collect::<Result<Vec<_>>>()?;
+        let newest = roots.first().with_context(|| format!("{}: no root", keys.display()))?;
+
+        // After a rotation the metadata in force are signed by the keys of an older root.
+        let mut refused = None;
+        for root in &roots {
+            match verify(store, root, &timestamp)? {
+                Verified::Refused(e) => refused = refused.or(Some(e)),
+                Verified::Metadata(set, targets) => {
+                    let signed: Signed<Targets> = serde_json::from_slice(&targets)?;
+                    return Ok(Self {
+                        timestamp: set.timestamp().map_or(0, |t| t.version),
+                        snapshot: set.snapshot().map_or(0, |s| s.version),
+                        targets: signed.signed.version.get(),
+                        signed: Some(signed),
+                        is_outdated: !is_signed_by(newest, &targets)?,
+                        stamp: Some(timestamp),
+                    });
+                }
+            }
+        }
+
+        let why = refused.map_or_else(String::new, |e| format!(": {e}"));
+        bail!("the repository is not signed by the keys of {}{why}", keys.display())
+    }
+}
+
+/// The metadata that a timestamp leads to, verified from one root.
+enum Verified {
+    /// The verified metadata, and the bytes of the targets metadata.
+    Metadata(Box<TrustedMetadataSet>, Vec<u8>),
+    /// The keys of the root did not sign them.
+    Refused(sigstore_tuf::Error),
+}
+
+/// Verifies the metadata that `timestamp` leads to with the keys of `root`, whenever they expire.
 ///
 /// # Errors
-/// No root in `keys` vouches for it, or the store refused.
-pub fn present(store: &dyn Store, keys: &Path) -> Result<RepositoryState> {
-    let Some(timestamp) = store.get(TIMESTAMP)? else { return Ok(RepositoryState::default()) };
+/// An object is missing, or the store fails.
+fn verify(store: &dyn Store, root: &[u8], timestamp: &[u8]) -> Result<Verified> {
     let long_ago = jiff::Timestamp::UNIX_EPOCH;
-    let mut refused = None;
-    // After a rotation what is there is signed by the keys of an older root.
-    let roots = roots(keys)?
-        .iter()
-        .rev()
-        .map(|(_, path)| Ok(std::fs::read(path)?))
-        .collect::<Result<Vec<_>>>()?;
-    for root in &roots {
-        let mut set = TrustedMetadataSet::from_root(root)?;
-        if let Err(e) = set.update_timestamp(&timestamp, long_ago) {
-            refused = refused.or(Some(e));
-            continue;
-        }
-        let pinned = |role: &str, version: Option<u64>| {
-            let name = format!("metadata/{}.{role}.json", version.unwrap_or(0));
-            store.get(&name)?.with_context(|| format!("{name} is missing"))
-        };
-        let snapshot =
-            pinned("snapshot", set.timestamp().and_then(|t| t.snapshot_meta()).map(|m| m.version))?;
-        if let Err(e) = set.update_snapshot(&snapshot, long_ago) {
-            refused = refused.or(Some(e));
-            continue;
-        }
-        let targets = set.snapshot().and_then(|s| s.meta.get("targets.json")).map(|m| m.version);
-        let targets = pinned("targets", targets)?;
-        if let Err(e) = set.update_targets(&targets, long_ago) {
-            refused = refused.or(Some(e));
-            continue;
-        }
-        let signed: Signed<Targets> = serde_json::from_slice(&targets)?;
-        return Ok(RepositoryState {
-            stamp: Some(timestamp),
-            timestamp: set.timestamp().map_or(0, |t| t.version),
-            snapshot: set.snapshot().map_or(0, |s| s.version),
-            targets: signed.signed.version.get(),
-            signed: Some(signed),
-            is_outdated: !vouches(&roots[0], &targets)?,
-        });
+    let read = |role: &str, version: Option<u64>| {
+        let name = format!("metadata/{}.{role}.json", version.unwrap_or(0));
+        store.get(&name)?.with_context(|| format!("{name} is missing in the repository"))
+    };
+
+    let mut set = TrustedMetadataSet::from_root(root)?;
+    if let Err(e) = set.update_timestamp(timestamp, long_ago) {
+        return Ok(Verified::Refused(e));
     }
-    match refused {
-        Some(e) => Err(e).context("the repository is not signed by this fleet's keys"),
-        None => bail!("{}: holds no root", keys.display()),
+
+    let version = set.timestamp().and_then(|t| t.snapshot_meta()).map(|m| m.version);
+    if let Err(e) = set.update_snapshot(&read("snapshot", version)?, long_ago) {
+        return Ok(Verified::Refused(e));
     }
+
+    let version = set.snapshot().and_then(|s| s.meta.get("targets.json")).map(|m| m.version);
+    let targets = read("targets", version)?;
+    Ok(match set.update_targets(&targets, long_ago) {
+        Err(e) => Verified::Refused(e),
+        Ok(_) => Verified::Metadata(Box::new(set), targets),
+    })
 }

@@ -1,5 +1,5 @@
-//! Where a repository's objects are kept: a directory, or with the feature `s3` a server that
-//! speaks the S3 protocol, both through the `object_store` crate. Knows nothing of releases.
+//! The storage of a repository's objects: a directory, or with the feature `s3` a server with the
+//! S3 protocol, both through the `object_store` crate. Knows nothing of releases.
 
 use anyhow::{Context, Result, ensure};
 use futures_util::TryStreamExt;
@@ -13,76 +13,82 @@ use url::Url;
 /// An object of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
-    /// Where it lies.
+    /// Path of the object in the store.
     pub path: String,
-    /// Its size.
+    /// Size of the object.
     pub bytes: u64,
-    /// When it was put there, seconds since 1970.
+    /// Time of the upload, in seconds since 1970.
     pub modified: u64,
 }
 
-/// Where a repository's objects are kept.
+/// The storage of a repository's objects.
 pub trait Store {
-    /// The object at `path`, if there is one.
+    /// Returns the object at `path`, if it exists.
     ///
     /// # Errors
-    /// The store refused.
+    /// The store fails.
     fn get(&self, path: &str) -> Result<Option<Vec<u8>>>;
-    /// The size of the object at `path`, if there is one.
+
+    /// Returns the size of the object at `path`, if it exists.
     ///
     /// # Errors
-    /// As `get`.
+    /// The store fails.
     fn bytes(&self, path: &str) -> Result<Option<u64>>;
-    /// Puts an object at `path`, whole or not at all; it is durable then.
+
+    /// Stores an object at `path`, completely or not at all. On return it is durable.
     ///
     /// # Errors
-    /// As `get`.
+    /// The store fails.
     fn put(&self, path: &str, content: Vec<u8>) -> Result<()>;
-    /// The same where there must be none yet.
+
+    /// Stores a new object at `path`, as `put` does.
     ///
     /// # Errors
-    /// There is one, or as `get`.
+    /// An object exists at `path`, or the store fails.
     fn put_new(&self, path: &str, content: Vec<u8>) -> Result<()>;
-    /// Puts an object at `path` in place of the one that holds `before`; with `None` as `put_new`.
-    /// A store without conditional writes, as a directory is, leaves a moment between the look and
-    /// the write.
+
+    /// Replaces the object at `path`, whose content is `before`; with `None` stores a new object. A
+    /// store without conditional writes, such as a directory, compares first and writes then, which
+    /// leaves a short moment for another writer.
     ///
     /// # Errors
-    /// Another one is there by now, or as `get`.
+    /// The object has other content, or the store fails.
     fn replace(&self, path: &str, before: Option<&[u8]>, content: Vec<u8>) -> Result<()>;
-    /// Every object.
+
+    /// Returns every object.
     ///
     /// # Errors
-    /// As `get`.
+    /// The store fails.
     fn list(&self) -> Result<Vec<Object>>;
+
     /// Removes the object at `path`.
     ///
     /// # Errors
-    /// As `get`.
+    /// The store fails.
     fn delete(&self, path: &str) -> Result<()>;
 }
 
-/// Anything that the `object_store` crate reaches.
+/// A store that the `object_store` crate supports.
 pub struct Objects {
     store: Box<dyn ObjectStore>,
-    /// One for all calls: connections live in it.
+    /// One runtime for all calls, because it owns the connections.
     runtime: Runtime,
 }
 
 impl Objects {
-    /// The directory at `path`, made if it is missing.
+    /// Opens the directory at `path`; creates it if it is missing.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// The directory cannot be created.
     pub fn directory(path: &Path) -> Result<Self> {
         std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
         Self::of(Box::new(LocalFileSystem::new_with_prefix(path)?.with_fsync(true)))
     }
 
-    /// The store at `to`: an address that `object_store` knows, or a directory.
+    /// Opens the store at `to`: a URL that `object_store` supports, or a directory.
     ///
     /// # Errors
-    /// There is no such store, or this program was built without it.
+    /// The store does not exist, or this program was built without support for it.
     pub fn open(to: &str) -> Result<Self> {
         if !to.contains("://") {
             return Self::directory(Path::new(to));
@@ -136,7 +142,11 @@ impl Store for Objects {
         self.runtime.block_on(async {
             let found = self.store.get(&path).await?;
             let (e_tag, version) = (found.meta.e_tag.clone(), found.meta.version.clone());
-            ensure!(found.bytes().await? == before, "{path}: is another one by now");
+            ensure!(
+                found.bytes().await? == before,
+                "{path} has changed since this publish read it"
+            );
+
             let same = PutOptions::from(PutMode::Update(UpdateVersion { e_tag, version }));
             match self.store.put_opts(&path, content.clone(), same).await {
                 Err(object_store::Error::NotImplemented { .. }) => {
@@ -161,28 +171,34 @@ impl Store for Objects {
     }
 }
 
-/// A store that keeps nothing: what would be written.
+/// A store that reads from another store and writes nothing, for `--dry-run`.
 pub struct DryRun<'a>(pub &'a dyn Store);
 
 impl Store for DryRun<'_> {
     fn get(&self, path: &str) -> Result<Option<Vec<u8>>> {
         self.0.get(path)
     }
+
     fn bytes(&self, path: &str) -> Result<Option<u64>> {
         self.0.bytes(path)
     }
+
     fn put(&self, _: &str, _: Vec<u8>) -> Result<()> {
         Ok(())
     }
+
     fn put_new(&self, _: &str, _: Vec<u8>) -> Result<()> {
         Ok(())
     }
+
     fn replace(&self, _: &str, _: Option<&[u8]>, _: Vec<u8>) -> Result<()> {
         Ok(())
     }
+
     fn list(&self) -> Result<Vec<Object>> {
         self.0.list()
     }
+
     fn delete(&self, _: &str) -> Result<()> {
         Ok(())
     }

@@ -1,11 +1,11 @@
-//! Which keys a load asks for: seeded distributions over a model's key spaces, and batches drawn
-//! from them. Never scores, and never runs inside a measurement.
+//! The keys of a load: seeded distributions over a model's key spaces, and batches drawn from them.
+//! Never scores, and never runs inside a measurement.
 //!
-//! A distribution speaks of popularity ranks. [`Scatter`] gives each rank its place in the table by
-//! a fixed bijection, so that hot keys are not neighbours and do not share pages more often than
-//! any others. A place is the key itself in an index table and the position in key-hash order,
-//! which is the order of the segment, in a sparse one. The bijection depends on the table's number
-//! and rows only: other seeds draw other keys, but the same keys are hot.
+//! A distribution draws popularity ranks. [`Scatter`] maps each rank to a position in the table by
+//! a fixed bijection, so that hot keys are not neighbours and share pages no more often than other
+//! keys. A position is the key itself in an index table. In a sparse table it is the position in
+//! key-hash order, the order of the segment. The bijection depends only on the number and the rows
+//! of the table: every seed has the same hot keys.
 
 use crate::pack::read_samples;
 use anyhow::{Context, Result, ensure};
@@ -25,32 +25,33 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// Exponent of NVIDIA's synthetic models.
+/// Default exponent of a power law: that of NVIDIA's synthetic models.
 pub const ALPHA: f64 = 1.05;
 
-/// How lookups spread over the keys of a table.
+/// The distribution of lookups over the keys of a table.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Distribution {
-    /// Every key alike.
+    /// Every key has the same probability.
     Uniform,
-    /// Rank `k` about as often as `(k + 1)^-alpha`: the generator of NVIDIA's synthetic models.
+    /// Rank `k` has a probability of about `(k + 1)^-alpha`: the generator of NVIDIA's synthetic
+    /// models.
     PowerLaw {
         /// The exponent.
         alpha: f64,
     },
-    /// A share of the lookups falls on a share of the keys; within each part every key alike.
+    /// A share of the lookups goes to a share of the keys. Both parts are uniform.
     HotKey {
-        /// Share of the lookups, `0..=1`.
+        /// Share of the lookups that goes to the hot keys, `0..=1`.
         lookups: f64,
-        /// Share of the keys, `0..1`.
+        /// Share of the keys that are hot, `0..1`.
         keys: f64,
     },
-    /// As often as observed in a file of samples, one line of JSON each. A feature that never had a
-    /// key there gets empty bags.
+    /// Keys as frequent as in a file of samples, one line of JSON each. A feature without keys in
+    /// the file gets empty bags.
     Histogram(PathBuf),
 }
 
-/// A distribution that does not parse.
+/// Text that is not a distribution.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}`: {problem}")]
 pub struct ParseError {
@@ -104,7 +105,7 @@ fn parse_shares(text: &str) -> Result<Distribution, &'static str> {
 
 impl fmt::Display for Distribution {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Shares were given in per cent; six digits hide what the division by 100 added.
+        // Six digits hide the rounding error of the division by 100.
         let percent = |share: f64| (share * 1e8).round() / 1e6;
         match self {
             Self::Uniform => f.write_str("uniform"),
@@ -117,15 +118,15 @@ impl fmt::Display for Distribution {
     }
 }
 
-/// Share of the lookups that the `k` most popular of `rows` keys get under a power law.
+/// Returns the share of the lookups that the `k` most popular of `rows` keys get under a power law.
 pub fn powerlaw_share(alpha: f64, rows: u64, k: u64) -> f64 {
     let (b, all, upto) = (1.0 - alpha, (rows + 1) as f64, (k.min(rows) + 1) as f64);
-    // Both forms by `exp_m1` and `ln`: near alpha 1 the powers themselves cancel out.
+    // `exp_m1` and `ln` keep the digits that the powers themselves lose near alpha 1.
     if b == 0.0 { upto.ln() / all.ln() } else { (b * upto.ln()).exp_m1() / (b * all.ln()).exp_m1() }
 }
 
-/// `y = (r (kmax^b - kmin^b) + kmin^b)^(1/b)`, `b = 1 - alpha`, kmin 1, kmax rows + 1; the rank is
-/// `y - 1`.
+/// Returns the rank `y - 1` of a uniform `r`: `y = (r (kmax^b - kmin^b) + kmin^b)^(1/b)` with `b =
+/// 1 - alpha`, kmin 1 and kmax rows + 1.
 fn powerlaw_rank(alpha: f64, rows: u64, r: f64) -> u64 {
     let (b, all) = (1.0 - alpha, ((rows + 1) as f64).ln());
     let y = if b == 0.0 { (r * all).exp() } else { ((r * (b * all).exp_m1()).ln_1p() / b).exp() };
@@ -133,7 +134,7 @@ fn powerlaw_rank(alpha: f64, rows: u64, r: f64) -> u64 {
 }
 
 impl Distribution {
-    /// A popularity rank out of `0..rows`; a histogram has none and counts as uniform.
+    /// Draws a popularity rank out of `0..rows`. A histogram has no ranks and draws uniformly.
     fn rank(&self, rows: u64, rng: &mut StdRng) -> u64 {
         match *self {
             Self::PowerLaw { alpha } => powerlaw_rank(alpha, rows, rng.random()),
@@ -147,8 +148,8 @@ impl Distribution {
     }
 }
 
-/// A fixed bijection of `0..rows`: four Feistel rounds over the next even number of bits, walked on
-/// until the result is in range.
+/// A fixed bijection of `0..rows`: four Feistel rounds over the next even number of bits, repeated
+/// until the result is in range (cycle walking).
 #[derive(Clone, Copy, Debug)]
 pub struct Scatter {
     rows: u64,
@@ -157,15 +158,15 @@ pub struct Scatter {
 }
 
 impl Scatter {
-    /// The bijection of table `number` with `rows` rows.
+    /// Returns the bijection of table `number` with `rows` rows.
     pub fn of_table(number: usize, rows: u64) -> Self {
         let bits = 64 - rows.saturating_sub(1).leading_zeros();
         let rounds = [1, 2, 3, 4].map(|round| mix((number as u64) << 8 | round));
         Self { rows, half_bits: bits.div_ceil(2).max(1), rounds }
     }
 
-    /// The place of popularity rank `rank`, which is below `rows`.
-    pub fn place(&self, rank: u64) -> u64 {
+    /// Returns the position of popularity rank `rank`, which is below `rows`.
+    pub fn position(&self, rank: u64) -> u64 {
         let mut at = self.step(rank);
         while at >= self.rows {
             at = self.step(at);
@@ -184,7 +185,7 @@ impl Scatter {
     }
 }
 
-/// How many keys a bag gets.
+/// The number of keys in a bag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum BagSizes {
     /// As many as the feature allows
@@ -194,19 +195,19 @@ pub enum BagSizes {
     Random,
 }
 
-/// Where the keys of one feature come from.
+/// The keys from which one feature draws.
 #[derive(Clone)]
-enum Keys {
+enum KeySource {
     Index(Scatter),
     Sparse(Scatter, Arc<[u64]>),
     Observed(Arc<Observed>),
 }
 
-/// Keys as a file of samples has them.
+/// The keys of a feature in a file of samples.
 #[derive(Default)]
 struct Observed {
     keys: Vec<u64>,
-    /// How often this key or one before it occurred.
+    /// For each key, the occurrences of all keys up to it.
     up_to: Vec<u64>,
 }
 
@@ -231,31 +232,31 @@ impl Observed {
     }
 }
 
-impl Keys {
+impl KeySource {
     fn draw(&self, distribution: &Distribution, rng: &mut StdRng) -> Option<u64> {
         match self {
-            Self::Index(scatter) => Some(scatter.place(distribution.rank(scatter.rows, rng))),
+            Self::Index(scatter) => Some(scatter.position(distribution.rank(scatter.rows, rng))),
             Self::Sparse(scatter, keys) => {
-                let place = scatter.place(distribution.rank(scatter.rows, rng));
-                keys.get(usize::try_from(place).ok()?).copied()
+                let position = scatter.position(distribution.rank(scatter.rows, rng));
+                keys.get(usize::try_from(position).ok()?).copied()
             }
             Self::Observed(observed) => observed.draw(rng),
         }
     }
 }
 
-/// Draws samples for one model without end.
+/// An endless sequence of random samples for one model.
 pub struct Workload {
     schema: Arc<Schema>,
     distribution: Distribution,
     sizes: BagSizes,
-    features: Vec<Keys>,
+    features: Vec<KeySource>,
     rng: StdRng,
     sample: Sample,
 }
 
 impl Workload {
-    /// A load on the live generation of `flash`. The keys of sparse tables are read from their
+    /// Returns a load on the live generation of `flash`. Reads the keys of sparse tables from their
     /// segments.
     ///
     /// # Errors
@@ -276,7 +277,7 @@ impl Workload {
         Ok(Self { schema, distribution, sizes, features, rng, sample })
     }
 
-    /// The same load with other draws.
+    /// Returns this load with another seed.
     pub fn with_seed(&self, seed: u64) -> Self {
         Self {
             schema: Arc::clone(&self.schema),
@@ -288,12 +289,12 @@ impl Workload {
         }
     }
 
-    /// How its keys spread.
+    /// Returns the distribution of the keys.
     pub fn distribution(&self) -> &Distribution {
         &self.distribution
     }
 
-    /// The next sample: dense values from N(0, 1), keys as the distribution says.
+    /// Draws the next sample: dense values from N(0, 1), keys from the distribution.
     pub fn sample(&mut self) -> &Sample {
         let rng = &mut self.rng;
         let dense = self
@@ -312,10 +313,10 @@ impl Workload {
         &self.sample
     }
 
-    /// Fills `batch` with `n` samples in place of those it holds.
+    /// Replaces the content of `batch` by `n` samples.
     ///
     /// # Errors
-    /// The batch has not the room.
+    /// The batch has too little room.
     pub fn fill(&mut self, batch: &mut Batch, n: usize) -> Result<()> {
         batch.clear();
         let schema = Arc::clone(&self.schema);
@@ -323,14 +324,14 @@ impl Workload {
     }
 }
 
-fn observed_keys(schema: &Schema, samples: &[Sample]) -> Vec<Keys> {
+fn observed_keys(schema: &Schema, samples: &[Sample]) -> Vec<KeySource> {
     (0..schema.features.len())
-        .map(|f| Keys::Observed(Arc::new(Observed::of_feature(samples, f))))
+        .map(|f| KeySource::Observed(Arc::new(Observed::of_feature(samples, f))))
         .collect()
 }
 
-/// The keys of each feature's table; features that share a table share its keys.
-fn table_keys(flash: &Flash, schema: &Schema) -> Result<Vec<Keys>> {
+/// Returns the keys of each feature's table. Features of one table share its keys.
+fn table_keys(flash: &Flash, schema: &Schema) -> Result<Vec<KeySource>> {
     let mut tables = BTreeMap::new();
     for feature in &schema.features {
         let number = usize::from(feature.table);
@@ -343,10 +344,10 @@ fn table_keys(flash: &Flash, schema: &Schema) -> Result<Vec<Keys>> {
     schema.features.iter().map(|f| of(f.table)).collect()
 }
 
-fn keys_of(flash: &Flash, schema: &Schema, number: usize) -> Result<Keys> {
+fn keys_of(flash: &Flash, schema: &Schema, number: usize) -> Result<KeySource> {
     let table = &schema.tables[number];
     if table.keys == KeySpace::Index {
-        return Ok(Keys::Index(Scatter::of_table(number, table.rows)));
+        return Ok(KeySource::Index(Scatter::of_table(number, table.rows)));
     }
     let (mut keys, mut damaged) = (Vec::with_capacity(usize::try_from(table.rows)?), None);
     flash.table(number)?.scan(|hash, _| keys.push(unmix(hash)), |e| damaged = Some(e))?;
@@ -354,7 +355,7 @@ fn keys_of(flash: &Flash, schema: &Schema, number: usize) -> Result<Keys> {
         return Err(e.into());
     }
     ensure!(!keys.is_empty(), "table `{}` has no rows", table.name);
-    Ok(Keys::Sparse(Scatter::of_table(number, keys.len() as u64), keys.into()))
+    Ok(KeySource::Sparse(Scatter::of_table(number, keys.len() as u64), keys.into()))
 }
 
 #[cfg(test)]
@@ -405,14 +406,19 @@ mod tests {
         #[test]
         fn scatter_is_a_bijection(rows in 1u64..3000, number in 0usize..100) {
             let scatter = Scatter::of_table(number, rows);
-            let mut places: Vec<u64> = (0..rows).map(|r| scatter.place(r)).collect();
+            let mut places: Vec<u64> = (0..rows).map(|r| scatter.position(r)).collect();
             places.sort_unstable();
             prop_assert!(places.into_iter().eq(0..rows));
         }
 
         #[test]
-        fn distributions_print_as_they_parse(lookups in 1u32..=100, keys in 1u32..100, alpha in 1u32..500) {
-            for text in [format!("hotkey:{lookups}/{keys}"), format!("powerlaw:{}", f64::from(alpha) / 100.0)] {
+        fn distributions_print_as_they_parse(
+            lookups in 1u32..=100,
+            keys in 1u32..100,
+            alpha in 1u32..500,
+        ) {
+            let alpha = f64::from(alpha) / 100.0;
+            for text in [format!("hotkey:{lookups}/{keys}"), format!("powerlaw:{alpha}")] {
                 prop_assert_eq!(text.parse::<Distribution>().unwrap().to_string(), text);
             }
         }
@@ -421,11 +427,11 @@ mod tests {
     #[test]
     fn hot_places_are_not_neighbours() {
         let scatter = Scatter::of_table(3, 1_000_000);
-        let mut hot: Vec<u64> = (0..1000).map(|r| scatter.place(r)).collect();
+        let mut hot: Vec<u64> = (0..1000).map(|r| scatter.position(r)).collect();
         hot.sort_unstable();
         // A thousand random places out of a million: about one pair in a thousand is adjacent.
         assert!(hot.windows(2).filter(|w| w[1] - w[0] == 1).count() < 10);
-        assert_ne!(Scatter::of_table(4, 1_000_000).place(0), scatter.place(0));
+        assert_ne!(Scatter::of_table(4, 1_000_000).position(0), scatter.position(0));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Made-up models, keys and requests.
+//! Synthetic models, keys and requests, for measurements and tests. Never serves one.
 
 pub mod key_distributions;
 pub mod onnx;

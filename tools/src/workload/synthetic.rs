@@ -1,18 +1,17 @@
-//! A model in the shape of MLPerf's Criteo model with made-up rows, for measurements. Its rows mean
-//! nothing: never a source of quality figures.
+//! A model in the shape of MLPerf's Criteo model with random rows, for measurements. Its scores are
+//! meaningless: never a source of quality figures.
 //!
-//! The 26 cardinalities `c` are those of MLPerf DLRM; a table has `min(c, max(c * rows_max / 40 M,
-//! 40 k))` rows, and no more than `rows_max`. So the small tables keep their size and the large
-//! ones their proportions, down to 40 k rows. The 18 tables under 100 k rows are left to `pack` and
-//! the budget (f16, resident where there is room); the other eight are `u8` and always `cached`,
-//! three of them with scattered u64 keys. Rows have dim 32; five features are multi-hot with
-//! MLPerf's hotness cut to 3.
+//! The 26 cardinalities `c` are those of MLPerf DLRM. A table has `min(c, max(c * rows_max / 40 M,
+//! 40 k))` rows, and at most `rows_max`: small tables keep their size, large ones their
+//! proportions. For the 18 tables under 100 k rows, `pack` and the budget choose codec and
+//! placement. The other eight are `u8` and `cached`; three of these have scattered u64 keys. Rows
+//! have dim 32. Five features are multi-hot, with MLPerf's hotness cut to 3.
 
-use crate::import::Source;
+use crate::import::{RowSource, Source, TakeBlock};
 use crate::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
 };
-use crate::pack::{Overrides, Packed, RowSource, TakeBlock, pack_onto};
+use crate::pack::{Overrides, Packed, pack_onto};
 use crate::workload::key_distributions::{ALPHA, Scatter, powerlaw_share};
 use anyhow::{Context, Result};
 use hatchback::flash::Flash;
@@ -28,29 +27,42 @@ pub const CARDINALITIES: [u64; 26] = [
 ];
 /// Values in a row.
 pub const DIM: usize = 32;
-/// Features with more than one key, and how many: MLPerf's, cut to 3.
+/// Features with more than one key in a bag, and their number of keys: MLPerf's, cut to 3.
 const MULTI_HOT: [(usize, u32); 5] = [(0, 3), (3, 2), (9, 3), (13, 3), (20, 3)];
 /// Tables with scattered keys.
 const SPARSE: [usize; 3] = [9, 20, 21];
-/// From here on a table is `cached`.
+/// A table of this cardinality or more is `cached`.
 const CACHED_ROWS: u64 = 100_000;
-/// Large tables are not scaled below this.
+/// Rows of a scaled table at least.
 const LARGE_ROWS_MIN: u64 = 40_000;
-/// Made-up lookups a row behind the popularity counts.
+/// Lookups in training for each row, on average, in the popularity counts.
 const LOOKUPS_PER_ROW: f64 = 16.0;
-/// Rows handed over at a time.
+/// Rows of a block.
 const BLOCK_ROWS: u64 = 1024;
-/// The dense network, a DLRM over 13 dense features and 26 vectors of 32.
+/// The dense network: a DLRM over 13 dense features and 26 vectors of 32 values.
 pub const CRITEO_ONNX: &[u8] = include_bytes!("../../demo/criteo/dense.onnx");
 
-/// The model with tables of up to `rows_max` rows: what `pack` takes, with `dense.onnx` in its base
-/// folder.
+/// Returns the first generation of the model, with tables of up to `rows_max` rows, as `pack` takes
+/// it. Its base folder must have `dense.onnx`.
 pub fn criteo(rows_max: u64) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
-    criteo_at(rows_max, (1, 1))
+    criteo_at(rows_max, SyntheticGeneration::FIRST)
 }
 
-/// Its generation `sequence`: from each to the next one row in `one_in` has other values.
-fn criteo_at(rows_max: u64, at: (u64, u64)) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
+/// A generation of the model. From one generation to the next some rows get other values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SyntheticGeneration {
+    /// Sequence of the generation, from 1.
+    pub sequence: u64,
+    /// One row in this many changes from one generation to the next.
+    pub changed_one_in: u64,
+}
+
+impl SyntheticGeneration {
+    /// The first generation.
+    pub const FIRST: Self = Self { sequence: 1, changed_one_in: 1 };
+}
+
+fn criteo_at(rows_max: u64, at: SyntheticGeneration) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
     let tables: Vec<Synthetic> =
         (0..CARDINALITIES.len()).map(|n| Synthetic::new(n, rows_max, at)).collect();
     let names: Vec<String> = (0..tables.len()).map(|n| format!("cat_{n}")).collect();
@@ -58,7 +70,7 @@ fn criteo_at(rows_max: u64, at: (u64, u64)) -> (ModelSpec, Vec<Box<dyn RowSource
     let spec = ModelSpec {
         format: 1,
         name: "synthetic-criteo".to_owned(),
-        sequence: at.0,
+        sequence: at.sequence,
         dense_features: (0..13).map(|n| format!("int_{n}")).collect(),
         network: NetworkSpec {
             onnx: PathBuf::from("dense.onnx"),
@@ -74,7 +86,7 @@ fn criteo_at(rows_max: u64, at: (u64, u64)) -> (ModelSpec, Vec<Box<dyn RowSource
     (spec, tables.into_iter().map(|t| Box::new(t) as Box<dyn RowSource>).collect())
 }
 
-/// Packs the model into the bundle `out`. `progress` is as for `pack`.
+/// Packs the first generation into the bundle `out`. `progress` is as for `pack`.
 ///
 /// # Errors
 /// The bundle cannot be written.
@@ -83,17 +95,17 @@ pub fn pack_criteo(
     out: &Path,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Packed> {
-    pack_criteo_at(rows_max, (1, 1), None, out, progress)
+    pack_criteo_at(rows_max, SyntheticGeneration::FIRST, None, out, progress)
 }
 
-/// The same of a later generation, onto `parent`: its sequence, and that from each to the next one
-/// row in so many has other values.
+/// Packs generation `at` into the bundle `out`: with a `parent` as a delta, otherwise as a
+/// snapshot.
 ///
 /// # Errors
 /// The bundle cannot be written, or `parent` cannot be read.
 pub fn pack_criteo_at(
     rows_max: u64,
-    at: (u64, u64),
+    at: SyntheticGeneration,
     parent: Option<&Flash>,
     out: &Path,
     progress: &mut dyn FnMut(u64, u64),
@@ -116,14 +128,14 @@ fn feature(number: usize, name: &str) -> FeatureSpec {
     }
 }
 
-/// Rows of a table of cardinality `c` in a model of up to `rows_max` rows a table.
+/// Returns the rows of a table of cardinality `c` in a model of up to `rows_max` rows a table.
 fn scaled(c: u64, rows_max: u64) -> u64 {
     let share = (u128::from(c) * u128::from(rows_max) / 40_000_000) as u64;
     c.min(share.max(LARGE_ROWS_MIN)).min(rows_max.max(1))
 }
 
-/// `n` values close to N(0, `deviation`), each a sum of four random bytes; `n` is even. Seeds
-/// closer than `n / 2` share values.
+/// Appends `n` values close to N(0, `deviation`) to `values`, each a sum of four random bytes. `n`
+/// is even. Seeds closer than `n / 2` share values.
 pub fn push_normals(seed: u64, n: usize, deviation: f32, values: &mut Vec<f32>) {
     /// Mean and deviation of the sum of four uniform bytes.
     const SUM: (f32, f32) = (510.0, 147.801);
@@ -136,18 +148,17 @@ pub fn push_normals(seed: u64, n: usize, deviation: f32, values: &mut Vec<f32>) 
     }
 }
 
-/// The rows of one table, made up as they are read.
+/// The rows of one table, generated when they are read.
 struct Synthetic {
     number: usize,
     rows: u64,
     sparse: bool,
     cached: bool,
-    /// The generation, and that one row in so many changes from each to the next.
-    at: (u64, u64),
+    at: SyntheticGeneration,
 }
 
 impl Synthetic {
-    fn new(number: usize, rows_max: u64, at: (u64, u64)) -> Self {
+    fn new(number: usize, rows_max: u64, at: SyntheticGeneration) -> Self {
         let cardinality = CARDINALITIES[number];
         let rows = scaled(cardinality, rows_max);
         Self {
@@ -168,17 +179,17 @@ impl Synthetic {
             placement: if self.cached { Placement::Cached } else { Placement::Auto },
             miss: MissPolicy::Wait,
             default: DefaultRow::Zeros,
-            // `pack` takes the rows from a `RowSource` and never opens this.
+            // `pack` reads the rows from a `RowSource` and never opens this file.
             source: Source::Npy { path: PathBuf::new(), keys: None, counts: None },
         }
     }
 
-    /// The key at `position`: the position itself, or a bijective mix of it.
+    /// Returns the key at `position`: the position itself, or a bijective mix of it.
     fn key(&self, position: u64) -> u64 {
         if self.sparse { mix(position ^ (self.number as u64 + 1) << 48) } else { position }
     }
 
-    /// The positions in the order of the segment, which popularity refers to.
+    /// Returns the positions in the order of the segment, to which popularity refers.
     fn order(&self) -> Vec<u64> {
         let mut order: Vec<u64> = (0..self.rows).collect();
         if self.sparse {
@@ -187,16 +198,17 @@ impl Synthetic {
         order
     }
 
-    /// How many generations before this one there are since the row last changed, counted from the
-    /// first.
+    /// Returns the number of generations, from the first, before the one in which the row last
+    /// changed.
     fn version(&self, position: u64) -> u64 {
-        let (sequence, one_in) = self.at;
-        let changed =
-            |g: &u64| mix(position << 20 ^ (self.number as u64) << 52 ^ g).is_multiple_of(one_in);
+        let SyntheticGeneration { sequence, changed_one_in } = self.at;
+        let changed = |g: &u64| {
+            mix(position << 20 ^ (self.number as u64) << 52 ^ g).is_multiple_of(changed_one_in)
+        };
         (2..=sequence).rev().find(changed).unwrap_or(1) - 1
     }
 
-    /// Values of the row at `position`, close to N(0, 1/sqrt(dim)).
+    /// Appends the values of the row at `position`, close to N(0, 1/sqrt(dim)).
     fn push_row(&self, position: u64, values: &mut Vec<f32>) {
         let seed =
             (position << 16 | self.number as u64) * DIM as u64 + (self.version(position) << 48);
@@ -213,10 +225,11 @@ impl RowSource for Synthetic {
         self.sparse
     }
 
-    /// Expected counts of `keys::Distribution::PowerLaw` with the default exponent; cached tables
-    /// of the first generation only: a list of all hot keys is far larger than a delta.
+    /// Returns the expected counts of a `Distribution::PowerLaw` with the default exponent, for the
+    /// cached tables of the first generation. A delta would be much smaller than a list of all hot
+    /// keys.
     fn counts(&self) -> Result<Option<Vec<u64>>> {
-        if !self.cached || self.at.0 > 1 {
+        if !self.cached || self.at.sequence > 1 {
             return Ok(None);
         }
         let (scatter, order) = (Scatter::of_table(self.number, self.rows), self.order());
@@ -224,7 +237,7 @@ impl RowSource for Synthetic {
         let (all, mut before) = (LOOKUPS_PER_ROW * self.rows as f64, 0.0);
         for rank in 0..self.rows {
             let up_to = powerlaw_share(ALPHA, self.rows, rank + 1);
-            counts[order[scatter.place(rank) as usize] as usize] =
+            counts[order[scatter.position(rank) as usize] as usize] =
                 (all * (up_to - before)).round() as u64;
             before = up_to;
         }
@@ -249,7 +262,7 @@ impl RowSource for Synthetic {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::serve::{lay_on_flash, worker};
+    use crate::serve::{install, worker};
     use crate::workload::key_distributions::{BagSizes, Distribution, Workload};
     use hatchback::model::Model;
     use hatchback::model::budget::Budget;
@@ -306,23 +319,23 @@ mod tests {
 
     #[test]
     fn counts_fall_with_the_rank() {
-        let table = Synthetic::new(9, 5000, (1, 1));
+        let table = Synthetic::new(9, 5000, SyntheticGeneration::FIRST);
         let (counts, order) = (table.counts().unwrap().unwrap(), table.order());
         let scatter = Scatter::of_table(9, 5000);
         let by_rank: Vec<u64> =
-            (0..5000).map(|r| counts[order[scatter.place(r) as usize] as usize]).collect();
+            (0..5000).map(|r| counts[order[scatter.position(r) as usize] as usize]).collect();
         assert!(by_rank.is_sorted_by(|a, b| a >= b) && by_rank[0] > by_rank[100]);
-        assert!(Synthetic::new(1, 5000, (1, 1)).counts().unwrap().is_none());
+        assert!(Synthetic::new(1, 5000, SyntheticGeneration::FIRST).counts().unwrap().is_none());
     }
 
-    /// Hot keys of the bundle are the hot keys of the load: a preloaded cache answers a power law
-    /// far better than it answers a uniform load, and every drawn key is in the model.
+    /// The hot keys of the bundle are the hot keys of the load: a preloaded cache has a far higher
+    /// hit rate with a power law than with uniform keys. Every drawn key is in the model.
     #[test]
     fn hot_lists_meet_the_load() {
         let directory = tempfile::tempdir().unwrap();
         let bundle = directory.path().join("a.hbm");
         pack_criteo(4000, &bundle, &mut |_, _| ()).unwrap();
-        let flash = lay_on_flash(&bundle, &directory.path().join("flash")).unwrap();
+        let flash = install(&bundle, &directory.path().join("flash")).unwrap();
         let budget = Budget { cache_bytes_max: 200_000, ..Budget::default() };
         let hit_rate = |keys: &str| {
             let model = Arc::new(Model::from_flash(&flash, budget).unwrap());

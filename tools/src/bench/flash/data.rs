@@ -1,6 +1,5 @@
-//! The rows that every engine of `bench flash` holds, and the keys that it is asked for. A row
-//! follows from its key, so nothing is kept in memory and every answer can be checked. Never
-//! measures.
+//! The rows that every engine of `bench flash` stores, and the requested keys. A row is a function
+//! of its key, so the bench checks every answer and keeps no rows in memory. Never measures.
 
 use crate::workload::key_distributions::{ALPHA, Scatter};
 use anyhow::{Context, Result, ensure};
@@ -9,15 +8,15 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, Zipf};
 
-/// One row in so many changes in the update.
+/// One row in this many changes in an update.
 const CHANGED_ONE_IN: u64 = 100;
-/// Interests that a request may have.
+/// Interests of all users; a request has one of them.
 pub const INTERESTS: u64 = 256;
-/// Clears the top bit of the exponent of each f16, so that a row has numbers only.
+/// Clears the top bit of the exponent of each f16, so that every value is finite.
 const F16_MASK: u64 = 0xbfff_bfff_bfff_bfff;
 
-/// A table of made-up rows. Its keys are spread over all 64-bit words and their orders (hashes)
-/// ascend with the row's number, one in each of `rows` equal stretches.
+/// A table of synthetic rows. Its keys are spread over all 64-bit words. Their orders (hashes)
+/// ascend with the row number, one order in each of `rows` equal ranges.
 #[derive(Clone, Copy, Debug)]
 pub struct Data {
     /// Rows in the table.
@@ -27,19 +26,19 @@ pub struct Data {
 }
 
 impl Data {
-    /// The order of row `i`.
+    /// Returns the order of row `i`.
     fn order(&self, i: u64) -> u64 {
         let start = (u128::from(i) << 64) / u128::from(self.rows);
         let width = u64::MAX / self.rows;
         start as u64 + mix(i ^ 0x5eed) % width
     }
 
-    /// Whether update number `update`, from 1, changes the row of this order.
+    /// Returns whether update number `update` (from 1) changes the row of this order.
     fn changes(order: u64, update: u64) -> bool {
         mix(order ^ mix(update - 1)).is_multiple_of(CHANGED_ONE_IN)
     }
 
-    /// The row of an order as loaded (version 0) or as that update made it.
+    /// Writes the row of `order` to `row`: as loaded (version 0) or as that update left it.
     fn fill(order: u64, version: u64, row: &mut [u8]) {
         let seed = order ^ mix(version);
         for (i, bytes) in row.chunks_mut(8).enumerate() {
@@ -48,26 +47,27 @@ impl Data {
         }
     }
 
-    /// Hands every row to `take` with its order, ascending.
+    /// Calls `take` with the order and the row of every key, ascending.
     ///
     /// # Errors
-    /// What `take` refused.
+    /// Those of `take`.
     pub fn each_row(&self, take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
         self.each(0, |_| true, take)
     }
 
-    /// Hands the new version of every row that the first update changes to `take`, as `each_row`.
+    /// Calls `take` as [`Data::each_row`] does, for the rows that the first update changes, in
+    /// their new version.
     ///
     /// # Errors
-    /// What `take` refused.
+    /// Those of `take`.
     pub fn each_changed(&self, take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
         self.each_changed_by(1, take)
     }
 
-    /// The same of update number `update`, from 1.
+    /// Calls `take` for the rows that update number `update` (from 1) changes.
     ///
     /// # Errors
-    /// What `take` refused.
+    /// Those of `take`.
     pub fn each_changed_by(
         &self,
         update: u64,
@@ -76,16 +76,16 @@ impl Data {
         self.each(update, |order| Self::changes(order, update), take)
     }
 
-    /// How many rows the first update changes.
+    /// Returns the number of rows that the first update changes.
     #[cfg(feature = "peers")]
     pub fn changed(&self) -> u64 {
         (0..self.rows).filter(|i| Self::changes(self.order(*i), 1)).count() as u64
     }
 
-    /// Hands the rows of `keys` as loaded to `take`, in that order.
+    /// Calls `take` for the rows of `keys` as loaded, in the order of `keys`.
     ///
     /// # Errors
-    /// What `take` refused.
+    /// Those of `take`.
     pub fn each_of(
         &self,
         keys: &[u64],
@@ -112,10 +112,10 @@ impl Data {
         Ok(())
     }
 
-    /// Refuses unless `rows` are those of `keys` after so many updates.
+    /// Checks that `rows` are those of `keys` after `updates` updates.
     ///
     /// # Errors
-    /// The first key whose row is wrong.
+    /// A row is wrong; the error has its key.
     pub fn check(&self, keys: &[u64], updates: u64, rows: &[u8]) -> Result<()> {
         ensure!(
             rows.len() == keys.len() * self.row_bytes,
@@ -144,7 +144,7 @@ pub struct Draw {
 }
 
 impl Draw {
-    /// The same keys for the same seed.
+    /// Creates a generator. Equal seeds draw equal keys.
     ///
     /// # Errors
     /// The table has no rows.
@@ -155,19 +155,19 @@ impl Draw {
         Ok(Self { data, rng: StdRng::seed_from_u64(seed), zipf, interest, scatter })
     }
 
-    /// `n` keys, every row alike.
+    /// Returns `n` keys, all rows with equal probability.
     pub fn uniform(&mut self, n: usize) -> Vec<u64> {
         (0..n).map(|_| unmix(self.data.order(self.rng.random_range(0..self.data.rows)))).collect()
     }
 
-    /// `n` keys by Zipf's law with the exponent of NVIDIA's synthetic models.
+    /// Returns `n` keys by Zipf's law with the exponent of NVIDIA's synthetic models.
     pub fn zipf(&mut self, n: usize) -> Vec<u64> {
         (0..n).map(|_| self.zipf_key()).collect()
     }
 
-    /// The key of a popularity rank.
+    /// Returns the key of a popularity rank.
     fn key(&self, rank: u64) -> u64 {
-        unmix(self.data.order(self.scatter.place(rank.min(self.data.rows - 1))))
+        unmix(self.data.order(self.scatter.position(rank.min(self.data.rows - 1))))
     }
 
     fn zipf_key(&mut self) -> u64 {
@@ -186,7 +186,7 @@ impl Draw {
         (0..n).map(|i| if i % 2 == 0 { self.zipf_key() } else { of_interest(self) }).collect()
     }
 
-    /// `n` page numbers below `pages`, ascending, each once.
+    /// Returns at most `n` distinct page numbers below `pages`, ascending.
     pub fn pages(&mut self, n: usize, pages: u32) -> Vec<u32> {
         let mut drawn: Vec<u32> = (0..n).map(|_| self.rng.random_range(0..pages.max(1))).collect();
         drawn.sort_unstable();

@@ -1,6 +1,6 @@
-//! Batch reads from a table on flash as the request path does them: locate, sort by page, each page
-//! read once with many in flight, checked, its rows copied out. And the same pages read without
-//! looking at them, which is what the device can give.
+//! Batch reads from a table on flash in the steps of the request path: locate the rows, sort them
+//! by page, read each page once with many reads in flight, verify the page, copy its rows. Also raw
+//! reads of pages, which measure the device. Never caches a row.
 
 use anyhow::{Context, Result, ensure};
 use hatchback::flash::table::{RowLocation, TableRows};
@@ -9,51 +9,52 @@ use hatchback::io::reader::{PageFile, PageReader, ReadMethod};
 use std::io;
 use std::sync::Arc;
 
-/// A row that is wanted.
+/// A requested row.
 #[derive(Clone, Copy)]
 struct Miss {
-    place: u64,
+    location: u64,
     key: u64,
-    /// Where the row goes.
+    /// Position of the row in the output.
     slot: usize,
 }
 
 /// Reads with a fixed number of pages in flight.
 pub struct Fetcher {
     reader: PageReader,
-    places: Vec<Option<RowLocation>>,
+    locations: Vec<Option<RowLocation>>,
     misses: Vec<Miss>,
 }
 
 impl Fetcher {
-    /// Up to `depth` pages in flight.
+    /// Creates a reader with up to `depth` pages in flight.
     pub fn new(depth: usize) -> Self {
         Self {
             reader: PageReader::new(depth, ReadMethod::Auto),
-            places: Vec::new(),
+            locations: Vec::new(),
             misses: Vec::new(),
         }
     }
 
-    /// `io_uring` or `threads`.
+    /// Returns the read method: `io_uring` or `threads`.
     pub fn method(&self) -> &'static str {
         self.reader.method()
     }
 
-    /// Reads the rows of `keys` into `out`, one after the other. Returns how many pages were read.
+    /// Reads the rows of `keys` into `out`, `[keys, row_bytes]`. Returns the number of pages read.
     ///
     /// # Errors
-    /// The device refused, a page is damaged, or a key is not in the table.
+    /// A read fails, a page is damaged, or a key is not in the table.
     pub fn fetch(&mut self, rows: &TableRows, keys: &[u64], out: &mut [u8]) -> Result<u64> {
         self.misses.clear();
-        self.places.clear();
-        self.places.resize(keys.len(), None);
-        rows.locate_all(keys, &mut self.places);
-        for (slot, (&key, place)) in keys.iter().zip(&self.places).enumerate() {
-            let place = place.context("a key is not in the table")?.pack();
-            self.misses.push(Miss { place, key, slot });
+        self.locations.clear();
+        self.locations.resize(keys.len(), None);
+        rows.locate_all(keys, &mut self.locations);
+        for (slot, (&key, location)) in keys.iter().zip(&self.locations).enumerate() {
+            let location = location.context("a key is not in the table")?.pack();
+            self.misses.push(Miss { location, key, slot });
         }
-        self.misses.sort_unstable_by_key(|m| m.place);
+        self.misses.sort_unstable_by_key(|m| m.location);
+
         let Self { reader, misses, .. } = self;
         let row_bytes = out.len() / keys.len().max(1);
         let (mut next, mut pages) = (0, 0);
@@ -61,8 +62,8 @@ impl Fetcher {
             reader,
             |reader| {
                 let Some(miss) = misses.get(next) else { return false };
-                let place = RowLocation::unpack(miss.place);
-                reader.begin(rows.segment(place).file(), place.page, next as u64);
+                let location = RowLocation::unpack(miss.location);
+                reader.begin(rows.segment(location).file(), location.page, next as u64);
                 next += group(&misses[next..]).len();
                 true
             },
@@ -74,10 +75,10 @@ impl Fetcher {
         Ok(pages)
     }
 
-    /// Reads `pages` of `file` and looks at none of them.
+    /// Reads `pages` of `file` and ignores their content.
     ///
     /// # Errors
-    /// The device refused.
+    /// A read fails.
     pub fn raw(&mut self, file: &Arc<dyn PageFile>, pages: &[u32]) -> Result<()> {
         let mut next = pages.iter();
         drive(
@@ -88,7 +89,7 @@ impl Fetcher {
     }
 }
 
-/// Keeps the reader full by `begin` until that has no more, and hands each page to `take`.
+/// Keeps the reader full until `begin` has no more pages. Calls `take` with each page.
 fn drive(
     reader: &mut PageReader,
     mut begin: impl FnMut(&mut PageReader) -> bool,
@@ -106,16 +107,17 @@ fn drive(
                 taken = this;
             }
         });
-        ensure!(one, "the reader gave up");
+        ensure!(one, "the reader has reads in flight but returned none");
     }
 }
 
-/// The misses at the front that are on one page.
+/// Returns the misses at the front that are on one page.
 fn group(misses: &[Miss]) -> &[Miss] {
-    let len = misses.iter().take_while(|m| m.place == misses[0].place).count();
+    let len = misses.iter().take_while(|m| m.location == misses[0].location).count();
     &misses[..len]
 }
 
+/// Verifies a page and copies the rows of `misses` to their slots.
 fn copy_rows(
     rows: &TableRows,
     misses: &[Miss],
@@ -124,9 +126,9 @@ fn copy_rows(
     out: &mut [u8],
 ) -> Result<()> {
     let Some(first) = misses.first() else { return Ok(()) };
-    let place = RowLocation::unpack(first.place);
-    let segment = rows.segment(place);
-    let page = segment.check_read(place.page, page)?;
+    let location = RowLocation::unpack(first.location);
+    let segment = rows.segment(location);
+    let page = segment.check_read(location.page, page)?;
     for miss in misses {
         let row = segment.row(&page, miss.key).context("a key is not on its page")?;
         out[miss.slot * row_bytes..][..row_bytes].copy_from_slice(row);

@@ -1,131 +1,131 @@
-//! What `bench flash` found: named figures of engines, the bars that follow from them, and the
-//! tables that show them. Never measures.
+//! The figures of `bench flash`: values by engine and measure, their bars, and their tables. Never
+//! measures.
 
 use super::data::Data;
-use crate::bench::{Bar, Found, NotRun, bars_table};
-use crate::report;
+use crate::bench::bars::{Bar, BarResult, bars_table};
+use crate::bench::results::Measurement;
+use crate::{report, say};
+use anyhow::Result;
 use serde::Serialize;
 use std::time::Duration;
 
-/// The engine that the others are measured against.
+/// The device without an engine, the reference of all engines.
 pub const RAW: &str = "raw device";
-/// Ours.
+/// The product.
 pub const OURS: &str = "Hatchback";
-/// The peer with a bar.
+/// The peer of the last bar.
 pub const ROCKSDB: &str = "RocksDB";
 
-/// A table of fewer bytes of rows does not stay cold while it is read: page cache and block caches
-/// fill.
+/// Least bytes of rows in a table that stays cold during the measurement. A smaller one soon fits
+/// the page cache and the block caches.
 const COLD_BYTES_MIN: u64 = 1 << 30;
 
-/// What a figure is of. The names stand in tables and JSON.
+/// Names of the measured quantities, as in tables and JSON.
 pub mod measure {
-    /// Pages in a second, in random order.
+    /// Pages per second in random order.
     pub const RAW_PAGES: &str = "random pages, pages/s";
-    /// Batches of uniform keys, nothing of them in memory.
+    /// Batches of uniform keys, none of whose rows is in memory.
     pub const COLD: &str = "cold batch, uniform, rows/s";
-    /// The same, a batch read by two threads in halves.
+    /// [`COLD`] with two threads that read one half of a batch each.
     pub const COLD_TWO: &str = "cold batch, 2 threads, rows/s";
-    /// The same in pages, as a share of the raw device in the same round.
+    /// Pages per second of [`COLD`], as a share of the raw device in the same round.
     pub const OF_RAW: &str = "cold batch, pages/s of raw device";
     /// Batches of Zipf keys.
     pub const ZIPF: &str = "cold batch, Zipf, rows/s";
-    /// Batches of uniform keys with the update over the base.
+    /// Batches of uniform keys after the update.
     pub const COLD_UPDATED: &str = "cold batch over a delta, rows/s";
-    /// Batches of keys that were just read.
+    /// Batches of keys whose rows an earlier batch has read.
     pub const WARM: &str = "warm batch, rows/s";
-    /// One key, half are faster.
+    /// Latency of one key, median.
     pub const POINT_P50: &str = "point read p50, µs";
-    /// One key, 99 % are faster.
+    /// Latency of one key, 99th percentile.
     pub const POINT_P99: &str = "point read p99, µs";
-    /// The misses of a request, half are faster.
+    /// Latency of the misses of a request, median.
     pub const MISSES_P50: &str = "155 misses p50, µs";
-    /// The misses of a request, 99 % are faster.
+    /// Latency of the misses of a request, 99th percentile.
     pub const MISSES_P99: &str = "155 misses p99, µs";
-    /// The same while a compaction runs, half are faster.
+    /// [`MISSES_P50`] while a compaction runs.
     pub const COMPACTING_P50: &str = "155 misses during compaction p50, µs";
-    /// The same while a compaction runs.
+    /// [`MISSES_P99`] while a compaction runs.
     pub const COMPACTING_P99: &str = "155 misses during compaction p99, µs";
-    /// What the compaction wrote in a second meanwhile.
-    pub const COMPACTION_RATE: &str = "compaction beside it, MB/s";
-    /// Writing the table, durably.
+    /// Bytes per second that the compaction wrote.
+    pub const COMPACTION_RATE: &str = "compaction rate, MB/s";
+    /// Time to write the table durably.
     pub const LOAD: &str = "load, s";
-    /// From files to the first possible read.
+    /// Time to open the files.
     pub const REOPEN: &str = "reopen, ms";
-    /// The same with the update over the base.
+    /// [`REOPEN`] after the update.
     pub const REOPEN_UPDATED: &str = "reopen with a delta, ms";
-    /// Changing one row in a hundred, durably.
+    /// Time to change one row in a hundred durably.
     pub const UPDATE: &str = "1 % update, durable, s";
-    /// Bytes that the update wrote, as a share of its rows' bytes.
+    /// Bytes that the update wrote, divided by the bytes of its rows.
     pub const UPDATE_AMP: &str = "1 % update, bytes written / row bytes";
-    /// Bytes on flash after the load, as a share of the rows' bytes.
+    /// Bytes on flash after the load, divided by the bytes of the rows.
     pub const SPACE: &str = "bytes on flash / row bytes";
     /// Memory of the index.
     pub const INDEX_BITS: &str = "index in memory, bits a key";
-    /// The same where the most used rows are placed.
-    pub const PLACED_INDEX_BITS: &str = "index with placed rows, bits a key";
-    /// Pages that a request reads with all rows in key order, by the cache in front.
+    /// Memory of the index with a clustered segment.
+    pub const CLUSTERED_INDEX_BITS: &str = "index with clustered rows, bits a key";
+    /// Pages that a request reads from the base alone, by size of the cache.
     pub const KEY_ORDER: [&str; 3] = [
         "pages a request, key order, no cache",
         "pages a request, key order, 1 % cached",
         "pages a request, key order, 5 % cached",
     ];
-    /// The same where the most used rows are placed by popularity.
+    /// Pages that a request reads with the most used rows clustered by popularity.
     pub const BY_POPULARITY: [&str; 3] = [
         "pages a request, by popularity, no cache",
         "pages a request, by popularity, 1 % cached",
         "pages a request, by popularity, 5 % cached",
     ];
-    /// The same where they are placed by co-access.
+    /// Pages that a request reads with the most used rows clustered by co-access.
     pub const BY_CO_ACCESS: [&str; 3] = [
         "pages a request, by co-access, no cache",
         "pages a request, by co-access, 1 % cached",
         "pages a request, by co-access, 5 % cached",
     ];
-    /// Pages that hold the hottest one row in a hundred, in key order and placed.
+    /// Pages of the base that hold the most used one row in a hundred.
     pub const PRELOAD_KEY_ORDER: &str = "pages to preload the hottest 1 %, key order";
-    /// The same, placed.
-    pub const PRELOAD_PLACED: &str = "pages to preload the hottest 1 %, placed";
-    /// Bytes written over 48 deltas and the compactions between, as a share of the changed rows'
-    /// bytes.
+    /// Pages of the clustered segment that hold them.
+    pub const PRELOAD_CLUSTERED: &str = "pages to preload the hottest 1 %, clustered";
+    /// Bytes written by 48 deltas and the compactions between them, divided by the bytes of the
+    /// changed rows.
     pub const STEADY_AMP: &str = "48 deltas, bytes written / row bytes";
-    /// Compactions over them.
+    /// Compactions during the 48 deltas.
     pub const COMPACTIONS: &str = "48 deltas, compactions";
-    /// Bytes on flash after them, as a share of the rows' bytes.
+    /// Bytes on flash after the 48 deltas, divided by the bytes of the rows.
     pub const STEADY_SPACE: &str = "48 deltas, bytes on flash / row bytes";
 }
 
-/// A figure.
+/// One value.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Figure {
-    /// Whose.
+pub struct FlashFigure {
+    /// Name of the engine.
     pub engine: &'static str,
-    /// What, with its unit.
+    /// Name of the measured quantity, with its unit.
     pub measure: &'static str,
-    /// Reads in flight, where that is chosen.
+    /// Reads in flight, if the engine's caller chooses them.
     pub depth: Option<usize>,
-    /// How much.
+    #[allow(missing_docs)]
     pub value: f64,
 }
 
 /// An entry of the report.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-#[serde(untagged)]
-pub enum Point {
-    /// Something that was measured.
-    Figure(Figure),
-    /// A peer that was not.
-    NotRun(NotRun),
-}
+pub type FlashMeasurement = Measurement<FlashFigure>;
 
-/// All that was found.
+/// All figures, in the order of measuring.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Figures(pub Vec<Point>);
+pub struct Figures(pub Vec<FlashMeasurement>);
 
 impl Figures {
     /// Adds a figure without a depth.
     pub fn put(&mut self, engine: &'static str, measure: &'static str, value: f64) {
-        self.0.push(Point::Figure(Figure { engine, measure, depth: None, value }));
+        self.0.push(FlashMeasurement::Measured(FlashFigure {
+            engine,
+            measure,
+            depth: None,
+            value,
+        }));
     }
 
     /// Adds a figure at a depth.
@@ -136,24 +136,31 @@ impl Figures {
         depth: usize,
         value: f64,
     ) {
-        self.0.push(Point::Figure(Figure { engine, measure, depth: Some(depth), value }));
+        self.0.push(FlashMeasurement::Measured(FlashFigure {
+            engine,
+            measure,
+            depth: Some(depth),
+            value,
+        }));
     }
 
-    /// A figure at a depth, or without one.
+    /// Returns a figure at a depth, or without one.
     pub fn at(&self, engine: &str, measure: &str, depth: Option<usize>) -> Option<f64> {
         self.0.iter().find_map(|point| match point {
-            Point::Figure(f) if (f.engine, f.measure, f.depth) == (engine, measure, depth) => {
+            FlashMeasurement::Measured(f)
+                if (f.engine, f.measure, f.depth) == (engine, measure, depth) =>
+            {
                 Some(f.value)
             }
             _ => None,
         })
     }
 
-    /// The engines with a figure, in their order.
+    /// Returns the engines that have a figure, in the order of measuring.
     pub fn engines(&self) -> Vec<&'static str> {
         let mut engines = Vec::new();
         for point in &self.0 {
-            if let Point::Figure(Figure { engine, .. }) = point
+            if let FlashMeasurement::Measured(FlashFigure { engine, .. }) = point
                 && !engines.contains(engine)
             {
                 engines.push(*engine);
@@ -162,24 +169,26 @@ impl Figures {
         engines
     }
 
-    /// Why an engine did not run.
+    /// Returns the reason why an engine did not run.
     fn not_run(&self, wanted: &str) -> Option<&str> {
         self.0.iter().find_map(|point| match point {
-            Point::NotRun(peer) if peer.engine == wanted => Some(peer.reason.as_str()),
+            FlashMeasurement::NotRun(peer) if peer.engine == wanted => Some(peer.reason.as_str()),
             _ => None,
         })
     }
 
-    /// The demanded figures; those that could not be measured are listed as not run.
+    /// Returns the demanded figures. A figure that the run did not measure is listed as not run.
     pub fn bars(&self) -> Vec<Bar> {
         let ours = |measure, depth| self.at(OURS, measure, depth);
         let rocks = self.at(ROCKSDB, measure::COLD, None);
         let idle = ours(measure::MISSES_P99, Some(16));
         let [key_order, warm_key_order, _] = measure::KEY_ORDER.map(|m| ours(m, None));
         let [co_access, warm_co_access, _] = measure::BY_CO_ACCESS.map(|m| ours(m, None));
+
         let ratio = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
         let least = |name: &str, value, bar| bar_of(name, value, bar, |v, b| v >= b);
         let most = |name: &str, value, bar| bar_of(name, value, bar, |v, b| v <= b);
+
         let mut bars = [
             least("cold batch / raw device, depth 16", ours(measure::OF_RAW, Some(16)), 0.9),
             least("cold batch / raw device, depth 64", ours(measure::OF_RAW, Some(64)), 0.9),
@@ -193,14 +202,14 @@ impl Figures {
                 1.5,
             ),
             bar_of(
-                "index with placed rows, bits a key",
-                ours(measure::PLACED_INDEX_BITS, None),
+                "index with clustered rows, bits a key",
+                ours(measure::CLUSTERED_INDEX_BITS, None),
                 4.0,
                 |v, b| v < b,
             ),
-            most("pages a request, placed / key order", ratio(co_access, key_order), 0.85),
+            most("pages a request, clustered / key order", ratio(co_access, key_order), 0.85),
             most(
-                "pages a request behind a 1 % cache, placed / key order",
+                "pages a request, 1 % cached, clustered / key order",
                 ratio(warm_co_access, warm_key_order),
                 1.0,
             ),
@@ -211,8 +220,9 @@ impl Figures {
                 5.0,
             ),
         ];
-        // Only the last one depends on another engine.
-        if let (Some(Bar { found: Found::NotRun { reason }, .. }), Some(why)) =
+
+        // Only the last bar depends on another engine.
+        if let (Some(Bar { result: BarResult::NotRun { reason }, .. }), Some(why)) =
             (bars.last_mut(), self.not_run(ROCKSDB))
         {
             *reason = format!("{ROCKSDB}: {why}");
@@ -221,15 +231,14 @@ impl Figures {
     }
 }
 
+/// Returns a bar with its own comparison.
 fn bar_of(name: &str, value: Option<f64>, bar: f64, holds: fn(f64, f64) -> bool) -> Bar {
-    let found = match value {
-        Some(value) => Found::Measured { value, holds: holds(value, bar) },
-        None => Found::NotRun { reason: "not measured".to_owned() },
-    };
-    Bar { name: name.to_owned(), bar, found }
+    let Some(value) = value else { return Bar::not_run(name, bar, "not measured") };
+    let result = BarResult::Measured { value, holds: holds(value, bar) };
+    Bar { name: name.to_owned(), bar, result }
 }
 
-/// A figure for people.
+/// Formats a figure for a table.
 fn shown(measure: &str, value: f64) -> String {
     match value {
         _ if measure.ends_with("µs") => report::micros(Duration::from_secs_f64(value / 1e6)),
@@ -238,38 +247,43 @@ fn shown(measure: &str, value: f64) -> String {
 }
 
 /// Prints the tables.
-pub fn print(figures: &Figures, data: &Data, bars: &[Bar]) {
-    println!("{}", own_table(figures));
-    println!("{}", peer_table(figures, READS, &[Some(64), Some(16)]));
-    println!("{}", peer_table(figures, WRITES, &[None]));
-    for point in &figures.0 {
-        if let Point::NotRun(peer) = point {
-            println!("{}", peer.cells().join(": "));
-        }
+///
+/// # Errors
+/// Standard output is closed.
+pub fn print_tables(figures: &Figures, data: &Data, bars: &[Bar]) -> Result<()> {
+    say!("{}", own_table(figures))?;
+    say!("{}", peer_table(figures, READS, &[Some(64), Some(16)]))?;
+    say!("{}", peer_table(figures, WRITES, &[None]))?;
+    for peer in figures.0.iter().filter_map(FlashMeasurement::not_run) {
+        say!("{}", peer.cells().join(": "))?;
     }
-    println!(
-        "One thread each but where two are named. Peers: 256 MB block cache if there is one, reopened with"
-    );
-    println!(
-        "their files out of the page cache before cold reads. Ours reads past the page cache, so it is never"
-    );
-    println!("warm. Bytes of a peer's update: what the system wrote for it until it was closed.");
-    println!("{} rows of {} B; a batch is 1,024 keys.", report::count(data.rows), data.row_bytes);
+
+    say!("{NOTES}")?;
+    say!("{} rows of {} B; a batch is 1,024 keys.", report::count(data.rows), data.row_bytes)?;
     if data.rows * (data.row_bytes as u64) < COLD_BYTES_MIN {
-        println!(
-            "So small a table soon lies in the peers' caches: compare engines with 10,000,000 rows."
-        );
+        say!(
+            "So small a table soon fits the peers' caches: compare engines with 10,000,000 rows."
+        )?;
     }
-    println!("{}", bars_table(bars));
+    say!("{}", bars_table(bars))
 }
 
-/// The device and ours, a column for each depth.
+/// What the tables' reader must know.
+const NOTES: &str = "\
+Each engine reads with one thread, except under \"2 threads\". A peer has a block cache of 256 MB if
+it has one at all. Before cold reads the bench reopens the peer and drops its files from the page
+cache. Hatchback reads past the page cache, so it is never warm. The bytes of a peer's update are
+all that the system wrote for it until the peer was closed.";
+
+/// Returns the table of the device and Hatchback, a column per depth.
 fn own_table(figures: &Figures) -> String {
     const DEPTHS: [Option<usize>; 5] = [None, Some(1), Some(4), Some(16), Some(64)];
     let mut table = report::table(&["", "", "depth 1", "4", "16", "64"]);
     let mut seen = Vec::new();
     for point in &figures.0 {
-        let Point::Figure(Figure { engine, measure, .. }) = point else { continue };
+        let FlashMeasurement::Measured(FlashFigure { engine, measure, .. }) = point else {
+            continue;
+        };
         if (*engine != RAW && *engine != OURS) || seen.contains(&(engine, measure)) {
             continue;
         }
@@ -282,10 +296,10 @@ fn own_table(figures: &Figures) -> String {
     table.to_string()
 }
 
-/// A column of a table of engines: its head and what it shows.
+/// A column of a table of engines: its head and its measure.
 type Column = (&'static str, &'static str);
 
-/// How engines read.
+/// Columns of reads.
 const READS: [Column; 5] = [
     ("cold rows/s", measure::COLD),
     ("2 threads", measure::COLD_TWO),
@@ -293,7 +307,7 @@ const READS: [Column; 5] = [
     ("155 misses p50", measure::MISSES_P50),
     ("p99", measure::MISSES_P99),
 ];
-/// How engines write and open.
+/// Columns of writes and opening.
 const WRITES: [Column; 5] = [
     ("load s", measure::LOAD),
     ("reopen ms", measure::REOPEN),
@@ -302,7 +316,7 @@ const WRITES: [Column; 5] = [
     ("space / row bytes", measure::SPACE),
 ];
 
-/// Every engine beside the others; ours once for each of `depths`.
+/// Returns the table of all engines. Hatchback has a row for each of `depths`.
 fn peer_table(figures: &Figures, columns: [Column; 5], depths: &[Option<usize>]) -> String {
     let mut table = report::table(&[&["engine"][..], &columns.map(|(head, _)| head)[..]].concat());
     for engine in figures.engines().into_iter().filter(|e| *e != RAW) {
@@ -317,10 +331,8 @@ fn peer_table(figures: &Figures, columns: [Column; 5], depths: &[Option<usize>])
             table.add_row(std::iter::once(name).chain(columns.map(cell)));
         }
     }
-    for point in &figures.0 {
-        if let Point::NotRun(peer) = point {
-            table.add_row([peer.engine, "not run", "", "", "", ""]);
-        }
+    for peer in figures.0.iter().filter_map(FlashMeasurement::not_run) {
+        table.add_row([peer.engine, "not run", "", "", "", ""]);
     }
     table.to_string()
 }
@@ -328,6 +340,7 @@ fn peer_table(figures: &Figures, columns: [Column; 5], depths: &[Option<usize>])
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::results::PeerNotRun;
 
     fn found(of_raw: f64, compacting: f64) -> Figures {
         let mut figures = Figures::default();
@@ -342,9 +355,9 @@ mod tests {
     #[test]
     fn bars_follow_from_figures() {
         let holds = |figures: &Figures| -> Vec<bool> {
-            let holds = |bar: Bar| match bar.found {
-                Found::Measured { holds, .. } => Some(holds),
-                Found::NotRun { .. } => None,
+            let holds = |bar: Bar| match bar.result {
+                BarResult::Measured { holds, .. } => Some(holds),
+                BarResult::NotRun { .. } => None,
             };
             figures.bars().into_iter().filter_map(holds).collect()
         };
@@ -354,17 +367,17 @@ mod tests {
         let mut figures = found(1.0, 1.0);
         figures.put(ROCKSDB, measure::COLD, 10_000.0);
         let last = figures.bars().pop().unwrap();
-        assert_eq!((last.found, last.bar), (Found::Measured { value: 6.0, holds: true }, 5.0));
+        assert_eq!((last.result, last.bar), (BarResult::Measured { value: 6.0, holds: true }, 5.0));
     }
 
     #[test]
-    fn what_did_not_run_is_listed() {
+    fn engines_that_did_not_run_are_listed() {
         let mut figures = found(1.0, 1.0);
-        figures.0.push(Point::NotRun(NotRun::new(ROCKSDB, "no C++".to_owned(), "")));
+        figures.0.push(FlashMeasurement::NotRun(PeerNotRun::new(ROCKSDB, "no C++".to_owned(), "")));
         let bar = serde_json::to_value(figures.bars().pop().unwrap()).unwrap();
         assert_eq!((&bar["not run"], &bar["bar"]), (&"RocksDB: no C++".into(), &5.0.into()));
         figures.0.pop();
-        figures.0.push(Point::NotRun(NotRun::new(
+        figures.0.push(FlashMeasurement::NotRun(PeerNotRun::new(
             "sled",
             "not compiled in".to_owned(),
             "cargo run",

@@ -1,25 +1,26 @@
 //! `bench flash`: cold rows from flash. The raw device, Hatchback's segments and other row stores
-//! hold the same rows on the same file system in one run. Never reads through the page cache what
-//! it calls cold.
+//! hold the same rows on the same file system in one run. Never reads a row that it calls cold
+//! through the page cache.
 
+mod clustering;
 mod data;
 mod fetch;
 mod figures;
 mod ours;
 mod peers;
-mod placement;
+mod plan;
 mod steady;
 mod table;
 
-use super::{Bar, Machine, Report};
+use super::bars::Bar;
+use super::results::{BenchReport, HostMachine, prints_tables};
 use crate::report::plot::{self, Axis, Series};
-use crate::{report, serve};
+use crate::{report, say, serve};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use data::Data;
-use figures::{Figures, OURS, Point, RAW, measure};
+use figures::{Figures, FlashMeasurement, OURS, RAW, measure};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 use tempfile::TempDir;
 
 /// Measures cold rows from flash beside the raw device and other row stores
@@ -34,74 +35,49 @@ pub struct FlashArgs {
     /// Bytes of a row, an even number (f16 values)
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(8..=2048))]
     row_bytes: u64,
-    /// Where the tables are written, on the device to be measured; temporary folder if left out
+    /// Where the tables are written, on the device to be measured [default: a temporary folder]
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// Writes all figures as JSON; `-` is standard output
-    #[arg(long)]
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
     json: Option<PathBuf>,
     /// Writes a chart of cold batches
     #[arg(long)]
     plot: Option<PathBuf>,
 }
 
-/// How much is measured.
-#[derive(Clone, Copy, Debug)]
-pub struct Plan {
-    /// Keys of a batch.
-    pub batch: usize,
-    /// Batches that a rate is the median of.
-    pub rounds: usize,
-    /// Reads of one key.
-    pub point_reads: usize,
-    /// Reads of the misses of a request, idle and again during a compaction.
-    pub requests: usize,
-}
-
-const FULL: Plan = Plan { batch: 1024, rounds: 24, point_reads: 4000, requests: 2000 };
-const QUICK: Plan = Plan { batch: 1024, rounds: 16, point_reads: 1000, requests: 1000 };
-
-/// Misses of one request: 26 tables, 64 candidates, 9.3 % missed.
-const MISSES: usize = 155;
-
-/// The middle value; 0 for none.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or_default()
-}
-
-fn per_second(n: u64, time: Duration) -> f64 {
-    n as f64 / time.as_secs_f64().max(1e-9)
-}
-
-/// Runs the command.
+/// Runs the measurement.
 ///
 /// # Errors
-/// A file cannot be written or read, or an engine gives a wrong row.
+/// A file cannot be written or read, or Hatchback returns a wrong row.
 pub fn run(args: &FlashArgs) -> Result<()> {
     ensure!(args.row_bytes.is_multiple_of(2), "--row-bytes: {} is odd", args.row_bytes);
     let rows = args.rows.unwrap_or(if args.quick { 300_000 } else { 10_000_000 });
     let data = Data { rows, row_bytes: args.row_bytes as usize };
-    let plan = if args.quick { QUICK } else { FULL };
+    let plan = if args.quick { plan::QUICK } else { plan::FULL };
     let folder = scratch(args.dir.as_deref())?;
     let mut figures = Figures::default();
+
     let bar = serve::progress_bar(2 + peers::NAMES.len() as u64, "measuring", "{pos}/{len} parts");
     let own = folder.path().join("hatchback");
     std::fs::create_dir(&own)?;
-    ours::Ours::new(&data, &plan, &own)?.measure(&mut figures)?;
+    ours::OurTable::new(&data, &plan, &own)?.measure(&mut figures)?;
     std::fs::remove_dir_all(&own)?;
     bar.inc(1);
+
     count(&data, folder.path(), &mut figures)?;
     bar.inc(1);
     peers::measure(&data, &plan, folder.path(), &mut figures, || bar.inc(1));
     bar.finish_and_clear();
+
     args.publish(&data, figures)
 }
 
-/// What is counted and not timed.
+/// Counts pages and bytes, without times.
 fn count(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> {
     for (name, counted) in
-        [("placement", placement::measure as Counted), ("steady", steady::measure)]
+        [("clustering", clustering::measure as Counted), ("steady", steady::measure)]
     {
         let own = folder.join(name);
         std::fs::create_dir(&own)?;
@@ -111,11 +87,12 @@ fn count(data: &Data, folder: &Path, figures: &mut Figures) -> Result<()> {
     Ok(())
 }
 
+/// A measurement that counts.
 type Counted = fn(&Data, &Path, &mut Figures) -> Result<()>;
 
-/// A folder of its own, on a device.
+/// Creates a folder of its own on a device, never in memory.
 fn scratch(dir: Option<&Path>) -> Result<TempDir> {
-    /// Of tmpfs and of ramfs.
+    /// File system types of tmpfs and ramfs.
     const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
     let made = match dir {
         None => tempfile::tempdir(),
@@ -125,12 +102,13 @@ fn scratch(dir: Option<&Path>) -> Result<TempDir> {
         }
     };
     let made = made.context("a temporary folder")?;
-    let kind =
-        rustix::fs::statfs(made.path()).context("what the temporary folder lies on")?.f_type as u64;
+
+    let statfs = rustix::fs::statfs(made.path()).context("file system of the temporary folder")?;
+    let kind = statfs.f_type as u64;
     let place = made.path().parent().unwrap_or(made.path()).display();
     ensure!(
         !IN_MEMORY.contains(&kind),
-        "{place} lies in memory: name a folder on the device with --dir"
+        "{place} is in memory; give a folder on the device with --dir"
     );
     Ok(made)
 }
@@ -141,34 +119,34 @@ impl FlashArgs {
         if let Some(path) = &self.plot {
             chart(path, &figures, data)?;
         }
-        if self.json.as_deref() != Some(Path::new("-")) {
-            show(&figures, data, &bars);
+        if prints_tables(self.json.as_ref()) {
+            print_tables(&figures, data, &bars)?;
         }
+
         let model = format!("{} rows of {} B", report::count(data.rows), data.row_bytes);
-        let report: Report<Point> =
-            Report { bench: "flash", machine: Machine::this(), model, bars, points: figures.0 };
-        self.json.as_ref().map_or(Ok(()), |path| report::write_json(path, &report))
+        let (machine, points) = (HostMachine::this(), figures.0);
+        let report: BenchReport<FlashMeasurement> =
+            BenchReport { bench: "flash", machine, model, bars, points };
+        report.write_to(self.json.as_ref())
     }
 }
 
-fn show(figures: &Figures, data: &Data, bars: &[Bar]) {
-    let machine = Machine::this();
-    println!(
-        "{}, {} cores, {}, version {}",
-        machine.cpu, machine.cores, machine.platform, machine.version
-    );
-    println!("Pages are read through {}.", fetch::Fetcher::new(1).method());
-    figures::print(figures, data, bars);
+/// Prints the tables.
+fn print_tables(figures: &Figures, data: &Data, bars: &[Bar]) -> Result<()> {
+    say!("{}", HostMachine::this())?;
+    say!("Pages are read through {}.", fetch::Fetcher::new(1).method())?;
+    figures::print_tables(figures, data, bars)
 }
 
-/// Cold rows a second: the device and ours by depth, a peer as one level, since its caller chooses
-/// no depth.
+/// Draws cold rows per second: the device and Hatchback by depth, a peer as a level line, because
+/// its caller cannot choose a depth.
 fn chart(path: &Path, figures: &Figures, data: &Data) -> Result<()> {
     const DEPTHS: [usize; 4] = [1, 4, 16, 64];
     let by_depth = |engine: &'static str, measure| -> Vec<(f64, f64)> {
         let at = |d: usize| figures.at(engine, measure, Some(d)).map(|v| (d as f64, v));
         DEPTHS.into_iter().filter_map(at).collect()
     };
+
     let series = figures.engines().into_iter().enumerate().map(|(color, engine)| {
         let points = match engine {
             RAW => by_depth(engine, measure::RAW_PAGES),
@@ -179,11 +157,9 @@ fn chart(path: &Path, figures: &Figures, data: &Data) -> Result<()> {
         };
         Series { name: engine.to_owned(), color, dashed: engine == RAW, points }
     });
-    let title = format!(
-        "Cold batches of 1,024 of {} rows of {} B",
-        report::count(data.rows),
-        data.row_bytes
-    );
+
+    let rows = report::count(data.rows);
+    let title = format!("Cold batches of 1,024 of {rows} rows of {} B", data.row_bytes);
     let x = Axis::log("reads in flight").at(&DEPTHS.map(|d| d as f64));
     plot::lines(path, &title, x, Axis::log("rows/s (raw device: pages/s)"), series.collect())
 }
@@ -205,12 +181,6 @@ mod tests {
     }
 
     #[test]
-    fn medians_and_rates() {
-        assert_eq!((median(vec![3.0, 1.0, 2.0]), median(vec![])), (2.0, 0.0));
-        assert_eq!(per_second(10, Duration::from_millis(500)), 20.0);
-    }
-
-    #[test]
     fn arguments_are_checked() {
         Line::command().debug_assert();
         assert!(parse("flash --rows 10").is_err() && parse("flash --row-bytes 4").is_err());
@@ -224,16 +194,16 @@ mod tests {
             return println!("SKIPPED: a folder in memory: no tmpfs is at /dev/shm");
         }
         let refused = scratch(Some(Path::new("/dev/shm"))).unwrap_err().to_string();
-        assert!(refused.contains("/dev/shm lies in memory"), "{refused}");
+        assert!(refused.contains("/dev/shm is in memory"), "{refused}");
     }
 
     #[test]
     fn ours_measures_and_reports() {
         let folder = tempfile::tempdir().unwrap();
         let data = Data { rows: 4000, row_bytes: 16 };
-        let plan = Plan { batch: 64, rounds: 2, point_reads: 3, requests: 4 };
+        let plan = plan::FlashPlan { batch: 64, rounds: 2, point_reads: 3, requests: 4 };
         let mut figures = Figures::default();
-        ours::Ours::new(&data, &plan, folder.path()).unwrap().measure(&mut figures).unwrap();
+        ours::OurTable::new(&data, &plan, folder.path()).unwrap().measure(&mut figures).unwrap();
         count(&data, folder.path(), &mut figures).unwrap();
         let (json, plot) = (folder.path().join("a.json"), folder.path().join("a.svg"));
         let line = format!("flash --json {} --plot {}", json.display(), plot.display());

@@ -1,10 +1,12 @@
-//! Hatchback beside the raw device: a table as a segment on flash, read, updated and compacted.
-//! Device and table take turns batch by batch, so that both see the same machine.
+//! Hatchback beside the raw device: reads, updates and compacts a table that is a segment on flash.
+//! Device and table take turns batch by batch, so that noise of the machine affects both alike.
+//! Never measures a peer.
 
 use super::data::{Data, Draw};
 use super::fetch::Fetcher;
 use super::figures::{Figures, OURS, RAW, measure};
-use super::{MISSES, Plan, median, per_second, table};
+use super::plan::{FlashPlan, MISSES, median, per_second};
+use super::table::{self, TableFiles};
 use crate::report::metrics::{Latencies, Percentiles};
 use anyhow::{Context, Result, anyhow};
 use hatchback::flash::merge::Merge;
@@ -19,37 +21,36 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
-/// Depths at which the device is read.
+/// Reads in flight on the raw device.
 const RAW_DEPTHS: [usize; 4] = [1, 4, 16, 64];
-/// Depths at which the table is read.
+/// Reads in flight on the table.
 const DEPTHS: [usize; 2] = [16, 64];
-/// What a compaction may read, and so write, in a second.
+/// Bytes per second that a compaction may read, and so write.
 const COMPACTION_BYTES_PER_S: f64 = 20e6;
-/// Pages of one step of a compaction.
+/// Pages that a compaction reads in one step.
 const STEP_PAGES: u64 = 64;
-/// How often idle reads and reads beside a compaction take turns, so that both see the same
-/// machine.
+/// Turns of idle reads and of reads during a compaction.
 const TURNS: usize = 20;
-/// How much longer device and table are compared than the other rates: shared devices have slow
-/// seconds.
+/// Rounds of the comparison with the raw device, in multiples of the plan's rounds. Shared devices
+/// have slow seconds.
 const BESIDE_RAW: usize = 12;
 
-/// The files of a table.
-pub struct Ours<'a> {
+/// The files of one table.
+pub struct OurTable<'a> {
     data: &'a Data,
-    plan: &'a Plan,
+    plan: &'a FlashPlan,
     folder: &'a Path,
     disk: Arc<dyn Disk>,
     draw: Draw,
     out: Vec<u8>,
 }
 
-impl<'a> Ours<'a> {
-    /// A table with `data` in `folder`, not written yet.
+impl<'a> OurTable<'a> {
+    /// Returns the table of `data` in `folder`. Nothing is written yet.
     ///
     /// # Errors
     /// The table has no rows.
-    pub fn new(data: &'a Data, plan: &'a Plan, folder: &'a Path) -> Result<Self> {
+    pub fn new(data: &'a Data, plan: &'a FlashPlan, folder: &'a Path) -> Result<Self> {
         Ok(Self {
             data,
             plan,
@@ -63,22 +64,21 @@ impl<'a> Ours<'a> {
     /// Measures everything.
     ///
     /// # Errors
-    /// A file cannot be written or read, or holds a wrong row.
+    /// A file cannot be written or read, or contains a wrong row.
     pub fn measure(&mut self, figures: &mut Figures) -> Result<()> {
         let row_bytes = (self.data.rows * self.data.row_bytes as u64) as f64;
         let (seconds, counts) = self.write(Part::Base)?;
         figures.put(OURS, measure::LOAD, seconds);
         figures.put(OURS, measure::SPACE, counts.file_bytes() as f64 / row_bytes);
-        figures.put(OURS, measure::REOPEN, self.reopen(false)?);
-        let rows = self.open(false)?;
-        figures.put(
-            OURS,
-            measure::INDEX_BITS,
-            8.0 * rows.index_bytes() as f64 / self.data.rows as f64,
-        );
+        figures.put(OURS, measure::REOPEN, self.reopen(Version::Loaded)?);
+
+        let rows = self.open(Version::Loaded)?;
+        let index_bits = 8.0 * rows.index_bytes() as f64 / self.data.rows as f64;
+        figures.put(OURS, measure::INDEX_BITS, index_bits);
         self.batches(&rows, figures)?;
         self.points(&rows, figures)?;
         drop(rows);
+
         self.update(figures)?;
         self.compaction(figures)
     }
@@ -87,56 +87,52 @@ impl<'a> Ours<'a> {
         self.folder.join(if part == Part::Base { "base.seg" } else { "delta.seg" })
     }
 
-    /// Writes a segment durably; returns the seconds that it took.
+    /// Writes a segment durably. Returns the seconds that the write took, and its counts.
     fn write(&self, part: Part) -> Result<(f64, Counts)> {
-        let start = Instant::now();
-        let counts =
-            table::write(
-                self.disk.as_ref(),
-                &self.path(part),
-                self.data,
-                part,
-                |put| match part {
-                    Part::Base => self.data.each_row(put),
-                    _ => self.data.each_changed(put),
-                },
-            )?;
+        let (path, start) = (self.path(part), Instant::now());
+        let each = |put: table::Put<'_>| match part {
+            Part::Base => self.data.each_row(put),
+            _ => self.data.each_changed(put),
+        };
+        let counts = table::write(self.disk.as_ref(), &path, self.data, part, each)?;
         self.disk.sync_dir(self.folder)?;
         Ok((start.elapsed().as_secs_f64(), counts))
     }
 
-    fn open(&self, updated: bool) -> Result<TableRows> {
-        let (base, delta) = (self.path(Part::Base), updated.then(|| self.path(Part::Delta)));
-        table::open(self.disk.as_ref(), self.data, &base, None, delta.as_deref())
+    fn open(&self, version: Version) -> Result<TableRows> {
+        let base = self.path(Part::Base);
+        let delta = (version == Version::Updated).then(|| self.path(Part::Delta));
+        let files = TableFiles { base: &base, clustered: None, delta: delta.as_deref() };
+        table::open(self.disk.as_ref(), self.data, &files)
     }
 
-    /// Milliseconds that opening takes.
-    fn reopen(&self, updated: bool) -> Result<f64> {
+    /// Returns the median time of an open, ms.
+    fn reopen(&self, version: Version) -> Result<f64> {
         let one = || {
             let start = Instant::now();
-            self.open(updated).map(|_| 1e3 * start.elapsed().as_secs_f64())
+            self.open(version).map(|_| 1e3 * start.elapsed().as_secs_f64())
         };
         Ok(median((0..5).map(|_| one()).collect::<Result<_>>()?))
     }
 
-    /// Reads one batch and checks it; returns the time of the read and its pages.
+    /// Reads one batch and checks its rows. Returns the time of the read and the pages read.
     fn batch(
         &mut self,
         rows: &TableRows,
         fetcher: &mut Fetcher,
         keys: &[u64],
-        updated: bool,
+        version: Version,
     ) -> Result<(Duration, u64)> {
         self.out.clear();
         self.out.resize(keys.len() * self.data.row_bytes, 0);
         let start = Instant::now();
         let pages = fetcher.fetch(rows, keys, &mut self.out)?;
         let time = start.elapsed();
-        self.data.check(keys, u64::from(updated), &self.out)?;
+        self.data.check(keys, version as u64, &self.out)?;
         Ok((time, pages))
     }
 
-    /// The device at each depth, and uniform and Zipf keys at those at which the table is read.
+    /// Measures the device at each of its depths, and uniform and Zipf keys at the table's depths.
     fn batches(&mut self, rows: &TableRows, figures: &mut Figures) -> Result<()> {
         for depth in RAW_DEPTHS {
             let mut fetcher = Fetcher::new(depth);
@@ -144,7 +140,7 @@ impl<'a> Ours<'a> {
                 self.beside_raw(rows, &mut fetcher, depth, figures)?;
                 let zipf = (0..self.plan.rounds).map(|_| {
                     let keys = self.draw.zipf(self.plan.batch);
-                    let (time, _) = self.batch(rows, &mut fetcher, &keys, false)?;
+                    let (time, _) = self.batch(rows, &mut fetcher, &keys, Version::Loaded)?;
                     Ok(per_second(keys.len() as u64, time))
                 });
                 let zipf = zipf.collect::<Result<_>>()?;
@@ -158,7 +154,7 @@ impl<'a> Ours<'a> {
         Ok(())
     }
 
-    /// Pages a second of one batch of the device.
+    /// Reads one batch of pages from the device. Returns pages per second.
     fn raw(&mut self, rows: &TableRows, fetcher: &mut Fetcher) -> Result<f64> {
         let segment = &rows.segments()[0];
         let pages = self.draw.pages(self.plan.batch, segment.counts().data_pages);
@@ -167,7 +163,7 @@ impl<'a> Ours<'a> {
         Ok(per_second(pages.len() as u64, start.elapsed()))
     }
 
-    /// The device and uniform keys in turns, each first in every other round.
+    /// Measures the device and uniform keys in turns; each goes first in every other round.
     fn beside_raw(
         &mut self,
         rows: &TableRows,
@@ -179,67 +175,72 @@ impl<'a> Ours<'a> {
         for round in 0..BESIDE_RAW * self.plan.rounds + 2 {
             let before = if round % 2 == 0 { Some(self.raw(rows, fetcher)?) } else { None };
             let keys = self.draw.uniform(self.plan.batch);
-            let (time, pages) = self.batch(rows, fetcher, &keys, false)?;
+            let (time, pages) = self.batch(rows, fetcher, &keys, Version::Loaded)?;
             let raw_rate = match before {
                 Some(rate) => rate,
                 None => self.raw(rows, fetcher)?,
             };
-            // The first rounds only start things up.
+            // The first two rounds warm up.
             if round >= 2 {
                 raw.push(raw_rate);
                 uniform.push(per_second(keys.len() as u64, time));
                 of_raw.push(per_second(pages, time) / raw_rate);
             }
         }
+
         figures.put_at(RAW, measure::RAW_PAGES, depth, median(raw));
         figures.put_at(OURS, measure::COLD, depth, median(uniform));
         figures.put_at(OURS, measure::OF_RAW, depth, median(of_raw));
         Ok(())
     }
 
-    /// Latencies of `reads` reads of `n` uniform keys each, added to `latencies`.
+    /// Times the reads of `reads` and adds their latencies to `latencies`.
     fn latencies(
         &mut self,
         rows: &TableRows,
         fetcher: &mut Fetcher,
-        (n, reads): (usize, usize),
-        updated: bool,
+        reads: Reads,
         latencies: &mut Latencies,
     ) -> Result<()> {
-        for _ in 0..reads {
-            let keys = self.draw.uniform(n);
-            latencies.record(self.batch(rows, fetcher, &keys, updated)?.0);
+        for _ in 0..reads.count {
+            let keys = self.draw.uniform(reads.keys);
+            latencies.record(self.batch(rows, fetcher, &keys, reads.version)?.0);
         }
         Ok(())
     }
 
+    /// Measures reads of one key.
     fn points(&mut self, rows: &TableRows, figures: &mut Figures) -> Result<()> {
         let mut found = Latencies::default();
-        self.latencies(rows, &mut Fetcher::new(1), (1, self.plan.point_reads), false, &mut found)?;
+        let reads = Reads { keys: 1, count: self.plan.point_reads, version: Version::Loaded };
+        self.latencies(rows, &mut Fetcher::new(1), reads, &mut found)?;
+
         let Percentiles { p50_us, p99_us, .. } = found.percentiles();
         figures.put_at(OURS, measure::POINT_P50, 1, p50_us);
         figures.put_at(OURS, measure::POINT_P99, 1, p99_us);
         Ok(())
     }
 
-    /// A delta of one row in a hundred: committed as an install does, by one record that is
-    /// replaced.
+    /// Measures a delta of one row in a hundred. The bench commits the delta as an install does: it
+    /// replaces one record atomically.
     fn update(&mut self, figures: &mut Figures) -> Result<()> {
         let start = Instant::now();
         let (_, counts) = self.write(Part::Delta)?;
         atomic_write::replace(self.disk.as_ref(), &self.folder.join("live"), &[0; PAGE_BYTES])?;
         figures.put(OURS, measure::UPDATE, start.elapsed().as_secs_f64());
+
         let written = counts.file_bytes() + PAGE_BYTES as u64;
         let changed = counts.rows * self.data.row_bytes as u64;
         figures.put(OURS, measure::UPDATE_AMP, written as f64 / changed.max(1) as f64);
-        figures.put(OURS, measure::REOPEN_UPDATED, self.reopen(true)?);
-        let rows = self.open(true)?;
+        figures.put(OURS, measure::REOPEN_UPDATED, self.reopen(Version::Updated)?);
+
+        let rows = self.open(Version::Updated)?;
         for depth in DEPTHS {
             let mut fetcher = Fetcher::new(depth);
             let mut rates = Vec::new();
             for _ in 0..self.plan.rounds {
                 let keys = self.draw.uniform(self.plan.batch);
-                let (time, _) = self.batch(&rows, &mut fetcher, &keys, true)?;
+                let (time, _) = self.batch(&rows, &mut fetcher, &keys, Version::Updated)?;
                 rates.push(per_second(keys.len() as u64, time));
             }
             figures.put_at(OURS, measure::COLD_UPDATED, depth, median(rates));
@@ -247,11 +248,14 @@ impl<'a> Ours<'a> {
         Ok(())
     }
 
-    /// The misses of requests, in turns alone and while another thread compacts.
+    /// Measures the misses of requests in turns: alone, and while another thread compacts.
     fn compaction(&mut self, figures: &mut Figures) -> Result<()> {
-        let rows = self.open(true)?;
+        let rows = self.open(Version::Updated)?;
         let (mut idle, mut busy) = (Latencies::default(), Latencies::default());
-        let (mut fetcher, some) = (Fetcher::new(16), (MISSES, self.plan.requests.div_ceil(TURNS)));
+        let mut fetcher = Fetcher::new(16);
+        let count = self.plan.requests.div_ceil(TURNS);
+        let reads = Reads { keys: MISSES, count, version: Version::Updated };
+
         let job = Compactor {
             data: *self.data,
             base: self.path(Part::Base),
@@ -259,12 +263,13 @@ impl<'a> Ours<'a> {
             out: self.folder.join("compacted.seg"),
             state: AtomicU8::new(PAUSED),
         };
+
         let rate = std::thread::scope(|scope| {
             let thread = scope.spawn(|| job.run());
             let read = (0..TURNS).try_for_each(|_| {
-                self.latencies(&rows, &mut fetcher, some, true, &mut idle)?;
+                self.latencies(&rows, &mut fetcher, reads, &mut idle)?;
                 job.state.store(RUNNING, Ordering::Relaxed);
-                let read = self.latencies(&rows, &mut fetcher, some, true, &mut busy);
+                let read = self.latencies(&rows, &mut fetcher, reads, &mut busy);
                 job.state.store(PAUSED, Ordering::Relaxed);
                 read
             });
@@ -272,6 +277,7 @@ impl<'a> Ours<'a> {
             let rate = thread.join().map_err(|_| anyhow!("the compaction panicked"))?;
             read.and(rate)
         })?;
+
         let (idle, busy) = (idle.percentiles(), busy.percentiles());
         figures.put_at(OURS, measure::MISSES_P50, 16, idle.p50_us);
         figures.put_at(OURS, measure::MISSES_P99, 16, idle.p99_us);
@@ -282,11 +288,29 @@ impl<'a> Ours<'a> {
     }
 }
 
+/// The state of the table that a read must see; also the number of its updates.
+#[derive(Clone, Copy, PartialEq)]
+enum Version {
+    Loaded = 0,
+    Updated = 1,
+}
+
+/// Some reads of uniform keys.
+#[derive(Clone, Copy)]
+struct Reads {
+    /// Keys per read.
+    keys: usize,
+    /// Number of reads.
+    count: usize,
+    version: Version,
+}
+
+/// States of [`Compactor`].
 const PAUSED: u8 = 0;
 const RUNNING: u8 = 1;
 const ENDING: u8 = 2;
 
-/// A compaction of base and delta at a fixed rate, over and over until it is told to end.
+/// Compacts base and delta at a fixed rate, again and again until the state is `ENDING`.
 struct Compactor {
     data: Data,
     base: PathBuf,
@@ -295,18 +319,18 @@ struct Compactor {
     state: AtomicU8,
 }
 
-/// What a compaction did so far, in the time that it was running.
+/// The work of a compaction, and the time in which it ran.
 #[derive(Default)]
-struct Done {
+struct CompactionWork {
     bytes: u64,
     time: Duration,
 }
 
 impl Compactor {
-    /// Returns the megabytes that it wrote in a second of running.
+    /// Returns the megabytes written per second of running.
     fn run(&self) -> Result<f64> {
-        let mut done = Done::default();
-        // At least one pass, so that there is a file to remove.
+        let mut done = CompactionWork::default();
+        // At least one pass runs, so the file below exists.
         loop {
             self.pass(&mut done)?;
             if self.state.load(Ordering::Relaxed) == ENDING {
@@ -317,14 +341,16 @@ impl Compactor {
         Ok(done.bytes as f64 / 1e6 / done.time.as_secs_f64())
     }
 
-    /// One compaction, as `hatchback::maintenance::compact` does it.
-    fn pass(&self, done: &mut Done) -> Result<()> {
+    /// Compacts once, in the steps of `hatchback::maintenance::compact`.
+    fn pass(&self, done: &mut CompactionWork) -> Result<()> {
         let disk = disk::system();
-        let rows = table::open(disk.as_ref(), &self.data, &self.base, None, Some(&self.delta))?;
+        let files = TableFiles { base: &self.base, clustered: None, delta: Some(&self.delta) };
+        let rows = table::open(disk.as_ref(), &self.data, &files)?;
         let mut merge = Merge::new(rows);
         let out: Box<dyn Output> =
             disk.create(&self.out).context(self.out.display().to_string())?;
         let mut writer = SegmentWriter::new(out, table::kind(&self.data, Part::Base)?);
+
         loop {
             match self.state.load(Ordering::Relaxed) {
                 PAUSED => std::thread::sleep(Duration::from_micros(100)),

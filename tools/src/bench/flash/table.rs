@@ -1,11 +1,11 @@
-//! The made-up table as segments on flash, the way `pack` and an install leave them. Never
+//! The synthetic table as segments on flash, in the form that `pack` and an install write. Never
 //! measures.
 
 use super::data::Data;
 use anyhow::{Context, Result};
 use hatchback::Codec;
 use hatchback::bundle::manifest::Generation;
-use hatchback::flash::PLACED_SERIAL;
+use hatchback::flash::CLUSTERED_SERIAL;
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Counts, Part, Segment, SegmentKind};
 use hatchback::flash::table::TableRows;
@@ -13,14 +13,15 @@ use hatchback::io::disk::Disk;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Table};
 use std::path::Path;
 
-/// Takes a row with its order.
+/// Appends a row under its order.
 pub type Put<'a> = &'a mut dyn FnMut(u64, &[u8]) -> Result<()>;
 
 fn name(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// What a segment of the table is. A compacted one may bear the base's name: it is never opened.
+/// Returns the kind of a segment of the table. The compacted segment reuses the base's kind,
+/// because the bench never opens it.
 ///
 /// # Errors
 /// The row does not fit its codec.
@@ -39,14 +40,15 @@ pub fn kind(data: &Data, part: Part) -> Result<SegmentKind> {
     };
     let (sequence, serial) = match part {
         Part::Base => (1, 0),
-        Part::Placed => (1, PLACED_SERIAL),
+        Part::Clustered => (1, CLUSTERED_SERIAL),
         Part::Delta => (2, 0),
     };
     let generation = Generation { lineage: "bench".to_owned(), sequence };
     SegmentKind::new(&generation, serial, 0, &table, part).context("the row does not fit its codec")
 }
 
-/// Writes the rows that `each` puts as a segment, durably but for its name.
+/// Writes the rows that `each` puts to a segment and syncs the file. The caller syncs the
+/// directory.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -64,22 +66,27 @@ pub fn write(
     Ok(counts)
 }
 
+/// The files of a table.
+pub struct TableFiles<'a> {
+    /// Segment with all rows.
+    pub base: &'a Path,
+    /// Segment with the most used rows.
+    pub clustered: Option<&'a Path>,
+    /// Segment with the rows of an update.
+    pub delta: Option<&'a Path>,
+}
+
 /// Opens the table.
 ///
 /// # Errors
 /// A file is missing or damaged.
-pub fn open(
-    disk: &dyn Disk,
-    data: &Data,
-    base: &Path,
-    placed: Option<&Path>,
-    delta: Option<&Path>,
-) -> Result<TableRows> {
+pub fn open(disk: &dyn Disk, data: &Data, files: &TableFiles<'_>) -> Result<TableRows> {
     let segment = |path: &Path, part| -> Result<Segment> {
         let file = disk.open_pages(path).context(name(path))?;
         Ok(Segment::open(path, file, kind(data, part)?)?)
     };
-    let placed = placed.map(|path| segment(path, Part::Placed)).transpose()?;
-    let deltas = delta.into_iter().map(|path| segment(path, Part::Delta)).collect::<Result<_>>()?;
-    Ok(TableRows::new(segment(base, Part::Base)?, placed, deltas)?)
+    let clustered = files.clustered.map(|path| segment(path, Part::Clustered)).transpose()?;
+    let deltas =
+        files.delta.into_iter().map(|path| segment(path, Part::Delta)).collect::<Result<_>>()?;
+    Ok(TableRows::new(segment(files.base, Part::Base)?, clustered, deltas)?)
 }

@@ -1,5 +1,6 @@
-//! The caches that are compared, all with the same number of slots: ours as it is, and the common
-//! policies. They hold rows' numbers or four bytes a row; a miss puts the row in.
+//! The compared caches, all with the same number of slots: the product's own, and the common
+//! policies. They store row numbers, or four bytes per row. Every miss inserts the row. Never
+//! measures.
 
 use super::traces::Trace;
 use anyhow::{Context, Result};
@@ -7,85 +8,86 @@ use hatchback::{RowKey, mix};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::KeySpaces;
 
-/// A cache of rows, asked for by their numbers.
+/// A cache of rows, with their numbers as keys.
 pub trait Policy {
-    /// Whether row `row` is cached; it is afterwards.
+    /// Looks row `row` up, and inserts it if it is not cached. Returns whether it was cached.
     fn look_up(&mut self, row: u32) -> bool;
 }
 
-/// What each is called, in the order of [`all`].
+/// Names of the policies, in the order of [`all`].
 pub const NAMES: [&str; 5] = ["Hatchback", "LRU", "64-way LRU", "CLOCK", "FIFO"];
-/// The crate that is measured with them.
+/// The crate of the feature `peers`.
 pub const CRATE: &str = "quick_cache";
 
-/// Every policy with `slots` slots for the rows of `trace`.
+/// Returns every policy with `slots` slots for the rows of `trace`.
 ///
 /// # Errors
-/// Our cache does not come in this size.
+/// The product's cache cannot have exactly `slots` slots.
 pub fn all(trace: &Trace, slots: usize) -> Result<Vec<(&'static str, Box<dyn Policy>)>> {
     let rows = trace.rows();
     let policies: [Box<dyn Policy>; 5] = [
-        Box::new(Ours::new(trace, slots)?),
+        Box::new(HatchbackCache::new(trace, slots)?),
         Box::new(Lru::new(rows, slots)),
         Box::new(SetLru::new(slots)),
-        Box::new(Ring::new(rows, slots, true)),
-        Box::new(Ring::new(rows, slots, false)),
+        Box::new(SlotRing::new(rows, slots, Reuse::SecondChance)),
+        Box::new(SlotRing::new(rows, slots, Reuse::Fifo)),
     ];
     #[cfg_attr(not(feature = "peers"), expect(unused_mut))]
     let mut all: Vec<(&str, Box<dyn Policy>)> = NAMES.into_iter().zip(policies).collect();
     #[cfg(feature = "peers")]
-    all.push((CRATE, Box::new(quick::Quick::new(slots))));
+    all.push((CRATE, Box::new(quick::QuickCache::new(slots))));
     Ok(all)
 }
 
 /// The embedding cache of the product.
-struct Ours {
+struct HatchbackCache {
     cache: Cache,
     rows: Vec<RowKey>,
 }
 
-/// Bytes of a row in it.
+/// Bytes of a row in [`HatchbackCache`].
 const ROW_BYTES: usize = 4;
 
-impl Ours {
+impl HatchbackCache {
     fn new(trace: &Trace, slots: usize) -> Result<Self> {
-        let names = KeySpaces::new(trace.tables.iter().map(|&rows| Some(rows as u64)).collect());
-        let cache = cache_of(slots, ROW_BYTES, &names)
+        let key_spaces =
+            KeySpaces::new(trace.tables.iter().map(|&rows| Some(rows as u64)).collect());
+        let cache = cache_of(slots, ROW_BYTES, &key_spaces)
             .with_context(|| format!("no cache of {slots} slots"))?;
         Ok(Self { cache, rows: trace.row_keys() })
     }
 }
 
-/// Our cache with exactly `slots` slots for rows of `row_bytes`.
-fn cache_of(slots: usize, row_bytes: usize, names: &KeySpaces) -> Option<Cache> {
-    let least = Cache::bytes_min(row_bytes, names);
-    let of = |sets: usize| Cache::new(row_bytes, sets * least, names);
+/// Returns the product's cache with exactly `slots` slots for rows of `row_bytes`.
+fn cache_of(slots: usize, row_bytes: usize, key_spaces: &KeySpaces) -> Option<Cache> {
+    let least = Cache::bytes_min(row_bytes, key_spaces);
+    let of = |sets: usize| Cache::new(row_bytes, sets * least, key_spaces);
     let (one, two) = (of(1)?, of(2)?);
     let (sets, set_bytes) = (slots / one.slots(), two.bytes() - one.bytes());
-    Cache::new(row_bytes, least + (sets.checked_sub(1)?) * set_bytes, names)
+    Cache::new(row_bytes, least + (sets.checked_sub(1)?) * set_bytes, key_spaces)
         .filter(|c| c.slots() == slots)
 }
 
-impl Policy for Ours {
+impl Policy for HatchbackCache {
     fn look_up(&mut self, row: u32) -> bool {
         let (key, mut bytes) = (self.rows[row as usize], [0; ROW_BYTES]);
         let hit = self.cache.query(key, &mut bytes);
         if !hit {
             self.cache.insert(key, &row.to_le_bytes(), self.cache.epoch(key));
         } else {
-            assert_eq!(bytes, row.to_le_bytes(), "another row");
+            assert_eq!(bytes, row.to_le_bytes(), "the cache returned another row");
         }
         hit
     }
 }
 
-/// No row, no slot.
+/// Stands for no row or no slot.
 const NONE: u32 = u32::MAX;
 
 /// Least recently used, over the whole cache.
 struct Lru {
-    /// The neighbours of each row in the order of use, `NONE` at the ends and where it is not
-    /// cached.
+    /// The neighbours of each row in the order of use; `NONE` at both ends, and for rows that are
+    /// not cached.
     newer: Vec<u32>,
     older: Vec<u32>,
     newest: u32,
@@ -100,13 +102,13 @@ impl Lru {
         Self { newer, older, newest: NONE, oldest: NONE, cached, free: slots }
     }
 
-    fn take_out(&mut self, row: u32) {
+    fn unlink(&mut self, row: u32) {
         let (newer, older) = (self.newer[row as usize], self.older[row as usize]);
         *if newer == NONE { &mut self.newest } else { &mut self.older[newer as usize] } = older;
         *if older == NONE { &mut self.oldest } else { &mut self.newer[older as usize] } = newer;
     }
 
-    fn put_first(&mut self, row: u32) {
+    fn push_newest(&mut self, row: u32) {
         (self.newer[row as usize], self.older[row as usize]) = (NONE, self.newest);
         *if self.newest == NONE {
             &mut self.oldest
@@ -121,24 +123,24 @@ impl Policy for Lru {
     fn look_up(&mut self, row: u32) -> bool {
         let hit = std::mem::replace(&mut self.cached[row as usize], true);
         if hit {
-            self.take_out(row);
+            self.unlink(row);
         } else if self.free > 0 {
             self.free -= 1;
         } else {
             let oldest = self.oldest;
-            self.take_out(oldest);
+            self.unlink(oldest);
             self.cached[oldest as usize] = false;
         }
-        self.put_first(row);
+        self.push_newest(row);
         hit
     }
 }
 
-/// Least recently used in sets of 64, as GPU caches of embeddings have it; a few ways more where
-/// the slots do not divide evenly.
+/// Least recently used in sets of 64 ways, the policy of GPU embedding caches. Sets have a few more
+/// ways if 64 does not divide the number of slots.
 struct SetLru {
     ways: usize,
-    /// Each from the newest to the oldest.
+    /// Rows of each set, newest first.
     sets: Vec<Vec<u32>>,
 }
 
@@ -165,27 +167,36 @@ impl Policy for SetLru {
     }
 }
 
-/// Slots that are replaced in turn: FIFO, or CLOCK, which passes over a row once if it was used.
-struct Ring {
-    second_chance: bool,
+/// How [`SlotRing`] treats a row that was used since the hand last passed.
+#[derive(Clone, Copy, PartialEq)]
+enum Reuse {
+    /// Evicts it: FIFO.
+    Fifo,
+    /// Passes over it once: CLOCK.
+    SecondChance,
+}
+
+/// Slots that a hand replaces in turn: FIFO or CLOCK.
+struct SlotRing {
+    reuse: Reuse,
     slot_of: Vec<u32>,
     rows: Vec<u32>,
     used: Vec<bool>,
     hand: usize,
 }
 
-impl Ring {
-    fn new(rows: usize, slots: usize, second_chance: bool) -> Self {
+impl SlotRing {
+    fn new(rows: usize, slots: usize, reuse: Reuse) -> Self {
         let (slot_of, rows, used) = (vec![NONE; rows], vec![NONE; slots], vec![false; slots]);
-        Self { second_chance, slot_of, rows, used, hand: 0 }
+        Self { reuse, slot_of, rows, used, hand: 0 }
     }
 }
 
-impl Policy for Ring {
+impl Policy for SlotRing {
     fn look_up(&mut self, row: u32) -> bool {
         let slot = self.slot_of[row as usize];
         if slot != NONE {
-            self.used[slot as usize] = self.second_chance;
+            self.used[slot as usize] = self.reuse == Reuse::SecondChance;
             return true;
         }
         while std::mem::take(&mut self.used[self.hand]) {
@@ -208,17 +219,17 @@ mod quick {
     use quick_cache::unsync::{Cache, DefaultLifecycle};
     use std::hash::{BuildHasherDefault, DefaultHasher};
 
-    /// The crate `quick_cache`, with a hash that is the same in every run.
-    pub struct Quick(Cache<u32, u32, UnitWeighter, BuildHasherDefault<DefaultHasher>>);
+    /// The crate `quick_cache`, with the same hash in every run.
+    pub struct QuickCache(Cache<u32, u32, UnitWeighter, BuildHasherDefault<DefaultHasher>>);
 
-    impl Quick {
+    impl QuickCache {
         pub fn new(slots: usize) -> Self {
             let (hash, life) = (BuildHasherDefault::default(), DefaultLifecycle::default());
             Self(Cache::with(slots, slots as u64, UnitWeighter, hash, life))
         }
     }
 
-    impl Policy for Quick {
+    impl Policy for QuickCache {
         fn look_up(&mut self, row: u32) -> bool {
             let hit = self.0.get(&row).is_some();
             if !hit {
@@ -238,29 +249,29 @@ mod tests {
     }
 
     #[test]
-    fn policies_keep_what_they_say() {
+    fn policies_evict_by_their_rule() {
         // 0 is used again before 4 comes: LRU and CLOCK drop 1, FIFO drops 0.
         let rows = [0, 1, 2, 3, 0, 4, 0, 1];
         assert_eq!(hits(&mut Lru::new(8, 4), &rows), "....h.h.");
         assert_eq!(hits(&mut SetLru::new(4), &rows), "....h.h.");
-        assert_eq!(hits(&mut Ring::new(8, 4, true), &rows), "....h.h.");
-        assert_eq!(hits(&mut Ring::new(8, 4, false), &rows), "....h...");
-        // 1 is used again before 4 comes: CLOCK, which comes to 0 first, differs from LRU once both
-        // were used.
+        assert_eq!(hits(&mut SlotRing::new(8, 4, Reuse::SecondChance), &rows), "....h.h.");
+        assert_eq!(hits(&mut SlotRing::new(8, 4, Reuse::Fifo), &rows), "....h...");
+        // The lookups use 1 again before 4 comes. The hand of CLOCK reaches 0 first, so CLOCK
+        // differs from LRU once both were used.
         let rows = [0, 1, 2, 3, 1, 0, 4, 2, 1];
         assert_eq!(hits(&mut Lru::new(8, 4), &rows), "....hh..h");
-        assert_eq!(hits(&mut Ring::new(8, 4, true), &rows), "....hh..h");
+        assert_eq!(hits(&mut SlotRing::new(8, 4, Reuse::SecondChance), &rows), "....hh..h");
     }
 
     #[test]
-    fn our_cache_has_the_slots_that_are_asked_for() {
+    fn our_cache_has_the_requested_slots() {
         let trace =
             Trace { name: String::new(), tables: vec![100, 900], lookups: Vec::new(), warm_up: 0 };
         for slots in [14, 28, 210, 2002] {
-            assert_eq!(Ours::new(&trace, slots).unwrap().cache.slots(), slots);
+            assert_eq!(HatchbackCache::new(&trace, slots).unwrap().cache.slots(), slots);
         }
-        assert!(Ours::new(&trace, 17).is_err());
-        let mut ours = Ours::new(&trace, 2002).unwrap();
+        assert!(HatchbackCache::new(&trace, 17).is_err());
+        let mut ours = HatchbackCache::new(&trace, 2002).unwrap();
         (0..1000).for_each(|row| assert!(!ours.look_up(row)));
         assert!((0..1000).filter(|&row| ours.look_up(row)).count() > 950);
     }

@@ -1,38 +1,38 @@
-//! Streams of lookups: made-up ones that are the same on every machine and in every version, and
-//! real ones from files. Never a source of rows.
+//! Streams of lookups: synthetic ones, which are the same on every machine and in every version,
+//! and real ones from files. Never reads or writes rows.
 
-use crate::bench::hits::TABLES;
+use crate::workload::synthetic::CARDINALITIES;
 use anyhow::{Context, Result, ensure};
 use hatchback::{RowKey, mix};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// A stream of lookups. Rows are numbered through.
+/// A stream of lookups. Row numbers run on from table to table.
 pub struct Trace {
-    /// What it is called.
+    /// Name in tables and JSON.
     pub name: String,
     /// Rows of each table.
     pub tables: Vec<usize>,
-    /// The rows that are looked up, in order.
+    /// Row number of each lookup, in order.
     pub lookups: Vec<u32>,
-    /// Lookups at the start that only warm the cache up.
+    /// Number of lookups at the start that only warm the cache up.
     pub warm_up: usize,
 }
 
 impl Trace {
-    /// Rows of all tables.
+    /// Returns the rows of all tables.
     pub fn rows(&self) -> usize {
         self.tables.iter().sum()
     }
 
-    /// The table and key of every row, by its number.
+    /// Returns the table and key of every row, by row number.
     pub fn row_keys(&self) -> Vec<RowKey> {
         let rows = self.tables.iter().zip(0..);
         rows.flat_map(|(&n, table)| (0..n as u64).map(move |key| RowKey { table, key })).collect()
     }
 }
 
-/// Numbers that are the same everywhere (SplitMix64).
+/// Random numbers that are the same on every machine (SplitMix64).
 struct Random(u64);
 
 impl Random {
@@ -46,11 +46,11 @@ impl Random {
     }
 }
 
-/// Rank `k` of `n` as often as `(k + 1)^-exponent`. Whole numbers, so that it does not depend on a
-/// machine's last digit.
-struct Zipf(Vec<u64>);
+/// Draws rank `k` of `n` with a frequency proportional to `(k + 1)^-exponent`. The weights are
+/// integers, so the result does not depend on how a machine rounds.
+struct ZipfRanks(Vec<u64>);
 
-impl Zipf {
+impl ZipfRanks {
     fn new(n: usize, exponent: f64) -> Self {
         let weight =
             |k: usize| (((k + 1) as f64).powf(-exponent) * (1u64 << 40) as f64).round() as u64;
@@ -67,27 +67,27 @@ impl Zipf {
     }
 }
 
-/// Lookups of a made-up stream; half of them warm up.
+/// Lookups of a synthetic stream; the first half warms up.
 const LOOKUPS: usize = 4_000_000;
-/// Its rows.
+/// Rows of a synthetic stream.
 const ROWS: usize = 200_000;
 
-/// A stream of one table.
+/// Returns a stream over one table.
 fn one_table(name: &str, lookup: impl FnMut() -> usize) -> Trace {
     let lookups = std::iter::repeat_with(lookup).map(|row| row as u32).take(LOOKUPS).collect();
     Trace { name: name.to_owned(), tables: vec![ROWS], lookups, warm_up: LOOKUPS / 2 }
 }
 
-/// A power law that does not change.
+/// Returns a stream by a power law that does not change.
 pub fn zipf(exponent: f64) -> Trace {
-    let (zipf, mut random) = (Zipf::new(ROWS, exponent), Random(1));
+    let (zipf, mut random) = (ZipfRanks::new(ROWS, exponent), Random(1));
     one_table(&format!("Zipf {exponent}"), || zipf.draw(&mut random))
 }
 
-/// A power law whose ranks trade places: once in 1000 lookups a row that is asked for with one that
-/// is not.
+/// Returns a stream by a power law that drifts: once in 1000 lookups a popular row and any other
+/// row swap ranks.
 pub fn drifting() -> Trace {
-    let (zipf, mut random, mut n) = (Zipf::new(ROWS, 1.05), Random(2), 0);
+    let (zipf, mut random, mut n) = (ZipfRanks::new(ROWS, 1.05), Random(2), 0);
     let mut place: Vec<usize> = (0..ROWS).collect();
     one_table("drifting", || {
         n += 1;
@@ -98,9 +98,10 @@ pub fn drifting() -> Trace {
     })
 }
 
-/// A power law that is broken off, once in 200,000 lookups, by a pass over a tenth of all rows.
+/// Returns a stream by a power law that a scan of a tenth of all rows interrupts once in 200,000
+/// lookups.
 pub fn scanning() -> Trace {
-    let (zipf, mut random, mut n) = (Zipf::new(ROWS, 1.05), Random(3), 0);
+    let (zipf, mut random, mut n) = (ZipfRanks::new(ROWS, 1.05), Random(3), 0);
     one_table("scanning", || {
         n += 1;
         let (pass, at) = (n / 200_000, n % 200_000);
@@ -108,12 +109,12 @@ pub fn scanning() -> Trace {
     })
 }
 
-/// Sessions of 200 lookups: half of them on eight rows of the session's own driver, half on rows
-/// that all share, by a power law.
+/// Returns a stream of sessions of 200 lookups: half of them on eight rows of the session's driver,
+/// half on shared rows by a power law.
 pub fn sessions() -> Trace {
     const OWN: usize = 8;
     const DRIVERS: usize = 5000;
-    let (zipf, mut random) = (Zipf::new(ROWS - OWN * DRIVERS, 1.05), Random(4));
+    let (zipf, mut random) = (ZipfRanks::new(ROWS - OWN * DRIVERS, 1.05), Random(4));
     let (mut n, mut driver) = (0, 0);
     one_table("sessions", || {
         if n % 200 == 0 {
@@ -128,16 +129,18 @@ pub fn sessions() -> Trace {
     })
 }
 
-/// One key of each of 26 tables a request; the tables as large as Criteo's, 190 times smaller.
+/// Returns a stream of requests with one key of each of 26 tables. The tables have the sizes of
+/// Criteo's, divided by 190.
 pub fn criteo_tables() -> Trace {
-    let tables: Vec<usize> = TABLES.iter().map(|&rows| (rows / 190).max(3) as usize).collect();
+    let tables: Vec<usize> =
+        CARDINALITIES.iter().map(|&rows| (rows / 190).max(3) as usize).collect();
     let mut random = Random(5);
     let mut first = 0;
-    let zipfs: Vec<(usize, Zipf)> = tables
+    let zipfs: Vec<(usize, ZipfRanks)> = tables
         .iter()
         .map(|&rows| {
             first += rows;
-            (first - rows, Zipf::new(rows, 1.05))
+            (first - rows, ZipfRanks::new(rows, 1.05))
         })
         .collect();
     let requests = LOOKUPS / tables.len();
@@ -151,11 +154,11 @@ pub fn criteo_tables() -> Trace {
     Trace { name: "26 tables".to_owned(), warm_up: lookups.len() / 2, tables, lookups }
 }
 
-/// The fields `columns` of a CSV file, row by row, each a table of the values that occur. From a
-/// cold start.
+/// Returns a stream over the fields `columns` of a CSV file, row by row. Each column is a table of
+/// its distinct values. The caches start cold.
 ///
 /// # Errors
-/// The file cannot be read, or has not such columns.
+/// The file cannot be read, or a column is missing.
 pub fn csv(path: &Path, columns: &[String]) -> Result<Trace> {
     let shown = || path.display().to_string();
     let text = std::fs::read_to_string(path).with_context(shown)?;
@@ -166,7 +169,8 @@ pub fn csv(path: &Path, columns: &[String]) -> Result<Trace> {
         at.with_context(|| format!("{}: no column `{column}`", shown()))
     };
     let at = columns.iter().map(at).collect::<Result<Vec<_>>>()?;
-    ensure!(!at.is_empty(), "{}: --columns names none", shown());
+    ensure!(!at.is_empty(), "{}: --columns is empty", shown());
+
     let mut values: Vec<HashMap<&str, usize>> = vec![HashMap::new(); at.len()];
     let mut keys = Vec::new();
     for line in lines {
@@ -179,6 +183,7 @@ pub fn csv(path: &Path, columns: &[String]) -> Result<Trace> {
             keys.push(*values.entry(field).or_insert(next));
         }
     }
+
     let tables: Vec<usize> = values.iter().map(HashMap::len).collect();
     let firsts: Vec<usize> = tables
         .iter()

@@ -1,6 +1,6 @@
 //! fjall: a log-structured merge tree.
 
-use super::store::{CACHE_BYTES, Store, copy_each};
+use super::store::{CACHE_BYTES, PeerStore, copy_each};
 use crate::bench::flash::data::Data;
 use anyhow::Result;
 use fjall::config::CompressionPolicy;
@@ -13,7 +13,7 @@ pub struct Fjall {
     rows: Keyspace,
 }
 
-impl Store for Fjall {
+impl PeerStore for Fjall {
     fn load(folder: &Path, data: &Data) -> Result<()> {
         let store = Self::open(folder, data)?;
         let mut ingestion = store.rows.start_ingestion()?;
@@ -24,7 +24,7 @@ impl Store for Fjall {
 
     fn open(folder: &Path, _: &Data) -> Result<Self> {
         let db = Database::builder(folder).cache_size(CACHE_BYTES as u64).open()?;
-        // The rows are as good as random, and every key that is asked for is there.
+        // The rows are as good as random, and every requested key exists.
         let options = || {
             KeyspaceCreateOptions::default()
                 .data_block_compression_policy(CompressionPolicy::disabled())

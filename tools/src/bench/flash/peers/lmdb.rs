@@ -1,6 +1,6 @@
 //! LMDB: a memory-mapped B-tree.
 
-use super::store::{Store, copy_each};
+use super::store::{PeerStore, copy_each};
 use crate::bench::flash::data::Data;
 use anyhow::Result;
 use lmdb::{Database, Environment, EnvironmentFlags, Transaction, WriteFlags};
@@ -12,7 +12,7 @@ pub struct Lmdb {
     rows: Database,
 }
 
-impl Store for Lmdb {
+impl PeerStore for Lmdb {
     fn load(folder: &Path, data: &Data) -> Result<()> {
         let store = Self::open(folder, data)?;
         let mut txn = store.env.begin_rw_txn()?;
@@ -26,7 +26,7 @@ impl Store for Lmdb {
         let map = (1 << 30) + 4 * data.rows * (data.row_bytes as u64 + 32);
         let env = Environment::new()
             .set_map_size(usize::try_from(map)?)
-            // As documented for random reads of more than fits in memory.
+            // The documented setting for random reads of more data than fits in memory.
             .set_flags(EnvironmentFlags::NO_READAHEAD)
             .open(folder)?;
         let rows = env.open_db(None)?;

@@ -1,6 +1,7 @@
-//! Other row stores on the same rows, each by its documented bulk load and with the cache that it
-//! documents. Compiled in by the feature `peers` (RocksDB by `peers-rocksdb`, since it links the
-//! system's library). One that is missing or fails is listed as not run, never left out.
+//! Other row stores on the same rows, each with its documented bulk load and its documented cache.
+//! The feature `peers` compiles them in; RocksDB needs `peers-rocksdb`, because it links the
+//! system's library. Never omits a store from the report: one that is missing or fails is listed as
+//! not run.
 
 #[cfg(feature = "peers")]
 mod fjall;
@@ -15,27 +16,29 @@ mod sled;
 #[cfg(feature = "peers")]
 mod store;
 
-use super::Plan;
 use super::data::Data;
-use super::figures::{Figures, Point, ROCKSDB};
-use crate::bench::NotRun;
+use super::figures::{Figures, FlashMeasurement, ROCKSDB};
+use super::plan::FlashPlan;
+use crate::bench::results::PeerNotRun;
 use anyhow::Result;
 use std::path::Path;
 
-/// All of them.
+/// Names of all stores.
 pub const NAMES: [&str; 5] = [ROCKSDB, "LMDB", "fjall", "redb", "sled"];
+/// Command that compiles the stores in.
 const PEERS: &str = "cargo run --release -p hatchback-tools --features peers -- bench flash";
+/// Command that compiles RocksDB in too.
 const PEERS_ROCKSDB: &str = "apt-get install librocksdb-dev libclang-dev; \
     ROCKSDB_LIB_DIR=/usr/lib/$(uname -m)-linux-gnu ROCKSDB_INCLUDE_DIR=/usr/include \
     cargo run --release -p hatchback-tools --features peers-rocksdb -- bench flash";
 
-/// Measures one peer; `None` if it is not compiled in.
-type Measure = fn(&Data, &Plan, &Path, &'static str) -> Result<Figures>;
+/// Measures one store.
+type Measure = fn(&Data, &FlashPlan, &Path, &'static str) -> Result<Figures>;
 
-/// Measures every peer in a folder of its own under `folder`.
+/// Measures every store in a folder of its own under `folder`. Calls `done` after each.
 pub fn measure(
     data: &Data,
-    plan: &Plan,
+    plan: &FlashPlan,
     folder: &Path,
     figures: &mut Figures,
     mut done: impl FnMut(),
@@ -43,18 +46,19 @@ pub fn measure(
     for engine in NAMES {
         let own = folder.join(engine);
         let command = if engine == ROCKSDB { PEERS_ROCKSDB } else { PEERS };
-        let not_run = |reason| Point::NotRun(NotRun::new(engine, reason, command));
+        let not_run = |reason| FlashMeasurement::NotRun(PeerNotRun::new(engine, reason, command));
         match compiled(engine).map(|measure| measure(data, plan, &own, engine)) {
             None => figures.0.push(not_run("not compiled in".to_owned())),
             Some(Err(e)) => figures.0.push(not_run(format!("{e:#}"))),
             Some(Ok(found)) => figures.0.extend(found.0),
         }
-        // What cannot be removed now goes with the temporary folder that it is in.
+        // The temporary folder above removes what cannot be removed here.
         let _ = std::fs::remove_dir_all(&own);
         done();
     }
 }
 
+/// Returns the measurement of `engine`, or `None` if it is not compiled in.
 fn compiled(engine: &str) -> Option<Measure> {
     match engine {
         #[cfg(feature = "peers")]
@@ -78,21 +82,21 @@ mod tests {
     #[test]
     fn every_peer_runs_or_says_why_not() {
         let folder = tempfile::tempdir().unwrap();
-        let (data, plan) = (Data { rows: 2000, row_bytes: 16 }, crate::bench::flash::QUICK);
-        let plan = Plan { batch: 64, rounds: 2, ..plan };
+        let (data, plan) = (Data { rows: 2000, row_bytes: 16 }, crate::bench::flash::plan::QUICK);
+        let plan = FlashPlan { batch: 64, rounds: 2, ..plan };
         let (mut figures, mut steps) = (Figures::default(), 0);
         measure(&data, &plan, folder.path(), &mut figures, || steps += 1);
         assert_eq!(steps, NAMES.len());
         for engine in NAMES {
             let listed = figures.0.iter().find(|p| {
-                matches!(p, Point::NotRun(peer) if peer.engine == engine)
-                    || matches!(p, Point::Figure(f) if f.engine == engine)
+                matches!(p, FlashMeasurement::NotRun(peer) if peer.engine == engine)
+                    || matches!(p, FlashMeasurement::Measured(f) if f.engine == engine)
             });
             match listed.unwrap() {
-                Point::NotRun(peer) => {
+                FlashMeasurement::NotRun(peer) => {
                     assert!(compiled(engine).is_none(), "{engine}: {}", peer.reason)
                 }
-                Point::Figure(_) => assert!(compiled(engine).is_some()),
+                FlashMeasurement::Measured(_) => assert!(compiled(engine).is_some()),
             }
         }
     }

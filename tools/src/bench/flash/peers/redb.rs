@@ -1,6 +1,6 @@
 //! redb: a copy-on-write B-tree in one file.
 
-use super::store::{CACHE_BYTES, Store, put};
+use super::store::{CACHE_BYTES, PeerStore, put};
 use crate::bench::flash::data::Data;
 use anyhow::Result;
 use redb::{Database, ReadableDatabase, TableDefinition};
@@ -15,7 +15,7 @@ fn file(folder: &Path) -> PathBuf {
     folder.join("rows.redb")
 }
 
-impl Store for Redb {
+impl PeerStore for Redb {
     fn load(folder: &Path, data: &Data) -> Result<()> {
         let db = Database::builder().set_cache_size(CACHE_BYTES).create(file(folder))?;
         let write = db.begin_write()?;

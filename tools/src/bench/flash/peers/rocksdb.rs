@@ -1,7 +1,7 @@
 //! RocksDB: a log-structured merge tree, loaded by ingesting sorted files, read by sorted
-//! `MultiGet`.
+//! `MultiGet`. Never compresses.
 
-use super::store::{CACHE_BYTES, Store, put};
+use super::store::{CACHE_BYTES, PeerStore, put};
 use crate::bench::flash::data::Data;
 use anyhow::{Context, Result};
 use rocksdb::{BlockBasedOptions, Cache, ColumnFamilyDescriptor, DB, DBCompressionType, Options};
@@ -27,7 +27,7 @@ fn options() -> Result<Options> {
     Ok(options)
 }
 
-/// Writes all rows as sorted files beside the database.
+/// Writes all rows to sorted files in `folder`.
 fn write_files(options: &Options, folder: &Path, data: &Data) -> Result<Vec<PathBuf>> {
     let mut files: Vec<PathBuf> = Vec::new();
     let mut writer = SstFileWriter::create(options);
@@ -47,7 +47,7 @@ fn write_files(options: &Options, folder: &Path, data: &Data) -> Result<Vec<Path
     Ok(files)
 }
 
-impl Store for Rocks {
+impl PeerStore for Rocks {
     fn load(folder: &Path, data: &Data) -> Result<()> {
         let files = write_files(&options()?, folder, data)?;
         let Self(db) = Self::open(folder, data)?;

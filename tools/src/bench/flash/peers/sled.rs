@@ -1,6 +1,6 @@
 //! sled 0.34: a log-structured tree of pages.
 
-use super::store::{CACHE_BYTES, Store, copy_each};
+use super::store::{CACHE_BYTES, PeerStore, copy_each};
 use crate::bench::flash::data::Data;
 use anyhow::{Context, Result, ensure};
 use sled::{Batch, Db, Mode};
@@ -11,12 +11,11 @@ use std::time::Duration;
 /// Rows of a batch of the load.
 const BATCH_ROWS: usize = 4096;
 
-/// What a load takes in memory for each row of 128 B, whatever the cache's size and however often
-/// it is flushed: measured with 0.34.7.
+/// Memory of a load per row of 128 B, measured with 0.34.7. Cache size and flushes do not change
+/// it.
 const LOAD_BYTES: u64 = 2400;
 
-/// How often, and how far apart, to ask for the lock of a database that is being closed: 1 s in
-/// all.
+/// Tries to lock a database that is still closing, and the time between them: 1 s in all.
 const LOCK_WAITS: u32 = 200;
 const LOCK_WAIT: Duration = Duration::from_millis(5);
 
@@ -27,20 +26,20 @@ pub struct Sled {
 }
 
 impl Sled {
-    /// `flush` of 0.34 ends in `sync_file_range`, which leaves the device's cache alone; so a sync
-    /// follows.
+    /// Flushes and syncs. `flush` of 0.34 ends in `sync_file_range`, which does not flush the
+    /// device's cache, so a sync follows.
     fn sync(&self) -> Result<()> {
         self.db.flush()?;
         Ok(File::open(self.folder.join("db"))?.sync_all()?)
     }
 }
 
-impl Store for Sled {
+impl PeerStore for Sled {
     fn load(folder: &Path, data: &Data) -> Result<()> {
         let (need, free) = (data.rows * LOAD_BYTES >> 20, free_mib()?);
         ensure!(
             need <= free,
-            "it takes {need} MiB of memory to load so many rows, and {free} are free"
+            "loading so many rows takes {need} MiB of memory, and {free} MiB are free"
         );
         let store = Self::open(folder, data)?;
         let (mut batch, mut rows) = (Batch::default(), 0);
@@ -63,7 +62,7 @@ impl Store for Sled {
             .cache_capacity(CACHE_BYTES as u64)
             .mode(Mode::HighThroughput);
         let mut opened = config.open();
-        // It gives up its lock some time after it is closed, when its threads are done.
+        // sled releases its lock some time after the close, when its threads have ended.
         for _ in 0..LOCK_WAITS {
             match &opened {
                 Err(e) if e.to_string().contains("could not acquire lock") => {
@@ -91,7 +90,7 @@ impl Store for Sled {
     }
 }
 
-/// Memory that the system can still give, in MiB.
+/// Returns the available memory of the system, MiB.
 fn free_mib() -> Result<u64> {
     let info = std::fs::read_to_string("/proc/meminfo").context("/proc/meminfo")?;
     let kib = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"));

@@ -1,10 +1,11 @@
-//! What a peer must do, and how each is measured: loaded, reopened with its files out of the page
-//! cache, read in batches, updated durably. Every row that it gives is checked.
+//! The operations of a row store, and the measurement of one: load it, reopen it with its files out
+//! of the page cache, read it in batches, update it durably. The bench checks every row. Never
+//! tunes a store against its documentation.
 
 use crate::bench::flash::data::{Data, Draw};
 use crate::bench::flash::figures::{Figures, measure};
-use crate::bench::flash::{MISSES, Plan, median, per_second};
-use crate::bench::written_bytes;
+use crate::bench::flash::plan::{FlashPlan, MISSES, median, per_second};
+use crate::bench::results::written_bytes;
 use crate::report::metrics::{Latencies, Percentiles};
 use anyhow::{Context, Result, anyhow};
 use hatchback::limits::PAGE_BYTES;
@@ -18,51 +19,53 @@ use std::time::{Duration, Instant};
 /// Bytes of the block cache of every peer that has one.
 pub const CACHE_BYTES: usize = 256 << 20;
 
-/// A row store. Rows are kept by order (key hash), so that loads ascend, which suits every one of
-/// them best.
-pub trait Store: Sized + Sync {
-    /// Writes all rows durably into an empty folder, by the way documented for bulk loads.
+/// A row store. Its keys are the orders (key hashes) of the rows, so that a load ascends: the
+/// fastest load of every store.
+pub trait PeerStore: Sized + Sync {
+    /// Writes all rows durably into an empty folder, by the documented bulk load.
     ///
     /// # Errors
-    /// The store refused; the same holds for every method below.
+    /// The store refuses.
     fn load(folder: &Path, data: &Data) -> Result<()>;
 
-    /// Opens what `load` wrote.
+    /// Opens the files of `load`.
     ///
     /// # Errors
-    /// As `load`.
+    /// The store refuses.
     fn open(folder: &Path, data: &Data) -> Result<Self>;
 
-    /// Copies the rows of ascending `orders` to `out`, one after the other.
+    /// Copies the rows of ascending `orders` to `out`, `[orders, row_bytes]`.
     ///
     /// # Errors
-    /// As `load`, or a row is missing.
+    /// The store refuses, or a row is missing.
     fn read(&self, orders: &[u64], out: &mut [u8]) -> Result<()>;
 
-    /// Makes the update durable.
+    /// Writes the first update durably.
     ///
     /// # Errors
-    /// As `load`.
+    /// The store refuses.
     fn update(&self, data: &Data) -> Result<()>;
 }
 
 /// Measures one store.
 ///
 /// # Errors
-/// The store refused something or gave a wrong row.
-pub fn measure<S: Store>(
+/// The store refuses or returns a wrong row.
+pub fn measure<S: PeerStore>(
     data: &Data,
-    plan: &Plan,
+    plan: &FlashPlan,
     folder: &Path,
     name: &'static str,
 ) -> Result<Figures> {
     let mut figures = Figures::default();
     fs::create_dir_all(folder)?;
+
     let start = Instant::now();
     S::load(folder, data).context("load")?;
     figures.put(name, measure::LOAD, start.elapsed().as_secs_f64());
     let row_bytes = (data.rows * data.row_bytes as u64) as f64;
     figures.put(name, measure::SPACE, bytes_of(folder)? as f64 / row_bytes);
+
     let mut batches =
         Batches { data, draw: Draw::new(*data, 1)?, out: Vec::new(), batch: plan.batch };
     batches.cold::<S>(folder, plan, &mut figures, name)?;
@@ -72,13 +75,14 @@ pub fn measure<S: Store>(
     let rates =
         (0..plan.rounds).map(|_| batches.read(&store, &keys, false)).collect::<Result<_>>()?;
     figures.put(name, measure::WARM, median(rates));
+
     let (start, before) = (Instant::now(), written_bytes()?);
     store.update(data).context("update")?;
     figures.put(name, measure::UPDATE, start.elapsed().as_secs_f64());
     let keys = batches.draw.uniform(4 * plan.batch);
     batches.read(&store, &keys, true).context("after the update")?;
-    // What it does behind the update's back counts too, as far as it is done when the store is
-    // closed.
+
+    // The store's background writes count too, as far as they end before it is closed.
     drop(store);
     let changed = data.changed() * data.row_bytes as u64;
     figures.put(
@@ -87,6 +91,16 @@ pub fn measure<S: Store>(
         (written_bytes()? - before) as f64 / changed.max(1) as f64,
     );
     Ok(figures)
+}
+
+/// Some cold reads of uniform keys.
+#[derive(Clone, Copy)]
+struct ColdReads {
+    /// Keys per read.
+    keys: usize,
+    /// Number of reads.
+    count: usize,
+    threads: usize,
 }
 
 /// Batch reads from a store.
@@ -98,22 +112,24 @@ struct Batches<'a> {
 }
 
 impl Batches<'_> {
-    /// Everything that is read cold.
-    fn cold<S: Store>(
+    /// Measures all cold reads.
+    fn cold<S: PeerStore>(
         &mut self,
         folder: &Path,
-        plan: &Plan,
+        plan: &FlashPlan,
         figures: &mut Figures,
         name: &'static str,
     ) -> Result<()> {
         let (mut opens, mut latencies) = (Vec::new(), Latencies::default());
         for (threads, measure) in [(1, measure::COLD), (2, measure::COLD_TWO)] {
-            let batches = (self.batch, plan.rounds, threads);
-            let times = self.cold_reads::<S>(folder, batches, &mut opens)?;
+            let reads = ColdReads { keys: self.batch, count: plan.rounds, threads };
+            let times = self.cold_reads::<S>(folder, reads, &mut opens)?;
             let rates = times.into_iter().map(|time| per_second(self.batch as u64, time)).collect();
             figures.put(name, measure, median(rates));
         }
-        let requests = self.cold_reads::<S>(folder, (MISSES, plan.requests / 4, 1), &mut opens)?;
+
+        let reads = ColdReads { keys: MISSES, count: plan.requests / 4, threads: 1 };
+        let requests = self.cold_reads::<S>(folder, reads, &mut opens)?;
         requests.into_iter().for_each(|time| latencies.record(time));
         let Percentiles { p50_us, p99_us, .. } = latencies.percentiles();
         figures.put(name, measure::MISSES_P50, p50_us);
@@ -122,41 +138,39 @@ impl Batches<'_> {
         Ok(())
     }
 
-    /// The times of `reads` batches of `n` rows each that are not in memory, read by so many
-    /// threads: before they have brought in an eighth of the table, the store is closed and its
-    /// files leave the page cache. A batch that is not counted comes first. What reopening took, in
-    /// ms, goes to `opens`.
-    fn cold_reads<S: Store>(
+    /// Returns the times of `reads`, whose rows are not in memory: before the reads have loaded an
+    /// eighth of the table, the bench closes the store and drops its files from the page cache. The
+    /// first batch after a reopen does not count. Adds the times of the reopens, in ms, to `opens`.
+    fn cold_reads<S: PeerStore>(
         &mut self,
         folder: &Path,
-        (n, reads, threads): (usize, usize, usize),
+        reads: ColdReads,
         opens: &mut Vec<f64>,
     ) -> Result<Vec<Duration>> {
         let pages = self.data.rows * self.data.row_bytes as u64 / PAGE_BYTES as u64;
-        let in_a_row = (pages / 8 / n as u64).max(1) as usize;
+        let in_a_row = (pages / 8 / reads.keys as u64).max(1) as usize;
         let mut times = Vec::new();
-        while times.len() < reads {
+        while times.len() < reads.count {
             drop_cached(folder)?;
             let start = Instant::now();
             let store = S::open(folder, self.data).context("reopen")?;
             opens.push(1e3 * start.elapsed().as_secs_f64());
-            for round in 0..=in_a_row.min(reads - times.len()) {
-                let keys = self.draw.uniform(n);
-                let time = self.read_by(threads, &store, &keys, false)?;
+            for round in 0..=in_a_row.min(reads.count - times.len()) {
+                let keys = self.draw.uniform(reads.keys);
+                let time = self.read_by(reads.threads, &store, &keys, false)?;
                 times.extend((round > 0).then_some(time));
             }
         }
         Ok(times)
     }
 
-    /// Reads one batch and checks it; returns rows a second.
-    fn read<S: Store>(&mut self, store: &S, keys: &[u64], updated: bool) -> Result<f64> {
+    /// Reads one batch and checks its rows. Returns rows per second.
+    fn read<S: PeerStore>(&mut self, store: &S, keys: &[u64], updated: bool) -> Result<f64> {
         Ok(per_second(keys.len() as u64, self.read_by(1, store, keys, updated)?))
     }
 
-    /// Reads one batch in as many parts as there are threads, and checks it; returns the time of
-    /// the reads.
-    fn read_by<S: Store>(
+    /// Reads one batch in one part per thread and checks its rows. Returns the time of the reads.
+    fn read_by<S: PeerStore>(
         &mut self,
         threads: usize,
         store: &S,
@@ -166,6 +180,7 @@ impl Batches<'_> {
         let mut keys = keys.to_vec();
         self.out.clear();
         self.out.resize(keys.len() * self.data.row_bytes, 0);
+
         let start = Instant::now();
         keys.sort_unstable_by_key(|k| mix(*k));
         let orders: Vec<u64> = keys.iter().map(|k| mix(*k)).collect();
@@ -185,7 +200,10 @@ impl Batches<'_> {
     }
 }
 
-/// Copies what a store gave for each order, in turn, to `out`.
+/// Copies the row that `get` returns for each order to `out`.
+///
+/// # Errors
+/// A row is missing or has another length.
 pub fn copy_each<R: AsRef<[u8]>>(
     orders: &[u64],
     out: &mut [u8],
@@ -199,14 +217,17 @@ pub fn copy_each<R: AsRef<[u8]>>(
     Ok(())
 }
 
-/// Copies a row that must be as long as `to`.
+/// Copies `row` to `to`.
+///
+/// # Errors
+/// The lengths differ.
 pub fn put(to: &mut [u8], row: &[u8]) -> Result<()> {
     anyhow::ensure!(row.len() == to.len(), "a row of {} bytes instead of {}", row.len(), to.len());
     to.copy_from_slice(row);
     Ok(())
 }
 
-/// Every file in a folder and the folders in it.
+/// Returns every file in a folder and its subfolders.
 fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder)? {
@@ -220,12 +241,12 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Bytes that the files take, holes left out.
+/// Returns the bytes that the files occupy, without holes.
 fn bytes_of(folder: &Path) -> Result<u64> {
     files(folder)?.iter().map(|path| Ok(512 * fs::metadata(path)?.blocks())).sum()
 }
 
-/// Writes back what is dirty and takes the files out of the page cache.
+/// Syncs the files and drops them from the page cache.
 fn drop_cached(folder: &Path) -> Result<()> {
     for path in files(folder)? {
         let file = File::open(&path).with_context(|| path.display().to_string())?;

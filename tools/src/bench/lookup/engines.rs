@@ -1,0 +1,270 @@
+//! The engines that `bench lookup` compares: the machine's limit, the lookups of the request path,
+//! and the peers. They take turns. Never judges their times.
+
+use super::calls::{BATCHES, Calls, Shape};
+use super::figures::{LIMIT, LookupFigures, LookupMeasurement, OURS, OurEngine};
+use crate::bench::filled_cache::{FilledCache, TABLES};
+use crate::bench::peer::{self, BestTimes, Peer, PeerAbout, RoundTimes, cpu_us};
+use crate::workload::key_distributions::Scatter;
+use anyhow::{Context, Result, ensure};
+use hatchback::{LookupStatus, Pooling, RowFormat};
+use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::resident::Resident;
+use hatchback_kernels::cuda::{Device, HostMemory};
+use hatchback_kernels::lookup::feature_prefetch::FeaturePrefetch;
+use hatchback_kernels::lookup::miss_list::MissList;
+use hatchback_kernels::lookup::roofline;
+use hatchback_kernels::lookup::{Bags, FeatureView, Input, RowStore};
+use hatchback_kernels::simd::isa::Isa;
+use rand::rngs::StdRng;
+use serde_json::json;
+use std::path::Path;
+
+/// Keys of all calls of a round, at most for one table.
+const ROUND_KEYS: usize = 40_000;
+
+/// Returns the samples of the largest call.
+fn batch_max() -> usize {
+    BATCHES.into_iter().max().unwrap_or(1)
+}
+
+/// The machine's limit: rows of plain memory, those of all tables scattered over it as over a
+/// cache.
+struct GatherLimit {
+    all: roofline::GatherRows,
+    rows: usize,
+    dim: usize,
+    out: HostMemory<f32>,
+}
+
+impl GatherLimit {
+    fn new(dim: usize, rows: usize) -> Result<Self> {
+        let all = roofline::GatherRows::new(TABLES * rows, dim);
+        let out = Device::Cpu.host_memory(batch_max() * TABLES * dim)?;
+        Ok(Self { all, rows, dim, out })
+    }
+
+    /// Returns the CPU time of each call, µs.
+    fn run(&mut self, calls: &Calls) -> Vec<f64> {
+        let (isa, stride) = (Isa::detect(), TABLES * self.dim);
+        let scatter = Scatter::of_table(TABLES, (TABLES * self.rows) as u64);
+        let hotness = calls.shape.hotness;
+
+        let mut time = |tables: &Vec<Vec<u64>>| {
+            let scattered = |(t, positions): (usize, &Vec<u64>)| -> Vec<u64> {
+                positions.iter().map(|&p| scatter.position((t * self.rows) as u64 + p)).collect()
+            };
+            let places: Vec<Vec<u64>> = tables.iter().enumerate().map(scattered).collect();
+
+            let start = cpu_us();
+            for (t, places) in places.iter().enumerate() {
+                self.all.pool(isa, places, hotness, &mut self.out, stride, t * self.dim);
+            }
+            cpu_us() - start
+        };
+        calls.positions.iter().map(&mut time).collect()
+    }
+}
+
+/// Where the rows of [`OurLookups`] are.
+enum OurTables {
+    /// All tables in one cache.
+    Cached(Box<Cache>),
+    /// Each table whole.
+    Resident(Vec<Resident>),
+}
+
+/// The lookups of the request path.
+struct OurLookups {
+    format: RowFormat,
+    tables: OurTables,
+    default_row: Vec<f32>,
+    misses: MissList,
+    statuses: Vec<LookupStatus>,
+    out: HostMemory<f32>,
+    /// Keys of each table whose rows are in memory. A few sets of the cache overflow; the bench
+    /// does not request the keys that they dropped.
+    keys: Vec<Vec<u64>>,
+}
+
+impl OurLookups {
+    fn new(engine: &OurEngine, dim: usize, rows: usize) -> Result<Self> {
+        let format = RowFormat::new(engine.codec, dim, 0).context("--dim: no such row")?;
+        let mut encoded = vec![0; format.row_bytes()];
+        let values: Vec<f32> = (0..dim).map(|i| (i % 7) as f32).collect();
+        format.encode(&values, &mut encoded)?;
+
+        let (tables, keys) = if engine.resident {
+            let table = || Resident::indexed(format.row_bytes(), &encoded.repeat(rows));
+            let keys = vec![(0..rows as u64).collect(); TABLES];
+            (OurTables::Resident((0..TABLES).map(|_| table()).collect()), keys)
+        } else {
+            let FilledCache { cache, keys } = FilledCache::new(rows, rows, &encoded)?;
+            (OurTables::Cached(Box::new(cache)), keys)
+        };
+
+        Ok(Self {
+            format,
+            tables,
+            default_row: vec![0.0; dim],
+            misses: MissList::new(16, format.row_bytes()),
+            statuses: vec![LookupStatus::default(); batch_max()],
+            out: Device::Cpu.host_memory(batch_max() * TABLES * dim)?,
+            keys,
+        })
+    }
+
+    fn feature<'a>(
+        format: RowFormat,
+        tables: &'a OurTables,
+        default_row: &'a [f32],
+        table: usize,
+    ) -> FeatureView<'a> {
+        FeatureView {
+            id: table as u16,
+            table: table as u16,
+            format,
+            keys_end: None,
+            default_row,
+            pooling: Pooling::Sum,
+            rows: match tables {
+                OurTables::Cached(cache) => RowStore::Cached(cache),
+                OurTables::Resident(tables) => RowStore::Resident(&tables[table]),
+            },
+            column: table * format.dim(),
+            width: format.dim(),
+        }
+    }
+
+    /// Returns the CPU time of each call, µs.
+    fn run(&mut self, calls: &Calls) -> Result<Vec<f64>> {
+        let (dim, batch) = (self.format.dim(), calls.shape.batch);
+        let requested = batch * calls.shape.hotness * TABLES;
+        let mut times = Vec::with_capacity(calls.positions.len());
+        let mut keys: Vec<Vec<u64>> = vec![Vec::new(); TABLES];
+
+        for tables in &calls.positions {
+            for ((keys, known), positions) in keys.iter_mut().zip(&self.keys).zip(tables) {
+                keys.clear();
+                keys.extend(positions.iter().map(|&p| known[p as usize % known.len()]));
+            }
+            let statuses = &mut self.statuses[..batch];
+            statuses.fill(LookupStatus::default());
+
+            let start = cpu_us();
+            let (isa, prefetch) = (Isa::detect(), FeaturePrefetch::new(requested, TABLES));
+            let (format, tables, default_row) = (self.format, &self.tables, &self.default_row);
+            let feature = |t: usize| {
+                let bags = Bags { keys: &keys[t], offsets: &calls.offsets };
+                (Self::feature(format, tables, default_row, t), bags)
+            };
+            for t in 0..TABLES {
+                prefetch.prefetch(isa, t, feature);
+                let mut input = Input { data: &mut self.out, stride: TABLES * dim };
+                let (feature, bags) = feature(t);
+                feature.query(isa, bags, 0, &mut input, &mut self.misses, statuses);
+            }
+            times.push(cpu_us() - start);
+
+            let fresh: u32 = statuses.iter().map(|s| s.fresh).sum();
+            ensure!(fresh as usize == requested, "{fresh} of {requested} rows were in memory");
+        }
+        Ok(times)
+    }
+}
+
+/// PyTorch and FBGEMM.
+pub struct LookupPeers {
+    peer: Peer,
+    /// The program's description of itself.
+    pub about: PeerAbout,
+}
+
+impl LookupPeers {
+    /// Starts the program with tables of `rows` rows of `dim` columns.
+    ///
+    /// # Errors
+    /// The Python environment is missing, or the program refuses.
+    pub fn start(venv: &Path, dim: usize, rows: usize) -> Result<Self> {
+        let mut peer = Peer::start(venv, peer::LOOKUPS)?;
+        let about =
+            peer.request("setup", &json!({ "tables": TABLES, "rows": rows, "dim": dim }))?;
+        Ok(Self { peer, about })
+    }
+
+    fn times(&mut self, engine: &str, shape: Shape, calls: usize, seed: usize) -> Result<Vec<f64>> {
+        let Shape { keys, hotness, batch } = shape;
+        let options = json!({
+            "engine": engine,
+            "keys": keys,
+            "hotness": hotness,
+            "batch": batch,
+            "calls": calls,
+            "seed": seed,
+        });
+        Ok(self.peer.request::<RoundTimes>("round", &options)?.times_us)
+    }
+}
+
+/// All engines at one row width.
+pub struct Engines {
+    dim: usize,
+    rows: usize,
+    limit: GatherLimit,
+    ours: Vec<OurLookups>,
+    peers: Option<LookupPeers>,
+}
+
+impl Engines {
+    /// Fills the tables of the limit and of our engines: `rows` rows of `dim` columns each.
+    ///
+    /// # Errors
+    /// The rows do not fit in memory.
+    pub fn new(dim: usize, rows: usize, peers: Option<LookupPeers>) -> Result<Self> {
+        let limit = GatherLimit::new(dim, rows)?;
+        let ours = OURS.iter().map(|engine| OurLookups::new(engine, dim, rows));
+        let ours = ours.collect::<Result<_>>()?;
+        Ok(Self { dim, rows, limit, ours, peers })
+    }
+
+    fn names(&self) -> Vec<String> {
+        let own = std::iter::once(LIMIT).chain(OURS.iter().map(|o| o.name)).map(str::to_owned);
+        own.chain(self.peers.iter().flat_map(|p| p.about.engines.clone())).collect()
+    }
+
+    /// Measures `rounds` rounds at `shape`, in which each engine has one turn. Returns the best of
+    /// each engine.
+    ///
+    /// # Errors
+    /// A row is missing, or a peer fails.
+    pub fn measure(
+        &mut self,
+        shape: Shape,
+        rounds: usize,
+        rng: &mut StdRng,
+    ) -> Result<Vec<LookupMeasurement>> {
+        let names = self.names();
+        let calls = (ROUND_KEYS / (shape.batch * shape.hotness)).clamp(5, 400);
+        let mut best = vec![BestTimes::default(); names.len()];
+
+        for round in 0..rounds {
+            let drawn = Calls::draw(shape, self.rows, calls, rng)?;
+            for (number, (name, best)) in names.iter().zip(&mut best).enumerate() {
+                let times = match (number, self.ours.get_mut(number.wrapping_sub(1))) {
+                    (0, _) => self.limit.run(&drawn),
+                    (_, Some(ours)) => ours.run(&drawn)?,
+                    (_, None) => match &mut self.peers {
+                        Some(peers) => peers.times(name, shape, calls, round)?,
+                        None => Vec::new(),
+                    },
+                };
+                best.add_round(times);
+            }
+        }
+
+        let figures = |(engine, best)| {
+            LookupMeasurement::Measured(LookupFigures::new(engine, self.dim, shape, best))
+        };
+        Ok(names.into_iter().zip(best).map(figures).collect())
+    }
+}

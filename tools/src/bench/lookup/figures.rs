@@ -1,0 +1,239 @@
+//! The figures of `bench lookup`: the engines' names, the bars, the tables and the chart. Never
+//! measures.
+
+use super::calls::{BATCHES, HOTNESS, KEYS, Shape};
+use crate::bench::bars::{Bar, bars_table};
+use crate::bench::filled_cache::TABLES;
+use crate::bench::peer::BestTimes;
+use crate::bench::results::{BenchReport, Measurement, distinct};
+use crate::report::plot::{Axis, Panel, Series};
+use crate::{report, say};
+use anyhow::Result;
+use hatchback::Codec;
+use serde::Serialize;
+
+/// The machine's limit.
+pub const LIMIT: &str = "limit, f32";
+/// Peers with rows of fp32.
+pub const FP32: &[&str] = &["FBGEMM, fp32", "torch EmbeddingBag, fp32"];
+/// Peers with rows of fp16.
+pub const FP16: &[&str] = &["FBGEMM, fp16"];
+/// Peers with rows of one byte per value.
+pub const BYTES: &[&str] = &["FBGEMM, int8", "torch quantized, byte"];
+
+/// One of our engines.
+pub struct OurEngine {
+    /// Name in tables and JSON.
+    pub name: &'static str,
+    /// Encoding of the rows.
+    pub codec: Codec,
+    /// Whether each table is resident; otherwise one cache holds all tables.
+    pub resident: bool,
+    /// The peers whose rows have as many bytes.
+    peers: &'static [&'static str],
+}
+
+/// Returns one of our engines.
+const fn ours(
+    name: &'static str,
+    codec: Codec,
+    resident: bool,
+    peers: &'static [&'static str],
+) -> OurEngine {
+    OurEngine { name, codec, resident, peers }
+}
+
+/// Our engines.
+pub const OURS: [OurEngine; 6] = [
+    ours("Hatchback, f32, cached", Codec::F32, false, FP32),
+    ours("Hatchback, f32, resident", Codec::F32, true, FP32),
+    ours("Hatchback, f16, cached", Codec::F16, false, FP16),
+    ours("Hatchback, f16, resident", Codec::F16, true, FP16),
+    ours("Hatchback, u8, cached", Codec::U8, false, BYTES),
+    ours("Hatchback, u8, resident", Codec::U8, true, BYTES),
+];
+
+/// The figures of one engine at one shape, or a peer that did not run.
+pub type LookupMeasurement = Measurement<LookupFigures>;
+
+/// The figures of one engine at one shape.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LookupFigures {
+    /// Name of the engine.
+    pub engine: String,
+    /// Columns of a row.
+    pub dim: usize,
+    /// Key distribution.
+    pub keys: &'static str,
+    /// Keys per bag.
+    pub hotness: usize,
+    /// Samples per call.
+    pub batch: usize,
+    /// CPU time of a call, median of the best round, µs.
+    pub p50_us: f64,
+    /// CPU time of a call, 99th percentile of the round that is best in it, µs.
+    pub p99_us: f64,
+    /// Rows per second at p50, millions.
+    pub mrows_per_s: f64,
+}
+
+impl LookupFigures {
+    /// Returns the figures of `engine` at `shape`.
+    pub fn new(engine: String, dim: usize, shape: Shape, best: BestTimes) -> Self {
+        let (Shape { keys, hotness, batch }, BestTimes { p50_us, p99_us }) = (shape, best);
+        let mrows_per_s = (TABLES * batch * hotness) as f64 / p50_us;
+        Self { engine, dim, keys, hotness, batch, p50_us, p99_us, mrows_per_s }
+    }
+
+    /// Returns whether both figures are of the same shape.
+    fn has_shape_of(&self, other: &Self) -> bool {
+        let shape = |m: &Self| (m.dim, m.keys, m.hotness, m.batch);
+        shape(self) == shape(other)
+    }
+}
+
+fn measured(points: &[LookupMeasurement]) -> impl Iterator<Item = &LookupFigures> + Clone {
+    points.iter().filter_map(Measurement::figures)
+}
+
+fn engine_names(points: &[LookupMeasurement]) -> Vec<&str> {
+    distinct(measured(points).map(|m| m.engine.as_str()))
+}
+
+/// Returns the best time of `others` over the time of `ours`, at the worst of the shapes that
+/// `wanted` accepts. Returns `None` if `ours` or all of `others` are missing at one of them.
+pub fn least_speedup(
+    points: &[LookupMeasurement],
+    ours: &str,
+    others: &[&str],
+    wanted: impl Fn(&LookupFigures) -> bool,
+) -> Option<f64> {
+    let speedup = |own: &LookupFigures| {
+        let same =
+            measured(points).filter(|m| m.has_shape_of(own) && others.contains(&m.engine.as_str()));
+        Some(same.map(|m| m.p50_us).reduce(f64::min)? / own.p50_us)
+    };
+    let own = measured(points).filter(|m| m.engine == ours && wanted(m));
+    own.map(speedup).collect::<Option<Vec<f64>>>()?.into_iter().reduce(f64::min)
+}
+
+/// Returns the demanded figures.
+pub fn bars(points: &[LookupMeasurement]) -> Vec<Bar> {
+    let mut bars = Vec::new();
+    let f32_rows = &OURS[0];
+    let one_key = |m: &LookupFigures| (m.batch, m.hotness) == (1, 1);
+    let first = least_speedup(points, f32_rows.name, f32_rows.peers, one_key);
+    bars.push(Bar::at_least_if("batch 1, one key: best fp32 peer / f32, cached", first, 20.0));
+
+    for batch in BATCHES {
+        for OurEngine { name, peers, .. } in &OURS {
+            let speedup = least_speedup(points, name, peers, |m| m.batch == batch);
+            let bar = format!("batch {batch}: best peer / {name}, worst shape");
+            bars.push(Bar::at_least_if(bar, speedup, 1.0));
+        }
+    }
+
+    let limit = least_speedup(points, f32_rows.name, &[LIMIT], |m| m.batch >= 256);
+    bars.push(Bar::at_least_if("limit / f32, cached, batch 256 and 2048, worst shape", limit, 0.8));
+    bars
+}
+
+/// Prints the tables.
+///
+/// # Errors
+/// Standard output is closed.
+pub fn print_tables(report: &BenchReport<LookupMeasurement>, about: Option<&str>) -> Result<()> {
+    say!("{}", report.machine)?;
+    if let Some(about) = about {
+        say!("Peers: {about}.")?;
+    }
+
+    let mut dims: Vec<usize> = measured(&report.points).map(|m| m.dim).collect();
+    dims.dedup();
+    for dim in dims {
+        for keys in KEYS {
+            for hotness in HOTNESS {
+                say!("dim {dim}, {keys} keys, {hotness} a bag: µs a call (million rows a second)")?;
+                say!("{}", shape_table(&report.points, dim, keys, hotness))?;
+            }
+        }
+    }
+
+    say!(
+        "CPU time on one core, p50 of the best of several turns; all rows in memory, fresh keys in \
+         every call."
+    )?;
+    say!("{}", bars_table(&report.bars))
+}
+
+/// Returns the table of one width, distribution and hotness: a row per engine, a column per batch
+/// size.
+fn shape_table(
+    points: &[LookupMeasurement],
+    dim: usize,
+    keys: &str,
+    hotness: usize,
+) -> comfy_table::Table {
+    let heads = BATCHES.map(|b| format!("batch {b}"));
+    let heads: Vec<&str> = ["engine"].into_iter().chain(heads.iter().map(String::as_str)).collect();
+    let mut table = report::table(&heads);
+
+    for name in engine_names(points) {
+        let own = measured(points).filter(|m| m.engine == name && m.dim == dim);
+        let own = own.filter(|m| (m.keys, m.hotness) == (keys, hotness));
+        let cells = own.map(|m| format!("{:.1} ({:.1})", m.p50_us, m.mrows_per_s));
+        table.add_row([name.to_owned()].into_iter().chain(cells));
+    }
+    for peer in points.iter().filter_map(Measurement::not_run) {
+        table.add_row(peer.cells());
+    }
+    table
+}
+
+/// Returns the chart: rows per second by batch size, uniform keys, of the first row width.
+pub fn charts(points: &[LookupMeasurement]) -> Vec<Panel> {
+    let dim = measured(points).next().map_or(0, |m| m.dim);
+    let panel = |hotness: usize| {
+        let line = |(color, name): (usize, &str)| {
+            let own = measured(points).filter(|m| m.engine == name && m.dim == dim);
+            let own = own.filter(|m| (m.keys, m.hotness) == ("uniform", hotness));
+            let dashed = !name.starts_with("Hatchback");
+            let points = own.map(|m| (m.batch as f64, m.mrows_per_s)).collect();
+            Series { name: name.to_owned(), color, dashed, points }
+        };
+        Panel {
+            x: Axis::log("samples of a call").at(&BATCHES.map(|b| b as f64)),
+            y: Axis::log(&format!("Mrows/s, {hotness} a bag")),
+            series: engine_names(points).into_iter().enumerate().map(line).collect(),
+        }
+    };
+    HOTNESS.map(panel).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn point(engine: &str, batch: usize, keys: &'static str, p50_us: f64) -> LookupMeasurement {
+        let best = BestTimes { p50_us, p99_us: p50_us };
+        let shape = Shape { keys, hotness: 1, batch };
+        Measurement::Measured(LookupFigures::new(engine.to_owned(), 64, shape, best))
+    }
+
+    #[test]
+    fn the_worst_shape_beside_the_best_peer_counts() {
+        let ours = OURS[0].name;
+        let mut points = vec![point(ours, 1, "uniform", 2.0), point(ours, 1, "zipf", 1.0)];
+        assert!(least_speedup(&points, ours, FP32, |_| true).is_none());
+        for (keys, us) in [("uniform", 30.0), ("zipf", 25.0)] {
+            points.push(point("FBGEMM, fp32", 1, keys, us));
+            points.push(point("torch EmbeddingBag, fp32", 1, keys, us + 100.0));
+            points.push(point("FBGEMM, fp16", 1, keys, 1.0));
+        }
+        assert_eq!(least_speedup(&points, ours, FP32, |_| true), Some(15.0));
+        assert_eq!(least_speedup(&points, ours, FP32, |m| m.keys == "zipf"), Some(25.0));
+        let bars = bars(&points);
+        let first = Bar::at_least("batch 1, one key: best fp32 peer / f32, cached", 15.0, 20.0);
+        assert_eq!((&bars[0], bars.len()), (&first, 26));
+    }
+}

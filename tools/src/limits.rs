@@ -1,0 +1,24 @@
+//! Every maximum of the `hatchback` program that is not the runtime's own. The runtime's are in
+//! `hatchback::limits`.
+
+/// Largest size that a flag in MiB takes: 1 PiB.
+pub(crate) const MIB_MAX: f64 = (1u64 << 30) as f64;
+/// Longest time that a flag in seconds takes: about eleven days.
+pub(crate) const SECONDS_MAX: f64 = 1e6;
+/// Longest time that a flag in days takes: a hundred years.
+pub(crate) const DAYS_MAX: u64 = 36_500;
+
+/// Largest header of a trainer's file, in bytes. A length above it is damage.
+pub(crate) const HEADER_BYTES_MAX: u64 = 100_000_000;
+/// Largest text header of an `.npy` file, in bytes: NumPy's own limit (`max_header_size`). The
+/// header of a plain array takes 54 to 118.
+pub(crate) const NPY_HEADER_BYTES_MAX: u64 = 10_000;
+/// Characters of a trainer's file that an error message repeats.
+pub(crate) const MESSAGE_CHARS_MAX: usize = 300;
+
+/// Temporary files that a sort of rows keeps open. A table of more than this many partitions has
+/// larger ones.
+pub(crate) const SORT_PARTITIONS_MAX: u64 = 128;
+
+/// Points of a plotted line that get a dot each. A longer line has none.
+pub(crate) const PLOT_DOTS_MAX: usize = 24;

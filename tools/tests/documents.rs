@@ -1,0 +1,155 @@
+//! Runs the commands of the documents, and compares what they print with what the documents show.
+//!
+//! A `sh` block is run, line by line, in the repository's root. A `text` block after it shows what
+//! its last command prints. Times differ between machines and are not compared. `/tmp` in a command
+//! is a folder of this test's own.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// Commands that are not run here, and why.
+const NOT_RUN: [(&str, &str); 6] = [
+    ("./test", "it runs this test"),
+    ("cargo build", "cargo has built the programs before it runs this test"),
+    ("export PATH", "this test sets the path"),
+    ("hatchback demo", "the README's demo is the same"),
+    ("hatchback bench", "a benchmark takes a minute; tools/tests/cli.rs runs short ones"),
+    ("hatchbackd", "board/tests run the daemon"),
+];
+
+struct Step {
+    line: usize,
+    command: String,
+    printed: Option<String>,
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
+}
+
+/// The commands of a page with what the page says that they print.
+fn steps_of(page: &str) -> Vec<Step> {
+    let text = std::fs::read_to_string(root().join(page)).unwrap();
+    let mut steps: Vec<Step> = Vec::new();
+    let mut language = None;
+    let mut shown = String::new();
+    for (number, line) in text.lines().enumerate() {
+        match (line.strip_prefix("```"), language) {
+            (Some(""), Some("text")) => {
+                if let Some(last) = steps.last_mut() {
+                    last.printed = Some(std::mem::take(&mut shown));
+                }
+                language = None;
+            }
+            (Some(_), Some(_)) => language = None,
+            (Some(start), None) => language = Some(start),
+            (None, Some("sh")) => {
+                let command = line.split("  #").next().unwrap().trim();
+                let continued = steps.last_mut().filter(|step| step.command.ends_with('\\'));
+                if let Some(step) = continued {
+                    step.command.pop();
+                    step.command.push_str(command);
+                } else if !command.is_empty() {
+                    let command = command.to_string();
+                    steps.push(Step { line: number + 1, command, printed: None });
+                }
+            }
+            (None, Some("text")) => {
+                shown.push_str(line);
+                shown.push('\n');
+            }
+            _ => {}
+        }
+    }
+    steps
+}
+
+fn run(command: &str, scratch: &Path) -> Output {
+    let program = Path::new(env!("CARGO_BIN_EXE_hatchback"));
+    let path =
+        format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
+    let command = command
+        .replace("cargo run --release -- ", "hatchback ")
+        .replace("/tmp/", &format!("{}/", scratch.display()));
+    Command::new("sh")
+        .args(["-ec", &command])
+        .env("PATH", path)
+        .current_dir(root())
+        .output()
+        .unwrap()
+}
+
+/// The words of a text without rules of tables and their widths; times are replaced by one word.
+fn comparable(text: &str) -> Vec<String> {
+    let words: Vec<&str> =
+        text.split_whitespace().filter(|word| word.chars().any(|c| c != '─')).collect();
+    let with_next = words.iter().zip(words.iter().skip(1).chain([&""]));
+    with_next
+        .map(|(word, next)| {
+            let unit = next.trim_end_matches([',', '.', ';', ')']);
+            let time = word.parse::<f64>().is_ok() && matches!(unit, "s" | "ms" | "µs");
+            if time { "TIME".to_string() } else { word.to_string() }
+        })
+        .collect()
+}
+
+/// Whether a run printed what the page shows. Counts and words must be equal. A figure with one to
+/// three decimals may differ by a twentieth: the order in which page reads end moves hit rates.
+fn agrees(shown: &str, printed: &str) -> bool {
+    let decimals = |word: &str| word.split_once('.').map_or(0, |(_, part)| part.len());
+    let measured = |word: &str| (1..=3).contains(&decimals(word)) && !word.contains('e');
+    match (shown.parse::<f64>(), printed.parse::<f64>()) {
+        (Ok(a), Ok(b)) if measured(shown) && measured(printed) => (a - b).abs() <= 0.05 * a.abs(),
+        _ => shown == printed,
+    }
+}
+
+fn run_page(page: &str) {
+    let scratch = tempfile::tempdir().unwrap();
+    let steps = steps_of(page);
+    assert!(!steps.is_empty(), "{page} has no commands");
+    for step in steps {
+        let place = format!("{page}:{}: {}", step.line, step.command);
+        if let Some((_, why)) = NOT_RUN.iter().find(|(start, _)| step.command.starts_with(start)) {
+            println!("SKIPPED: {place}: {why}");
+            continue;
+        }
+
+        let output = run(&step.command, scratch.path());
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{place}: {}\n{errors}", output.status);
+
+        if let Some(shown) = step.printed {
+            let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+            let [shown, found] = [comparable(&shown), comparable(&printed)];
+            let pairs = shown.iter().zip(&found);
+            let differs = pairs.enumerate().find(|(_, (a, b))| !agrees(a, b));
+            if let Some((_, (a, b))) = differs {
+                panic!("{place}\n--- the page shows `{a}`, the run printed `{b}`:\n{printed}");
+            }
+            assert_eq!(shown.len(), found.len(), "{place}: the run printed\n{printed}");
+        }
+    }
+}
+
+#[test]
+fn the_commands_of_the_readme_print_what_it_shows() {
+    run_page("README.md");
+}
+
+#[test]
+fn the_commands_of_the_reference_run() {
+    run_page("docs/commands.md");
+}
+
+#[test]
+fn a_changed_figure_is_seen_and_a_changed_time_is_not() {
+    let shown = comparable("─────\n hit rate  96.27 %  took 4.8 s, 10 rows\n");
+    let same = comparable(" hit rate 96.31 % took 12 s, 10 rows");
+    let other = comparable(" hit rate 96.31 % took 12 s, 11 rows");
+    assert!(shown.iter().zip(&same).all(|(a, b)| agrees(a, b)));
+    assert!(!shown.iter().zip(&other).all(|(a, b)| agrees(a, b)));
+    assert!(!agrees("96.27", "88.0") && !agrees("0.83731", "0.83732"));
+}
