@@ -1,14 +1,18 @@
-"""A whole DLRM in ONNX Runtime and in PyTorch on one core: what `hatchback bench request --peers` measures beside ours.
+"""Runs a whole DLRM in ONNX Runtime and in PyTorch on one core, for `hatchback bench request --peers`.
 
-The bench writes the model and its requests into a folder: `whole.onnx` (keys and dense features in, score out; the
-tables stand outside of it in `tables.f32`), the same weights in `dense.f32`, and samples in `keys.i64`, `dense_in.f32`.
+The bench writes the model and its requests into a folder:
+
+    whole.onnx               the model: keys and dense features in, score out; the tables are external data
+    tables.f32               the rows of all tables
+    dense.f32                the weights and biases of the dense layers
+    keys.i64, dense_in.f32   the samples
 """
 
 from pathlib import Path
 
 import peer
 
-peer.settle()
+peer.restart_tuned()
 
 import numpy as np
 import onnxruntime as ort
@@ -16,7 +20,10 @@ import torch
 
 
 def mlp(layers, last):
-    """`(weights, bias)` each `[out, in]`, `[out]`; Relu between them and `last` after them."""
+    """Returns linear layers with a Relu between them and `last` after them.
+
+    Each layer is `(weights, bias)`, of shapes `[out, in]` and `[out]`.
+    """
     modules = []
     for weights, bias in layers:
         linear = torch.nn.Linear(weights.shape[1], weights.shape[0])
@@ -26,7 +33,7 @@ def mlp(layers, last):
 
 
 class Net(torch.nn.Module):
-    """The model as PyTorch users write it: an EmbeddingBag a table, eager."""
+    """The model in eager PyTorch, as its users write it: one EmbeddingBag for each table."""
 
     def __init__(self, tables, bottom, top):
         super().__init__()
@@ -54,7 +61,7 @@ class Requests:
 
         options = ort.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
-        # The rows stay in torch's huge pages; ONNX Runtime would map the file in small ones.
+        # ONNX Runtime reads the rows from torch's memory, which has huge pages. From the file it would map small pages.
         value = ort.OrtValue.ortvalue_from_numpy(embeddings.numpy())
         options.add_external_initializers(["tables"], [value])
         session = ort.InferenceSession(str(folder / "whole.onnx"), options, providers=["CPUExecutionProvider"])
@@ -77,7 +84,7 @@ class Requests:
         return {"engines": list(self.engines), "about": about}
 
     def at(self, i, batch):
-        """The samples of call `i`."""
+        """Returns the slice of the samples that call `i` scores."""
         first = i * batch % (len(self.keys) - batch + 1)
         return slice(first, first + batch)
 

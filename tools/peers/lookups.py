@@ -1,7 +1,7 @@
-"""Embedding bags, sum, of PyTorch and FBGEMM on one core: what `hatchback bench lookup` measures beside ours.
+"""Runs the sum-pooled embedding bags of PyTorch and FBGEMM on one core, for `hatchback bench lookup`.
 
-Every engine has `tables` tables of `rows` rows of `dim`, filled with arbitrary values of its format; the fp32 tables
-are shared. Keys are fresh in every call and drawn before its clock starts.
+Every engine has `tables` tables of shape `[rows, dim]`, filled with arbitrary values of its format. The engines for
+fp32 share their tables. Every call has new keys, which the program draws before the clock of the call starts.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import os
 
 import peer
 
-peer.settle()
+peer.restart_tuned()
 
 import fbgemm_gpu
 import numpy as np
@@ -20,23 +20,26 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTable
 
 
 def check_fbgemm():
-    """FBGEMM must see the vector instructions that torch sees: without libc10.so preloaded it reads an empty copy of
-    the processor's description and runs its scalar reference code, 20 times slower."""
+    """Returns the vector instructions that FBGEMM detects. Raises if it does not detect those that torch uses.
+
+    Without libc10.so preloaded, FBGEMM reads an empty copy of the processor's description. It then runs its scalar
+    reference code, which is 20 times slower.
+    """
     library = ctypes.CDLL(os.path.join(os.path.dirname(fbgemm_gpu.__file__), "fbgemm.so"))
     library._ZN6fbgemm18fbgemmSupportedCPUEv()
-    sees = {}
+    detected = {}
     for name, symbol in [("AVX2", "20fbgemmHasAvx2Support"), ("AVX512", "22fbgemmHasAvx512Support")]:
         has = getattr(library, f"_ZN6fbgemm{symbol}Ev")
         has.restype = ctypes.c_bool
-        sees[name] = has()
+        detected[name] = has()
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability in sees and not sees[capability]:
-        raise RuntimeError(f"fbgemm does not see {capability}: it would run its scalar reference code")
-    return ", ".join(name for name in sees if sees[name]) or "no vector instructions"
+    if capability in detected and not detected[capability]:
+        raise RuntimeError(f"fbgemm does not detect {capability}: it would run its scalar reference code")
+    return ", ".join(name for name in detected if detected[name]) or "no vector instructions"
 
 
 def fbgemm(tables, rows, dim, kind):
-    """A table-batched embedding bag, and a view of each table's rows."""
+    """Returns a table-batched embedding bag, and a view of the rows of each table."""
     specs = [(f"t{t}", rows, dim, kind, EmbeddingLocation.HOST) for t in range(tables)]
     bags = IntNBitTableBatchedEmbeddingBagsCodegen(specs, device="cpu", output_dtype=SparseType.FP32)
     bags.initialize_weights()
@@ -70,8 +73,8 @@ class Lookups:
             "FBGEMM, fp16": lambda k: half(k.all, k.offsets),
             "FBGEMM, int8": lambda k: byte(k.all, k.offsets),
         }
-        self.skewed = np.cumsum(1.0 / np.arange(1, rows + 1) ** 1.05)
-        self.places = np.random.default_rng(1).permutation(rows)
+        self.cumulative_zipf = np.cumsum(1.0 / np.arange(1, rows + 1) ** 1.05)
+        self.row_of_rank = np.random.default_rng(1).permutation(rows)
         about = f"torch {torch.__version__}, fbgemm_gpu {fbgemm_gpu.__version__} ({vectors})"
         return {"engines": list(self.calls), "about": about}
 
@@ -83,11 +86,12 @@ class Lookups:
             return {"times_us": peer.times_us(lambda i: call(drawn[i]), calls)}
 
     def draw(self, random, keys, n):
-        """`[tables, n]`; popular rows are not neighbours."""
+        """Returns keys of shape `[tables, n]`: uniform, or Zipf with the popular rows scattered over the table."""
         if keys == "uniform":
             return random.integers(0, self.rows, (self.tables, n))
-        at = random.random((self.tables, n)) * self.skewed[-1]
-        return self.places[np.searchsorted(self.skewed, at, side="right").clip(max=self.rows - 1)]
+        at = random.random((self.tables, n)) * self.cumulative_zipf[-1]
+        ranks = np.searchsorted(self.cumulative_zipf, at, side="right").clip(max=self.rows - 1)
+        return self.row_of_rank[ranks]
 
 
 class Keys:

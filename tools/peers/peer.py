@@ -1,8 +1,9 @@
-"""What the peers' programs share: lines of JSON in, lines of JSON out, and the CPU time of each call.
+"""The part that all programs of the peers share: the protocol with the bench, and the CPU time of each call.
 
-The bench sends {"setup": ...} once, then {"round": ...} as often as it likes, and gets {"times_us": [...]}, one time
-a call: so it can run the rounds of all engines in turn. It has put this process on one core before it started it.
-A program never judges a time and never tunes an engine down; on the contrary, see `settle`.
+The bench and the program exchange lines of JSON. The bench sends {"setup": ...} once, then any number of
+{"round": ...}. The program answers each round with {"times_us": [...]}, one time for each call. The bench can
+therefore run the rounds of all engines in turn. The bench pins this process to one core before the program starts.
+A program never judges a time and never makes an engine slower. `restart_tuned` gives the engines their best settings.
 """
 
 import importlib.util
@@ -12,28 +13,30 @@ import sys
 import time
 import traceback
 
-NEVER = 1 << 35
+# A threshold in bytes that no allocation reaches.
+UNREACHED_BYTES = 1 << 35
 
 
-def settle():
-    """Starts the program anew with what these libraries need to run as fast as they can."""
+def restart_tuned():
+    """Restarts the program once, with the environment in which these libraries run fastest."""
     if "HATCHBACK_PEER" in os.environ:
         return
     os.environ["HATCHBACK_PEER"] = "1"
     torch = importlib.util.find_spec("torch").submodule_search_locations[0]
-    # libtorch.so and libc10.so both carry the processor's description; FBGEMM reads the one that nobody fills, and
-    # then runs its scalar reference code, 20 times slower, unless the other comes first.
+    # libtorch.so and libc10.so both export the processor's description, but only libc10.so fills its copy.
+    # FBGEMM reads the copy that is loaded first. With the empty copy it runs scalar code, 20 times slower.
     os.environ["LD_PRELOAD"] = os.path.join(torch, "lib", "libc10.so")
-    # torch asks for huge pages only when told to.
+    # torch requests huge pages only with this setting.
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
-    # Results of some megabytes would be given back to the system and taken anew in every call.
-    os.environ["GLIBC_TUNABLES"] = f"glibc.malloc.mmap_threshold={NEVER}:glibc.malloc.trim_threshold={NEVER}"
+    # By default malloc returns results of some megabytes to the system and requests them again in every call.
+    thresholds = [f"glibc.malloc.{name}_threshold={UNREACHED_BYTES}" for name in ("mmap", "trim")]
+    os.environ["GLIBC_TUNABLES"] = ":".join(thresholds)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 def times_us(call, calls):
-    """CPU time of the process for each of `call(0)`, `call(1)`, ..."""
+    """Returns the CPU time of the process for each of `call(0)`, `call(1)`, ... after one call that warms up."""
     call(0)
     times = []
     for i in range(calls):
@@ -44,9 +47,12 @@ def times_us(call, calls):
 
 
 def serve(peer):
-    """Answers on standard output until standard input ends. `peer` has a method for each kind of line."""
+    """Reads lines from standard input until it ends, and writes an answer to each on standard output.
+
+    `peer` has a method for each kind of line.
+    """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output that a library prints goes to standard error
     for line in sys.stdin:
         try:
             ((kind, options),) = json.loads(line).items()

@@ -1,4 +1,4 @@
-"""The trainer side of Hatchback: from a PyTorch recommendation model to the files `hatchback pack` reads.
+"""The trainer side of Hatchback: writes a PyTorch recommendation model as the files that `hatchback pack` reads.
 
-It never packs, signs or publishes a bundle (that is the `hatchback` tool), and nothing of it runs in the car.
+It never packs, signs or publishes a bundle: the `hatchback` tool does. Nothing in this package runs in the car.
 """

@@ -1,6 +1,6 @@
 """Trains a DLRM on the in-vehicle coupon data (seconds on one core) and exports it with its held-out samples.
 
-The model, its scores and its split depend on the CSV and the seed alone. It never looks at a held-out row in training.
+The model, its scores and its split depend only on the CSV and the seed. Training never uses a held-out row.
 """
 
 import json
@@ -40,13 +40,13 @@ hashed keys, the rows were split into a training and a held-out part, and a mode
 
 
 def scale_of(samples):
-    """Mean and standard deviation of each dense feature, `[nd]` each."""
+    """Returns the mean and the standard deviation of each dense feature, `[nd]` each."""
     dense = torch.tensor([sample.dense for sample in samples])  # [samples, nd]
     return dense.mean(dim=0), dense.std(dim=0)
 
 
 def fold_scale(linear, mean, std):
-    """Changes a trained layer so that it takes raw values `x` where it took `(x - mean) / std`."""
+    """Changes a trained layer so that its input is `x` instead of `(x - mean) / std`."""
     with torch.no_grad():
         linear.weight /= std
         linear.bias -= linear.weight @ mean
@@ -86,7 +86,7 @@ def train(schema, samples):
 
 
 def key_counts(schema, samples):
-    """Table name -> I64 `[rows]`: how often each key occurs in the samples."""
+    """Maps each table name to I64 `[rows]`: the occurrences of each key in the samples."""
     counts = {table.name: torch.zeros(table.rows, dtype=torch.int64) for table in schema.tables}
     for feature in schema.features:
         keys = [key for sample in samples for key in sample.sparse.get(feature.name, ())]

@@ -1,6 +1,6 @@
-"""The in-vehicle coupon data as samples: which columns become which features, keys and dense values.
+"""Turns the in-vehicle coupon data into samples: defines the features, keys and dense values of each column.
 
-Reads the CSV (12,684 rows: a driver in a situation is offered a coupon; Y = 1: accepted). It never trains anything.
+Reads the CSV (12,684 rows: a driver gets the offer of a coupon; Y = 1: the driver accepted). Never trains.
 """
 
 import csv
@@ -11,7 +11,7 @@ from .schema import Feature, Input, Schema, Table
 
 DIM = 16
 
-# One table and one feature a column; a key is the value's place among the column's sorted values ("" is a value).
+# Each column has one table and one feature. A key is the position of the value among the sorted values ("" is one).
 COLUMNS = (
     "destination",
     "passanger",  # [sic]: the names are the data set's
@@ -35,7 +35,7 @@ CROSSES = {
     "driver": (2048, ("gender", "age", "maritalStatus", "has_children", "education", "occupation", "income", "car")),
 }
 
-# How often the driver goes to each kind of place; the answers are the same five in all these columns (or empty).
+# How often the driver visits each kind of place. All these columns have the same five answers, or are empty.
 PLACES = ("Bar", "CoffeeHouse", "CarryAway", "RestaurantLessThan20", "Restaurant20To50")
 FREQUENCIES = ("", "never", "less1", "1~3", "4~8", "gt8")
 OFTEN = ("1~3", "4~8", "gt8")  # at least once a month
@@ -51,29 +51,29 @@ def read_rows(path):
 
 
 def vocabulary(rows):
-    """Column -> its values; a value's place in the list is its key."""
+    """Maps each column to its values. The position of a value in the list is its key."""
     return {column: sorted({row[column] for row in rows}) for column in COLUMNS}
 
 
 def hashed(values, rows):
-    """A key below `rows`: the first 8 bytes of SHA-256 over the values joined by newlines, little-endian, modulo `rows`."""
+    """Returns a key below `rows`: the first 8 bytes of SHA-256 over the values joined by newlines, little-endian, modulo `rows`."""
     digest = hashlib.sha256("\n".join(values).encode()).digest()
     return int.from_bytes(digest[:8], "little") % rows
 
 
 def visits(row):
-    """The kinds of place the driver goes to at least once a month: 0 to 5 keys."""
+    """Returns the kinds of place that the driver visits at least once a month: 0 to 5 keys."""
     return [key for key, place in enumerate(PLACES) if row[place] in OFTEN]
 
 
 def coupon_visits(row, coupon):
-    """For each place one key: (coupon, place, how often); always 5 keys."""
+    """Returns 5 keys, one for each place: (coupon, place, frequency)."""
     levels = [FREQUENCIES.index(row[place]) for place in PLACES]
     return [(coupon * len(PLACES) + place) * len(FREQUENCIES) + level for place, level in enumerate(levels)]
 
 
 def dense_values(row):
-    """As people write them: degrees Fahrenheit, years, hours, flags. Scaling is folded into the network."""
+    """Returns raw values: degrees Fahrenheit, years, hours, flags. The network contains their scaling."""
     age = AGES[row["age"]] if row["age"] in AGES else int(row["age"])
     flags = ("has_children", "toCoupon_GEQ15min", "toCoupon_GEQ25min", "direction_same")
     return [float(value) for value in (row["temperature"], age, HOURS[row["expiration"]], *(row[flag] for flag in flags))]
@@ -90,12 +90,12 @@ def to_sample(row, words):
 
 
 def is_held_out(number):
-    """One row in five, by a hash of the row's number (from 0)."""
+    """Selects one row in five by a hash of the row's number (from 0)."""
     return hashed([str(number)], 5) == 0
 
 
 def split(rows, words):
-    """Training samples, held-out samples."""
+    """Returns the training samples and the held-out samples."""
     train, held_out = [], []
     for number, row in enumerate(rows):
         (held_out if is_held_out(number) else train).append(to_sample(row, words))

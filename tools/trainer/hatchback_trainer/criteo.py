@@ -1,6 +1,7 @@
 """The dense network of a DLRM of Criteo's shape (13 dense features, 26 tables), with random seeded weights.
 
-For timing and for demos with generated tables. It is never trained and no Criteo data is used: its scores mean nothing.
+For timing and for demos with generated tables. The network is never trained and uses no Criteo data: its scores are
+meaningless.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""The embedding part of a model in PyTorch: look keys up, pool each bag, lay the vectors out as the network's inputs.
+"""The embedding part of a model in PyTorch: looks keys up, pools each bag and forms the inputs of the network.
 
-This is the reference for what the runtime does from its cache. It is used for training and for the scores in sample
-files, and it is never exported: in the car the tables are not part of the ONNX graph.
+This is the reference for the runtime's lookups. Training uses it, and it computes the scores in sample files. It is
+never exported: in the car the tables are not part of the ONNX graph.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Batch:
 
 
 def row_numbers(table):
-    """Key -> row number in this table, as a function; keys not in the table get `table.rows`, the default row."""
+    """Returns a function from key to row number. A key without a row gets `table.rows`, the default row."""
     if table.keys is None:
         return lambda key: min(key, table.rows)
     row_of = {key: row for row, key in enumerate(table.keys)}
@@ -40,7 +40,7 @@ def make_batch(schema, samples):
 
 
 def default_row(table, weight):
-    """`[1, dim]`."""
+    """Returns the default row, `[1, dim]`."""
     if table.default == "zeros":
         return weight.new_zeros(1, table.dim)
     if table.default == "mean":
@@ -49,23 +49,23 @@ def default_row(table, weight):
 
 
 def side_by_side(weight, rows, offsets, hotness_max):
-    """Pooling "none": each bag's rows one after the other, then zeros: `[B, hotness_max * dim]`."""
+    """Pools with "none": the rows of each bag one after the other, then zeros, `[B, hotness_max * dim]`."""
     bags = len(offsets) - 1
-    bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())  # which bag a key is in
-    place = torch.arange(len(rows)) - offsets[bag]  # where in its bag
+    bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())  # the bag of each key
+    place = torch.arange(len(rows)) - offsets[bag]  # its position in the bag
     out = weight.new_zeros(bags, hotness_max, weight.shape[1])
     return out.index_put((bag, place), weight[rows]).flatten(1)
 
 
 def pool(weight, rows, offsets, feature):
-    """`[B, width]`. An empty bag gives zeros, whatever the pooling; a key that occurs twice counts twice."""
+    """Returns `[B, width]`. An empty bag gives zeros with every pooling. A key that occurs twice counts twice."""
     if feature.pooling == "none":
         return side_by_side(weight, rows, offsets, feature.hotness_max)
     return F.embedding_bag(rows, weight, offsets, mode=feature.pooling, include_last_offset=True)
 
 
 class Embeddings(nn.Module):
-    """All tables of a schema, f32 `[rows, dim]` each, random at first."""
+    """All tables of a schema, f32 `[rows, dim]` each, with random initial values."""
 
     def __init__(self, schema, std):
         super().__init__()
@@ -75,14 +75,14 @@ class Embeddings(nn.Module):
         )
 
     def pooled(self, batch, name):
-        """One feature's vectors, `[B, width]`."""
+        """Returns the vectors of one feature, `[B, width]`."""
         feature = self.schema.feature(name)
         weight = self.weights[feature.table]
         weight = torch.cat([weight, default_row(self.schema.table(feature.table), weight)])
         return pool(weight, batch.rows[name], batch.offsets[name], feature)
 
     def forward(self, batch):
-        """The network's inputs, in the order of `schema.inputs`: `[B, nd]`, `[B, T, D]` or `[B, sum of widths]`."""
+        """Returns the inputs of the network, in the order of `schema.inputs`: `[B, nd]`, `[B, T, D]` or `[B, sum of widths]`."""
         inputs = []
         for one in self.schema.inputs:
             vectors = [self.pooled(batch, name) for name in one.features]
@@ -92,7 +92,7 @@ class Embeddings(nn.Module):
 
 
 def scores(embeddings, network, samples):
-    """PyTorch's own sigmoid scores, a list of B floats."""
+    """Returns PyTorch's sigmoid scores, a list of B floats."""
     with torch.no_grad():
         logit = network(*embeddings(make_batch(embeddings.schema, samples)))  # [B, 1]
     return torch.sigmoid(logit).squeeze(1).tolist()

@@ -11,11 +11,11 @@ from . import safetensors
 from .samples import write_lines
 from .schema import model_toml
 
-OPSET = 13  # what TensorRT 8 reads
+OPSET = 13  # the newest opset that TensorRT 8 reads
 
 
 def export_dense(network, shapes, path):
-    """The dense network as ONNX. `shapes`: input name -> its shape without the batch axis."""
+    """Writes the dense network as ONNX. `shapes` maps an input name to its shape without the batch axis."""
     network.eval()
     torch.onnx.export(
         network,
@@ -30,7 +30,7 @@ def export_dense(network, shapes, path):
 
 
 def input_shapes(schema):
-    """Input name -> shape without the batch axis: [nd], [T, D] or [sum of widths]."""
+    """Maps each input name to its shape without the batch axis: [nd], [T, D] or [sum of widths]."""
     shapes = {}
     for one in schema.inputs:
         widths = [schema.width(schema.feature(name)) for name in one.features]
@@ -40,12 +40,12 @@ def input_shapes(schema):
 
 
 def as_i64(keys):
-    """u64 keys as an I64 tensor `[rows]` of the same bits: safetensors has U64, torch has not."""
+    """Returns u64 keys as an I64 tensor `[rows]` of the same bits, because torch has no U64."""
     return torch.tensor([key - (1 << 64) if key >= 1 << 63 else key for key in keys])
 
 
 def export_tables(schema, embeddings, counts, path):
-    """F32 `[rows, dim]` a table; I64 `[rows]` for `<table>.keys` (sparse tables) and `<table>.counts`."""
+    """Returns F32 `[rows, dim]` for each table, and I64 `[rows]` for `<table>.keys` (sparse tables) and `<table>.counts`."""
     tensors = {}
     for table in schema.tables:
         tensors[table.name] = embeddings.weights[table.name].detach()
@@ -57,7 +57,7 @@ def export_tables(schema, embeddings, counts, path):
 
 
 def export_model(embeddings, network, probe, out, counts=None):
-    """A whole model into the folder `out`. `probe`: samples that already have their scores."""
+    """Writes a model into the folder `out`. `probe` are samples with scores."""
     schema, out = embeddings.schema, Path(out)
     out.mkdir(parents=True, exist_ok=True)
     export_dense(network, input_shapes(schema), out / "dense.onnx")

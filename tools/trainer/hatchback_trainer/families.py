@@ -20,7 +20,7 @@ PROBES = 32
 
 
 def sparse_keys(rows, seed):
-    """Distinct u64 keys of no order: small ones, big ones, and one above 2^63 (negative when read as i64)."""
+    """Returns distinct u64 keys in random order: small ones, large ones, and one above 2^63 (negative as i64)."""
     rng = random.Random(seed)
     small = [7 * row for row in range(rows // 2)]
     big = rng.sample(range(1 << 40, 1 << 62), rows - len(small) - 1)
@@ -128,13 +128,13 @@ def random_bag(rng, table, hotness_max):
     if len(bag) > 1 and rng.random() < 0.33:
         bag[-1] = bag[0]
     if table.keys and rng.random() < 0.2:
-        bag[0] = 999_999_999  # in no table: its default row
+        bag[0] = 999_999_999  # a key without a row: the default row
     return bag
 
 
 def random_samples(schema, seed, count=PROBES):
-    """The first sample has no key at all; the second an empty list a feature, which must mean the same; the third the
-    highest key of each table."""
+    """Makes edge cases. Sample 1 has no keys; sample 2 has an empty list for each feature, which must give the same
+    score; sample 3 has the highest key of each table."""
     rng = random.Random(seed)
     samples = [Sample([0.0] * len(schema.dense_features)) for _ in range(count)]
     samples[1].sparse = {feature.name: [] for feature in schema.features}

@@ -4,7 +4,7 @@ from math import log
 
 
 def auc(labels, scores):
-    """Chance that a positive sample scores above a negative one; ties count half (rank-sum form)."""
+    """Returns the probability that a positive sample scores above a negative one (rank-sum form). Ties count half."""
     order = sorted(range(len(scores)), key=scores.__getitem__)
     positives = sum(labels)
     negatives = len(labels) - positives

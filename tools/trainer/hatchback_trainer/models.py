@@ -19,7 +19,7 @@ def mlp(sizes, last_relu):
 
 
 def init_xavier(network):
-    """Seeded by the caller. For networks that are never trained: keeps the signal's size from layer to layer."""
+    """Initialises a network that is never trained, so that signals keep their size. The caller sets the seed."""
     for module in network.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_normal_(module.weight)

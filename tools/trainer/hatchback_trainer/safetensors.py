@@ -13,7 +13,7 @@ DTYPES = {torch.float32: "F32", torch.int64: "I64"}
 
 
 def header_of(tensors):
-    """Name -> dtype, shape and byte range, in the order in which the data is written."""
+    """Maps each name to dtype, shape and byte range, in the order of the data."""
     header, at = {}, 0
     for name, tensor in tensors:
         end = at + tensor.numel() * tensor.element_size()
@@ -34,7 +34,7 @@ def write(path, tensors):
 
 
 def read_header(path):
-    """The header as a dict, and the number of bytes that follow it."""
+    """Returns the header as a dict, and the number of bytes after it."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))

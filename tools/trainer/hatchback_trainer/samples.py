@@ -1,4 +1,4 @@
-"""One request as a line of JSON, with the label and the score PyTorch gave it.
+"""Requests as lines of JSON, each with its label and PyTorch's score.
 
 `{"dense": [0.5, -1.0], "sparse": {"visits": [1, 7, 7]}, "label": 1, "score": 0.4375123}`; a feature that is missing
 from "sparse" is an empty bag. Nothing here knows what a key or a dense value means.

@@ -1,4 +1,4 @@
-"""What a model consists of (tables, features, network inputs) and its text form, `model.toml`.
+"""The description of a model (tables, features, network inputs) and its text form, `model.toml`.
 
 This is the contract with `hatchback pack`. It holds no weights and never reads or writes a file.
 """
@@ -17,11 +17,11 @@ class Table:
     rows: int
     dim: int
     keys: tuple | None = None  # None: keys are 0..rows; else the u64 key of each row ("sparse")
-    default: str | tuple = "zeros"  # row of keys not in the table: "zeros", "mean", or its dim floats
+    default: str | tuple = "zeros"  # default row: "zeros", "mean", or `dim` floats
     codec: str = "auto"
     placement: str = "auto"
     miss: str = "wait"
-    counted: bool = False  # whether `<name>.counts` is exported
+    counted: bool = False  # export `<name>.counts`
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Schema:
-    """A whole model but for its weights."""
+    """A model without its weights."""
 
     name: str
     dense_features: tuple
@@ -61,13 +61,13 @@ class Schema:
         return next(feature for feature in self.features if feature.name == name)
 
     def width(self, feature):
-        """Floats that this feature's pooled vector has."""
+        """Returns the number of floats in the pooled vector of this feature."""
         rows = feature.hotness_max if feature.pooling == "none" else 1
         return rows * self.table(feature.table).dim
 
 
 def quoted(value):
-    """A string or a list of strings or numbers; JSON and TOML write these alike."""
+    """Writes a string, or a list of strings or numbers, which have the same form in JSON and TOML."""
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
@@ -103,10 +103,10 @@ def feature_toml(feature):
 
 
 def model_toml(schema):
-    """The text of `model.toml`. Options that have their usual value are left out."""
+    """Returns the text of `model.toml`. Leaves out keys that have their default."""
     head = (
         "# Written by hatchback_trainer.\n"
-        '# Left out of a table where usual: codec = "auto", placement = "auto", miss = "wait", default = "zeros".\n'
+        '# Defaults of a table: codec = "auto", placement = "auto", miss = "wait", default = "zeros".\n'
         f"format = {FORMAT}\nname = {quoted(schema.name)}\nsequence = {schema.sequence}\n"
         f"dense_features = {quoted(schema.dense_features)}\n\n"
         '[network]\nonnx = "dense.onnx"\noutput = "logit"\nactivation = "sigmoid"\n'
