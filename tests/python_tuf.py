@@ -1,7 +1,10 @@
-"""Interoperates with python-tuf, the reference implementation of The Update Framework: it reads what `hatchback publish`
-signed, and `hatchback tuf` reads what it signs. Without python-tuf, and no way to install it, prints SKIPPED.
+"""Tests interoperation with python-tuf, the reference implementation of The Update Framework.
 
-Usage: python3 tests/python_tuf.py HATCHBACK, with the path of the program. Environment: target/python-tuf.
+python-tuf reads what `hatchback publish` signed, and `hatchback tuf` reads what python-tuf signs.
+Prints SKIPPED if python-tuf is missing and cannot be installed.
+
+Usage: python3 tests/python_tuf.py HATCHBACK, with the path of the program.
+The virtual environment is target/python-tuf.
 """
 
 import functools
@@ -19,21 +22,25 @@ PACKAGES = ["tuf==7.0.1", "securesystemslib[crypto]==1.4.0"]
 
 
 def reexec_with_tuf() -> None:
-    """Runs this file again in an environment that has python-tuf, made if it is missing."""
+    """Runs this file again in a virtual environment with python-tuf; creates it if it is missing."""
     venv = REPOSITORY / "target" / "python-tuf"
     python = venv / "bin" / "python"
     try:
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", venv], check=True, capture_output=True)
-            subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True, capture_output=True, timeout=300)
-        subprocess.run([python, "-c", "import tuf, securesystemslib"], check=True, capture_output=True)
+            install = [python, "-m", "pip", "install", "-q", *PACKAGES]
+            subprocess.run(install, check=True, capture_output=True, timeout=300)
+        imports = "import tuf, securesystemslib"
+        subprocess.run([python, "-c", imports], check=True, capture_output=True)
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"SKIPPED: interoperation with python-tuf: it cannot be installed here ({error})")
+        print(f"SKIPPED: python-tuf cannot be installed here ({error})")
         sys.exit(0)
     sys.exit(subprocess.run([python, __file__, *sys.argv[1:], "--inside"]).returncode)
 
 
 def serve(folder: pathlib.Path) -> str:
+    """Serves `folder` over HTTP and returns the address."""
+
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):
             pass
@@ -43,7 +50,7 @@ def serve(folder: pathlib.Path) -> str:
     return f"http://127.0.0.1:{server.server_address[1]}"
 
 
-def it_reads_what_we_sign(hatchback: str, work: pathlib.Path) -> None:
+def python_tuf_reads_our_repository(hatchback: str, work: pathlib.Path) -> None:
     from tuf.api.exceptions import RepositoryError
     from tuf.ngclient import Updater
 
@@ -58,7 +65,13 @@ def it_reads_what_we_sign(hatchback: str, work: pathlib.Path) -> None:
 
     def updater():
         root = (keys / "1.root.json").read_bytes()
-        return Updater(str(work / "metadata"), f"{address}/metadata/", str(work / "targets"), f"{address}/targets/", bootstrap=root)
+        return Updater(
+            str(work / "metadata"),
+            f"{address}/metadata/",
+            str(work / "targets"),
+            f"{address}/targets/",
+            bootstrap=root,
+        )
 
     client = updater()
     client.refresh()
@@ -74,12 +87,12 @@ def it_reads_what_we_sign(hatchback: str, work: pathlib.Path) -> None:
     try:
         updater().refresh()
     except RepositoryError:
-        print("python-tuf reads what `publish` signs, follows its rotation, and refuses a changed byte")
+        print("python-tuf reads what `publish` signs, follows its rotation, refuses a changed byte")
     else:
         raise AssertionError("a changed timestamp was accepted")
 
 
-def we_read_what_it_signs(hatchback: str, work: pathlib.Path) -> None:
+def we_read_the_repository_of_python_tuf(hatchback: str, work: pathlib.Path) -> None:
     from securesystemslib.signer import CryptoSigner
     from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
@@ -87,7 +100,8 @@ def we_read_what_it_signs(hatchback: str, work: pathlib.Path) -> None:
     (repository / "metadata").mkdir(parents=True)
     (repository / "targets").mkdir()
     expires = datetime.now(timezone.utc).replace(microsecond=0) + timedelta(days=3)
-    signers = {role: CryptoSigner.generate_ed25519() for role in ("root", "targets", "snapshot", "timestamp")}
+    roles = ("root", "targets", "snapshot", "timestamp")
+    signers = {role: CryptoSigner.generate_ed25519() for role in roles}
     content = b"a target"
     digest = hashlib.sha256(content).hexdigest()
     (repository / "targets" / f"{digest}.file.txt").write_bytes(content)
@@ -111,7 +125,8 @@ def we_read_what_it_signs(hatchback: str, work: pathlib.Path) -> None:
             metadata.to_file(str(repository / "metadata" / name))
 
     def ours(*command) -> int:
-        return subprocess.run([hatchback, "tuf", "--metadata-dir", work / "car", *command], capture_output=True).returncode
+        tuf = [hatchback, "tuf", "--metadata-dir", work / "car", *command]
+        return subprocess.run(tuf, capture_output=True).returncode
 
     publish(2)
     address = serve(repository)
@@ -119,8 +134,8 @@ def we_read_what_it_signs(hatchback: str, work: pathlib.Path) -> None:
     assert ours("--metadata-url", f"{address}/metadata", "refresh") == 0
     (work / "out").mkdir()
     download = [
-        "--metadata-url", f"{address}/metadata", "--target-name", "file.txt", "--target-base-url", f"{address}/targets",
-        "--target-dir", work / "out", "download",
+        "--metadata-url", f"{address}/metadata", "--target-name", "file.txt",
+        "--target-base-url", f"{address}/targets", "--target-dir", work / "out", "download",
     ]  # fmt: skip
     assert ours(*download) == 0
     assert (work / "out" / "file.txt").read_bytes() == content
@@ -129,7 +144,7 @@ def we_read_what_it_signs(hatchback: str, work: pathlib.Path) -> None:
     signers["timestamp"] = CryptoSigner.generate_ed25519()
     publish(3)
     assert ours("--metadata-url", f"{address}/metadata", "refresh") != 0, "another key was accepted"
-    print("`hatchback tuf` reads what python-tuf signs, and refuses its rollback and a key of no role")
+    print("`hatchback tuf` reads what python-tuf signs, refuses a rollback and a key of no role")
 
 
 def main() -> None:
@@ -137,9 +152,9 @@ def main() -> None:
         reexec_with_tuf()
     hatchback = str(pathlib.Path(sys.argv[1]).resolve())
     with tempfile.TemporaryDirectory() as folder:
-        it_reads_what_we_sign(hatchback, pathlib.Path(folder))
+        python_tuf_reads_our_repository(hatchback, pathlib.Path(folder))
     with tempfile.TemporaryDirectory() as folder:
-        we_read_what_it_signs(hatchback, pathlib.Path(folder))
+        we_read_the_repository_of_python_tuf(hatchback, pathlib.Path(folder))
 
 
 if __name__ == "__main__":

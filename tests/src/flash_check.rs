@@ -1,9 +1,9 @@
-//! What lies in a flash directory against what [`Versions`] says must. Never changes anything.
+//! Compares the rows of a flash directory with those of [`Versions`]. Never changes the directory.
 
 use crate::versions::{Rows, Versions};
 use hatchback::flash::Flash;
 
-/// The newest rows of a table.
+/// Returns the newest version of every row of a table.
 pub fn rows_of(flash: &Flash, table: usize) -> Rows {
     let (mut rows, table) = (Rows::new(), flash.table(table).unwrap());
     table
@@ -12,12 +12,12 @@ pub fn rows_of(flash: &Flash, table: usize) -> Rows {
     rows
 }
 
-/// The live generation, every row of which must be as it was made.
+/// Checks that every row of the live generation is as `versions` made it. Returns the generation.
 pub fn whole_generation(flash: &Flash, versions: &Versions, what: &str) -> usize {
     let generation = flash.manifest().generation.sequence as usize;
     for table in 0..2 {
         let same = rows_of(flash, table) == versions.rows[generation - 1][table];
-        assert!(same, "{what}: table {table} of generation {generation} is not what it was");
+        assert!(same, "{what}: table {table} of generation {generation} differs");
     }
     assert!(!flash.dense().unwrap().is_empty(), "{what}: no dense network");
     generation

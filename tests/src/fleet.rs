@@ -1,22 +1,23 @@
-//! A fleet to test sync with: keys, a repository whose releases are those of [`Versions`], and a
+//! A fleet for the tests of updates: keys, a repository with the releases of [`Versions`], and a
 //! car on a simulated disk.
 
 use crate::flash_check::whole_generation;
 use crate::sim_disk::SimDisk;
 use crate::versions::{Versions, copy};
 use hatchback::bundle::BundleReader;
+use hatchback::bundle::manifest::sha256;
+use hatchback::clock::Clock;
 use hatchback::flash::Flash;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::Clock;
 use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkLimits};
-use hatchback::update::release::chunk_path;
+use hatchback::update::release::{Release, chunk_path};
 use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
-use hatchback_tools::repository::keys::new_fleet;
+use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
 use std::path::{Path, PathBuf};
@@ -24,28 +25,43 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// When the story begins, seconds since 1970.
+/// Start of every test, seconds since 1970.
 pub const T0: u64 = 1_800_000_000;
-/// A timestamp lasts this long, everything else longer.
+/// Lifetime of a timestamp, s. Other metadata last longer.
 pub const FRESH_S: u64 = 1_000;
-/// A root lasts this long.
+/// Lifetime of a root, s.
 pub const ROOT_S: u64 = 1_000_000;
 
 /// The generations of the model.
 pub static VERSIONS: LazyLock<Versions> = LazyLock::new(|| Versions::new(4, 600, 11));
 
-/// A clock that moves by so many seconds whenever it is read.
-pub struct Ticks(pub AtomicU64, pub u64);
+/// A clock that advances whenever it is read.
+pub struct Ticks {
+    seconds: AtomicU64,
+    step: u64,
+}
+
+impl Ticks {
+    /// Returns a clock that stands still.
+    pub fn still() -> Self {
+        Self::stepping(0)
+    }
+
+    /// Returns a clock that advances by `step` seconds at each reading.
+    pub fn stepping(step: u64) -> Self {
+        Self { seconds: AtomicU64::new(0), step }
+    }
+}
 
 impl Clock for Ticks {
     fn now(&self) -> Duration {
-        Duration::from_secs(self.0.fetch_add(self.1, Ordering::Relaxed))
+        Duration::from_secs(self.seconds.fetch_add(self.step, Ordering::Relaxed))
     }
 }
 
 /// A repository and its keys.
 pub struct Fleet {
-    /// Keys, repository.
+    /// Holds the folders `keys` and `repository`.
     pub folder: tempfile::TempDir,
 }
 
@@ -56,33 +72,38 @@ impl Default for Fleet {
 }
 
 impl Fleet {
-    /// A fleet whose first release is snapshot 1.
+    /// Returns a fleet whose first release is snapshot 1.
     pub fn new() -> Self {
         Self::signed_by([(2, 2), (1, 1), (1, 1), (1, 1)])
     }
 
-    /// A fleet whose first release is this bundle.
+    /// Returns a fleet whose first release is `snapshot`.
     pub fn of(snapshot: &Path) -> Self {
-        let fleet = Self { folder: tempfile::tempdir().unwrap() };
-        new_fleet(&fleet.keys(), [(2, 2), (1, 1), (1, 1), (1, 1)], T0 + ROOT_S).unwrap();
+        let fleet = Self::unpublished([(2, 2), (1, 1), (1, 1), (1, 1)]);
         fleet.publish(T0, snapshot);
         fleet
     }
 
-    /// A fleet with so many keys and thresholds a role.
+    /// Returns a fleet with these keys and thresholds for root, targets, snapshot and timestamp.
     pub fn signed_by(counts: [(usize, u64); 4]) -> Self {
-        let fleet = Self { folder: tempfile::tempdir().unwrap() };
-        new_fleet(&fleet.keys(), counts, T0 + ROOT_S).unwrap();
+        let fleet = Self::unpublished(counts);
         fleet.publish(T0, &VERSIONS.snapshots[0]);
         fleet
     }
 
-    /// The folder of its keys.
+    fn unpublished(counts: [(usize, u64); 4]) -> Self {
+        let fleet = Self { folder: tempfile::tempdir().unwrap() };
+        let counts = counts.map(|(keys, threshold)| RoleCounts { keys, threshold });
+        new_fleet(&fleet.keys(), counts, T0 + ROOT_S).unwrap();
+        fleet
+    }
+
+    /// Returns the folder of the keys.
     pub fn keys(&self) -> PathBuf {
         self.folder.path().join("keys")
     }
 
-    /// Its repository.
+    /// Returns the folder of the repository.
     pub fn repository(&self) -> PathBuf {
         self.folder.path().join("repository")
     }
@@ -92,7 +113,7 @@ impl Fleet {
         self.change(now, Change { bundles: vec![bundle.to_owned()], ..Change::default() });
     }
 
-    /// Takes a sequence back.
+    /// Revokes a sequence.
     pub fn revoke(&self, now: u64, sequence: u64) {
         self.change(now, Change { revoke: vec![sequence.to_string()], ..Change::default() });
     }
@@ -103,29 +124,29 @@ impl Fleet {
             .unwrap();
     }
 
-    /// Publishes the delta to a generation.
+    /// Publishes the delta that leads to `generation`.
     pub fn delta(&self, now: u64, generation: usize) {
         self.publish(now, &VERSIONS.deltas[generation - 1]);
     }
 
-    /// A file of the repository.
+    /// Returns the path of a file of the repository.
     pub fn file(&self, path: &str) -> PathBuf {
         self.repository().join(path)
     }
 
-    /// The same keys and the same history from here on apart.
+    /// Returns a copy of the keys and of the repository.
     pub fn fork(&self) -> Self {
         let fork = Self { folder: tempfile::tempdir().unwrap() };
         copy(self.folder.path(), fork.folder.path());
         fork
     }
 
-    /// A link to it without faults.
+    /// Returns a link without faults to the repository.
     pub fn link(&self) -> DirectoryLink {
         DirectoryLink(self.repository())
     }
 
-    /// Where the chunks of a bundle lie, in its order.
+    /// Returns the paths of the chunks of `bundle`, in its order.
     pub fn chunks(&self, bundle: &Path) -> Vec<PathBuf> {
         let bundle = BundleReader::open(bundle).unwrap();
         let chunks = bundle.manifest().blobs.iter().flat_map(|b| &b.chunks);
@@ -133,20 +154,46 @@ impl Fleet {
     }
 }
 
+/// Returns the release of the first snapshot, as the repository lists it.
+pub fn first_release() -> Release {
+    release_of(&VERSIONS.snapshots[0])
+}
+
+/// Returns the release of `bundle`, as the repository lists it.
+pub fn release_of(bundle: &Path) -> Release {
+    let bundle = BundleReader::open(bundle).unwrap();
+    let content = bundle.manifest_bytes();
+    Release {
+        generation: bundle.manifest().generation.clone(),
+        parent: bundle.manifest().parent,
+        bytes: 0,
+        share: 100,
+        manifest_bytes: content.len() as u64,
+        manifest: sha256(content),
+    }
+}
+
 /// A car on a simulated disk.
+#[allow(missing_docs)]
 pub struct Car {
-    /// Its disk.
     pub disk: SimDisk,
-    /// Its sync.
     pub sync: Updater,
-    /// What a release must show.
     pub policy: Policy,
-    /// What is seen of a release on probation.
+    /// What the car observes of a release on probation.
     pub watched: Option<Watched>,
 }
 
+/// The run after an attack: the fleet and the time that the car syncs with, and the generation that
+/// is live then.
+#[allow(missing_docs)]
+pub struct Recovery<'a> {
+    pub fleet: &'a Fleet,
+    pub now: u64,
+    pub live: usize,
+}
+
 impl Car {
-    /// A car that trusts the fleet's first root and has nothing yet.
+    /// Returns a car that trusts the fleet's first root and has no generation.
     pub fn new(fleet: &Fleet) -> Self {
         let disk = SimDisk::default();
         let sync = Updater {
@@ -161,19 +208,19 @@ impl Car {
         Self { disk, sync, policy: Policy::default(), watched: None }
     }
 
-    /// A car that has synced with the fleet's first release.
+    /// Returns a car that has installed the fleet's first release.
     pub fn at_first_release(fleet: &Fleet) -> Self {
         let car = Self::new(fleet);
         car.run(&mut fleet.link(), T0 + 1).unwrap();
         car
     }
 
-    /// Both sides in turn over `link`.
+    /// Fetches over `link` and applies releases in turn.
     pub fn run(&self, link: &mut dyn Link, now: u64) -> Result<UpdateStatus, UpdateError> {
-        self.run_timed(link, now, &Ticks(AtomicU64::new(0), 0), LinkLimits::default())
+        self.run_timed(link, now, &Ticks::still(), LinkLimits::default())
     }
 
-    /// The same, timed by `clock` and within `limits`.
+    /// Like `run`, timed by `clock` and within `limits`.
     pub fn run_timed(
         &self,
         link: &mut dyn Link,
@@ -184,18 +231,18 @@ impl Car {
         self.sync.run(&mut Fetcher::new(link, clock, limits), &self.host(), now, |_, _| {})
     }
 
-    /// What the process around its updates brings to them.
+    /// Returns what the serving process of this car supplies.
     pub fn host(&self) -> Host<'static> {
         Host {
             policy: self.policy,
             budget: Budget::default(),
             watched: self.watched,
             root: None,
-            rest: &|| {},
+            yield_now: &|| {},
         }
     }
 
-    /// The sequence that is live, its rows as they must be; 0 if nothing is.
+    /// Returns the live sequence after checking its rows; 0 if nothing is live.
     pub fn live(&self) -> usize {
         match Flash::open(&self.sync.disk, &self.sync.flash) {
             Ok(flash) => whole_generation(&flash, &VERSIONS, "the car"),
@@ -203,27 +250,29 @@ impl Car {
         }
     }
 
-    /// An attack fails and changes nothing; when it is over the next run brings `after`.
+    /// Checks that an attack over `link` fails with an expected error and changes nothing, and that
+    /// the next run recovers.
     #[track_caller]
     pub fn survives(
         &self,
         link: &mut dyn Link,
         now: u64,
-        named: impl Fn(&UpdateError) -> bool,
-        (healed, then, after): (&Fleet, u64, usize),
+        is_expected: impl Fn(&UpdateError) -> bool,
+        then: Recovery<'_>,
     ) {
         let (before, floor) = (self.live(), self.floor());
-        let error = self.run(link, now).expect_err("the attack went unnoticed");
-        assert!(named(&error), "{error:?}");
+        let error = self.run(link, now).expect_err("the attack was not detected");
+        assert!(is_expected(&error), "{error:?}");
         assert_eq!(self.sync.status().unwrap().state, UpdateState::Failed);
         assert_eq!(self.sync.status().unwrap().error, Some(error.to_string()));
         assert_eq!(self.live(), before, "the live generation changed");
-        assert!(self.floor() >= floor, "the floor sank");
-        self.run(&mut healed.link(), then).unwrap();
-        assert_eq!(self.live(), after, "did not recover");
+        assert!(self.floor() >= floor, "the rollback floor went down");
+
+        self.run(&mut then.fleet.link(), then.now).unwrap();
+        assert_eq!(self.live(), then.live, "the car did not recover");
     }
 
-    /// What the car accepts nothing below.
+    /// Returns the rollback floor: root, timestamp, snapshot, targets.
     pub fn floor(&self) -> [u64; 4] {
         let floor = Trust::open(&self.sync.disk, &self.sync.directory).unwrap().floor();
         [floor.root, floor.timestamp, floor.snapshot, floor.targets]

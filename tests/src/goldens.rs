@@ -1,4 +1,4 @@
-//! Whole inputs for each parser: what mutations and fuzzers start from.
+//! Valid inputs for each parser, from which mutations and fuzzers start.
 
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, repository};
 use crate::parsers::{golden_generation, golden_tables, join};
@@ -15,7 +15,7 @@ use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::state::{UpdateEvent, UpdateState, UpdateStatus};
 use hatchback_tools::pack::spec::CodecChoice;
 
-/// A file of the repository.
+/// Returns a file of the repository.
 pub fn file(path: &str) -> Vec<u8> {
     std::fs::read(repository(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
@@ -29,7 +29,7 @@ fn layouts(paths: &[&str]) -> Vec<u8> {
     join(&files.iter().map(Vec::as_slice).collect::<Vec<_>>())
 }
 
-/// A model small enough to mutate whole.
+/// Returns a model that is small enough for mutations of the whole bundle.
 fn plan() -> ModelPlan {
     let tables = vec![
         TablePlan { counts: true, ..TablePlan::cached(KeySpace::Sparse, 300, 4, CodecChoice::U8) },
@@ -40,7 +40,7 @@ fn plan() -> ModelPlan {
     ModelPlan { name: "golden".to_owned(), sequence: 1, seed: 1, dense: 2, tables, features }
 }
 
-/// The schema that sample lines are read against.
+/// Returns the schema of the sample lines.
 pub fn schema() -> Schema {
     plan().pack().schema
 }
@@ -62,7 +62,8 @@ fn segments() -> Vec<Vec<u8>> {
         writer.finish().unwrap().0
     };
     let tables = golden_tables();
-    let parts = |(n, table)| [Part::Base, Part::Delta, Part::Placed].map(|part| (n, table, part));
+    let parts =
+        |(n, table)| [Part::Base, Part::Delta, Part::Clustered].map(|part| (n, table, part));
     tables.iter().enumerate().flat_map(parts).map(segment).collect()
 }
 
@@ -72,8 +73,11 @@ fn lines(path: &str) -> Vec<Vec<u8>> {
 
 fn sample_lines() -> Vec<Vec<u8>> {
     vec![
-        br#"{"dense":[0.5,-1e3],"sparse":{"f0":[1,2,18446744073709551615],"f1":[7]},"label":1,"score":0.25}"#
-            .to_vec(),
+        concat!(
+            r#"{"dense":[0.5,-1e3],"sparse":{"f0":[1,2,18446744073709551615],"f1":[7]},"#,
+            r#""label":1,"score":0.25}"#
+        )
+        .into(),
         br#"{"dense":[0,0]}"#.to_vec(),
         br#"{"dense":[1.5,2],"sparse":{"f1":[]},"label":null}"#.to_vec(),
     ]
@@ -84,7 +88,7 @@ fn probe_sets() -> Vec<Vec<u8>> {
     vec![Sample::encode_set(&samples).unwrap(), Sample::encode_set(&[]).unwrap()]
 }
 
-/// Where an update is, with every field in use.
+/// Returns an update status with every field in use.
 fn status() -> UpdateStatus {
     let (at, note) = (1_800_000_000, Some("rolled back: the probe is off".to_owned()));
     let name = golden_generation().to_string();
@@ -109,11 +113,11 @@ fn status() -> UpdateStatus {
     }
 }
 
-/// The live record of a small model.
+/// Returns the live record of a small model.
 fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
     let table = |serial| TableState {
         base: SegmentRef { sequence: 1, serial: 0 },
-        placed: Some(SegmentRef { sequence: 1, serial: 1 }),
+        clustered: Some(SegmentRef { sequence: 1, serial: 1 }),
         deltas: vec![SegmentRef { sequence: 1, serial }],
         hot: Some(HotList { sequence: 1, bytes: 80, sha256: sha256(encoded) }),
     };
@@ -122,7 +126,7 @@ fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
     LiveRecord { previous: Some(live.clone()), live }
 }
 
-/// Whole inputs for the parser of that name.
+/// Returns valid inputs for the parser of that name.
 pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
     let families = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
     match parser {

@@ -1,7 +1,7 @@
-//! What crosses crates. The library holds what the test files share: a plain [`reference`] of the
-//! request flow, small random [`models`], the GPU that they run on ([`standin`]), a [`rewrite`]r
-//! that makes hostile bundles with valid hashes, and the one list of all [`parsers`]. Never part of
-//! the product.
+//! Shared parts of the tests that span several crates: a plain `reference` of the request flow,
+//! small random [`models`], a stand-in for the GPU ([`standin`]) and a simulated disk
+//! ([`sim_disk`]). A [`rewrite`]r makes hostile bundles with valid hashes. [`parsers`] lists all
+//! parsers. Never part of the product.
 
 #![deny(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::expect_used)]

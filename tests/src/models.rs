@@ -1,5 +1,5 @@
-//! Models to test with. Random small ones: a plan becomes rows, a schema, a network whose output is
-//! its inputs, and a bundle. And those of the repository.
+//! Models to test with. A plan becomes a small random model: rows, a schema, a network whose output
+//! is its inputs, and a bundle. The models of the repository are packed from their files.
 
 use crate::onnx;
 use crate::random::Random;
@@ -12,26 +12,26 @@ use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema};
 use hatchback::{Activation, LookupStatus, Pooling};
-use hatchback_tools::import::Source;
+use hatchback_tools::import::{RowSource, Source, TakeBlock};
 use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec,
     RequestsSpec, TableSpec,
 };
-use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack, pack_file};
+use hatchback_tools::pack::{Overrides, pack, pack_file};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;
 
-/// What a model is made from; the same plan always makes the same model.
+/// The plan of a model. Equal plans make equal models.
 #[derive(Clone, Debug)]
 pub struct ModelPlan {
-    /// The lineage.
+    /// The name of the lineage.
     pub name: String,
-    /// The generation.
+    /// The sequence of the generation.
     pub sequence: u64,
-    /// Where rows and samples come from.
+    /// The seed of rows and samples.
     pub seed: u64,
-    /// Dense features.
+    /// The number of dense features.
     pub dense: usize,
     /// The tables.
     pub tables: Vec<TablePlan>,
@@ -42,27 +42,28 @@ pub struct ModelPlan {
 /// One table of a plan.
 #[derive(Clone, Debug)]
 pub struct TablePlan {
-    /// Which keys there are.
+    /// The keys that it may have.
     pub keys: KeySpace,
-    /// How many.
+    /// Its rows.
     pub rows: u64,
     /// Values in a row.
     pub dim: usize,
     /// How rows are encoded.
     pub codec: CodecChoice,
-    /// Where rows live.
+    /// Where rows are while they are served.
     pub placement: Placement,
-    /// What a miss does.
+    /// What a request does about a missing row.
     pub miss: MissPolicy,
-    /// Whether the default row is of zeros; else it has values far from every row.
+    /// Whether the default row is zeros. Else its values are far from every row.
     pub default_zeros: bool,
-    /// Whether the trainer counted lookups, so that the bundle carries a hot list and places rows.
+    /// Whether the trainer counted lookups, so that the bundle has a hot list and a clustered
+    /// segment.
     pub counts: bool,
 }
 
 impl TablePlan {
-    /// A cached table that waits for its misses, with a default row far from every row and no hot
-    /// list.
+    /// Plans a cached table that waits for its misses. Its default row is far from every row, and
+    /// it has no hot list.
     pub fn cached(keys: KeySpace, rows: u64, dim: usize, codec: CodecChoice) -> Self {
         let (placement, miss) = (Placement::Cached, MissPolicy::Wait);
         Self { keys, rows, dim, codec, placement, miss, default_zeros: false, counts: false }
@@ -74,25 +75,25 @@ impl TablePlan {
 pub struct FeaturePlan {
     /// Its table.
     pub table: usize,
-    /// How a bag becomes a vector.
+    /// How the rows of a bag become a vector.
     pub pooling: Pooling,
-    /// Most keys in a bag.
+    /// Keys in its longest bag.
     pub hotness_max: u32,
     /// Whether it feeds the second network input instead of the first.
     pub second_input: bool,
 }
 
 impl FeaturePlan {
-    /// A feature of one key that feeds the first input.
+    /// Plans a feature of one key that feeds the first input.
     pub fn one_hot(table: usize) -> Self {
         Self { table, pooling: Pooling::Sum, hotness_max: 1, second_input: false }
     }
 }
 
-/// The rows of one table in memory, in the order in which a trainer would hand them over.
+/// The rows of one table in memory, in the order of the trainer's file.
 #[derive(Clone, Debug)]
 pub struct TableRows {
-    /// Keys, one a row; `None` where a row's key is its position.
+    /// The key of each row; `None` if a row's key is its position.
     pub keys: Option<Vec<u64>>,
     /// Values, `[rows, dim]`.
     pub values: Vec<f32>,
@@ -103,13 +104,13 @@ pub struct TableRows {
 }
 
 impl TableRows {
-    /// Every key with its row.
+    /// Iterates over every key with its row.
     pub fn each(&self) -> impl Iterator<Item = (u64, &[f32])> {
         let rows = self.values.chunks_exact(self.dim);
         rows.enumerate().map(|(i, row)| (self.keys.as_ref().map_or(i as u64, |keys| keys[i]), row))
     }
 
-    /// All keys.
+    /// Returns all keys.
     pub fn all_keys(&self) -> Vec<u64> {
         self.each().map(|(key, _)| key).collect()
     }
@@ -128,7 +129,7 @@ impl RowSource for TableRows {
         Ok(self.counts.clone())
     }
 
-    /// In blocks of odd sizes.
+    /// Passes on the rows in blocks of odd sizes.
     fn each_block(&self, take: TakeBlock<'_>) -> anyhow::Result<()> {
         for (keys, values) in self.all_keys().chunks(13).zip(self.values.chunks(13 * self.dim)) {
             take(keys, values)?;
@@ -138,7 +139,7 @@ impl RowSource for TableRows {
 }
 
 impl ModelPlan {
-    /// The rows of table `t`.
+    /// Returns the rows of table `t`.
     pub fn rows(&self, t: usize) -> TableRows {
         let (plan, mut random) = (&self.tables[t], Random::of(self.seed, t as u64));
         let mut keys: Vec<u64> = match plan.keys {
@@ -157,7 +158,8 @@ impl ModelPlan {
         TableRows { keys: with_keys.then_some(keys), values, dim: plan.dim, counts }
     }
 
-    /// Sample number `id`: empty and full bags, duplicates, and keys that the tables do not have.
+    /// Returns sample number `id`, with empty and full bags, duplicate keys, and keys that the
+    /// tables do not have.
     pub fn sample(&self, id: u64) -> Sample {
         let mut random = Random::of(self.seed, 1 << 32 | id);
         let dense = (0..self.dense).map(|_| 10.0 * random.signed()).collect();
@@ -187,8 +189,8 @@ impl ModelPlan {
         bag
     }
 
-    /// What `model.toml` would say. The network's inputs are `dense`, `a` and `b`, each left out
-    /// when empty.
+    /// Returns the contents of `model.toml`. The network's inputs are `dense`, `a` and `b`; an
+    /// empty one is left out.
     pub fn spec(&self) -> ModelSpec {
         let name = |f: usize| format!("f{f}");
         let input = |input: &str, second: bool| InputSpec {
@@ -249,7 +251,7 @@ impl ModelPlan {
         Packed { bundle, schema: packed.schema, rows, folder }
     }
 
-    /// A sample as a line of a file.
+    /// Returns a sample as a line of a file.
     fn line(&self, sample: &Sample) -> String {
         let bags = sample.sparse.iter().enumerate().map(|(f, bag)| format!("\"f{f}\":{bag:?}"));
         let bags: Vec<String> = bags.collect();
@@ -284,7 +286,7 @@ fn table_spec((t, plan): (usize, &TablePlan)) -> TableSpec {
     }
 }
 
-/// Distinct keys, the extremes among them.
+/// Returns distinct keys, with the extremes among them.
 fn sparse_keys(n: u64, random: &mut Random) -> Vec<u64> {
     let mut keys: Vec<u64> = vec![0, u64::MAX, 1 << 63];
     keys.truncate(n as usize);
@@ -297,7 +299,8 @@ fn sparse_keys(n: u64, random: &mut Random) -> Vec<u64> {
     keys
 }
 
-/// A row of values of one magnitude; some rows are constant, some values are zeros of either sign.
+/// Returns a row of values of one magnitude. Some rows are constant, some values are zeros of
+/// either sign.
 fn random_row(dim: usize, scale: f32, random: &mut Random) -> Vec<f32> {
     let constant = random.one_in(12).then(|| scale * random.signed());
     let value = |random: &mut Random| match random.below(16) {
@@ -314,18 +317,18 @@ pub struct Packed {
     pub bundle: PathBuf,
     /// The schema as packed.
     pub schema: Schema,
-    /// The rows that went in.
+    /// The rows of each table.
     pub rows: Vec<TableRows>,
     folder: TempDir,
 }
 
 impl Packed {
-    /// The folder of the bundle, removed when this is dropped.
+    /// Returns the folder of the bundle, which is removed when this is dropped.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Lays the bundle on a flash directory beside it and returns that directory.
+    /// Installs the bundle into a flash directory beside it and returns that directory.
     pub fn install(&self) -> PathBuf {
         let flash = self.folder.path().join("flash");
         install(&flash, &self.bundle);
@@ -333,7 +336,7 @@ impl Packed {
     }
 }
 
-/// Lays the bundle at `bundle` on `flash`.
+/// Installs the bundle at `bundle` into the directory `flash`.
 pub fn install(flash: &Path, bundle: &Path) {
     Flash::install(
         &hatchback::io::disk::system(),
@@ -344,15 +347,15 @@ pub fn install(flash: &Path, bundle: &Path) {
     .unwrap();
 }
 
-/// The smallest budget for requests of `batch_max` samples: the least miss list that holds a bag,
-/// one set of cache for each row width or little more.
+/// Returns the smallest budget for requests of `batch_max` samples: the shortest miss list that
+/// holds a bag, and little more than one set of cache for each row width.
 pub fn tiny_budget(schema: &Schema, batch_max: u32) -> Budget {
     let misses_max = schema.features.iter().map(|f| f.hotness_max).max().unwrap();
     Budget { cache_bytes_max: 256, batch_max, misses_max, ..Budget::default() }
 }
 
-/// Opens the model with the least cache, from `budget` up in steps of two, that has room for a set
-/// of each row width.
+/// Opens the model with the smallest cache that has a set for each row width, found by doubling the
+/// cache of `budget`.
 pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
     loop {
         match Model::open(&hatchback::io::disk::system(), flash, budget) {
@@ -367,19 +370,19 @@ pub fn open_with_least_cache(flash: &Path, mut budget: Budget) -> Arc<Model> {
     }
 }
 
-/// A batch of `samples`.
+/// Makes a batch of `samples` for `model`.
 pub fn batch_of(model: &Model, samples: &[Sample]) -> Batch {
     batch_for(model.schema(), model.budget().batch_max as usize, samples)
 }
 
-/// A batch of `samples`, with room for `capacity`.
+/// Makes a batch of `samples` with room for `capacity`.
 pub fn batch_for(schema: &Schema, capacity: usize, samples: &[Sample]) -> Batch {
     let mut batch = Batch::new(schema, capacity);
     samples.iter().for_each(|s| batch.push(schema, s).unwrap());
     batch
 }
 
-/// A model of the repository, packed and laid on a flash directory of its own.
+/// A model of the repository, packed and installed into its own flash directory.
 pub struct Installed {
     /// The flash directory.
     pub flash: PathBuf,
@@ -402,14 +405,15 @@ pub fn install_spec(
     Installed { flash, schema: packed.schema, _folder: folder }
 }
 
-/// A path of the repository; HATCHBACK_REPOSITORY says where it is on another machine than the one
-/// that built this.
+/// Returns a path in the repository. On a machine other than the one that built this,
+/// HATCHBACK_REPOSITORY is the root of the repository.
 pub fn repository(path: &str) -> PathBuf {
     let here = || Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     std::env::var_os("HATCHBACK_REPOSITORY").map_or_else(here, PathBuf::from).join(path)
 }
 
-/// Scores `samples` on `worker` in batches of `size`: all scores, the whole status.
+/// Scores `samples` on `worker` in batches of `size`. Returns all scores and the sum of the
+/// statuses.
 pub fn score_all(worker: &mut Worker, samples: &[Sample], size: usize) -> (Vec<f32>, LookupStatus) {
     let (mut all, mut status) = (Vec::new(), LookupStatus::default());
     for samples in samples.chunks(size) {

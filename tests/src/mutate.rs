@@ -2,7 +2,7 @@
 
 use crate::random::Random;
 
-/// Values that lengths and counts overflow at.
+/// Values at which lengths and counts overflow.
 const EXTREMES: [u64; 12] = [
     0,
     1,
@@ -18,7 +18,7 @@ const EXTREMES: [u64; 12] = [
     u64::MAX,
 ];
 
-/// A few random changes of `bytes`; `others` lend pieces.
+/// Returns `bytes` with a few random changes. Inserted pieces come from `others`.
 pub fn mutated(bytes: &[u8], others: &[Vec<u8>], random: &mut Random) -> Vec<u8> {
     let mut out = bytes.to_vec();
     for _ in 0..=random.below(4) {
@@ -29,7 +29,7 @@ pub fn mutated(bytes: &[u8], others: &[Vec<u8>], random: &mut Random) -> Vec<u8>
 
 fn mutate(out: &mut Vec<u8>, others: &[Vec<u8>], random: &mut Random) {
     let n = out.len() as u64;
-    // Headers stand at the front, trailers at the end: both get more than their share.
+    // Headers at the start and trailers at the end get more than their share.
     let at = match random.below(4) {
         0 => random.below(n.min(64) + 1),
         1 => n - random.below(n.min(80) + 1),

@@ -1,5 +1,5 @@
-//! A network of one `Concat` of all inputs, so that a model's scores are its network's inputs and
-//! can be compared bit for bit.
+//! A network with one `Concat` of all inputs. The scores of its model are the inputs of the
+//! network, which a test can compare bit for bit.
 
 use hatchback_tools::workload::onnx::{Graph, Type, int};
 

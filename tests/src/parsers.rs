@@ -1,23 +1,23 @@
-//! The one list of everything that reads bytes from outside. None may panic, hang or take memory
-//! without bound, on any bytes. Used by the smoke test here and by the fuzz targets in `fuzz/`.
+//! The list of all parsers of bytes from outside. None may panic, hang or take unbounded memory on
+//! any bytes. The smoke test here and the fuzz targets in `fuzz/` use the list.
 //!
-//! Where a checksum or a hash stands in front of a parser, the bytes go in twice: as they are, and
-//! with every checksum made valid, so that what lies behind is reached. Layouts of several files
-//! come as one string of bytes, [`split`].
+//! A parser after a checksum or a hash gets the bytes twice: unchanged, and with every checksum
+//! made valid, so that the code after the check runs. Layouts of several files arrive as one byte
+//! string, which [`split`] divides.
 
 use crate::goldens;
 use crate::rewrite::{self, Parts};
 use hatchback::bundle::manifest::{Generation, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
-use hatchback::flash::PLACED_SERIAL;
+use hatchback::flash::CLUSTERED_SERIAL;
 use hatchback::flash::live::LiveRecord;
-use hatchback::flash::segment::verifier::{Copies, SegmentVerifier};
+use hatchback::flash::segment::verifier::{RowCopies, SegmentVerifier};
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::io::page::{Page, PageBytes, PageKind};
 use hatchback::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
-use hatchback::target::Target;
+use hatchback::targets::Target;
 use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::state::UpdateStatus;
 use hatchback::{Codec, DenseEngine, Weights};
@@ -27,10 +27,10 @@ use std::ops::Range;
 use std::path::Path;
 use tempfile::TempDir;
 
-/// Reads bytes; the outcome does not matter.
+/// Parses bytes; the result does not matter.
 pub type Parser = fn(&[u8]);
 
-/// Every parser by its name, which is also the name of its fuzz target.
+/// Every parser with its name, which is also the name of its fuzz target.
 pub const PARSERS: &[(&str, Parser)] = &[
     ("manifest", manifest),
     ("bundle", bundle),
@@ -51,7 +51,7 @@ pub const PARSERS: &[(&str, Parser)] = &[
     ("onnx", onnx),
 ];
 
-/// A folder with these files, on memory where there is one: a parser is not a test of the disk.
+/// Returns a folder with these files, in memory if possible.
 fn files(files: &[(&str, &[u8])]) -> TempDir {
     let memory = Path::new("/dev/shm");
     let folder = if memory.is_dir() {
@@ -63,7 +63,7 @@ fn files(files: &[(&str, &[u8])]) -> TempDir {
     folder
 }
 
-/// Several files in one string of bytes: each but the last has its length in front, two bytes,
+/// Joins files to one byte string: each but the last has its length in front, two bytes,
 /// little-endian.
 pub fn join(files: &[&[u8]]) -> Vec<u8> {
     let (last, first) = files.split_last().unwrap();
@@ -89,14 +89,14 @@ pub fn split<const N: usize>(mut bytes: &[u8]) -> [&[u8]; N] {
     })
 }
 
-/// A bundle's manifest. What decodes encodes to something that decodes to the same.
+/// Parses a manifest. A decoded manifest encodes to bytes that decode to the same manifest.
 pub fn manifest(bytes: &[u8]) {
     if let Ok(manifest) = Manifest::decode(bytes) {
         assert_eq!(Manifest::decode(&manifest.encode().unwrap()).as_ref(), Ok(&manifest));
     }
 }
 
-/// A bundle file: opened, every blob read, every segment checked.
+/// Opens a bundle, reads every blob and checks every segment.
 pub fn bundle(bytes: &[u8]) {
     read_bundle(bytes);
     if let Some(parts) = Parts::parse(bytes) {
@@ -118,19 +118,19 @@ fn read_bundle(bytes: &[u8]) {
             SegmentKind::new(&manifest.generation, serial, number, declared, part)
                 .expect("a checked schema")
         };
-        let mut copies = Copies::default();
-        if let Some(placed) = table.placed {
-            let kind = kind(PLACED_SERIAL, Part::Placed);
-            let mut check = SegmentVerifier::new(Path::new("placed"), kind, 0..declared.rows);
-            let _ = bundle.read_blob(placed, |chunk| {
+        let mut copies = RowCopies::default();
+        if let Some(clustered) = table.clustered {
+            let kind = kind(CLUSTERED_SERIAL, Part::Clustered);
+            let mut check = SegmentVerifier::new(Path::new("clustered"), kind, 0..declared.rows);
+            let _ = bundle.read_blob(clustered, |chunk| {
                 let _ = check.take(chunk);
                 Ok::<(), BundleError>(())
             });
-            copies = check.finish_placed().map_or(copies, |(_, copies)| copies);
+            copies = check.finish_clustered().unwrap_or(copies);
         }
         let rows = rows_over(part, declared);
         let mut check =
-            SegmentVerifier::of_copied(Path::new("segment"), kind(0, part), rows, copies);
+            SegmentVerifier::with_copies(Path::new("segment"), kind(0, part), rows, copies);
         let _ = bundle.read_blob(table.segment, |chunk| {
             let _ = check.take(chunk);
             Ok::<(), BundleError>(())
@@ -142,40 +142,40 @@ fn read_bundle(bytes: &[u8]) {
     }
 }
 
-/// A delta over a table of as many rows.
+/// Returns the row counts before and after a segment; a delta adds no row.
 fn rows_over(part: Part, table: &Table) -> Range<u64> {
     (if part == Part::Delta { table.rows } else { 0 })..table.rows
 }
 
-/// The live generation record.
+/// Parses a live record.
 pub fn live_record(bytes: &[u8]) {
-    sealed(bytes, |bytes| {
+    with_valid_checksum(bytes, |bytes| {
         if let Ok(record) = LiveRecord::decode(bytes) {
             assert_eq!(LiveRecord::decode(&record.encode()), Ok(record));
         }
     });
 }
 
-/// The record of where an update is.
+/// Parses an update status.
 pub fn status(bytes: &[u8]) {
-    sealed(bytes, |bytes| {
+    with_valid_checksum(bytes, |bytes| {
         if let Ok(status) = UpdateStatus::decode(bytes) {
             assert_eq!(UpdateStatus::decode(&status.encode()), Ok(status));
         }
     });
 }
 
-/// The record below which nothing is accepted.
+/// Parses a rollback floor record.
 pub fn floor(bytes: &[u8]) {
-    sealed(bytes, |bytes| {
+    with_valid_checksum(bytes, |bytes| {
         if let Ok(floor) = RollbackFloor::decode(bytes) {
             assert_eq!(RollbackFloor::decode(&floor.encode()), Ok(floor));
         }
     });
 }
 
-/// Hands the record over as it is, and with a checksum that is right.
-fn sealed(bytes: &[u8], parse: impl Fn(&[u8])) {
+/// Parses the record unchanged, and with a valid checksum.
+fn with_valid_checksum(bytes: &[u8], parse: impl Fn(&[u8])) {
     parse(bytes);
     let mut fixed = bytes.to_vec();
     if let Some((header, body)) = fixed.split_at_mut_checked(16) {
@@ -184,7 +184,7 @@ fn sealed(bytes: &[u8], parse: impl Fn(&[u8])) {
     }
 }
 
-/// The table that the golden segments are of.
+/// Returns a table of the golden segments.
 pub fn golden_table(keys: KeySpace, codec: Codec, rows: u64) -> Table {
     Table {
         name: "t".to_owned(),
@@ -199,7 +199,7 @@ pub fn golden_table(keys: KeySpace, codec: Codec, rows: u64) -> Table {
     }
 }
 
-/// The tables whose segments the parser tries.
+/// Returns the tables of the golden segments.
 pub fn golden_tables() -> [Table; 4] {
     [
         golden_table(KeySpace::Sparse, Codec::U8, 600),
@@ -209,12 +209,12 @@ pub fn golden_tables() -> [Table; 4] {
     ]
 }
 
-/// The generation that the golden segments are of.
+/// Returns the generation of the golden segments.
 pub fn golden_generation() -> Generation {
     Generation { lineage: "golden".to_owned(), sequence: 1 }
 }
 
-/// A segment as it comes out of a bundle.
+/// Checks a segment as it arrives in a bundle.
 pub fn segment(bytes: &[u8]) {
     check_segment(bytes);
     let (pages, rest) = bytes.as_chunks::<PAGE_BYTES>();
@@ -226,7 +226,7 @@ pub fn segment(bytes: &[u8]) {
 
 fn check_segment(bytes: &[u8]) {
     for (number, table) in golden_tables().iter().enumerate() {
-        for part in [Part::Base, Part::Delta, Part::Placed] {
+        for part in [Part::Base, Part::Delta, Part::Clustered] {
             let kind = SegmentKind::new(&golden_generation(), 0, number, table, part).unwrap();
             let mut check =
                 SegmentVerifier::new(Path::new("segment"), kind, rows_over(part, table));
@@ -237,7 +237,7 @@ fn check_segment(bytes: &[u8]) {
     }
 }
 
-/// One page, of every kind. What passes the check can be read to its last entry.
+/// Checks one page as every kind. An accepted page can be read to its last entry.
 pub fn page(bytes: &[u8]) {
     let mut page = [0; PAGE_BYTES];
     let n = bytes.len().min(PAGE_BYTES);
@@ -282,17 +282,17 @@ fn check_page(bytes: &PageBytes) {
     }
 }
 
-/// A sample as a line of JSON, against the schema of a golden model.
+/// Parses a sample, a line of JSON, with the schema of a golden model.
 pub fn sample(bytes: &[u8]) {
     thread_local!(static SCHEMA: Schema = goldens::schema());
     SCHEMA.with(|schema| {
         if let Ok(sample) = Sample::from_json(&String::from_utf8_lossy(bytes), schema) {
-            sample.check(schema).expect("what is read has been checked");
+            sample.check(schema).expect("a parsed sample is checked");
         }
     });
 }
 
-/// An encoded probe set.
+/// Parses an encoded probe set.
 pub fn probe_set(bytes: &[u8]) {
     if let Ok(samples) = Sample::decode_set(bytes) {
         assert_eq!(
@@ -302,7 +302,7 @@ pub fn probe_set(bytes: &[u8]) {
     }
 }
 
-/// `model.toml`, as far as it goes without rows.
+/// Parses `model.toml` as far as possible without rows.
 pub fn model_spec(bytes: &[u8]) {
     let folder = files(&[("model.toml", bytes)]);
     let Ok(spec) = ModelSpec::load(&folder.path().join("model.toml")) else { return };
@@ -317,22 +317,21 @@ pub fn model_spec(bytes: &[u8]) {
         ..golden_table(t.keys, Codec::F32, 100)
     };
     if let Ok(schema) = spec.schema(spec.tables.iter().map(table).collect()) {
-        schema.check().expect("what is made has been checked");
+        schema.check().expect("a made schema is checked");
     }
     for table in &spec.tables {
         let _ = table.source.open(folder.path(), table.dim);
     }
 }
 
-/// A target, beside the `base.toml` of the tree.
+/// Parses a target beside the repository's `base.toml`.
 pub fn target(bytes: &[u8]) {
     let base = include_bytes!("../../targets/base.toml");
     let folder = files(&[("t.toml", bytes), ("base.toml", base)]);
     let _ = Target::load(&folder.path().join("t.toml"));
 }
 
-/// Opens a table and reads it to its end, keys, values and counts; whatever width it turns out to
-/// have.
+/// Opens a table of any width and reads all keys, values and counts.
 fn import(folder: &TempDir, source: &Source) {
     match source.open(folder.path(), 4) {
         Ok(rows) => read_rows(&rows),
@@ -365,7 +364,7 @@ fn read_rows(rows: &Rows) {
     }
 }
 
-/// A safetensors file with the tensors of the golden one, and one without keys.
+/// Imports a safetensors file with the tensors of the golden one, with and without keys.
 pub fn safetensors(bytes: &[u8]) {
     let folder = files(&[("m", bytes)]);
     for (tensor, keys, counts) in
@@ -379,7 +378,7 @@ pub fn safetensors(bytes: &[u8]) {
     }
 }
 
-/// Two NumPy arrays, values and keys.
+/// Imports two NumPy arrays: keys and values.
 pub fn npy(bytes: &[u8]) {
     let [keys, values] = split(bytes);
     let folder = files(&[("k", keys), ("v", values)]);
@@ -388,14 +387,14 @@ pub fn npy(bytes: &[u8]) {
     }
 }
 
-/// A HugeCTR folder: `key`, `meta`, `emb_vector`.
+/// Imports a HugeCTR folder: `key`, `meta`, `emb_vector`.
 pub fn hugectr(bytes: &[u8]) {
     let [key, meta, values] = split(bytes);
     let folder = files(&[("key", key), ("meta", meta), ("emb_vector", values)]);
     import(&folder, &Source::Hugectr { path: "".into() });
 }
 
-/// A dump of the Sparse Operation Kit: key, `meta_info`, weight.
+/// Imports a dump of the Sparse Operation Kit: key, `meta_info`, weight.
 pub fn sok(bytes: &[u8]) {
     let [key, meta, weight] = split(bytes);
     let folder =
@@ -405,14 +404,14 @@ pub fn sok(bytes: &[u8]) {
     import(&folder, &Source::Sok { path: "".into(), table: "emb/user:0".to_owned() });
 }
 
-/// A folder of a HugeCTR EmbeddingCollection: `meta_data`, `key1`, `weight1`.
+/// Imports a folder of a HugeCTR EmbeddingCollection: `meta_data`, `key1`, `weight1`.
 pub fn embedding_collection(bytes: &[u8]) {
     let [meta, key, weight] = split(bytes);
     let folder = files(&[("meta_data", meta), ("key1", key), ("weight1", weight)]);
     import(&folder, &Source::EmbeddingCollection { path: "".into(), table: 1 });
 }
 
-/// The dense network's ONNX file, read as that of each model family.
+/// Loads the ONNX file as the dense network of each model family.
 pub fn onnx(bytes: &[u8]) {
     let load = |inputs: &[(&str, usize)], output, weights| {
         let _ =

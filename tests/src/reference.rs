@@ -1,5 +1,5 @@
-//! The request flow, stated plainly: tables are maps of decoded rows, a bag is pooled in key order.
-//! Shares the row codec and the schema with the product and nothing else.
+//! The reference of the request flow: tables are maps of decoded rows, a bag is pooled in key
+//! order. Uses the row codec and the schema of the product and nothing else.
 
 use crate::models::TableRows;
 use hatchback::LookupStatus;
@@ -8,14 +8,14 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::{InputSource, Schema};
 use std::collections::HashMap;
 
-/// What a model must answer.
+/// Computes what a model must answer.
 pub struct Reference {
     schema: Schema,
     tables: Vec<HashMap<u64, Vec<f32>>>,
 }
 
 impl Reference {
-    /// The reference of a model of `schema` with these `rows`, a table each.
+    /// Makes the reference of a model of `schema`. `rows` has the rows of each table.
     pub fn new(schema: &Schema, rows: &[TableRows]) -> Self {
         let tables = schema.tables.iter().zip(rows).map(|(table, rows)| {
             let format = table.format().unwrap();
@@ -31,17 +31,18 @@ impl Reference {
         Self { tables: tables.collect(), schema: schema.clone() }
     }
 
-    /// The decoded row of `key`, if table `t` has it.
+    /// Returns the decoded row of `key`, if table `t` has it.
     pub fn row(&self, t: usize, key: u64) -> Option<&[f32]> {
         self.tables[t].get(&key).map(Vec::as_slice)
     }
 
-    /// The network's inputs for `sample`, side by side, where every row was found that is there.
+    /// Returns the network's inputs for `sample`, side by side, computed from the rows of all keys.
     pub fn output(&self, sample: &Sample) -> Vec<f32> {
         self.output_without(sample, &|_, _| false)
     }
 
-    /// The same where the rows that `lost(table, key)` names are answered with the default row.
+    /// Returns the network's inputs if the default row replaces every row for which
+    /// `lost(table, key)` is true.
     pub fn output_without(&self, sample: &Sample, lost: &dyn Fn(usize, u64) -> bool) -> Vec<f32> {
         let mut out = Vec::new();
         for input in &self.schema.network.inputs {
@@ -58,12 +59,13 @@ impl Reference {
         out
     }
 
-    /// What a sample's status must be where every row was fetched: a key is fresh or absent.
+    /// Returns a sample's status if every row was fetched: each key is fresh or absent.
     pub fn status(&self, sample: &Sample) -> LookupStatus {
         self.status_without(sample, &|_, _| false)
     }
 
-    /// The same where the pages of the rows that `damaged(table, key)` names cannot be read.
+    /// Returns a sample's status if the pages of all rows for which `damaged(table, key)` is true
+    /// cannot be read.
     pub fn status_without(
         &self,
         sample: &Sample,
@@ -83,7 +85,7 @@ impl Reference {
         status
     }
 
-    /// Where the vector of feature `f` begins in the output.
+    /// Returns the column of the output at which the vector of feature `f` begins.
     pub fn column(&self, f: usize) -> usize {
         let mut column = 0;
         for input in &self.schema.network.inputs {
@@ -101,7 +103,7 @@ impl Reference {
         panic!("feature {f} feeds no input")
     }
 
-    /// Values that feature `f` adds to the output.
+    /// Returns the number of values that feature `f` adds to the output.
     pub fn width(&self, f: usize) -> usize {
         let feature = &self.schema.features[f];
         let dim = self.schema.tables[usize::from(feature.table)].dim as usize;
@@ -131,8 +133,8 @@ impl Reference {
     }
 }
 
-/// Area under the ROC curve by its definition: the share of pairs of a positive and a negative
-/// sample in which the positive scores higher, ties counted half.
+/// Returns the area under the ROC curve by its definition: the share of pairs of a positive and a
+/// negative sample in which the positive scores higher. A tie counts half.
 pub fn auc(scores: &[f32], labels: &[f32]) -> f64 {
     let (mut won, mut pairs) = (0.0, 0.0);
     for (i, _) in labels.iter().enumerate().filter(|(_, l)| **l > 0.5) {
@@ -148,7 +150,7 @@ pub fn auc(scores: &[f32], labels: &[f32]) -> f64 {
     won / pairs
 }
 
-/// Whether both are the same to the bit.
+/// Returns whether both are equal bit for bit.
 pub fn same_bits(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits())
 }

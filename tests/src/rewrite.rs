@@ -1,5 +1,5 @@
-//! Takes bundles and segments apart and puts them together again with valid hashes and checksums,
-//! so that an attack reaches what lies behind them. Shares the manifest's types with the product,
+//! Takes bundles and segments apart and assembles them with valid hashes and checksums, so that an
+//! attack reaches the code after those checks. Shares the manifest's types with the product and
 //! states the rest of both formats itself.
 
 use hatchback::bundle::manifest::{Blob, Chunk, Manifest, sha256};
@@ -10,7 +10,7 @@ use std::path::Path;
 
 /// Bytes of a bundle before its first chunk.
 pub const HEADER_BYTES: usize = 16;
-/// Bytes of a bundle after its manifest: where it is, its length, its hash, a magic.
+/// Bytes of a bundle after its manifest: the manifest's place, length and hash, and a magic.
 pub const TRAILER_BYTES: usize = 56;
 
 /// A bundle in pieces.
@@ -18,9 +18,9 @@ pub const TRAILER_BYTES: usize = 56;
 pub struct Parts {
     /// The first bytes.
     pub header: Vec<u8>,
-    /// Every chunk as it is stored, blob by blob.
+    /// The stored bytes of every chunk, blob by blob.
     pub stored: Vec<Vec<Vec<u8>>>,
-    /// The manifest, not checked.
+    /// The manifest, unchecked.
     pub manifest: Manifest,
 }
 
@@ -34,8 +34,7 @@ impl Parts {
         Self::parse(&std::fs::read(path).unwrap()).expect("a whole bundle")
     }
 
-    /// Takes a bundle apart as far as its trailer and its manifest can be read; no hash is looked
-    /// at.
+    /// Takes a bundle apart if its trailer and its manifest decode. Checks no hash.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let trailer = bytes.len().checked_sub(TRAILER_BYTES)?;
         let at = number(&bytes[trailer..])?;
@@ -54,7 +53,7 @@ impl Parts {
         Some(Self { header: bytes.get(..HEADER_BYTES)?.to_vec(), stored, manifest })
     }
 
-    /// The content of blob `b`.
+    /// Returns the content of blob `b`.
     pub fn content(&self, b: u32) -> Vec<u8> {
         let (blob, stored) = (&self.manifest.blobs[b as usize], &self.stored[b as usize]);
         let raw = |(chunk, stored): (&Chunk, &Vec<u8>)| match chunk.stored == chunk.raw {
@@ -64,7 +63,7 @@ impl Parts {
         blob.chunks.iter().zip(stored).flat_map(raw).collect()
     }
 
-    /// Replaces the content of blob `b`; it is stored as it is.
+    /// Replaces the content of blob `b`, without compression.
     pub fn set_content(&mut self, b: u32, content: &[u8]) {
         let pieces: Vec<Vec<u8>> = content.chunks(CHUNK_BYTES).map(<[u8]>::to_vec).collect();
         let chunk =
@@ -82,7 +81,7 @@ impl Parts {
         self.set_content(blob, &pages.concat());
     }
 
-    /// Makes every chunk's hash and stored length what they are.
+    /// Corrects every chunk's hash and stored length.
     pub fn rehash(&mut self) {
         for (blob, stored) in self.manifest.blobs.iter_mut().zip(&self.stored) {
             for (chunk, stored) in blob.chunks.iter_mut().zip(stored) {
@@ -91,14 +90,14 @@ impl Parts {
         }
     }
 
-    /// The bundle with every hash valid.
+    /// Returns the bundle with every hash valid.
     pub fn bytes(mut self) -> Vec<u8> {
         self.rehash();
         let manifest = self.manifest.encode().unwrap();
         self.bytes_with(&manifest)
     }
 
-    /// The chunks as they are, this manifest, and a trailer that fits it.
+    /// Returns a bundle of the unchanged chunks, `manifest`, and the trailer of `manifest`.
     pub fn bytes_with(&self, manifest: &[u8]) -> Vec<u8> {
         let mut out = self.header.clone();
         self.stored.iter().flatten().for_each(|chunk| out.extend_from_slice(chunk));
@@ -112,17 +111,17 @@ impl Parts {
     }
 }
 
-/// The whole pages of a segment.
+/// Returns the whole pages of a segment.
 pub fn pages_of(segment: &[u8]) -> Vec<PageBytes> {
     segment.as_chunks::<PAGE_BYTES>().0.to_vec()
 }
 
-/// What a page says it holds: 1 rows by position, 2 rows by hash, 3 fences, 4 the trailer.
+/// Returns the kind that a page claims: 1 index rows, 2 hashed rows, 3 fences, 4 trailer.
 pub fn kind(page: &PageBytes) -> u16 {
     u16::from_le_bytes([page[14], page[15]])
 }
 
-/// Entries that a page says it has.
+/// Returns the number of entries that a page claims.
 pub fn count(page: &PageBytes) -> usize {
     usize::from(u16::from_le_bytes([page[12], page[13]]))
 }
@@ -133,7 +132,8 @@ pub fn reseal(page: &mut PageBytes) {
     page[..4].copy_from_slice(&checksum.to_le_bytes());
 }
 
-/// Gives every page the number of its place and a valid checksum, and the trailer these counts.
+/// Numbers every page by its place, writes these counts to the trailer and makes the checksums
+/// valid.
 pub fn renumber(pages: &mut [PageBytes], data_pages: u32, fence_pages: u32) {
     for (number, page) in pages.iter_mut().enumerate() {
         page[8..12].copy_from_slice(&(number as u32).to_le_bytes());
@@ -145,7 +145,7 @@ pub fn renumber(pages: &mut [PageBytes], data_pages: u32, fence_pages: u32) {
     }
 }
 
-/// The keys whose rows lie on data page `number` of a segment.
+/// Returns the keys with rows on data page `number` of a segment.
 pub fn keys_on(pages: &[PageBytes], number: usize) -> Vec<u64> {
     let page = &pages[number];
     let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().unwrap());

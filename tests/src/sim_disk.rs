@@ -1,14 +1,13 @@
-//! A disk in memory that behaves as a real one may at its worst: what was written and not synced is
-//! lost, kept or torn at a power cut, block by block; names that were changed and not synced come
-//! back or not; any call can fail, or take long in simulated time. Deterministic: the same seed and
-//! the same calls give the same disk.
+//! A disk in memory with the worst behaviour of a real one. A power cut loses, keeps or tears
+//! unsynced writes block by block, and keeps or undoes unsynced renames. Any call can fail, or take
+//! long in simulated time. Deterministic: the same seed and the same calls give the same disk.
 
 use crate::random::Random;
+use hatchback::clock::Clock;
 use hatchback::io::disk::{Disk, Input, Lock, Output};
 use hatchback::io::page::{AlignedPage, PageBytes};
 use hatchback::io::reader::PageFile;
 use hatchback::limits::PAGE_BYTES;
-use hatchback::request::worker::Clock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Write};
@@ -17,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// What survives a cut independently of what lies beside it.
+/// The unit that a power cut keeps or loses.
 const BLOCK_BYTES: usize = 4096;
 
 /// A shared simulated disk.
@@ -28,7 +27,7 @@ pub struct SimDisk(Arc<Mutex<State>>);
 struct State {
     files: Vec<SimFile>,
     names: BTreeMap<PathBuf, usize>,
-    /// The names as they are on the medium, and the changes since, oldest first, by directory.
+    /// The durable names, and the changes since, oldest first.
     durable_names: BTreeMap<PathBuf, usize>,
     pending: Vec<Change>,
     directories: BTreeSet<PathBuf>,
@@ -37,18 +36,18 @@ struct State {
     cut_at: Option<u64>,
     fail_at: Option<u64>,
     capacity: Option<u64>,
-    /// What a call takes, and every fiftieth call.
+    /// Microseconds that a call takes, and that every fiftieth call takes.
     call_us: [u64; 2],
     all_calls: u64,
     clock: SimClock,
 }
 
-/// The time of a simulated disk: it goes by only as calls take it, or as it is told.
+/// The clock of a simulated disk. Only calls of the disk and `pass` advance it.
 #[derive(Clone, Default)]
 pub struct SimClock(Arc<AtomicU64>);
 
 impl SimClock {
-    /// Lets time go by.
+    /// Advances the clock.
     pub fn pass(&self, time: Duration) {
         self.0.fetch_add(time.as_micros() as u64, Ordering::Relaxed);
     }
@@ -67,7 +66,7 @@ struct SimFile {
     unreadable: bool,
 }
 
-/// A change of names that the medium does not have yet.
+/// A change of names that is not durable yet.
 #[derive(Clone)]
 enum Change {
     Create(PathBuf, usize),
@@ -104,14 +103,14 @@ fn not_found(path: &Path) -> io::Error {
 }
 
 impl State {
-    /// Lets the time go by that a call takes.
+    /// Advances the clock by the duration of a call.
     fn take_time(&mut self) {
         self.all_calls += 1;
         let us = self.call_us[usize::from(self.all_calls.is_multiple_of(50))];
         self.clock.pass(Duration::from_micros(us));
     }
 
-    /// Counts a call that changes the disk; fails it where that was asked for.
+    /// Counts a call that changes the disk. Fails the call if the test requested that.
     fn change(&mut self) -> io::Result<()> {
         self.take_time();
         self.calls += 1;
@@ -144,54 +143,54 @@ impl SimDisk {
         self.0.lock().unwrap()
     }
 
-    /// As the runtime takes it.
+    /// Returns the disk as the trait object of the runtime.
     pub fn shared(&self) -> Arc<dyn Disk> {
         Arc::new(self.clone())
     }
 
-    /// Calls so far that changed the disk.
+    /// Returns the number of calls that changed the disk.
     pub fn calls(&self) -> u64 {
         self.state().calls
     }
 
-    /// Bytes written so far.
+    /// Returns the bytes written so far.
     pub fn written(&self) -> u64 {
         self.state().written
     }
 
-    /// From now on every changing call after `calls` more of them fails, as without power.
+    /// Cuts the power after `calls` more changing calls: every later one fails.
     pub fn cut_after(&self, calls: u64) {
         let mut state = self.state();
         state.cut_at = Some(state.calls + calls);
     }
 
-    /// The changing call after `calls` more of them fails once.
+    /// Lets one changing call fail, after `calls` more of them.
     pub fn fail_after(&self, calls: u64) {
         let mut state = self.state();
         state.fail_at = Some(state.calls + calls + 1);
     }
 
-    /// From now on a call takes `call_us`, and every fiftieth one `stall_us`.
+    /// Lets every later call take `call_us`, and every fiftieth one `stall_us`.
     pub fn slow(&self, call_us: u64, stall_us: u64) {
         self.state().call_us = [call_us, stall_us];
     }
 
-    /// The disk's time.
+    /// Returns the disk's clock.
     pub fn clock(&self) -> SimClock {
         self.state().clock.clone()
     }
 
-    /// The disk holds no more than `bytes`.
+    /// Limits the disk to `bytes`.
     pub fn set_capacity(&self, bytes: Option<u64>) {
         self.state().capacity = bytes;
     }
 
-    /// Bytes that all files hold.
+    /// Returns the bytes of all files.
     pub fn used(&self) -> u64 {
         self.state().used()
     }
 
-    /// Flips one bit of a file, on the medium too.
+    /// Flips one bit of a file durably.
     pub fn flip(&self, path: &Path, bit: usize) {
         let mut state = self.state();
         let file = state.file(path).unwrap();
@@ -199,18 +198,18 @@ impl SimDisk {
         file.durable.clone_from(&file.content);
     }
 
-    /// From now on the device gives nothing of this file, until another stands in its place.
+    /// Lets every later read of the file fail, until another file replaces it.
     pub fn spoil(&self, path: &Path) {
         self.state().file(path).unwrap().unreadable = true;
     }
 
-    /// Every file.
+    /// Returns the paths of all files.
     pub fn paths(&self) -> Vec<PathBuf> {
         self.state().names.keys().cloned().collect()
     }
 
-    /// Cuts the power and comes back: what was not synced is gone, there, or torn, as the seed
-    /// says.
+    /// Cuts the power and starts again. The seed decides which unsynced bytes are lost, kept or
+    /// torn.
     pub fn reboot(&self, seed: u64) {
         let mut random = Random::new(seed);
         let mut state = self.state();
@@ -218,8 +217,8 @@ impl SimDisk {
             file.content = torn(&file.durable, &file.content, &mut random);
             file.durable.clone_from(&file.content);
         }
-        // The file system writes names in order, each directory for itself: some first ones made
-        // it.
+        // The file system writes the names of each directory in order: the first changes of each
+        // directory are durable.
         let pending = std::mem::take(&mut state.pending);
         let mut reached: BTreeMap<PathBuf, u64> = BTreeMap::new();
         for change in &pending {
@@ -236,8 +235,8 @@ impl SimDisk {
     }
 }
 
-/// A file between its durable and its last content: every block is either, and the end lies
-/// anywhere between.
+/// Returns a file between its durable and its last content: every block is one of the two, and the
+/// length is between both.
 fn torn(durable: &[u8], content: &[u8], random: &mut Random) -> Vec<u8> {
     if durable == content {
         return content.to_vec();
@@ -320,7 +319,7 @@ impl Disk for SimDisk {
     fn create(&self, path: &Path) -> io::Result<Box<dyn Output>> {
         let mut state = self.state();
         state.change()?;
-        // Truncation is a new file under the old name, and as durable as that.
+        // Truncation creates a new file under the old name; it is as durable as a rename.
         state.files.push(SimFile::default());
         let file = state.files.len() - 1;
         state.rename_now(Change::Create(path.to_owned(), file));

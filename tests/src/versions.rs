@@ -1,6 +1,6 @@
-//! A small model in several generations: a snapshot and deltas that update, insert and delete rows
-//! of an index table and of a sparse one, with the rows that each generation must show. Snapshots
-//! place a part of their rows.
+//! A small model in several generations: a snapshot, and deltas that update, insert and delete rows
+//! of an index table and of a sparse one. Each generation has the rows that it must show. Snapshots
+//! cluster some of their rows.
 
 use crate::onnx;
 use crate::random::Random;
@@ -8,25 +8,25 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{Activation, Pooling, mix};
-use hatchback_tools::import::Source;
+use hatchback_tools::import::{RowSource, Source, TakeBlock};
 use hatchback_tools::pack::spec::{
     CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
 };
-use hatchback_tools::pack::{Overrides, RowSource, TakeBlock, pack_onto};
-use hatchback_tools::serve::lay_on_flash;
+use hatchback_tools::pack::{Overrides, pack_onto};
+use hatchback_tools::serve::install;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The encoded rows of a table by the order of their keys.
+/// The encoded rows of a table, by key order.
 pub type Rows = BTreeMap<u64, Vec<u8>>;
 
 /// The generations of one model.
 pub struct Versions {
     folder: tempfile::TempDir,
-    /// The values behind `rows`.
+    /// The decoded values of `rows`.
     plain: Vec<[Plain; 2]>,
-    /// For each generation the bundle that leads to it from the one before (the first is a
-    /// snapshot).
+    /// For each generation the bundle that leads to it from its predecessor; the first is a
+    /// snapshot.
     pub deltas: Vec<PathBuf>,
     /// For each generation its snapshot bundle.
     pub snapshots: Vec<PathBuf>,
@@ -62,13 +62,13 @@ impl RowSource for Plain {
 }
 
 impl Versions {
-    /// `n` generations of tables with about `rows` rows, the same for the same seed.
+    /// Returns `n` generations of tables with about `rows` rows. Equal seeds give equal rows.
     pub fn new(n: usize, rows: u64, seed: u64) -> Self {
         Self::changing(&vec![12; n.saturating_sub(1)], rows, seed)
     }
 
-    /// A snapshot, and for each of `one_in` a generation in which one row in as many changes; none
-    /// if it is 0.
+    /// Returns a snapshot, and for each of `one_in` a generation in which one row in that many
+    /// changes; no row if it is 0.
     pub fn changing(one_in: &[u64], rows: u64, seed: u64) -> Self {
         let n = one_in.len() + 1;
         let folder = tempfile::tempdir().unwrap();
@@ -84,6 +84,7 @@ impl Versions {
             snapshots: Vec::new(),
             rows: Vec::new(),
         };
+
         for generation in 1..=n as u64 {
             if generation > 1 {
                 tables.iter_mut().enumerate().for_each(|(t, table)| {
@@ -95,7 +96,7 @@ impl Versions {
         versions
     }
 
-    /// The bundle that leads from generation `from` straight to generation `to`.
+    /// Packs the merged delta from generation `from` to generation `to`. Returns its path.
     pub fn merged(&self, from: usize, to: usize) -> PathBuf {
         let out = self.folder.path().join(format!("merged{from}-{to}"));
         let parent =
@@ -108,15 +109,17 @@ impl Versions {
         let at = |name: &str| self.folder.path().join(format!("{name}{generation}"));
         let before = self.folder.path().join(format!("flash{}", generation - 1));
         let parent = (generation > 1).then(|| Flash::open(&disk::system(), &before).unwrap());
-        // The snapshot is packed as the parent was, so that both hold the same bytes.
+
+        // The snapshot is packed like the parent, so that both hold the same bytes.
         let snapshot = at("snapshot");
         pack_all(generation, tables, None, self.folder.path(), &snapshot);
         let delta = at("delta");
         pack_all(generation, tables, parent.as_ref(), self.folder.path(), &delta);
+
         if let Some(parent) = parent {
             copy(parent.directory(), &at("flash"));
         }
-        let flash = lay_on_flash(&delta, &at("flash")).unwrap();
+        let flash = install(&delta, &at("flash")).unwrap();
         let rows = |t: usize| expected(&flash, t, &tables[t]);
         self.rows.push([rows(0), rows(1)]);
         self.plain.push(tables.clone());
@@ -125,7 +128,7 @@ impl Versions {
     }
 }
 
-/// Copies a folder with all that is in it.
+/// Copies a folder and everything in it.
 pub fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap() {
@@ -135,7 +138,7 @@ pub fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// What the table must hold, encoded by itself.
+/// Returns the rows that the table must hold, encoded independently.
 fn expected(flash: &Flash, t: usize, table: &Plain) -> Rows {
     let format = flash.manifest().schema.tables[t].format().unwrap();
     let encode = |row: &Vec<f32>| {

@@ -1,14 +1,15 @@
-//! A car under attack: what hostile bundles and bad flash are tried on. Never attacks by itself.
+//! A car under attack, for tests of hostile bundles and damaged flash. Contains no attack.
 
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, batch_of, install};
 use crate::rewrite::Parts;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::Manifest;
+use hatchback::clock::SystemClock;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::page::PageBytes;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement};
 use hatchback_tools::pack::spec::CodecChoice;
@@ -23,7 +24,7 @@ pub const INDEXED: usize = 1;
 /// The table with a hot list, rows by hash, in f16.
 pub const HOT: usize = 2;
 
-/// A model of that lineage and generation; content differs from generation to generation.
+/// Returns a model of this lineage and generation. Each generation has other content.
 pub fn plan(lineage: &str, sequence: u64) -> ModelPlan {
     let tables = vec![
         TablePlan::cached(KeySpace::Sparse, 1200, 20, CodecChoice::U8),
@@ -38,8 +39,8 @@ pub fn plan(lineage: &str, sequence: u64) -> ModelPlan {
     ModelPlan { name: lineage.to_owned(), sequence, seed: sequence, dense: 2, tables, features }
 }
 
-/// A car with generation 5 live, and generation 6 on its way. When it is dropped, generation 5 must
-/// still serve the same scores, and the true generation 6 must still get in.
+/// A car with generation 5 live and the parts of generation 6. `drop` checks that generation 5
+/// still serves the same scores and that the true generation 6 still installs.
 pub struct Victim {
     folder: TempDir,
     /// The flash directory.
@@ -47,7 +48,7 @@ pub struct Victim {
     /// The live record.
     pub live: Vec<u8>,
     scores: Vec<u32>,
-    /// Generation 6 in pieces.
+    /// The parts of generation 6.
     pub next: Parts,
 }
 
@@ -77,7 +78,7 @@ impl Victim {
         scores.values.iter().map(|v| v.to_bits()).collect()
     }
 
-    /// Where attacks are written.
+    /// Returns the path of the attacking bundle.
     pub fn bundle(&self) -> PathBuf {
         self.folder.path().join("attack.bundle")
     }
@@ -85,7 +86,7 @@ impl Victim {
     /// Installs these bytes.
     ///
     /// # Errors
-    /// As it should.
+    /// Those of `Flash::install`.
     pub fn install(&self, bundle: &[u8]) -> Result<Flash, FlashError> {
         std::fs::write(self.bundle(), bundle).unwrap();
         Flash::install(
@@ -96,7 +97,8 @@ impl Victim {
         )
     }
 
-    /// Installs these bytes: refused, with an error that names a file and all of `texts`.
+    /// Checks that the install of these bytes fails with an error that names a file and all
+    /// `texts`.
     pub fn refuses(&self, bundle: &[u8], texts: &[&str]) {
         let error = self
             .install(bundle)
@@ -104,24 +106,24 @@ impl Victim {
             .unwrap_or_else(|| panic!("installed: {texts:?}"))
             .to_string();
         let root = self.folder.path().display().to_string();
-        assert!(error.starts_with(&root), "names no file: {error}");
+        assert!(error.starts_with(&root), "the error names no file: {error}");
         texts.iter().for_each(|text| assert!(error.contains(text), "no `{text}` in: {error}"));
         assert_eq!(std::fs::read(self.flash.join("live")).unwrap(), self.live, "{error}");
     }
 
-    /// Generation 6, changed, every hash valid.
+    /// Returns a changed generation 6 with valid hashes.
     pub fn attacked(&self, change: impl FnOnce(&mut Parts)) -> Vec<u8> {
         let mut parts = self.next.clone();
         change(&mut parts);
         parts.bytes()
     }
 
-    /// Refuses generation 6 with this manifest.
+    /// Checks that generation 6 with a changed manifest is refused.
     pub fn refuses_manifest(&self, change: impl FnOnce(&mut Manifest), texts: &[&str]) {
         self.refuses(&self.attacked(|p| change(&mut p.manifest)), texts);
     }
 
-    /// Refuses generation 6 with these pages.
+    /// Checks that generation 6 with changed pages of a table is refused.
     pub fn refuses_segment(
         &self,
         table: usize,
@@ -137,7 +139,7 @@ impl Drop for Victim {
         if std::thread::panicking() {
             return;
         }
-        assert!(self.score() == self.scores, "other scores");
+        assert!(self.score() == self.scores, "generation 5 has other scores");
         let flash = self.install(&self.next.clone().bytes()).unwrap();
         assert_eq!(flash.manifest().generation.sequence, 6);
         assert!(self.score() != self.scores);

@@ -1,44 +1,44 @@
-//! A link with faults, over any other one: it breaks after so many bytes or by chance, never ends,
-//! hands out single bytes, mixes answers up, or answers everything with the same page.
+//! A link that adds faults to another link: it breaks after a number of bytes or at random, never
+//! ends, delivers single bytes, swaps answers, or answers every request with the same page.
 
 use crate::random::Random;
 use hatchback::update::link::{Link, LinkError, Take};
 use std::ops::ControlFlow;
 
-/// What is wrong with the link.
+/// The faults of the link.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// Gives this many bytes in all, then only errors.
+    /// Delivers this many bytes in all, then only errors.
     pub breaks_after: Option<u64>,
-    /// Breaks off after this many bytes of each answer.
+    /// Breaks after this many bytes of each answer.
     pub breaks_each: Option<u64>,
-    /// Goes on for ever behind the end of objects whose path begins so.
+    /// Never ends objects whose path starts with this.
     pub endless: Option<&'static str>,
-    /// Hands out single bytes.
+    /// Delivers single bytes.
     pub single_bytes: bool,
-    /// Answers everything with this.
+    /// Answers every request with this page, as a captive portal does.
     pub portal: Option<&'static [u8]>,
-    /// Of a hundred answers so many break off at a random byte, or give nothing at all.
+    /// Share of answers, per cent, that break at a random byte or deliver nothing.
     pub loss_percent: u64,
-    /// Answers with what was asked for before, every so many times.
+    /// One of so many answers is that of the request before.
     pub swaps_one_in: u64,
 }
 
-/// The link.
+/// A link with faults.
 pub struct Wire<L> {
-    /// What it leads to.
+    /// The link below.
     pub link: L,
-    /// What is wrong with it.
+    /// The faults.
     pub faults: Faults,
-    /// Bytes handed out.
+    /// Bytes delivered.
     pub bytes: u64,
-    /// What was asked for.
+    /// The requested paths.
     pub asked: Vec<String>,
     random: Random,
 }
 
 impl<L: Link> Wire<L> {
-    /// `link` with `faults`.
+    /// Adds `faults` to `link`.
     pub fn new(link: L, faults: Faults) -> Self {
         Self { link, faults, bytes: 0, asked: Vec::new(), random: Random::new(17) }
     }

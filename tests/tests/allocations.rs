@@ -1,9 +1,10 @@
-//! After warm-up a request takes no memory from the heap, whatever becomes of its rows: an
-//! allocator that counts says so, from the caller's request to the scores of the dense network. And
-//! what a model holds of the heap is in the sum that it shows.
+//! After warm-up a request allocates nothing, from the caller's request to the scores of the dense
+//! network, whatever state its rows are in. A counting allocator proves it. The heap memory that a
+//! model holds is within its memory plan.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::io::page::AlignedPage;
@@ -11,7 +12,6 @@ use hatchback::io::reader::{PageReader, ReadMethod};
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::{RequestError, Ticket};
 use hatchback::request::serving::Serving;
-use hatchback::request::worker::SystemClock;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy};
@@ -30,7 +30,7 @@ struct Counting;
 
 static COUNTS: AtomicBool = AtomicBool::new(false);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-/// Bytes of the heap that are held.
+/// Bytes of the heap in use.
 static HELD: AtomicI64 = AtomicI64::new(0);
 
 fn hold(more: usize, less: usize) {
@@ -43,23 +43,23 @@ fn count() {
     }
 }
 
-// SAFETY: every call is passed on to the system's allocator as it came.
+// SAFETY: every call goes to the system's allocator with its arguments unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count();
         hold(layout.size(), 0);
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller keeps the contract of the system's allocator.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         hold(0, layout.size());
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller keeps the contract of the system's allocator.
         unsafe { System.dealloc(block, layout) }
     }
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         count();
         hold(bytes, layout.size());
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller keeps the contract of the system's allocator.
         unsafe { System.realloc(block, layout, bytes) }
     }
 }
@@ -67,7 +67,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Allocations of all threads while `work` runs.
+/// Returns the allocations of all threads while `work` runs.
 fn allocations(work: impl FnOnce()) -> u64 {
     ALLOCATIONS.store(0, Ordering::SeqCst);
     COUNTS.store(true, Ordering::SeqCst);
@@ -84,12 +84,12 @@ struct Fixture {
     flash: Flash,
     /// Keys of each table.
     keys: Vec<Vec<u64>>,
-    /// Where lookups are made.
+    /// The device that looks up rows.
     device: Device,
 }
 
 impl Fixture {
-    /// A table under each policy, a feature of up to three keys on each.
+    /// One table for each miss policy, and for each table a feature of up to three keys.
     fn new(device: Device) -> Self {
         let policies = [MissPolicy::Wait, MissPolicy::Deadline, MissPolicy::Default];
         let table = |miss| TablePlan {
@@ -126,7 +126,8 @@ impl Fixture {
         serving
     }
 
-    /// A request of `n` samples for the keys from number `from` on, of every table or of one.
+    /// Returns a request of `n` samples for the keys from number `from` on, of every table or of
+    /// one.
     fn batch(&self, n: usize, from: usize, table: Option<usize>) -> Batch {
         let bag = |t: usize, i: usize| match table {
             Some(only) if only != t => Vec::new(),
@@ -146,9 +147,8 @@ fn answer(serving: &Serving, batch: &Batch, deadline: Option<Duration>) {
     assert_eq!(ticket.wait().unwrap().scores().statuses.len(), batch.size());
 }
 
-/// Waits until the workers have nothing left to fetch; a row behind an answer is a page read at
-/// some time.
-fn settle(serving: &Serving) {
+/// Waits until the workers have no deferred row left to fetch: until their page count stands still.
+fn wait_for_deferred(serving: &Serving) {
     let mut before = 0;
     loop {
         answer_nothing(serving);
@@ -166,15 +166,15 @@ fn answer_nothing(serving: &Serving) {
     drop(empty.wait().unwrap());
 }
 
-/// Sends each batch in turn, first to warm up with the first half of them, then counting with the
-/// others.
+/// Sends each batch in turn. The first half warms up; the allocations of the second half are
+/// counted.
 fn phase(what: &str, serving: &Serving, batches: &[Batch], deadline: Option<Duration>) {
     let (first, second) = batches.split_at(batches.len() / 2);
     first.iter().for_each(|b| answer(serving, b, deadline));
-    settle(serving);
+    wait_for_deferred(serving);
     let before = serving.stats(NAME).unwrap().counters;
     let counted = allocations(|| second.iter().for_each(|b| answer(serving, b, deadline)));
-    settle(serving);
+    wait_for_deferred(serving);
     let counters = serving.stats(NAME).unwrap().counters.since(&before);
     assert_eq!(counted, 0, "{what}: {counters:?}");
     assert_eq!(counters.missed_lookups == 0, what.ends_with("hits"), "{what}: {counters:?}");
@@ -182,18 +182,18 @@ fn phase(what: &str, serving: &Serving, batches: &[Batch], deadline: Option<Dura
 
 #[test]
 fn after_warm_up_nothing_is_allocated() {
-    // What the driver takes itself is not counted.
+    // The driver's own memory is not counted.
     for device in [Device::Cpu, Device::Cuda(standin::gpu(23))] {
         every_path(&Fixture::new(device));
     }
-    // Last, when the harness's own thread has long done what it does at the start of a test.
+    // These run last, because the harness's own thread allocates at the start of a test.
     cache_verbs();
     reading_threads();
     memory_is_summed(&Fixture::new(Device::Cpu));
 }
 
-/// However large the budget's numbers are, what is held of the heap and is in no line of the sum
-/// stays small: names, threads.
+/// However large the budget is, the heap memory that no line of the memory plan covers stays small:
+/// names and threads.
 fn memory_is_summed(fixture: &Fixture) {
     const BESIDE: i64 = 256 << 10;
     for (batch_max, slots, workers) in [(4, 4, 1), (512, 64, 3)] {
@@ -201,18 +201,18 @@ fn memory_is_summed(fixture: &Fixture) {
         let serving =
             fixture.serving(|b| (b.batch_max, b.slots, b.workers) = (batch_max, slots, workers));
         (0..40).for_each(|i| answer(&serving, &fixture.batch(4, 12 * i, None), None));
-        settle(&serving);
+        wait_for_deferred(&serving);
         let held = HELD.load(Ordering::SeqCst) - before;
         let plan = serving.memory().remove(0).1;
-        // The first two, caches and resident tables, are maps of their own and never of the heap.
+        // The first two lines, caches and resident tables, are mapped memory and not of the heap.
         let summed: u64 = plan.lines()[2..].iter().map(|(_, bytes)| bytes).sum();
-        println!("{held} bytes of the heap, {summed} in the sum");
+        println!("{held} bytes of the heap, {summed} in the plan");
         assert!(held <= summed as i64 + BESIDE, "{held} bytes are held:\n{plan}");
     }
 }
 
 fn every_path(fixture: &Fixture) {
-    ahead(fixture);
+    prefetch(fixture);
     let serving = fixture.serving(|_| ());
     let fresh = |table: usize, from: usize| -> Vec<Batch> {
         (0..60).map(|i| fixture.batch(1 + i % BATCH_MAX, from + 12 * i, Some(table))).collect()
@@ -231,7 +231,7 @@ fn every_path(fixture: &Fixture) {
     two_workers(fixture);
 }
 
-/// The least cache: every request evicts what an earlier one put in.
+/// With the smallest cache every request evicts rows of an earlier one.
 fn eviction(fixture: &Fixture) {
     let serving = fixture.serving(|b| b.cache_bytes_max = 8 << 10);
     let batches: Vec<Batch> = (0..200).map(|i| fixture.batch(2, 12 * i, None)).collect();
@@ -248,15 +248,15 @@ fn unknown_keys(fixture: &Fixture, serving: &Serving) {
     phase("keys that no table has", serving, &(0..40).map(batch).collect::<Vec<_>>(), None);
 }
 
-/// Four requests of one sample are always one batch; a fifth is refused.
+/// Four requests of one sample are always one batch. A fifth is refused.
 fn merged(fixture: &Fixture) {
-    let serving = fixture.serving(|b| b.gather_us = u32::MAX);
+    let serving = fixture.serving(|b| b.batch_delay_us_max = u32::MAX);
     let requests: Vec<Batch> = (0..4).map(|i| fixture.batch(1, 3 * i, Some(0))).collect();
     let round = || {
         let submit = |b| serving.submit(NAME, b, None).unwrap();
         let tickets: [Ticket; 4] = std::array::from_fn(|i| submit(&requests[i]));
         let refused = serving.submit(NAME, &requests[0], None);
-        // The four may have been served and not yet dropped: their slots are taken all the same.
+        // Requests that are served keep their slots until their tickets are dropped.
         assert!(matches!(refused, Err(RequestError::Busy(4))));
         tickets.iter().for_each(|t| drop(t.wait().unwrap()));
     };
@@ -267,21 +267,21 @@ fn merged(fixture: &Fixture) {
     assert_eq!(counted, 0, "merged");
 }
 
-fn ahead(fixture: &Fixture) {
+fn prefetch(fixture: &Fixture) {
     let serving = fixture.serving(|_| ());
-    let name = |keys: &[u64]| {
+    let prefetch = |keys: &[u64]| {
         assert_eq!(serving.prefetch(NAME, 0, keys), keys.len());
         while serving.stats(NAME).unwrap().prefetch_waiting > 0 {
             std::thread::yield_now();
         }
     };
-    fixture.keys[0][..300].chunks(50).for_each(name);
-    let counted = allocations(|| fixture.keys[0][300..900].chunks(50).for_each(name));
+    fixture.keys[0][..300].chunks(50).for_each(prefetch);
+    let counted = allocations(|| fixture.keys[0][300..900].chunks(50).for_each(prefetch));
     assert_eq!(counted, 0, "prefetch");
     assert!(serving.stats(NAME).unwrap().counters.pages > 0);
 }
 
-/// Two workers, three callers, every path at once; a batch is one request.
+/// Two workers and three callers use every path at the same time. A batch is one request.
 fn two_workers(fixture: &Fixture) {
     let serving =
         fixture.serving(|b| (b.workers, b.batch_max, b.cache_bytes_max) = (2, 1, 8 << 10));
@@ -297,6 +297,7 @@ fn two_workers(fixture: &Fixture) {
             );
         }
     };
+
     let (ready, go) = (std::sync::Barrier::new(4), std::sync::Barrier::new(4));
     std::thread::scope(|scope| {
         for batches in &callers {
@@ -309,12 +310,14 @@ fn two_workers(fixture: &Fixture) {
                 go.wait();
             });
         }
+
         ready.wait();
         let counted = allocations(|| {
             go.wait();
             ready.wait();
         });
         go.wait();
+
         assert_eq!(counted, 0, "two workers");
     });
 }
@@ -326,7 +329,7 @@ fn cache_verbs() {
         for key in 0..5000 {
             let row = RowKey { table: 1, key: key % 700 };
             cache.insert(row, &[key as u8; 20], cache.epoch(row));
-            // A row may be driven out by itself being new; what was found can be changed.
+            // An insert may evict the new row itself. A row that a query finds can be updated.
             assert!(!cache.query(row, &mut out) || cache.update(row, &[1; 20]));
             cache.invalidate(RowKey { table: 1, key: key % 90 });
         }
@@ -334,7 +337,7 @@ fn cache_verbs() {
     assert_eq!(counted, 0, "cache verbs");
 }
 
-/// Where the system has no io_uring, a pool of threads reads.
+/// On a system without io_uring a pool of threads reads.
 fn reading_threads() {
     let path = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(&path, vec![7; 64 * size_of::<AlignedPage>()]).unwrap();

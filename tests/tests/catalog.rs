@@ -1,5 +1,5 @@
-//! The catalog lost, stale, damaged and made of garbage: it is moved aside, made anew and counted,
-//! and nothing of the model is lost. Failures name the seed.
+//! A lost, stale or damaged catalog, and one full of garbage, is moved aside and rebuilt. The model
+//! loses nothing. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -54,7 +54,7 @@ impl Car {
         Catalog::open(&self.catalog(), &self.flash()).unwrap()
     }
 
-    /// Nothing of the model may depend on the catalog.
+    /// No row of the model may depend on the catalog.
     fn check_rows(&self, what: &str) {
         whole_generation(&self.flash(), &self.versions, what);
     }
@@ -70,7 +70,7 @@ fn files(directory: &Path) -> Vec<PathBuf> {
     all
 }
 
-/// The files of a directory, to be put back.
+/// Returns the files of a directory for `restore`.
 fn snapshot(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     files(directory).into_iter().map(|f| (f.clone(), fs::read(&f).unwrap())).collect()
 }
@@ -83,30 +83,30 @@ fn restore(directory: &Path, files: &[(PathBuf, Vec<u8>)]) {
     }
 }
 
-/// CatalogEntries with something in every field, written `times` times over.
+/// Returns entries with a value in every field, committed `times` times.
 fn filled(car: &Car, times: u64) -> CatalogEntries {
-    let (mut catalog, mut notes, _) = car.open();
+    let (mut catalog, mut entries, _) = car.open();
     for n in 0..times {
-        notes.wear.spend(DAY * 20_000, 1000);
-        notes.scrub.pages = n;
-        catalog.write(&notes).unwrap();
+        entries.wear.spend(DAY * 20_000, 1000);
+        entries.scrub.pages = n;
+        catalog.write(&entries).unwrap();
     }
-    notes
+    entries
 }
 
 #[test]
-fn what_was_written_is_there() {
+fn committed_entries_are_found_at_the_next_open() {
     let car = Car::new();
-    let (catalog, notes, found) = car.open();
+    let (catalog, entries, found) = car.open();
     assert_eq!((found, catalog.quarantined()), (CatalogState::Missing, 0));
-    assert_eq!(notes.segments.len(), 6, "two bases, what is placed of them, two deltas");
-    let rows: u64 = notes.segments.values().map(|c| c.rows).sum();
+    assert_eq!(entries.segments.len(), 6, "two bases, their clustered segments, two deltas");
+    let rows: u64 = entries.segments.values().map(|c| c.rows).sum();
     let base_rows = car.versions.rows[0].iter().map(|r| r.len() as u64).sum();
     assert!(rows > base_rows, "{rows} of more than {base_rows}");
     drop(catalog);
     let written = filled(&car, 50);
-    let (_, notes, found) = car.open();
-    assert_eq!((notes, found), (written, CatalogState::Kept));
+    let (_, entries, found) = car.open();
+    assert_eq!((entries, found), (written, CatalogState::Kept));
 }
 
 #[test]
@@ -122,42 +122,42 @@ fn an_open_catalog_is_not_taken_for_a_damaged_one() {
 fn a_peek_reads_beside_an_open_catalog_and_changes_nothing() {
     let car = Car::new();
     filled(&car, 5);
-    let (_held, notes, _) = car.open();
+    let (_held, entries, _) = car.open();
     let (before, scratch) = (snapshot(&car.catalog()), tempfile::tempdir().unwrap());
-    assert_eq!(Catalog::peek(&car.catalog(), scratch.path()).unwrap(), notes);
+    assert_eq!(Catalog::peek(&car.catalog(), scratch.path()).unwrap(), entries);
     assert!(snapshot(&car.catalog()) == before);
     let scratch = tempfile::tempdir().unwrap();
     assert!(Catalog::peek(&car.directory().join("none"), scratch.path()).is_err());
 }
 
 #[test]
-fn a_stale_catalog_keeps_what_it_says_of_the_device() {
+fn a_stale_catalog_keeps_the_wear_state() {
     let car = Car::new();
     let before = filled(&car, 3);
     car.install(3);
-    let (catalog, notes, found) = car.open();
+    let (catalog, entries, found) = car.open();
     assert_eq!((found, catalog.quarantined()), (CatalogState::Stale { sequence: 2 }, 1));
-    assert_eq!((notes.sequence, notes.wear), (3, before.wear));
-    assert_eq!(notes.segments.len(), 8);
+    assert_eq!((entries.sequence, entries.wear), (3, before.wear));
+    assert_eq!(entries.segments.len(), 8);
     car.check_rows("stale");
     drop(catalog);
     assert_eq!(car.open().2, CatalogState::Kept);
 }
 
-/// The generation became another one while the catalog was open, and it was told.
+/// Another generation became live while the catalog was open, and the entries followed.
 #[test]
 fn a_catalog_that_followed_is_not_stale() {
     let car = Car::new();
-    let (mut catalog, mut notes, _) = car.open();
+    let (mut catalog, mut entries, _) = car.open();
     car.install(3);
-    notes.follow(&car.flash());
-    catalog.write(&notes).unwrap();
+    entries.follow(&car.flash());
+    catalog.write(&entries).unwrap();
     drop(catalog);
     let (_, again, found) = car.open();
-    assert_eq!((again, found), (notes, CatalogState::Kept));
+    assert_eq!((again, found), (entries, CatalogState::Kept));
 }
 
-/// A cut that undoes the last commits leaves the catalog of before them.
+/// A power cut that undoes the last commits leaves the catalog of an earlier commit.
 #[test]
 fn an_undone_commit_changes_nothing_that_matters() {
     let car = Car::new();
@@ -166,12 +166,12 @@ fn an_undone_commit_changes_nothing_that_matters() {
     let after = filled(&car, 5);
     assert_ne!(before, after);
     restore(&car.catalog(), &saved);
-    let (_, notes, found) = car.open();
-    assert_eq!((notes, found), (before, CatalogState::Kept));
+    let (_, entries, found) = car.open();
+    assert_eq!((entries, found), (before, CatalogState::Kept));
     car.check_rows("undone");
 }
 
-/// Every file of the catalog is garbage, empty or gone; or there is no directory at all.
+/// Every file of the catalog is garbage, empty or missing; or the directory is missing.
 #[test]
 fn garbage_is_moved_aside() {
     let car = Car::new();
@@ -182,41 +182,47 @@ fn garbage_is_moved_aside() {
     let (catalog, _, _) = car.open();
     let mut quarantined = catalog.quarantined();
     drop(catalog);
+
     for length in [0, 1, 100, 5000, 1 << 20] {
         let mut files = saved.clone();
         files.iter_mut().for_each(|(_, content)| *content = garbage(length, &mut random));
         restore(&car.catalog(), &files);
-        let (catalog, notes, found) = car.open();
+        let (catalog, entries, found) = car.open();
         assert!(matches!(found, CatalogState::Damaged { .. }), "{length}: {found:?}");
         quarantined += 1;
-        assert_eq!((catalog.quarantined(), notes.segments.len()), (quarantined, 6));
+        assert_eq!((catalog.quarantined(), entries.segments.len()), (quarantined, 6));
         car.check_rows("garbage");
     }
+
     fs::remove_dir_all(car.catalog()).unwrap();
     fs::write(car.catalog(), b"a file where a directory should be").unwrap();
     assert!(matches!(car.open().2, CatalogState::Damaged { .. }));
+
     fs::remove_dir_all(car.catalog()).unwrap();
     assert_eq!(car.open().2, CatalogState::Missing);
     let aside = fs::read_dir(car.directory()).unwrap().map(|e| e.unwrap().file_name());
     let aside = aside.filter(|n| n.to_string_lossy().starts_with("catalog.bad-")).count();
-    assert_eq!(aside, 2, "only the last ones are kept");
+
+    assert_eq!(aside, 2, "only the two newest are kept");
 }
 
 fn rounds() -> u64 {
     std::env::var("HATCHBACK_CATALOGS").ok().and_then(|n| n.parse().ok()).unwrap_or(150)
 }
 
-/// Damages the files of the catalog in some way; returns in which.
+/// Damages the files of the catalog and returns the kind of damage.
 fn damage(files: &mut [(PathBuf, Vec<u8>)], random: &mut Random) -> &'static str {
     let others: Vec<Vec<u8>> = files.iter().map(|(_, content)| content.clone()).collect();
-    // Most of the file is unused; the damage must hit what is used.
+    // Most of the file is unused; the damage must hit the used part.
     let used = |content: &[u8]| content.iter().rposition(|b| *b != 0).map_or(1, |at| at + 1) as u64;
     let count = files.len() as u64;
     let (_, content) = &mut files[random.below(count) as usize];
+
     if content.is_empty() {
         *content = vec![1, 2, 3];
         return "filled";
     }
+
     match random.below(4) {
         0 => {
             let at = random.below(used(content));
@@ -244,7 +250,7 @@ fn damage(files: &mut [(PathBuf, Vec<u8>)], random: &mut Random) -> &'static str
     }
 }
 
-/// Whatever happens to its bytes, the catalog comes back with something that was written, or anew.
+/// After any damage to its bytes, the catalog opens with committed entries or is rebuilt.
 #[test]
 fn no_damage_matters() {
     let car = Car::new();
@@ -252,39 +258,47 @@ fn no_damage_matters() {
     for _ in 0..30 {
         written.push(filled(&car, 1));
     }
+
     let saved = snapshot(&car.catalog());
-    let (mut kept, mut anew, mut undone) = (0, 0, 0);
+    let (mut kept, mut rebuilt, mut undone) = (0, 0, 0);
     for seed in 0..rounds() {
         let (mut random, mut files) = (Random::new(seed), saved.clone());
         let how = damage(&mut files, &mut random);
         restore(&car.catalog(), &files);
-        let (mut catalog, mut notes, found) = car.open();
+        let (mut catalog, mut entries, found) = car.open();
+
         match found {
             CatalogState::Kept => {
-                assert!(written.contains(&notes), "seed {seed}, {how}: {notes:?}")
+                assert!(written.contains(&entries), "seed {seed}, {how}: {entries:?}")
             }
             CatalogState::Damaged { .. } => {
-                assert!(notes.segments.len() == 6, "seed {seed}, {how}")
+                assert!(entries.segments.len() == 6, "seed {seed}, {how}")
             }
             other => panic!("seed {seed}, {how}: {other:?}"),
         }
+
         let is_kept = found == CatalogState::Kept;
-        (kept, anew) = (kept + u64::from(is_kept), anew + u64::from(!is_kept));
-        // What came back can be written to, or says that it cannot.
-        notes.wear.spend(DAY * 20_001, 1);
-        let wrote = catalog.write(&notes).is_ok();
+        (kept, rebuilt) = (kept + u64::from(is_kept), rebuilt + u64::from(!is_kept));
+
+        // The opened catalog accepts a commit or returns an error.
+        entries.wear.spend(DAY * 20_001, 1);
+        let wrote = catalog.write(&entries).is_ok();
         drop(catalog);
-        assert!(wrote || is_kept, "seed {seed}, {how}: a catalog made anew does not take a commit");
+        assert!(wrote || is_kept, "seed {seed}, {how}: a rebuilt catalog refuses a commit");
         let (_, again, found) = car.open();
-        // On damage that sled does not notice it acknowledges a commit that the next open has
-        // undone.
-        let known = again == notes || (is_kept && written.contains(&again));
-        undone += u64::from(wrote && found == CatalogState::Kept && again != notes);
+
+        // With damage that sled does not notice, it may acknowledge a commit that the next open
+        // does not find.
+        let known = again == entries || (is_kept && written.contains(&again));
+        undone += u64::from(wrote && found == CatalogState::Kept && again != entries);
+
         assert!(known || found != CatalogState::Kept, "seed {seed}, {how}: {again:?}");
     }
+
     car.check_rows("after all damage");
     println!(
-        "{} damaged catalogs: {kept} kept as of some commit, {undone} of which lost the next one, {anew} made anew",
+        "{} damaged catalogs: {kept} kept with committed entries, {undone} of which lost the next \
+         commit, {rebuilt} rebuilt",
         rounds()
     );
 }

@@ -1,11 +1,12 @@
-//! The demo: a DLRM trained on real coupon data. Our scores of all held-out rows against PyTorch's,
-//! and what 8-bit rows cost in AUC.
+//! The demo: a DLRM trained on real coupon data. Compares the scores of all held-out rows with
+//! those of PyTorch, and measures what 8-bit rows cost in AUC.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback::clock::SystemClock;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::Placement;
 use hatchback::schema::sample::Sample;
 use hatchback_tests::models::{install_spec, repository, score_all};
@@ -15,12 +16,12 @@ use hatchback_tools::pack::spec::CodecChoice;
 use hatchback_tools::report::metrics;
 use std::sync::Arc;
 
-/// Scores of all held-out rows, and the rows.
+/// Returns the scores of all held-out rows, and the rows.
 fn scores(codec: CodecChoice, placement: Option<Placement>) -> (Vec<f32>, Vec<Sample>) {
     let installed = install_spec("tools/demo/coupon/model.toml", Some(codec), placement);
     let samples =
         read_samples(&repository("tools/demo/coupon/heldout.jsonl"), &installed.schema).unwrap();
-    // A cache of a tenth of the rows, so that most of the work is misses.
+    // The cache holds a tenth of the rows, so that most lookups miss.
     let budget = Budget { cache_bytes_max: 32 << 10, misses_max: 256, ..Budget::default() };
     let model =
         Arc::new(Model::open(&hatchback::io::disk::system(), &installed.flash, budget).unwrap());

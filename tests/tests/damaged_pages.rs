@@ -1,16 +1,17 @@
-//! Pages that went bad on flash: their keys, and only they, are answered with the default row and
-//! counted as damaged. Never a wrong row, never a crash.
+//! Damaged pages on flash: their keys, and no others, get the default row and the status `damaged`.
+//! Never a wrong row, never a crash.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::LookupStatus;
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
-use hatchback::flash::table::PLACED;
+use hatchback::flash::table::CLUSTERED;
 use hatchback::io::page::PageBytes;
 use hatchback::limits::PAGE_BYTES;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
@@ -23,7 +24,7 @@ use std::sync::Arc;
 
 const KEYS_A_BAG: usize = 4;
 
-/// One table and a feature that looks four keys up.
+/// A model with one table and a feature of four keys.
 struct Fixture {
     packed: Packed,
     reference: Reference,
@@ -83,8 +84,8 @@ impl Fixture {
         Worker::new(Arc::new(model), Arc::new(SystemClock::default()))
     }
 
-    /// Looks up every key of the table; exactly the `lost` ones must be answered as damaged.
-    /// Returns the whole status.
+    /// Looks up every key of the table. Exactly the `lost` keys must have the status `damaged`.
+    /// Returns the sum of all statuses.
     fn check(&self, worker: &mut Worker, lost: &HashSet<u64>) -> LookupStatus {
         let lost = |_: usize, key: u64| lost.contains(&key);
         let mut sum = LookupStatus::default();
@@ -128,7 +129,7 @@ fn a_flipped_bit_costs_its_page_and_no_other() {
                 let lost: HashSet<u64> = keys_on(&fixture.pages(), page).into_iter().collect();
                 fixture.flip(page, bit);
                 let mut worker = fixture.open();
-                // The second time around what is whole comes from the cache.
+                // In the second turn the other rows come from the cache.
                 for turn in 1..=2 {
                     let status = fixture.check(&mut worker, &lost);
                     assert_eq!(status.damaged as usize, lost.len());
@@ -158,7 +159,7 @@ fn a_damaged_page_is_counted_once_a_request() {
     }
 }
 
-/// Whole pages in the wrong place: a write that went astray.
+/// Whole pages at the wrong place, as after a misdirected write.
 #[test]
 fn a_misplaced_page_is_damage() {
     for keys in [KeySpace::Index, KeySpace::Sparse] {
@@ -181,7 +182,7 @@ fn pages_of_zeros_are_damage() {
     fixture.check(&mut fixture.open(), &lost);
 }
 
-/// The file loses its end while it is served.
+/// The file is truncated while the model serves.
 #[test]
 fn a_file_that_shrinks_is_damage() {
     let fixture = Fixture::new(|t| t.keys = KeySpace::Index);
@@ -195,7 +196,7 @@ fn a_file_that_shrinks_is_damage() {
 }
 
 #[test]
-fn damage_behind_the_answer_is_not_cached() {
+fn damage_found_by_a_deferred_fetch_is_not_cached() {
     let fixture = Fixture::new(|t| t.miss = MissPolicy::Default);
     let lost: HashSet<u64> = keys_on(&fixture.pages(), fixture.middle()).into_iter().collect();
     fixture.flip(fixture.middle(), 8 * 1000);
@@ -205,7 +206,7 @@ fn damage_behind_the_answer_is_not_cached() {
     for batch in &batches {
         assert_eq!(worker.score(batch, None).unwrap().status().fresh, 0);
     }
-    assert_eq!(worker.fetch_behind(usize::MAX), 1200 - lost.len());
+    assert_eq!(worker.fetch_deferred(usize::MAX), 1200 - lost.len());
     let (mut fresh, mut defaulted) = (0, 0);
     for batch in &batches {
         let status = worker.score(batch, None).unwrap().status();
@@ -214,16 +215,16 @@ fn damage_behind_the_answer_is_not_cached() {
     assert_eq!((fresh as usize, defaulted as usize), (1200 - lost.len(), lost.len()));
 }
 
-/// The hot list is read at start: a damaged page costs its rows' warmth. Rows that are placed lie
-/// elsewhere too.
+/// The start preloads the hot list. A damaged page leaves its rows out of the cache, unless the
+/// clustered segment repeats them.
 #[test]
 fn a_damaged_page_does_not_stop_the_start_of_a_cached_table() {
     let fixture = Fixture::new(|t| t.counts = true);
     let table =
         Flash::open(&hatchback::io::disk::system(), &fixture.flash).unwrap().table(0).unwrap();
-    let placed = |key: u64| table.locate(key).unwrap().segment == PLACED;
+    let clustered = |key: u64| table.locate(key).unwrap().segment == CLUSTERED;
     let (kept, lost): (HashSet<u64>, HashSet<u64>) =
-        keys_on(&fixture.pages(), fixture.middle()).into_iter().partition(|key| placed(*key));
+        keys_on(&fixture.pages(), fixture.middle()).into_iter().partition(|key| clustered(*key));
     assert!(!kept.is_empty() && !lost.is_empty());
     fixture.flip(fixture.middle(), 8 * 1000);
     let mut worker = fixture.open();
@@ -237,9 +238,9 @@ fn names(error: &str, path: &Path, what: &str) {
     assert!(error.starts_with(&path.display().to_string()) && error.contains(what), "{error}");
 }
 
-/// A table that is kept whole must be whole: the start is refused, and the error names the page.
+/// A resident table must be whole: the model does not open, and the error names the page.
 #[test]
-fn a_damaged_resident_table_refuses_the_start() {
+fn a_model_with_a_damaged_resident_table_does_not_open() {
     for keys in [KeySpace::Index, KeySpace::Sparse] {
         let fixture = Fixture::new(|t| (t.keys, t.placement) = (keys, Placement::Resident));
         fixture.flip(fixture.middle(), 8 * 1000);
@@ -249,7 +250,7 @@ fn a_damaged_resident_table_refuses_the_start() {
 }
 
 #[test]
-fn a_damaged_trailer_or_fence_refuses_the_start() {
+fn a_model_with_a_damaged_trailer_or_fence_does_not_open() {
     let fixture = Fixture::new(|_| ());
     let pages = fixture.pages();
     for page in [pages.len() - 1, pages.len() - 2] {

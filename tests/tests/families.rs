@@ -1,13 +1,14 @@
-//! The four model families as the trainer's package wrote them, end to end: our scores against
-//! PyTorch's.
+//! The four model families as the trainer's package wrote them, end to end: the scores of Hatchback
+//! against those of PyTorch.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::Weights;
+use hatchback::clock::SystemClock;
+use hatchback::limits::SCORE_DIFFERENCE_MAX;
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
-use hatchback::request::weight_check::SCORE_DIFFERENCE_MAX;
-use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement};
 use hatchback_tests::models::{
@@ -31,7 +32,7 @@ fn probe(family: &str, installed: &Installed) -> Vec<Sample> {
     read_samples(&path, &installed.schema).unwrap()
 }
 
-/// With a cache of a few sets and the shortest miss list.
+/// Makes a worker with a cache of a few sets and the shortest miss list.
 fn worker(installed: &Installed) -> Worker {
     let mut budget = tiny_budget(&installed.schema, 32);
     budget.resident_bytes_max = 1 << 20;
@@ -39,14 +40,14 @@ fn worker(installed: &Installed) -> Worker {
     Worker::new(model, Arc::new(SystemClock::default()))
 }
 
-/// NaN where a score is no number, which no bound allows.
+/// Returns the largest difference; NaN, which no bound allows, if a score is NaN.
 fn furthest(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     largest_difference(a, b)
 }
 
-/// What the rows of `probe` must be counted as: an index key beyond the table and an unknown sparse
-/// key are absent.
+/// Returns how many lookups of `samples` must at least be counted as absent: those of index keys
+/// beyond their table.
 fn absent_at_least(installed: &Installed, samples: &[Sample]) -> u32 {
     let features = &installed.schema.features;
     let beyond = |(f, bag): (usize, &Vec<u64>)| {
@@ -64,6 +65,7 @@ fn scores_are_pytorchs_under_every_placement_and_batch_size() {
             let installed = installed(family, CodecChoice::F32, placement);
             let samples = probe(family, &installed);
             assert!(samples.len() >= 32 && samples.iter().all(|s| s.score.is_some()));
+
             let expected: Vec<f32> = samples.iter().filter_map(|s| s.score).collect();
             for size in BATCHES {
                 let mut worker = worker(&installed);
@@ -79,6 +81,7 @@ fn scores_are_pytorchs_under_every_placement_and_batch_size() {
                 all.push(scores);
             }
         }
+
         assert!(statuses.iter().all(|s| *s == statuses[0]), "{family}: {statuses:?}");
         for scores in &all {
             assert!(
@@ -89,7 +92,7 @@ fn scores_are_pytorchs_under_every_placement_and_batch_size() {
     }
 }
 
-/// How far a score may move when the rows are stored in fewer bits.
+/// Rows in fewer bits change a score by no more than the bound of their codec.
 #[test]
 fn coarser_codecs_stay_within_their_bounds() {
     for (codec, bound) in
@@ -116,7 +119,7 @@ fn coarser_codecs_stay_within_their_bounds() {
     }
 }
 
-/// The probe set travels in the bundle and comes back from flash as it was written.
+/// The probe set in the bundle is the one that flash returns.
 #[test]
 fn the_probe_set_comes_back_from_flash() {
     for family in FAMILIES {
@@ -127,7 +130,7 @@ fn the_probe_set_comes_back_from_flash() {
     }
 }
 
-/// The family's model without its probe set, so that nothing can be compared when it is opened.
+/// Installs the family's model without its probe set, so that opening it checks no score.
 fn without_probe(family: &str) -> Installed {
     let folder = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(repository(&format!("tests/data/families/{family}"))).unwrap() {
@@ -154,10 +157,12 @@ fn weights_that_move_a_probe_score_are_refused_and_no_others() {
             score_all(&mut Worker::new(model, Arc::new(SystemClock::default())), &samples, 1).0
         };
         let trained = scores(Weights::F32);
+
         for weights in [Weights::F16, Weights::Int8] {
             let off = furthest(&scores(weights), &trained);
             let wide = Budget { cache_bytes_max: 1 << 20, ..budget(weights) };
             println!("{family}, {weights}: a score moves by {off:.1e}");
+
             match Model::open(&hatchback::io::disk::system(), &whole.flash, wide) {
                 Ok(_) => {
                     assert!(off <= f64::from(SCORE_DIFFERENCE_MAX), "{family}, {weights}: taken");
@@ -172,5 +177,6 @@ fn weights_that_move_a_probe_score_are_refused_and_no_others() {
             }
         }
     }
+
     assert!(refused > 0 && taken > 0, "{refused} refused, {taken} taken");
 }

@@ -1,4 +1,5 @@
-//! Every parser on seeded damage to whole inputs: none panics, none hangs. The long run is `fuzz/`.
+//! Every parser on valid inputs with seeded damage: none panics and none hangs. `fuzz/` is the long
+//! run.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -11,11 +12,11 @@ use std::panic::catch_unwind;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Cases of each parser.
+/// The number of cases for each parser.
 const CASES: u64 = 15_000;
-/// No parser may take longer than this for its cases; it then gets fewer.
+/// Time for the cases of one parser. A slow parser gets fewer cases.
 const TIME_MAX: Duration = Duration::from_secs(3);
-/// One case may never take longer than this: a small input that costs much is an attack of its own.
+/// Longest time of one case: a small input that costs much time is an attack.
 const CASE_TIME_MAX: Duration = Duration::from_secs(2);
 
 fn one(name: &str, parser: Parser, seed: u64, goldens: &[Vec<u8>]) {
@@ -36,7 +37,7 @@ fn no_parser_panics() {
     let replay = std::env::var("HATCHBACK_FUZZ_SEED").ok().map(|seed| seed.parse::<u64>().unwrap());
     for (name, parser) in PARSERS {
         let goldens = goldens(name);
-        // What is whole, and nothing at all.
+        // Undamaged inputs and the empty input.
         goldens.iter().for_each(|golden| parser(golden));
         parser(&[]);
         if let Some(seed) = replay {

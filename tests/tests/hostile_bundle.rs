@@ -1,5 +1,5 @@
-//! Bundles from an attacker, one test an attack. Each is refused with an error that names the
-//! file and the field, and what was live before stays live and scores the same.
+//! Bundles from an attacker, one test for each attack. The install refuses each with an error that
+//! names the file and the field. The live generation stays live and scores the same.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -26,8 +26,8 @@ fn truncated_at_every_length() {
     for length in (0..bundle.len() as u64).rev() {
         file.set_len(length).unwrap();
         match BundleReader::open(&victim.bundle()) {
-            Err(BundleError::Field { field, .. }) => {
-                assert!(["length", "trailer"].contains(&field.as_str()))
+            Err(BundleError::Field(e)) => {
+                assert!(["length", "trailer"].contains(&e.field.as_str()))
             }
             other => panic!("{length} of {} bytes: {:?}", bundle.len(), other.err()),
         }
@@ -35,7 +35,7 @@ fn truncated_at_every_length() {
     victim.refuses(&bundle[..bundle.len() - 1], &["attack.bundle", "trailer: is missing"]);
     victim.refuses(&[], &["attack.bundle", "length: 0 bytes"]);
     victim.refuses(&[&bundle[..], &[0]].concat(), &["trailer: is missing"]);
-    // The manifest and the trailer of a longer file.
+    // The trailer belongs to a file that is one byte longer.
     let without_a_byte = [&bundle[..16], &bundle[17..]].concat();
     victim.refuses(&without_a_byte, &["trailer.manifest_at"]);
 }
@@ -72,7 +72,7 @@ fn wrong_format_numbers() {
 }
 
 #[test]
-fn manifest_lengths_that_lie() {
+fn manifest_lengths_that_are_false() {
     let victim = Victim::default();
     let bundle = victim.next.clone().bytes();
     let with = |at: u64, length: u64| {
@@ -136,7 +136,7 @@ fn chunks_that_overlap_the_manifest_or_leave_a_hole() {
     victim.refuses(&parts.bytes_with(&parts.manifest.encode().unwrap()), &["blobs: chunks end at"]);
 }
 
-/// A chunk that expands beyond what it says, to less, or that is no zstd at all.
+/// A chunk that expands to more or fewer bytes than its manifest entry says, or that is not zstd.
 #[test]
 fn a_zip_bomb() {
     let victim = Victim::default();
@@ -156,7 +156,7 @@ fn a_zip_bomb() {
     let short = format!("decompresses to {} bytes instead of {CHUNK_BYTES}", CHUNK_BYTES - 1);
     victim.refuses(&chunk(compressed(CHUNK_BYTES - 1), CHUNK_BYTES), &[&field, &short]);
     victim.refuses(&chunk(vec![0x28; 99], CHUNK_BYTES), &[&field, "does not decompress"]);
-    // What it says it expands to is itself too much.
+    // The size that the manifest declares is itself too large.
     victim.refuses(&chunk(bomb.clone(), CHUNK_BYTES + 1), &[&field, ".raw"]);
     victim.refuses(&chunk(bomb.clone(), u32::MAX as usize), &[&field, ".raw"]);
     victim.refuses(&chunk(bomb, 100), &[&field, ".stored"]);
@@ -182,7 +182,7 @@ fn a_chunk_swapped_for_another_valid_chunk() {
     let dense = victim.next.manifest.dense as usize;
     victim.refuses(&swap(blob(HASHED), dense), &["t0000-0000.seg: length"]);
     victim.refuses(&swap(dense, blob(HOT)), &["t0002-0000.seg"]);
-    // The bytes alone, under the hashes of the true ones.
+    // Only the bytes are swapped; the hashes are those of the original chunks.
     let mut parts = victim.next.clone();
     parts.stored.swap(blob(HASHED), blob(HOT));
     let lengths = parts.bytes_with(&parts.manifest.encode().unwrap());
@@ -235,8 +235,7 @@ fn unsorted_keys() {
     );
 }
 
-/// Keys whose hashes share the prefix that a fence holds, on two pages: a fence could find only one
-/// of them.
+/// Keys on two pages whose hashes share a fence prefix: a fence can find only one of the pages.
 #[test]
 fn a_hash_prefix_on_two_pages() {
     let victim = Victim::default();
@@ -254,7 +253,7 @@ fn a_hash_prefix_on_two_pages() {
 #[test]
 fn rows_that_are_not_numbers() {
     let victim = Victim::default();
-    // u8: the scale stands behind 20 codes, the bias behind the scale.
+    // u8: the scale follows 20 codes, the bias follows the scale.
     for (at, column) in [(20, 20), (22, 21)] {
         for bits in [0x7e00u16, 0x7c00, 0xfc00] {
             let edit = |pages: &mut Vec<PageBytes>| {
@@ -266,6 +265,7 @@ fn rows_that_are_not_numbers() {
             victim.refuses_segment(HASHED, edit, &[&text, "not finite"]);
         }
     }
+
     for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let edit = |pages: &mut Vec<PageBytes>| {
             pages[2][16 + 32 * 9 + 12..][..4].copy_from_slice(&value.to_le_bytes());
@@ -274,12 +274,14 @@ fn rows_that_are_not_numbers() {
         let text = format!("t0001-0000.seg: page 2: row 9: column 3 holds {value}");
         victim.refuses_segment(INDEXED, edit, &[&text]);
     }
+
     let half = |pages: &mut Vec<PageBytes>| {
         let row = 16 + 8 * count(&pages[0]);
         pages[0][row + 11] = 0x7c;
         pages[0][row + 10] = 1;
         reseal(&mut pages[0]);
     };
+
     victim.refuses_segment(HOT, half, &["t0002-0000.seg: page 0: row 0: column 5 holds NaN"]);
     victim.refuses_manifest(
         |m| m.schema.tables[0].default_row[3] = f32::NAN,
@@ -292,7 +294,7 @@ fn fence_page(pages: &[PageBytes]) -> usize {
 }
 
 #[test]
-fn fences_that_lie() {
+fn fences_that_are_false() {
     let victim = Victim::default();
     for fence in [0, 5, 9] {
         let edit = |pages: &mut Vec<PageBytes>| {
@@ -306,6 +308,7 @@ fn fences_that_lie() {
             &[&format!("t0000-0000.seg: fences: entry {fence} is not")],
         );
     }
+
     let recount = |to: u8| {
         move |pages: &mut Vec<PageBytes>| {
             let page = fence_page(pages);
@@ -313,6 +316,7 @@ fn fences_that_lie() {
             reseal(&mut pages[page]);
         }
     };
+
     victim.refuses_segment(HASHED, recount(9), &["t0000-0000.seg: index: 9 entries for 10"]);
     victim.refuses_segment(HASHED, recount(11), &["t0000-0000.seg: fences: entry 10 is not"]);
     let none = |pages: &mut Vec<PageBytes>| {
@@ -320,17 +324,19 @@ fn fences_that_lie() {
         renumber(pages, 10, 0);
     };
     victim.refuses_segment(HASHED, none, &["t0000-0000.seg: index: 0 entries for 10"]);
-    // An index table has none.
-    let uninvited = |pages: &mut Vec<PageBytes>| {
+
+    // An index table has no fences.
+    let unexpected = |pages: &mut Vec<PageBytes>| {
         let mut page = pages[0];
         page[14] = 3;
         pages.insert(pages.len() - 1, page);
         renumber(pages, 4, 1);
     };
-    victim.refuses_segment(INDEXED, uninvited, &["t0001-0000.seg: fences: this segment has none"]);
+
+    victim.refuses_segment(INDEXED, unexpected, &["t0001-0000.seg: fences: this segment has none"]);
 }
 
-/// Every fence right and every count right, but not where a reader looks for them.
+/// Every fence and every count is right, but a fence page is between the data pages.
 #[test]
 fn fences_between_the_rows() {
     let victim = Victim::default();
@@ -359,7 +365,7 @@ fn a_page_from_another_segment() {
         |p| p[0] = foreign,
         &["t0000-0000.seg: page 0: belongs to segment"],
     );
-    // The live generation's page of the same table, in its right place.
+    // A page of the same table and the same number, from the live generation.
     let live = std::fs::read(victim.flash.join("g000000000005").join("t0000-0000.seg")).unwrap();
     victim.refuses_segment(
         HASHED,
@@ -375,7 +381,7 @@ fn a_page_from_another_segment() {
 }
 
 #[test]
-fn row_counts_that_lie() {
+fn row_counts_that_are_false() {
     let victim = Victim::default();
     for (table, rows) in
         [(HASHED, 1199), (HASHED, 1201), (INDEXED, 499), (INDEXED, 501), (HOT, u64::MAX)]
@@ -384,6 +390,7 @@ fn row_counts_that_lie() {
             format!("t{table:04}-0000.seg: rows: {} instead of {rows}", [1200, 500, 300][table]);
         victim.refuses_manifest(|m| m.schema.tables[table].rows = rows, &[&text]);
     }
+
     victim.refuses_manifest(
         |m| m.schema.tables[0].rows = 0,
         &["manifest: schema: table[0].rows: is 0"],
@@ -394,28 +401,32 @@ fn row_counts_that_lie() {
             reseal(&mut pages[1]);
         }
     };
+
     for entries in [0, 128, 4096, u16::MAX] {
         let text = format!("t0000-0000.seg: page 1: claims {entries} entries");
         victim.refuses_segment(HASHED, claim(entries), &[&text]);
     }
+
     victim.refuses_segment(HASHED, claim(3), &["t0000-0000.seg"]);
     victim.refuses_segment(
         INDEXED,
         claim(100),
         &["t0001-0000.seg: rows: page 2 follows a page that is not full"],
     );
-    // A page left out, the trailer changed to fit.
+
+    // A page is missing and the trailer is changed to fit.
     let without_a_page = |pages: &mut Vec<PageBytes>| {
         pages.remove(1);
         renumber(pages, 3, 0);
     };
+
     victim.refuses_segment(INDEXED, without_a_page, &["t0001-0000.seg"]);
 }
 
 #[test]
-fn trailers_that_lie() {
+fn trailers_that_are_false() {
     let victim = Victim::default();
-    // Every field, and the bytes behind the last one, which are zero.
+    // Every field, and the zeros after the last one.
     for at in (16..68).chain([100, 4095]) {
         let edit = |pages: &mut Vec<PageBytes>| {
             let trailer = pages.last_mut().unwrap();
@@ -424,6 +435,7 @@ fn trailers_that_lie() {
         };
         victim.refuses_segment(HASHED, edit, &["t0000-0000.seg: trailer"]);
     }
+
     let append = |pages: &mut Vec<PageBytes>| pages.push([0; 4096]);
     victim.refuses_segment(HASHED, append, &["t0000-0000.seg: length: pages follow the trailer"]);
     let cut = |pages: &mut Vec<PageBytes>| pages.truncate(pages.len() - 1);
@@ -432,6 +444,7 @@ fn trailers_that_lie() {
         cut,
         &["t0000-0000.seg: length: the segment ends before its trailer"],
     );
+
     victim.refuses_segment(HASHED, |pages| pages.clear(), &["t0000-0000.seg: length"]);
     let blob = victim.next.manifest.tables[HASHED].segment;
     let mut odd = victim.next.content(blob);
@@ -496,7 +509,7 @@ fn schemas_that_contradict_themselves() {
     refused(&|m| m.schema.tables[0].unit_exp = 65, "table[0].unit_exp: 65 does not fit u8");
     refused(&|m| m.schema.tables[0].unit_exp = i8::MIN, "table[0].unit_exp: -128 does not fit u8");
     refused(&|m| m.schema.tables[1].unit_exp = 1, "table[1].unit_exp: 1 does not fit f32");
-    refused(&|m| m.schema.tables[1].name = "t0".to_owned(), "table[1].name: `t0` is there twice");
+    refused(&|m| m.schema.tables[1].name = "t0".to_owned(), "table[1].name: `t0` occurs twice");
     refused(&|m| m.schema.features[1].name = String::new(), "feature[1].name");
     refused(&|m| m.schema.features[1].name = "a\nb".to_owned(), "feature[1].name: `a\\nb`");
     refused(&|m| m.schema.dense_features[1] = "x".repeat(121), "dense_features[1].name");
@@ -505,15 +518,18 @@ fn schemas_that_contradict_themselves() {
         "network.input: 0 inputs take the 2 dense features",
     );
     refused(&|m| drop(m.schema.network.inputs.pop()), "feature[0]: `f0` feeds 0 inputs");
+
     let feed = |features: Vec<u16>| {
         move |m: &mut Manifest| {
             m.schema.network.inputs[1].source = InputSource::Features(features.clone())
         }
     };
+
     refused(&feed(vec![0, 1, 2, 9]), "network.input[1].features: no feature 9");
     refused(&feed(vec![0, 1, 2, 2]), "feature[2]: `f2` feeds 2 inputs");
     refused(&feed(vec![]), "network.input[1].features: is empty");
-    // Within every limit of a feature, yet gigabytes for each sample.
+
+    // Every feature is within its limits, but a sample would take gigabytes.
     let wide = |m: &mut Manifest| {
         let more = |i| Feature {
             name: format!("wide{i}"),
@@ -525,11 +541,12 @@ fn schemas_that_contradict_themselves() {
         let all = (0..FEATURES_MAX as u16).collect();
         m.schema.network.inputs[1].source = InputSource::Features(all);
     };
+
     refused(&wide, "network.input[1]: is wider than");
 }
 
-/// A manifest that is consistent by itself but not with the rows that come with it, the placed ones
-/// first.
+/// A consistent manifest that does not match the rows of its bundle. The clustered segment is
+/// checked first.
 #[test]
 fn a_schema_that_does_not_fit_the_rows() {
     let victim = Victim::default();
@@ -589,14 +606,14 @@ fn a_probe_set_that_does_not_decode() {
 fn a_delta_of_another_parent() {
     let victim = Victim::default();
     let text = "attack.bundle: is a delta from sequence 4, victim@5 is live";
-    let attack = |m: &mut Manifest| (m.parent, m.tables[HOT].placed) = (Some(4), None);
+    let attack = |m: &mut Manifest| (m.parent, m.tables[HOT].clustered) = (Some(4), None);
     victim.refuses_manifest(attack, &[text]);
 }
 
 #[test]
 fn a_snapshot_that_calls_itself_a_delta() {
     let victim = Victim::default();
-    let attack = |m: &mut Manifest| (m.parent, m.tables[HOT].placed) = (Some(5), None);
+    let attack = |m: &mut Manifest| (m.parent, m.tables[HOT].clustered) = (Some(5), None);
     victim.refuses_manifest(attack, &["t0000-0000.seg: fences: this segment has none"]);
 }
 
@@ -604,7 +621,7 @@ fn a_snapshot_that_calls_itself_a_delta() {
 fn a_delta_that_is_too_long_to_be_opened() {
     let victim = Victim::default();
     let attack = |p: &mut Parts| {
-        (p.manifest.parent, p.manifest.tables[HOT].placed) = (Some(5), None);
+        (p.manifest.parent, p.manifest.tables[HOT].clustered) = (Some(5), None);
         let (blob, chunks) = (p.manifest.tables[HASHED].segment as usize, 65_537);
         let chunk = Chunk { stored: 1, raw: CHUNK_BYTES as u32, sha256: [0; 32] };
         p.manifest.blobs[blob].chunks = vec![chunk; chunks];
@@ -619,7 +636,7 @@ fn a_delta_whose_tables_are_not_the_live_ones() {
     let refused = |change: &dyn Fn(&mut hatchback::schema::Table), field: &str| {
         let text = format!("attack.bundle: table `t0`: {field} differs from the live generation's");
         let attack = |m: &mut hatchback::bundle::manifest::Manifest| {
-            (m.parent, m.tables[HOT].placed) = (Some(5), None);
+            (m.parent, m.tables[HOT].clustered) = (Some(5), None);
             change(&mut m.schema.tables[0]);
         };
         victim.refuses_manifest(attack, &[&text]);
@@ -647,13 +664,13 @@ fn a_sequence_that_is_not_newer() {
         );
         victim.refuses(&old, &["flash: ", &text]);
     }
-    // The live generation itself is no attack.
+    // The live generation itself is accepted.
     let same = std::fs::read(plan("victim", 5).pack().bundle).unwrap();
     assert_eq!(victim.install(&same).unwrap().manifest().generation.sequence, 5);
 }
 
-/// Random edits anywhere in the manifest, every hash valid: refused, or a model that opens or says
-/// why not.
+/// Random edits anywhere in the manifest with valid hashes: the install refuses the bundle, or the
+/// model opens or returns an error.
 #[test]
 fn random_manifests_never_panic() {
     let victim = Victim::default();

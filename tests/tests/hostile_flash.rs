@@ -1,5 +1,6 @@
-//! Flash that went bad: live records torn or flipped, files missing. Never taken for an empty
-//! flash, never served, and never written over; once the files are back the same scores are.
+//! Damaged flash: live records torn or flipped, files missing. The runtime never takes such a
+//! directory for an empty one, never serves it and never overwrites it. With the files restored,
+//! the scores are the same again.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -10,7 +11,7 @@ use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback_tests::victim::Victim;
 
-/// A live record that is not whole is never taken for an empty flash, and never written over.
+/// A torn live record is never taken for an empty directory and never overwritten.
 #[test]
 fn a_torn_live_record() {
     let victim = Victim::default();
@@ -29,21 +30,23 @@ fn a_torn_live_record() {
         ];
         let file = path.display().to_string();
         texts.iter().for_each(|text| assert!(text.starts_with(&file), "{text}"));
-        assert_eq!(std::fs::read(&path).unwrap(), record, "written over");
+        assert_eq!(std::fs::read(&path).unwrap(), record, "overwritten");
     };
+
     (0..victim.live.len()).for_each(|length| refused(&victim.live[..length]));
     for bit in 0..victim.live.len() * 8 {
         let mut record = victim.live.clone();
         record[bit / 8] ^= 1 << (bit % 8);
         refused(&record);
     }
+
     refused(&[&victim.live[..], &[0]].concat());
     refused(&[0; 4096]);
     std::fs::write(&path, &victim.live).unwrap();
 }
 
 #[test]
-fn a_live_record_that_names_what_is_not_there() {
+fn a_live_record_that_references_missing_files() {
     let victim = Victim::default();
     let path = victim.flash.join("live");
     let refused = |change: &dyn Fn(&mut LiveRecord), text: &str| {
@@ -79,23 +82,27 @@ fn a_manifest_missing_or_damaged_on_flash() {
             .unwrap()
             .to_string()
     };
+
     for bit in [0, 9, 8 * 100, 8 * whole.len() - 1] {
         let mut damaged = whole.clone();
         damaged[bit / 8] ^= 1 << (bit % 8);
         std::fs::write(&path, damaged).unwrap();
         assert!(error().contains("g000000000005/manifest: manifest: does not match its hash"));
     }
-    // One that its live record vouches for, of a format that this version does not know.
+
+    // A manifest with the hash of the live record and an unknown format.
     let mut later = whole.clone();
     later[0] = 2;
     std::fs::write(&path, &later).unwrap();
     let mut record = LiveRecord::decode(&victim.live).unwrap();
     record.live.manifest = sha256(&later);
     std::fs::write(victim.flash.join("live"), record.encode()).unwrap();
+
     assert!(error().contains("g000000000005/manifest: format: 2 is not 1"));
     std::fs::write(victim.flash.join("live"), &victim.live).unwrap();
     std::fs::remove_file(&path).unwrap();
     assert!(error().contains("g000000000005/manifest: No such file"));
+
     std::fs::write(&path, &whole).unwrap();
 }
 
@@ -115,7 +122,7 @@ fn files_missing_on_flash() {
     }
 }
 
-/// A network with a flipped weight would still run and score wrongly: it must not open.
+/// A network with a flipped weight would run and score wrongly, so it must not open.
 #[test]
 fn a_flipped_bit_beside_the_segments() {
     let victim = Victim::default();

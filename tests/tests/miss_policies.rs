@@ -1,13 +1,14 @@
-//! What a request does about rows that are not in fast memory: `wait`, `deadline`, `default`. Every
-//! lookup is answered with the right row and counted fresh, or with the default row and counted as
-//! what it is.
+//! What a request does about rows that are not in memory, under the miss policies `wait`,
+//! `deadline` and `default`. Every lookup uses its own row and is counted as fresh, or uses the
+//! default row and is counted as defaulted, absent or damaged.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::LookupStatus;
+use hatchback::clock::{Clock, SystemClock};
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::{Clock, SystemClock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
@@ -20,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// One microsecond later each time it is asked.
+/// A clock that advances by one microsecond with each reading.
 #[derive(Default)]
 struct SteppingClock(AtomicU64);
 
@@ -36,7 +37,7 @@ fn worker_on(flash: &Path) -> Worker {
     Worker::new(model, Arc::new(SteppingClock::default()))
 }
 
-/// Tables of these policies, two one-hot features on each.
+/// Plans a table for each policy, with two one-hot features on each.
 fn plan(policies: &[(MissPolicy, KeySpace)], seed: u64) -> ModelPlan {
     let codecs = [CodecChoice::U8, CodecChoice::F32, CodecChoice::F16, CodecChoice::U4];
     let table = |(i, &(miss, keys)): (usize, &(MissPolicy, KeySpace))| TablePlan {
@@ -49,10 +50,10 @@ fn plan(policies: &[(MissPolicy, KeySpace)], seed: u64) -> ModelPlan {
     ModelPlan { name: "policies".to_owned(), sequence: 1, seed, dense: 1, tables, features }
 }
 
-/// How one sample's lookups were answered, as its scores tell.
+/// How one sample's lookups were answered, read from its scores.
 #[derive(Debug, Default, PartialEq)]
 struct Answers {
-    /// With the table's own row.
+    /// With the key's own row.
     fresh: u32,
     /// With the default row though the table has the key, under `default` and under `deadline`.
     defaulted: u32,
@@ -64,8 +65,8 @@ struct Answers {
     absent_under_deadline: u32,
 }
 
-/// Reads the answers off the scores: each lookup's columns hold its row or the default row, to the
-/// bit.
+/// Reads the answers from the scores: the columns of each lookup hold its row or the default row,
+/// bit for bit.
 fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f32]) -> Answers {
     let (schema, mut answers) = (worker.model().schema(), Answers::default());
     for (f, bag) in sample.sparse.iter().enumerate() {
@@ -76,6 +77,7 @@ fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f3
             assert!(columns.iter().all(|v| *v == 0.0), "an empty bag is zeros");
             continue;
         };
+
         // Pooling starts from zero, which turns a negative zero into a positive one.
         let row: Option<Vec<f32>> =
             reference.row(t, key).map(|row| row.iter().map(|v| 0.0 + v).collect());
@@ -85,6 +87,7 @@ fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f3
             "feature {f}, key {key}: {columns:?} is neither {row:?} nor {:?}",
             table.default_row
         );
+
         let count = match (row, table.miss, table.keys) {
             (Some(_), _, _) if !is_default => &mut answers.fresh,
             (Some(_), MissPolicy::Wait, _) => panic!("feature {f}, key {key} did not wait"),
@@ -94,19 +97,21 @@ fn answers(worker: &Worker, reference: &Reference, sample: &Sample, scores: &[f3
             (None, MissPolicy::Default, _) => &mut answers.absent_under_default,
             (None, MissPolicy::Deadline, _) => &mut answers.absent_under_deadline,
         };
+
         *count += 1;
     }
+
     answers
 }
 
-/// The status must be what the scores show. Whether a key is absent is only known once it was
-/// looked for.
+/// Checks that the status agrees with the scores. A worker knows that a key is absent only after it
+/// read the key's page.
 fn check_status(status: &LookupStatus, answers: &Answers) {
     let Answers { fresh, defaulted, late, absent, absent_under_default, absent_under_deadline } =
         *answers;
     assert_eq!(status.fresh, fresh, "{answers:?}");
     assert_eq!(status.damaged, 0);
-    // A key under `default` is defaulted until it was once looked for, and absent from then on.
+    // A key under `default` is defaulted until its page is read, and absent from then on.
     let unknown = absent_under_default + absent_under_deadline;
     let given_up = status.defaulted - defaulted;
     assert!((late..=late + unknown).contains(&given_up), "{status:?} {answers:?}");
@@ -115,7 +120,7 @@ fn check_status(status: &LookupStatus, answers: &Answers) {
     assert!(status.late || given_up <= absent_under_default, "{status:?} {answers:?}");
 }
 
-/// Scores `samples` and checks each; returns the whole status.
+/// Scores `samples` and checks each. Returns the sum of their statuses.
 fn score(
     worker: &mut Worker,
     reference: &Reference,
@@ -135,7 +140,7 @@ fn score(
     })
 }
 
-/// Samples of one key a feature, all of them in their tables.
+/// Returns samples of one key per feature, all of which are in their tables.
 fn known_samples(packed: &Packed, n: u64, seed: u64) -> Vec<Sample> {
     let mut random = Random::new(seed);
     let keys: Vec<Vec<u64>> = packed.rows.iter().map(|r| r.all_keys()).collect();
@@ -159,25 +164,31 @@ fn policies() -> impl Strategy<Value = Vec<(MissPolicy, KeySpace)>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 150,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
-    /// Any policies together, a deadline that comes at any page, keys that are absent among the
-    /// others.
+    /// With any mix of policies, a deadline at any page, and absent keys among the others.
     #[test]
     fn every_answer_is_counted_as_what_it_is(
         policies in policies(),
         seed in any::<u64>(),
-        requests in prop::collection::vec((0..30u64, prop::option::of(0..60u64), any::<bool>()), 1..6),
+        requests in prop::collection::vec(
+            (0..30u64, prop::option::of(0..60u64), any::<bool>()),
+            1..6,
+        ),
     ) {
         let plan = plan(&policies, seed);
         let packed = plan.pack();
         let reference = Reference::new(&packed.schema, &packed.rows);
         let mut worker = worker_on(&packed.install());
-        for (first, deadline, behind) in requests {
+        for (first, deadline, fetches_deferred) in requests {
             let samples: Vec<Sample> = (first..first + 8).map(|id| plan.sample(id)).collect();
             score(&mut worker, &reference, &samples, deadline);
-            if behind {
-                worker.fetch_behind(usize::MAX);
+            if fetches_deferred {
+                worker.fetch_deferred(usize::MAX);
             }
         }
     }
@@ -196,13 +207,13 @@ fn wait_takes_as_long_as_it_takes() {
     let packed = plan(&[MIXED[0], MIXED[4]], 1).pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let mut worker = worker_on(&packed.install());
-    // The deadline is over before the request begins.
+    // The deadline is over before the request starts.
     let status = score(&mut worker, &reference, &known_samples(&packed, 40, 1), Some(0));
     assert_eq!(status, LookupStatus { fresh: 160, ..LookupStatus::default() });
 }
 
 #[test]
-fn default_answers_at_once_and_the_next_request_is_fresh() {
+fn default_answers_without_waiting_and_the_next_request_is_fresh() {
     let packed =
         plan(&[(MissPolicy::Default, KeySpace::Sparse), (MissPolicy::Default, KeySpace::Index)], 2);
     let packed = packed.pack();
@@ -213,17 +224,18 @@ fn default_answers_at_once_and_the_next_request_is_fresh() {
     assert_eq!(status, LookupStatus { defaulted: 160, ..LookupStatus::default() });
     assert_eq!(worker.counters().pages, 0, "the answer waited for flash");
     let distinct = worker.counters().misses;
-    assert_eq!(worker.fetch_behind(usize::MAX) as u64, distinct);
+    assert_eq!(worker.fetch_deferred(usize::MAX) as u64, distinct);
     let fetched = worker.counters();
     let status = score(&mut worker, &reference, &samples, None);
     assert_eq!(status, LookupStatus { fresh: 160, ..LookupStatus::default() });
     assert_eq!(worker.counters().since(&fetched).pages, 0);
-    assert_eq!(worker.fetch_behind(usize::MAX), 0);
+    assert_eq!(worker.fetch_deferred(usize::MAX), 0);
 }
 
-/// A key that no table has is looked for once, whatever the policy; it stays out of the cache.
+/// The page of a key that no table has is read once, whatever the policy. The key stays out of the
+/// cache.
 #[test]
-fn absent_keys_are_looked_for_once() {
+fn absent_keys_are_read_once() {
     for policy in [MissPolicy::Wait, MissPolicy::Deadline, MissPolicy::Default] {
         let packed = plan(&[(policy, KeySpace::Sparse)], 8).pack();
         let reference = Reference::new(&packed.schema, &packed.rows);
@@ -232,26 +244,25 @@ fn absent_keys_are_looked_for_once() {
         assert!(unknown.iter().all(|bag| reference.row(0, bag[0]).is_none()));
         let sample = Sample { dense: vec![0.0], sparse: unknown, ..Sample::default() };
         score(&mut worker, &reference, std::slice::from_ref(&sample), None);
-        assert_eq!(worker.fetch_behind(usize::MAX), 0);
+        assert_eq!(worker.fetch_deferred(usize::MAX), 0);
         let (read, model) = (worker.counters().pages, Arc::clone(worker.model()));
         assert!(read > 0);
         for _ in 0..3 {
             let status = score(&mut worker, &reference, std::slice::from_ref(&sample), Some(0));
             assert_eq!(status, LookupStatus { absent: 2, ..LookupStatus::default() });
-            assert_eq!((worker.fetch_behind(usize::MAX), worker.counters().pages), (0, read));
+            assert_eq!((worker.fetch_deferred(usize::MAX), worker.counters().pages), (0, read));
         }
-        // They are in no cache: a worker that does not know yet looks for them.
+        // They are in no cache: another worker, with an empty negative cache, reads their pages.
         let mut other = Worker::new(model, Arc::new(SystemClock::default()));
         score(&mut other, &reference, &[sample], None);
-        other.fetch_behind(usize::MAX);
+        other.fetch_deferred(usize::MAX);
         assert_eq!(other.counters().pages, read);
     }
 }
 
-/// The list of what is fetched behind has room for one miss list; what did not fit is fetched
-/// behind a later one.
+/// The deferred rows have room for one miss list. A row beyond it is fetched after a later request.
 #[test]
-fn a_short_miss_list_fetches_behind_bit_by_bit() {
+fn a_short_miss_list_defers_rows_in_several_rounds() {
     let packed = plan(&[(MissPolicy::Default, KeySpace::Sparse)], 3).pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let budget = Budget { misses_max: 16, ..Budget::default() };
@@ -261,7 +272,7 @@ fn a_short_miss_list_fetches_behind_bit_by_bit() {
     let samples = known_samples(&packed, 40, 3);
     let mut fresh = vec![score(&mut worker, &reference, &samples, None).fresh];
     while fresh.last() != Some(&80) {
-        assert!((1..=16).contains(&worker.fetch_behind(usize::MAX)));
+        assert!((1..=16).contains(&worker.fetch_deferred(usize::MAX)));
         fresh.push(score(&mut worker, &reference, &samples, None).fresh);
     }
     assert!(fresh.is_sorted_by(|a, b| a < b) && fresh.len() > 4, "{fresh:?}");
@@ -272,6 +283,7 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
     let packed = plan(&MIXED, 4).pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let (flash, samples) = (packed.install(), known_samples(&packed, 12, 4));
+
     // Two features on each table.
     let (waiting, on_time, defaulting) = (2 * 2 * 12, 2 * 2 * 12, 2 * 12);
     let at = |deadline: Option<u64>| {
@@ -279,6 +291,7 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
         let status = score(&mut worker, &reference, &samples, deadline);
         (status, worker.counters().pages)
     };
+
     let (status, pages_waiting) = at(Some(0));
     let nothing = LookupStatus {
         fresh: waiting,
@@ -286,16 +299,18 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
         late: true,
         ..LookupStatus::default()
     };
+
     assert_eq!(status, nothing);
     let (status, pages_all) = at(None);
     let all =
         LookupStatus { fresh: waiting + on_time, defaulted: defaulting, ..LookupStatus::default() };
     assert_eq!(status, all);
     assert!(pages_all > pages_waiting + 10);
-    // The clock ticks whenever the request looks at it: once before each page that the deadline may
-    // cut, and once for each wait. What is cut off is late, what is not is fresh, and nothing is
-    // lost between the two.
+
+    // The clock advances with each reading: once before each page that the deadline may cut, and
+    // once for each wait. Rows that the deadline cuts are late, the others are fresh.
     let (mut cut, mut whole) = (0, 0);
+
     for deadline in 0..4 * pages_all {
         let (status, pages) = at(Some(deadline));
         assert!((pages_waiting..=pages_all).contains(&pages), "deadline {deadline}: {pages} pages");
@@ -307,11 +322,12 @@ fn the_deadline_cuts_what_it_may_and_nothing_else() {
         cut += u32::from(status.late && status != nothing);
         whole += u32::from(status == all);
     }
+
     assert!(cut > 5 && whole > 0, "{cut} deadlines cut in the middle, {whole} not at all");
 }
 
-/// A read that one request gave up keeps its place in the reader; the next request must not take
-/// the full reader for having nothing to wait for.
+/// A read that one request gave up keeps its place in the reader. The next request must still wait
+/// for its own rows although the reader is full.
 #[test]
 fn a_read_that_was_given_up_does_not_cost_the_next_request() {
     let packed =
@@ -327,35 +343,37 @@ fn a_read_that_was_given_up_does_not_cost_the_next_request() {
         (0..sample.sparse.len()).filter(|f| other(*f)).for_each(|f| sample.sparse[f].clear());
         vec![sample]
     };
+
     let mut given_up = 0;
     for _ in 0..40 {
         let model = Arc::new(Model::open(&hatchback::io::disk::system(), &flash, budget).unwrap());
         let mut worker = Worker::new(model, Arc::new(SteppingClock::default()));
-        // The read begins a tick before the deadline, and the wait for it is already over; a device
-        // may still be faster than that.
+        // The read starts one tick before the deadline, so the wait for it is over immediately. A
+        // device may still be faster.
         given_up += u32::from(score(&mut worker, &reference, &only(1), Some(1)).fresh == 0);
         let status = score(&mut worker, &reference, &only(0), None);
         assert_eq!(status, LookupStatus { fresh: 2, ..LookupStatus::default() });
     }
-    assert!(given_up > 0, "no read of 40 was given up: the test saw nothing");
+
+    assert!(given_up > 0, "no read of 40 was given up: the test proves nothing");
 }
 
 #[test]
-fn what_was_late_is_fetched_behind() {
+fn late_rows_are_fetched_after_the_answer() {
     let packed = plan(&MIXED, 5).pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
     let mut worker = worker_on(&packed.install());
     let samples = known_samples(&packed, 30, 5);
     assert!(score(&mut worker, &reference, &samples, Some(0)).late);
-    assert!(worker.fetch_behind(usize::MAX) > 0);
+    assert!(worker.fetch_deferred(usize::MAX) > 0);
     let fetched = worker.counters();
-    // The deadline is over again, and nothing is waited for.
+    // The deadline is over again, and the request waits for nothing.
     let status = score(&mut worker, &reference, &samples, Some(0));
     assert_eq!(status, LookupStatus { fresh: 300, ..LookupStatus::default() });
     assert_eq!(worker.counters().since(&fetched).pages, 0);
 }
 
-/// A resident table has nothing to wait for, whatever its policy says.
+/// A request never waits for a resident table, whatever its miss policy.
 #[test]
 fn resident_tables_never_default() {
     let mut plan = plan(&MIXED, 6);

@@ -1,14 +1,15 @@
-//! Many callers on one model: scores and statuses are the reference's to the bit however requests
-//! were put together, a full pipeline says so at once, the order of arrival is kept, and neither a
-//! panic nor a caller that goes away loses a slot.
+//! Many callers on one model: scores and statuses are the reference's, bit for bit, however
+//! requests are batched. A full pipeline refuses immediately, the order of arrival is kept, and
+//! neither a panic nor a caller that drops its ticket loses a slot.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback::clock::{Clock, SystemClock};
 use hatchback::limits::PREFETCH_MAX;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::{Pipeline, RequestError, Ticket};
-use hatchback::request::worker::{Clock, ScoreError, SystemClock};
+use hatchback::request::worker::ScoreError;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
@@ -24,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-/// A clock that stops whoever asks it, while it is closed, and may panic instead of answering.
+/// A clock that blocks its readers while it is closed, and can panic instead of returning.
 #[derive(Default)]
 struct Gate {
     closed: Mutex<bool>,
@@ -50,7 +51,7 @@ impl Clock for Gate {
 
 const FOREVER: Option<Duration> = Some(Duration::MAX);
 
-/// One table under `miss`, one feature of up to four keys.
+/// A model with one table under `miss` and one feature of up to four keys.
 struct Fixture {
     plan: ModelPlan,
     packed: Packed,
@@ -64,7 +65,7 @@ impl Fixture {
         let feature = FeaturePlan { hotness_max: 4, ..FeaturePlan::one_hot(0) };
         let (tables, features) = (vec![table], vec![feature]);
         let plan = ModelPlan {
-            name: "lane".to_owned(),
+            name: "queue".to_owned(),
             sequence: 1,
             seed: 11,
             dense: 1,
@@ -86,7 +87,7 @@ impl Fixture {
         ids.map(|id| self.plan.sample(id)).collect()
     }
 
-    /// Keys that the table has, one a sample.
+    /// Returns samples of one key each, all of which the table has.
     fn known(&self, from: usize, n: usize) -> Vec<Sample> {
         let keys = &self.packed.rows[0].all_keys()[from..from + n];
         keys.iter().map(|&key| self.looking_up(&[key])).collect()
@@ -139,8 +140,8 @@ fn random_model(seed: u64) -> ModelPlan {
     ModelPlan { name: "random".to_owned(), sequence: 1, seed, dense, tables, features }
 }
 
-/// Random models; several callers with several requests of any size on their way, put together as
-/// they meet.
+/// Random models. Several callers have several requests of any size in flight, and workers batch
+/// them as they meet.
 #[test]
 fn scores_are_the_references_however_requests_meet() {
     for seed in 0..40 {
@@ -149,16 +150,17 @@ fn scores_are_the_references_however_requests_meet() {
         let reference = Reference::new(&packed.schema, &packed.rows);
         let workers = 1 + seed as u32 % 3;
         let mut budget = Budget { workers, slots: 12, ..tiny_budget(&packed.schema, 8) };
-        budget.gather_us = if seed % 2 == 0 { 0 } else { 200 };
+        budget.batch_delay_us_max = if seed % 2 == 0 { 0 } else { 200 };
         let model = open_with_least_cache(&packed.install(), budget);
         let pipeline = Pipeline::new(model, Arc::new(SystemClock::default())).unwrap();
+
         std::thread::scope(|scope| {
             for caller in 0..3 {
                 let (plan, reference, pipeline) = (&plan, &reference, &pipeline);
                 scope.spawn(move || {
                     let mut random = Random::of(seed, caller);
                     for _ in 0..8 {
-                        // Sizes from none to all that fit, up to four on their way.
+                        // Sizes from none to all that fit, up to four requests in flight.
                         let sizes = [0, 1, 1, 2, 8].map(|n| if random.one_in(2) { n } else { 1 });
                         let requests: Vec<Vec<Sample>> = sizes[..4]
                             .iter()
@@ -171,6 +173,7 @@ fn scores_are_the_references_however_requests_meet() {
                 });
             }
         });
+
         let stats = pipeline.stats();
         assert_eq!((stats.requests, stats.busy, stats.waiting), (96, 0, 0));
         assert!(stats.batches <= 96);
@@ -178,12 +181,12 @@ fn scores_are_the_references_however_requests_meet() {
 }
 
 #[test]
-fn what_waits_is_scored_together() {
+fn waiting_requests_are_scored_in_one_batch() {
     let fixture = Fixture::new(MissPolicy::Deadline);
     let gate = Arc::new(Gate::default());
     let pipeline = fixture.open(Budget { batch_max: 6, ..Budget::default() }, gate.clone());
     gate.set_closed(true);
-    // The first keeps the only worker; its deadline is its own.
+    // The first request occupies the only worker. No other request has its deadline.
     let first = submit(&pipeline, &fixture.known(0, 1), FOREVER).unwrap();
     while pipeline.stats().requests == 0 {
         std::thread::yield_now();
@@ -200,37 +203,41 @@ fn what_waits_is_scored_together() {
     assert_eq!((stats.requests, stats.batches), (6, 3));
 }
 
-/// Neither may one request's deadline cut another's rows, nor may a far deadline hold up a near
-/// one.
+/// A deadline of one request must not cut the rows of another, and a request with a late deadline
+/// must not delay one with an early deadline.
 #[test]
-fn only_deadlines_that_are_close_go_together() {
+fn only_requests_with_close_deadlines_are_batched() {
     let ms = |n| Some(Duration::from_millis(n));
-    let batches = |gather_us: u32, deadlines: &[Option<Duration>]| {
+    let batches = |batch_delay_us_max: u32, deadlines: &[Option<Duration>]| {
         let fixture = Fixture::new(MissPolicy::Deadline);
         let gate = Arc::new(Gate::default());
-        let pipeline = fixture.open(Budget { gather_us, ..Budget::default() }, gate.clone());
+        let pipeline =
+            fixture.open(Budget { batch_delay_us_max, ..Budget::default() }, gate.clone());
         gate.set_closed(true);
         let first = submit(&pipeline, &fixture.known(0, 1), FOREVER).unwrap();
         while pipeline.stats().requests == 0 {
             std::thread::yield_now();
         }
-        // With an allowance a request without a deadline asks the clock when it is submitted.
+
+        // With a batch delay, submitting a request without a deadline reads the clock.
         let sample = fixture.known(1, 1);
         std::thread::scope(|scope| {
             let opener = scope.spawn(|| {
                 let submit_one = |d: &Option<Duration>| submit(&pipeline, &sample, *d).unwrap();
                 deadlines.iter().map(submit_one).collect::<Vec<Ticket>>()
             });
-            let asks = gather_us > 0 && deadlines.contains(&None);
-            while !asks && pipeline.stats().waiting < deadlines.len() {
+            let reads_clock = batch_delay_us_max > 0 && deadlines.contains(&None);
+            while !reads_clock && pipeline.stats().waiting < deadlines.len() {
                 std::thread::yield_now();
             }
             gate.set_closed(false);
             opener.join().unwrap().iter().for_each(|t| drop(t.wait().unwrap()));
         });
+
         drop(first.wait().unwrap());
         pipeline.stats().batches - 1
     };
+
     assert_eq!(batches(0, &[ms(5), ms(5), ms(5)]), 1);
     assert_eq!(batches(0, &[ms(5), ms(6), ms(6)]), 2);
     assert_eq!(batches(0, &[None, ms(6), None]), 3);
@@ -239,28 +246,31 @@ fn only_deadlines_that_are_close_go_together() {
 }
 
 #[test]
-fn an_allowance_lets_requests_meet_but_a_full_batch_goes() {
+fn a_batch_delay_lets_requests_meet_and_a_full_batch_does_not_wait() {
     let fixture = Fixture::new(MissPolicy::Wait);
-    // Far longer than any test: only a full batch ends the wait.
-    let budget = Budget { gather_us: u32::MAX, batch_max: 4, workers: 2, ..Budget::default() };
+    // The delay is far longer than any test: only a full batch ends the wait.
+    let budget =
+        Budget { batch_delay_us_max: u32::MAX, batch_max: 4, workers: 2, ..Budget::default() };
     let pipeline = fixture.open(budget, Arc::new(SystemClock::default()));
     let requests: Vec<Vec<Sample>> = (0..4).map(|i| fixture.known(i, 1)).collect();
     let tickets: Vec<Ticket> =
         requests.iter().map(|r| submit(&pipeline, r, None).unwrap()).collect();
     tickets.iter().zip(&requests).for_each(|(t, r)| check(t, &fixture.reference, r));
     assert_eq!(pipeline.stats().batches, 1);
-    // A request with a deadline does not wait; neither does what is left when the pipeline closes.
+    // A request with a deadline does not wait, and no request waits when the pipeline closes.
     let last = submit(&pipeline, &fixture.known(9, 1), None).unwrap();
     drop(pipeline);
     check(&last, &fixture.reference, &fixture.known(9, 1));
-    // A short allowance ends by itself.
-    let pipeline = fixture
-        .open(Budget { gather_us: 500, ..Budget::default() }, Arc::new(SystemClock::default()));
+    // A short delay ends without a full batch.
+    let pipeline = fixture.open(
+        Budget { batch_delay_us_max: 500, ..Budget::default() },
+        Arc::new(SystemClock::default()),
+    );
     check(&submit(&pipeline, &requests[0], None).unwrap(), &fixture.reference, &requests[0]);
 }
 
 #[test]
-fn a_full_pipeline_is_busy_at_once_and_keeps_the_order() {
+fn a_full_pipeline_is_busy_immediately_and_keeps_the_order() {
     let fixture = Fixture::new(MissPolicy::Deadline);
     let gate = Arc::new(Gate::default());
     let pipeline =
@@ -275,9 +285,11 @@ fn a_full_pipeline_is_busy_at_once_and_keeps_the_order() {
         let refused = submit(&pipeline, &samples[..1], FOREVER).err().unwrap();
         assert!(matches!(refused, RequestError::Busy(9)), "{refused}");
     }
+
     assert_eq!(pipeline.stats().busy, 3);
     gate.set_closed(false);
-    // One worker, a request at a time: once one is done, so are all that came before it.
+
+    // One worker scores one request at a time: if one is done, so are all that came before it.
     for _ in 0.. {
         let done: Vec<bool> = tickets.iter().rev().map(Ticket::is_done).collect();
         let newest = done.iter().position(|d| *d).unwrap_or(done.len());
@@ -286,17 +298,19 @@ fn a_full_pipeline_is_busy_at_once_and_keeps_the_order() {
             break;
         }
     }
+
     tickets
         .iter()
         .zip(&samples)
         .for_each(|(t, s)| check(t, &fixture.reference, std::slice::from_ref(s)));
     drop(tickets);
+
     assert!(submit(&pipeline, &samples[..1], FOREVER).is_ok());
 }
 
-/// A worker that waits, for flash as for anything, leaves the cores to the others.
+/// A worker that waits, for flash or for anything else, leaves the cores to the others.
 #[test]
-fn a_request_that_waits_holds_up_no_other() {
+fn a_request_that_waits_delays_no_other() {
     let fixture = Fixture::new(MissPolicy::Deadline);
     let gate = Arc::new(Gate::default());
     let pipeline = fixture.open(Budget { workers: 2, ..Budget::default() }, gate.clone());
@@ -314,14 +328,14 @@ fn a_request_that_waits_holds_up_no_other() {
     check(&waits, &fixture.reference, &fixture.known(0, 1));
 }
 
-/// One caller keeps all slots but one taken, all the time; the other's requests are answered all
-/// the same.
+/// One caller keeps all slots but one taken. The requests of the other caller are still answered.
 #[test]
-fn a_greedy_caller_starves_nobody() {
+fn a_greedy_caller_starves_no_other() {
     let fixture = Fixture::new(MissPolicy::Wait);
     let budget = Budget { slots: 8, batch_max: 2, workers: 2, ..Budget::default() };
     let pipeline = fixture.open(budget, Arc::new(SystemClock::default()));
     let stop = AtomicBool::new(false);
+
     std::thread::scope(|scope| {
         let greedy = scope.spawn(|| {
             let (samples, mut held) = (fixture.known(0, 2), std::collections::VecDeque::new());
@@ -334,6 +348,7 @@ fn a_greedy_caller_starves_nobody() {
                 }
             }
         });
+
         for id in 0..300 {
             let sample = fixture.samples(id..id + 1);
             check(
@@ -342,25 +357,27 @@ fn a_greedy_caller_starves_nobody() {
                 &sample,
             );
         }
+
         stop.store(true, Ordering::Relaxed);
         greedy.join().unwrap();
     });
+
     assert_eq!(pipeline.stats().busy, 0);
 }
 
 #[test]
-fn a_caller_that_goes_away_leaves_its_slot() {
+fn a_dropped_ticket_frees_its_slot() {
     let fixture = Fixture::new(MissPolicy::Deadline);
     let gate = Arc::new(Gate::default());
     let pipeline = fixture.open(Budget { slots: 4, ..Budget::default() }, gate.clone());
     for _ in 0..20 {
         gate.set_closed(true);
-        // Some are being served, some wait, when all are dropped.
+        // All tickets are dropped while some requests are served and some wait.
         for i in 0..4 {
             drop(submit(&pipeline, &fixture.known(i, 1), FOREVER));
         }
         gate.set_closed(false);
-        // The slots come back as the worker finds them.
+        // The worker frees the slots as it finds them.
         let tickets: Vec<Ticket> =
             std::iter::repeat_with(|| submit(&pipeline, &fixture.known(9, 1), FOREVER))
                 .filter_map(Result::ok)
@@ -371,10 +388,11 @@ fn a_caller_that_goes_away_leaves_its_slot() {
 }
 
 #[test]
-fn a_panic_is_an_error_of_the_requests_in_hand_and_of_no_other() {
+fn a_panic_is_an_error_of_the_requests_in_flight_and_of_no_other() {
     let fixture = Fixture::new(MissPolicy::Deadline);
     let gate = Arc::new(Gate::default());
     let pipeline = fixture.open(Budget { slots: 3, ..Budget::default() }, gate.clone());
+
     for round in 0..5 {
         let samples = fixture.known(10 * round, 3);
         gate.set_closed(true);
@@ -383,12 +401,14 @@ fn a_panic_is_an_error_of_the_requests_in_hand_and_of_no_other() {
         while pipeline.stats().waiting > 0 {
             std::thread::yield_now();
         }
-        // These wait together, and one of them is given up.
+
+        // These wait together, and one ticket is dropped.
         let second = submit(&pipeline, &samples[1..2], FOREVER).unwrap();
         drop(submit(&pipeline, &samples[2..], FOREVER).unwrap());
         gate.set_closed(false);
         assert!(matches!(first.wait().err().unwrap(), RequestError::Panicked));
         assert!(matches!(second.wait().err().unwrap(), RequestError::Panicked));
+
         gate.panics.store(false, Ordering::Release);
         drop((first, second));
         let tickets: Vec<Ticket> = std::iter::repeat_with(|| submit(&pipeline, &samples, FOREVER))
@@ -416,32 +436,36 @@ fn edges_are_answered_or_refused_by_name() {
     ]);
     whole(&[fixture.looking_up(&[1, 2, 3, 4])]);
     whole(&[fixture.looking_up(&[5, keys[7], 5, keys[8]]), fixture.looking_up(&keys[20..24])]);
-    // The deadline was before the clock began: what is cached is fresh, the rest is counted.
+
+    // The deadline is before the clock's start: cached rows are fresh, the others late or absent.
     let past = submit(
         &pipeline,
         &[fixture.looking_up(&[keys[7]]), fixture.looking_up(&[keys[500], 5, 9])],
         Some(Duration::ZERO),
     )
     .unwrap();
+
     let answer = past.wait().unwrap();
     let late = LookupStatus { defaulted: 2, absent: 1, late: true, ..LookupStatus::default() };
     assert_eq!(
         answer.scores().statuses,
         [LookupStatus { fresh: 1, ..LookupStatus::default() }, late]
     );
+
     // Too many samples, and bags that are too long.
     let schema = pipeline.model().schema();
     let mut large = Batch::new(schema, 4);
     fixture.samples(0..4).iter().for_each(|s| large.push(schema, s).unwrap());
     let error = pipeline.submit(&large, None).err().unwrap();
-    assert!(
-        matches!(&error, RequestError::Score(e) if matches!(**e, ScoreError::Request { field: "batch", .. }))
-    );
+    let is_batch = |e: &ScoreError| matches!(e, ScoreError::Request { field: "batch", .. });
+
+    assert!(matches!(&error, RequestError::Score(e) if is_batch(e)));
     let mut hotter = (**schema).clone();
     hotter.features[0].hotness_max = 5;
     let mut batch = Batch::new(&hotter, 1);
     batch.push(&hotter, &fixture.looking_up(&[1; 5])).unwrap();
     let error = pipeline.submit(&batch, None).err().unwrap().to_string();
+
     assert_eq!(error, "request: hotness: feature 0 has a bag of 5 keys");
     assert_eq!(pipeline.stats().busy, 0);
 }
@@ -466,14 +490,14 @@ fn a_request_for_prefetched_keys_misses_nothing() {
         let sample = [fixture.looking_up(keys)];
         check(&submit(&pipeline, &sample, None).unwrap(), &fixture.reference, &sample);
     }
-    // What is cached is not read again.
+    // Cached rows are not read again.
     prefetched(&pipeline, keys);
     drop(submit(&pipeline, &[], None).unwrap().wait().unwrap());
     let counted = pipeline.stats().counters.since(&before);
     assert_eq!((counted.misses, counted.pages), (0, 0));
 }
 
-/// Neither a key that the table does not have nor one on a damaged page becomes a hit.
+/// Neither a key that the table does not have nor a key on a damaged page becomes a hit.
 #[test]
 fn prefetch_caches_sound_rows_only() {
     let fixture = Fixture::new(MissPolicy::Wait);
@@ -496,6 +520,7 @@ fn prefetch_caches_sound_rows_only() {
     for (i, sample) in samples.iter().enumerate() {
         assert_eq!(answer.scores().statuses[i], fixture.reference.status_without(sample, &lost));
     }
+
     assert_eq!(
         answer.scores().status(),
         LookupStatus { damaged: 2, absent: 3, ..LookupStatus::default() }
@@ -512,11 +537,13 @@ fn prefetch_is_bounded_and_never_before_a_request() {
     while pipeline.stats().requests == 0 {
         std::thread::yield_now();
     }
+
     let keys = fixture.packed.rows[0].all_keys();
     let many: Vec<u64> = keys.iter().copied().cycle().take(PREFETCH_MAX + 50).collect();
     assert_eq!(pipeline.prefetch(0, &many), PREFETCH_MAX);
     assert_eq!(pipeline.prefetch(0, &many), 0);
     assert_eq!(pipeline.prefetch(1, &many), 0, "there is no such feature");
+
     let stats = pipeline.stats();
     assert_eq!(stats.prefetch_dropped, 50 + many.len() as u64);
     let second = submit(&pipeline, &fixture.known(1, 1), FOREVER).unwrap();
@@ -526,7 +553,8 @@ fn prefetch_is_bounded_and_never_before_a_request() {
     while pipeline.stats().prefetch_waiting > 0 {
         std::thread::yield_now();
     }
-    // The second request's row was named ahead too, yet it was not there when the request was
-    // served.
+
+    // The second request's row was in the prefetch queue too, and was not yet cached when the
+    // request was served.
     assert_eq!(pipeline.stats().counters.misses, 2);
 }

@@ -1,17 +1,17 @@
-//! The flash tier under power cuts, device errors, a full disk and bad bits: whatever happens, what
-//! is live is one generation, whole; what was acknowledged stays; and the job can be finished
-//! afterwards. Failures name the seed and the step.
+//! The flash tier under power cuts, device errors, a full disk and flipped bits. One whole
+//! generation is live at any time, acknowledged changes stay, and an interrupted step can be
+//! repeated. Failures name the seed and the step.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
+use hatchback::clock::Clock;
 use hatchback::flash::table::RowLocation;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk::Disk;
 use hatchback::io::page::{AlignedPage, PageBytes};
 use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;
-use hatchback::request::worker::Clock;
 use hatchback::schema::KeySpace;
 use hatchback::unmix;
 use hatchback_tests::random::Random;
@@ -24,14 +24,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const DIR: &str = "/flash";
 
-/// One thing done to the flash directory.
+/// One change of the flash directory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Step {
-    /// Install the bundle that leads to this generation.
+    /// Install the bundle of this generation.
     Install(usize),
     /// Merge the deltas of this table.
     Compact(usize),
-    /// Go back one generation.
+    /// Roll back one generation.
     Rollback,
 }
 
@@ -47,10 +47,10 @@ const STORY: [Step; 9] = [
     Step::Compact(1),
 ];
 
-/// Pages that merges took over from what a cut had left of earlier attempts, in the whole process.
+/// Pages that merges resumed from attempts that a cut interrupted, in the whole process.
 static RESUMED: AtomicU64 = AtomicU64::new(0);
 
-/// The generation that is live after the first `steps` steps.
+/// Returns the generation that is live after the first `steps` steps.
 fn live_after(steps: usize) -> usize {
     STORY[..steps].iter().fold(0, |live, step| match step {
         Step::Install(generation) => *generation,
@@ -65,7 +65,7 @@ fn open(disk: &SimDisk) -> Result<Flash, FlashError> {
 
 fn run(step: Step, disk: &SimDisk, versions: &Versions) -> Result<(), FlashError> {
     match step {
-        // After the rollback to 2 the next release starts from there: the snapshot leads anywhere.
+        // After the rollback to 2, the delta to 4 does not fit, but the snapshot does.
         Step::Install(4) => install(&versions.snapshots[3], disk),
         Step::Install(generation) => install(&versions.deltas[generation - 1], disk),
         Step::Compact(table) => {
@@ -90,8 +90,8 @@ fn install(bundle: &Path, disk: &SimDisk) -> Result<(), FlashError> {
         .map(drop)
 }
 
-/// Every row of a table by a pass over it; each key must be answered with the same through its one
-/// page.
+/// Returns every row of a table from a scan. Each key must have the same row on the page to which
+/// `locate` leads.
 fn rows_of(flash: &Flash, number: usize) -> Rows {
     let (mut rows, table) = (Rows::new(), flash.table(number).unwrap());
     table
@@ -104,18 +104,18 @@ fn rows_of(flash: &Flash, number: usize) -> Rows {
         pages.entry(table.locate(key).unwrap()).or_default().push((key, row));
     }
     let mut page = AlignedPage::zeroed();
-    for (place, expected) in pages {
-        let segment = table.segment(place);
-        segment.read_page(place.page, &mut page).unwrap();
-        let checked = segment.check(place.page, &page.0).unwrap();
+    for (location, expected) in pages {
+        let segment = table.segment(location);
+        segment.read_page(location.page, &mut page).unwrap();
+        let checked = segment.check(location.page, &page.0).unwrap();
         let same =
             |(key, row): &(u64, &Vec<u8>)| segment.row(&checked, *key) == Some(row.as_slice());
-        assert!(expected.iter().all(same), "{place:?} of table {number}");
+        assert!(expected.iter().all(same), "{location:?} of table {number}");
     }
     rows
 }
 
-/// What is live must be generation `one_of` (0: nothing), whole.
+/// Checks that one of the generations `one_of` is live and whole; 0 stands for none.
 fn check(disk: &SimDisk, versions: &Versions, one_of: &[usize], what: &str) {
     let flash = match open(disk) {
         Ok(flash) => flash,
@@ -130,8 +130,8 @@ fn check(disk: &SimDisk, versions: &Versions, one_of: &[usize], what: &str) {
     assert!(!flash.dense().unwrap().is_empty());
 }
 
-/// Runs the story with the power cut after `cut` changing calls, comes back, and finishes it.
-fn tell(versions: &Versions, cut: u64, seed: u64) {
+/// Runs the story, cuts the power after `cut` changing calls, reboots, and finishes the story.
+fn run_story(versions: &Versions, cut: u64, seed: u64) {
     let disk = SimDisk::default();
     let mut random = Random::new(seed);
     disk.cut_after(cut);
@@ -139,7 +139,8 @@ fn tell(versions: &Versions, cut: u64, seed: u64) {
     while done < STORY.len() && run(STORY[done], &disk, versions).is_ok() {
         done += 1;
     }
-    // An interrupted step is repeated until it ends; each attempt may be cut again.
+
+    // Repeat an interrupted step until it ends. Each attempt may be cut again.
     let mut cuts = 0;
     while done < STORY.len() {
         disk.reboot(random.bits());
@@ -147,6 +148,7 @@ fn tell(versions: &Versions, cut: u64, seed: u64) {
             "seed {seed}, cut {cut}, step {done} {:?}, cut again {cuts} times",
             STORY[done]
         );
+
         check(&disk, versions, &[live_after(done), live_after(done + 1)], &what);
         let committed = STORY[done] == Step::Rollback
             && open(&disk)
@@ -154,12 +156,15 @@ fn tell(versions: &Versions, cut: u64, seed: u64) {
         if cuts < 3 && random.one_in(2) {
             disk.cut_after(random.below(30));
         }
+
         if committed || run(STORY[done], &disk, versions).is_ok() {
             done += 1;
         }
+
         cuts += 1;
         assert!(cuts < 100, "{what}: never ends");
     }
+
     disk.reboot(random.bits());
     check(
         &disk,
@@ -169,7 +174,7 @@ fn tell(versions: &Versions, cut: u64, seed: u64) {
     );
 }
 
-/// How many stories to tell; the long run sets it to millions.
+/// The number of stories; the long run sets millions.
 fn cut_points() -> u64 {
     std::env::var("HATCHBACK_CUTS").ok().and_then(|n| n.parse().ok()).unwrap_or(10_000)
 }
@@ -180,22 +185,17 @@ fn every_cut_ends_in_one_whole_generation() {
     let disk = SimDisk::default();
     STORY.iter().for_each(|step| run(*step, &disk, &versions).unwrap());
     check(&disk, &versions, &[4], "without a cut");
-    let placed =
-        |t: usize| open(&disk).unwrap().table(t).unwrap().placed().map_or(0, |p| p.counts().rows);
-    assert!(placed(0) > 200 && placed(1) > 200, "the snapshot placed nothing");
+    let clustered = |t: usize| {
+        open(&disk).unwrap().table(t).unwrap().clustered().map_or(0, |p| p.counts().rows)
+    };
+    assert!(clustered(0) > 200 && clustered(1) > 200, "the snapshot has no clustered rows");
     let calls = disk.calls();
     for n in 0..cut_points() {
-        tell(&versions, n % calls, n);
+        run_story(&versions, n % calls, n);
     }
     let resumed = RESUMED.load(Ordering::Relaxed);
-    println!(
-        "{} cuts at {calls} places, {resumed} merged pages taken over, all whole",
-        cut_points()
-    );
-    assert!(
-        cut_points() < 1000 || resumed > cut_points() / 4,
-        "only {resumed} pages were taken over"
-    );
+    println!("{} cuts at {calls} places, {resumed} merged pages resumed, all whole", cut_points());
+    assert!(cut_points() < 1000 || resumed > cut_points() / 4, "only {resumed} pages were resumed");
 }
 
 #[test]
@@ -234,17 +234,15 @@ fn a_full_disk_is_refused_before_anything_is_written() {
     let refused = run(Step::Install(2), &disk, &versions).unwrap_err();
     assert!(matches!(refused, FlashError::Space { .. }), "{refused}");
     assert_eq!(disk.written(), written);
-    // Where the space goes while the bundle is being written the error is the device's, and nothing
-    // changes.
     disk.set_capacity(Some(u64::MAX));
     run(Step::Install(2), &disk, &versions).unwrap();
     check(&disk, &versions, &[2], "once there is room");
 }
 
-/// What an install leaves that is stopped takes no room from the next one: of the same bundle, or
-/// of another where nothing is live.
+/// The files of an interrupted install take no room from the next install, of the same bundle or of
+/// another one.
 #[test]
-fn what_a_stopped_install_left_is_in_nobodys_way() {
+fn an_interrupted_install_takes_no_room() {
     let versions = Versions::new(2, 900, 13);
     for (live, next) in [(true, 1), (false, 0), (false, 1)] {
         let start = || {
@@ -260,13 +258,13 @@ fn what_a_stopped_install_left_is_in_nobodys_way() {
         install(first, &counted).unwrap();
         let bundle = BundleReader::open(&versions.snapshots[next]).unwrap();
         let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
-        // Before the live record: everything was written.
+        // The error comes before the live record, after everything else was written.
         disk.fail_after(counted.calls() - before - 6);
         let used = disk.used();
         assert!(install(first, &disk).is_err() && disk.used() > used + bytes / 2);
         disk.set_capacity(Some(used + bytes + (1 << 20)));
         install(&versions.snapshots[next], &disk).unwrap();
-        check(&disk, &versions, &[next + 1], "in the room of what was left");
+        check(&disk, &versions, &[next + 1], "in the room of the interrupted install");
     }
 }
 
@@ -283,7 +281,7 @@ fn space_is_reclaimed_when_nothing_needs_it() {
 }
 
 #[test]
-fn scrubbing_finds_exactly_the_bad_pages_and_repair_mends_them() {
+fn scrubbing_finds_exactly_the_damaged_pages_and_repair_replaces_them() {
     let versions = Versions::new(2, 900, 11);
     let disk = SimDisk::default();
     run(Step::Install(1), &disk, &versions).unwrap();
@@ -293,6 +291,7 @@ fn scrubbing_finds_exactly_the_bad_pages_and_repair_mends_them() {
         while scrub.step(&flash, 3) {}
         scrub
     };
+
     assert_eq!(scrub(&disk).damage, []);
     let pages = scrub(&disk).pages;
     let mut random = Random::new(1);
@@ -301,22 +300,24 @@ fn scrubbing_finds_exactly_the_bad_pages_and_repair_mends_them() {
     let page = 2;
     disk.flip(&base, page * 4096 * 8 + random.below(4096 * 8) as usize);
     let found = scrub(&disk);
+
     assert_eq!((found.pages, found.damage.len()), (pages, 1));
     assert_eq!((found.damage[0].table, found.damage[0].page as usize), (0, page));
     let flash = open(&disk).unwrap();
     let content = |n: usize| -> PageBytes { good[n * 4096..(n + 1) * 4096].try_into().unwrap() };
     assert!(
         flash.repair(&found.damage[0], &content(page + 1)).is_err(),
-        "another page must not do"
+        "the repair accepted another page"
     );
+
     flash.repair(&found.damage[0], &content(page)).unwrap();
     assert_eq!(scrub(&disk).damage, []);
     check(&disk, &versions, &[2], "after the repair");
 }
 
-/// Of every page, whatever it holds, and of a segment that is gone.
+/// On pages of every kind, and in a segment that is missing.
 #[test]
-fn scrubbing_finds_a_bad_bit_on_every_page() {
+fn scrubbing_finds_a_flipped_bit_on_every_page() {
     let versions = Versions::new(2, 900, 14);
     let disk = SimDisk::default();
     run(Step::Install(1), &disk, &versions).unwrap();
@@ -326,6 +327,7 @@ fn scrubbing_finds_a_bad_bit_on_every_page() {
         while scrub.step(&flash, 100) {}
         scrub.damage
     };
+
     let segments = disk.paths().into_iter().filter(|p| p.extension().is_some_and(|e| e == "seg"));
     let (mut random, mut kinds) = (Random::new(14), BTreeSet::new());
     for path in segments {
@@ -343,6 +345,7 @@ fn scrubbing_finds_a_bad_bit_on_every_page() {
             assert!(damage[0].keys > 0);
             kinds.insert(kind(content));
         }
+
         disk.rename(&path, Path::new("/gone")).unwrap();
         let damage = scrub();
         disk.rename(Path::new("/gone"), &path).unwrap();
@@ -351,13 +354,14 @@ fn scrubbing_finds_a_bad_bit_on_every_page() {
             "{damage:?}"
         );
     }
-    assert!(kinds.into_iter().eq(1..=7), "not every kind of page was met");
+
+    assert!(kinds.into_iter().eq(1..=7), "not every kind of page occurred");
     assert_eq!(scrub(), []);
 }
 
-/// A step reads what it was told to, and the trailer: not all the fences of a large base.
+/// A step reads the requested pages and the trailer, and never all fences of a large base.
 #[test]
-fn a_step_of_a_scrub_is_as_short_as_it_is_asked_to_be() {
+fn a_step_of_a_scrub_reads_no_more_than_requested() {
     let versions = Versions::new(1, 900, 15);
     let disk = SimDisk::default();
     run(Step::Install(1), &disk, &versions).unwrap();

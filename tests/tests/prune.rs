@@ -1,5 +1,5 @@
-//! Pruning a repository: what goes and what stays, a prune that is killed at every removal, cars
-//! that fetch meanwhile, and a publisher at the same time.
+//! Pruning a repository: which objects stay, a prune that is killed at every removal, cars that
+//! fetch during a prune, and a publisher at the same time.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -7,7 +7,7 @@ use anyhow::Result;
 use hatchback::update::link::{Link, LinkError, Take};
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::{Car, Fleet, T0, VERSIONS};
-use hatchback_tools::repository::prune::{Pruned, Window, prune};
+use hatchback_tools::repository::prune::{Pruned, Retention, prune};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::{DryRun, Object, Objects, Store};
 use std::cell::{Cell, RefCell};
@@ -15,17 +15,17 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 const DAY: u64 = 24 * 3600;
-/// The fleet's root lasts for eleven days.
+/// Less than half of the eleven days that the fleet's root lasts.
 const GRACE: u64 = 5 * DAY;
-const WINDOW: Window = Window { releases: Some(2), grace_s: GRACE, expires_s: 100 * DAY };
+const WINDOW: Retention = Retention { releases: Some(2), grace_s: GRACE, expires_s: 100 * DAY };
 
-/// A repository whose objects are as old as the story says, and which takes so many removals.
+/// A repository whose objects have simulated ages, and which allows a number of removals.
 struct Aged {
     store: Objects,
     now: Cell<u64>,
     put_at: RefCell<BTreeMap<String, u64>>,
     deletes: Cell<u32>,
-    /// Removed by somebody else as soon as new metadata are put up.
+    /// An object that another process removes as soon as new metadata are written.
     lost: Option<String>,
 }
 
@@ -95,8 +95,8 @@ impl Store for Aged {
     }
 }
 
-/// Four releases in as many days, of which the third is a snapshot; on the fifth the first two are
-/// taken off the list. And a car that stayed at the first.
+/// Returns a fleet, its store and a car at the first release. The fleet published a release on each
+/// of four days; the third is a snapshot. On the fifth day a prune unlisted the first two.
 fn unlisted() -> (Fleet, Aged, Car) {
     let fleet = Fleet::new();
     let (store, stale) = (Aged::new(&fleet), Car::at_first_release(&fleet));
@@ -106,44 +106,49 @@ fn unlisted() -> (Fleet, Aged, Car) {
     std::fs::write(fleet.file("index.html"), "ours").unwrap();
     let pruned = store.prune(&fleet, T0 + 4 * DAY).unwrap();
     assert_eq!(pruned.unlisted, [OLD[0], OLD[1]]);
-    assert_eq!(pruned.removed, 0, "within the grace everything stays");
+    assert_eq!(pruned.removed, 0, "a prune within the grace period removed something");
     (fleet, store, stale)
 }
 
 const OLD: [&str; 2] =
     ["versions/000000000001-snapshot", "versions/000000000002-from-000000000001"];
-/// When the grace of what was taken off the list is over.
+/// End of the grace period of the unlisted releases.
 const LATER: u64 = T0 + 4 * DAY + GRACE;
 
 #[test]
-fn what_no_release_needs_goes_and_every_car_finds_a_way() {
+fn objects_that_no_release_needs_are_removed_and_every_car_finds_a_path() {
     let (fleet, store, stale) = unlisted();
     let before = store.paths();
     store.prune(&fleet, LATER - 1).unwrap();
     let chunks_and_targets = |paths: &[String]| -> Vec<String> {
         paths.iter().filter(|p| !p.starts_with("metadata/")).cloned().collect()
     };
+
     assert_eq!(
         chunks_and_targets(&before),
         chunks_and_targets(&store.paths()),
         "a second too early"
     );
+
     let before = store.paths();
     let dry = prune(&DryRun(&store), &fleet.keys(), &WINDOW, LATER).unwrap();
     assert_eq!(store.paths(), before, "a dry run removed something");
+
     let done = store.prune(&fleet, LATER).unwrap();
     assert_eq!(
         (dry.removed, dry.removed_bytes, dry.kept),
         (done.removed, done.removed_bytes, done.kept)
     );
     assert_eq!(before.len() - store.paths().len(), done.removed as usize);
-    // Of 1 and 2 nothing is left, of 3 and 4 everything; roots and what is not ours stay.
+
+    // Releases 1 and 2 are gone and releases 3 and 4 complete. Roots and foreign files stay.
     let chunks = |bundles: [&PathBuf; 2]| bundles.map(|b| fleet.chunks(b)).concat();
     let old = chunks([&VERSIONS.snapshots[0], &VERSIONS.deltas[1]]);
     let kept = chunks([&VERSIONS.snapshots[2], &VERSIONS.deltas[3]]);
     assert!(kept.iter().all(|path| path.exists()));
     assert!(old.iter().all(|path| path.exists() == kept.contains(path)));
     assert!(old.iter().any(|path| !kept.contains(path)));
+
     for (name, stays) in [
         ("index.html", true),
         ("metadata/1.root.json", true),
@@ -154,8 +159,9 @@ fn what_no_release_needs_goes_and_every_car_finds_a_way() {
     ] {
         assert_eq!(fleet.file(name).exists(), stays, "{name}");
     }
+
     assert!(store.paths().iter().all(|path| !OLD.iter().any(|name| path.ends_with(&name[9..]))));
-    assert_eq!(store.prune(&fleet, LATER).unwrap().removed, 0, "something was left");
+    assert_eq!(store.prune(&fleet, LATER).unwrap().removed, 0, "the first prune left objects");
     for car in [Car::new(&fleet), stale] {
         car.run(&mut fleet.link(), LATER + 1).unwrap();
         assert_eq!(car.live(), 4);
@@ -186,7 +192,7 @@ fn a_prune_that_is_killed_leaves_a_whole_repository() {
     }
 }
 
-/// A link behind which the repository is pruned just before the request of this number.
+/// A link that prunes the repository just before the request of this number.
 struct PrunedAt<'a>(DirectoryLink, u32, &'a dyn Fn());
 
 impl Link for PrunedAt<'_> {
@@ -200,7 +206,7 @@ impl Link for PrunedAt<'_> {
 }
 
 #[test]
-fn a_car_amid_a_download_goes_on() {
+fn a_prune_does_not_break_a_download() {
     let (fleet, store, _) = unlisted();
     for at in 0.. {
         let fork = fleet.fork();
@@ -212,31 +218,34 @@ fn a_car_amid_a_download_goes_on() {
         };
         let car = Car::new(&fork);
         car.run(&mut PrunedAt(fork.link(), at, &go), LATER + 1).unwrap();
+
         assert_eq!(car.live(), 4, "pruned at request {at}");
         if !pruned.get() {
             assert!(at > 10, "only {at} requests");
             break;
         }
     }
-    // A release that is taken off the list under a car stays for the grace.
+
+    // A release that is unlisted during its download stays for the grace period.
     let fleet = Fleet::new();
     let (store, car) = (Aged::new(&fleet), Car::new(&fleet));
     let go = || {
         store.publish(&fleet, T0 + 2, &VERSIONS.snapshots[2], 100).unwrap();
-        let window = Window { releases: Some(1), ..WINDOW };
+        let window = Retention { releases: Some(1), ..WINDOW };
         assert_eq!(prune(&store, &fleet.keys(), &window, T0 + 3).unwrap().unlisted, [OLD[0]]);
     };
+
     car.run(&mut PrunedAt(fleet.link(), 6, &go), T0 + 4).unwrap();
-    assert_eq!(car.live(), 3, "it went on to the first release and from there to the third");
+    assert_eq!(car.live(), 3, "the car installed the first release and then the third");
 }
 
 #[test]
-fn a_snapshot_for_some_takes_nothing_off_the_list() {
+fn a_snapshot_for_a_share_of_the_fleet_unlists_nothing() {
     let fleet = Fleet::new();
     let store = Aged::new(&fleet);
     store.publish(&fleet, T0 + DAY, &VERSIONS.deltas[1], 100).unwrap();
     store.publish(&fleet, T0 + 2 * DAY, &VERSIONS.snapshots[2], 5).unwrap();
-    let window = Window { releases: Some(1), ..WINDOW };
+    let window = Retention { releases: Some(1), ..WINDOW };
     let pruned = |now| prune(&store, &fleet.keys(), &window, now).unwrap().unlisted;
     assert_eq!(pruned(T0 + 3 * DAY).len(), 0);
     store.publish(&fleet, T0 + 4 * DAY, &VERSIONS.snapshots[2], 100).unwrap();
@@ -244,7 +253,7 @@ fn a_snapshot_for_some_takes_nothing_off_the_list() {
 }
 
 #[test]
-fn a_chunk_that_goes_while_it_is_published_again_is_noticed() {
+fn a_publish_is_refused_if_a_chunk_is_removed_during_it() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
     let mut store = Aged::new(&fleet);
@@ -253,7 +262,7 @@ fn a_chunk_that_goes_while_it_is_published_again_is_noticed() {
     fleet.revoke(T0 + 20, 2);
     store.lost = Some(chunk.strip_prefix(fleet.repository()).unwrap().to_str().unwrap().to_owned());
     let refused = store.publish(&fleet, T0 + 30, &VERSIONS.deltas[1], 100).unwrap_err();
-    assert!(refused.to_string().contains("removed meanwhile"), "{refused:#}");
+    assert!(refused.to_string().contains("removed"), "{refused:#}");
     car.run(&mut fleet.link(), T0 + 31).unwrap();
     assert_eq!(car.live(), 1);
     store.lost = None;
@@ -263,7 +272,7 @@ fn a_chunk_that_goes_while_it_is_published_again_is_noticed() {
 }
 
 #[test]
-fn what_is_not_whole_or_not_ours_is_left_alone() {
+fn a_repository_of_other_keys_or_without_timestamp_is_not_pruned() {
     let (fleet, store, _) = unlisted();
     let stranger = Fleet::new();
     assert!(prune(&store, &stranger.keys(), &WINDOW, LATER).is_err());

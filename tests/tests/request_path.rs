@@ -1,13 +1,14 @@
-//! The request flow against the plain reference: every score equal to the bit, every lookup counted
-//! in the right count, whatever is cached, evicted or waiting.
+//! The request flow against the plain reference: every score is equal bit for bit and every lookup
+//! is in the right count, whichever rows are cached, evicted or missing.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
+use hatchback::clock::SystemClock;
 use hatchback::limits::{NAME_BYTES_MAX, SAMPLE_BYTES_MAX};
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
-use hatchback::request::worker::{ScoreError, SystemClock, Worker};
+use hatchback::request::worker::{ScoreError, Worker};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback::{LookupStatus, Pooling};
@@ -73,7 +74,7 @@ fn model() -> impl Strategy<Value = ModelPlan> {
     })
 }
 
-/// Batches of sample numbers; one number is one sample, so that batches repeat and shrink.
+/// Batches of sample numbers. One number is one sample, so that batches repeat and shrink.
 fn batches() -> impl Strategy<Value = Vec<Vec<u8>>> {
     let size = prop_oneof![Just(0), Just(BATCH_MAX as usize), 0..=BATCH_MAX as usize];
     prop::collection::vec(size.prop_flat_map(|n| prop::collection::vec(0..40u8, n)), 1..8)
@@ -90,12 +91,14 @@ fn check(
     let scores = worker.score(&batch, None).unwrap();
     let outputs = scores.values.len() / samples.len().max(1);
     prop_assert_eq!(scores.statuses.len(), samples.len());
+
     for (i, sample) in samples.iter().enumerate() {
         let (score, expected) =
             (&scores.values[i * outputs..][..outputs], reference.output(sample));
         prop_assert!(same_bits(score, &expected), "sample {i}: {score:?} instead of {expected:?}");
         prop_assert_eq!(scores.statuses[i], reference.status(sample), "sample {}", i);
     }
+
     let lookups: u64 = samples.iter().flat_map(|s| &s.sparse).map(|bag| bag.len() as u64).sum();
     prop_assert_eq!(scores.status().lookups(), lookups);
     let counted = worker.counters().since(&before);
@@ -105,19 +108,24 @@ fn check(
     );
     prop_assert!(counted.misses <= counted.missed_lookups && counted.pages <= counted.misses);
     prop_assert_eq!(counted.pages_damaged, 0);
+
     Ok(())
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 400,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
-    /// On one worker, request after request, with the least cache and the least miss list.
+    /// On one worker, request after request, with the smallest cache and the shortest miss list.
     #[test]
     fn scores_are_the_references(plan in model(), batches in batches(), resident in any::<bool>()) {
         let packed = plan.pack();
         let reference = Reference::new(&packed.schema, &packed.rows);
         let mut budget = tiny_budget(&packed.schema, BATCH_MAX);
-        // Without it the automatic tables are cached too.
+        // With no bytes for resident tables the automatic tables are cached too.
         if !resident && plan.tables.iter().all(|t| t.placement != Placement::Resident) {
             budget.resident_bytes_max = 0;
         }
@@ -131,8 +139,8 @@ proptest! {
     }
 }
 
-/// Tables of every codec that share row widths or not, enough rows that the least cache always
-/// evicts.
+/// Plans tables of every codec, some of one row width, with so many rows that the smallest cache
+/// always evicts.
 fn busy_plan(seed: u64) -> ModelPlan {
     use CodecChoice::{F16, F32, U4, U8};
     let tables = vec![
@@ -153,8 +161,7 @@ fn busy_plan(seed: u64) -> ModelPlan {
     ModelPlan { name: "busy".to_owned(), sequence: 1, seed, dense: 2, tables, features }
 }
 
-/// Readers and writers of one cache on several threads: no torn, stale or foreign row ever reaches
-/// a score.
+/// Several threads read and write one cache. No torn, stale or foreign row reaches a score.
 #[test]
 fn many_workers_on_one_model_score_as_one() {
     let plan = busy_plan(5);
@@ -178,8 +185,8 @@ fn many_workers_on_one_model_score_as_one() {
     });
 }
 
-/// One set of slots for everything, the same keys in tables of one row width: every row drives out
-/// another, yet none is ever served for another key or another table.
+/// A cache of one set, and the same keys in tables of one row width: every row evicts another, and
+/// none is served for another key or another table.
 #[test]
 fn no_row_is_served_for_another() {
     let tables = vec![TablePlan::cached(KeySpace::Index, 1500, 8, CodecChoice::F32); 4];
@@ -192,7 +199,7 @@ fn no_row_is_served_for_another() {
     let model = open_with_least_cache(&packed.install(), budget);
     assert_eq!(model.cache_slots(), 14);
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
-    // One table after the other, each looked up while another's row of the same key is cached.
+    // Each table is looked up while another table's row of the same key is cached.
     for key in 0..1500 {
         for table in [0, 1, 1, 2, 3, 3, 0] {
             let mut sparse = vec![Vec::new(); 4];
@@ -204,9 +211,9 @@ fn no_row_is_served_for_another() {
     assert!(hit_rate > 0.2, "{hit_rate}");
 }
 
-/// With room for every row, the second time around nothing is read.
+/// With room for every row, the second round reads nothing.
 #[test]
-fn what_fits_the_cache_is_read_once() {
+fn rows_that_fit_the_cache_are_read_once() {
     let plan = busy_plan(6);
     let packed = plan.pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
@@ -214,7 +221,8 @@ fn what_fits_the_cache_is_read_once() {
         Model::open(&hatchback::io::disk::system(), &packed.install(), Budget::default()).unwrap(),
     );
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
-    // Keys that the table does not have are looked for each time: they never enter the cache.
+
+    // Keys that a table does not have never enter the cache, so the samples must not have any.
     let mut samples: Vec<Sample> = (0..200).map(|id| plan.sample(id)).collect();
     for sample in &mut samples {
         for (f, bag) in sample.sparse.iter_mut().enumerate() {
@@ -223,6 +231,7 @@ fn what_fits_the_cache_is_read_once() {
             });
         }
     }
+
     samples.chunks(50).for_each(|s| check(&mut worker, &reference, s).unwrap());
     let first = worker.counters();
     let distinct: HashSet<(u16, u64)> = samples
@@ -231,13 +240,14 @@ fn what_fits_the_cache_is_read_once() {
         .flat_map(|(bag, feature)| bag.iter().map(|&key| (feature.table, key)))
         .collect();
     assert_eq!(first.misses, distinct.len() as u64, "a row was fetched twice");
+
     assert!(first.pages > 0);
     samples.chunks(50).for_each(|s| check(&mut worker, &reference, s).unwrap());
     assert_eq!(worker.counters().since(&first).pages, 0);
 }
 
-/// A few rows of a width of their own beside many of another: their share of the cache is still a
-/// set.
+/// A table with few rows of a width that no other table has still gets a cache of one set beside a
+/// large table.
 #[test]
 fn a_small_table_beside_a_large_one_has_its_cache() {
     let mut plan = small_plan(1, &[2]);
@@ -249,18 +259,20 @@ fn a_small_table_beside_a_large_one_has_its_cache() {
     let (flash, batch_max) = (packed.install(), 8);
     let budget = Budget { cache_bytes_max: 64 << 10, ..tiny_budget(&packed.schema, batch_max) };
     let model = Arc::new(Model::open(&hatchback::io::disk::system(), &flash, budget).unwrap());
+
     assert!(model.memory().lines()[0].1 <= budget.cache_bytes_max);
     let mut worker = Worker::new(model, Arc::new(SystemClock::default()));
     let samples: Vec<Sample> = (0..8).map(|id| plan.sample(id)).collect();
     check(&mut worker, &reference, &samples).unwrap();
-    // Less than a set for each width is refused; four sets where the words of sparse keys need
-    // them.
+
+    // Less than one set for each width is refused. The tags of sparse keys need four sets.
     let bytes = |(sets, row_bytes, head): (u64, u64, u64)| sets * (head + 24 + 14 * row_bytes) + 64;
     let least = [(1, 16, 64), (4, 256, 128), (1, 4, 64)].map(bytes).iter().sum::<u64>();
     let open = |cache_bytes_max| {
         Model::open(&hatchback::io::disk::system(), &flash, Budget { cache_bytes_max, ..budget })
             .err()
     };
+
     assert_eq!(open(least).map(|e| e.to_string()), None);
     let error = open(least - 1).unwrap().to_string();
     assert_eq!(
@@ -314,8 +326,7 @@ fn a_batch_over_the_limit_is_refused() {
 }
 
 /// A batch that was made for another model: fewer or more features, other dense features, longer
-/// bags. The last one would run over the feature's columns, or never end where the miss list is
-/// shorter than the bag.
+/// bags. A longer bag would overrun the feature's columns, or never fit a shorter miss list.
 #[test]
 fn a_batch_of_another_schema_is_refused() {
     let packed = small_plan(1, &[2, 2]).pack();
@@ -327,6 +338,7 @@ fn a_batch_of_another_schema_is_refused() {
         (small_plan(0, &[2, 2]), "dense"),
         (small_plan(1, &[2, 6]), "hotness"),
     ];
+
     for (plan, field) in others {
         let other = plan.pack();
         let mut batch = hatchback::schema::batch::Batch::new(&other.schema, 4);
@@ -337,19 +349,21 @@ fn a_batch_of_another_schema_is_refused() {
         batch.push(&other.schema, &sample).unwrap();
         assert_eq!(request_error(&mut worker, &batch).0, field);
     }
-    // What fits is served, whichever schema it was made with.
+
+    // A batch that fits is served, whichever schema it was made with.
     let roomy = small_plan(1, &[4, 6]).pack();
     let mut batch = hatchback::schema::batch::Batch::new(&roomy.schema, 4);
     let sample =
         Sample { dense: vec![1.0], sparse: vec![vec![1, 2], vec![3]], label: None, score: None };
     batch.push(&roomy.schema, &sample).unwrap();
+
     assert_eq!(
         worker.score(&batch, None).unwrap().status(),
         LookupStatus { fresh: 3, ..LookupStatus::default() }
     );
 }
 
-/// One batch takes samples of one shape only, even if each fits the schema that is passed with it.
+/// A batch takes samples of one shape only, even if each fits the schema that is passed with it.
 #[test]
 fn a_batch_takes_no_sample_of_another_schema() {
     let (one, two) = (small_plan(3, &[2]).pack(), small_plan(1, &[2, 2]).pack());
@@ -404,7 +418,7 @@ fn budgets_that_cannot_hold_the_model_are_refused_by_name() {
     assert_eq!(refused(&|b| b.memory_bytes_max = 1 << 12), "memory_bytes_max");
 }
 
-/// Who reads lines knows from the schema how long they may be.
+/// A reader of lines knows from the schema how long a line may be.
 #[test]
 fn the_longest_sample_is_no_longer_than_its_schema_says() {
     let mut schema = BundleReader::open(&VERSIONS.snapshots[0]).unwrap().manifest().schema.clone();

@@ -1,14 +1,14 @@
-//! Several models in one process: one budget, and changes that no caller of another model, nor of
-//! the same, notices.
+//! Several models in one process: one memory budget, and loads, swaps and unloads that no caller
+//! notices, neither of the same model nor of another.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::{Serving, ServingError};
-use hatchback::request::worker::SystemClock;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const BATCH_MAX: u32 = 8;
 
-/// A generation of a model whose keys are the same in all generations and whose rows are not.
+/// A generation of a model. All generations have the same keys and different rows.
 struct Made {
     packed: Packed,
     reference: Reference,
@@ -62,7 +62,7 @@ fn serving(memory_bytes_max: u64) -> Serving {
     Serving::new(memory_bytes_max, 16, Arc::new(SystemClock::default()))
 }
 
-/// Submits and checks that one generation alone answered; returns its sequence.
+/// Submits a request and checks that a single generation answered. Returns its sequence.
 fn score(
     serving: &Serving,
     name: &str,
@@ -78,10 +78,12 @@ fn score(
             Err(e) => panic!("{e}"),
         }
     };
+
     let sequence = ticket.generation().sequence;
     let reference = &made[sequence as usize - 1].reference;
     let answer = ticket.wait().unwrap();
     let scores = answer.scores();
+
     for (sample, (score, status)) in samples
         .iter()
         .zip(scores.values.chunks(scores.values.len() / samples.len()).zip(scores.statuses))
@@ -89,16 +91,18 @@ fn score(
         assert!(same_bits(score, &reference.output(sample)), "not generation {sequence}'s score");
         assert_eq!(*status, reference.status(sample));
     }
+
     sequence
 }
 
 #[test]
-fn a_hundred_swaps_under_load_mix_nothing_and_fail_nobody() {
+fn a_hundred_swaps_under_load_mix_nothing_and_fail_no_request() {
     let (one, two) = (make(&plan(1)), make(&plan(2)));
     let made = [&one, &two];
     let serving = serving(1 << 30);
     serving.load("m", &one.flash, budget()).unwrap();
     let (stop, served) = (AtomicBool::new(false), [AtomicU64::new(0), AtomicU64::new(0)]);
+
     std::thread::scope(|scope| {
         for caller in 0..3u64 {
             let (serving, stop, served) = (&serving, &stop, &served);
@@ -116,16 +120,19 @@ fn a_hundred_swaps_under_load_mix_nothing_and_fail_nobody() {
                 }
             });
         }
+
         let schema = serving.schema("m").unwrap();
         for swap in 0..100 {
             let next = made[1 - swap % 2];
             serving.swap("m", &next.flash, budget(), &|| {}).unwrap();
-            // Whoever asks after the swap has the new generation.
+            // A request after the swap is scored by the new generation.
             let sequence = score(&serving, "m", &schema, &[plan(1).sample(7)], &made);
             assert_eq!(sequence, 2 - swap as u64 % 2);
         }
+
         stop.store(true, Ordering::Relaxed);
     });
+
     assert!(
         served.iter().all(|n| n.load(Ordering::Relaxed) > 0),
         "{served:?}: a generation was never seen"
@@ -139,6 +146,7 @@ fn other_models_come_and_go_unnoticed() {
     let serving = serving(1 << 30);
     serving.load("stays", &one.flash, budget()).unwrap();
     let stop = AtomicBool::new(false);
+
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let (plan, schema) = (plan(1), serving.schema("stays").unwrap());
@@ -149,6 +157,7 @@ fn other_models_come_and_go_unnoticed() {
                 }
             }
         });
+
         let sample = ModelPlan { dense: 0, ..plan(2) }.sample(3);
         for _ in 0..20 {
             serving.load("comes", &other.flash, budget()).unwrap();
@@ -159,6 +168,7 @@ fn other_models_come_and_go_unnoticed() {
             let batch = batch_for(&other.packed.schema, 1, std::slice::from_ref(&sample));
             assert!(matches!(serving.submit("comes", &batch, None), Err(RequestError::NotServed)));
         }
+
         stop.store(true, Ordering::Relaxed);
     });
 }
@@ -173,14 +183,17 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
     let alone = serving(1 << 30);
     alone.load("a", &one.flash, budget()).unwrap();
     let each = total(&alone);
-    // Room for two: for a second model, or for the old and the new generation.
+
+    // The budget has room for two models, or for the old and the new generation of one.
     let serving = serving(2 * each);
     serving.load("a", &one.flash, budget()).unwrap();
     serving.swap("a", &two.flash, budget(), &|| {}).unwrap();
     serving.load("b", &one.flash, budget()).unwrap();
+
     assert_eq!(total(&serving), 2 * each);
     let refused = serving.swap("a", &one.flash, budget(), &|| {}).unwrap_err();
     assert!(matches!(&refused, ServingError::Memory { taken, .. } if *taken == 2 * each));
+
     let text = refused.to_string();
     let start =
         format!("model `a`: memory_bytes_max = {}, and {} bytes are taken: ", 2 * each, 2 * each);
@@ -189,7 +202,8 @@ fn one_budget_holds_all_models_and_both_sides_of_a_swap() {
         "{text}"
     );
     assert_eq!(serving.generation("a").unwrap().sequence, 2, "a refused swap changes nothing");
-    // What it says to lower is what makes it fit.
+
+    // Lowering the field that the error names, to the value that it names, makes the model fit.
     serving.unload("b").unwrap();
     let larger = Budget { cache_bytes_max: 64 << 10, ..budget() };
     let text = serving.swap("a", &one.flash, larger, &|| {}).unwrap_err().to_string();
@@ -216,9 +230,11 @@ fn what_callers_would_notice_is_refused() {
         Err(ServingError::NotLoaded(_))
     ));
     assert!(matches!(serving.unload("n"), Err(ServingError::NotLoaded(_))));
+
     let many = Budget { workers: 15, ..budget() };
     let error = serving.load("n", &two.flash, many).unwrap_err().to_string();
     assert_eq!(error, "model `n`: reads_max = 16: 17 workers of all models need a read each");
+
     let field = |plan: &ModelPlan, budget: Budget| match serving.swap(
         "m",
         &make(plan).flash,
@@ -228,12 +244,15 @@ fn what_callers_would_notice_is_refused() {
         Err(ServingError::Shape { field, .. }) => field,
         other => panic!("{other:?}"),
     };
+
     let mut fewer = plan(2);
     fewer.features.pop();
     assert_eq!(field(&fewer, budget()), "features");
+
     let mut shorter = plan(2);
     shorter.features[1].hotness_max = 2;
     assert_eq!(field(&shorter, budget()), "hotness_max");
+
     let mut wider = plan(2);
     wider.tables[1].dim = 9;
     assert_eq!(field(&wider, budget()), "outputs");

@@ -1,5 +1,5 @@
-//! Sync over HTTPS: certificates that it must know, one of its own where the server asks for it,
-//! and a proxy in between.
+//! Updates over HTTPS: trusted certificates, a client certificate if the server requires one, and a
+//! proxy.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -35,7 +35,7 @@ impl Authority {
         Self { certificate: certificate.der().clone(), issuer: Issuer::new(params, key), pem }
     }
 
-    /// A certificate for `name`: its own form, and as a PEM file with its key.
+    /// Signs a certificate for `name`. Returns it with its key, and both as a PEM file.
     fn signs(
         &self,
         folder: &Path,
@@ -51,7 +51,8 @@ impl Authority {
     }
 }
 
-/// Serves a folder; returns the address. Asks for certificates of `clients`, if given.
+/// Serves `folder` over HTTPS and returns the address. Requires certificates of `clients`, if
+/// given.
 fn serve(folder: PathBuf, own: &Authority, clients: Option<&Authority>, work: &Path) -> String {
     let provider = Arc::new(default_provider());
     let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));
@@ -65,6 +66,7 @@ fn serve(folder: PathBuf, own: &Authority, clients: Option<&Authority>, work: &P
             builder.with_client_cert_verifier(verifier.build().unwrap())
         }
     };
+
     let (certificate, key, _) = own.signs(work, "127.0.0.1");
     let config = Arc::new(builder.with_single_cert(vec![certificate], key).unwrap());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -74,16 +76,17 @@ fn serve(folder: PathBuf, own: &Authority, clients: Option<&Authority>, work: &P
             let (folder, config) = (folder.clone(), Arc::clone(&config));
             std::thread::spawn(move || {
                 let connection = ServerConnection::new(config).unwrap();
-                // A client that breaks off is not the server's concern.
+                // The client may break off.
                 let _ = answer(StreamOwned::new(connection, stream.unwrap()), &folder);
             });
         }
     });
+
     address
 }
 
-/// A server that sends everybody elsewhere; returns its address, and whether somebody came.
-fn elsewhere(to: String) -> (String, Arc<AtomicUsize>) {
+/// Starts a server that redirects every request. Returns its address and its count of requests.
+fn redirect(to: String) -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (address, came) = (format!("http://{}", listener.local_addr().unwrap()), Arc::default());
     let count: Arc<AtomicUsize> = Arc::clone(&came);
@@ -95,7 +98,8 @@ fn elsewhere(to: String) -> (String, Arc<AtomicUsize>) {
             lines.map_while(Result::ok).find(String::is_empty);
             let _ = write!(
                 stream,
-                "HTTP/1.1 302 Found\r\nLocation: {to}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                "HTTP/1.1 302 Found\r\nLocation: {to}\r\nContent-Length: 0\r\n\
+                 Connection: close\r\n\r\n"
             );
         }
     });
@@ -112,6 +116,7 @@ fn answer(
         stream.read_exact(&mut byte)?;
         head.push(byte[0]);
     }
+
     let head = String::from_utf8_lossy(&head);
     let path =
         head.strip_prefix("GET /").and_then(|rest| rest.split(' ').next()).unwrap_or_default();
@@ -123,13 +128,14 @@ fn answer(
             _ => ("404 Not Found".to_owned(), Vec::new()),
         };
     let bytes = content.len();
+
     write!(stream, "HTTP/1.1 {status}\r\nContent-Length: {bytes}\r\nConnection: close\r\n\r\n")?;
     stream.write_all(&content)?;
     stream.conn.send_close_notify();
     stream.flush()
 }
 
-/// A proxy that knows CONNECT; counts what passes.
+/// Starts a proxy that supports CONNECT. Returns its address and its count of connections.
 fn proxy() -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (address, passed) = (format!("http://{}", listener.local_addr().unwrap()), Arc::default());
@@ -147,6 +153,7 @@ fn proxy() -> (String, Arc<AtomicUsize>) {
                     line.clear();
                     reader.read_line(&mut line).unwrap();
                 }
+
                 let mut server = TcpStream::connect(to).unwrap();
                 client.write_all(b"HTTP/1.1 200 Connected\r\n\r\n").unwrap();
                 count.fetch_add(1, Ordering::Relaxed);
@@ -158,11 +165,12 @@ fn proxy() -> (String, Arc<AtomicUsize>) {
             });
         }
     });
+
     (address, passed)
 }
 
 #[test]
-fn only_over_certificates_that_are_known() {
+fn a_server_needs_a_certificate_that_the_car_trusts() {
     let (fleet, work) = (Fleet::new(), tempfile::tempdir().unwrap());
     let [ours, other] = ["ours", "other"].map(|name| Authority::new(work.path(), name));
     let address = serve(fleet.repository(), &ours, None, work.path());
@@ -170,7 +178,7 @@ fn only_over_certificates_that_are_known() {
     let options = |ca: &Path| LinkOptions { ca: Some(ca.to_owned()), ..LinkOptions::default() };
     let mut link = HttpLink::new(&address, &options(&other.pem)).unwrap();
     let refused = car.run(&mut link, T0 + 1).unwrap_err();
-    assert!(matches!(refused, UpdateError::Link { .. }), "{refused:?}");
+    assert!(matches!(refused, UpdateError::LinkBroken { .. }), "{refused:?}");
     assert_eq!(car.live(), 0);
     let mut link = HttpLink::new(&address, &options(&ours.pem)).unwrap();
     car.run(&mut link, T0 + 2).unwrap();
@@ -179,7 +187,7 @@ fn only_over_certificates_that_are_known() {
 }
 
 #[test]
-fn a_server_that_asks_gets_the_cars_own_certificate() {
+fn a_server_that_requires_a_certificate_gets_the_cars_own() {
     let (fleet, work) = (Fleet::new(), tempfile::tempdir().unwrap());
     let [server, cars] = ["server", "cars"].map(|name| Authority::new(work.path(), name));
     let address = serve(fleet.repository(), &server, Some(&cars), work.path());
@@ -188,7 +196,7 @@ fn a_server_that_asks_gets_the_cars_own_certificate() {
     let mut link =
         HttpLink::new(&address, &LinkOptions { ca: ca.clone(), ..LinkOptions::default() }).unwrap();
     let refused = car.run(&mut link, T0 + 1).unwrap_err();
-    assert!(matches!(refused, UpdateError::Link { .. }), "{refused:?}");
+    assert!(matches!(refused, UpdateError::LinkBroken { .. }), "{refused:?}");
     let (_, _, stranger) = server.signs(work.path(), "stranger");
     let options = LinkOptions { ca: ca.clone(), client: Some(stranger), ..LinkOptions::default() };
     assert!(car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 2).is_err());
@@ -199,8 +207,8 @@ fn a_server_that_asks_gets_the_cars_own_certificate() {
     assert_eq!(car.live(), 1);
 }
 
-/// HTTPS leads to HTTPS; plain HTTP leads nowhere else: a captive portal's redirect is a broken
-/// link.
+/// HTTPS may redirect to HTTPS. Plain HTTP may not redirect: a captive portal's redirect is a
+/// broken link.
 #[test]
 fn redirects_stay_within_https() {
     let (fleet, work) = (Fleet::new(), tempfile::tempdir().unwrap());
@@ -210,23 +218,25 @@ fn redirects_stay_within_https() {
         let options = LinkOptions { ca: ca.map(Path::to_owned), ..LinkOptions::default() };
         let car = Car::new(&fleet);
         let ran = car.run(&mut HttpLink::new(from, &options).unwrap(), T0 + 1);
-        ran.err().inspect(|e| assert!(matches!(e, UpdateError::Link { .. }), "{e:?}")).is_some()
+        ran.err()
+            .inspect(|e| assert!(matches!(e, UpdateError::LinkBroken { .. }), "{e:?}"))
+            .is_some()
     };
     let sends = tempfile::tempdir().unwrap();
     let sender = serve(sends.path().to_owned(), &ours, None, work.path());
     let send_to = |to: &str| std::fs::write(sends.path().join("elsewhere"), to).unwrap();
     send_to(&repository);
     assert!(!refused(&sender, Some(&ours.pem)), "from HTTPS to HTTPS");
-    let (plain, came) = elsewhere(format!("{repository}/metadata/timestamp.json"));
+    let (plain, came) = redirect(format!("{repository}/metadata/timestamp.json"));
     send_to(&plain);
     assert!(refused(&sender, Some(&ours.pem)), "from HTTPS to HTTP");
-    assert_eq!(came.load(Ordering::Relaxed), 0, "was asked in the clear");
+    assert_eq!(came.load(Ordering::Relaxed), 0, "the car sent a request over plain HTTP");
     assert!(refused(&plain, None), "from HTTP to HTTPS");
     assert!(came.load(Ordering::Relaxed) > 0);
 }
 
 #[test]
-fn through_a_proxy() {
+fn an_update_passes_a_proxy() {
     let (fleet, work) = (Fleet::new(), tempfile::tempdir().unwrap());
     let ours = Authority::new(work.path(), "ours");
     let address = serve(fleet.repository(), &ours, None, work.path());
@@ -236,7 +246,7 @@ fn through_a_proxy() {
         LinkOptions { ca: Some(ours.pem.clone()), proxy: Some(through), ..LinkOptions::default() };
     car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 1).unwrap();
     assert_eq!(car.live(), 1);
-    assert!(passed.load(Ordering::Relaxed) > 0, "nothing passed the proxy");
+    assert!(passed.load(Ordering::Relaxed) > 0, "no connection passed the proxy");
     assert!(
         HttpLink::new(
             &address,

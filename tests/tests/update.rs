@@ -1,6 +1,6 @@
-//! The states of an update: what a release must show, and the table of every state, stopped by a
-//! kill or by a power cut, with a release that proves itself and with one that does not. Each ends
-//! in the generation it should, whole, without help.
+//! The states of an update. A release must pass its probe and its probation. A kill or a power cut
+//! in any state, with a good release or a bad one, ends in the right generation, whole, without
+//! help.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -10,11 +10,11 @@ use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
-use hatchback::update::state::UpdateState;
+use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
 use hatchback_tests::flash_check::whole_generation;
-use hatchback_tests::fleet::{Car, Fleet, T0, Ticks, VERSIONS};
+use hatchback_tests::fleet::{Car, Fleet, T0, Ticks, VERSIONS, release_of};
 use hatchback_tests::random::Random;
 use hatchback_tests::versions::copy;
 use hatchback_tests::wire::{Faults, Wire};
@@ -22,10 +22,9 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-/// A car at the first release, and a fleet whose second one it has not seen.
+/// Returns a fleet at its first release, and a copy that has published its second.
 fn next_release() -> (Fleet, Fleet) {
     let fleet = Fleet::new();
     let before = fleet.fork();
@@ -52,22 +51,26 @@ fn probation_ends_as_the_policy_says() {
         let mut car = Car::at_first_release(&before);
         (car.policy, car.watched) = (policy, watched);
         let ran = car.run(&mut fleet.link(), T0 + 11);
+
         assert_eq!(
             (car.sync.status().unwrap().state, car.live()),
             (ends, live),
             "{watched:?}: {ran:?}"
         );
         assert_eq!(ran.is_err(), ends == UpdateState::Failed);
-        // On probation it waits; a release that failed does not come again, though it is still the
+
+        // A release on probation waits. A failed release is not installed again, although it is the
         // newest.
         car.watched = None;
         let (again, after) =
             (car.run(&mut fleet.link(), T0 + 12).unwrap(), if live == 2 { 2 } else { 1 });
         assert_eq!((again.newest, car.live()), (Some(2), after));
-        // A higher one does.
+
+        // A higher release is installed.
         let better = fleet.fork();
         better.publish(T0 + 13, &VERSIONS.snapshots[2]);
         car.run(&mut better.link(), T0 + 14).unwrap();
+
         assert_eq!(car.live(), 3, "{watched:?}");
     }
 }
@@ -76,10 +79,10 @@ fn probation_ends_as_the_policy_says() {
 fn a_probe_decides_before_a_release_is_live() {
     let (before, fleet) = next_release();
     let mut car = Car::at_first_release(&before);
-    // These models bring no probe scores.
+    // These bundles have no probe scores.
     car.policy.probe_samples_min = 1;
     let error = car.run(&mut fleet.link(), T0 + 11).unwrap_err();
-    assert!(matches!(error, UpdateError::NotUsed { .. }), "{error:?}");
+    assert!(matches!(error, UpdateError::ReleaseFailed { .. }), "{error:?}");
     let states: Vec<UpdateState> =
         car.sync.status().unwrap().history.iter().map(|e| e.state).collect();
     assert!(!states[5..].contains(&UpdateState::Probation), "{states:?}");
@@ -87,7 +90,7 @@ fn a_probe_decides_before_a_release_is_live() {
 }
 
 #[test]
-fn consent_is_asked_for_and_a_release_can_be_taken_back_meanwhile() {
+fn a_release_that_waits_for_consent_can_be_revoked() {
     let (before, fleet) = next_release();
     let mut car = Car::at_first_release(&before);
     car.policy.consent = true;
@@ -108,14 +111,16 @@ fn consent_is_asked_for_and_a_release_can_be_taken_back_meanwhile() {
 }
 
 #[test]
-fn a_newer_release_takes_the_place_of_one_that_waits_for_consent() {
+fn a_newer_release_replaces_one_that_waits_for_consent() {
     let (before, fleet) = next_release();
     let mut car = Car::at_first_release(&before);
     car.policy.consent = true;
     assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::AwaitConsent);
+
     let offered = |car: &Car| car.sync.status().unwrap().release.map(|r| r.generation.sequence);
     fleet.publish(T0 + 12, &VERSIONS.snapshots[2]);
-    // Until the newer one is there whole, the older one is on offer.
+
+    // The older release stays on offer until the bundle of the newer one is complete.
     let half = std::fs::metadata(&VERSIONS.snapshots[2]).unwrap().len() / 2;
     let faults = Faults { breaks_after: Some(half + 2_000), ..Faults::default() };
     car.run(&mut Wire::new(fleet.link(), faults), T0 + 13).unwrap_err();
@@ -125,13 +130,15 @@ fn a_newer_release_takes_the_place_of_one_that_waits_for_consent() {
     );
     assert_eq!(car.run(&mut fleet.link(), T0 + 14).unwrap().state, UpdateState::AwaitConsent);
     assert_eq!((offered(&car), car.live()), (Some(3), 1));
+
     let bundles = car.disk.list(Path::new("/sync/staged")).unwrap();
     assert_eq!(
         bundles.iter().filter(|f| f.extension().unwrap() == "hatch").count(),
         1,
         "{bundles:?}"
     );
-    // Nothing newer: it is not fetched again.
+
+    // Without a newer release, nothing is fetched.
     let mut wire = Wire::new(fleet.link(), Faults::default());
     car.run(&mut wire, T0 + 15).unwrap();
     assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
@@ -141,7 +148,7 @@ fn a_newer_release_takes_the_place_of_one_that_waits_for_consent() {
 }
 
 #[test]
-fn a_release_taken_back_on_probation_is_rolled_back_and_one_taken_back_later_is_told() {
+fn a_release_revoked_on_probation_is_rolled_back_and_a_later_revocation_is_reported() {
     let (before, fleet) = next_release();
     let (mut car, late) = (Car::at_first_release(&before), Car::at_first_release(&before));
     car.policy.requests_min = 1;
@@ -163,39 +170,39 @@ fn a_release_taken_back_on_probation_is_rolled_back_and_one_taken_back_later_is_
 }
 
 #[test]
-fn a_release_with_which_every_start_dies_is_taken_back() {
+fn a_release_that_kills_every_start_is_rolled_back() {
     let (before, fleet) = next_release();
     let mut car = Car::at_first_release(&before);
     car.policy.requests_min = 1;
     car.watched = seen(0, 0, 0);
     assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::Probation);
-    // Ends in good order are no sign against it.
+    // Clean exits do not count against the release.
     for start in 0..20 {
-        car.sync.begin(T0 + 20 + start).unwrap();
-        car.sync.end().unwrap();
+        car.sync.record_start(T0 + 20 + start).unwrap();
+        car.sync.record_clean_exit().unwrap();
     }
     for start in 0..5 {
-        car.sync.begin(T0 + 40 + start).unwrap();
+        car.sync.record_start(T0 + 40 + start).unwrap();
         assert_eq!(car.sync.status().unwrap().state, UpdateState::Probation);
     }
-    car.sync.begin(T0 + 50).unwrap();
+    car.sync.record_start(T0 + 50).unwrap();
     assert_eq!(car.sync.status().unwrap().state, UpdateState::RollingBack);
     assert!(car.sync.advance(&car.host(), T0 + 51).unwrap());
     assert_eq!((car.sync.status().unwrap().state, car.live()), (UpdateState::Failed, 1));
 }
 
-/// What else happens before each answer of a link.
-struct Meanwhile<F>(DirectoryLink, F);
+/// A link that calls a function before each answer.
+struct Interposed<F>(DirectoryLink, F);
 
-impl<F: FnMut(&str) -> Result<(), LinkError>> Link for Meanwhile<F> {
+impl<F: FnMut(&str) -> Result<(), LinkError>> Link for Interposed<F> {
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
         (self.1)(path)?;
         self.0.get(path, from, take)
     }
 }
 
-/// A car on the real disk, whose locks hold, at the first release and asking for consent to the
-/// second.
+/// Returns a car on the real disk, with real locks. The first release is live, and the second waits
+/// for consent.
 fn asking(before: &Fleet, fleet: &Fleet) -> (tempfile::TempDir, Car) {
     let (folder, mut car) = (tempfile::tempdir().unwrap(), Car::new(before));
     let [directory, flash] = ["sync", "flash"].map(|name| folder.path().join(name));
@@ -210,20 +217,20 @@ fn asking(before: &Fleet, fleet: &Fleet) -> (tempfile::TempDir, Car) {
 }
 
 #[test]
-fn the_side_that_serves_goes_on_while_the_link_is_waited_for() {
+fn the_serving_process_continues_while_the_fetch_waits_for_its_link() {
     let (before, fleet) = next_release();
     let (_folder, mut car) = asking(&before, &fleet);
     fleet.publish(T0 + 12, &VERSIONS.snapshots[2]);
-    let (host, sync, clock) = (car.host(), &car.sync, Ticks(AtomicU64::new(0), 0));
+    let (host, sync, clock) = (car.host(), &car.sync, Ticks::still());
     let mut agreed = false;
-    let mut link = Meanwhile(fleet.link(), |path: &str| {
+    let mut link = Interposed(fleet.link(), |path: &str| {
         if path.starts_with("chunks/") && !agreed {
             agreed = sync.consent(T0 + 13).unwrap();
             while sync.advance(&host, T0 + 13).unwrap() {}
-            sync.begin(T0 + 14).unwrap();
+            sync.record_start(T0 + 14).unwrap();
             assert_eq!(sync.status().unwrap().starts, 1);
-            sync.end().unwrap();
-            let (mut link, clock) = (fleet.link(), Ticks(AtomicU64::new(0), 0));
+            sync.record_clean_exit().unwrap();
+            let (mut link, clock) = (fleet.link(), Ticks::still());
             let mut another = Fetcher::new(&mut link, &clock, LinkLimits::default());
             let refused = sync.fetch(&mut another, T0 + 14, |_, _| {}).unwrap_err();
             assert!(matches!(refused, UpdateError::Busy { .. }), "{refused:?}");
@@ -231,21 +238,24 @@ fn the_side_that_serves_goes_on_while_the_link_is_waited_for() {
         Ok(())
     });
     let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-    // What is on probation by now keeps its place.
+
+    // The release that is on probation by now stays in hand.
     let status = sync.fetch(&mut fetcher, T0 + 12, |_, _| {}).unwrap();
     let release = status.release.unwrap().generation.sequence;
     assert_eq!((status.state, release, status.starts), (UpdateState::Probation, 2, 0));
+
     car.watched = seen(1, 0, 1);
     let mut wire = Wire::new(fleet.link(), Faults::default());
     let status = car.run(&mut wire, T0 + 15).unwrap();
     let release = status.release.unwrap().generation.sequence;
+
     assert_eq!((status.state, release), (UpdateState::AwaitConsent, 3));
     assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
 }
 
-/// The other side holds the record for a moment: who finds it so waits for that moment.
+/// A process that finds the status record locked for a moment waits for the lock.
 #[test]
-fn a_lock_that_is_held_for_a_moment_is_waited_for() {
+fn a_lock_held_for_a_moment_is_awaited() {
     let (before, fleet) = next_release();
     let (_folder, car) = asking(&before, &fleet);
     let lock = car.sync.disk.lock(&car.sync.directory.join("lock")).unwrap().unwrap();
@@ -258,31 +268,33 @@ fn a_lock_that_is_held_for_a_moment_is_waited_for() {
     });
 }
 
-/// What was staged is signed for by the targets, however much of the metadata around them is newer
-/// by now.
+/// The targets vouch for a staged release, even if the metadata around the targets are newer.
 #[test]
-fn a_refresh_that_breaks_off_keeps_nothing_from_being_applied() {
+fn an_interrupted_refresh_does_not_stop_a_staged_release() {
     let (before, fleet) = next_release();
     let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
     for broken in ["snapshot.json", "targets.json"] {
         let (_folder, mut car) = asking(&before, &fleet);
         let newer = fleet.fork();
         newer.publish(T0 + 12, &VERSIONS.snapshots[2]);
-        let mut link = Meanwhile(newer.link(), |path: &str| {
+        let mut link = Interposed(newer.link(), |path: &str| {
             if path.ends_with(broken) { Err(LinkError::Broken("cut".to_owned())) } else { Ok(()) }
         });
         let error = car.run(&mut link, T0 + 13).unwrap_err();
-        assert!(matches!(error, UpdateError::Link { .. }), "{error:?}");
+
+        assert!(matches!(error, UpdateError::LinkBroken { .. }), "{error:?}");
         assert!(car.sync.consent(T0 + 14).unwrap());
         car.watched = seen(1, 0, 1);
         let host = Host { root: Some(&root), ..car.host() };
         while car.sync.advance(&host, T0 + 14).unwrap() {}
+
         assert_eq!(
             (car.sync.status().unwrap().state, car.live()),
             (UpdateState::Committed, 2),
             "{broken}"
         );
-        // Older metadata are refused as ever.
+
+        // Older metadata are still refused.
         let replayed = car.run(&mut fleet.link(), T0 + 15).unwrap_err();
         assert!(
             matches!(replayed, UpdateError::Rollback { .. } | UpdateError::Replay { .. }),
@@ -291,10 +303,10 @@ fn a_refresh_that_breaks_off_keeps_nothing_from_being_applied() {
     }
 }
 
-/// The serving side proves for itself what was signed: whoever can write the sync directory alone
-/// gets nothing in.
+/// The serving process verifies signatures itself: a process that can only write the sync directory
+/// cannot install anything.
 #[test]
-fn what_was_not_signed_is_not_applied() {
+fn an_unsigned_release_is_not_applied() {
     let (fleet, stranger) = (Fleet::new(), Fleet::new());
     let before = fleet.fork();
     fleet.delta(T0 + 10, 2);
@@ -303,16 +315,19 @@ fn what_was_not_signed_is_not_applied() {
     car.policy.consent = true;
     car.run(&mut fleet.link(), T0 + 11).unwrap();
     car.sync.consent(T0 + 11).unwrap();
-    // A car of the stranger's: everything about it is signed, but by other keys.
+
+    // The files of a stranger's car are signed correctly, but by other keys.
     let theirs = Car::at_first_release(&stranger);
     for name in ["root.json", "root.factory", "timestamp.json", "snapshot.json", "targets.json"] {
         let bytes = theirs.disk.read(&theirs.sync.directory.join(name)).unwrap();
         let mut file = car.disk.create(&car.sync.directory.join(name)).unwrap();
         file.write_all(&bytes).unwrap();
     }
+
     let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
     let host = Host { root: Some(&root), ..car.host() };
     let refused = car.sync.advance(&host, T0 + 12).unwrap_err();
+
     assert!(
         matches!(
             refused,
@@ -325,7 +340,49 @@ fn what_was_not_signed_is_not_applied() {
     assert_eq!(car.live(), 1);
 }
 
-/// Every call of a whole update is cut once, with a release that is good and one that is not.
+/// A status record of any content is data: a car in any state, with a listed release, with another
+/// one or with none, ends at the newest release without help.
+#[test]
+fn a_status_record_of_any_content_is_handled() {
+    let (before, fleet) = next_release();
+    let states = [
+        UpdateState::Idle,
+        UpdateState::Notified,
+        UpdateState::Fetching,
+        UpdateState::Staged,
+        UpdateState::AwaitConsent,
+        UpdateState::Applying,
+        UpdateState::Probation,
+        UpdateState::Committed,
+        UpdateState::RollingBack,
+        UpdateState::Failed,
+    ];
+    let releases =
+        [None, Some(release_of(&VERSIONS.deltas[1])), Some(release_of(&VERSIONS.deltas[3]))];
+    for (state, release) in states.iter().flat_map(|s| releases.iter().map(move |r| (*s, r))) {
+        for starts in [0, u32::MAX] {
+            let car = Car::at_first_release(&before);
+            let status =
+                UpdateStatus { state, release: release.clone(), starts, ..Default::default() };
+            status.write(&car.disk, &car.sync.directory).unwrap();
+
+            let what = format!("{state}, {:?}, {starts}", release.as_ref().map(|r| &r.generation));
+            car.sync.record_start(T0 + 12).unwrap();
+            car.sync.consent(T0 + 12).unwrap();
+            for now in T0 + 13..T0 + 17 {
+                let _ = car.run(&mut fleet.link(), now);
+            }
+            let status = car.sync.status().unwrap();
+            assert!(status.state.is_fetching(), "{what}: {status:?}");
+            // A record that rolls the second release back marks it: the car stays at the first.
+            let staged = car.disk.list(&car.sync.directory.join("staged")).unwrap();
+            let is_marked = staged.iter().any(|f| f.extension().is_some_and(|e| e == "refused"));
+            assert_eq!(car.live(), if is_marked { 1 } else { 2 }, "{what}: {status:?}");
+        }
+    }
+}
+
+/// Cuts the power at every disk call of an update, with a good release and with a bad one.
 #[test]
 fn a_power_cut_in_every_state_ends_in_one_whole_generation() {
     let (before, fleet) = next_release();
@@ -337,12 +394,14 @@ fn a_power_cut_in_every_state_ends_in_one_whole_generation() {
             (car.policy.requests_min, car.watched) = (1, seen(1, faults, 1));
             car
         };
+
         let run = |car: &Car| car.run(&mut fleet.link(), T0 + 12);
         let whole = car();
         let start = whole.disk.calls();
         let _ = run(&whole);
         let calls = whole.disk.calls() - start;
         let mut random = Random::new(7 + faults);
+
         for cut in 0..calls {
             let car = car();
             car.disk.cut_after(cut);
@@ -350,11 +409,14 @@ fn a_power_cut_in_every_state_ends_in_one_whole_generation() {
             car.disk.reboot(random.bits());
             let state = car.sync.status().unwrap().state;
             *cuts.entry(format!("{state}, faults {faults}")).or_default() += 1;
+
             assert!((1..=2).contains(&car.live()), "cut {cut}");
-            car.sync.begin(T0 + 13).unwrap();
-            // The release that is bad fails once more, or was marked already.
+            car.sync.record_start(T0 + 13).unwrap();
+
+            // A bad release fails once more, or was marked before the cut.
             let _ = run(&car);
             assert_eq!(car.live(), expected, "cut {cut} in {state}, faults {faults}");
+
             let end = run(&car).unwrap().state;
             assert!(
                 matches!(end, UpdateState::Committed | UpdateState::Idle),
@@ -362,14 +424,16 @@ fn a_power_cut_in_every_state_ends_in_one_whole_generation() {
             );
         }
     }
+
     println!("power cuts by state: {cuts:?}");
     for state in ["notified", "fetching", "staged", "applying", "probation"] {
         assert!(cuts.keys().any(|k| k.starts_with(state)), "never in {state}");
     }
+
     assert!(cuts.contains_key("rolling-back, faults 1"));
 }
 
-/// Directories of a car at the first release, on the real disk.
+/// The directories of a car at the first release, on the real disk.
 struct Real {
     folder: tempfile::TempDir,
     repository: PathBuf,
@@ -389,7 +453,7 @@ impl Real {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// Runs until the process says `state`, and `delay_us` more. Returns whether it came there.
+    /// Kills the process `delay_us` after it prints `state`. Returns whether it printed `state`.
     fn killed_in(&self, faults: u64, state: &str, delay_us: u64) -> bool {
         let mut child = self.start(faults);
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -402,7 +466,7 @@ impl Real {
 
     fn finish(&self, faults: u64) {
         let mut child = self.start(faults);
-        // What it says must be read, or it would wait.
+        // A full pipe would block the process.
         std::io::copy(&mut child.stdout.take().unwrap(), &mut std::io::sink()).unwrap();
         let mut said = String::new();
         child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
@@ -415,7 +479,7 @@ impl Real {
     }
 }
 
-/// How many processes to kill; the long run sets it to a thousand.
+/// Returns the number of processes to kill. The long run sets 1,400.
 fn kills() -> usize {
     std::env::var("HATCHBACK_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(36)
 }
@@ -432,6 +496,7 @@ fn a_kill_in_every_state_ends_in_one_whole_generation() {
         first.finish(0);
         copy(first.folder.path(), template.path());
     }
+
     let states: Vec<(&str, u64)> =
         ["notified", "fetching", "staged", "await-consent", "applying", "probation"]
             .into_iter()
@@ -439,6 +504,7 @@ fn a_kill_in_every_state_ends_in_one_whole_generation() {
             .chain([("committed", 0), ("rolling-back", 1), ("failed", 1)])
             .collect();
     let (mut random, mut table) = (Random::new(3), BTreeMap::new());
+
     for kill in 0..kills() {
         let (state, faults) = states[kill % states.len()];
         let car = Real::new(template.path(), fleet.repository());
@@ -450,7 +516,8 @@ fn a_kill_in_every_state_ends_in_one_whole_generation() {
         assert_eq!(car.live(&what), if faults == 0 { 2 } else { 1 }, "{what}");
         *table.entry((state, faults)).or_insert(0) += usize::from(came);
     }
+
     println!("kills by state and faults: {table:?}");
     let seen = table.values().filter(|n| **n > 0).count();
-    assert!(seen + 3 >= states.len().min(kills()), "too few states were met: {table:?}");
+    assert!(seen + 3 >= states.len().min(kills()), "too few states were reached: {table:?}");
 }

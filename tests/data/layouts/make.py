@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes the golden tables that the importers of `hatchback pack` are tested with.
+"""Writes the golden tables for the tests of the importers of `hatchback pack`.
 
-    make.py            write the files next to this script
-    make.py --check    write nothing; exit 1 if a file on disk differs from what would be written
+    make.py            writes the files next to this script
+    make.py --check    writes nothing; exits with 1 if a file on disk differs from the generated one
 
-Python 3, standard library only, no clock and no randomness. Each writer follows the layout as its trainer
-documents or writes it (quoted above the writer), never our own reader. The numbers follow closed formulas, stated a
-second time in `tools/src/import/golden.rs`:
+Uses Python 3 and its standard library, no clock and no randomness. Each writer follows the layout that its trainer
+documents or writes, never Hatchback's own reader. A comment above each writer quotes that layout. The numbers follow
+closed formulas, which `tools/src/import/golden.rs` states a second time:
 
     value of table t, row r, column c   (t * 1000 + r * 10 + c) / 8     exact in f16 below 256, in bf16 below 32
     wide key of row r (i64)             (r - 2) * 10_000_000_019        the first two are negative
@@ -39,20 +39,20 @@ def counts(rows):
 
 
 def pack(code, numbers):
-    """Little-endian bytes; struct codes: e f16, f f32, d f64, i i32, q i64, I u32, Q u64."""
+    """Returns little-endian bytes. Struct codes: e f16, f f32, d f64, i i32, q i64, I u32, Q u64."""
     return struct.pack(f"<{len(numbers)}{code}", *numbers)
 
 
 def pack_bf16(numbers):
-    """bf16 is the upper half of the f32; every number here has a zero lower half, so nothing is rounded."""
+    """Returns the upper halves of the f32 numbers. Asserts that every lower half is zero, so none is rounded."""
     raw = struct.pack(f"<{len(numbers)}f", *numbers)
     assert all(raw[i : i + 2] == b"\0\0" for i in range(0, len(raw), 4))
     return b"".join(raw[i + 2 : i + 4] for i in range(0, len(raw), 4))
 
 
 # safetensors: u64 LE header length n; n bytes of JSON {name: {dtype, shape, data_offsets: [from, to]}} plus an
-# optional "__metadata__" map of strings, padded with spaces so that (8 + n) % 8 == 0; then the tensors, contiguous,
-# offsets counted from the end of the header.
+# optional "__metadata__" map of strings, padded with spaces so that (8 + n) % 8 == 0; then the contiguous tensors.
+# The offsets count from the end of the header.
 def safetensors(tensors):
     header, data = {"__metadata__": {"generation": "7", "step": "1200"}}, b""
     for name, dtype, shape, raw in tensors:
@@ -63,8 +63,8 @@ def safetensors(tensors):
     return struct.pack("<Q", len(text)) + text + data
 
 
-# npy: "\x93NUMPY", version major and minor, header length (u16 LE in version 1, u32 LE in 2), a Python dict literal
-# padded with spaces and closed by a newline so that the data starts at a multiple of 64; then the data, C order.
+# npy: "\x93NUMPY", version major and minor, header length (u16 LE in version 1, u32 LE in 2), a Python dict literal;
+# then the data in C order. Spaces and a newline pad the literal, so that the data starts at a multiple of 64.
 def npy(descr, shape, raw, version=1):
     size = {1: "<H", 2: "<I"}[version]
     dims = "".join(f"{n}, " for n in shape) if len(shape) == 1 else ", ".join(map(str, shape))
@@ -74,8 +74,9 @@ def npy(descr, shape, raw, version=1):
     return b"\x93NUMPY" + bytes([version, 0]) + struct.pack(size, len(text)) + text + raw
 
 
-# HugeCTR sparse model folder: `key` i64 LE per row (always 8 bytes), `emb_vector` f32[rows][dim]; localized slots add
-# `slot_id` (size_t per row), HPS may find a `meta` of the size of `key` (how hot each row is). No headers, no dim.
+# HugeCTR sparse model folder: `key` i64 LE per row (always 8 bytes), `emb_vector` f32[rows][dim]. Localized slots add
+# `slot_id` (size_t per row). HPS may add `meta`, which has the size of `key` and the access count of each row. The
+# files have no headers and do not state the dim.
 def hugectr(folder, t, rows, dim, extras):
     files = {"key": pack("q", wide_keys(rows)), "emb_vector": pack("f", values(t, rows, dim))}
     if extras:
@@ -84,8 +85,8 @@ def hugectr(folder, t, rows, dim, extras):
     return {f"hugectr/{folder}/{name}": raw for name, raw in files.items()}
 
 
-# SOK dump: `<table>-key`, `<table>-weight`, `<table>-<Opt>-<slot>`, the table's punctuation replaced by `_`. Each file
-# has 296 bytes of header: name[256] right-justified with spaces, u32 *big-endian* kind (0 key, 1 embedding,
+# SOK dump: `<table>-key`, `<table>-weight`, `<table>-<Opt>-<slot>`. `_` replaces punctuation of the table's name. Each
+# file has 296 bytes of header: name[256] right-justified with spaces, u32 *big-endian* kind (0 key, 1 embedding,
 # 2 optimizer), variable name[32] right-justified, u32 BE dtype (0 i32, 1 i64, 2 u32, 3 u64, 4 f16, 5 f32, 6 f64); then
 # the data, little-endian.
 def sok_file(name, kind, slot, dtype, raw):
@@ -104,7 +105,7 @@ def sok_meta(tables):
 
 
 def sok():
-    """As the layout is documented: named headers and a meta_info."""
+    """Returns the files of the documented layout: headers with names, and a meta_info."""
     user, item = "emb/user:0", "item"
     return {
         "sok/emb_user_0-key": sok_file(user, 0, "", 1, pack("q", wide_keys(11))),
@@ -117,7 +118,7 @@ def sok():
 
 
 def sok_bare():
-    """As `sok.dump` of 23.12 to 25.03 writes it: it leaves the names blank and writes no meta_info."""
+    """Returns the files that `sok.dump` of 23.12 to 25.03 writes: blank names and no meta_info."""
     return {
         "sok_bare/table1_0-key": sok_file("", 0, "", 1, pack("q", wide_keys(5))),
         "sok_bare/table1_0-weight": sok_file("", 1, "", 6, pack("d", values(8, 5, 3))),
@@ -125,7 +126,7 @@ def sok_bare():
 
 
 # HugeCTR EmbeddingCollection: `meta_data` = i32[5] {tables, key type 0 u32 1 i64, value type 0 f32 1 f16, 0, 0},
-# i32 ids[tables], u64 key counts[tables] (unaligned when tables is even), i32 dims[tables]. `key<id>`, `weight<id>`:
+# i32 ids[tables], u64 key counts[tables] (unaligned if tables is even), i32 dims[tables]. `key<id>`, `weight<id>`:
 # i32[32] header {1 key 2 weight 3 optimizer, table id, 0...}, then the raw array.
 def collection_meta(key_type, value_type, tables):
     n = len(tables)

@@ -1,22 +1,21 @@
-//! A process to be killed: installs, compacts and rolls back on a real directory until it is, and
-//! says on stdout what it is about to do and what is done. Knows nothing of the rows; the parent
-//! checks those.
+//! A process for the test `kill`: installs, compacts and rolls back in a real directory until the
+//! test kills it. Prints each step before and after it. The test checks the rows, not this process.
 //!
-//! Usage: flash_worker DIRECTORY SEED BUNDLE... where bundle n (from 1) leads to generation n: its
-//! delta, then its snapshot.
+//! Usage: flash_worker DIRECTORY SEED BUNDLE... with the delta and the snapshot of each generation,
+//! from generation 1.
 
 use anyhow::{Context, Result};
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::maintenance::catalog::Catalog;
-use hatchback::maintenance::{Did, Maintenance, MaintenanceRules};
+use hatchback::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
 use hatchback_tests::random::Random;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Compacts whatever has a delta.
+/// Rules that merge every delta.
 const RULES: MaintenanceRules = MaintenanceRules {
     deltas_max: 0,
     changed_percent_max: 0,
@@ -25,8 +24,8 @@ const RULES: MaintenanceRules = MaintenanceRules {
     busy_percent_max: 100,
 };
 
-/// Tells the parent, who may kill this process at once.
-fn say(word: &str, generation: u64) -> Result<()> {
+/// Prints a word to the test, which may kill this process immediately.
+fn print(word: &str, generation: u64) -> Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{word} {generation}")?;
     Ok(out.flush()?)
@@ -36,20 +35,20 @@ fn install(directory: &Path, bundle: &Path) -> Result<Flash> {
     Ok(Flash::install(&disk::system(), directory, &mut BundleReader::open(bundle)?, |_| ())?)
 }
 
-fn compact(upkeep: &mut Maintenance, flash: &mut Flash) -> Result<()> {
-    // 40 steps of 2 pages may end amid a merge; the next install then makes it worthless.
+fn compact(maintenance: &mut Maintenance, flash: &mut Flash) -> Result<()> {
+    // 40 steps of 2 pages may end within a merge, which the next install makes useless.
     for second in 0..40 {
-        if upkeep.step(flash, Duration::from_secs(second), 2)? == Did::Nothing {
+        if maintenance.step(flash, Duration::from_secs(second), 2)? == StepOutcome::Nothing {
             break;
         }
     }
     Ok(())
 }
 
-/// One step from what is live to what is live next; both are said before.
+/// Does one step, printed before and after.
 fn step(
     flash: Flash,
-    upkeep: &mut Maintenance,
+    maintenance: &mut Maintenance,
     bundles: &[PathBuf],
     random: &mut Random,
 ) -> Result<Flash> {
@@ -59,20 +58,20 @@ fn step(
     match random.below(3) {
         0 if flash.record().previous.is_some() => {
             let to = flash.record().previous.as_ref().map_or(live, |p| p.generation.sequence);
-            say("to", to)?;
+            print("to", to)?;
             flash = flash.rollback()?;
         }
         1 if live < last => {
-            say("to", live + 1)?;
+            print("to", live + 1)?;
             let kind = random.below(2);
             flash = install(&directory, &bundles[(live * 2 + kind) as usize])?;
         }
         _ => {
-            say("to", live)?;
-            compact(upkeep, &mut flash)?;
+            print("to", live)?;
+            compact(maintenance, &mut flash)?;
         }
     }
-    say("at", flash.manifest().generation.sequence)?;
+    print("at", flash.manifest().generation.sequence)?;
     Ok(flash)
 }
 
@@ -84,14 +83,14 @@ fn main() -> Result<()> {
     let mut flash = if directory.join("live").exists() {
         Flash::open(&disk::system(), &directory)?
     } else {
-        say("to", 1)?;
+        print("to", 1)?;
         install(&directory, &bundles[0])?
     };
-    say("at", flash.manifest().generation.sequence)?;
-    let (catalog, notes, found) = Catalog::open(&directory.join("catalog"), &flash)?;
+    print("at", flash.manifest().generation.sequence)?;
+    let (catalog, entries, found) = Catalog::open(&directory.join("catalog"), &flash)?;
     println!("catalog {found:?}");
-    let mut upkeep = Maintenance::new(RULES, Some(catalog), notes);
+    let mut maintenance = Maintenance::new(RULES, Some(catalog), entries);
     loop {
-        flash = step(flash, &mut upkeep, &bundles, &mut random)?;
+        flash = step(flash, &mut maintenance, &bundles, &mut random)?;
     }
 }

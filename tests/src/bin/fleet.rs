@@ -1,6 +1,6 @@
-//! `fleet CARS [CHART.svg]`: the story of `rollout.rs` with so many cars: generations by hour as a
-//! chart, time to 50, 95 and 100 %, bytes and requests a car, and what they come to for ten million
-//! cars.
+//! `fleet CARS [CHART.svg]`: simulates the rollout of `rollout.rs` with this many cars. Prints the
+//! hours until 50, 95 and 100 % of the fleet have a release, the bytes and requests of a car, and
+//! what they come to for ten million cars. Draws the live generations by hour as a chart.
 
 use anyhow::{Context, Result};
 use hatchback_tests::rollout::{Rollout, simulate};
@@ -8,6 +8,7 @@ use hatchback_tools::report;
 use hatchback_tools::report::plot::{self, Axis, Series};
 use std::path::Path;
 
+/// Cars for which the costs are printed.
 const MANY: f64 = 1e7;
 
 fn main() -> Result<()> {
@@ -32,17 +33,19 @@ fn main() -> Result<()> {
         ]);
     }
     println!("{table}");
+
     let (bytes, requests) = rollout.idle_poll;
     println!(
-        "{cars} cars; {} met the bad release, taken back at hour {}",
-        rollout.met_bad, rollout.taken_back_at
+        "{cars} cars; the bad release was live on {}, and was revoked at hour {}",
+        rollout.met_bad, rollout.revoked_at
     );
-    println!("a poll that brings nothing: {bytes:.0} bytes, {requests:.1} requests");
+    println!("a poll without news: {bytes:.0} bytes, {requests:.1} requests");
     let (a_day, a_second) = (24.0 * MANY * bytes, MANY * requests / 3600.0);
     println!(
         "ten million cars polling hourly: {a_second:.0} requests/s, {:.1} GB a day",
         a_day / 1e9
     );
+
     if let Some(path) = args.next() {
         chart(&rollout, Path::new(&path))?;
     }
@@ -61,6 +64,7 @@ fn chart(rollout: &Rollout, path: &Path) -> Result<()> {
             })
             .collect(),
     };
+
     let series = [(0, 1), (1, 2), (3, 4)].into_iter().map(series).collect();
     let title = format!("{} cars: which generation is live", rollout.cars);
     plot::lines(path, &title, Axis::linear("hour"), Axis::linear("share of the fleet, %"), series)

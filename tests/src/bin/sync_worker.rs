@@ -1,13 +1,13 @@
-//! A process to be killed: takes a car through its updates until nothing is left to do, and says on
-//! stdout which state it is in. Knows nothing of the rows; the parent checks those.
+//! A process for tests to kill: takes a car through its updates until nothing is left to do, and
+//! prints every state that it enters. It checks no rows: the test does.
 //!
-//! Usage: sync_worker REPOSITORY SYNC_DIRECTORY FLASH_DIRECTORY FAULTS, with what goes wrong on
-//! probation.
+//! Usage: sync_worker REPOSITORY SYNC_DIRECTORY FLASH_DIRECTORY FAULTS, where FAULTS is the number
+//! of faults on probation.
 
 use anyhow::{Context, Result};
+use hatchback::clock::SystemClock;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::SystemClock;
 use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::link::{Fetcher, LinkLimits};
@@ -15,21 +15,21 @@ use hatchback::update::state::{UpdateState, UpdateStatus};
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::T0;
 
-/// The parent may be dead or have heard enough.
-fn say(state: UpdateState) {
+/// Prints `state`. The parent may have closed the pipe.
+fn print(state: UpdateState) {
     use std::io::Write;
     let _ = writeln!(std::io::stdout(), "{state}");
 }
 
-/// Some states last for no longer than a write: they are seen from beside.
-fn watch(sync: &Updater) {
+/// Prints states from a second thread, because some last only as long as a write.
+fn print_states(sync: &Updater) {
     let sync = sync.clone();
     std::thread::spawn(move || {
         let mut before = None;
         loop {
             let Ok(UpdateStatus { state, .. }) = sync.status() else { continue };
             if before.replace(state) != Some(state) {
-                say(state);
+                print(state);
             }
         }
     });
@@ -40,18 +40,20 @@ fn main() -> Result<()> {
     let [_, repository, directory, flash, faults] = args.as_slice() else { anyhow::bail!("usage") };
     let (directory, flash) = (directory.into(), flash.into());
     let sync = Updater { disk: disk::system(), directory, flash, lineage: None, cohort: 0 };
+
     let (mut link, clock) = (DirectoryLink(repository.into()), SystemClock::default());
     let faults = faults.parse().context("faults")?;
     let policy = Policy { consent: true, requests_min: 10, ..Policy::default() };
     let watched = Some(Watched { requests: 10, faults, latency_us_p99: 5 });
-    let host = Host { policy, budget: Budget::default(), watched, root: None, rest: &|| {} };
-    sync.begin(T0 + 50)?;
-    watch(&sync);
+    let host = Host { policy, budget: Budget::default(), watched, root: None, yield_now: &|| {} };
+
+    sync.record_start(T0 + 50)?;
+    print_states(&sync);
     loop {
         while sync.advance(&host, T0 + 50)? || sync.consent(T0 + 50)? {}
         let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
         if sync.fetch(&mut fetcher, T0 + 50, |_, _| {})?.state.is_fetching() {
-            return sync.end().map_err(Into::into);
+            return sync.record_clean_exit().map_err(Into::into);
         }
     }
 }

@@ -1,18 +1,19 @@
-//! Maintenance where the disk is bad or slow: pages are rebuilt from what is retained, to the bit
-//! or not at all, and a device that takes long gets its rests. Failures name the seed.
+//! Maintenance on a damaged or slow disk: a page is rebuilt from the previous generation to the bit
+//! or not at all, and the throttle pauses for a slow device. Failures name the seed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
+use hatchback::clock::Clock;
 use hatchback::flash::Flash;
 use hatchback::io::disk::Disk;
 use hatchback::limits::PAGE_BYTES;
 use hatchback::maintenance::catalog_entries::CatalogEntries;
 use hatchback::maintenance::throttle::Throttle;
-use hatchback::maintenance::{Did, Maintenance, MaintenanceRules};
+use hatchback::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::{Clock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy};
 use hatchback_tests::flash_check::whole_generation;
@@ -28,7 +29,7 @@ use std::time::Duration;
 const DIR: &str = "/flash";
 const NOW: Duration = Duration::from_secs(20_000 * 24 * 60 * 60);
 
-/// Merges whatever has a delta, and scrubs whenever it is asked.
+/// Rules that merge every delta and always allow the next scrub.
 fn eager() -> MaintenanceRules {
     MaintenanceRules { deltas_max: 0, scrub_every: Duration::ZERO, ..MaintenanceRules::default() }
 }
@@ -38,7 +39,7 @@ fn install(disk: &SimDisk, bundle: &Path) -> Flash {
     Flash::install(&disk.shared(), Path::new(DIR), &mut bundle, |_| ()).unwrap()
 }
 
-/// Three generations, the tables of the third merged; the second is retained as it came.
+/// Installs three generations and merges the tables of the third. The second stays unmerged.
 fn merged(versions: &Versions) -> (SimDisk, Flash) {
     let disk = SimDisk::default();
     versions.deltas[..2].iter().for_each(|bundle| drop(install(&disk, bundle)));
@@ -47,12 +48,14 @@ fn merged(versions: &Versions) -> (SimDisk, Flash) {
     (disk, flash)
 }
 
-/// Maintenance until a scrub ends; pages repaired and left bad.
+/// Runs maintenance until a scrub ends. Returns the numbers of repaired and of damaged pages.
 fn scrub(flash: &mut Flash) -> (usize, usize) {
-    let mut upkeep = Maintenance::new(eager(), None, CatalogEntries::default());
+    let mut maintenance = Maintenance::new(eager(), None, CatalogEntries::default());
     loop {
-        if let Did::ScrubEnded { repaired, damaged, .. } = upkeep.step(flash, NOW, 100).unwrap() {
-            assert_eq!(upkeep.damage().len(), damaged);
+        if let StepOutcome::ScrubEnded { repaired, damaged, .. } =
+            maintenance.step(flash, NOW, 100).unwrap()
+        {
+            assert_eq!(maintenance.damage().len(), damaged);
             return (repaired, damaged);
         }
     }
@@ -63,15 +66,16 @@ fn base_of(flash: &Flash, table: usize) -> PathBuf {
     Path::new(DIR).join(format!("g{:012}/t{table:04}-{:04}.seg", of.sequence, of.serial))
 }
 
-/// A page whose rows the live generation did not change comes back to the bit; one that it changed
-/// never does, and no page ever becomes another one.
+/// A page whose rows the live generation outcome not change is rebuilt to the bit. A page with
+/// changed rows stays damaged, and no page is replaced by another.
 #[test]
-fn a_flipped_bit_is_mended_from_the_generation_before() {
+fn a_flipped_bit_is_repaired_from_the_previous_generation() {
     let (mut repaired, mut left) = (0, 0);
     for seed in 0..6 {
         let versions = Versions::changing(&[200, 200], 3000, 70 + seed);
         let (disk, mut flash) = merged(&versions);
         let mut random = Random::new(seed);
+
         for table in 0..2 {
             let base = base_of(&flash, table);
             let good = disk.read(&base).unwrap();
@@ -90,14 +94,17 @@ fn a_flipped_bit_is_mended_from_the_generation_before() {
                 disk.write_page(&base, page as u32, content).unwrap();
             }
         }
-        whole_generation(&flash, &versions, "mended");
+
+        whole_generation(&flash, &versions, "repaired");
     }
-    assert!(repaired > 0 && left > 0, "{repaired} repaired, {left} left: not all cases were met");
+
+    assert!(repaired > 0 && left > 0, "{repaired} repaired, {left} left: not all cases occurred");
 }
 
-/// Where the live generation left the tables alone nothing of a page need be left.
+/// If the live generation outcome not change a table, its pages are rebuilt even if no byte is
+/// left.
 #[test]
-fn lost_pages_of_an_unchanged_table_are_mended() {
+fn lost_pages_of_an_unchanged_table_are_rebuilt() {
     let versions = Versions::changing(&[12, 0], 3000, 80);
     let (disk, mut flash) = merged(&versions);
     for table in 0..2 {
@@ -108,41 +115,44 @@ fn lost_pages_of_an_unchanged_table_are_mended() {
         assert_eq!(scrub(&mut flash), (pages as usize, 0));
         assert!(disk.read(&base).unwrap() == good, "table {table}");
     }
-    // What the live generation changed is nowhere else.
+    // Rows that the live generation changed exist in no other segment.
     let (disk, mut flash) = merged(&Versions::new(3, 3000, 80));
     disk.write_page(&base_of(&flash, 0), 1, &[0; PAGE_BYTES]).unwrap();
     assert_eq!(scrub(&mut flash), (0, 1));
 }
 
-/// The share of the time that upkeep works stays below its limit, and one step short, however long
-/// calls take.
+/// Maintenance stays below its share of the time and one step stays short, for any duration of the
+/// disk's calls.
 #[test]
-fn a_slow_disk_gets_its_rests() {
+fn the_throttle_pauses_for_a_slow_disk() {
     let versions = Versions::new(3, 3000, 81);
     for (call_us, stall_us) in [(20, 20), (3_000, 3_000), (1_000, 200_000)] {
         let disk = SimDisk::default();
         versions.deltas.iter().for_each(|bundle| drop(install(&disk, bundle)));
         let mut flash = Flash::open(&disk.shared(), Path::new(DIR)).unwrap();
-        let (clock, mut pace) = (disk.clock(), Throttle::new(10));
-        let mut upkeep = Maintenance::new(eager(), None, CatalogEntries::default());
+        let (clock, mut throttle) = (disk.clock(), Throttle::new(10));
+        let mut maintenance = Maintenance::new(eager(), None, CatalogEntries::default());
         disk.slow(call_us, stall_us);
         let (start, mut busy, mut pages) = (clock.now(), Duration::ZERO, Vec::new());
+
         loop {
             let before = clock.now();
-            pages.push(pace.pages());
-            let did = upkeep.step(&mut flash, NOW + before, pace.pages()).unwrap();
+            pages.push(throttle.pages());
+            let outcome = maintenance.step(&mut flash, NOW + before, throttle.pages()).unwrap();
             let took = clock.now() - before;
             busy += took;
-            clock.pass(pace.rest(took));
-            if matches!(did, Did::ScrubEnded { .. }) {
+            clock.pass(throttle.pause_after(took));
+            if matches!(outcome, StepOutcome::ScrubEnded { .. }) {
                 break;
             }
         }
+
         let all = clock.now() - start;
         assert!(
             busy > Duration::ZERO && busy * 100 <= all * 10 + Duration::from_millis(1),
             "{busy:?} of {all:?}"
         );
+
         let most = *pages.iter().max().unwrap();
         assert!(
             if call_us == 20 { most > 30 } else { most <= 32 },
@@ -153,8 +163,8 @@ fn a_slow_disk_gets_its_rests() {
     }
 }
 
-/// A request over a slow disk ends with its deadline, the calls under way late at most, and says
-/// that it did.
+/// A request on a slow disk ends at its deadline, or later by the started calls only, and has the
+/// status `late`.
 #[test]
 fn a_deadline_holds_on_a_slow_disk() {
     let table = TablePlan {
@@ -169,9 +179,11 @@ fn a_deadline_holds_on_a_slow_disk() {
         tables: vec![table],
         features: vec![FeaturePlan::one_hot(0)],
     };
+
     let (packed, disk) = (plan.pack(), SimDisk::default());
     install(&disk, &packed.bundle);
-    // Simulated files are read when their turn comes, so a read that was begun in time is finished.
+
+    // A started read of a simulated file always completes.
     let budget = Budget { reads_max: 2, ..Budget::default() };
     let model = Arc::new(Model::open(&disk.shared(), Path::new(DIR), budget).unwrap());
     let clock = disk.clock();
@@ -180,6 +192,7 @@ fn a_deadline_holds_on_a_slow_disk() {
     let batch = batch_of(&model, &samples);
     let (call, stall) = (Duration::from_millis(1), Duration::from_millis(40));
     disk.slow(call.as_micros() as u64, stall.as_micros() as u64);
+
     for deadline in [2, 5, 9].map(Duration::from_millis) {
         let before = clock.now();
         let status = worker.score(&batch, Some(before + deadline)).unwrap().status();
@@ -189,8 +202,9 @@ fn a_deadline_holds_on_a_slow_disk() {
             "{took:?} for {deadline:?}: {status:?}"
         );
     }
-    // With the time that it needs, nothing is late.
-    worker.fetch_behind(usize::MAX);
+
+    // With enough time, the status is not `late`.
+    worker.fetch_deferred(usize::MAX);
     let status =
         worker.score(&batch, Some(clock.now() + Duration::from_secs(10))).unwrap().status();
     assert!(!status.late && status.defaulted == 0, "{status:?}");

@@ -1,15 +1,15 @@
-//! Warm caches over swaps: after each delta every row is the new generation's, to the bit, and what
-//! was warm is not read again, while callers go on all the time.
+//! The cache transfer of swaps: after each delta every row is the new generation's, bit for bit,
+//! and rows that were cached are not read again. Callers submit requests throughout.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
-use hatchback::request::worker::SystemClock;
 use hatchback::schema::Schema;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
@@ -21,15 +21,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const GENERATIONS: usize = 12;
 
-/// The values of the row of `order`, zeros where there is none.
+/// Returns the values of the row of `order`, or zeros if there is none.
 fn values(rows: &Rows, order: u64, dim: usize) -> Vec<f32> {
     let decode =
         |row: &Vec<u8>| row.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
     rows.get(&order).map_or(vec![0.0; dim], decode)
 }
 
-/// Scores the rows of these orders; every value must be the answering generation's. Returns its
-/// sequence.
+/// Scores the rows of these orders and checks that every value is that of the generation that
+/// answers. Returns its sequence.
 fn score(serving: &Serving, schema: &Schema, versions: &Versions, orders: &[(u64, u64)]) -> usize {
     let mut batch = Batch::new(schema, orders.len());
     for (index, hashed) in orders {
@@ -60,7 +60,7 @@ fn install(directory: &Path, bundle: &Path) -> Flash {
 }
 
 #[test]
-fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
+fn a_swap_keeps_the_caches_warm_and_no_old_row() {
     let versions = Versions::new(GENERATIONS, 2000, 31);
     let folder = tempfile::tempdir().unwrap();
     let flash = install(folder.path(), &versions.snapshots[0]);
@@ -69,11 +69,13 @@ fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
     let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
     serving.load("m", &flash, budget).unwrap();
     let schema = serving.schema("m").unwrap();
-    // Every key that any generation has: some come, some go.
+
+    // Every key that any generation has. Some keys are added by a delta, some are deleted.
     let orders = |table: usize| {
         let all = versions.rows.iter().flat_map(|rows| rows[table].keys().copied());
         all.collect::<std::collections::BTreeSet<u64>>().into_iter().collect::<Vec<u64>>()
     };
+
     let (index, hashed) = (orders(0), orders(1));
     let pairs: Vec<(u64, u64)> = (0..index.len().max(hashed.len()))
         .map(|i| (index[i % index.len()], hashed[i % hashed.len()]))
@@ -83,6 +85,7 @@ fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
             score(&serving, &schema, &versions, some);
         }
     };
+
     everything();
     let (stop, served) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -99,23 +102,27 @@ fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
                 }
             });
         }
+
         for generation in 2..=GENERATIONS {
             let flash = install(folder.path(), &versions.deltas[generation - 1]);
-            let carried = serving.swap("m", &flash, budget, &|| {}).unwrap().carried;
+            let transferred = serving.swap("m", &flash, budget, &|| {}).unwrap().transferred;
             let changed: usize = (0..2).map(|t| flash.table(t).unwrap().changed()).sum();
             assert!(
-                carried.copied > 2000 && carried.read > 0 && carried.read <= changed,
-                "{carried:?}"
+                transferred.copied > 2000 && transferred.read > 0 && transferred.read <= changed,
+                "{transferred:?}"
             );
         }
+
         stop.store(true, Ordering::Relaxed);
     });
     assert!(served.load(Ordering::Relaxed) > 0);
-    // The last generation, once all its callers are gone: warm but for what came with the last
-    // delta.
+
+    // The last generation, after all callers have stopped: its caches miss only the rows of the
+    // last delta.
     let last = install(folder.path(), &versions.deltas[GENERATIONS - 1]);
     serving.swap("m", &last, budget, &|| {}).unwrap();
     let sequence = score(&serving, &schema, &versions, &pairs[..1]);
+
     assert_eq!(sequence, GENERATIONS);
     everything();
     let counters = serving.stats("m").unwrap().counters;
@@ -125,6 +132,7 @@ fn a_swap_keeps_the_caches_warm_and_no_row_of_before() {
         !rows[0].contains_key(i) || !rows[1].contains_key(h)
     });
     let gone = gone.count() as f64 / pairs.len() as f64;
+
     assert!(
         missed <= gone + 0.02,
         "{missed} of the lookups missed, {gone} of the keys are gone: {counters:?}"

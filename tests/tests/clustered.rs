@@ -1,20 +1,22 @@
-//! Rows placed by popularity and co-access: every lookup as in key order, to the bit; never a stale
-//! row, whatever deltas, rollbacks, compactions and damage come over them.
+//! Clustered segments, which repeat the most used rows in order of co-access. Every lookup equals
+//! the one in key order, bit for bit, and never returns a stale row, whatever deltas, rollbacks,
+//! compactions and damage follow.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::Manifest;
+use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::flash::segment::Part;
-use hatchback::flash::table::{PLACED, TableRows};
+use hatchback::flash::table::{CLUSTERED, TableRows};
 use hatchback::io::disk;
 use hatchback::io::page::{AlignedPage, PageBytes};
 use hatchback::maintenance::compact::Compaction;
 use hatchback::maintenance::scrub::Scrub;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
-use hatchback::request::worker::{SystemClock, Worker};
+use hatchback::request::worker::Worker;
 use hatchback::schema::KeySpace;
 use hatchback::schema::sample::Sample;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
@@ -40,7 +42,7 @@ fn plan(seed: u64, counts: bool) -> ModelPlan {
     ];
     let feature = |table| FeaturePlan { hotness_max: 6, ..FeaturePlan::one_hot(table) };
     let features = vec![feature(0), feature(1), feature(0)];
-    ModelPlan { name: "placed".to_owned(), sequence: 1, seed, dense: 0, tables, features }
+    ModelPlan { name: "clustered".to_owned(), sequence: 1, seed, dense: 0, tables, features }
 }
 
 fn worker(packed: &Packed) -> Worker {
@@ -50,36 +52,37 @@ fn worker(packed: &Packed) -> Worker {
 }
 
 #[test]
-fn placed_lookups_are_those_of_key_order() {
+fn clustered_lookups_are_those_of_key_order() {
     for seed in 0..40 {
         let (packed, key_order) = (plan(seed, true).pack(), plan(seed, false).pack());
-        let (mut placed, mut key_order) = (worker(&packed), worker(&key_order));
+        let (mut clustered, mut key_order) = (worker(&packed), worker(&key_order));
         for number in 0..2 {
             let flash = Flash::open(&disk::system(), &packed.folder().join("flash")).unwrap();
             assert!(
-                flash.table(number).unwrap().placed().is_some_and(|p| p.counts().rows > 50),
+                flash.table(number).unwrap().clustered().is_some_and(|p| p.counts().rows > 50),
                 "seed {seed}"
             );
         }
         let samples: Vec<Sample> = (0..200).map(|id| plan(seed, true).sample(id)).collect();
         for samples in samples.chunks(20) {
-            let batch = batch_of(&Arc::clone(placed.model()), samples);
+            let batch = batch_of(&Arc::clone(clustered.model()), samples);
             let expected = key_order.score(&batch, None).unwrap();
             let (values, statuses) = (expected.values.to_vec(), expected.statuses.to_vec());
-            let found = placed.score(&batch, None).unwrap();
+            let found = clustered.score(&batch, None).unwrap();
             assert!(same_bits(found.values, &values), "seed {seed}");
             assert_eq!(found.statuses, statuses, "seed {seed}");
         }
     }
 }
 
-/// The newest row of each key through its one page, and how many of these were placed.
+/// Returns the newest row of each key, read through its one page, and how many of the pages were
+/// clustered.
 fn looked_up(
     table: &TableRows,
     keys: KeySpace,
     orders: impl Iterator<Item = u64>,
 ) -> (Rows, usize) {
-    let (mut rows, mut placed, mut page) = (Rows::new(), 0, AlignedPage::zeroed());
+    let (mut rows, mut clustered, mut page) = (Rows::new(), 0, AlignedPage::zeroed());
     for order in orders {
         let key = if keys == KeySpace::Sparse { hatchback::unmix(order) } else { order };
         let Some(place) = table.locate(key) else { continue };
@@ -88,23 +91,23 @@ fn looked_up(
         let checked = segment.check(place.page, &page.0).unwrap();
         if let Some(row) = segment.row(&checked, key) {
             rows.insert(order, row.to_vec());
-            placed += usize::from(place.segment == PLACED);
+            clustered += usize::from(place.segment == CLUSTERED);
         }
     }
-    (rows, placed)
+    (rows, clustered)
 }
 
-/// Looks up every key that any generation has; the answers must be those of `generation`. Returns
-/// how many came from placed pages.
+/// Looks up every key that any generation has and checks that the rows are those of `generation`.
+/// Returns how many rows of each table came from clustered pages.
 fn check(flash: &Flash, versions: &Versions, generation: usize) -> [usize; 2] {
     assert_eq!(flash.manifest().generation.sequence as usize, generation);
     std::array::from_fn(|t| {
         let all: BTreeSet<u64> =
             versions.rows.iter().flat_map(|rows| rows[t].keys().copied()).collect();
         let keys = flash.manifest().schema.tables[t].keys;
-        let (rows, placed) = looked_up(&flash.table(t).unwrap(), keys, all.into_iter());
+        let (rows, clustered) = looked_up(&flash.table(t).unwrap(), keys, all.into_iter());
         assert!(rows == versions.rows[generation - 1][t], "table {t} of generation {generation}");
-        placed
+        clustered
     })
 }
 
@@ -114,34 +117,41 @@ fn install(directory: &Path, bundle: &Path) -> Flash {
 }
 
 #[test]
-fn what_changed_is_never_read_from_placed_pages() {
+fn changed_rows_are_never_read_from_clustered_pages() {
     let (versions, folder) = (Versions::new(3, 900, 21), tempfile::tempdir().unwrap());
     let flash = install(folder.path(), &versions.deltas[0]);
-    assert_eq!(flash.table(0).unwrap().changed(), 0, "a placed row is no change");
+    assert_eq!(flash.table(0).unwrap().changed(), 0, "a clustered row is no change");
+
     let at_first = check(&flash, &versions, 1);
     assert_eq!(at_first, [256, 256]);
     let flash = install(folder.path(), &versions.deltas[1]);
     let over = check(&flash, &versions, 2);
+
     for table in [0, 1].map(|t| flash.table(t).unwrap()) {
         let delta = table.segments()[1].counts();
         assert_eq!(table.changed() as u64, delta.rows + delta.deletes);
     }
     assert!(over.iter().zip(&at_first).all(|(o, f)| o < f && *o > 100), "{over:?}");
-    // Back to the snapshot every placed row is right again, then forward.
+
+    // After a rollback to the snapshot every clustered row is current again. Then forward.
     let flash = flash.rollback().unwrap();
     assert_eq!(check(&flash, &versions, 1), at_first);
+
     install(folder.path(), &versions.deltas[1]);
     let mut flash = install(folder.path(), &versions.deltas[2]);
     check(&flash, &versions, 3);
+
     for table in 0..2 {
         let mut merge = Compaction::begin(&flash, table).unwrap().unwrap();
         while merge.step(&flash, 2, u64::MAX).unwrap() {}
         merge.finish(&mut flash).unwrap();
     }
-    assert_eq!(check(&flash, &versions, 3), [0, 0], "a merged table has no placed rows");
+
+    assert_eq!(check(&flash, &versions, 3), [0, 0], "a merged table has no clustered rows");
     let file = folder.path().join("g000000000001/t0000-0001.seg");
     assert!(file.exists(), "generation 2 is retained and reads it");
-    // A snapshot places anew, and once nothing needs the old file it is gone.
+
+    // A snapshot brings a new clustered segment. The old file is removed when nothing needs it.
     let other = Versions::new(4, 900, 21);
     let flash = install(folder.path(), &other.snapshots[3]);
     assert_eq!(check(&flash, &other, 4), [256, 256]);
@@ -149,7 +159,7 @@ fn what_changed_is_never_read_from_placed_pages() {
 }
 
 #[test]
-fn a_bad_placed_page_is_found_and_mended() {
+fn a_damaged_clustered_page_is_found_and_repaired() {
     let (versions, folder) = (Versions::new(1, 900, 22), tempfile::tempdir().unwrap());
     let flash = install(folder.path(), &versions.deltas[0]);
     let path = folder.path().join("g000000000001/t0001-0001.seg");
@@ -164,43 +174,45 @@ fn a_bad_placed_page_is_found_and_mended() {
     };
     let damage = scrub();
     assert_eq!(damage.len(), 1);
-    assert_eq!((damage[0].table, damage[0].part, damage[0].page), (1, Part::Placed, 1));
+    assert_eq!((damage[0].table, damage[0].part, damage[0].page), (1, Part::Clustered, 1));
     let page: PageBytes = good[4096..8192].try_into().unwrap();
     flash.repair(&damage[0], &page).unwrap();
     assert_eq!(scrub(), []);
     check(&flash, &versions, 1);
 }
 
-/// The placed segment of the table with counts, attacked.
+/// Attacks the clustered segment of the table with counts and checks that it is refused.
 fn refuses(victim: &Victim, edit: impl FnOnce(&mut Vec<PageBytes>), texts: &[&str]) {
-    victim.refuses(&victim.attacked(|p| edit_placed(p, edit)), texts);
+    victim.refuses(&victim.attacked(|p| edit_clustered(p, edit)), texts);
 }
 
 fn keys_page(pages: &[PageBytes]) -> usize {
     pages.iter().position(|p| kind(p) == 5).unwrap()
 }
 
-fn edit_placed(parts: &mut Parts, edit: impl FnOnce(&mut Vec<PageBytes>)) {
-    let blob = parts.manifest.tables[HOT].placed.unwrap();
+fn edit_clustered(parts: &mut Parts, edit: impl FnOnce(&mut Vec<PageBytes>)) {
+    let blob = parts.manifest.tables[HOT].clustered.unwrap();
     let mut pages = pages_of(&parts.content(blob));
     edit(&mut pages);
     parts.set_content(blob, &pages.concat());
 }
 
 #[test]
-fn placed_rows_that_are_not_the_bases() {
+fn clustered_rows_that_are_not_the_bases() {
     let victim = Victim::default();
     let another_value = |pages: &mut Vec<PageBytes>| {
         let last_row = 16 + 20 * count(&pages[0]) - 12;
         pages[0][last_row] ^= 1;
         reseal(&mut pages[0]);
     };
+
     refuses(
         &victim,
         another_value,
-        &["t0002-0000.seg: placed: row of key order", "is not the base's"],
+        &["t0002-0000.seg: clustered: row of key order", "differs from the base"],
     );
-    // Another key in the place of the last one, in the page and among the keys.
+
+    // Another key instead of the last one, in the page and in the list of keys.
     let another_key = |pages: &mut Vec<PageBytes>| {
         let last = keys_on(pages, 0).len() - 1;
         for page in [0, keys_page(pages)] {
@@ -208,26 +220,30 @@ fn placed_rows_that_are_not_the_bases() {
             reseal(&mut pages[page]);
         }
     };
+
     refuses(
         &victim,
         another_key,
-        &["t0002-0000.seg: placed: key order 0xffffffffffffffff is not in the base"],
+        &["t0002-0000.seg: clustered: key order 0xffffffffffffffff is not in the base"],
     );
+
     let swapped = |pages: &mut Vec<PageBytes>| {
         (0..8).for_each(|i| pages[0].swap(16 + i, 24 + i));
         reseal(&mut pages[0]);
     };
     refuses(&victim, swapped, &["t0002-0001.seg: page 0: keys do not ascend at entry 1"]);
-    let lying_keys = |pages: &mut Vec<PageBytes>| {
+
+    let wrong_keys = |pages: &mut Vec<PageBytes>| {
         let page = keys_page(pages);
         pages[page][16] ^= 1;
         reseal(&mut pages[page]);
     };
-    refuses(&victim, lying_keys, &["t0002-0001.seg: keys: entry 0 is not"]);
+
+    refuses(&victim, wrong_keys, &["t0002-0001.seg: keys: entry 0 is not"]);
 }
 
 #[test]
-fn placed_segments_that_do_not_belong() {
+fn clustered_segments_that_do_not_belong() {
     let victim = Victim::default();
     let deletes = |pages: &mut Vec<PageBytes>| {
         let at = keys_page(pages);
@@ -236,30 +252,33 @@ fn placed_segments_that_do_not_belong() {
         pages.insert(at + 1, page);
         renumber(pages, at as u32, 2);
     };
+
     refuses(&victim, deletes, &["t0002-0001.seg: deletes: only a delta deletes keys"]);
     let segment = |m: &Manifest, t: usize| Some(m.tables[t].segment);
     victim.refuses_manifest(
-        |m| m.tables[HASHED].placed = segment(m, HASHED),
+        |m| m.tables[HASHED].clustered = segment(m, HASHED),
         &["t0000-0001.seg: page 0"],
     );
     victim.refuses_manifest(
-        |m| m.tables[HASHED].placed = m.tables[HOT].placed,
+        |m| m.tables[HASHED].clustered = m.tables[HOT].clustered,
         &["t0000-0001.seg: page 0"],
     );
-    victim
-        .refuses_manifest(|m| m.tables[HOT].placed = segment(m, HOT), &["t0002-0001.seg: page 0"]);
     victim.refuses_manifest(
-        |m| m.tables[HOT].placed = Some(99),
-        &["manifest: tables[2].placed: 99 of"],
+        |m| m.tables[HOT].clustered = segment(m, HOT),
+        &["t0002-0001.seg: page 0"],
+    );
+    victim.refuses_manifest(
+        |m| m.tables[HOT].clustered = Some(99),
+        &["manifest: tables[2].clustered: 99 of"],
     );
     victim.refuses_manifest(
         |m| m.parent = Some(5),
-        &["tables[2].placed: only a snapshot places rows"],
+        &["tables[2].clustered: only a snapshot has a clustered segment"],
     );
 }
 
 #[test]
-fn placed_files_missing_on_flash() {
+fn clustered_files_missing_on_flash() {
     let victim = Victim::default();
     let path = victim.flash.join("g000000000005").join("t0002-0001.seg");
     let whole = std::fs::read(&path).unwrap();
