@@ -303,7 +303,7 @@ impl RequestFigures {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             self.keys.clone(),
-            format!("{} MiB", self.cache_mib),
+            format!("{:.1} MiB", self.cache_mib),
             self.batch.to_string(),
             per_s(self.requests_per_s),
             per_s(self.samples_per_s),
