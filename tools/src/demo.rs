@@ -108,7 +108,7 @@ fn coupon(out: &Path) -> Result<()> {
         "on flash",
         "AUC",
         "logloss",
-        "largest difference",
+        "max error",
         "hit rate",
         "p50",
         "p99",
