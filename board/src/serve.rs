@@ -7,12 +7,14 @@ use crate::latency::Latencies;
 use crate::maintenance::MaintenanceThread;
 use crate::server::{self, Server, Socket, Stop};
 use crate::shed::Shed;
-use crate::update::{self, Update, UpdateThread};
+use crate::update::UpdateThread;
 use crate::{models, settings, systemd};
 use anyhow::{Context, Result};
+use hatchback::car::update_steps::{ModelUpdates, record_end};
 use hatchback::io::disk;
 use hatchback::request::serving::Serving;
 use hatchback::update::Updater;
+use hatchback_link::daemon::now;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
@@ -33,10 +35,10 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
 
     let stop = Arc::new(Stop::default());
     let on_early_stop = updaters.clone();
-    stop.on_signal(move || on_early_stop.iter().for_each(update::record_end))?;
+    stop.on_signal(move || on_early_stop.iter().for_each(record_end))?;
 
     let serving = models::new_serving(car.target, car.target_path, car.device)?;
-    updates.iter().for_each(Update::record_start);
+    updates.iter().for_each(|update| update.record_start(now()));
     let served = load_models(car, &updates, &serving).and_then(|()| {
         models::log_memory(&serving);
         serve_until_stopped(car, &serving, updates, args, &stop)
@@ -44,7 +46,7 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
 
     // No release is at fault for an error here: a release that cannot be opened does not keep the
     // other models from being served.
-    served.inspect_err(|_| updaters.iter().for_each(update::record_end))
+    served.inspect_err(|_| updaters.iter().for_each(record_end))
 }
 
 /// Loads every model that can be loaded. A model that waits for its first release, or is damaged,
@@ -52,7 +54,7 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
 ///
 /// # Errors
 /// No model can be loaded, and no model has updates that may change that.
-fn load_models(car: &Car<'_>, updates: &[Update], serving: &Serving) -> Result<()> {
+fn load_models(car: &Car<'_>, updates: &[ModelUpdates], serving: &Serving) -> Result<()> {
     let is_awaited = |model: &&NamedDirectory| {
         updates.iter().any(|update| update.awaits_first_release_at(&model.directory))
     };
@@ -74,7 +76,7 @@ fn load_models(car: &Car<'_>, updates: &[Update], serving: &Serving) -> Result<(
 fn serve_until_stopped(
     car: &Car<'_>,
     serving: &Arc<Serving>,
-    updates: Vec<Update>,
+    updates: Vec<ModelUpdates>,
     args: &ServeArgs,
     stop: &Stop,
 ) -> Result<()> {
@@ -103,7 +105,11 @@ fn serve_until_stopped(
 
 /// Returns the updates of the models that have a directory in `sync`. `root` is the file of the
 /// fleet's first root metadata; it is read only where there is a sync directory.
-fn updates(car: &Car<'_>, sync: &[NamedDirectory], root: Option<&Path>) -> Result<Vec<Update>> {
+fn updates(
+    car: &Car<'_>,
+    sync: &[NamedDirectory],
+    root: Option<&Path>,
+) -> Result<Vec<ModelUpdates>> {
     let root = root.filter(|_| !sync.is_empty());
     let root = root
         .map(|path| std::fs::read(path).with_context(|| path.display().to_string()))
@@ -123,7 +129,7 @@ fn updates(car: &Car<'_>, sync: &[NamedDirectory], root: Option<&Path>) -> Resul
         };
         let name = model.name.as_ref().or(given.name.as_ref()).cloned().unwrap_or_default();
         let (budget, policy) = (car.target.budget, car.target.update);
-        Ok(Update { name, updater, budget, policy, root: root.clone() })
+        Ok(ModelUpdates { name, updater, budget, policy, root: root.clone() })
     };
     sync.iter().map(update).collect()
 }

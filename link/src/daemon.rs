@@ -5,16 +5,15 @@
 use crate::args::CarArgs;
 use anyhow::{Result, ensure};
 use clap::Args;
+use hatchback::car::sync_steps::SyncSteps;
 use hatchback::clock::SystemClock;
-use hatchback::maintenance::wear::WearBudget;
 use hatchback::update::Updater;
-use hatchback::update::error::UpdateError;
-use hatchback::update::link::{Fetcher, LinkLimits, LinkRules};
+use hatchback::update::link::LinkRules;
 use hatchback::update::state::UpdateState;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 /// Interval at which the process reads the status record.
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
@@ -53,21 +52,12 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     // A wrong option must fail now and not at the first poll, which may be hours away.
     args.car.link(&args.from, rules.bytes_per_s_max)?;
 
-    let (mut due, mut is_in_hand) = (Instant::now(), false);
+    let (mut steps, clock) = (SyncSteps::new(updater, rules), SystemClock::default());
     loop {
-        // When the serving process has finished a release, the next one on the path may be fetched.
-        let is_finished = updater.status().is_ok_and(|status| status.state.is_fetching());
-        if is_in_hand && is_finished {
-            due = Instant::now();
-        }
-        is_in_hand = !is_finished;
-
-        if due <= Instant::now() && rules.is_open(now()) {
-            let polled = poll(&updater, args, rules);
-            due = Instant::now() + interval(rules, polled.is_ok());
-            match polled {
+        if steps.is_due(&clock, now()) {
+            match poll(&mut steps, &clock, args, rules) {
                 Ok(state) if state.is_fetching() => {}
-                Ok(_) => wake(&updater),
+                Ok(_) => wake(steps.updater()),
                 Err(e) if args.once => return Err(e),
                 Err(e) => log::warn!("{e:#}"),
             }
@@ -79,20 +69,15 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     }
 }
 
-fn poll(updater: &Updater, args: &SyncArgs, rules: LinkRules) -> Result<UpdateState> {
+fn poll(
+    steps: &mut SyncSteps,
+    clock: &SystemClock,
+    args: &SyncArgs,
+    rules: LinkRules,
+) -> Result<UpdateState> {
     let mut link = args.car.link(&args.from, rules.bytes_per_s_max)?;
-    let bytes_max = rules.bytes_per_day_max;
-    let budget = WearBudget { bytes_per_day_max: bytes_max };
-    let left = updater.status()?.received.left(budget, Duration::from_secs(now()));
-    if left == 0 {
-        return Err(UpdateError::ByteBudget { bytes_max }.into());
-    }
-
-    let clock = SystemClock::default();
-    let limits =
-        LinkLimits { bytes_max: left, time_max: rules.open_for(now()), ..LinkLimits::default() };
-    let mut fetcher = Fetcher::new(link.as_mut(), &clock, limits);
-    let status = updater.fetch(&mut fetcher, now(), |_, _| {})?;
+    let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
+    let status = steps.poll(link.as_mut(), clock, now(), random)?;
     log::info!(
         "polled {}: state {}, {} bytes received",
         link.address(""),
@@ -100,15 +85,6 @@ fn poll(updater: &Updater, args: &SyncArgs, rules: LinkRules) -> Result<UpdateSt
         status.bytes_received
     );
     Ok(status.state)
-}
-
-/// Returns the time until the next poll: the target's interval, varied at random by up to a quarter
-/// so that cars which start together spread. After an error the time is a sixteenth of that.
-fn interval(rules: LinkRules, is_ok: bool) -> Duration {
-    let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
-    let minutes = Duration::from_secs(60 * u64::from(rules.poll_minutes));
-    let interval = minutes.mul_f64(0.75 + random / 2.0);
-    if is_ok { interval } else { interval / 16 }
 }
 
 /// Wakes the serving process. If none runs, the staged release waits until one starts.

@@ -41,6 +41,8 @@
 #[doc(hidden)]
 pub mod bundle;
 #[doc(hidden)]
+pub mod car;
+#[doc(hidden)]
 pub mod clock;
 #[doc(hidden)]
 pub mod flash;

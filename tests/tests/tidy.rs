@@ -34,6 +34,7 @@ const CRATES: [Layers; 6] = [
         groups: &[
             &["lib"],
             &["targets"],
+            &["car"],
             &["update"],
             &["request"],
             &["model", "maintenance"],

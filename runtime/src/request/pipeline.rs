@@ -7,12 +7,12 @@ use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
 use crate::model::Model;
 use crate::request::check::check_batch;
-use crate::request::queue::{Request, RequestQueue, run_worker};
+use crate::request::queue::{Request, RequestQueue, SteppedWorker, run_worker};
 use crate::request::worker::{Scores, Worker};
 use crate::schema::batch::Batch;
 use std::io;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -45,6 +45,8 @@ pub struct Pipeline {
     queue: Arc<RequestQueue>,
     model: Arc<Model>,
     threads: Vec<JoinHandle<()>>,
+    /// The worker of a pipeline without threads.
+    stepped: Option<Mutex<SteppedWorker>>,
 }
 
 impl Pipeline {
@@ -54,18 +56,32 @@ impl Pipeline {
     /// The system gives no thread, or the GPU has no memory for a worker.
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
         let queue = Arc::new(RequestQueue::new(&model, Arc::clone(&clock)));
-        let mut pipeline = Self { queue, model, threads: Vec::new() };
+        let mut pipeline = Self { queue, model, threads: Vec::new(), stepped: None };
         for number in 0..pipeline.model.budget().workers {
-            let worker = Worker::new(Arc::clone(&pipeline.model), Arc::clone(&clock));
-            if let Some(e) = worker.failure() {
-                return Err(io::Error::other(Arc::clone(e)));
-            }
+            let worker = worker_of(&pipeline.model, &clock)?;
 
             let (queue, name) = (Arc::clone(&pipeline.queue), format!("worker {number}"));
             let run = move || run_worker(&queue, worker);
             pipeline.threads.push(std::thread::Builder::new().name(name).spawn(run)?);
         }
         Ok(pipeline)
+    }
+
+    /// Serves `model` with one worker that has no thread: [`Pipeline::step`] does its work.
+    ///
+    /// # Errors
+    /// The GPU has no memory for a worker.
+    pub fn stepped(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
+        let queue = Arc::new(RequestQueue::new(&model, Arc::clone(&clock)));
+        let worker = SteppedWorker::new(worker_of(&model, &clock)?);
+        Ok(Self { queue, model, threads: Vec::new(), stepped: Some(Mutex::new(worker)) })
+    }
+
+    /// Does one piece of work of a pipeline without threads. Returns false if there is none, or if
+    /// threads do the work.
+    pub fn step(&self) -> bool {
+        let Some(worker) = &self.stepped else { return false };
+        worker.lock().unwrap_or_else(PoisonError::into_inner).step(&self.queue)
     }
 
     /// Returns the model.
@@ -103,9 +119,17 @@ impl Pipeline {
     }
 }
 
+/// Returns a worker of `model` with all its memory.
+fn worker_of(model: &Arc<Model>, clock: &Arc<dyn Clock>) -> io::Result<Worker> {
+    let worker = Worker::new(Arc::clone(model), Arc::clone(clock));
+    worker.failure().map_or(Ok(()), |e| Err(io::Error::other(Arc::clone(e))))?;
+    Ok(worker)
+}
+
 impl Drop for Pipeline {
     fn drop(&mut self) {
         self.queue.close();
+        while self.step() {}
         for thread in self.threads.drain(..) {
             // The requests of a worker that panicked were answered with an error.
             let _ = thread.join();

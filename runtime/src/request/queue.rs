@@ -294,15 +294,10 @@ impl RequestQueue {
         }
     }
 
-    /// Waits until there is work and hands it over: requests, keys to prefetch, or the signal that
-    /// `worker` has deferred rows to fetch. Returns false if the pipeline closes.
-    fn next(
-        &self,
-        worker: &Worker,
-        in_flight: &mut InFlight,
-        counted: &mut Counters,
-        keys: &mut heapless::Vec<RowKey, KEYS_PER_STEP>,
-    ) -> bool {
+    /// Hands over the next work: requests, keys to prefetch, or the signal that the worker has
+    /// deferred rows to fetch. Without work it waits, or returns `Next::Nothing` if `idle` says so.
+    fn next(&self, work: &mut WorkerState, in_flight: &mut InFlight, idle: Idle) -> Next {
+        let WorkerState { worker, counted, keys, .. } = work;
         let mut queue = lock(&self.queue);
         queue.stats.counters.add(&worker.counters().since(counted));
         *counted = worker.counters();
@@ -317,18 +312,21 @@ impl RequestQueue {
                 if !queue.waiting.is_empty() {
                     self.work.notify_one();
                 }
-                return true;
+                return Next::Work;
             }
             if queue.is_closing {
-                return false;
+                return Next::Closed;
             }
             if worker.deferred_len() > 0 {
-                return true;
+                return Next::Work;
             }
             if queue.prefetching == 0 && !queue.prefetch.is_empty() {
                 queue.take_prefetch(keys);
                 in_flight.is_prefetching = true;
-                return true;
+                return Next::Work;
+            }
+            if idle == Idle::Return {
+                return Next::Nothing;
             }
 
             queue = match wait {
@@ -421,13 +419,41 @@ pub fn run_worker(queue: &RequestQueue, mut worker: Worker) {
     }
 }
 
-/// Serves until the pipeline closes: first requests, then rows that were answered with defaults,
-/// then keys to prefetch.
-fn serve(queue: &RequestQueue, mut worker: Worker, in_flight: &mut InFlight) {
-    let (mut batch, mut counted) = (worker.model().batch(), Counters::default());
-    let mut keys = heapless::Vec::new();
-    while queue.next(&worker, in_flight, &mut counted, &mut keys) {
-        score(queue, &mut worker, &mut batch, in_flight);
+/// What a worker does without work.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Idle {
+    Wait,
+    Return,
+}
+
+/// What the queue has for a worker.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Next {
+    Work,
+    Nothing,
+    Closed,
+}
+
+/// A worker and its memory between two steps.
+struct WorkerState {
+    worker: Worker,
+    batch: Batch,
+    /// The counters that the queue's statistics have already.
+    counted: Counters,
+    keys: heapless::Vec<RowKey, KEYS_PER_STEP>,
+}
+
+impl WorkerState {
+    fn new(worker: Worker) -> Self {
+        let batch = worker.model().batch();
+        Self { worker, batch, counted: Counters::default(), keys: heapless::Vec::new() }
+    }
+
+    /// Does the work that the queue handed over: first requests, then rows that were answered with
+    /// defaults, then keys to prefetch.
+    fn work(&mut self, queue: &RequestQueue, in_flight: &mut InFlight) {
+        let Self { worker, batch, keys, .. } = self;
+        score(queue, worker, batch, in_flight);
 
         // `next` hands out keys only to a worker without deferred rows, so that there is room.
         let dropped = keys.iter().filter(|&&row| !worker.enqueue_prefetch(row)).count();
@@ -438,6 +464,36 @@ fn serve(queue: &RequestQueue, mut worker: Worker, in_flight: &mut InFlight) {
 
         // Deferred rows are fetched after each batch, so that they arrive under steady load too.
         worker.fetch_deferred(PAGES_PER_STEP);
+    }
+}
+
+/// Serves until the pipeline closes.
+fn serve(queue: &RequestQueue, worker: Worker, in_flight: &mut InFlight) {
+    let mut state = WorkerState::new(worker);
+    while queue.next(&mut state, in_flight, Idle::Wait) == Next::Work {
+        state.work(queue, in_flight);
+    }
+}
+
+/// A worker without a thread: its caller takes each step. For a simulation, which chooses the order
+/// of all steps of a car.
+pub struct SteppedWorker {
+    state: WorkerState,
+    in_flight: InFlight,
+}
+
+impl SteppedWorker {
+    pub fn new(worker: Worker) -> Self {
+        Self { state: WorkerState::new(worker), in_flight: InFlight::default() }
+    }
+
+    /// Does one piece of work. Returns false if there is none.
+    pub fn step(&mut self, queue: &RequestQueue) -> bool {
+        let has_work = queue.next(&mut self.state, &mut self.in_flight, Idle::Return) == Next::Work;
+        if has_work {
+            self.state.work(queue, &mut self.in_flight);
+        }
+        has_work
     }
 }
 

@@ -73,7 +73,8 @@ pub struct Serving {
     lookups: Device,
     tensorrt: Option<TensorRtOptions>,
     clock: Arc<dyn Clock>,
-    starter: PipelineStarter,
+    /// Starts the threads of a pipeline; `None` if the caller takes every step.
+    starter: Option<PipelineStarter>,
 }
 
 /// The generation that a swap replaces.
@@ -96,8 +97,19 @@ impl Serving {
             lookups: Device::Cpu,
             tensorrt: None,
             clock,
-            starter: PipelineStarter::new(),
+            starter: Some(PipelineStarter::new()),
         }
+    }
+
+    /// Serves without threads: [`Serving::step`] does the work of the workers. For a simulation.
+    pub fn stepped(self) -> Self {
+        Self { starter: None, ..self }
+    }
+
+    /// Does one piece of work for the model `name`, as [`Pipeline::step`] does. Returns false if
+    /// there is none.
+    pub fn step(&self, name: &str) -> bool {
+        self.with(name, Pipeline::step).unwrap_or(false)
     }
 
     /// Makes every model look up its rows on `lookups`. On a GPU its dense network runs there too,
@@ -214,7 +226,11 @@ impl Serving {
                 }
                 source => ServingError::Open { name: name.to_owned(), source },
             })?;
-        let pipeline = self.starter.start(Arc::new(model), Arc::clone(&self.clock))?;
+        let (model, clock) = (Arc::new(model), Arc::clone(&self.clock));
+        let pipeline = match &self.starter {
+            Some(starter) => starter.start(model, clock),
+            None => Pipeline::stepped(model, clock),
+        }?;
         Ok((pipeline, transferred))
     }
 

@@ -1,0 +1,128 @@
+//! The maintenance of one flash directory: follows the generations that become live, takes one step
+//! of work at a time and logs it. Never on the request path: a served model keeps its segments open
+//! while maintenance removes their files.
+
+use crate::clock::Clock;
+use crate::flash::{Flash, FlashError};
+use crate::maintenance::catalog::{Catalog, CatalogState};
+use crate::maintenance::catalog_entries::CatalogEntries;
+use crate::maintenance::throttle::Throttle;
+use crate::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
+use std::path::Path;
+use std::time::Duration;
+
+/// Pause where no work is due, or after an error.
+pub const IDLE: Duration = Duration::from_secs(1);
+
+/// The maintenance of one flash directory.
+pub struct MaintenanceSteps {
+    flash: Flash,
+    maintenance: Maintenance,
+    throttle: Throttle,
+    /// The last logged wait, so that it is logged once.
+    wait_logged: Option<StepOutcome>,
+}
+
+/// Returns the bytes that an install of the live generation wrote.
+fn installed_bytes(flash: &Flash) -> u64 {
+    flash.manifest().blobs.iter().map(|b| b.raw_bytes()).sum()
+}
+
+impl MaintenanceSteps {
+    /// Returns the maintenance of `flash` by `rules`. Its counters are in the catalog at `catalog`,
+    /// if there is one. `now` is the time since 1970.
+    pub fn new(
+        flash: Flash,
+        rules: MaintenanceRules,
+        catalog: Option<&Path>,
+        now: Duration,
+    ) -> Self {
+        let opened = catalog.map(|path| Catalog::open(path, &flash));
+        let (catalog, entries, state) = match opened {
+            None => (None, CatalogEntries::lost(), None),
+            Some(Ok((catalog, entries, state))) => (Some(catalog), entries, Some(state)),
+            Some(Err(e)) => {
+                log::warn!("maintenance starts without its catalog, which cannot be opened: {e}");
+                (None, CatalogEntries::lost(), None)
+            }
+        };
+
+        let mut maintenance = Maintenance::new(rules, catalog, entries);
+        if let Some(CatalogState::Stale { .. }) = state {
+            maintenance.count_written(now, installed_bytes(&flash));
+        }
+        let throttle = Throttle::new(rules.busy_percent_max);
+        Self { flash, maintenance, throttle, wait_logged: None }
+    }
+
+    /// Takes one step, timed by `clock`; `now` is the time since 1970. Returns how long to pause.
+    pub fn step(&mut self, clock: &dyn Clock, now: Duration) -> Duration {
+        let start = clock.now();
+        match self.follow_and_step(now) {
+            Ok(StepOutcome::Nothing | StepOutcome::Waits { .. }) => IDLE,
+            Ok(_) => self.throttle.pause_after(clock.now().saturating_sub(start)),
+            Err(e) => {
+                log::warn!("maintenance failed and will try again: {e}");
+                IDLE
+            }
+        }
+    }
+
+    fn follow_and_step(&mut self, now: Duration) -> Result<StepOutcome, FlashError> {
+        let before = self.flash.manifest().generation.clone();
+        if self.flash.refresh()? && self.flash.manifest().generation != before {
+            log::info!("{} is live on flash", self.flash.manifest().generation);
+            self.maintenance.count_written(now, installed_bytes(&self.flash));
+        }
+
+        let did = self.maintenance.step(&mut self.flash, now, self.throttle.pages())?;
+        self.log(&did);
+        Ok(did)
+    }
+
+    fn log(&mut self, did: &StepOutcome) {
+        let name = |table: &usize| &self.flash.manifest().schema.tables[*table].name;
+
+        match did {
+            StepOutcome::Nothing | StepOutcome::Scrubbed | StepOutcome::Merged { .. } => {}
+            StepOutcome::Compacted { table, compacted } => {
+                let (rows, bytes) = (compacted.rows, compacted.bytes);
+                log::info!("merged table `{}`: {rows} rows, {bytes} bytes", name(table));
+            }
+            StepOutcome::ScrubEnded { pages, repaired, damaged } => {
+                log::info!(
+                    "scrubbed {pages} pages: {repaired} repaired, {damaged} damaged until the next \
+                     snapshot"
+                );
+            }
+            StepOutcome::Waits { table, bytes } if self.wait_logged.as_ref() != Some(did) => {
+                let spent = self.maintenance.wear().bytes;
+                log::info!(
+                    "merge of table `{}` waits for tomorrow's wear budget: it needs {bytes} more \
+                     bytes, and {spent} were written today",
+                    name(table)
+                );
+            }
+            StepOutcome::Waits { .. } => {}
+        }
+
+        self.wait_logged = matches!(did, StepOutcome::Waits { .. }).then(|| did.clone());
+    }
+
+    /// Returns the maintenance, for its counters.
+    pub fn maintenance(&self) -> &Maintenance {
+        &self.maintenance
+    }
+
+    /// Makes the progress durable before the process ends. A merge continues from there at the next
+    /// start.
+    pub fn end(mut self, now: Duration) {
+        match self.maintenance.pause(now) {
+            Ok(()) => {
+                let bytes = self.maintenance.wear().bytes_total;
+                log::info!("maintenance stopped; it has written {bytes} bytes in all");
+            }
+            Err(e) => log::warn!("maintenance stopped and could not record its progress: {e}"),
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! The sync process of one model: decides when to poll the repository, and polls it. Never opens a
+//! model and never makes a release live.
+
+use crate::clock::Clock;
+use crate::maintenance::wear::WearBudget;
+use crate::update::Updater;
+use crate::update::error::UpdateError;
+use crate::update::link::{Fetcher, Link, LinkLimits, LinkRules};
+use crate::update::state::UpdateStatus;
+use std::time::Duration;
+
+/// When the next poll is due.
+pub struct SyncSteps {
+    updater: Updater,
+    rules: LinkRules,
+    /// Time of the next poll on the caller's clock.
+    due: Duration,
+    /// Whether the serving process had a release in hand at the last look.
+    is_in_hand: bool,
+}
+
+impl SyncSteps {
+    /// Returns the steps of `updater`; the first poll is due at once.
+    pub fn new(updater: Updater, rules: LinkRules) -> Self {
+        Self { updater, rules, due: Duration::ZERO, is_in_hand: false }
+    }
+
+    /// Returns the updater.
+    pub fn updater(&self) -> &Updater {
+        &self.updater
+    }
+
+    /// Returns whether a poll is due. `now` is in seconds since 1970. When the serving process has
+    /// finished a release, the next one on the path may be fetched, so a poll is due at once.
+    pub fn is_due(&mut self, clock: &dyn Clock, now: u64) -> bool {
+        let is_finished = self.updater.status().is_ok_and(|status| status.state.is_fetching());
+        if self.is_in_hand && is_finished {
+            self.due = clock.now();
+        }
+        self.is_in_hand = !is_finished;
+        self.due <= clock.now() && self.rules.is_open(now)
+    }
+
+    /// Polls over `link` and plans the next poll. `random`, from 0 to 1, spreads the polls of cars
+    /// that start together. `now` is in seconds since 1970.
+    ///
+    /// # Errors
+    /// Why the poll failed; the next one comes sooner.
+    pub fn poll(
+        &mut self,
+        link: &mut dyn Link,
+        clock: &dyn Clock,
+        now: u64,
+        random: f64,
+    ) -> Result<UpdateStatus, UpdateError> {
+        let polled = self.fetch(link, clock, now);
+        self.due = clock.now() + interval(self.rules, random, polled.is_ok());
+        polled
+    }
+
+    fn fetch(
+        &self,
+        link: &mut dyn Link,
+        clock: &dyn Clock,
+        now: u64,
+    ) -> Result<UpdateStatus, UpdateError> {
+        let bytes_max = self.rules.bytes_per_day_max;
+        let budget = WearBudget { bytes_per_day_max: bytes_max };
+        let left = self.updater.status()?.received.left(budget, Duration::from_secs(now));
+        if left == 0 {
+            return Err(UpdateError::ByteBudget { bytes_max });
+        }
+
+        let time_max = self.rules.open_for(now);
+        let limits = LinkLimits { bytes_max: left, time_max, ..LinkLimits::default() };
+        self.updater.fetch(&mut Fetcher::new(link, clock, limits), now, |_, _| {})
+    }
+}
+
+/// Returns the time until the next poll: the target's interval, varied by up to a quarter either
+/// way. After an error the time is a sixteenth of that.
+fn interval(rules: LinkRules, random: f64, is_ok: bool) -> Duration {
+    let minutes = Duration::from_secs(60 * u64::from(rules.poll_minutes));
+    let interval = minutes.mul_f64(0.75 + random / 2.0);
+    if is_ok { interval } else { interval / 16 }
+}
