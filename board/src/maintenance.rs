@@ -10,6 +10,7 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::maintenance::MaintenanceRules;
 use hatchback::maintenance::catalog::Catalog;
+use hatchback::update::Updater;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -23,12 +24,17 @@ pub struct MaintenanceThread {
 }
 
 impl MaintenanceThread {
-    /// Starts maintenance of `directory` by `rules`. The thread waits until the directory has a
+    /// Starts maintenance of `directory`, whose updates `updater` has, by `rules`. The thread waits until the directory has a
     /// live generation, and while `shed` holds maintenance.
     ///
     /// # Errors
     /// The system refuses a thread.
-    pub fn start(directory: &Path, rules: MaintenanceRules, shed: Arc<Shed>) -> Result<Self> {
+    pub fn start(
+        directory: &Path,
+        updater: Option<Updater>,
+        rules: MaintenanceRules,
+        shed: Arc<Shed>,
+    ) -> Result<Self> {
         let (stop, stopped) = channel();
         let directory = directory.to_owned();
         let run = move || {
@@ -38,8 +44,10 @@ impl MaintenanceThread {
             while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
                 if steps.is_none() {
                     let flash = Flash::open(&disk::system(), &directory).ok();
-                    steps = flash
-                        .map(|flash| MaintenanceSteps::new(flash, rules, Some(&catalog), now()));
+                    let updater = updater.clone();
+                    steps = flash.map(|flash| {
+                        MaintenanceSteps::new(flash, updater, rules, Some(&catalog), now())
+                    });
                 }
                 pause = match &mut steps {
                     Some(steps) if !shed.holds_maintenance() => steps.step(&clock, now()),

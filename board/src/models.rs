@@ -8,7 +8,7 @@ use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::request::serving::Serving;
 use hatchback::targets::{DeviceKind, Target};
-use std::io::{self, ErrorKind::NotFound};
+use std::io::ErrorKind::NotFound;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -35,9 +35,9 @@ pub fn folders_in(folder: &Path) -> Vec<NamedDirectory> {
 
 /// Returns the models in `folder`: the folders with a live record, whether it is sound or damaged.
 pub fn models_in(folder: &Path) -> Vec<NamedDirectory> {
-    let is_missing = |e: io::Error| e.kind() == NotFound;
+    let disk = disk::system();
     let has_live_record =
-        |model: &NamedDirectory| !model.directory.join("live").metadata().is_err_and(is_missing);
+        |model: &NamedDirectory| Flash::has_live_record(disk.as_ref(), &model.directory);
     folders_in(folder).into_iter().filter(has_live_record).collect()
 }
 

@@ -38,7 +38,7 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
     stop.on_signal(move || on_early_stop.iter().for_each(record_end))?;
 
     let serving = models::new_serving(car.target, car.target_path, car.device)?;
-    updates.iter().for_each(|update| update.record_start(now()));
+    updates.iter().for_each(|update| update.begin(now()));
     let served = load_models(car, &updates, &serving).and_then(|()| {
         models::log_memory(&serving);
         serve_until_stopped(car, &serving, updates, args, &stop)
@@ -87,7 +87,10 @@ fn serve_until_stopped(
     let directories: BTreeSet<&Path> =
         car.models.iter().map(|model| model.directory.as_path()).collect();
     let rules = car.target.maintenance;
-    let start = |directory| MaintenanceThread::start(directory, rules, Arc::clone(&shed));
+    let start = |directory: &Path| {
+        let updater = updates.iter().map(|update| &update.updater).find(|u| u.flash == directory);
+        MaintenanceThread::start(directory, updater.cloned(), rules, Arc::clone(&shed))
+    };
     let maintenance = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
 
     let start = |update| UpdateThread::start(update, serving, &latencies);

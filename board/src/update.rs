@@ -1,31 +1,30 @@
 //! The update thread of one model: calls `hatchback::car::update_steps` until it is stopped, and
-//! pauses between pieces of work as the policy demands. A datagram on the socket `wake` only saves
-//! a second.
+//! pauses between pieces of work as the policy demands.
 
 use crate::latency::Latencies;
 use crate::settings;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use hatchback::bundle::manifest::Generation;
 use hatchback::car::update_steps::{ModelUpdates, UpdateSteps, record_end};
 use hatchback::clock::SystemClock;
 use hatchback::maintenance::throttle::throttled_yield;
 use hatchback::request::serving::Serving;
-use hatchback_link::daemon::{now, wake_socket};
-use std::io;
-use std::os::unix::net::UnixDatagram;
-use std::path::PathBuf;
+use hatchback_link::daemon::now;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Time after which the thread reads the record without a wake-up.
+/// Interval at which the thread looks for an offer of the sync process.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The thread of one model's updates.
 pub struct UpdateThread {
+    /// Tells the thread to stop, also in the middle of a step that pauses.
     stopping: Arc<AtomicBool>,
-    wake: PathBuf,
+    /// Ends the thread's wait for the next look when it is dropped.
+    stop: Sender<()>,
     thread: JoinHandle<()>,
 }
 
@@ -33,57 +32,47 @@ impl UpdateThread {
     /// Starts the thread for `update`; it loads and swaps generations in `serving`.
     ///
     /// # Errors
-    /// The socket `wake` cannot be bound, or the system refuses a thread.
+    /// The system refuses a thread.
     pub fn start(
         update: ModelUpdates,
         serving: &Arc<Serving>,
         latencies: &Arc<Latencies>,
     ) -> Result<Self> {
-        let wake = wake_socket(&update.updater.directory);
-        if let Err(e) = std::fs::remove_file(&wake)
-            && e.kind() != io::ErrorKind::NotFound
-        {
-            return Err(e).with_context(|| wake.display().to_string());
-        }
-        let socket = UnixDatagram::bind(&wake).with_context(|| wake.display().to_string())?;
-        socket.set_read_timeout(Some(POLL_INTERVAL))?;
-
         let stopping = Arc::new(AtomicBool::new(false));
-        let (stop, latencies) = (Arc::clone(&stopping), Arc::clone(latencies));
+        let (is_stopping, latencies) = (Arc::clone(&stopping), Arc::clone(latencies));
         let (served, busy_percent_max) = (Arc::clone(serving), update.policy.busy_percent_max);
         let p99 = Box::new(move |name: &str, of: &Generation| latencies.p99_us(name, of));
         let mut steps = UpdateSteps::new(update, Arc::clone(serving), p99);
 
+        let (stop, stopped) = channel::<()>();
         let run = move || {
             settings::run_when_idle();
             let clock = SystemClock::default();
             // Without a model no request can wait for this thread.
             let pause = |time| {
-                if !stop.load(Ordering::Acquire) && !served.names().is_empty() {
+                if !is_stopping.load(Ordering::Acquire) && !served.names().is_empty() {
                     std::thread::sleep(time);
                 }
             };
-            while !stop.load(Ordering::Acquire) {
+            loop {
                 let yield_now = throttled_yield(busy_percent_max, &clock, pause);
-                while steps.step(now(), &yield_now) {}
-                // A datagram and a timeout both mean: read the record again.
-                let _ = socket.recv(&mut [0; 16]);
+                while !is_stopping.load(Ordering::Acquire) && steps.step(now(), &yield_now) {}
+                if stopped.recv_timeout(POLL_INTERVAL) != Err(RecvTimeoutError::Timeout) {
+                    break;
+                }
             }
             record_end(steps.updater());
         };
         let thread = std::thread::Builder::new().name("update".to_owned()).spawn(run)?;
-        Ok(Self { stopping, wake, thread })
+        Ok(Self { stopping, stop, thread })
     }
 
     /// Ends the thread after its current step, and records a normal end.
     pub fn stop(self) {
         self.stopping.store(true, Ordering::Release);
-        if let Ok(socket) = UnixDatagram::unbound() {
-            let _ = socket.send_to(b"stop", &self.wake);
-        }
+        drop(self.stop);
         if self.thread.join().is_err() {
             log::error!("the update thread panicked");
         }
-        let _ = std::fs::remove_file(&self.wake);
     }
 }

@@ -1,5 +1,5 @@
 //! The sync process, which has the link: `hatchback-sync`, or `hatchbackd sync`. It polls for
-//! releases, stages them and wakes the serving process. It writes the sync directory only. It never
+//! releases and stages them; the serving process looks for them every second. It writes the sync directory only. It never
 //! opens a model and never makes a release live: the serving process does that.
 
 use crate::args::CarArgs;
@@ -7,21 +7,13 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use hatchback::car::sync_steps::SyncSteps;
 use hatchback::clock::SystemClock;
-use hatchback::update::Updater;
 use hatchback::update::link::LinkRules;
-use hatchback::update::state::UpdateState;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::os::unix::net::UnixDatagram;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 /// Interval at which the process reads the status record.
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Returns the path of the socket in a sync directory that wakes the serving process.
-pub fn wake_socket(directory: &Path) -> PathBuf {
-    directory.join("wake")
-}
 
 /// Returns the time in seconds since 1970; 0 if the clock is before 1970.
 pub fn now() -> u64 {
@@ -56,8 +48,7 @@ pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     loop {
         if steps.is_due(&clock, now()) {
             match poll(&mut steps, &clock, args, rules) {
-                Ok(state) if state.is_fetching() => {}
-                Ok(_) => wake(steps.updater()),
+                Ok(()) => {}
                 Err(e) if args.once => return Err(e),
                 Err(e) => log::warn!("{e:#}"),
             }
@@ -74,7 +65,7 @@ fn poll(
     clock: &SystemClock,
     args: &SyncArgs,
     rules: LinkRules,
-) -> Result<UpdateState> {
+) -> Result<()> {
     let mut link = args.car.link(&args.from, rules.bytes_per_s_max)?;
     let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
     let status = steps.poll(link.as_mut(), clock, now(), random)?;
@@ -84,17 +75,5 @@ fn poll(
         status.state,
         status.bytes_received
     );
-    Ok(status.state)
-}
-
-/// Wakes the serving process. If none runs, the staged release waits until one starts.
-fn wake(updater: &Updater) {
-    let socket = wake_socket(&updater.directory);
-    let sent = UnixDatagram::unbound().and_then(|s| s.send_to(b"staged", socket));
-    if let Err(e) = sent {
-        log::info!(
-            "no process serves {} now; the staged release waits for one ({e})",
-            updater.flash.display()
-        );
-    }
+    Ok(())
 }

@@ -65,6 +65,10 @@ pub const CLUSTERED_ROWS_MIN: u64 = 256;
 pub const DELTAS_MAX: usize = 64;
 /// Pages of one delta or of one clustered segment.
 pub const DELTA_PAGES_MAX: u32 = 1 << 24;
+/// Bytes of one copy of the live record.
+pub const LIVE_BYTES_MAX: u64 = 16 << 20;
+/// Bytes of one table's hot list.
+pub const HOT_BYTES_MAX: u64 = HOT_KEYS_MAX as u64 * 8;
 /// Threads that read pages where io_uring is not available. More threads do not keep the device
 /// busier.
 pub const READ_THREADS_MAX: usize = 16;
@@ -98,8 +102,25 @@ pub const TARGETS_BYTES_MAX: u64 = 5 << 20;
 pub const ROTATIONS_MAX: u32 = 256;
 /// Seconds by which the car's clock may be behind the newest signed time.
 pub const CLOCK_SLACK_S: u64 = 3600;
-/// Process starts on probation that may end abnormally before the release is rolled back.
-pub const STARTS_MAX: u32 = 5;
+/// Trials of a release in a row that may end with the process. A trial begins before the release's
+/// code runs and ends with its probe or its first answers.
+pub const TRIALS_MAX: u32 = 5;
+/// Answers after which a trial has ended well.
+pub const TRIAL_ANSWERS: u64 = 8;
+/// Age of a process, in seconds, at which a trial without requests has ended well.
+pub const TRIAL_S: u64 = 60;
+/// Looks in a row at which a step may fail for a fault of the car before the attempt is abandoned.
+pub const FAILED_STEPS_MAX: u32 = 30;
+/// Longest pause before a release is tried again that a fault of the car stopped, seconds.
+pub const RETRY_S_MAX: u64 = 24 * 3600;
+/// Rejected releases that the serving process remembers.
+pub const REFUSED_MAX: usize = 64;
+/// Bytes of a status record of an update.
+pub const STATUS_BYTES_MAX: u64 = 256 << 10;
+/// Bytes of the record of the newest accepted root and targets.
+pub const TRUST_BYTES_MAX: u64 = ROOT_BYTES_MAX + 1024;
+/// Bytes of a copy of the rollback floor.
+pub const FLOOR_BYTES_MAX: u64 = 1024;
 /// Times that the fetch of one object is resumed after the link broke.
 pub const BREAKS_MAX: u32 = 64;
 /// Resumed fetches in a row that may deliver no byte.

@@ -15,7 +15,7 @@ use hatchback::targets::Target;
 use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy};
 use hatchback::update::link::{Fetcher, LinkLimits};
-use hatchback::update::state::{UpdateState, UpdateStatus};
+use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_link::args::CarArgs;
 use std::path::PathBuf;
 
@@ -28,8 +28,8 @@ pub struct SyncArgs {
     #[command(flatten)]
     car: CarArgs,
     /// The flash directory
-    #[arg(long, required_unless_present_any = ["status", "consent"])]
-    flash: Option<PathBuf>,
+    #[arg(long)]
+    flash: PathBuf,
     /// A target file, such as targets/cpu.toml, with the checks that a release must pass [default:
     /// only its probe set]
     #[arg(long)]
@@ -57,7 +57,7 @@ pub struct SyncArgs {
 /// # Errors
 /// The reason for which the update stopped. The live generation stays live.
 pub fn run(args: &SyncArgs) -> Result<()> {
-    let updater = args.car.updater(args.flash.clone().unwrap_or_default());
+    let updater = args.car.updater(args.flash.clone());
     let updated = match args.action() {
         Action::Consent => consent(&updater),
         Action::Status => Ok(()),
@@ -110,7 +110,8 @@ fn update(args: &SyncArgs, updater: &Updater) -> Result<()> {
     let bytes_max = args.mib_max.map_or(u64::MAX, mib_to_bytes);
     let limits = LinkLimits { bytes_max, ..LinkLimits::default() };
     let mut fetcher = Fetcher::new(link.as_mut(), &clock, limits);
-    let host = Host { policy, budget, watched: None, root: None, yield_now: &|| {} };
+    let host =
+        Host { policy, budget, watched: None, unservable: None, root: None, yield_now: &|| {} };
 
     let bar = progress_bar(0, "fetching", "{bytes}/{total_bytes}");
     let updated = updater.run(&mut fetcher, &host, now()?, |bytes, total| {

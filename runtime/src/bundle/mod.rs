@@ -31,6 +31,9 @@ pub enum BundleError {
     /// The system refused to read or write the file.
     #[error("{path}: {source}", path = path.display())]
     Io { path: PathBuf, source: io::Error },
+    /// A part of the file is not what its hash says: the file is damaged.
+    #[error("{path}: {field}: content does not match its hash", path = path.display())]
+    Hash { path: PathBuf, field: String },
     /// A field of the file has a value that is not allowed.
     #[error(transparent)]
     Field(FieldError),
@@ -310,6 +313,7 @@ impl BundleReader {
             stored.resize(chunk.stored as usize, 0);
             self.file.read_exact(&mut stored).map_err(io_error(path))?;
             let field = || format!("blobs[{index}].chunks[{c}]");
+            check_hash(path, chunk, &stored, field)?;
             take(
                 &open_chunk(chunk, &stored)
                     .map_err(|problem| field_error(path, field(), problem))?,
@@ -335,10 +339,7 @@ impl BundleReader {
             for (c, chunk) in blob.chunks.iter().enumerate() {
                 stored.resize(chunk.stored as usize, 0);
                 self.file.read_exact(&mut stored).map_err(io_error(path))?;
-                if sha256(&stored) != chunk.sha256 {
-                    let field = format!("blobs[{i}].chunks[{c}]");
-                    return Err(field_error(path, field, "content does not match its hash").into());
-                }
+                check_hash(path, chunk, &stored, || format!("blobs[{i}].chunks[{c}]"))?;
                 take(chunk, &stored)?;
             }
         }
@@ -367,12 +368,21 @@ impl BundleReader {
     }
 }
 
-/// Checks the hash of `stored`, then decompresses it if it is compressed, to at most `chunk.raw`
-/// bytes.
-fn open_chunk<'a>(chunk: &Chunk, stored: &'a [u8]) -> Result<std::borrow::Cow<'a, [u8]>, String> {
-    if sha256(stored) != chunk.sha256 {
-        return Err("content does not match its hash".to_owned());
+/// Checks the hash of the stored bytes of `chunk`, which is `field` of the bundle.
+fn check_hash(
+    path: &Path,
+    chunk: &Chunk,
+    stored: &[u8],
+    field: impl FnOnce() -> String,
+) -> Result<(), BundleError> {
+    if sha256(stored) == chunk.sha256 {
+        return Ok(());
     }
+    Err(BundleError::Hash { path: path.to_owned(), field: field() })
+}
+
+/// Decompresses `stored`, whose hash was checked, if it is compressed, to at most `chunk.raw` bytes.
+fn open_chunk<'a>(chunk: &Chunk, stored: &'a [u8]) -> Result<std::borrow::Cow<'a, [u8]>, String> {
     if chunk.stored == chunk.raw {
         return Ok(stored.into());
     }

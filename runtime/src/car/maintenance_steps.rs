@@ -8,6 +8,8 @@ use crate::maintenance::catalog::{Catalog, CatalogState};
 use crate::maintenance::catalog_entries::CatalogEntries;
 use crate::maintenance::throttle::Throttle;
 use crate::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
+use crate::update::Updater;
+use crate::update::install_status::Repair;
 use std::path::Path;
 use std::time::Duration;
 
@@ -16,6 +18,10 @@ pub const IDLE: Duration = Duration::from_secs(1);
 
 /// The maintenance of one flash directory.
 pub struct MaintenanceSteps {
+    /// The updates of the directory; `None` if it has none.
+    updater: Option<Updater>,
+    /// The last scrub found damage that only a snapshot repairs, and no record says so yet.
+    needs_snapshot: bool,
     flash: Flash,
     maintenance: Maintenance,
     throttle: Throttle,
@@ -29,10 +35,11 @@ fn installed_bytes(flash: &Flash) -> u64 {
 }
 
 impl MaintenanceSteps {
-    /// Returns the maintenance of `flash` by `rules`. Its counters are in the catalog at `catalog`,
-    /// if there is one. `now` is the time since 1970.
+    /// Returns the maintenance of `flash` by `rules`. `updater` has the directory's updates. The
+    /// counters are in the catalog at `catalog`, if there is one. `now` is the time since 1970.
     pub fn new(
         flash: Flash,
+        updater: Option<Updater>,
         rules: MaintenanceRules,
         catalog: Option<&Path>,
         now: Duration,
@@ -52,14 +59,14 @@ impl MaintenanceSteps {
             maintenance.count_written(now, installed_bytes(&flash));
         }
         let throttle = Throttle::new(rules.busy_percent_max);
-        Self { flash, maintenance, throttle, wait_logged: None }
+        Self { updater, needs_snapshot: false, flash, maintenance, throttle, wait_logged: None }
     }
 
     /// Takes one step, timed by `clock`; `now` is the time since 1970. Returns how long to pause.
     pub fn step(&mut self, clock: &dyn Clock, now: Duration) -> Duration {
         let start = clock.now();
         match self.follow_and_step(now) {
-            Ok(StepOutcome::Nothing | StepOutcome::Waits { .. }) => IDLE,
+            Ok(StepOutcome::Nothing | StepOutcome::Waits { .. } | StepOutcome::Busy { .. }) => IDLE,
             Ok(_) => self.throttle.pause_after(clock.now().saturating_sub(start)),
             Err(e) => {
                 log::warn!("maintenance failed and will try again: {e}");
@@ -77,14 +84,30 @@ impl MaintenanceSteps {
 
         let did = self.maintenance.step(&mut self.flash, now, self.throttle.pages())?;
         self.log(&did);
+        if let StepOutcome::ScrubEnded { damaged, .. } = did {
+            self.needs_snapshot = damaged > 0;
+        }
+        self.request_snapshot();
         Ok(did)
+    }
+
+    /// Asks for the next release as a snapshot, if the last scrub left damage.
+    fn request_snapshot(&mut self) {
+        let Some(updater) = self.updater.as_ref().filter(|_| self.needs_snapshot) else { return };
+        match updater.require_repair(Repair::NewerSnapshot) {
+            Ok(()) => self.needs_snapshot = false,
+            Err(e) => log::debug!("a snapshot is not asked for yet: {e}"),
+        }
     }
 
     fn log(&mut self, did: &StepOutcome) {
         let name = |table: &usize| &self.flash.manifest().schema.tables[*table].name;
 
         match did {
-            StepOutcome::Nothing | StepOutcome::Scrubbed | StepOutcome::Merged { .. } => {}
+            StepOutcome::Nothing
+            | StepOutcome::Scrubbed
+            | StepOutcome::Merged { .. }
+            | StepOutcome::Busy { .. } => {}
             StepOutcome::Compacted { table, compacted } => {
                 let (rows, bytes) = (compacted.rows, compacted.bytes);
                 log::info!("merged table `{}`: {rows} rows, {bytes} bytes", name(table));

@@ -6,7 +6,7 @@ use crate::maintenance::wear::WearBudget;
 use crate::update::Updater;
 use crate::update::error::UpdateError;
 use crate::update::link::{Fetcher, Link, LinkLimits, LinkRules};
-use crate::update::state::UpdateStatus;
+use crate::update::status::UpdateStatus;
 use std::time::Duration;
 
 /// When the next poll is due.
@@ -15,14 +15,14 @@ pub struct SyncSteps {
     rules: LinkRules,
     /// Time of the next poll on the caller's clock.
     due: Duration,
-    /// Whether the serving process had a release in hand at the last look.
-    is_in_hand: bool,
+    /// Number of the last offer that the serving process had finished at a poll.
+    finished: u64,
 }
 
 impl SyncSteps {
     /// Returns the steps of `updater`; the first poll is due at once.
     pub fn new(updater: Updater, rules: LinkRules) -> Self {
-        Self { updater, rules, due: Duration::ZERO, is_in_hand: false }
+        Self { updater, rules, due: Duration::ZERO, finished: 0 }
     }
 
     /// Returns the updater.
@@ -33,12 +33,16 @@ impl SyncSteps {
     /// Returns whether a poll is due. `now` is in seconds since 1970. When the serving process has
     /// finished a release, the next one on the path may be fetched, so a poll is due at once.
     pub fn is_due(&mut self, clock: &dyn Clock, now: u64) -> bool {
-        let is_finished = self.updater.status().is_ok_and(|status| status.state.is_fetching());
-        if self.is_in_hand && is_finished {
-            self.due = clock.now();
+        if self.finished_offer().is_some_and(|offer| offer != self.finished) {
+            self.due = self.due.min(clock.now());
         }
-        self.is_in_hand = !is_finished;
         self.due <= clock.now() && self.rules.is_open(now)
+    }
+
+    /// Returns the number of the last offer that the serving process took, if it is done with it.
+    fn finished_offer(&self) -> Option<u64> {
+        let install = self.updater.install_status().ok()?;
+        (!install.state.has_release()).then_some(install.offer)
     }
 
     /// Polls over `link` and plans the next poll. `random`, from 0 to 1, spreads the polls of cars
@@ -53,6 +57,7 @@ impl SyncSteps {
         now: u64,
         random: f64,
     ) -> Result<UpdateStatus, UpdateError> {
+        self.finished = self.finished_offer().unwrap_or(self.finished);
         let polled = self.fetch(link, clock, now);
         self.due = clock.now() + interval(self.rules, random, polled.is_ok());
         polled
@@ -66,7 +71,7 @@ impl SyncSteps {
     ) -> Result<UpdateStatus, UpdateError> {
         let bytes_max = self.rules.bytes_per_day_max;
         let budget = WearBudget { bytes_per_day_max: bytes_max };
-        let left = self.updater.status()?.received.left(budget, Duration::from_secs(now));
+        let left = self.updater.fetch_status().received.left(budget, Duration::from_secs(now));
         if left == 0 {
             return Err(UpdateError::ByteBudget { bytes_max });
         }

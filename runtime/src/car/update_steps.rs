@@ -2,14 +2,17 @@
 //! probation, and serves the live generation of the flash directory, whichever process made it
 //! live. Never opens a link.
 
-use crate::bundle::manifest::Generation;
-use crate::flash::Flash;
+use crate::bundle::manifest::{Generation, Hash};
+use crate::flash::{Flash, FlashError};
+use crate::io::disk::Lock;
+use crate::limits::{FAILED_STEPS_MAX, TRIAL_ANSWERS, TRIAL_S};
+use crate::model::OpenError;
 use crate::model::budget::Budget;
-use crate::request::serving::{Serving, Swapped};
+use crate::request::serving::{Serving, ServingError, Swapped};
 use crate::update::Updater;
-use crate::update::apply::{Host, Policy, Watched};
+use crate::update::apply::{Host, Policy, Unservable, Watched};
 use crate::update::error::UpdateError;
-use crate::update::state::UpdateState;
+use crate::update::install_status::{Blame, InstallState, Repair};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -28,32 +31,31 @@ pub struct ModelUpdates {
 }
 
 impl ModelUpdates {
-    /// Records that a process starts with the live generation; to be called before the model is
-    /// opened. A release under which too many starts ended abnormally is rolled back here. An error
-    /// is logged and does not keep the model from being served. `now` is in seconds since 1970.
-    pub fn record_start(&self, now: u64) {
-        if let Err(e) = self.try_record_start(now) {
+    /// Begins a trial of a release on probation; to be called before the model is opened. A release
+    /// whose trials ended with the process too often is rolled back here. An error is logged and
+    /// does not keep the model from being served. `now` is in seconds since 1970.
+    pub fn begin(&self, now: u64) {
+        if let Err(e) = self.try_begin(now) {
             let name = &self.name;
             log::error!("`{name}`: cannot record this start, so a crash will not count: {e}");
         }
-        if !self.is_live() {
+        if !self.has_generation() {
             let name = &self.name;
             log::info!("`{name}`: no generation is live yet; waiting for the first release");
         }
     }
 
-    fn try_record_start(&self, now: u64) -> Result<(), UpdateError> {
-        self.updater.record_start(now)?;
-
-        let root = self.root.as_deref();
+    fn try_begin(&self, now: u64) -> Result<(), UpdateError> {
+        self.updater.begin_trial(now)?;
         let host = Host {
             policy: self.policy,
             budget: self.budget,
             watched: None,
-            root,
+            unservable: None,
+            root: self.root.as_deref(),
             yield_now: &|| {},
         };
-        while self.updater.status()?.state == UpdateState::RollingBack
+        while self.updater.install_status()?.state == InstallState::RollingBack
             && self.updater.advance(&host, now)?
         {}
         Ok(())
@@ -61,18 +63,18 @@ impl ModelUpdates {
 
     /// Returns whether `flash` is this model's directory and has no live generation yet.
     pub fn awaits_first_release_at(&self, flash: &Path) -> bool {
-        self.updater.flash == flash && !self.is_live()
+        self.updater.flash == flash && !self.has_generation()
     }
 
-    fn is_live(&self) -> bool {
-        self.updater.disk.read(&self.updater.flash.join("live")).is_ok()
+    fn has_generation(&self) -> bool {
+        Flash::has_live_record(self.updater.disk.as_ref(), &self.updater.flash)
     }
 }
 
 /// Records that this process ends normally, or for a reason that is no release's fault.
 pub fn record_end(updater: &Updater) {
-    if let Err(e) = updater.record_clean_exit() {
-        let directory = updater.directory.display();
+    if let Err(e) = updater.end_trial() {
+        let directory = updater.flash.display();
         log::warn!("{directory}: cannot record a normal end, so this start counts as a crash: {e}");
     }
 }
@@ -80,24 +82,49 @@ pub fn record_end(updater: &Updater) {
 /// Returns the 99th percentile of the latency of a generation of a model, µs.
 pub type LatencyP99 = Box<dyn Fn(&str, &Generation) -> u64 + Send>;
 
+/// Why the live generation is not served.
+struct Failure {
+    /// Its manifest.
+    manifest: Hash,
+    reason: String,
+    blame: Blame,
+    /// Looks in a row at which it could not be served.
+    looks: u32,
+}
+
 /// The updates of one model, and the models that are served.
 pub struct UpdateSteps {
     update: ModelUpdates,
     serving: Arc<Serving>,
     latency_us_p99: LatencyP99,
-    /// The generation that could not be served, and why.
-    failed: Option<(String, String)>,
+    /// Why the live generation could not be served at the last look.
+    failure: Option<Failure>,
+    /// Looks in a row at which a step could not be taken.
+    failed_steps: u32,
+    /// Looks since the start, up to `TRIAL_S`.
+    looks: u64,
+    /// The trial that began with this process has ended well.
+    is_proven: bool,
     /// The last logged reason of a wait, so that it is logged once.
     wait_logged: String,
-    /// The last logged reason why the live generation cannot be opened.
+    /// The last logged reason why the live generation is not served.
     open_logged: String,
 }
 
 impl UpdateSteps {
     /// Returns the steps of `update`, which load and swap generations in `serving`.
     pub fn new(update: ModelUpdates, serving: Arc<Serving>, latency_us_p99: LatencyP99) -> Self {
-        let (wait_logged, open_logged) = (String::new(), String::new());
-        Self { update, serving, latency_us_p99, failed: None, wait_logged, open_logged }
+        Self {
+            update,
+            serving,
+            latency_us_p99,
+            failure: None,
+            failed_steps: 0,
+            looks: 0,
+            is_proven: false,
+            wait_logged: String::new(),
+            open_logged: String::new(),
+        }
     }
 
     /// Returns the updater, to record the end of the process.
@@ -106,65 +133,113 @@ impl UpdateSteps {
     }
 
     /// Serves the live generation and takes one step of the update. Returns whether the update
-    /// entered another state, so that the next step can be taken now. Calls `yield_now` between
-    /// small pieces of work. `now` is in seconds since 1970.
+    /// entered another state, so that the next step can be taken now; otherwise the caller looks
+    /// again after a second. Calls `yield_now` between small pieces of work. `now` is in seconds
+    /// since 1970.
     pub fn step(&mut self, now: u64, yield_now: &dyn Fn()) -> bool {
         self.serve_live(yield_now);
+        let stepped = self.try_step(now, yield_now);
+        if !matches!(stepped, Ok(true)) {
+            self.looks = (self.looks + 1).min(TRIAL_S);
+        }
 
-        match self.advance(now, yield_now) {
-            Ok(true) => {
-                self.wait_logged.clear();
-                true
-            }
-            Ok(false) => false,
-            Err(e) => {
-                let text = e.to_string();
-                if self.wait_logged != text {
-                    log::warn!("update of `{}` waits: {text}", self.update.name);
-                    self.wait_logged = text;
+        match stepped {
+            Ok(entered) => {
+                self.failed_steps = 0;
+                if entered {
+                    self.wait_logged.clear();
                 }
+                entered
+            }
+            Err(e) => {
+                self.wait(&e.to_string(), now);
                 false
             }
         }
     }
 
-    fn advance(&self, now: u64, yield_now: &dyn Fn()) -> Result<bool, UpdateError> {
+    /// Logs why a step could not be taken. Ends an attempt that fails at every look.
+    fn wait(&mut self, reason: &str, now: u64) {
+        if self.wait_logged != reason {
+            log::warn!("update of `{}` waits: {reason}", self.update.name);
+            reason.clone_into(&mut self.wait_logged);
+        }
+        self.failed_steps += 1;
+        if self.failed_steps >= FAILED_STEPS_MAX {
+            self.failed_steps = 0;
+            if let Err(e) = self.update.updater.abandon(reason, Repair::None, now) {
+                log::debug!("the attempt stays in hand: {e}");
+            }
+        }
+    }
+
+    fn try_step(&mut self, now: u64, yield_now: &dyn Fn()) -> Result<bool, UpdateError> {
         let ModelUpdates { updater, budget, policy, root, .. } = &self.update;
+        self.is_proven = self.is_proven || self.end_trial(updater)?;
+        if let Err(e) = updater.restore_live_record() {
+            log::debug!("`{}`: the live record has one copy: {e}", self.update.name);
+        }
+        if updater.is_paused(now)? {
+            return Ok(false);
+        }
+
         let taken = self.serving.memory().iter().map(|(_, plan)| plan.total()).sum();
         let memory_bytes_max = self.serving.memory_bytes_max().saturating_sub(taken);
         let budget = Budget { memory_bytes_max, ..*budget };
-
+        let failure = self.failure.as_ref().filter(|failure| failure.is_final());
+        let unservable =
+            failure.map(|Failure { reason, blame, .. }| Unservable { reason, blame: *blame });
         let (watched, root) = (Some(self.watched()), root.as_deref());
-        updater.advance(&Host { policy: *policy, budget, watched, root, yield_now }, now)
+        let host = Host { policy: *policy, budget, watched, unservable, root, yield_now };
+        updater.advance(&host, now)
     }
 
-    /// Loads the live generation of the flash directory, or swaps it in.
+    /// Ends the trial that began with this process if the model answers requests, or if it has been
+    /// served for a while without any. Returns whether it ended.
+    fn end_trial(&self, updater: &Updater) -> Result<bool, UpdateError> {
+        let answers = self.serving.stats(&self.update.name);
+        let answers = answers.map_or(0, |stats| stats.requests.saturating_sub(stats.failed));
+        let is_proven = answers >= TRIAL_ANSWERS || self.looks >= TRIAL_S;
+        if is_proven {
+            updater.end_trial()?;
+        }
+        Ok(is_proven)
+    }
+
+    /// Loads the live generation of the flash directory, or swaps it in. Holds the lock of the
+    /// directory meanwhile, so that a merge cannot remove segments that are being opened.
     fn serve_live(&mut self, yield_now: &dyn Fn()) {
-        if !self.update.is_live() {
+        if !self.update.has_generation() {
             return;
         }
-        let Some(flash) = self.open_live() else { return };
+        let opened = self.open_changed();
+        let (flash, _lock) = match opened {
+            Ok(Some(opened)) => opened,
+            Ok(None) => return,
+            Err(FlashError::Busy { .. }) => return,
+            Err(e) => {
+                self.report_unserved(&e.to_string());
+                if e.is_damage() {
+                    self.require(Repair::AnySnapshot);
+                }
+                return;
+            }
+        };
 
         let live = &flash.manifest().generation;
         if self.update.name.is_empty() {
             self.update.name.clone_from(&live.lineage);
         }
         let (name, budget) = (&self.update.name, self.update.budget);
-        let served = self.serving.generation(name);
-        let has_failed =
-            self.failed.as_ref().is_some_and(|(generation, _)| *generation == live.to_string());
-        if served.as_ref() == Some(live) || has_failed {
-            return;
-        }
-
-        let result = if served.is_none() {
+        let result = if self.serving.generation(name).is_none() {
             self.serving.load(name, &flash, budget).map(|()| Swapped::default())
         } else {
             self.serving.swap(name, &flash, budget, yield_now)
         };
         match result {
             Ok(swapped) => {
-                self.failed = None;
+                self.failure = None;
+                self.open_logged.clear();
                 let Swapped { transferred: rows, pause } = swapped;
                 log::info!(
                     "serving {live} as `{name}`; a request waited at most {pause:?}; cached rows: \
@@ -174,43 +249,101 @@ impl UpdateSteps {
                     rows.dropped
                 );
             }
-            Err(e) => {
-                log::error!("{live} is not served: {e}");
-                self.failed = Some((live.to_string(), e.to_string()));
-            }
+            Err(e) => self.fail(flash.record().live.manifest, &e),
         }
     }
 
-    /// Opens the flash directory; a failure is logged once.
-    fn open_live(&mut self) -> Option<Flash> {
+    /// Opens the live generation under the lock of its directory, if another one is served or none.
+    fn open_changed(&self) -> Result<Option<(Flash, Lock)>, FlashError> {
         let ModelUpdates { name, updater, .. } = &self.update;
-        match Flash::open(&updater.disk, &updater.flash) {
-            Ok(flash) => {
-                self.open_logged.clear();
-                Some(flash)
-            }
-            Err(e) => {
-                let text = e.to_string();
-                if self.open_logged != text {
-                    log::error!("`{name}`: cannot open the live generation: {text}");
-                    self.open_logged = text;
-                }
-                None
-            }
+        let flash = Flash::open(&updater.disk, &updater.flash)?;
+        let served = if name.is_empty() { None } else { self.serving.manifest(name) };
+        let is_rejected = |failure: &Failure| {
+            failure.manifest == flash.record().live.manifest && failure.blame == Blame::Release
+        };
+        if served == Some(flash.record().live.manifest)
+            || self.failure.as_ref().is_some_and(is_rejected)
+        {
+            return Ok(None);
+        }
+
+        let lock = flash.lock()?;
+        // A merge may have ended before the lock was taken.
+        Ok(Some((Flash::open(&updater.disk, &updater.flash)?, lock)))
+    }
+
+    /// Records that the generation with `manifest` cannot be served.
+    fn fail(&mut self, manifest: Hash, error: &ServingError) {
+        let reason = error.to_string();
+        let before = self.failure.take().filter(|failure| failure.manifest == manifest);
+        let looks = before.map_or(0, |failure| failure.looks) + 1;
+        let blame = blame_of(error);
+        self.failure = Some(Failure { manifest, reason: reason.clone(), blame, looks });
+
+        self.report_unserved(&reason);
+        // An error of the device that lasts is as bad as a lost file.
+        if is_damage(error) || is_of_flash(error) && looks >= FAILED_STEPS_MAX {
+            self.require(Repair::AnySnapshot);
         }
     }
 
-    /// Returns the counts of the live generation for its probation. A generation that cannot be
-    /// served counts as nothing but faults.
+    /// Logs why the live generation is not served, once.
+    fn report_unserved(&mut self, reason: &str) {
+        if self.open_logged != reason {
+            log::error!("`{}`: the live generation is not served: {reason}", self.update.name);
+            reason.clone_into(&mut self.open_logged);
+        }
+    }
+
+    /// Asks the sync process for a snapshot.
+    fn require(&self, repair: Repair) {
+        if let Err(e) = self.update.updater.require_repair(repair) {
+            log::debug!("`{}`: a snapshot is not asked for yet: {e}", self.update.name);
+        }
+    }
+
+    /// Returns the counts of the live generation for its probation.
     fn watched(&self) -> Watched {
         let name = &self.update.name;
-        match (self.failed.is_some(), self.serving.stats(name), self.serving.generation(name)) {
-            (false, Some(stats), Some(generation)) => Watched {
+        match (self.serving.stats(name), self.serving.generation(name)) {
+            (Some(stats), Some(generation)) if self.failure.is_none() => Watched {
                 requests: stats.requests,
-                faults: stats.failed + stats.counters.pages_damaged,
+                faults: stats.failed,
                 latency_us_p99: (self.latency_us_p99)(name, &generation),
             },
-            _ => Watched { faults: u64::MAX, ..Watched::default() },
+            _ => Watched::default(),
         }
+    }
+}
+
+/// Returns who is to blame that a generation cannot be served.
+fn blame_of(error: &ServingError) -> Blame {
+    match error {
+        ServingError::Shape { .. }
+        | ServingError::Open { source: OpenError::Dense(_) | OpenError::Weights { .. }, .. } => {
+            Blame::Release
+        }
+        _ => Blame::Other,
+    }
+}
+
+/// Returns whether a file of the live generation is missing or damaged.
+fn is_damage(error: &ServingError) -> bool {
+    match error {
+        ServingError::Open { source: OpenError::Flash(e), .. } => e.is_damage(),
+        ServingError::Open { source: OpenError::Segment(e), .. } => e.is_damage(),
+        _ => false,
+    }
+}
+
+/// Returns whether the live generation's files cannot be used.
+fn is_of_flash(error: &ServingError) -> bool {
+    matches!(error, ServingError::Open { source: OpenError::Flash(_) | OpenError::Segment(_), .. })
+}
+
+impl Failure {
+    /// Returns whether the generation will not be served without a change.
+    fn is_final(&self) -> bool {
+        self.blame == Blame::Release || self.looks >= FAILED_STEPS_MAX
     }
 }

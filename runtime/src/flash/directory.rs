@@ -3,21 +3,24 @@
 
 use crate::bundle::manifest::{Generation, Hash, Manifest, sha256};
 use crate::flash::error::{FlashError, io_error};
-use crate::flash::live::{LiveRecord, LiveState, SegmentRef, TableState};
+use crate::flash::live::{LIVE, LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{
-    folder_of, hot_name, is_generation_folder, kind_of, live_path, lock_path, part_name,
-    segment_name,
+    folder_of, hot_name, is_generation_folder, kind_of, lock_path, part_name, segment_name,
 };
 use crate::flash::segment::{Part, SEGMENT_FORMAT, Segment, SegmentKind};
 use crate::flash::table::TableRows;
-use crate::io::atomic_write;
 use crate::io::disk::{Disk, Lock};
-use crate::limits::{CLUSTERED_ONE_IN, CLUSTERED_ROWS_MIN, DELTAS_MAX, HOT_KEYS_MAX};
+use crate::io::paired_record::{Stored, Unreadable};
+use crate::limits::{
+    CLUSTERED_ONE_IN, CLUSTERED_ROWS_MIN, DELTAS_MAX, DENSE_BYTES_MAX, HOT_BYTES_MAX, HOT_KEYS_MAX,
+    MANIFEST_BYTES_MAX, PROBE_BYTES_MAX,
+};
 use crate::schema::sample::Sample;
 use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The serial of a clustered segment that arrived in a bundle. The base has serial 0.
 pub const CLUSTERED_SERIAL: u32 = 1;
@@ -29,7 +32,18 @@ pub struct Flash {
     pub(super) disk: Arc<dyn Disk>,
     pub(super) directory: PathBuf,
     pub(super) record: LiveRecord,
+    /// Number of writes of the live record.
+    pub(super) writes: u64,
     pub(super) manifest: Manifest,
+}
+
+/// What a flash directory holds.
+pub(super) enum Found {
+    /// No generation was ever live, or its record is gone.
+    Nothing,
+    /// The live generation cannot be opened, and why.
+    Damaged(FlashError),
+    Live(Flash),
 }
 
 impl Flash {
@@ -40,12 +54,13 @@ impl Flash {
     /// [`FlashError::Live`] or [`FlashError::Manifest`] if one of them does not decode,
     /// [`FlashError::Io`] if the disk refused.
     pub fn open(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Self, FlashError> {
-        let Some(record) = read_live(disk.as_ref(), directory)? else {
+        let Some(stored) = read_live(disk.as_ref(), directory)? else {
             return Err(FlashError::field(directory, "live", "no generation is live here"));
         };
+        let Stored { value: record, writes, .. } = stored;
 
         let path = folder_of(directory, record.live.generation.sequence).join("manifest");
-        let bytes = disk.read(&path).map_err(io_error(&path))?;
+        let bytes = disk.read(&path, MANIFEST_BYTES_MAX as u64).map_err(io_error(&path))?;
         if sha256(&bytes) != record.live.manifest {
             let problem = "does not match its hash in the live record";
             return Err(FlashError::field(&path, "manifest", problem));
@@ -56,20 +71,71 @@ impl Flash {
         let (listed, declared) = (record.live.tables.len(), manifest.schema.tables.len());
         if listed != declared {
             let problem = format!("{listed} for {declared} tables");
-            return Err(FlashError::field(&live_path(directory), "tables", problem));
+            return Err(FlashError::field(&directory.join(LIVE.names[0]), "tables", problem));
         }
-        Ok(Self { disk: Arc::clone(disk), directory: directory.to_owned(), record, manifest })
+        let (disk, directory) = (Arc::clone(disk), directory.to_owned());
+        Ok(Self { disk, directory, record, writes, manifest })
     }
 
-    /// Opens the live generation of `directory`; returns `None` if no generation is live.
-    pub(super) fn open_if_live(
-        disk: &Arc<dyn Disk>,
-        directory: &Path,
-    ) -> Result<Option<Self>, FlashError> {
-        match read_live(disk.as_ref(), directory)? {
-            None => Ok(None),
-            Some(_) => Self::open(disk, directory).map(Some),
+    /// Returns what `directory` holds.
+    ///
+    /// # Errors
+    /// The device refused; another attempt may succeed.
+    pub(super) fn find(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Found, FlashError> {
+        let opened = match read_live(disk.as_ref(), directory) {
+            Ok(None) => return Ok(Found::Nothing),
+            Ok(Some(_)) => Self::open(disk, directory),
+            Err(e) => Err(e),
+        };
+        match opened {
+            Ok(flash) => Ok(Found::Live(flash)),
+            Err(e) if e.is_damage() => Ok(Found::Damaged(e)),
+            Err(e) => Err(e),
         }
+    }
+
+    /// Returns whether a generation was made live in `directory`, whether or not it can be opened.
+    pub fn has_live_record(disk: &dyn Disk, directory: &Path) -> bool {
+        !matches!(read_live(disk, directory), Ok(None))
+    }
+
+    /// Restores a copy of the live record that is lost or damaged, from the other copy.
+    ///
+    /// # Errors
+    /// [`FlashError::Live`] if no copy can be read, [`FlashError::Io`] if the copy cannot be
+    /// written.
+    pub(crate) fn restore_live_record(disk: &dyn Disk, directory: &Path) -> Result<(), FlashError> {
+        match read_live(disk, directory)? {
+            Some(Stored { is_in_both: false, .. }) => {}
+            _ => return Ok(()),
+        }
+        let _lock = lock(disk, directory)?;
+        match read_live(disk, directory)? {
+            Some(Stored { value, writes, is_in_both: false }) => {
+                log::warn!("{}: a copy of the live record is restored", directory.display());
+                write_live(disk, directory, writes + 1, &value)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that every file that the live generation needs is whole, pages of rows excepted:
+    /// these are checked at each read.
+    ///
+    /// # Errors
+    /// The first file that is missing or damaged, or that the device does not give.
+    pub(crate) fn check_whole(&self) -> Result<(), FlashError> {
+        self.dense()?;
+        self.probe()?;
+        for (number, table) in self.record.live.tables.iter().enumerate() {
+            for (of, part) in table.segments() {
+                let segment = self.segment(number, of, part)?;
+                if part != Part::Base {
+                    segment.each_key(|_, _| ())?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Makes the previous generation live again and reclaims the live one.
@@ -86,7 +152,7 @@ impl Flash {
         };
 
         let record = LiveRecord { live: previous, previous: None };
-        write_live(self.disk.as_ref(), &self.directory, &record)?;
+        write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
 
         let flash = Self::open(&self.disk, &self.directory)?;
         flash.reclaim();
@@ -194,7 +260,7 @@ impl Flash {
     pub fn hot_keys(&self, number: usize) -> Result<Vec<u64>, FlashError> {
         let Some(hot) = self.record.live.tables[number].hot else { return Ok(Vec::new()) };
         let path = folder_of(&self.directory, hot.sequence).join(hot_name(number));
-        let bytes = self.read(path, hot.sha256)?;
+        let bytes = self.read(path, hot.sha256, HOT_BYTES_MAX)?;
         Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect())
     }
 
@@ -203,7 +269,8 @@ impl Flash {
     /// # Errors
     /// [`FlashError::Io`] if the file cannot be read, [`FlashError::Field`] if it changed.
     pub fn dense(&self) -> Result<Vec<u8>, FlashError> {
-        self.read(self.file("dense.onnx"), self.manifest.blobs[self.manifest.dense as usize].sha256)
+        let hash = self.manifest.blobs[self.manifest.dense as usize].sha256;
+        self.read(self.file("dense.onnx"), hash, DENSE_BYTES_MAX)
     }
 
     /// Reads the probe set. Returns no sample if the bundle had no probe set.
@@ -213,14 +280,15 @@ impl Flash {
     /// [`FlashError::Probe`] if it does not decode.
     pub fn probe(&self) -> Result<Vec<Sample>, FlashError> {
         let Some(probe) = self.manifest.probe else { return Ok(Vec::new()) };
-        let bytes = self.read(self.file("probe"), self.manifest.blobs[probe as usize].sha256)?;
+        let hash = self.manifest.blobs[probe as usize].sha256;
+        let bytes = self.read(self.file("probe"), hash, PROBE_BYTES_MAX)?;
         Sample::decode_set(&bytes)
             .map_err(|source| FlashError::Probe { path: self.file("probe"), source })
     }
 
     /// Reads the whole file at `path`, which must have the hash that it had when it arrived.
-    fn read(&self, path: PathBuf, hash: Hash) -> Result<Vec<u8>, FlashError> {
-        let bytes = self.disk.read(&path).map_err(io_error(&path))?;
+    fn read(&self, path: PathBuf, hash: Hash, bytes_max: u64) -> Result<Vec<u8>, FlashError> {
+        let bytes = self.disk.read(&path, bytes_max).map_err(io_error(&path))?;
         if sha256(&bytes) == hash {
             return Ok(bytes);
         }
@@ -237,7 +305,9 @@ impl Flash {
     /// # Errors
     /// Those of [`Flash::open`].
     pub fn refresh(&mut self) -> Result<bool, FlashError> {
-        if read_live(self.disk.as_ref(), &self.directory)?.as_ref() == Some(&self.record) {
+        let stored = read_live(self.disk.as_ref(), &self.directory)?;
+        if let Some(stored) = stored.filter(|stored| stored.value == self.record) {
+            self.writes = stored.writes;
             return Ok(false);
         }
         *self = Self::open(&self.disk, &self.directory)?;
@@ -264,8 +334,8 @@ impl Flash {
         assert_eq!(live.tables.len(), self.manifest.schema.tables.len(), "one state a table");
 
         let record = LiveRecord { live, previous: self.record.previous.clone() };
-        write_live(self.disk.as_ref(), &self.directory, &record)?;
-        self.record = record;
+        write_live(self.disk.as_ref(), &self.directory, self.writes + 1, &record)?;
+        (self.record, self.writes) = (record, self.writes + 1);
         self.reclaim();
         Ok(())
     }
@@ -283,7 +353,8 @@ impl Flash {
     }
 
     /// Reclaims `directory`, in which no generation need be live: then it removes every generation.
-    /// For a caller that gives up an install.
+    /// Leaves the files of a live generation that is damaged. For a caller that gives up an
+    /// install.
     ///
     /// # Errors
     /// [`FlashError::Busy`] if another process changes the directory, and those of [`Flash::open`].
@@ -294,7 +365,11 @@ impl Flash {
             }
             lock => lock?,
         };
-        reclaim(disk.as_ref(), directory, Self::open_if_live(disk, directory)?.as_ref());
+        match Self::find(disk, directory)? {
+            Found::Nothing => reclaim(disk.as_ref(), directory, None),
+            Found::Live(live) => live.reclaim(),
+            Found::Damaged(_) => {}
+        }
         Ok(())
     }
 
@@ -361,28 +436,34 @@ pub(super) fn reclaim(disk: &dyn Disk, directory: &Path, live: Option<&Flash>) {
 
 pub(super) fn lock(disk: &dyn Disk, directory: &Path) -> Result<Lock, FlashError> {
     let path = lock_path(directory);
-    disk.lock(&path).map_err(io_error(&path))?.ok_or(FlashError::Busy { path })
+    disk.lock(&path, Duration::ZERO).map_err(io_error(&path))?.ok_or(FlashError::Busy { path })
 }
 
-fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<LiveRecord>, FlashError> {
-    let path = live_path(directory);
-    match disk.read(&path) {
-        Ok(bytes) => LiveRecord::decode(&bytes)
-            .map(Some)
-            .map_err(|problem| FlashError::Live { path, problem }),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(io_error(&path)(e)),
-    }
+fn read_live(disk: &dyn Disk, directory: &Path) -> Result<Option<Stored<LiveRecord>>, FlashError> {
+    LIVE.read(disk, directory).map_err(|unreadable| {
+        let Unreadable { path, problem, is_device } = unreadable;
+        if is_device {
+            return FlashError::Io { path, source: io::Error::other(problem) };
+        }
+        FlashError::Live { path, problem }
+    })
 }
 
-/// Replaces the live record: the commit point of installs, rollbacks and compactions.
+/// Returns the number of writes of the live record, also if its generation is damaged.
+pub(super) fn writes_of(disk: &dyn Disk, directory: &Path) -> u64 {
+    read_live(disk, directory).ok().flatten().map_or(0, |stored| stored.writes)
+}
+
+/// Replaces both copies of the live record: the commit point of installs, rollbacks and
+/// compactions. The first copy alone makes the change durable.
 pub(super) fn write_live(
     disk: &dyn Disk,
     directory: &Path,
+    writes: u64,
     record: &LiveRecord,
 ) -> Result<(), FlashError> {
-    let path = live_path(directory);
-    atomic_write::replace(disk, &path, &record.encode()).map_err(io_error(&path))
+    LIVE.write(disk, directory, writes, record)
+        .map_err(|(path, source)| FlashError::Io { path, source })
 }
 
 pub(super) fn check_space(disk: &dyn Disk, directory: &Path, bytes: u64) -> Result<(), FlashError> {

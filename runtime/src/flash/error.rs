@@ -3,6 +3,7 @@
 use crate::bundle::BundleError;
 use crate::bundle::manifest::{Generation, ManifestError};
 use crate::flash::segment::SegmentError;
+use crate::io::disk::is_damage;
 use crate::io::field_error::FieldError;
 use crate::schema::sample::ProbeError;
 use hatchback_kernels::dense::DenseError;
@@ -22,9 +23,12 @@ pub enum FlashError {
     /// A segment, in the bundle or on flash, is not valid.
     #[error(transparent)]
     Segment(#[from] SegmentError),
-    /// The live record does not decode.
+    /// No copy of the live record can be used.
     #[error("{path}: {problem}", path = path.display())]
     Live { path: PathBuf, problem: String },
+    /// The live generation, over which a delta would go, is damaged. Only a snapshot replaces it.
+    #[error("the live generation is damaged, so only a snapshot can follow it: {0}")]
+    Base(Box<FlashError>),
     /// A manifest on flash is not valid.
     #[error("{path}: {source}", path = path.display())]
     Manifest { path: PathBuf, source: ManifestError },
@@ -75,6 +79,21 @@ pub enum FlashError {
 }
 
 impl FlashError {
+    /// Returns whether a file of the flash directory is not what its writer left: missing, damaged
+    /// or of another kind. Other errors may pass.
+    pub(crate) fn is_damage(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => is_damage(source),
+            Self::Segment(e) => e.is_damage(),
+            Self::Live { .. }
+            | Self::Base(_)
+            | Self::Manifest { .. }
+            | Self::Probe { .. }
+            | Self::Field(_) => true,
+            _ => false,
+        }
+    }
+
     /// Returns the error for `field` of the file at `path`.
     pub(crate) fn field(path: &Path, field: &str, problem: impl Into<String>) -> Self {
         Self::Field(FieldError::new(path, field, problem))

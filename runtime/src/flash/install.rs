@@ -5,7 +5,8 @@
 use crate::bundle::BundleReader;
 use crate::bundle::manifest::{Hash, Manifest, sha256};
 use crate::flash::directory::{
-    CLUSTERED_SERIAL, Flash, check_space, clustered_rows_max, lock, reclaim, write_live,
+    CLUSTERED_SERIAL, Flash, Found, check_space, clustered_rows_max, lock, reclaim, write_live,
+    writes_of,
 };
 use crate::flash::error::{FlashError, io_error};
 use crate::flash::live::{HotList, LiveRecord, LiveState, SegmentRef, TableState};
@@ -72,12 +73,13 @@ impl Flash {
     ) -> Result<Prepared, FlashError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
         let lock = lock(disk.as_ref(), directory)?;
-        let live = Self::open_if_live(disk, directory)?;
         let hash = sha256(bundle.manifest_bytes());
-        if live.as_ref().is_some_and(|l| l.record.live.manifest == hash) {
-            let flash = Self::open(disk, directory)?;
-            return Ok(Prepared { flash, is_live: true, _lock: lock });
-        }
+        let live = match base_of(disk, directory, bundle)? {
+            Some(live) if live.record.live.manifest == hash => {
+                return Ok(Prepared { flash: live, is_live: true, _lock: lock });
+            }
+            live => live,
+        };
 
         check_succession(directory, bundle, live.as_ref())?;
         check_deltas(bundle, live.as_ref())?;
@@ -94,10 +96,11 @@ impl Flash {
         disk.sync_dir(directory).map_err(io_error(directory))?;
 
         let next = next_state(bundle.manifest(), hash, &counts, live.as_ref());
+        let writes = writes_of(disk.as_ref(), directory) + 1;
         let record = LiveRecord { live: next, previous: live.map(|l| l.record.live) };
         let (disk, directory) = (Arc::clone(disk), directory.to_owned());
         let manifest = bundle.manifest().clone();
-        let flash = Self { disk, directory, record, manifest };
+        let flash = Self { disk, directory, record, writes, manifest };
         Ok(Prepared { flash, is_live: false, _lock: lock })
     }
 }
@@ -121,9 +124,9 @@ impl Prepared {
     /// # Errors
     /// [`FlashError::Io`] if the live record cannot be written, and those of [`Flash::open`].
     pub fn commit(self) -> Result<Flash, FlashError> {
-        let Flash { disk, directory, record, .. } = &self.flash;
+        let Flash { disk, directory, record, writes, .. } = &self.flash;
         if !self.is_live {
-            write_live(disk.as_ref(), directory, record)?;
+            write_live(disk.as_ref(), directory, *writes, record)?;
         }
 
         let flash = Flash::open(disk, directory)?;
@@ -132,6 +135,56 @@ impl Prepared {
         }
         Ok(flash)
     }
+}
+
+/// Returns the live generation that `bundle` follows. A live generation that cannot be served is as
+/// good as none for a snapshot: the snapshot replaces it, also under the same number.
+///
+/// # Errors
+/// [`FlashError::Base`] if the bundle is a delta and the live generation is damaged.
+fn base_of(
+    disk: &Arc<dyn Disk>,
+    directory: &Path,
+    bundle: &BundleReader,
+) -> Result<Option<Flash>, FlashError> {
+    let damage = match Flash::find(disk, directory)? {
+        Found::Nothing => return Ok(None),
+        Found::Damaged(damage) => damage,
+        Found::Live(live) => match live.check_whole() {
+            Ok(()) => return Ok(Some(live)),
+            // The device may read the file again later. A newer snapshot goes beside it.
+            Err(e) if !e.is_damage() => {
+                let is_snapshot = bundle.manifest().parent.is_none();
+                let is_newer =
+                    bundle.manifest().generation.sequence > live.manifest.generation.sequence;
+                return if is_snapshot && is_newer { Ok(Some(live)) } else { Err(e) };
+            }
+            Err(damage) => {
+                check_sequence(directory, bundle, &live)?;
+                damage
+            }
+        },
+    };
+    if bundle.manifest().parent.is_some() {
+        return Err(FlashError::Base(Box::new(damage)));
+    }
+
+    let generation = &bundle.manifest().generation;
+    log::warn!("{generation} replaces the live generation, which is damaged: {damage}");
+    Ok(None)
+}
+
+/// Checks that the snapshot `bundle` is not older than the live generation, which is damaged.
+fn check_sequence(directory: &Path, bundle: &BundleReader, live: &Flash) -> Result<(), FlashError> {
+    let (live, offered) = (&live.manifest.generation, &bundle.manifest().generation);
+    let (path, live, offered) = (directory.to_owned(), live.clone(), offered.clone());
+    if live.lineage != offered.lineage {
+        return Err(FlashError::Lineage { path, live, offered });
+    }
+    if live.sequence > offered.sequence {
+        return Err(FlashError::NotNewer { path, live, offered });
+    }
+    Ok(())
 }
 
 /// Checks that the bundle may follow the live generation.

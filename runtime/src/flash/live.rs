@@ -1,15 +1,22 @@
-//! The live record: the segments and hot lists of the live generation's tables, and those of the
+//! The live record, which has two copies: the segments and hot lists of the live generation's tables, and those of the
 //! previous generation. Its replacement is the only commit point of the flash tier. Needs no other
 //! file to decode; never reads or writes a file.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::segment::Part;
-use crate::io::record;
+use crate::io::paired_record::PairedRecord;
+use crate::limits::LIVE_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 
-const MAGIC: &[u8; 8] = b"HATCHLIV";
 /// The format of the live record.
-pub const LIVE_FORMAT: u32 = 2;
+pub const LIVE_FORMAT: u32 = 3;
+/// The live record's files.
+pub(super) const LIVE: PairedRecord = PairedRecord {
+    magic: b"HATCHLIV",
+    format: LIVE_FORMAT,
+    names: ["live.a", "live.b"],
+    bytes_max: LIVE_BYTES_MAX,
+};
 
 /// A segment file of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -75,16 +82,21 @@ pub struct LiveRecord {
 }
 
 impl LiveRecord {
-    /// Encodes the record.
-    pub fn encode(&self) -> Vec<u8> {
-        record::encode(MAGIC, LIVE_FORMAT, self)
+    /// Returns the names of the record's two files in a flash directory.
+    pub const fn file_names() -> [&'static str; 2] {
+        LIVE.names
     }
 
-    /// Decodes a record.
+    /// Encodes a copy of the record, as write number `writes`.
+    pub fn encode(&self, writes: u64) -> Vec<u8> {
+        LIVE.encode(writes, self)
+    }
+
+    /// Decodes a copy of the record. Returns its number of writes and the record.
     ///
     /// # Errors
     /// Describes what is wrong with the bytes.
-    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        record::decode(MAGIC, LIVE_FORMAT, bytes)
+    pub fn decode(bytes: &[u8]) -> Result<(u64, Self), String> {
+        LIVE.decode(bytes)
     }
 }

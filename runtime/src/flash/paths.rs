@@ -7,11 +7,6 @@ use crate::flash::segment::{Part, SegmentKind};
 use crate::schema::Schema;
 use std::path::{Path, PathBuf};
 
-/// Returns the path of the live record.
-pub(super) fn live_path(directory: &Path) -> PathBuf {
-    directory.join("live")
-}
-
 /// Returns the path of the lock file.
 pub(super) fn lock_path(directory: &Path) -> PathBuf {
     directory.join("lock")

@@ -1,21 +1,27 @@
-//! The seam through which the flash tier reads and writes files. [`SystemDisk`] is the system's own
-//! implementation. A simulation implements [`Disk`] to cut the power at every write and every sync.
-//! Never interprets what it reads or writes.
+//! The seam through which the flash tier and the updates read and write files. [`SystemDisk`] is the
+//! system's own implementation. A simulation implements [`Disk`] to cut the power at every write and
+//! every sync. Never interprets what it reads or writes. Opens regular files only and follows no
+//! link in the last component of a path, so that a FIFO or a link cannot stop or mislead it.
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::reader::{PageFile, read_at};
 use crate::limits::PAGE_BYTES;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Pause between two attempts to take a lock.
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// Files and directories. Every method returns the system's error if the system refuses.
 pub trait Disk: Send + Sync {
-    /// Creates an empty file, or empties an existing one.
+    /// Creates an empty file in place of whatever is at `path`. A reader of the old file keeps its
+    /// content.
     ///
     /// # Errors
     /// The system refused.
@@ -27,12 +33,12 @@ pub trait Disk: Send + Sync {
     /// The system refused.
     fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>>;
 
-    /// Takes the lock at `path` and holds it until the result is dropped. Returns `None` if another
-    /// holder has the lock.
+    /// Takes the lock at `path` and holds it until the result is dropped. Waits at most `wait` for
+    /// another holder; then returns `None`.
     ///
     /// # Errors
     /// The system refused.
-    fn lock(&self, path: &Path) -> io::Result<Option<Lock>>;
+    fn lock(&self, path: &Path, wait: Duration) -> io::Result<Option<Lock>>;
 
     /// Opens a file of pages.
     ///
@@ -46,20 +52,20 @@ pub trait Disk: Send + Sync {
     /// The system refused.
     fn open(&self, path: &Path) -> io::Result<Box<dyn Input>>;
 
-    /// Returns the whole content of a small file.
+    /// Returns the whole content of a file of at most `bytes_max` bytes.
     ///
     /// # Errors
-    /// The system refused.
-    fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
+    /// The system refused, or the file is longer.
+    fn read(&self, path: &Path, bytes_max: u64) -> io::Result<Vec<u8>>;
 
-    /// Renames `from` to `to` and replaces an existing file. The rename is durable after
+    /// Renames the file `from` to `to` and replaces whatever is there. The rename is durable after
     /// `sync_dir`.
     ///
     /// # Errors
     /// The system refused.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
-    /// Removes a file.
+    /// Removes whatever is at `path`: a file, a link, or a directory with its content.
     ///
     /// # Errors
     /// The system refused.
@@ -71,7 +77,7 @@ pub trait Disk: Send + Sync {
     /// The system refused.
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Creates a directory and its missing parents.
+    /// Creates a directory and its missing parents. Replaces a file at `path`.
     ///
     /// # Errors
     /// The system refused.
@@ -100,6 +106,18 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// The system refused.
     fn free_bytes(&self, path: &Path) -> io::Result<u64>;
+}
+
+/// Returns whether `error` means that a file is not what its writer left: it is missing, of another
+/// kind, too short, too long, or not permitted. Other errors may be the device's and pass.
+pub fn is_damage(error: &io::Error) -> bool {
+    use io::ErrorKind::{
+        InvalidData, IsADirectory, NotADirectory, NotFound, PermissionDenied, UnexpectedEof,
+    };
+    matches!(
+        error.kind(),
+        NotFound | PermissionDenied | IsADirectory | NotADirectory | InvalidData | UnexpectedEof
+    )
 }
 
 /// A held lock. The system releases the lock when the process ends, even after a crash.
@@ -156,51 +174,128 @@ impl PageFile for SystemPages {
     }
 }
 
+/// Opens a regular file with `options`. Never follows a link and never waits for a FIFO's other end.
+///
+/// # Errors
+/// `InvalidData` if the path is not a regular file, and the errors of the system.
+pub fn open_regular(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    open_regular_with(path, options, OFlags::empty())
+}
+
+fn open_regular_with(path: &Path, options: &mut OpenOptions, extra: OFlags) -> io::Result<File> {
+    let not_regular = || io::Error::new(io::ErrorKind::InvalidData, "is not a regular file");
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
+    let opened = options.custom_flags(flags.bits() as i32).open(path);
+    let file = opened.map_err(|e| match Errno::from_io_error(&e) {
+        Some(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => not_regular(),
+        _ => e,
+    })?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(not_regular()) }
+}
+
+/// Removes whatever is at `path`, but follows no link.
+fn clear(path: &Path) -> io::Result<()> {
+    if fs::symlink_metadata(path)?.is_dir() {
+        fs::remove_dir_all(path)
+    } else {
+        fs::remove_file(path)
+    }
+}
+
+/// Opens the lock file at `path` and replaces anything else that is there.
+fn open_lock(path: &Path) -> io::Result<File> {
+    let open = || open_regular(path, OpenOptions::new().create(true).truncate(false).write(true));
+    match open() {
+        Err(e) if is_damage(&e) && clear(path).is_ok() => open(),
+        opened => opened,
+    }
+}
+
+/// Takes the lock at `path` if nobody holds it. A file that another process replaced meanwhile
+/// locks nothing and does not count.
+fn try_lock(path: &Path) -> io::Result<Option<File>> {
+    let file = open_lock(path)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(Errno::WOULDBLOCK) => return Ok(None),
+        Err(e) => return Err(e.into()),
+    }
+    let (held, named) = (file.metadata()?, fs::symlink_metadata(path));
+    let is_current =
+        named.is_ok_and(|named| named.ino() == held.ino() && named.dev() == held.dev());
+    Ok(is_current.then_some(file))
+}
+
 impl Disk for SystemDisk {
     fn create(&self, path: &Path) -> io::Result<Box<dyn Output>> {
-        Ok(Box::new(BufWriter::with_capacity(WRITE_BYTES, File::create(path)?)))
+        let create = || open_regular(path, OpenOptions::new().create_new(true).write(true));
+        let file = match create() {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                clear(path)?;
+                create()?
+            }
+            created => created?,
+        };
+        Ok(Box::new(BufWriter::with_capacity(WRITE_BYTES, file)))
     }
 
     fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>> {
-        let mut file = OpenOptions::new().write(true).open(path)?;
+        let mut file = open_regular(path, OpenOptions::new().write(true))?;
         file.set_len(bytes)?;
         file.seek(SeekFrom::Start(bytes))?;
         Ok(Box::new(BufWriter::with_capacity(WRITE_BYTES, file)))
     }
 
-    fn lock(&self, path: &Path) -> io::Result<Option<Lock>> {
-        let file = OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(Box::new(file))),
-            Err(Errno::WOULDBLOCK) => Ok(None),
-            Err(e) => Err(e.into()),
+    fn lock(&self, path: &Path, wait: Duration) -> io::Result<Option<Lock>> {
+        let start = Instant::now();
+        loop {
+            if let Some(file) = try_lock(path)? {
+                return Ok(Some(Box::new(file)));
+            }
+            if start.elapsed() >= wait {
+                return Ok(None);
+            }
+            std::thread::sleep(LOCK_PAUSE);
         }
     }
 
     fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>> {
-        let direct = rustix::fs::OFlags::DIRECT.bits() as i32;
-        let file = match OpenOptions::new().read(true).custom_flags(direct).open(path) {
+        let open = |extra| open_regular_with(path, OpenOptions::new().read(true), extra);
+        let file = match open(OFlags::DIRECT) {
             // Some file systems (tmpfs) refuse O_DIRECT.
-            Err(e) if e.kind() == io::ErrorKind::InvalidInput => File::open(path)?,
+            Err(e) if e.kind() == io::ErrorKind::InvalidInput => open(OFlags::empty())?,
             opened => opened?,
         };
         Ok(Arc::new(SystemPages(Arc::new(file))))
     }
 
     fn open(&self, path: &Path) -> io::Result<Box<dyn Input>> {
-        Ok(Box::new(File::open(path)?))
+        Ok(Box::new(open_regular(path, OpenOptions::new().read(true))?))
     }
 
-    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
-        fs::read(path)
+    fn read(&self, path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
+        let file = open_regular(path, OpenOptions::new().read(true))?;
+        let mut content = Vec::new();
+        file.take(bytes_max.saturating_add(1)).read_to_end(&mut content)?;
+        if content.len() as u64 <= bytes_max {
+            return Ok(content);
+        }
+        let problem = format!("has more than {bytes_max} bytes");
+        Err(io::Error::new(io::ErrorKind::InvalidData, problem))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        fs::rename(from, to)
+        match fs::rename(from, to) {
+            Err(e) if e.kind() == io::ErrorKind::IsADirectory => {
+                clear(to)?;
+                fs::rename(from, to)
+            }
+            renamed => renamed,
+        }
     }
 
     fn remove_file(&self, path: &Path) -> io::Result<()> {
-        fs::remove_file(path)
+        clear(path)
     }
 
     fn remove_dir(&self, path: &Path) -> io::Result<()> {
@@ -208,7 +303,14 @@ impl Disk for SystemDisk {
     }
 
     fn create_dir(&self, path: &Path) -> io::Result<()> {
-        fs::create_dir_all(path)
+        match fs::create_dir_all(path) {
+            Err(e) if fs::symlink_metadata(path).is_ok_and(|found| !found.is_dir()) => {
+                log::warn!("{}: is not a directory and is replaced by one: {e}", path.display());
+                clear(path)?;
+                fs::create_dir_all(path)
+            }
+            created => created,
+        }
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
@@ -223,7 +325,7 @@ impl Disk for SystemDisk {
     }
 
     fn write_page(&self, path: &Path, number: u32, page: &PageBytes) -> io::Result<()> {
-        let file = OpenOptions::new().write(true).open(path)?;
+        let file = open_regular(path, OpenOptions::new().write(true))?;
         file.write_all_at(page, u64::from(number) * PAGE_BYTES as u64)?;
         file.sync_all()
     }

@@ -5,6 +5,7 @@ pub mod atomic_write;
 pub mod disk;
 pub mod field_error;
 pub mod page;
+pub(crate) mod paired_record;
 pub mod reader;
 pub mod record;
 mod uring;

@@ -12,7 +12,7 @@ use crate::flash::overlay::Newest;
 use crate::flash::segment::writer::{SegmentWriter, WriteError, WrittenPages};
 use crate::flash::segment::{Counts, KEYS_PER_PAGE, Part, SegmentKind};
 use crate::flash::{Flash, FlashError, io_error};
-use crate::io::disk::Output;
+use crate::io::disk::{Lock, Output};
 use crate::io::page::AlignedPage;
 use crate::io::reader::PageFile;
 use crate::limits::PAGE_BYTES;
@@ -260,8 +260,17 @@ impl Compaction {
     /// [`FlashError::Field`] if rows are left or another state became live since the start,
     /// [`FlashError::Busy`] if another process changes the directory, [`FlashError::Io`] if the new
     /// segments cannot be made durable. The table is then unchanged.
-    pub fn finish(mut self, flash: &mut Flash) -> Result<Compacted, FlashError> {
-        let _lock = flash.lock()?;
+    pub fn finish(self, flash: &mut Flash) -> Result<Compacted, FlashError> {
+        let lock = flash.lock()?;
+        self.finish_under(flash, lock)
+    }
+
+    /// Does what [`Compaction::finish`] does, under the directory's lock.
+    pub(super) fn finish_under(
+        mut self,
+        flash: &mut Flash,
+        _lock: Lock,
+    ) -> Result<Compacted, FlashError> {
         flash.refresh()?;
         if !self.fits(flash) {
             return Err(refused(&self.base.path, "another state became live since the start"));

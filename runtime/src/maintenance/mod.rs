@@ -94,6 +94,8 @@ pub enum StepOutcome {
     Merged { table: usize },
     /// Merged the last pages of a table; the merged table is live.
     Compacted { table: usize, compacted: Compacted },
+    /// The merge of a table is ready and waits: an update has the directory in hand.
+    Busy { table: usize },
     /// The merge of a table needs `bytes` more than today's budget allows. No other work is due.
     Waits { table: usize, bytes: u64 },
 }
@@ -339,8 +341,17 @@ impl Maintenance {
             }
             Ok(Some(bytes)) => {
                 assert!(bytes <= self.paid, "`pay` accepted these bytes");
-                self.paid -= bytes;
-                compaction.finish(flash)
+                match flash.lock() {
+                    Err(FlashError::Busy { .. }) => {
+                        self.compaction = Some(compaction);
+                        return Ok(StepOutcome::Busy { table });
+                    }
+                    Err(e) => Err(e),
+                    Ok(lock) => {
+                        self.paid -= bytes;
+                        compaction.finish_under(flash, lock)
+                    }
+                }
             }
             Err(e) => Err(e),
         };

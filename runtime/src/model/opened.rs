@@ -1,7 +1,7 @@
 //! [`Model`]: one generation's tables, caches and dense network as requests use them. Read-only and
 //! shared by all workers. A request that starts on a model ends on it.
 
-use crate::bundle::manifest::Generation;
+use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::table::{RowLocation, TableRows};
 use crate::io::reader::DeviceDepth;
 use crate::model::backend::ModelBackend;
@@ -37,6 +37,7 @@ use std::sync::Arc;
 /// ```
 pub struct Model {
     generation: Generation,
+    manifest: Hash,
     schema: Arc<Schema>,
     budget: Budget,
     read_depth: Arc<DeviceDepth>,
@@ -50,6 +51,8 @@ pub struct Model {
 /// What a model is made of.
 pub(crate) struct ModelParts {
     pub generation: Generation,
+    /// SHA-256 of the generation's manifest.
+    pub manifest: Hash,
     pub schema: Arc<Schema>,
     pub budget: Budget,
     pub read_depth: Arc<DeviceDepth>,
@@ -71,10 +74,36 @@ pub(crate) struct InputColumn {
 impl Model {
     /// Puts a model together. Its memory plan is empty.
     pub(crate) fn new(parts: ModelParts) -> Self {
-        let ModelParts { generation, schema, budget, read_depth, tables, backend, outputs } = parts;
+        let ModelParts {
+            generation,
+            manifest,
+            schema,
+            budget,
+            read_depth,
+            tables,
+            backend,
+            outputs,
+        } = parts;
         let columns = columns_of(&schema);
         let memory = MemoryPlan::default();
-        Self { generation, schema, budget, read_depth, tables, backend, outputs, columns, memory }
+        Self {
+            generation,
+            manifest,
+            schema,
+            budget,
+            read_depth,
+            tables,
+            backend,
+            outputs,
+            columns,
+            memory,
+        }
+    }
+
+    /// Returns the hash of the served generation's manifest. A damaged generation can be replaced
+    /// by a snapshot of the same number, which has another manifest.
+    pub fn manifest(&self) -> &Hash {
+        &self.manifest
     }
 
     /// Returns the generation that is served.

@@ -4,7 +4,6 @@
 use crate::flash::Flash;
 use crate::flash::table::{RowLocation, TableRows};
 use crate::io::reader::{DeviceDepth, PageReader, ReadMethod};
-use crate::model::error::OpenError;
 use crate::model::opened::Model;
 use crate::model::served_tables::{ServedTable, Storage};
 use hatchback_kernels::cache::Cache;
@@ -13,11 +12,7 @@ use std::sync::Arc;
 
 /// Puts the trainer's most used keys into the caches in host memory, up to each table's fair share.
 /// Does nothing for a model whose caches are on a GPU.
-pub(crate) fn preload_hot_keys(
-    model: &Model,
-    flash: &Flash,
-    yield_now: Option<&dyn Fn()>,
-) -> Result<(), OpenError> {
+pub(crate) fn preload_hot_keys(model: &Model, flash: &Flash, yield_now: Option<&dyn Fn()>) {
     let caches = model.backend().cpu_caches();
     let mut preloader = Preloader::new(model.read_depth(), yield_now);
     for (number, table) in model.tables().iter().enumerate() {
@@ -26,13 +21,16 @@ pub(crate) fn preload_hot_keys(
         let sharing = rows_of_cache(model.tables(), *cache_number).max(1);
         let share = cache.slots() as u128 * u128::from(rows.base_rows()) / u128::from(sharing);
 
-        let mut keys = flash.hot_keys(number)?;
+        // The hot list only says which rows to read first.
+        let mut keys = flash.hot_keys(number).unwrap_or_else(|e| {
+            log::error!("table {number} starts with a cold cache: {e}");
+            Vec::new()
+        });
         // Some sets overflow before all slots are taken. Three quarters of the keys almost surely
         // find a slot.
         keys.truncate((share * 3 / 4) as usize);
         preloader.read_rows(number as u16, rows, cache, &keys);
     }
-    Ok(())
 }
 
 /// Returns the rows of all tables that share cache `number`.

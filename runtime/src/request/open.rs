@@ -51,7 +51,7 @@ impl Model {
     pub fn from_flash(flash: &Flash, budget: Budget) -> Result<Self, OpenError> {
         let read_depth = DeviceDepth::new(budget.reads_max as usize);
         let model = Self::open_cold(flash, budget, read_depth, &|| {})?;
-        preload::preload_hot_keys(&model, flash, None)?;
+        preload::preload_hot_keys(&model, flash, None);
         Ok(model)
     }
 
@@ -75,6 +75,7 @@ impl Model {
         let tables = Arc::new(CpuTables { caches, residents: opened.residents });
         let mut model = Self::new(ModelParts {
             generation: flash.manifest().generation.clone(),
+            manifest: flash.record().live.manifest,
             schema,
             budget,
             read_depth,

@@ -3,7 +3,7 @@
 //! old generation answers the requests submitted before, then it is freed. Never shows a caller of
 //! one model a change of another.
 
-use crate::bundle::manifest::Generation;
+use crate::bundle::manifest::{Generation, Hash};
 use crate::clock::Clock;
 use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
@@ -255,9 +255,12 @@ impl Serving {
         let mut model = Model::open_cold(flash, budget, read_depth, yield_now.unwrap_or(&|| {}))?;
 
         if !replaced.is_some_and(|old| shares_segments_with(old.model, flash)) {
-            preload_hot_keys(&model, flash, yield_now)?;
+            preload_hot_keys(&model, flash, yield_now);
         }
-        let transferred = replaced.map(|old| warm_from(&mut model, old.model, old.yield_now));
+        // Segments of a generation that replaces a damaged one of the same number have other content.
+        let transferred = replaced
+            .filter(|old| old.model.generation() != model.generation())
+            .map(|old| warm_from(&mut model, old.model, old.yield_now));
 
         let model = model.move_to_device(&self.lookups)?;
         let model = model.move_dense_to_gpu(flash, self.tensorrt.as_ref())?;
@@ -297,6 +300,11 @@ impl Serving {
     /// Returns the generation that `name` serves.
     pub fn generation(&self, name: &str) -> Option<Generation> {
         self.with(name, |p| p.model().generation().clone())
+    }
+
+    /// Returns the hash of the manifest of the generation that `name` serves.
+    pub fn manifest(&self, name: &str) -> Option<Hash> {
+        self.with(name, |p| *p.model().manifest())
     }
 
     /// Returns the budget that `name` was opened with.

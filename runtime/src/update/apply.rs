@@ -1,23 +1,24 @@
-//! The serving process's side of an update: it installs a staged release on flash, probes it, makes
-//! it live, observes it on probation, and commits it or rolls it back. Each call of `advance` takes
-//! one step, and a step that was interrupted is taken again from its start. This side never opens a
-//! link, and it verifies the release's signature itself.
+//! The serving process's side of an update: it takes an offered release, installs it on flash,
+//! probes it, makes it live, observes it on probation, and commits it or rolls it back. Each call
+//! of `advance` takes one step, and a step that was interrupted is taken again from its start. This
+//! side never opens a link, writes nothing in the sync directory, and verifies the release's
+//! signature itself. A fault of the car never counts against a release.
 
 use crate::bundle::manifest::sha256;
 use crate::bundle::{BundleError, BundleReader};
 use crate::flash::segment::SegmentError;
-use crate::flash::{Flash, FlashError};
-use crate::limits::STARTS_MAX;
+use crate::flash::{Flash, FlashError, Prepared};
+use crate::limits::TRIALS_MAX;
 use crate::model::budget::Budget;
 use crate::update::error::UpdateError;
+use crate::update::fetch_status::{FetchStatus, Offer};
+use crate::update::install_status::{Blame, InstallState, InstallStatus, Repair};
 use crate::update::probe::{ProbeFault, Probed, probe};
 use crate::update::release::{Release, releases};
 use crate::update::staging::Staging;
-use crate::update::state::{UpdateState, UpdateStatus};
-use crate::update::trust::Trust;
+use crate::update::status::last_order;
 use crate::update::updater::Updater;
 use serde::Deserialize;
-use std::io::ErrorKind::NotFound;
 
 /// What a release must show before it is committed.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
@@ -31,7 +32,7 @@ pub struct Policy {
     pub probe_difference_max: f32,
     /// Requests that a new generation serves on probation.
     pub requests_min: u64,
-    /// Failed requests and damaged pages that are allowed on probation.
+    /// Failed requests that are allowed on probation.
     pub faults_max: u64,
     /// 99th percentile of the latency that is allowed on probation, µs; 0 for no limit.
     pub latency_us_p99_max: u64,
@@ -59,7 +60,7 @@ impl Default for Policy {
 pub struct Watched {
     /// Requests served.
     pub requests: u64,
-    /// Failed requests and damaged pages.
+    /// Requests that failed.
     pub faults: u64,
     /// 99th percentile of the latency, µs.
     pub latency_us_p99: u64,
@@ -75,6 +76,8 @@ pub struct Host<'a> {
     /// What was observed of the live generation; `None` if this process serves no requests. The
     /// probe alone then decides.
     pub watched: Option<Watched>,
+    /// Why the live generation cannot be served, if it cannot.
+    pub unservable: Option<Unservable<'a>>,
     /// The fleet's first root, from a place that the sync process cannot write; `None` for the root
     /// in the sync directory.
     pub root: Option<&'a [u8]>,
@@ -82,200 +85,386 @@ pub struct Host<'a> {
     pub yield_now: &'a dyn Fn(),
 }
 
+/// Why this process cannot serve the live generation, and who is to blame.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct Unservable<'a> {
+    pub reason: &'a str,
+    pub blame: Blame,
+}
+
 /// How a step ended.
 enum Verdict {
-    /// The update enters this state.
-    Advance(UpdateState),
-    /// The state stays: it needs consent or more requests.
+    /// The install enters this state.
+    Advance(InstallState),
+    /// The state stays: it needs an offer, consent or more requests.
     Wait,
-    /// The release is wrong, and why. It is rolled back, marked and never installed again.
+    /// The release is wrong, and why. It is rolled back and never installed again.
     Reject(String),
-    /// This attempt ended, and why. The release may be tried again.
-    Abandon(String),
+    /// The publisher revoked the release, or this car cannot serve it. It is rolled back and may
+    /// come again.
+    Withdraw(String),
+    /// This attempt ended for a fault that is not the release's. The release may be tried again.
+    Abandon { reason: String, repair: Repair },
+}
+
+fn abandon(reason: impl Into<String>) -> Verdict {
+    Verdict::Abandon { reason: reason.into(), repair: Repair::None }
 }
 
 impl Updater {
-    /// Counts a start of the serving process. The process calls this once, before it opens the live
-    /// generation. A release whose starts ended abnormally too often is rolled back.
+    /// Counts the begin of a trial of the release on probation: this process is about to open it.
+    /// A release whose trials ended with the process too often is rolled back. To be called once,
+    /// before the process opens the live generation.
     ///
     /// # Errors
-    /// `UpdateError::{Io, Busy}` if the status record cannot be read or written.
-    pub fn record_start(&self, now: u64) -> Result<(), UpdateError> {
-        let is_tried = |status: &UpdateStatus| {
-            matches!(status.state, UpdateState::Applying | UpdateState::Probation)
-        };
-        if !is_tried(&self.status()?) {
+    /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
+    pub fn begin_trial(&self, now: u64) -> Result<(), UpdateError> {
+        if self.install_status()?.state != InstallState::Probation {
+            return Ok(());
+        }
+        let _lock = self.lock_install()?;
+        let mut status = self.install_status()?;
+        if status.state != InstallState::Probation {
             return Ok(());
         }
 
-        self.change(|status| {
-            if !is_tried(status) {
-                return Ok(());
-            }
-            status.starts = status.starts.saturating_add(1);
-            if status.starts > STARTS_MAX {
-                let ended = status.starts - 1;
-                let reason = format!("{ended} process starts with this release ended abnormally");
-                status.enter(UpdateState::RollingBack, now, Some(reason));
-            }
-            Ok(())
-        })
+        if let Some(reason) = count_trial(&mut status) {
+            status.blame = Blame::Release;
+            let known = last_order(&self.fetch_status().history);
+            status.enter(InstallState::RollingBack, now, known, Some(reason));
+        }
+        self.write_install(&mut status)
     }
 
-    /// Resets the count of starts. The serving process calls this when it ends cleanly.
+    /// Ends a trial well: the release answered requests, or the process ends normally.
     ///
     /// # Errors
-    /// `UpdateError::{Io, Busy}` if the status record cannot be read or written.
-    pub fn record_clean_exit(&self) -> Result<(), UpdateError> {
-        if self.status()?.starts == 0 {
+    /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
+    pub fn end_trial(&self) -> Result<(), UpdateError> {
+        if self.install_status()?.trials == 0 {
             return Ok(());
         }
-        self.change(|status| {
-            status.starts = 0;
-            Ok(())
-        })
+        let _lock = self.lock_install()?;
+        let mut status = self.install_status()?;
+        status.trials = 0;
+        self.write_install(&mut status)
     }
 
     /// Records the owner's consent. Returns whether a release waited for it.
     ///
     /// # Errors
-    /// `UpdateError::{Io, Busy}` if the status record cannot be read or written.
+    /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn consent(&self, now: u64) -> Result<bool, UpdateError> {
-        self.change(|status| {
-            let waits = status.state == UpdateState::AwaitConsent;
-            if waits {
-                let note = "the owner consented".to_owned();
-                status.enter(UpdateState::Applying, now, Some(note));
-            }
-            Ok(waits)
-        })
+        let _lock = self.lock_consent()?;
+        let mut status = self.install_status()?;
+        if status.state != InstallState::AwaitConsent {
+            return Ok(false);
+        }
+        let (known, note) =
+            (last_order(&self.fetch_status().history), "the owner consented".to_owned());
+        status.enter(InstallState::Applying, now, known, Some(note));
+        self.write_install(&mut status)?;
+        Ok(true)
     }
 
-    /// Takes one step if the serving process has the update in hand. Returns whether the update
-    /// entered another state.
+    /// Takes one step. Returns whether the install entered another state.
     ///
     /// # Errors
     /// Why the step could not be taken now. The release is not to blame, and the caller may retry.
     pub fn advance(&self, host: &Host<'_>, now: u64) -> Result<bool, UpdateError> {
-        if self.status()?.state.is_fetching() {
-            return Ok(false);
+        let _lock = self.lock_install()?;
+        let (mut status, fetch) = (self.install_status()?, self.fetch_status());
+        if status.writes == 0 {
+            self.adopt_unjudged(&mut status)?;
         }
 
-        let _lock = self.lock_status()?;
-        let mut status = self.status()?;
-        let Some(release) = status.release.clone() else { return Ok(false) };
-        let directory = self.directory.join("staged");
-        let staging = Staging::open(self.disk.as_ref(), &directory)?;
-        let before = status.state;
-
-        let verdict = self.step(&status, &staging, &release, host)?;
-        let (state, note) = match verdict {
-            Verdict::Wait => return Ok(false),
-            Verdict::Advance(state) => {
-                if state == UpdateState::Committed {
-                    (status.starts, status.withdrawn) = (0, false);
-                    staging.drop_bundle(&release)?;
-                }
-                (state, None)
-            }
-            Verdict::Abandon(reason) => {
-                // The next attempt, also of another release, gets this one's space.
-                Flash::reclaim_in(&self.disk, &self.flash)?;
-                (UpdateState::Failed, Some(reason))
-            }
-            Verdict::Reject(reason) => (UpdateState::RollingBack, Some(reason)),
-        };
-
-        self.record_state(&mut status, state, now, note)?;
-        log::info!("{}: {before} -> {state}", release.generation);
+        let verdict = self.step(&mut status, &fetch, host)?;
+        if matches!(verdict, Verdict::Wait) {
+            return Ok(false);
+        }
+        self.conclude(&mut status, &fetch, verdict, now)?;
         Ok(true)
+    }
+
+    /// Ends the attempt in hand for a fault of the car that does not pass.
+    ///
+    /// # Errors
+    /// `UpdateError::{Io, Busy}` if the record cannot be written.
+    pub fn abandon(&self, reason: &str, repair: Repair, now: u64) -> Result<(), UpdateError> {
+        let _lock = self.lock_install()?;
+        let (mut status, fetch) = (self.install_status()?, self.fetch_status());
+        if !status.state.is_active() {
+            return Ok(());
+        }
+        let reason = reason.to_owned();
+        self.conclude(&mut status, &fetch, Verdict::Abandon { reason, repair }, now)
+    }
+
+    /// Records what the live generation needs to be whole again.
+    ///
+    /// # Errors
+    /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
+    pub fn require_repair(&self, repair: Repair) -> Result<(), UpdateError> {
+        if self.install_status()?.repair >= repair {
+            return Ok(());
+        }
+        let _lock = self.lock_install()?;
+        let mut status = self.install_status()?;
+        if status.writes == 0 {
+            self.adopt_unjudged(&mut status)?;
+        }
+        status.repair = status.repair.max(repair);
+        self.write_install(&mut status)
+    }
+
+    /// Takes up a live generation that no record knows, if another generation waits behind it: the
+    /// record of its probation is lost, so that the probation starts again.
+    fn adopt_unjudged(&self, status: &mut InstallStatus) -> Result<(), UpdateError> {
+        let Some(live) = self.live()?.filter(|live| live.record().previous.is_some()) else {
+            return Ok(());
+        };
+        log::warn!("{}: its probation starts again", live.manifest().generation);
+        let release = Release {
+            generation: live.manifest().generation.clone(),
+            parent: live.manifest().parent,
+            bytes: 0,
+            share: 100,
+            manifest_bytes: 0,
+            manifest: live.record().live.manifest,
+        };
+        status.take_up(&Offer { number: 0, release });
+        status.state = InstallState::Applying;
+        Ok(())
     }
 
     /// Does the work of the state that `status` is in.
     fn step(
         &self,
-        status: &UpdateStatus,
-        staging: &Staging<'_>,
-        release: &Release,
+        status: &mut InstallStatus,
+        fetch: &FetchStatus,
         host: &Host<'_>,
     ) -> Result<Verdict, UpdateError> {
+        let in_hand = status.release.clone().filter(|_| status.state.is_active());
+        let Some(release) = in_hand else { return Ok(take_offer(status, fetch, host)) };
+
         match status.state {
-            UpdateState::Staged if host.policy.consent => {
-                Ok(Verdict::Advance(UpdateState::AwaitConsent))
+            InstallState::RollingBack => self.roll_back(status, &release),
+            _ if self.is_revoked(&release, fetch, host) => {
+                Ok(Verdict::Withdraw("the publisher revoked the release".to_owned()))
             }
-            UpdateState::Staged => Ok(Verdict::Advance(UpdateState::Applying)),
-            UpdateState::Applying => self.apply(staging, release, host),
-            UpdateState::Probation => self.watch(release, host),
-            UpdateState::RollingBack => {
-                self.roll_back(staging, release, status.error.as_deref().unwrap_or_default())
-            }
-            // `AwaitConsent`, and the states of the fetching process.
-            _ => Ok(Verdict::Wait),
+            InstallState::Applying => self.apply(status, &release, host),
+            _ => self.watch(status, &release, host),
         }
     }
 
-    /// Enters `state` in `status` and writes it, with the generation that is live now.
-    fn record_state(
+    /// Records `verdict` and does what it demands at once.
+    fn conclude(
         &self,
-        status: &mut UpdateStatus,
-        state: UpdateState,
+        status: &mut InstallStatus,
+        fetch: &FetchStatus,
+        verdict: Verdict,
         now: u64,
-        note: Option<String>,
     ) -> Result<(), UpdateError> {
-        status.live = self.live()?.map(|g| g.to_string());
-        status.enter(state, now, note);
-        self.write(status)
+        let before = status.state;
+        let (state, note) = match verdict {
+            Verdict::Wait => return Ok(()),
+            Verdict::Advance(state) => {
+                if state == InstallState::Committed {
+                    commit(status);
+                }
+                (state, None)
+            }
+            Verdict::Reject(reason) => {
+                status.blame = Blame::Release;
+                (InstallState::RollingBack, Some(reason))
+            }
+            Verdict::Withdraw(reason) => {
+                status.blame = Blame::Other;
+                (InstallState::RollingBack, Some(reason))
+            }
+            Verdict::Abandon { reason, repair } => {
+                status.attempts = status.attempts.saturating_add(1);
+                status.repair = status.repair.max(repair);
+                // The next attempt, also of another release, gets this one's space.
+                if let Err(e) = Flash::reclaim_in(&self.disk, &self.flash) {
+                    log::warn!("the space of the attempt is not free yet: {e}");
+                }
+                (InstallState::Failed, Some(reason))
+            }
+        };
+
+        let release = status.release.as_ref().map(|r| r.generation.to_string());
+        let reason = note.as_deref().map_or(String::new(), |note| format!(": {note}"));
+        status.enter(state, now, last_order(&fetch.history), note);
+        self.write_install(status)?;
+        let (before, state) = (before.shown(), state.shown());
+        log::info!("{}: {before} -> {state}{reason}", release.unwrap_or_default());
+        Ok(())
+    }
+
+    /// Returns whether the signed targets no longer list `release` for this car. The sync process's
+    /// record only says when to look.
+    fn is_revoked(&self, release: &Release, fetch: &FetchStatus, host: &Host<'_>) -> bool {
+        if fetch.revoked != Some(release.manifest) {
+            return false;
+        }
+        let listed = self.verify_targets(host.root).and_then(|targets| releases(&targets));
+        match listed {
+            Ok(listed) => !is_listed(&listed, release, fetch.cohort),
+            Err(e) => {
+                log::warn!("{}: its revocation is not verified: {e}", release.generation);
+                false
+            }
+        }
     }
 
     /// Installs the staged bundle, probes the new generation and makes it live.
     fn apply(
         &self,
-        staging: &Staging<'_>,
+        status: &mut InstallStatus,
         release: &Release,
         host: &Host<'_>,
     ) -> Result<Verdict, UpdateError> {
         if self.is_live(release)? {
-            return Ok(Verdict::Advance(UpdateState::Probation));
+            return Ok(Verdict::Advance(InstallState::Probation));
+        }
+        if let Err(reason) = self.check_release(status, release, host)? {
+            return Ok(abandon(reason));
         }
 
-        let targets = Trust::verify_cached_targets(&self.disk, &self.directory, host.root)?;
-        let is_signed = releases(&targets)?
+        let prepared = match self.prepare(release, host)? {
+            Ok(prepared) => prepared,
+            Err(verdict) => return Ok(verdict),
+        };
+
+        if let Some(reason) = count_trial(status) {
+            return Ok(Verdict::Reject(reason));
+        }
+        self.write_install(status)?;
+        let probed = probe(prepared.flash(), host.budget, host.yield_now);
+        status.trials = 0;
+
+        let is_delta = release.parent.is_some();
+        match probed {
+            Err(ProbeFault::Release(problem)) => return Ok(Verdict::Reject(problem)),
+            Err(ProbeFault::Car { problem, is_damage }) => {
+                let is_base = is_damage && is_delta;
+                let repair = if is_base { Repair::NewerSnapshot } else { Repair::None };
+                return Ok(Verdict::Abandon { reason: problem, repair });
+            }
+            Ok(probed) if probed.damaged > 0 && is_delta && status.repair == Repair::None => {
+                let damaged = probed.damaged;
+                let reason = format!(
+                    "{damaged} probe samples use damaged rows of the generation before; a \
+                     snapshot is taken instead if there is one"
+                );
+                return Ok(Verdict::Abandon { reason, repair: Repair::NewerSnapshot });
+            }
+            Ok(probed) => {
+                if let Some(reason) = judge_probe(probed, &host.policy) {
+                    return Ok(Verdict::Reject(reason));
+                }
+            }
+        }
+
+        match prepared.commit() {
+            // The record may be durable although a later step failed.
+            Err(e) if !self.is_live(release)? => Ok(abandon(e.to_string())),
+            _ => Ok(Verdict::Advance(InstallState::Probation)),
+        }
+    }
+
+    /// Checks that `release` is signed and not older than what this car has committed. The inner
+    /// error says why not.
+    fn check_release(
+        &self,
+        status: &InstallStatus,
+        release: &Release,
+        host: &Host<'_>,
+    ) -> Result<Result<(), String>, UpdateError> {
+        let listed = self.verify_targets(host.root).and_then(|targets| releases(&targets));
+        let listed = match listed {
+            Ok(listed) => listed,
+            Err(e) => return Ok(Err(e.to_string())),
+        };
+        let is_signed = listed
             .iter()
             .any(|r| (r.manifest, &r.generation) == (release.manifest, &release.generation));
         if !is_signed {
-            let reason = "the release is not listed in the signed targets";
-            return Ok(Verdict::Abandon(reason.to_owned()));
+            return Ok(Err("the release is not listed in the signed targets".to_owned()));
         }
 
-        let bundle = staging.bundle(release);
-        let opened = BundleReader::open_on(self.disk.as_ref(), &bundle).map_err(FlashError::from);
-        let prepared = opened.and_then(|mut bundle| {
-            if sha256(bundle.manifest_bytes()) != release.manifest {
-                return Ok(None);
+        let is_older = |newest: &&crate::bundle::manifest::Generation| {
+            newest.lineage == release.generation.lineage
+                && newest.sequence > release.generation.sequence
+        };
+        match status.committed.as_ref().filter(is_older) {
+            Some(newest) if self.live()?.is_none() => {
+                Ok(Err(format!("it is older than {newest}, which was live here")))
             }
-            Flash::prepare(&self.disk, &self.flash, &mut bundle, |_| (host.yield_now)()).map(Some)
-        });
-        let prepared = match prepared {
-            Ok(Some(prepared)) => prepared,
-            Ok(None) => {
-                return drop_damaged(staging, release, "its manifest is not the signed one");
-            }
-            Err(e) => return refuse_bundle(staging, release, e),
+            _ => Ok(Ok(())),
+        }
+    }
+
+    /// Writes the staged bundle of `release` to flash. The inner error is the verdict if that
+    /// fails.
+    fn prepare(
+        &self,
+        release: &Release,
+        host: &Host<'_>,
+    ) -> Result<Result<Prepared, Verdict>, UpdateError> {
+        let directory = self.directory.join("staged");
+        let path = Staging::bundle_in(&directory, release);
+        let lost = |problem: &dyn std::fmt::Display| {
+            let path = path.display();
+            abandon(format!("staged bundle {path}: {problem}; it will be fetched again"))
         };
 
-        let probed = probe(prepared.flash(), host.budget, host.yield_now);
-        if let Some(reason) = judge_probe(probed, &host.policy)? {
-            return Ok(Verdict::Reject(reason));
+        let mut bundle = match BundleReader::open_on(self.disk.as_ref(), &path) {
+            Ok(bundle) => bundle,
+            Err(e) => return Ok(Err(lost(&e))),
+        };
+        if sha256(bundle.manifest_bytes()) != release.manifest {
+            return Ok(Err(lost(&"its manifest is not the signed one")));
         }
-        prepared.commit()?;
-        Ok(Verdict::Advance(UpdateState::Probation))
+
+        let progress = |_| (host.yield_now)();
+        match Flash::prepare(&self.disk, &self.flash, &mut bundle, progress) {
+            Ok(prepared) => Ok(Ok(prepared)),
+            Err(e @ FlashError::Busy { .. }) => Err(e.into()),
+            Err(FlashError::Bundle(e @ (BundleError::Io { .. } | BundleError::Hash { .. }))) => {
+                Ok(Err(lost(&e)))
+            }
+            Err(e @ FlashError::Base(_)) => {
+                let reason = e.to_string();
+                Ok(Err(Verdict::Abandon { reason, repair: Repair::AnySnapshot }))
+            }
+            Err(e) if blames_bundle(&e) => Ok(Err(Verdict::Reject(e.to_string()))),
+            Err(e) => Ok(Err(abandon(e.to_string()))),
+        }
     }
 
     /// Judges the live release by its requests, and at the end by its probe set.
-    fn watch(&self, release: &Release, host: &Host<'_>) -> Result<Verdict, UpdateError> {
-        if !self.is_live(release)? {
-            let reason = "another generation became live during probation";
-            return Ok(Verdict::Abandon(reason.to_owned()));
+    fn watch(
+        &self,
+        status: &mut InstallStatus,
+        release: &Release,
+        host: &Host<'_>,
+    ) -> Result<Verdict, UpdateError> {
+        let Some(flash) = self.live()? else {
+            let reason = "its files on flash are damaged".to_owned();
+            return Ok(Verdict::Abandon { reason, repair: Repair::AnySnapshot });
+        };
+        if flash.record().live.manifest != release.manifest {
+            return Ok(abandon("another generation became live during probation"));
+        }
+        if let Some(Unservable { reason, blame }) = host.unservable {
+            let reason = format!("it could not be served: {reason}");
+            return Ok(match blame {
+                Blame::Release => Verdict::Reject(reason),
+                Blame::Other => Verdict::Withdraw(reason),
+            });
         }
         if let Some(watched) = host.watched
             && let Some(verdict) = judge_requests(watched, &host.policy)
@@ -283,73 +472,98 @@ impl Updater {
             return Ok(verdict);
         }
 
-        let flash = Flash::open(&self.disk, &self.flash)?;
-        let probed = probe(&flash, host.budget, host.yield_now);
-        Ok(match judge_probe(probed, &host.policy)? {
-            Some(reason) => Verdict::Reject(reason),
-            None => Verdict::Advance(UpdateState::Committed),
-        })
+        // A merge must not remove segments while the probe opens them.
+        let _lock = flash.lock()?;
+        match probe(&Flash::open(&self.disk, &self.flash)?, host.budget, host.yield_now) {
+            Err(ProbeFault::Release(problem)) => Ok(Verdict::Reject(problem)),
+            Err(ProbeFault::Car { problem: reason, is_damage: true }) => {
+                Ok(Verdict::Abandon { reason, repair: Repair::AnySnapshot })
+            }
+            Err(ProbeFault::Car { problem, .. }) => Err(UpdateError::Car { problem }),
+            Ok(probed) => {
+                if probed.damaged > 0 {
+                    status.repair = status.repair.max(Repair::NewerSnapshot);
+                }
+                Ok(match judge_probe(probed, &host.policy) {
+                    Some(reason) => Verdict::Reject(reason),
+                    None => Verdict::Advance(InstallState::Committed),
+                })
+            }
+        }
     }
 
-    /// Makes the previous generation live again. Marks the release first: wherever this stops, the
-    /// release is not fetched again.
+    /// Makes the previous generation live again. Remembers a release that is to blame first:
+    /// wherever this stops, the release is not installed again.
     fn roll_back(
         &self,
-        staging: &Staging<'_>,
+        status: &mut InstallStatus,
         release: &Release,
-        reason: &str,
     ) -> Result<Verdict, UpdateError> {
-        staging.refuse(release, reason)?;
-        staging.drop_bundle(release)?;
-        if !self.is_live(release)? {
-            return Ok(Verdict::Abandon(reason.to_owned()));
+        let reason = status.error.clone().unwrap_or_default();
+        if status.blame == Blame::Release && !status.is_refused(release) {
+            status.refuse(release);
+            self.write_install(status)?;
         }
 
-        let flash = Flash::open(&self.disk, &self.flash)?;
+        let Some(flash) = self.live()?.filter(|f| f.record().live.manifest == release.manifest)
+        else {
+            return Ok(abandon(reason));
+        };
         if flash.record().previous.is_none() {
             let reason = format!("{reason}; no previous generation exists, so it stays live");
-            return Ok(Verdict::Abandon(reason));
+            return Ok(abandon(reason));
         }
         flash.rollback()?;
-        Ok(Verdict::Abandon(reason.to_owned()))
+        Ok(abandon(reason))
     }
 }
 
-/// Decides what becomes of `release`, whose bundle could not be installed.
-fn refuse_bundle(
-    staging: &Staging<'_>,
-    release: &Release,
-    error: FlashError,
-) -> Result<Verdict, UpdateError> {
-    match error {
-        FlashError::Bundle(BundleError::Io { source, .. }) if source.kind() == NotFound => {
-            let bundle = staging.bundle(release);
-            let bundle = bundle.display();
-            Ok(Verdict::Abandon(format!(
-                "staged bundle {bundle} is missing; the next fetch downloads it again"
-            )))
+/// Takes the offer in `fetch` in hand if it is new, or drops a release that waits for consent and
+/// is no longer offered.
+fn take_offer(status: &mut InstallStatus, fetch: &FetchStatus, host: &Host<'_>) -> Verdict {
+    let is_waiting = status.state == InstallState::AwaitConsent;
+    match &fetch.offer {
+        Some(offer) if offer.number != status.offer => {
+            status.take_up(offer);
+            if status.is_refused(&offer.release) {
+                return abandon("the release was rejected before");
+            }
+            let consent = host.policy.consent;
+            Verdict::Advance(if consent {
+                InstallState::AwaitConsent
+            } else {
+                InstallState::Applying
+            })
         }
-        e @ (FlashError::NotNewer { .. } | FlashError::Parent { .. } | FlashError::Full { .. }) => {
-            Ok(Verdict::Abandon(e.to_string()))
-        }
-        e if !blames_bundle(&e) => Err(e.into()),
-        e if staging.is_sound(release) => Ok(Verdict::Reject(e.to_string())),
-        e => drop_damaged(staging, release, &e.to_string()),
+        // A record that was lost says nothing of the offer.
+        None if is_waiting && fetch.writes > 0 => Verdict::Advance(InstallState::Idle),
+        _ => Verdict::Wait,
     }
 }
 
-/// Removes a staged bundle that is not what was fetched. The next fetch downloads it again.
-fn drop_damaged(
-    staging: &Staging<'_>,
-    release: &Release,
-    problem: &str,
-) -> Result<Verdict, UpdateError> {
-    staging.drop_bundle(release)?;
-    let bundle = staging.bundle(release);
-    Ok(Verdict::Abandon(format!(
-        "staged bundle {} is damaged ({problem}); the next fetch downloads it again",
-        bundle.display()
-    )))
+/// Records that the release in hand passed its probation.
+fn commit(status: &mut InstallStatus) {
+    (status.trials, status.attempts) = (0, 0);
+    let Some(release) = &status.release else { return };
+    if release.parent.is_none() {
+        status.repair = Repair::None;
+    }
+    status.committed = Some(release.generation.clone());
+}
+
+/// Counts the begin of a trial. Returns why the release is rejected, if too many trials ended with
+/// the process.
+fn count_trial(status: &mut InstallStatus) -> Option<String> {
+    status.trials = status.trials.saturating_add(1);
+    let ended = status.trials - 1;
+    (ended >= TRIALS_MAX).then(|| {
+        format!("the process ended {ended} times between opening the release and its first answers")
+    })
+}
+
+/// Returns whether `listed` has `release` for cars with `cohort`.
+fn is_listed(listed: &[Release], release: &Release, cohort: u8) -> bool {
+    listed.iter().any(|r| r.manifest == release.manifest && cohort < r.share)
 }
 
 /// Returns the verdict on the requests of a probation, or `None` if the probe set decides.
@@ -374,34 +588,29 @@ fn judge_requests(watched: Watched, policy: &Policy) -> Option<Verdict> {
 }
 
 /// Returns why the policy rejects the result of a probe, or `None` if the policy accepts it.
-fn judge_probe(
-    probed: Result<Probed, ProbeFault>,
-    policy: &Policy,
-) -> Result<Option<String>, UpdateError> {
-    let Probed { samples, difference } = match probed {
-        Ok(probed) => probed,
-        Err(ProbeFault::Generation(problem)) => return Ok(Some(problem)),
-        Err(ProbeFault::Device(e)) => return Err(e.into()),
-    };
+fn judge_probe(probed: Probed, policy: &Policy) -> Option<String> {
+    let Probed { samples, damaged, difference } = probed;
     let Policy { probe_samples_min, probe_difference_max, .. } = *policy;
-    if samples < probe_samples_min {
-        return Ok(Some(format!(
+    // Damage is the car's: samples that use damaged rows count as present.
+    if samples.saturating_add(damaged) < probe_samples_min {
+        return Some(format!(
             "the bundle has {samples} probe samples with a score; the policy requires \
              {probe_samples_min}"
-        )));
+        ));
     }
-    Ok((difference > probe_difference_max).then(|| {
+    (difference > probe_difference_max).then(|| {
         format!(
             "a probe score differs by {difference} from the recorded one; the policy allows \
              {probe_difference_max}"
         )
-    }))
+    })
 }
 
-/// Returns whether `error` is the fault of the bundle and not of the car's device or state.
+/// Returns whether `error` is the fault of the bundle and not of the car's device or state. The
+/// bundle's manifest and chunks have the signed hashes.
 fn blames_bundle(error: &FlashError) -> bool {
     match error {
-        FlashError::Bundle(e) => !matches!(e, BundleError::Io { .. }),
+        FlashError::Bundle(e) => !matches!(e, BundleError::Io { .. } | BundleError::Hash { .. }),
         FlashError::Segment(e) => !matches!(e, SegmentError::Io { .. }),
         e => matches!(
             e,

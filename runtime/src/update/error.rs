@@ -101,6 +101,9 @@ pub enum UpdateError {
     Busy { path: PathBuf },
     #[error("{path}: {source}", path = path.display())]
     Io { path: PathBuf, source: io::Error },
+    /// The car's memory or GPU failed.
+    #[error("{problem}")]
+    Car { problem: String },
     /// The staged bundle is damaged.
     #[error(transparent)]
     Bundle(#[from] BundleError),

@@ -2,13 +2,14 @@
 //! that release's bundle. Writes the sync directory only, and never changes the live generation.
 
 use crate::bundle::manifest::Generation;
-use crate::flash::Flash;
 use crate::limits::CHUNK_BYTES;
 use crate::update::error::UpdateError;
+use crate::update::fetch_status::{FetchState, FetchStatus, Offer};
+use crate::update::install_status::{InstallState, InstallStatus, Repair};
 use crate::update::link::Fetcher;
 use crate::update::release::{Release, cheapest_path, lineage_of, releases};
 use crate::update::staging::Staging;
-use crate::update::state::{UpdateState, UpdateStatus};
+use crate::update::status::{UpdateStatus, last_order};
 use crate::update::trust::Trust;
 use crate::update::updater::Updater;
 use std::time::Duration;
@@ -16,50 +17,58 @@ use std::time::Duration;
 /// Bytes charged to the daily budget in one step.
 const CHARGE_BYTES: u64 = 4 * CHUNK_BYTES as u64;
 
-/// The bytes that one run has charged to the daily budget. The run charges bytes before it receives
-/// them, so a killed run has charged too much and never too little.
-struct Charge<'a> {
+/// One run of the sync process: its record, and the bytes that it has charged to the daily budget.
+/// The run charges bytes before it receives them, so a killed run has charged too much and never
+/// too little.
+struct Run<'a> {
     updater: &'a Updater,
+    status: FetchStatus,
     now: u64,
-    bytes: u64,
+    charged: u64,
 }
 
-impl Charge<'_> {
+impl Run<'_> {
+    fn save(&mut self) -> Result<(), UpdateError> {
+        self.updater.write_fetch(&mut self.status)
+    }
+
     /// Charges the next bytes durably.
-    fn add(&mut self) -> Result<(), UpdateError> {
-        self.bytes = self.bytes.saturating_add(CHARGE_BYTES);
-        let now = Duration::from_secs(self.now);
-        self.updater.change(|status| {
-            status.received.spend(now, CHARGE_BYTES);
-            Ok(())
-        })
+    fn charge(&mut self) -> Result<(), UpdateError> {
+        self.charged = self.charged.saturating_add(CHARGE_BYTES);
+        self.status.received.spend(Duration::from_secs(self.now), CHARGE_BYTES);
+        self.save()
     }
 
     /// Charges the next bytes if `bytes` in all would exceed what is charged.
     fn cover(&mut self, bytes: u64) -> Result<(), UpdateError> {
-        if bytes > self.bytes { self.add() } else { Ok(()) }
+        if bytes > self.charged { self.charge() } else { Ok(()) }
     }
 
-    /// Corrects the charge in `status` to the bytes that arrived.
-    fn settle(&self, status: &mut UpdateStatus, received: u64) {
-        let now = Duration::from_secs(self.now);
+    /// Corrects the charge to the bytes that arrived.
+    fn settle(&mut self, received: u64) {
+        let status = &mut self.status;
         status.bytes_received = received;
-        status.received.spend(now, received.saturating_sub(self.bytes));
-        status.received.refund(self.bytes.saturating_sub(received));
+        status.received.spend(Duration::from_secs(self.now), received.saturating_sub(self.charged));
+        status.received.refund(self.charged.saturating_sub(received));
+    }
+
+    /// Enters `state` after every step that `install` has.
+    fn enter(&mut self, state: FetchState, install: &InstallStatus, note: Option<String>) {
+        self.status.enter(state, self.now, last_order(&install.history), note);
     }
 }
 
 /// The releases that a repository lists, as one car sees them.
-struct Offer {
+struct Listing {
     live: Option<Generation>,
+    /// The live generation takes no further delta.
+    is_full: bool,
     lineage: String,
-    /// Every listed release.
-    listed: Vec<Release>,
     /// The listed releases of the car's lineage and cohort.
     eligible: Vec<Release>,
 }
 
-impl Offer {
+impl Listing {
     fn has(&self, release: &Release) -> bool {
         self.eligible.iter().any(|r| r.manifest == release.manifest)
     }
@@ -75,20 +84,13 @@ impl Offer {
     }
 }
 
-/// A release to stage, and the state and release of the record when it was chosen.
-struct Chosen {
-    release: Release,
-    before: (UpdateState, Option<Release>),
-}
-
 impl Updater {
     /// Refreshes the signed metadata and stages the next release on the path to the newest. If the
     /// serving process is applying a release, only checks whether the publisher revoked it. The
-    /// serving process can change the status record while this call waits for the link.
+    /// serving process can change its record while this call waits for the link.
     ///
     /// # Errors
-    /// Why the fetch stopped. The status record becomes `Failed` unless the serving process has the
-    /// update in hand.
+    /// Why the fetch stopped. The record of the sync process becomes `Failed`.
     pub fn fetch(
         &self,
         fetcher: &mut Fetcher<'_>,
@@ -96,136 +98,168 @@ impl Updater {
         mut progress: impl FnMut(u64, u64),
     ) -> Result<UpdateStatus, UpdateError> {
         let _fetching = self.lock_fetch()?;
-        let mut charge = Charge { updater: self, now, bytes: fetcher.bytes() };
-        charge.add()?;
+        let (status, charged) = (self.fetch_status(), fetcher.bytes());
+        let mut run = Run { updater: self, status, now, charged };
+        run.status.cohort = self.cohort;
+        run.charge()?;
 
-        let ran = self.stage_next(fetcher, &mut charge, &mut progress);
+        let ran = self.stage_next(fetcher, &mut run, &mut progress);
 
-        let recorded = self.change(|status| {
-            charge.settle(status, fetcher.bytes());
-            status.live = self.live().ok().flatten().map(|g| g.to_string());
-            if let Err(e) = &ran
-                && status.state.is_fetching()
-            {
-                status.enter(UpdateState::Failed, now, Some(e.to_string()));
-            }
-            Ok(status.clone())
-        });
+        run.settle(fetcher.bytes());
+        if let Err(e) = &ran {
+            let install = self.install_status().unwrap_or_default();
+            run.enter(FetchState::Failed, &install, Some(e.to_string()));
+        }
+        let saved = run.save();
         ran?;
-        recorded
+        saved?;
+        self.status()
     }
 
     fn stage_next(
         &self,
         fetcher: &mut Fetcher<'_>,
-        charge: &mut Charge<'_>,
+        run: &mut Run<'_>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<(), UpdateError> {
-        let now = charge.now;
-        let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, now)?;
+        let targets = Trust::open(&self.disk, &self.directory)?.refresh(fetcher, run.now)?;
         let directory = self.directory.join("staged");
         let staging = Staging::open(self.disk.as_ref(), &directory)?;
         let listed = releases(&targets)?;
 
-        let chosen = self.change(|status| self.choose(status, &staging, listed, now))?;
-        let Some(Chosen { release, before }) = chosen else { return Ok(()) };
-
+        let Some(release) = self.choose(run, &staging, listed)? else { return Ok(()) };
         staging.stage(&release, fetcher, |staged, received| {
             progress(staged, release.bytes);
-            charge.cover(received)
+            run.cover(received)
         })?;
+        self.offer(run, &staging, release)
+    }
 
-        self.change(|status| {
+    /// Offers the staged `release` to the serving process.
+    fn offer(
+        &self,
+        run: &mut Run<'_>,
+        staging: &Staging<'_>,
+        release: Release,
+    ) -> Result<(), UpdateError> {
+        let install = self.install_status()?;
+        run.status.release = None;
+        if install.state.is_active() {
             // The serving process took the waiting release during the fetch, so the path may be
             // another one. The next fetch chooses again.
-            if before != (status.state, status.release.clone()) {
-                return Ok(());
-            }
-            // A waiting release stays on offer until the bundle of the newer one is complete.
-            if let Some(older) = &status.release
-                && older.manifest != release.manifest
-            {
-                staging.drop_bundle(older)?;
-            }
-            status.release = Some(release);
-            status.enter(UpdateState::Staged, now, None);
-            Ok(())
-        })
+            run.enter(FetchState::Idle, &install, None);
+            return Ok(());
+        }
+
+        let last = run.status.offer.take();
+        // A waiting release stays on offer until the bundle of the newer one is complete.
+        if let Some(older) = last.as_ref().filter(|o| o.release.manifest != release.manifest) {
+            staging.drop_bundle(&older.release)?;
+        }
+        let number = last.map_or(0, |offer| offer.number).max(install.offer).saturating_add(1);
+        run.status.offer = Some(Offer { number, release });
+        run.enter(FetchState::Staged, &install, None);
+        Ok(())
     }
 
     /// Records what the repository offers and returns the release to stage next, or `None`.
     fn choose(
         &self,
-        status: &mut UpdateStatus,
+        run: &mut Run<'_>,
         staging: &Staging<'_>,
         listed: Vec<Release>,
-        now: u64,
-    ) -> Result<Option<Chosen>, UpdateError> {
-        let offer = self.offer(listed)?;
-        status.newest = offer.newest();
-        status.withdrawn = offer.withdraws_live();
+    ) -> Result<Option<Release>, UpdateError> {
+        let install = self.install_status()?;
+        let listing = self.listing(listed, &install)?;
+        run.status.newest = listing.newest();
+        run.status.withdrawn = listing.withdraws_live();
+        run.status.revoked = None;
 
-        if let Some(applied) = status.applied_release() {
-            if !offer.has(applied) {
-                let reason = "the publisher revoked the release".to_owned();
-                status.enter(UpdateState::RollingBack, now, Some(reason));
+        if install.state.is_active() {
+            let revoked = install.release.as_ref().filter(|applied| !listing.has(applied));
+            run.status.revoked = revoked.map(|release| release.manifest);
+            return Ok(None);
+        }
+
+        let is_open = |offer: &&Offer| {
+            offer.number != install.offer || install.state == InstallState::AwaitConsent
+        };
+        let waiting = run.status.offer.as_ref().filter(is_open).map(|offer| offer.release.clone());
+        let waiting = waiting.filter(|release| listing.has(release));
+        let next = self.next_release(&listing, &install);
+        staging.reclaim(next.as_ref().ok().into_iter().flatten().chain(&waiting));
+
+        let next = next?;
+        if waiting.is_none() {
+            run.status.offer = None;
+        }
+        let Some(release) = next else {
+            run.status.release = None;
+            if run.status.state != FetchState::Idle {
+                run.enter(FetchState::Idle, &install, None);
+            }
+            return Ok(None);
+        };
+        if waiting.is_some_and(|waiting| waiting.manifest == release.manifest) {
+            if run.status.state != FetchState::Staged {
+                run.status.release = None;
+                run.enter(FetchState::Staged, &install, None);
             }
             return Ok(None);
         }
 
-        let waiting = status.waiting_release().filter(|r| offer.has(r)).cloned();
-        let next = self.next_release(&offer, staging)?;
-        staging.reclaim(&offer.listed, next.as_ref().ok().into_iter().flatten().chain(&waiting));
-
-        let Some(release) = next? else {
-            status.clear_release(now);
-            return Ok(None);
-        };
-        match waiting {
-            Some(waiting) if waiting.manifest == release.manifest => return Ok(None),
-            Some(_) => {}
-            None => self.start(status, &release, now)?,
-        }
-        Ok(Some(Chosen { release, before: (status.state, status.release.clone()) }))
+        run.status.release = Some(release.clone());
+        run.enter(FetchState::Notified, &install, None);
+        run.save()?;
+        run.enter(FetchState::Fetching, &install, None);
+        Ok(Some(release))
     }
 
     /// Returns what `listed` means for this car.
-    fn offer(&self, listed: Vec<Release>) -> Result<Offer, UpdateError> {
+    fn listing(
+        &self,
+        listed: Vec<Release>,
+        install: &InstallStatus,
+    ) -> Result<Listing, UpdateError> {
         let live = self.live()?;
-        let lineage = lineage_of(live.as_ref(), self.lineage.as_deref(), &listed)?;
+        let is_full = live.as_ref().is_some_and(|live| live.is_full());
+        let live = live.map(|live| live.manifest().generation.clone());
+        let known = live.as_ref().or(install.committed.as_ref());
+        let lineage = lineage_of(known, self.lineage.as_deref(), &listed)?;
         let lineage = lineage.unwrap_or_default();
 
-        let is_eligible = |r: &&Release| r.generation.lineage == lineage && self.cohort < r.share;
-        let eligible = listed.iter().filter(is_eligible).cloned().collect();
-        Ok(Offer { live, lineage, listed, eligible })
+        let is_eligible = |r: &Release| r.generation.lineage == lineage && self.cohort < r.share;
+        let eligible = listed.into_iter().filter(is_eligible).collect();
+        Ok(Listing { live, is_full, lineage, eligible })
     }
 
-    /// Returns the first release on the cheapest path to the newest one. The inner error is
-    /// `UpdateError::NoPath`.
+    /// Returns the first release on the cheapest path to the newest one.
     fn next_release(
         &self,
-        offer: &Offer,
-        staging: &Staging<'_>,
-    ) -> Result<Result<Option<Release>, UpdateError>, UpdateError> {
-        let mut usable = offer.eligible.clone();
-        usable.retain(|r| !staging.is_refused(r));
+        listing: &Listing,
+        install: &InstallStatus,
+    ) -> Result<Option<Release>, UpdateError> {
+        let committed = install.committed.as_ref().map_or(0, |newest| newest.sequence);
+        let mut usable = listing.eligible.clone();
+        usable.retain(|r| !install.is_refused(r));
+        let live = listing.live.as_ref().map(|g| g.sequence);
+        let path = |live, takes_deltas, usable: &[Release]| {
+            cheapest_path(live, takes_deltas, &listing.lineage, usable)
+                .map(|path| path.into_iter().next())
+        };
 
-        let takes_deltas = offer.live.is_some() && !Flash::open(&self.disk, &self.flash)?.is_full();
-        let live = offer.live.as_ref().map(|g| g.sequence);
-        let path = cheapest_path(live, takes_deltas, &offer.lineage, &usable);
-        Ok(path.map(|path| path.into_iter().next()))
-    }
-
-    /// Records that `release` is being fetched.
-    fn start(
-        &self,
-        status: &mut UpdateStatus,
-        release: &Release,
-        now: u64,
-    ) -> Result<(), UpdateError> {
-        status.take_up(release.clone(), now);
-        self.write(status)?;
-        status.enter(UpdateState::Fetching, now, None);
-        Ok(())
+        match (live, install.repair) {
+            (None, _) => {
+                // What was live is lost: nothing older may take its place.
+                usable.retain(|r| r.generation.sequence >= committed);
+                path(None, false, &usable)
+            }
+            (Some(live), Repair::AnySnapshot) => path(live.checked_sub(1), false, &usable),
+            (live, Repair::NewerSnapshot) => match path(live, false, &usable) {
+                Err(UpdateError::NoPath { .. }) => path(live, !listing.is_full, &usable),
+                path => path,
+            },
+            (live, Repair::None) => path(live, !listing.is_full, &usable),
+        }
     }
 }

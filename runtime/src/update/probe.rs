@@ -3,7 +3,6 @@
 //! never touches the model that serves requests.
 
 use crate::clock::SystemClock;
-use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError};
 use crate::io::reader::DeviceDepth;
 use crate::limits::PROBE_CACHE_BYTES_MAX;
@@ -16,6 +15,8 @@ use std::sync::Arc;
 /// The result of a probe.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Probed {
+    /// Samples that use damaged rows. Their scores are not compared.
+    pub damaged: u32,
     /// Samples that have a recorded score.
     pub samples: u32,
     /// The largest difference between a score and its recorded score.
@@ -25,18 +26,36 @@ pub struct Probed {
 /// Why a probe has no result.
 #[derive(Debug)]
 pub enum ProbeFault {
-    /// The generation cannot be opened, or a score is wrong. The release is to blame.
-    Generation(String),
-    /// The car's flash device failed.
-    Device(FlashError),
+    /// The generation cannot be used, or a score is wrong. The release is to blame.
+    Release(String),
+    /// The car's flash, memory or GPU failed.
+    Car {
+        /// What failed.
+        problem: String,
+        /// A file of the flash directory is missing or damaged.
+        is_damage: bool,
+    },
+}
+
+impl From<FlashError> for ProbeFault {
+    fn from(e: FlashError) -> Self {
+        Self::Car { is_damage: e.is_damage(), problem: e.to_string() }
+    }
 }
 
 impl From<OpenError> for ProbeFault {
     fn from(e: OpenError) -> Self {
+        let problem = e.to_string();
         match e {
-            OpenError::Flash(e @ FlashError::Io { .. }) => Self::Device(e),
-            OpenError::Segment(e @ SegmentError::Io { .. }) => Self::Device(e.into()),
-            e => Self::Generation(e.to_string()),
+            // The install has verified every file, so a wrong one was damaged since.
+            OpenError::Flash(e) => e.into(),
+            OpenError::Segment(e) => FlashError::from(e).into(),
+            OpenError::Budget { .. } | OpenError::Cuda(_) => {
+                Self::Car { problem, is_damage: false }
+            }
+            OpenError::Dense(_) | OpenError::GpuDense(_) | OpenError::Weights { .. } => {
+                Self::Release(problem)
+            }
         }
     }
 }
@@ -45,14 +64,11 @@ impl From<OpenError> for ProbeFault {
 /// between samples.
 ///
 /// # Errors
-/// `ProbeFault::Generation` also if a score is not a number or uses damaged rows.
+/// `ProbeFault::Release` also if a score is not a number.
 pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Probed, ProbeFault> {
     let cache_bytes_max = budget.cache_bytes_max.min(PROBE_CACHE_BYTES_MAX);
     let budget = Budget { workers: 1, slots: 1, batch_delay_us_max: 0, cache_bytes_max, ..budget };
-    let samples = flash.probe().map_err(|e| match e {
-        e @ FlashError::Io { .. } => ProbeFault::Device(e),
-        e => ProbeFault::Generation(e.to_string()),
-    })?;
+    let samples = flash.probe()?;
 
     let depth = DeviceDepth::new(budget.reads_max as usize);
     let model = Arc::new(Model::open_cold(flash, budget, depth, yield_now)?);
@@ -62,10 +78,13 @@ pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Prob
     for (number, sample) in samples.iter().enumerate() {
         yield_now();
         let wrong =
-            |problem: String| ProbeFault::Generation(format!("probe sample {number}: {problem}"));
+            |problem: String| ProbeFault::Release(format!("probe sample {number}: {problem}"));
         batch.clear();
         batch.push(model.schema(), sample).map_err(|e| wrong(e.to_string()))?;
-        let score = score(&mut worker, &batch).map_err(wrong)?;
+        let Some(score) = score(&mut worker, &batch).map_err(wrong)? else {
+            probed.damaged += 1;
+            continue;
+        };
 
         if let Some(expected) = sample.score {
             // `f32::max` would ignore a recorded score that is not a number.
@@ -80,14 +99,14 @@ pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Prob
     Ok(probed)
 }
 
-/// Returns the score of the one sample of `batch`.
-fn score(worker: &mut Worker, batch: &Batch) -> Result<f32, String> {
+/// Returns the score of the one sample of `batch`; `None` if it uses damaged rows.
+fn score(worker: &mut Worker, batch: &Batch) -> Result<Option<f32>, String> {
     let scores = worker.score(batch, None).map_err(|e| e.to_string())?;
     if scores.status().damaged > 0 {
-        return Err(format!("{} of its rows are damaged", scores.status().damaged));
+        return Ok(None);
     }
     if let Some(value) = scores.values.iter().find(|v| !v.is_finite()) {
         return Err(format!("its score is {value}"));
     }
-    Ok(scores.values[0])
+    Ok(Some(scores.values[0]))
 }

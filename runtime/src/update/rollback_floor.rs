@@ -3,24 +3,25 @@
 //! without either copy the car accepts nothing. A version never goes down, except when a new root
 //! revokes the keys that signed it.
 
-use crate::io::atomic_write;
 use crate::io::disk::Disk;
-use crate::io::record;
-use crate::update::error::{UpdateError, io_error};
+use crate::io::paired_record::{PairedRecord, Stored};
+use crate::limits::FLOOR_BYTES_MAX;
+use crate::update::error::UpdateError;
 use serde::{Deserialize, Serialize};
-use std::io;
 use std::path::Path;
 
-const MAGIC: &[u8; 8] = b"HATCHFLR";
 /// The format of the record.
 pub const FLOOR_FORMAT: u32 = 1;
-const COPIES: [&str; 2] = ["floor.a", "floor.b"];
+const RECORD: PairedRecord = PairedRecord {
+    magic: b"HATCHFLR",
+    format: FLOOR_FORMAT,
+    names: ["floor.a", "floor.b"],
+    bytes_max: FLOOR_BYTES_MAX,
+};
 
 /// The record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RollbackFloor {
-    /// Number of writes. The copy with the higher number is newer.
-    pub writes: u64,
     /// Version of the root metadata.
     pub root: u64,
     /// Version of the timestamp metadata.
@@ -33,26 +34,18 @@ pub struct RollbackFloor {
     pub time: u64,
 }
 
-/// The newest copy on disk.
-pub(super) struct StoredFloor {
-    /// The record.
-    pub floor: RollbackFloor,
-    /// Both copies hold this record.
-    pub is_in_both: bool,
-}
-
 impl RollbackFloor {
-    /// Encodes the record.
-    pub fn encode(&self) -> Vec<u8> {
-        record::encode(MAGIC, FLOOR_FORMAT, self)
+    /// Encodes a copy of the record, as write number `writes`.
+    pub fn encode(&self, writes: u64) -> Vec<u8> {
+        RECORD.encode(writes, self)
     }
 
-    /// Decodes a record.
+    /// Decodes a copy of the record. Returns its number of writes and the record.
     ///
     /// # Errors
     /// What is wrong with `bytes`.
-    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        record::decode(MAGIC, FLOOR_FORMAT, bytes)
+    pub fn decode(bytes: &[u8]) -> Result<(u64, Self), String> {
+        RECORD.decode(bytes)
     }
 
     /// Reads the newest readable copy in `directory`. Returns `None` if no copy exists.
@@ -62,39 +55,20 @@ impl RollbackFloor {
     pub(super) fn read(
         disk: &dyn Disk,
         directory: &Path,
-    ) -> Result<Option<StoredFloor>, UpdateError> {
-        let (mut readable, mut problem) = (Vec::new(), None);
-        for name in COPIES {
-            let path = directory.join(name);
-            match disk.read(&path).map(|bytes| Self::decode(&bytes)) {
-                Ok(Ok(floor)) => readable.push(floor),
-                Ok(Err(wrong)) => problem = Some(format!("{name}: {wrong}")),
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(e) => problem = Some(format!("{name}: {e}")),
-            }
-        }
-
-        let is_in_both = readable.len() == COPIES.len() && readable[0] == readable[1];
-        match (readable.into_iter().max_by_key(|f| f.writes), problem) {
-            (Some(floor), _) => Ok(Some(StoredFloor { floor, is_in_both })),
-            (None, None) => Ok(None),
-            (None, Some(problem)) => {
-                Err(UpdateError::RollbackFloor { path: directory.to_owned(), problem })
-            }
-        }
+    ) -> Result<Option<Stored<Self>>, UpdateError> {
+        RECORD
+            .read(disk, directory)
+            .map_err(|lost| UpdateError::RollbackFloor { path: lost.path, problem: lost.problem })
     }
 
-    /// Writes one copy after the other.
+    /// Writes one copy after the other, as write number `writes`.
     ///
     /// # Errors
     /// `UpdateError::Io` if a copy cannot be written. The other copy is whole.
-    pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
-        self.writes = self.writes.saturating_add(1);
-        let bytes = self.encode();
-        COPIES.iter().try_for_each(|name| {
-            let path = directory.join(name);
-            atomic_write::replace(disk, &path, &bytes).map_err(io_error(&path))
-        })
+    pub fn write(&self, disk: &dyn Disk, directory: &Path, writes: u64) -> Result<(), UpdateError> {
+        RECORD
+            .write(disk, directory, writes, self)
+            .map_err(|(path, source)| UpdateError::Io { path, source })
     }
 
     /// Returns whether no version and no time of `self` is below that of `other`.
@@ -110,16 +84,10 @@ mod tests {
 
     #[test]
     fn any_changed_bit_is_refused() {
-        let floor = RollbackFloor {
-            writes: 3,
-            root: 1,
-            timestamp: 700,
-            snapshot: 9,
-            targets: 8,
-            time: 1 << 33,
-        };
-        let bytes = floor.encode();
-        assert_eq!(RollbackFloor::decode(&bytes).unwrap(), floor);
+        let floor =
+            RollbackFloor { root: 1, timestamp: 700, snapshot: 9, targets: 8, time: 1 << 33 };
+        let bytes = floor.encode(3);
+        assert_eq!(RollbackFloor::decode(&bytes).unwrap(), (3, floor));
         for bit in 0..bytes.len() * 8 {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);

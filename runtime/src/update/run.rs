@@ -4,7 +4,7 @@
 use crate::update::apply::Host;
 use crate::update::error::UpdateError;
 use crate::update::link::Fetcher;
-use crate::update::state::{UpdateState, UpdateStatus};
+use crate::update::status::{UpdateState, UpdateStatus};
 use crate::update::updater::Updater;
 
 impl Updater {
@@ -24,23 +24,29 @@ impl Updater {
     ) -> Result<UpdateStatus, UpdateError> {
         loop {
             while self.advance(host, now)? {}
+            let before = self.install_status()?;
 
-            let status = self.fetch(fetcher, now, &mut progress)?;
-            if status.state != UpdateState::Staged && status.state != UpdateState::RollingBack {
-                return Ok(status);
-            }
-
+            self.fetch(fetcher, now, &mut progress)?;
             while self.advance(host, now)? {}
 
             let status = self.status()?;
             match status.state {
-                UpdateState::Committed => {}
+                UpdateState::Committed if self.install_status()?.offer != before.offer => {}
                 UpdateState::Failed => {
                     let release = status.release.map(|r| r.generation.to_string());
                     return Err(UpdateError::ReleaseFailed {
                         release: release.unwrap_or_default(),
                         reason: status.error.unwrap_or_default(),
                     });
+                }
+                // What was in hand was revoked and rolled back.
+                _ if before.state.is_active() && !self.install_status()?.state.is_active() => {
+                    if let Some(reason) = self.install_status()?.error {
+                        let release = before.release.map(|r| r.generation.to_string());
+                        let release = release.unwrap_or_default();
+                        return Err(UpdateError::ReleaseFailed { release, reason });
+                    }
+                    return Ok(status);
                 }
                 _ => return Ok(status),
             }

@@ -46,21 +46,12 @@ impl<'a> Staging<'a> {
 
     /// Returns the path of the complete bundle of `release`.
     pub fn bundle(&self, release: &Release) -> PathBuf {
-        self.file(release, "hatch")
+        Self::bundle_in(self.directory, release)
     }
 
-    /// Returns whether `release` was rejected and must not be fetched again.
-    pub fn is_refused(&self, release: &Release) -> bool {
-        self.disk.read(&self.file(release, "refused")).is_ok()
-    }
-
-    /// Marks `release` as rejected, with the reason. The bundle stays.
-    ///
-    /// # Errors
-    /// `UpdateError::Io` if the mark cannot be written.
-    pub fn refuse(&self, release: &Release, reason: &str) -> Result<(), UpdateError> {
-        let path = self.file(release, "refused");
-        atomic_write::replace(self.disk, &path, reason.as_bytes()).map_err(io_error(&path))
+    /// Returns the path of the complete bundle of `release` in the folder `directory`.
+    pub(super) fn bundle_in(directory: &Path, release: &Release) -> PathBuf {
+        directory.join(format!("{}.hatch", hex(&release.manifest)))
     }
 
     /// Returns whether the complete bundle of `release` is what was signed, chunk by chunk.
@@ -86,16 +77,15 @@ impl<'a> Staging<'a> {
         }
     }
 
-    /// Removes every file except those of the releases `in_hand` and the marks against the releases
-    /// `listed`. Logs a file that cannot be removed and leaves it.
-    pub fn reclaim<'r>(&self, listed: &[Release], in_hand: impl Iterator<Item = &'r Release>) {
+    /// Removes every file except those of the releases `in_hand`. Logs a file that cannot be removed
+    /// and leaves it.
+    pub fn reclaim<'r>(&self, in_hand: impl Iterator<Item = &'r Release>) {
         let in_hand: Vec<String> = in_hand.map(|r| hex(&r.manifest)).collect();
-        let marks: Vec<PathBuf> = listed.iter().map(|r| self.file(r, "refused")).collect();
 
         for file in self.disk.list(self.directory).unwrap_or_default() {
             let name =
                 file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-            if marks.contains(&file) || in_hand.iter().any(|hash| name.starts_with(hash.as_str())) {
+            if in_hand.iter().any(|hash| name.starts_with(hash.as_str())) {
                 continue;
             }
             if let Err(e) = self.disk.remove_file(&file) {
@@ -121,9 +111,10 @@ impl<'a> Staging<'a> {
         mut progress: impl FnMut(u64, u64) -> Result<(), UpdateError>,
     ) -> Result<PathBuf, UpdateError> {
         let path = self.bundle(release);
-        if self.disk.open(&path).is_ok() {
+        if self.is_sound(release) {
             return Ok(path);
         }
+        self.drop_bundle(release)?;
 
         let (manifest_bytes, manifest) = self.manifest(release, fetcher)?;
         let chunks: Vec<&Chunk> = manifest.blobs.iter().flat_map(|b| &b.chunks).collect();
@@ -216,7 +207,8 @@ impl<'a> Staging<'a> {
         fetcher: &mut Fetcher<'_>,
     ) -> Result<Vec<u8>, UpdateError> {
         let path = self.file(release, "manifest");
-        let stored = self.disk.read(&path).ok().filter(|bytes| sha256(bytes) == release.manifest);
+        let stored = self.disk.read(&path, MANIFEST_BYTES_MAX as u64).ok();
+        let stored = stored.filter(|bytes| sha256(bytes) == release.manifest);
         if let Some(bytes) = stored {
             return Ok(bytes);
         }

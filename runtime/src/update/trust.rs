@@ -5,20 +5,23 @@
 
 use crate::io::atomic_write;
 use crate::io::disk::Disk;
+use crate::io::paired_record::Stored;
 use crate::limits::{
     CLOCK_SLACK_S, ROOT_BYTES_MAX, ROTATIONS_MAX, SNAPSHOT_BYTES_MAX, TARGETS_BYTES_MAX,
     TIMESTAMP_BYTES_MAX,
 };
 use crate::update::error::{UpdateError, from_tuf, io_error};
 use crate::update::link::Fetcher;
-use crate::update::rollback_floor::{RollbackFloor, StoredFloor};
-use sigstore_tuf::{Error as TufError, MetaFile, Metadata, Root, Targets, TrustedMetadataSet};
+use crate::update::rollback_floor::RollbackFloor;
+use sigstore_tuf::{Error as TufError, MetaFile, Root, Targets, TrustedMetadataSet};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The timestamp's field with the time of signing, seconds since 1970.
 pub const PUBLISHED: &str = "published";
+/// The newest verified root.
+const NEWEST_ROOT: &str = "root.json";
 /// The root that provisioned the directory. `open` falls back to it if `root.json` is damaged.
 const FACTORY_ROOT: &str = "root.factory";
 
@@ -28,6 +31,8 @@ pub struct Trust {
     directory: PathBuf,
     set: TrustedMetadataSet,
     floor: RollbackFloor,
+    /// Number of writes of the floor.
+    floor_writes: u64,
     /// Both copies on disk hold `floor`.
     is_floor_saved: bool,
     /// Verified files that `save` still has to write, by name.
@@ -60,27 +65,44 @@ fn online_keys(root: &Root) -> [BTreeSet<String>; 2] {
 }
 
 impl Trust {
-    /// Provisions a new sync directory with the fleet's root. Does nothing in a provisioned one.
+    /// Provisions a new sync directory with the fleet's root. In a provisioned directory, replaces
+    /// the root that provisioned it if that file is damaged.
     ///
     /// # Errors
     /// The root does not sign itself, or the directory cannot be written.
     pub fn init(disk: &dyn Disk, directory: &Path, root: &[u8]) -> Result<(), UpdateError> {
         disk.create_dir(directory).map_err(io_error(directory))?;
-        if disk.read(&directory.join(FACTORY_ROOT)).is_ok() {
+        if read_root(disk, directory, FACTORY_ROOT).is_some() {
             return Ok(());
         }
 
         let set = TrustedMetadataSet::from_root(root).map_err(|e| from_tuf(e, "root", 0))?;
-        let path = directory.join("root.json");
-        atomic_write::replace(disk, &path, root).map_err(io_error(&path))?;
-        if RollbackFloor::read(disk, directory)?.is_none() {
-            RollbackFloor { root: set.root().version, ..RollbackFloor::default() }
-                .write(disk, directory)?;
+        let replace = |name| {
+            let path = directory.join(name);
+            atomic_write::replace(disk, &path, root).map_err(io_error(&path))
+        };
+        if read_root(disk, directory, NEWEST_ROOT).is_none() {
+            replace(NEWEST_ROOT)?;
         }
-
+        if RollbackFloor::read(disk, directory)?.is_none() {
+            let floor = RollbackFloor { root: set.root().version, ..RollbackFloor::default() };
+            floor.write(disk, directory, 1)?;
+        }
         // This file is written last: a directory that has it and no floor has lost its floor.
-        let path = directory.join(FACTORY_ROOT);
-        atomic_write::replace(disk, &path, root).map_err(io_error(&path))
+        replace(FACTORY_ROOT)
+    }
+
+    /// Returns the newest root in the sync directory that can be read, as signed and verified.
+    ///
+    /// # Errors
+    /// `UpdateError::NotProvisioned` if there is none.
+    pub(super) fn newest_root(
+        disk: &dyn Disk,
+        directory: &Path,
+    ) -> Result<(Vec<u8>, TrustedMetadataSet), UpdateError> {
+        let read = |name| read_root(disk, directory, name);
+        let root = read(NEWEST_ROOT).or_else(|| read(FACTORY_ROOT));
+        root.ok_or_else(|| UpdateError::NotProvisioned { path: directory.to_owned() })
     }
 
     /// Opens the sync directory.
@@ -89,71 +111,26 @@ impl Trust {
     /// `UpdateError::NotProvisioned`, also if no root can be read. `UpdateError::RollbackFloor` if
     /// the floor is lost.
     pub fn open(disk: &Arc<dyn Disk>, directory: &Path) -> Result<Self, UpdateError> {
-        let roots = ["root.json", FACTORY_ROOT].map(|name| disk.read(&directory.join(name)).ok());
-        let is_provisioned = roots[1].is_some();
-        let path = directory.to_owned();
-
         let Some(stored) = RollbackFloor::read(disk.as_ref(), directory)? else {
-            let problem = "both copies are missing".to_owned();
-            return Err(match is_provisioned {
-                true => UpdateError::RollbackFloor { path, problem },
-                false => UpdateError::NotProvisioned { path },
+            let (path, problem) = (directory.to_owned(), "both copies are missing".to_owned());
+            return Err(match read_root(disk.as_ref(), directory, FACTORY_ROOT) {
+                Some(_) => UpdateError::RollbackFloor { path, problem },
+                None => UpdateError::NotProvisioned { path },
             });
         };
-        let set =
-            roots.iter().flatten().find_map(|bytes| TrustedMetadataSet::from_root(bytes).ok());
-        let Some(set) = set else {
-            return Err(UpdateError::NotProvisioned { path });
-        };
+        let (_, set) = Self::newest_root(disk.as_ref(), directory)?;
 
-        let StoredFloor { floor, is_in_both } = stored;
+        let Stored { value: floor, writes: floor_writes, is_in_both } = stored;
         Ok(Self {
             disk: Arc::clone(disk),
-            directory: path,
+            directory: directory.to_owned(),
             set,
             floor,
+            floor_writes,
             is_floor_saved: is_in_both,
             writes: Vec::new(),
             is_rotated: false,
         })
-    }
-
-    /// Returns the targets of the last refresh after verifying their signatures again, without a
-    /// link and without a clock. Starts from `root` if it is given, else from the newest root in
-    /// the directory.
-    ///
-    /// Timestamp and snapshot are not checked. A process that can write this directory could put
-    /// older ones back, and an interrupted refresh leaves newer ones.
-    ///
-    /// # Errors
-    /// The metadata files are missing or not signed.
-    pub fn verify_cached_targets(
-        disk: &Arc<dyn Disk>,
-        directory: &Path,
-        root: Option<&[u8]>,
-    ) -> Result<Targets, UpdateError> {
-        let mut trust = Self::open(disk, directory)?;
-        if let Some(root) = root {
-            trust.set = TrustedMetadataSet::from_root(root).map_err(|e| from_tuf(e, "root", 0))?;
-            trust.follow_cached_roots()?;
-        }
-
-        let (name, root) = ("targets.json", trust.set.root());
-        let path = directory.join(name);
-        let bytes = disk.read(&path).map_err(io_error(&path))?;
-        let targets = Metadata::<Targets>::from_slice(&bytes).map_err(|e| from_tuf(e, name, 0))?;
-        let keys =
-            root.role("targets").ok_or_else(|| malformed("root.json", "has no role `targets`"))?;
-        targets.verify_threshold(&root.keys, keys, "targets").map_err(|e| from_tuf(e, name, 0))?;
-        Ok(targets.into_signed())
-    }
-
-    fn follow_cached_roots(&mut self) -> Result<(), UpdateError> {
-        loop {
-            let name = root_name(self.set.root().version.saturating_add(1));
-            let Ok(bytes) = self.disk.read(&self.directory.join(&name)) else { return Ok(()) };
-            self.set.update_root(&bytes).map_err(|e| from_tuf(e, &name, 0))?;
-        }
     }
 
     /// Returns the rollback floor.
@@ -183,6 +160,7 @@ impl Trust {
     fn advance(&mut self, fetcher: &mut Fetcher<'_>, now: u64) -> Result<(), UpdateError> {
         let now = Now::new(now)?;
         self.update_root(fetcher, now)?;
+        self.restore_roots(fetcher)?;
         let path = fetcher.address("metadata/root.json");
         self.set.check_root_expired(now.time).map_err(|e| from_tuf(e, &path, now.seconds))?;
 
@@ -218,17 +196,66 @@ impl Trust {
                 self.raise_floor(|floor| floor.root = version);
             }
             self.queue_write(&root_name(version), bytes.clone());
-            self.queue_write("root.json", bytes);
+            self.queue_write(NEWEST_ROOT, bytes);
         }
         self.require_at_least("root", self.floor.root, self.set.root().version)
+    }
+
+    /// Fetches the roots again whose files are lost or damaged. The serving process follows the
+    /// whole chain of roots from its own.
+    fn restore_roots(&mut self, fetcher: &mut Fetcher<'_>) -> Result<(), UpdateError> {
+        let disk = Arc::clone(&self.disk);
+        if let Some((first, mut chain)) = read_root(disk.as_ref(), &self.directory, FACTORY_ROOT) {
+            let mut newest = first;
+            while chain.root().version < self.set.root().version {
+                newest = self.restore_root(&mut chain, fetcher)?;
+            }
+            if read_root(disk.as_ref(), &self.directory, NEWEST_ROOT).is_none() {
+                self.queue_write(NEWEST_ROOT, newest);
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the next root to `chain`, from its file or from the repository. Returns its bytes.
+    fn restore_root(
+        &mut self,
+        chain: &mut TrustedMetadataSet,
+        fetcher: &mut Fetcher<'_>,
+    ) -> Result<Vec<u8>, UpdateError> {
+        let version = chain.root().version.saturating_add(1);
+        let name = root_name(version);
+        let queued = self.writes.iter().find(|(queued, _)| *queued == name);
+        let stored = match queued {
+            Some((_, bytes)) => Some(bytes.clone()),
+            None => self.disk.read(&self.directory.join(&name), ROOT_BYTES_MAX).ok(),
+        };
+        if let Some(bytes) = stored
+            && chain.update_root(&bytes).is_ok()
+        {
+            return Ok(bytes);
+        }
+
+        log::warn!("{name}: is lost or damaged and is fetched again");
+        let path = format!("metadata/{version}.root.json");
+        let bytes = fetcher.get(&path, ROOT_BYTES_MAX)?;
+        let address = fetcher.address(&path);
+        chain.update_root(&bytes).map_err(|e| from_tuf(e, &address, 0))?;
+        self.queue_write(&name, bytes.clone());
+        Ok(bytes)
+    }
+
+    /// Returns the cached file `name`; nothing if it cannot be read.
+    fn cached(&self, name: &str, bytes_max: u64) -> Vec<u8> {
+        self.disk.read(&self.directory.join(name), bytes_max).unwrap_or_default()
     }
 
     /// Loads the cached files for their versions only. Their expiry does not matter here, and a
     /// damaged file is fetched again.
     fn load_cached(&mut self) {
         let long_ago = jiff::Timestamp::UNIX_EPOCH;
-        let cached = |name| self.disk.read(&self.directory.join(name)).unwrap_or_default();
-        let (timestamp, snapshot) = (cached("timestamp.json"), cached("snapshot.json"));
+        let timestamp = self.cached("timestamp.json", TIMESTAMP_BYTES_MAX);
+        let snapshot = self.cached("snapshot.json", SNAPSHOT_BYTES_MAX);
 
         let loaded = self.set.update_timestamp(&timestamp, long_ago);
         let loaded = loaded.and_then(|()| self.set.update_snapshot(&snapshot, long_ago));
@@ -271,7 +298,7 @@ impl Trust {
         let pin = self.set.timestamp().and_then(|t| t.snapshot_meta()).cloned();
         let (path, length) = pinned(pin, "snapshot", SNAPSHOT_BYTES_MAX)?;
 
-        let cached = self.disk.read(&self.directory.join("snapshot.json")).unwrap_or_default();
+        let cached = self.cached("snapshot.json", SNAPSHOT_BYTES_MAX);
         if self.set.update_snapshot(&cached, now.time).is_err() {
             let bytes = fetcher.get(&path, length)?;
             let path = fetcher.address(&path);
@@ -291,7 +318,7 @@ impl Trust {
         let pin = self.set.snapshot().and_then(|s| s.meta.get("targets.json")).cloned();
         let (path, length) = pinned(pin, "targets", TARGETS_BYTES_MAX)?;
 
-        let cached = self.disk.read(&self.directory.join("targets.json")).unwrap_or_default();
+        let cached = self.cached("targets.json", TARGETS_BYTES_MAX);
         if self.set.update_targets(&cached, now.time).is_err() {
             let bytes = fetcher.get(&path, length)?;
             let path = fetcher.address(&path);
@@ -343,7 +370,8 @@ impl Trust {
             }
         }
         if !self.is_floor_saved {
-            self.floor.write(self.disk.as_ref(), &self.directory)?;
+            self.floor_writes += 1;
+            self.floor.write(self.disk.as_ref(), &self.directory, self.floor_writes)?;
             self.is_floor_saved = true;
         }
         self.writes.drain(..).try_for_each(|(name, bytes)| {
@@ -353,8 +381,19 @@ impl Trust {
     }
 }
 
+/// Reads the root in the file `name`, if it is whole and signs itself.
+fn read_root(
+    disk: &dyn Disk,
+    directory: &Path,
+    name: &str,
+) -> Option<(Vec<u8>, TrustedMetadataSet)> {
+    let bytes = disk.read(&directory.join(name), ROOT_BYTES_MAX).ok()?;
+    let set = TrustedMetadataSet::from_root(&bytes).ok()?;
+    Some((bytes, set))
+}
+
 /// Returns the file name of a root that was accepted after the first.
-fn root_name(version: u64) -> String {
+pub(super) fn root_name(version: u64) -> String {
     format!("root.{version}")
 }
 

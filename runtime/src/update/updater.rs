@@ -1,32 +1,28 @@
-//! One car's update: its directories, its status record and the locks around that record. Never
-//! decides which release comes next (`fetch.rs`) and never changes the live generation
-//! (`apply.rs`).
+//! One car's update: its directories, its two records and their locks. Never decides which release
+//! comes next (`fetch.rs`) and never changes the live generation (`apply.rs`).
 
-use crate::bundle::manifest::Generation;
-use crate::flash::Flash;
+use crate::flash::{Flash, FlashError};
 use crate::io::disk::{Disk, Lock};
 use crate::update::error::{UpdateError, io_error};
+use crate::update::fetch_status::{FetchStatus, Offer};
+use crate::update::install_status::InstallStatus;
 use crate::update::release::Release;
-use crate::update::state::UpdateStatus;
-use std::io::ErrorKind::NotFound;
-use std::path::PathBuf;
+use crate::update::status::UpdateStatus;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Attempts to take the status lock. Either process holds that lock only for moments, except in
-/// some steps of `advance`.
-const LOCK_ATTEMPTS: u32 = 200;
-/// Pause between two attempts.
-const LOCK_PAUSE: Duration = Duration::from_millis(10);
+/// Time for which the owner's consent waits for a step of the serving process.
+const CONSENT_WAIT: Duration = Duration::from_secs(2);
 
 /// Brings one car's flash directory forward to a repository's newest release.
 #[derive(Clone)]
 pub struct Updater {
     /// The disk of both directories.
     pub disk: Arc<dyn Disk>,
-    /// The sync directory.
+    /// The sync directory. Only the sync process writes it.
     pub directory: PathBuf,
-    /// The flash directory.
+    /// The flash directory. Only the serving process writes it.
     pub flash: PathBuf,
     /// The model to follow while nothing is live. Needed if the repository has several models.
     pub lineage: Option<String>,
@@ -36,75 +32,100 @@ pub struct Updater {
 }
 
 impl Updater {
-    /// Returns the status record. A missing or damaged record is read as the default.
+    /// Returns the state of the update, from the records of both processes.
     ///
     /// # Errors
-    /// `UpdateError::Io` if the record exists and the disk does not give its bytes.
+    /// `UpdateError::Io` if the device does not give the serving process's record.
     pub fn status(&self) -> Result<UpdateStatus, UpdateError> {
-        UpdateStatus::read(self.disk.as_ref(), &self.directory)
+        let live = self.live().ok().flatten().map(|flash| flash.manifest().generation.to_string());
+        Ok(UpdateStatus::merge(self.fetch_status(), self.install_status()?, live))
     }
 
-    /// Runs `change` on the status record under its lock and writes the record durably if it
-    /// changed. Changes that `change` made before it failed are written too.
-    pub(super) fn change<T>(
-        &self,
-        change: impl FnOnce(&mut UpdateStatus) -> Result<T, UpdateError>,
-    ) -> Result<T, UpdateError> {
-        let _lock = self.lock_status()?;
-        let mut status = self.status()?;
-        let before = status.clone();
-        let changed = change(&mut status);
-
-        if status != before {
-            self.write(&status)?;
-        }
-        changed
+    /// Returns the sync process's record. A missing or damaged record is read as the default.
+    pub fn fetch_status(&self) -> FetchStatus {
+        FetchStatus::read(self.disk.as_ref(), &self.directory)
     }
 
-    /// Writes `status` durably. The caller holds the status lock.
-    pub(super) fn write(&self, status: &UpdateStatus) -> Result<(), UpdateError> {
+    /// Returns the serving process's record. A missing or damaged record is read as the default.
+    ///
+    /// # Errors
+    /// `UpdateError::Io` if the device does not give the record.
+    pub fn install_status(&self) -> Result<InstallStatus, UpdateError> {
+        InstallStatus::read(self.disk.as_ref(), &self.flash)
+    }
+
+    /// Writes the sync process's record. The caller holds `fetching`.
+    pub(super) fn write_fetch(&self, status: &mut FetchStatus) -> Result<(), UpdateError> {
         status.write(self.disk.as_ref(), &self.directory)
     }
 
-    /// Takes the lock of the status record.
-    pub(super) fn lock_status(&self) -> Result<Lock, UpdateError> {
-        self.lock("lock", LOCK_ATTEMPTS)
+    /// Writes the serving process's record. The caller holds `updating`.
+    pub(super) fn write_install(&self, status: &mut InstallStatus) -> Result<(), UpdateError> {
+        status.write(self.disk.as_ref(), &self.flash)
+    }
+
+    /// Takes the lock that one step of the serving process holds.
+    pub(super) fn lock_install(&self) -> Result<Lock, UpdateError> {
+        self.lock(&self.flash, "updating", Duration::ZERO)
+    }
+
+    /// Takes the same lock for the owner's consent.
+    pub(super) fn lock_consent(&self) -> Result<Lock, UpdateError> {
+        self.lock(&self.flash, "updating", CONSENT_WAIT)
     }
 
     /// Takes the lock that one fetch holds from its start to its end.
     pub(super) fn lock_fetch(&self) -> Result<Lock, UpdateError> {
-        self.lock("fetching", 1)
+        self.lock(&self.directory, "fetching", Duration::ZERO)
     }
 
-    fn lock(&self, name: &str, attempts: u32) -> Result<Lock, UpdateError> {
-        let path = self.directory.join(name);
-        self.disk.create_dir(&self.directory).map_err(io_error(&self.directory))?;
-
-        for attempt in 0..attempts {
-            if attempt > 0 {
-                std::thread::sleep(LOCK_PAUSE);
-            }
-            if let Some(lock) = self.disk.lock(&path).map_err(io_error(&path))? {
-                return Ok(lock);
-            }
-        }
-        Err(UpdateError::Busy { path })
+    fn lock(&self, directory: &Path, name: &str, wait: Duration) -> Result<Lock, UpdateError> {
+        let path = directory.join(name);
+        self.disk.create_dir(directory).map_err(io_error(directory))?;
+        let lock = self.disk.lock(&path, wait).map_err(io_error(&path))?;
+        lock.ok_or(UpdateError::Busy { path })
     }
 
-    /// Returns the live generation, or `None` if nothing is live.
-    pub(super) fn live(&self) -> Result<Option<Generation>, UpdateError> {
-        match self.disk.read(&self.flash.join("live")) {
-            Err(e) if e.kind() == NotFound => Ok(None),
-            _ => Ok(Some(Flash::open(&self.disk, &self.flash)?.manifest().generation.clone())),
+    /// Opens the live generation. Returns `None` if nothing is live, or if what is live is damaged
+    /// so that it cannot be opened.
+    ///
+    /// # Errors
+    /// `UpdateError::Flash` if the device refused.
+    pub(super) fn live(&self) -> Result<Option<Flash>, UpdateError> {
+        match Flash::open(&self.disk, &self.flash) {
+            Ok(flash) => Ok(Some(flash)),
+            Err(FlashError::Field(e)) if e.field == "live" => Ok(None),
+            Err(e) if e.is_damage() => {
+                log::debug!("{}: counts as empty: {e}", self.flash.display());
+                Ok(None)
+            }
+            Err(e) => Err(e.into()),
         }
     }
 
     /// Returns whether `release` is live, by the hash of its manifest.
     pub(super) fn is_live(&self, release: &Release) -> Result<bool, UpdateError> {
-        if self.live()?.is_none() {
-            return Ok(false);
-        }
-        let flash = Flash::open(&self.disk, &self.flash)?;
-        Ok(flash.record().live.manifest == release.manifest)
+        Ok(self.live()?.is_some_and(|flash| flash.record().live.manifest == release.manifest))
+    }
+
+    /// Restores a lost or damaged copy of the live record from the other copy.
+    ///
+    /// # Errors
+    /// `UpdateError::Flash` if no copy can be read or the copy cannot be written.
+    pub(crate) fn restore_live_record(&self) -> Result<(), UpdateError> {
+        Ok(Flash::restore_live_record(self.disk.as_ref(), &self.flash)?)
+    }
+
+    /// Returns whether the open offer is not to be taken yet, because a fault of the car ended its
+    /// last attempts.
+    ///
+    /// # Errors
+    /// `UpdateError::Io` if the device does not give the serving process's record.
+    pub(crate) fn is_paused(&self, now: u64) -> Result<bool, UpdateError> {
+        let install = self.install_status()?;
+        let fetch = self.fetch_status();
+        let is_paused =
+            |offer: &Offer| offer.number != install.offer && install.retry_at(offer, now).is_some();
+        Ok(!install.state.has_release() && fetch.offer.as_ref().is_some_and(is_paused))
     }
 }

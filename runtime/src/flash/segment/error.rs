@@ -1,5 +1,6 @@
 //! Why a segment cannot be read or must not be used.
 
+use crate::io::disk::is_damage;
 use crate::io::field_error::FieldError;
 use crate::io::page::PageFault;
 use hatchback_kernels::cache::codec::RowFault;
@@ -25,6 +26,15 @@ pub enum SegmentError {
 }
 
 impl SegmentError {
+    /// Returns whether the file is not what its writer left: missing, damaged or of another kind.
+    /// Other errors may pass.
+    pub(crate) fn is_damage(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => is_damage(source),
+            _ => true,
+        }
+    }
+
     /// Returns the error for `field` of the segment at `path`.
     pub(crate) fn field(path: &Path, field: &str, problem: impl Into<String>) -> Self {
         Self::Field(FieldError::new(path, field, problem))

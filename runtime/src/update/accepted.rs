@@ -1,0 +1,157 @@
+//! What the serving process trusts: the newest root that it verified, and the lowest version of the
+//! targets that it accepts. The record is in the flash directory, which the sync process cannot
+//! write. A process that took over the sync directory therefore cannot go back to keys or releases
+//! that the fleet has revoked.
+
+use crate::io::paired_record::{PairedRecord, Stored};
+use crate::limits::{ROOT_BYTES_MAX, ROTATIONS_MAX, TARGETS_BYTES_MAX, TRUST_BYTES_MAX};
+use crate::update::error::{UpdateError, from_tuf, io_error};
+use crate::update::trust::{Trust, root_name};
+use crate::update::updater::Updater;
+use serde::{Deserialize, Serialize};
+use sigstore_tuf::{Metadata, Root, Targets, TrustedMetadataSet};
+use std::collections::BTreeSet;
+
+/// The format of the record.
+pub const ACCEPTED_FORMAT: u32 = 1;
+const RECORD: PairedRecord = PairedRecord {
+    magic: b"HATCHTRU",
+    format: ACCEPTED_FORMAT,
+    names: ["trust.a", "trust.b"],
+    bytes_max: TRUST_BYTES_MAX,
+};
+
+/// The record.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Accepted {
+    /// The newest verified root, as signed; empty before the first.
+    pub root: Vec<u8>,
+    /// The lowest version of the targets to accept.
+    pub targets: u64,
+}
+
+impl Accepted {
+    /// Encodes a copy of the record, as write number `writes`.
+    pub fn encode(&self, writes: u64) -> Vec<u8> {
+        RECORD.encode(writes, self)
+    }
+
+    /// Decodes a copy of the record. Returns its number of writes and the record.
+    ///
+    /// # Errors
+    /// What is wrong with `bytes`.
+    pub fn decode(bytes: &[u8]) -> Result<(u64, Self), String> {
+        RECORD.decode(bytes)
+    }
+}
+
+/// Returns the keys that sign the targets.
+fn targets_keys(root: &Root) -> BTreeSet<String> {
+    root.role("targets").map(|role| role.keyids.iter().cloned().collect()).unwrap_or_default()
+}
+
+impl Updater {
+    /// Verifies the targets in the sync directory, without a link and without a clock, and returns
+    /// them. Starts from the newest root that this process verified before, or from `root`, the
+    /// fleet's first, or without either from the root in the sync directory. Follows the later
+    /// roots in the sync directory. Remembers the root and the version of the targets.
+    ///
+    /// Timestamp and snapshot are not checked: an interrupted refresh leaves newer ones.
+    ///
+    /// # Errors
+    /// The targets are missing, not signed or older than those accepted before. `UpdateError::Io`
+    /// if the record cannot be written.
+    pub(super) fn verify_targets(&self, root: Option<&[u8]>) -> Result<Targets, UpdateError> {
+        let Stored { value: mut accepted, writes, is_in_both } = self.accepted()?;
+        let before = accepted.clone();
+
+        let set = self.newest_root(&mut accepted, root)?;
+        let (name, root) = ("targets.json", set.root());
+        let path = self.directory.join(name);
+        let bytes = self.disk.read(&path, TARGETS_BYTES_MAX).map_err(io_error(&path))?;
+        let targets = Metadata::<Targets>::from_slice(&bytes).map_err(|e| from_tuf(e, name, 0))?;
+        let keys = root.role("targets").ok_or_else(|| UpdateError::Malformed {
+            path: "root.json".to_owned(),
+            problem: "has no role `targets`".to_owned(),
+        })?;
+        targets.verify_threshold(&root.keys, keys, "targets").map_err(|e| from_tuf(e, name, 0))?;
+
+        let targets = targets.into_signed();
+        let (offered, floor) = (targets.version, accepted.targets);
+        if offered < floor {
+            return Err(UpdateError::Replay { role: "targets", floor, offered });
+        }
+        accepted.targets = offered;
+        if accepted != before || !is_in_both {
+            RECORD
+                .write(self.disk.as_ref(), &self.flash, writes + 1, &accepted)
+                .map_err(|(path, source)| UpdateError::Io { path, source })?;
+        }
+        Ok(targets)
+    }
+
+    /// Returns the record; the default if it is missing or damaged in both copies.
+    fn accepted(&self) -> Result<Stored<Accepted>, UpdateError> {
+        let nothing = Stored { value: Accepted::default(), writes: 0, is_in_both: false };
+        match RECORD.read(self.disk.as_ref(), &self.flash) {
+            Ok(stored) => Ok(stored.unwrap_or(nothing)),
+            Err(lost) if lost.is_device => {
+                let source = std::io::Error::other(lost.problem);
+                Err(UpdateError::Io { path: lost.path, source })
+            }
+            Err(lost) => {
+                let (path, problem) = (lost.path.display(), lost.problem);
+                log::warn!("{path}: trust starts anew from the fleet's first root: {problem}");
+                Ok(nothing)
+            }
+        }
+    }
+
+    /// Returns the newest root that can be verified, and remembers it in `accepted`.
+    fn newest_root(
+        &self,
+        accepted: &mut Accepted,
+        first: Option<&[u8]>,
+    ) -> Result<TrustedMetadataSet, UpdateError> {
+        let load = |bytes: &[u8]| TrustedMetadataSet::from_root(bytes);
+        let known = Some(accepted.root.as_slice()).filter(|root| !root.is_empty());
+        let known = known.and_then(|root| load(root).ok());
+        let keys = known.as_ref().map(|set| targets_keys(set.root()));
+        let first = match first {
+            Some(bytes) => {
+                let set = load(bytes).map_err(|e| from_tuf(e, "root", 0))?;
+                Some((bytes.to_vec(), set))
+            }
+            None if known.is_none() => {
+                Some(Trust::newest_root(self.disk.as_ref(), &self.directory)?)
+            }
+            None => None,
+        };
+
+        let mut set = match (known, first) {
+            (Some(known), Some((_, set))) if known.root().version >= set.root().version => known,
+            (Some(known), None) => known,
+            (_, Some((bytes, set))) => {
+                accepted.root = bytes;
+                set
+            }
+            (None, None) => unreachable!("`first` is read where no root is known"),
+        };
+        for _ in 0..ROTATIONS_MAX {
+            let name = root_name(set.root().version.saturating_add(1));
+            let path = self.directory.join(&name);
+            let Ok(bytes) = self.disk.read(&path, ROOT_BYTES_MAX) else { break };
+            if let Err(e) = set.update_root(&bytes) {
+                log::warn!("{}: this root is not used: {e}", path.display());
+                break;
+            }
+            accepted.root = bytes;
+        }
+
+        // A thief of the old keys could have signed any version.
+        if keys.is_some_and(|keys| keys != targets_keys(set.root())) {
+            accepted.targets = 0;
+        }
+        Ok(set)
+    }
+}

@@ -1,0 +1,202 @@
+//! The sync process's record of an update, in the sync directory. Only the process that holds the
+//! lock `fetching` writes it. The serving process reads it and trusts nothing in it: the record may
+//! come from an attacker.
+
+use crate::bundle::manifest::Hash;
+use crate::io::disk::Disk;
+use crate::io::paired_record::{PairedRecord, Stored};
+use crate::limits::STATUS_BYTES_MAX;
+use crate::maintenance::wear::Wear;
+use crate::update::error::UpdateError;
+use crate::update::release::Release;
+use crate::update::status::{UpdateEvent, UpdateState, append, last_order};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// The format of the record.
+pub const FETCH_FORMAT: u32 = 1;
+const RECORD: PairedRecord = PairedRecord {
+    magic: b"HATCHFET",
+    format: FETCH_FORMAT,
+    names: ["status.a", "status.b"],
+    bytes_max: STATUS_BYTES_MAX,
+};
+
+/// What the sync process does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FetchState {
+    /// The repository lists nothing that leads forward.
+    #[default]
+    Idle,
+    /// The repository lists a release that leads forward.
+    Notified,
+    /// The process is downloading its bundle.
+    Fetching,
+    /// The bundle is complete and offered to the serving process.
+    Staged,
+    /// The last fetch ended; `error` has the reason.
+    Failed,
+}
+
+impl FetchState {
+    /// Returns the state of the update that this state is shown as.
+    pub(super) fn shown(self) -> UpdateState {
+        match self {
+            Self::Idle => UpdateState::Idle,
+            Self::Notified => UpdateState::Notified,
+            Self::Fetching => UpdateState::Fetching,
+            Self::Staged => UpdateState::Staged,
+            Self::Failed => UpdateState::Failed,
+        }
+    }
+
+    /// Returns the states that may follow `self`. A killed fetch starts again from `Notified`.
+    fn successors(self) -> &'static [Self] {
+        use FetchState::*;
+        match self {
+            // A release that is on offer already is `Staged` again without another fetch.
+            Idle => &[Notified, Staged, Failed],
+            Notified => &[Notified, Fetching, Staged, Idle, Failed],
+            Fetching | Staged | Failed => &[Notified, Staged, Idle, Failed],
+        }
+    }
+}
+
+/// A staged release that the serving process may install.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// Number of the offer. The serving process takes each number once.
+    pub number: u64,
+    /// The release.
+    pub release: Release,
+}
+
+/// The record.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FetchStatus {
+    /// What the process does.
+    pub state: FetchState,
+    /// The release that the process fetches.
+    pub release: Option<Release>,
+    /// The release whose bundle is complete. It stays while a newer one is fetched.
+    pub offer: Option<Offer>,
+    /// This car's place in a gradual rollout.
+    pub cohort: u8,
+    /// The manifest of the release in the serving process's hands, if the publisher revoked it.
+    pub revoked: Option<Hash>,
+    /// The highest sequence that the repository lists for this car.
+    pub newest: Option<u64>,
+    /// The publisher revoked the live release and lists no newer one.
+    pub withdrawn: bool,
+    /// Why the last fetch ended.
+    pub error: Option<String>,
+    /// Bytes that the last run received.
+    pub bytes_received: u64,
+    /// Bytes received, by day.
+    pub received: Wear,
+    /// The last steps, oldest first.
+    pub history: Vec<UpdateEvent>,
+    /// Number of writes of the record.
+    #[serde(skip)]
+    pub(super) writes: u64,
+}
+
+impl FetchStatus {
+    /// Reads the record in `directory`. A record that is missing or damaged in both copies is the
+    /// default: the next poll makes a new one.
+    pub fn read(disk: &dyn Disk, directory: &Path) -> Self {
+        match RECORD.read::<Self>(disk, directory) {
+            Ok(Some(Stored { value, writes, .. })) => Self { writes, ..value },
+            Ok(None) => Self::default(),
+            Err(lost) => {
+                let (path, problem) = (lost.path.display(), lost.problem);
+                log::warn!("{path}: the record of the sync process starts anew: {problem}");
+                Self::default()
+            }
+        }
+    }
+
+    /// Replaces the record in `directory`.
+    ///
+    /// # Errors
+    /// `UpdateError::Io` if the record cannot be written.
+    pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
+        self.writes = self.writes.saturating_add(1);
+        RECORD
+            .write(disk, directory, self.writes, self)
+            .map_err(|(path, source)| UpdateError::Io { path, source })
+    }
+
+    /// Enters `state` and records the step, after every step up to `known`. The caller writes the
+    /// record.
+    ///
+    /// # Panics
+    /// If the state machine has no such transition: that is a defect of the caller.
+    pub(super) fn enter(&mut self, state: FetchState, at: u64, known: u64, note: Option<String>) {
+        let is_legal = self.state.successors().contains(&state);
+        assert!(is_legal, "a fetch goes from {:?} to {state:?}", self.state);
+
+        self.state = state;
+        self.error = note.clone().filter(|_| state == FetchState::Failed);
+        let release = match state {
+            FetchState::Staged => self.offer.as_ref().map(|offer| &offer.release),
+            _ => self.release.as_ref(),
+        };
+        let release = release.map(|r| r.generation.to_string());
+        let order = known.max(last_order(&self.history)) + 1;
+        append(&mut self.history, UpdateEvent { order, at, state: state.shown(), release, note });
+    }
+
+    /// Encodes a copy of the record.
+    pub fn encode(&self) -> Vec<u8> {
+        RECORD.encode(self.writes, self)
+    }
+
+    /// Decodes a copy of the record.
+    ///
+    /// # Errors
+    /// What is wrong with `bytes`.
+    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let (writes, status) = RECORD.decode::<Self>(bytes)?;
+        Ok(Self { writes, ..status })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use FetchState::*;
+
+    /// Rows: from; columns: to, in the order of the states. `x` marks a legal transition.
+    #[test]
+    fn a_fetch_takes_the_drawn_transitions_and_no_other() {
+        let all = [Idle, Notified, Fetching, Staged, Failed];
+        let drawn = [
+            "- x - x x", // idle
+            "x x x x x", // notified
+            "x x - x x", // fetching
+            "x x - x x", // staged
+            "x x - x x", // failed
+        ];
+        for (from, row) in all.into_iter().zip(drawn) {
+            for (to, mark) in all.into_iter().zip(row.split(' ')) {
+                let mut status = FetchStatus { state: from, ..FetchStatus::default() };
+                let entered = std::panic::catch_unwind(move || status.enter(to, 1, 0, None));
+                assert_eq!(entered.is_ok(), mark == "x", "{from:?} -> {to:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn any_changed_bit_is_refused() {
+        let status = FetchStatus { state: Staged, cohort: 7, writes: 3, ..FetchStatus::default() };
+        let bytes = status.encode();
+        assert_eq!(FetchStatus::decode(&bytes).unwrap(), status);
+        for bit in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(FetchStatus::decode(&bad).is_err(), "bit {bit}");
+        }
+    }
+}

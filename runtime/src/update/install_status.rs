@@ -1,0 +1,314 @@
+//! The serving process's record of an update, in the flash directory. Only the holder of the lock
+//! `updating` writes it. The sync process reads it. Each state can be entered again after a stop.
+
+use crate::bundle::manifest::{Generation, Hash};
+use crate::io::disk::Disk;
+use crate::io::paired_record::{PairedRecord, Stored};
+use crate::limits::{REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX};
+use crate::update::error::UpdateError;
+use crate::update::fetch_status::{FetchStatus, Offer};
+use crate::update::release::Release;
+use crate::update::status::{UpdateEvent, UpdateState, append, last_order};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// The format of the record.
+pub const INSTALL_FORMAT: u32 = 1;
+const RECORD: PairedRecord = PairedRecord {
+    magic: b"HATCHINS",
+    format: INSTALL_FORMAT,
+    names: ["update.a", "update.b"],
+    bytes_max: STATUS_BYTES_MAX,
+};
+
+/// What the serving process does with a release.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum InstallState {
+    /// No release was taken yet, or the last one was withdrawn before it was installed.
+    #[default]
+    Idle,
+    /// The owner must consent.
+    AwaitConsent,
+    /// The process is installing and probing it.
+    Applying,
+    /// It is live, and its requests are observed.
+    Probation,
+    /// It passed probation.
+    Committed,
+    /// The previous generation becomes live again.
+    RollingBack,
+    /// The attempt ended; `error` has the reason.
+    Failed,
+}
+
+impl InstallState {
+    /// Returns the state of the update that this state is shown as.
+    pub(super) fn shown(self) -> UpdateState {
+        match self {
+            Self::Idle => UpdateState::Idle,
+            Self::AwaitConsent => UpdateState::AwaitConsent,
+            Self::Applying => UpdateState::Applying,
+            Self::Probation => UpdateState::Probation,
+            Self::Committed => UpdateState::Committed,
+            Self::RollingBack => UpdateState::RollingBack,
+            Self::Failed => UpdateState::Failed,
+        }
+    }
+
+    /// Returns whether the process changes or observes the live generation for a release.
+    pub fn is_active(self) -> bool {
+        matches!(self, Self::Applying | Self::Probation | Self::RollingBack)
+    }
+
+    /// Returns whether the process has a release in hand.
+    pub fn has_release(self) -> bool {
+        self.is_active() || self == Self::AwaitConsent
+    }
+
+    fn successors(self) -> &'static [Self] {
+        use InstallState::*;
+        match self {
+            Idle | Committed | Failed => &[AwaitConsent, Applying, Failed],
+            // A newer release replaces one that waits; a revoked one is dropped.
+            AwaitConsent => &[AwaitConsent, Applying, Failed, Idle],
+            Applying => &[Probation, RollingBack, Failed],
+            Probation => &[Committed, RollingBack, Failed],
+            RollingBack => &[Failed],
+        }
+    }
+}
+
+/// Who is to blame for a rollback.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Blame {
+    /// The release: it is never installed again.
+    #[default]
+    Release,
+    /// The car, or the publisher's change of mind: the release may come again.
+    Other,
+}
+
+/// What the live generation needs to be whole again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Repair {
+    /// Nothing.
+    #[default]
+    None,
+    /// Some rows are damaged: the next release is taken as a snapshot if there is one.
+    NewerSnapshot,
+    /// It cannot be opened: a snapshot replaces it, also of the same generation.
+    AnySnapshot,
+}
+
+/// The record.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InstallStatus {
+    /// What the process does.
+    pub state: InstallState,
+    /// Time of the last step, seconds since 1970.
+    pub at: u64,
+    /// Number of the last offer that was taken.
+    pub offer: u64,
+    /// The release of that offer.
+    pub release: Option<Release>,
+    /// Why the last attempt ended or is being rolled back.
+    pub error: Option<String>,
+    /// Who is to blame for the rollback in hand.
+    pub blame: Blame,
+    /// Trials of the release in a row that ended with the process.
+    pub trials: u32,
+    /// Attempts of the release in a row that a fault of the car ended.
+    pub attempts: u32,
+    /// What the live generation needs.
+    pub repair: Repair,
+    /// The newest generation that passed probation.
+    pub committed: Option<Generation>,
+    /// Manifests of the rejected releases, oldest first; at most `REFUSED_MAX`.
+    pub refused: Vec<Hash>,
+    /// The last steps, oldest first.
+    pub history: Vec<UpdateEvent>,
+    /// Number of writes of the record.
+    #[serde(skip)]
+    pub(super) writes: u64,
+}
+
+impl InstallStatus {
+    /// Reads the record in `directory`. A record that is missing or damaged in both copies is the
+    /// default; the caller then decides by what is live.
+    ///
+    /// # Errors
+    /// `UpdateError::Io` if the device refuses both copies; another attempt may succeed.
+    pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Self, UpdateError> {
+        match RECORD.read::<Self>(disk, directory) {
+            Ok(Some(Stored { value, writes, .. })) => Ok(Self { writes, ..value }),
+            Ok(None) => Ok(Self::default()),
+            Err(lost) if lost.is_device => {
+                let source = std::io::Error::other(lost.problem);
+                Err(UpdateError::Io { path: lost.path, source })
+            }
+            Err(lost) => {
+                let (path, problem) = (lost.path.display(), lost.problem);
+                log::warn!("{path}: the record of the update starts anew: {problem}");
+                Ok(Self::default())
+            }
+        }
+    }
+
+    /// Replaces the record in `directory`.
+    ///
+    /// # Errors
+    /// `UpdateError::Io` if the record cannot be written.
+    pub fn write(&mut self, disk: &dyn Disk, directory: &Path) -> Result<(), UpdateError> {
+        self.writes = self.writes.saturating_add(1);
+        RECORD
+            .write(disk, directory, self.writes, self)
+            .map_err(|(path, source)| UpdateError::Io { path, source })
+    }
+
+    /// Returns whether the offer in `fetch` was taken.
+    pub(super) fn has_handled(&self, fetch: &FetchStatus) -> bool {
+        fetch.offer.as_ref().is_some_and(|offer| offer.number == self.offer)
+    }
+
+    /// Returns whether `release` was rejected.
+    pub fn is_refused(&self, release: &Release) -> bool {
+        self.refused.contains(&release.manifest)
+    }
+
+    /// Remembers that `release` is never to be installed again.
+    pub(super) fn refuse(&mut self, release: &Release) {
+        if !self.is_refused(release) {
+            self.refused.push(release.manifest);
+        }
+        let excess = self.refused.len().saturating_sub(REFUSED_MAX);
+        self.refused.drain(..excess);
+    }
+
+    /// Takes `offer` in hand. The caller enters a state.
+    pub(super) fn take_up(&mut self, offer: &Offer) {
+        let is_same = self.release.as_ref().is_some_and(|r| r.manifest == offer.release.manifest);
+        if !is_same {
+            self.attempts = 0;
+        }
+        (self.offer, self.trials) = (offer.number, 0);
+        self.release = Some(offer.release.clone());
+    }
+
+    /// Returns the time before which `offer` is not tried again: a fault of the car ended its last
+    /// attempts. A clock that went back ends the pause.
+    pub fn retry_at(&self, offer: &Offer, now: u64) -> Option<u64> {
+        let is_same = self.release.as_ref().is_some_and(|r| r.manifest == offer.release.manifest);
+        if !is_same || self.attempts == 0 || now < self.at {
+            return None;
+        }
+        let pause = 60u64.checked_shl(self.attempts - 1).unwrap_or(RETRY_S_MAX).min(RETRY_S_MAX);
+        Some(self.at.saturating_add(pause)).filter(|at| now < *at)
+    }
+
+    /// Enters `state` and records the step, after every step up to `known`. The caller writes the
+    /// record.
+    ///
+    /// # Panics
+    /// If the state machine has no such transition: that is a defect of the caller.
+    pub(super) fn enter(&mut self, state: InstallState, at: u64, known: u64, note: Option<String>) {
+        let is_legal = self.state.successors().contains(&state);
+        assert!(is_legal, "an install goes from {:?} to {state:?}", self.state);
+
+        (self.state, self.at) = (state, at);
+        let has_error = matches!(state, InstallState::Failed | InstallState::RollingBack);
+        self.error = note.clone().filter(|_| has_error);
+        let release = self.release.as_ref().map(|r| r.generation.to_string());
+        let order = known.max(last_order(&self.history)) + 1;
+        append(&mut self.history, UpdateEvent { order, at, state: state.shown(), release, note });
+    }
+
+    /// Encodes a copy of the record.
+    pub fn encode(&self) -> Vec<u8> {
+        RECORD.encode(self.writes, self)
+    }
+
+    /// Decodes a copy of the record.
+    ///
+    /// # Errors
+    /// What is wrong with `bytes`.
+    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let (writes, status) = RECORD.decode::<Self>(bytes)?;
+        Ok(Self { writes, ..status })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use InstallState::*;
+
+    /// Rows: from; columns: to, in the order of the states. `x` marks a legal transition.
+    #[test]
+    fn an_install_takes_the_drawn_transitions_and_no_other() {
+        let all = [Idle, AwaitConsent, Applying, Probation, Committed, RollingBack, Failed];
+        let drawn = [
+            "- x x - - - x", // idle
+            "x x x - - - x", // await-consent
+            "- - - x - x x", // applying
+            "- - - - x x x", // probation
+            "- x x - - - x", // committed
+            "- - - - - - x", // rolling-back
+            "- x x - - - x", // failed
+        ];
+        for (from, row) in all.into_iter().zip(drawn) {
+            for (to, mark) in all.into_iter().zip(row.split(' ')) {
+                let mut status = InstallStatus { state: from, ..InstallStatus::default() };
+                let entered = std::panic::catch_unwind(move || status.enter(to, 1, 0, None));
+                assert_eq!(entered.is_ok(), mark == "x", "{from:?} -> {to:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_fault_of_the_car_is_tried_again_after_growing_pauses() {
+        let generation = Generation { lineage: "m".to_owned(), sequence: 7 };
+        let release = Release {
+            generation,
+            parent: None,
+            bytes: 0,
+            share: 100,
+            manifest_bytes: 0,
+            manifest: [0; 32],
+        };
+        let offer = Offer { number: 2, release: release.clone() };
+        let after = |attempts| InstallStatus {
+            at: 1000,
+            attempts,
+            release: Some(release.clone()),
+            ..InstallStatus::default()
+        };
+        assert_eq!(after(0).retry_at(&offer, 1000), None);
+        for (attempts, pause) in
+            [(1, 60), (2, 120), (3, 240), (40, RETRY_S_MAX), (200, RETRY_S_MAX)]
+        {
+            let status = after(attempts);
+            assert_eq!(status.retry_at(&offer, 1000), Some(1000 + pause));
+            assert_eq!(status.retry_at(&offer, 1000 + pause), None);
+            assert_eq!(status.retry_at(&offer, 999), None, "the clock went back");
+        }
+    }
+
+    #[test]
+    fn any_changed_bit_is_refused() {
+        let status = InstallStatus {
+            state: Probation,
+            trials: 3,
+            refused: vec![[7; 32]],
+            writes: 5,
+            ..InstallStatus::default()
+        };
+        let bytes = status.encode();
+        assert_eq!(InstallStatus::decode(&bytes).unwrap(), status);
+        for bit in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(InstallStatus::decode(&bad).is_err(), "bit {bit}");
+        }
+    }
+}
