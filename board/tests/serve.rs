@@ -175,16 +175,18 @@ fn a_line_longer_than_any_sample_takes_no_memory() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// One bit of a model's live record is flipped: its callers receive an error, others are served.
+/// One bit of both copies of a model's live record is flipped: its callers receive an error, others are served.
 #[test]
 fn a_damaged_model_does_not_keep_others_from_being_served() {
     let car = Car::new();
     let damaged = car.folder.path().join("damaged");
     hatchback_tests::versions::copy(&car.folder.path().join("flash"), &damaged);
-    let mut record = std::fs::read(damaged.join("live")).unwrap();
-    let middle = record.len() / 2;
-    record[middle] ^= 1;
-    std::fs::write(damaged.join("live"), record).unwrap();
+    for name in ["live.a", "live.b"] {
+        let mut record = std::fs::read(damaged.join(name)).unwrap();
+        let middle = record.len() / 2;
+        record[middle] ^= 1;
+        std::fs::write(damaged.join(name), record).unwrap();
+    }
     let flash = [format!("damaged={}", damaged.display()), format!("whole={}", car.flash())];
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &flash);
     let (line, mut connection) = (&probe()[0], car.connect());

@@ -5,7 +5,8 @@
 
 use hatchback::io::disk;
 use hatchback::maintenance::catalog::Catalog;
-use hatchback::update::state::{UpdateState, UpdateStatus};
+use hatchback::update::Updater;
+use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::publish::{Change, publish};
@@ -151,7 +152,13 @@ impl Fleet {
 
     /// Returns the recorded starts with the current release that did not end normally.
     fn starts(&self) -> u32 {
-        UpdateStatus::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap().starts
+        self.status().trials
+    }
+
+    fn status(&self) -> UpdateStatus {
+        let (directory, flash) = (self.at("updates/coupon"), self.at("models/coupon"));
+        let disk = disk::system();
+        Updater { disk, directory, flash, lineage: None, cohort: 0 }.status().unwrap()
     }
 
     /// Asks until the update is in `state`. From the first score on, every answer must be a score.
@@ -170,8 +177,7 @@ impl Fleet {
             if scored {
                 check(line, &answer);
             }
-            let status =
-                UpdateStatus::read(disk::system().as_ref(), &self.at("updates/coupon")).unwrap();
+            let status = self.status();
             if scored && status.state == state {
                 return status;
             }
@@ -270,12 +276,7 @@ fn a_published_release_is_served_if_its_probe_and_probation_succeed() {
         status.history.last()
     );
     assert!(fleet.sync());
-    assert!(
-        UpdateStatus::read(disk::system().as_ref(), &fleet.at("updates/coupon"))
-            .unwrap()
-            .state
-            .is_fetching()
-    );
+    assert!(matches!(fleet.status().state, UpdateState::Idle | UpdateState::Failed));
 
     // After a normal end, and again after a kill.
     daemon.stop();
@@ -307,7 +308,8 @@ fn only_starts_that_die_count_against_a_release() {
     assert_eq!(fleet.starts(), 0, "it was not live when the process started");
 
     // Another process holds the lock of the record all the time.
-    let lock = disk::system().lock(&fleet.at("updates/coupon/lock")).unwrap().unwrap();
+    let lock =
+        disk::system().lock(&fleet.at("models/coupon/updating"), Duration::ZERO).unwrap().unwrap();
     let mut daemon = fleet.serve();
 
     while UnixStream::connect(fleet.at("socket")).is_err() {
@@ -330,7 +332,9 @@ fn only_starts_that_die_count_against_a_release() {
     // SIGTERM while another model is being opened, which never ends: its record is a pipe without a
     // writer.
     std::fs::create_dir(fleet.at("models/other")).unwrap();
-    assert!(Command::new("mkfifo").arg(fleet.at("models/other/live")).status().unwrap().success());
+    assert!(
+        Command::new("mkfifo").arg(fleet.at("models/other/live.a")).status().unwrap().success()
+    );
 
     let mut daemon = fleet.serve();
     while fleet.starts() == 0 {

@@ -56,6 +56,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         policy: Policy { probe_samples_min: 1, ..Policy::default() },
         budget: Budget::default(),
         watched: None,
+        unservable: None,
         root: None,
         yield_now: &|| {},
     };

@@ -14,7 +14,7 @@ use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkLimits};
 use hatchback::update::release::{Release, chunk_path};
-use hatchback::update::state::{UpdateState, UpdateStatus};
+use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
@@ -237,6 +237,7 @@ impl Car {
             policy: self.policy,
             budget: Budget::default(),
             watched: self.watched,
+            unservable: None,
             root: None,
             yield_now: &|| {},
         }

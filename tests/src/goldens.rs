@@ -10,9 +10,12 @@ use hatchback::maintenance::wear::Wear;
 use hatchback::mix;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Schema};
+use hatchback::update::accepted::Accepted;
+use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer};
+use hatchback::update::install_status::{InstallState, InstallStatus, Repair};
 use hatchback::update::release::Release;
 use hatchback::update::rollback_floor::RollbackFloor;
-use hatchback::update::state::{UpdateEvent, UpdateState, UpdateStatus};
+use hatchback::update::status::{UpdateEvent, UpdateState};
 use hatchback_tools::pack::spec::CodecChoice;
 
 /// Returns a file of the repository.
@@ -88,28 +91,55 @@ fn probe_sets() -> Vec<Vec<u8>> {
     vec![Sample::encode_set(&samples).unwrap(), Sample::encode_set(&[]).unwrap()]
 }
 
-/// Returns an update status with every field in use.
-fn status() -> UpdateStatus {
-    let (at, note) = (1_800_000_000, Some("rolled back: the probe is off".to_owned()));
-    let name = golden_generation().to_string();
-    let event = |state| UpdateEvent { at, state, release: Some(name.clone()), note: note.clone() };
-    let release = Release {
+fn golden_release() -> Release {
+    Release {
         generation: golden_generation(),
         parent: None,
         bytes: 1 << 20,
         share: 5,
         manifest_bytes: 700,
         manifest: sha256(b"golden"),
+    }
+}
+
+fn golden_history() -> Vec<UpdateEvent> {
+    let (at, note) = (1_800_000_000, Some("rolled back: the probe is off".to_owned()));
+    let release = Some(golden_generation().to_string());
+    let event = |(order, state)| {
+        let (release, note) = (release.clone(), note.clone());
+        UpdateEvent { order, at, state, release, note }
     };
-    UpdateStatus {
-        state: UpdateState::Probation,
-        live: Some(name.clone()),
-        release: Some(release),
+    [(7, UpdateState::Fetching), (9, UpdateState::Failed)].map(event).to_vec()
+}
+
+/// Returns a record of the sync process with every field in use.
+fn fetch_status() -> FetchStatus {
+    FetchStatus {
+        state: FetchState::Staged,
+        release: Some(golden_release()),
+        offer: Some(Offer { number: 3, release: golden_release() }),
+        cohort: 42,
+        revoked: Some(sha256(b"revoked")),
         newest: Some(1),
         received: Wear::unknown(),
-        starts: 3,
-        history: [UpdateState::Fetching, UpdateState::Failed].map(event).to_vec(),
-        ..UpdateStatus::default()
+        history: golden_history(),
+        ..FetchStatus::default()
+    }
+}
+
+/// Returns a record of the serving process with every field in use.
+fn install_status() -> InstallStatus {
+    InstallStatus {
+        state: InstallState::Probation,
+        offer: 3,
+        release: Some(golden_release()),
+        trials: 3,
+        attempts: 2,
+        repair: Repair::NewerSnapshot,
+        committed: Some(golden_generation()),
+        refused: vec![sha256(b"refused")],
+        history: golden_history(),
+        ..InstallStatus::default()
     }
 }
 
@@ -138,22 +168,18 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             vec![match parser {
                 "manifest" => encoded,
                 "bundle" => bundle,
-                _ => live_record(manifest.generation, &encoded).encode(),
+                _ => live_record(manifest.generation, &encoded).encode(4),
             }]
         }
-        "status" => vec![status().encode(), UpdateStatus::default().encode()],
+        "fetch_status" => vec![fetch_status().encode(), FetchStatus::default().encode()],
+        "install_status" => vec![install_status().encode(), InstallStatus::default().encode()],
+        "accepted" => {
+            vec![Accepted { root: b"a root".to_vec(), targets: 700 }.encode(5)]
+        }
         "floor" => {
             let (root, timestamp, snapshot, targets) = (2, 300, 200, 200);
             vec![
-                RollbackFloor {
-                    writes: 9,
-                    root,
-                    timestamp,
-                    snapshot,
-                    targets,
-                    time: 1_800_000_000,
-                }
-                .encode(),
+                RollbackFloor { root, timestamp, snapshot, targets, time: 1_800_000_000 }.encode(9),
             ]
         }
         "segment" => segments(),

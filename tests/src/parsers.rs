@@ -18,8 +18,10 @@ use hatchback::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema, Table};
 use hatchback::targets::Target;
+use hatchback::update::accepted::Accepted;
+use hatchback::update::fetch_status::FetchStatus;
+use hatchback::update::install_status::InstallStatus;
 use hatchback::update::rollback_floor::RollbackFloor;
-use hatchback::update::state::UpdateStatus;
 use hatchback::{Codec, DenseEngine, Weights};
 use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
 use hatchback_tools::pack::spec::ModelSpec;
@@ -35,7 +37,9 @@ pub const PARSERS: &[(&str, Parser)] = &[
     ("manifest", manifest),
     ("bundle", bundle),
     ("live_record", live_record),
-    ("status", status),
+    ("fetch_status", fetch_status),
+    ("install_status", install_status),
+    ("accepted", accepted),
     ("floor", floor),
     ("segment", segment),
     ("page", page),
@@ -150,17 +154,35 @@ fn rows_over(part: Part, table: &Table) -> Range<u64> {
 /// Parses a live record.
 pub fn live_record(bytes: &[u8]) {
     with_valid_checksum(bytes, |bytes| {
-        if let Ok(record) = LiveRecord::decode(bytes) {
-            assert_eq!(LiveRecord::decode(&record.encode()), Ok(record));
+        if let Ok((writes, record)) = LiveRecord::decode(bytes) {
+            assert_eq!(LiveRecord::decode(&record.encode(writes)), Ok((writes, record)));
         }
     });
 }
 
-/// Parses an update status.
-pub fn status(bytes: &[u8]) {
+/// Parses a record of the sync process.
+pub fn fetch_status(bytes: &[u8]) {
     with_valid_checksum(bytes, |bytes| {
-        if let Ok(status) = UpdateStatus::decode(bytes) {
-            assert_eq!(UpdateStatus::decode(&status.encode()), Ok(status));
+        if let Ok(status) = FetchStatus::decode(bytes) {
+            assert_eq!(FetchStatus::decode(&status.encode()), Ok(status));
+        }
+    });
+}
+
+/// Parses a record of the serving process.
+pub fn install_status(bytes: &[u8]) {
+    with_valid_checksum(bytes, |bytes| {
+        if let Ok(status) = InstallStatus::decode(bytes) {
+            assert_eq!(InstallStatus::decode(&status.encode()), Ok(status));
+        }
+    });
+}
+
+/// Parses a record of what the serving process trusts.
+pub fn accepted(bytes: &[u8]) {
+    with_valid_checksum(bytes, |bytes| {
+        if let Ok((writes, accepted)) = Accepted::decode(bytes) {
+            assert_eq!(Accepted::decode(&accepted.encode(writes)), Ok((writes, accepted)));
         }
     });
 }
@@ -168,8 +190,8 @@ pub fn status(bytes: &[u8]) {
 /// Parses a rollback floor record.
 pub fn floor(bytes: &[u8]) {
     with_valid_checksum(bytes, |bytes| {
-        if let Ok(floor) = RollbackFloor::decode(bytes) {
-            assert_eq!(RollbackFloor::decode(&floor.encode()), Ok(floor));
+        if let Ok((writes, floor)) = RollbackFloor::decode(bytes) {
+            assert_eq!(RollbackFloor::decode(&floor.encode(writes)), Ok((writes, floor)));
         }
     });
 }

@@ -7,7 +7,7 @@ use crate::fleet::{Car, Fleet, T0, VERSIONS};
 use crate::random::Random;
 use hatchback::update::apply::{Policy, Watched};
 use hatchback::update::link::{Link, LinkError, Take};
-use hatchback::update::state::UpdateState;
+use hatchback::update::status::UpdateState;
 use hatchback_link::DirectoryLink;
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;

@@ -334,7 +334,7 @@ impl Disk for SimDisk {
         Ok(Box::new(SimOutput { disk: self.clone(), file }))
     }
 
-    fn lock(&self, _: &Path) -> io::Result<Option<Lock>> {
+    fn lock(&self, _: &Path, _: Duration) -> io::Result<Option<Lock>> {
         Ok(Some(Box::new(())))
     }
 
@@ -344,12 +344,15 @@ impl Disk for SimDisk {
     }
 
     fn open(&self, path: &Path) -> io::Result<Box<dyn Input>> {
-        Ok(Box::new(io::Cursor::new(self.read(path)?)))
+        Ok(Box::new(io::Cursor::new(self.read(path, u64::MAX)?)))
     }
 
-    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
+    fn read(&self, path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
         match self.state().file(path)? {
             file if file.unreadable => Err(io::Error::other("the device reports an error")),
+            file if file.content.len() as u64 > bytes_max => {
+                Err(io::Error::new(io::ErrorKind::InvalidData, "is too long"))
+            }
             file => Ok(file.content.clone()),
         }
     }

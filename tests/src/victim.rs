@@ -58,7 +58,7 @@ impl Default for Victim {
         let flash = folder.path().join("flash");
         install(&flash, &plan("victim", 5).pack().bundle);
         let next = Parts::read(&plan("victim", 6).pack().bundle);
-        let live = std::fs::read(flash.join("live")).unwrap();
+        let live = std::fs::read(flash.join("live.a")).unwrap();
         let mut victim = Self { folder, flash, live, scores: Vec::new(), next };
         victim.scores = victim.score();
         victim
@@ -108,7 +108,7 @@ impl Victim {
         let root = self.folder.path().display().to_string();
         assert!(error.starts_with(&root), "the error names no file: {error}");
         texts.iter().for_each(|text| assert!(error.contains(text), "no `{text}` in: {error}"));
-        assert_eq!(std::fs::read(self.flash.join("live")).unwrap(), self.live, "{error}");
+        assert_eq!(std::fs::read(self.flash.join("live.a")).unwrap(), self.live, "{error}");
     }
 
     /// Returns a changed generation 6 with valid hashes.

@@ -9,50 +9,70 @@ use hatchback::flash::Flash;
 use hatchback::flash::live::LiveRecord;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
+use hatchback_tests::versions::Versions;
 use hatchback_tests::victim::Victim;
+use hatchback_tools::serve::install;
 
-/// A torn live record is never taken for an empty directory and never overwritten.
+fn write_copies(victim: &Victim, record: &[u8]) {
+    for name in LiveRecord::file_names() {
+        std::fs::write(victim.flash.join(name), record).unwrap();
+    }
+}
+
+/// A torn live record is never taken for an empty directory by a reader. One whole copy is enough.
 #[test]
 fn a_torn_live_record() {
     let victim = Victim::default();
-    let path = victim.flash.join("live");
-    let good = victim.next.clone().bytes();
-    std::fs::write(victim.bundle(), &good).unwrap();
-    let refused = |record: &[u8]| {
-        std::fs::write(&path, record).unwrap();
+    let system = hatchback::io::disk::system();
+    let [first, second] = LiveRecord::file_names().map(|name| victim.flash.join(name));
+    let torn = |record: &[u8]| {
+        std::fs::write(&first, record).unwrap();
+        Flash::open(&system, &victim.flash).unwrap();
+        std::fs::write(&second, record).unwrap();
         let texts = [
-            Flash::open(&hatchback::io::disk::system(), &victim.flash).err().unwrap().to_string(),
-            Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
-                .err()
-                .unwrap()
-                .to_string(),
-            victim.install(&good).err().unwrap().to_string(),
+            Flash::open(&system, &victim.flash).err().unwrap().to_string(),
+            Model::open(&system, &victim.flash, Budget::default()).err().unwrap().to_string(),
         ];
-        let file = path.display().to_string();
+        let file = second.display().to_string();
         texts.iter().for_each(|text| assert!(text.starts_with(&file), "{text}"));
-        assert_eq!(std::fs::read(&path).unwrap(), record, "overwritten");
+        assert!(Flash::has_live_record(system.as_ref(), &victim.flash));
+        std::fs::write(&second, &victim.live).unwrap();
     };
 
-    (0..victim.live.len()).for_each(|length| refused(&victim.live[..length]));
+    (0..victim.live.len()).for_each(|length| torn(&victim.live[..length]));
     for bit in 0..victim.live.len() * 8 {
         let mut record = victim.live.clone();
         record[bit / 8] ^= 1 << (bit % 8);
-        refused(&record);
+        torn(&record);
     }
 
-    refused(&[&victim.live[..], &[0]].concat());
-    refused(&[0; 4096]);
-    std::fs::write(&path, &victim.live).unwrap();
+    torn(&[&victim.live[..], &[0]].concat());
+    torn(&[0; 4096]);
+}
+
+/// A snapshot replaces a live record that is lost in both copies, and a delta does not.
+#[test]
+fn only_a_snapshot_follows_a_lost_live_record() {
+    let (versions, folder) = (Versions::new(2, 100, 3), tempfile::tempdir().unwrap());
+    let flash = folder.path().join("flash");
+    install(&versions.snapshots[0], &flash).unwrap();
+    for name in LiveRecord::file_names() {
+        std::fs::write(flash.join(name), b"garbage").unwrap();
+    }
+    let error = format!("{:#}", install(&versions.deltas[1], &flash).err().unwrap());
+    assert!(error.contains("only a snapshot can follow"), "{error}");
+    assert!(Flash::open(&hatchback::io::disk::system(), &flash).is_err());
+    let flash = install(&versions.snapshots[1], &flash).unwrap();
+    assert_eq!(flash.manifest().generation.sequence, 2);
 }
 
 #[test]
 fn a_live_record_that_references_missing_files() {
     let victim = Victim::default();
-    let path = victim.flash.join("live");
     let refused = |change: &dyn Fn(&mut LiveRecord), text: &str| {
-        let mut record = LiveRecord::decode(&victim.live).unwrap();
+        let (writes, mut record) = LiveRecord::decode(&victim.live).unwrap();
         change(&mut record);
-        std::fs::write(&path, record.encode()).unwrap();
+        write_copies(&victim, &record.encode(writes));
         let error = Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default())
             .err()
             .unwrap()
@@ -64,11 +84,13 @@ fn a_live_record_that_references_missing_files() {
         &|r| r.live.manifest[0] ^= 1,
         "g000000000005/manifest: manifest: does not match its hash",
     );
-    std::fs::remove_file(&path).unwrap();
+    for name in LiveRecord::file_names() {
+        std::fs::remove_file(victim.flash.join(name)).unwrap();
+    }
     let error =
         Flash::open(&hatchback::io::disk::system(), &victim.flash).err().unwrap().to_string();
     assert!(error.contains("flash: live: no generation is live here"), "{error}");
-    std::fs::write(&path, &victim.live).unwrap();
+    write_copies(&victim, &victim.live);
 }
 
 #[test]
@@ -94,12 +116,12 @@ fn a_manifest_missing_or_damaged_on_flash() {
     let mut later = whole.clone();
     later[0] = 2;
     std::fs::write(&path, &later).unwrap();
-    let mut record = LiveRecord::decode(&victim.live).unwrap();
+    let (writes, mut record) = LiveRecord::decode(&victim.live).unwrap();
     record.live.manifest = sha256(&later);
-    std::fs::write(victim.flash.join("live"), record.encode()).unwrap();
+    write_copies(&victim, &record.encode(writes));
 
     assert!(error().contains("g000000000005/manifest: format: 2 is not 1"));
-    std::fs::write(victim.flash.join("live"), &victim.live).unwrap();
+    write_copies(&victim, &victim.live);
     std::fs::remove_file(&path).unwrap();
     assert!(error().contains("g000000000005/manifest: No such file"));
 
@@ -109,7 +131,7 @@ fn a_manifest_missing_or_damaged_on_flash() {
 #[test]
 fn files_missing_on_flash() {
     let victim = Victim::default();
-    for name in ["t0000-0000.seg", "t0001-0000.seg", "t0002.hot", "dense.onnx"] {
+    for name in ["t0000-0000.seg", "t0001-0000.seg", "dense.onnx"] {
         let path = victim.flash.join("g000000000005").join(name);
         let whole = std::fs::read(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
@@ -127,22 +149,24 @@ fn files_missing_on_flash() {
 fn a_flipped_bit_beside_the_segments() {
     let victim = Victim::default();
     let folder = victim.flash.join("g000000000005");
-    for name in ["dense.onnx", "t0002.hot"] {
-        let path = folder.join(name);
-        let whole = std::fs::read(&path).unwrap();
-        for bit in [0, 4 * whole.len(), 8 * whole.len() - 1] {
-            let mut damaged = whole.clone();
-            damaged[bit / 8] ^= 1 << (bit % 8);
-            std::fs::write(&path, damaged).unwrap();
-            let opened =
-                Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default());
-            let error = opened.err().unwrap().to_string();
-            assert!(
-                error.contains(&format!("g000000000005/{name}: content: does not match its hash")),
-                "{error}"
-            );
-        }
-        std::fs::write(&path, whole).unwrap();
+    let open = || Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default());
+    let path = folder.join("dense.onnx");
+    let whole = std::fs::read(&path).unwrap();
+    for bit in [0, 4 * whole.len(), 8 * whole.len() - 1] {
+        let mut damaged = whole.clone();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        std::fs::write(&path, damaged).unwrap();
+        let error = open().err().unwrap().to_string();
+        assert!(
+            error.contains("g000000000005/dense.onnx: content: does not match its hash"),
+            "{error}"
+        );
     }
-    Model::open(&hatchback::io::disk::system(), &victim.flash, Budget::default()).unwrap();
+    std::fs::write(&path, whole).unwrap();
+
+    // A hot list only says which rows to read first.
+    std::fs::write(folder.join("t0002.hot"), b"garbage").unwrap();
+    open().unwrap();
+    std::fs::remove_file(folder.join("t0002.hot")).unwrap();
+    open().unwrap();
 }

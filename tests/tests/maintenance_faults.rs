@@ -78,7 +78,7 @@ fn a_flipped_bit_is_repaired_from_the_previous_generation() {
 
         for table in 0..2 {
             let base = base_of(&flash, table);
-            let good = disk.read(&base).unwrap();
+            let good = disk.read(&base, u64::MAX).unwrap();
             for page in 0..flash.table(table).unwrap().segments()[0].counts().data_pages as usize {
                 disk.flip(
                     &base,
@@ -87,7 +87,7 @@ fn a_flipped_bit_is_repaired_from_the_previous_generation() {
                 );
                 let counts = scrub(&mut flash);
                 assert_eq!(counts.0 + counts.1, 1, "seed {seed}, table {table}, page {page}");
-                let now = disk.read(&base).unwrap();
+                let now = disk.read(&base, u64::MAX).unwrap();
                 assert_eq!(now == good, counts.0 == 1, "seed {seed}, table {table}, page {page}");
                 (repaired, left) = (repaired + counts.0, left + counts.1);
                 let content = good[page * PAGE_BYTES..][..PAGE_BYTES].try_into().unwrap();
@@ -109,11 +109,11 @@ fn lost_pages_of_an_unchanged_table_are_rebuilt() {
     let (disk, mut flash) = merged(&versions);
     for table in 0..2 {
         let (base, lost) = (base_of(&flash, table), [0; PAGE_BYTES]);
-        let good = disk.read(&base).unwrap();
+        let good = disk.read(&base, u64::MAX).unwrap();
         let pages = flash.table(table).unwrap().segments()[0].counts().data_pages;
         (0..pages).for_each(|page| disk.write_page(&base, page, &lost).unwrap());
         assert_eq!(scrub(&mut flash), (pages as usize, 0));
-        assert!(disk.read(&base).unwrap() == good, "table {table}");
+        assert!(disk.read(&base, u64::MAX).unwrap() == good, "table {table}");
     }
     // Rows that the live generation changed exist in no other segment.
     let (disk, mut flash) = merged(&Versions::new(3, 3000, 80));

@@ -259,7 +259,7 @@ fn an_interrupted_install_takes_no_room() {
         let bundle = BundleReader::open(&versions.snapshots[next]).unwrap();
         let bytes: u64 = bundle.manifest().blobs.iter().map(|b| b.raw_bytes()).sum();
         // The error comes before the live record, after everything else was written.
-        disk.fail_after(counted.calls() - before - 6);
+        disk.fail_after(counted.calls() - before - 11);
         let used = disk.used();
         assert!(install(first, &disk).is_err() && disk.used() > used + bytes / 2);
         disk.set_capacity(Some(used + bytes + (1 << 20)));
@@ -296,7 +296,7 @@ fn scrubbing_finds_exactly_the_damaged_pages_and_repair_replaces_them() {
     let pages = scrub(&disk).pages;
     let mut random = Random::new(1);
     let base = Path::new(DIR).join("g000000000001/t0000-0000.seg");
-    let good = hatchback::io::disk::Disk::read(&disk, &base).unwrap();
+    let good = hatchback::io::disk::Disk::read(&disk, &base, u64::MAX).unwrap();
     let page = 2;
     disk.flip(&base, page * 4096 * 8 + random.below(4096 * 8) as usize);
     let found = scrub(&disk);
@@ -331,7 +331,7 @@ fn scrubbing_finds_a_flipped_bit_on_every_page() {
     let segments = disk.paths().into_iter().filter(|p| p.extension().is_some_and(|e| e == "seg"));
     let (mut random, mut kinds) = (Random::new(14), BTreeSet::new());
     for path in segments {
-        let pages = pages_of(&disk.read(&path).unwrap());
+        let pages = pages_of(&disk.read(&path, u64::MAX).unwrap());
         for (page, content) in pages.iter().enumerate() {
             let bit = page * 4096 * 8 + random.below(4096 * 8) as usize;
             disk.flip(&path, bit);

@@ -11,7 +11,7 @@ use hatchback::update::Updater;
 use hatchback::update::error::UpdateError;
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
 use hatchback::update::staging::Staging;
-use hatchback::update::state::{UpdateState, UpdateStatus};
+use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::{
@@ -167,25 +167,35 @@ fn one_readable_copy_of_the_floor_is_enough() {
         let error = car.run(&mut old.link(), T0 + 12).unwrap_err();
         assert!(matches!(error, UpdateError::Rollback { .. }), "{error:?}");
         car.run(&mut fleet.link(), T0 + 13).unwrap();
-        car.disk.read(&copy).expect("the copy was written again");
+        car.disk.read(&copy, u64::MAX).expect("the copy was written again");
     }
 }
 
-/// A status record that exists and cannot be read is not taken for a missing one: the car would
-/// forget its daily budget and its probation.
+/// A record of the serving process that the device does not give is not taken for a missing one:
+/// the car would forget its probation. One copy is enough.
 #[test]
-fn an_unreadable_status_record_is_not_replaced() {
+fn an_unreadable_record_of_the_serving_process_is_not_replaced() {
     let fleet = Fleet::new();
     let car = Car::at_first_release(&fleet);
-    let record = Path::new("/sync/status");
-    car.disk.spoil(record);
+    fleet.delta(T0 + 10, 2);
+    car.disk.spoil(Path::new("/flash/update.a"));
+    car.run(&mut fleet.link(), T0 + 12).unwrap();
+    assert_eq!(car.live(), 2);
+
+    let names = ["/flash/update.a", "/flash/update.b"].map(Path::new);
+    names.iter().for_each(|name| car.disk.spoil(name));
     let unreadable = |e: UpdateError| {
-        assert!(matches!(&e, UpdateError::Io { path, .. } if path == record), "{e:?}")
+        assert!(
+            matches!(&e, UpdateError::Io { path, .. } if names.contains(&path.as_path())),
+            "{e:?}"
+        )
     };
-    unreadable(car.run(&mut fleet.link(), T0 + 12).unwrap_err());
-    unreadable(car.sync.record_start(T0 + 12).unwrap_err());
-    unreadable(car.sync.consent(T0 + 12).unwrap_err());
-    car.disk.read(record).expect_err("the record was replaced");
+    unreadable(car.run(&mut fleet.link(), T0 + 13).unwrap_err());
+    unreadable(car.sync.begin_trial(T0 + 13).unwrap_err());
+    unreadable(car.sync.consent(T0 + 13).unwrap_err());
+    names.iter().for_each(|name| {
+        car.disk.read(name, u64::MAX).expect_err("the record was replaced");
+    });
 }
 
 #[test]
@@ -434,10 +444,17 @@ fn a_damaged_staged_bundle_is_fetched_again_and_a_car_without_root_says_so() {
     let path = staging
         .stage(&release, &mut Fetcher::new(&mut link, &clock, LinkLimits::default()), |_, _| Ok(()))
         .unwrap();
+    // The sync process sees damage of before its fetch, the serving process damage of after.
     car.disk.flip(&path, 1000 * 8);
-    let error = car.run(&mut fleet.link(), T0 + 1).unwrap_err();
-    assert!(matches!(error, UpdateError::ReleaseFailed { .. }), "{error:?}");
-    assert!(!staging.is_refused(&release));
+    car.sync
+        .fetch(&mut Fetcher::new(&mut link, &clock, LinkLimits::default()), T0 + 1, |_, _| {})
+        .unwrap();
+    assert!(staging.is_sound(&release));
+    car.disk.flip(&path, 1000 * 8);
+    while car.sync.advance(&car.host(), T0 + 1).unwrap() {}
+    let error = car.sync.status().unwrap().error.unwrap();
+    assert!(error.contains("it will be fetched again"), "{error:?}");
+    assert!(car.sync.status().unwrap().refused.is_empty());
     car.run(&mut fleet.link(), T0 + 2).unwrap();
     assert_eq!(car.live(), 1);
 

@@ -43,7 +43,7 @@ fn a_download_cut_at_every_byte_resumes_at_the_chunk() {
         wire.faults = Faults::default();
         let path = stage(&disk, &mut wire).unwrap();
         assert_eq!(
-            disk.read(&path).unwrap(),
+            disk.read(&path, u64::MAX).unwrap(),
             std::fs::read(&VERSIONS.snapshots[0]).unwrap(),
             "cut {cut}"
         );

@@ -9,8 +9,10 @@ use hatchback::io::disk::{self, Disk};
 use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::error::UpdateError;
+use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer};
+use hatchback::update::install_status::{InstallState, InstallStatus};
 use hatchback::update::link::{Fetcher, Link, LinkError, LinkLimits, Take};
-use hatchback::update::state::{UpdateState, UpdateStatus};
+use hatchback::update::status::UpdateState;
 use hatchback::update::trust::Trust;
 use hatchback_link::DirectoryLink;
 use hatchback_tests::flash_check::whole_generation;
@@ -169,6 +171,8 @@ fn a_release_revoked_on_probation_is_rolled_back_and_a_later_revocation_is_repor
     }
 }
 
+/// Starts that end before the first answers count against a release. Starts that end normally, or
+/// after the first answers, do not.
 #[test]
 fn a_release_that_kills_every_start_is_rolled_back() {
     let (before, fleet) = next_release();
@@ -176,19 +180,46 @@ fn a_release_that_kills_every_start_is_rolled_back() {
     car.policy.requests_min = 1;
     car.watched = seen(0, 0, 0);
     assert_eq!(car.run(&mut fleet.link(), T0 + 11).unwrap().state, UpdateState::Probation);
-    // Clean exits do not count against the release.
     for start in 0..20 {
-        car.sync.record_start(T0 + 20 + start).unwrap();
-        car.sync.record_clean_exit().unwrap();
+        car.sync.begin_trial(T0 + 20 + start).unwrap();
+        car.sync.end_trial().unwrap();
     }
     for start in 0..5 {
-        car.sync.record_start(T0 + 40 + start).unwrap();
+        car.sync.begin_trial(T0 + 40 + start).unwrap();
         assert_eq!(car.sync.status().unwrap().state, UpdateState::Probation);
     }
-    car.sync.record_start(T0 + 50).unwrap();
+    car.sync.begin_trial(T0 + 50).unwrap();
     assert_eq!(car.sync.status().unwrap().state, UpdateState::RollingBack);
     assert!(car.sync.advance(&car.host(), T0 + 51).unwrap());
     assert_eq!((car.sync.status().unwrap().state, car.live()), (UpdateState::Failed, 1));
+    assert_eq!(car.sync.status().unwrap().refused.len(), 1);
+}
+
+/// A release whose probe ends with the process every time is rejected at last.
+#[test]
+fn a_release_that_kills_every_probe_is_rejected() {
+    let (before, fleet) = next_release();
+    let mut car = Car::at_first_release(&before);
+    car.policy.consent = true;
+    car.run(&mut fleet.link(), T0 + 11).unwrap();
+    car.sync.consent(T0 + 11).unwrap();
+    for ended in 0..6 {
+        let died = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let pieces = std::cell::Cell::new(0);
+            let host = Host {
+                yield_now: &|| {
+                    pieces.set(pieces.get() + 1);
+                    let trials = car.sync.status().unwrap().trials;
+                    assert!(trials <= ended, "the process dies in trial {trials}");
+                },
+                ..car.host()
+            };
+            while car.sync.advance(&host, T0 + 12).unwrap() {}
+        }));
+        assert_eq!(died.is_err(), ended < 5, "after {ended} ends");
+    }
+    let status = car.sync.status().unwrap();
+    assert_eq!((car.live(), status.refused.len()), (1, 1), "{status:?}");
 }
 
 /// A link that calls a function before each answer.
@@ -227,9 +258,9 @@ fn the_serving_process_continues_while_the_fetch_waits_for_its_link() {
         if path.starts_with("chunks/") && !agreed {
             agreed = sync.consent(T0 + 13).unwrap();
             while sync.advance(&host, T0 + 13).unwrap() {}
-            sync.record_start(T0 + 14).unwrap();
-            assert_eq!(sync.status().unwrap().starts, 1);
-            sync.record_clean_exit().unwrap();
+            sync.begin_trial(T0 + 14).unwrap();
+            assert_eq!(sync.status().unwrap().trials, 1);
+            sync.end_trial().unwrap();
             let (mut link, clock) = (fleet.link(), Ticks::still());
             let mut another = Fetcher::new(&mut link, &clock, LinkLimits::default());
             let refused = sync.fetch(&mut another, T0 + 14, |_, _| {}).unwrap_err();
@@ -242,7 +273,7 @@ fn the_serving_process_continues_while_the_fetch_waits_for_its_link() {
     // The release that is on probation by now stays in hand.
     let status = sync.fetch(&mut fetcher, T0 + 12, |_, _| {}).unwrap();
     let release = status.release.unwrap().generation.sequence;
-    assert_eq!((status.state, release, status.starts), (UpdateState::Probation, 2, 0));
+    assert_eq!((status.state, release, status.trials), (UpdateState::Probation, 2, 0));
 
     car.watched = seen(1, 0, 1);
     let mut wire = Wire::new(fleet.link(), Faults::default());
@@ -253,12 +284,13 @@ fn the_serving_process_continues_while_the_fetch_waits_for_its_link() {
     assert!(wire.asked.iter().all(|path| path.starts_with("metadata/")), "{:?}", wire.asked);
 }
 
-/// A process that finds the status record locked for a moment waits for the lock.
+/// The owner's consent waits for a step of the serving process.
 #[test]
 fn a_lock_held_for_a_moment_is_awaited() {
     let (before, fleet) = next_release();
     let (_folder, car) = asking(&before, &fleet);
-    let lock = car.sync.disk.lock(&car.sync.directory.join("lock")).unwrap().unwrap();
+    let lock = car.sync.flash.join("updating");
+    let lock = car.sync.disk.lock(&lock, Duration::ZERO).unwrap().unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(50));
@@ -319,64 +351,78 @@ fn an_unsigned_release_is_not_applied() {
     // The files of a stranger's car are signed correctly, but by other keys.
     let theirs = Car::at_first_release(&stranger);
     for name in ["root.json", "root.factory", "timestamp.json", "snapshot.json", "targets.json"] {
-        let bytes = theirs.disk.read(&theirs.sync.directory.join(name)).unwrap();
+        let bytes = theirs.disk.read(&theirs.sync.directory.join(name), u64::MAX).unwrap();
         let mut file = car.disk.create(&car.sync.directory.join(name)).unwrap();
         file.write_all(&bytes).unwrap();
     }
 
     let root = std::fs::read(fleet.keys().join("1.root.json")).unwrap();
     let host = Host { root: Some(&root), ..car.host() };
-    let refused = car.sync.advance(&host, T0 + 12).unwrap_err();
-
-    assert!(
-        matches!(
-            refused,
-            UpdateError::MixAndMatch { .. }
-                | UpdateError::WrongKey { .. }
-                | UpdateError::Malformed { .. }
-        ),
-        "{refused:?}"
-    );
-    assert_eq!(car.live(), 1);
+    while car.sync.advance(&host, T0 + 12).unwrap() {}
+    let status = car.sync.status().unwrap();
+    let error = status.error.clone().unwrap_or_default();
+    assert!(error.contains("wrong key: targets.json"), "{status:?}");
+    assert_eq!((status.state, car.live()), (UpdateState::Failed, 1));
+    assert!(status.refused.is_empty(), "{status:?}");
 }
 
-/// A status record of any content is data: a car in any state, with a listed release, with another
-/// one or with none, ends at the newest release without help.
+/// Records of any content are data: a car in any state, with a listed release, with another one or
+/// with none, ends at the newest release without help.
 #[test]
-fn a_status_record_of_any_content_is_handled() {
+fn records_of_any_content_are_handled() {
+    use FetchState as F;
+    use InstallState as I;
+
     let (before, fleet) = next_release();
+    let fetch_states = [F::Idle, F::Notified, F::Fetching, F::Staged, F::Failed];
     let states = [
-        UpdateState::Idle,
-        UpdateState::Notified,
-        UpdateState::Fetching,
-        UpdateState::Staged,
-        UpdateState::AwaitConsent,
-        UpdateState::Applying,
-        UpdateState::Probation,
-        UpdateState::Committed,
-        UpdateState::RollingBack,
-        UpdateState::Failed,
+        I::Idle,
+        I::AwaitConsent,
+        I::Applying,
+        I::Probation,
+        I::Committed,
+        I::RollingBack,
+        I::Failed,
     ];
     let releases =
         [None, Some(release_of(&VERSIONS.deltas[1])), Some(release_of(&VERSIONS.deltas[3]))];
     for (state, release) in states.iter().flat_map(|s| releases.iter().map(move |r| (*s, r))) {
-        for starts in [0, u32::MAX] {
+        for (number, trials) in [0, 1, u64::MAX].into_iter().flat_map(|n| [(n, 0), (n, u32::MAX)]) {
             let car = Car::at_first_release(&before);
-            let status =
-                UpdateStatus { state, release: release.clone(), starts, ..Default::default() };
-            status.write(&car.disk, &car.sync.directory).unwrap();
+            let (offer, release) = (number, release.clone());
+            let mut install = InstallStatus {
+                state,
+                offer,
+                release: release.clone(),
+                trials,
+                ..InstallStatus::default()
+            };
+            install.write(&car.disk, &car.sync.flash).unwrap();
+            let mut fetch = FetchStatus {
+                state: fetch_states[(number % 5) as usize],
+                offer: release.clone().map(|release| Offer { number: 1, release }),
+                release,
+                ..FetchStatus::default()
+            };
+            fetch.write(&car.disk, &car.sync.directory).unwrap();
 
-            let what = format!("{state}, {:?}, {starts}", release.as_ref().map(|r| &r.generation));
-            car.sync.record_start(T0 + 12).unwrap();
+            let what = format!("{install:?}");
+            car.sync.begin_trial(T0 + 12).unwrap();
             car.sync.consent(T0 + 12).unwrap();
             for now in T0 + 13..T0 + 17 {
                 let _ = car.run(&mut fleet.link(), now);
             }
             let status = car.sync.status().unwrap();
-            assert!(status.state.is_fetching(), "{what}: {status:?}");
+            assert!(
+                matches!(
+                    status.state,
+                    UpdateState::Idle | UpdateState::Committed | UpdateState::Failed
+                ),
+                "{what}: {status:?}"
+            );
             // A record that rolls the second release back marks it: the car stays at the first.
-            let staged = car.disk.list(&car.sync.directory.join("staged")).unwrap();
-            let is_marked = staged.iter().any(|f| f.extension().is_some_and(|e| e == "refused"));
+            let second = release_of(&VERSIONS.deltas[1]).manifest;
+            let is_marked = status.refused.contains(&hatchback::update::release::hex(&second));
             assert_eq!(car.live(), if is_marked { 1 } else { 2 }, "{what}: {status:?}");
         }
     }
@@ -411,7 +457,7 @@ fn a_power_cut_in_every_state_ends_in_one_whole_generation() {
             *cuts.entry(format!("{state}, faults {faults}")).or_default() += 1;
 
             assert!((1..=2).contains(&car.live()), "cut {cut}");
-            car.sync.record_start(T0 + 13).unwrap();
+            car.sync.begin_trial(T0 + 13).unwrap();
 
             // A bad release fails once more, or was marked before the cut.
             let _ = run(&car);

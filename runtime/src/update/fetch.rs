@@ -156,7 +156,8 @@ impl Updater {
         if let Some(older) = last.as_ref().filter(|o| o.release.manifest != release.manifest) {
             staging.drop_bundle(&older.release)?;
         }
-        let number = last.map_or(0, |offer| offer.number).max(install.offer).saturating_add(1);
+        // Any number serves that the serving process did not take last.
+        let number = install.offer.wrapping_add(1);
         run.status.offer = Some(Offer { number, release });
         run.enter(FetchState::Staged, &install, None);
         Ok(())
@@ -212,6 +213,7 @@ impl Updater {
         run.enter(FetchState::Notified, &install, None);
         run.save()?;
         run.enter(FetchState::Fetching, &install, None);
+        run.save()?;
         Ok(Some(release))
     }
 

@@ -65,7 +65,7 @@ impl FetchState {
 /// A staged release that the serving process may install.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
-    /// Number of the offer. The serving process takes each number once.
+    /// Number of the offer. The serving process takes an offer with another number than the last.
     pub number: u64,
     /// The release.
     pub release: Release,
@@ -98,7 +98,7 @@ pub struct FetchStatus {
     pub history: Vec<UpdateEvent>,
     /// Number of writes of the record.
     #[serde(skip)]
-    pub(super) writes: u64,
+    pub writes: u64,
 }
 
 impl FetchStatus {

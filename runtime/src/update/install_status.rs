@@ -6,7 +6,7 @@ use crate::io::disk::Disk;
 use crate::io::paired_record::{PairedRecord, Stored};
 use crate::limits::{REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX};
 use crate::update::error::UpdateError;
-use crate::update::fetch_status::{FetchStatus, Offer};
+use crate::update::fetch_status::Offer;
 use crate::update::release::Release;
 use crate::update::status::{UpdateEvent, UpdateState, append, last_order};
 use serde::{Deserialize, Serialize};
@@ -129,7 +129,7 @@ pub struct InstallStatus {
     pub history: Vec<UpdateEvent>,
     /// Number of writes of the record.
     #[serde(skip)]
-    pub(super) writes: u64,
+    pub writes: u64,
 }
 
 impl InstallStatus {
@@ -140,7 +140,14 @@ impl InstallStatus {
     /// `UpdateError::Io` if the device refuses both copies; another attempt may succeed.
     pub fn read(disk: &dyn Disk, directory: &Path) -> Result<Self, UpdateError> {
         match RECORD.read::<Self>(disk, directory) {
-            Ok(Some(Stored { value, writes, .. })) => Ok(Self { writes, ..value }),
+            Ok(Some(Stored { value, writes, .. })) => {
+                let mut status = Self { writes, ..value };
+                // A record that names no release has nothing in hand.
+                if status.release.is_none() && status.state.has_release() {
+                    status.state = InstallState::Idle;
+                }
+                Ok(status)
+            }
             Ok(None) => Ok(Self::default()),
             Err(lost) if lost.is_device => {
                 let source = std::io::Error::other(lost.problem);
@@ -163,11 +170,6 @@ impl InstallStatus {
         RECORD
             .write(disk, directory, self.writes, self)
             .map_err(|(path, source)| UpdateError::Io { path, source })
-    }
-
-    /// Returns whether the offer in `fetch` was taken.
-    pub(super) fn has_handled(&self, fetch: &FetchStatus) -> bool {
-        fetch.offer.as_ref().is_some_and(|offer| offer.number == self.offer)
     }
 
     /// Returns whether `release` was rejected.

@@ -127,8 +127,9 @@ pub struct UpdateStatus {
 impl UpdateStatus {
     /// Returns what `fetch` and `install` together say. `live` is the live generation.
     pub(super) fn merge(fetch: FetchStatus, install: InstallStatus, live: Option<String>) -> Self {
+        // The later step counts, except that a fetch beside a release in hand changes nothing.
         let is_installers = install.state.has_release()
-            || install.has_handled(&fetch) && fetch.state == FetchState::Staged
+            || last_order(&install.history) > last_order(&fetch.history)
             || install.state == InstallState::Committed && fetch.state == FetchState::Idle;
         let state = if is_installers { install.state.shown() } else { fetch.state.shown() };
         let (release, error) = if is_installers {

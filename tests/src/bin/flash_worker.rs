@@ -80,7 +80,7 @@ fn main() -> Result<()> {
     let directory = PathBuf::from(args.next().context("no directory")?);
     let mut random = Random::new(args.next().context("no seed")?.parse()?);
     let bundles: Vec<PathBuf> = args.map(PathBuf::from).collect();
-    let mut flash = if directory.join("live").exists() {
+    let mut flash = if directory.join("live.a").exists() {
         Flash::open(&disk::system(), &directory)?
     } else {
         print("to", 1)?;

@@ -11,7 +11,7 @@ use hatchback::model::budget::Budget;
 use hatchback::update::Updater;
 use hatchback::update::apply::{Host, Policy, Watched};
 use hatchback::update::link::{Fetcher, LinkLimits};
-use hatchback::update::state::{UpdateState, UpdateStatus};
+use hatchback::update::status::{UpdateState, UpdateStatus};
 use hatchback_link::DirectoryLink;
 use hatchback_tests::fleet::T0;
 
@@ -45,15 +45,23 @@ fn main() -> Result<()> {
     let faults = faults.parse().context("faults")?;
     let policy = Policy { consent: true, requests_min: 10, ..Policy::default() };
     let watched = Some(Watched { requests: 10, faults, latency_us_p99: 5 });
-    let host = Host { policy, budget: Budget::default(), watched, root: None, yield_now: &|| {} };
+    let host = Host {
+        policy,
+        budget: Budget::default(),
+        watched,
+        unservable: None,
+        root: None,
+        yield_now: &|| {},
+    };
 
-    sync.record_start(T0 + 50)?;
+    sync.begin_trial(T0 + 50)?;
     print_states(&sync);
     loop {
         while sync.advance(&host, T0 + 50)? || sync.consent(T0 + 50)? {}
         let mut fetcher = Fetcher::new(&mut link, &clock, LinkLimits::default());
-        if sync.fetch(&mut fetcher, T0 + 50, |_, _| {})?.state.is_fetching() {
-            return sync.record_clean_exit().map_err(Into::into);
+        let state = sync.fetch(&mut fetcher, T0 + 50, |_, _| {})?.state;
+        if matches!(state, UpdateState::Idle | UpdateState::Committed | UpdateState::Failed) {
+            return sync.end_trial().map_err(Into::into);
         }
     }
 }

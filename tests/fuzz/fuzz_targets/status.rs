@@ -1,4 +1,0 @@
-//! Fuzzes `parsers::status`.
-#![no_main]
-
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| hatchback_tests::parsers::status(bytes));
