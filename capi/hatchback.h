@@ -19,10 +19,11 @@ typedef struct hatchback hatchback;
 /* The result of a call. The numbers are frozen. */
 typedef enum hatchback_result {
     HATCHBACK_OK = 0,
-    HATCHBACK_BUSY = 1,    /* every request slot is taken; nothing was scored, try later */
-    HATCHBACK_REQUEST = 2, /* an argument or the batch does not fit the model */
-    HATCHBACK_OPEN = 3,    /* the target or the flash directory is refused */
-    HATCHBACK_FAILED = 4   /* the request failed; the model continues to serve */
+    HATCHBACK_BUSY = 1,      /* every request slot is taken; nothing was scored, try later */
+    HATCHBACK_REQUEST = 2,   /* an argument or the batch does not fit the model */
+    HATCHBACK_OPEN = 3,      /* the target or the flash directory is refused */
+    HATCHBACK_FAILED = 4,    /* the request failed; the model continues to serve */
+    HATCHBACK_NOT_FINITE = 5 /* a score is NaN or infinite; hatchback_error names the sample */
 } hatchback_result;
 
 /* The shape of requests to a model. */
@@ -61,7 +62,7 @@ int32_t hatchback_feature(const hatchback *model, const char *name);
 /* Scores `samples` samples: `dense` is [samples][dense_features], `sparse` has one entry for each
  * sparse feature, `scores` is [samples][outputs], `statuses` is [samples] or NULL. If `timeout_us`
  * is above 0, rows of tables with the miss policy `deadline` that are not read by then are replaced
- * by the default row. */
+ * by the default row. `scores` and `statuses` are written only if the result is HATCHBACK_OK. */
 hatchback_result hatchback_score(const hatchback *model, uint32_t samples, const float *dense,
                                  const hatchback_bags *sparse, uint64_t timeout_us, float *scores,
                                  hatchback_status *statuses);

@@ -13,7 +13,8 @@ use hatchback::targets::Target;
 /// recorded score by `tolerance`.
 ///
 /// # Errors
-/// A model cannot be loaded, has no recorded scores, has damaged rows, or scores otherwise.
+/// A model cannot be loaded, has no recorded scores, has damaged rows, scores otherwise, or has a
+/// score that is not a number.
 pub fn run(
     serving: &Serving,
     target: &Target,
@@ -33,15 +34,20 @@ pub fn run(
 fn check(serving: &Serving, name: &str, flash: &Flash, tolerance: f32) -> Result<()> {
     let schema = &flash.manifest().schema;
     let (mut batch, mut difference, mut compared) = (Batch::new(schema, 1), 0f32, 0);
-    for sample in &flash.probe()? {
+    for (number, sample) in flash.probe()?.iter().enumerate() {
         batch.clear();
         batch.push(schema, sample)?;
         let ticket = serving.submit(name, &batch, None)?;
-        let answer = ticket.wait()?;
+        let answer = ticket.wait().with_context(|| format!("probe sample {number}"))?;
 
         let damaged = answer.scores().status().damaged;
         ensure!(damaged == 0, "{damaged} rows of a probe sample are damaged on flash");
         if let Some(expected) = sample.score {
+            // `f32::max` would ignore a recorded score that is not a number.
+            ensure!(
+                expected.is_finite(),
+                "probe sample {number}: the recorded score is {expected}"
+            );
             difference = difference.max((answer.scores().values[0] - expected).abs());
             compared += 1;
         }

@@ -8,8 +8,10 @@
 mod car;
 mod check;
 mod cli;
+mod connections;
 mod latency;
 mod limits;
+mod log_limit;
 mod machine;
 mod maintenance;
 mod models;
@@ -17,6 +19,7 @@ mod serve;
 mod server;
 mod settings;
 mod shed;
+mod socket;
 mod systemd;
 mod update;
 

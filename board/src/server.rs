@@ -1,29 +1,30 @@
-//! The socket: one sample a line in, one score a line out, in order, with a thread for each
+//! The server: one sample a line in, one score a line out, in order, with a thread for each
 //! connection. When all request slots of a model are taken, the answer is `busy`, immediately. On
 //! SIGTERM the server accepts no further connection, answers the lines that it has received, and
 //! returns. Before the socket exists, SIGTERM ends the process.
+//!
+//! No caller can keep another one out: a silent connection makes room for a new one, and a caller
+//! that does not take its answers counts as silent.
 
+use crate::connections::{Connection, Connections};
 use crate::latency::Latencies;
-use crate::limits::{CONNECTIONS_MAX, LINE_BYTES_MAX};
+use crate::limits::{DRAIN_TIME_MAX, DRAINED_BYTES_MAX, LINE_BYTES_MAX};
+use crate::log_limit::LogLimit;
 use crate::shed::Shed;
-use anyhow::{Context, Result};
+use crate::socket::{Socket, Stop};
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
-use rustix::net::{Shutdown, shutdown};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// How often an idle connection checks whether the daemon is stopping.
+/// How often an idle connection checks whether the daemon is stopping; pause after an error of
+/// `accept`.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What a connection needs to answer requests.
@@ -39,152 +40,179 @@ pub struct Server<'a> {
     pub is_only: bool,
 }
 
-/// A request to stop, made by SIGTERM or SIGINT.
-#[derive(Default)]
-pub struct Stop {
-    is_requested: AtomicBool,
-    listener: Mutex<Option<UnixListener>>,
-}
-
-impl Stop {
-    /// Handles the signals from now on. A signal before the socket exists calls `early` and ends
-    /// the process.
-    ///
-    /// # Errors
-    /// The system refuses a signal handler.
-    pub fn on_signal(self: &Arc<Self>, early: impl FnOnce() + Send + 'static) -> Result<()> {
-        let (mut signals, stop) = (Signals::new([SIGTERM, SIGINT])?, Arc::clone(self));
-        std::thread::spawn(move || {
-            if signals.forever().next().is_none() {
-                return;
-            }
-            stop.is_requested.store(true, Ordering::Release);
-            let Some(listener) = &*stop.listener() else {
-                log::info!("stopping before the socket is open");
-                early();
-                std::process::exit(0);
-            };
-            log::info!("stopping: no new connections; answering the requests that were received");
-            // Ends `accept`, also where the socket's file was removed.
-            if let Err(e) = shutdown(listener, Shutdown::Both) {
-                log::error!("cannot shut the socket down: {e}");
-            }
-        });
-        Ok(())
-    }
-
-    fn listener(&self) -> MutexGuard<'_, Option<UnixListener>> {
-        self.listener.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn is_requested(&self) -> bool {
-        self.is_requested.load(Ordering::Acquire)
-    }
-}
-
-/// The socket; its file is removed when this is dropped.
-pub struct Socket<'a> {
-    listener: UnixListener,
-    path: &'a Path,
-}
-
-impl<'a> Socket<'a> {
-    /// Binds the socket at `path`. Callers can connect from then on, until `stop`.
-    ///
-    /// # Errors
-    /// `path` exists, or its folder cannot be written.
-    pub fn listen(path: &'a Path, stop: &Stop) -> Result<Self> {
-        let listener = UnixListener::bind(path).with_context(|| path.display().to_string())?;
-        let socket = Self { listener, path };
-        *stop.listener() = Some(socket.listener.try_clone()?);
-        Ok(socket)
-    }
-}
-
-impl Drop for Socket<'_> {
-    fn drop(&mut self) {
-        match std::fs::remove_file(self.path) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                log::warn!("{}: {e}", self.path.display())
-            }
-            _ => {}
-        }
-    }
-}
-
 /// Serves until `stop` is requested.
 pub fn serve(server: Server<'_>, socket: &Socket<'_>, stop: &Stop) {
-    let open = AtomicUsize::new(0);
+    let connections = Connections::new();
+    let ended_early = LogLimit::new("a connection ended early");
     std::thread::scope(|scope| {
-        for connection in socket.listener.incoming() {
+        for stream in socket.listener().incoming() {
             if stop.is_requested() {
                 return;
             }
 
-            let open = &open;
-            let started = connection.and_then(|connection| {
-                if open.load(Ordering::Acquire) >= CONNECTIONS_MAX {
-                    return answer(&connection, &json!({"error": "busy"}), stop);
+            let stream = match stream {
+                Ok(stream) => stream,
+                Err(e) => {
+                    // Without a file to spare, `accept` would fail again at once.
+                    ended_early.warn(&e);
+                    std::thread::sleep(STOP_CHECK_INTERVAL);
+                    continue;
                 }
-
-                open.fetch_add(1, Ordering::AcqRel);
-                let work = move || {
-                    if let Err(e) = answer_all(server, &connection, stop) {
-                        log::warn!("a connection ended early: {e}");
-                    }
-                    open.fetch_sub(1, Ordering::AcqRel);
-                };
-
-                let started = std::thread::Builder::new().spawn_scoped(scope, work).map(drop);
-                started.inspect_err(|_| {
-                    open.fetch_sub(1, Ordering::AcqRel);
-                })
-            });
-
+            };
+            let started = match connections.admit(stream) {
+                Err(stream) => (&stream).write_all(b"{\"error\":\"busy\"}\n"),
+                Ok(place) => {
+                    let ended_early = &ended_early;
+                    let work = move || {
+                        let caller = Caller { server, connection: place.connection(), stop };
+                        if let Err(e) = caller.answer_all() {
+                            ended_early.warn(&e);
+                        }
+                    };
+                    std::thread::Builder::new().spawn_scoped(scope, work).map(drop)
+                }
+            };
             if let Err(e) = started {
-                log::warn!("a connection ended early: {e}");
+                ended_early.warn(&e);
             }
         }
     });
+    ended_early.end();
+    connections.end();
 }
 
-fn answer_all(server: Server<'_>, connection: &UnixStream, stop: &Stop) -> io::Result<()> {
-    connection.set_read_timeout(Some(STOP_CHECK_INTERVAL))?;
-    connection.set_write_timeout(Some(STOP_CHECK_INTERVAL))?;
-    let (mut reader, mut line) = (BufReader::new(connection), Vec::new());
+/// One caller of the socket, as the thread of its connection sees the caller.
+struct Caller<'a> {
+    server: Server<'a>,
+    connection: &'a Connection,
+    stop: &'a Stop,
+}
 
-    loop {
-        let is_short = line.len() < LINE_BYTES_MAX;
-        let bytes_max = if is_short { LINE_BYTES_MAX } else { line_bytes_max(server.serving) };
-        let room = bytes_max.saturating_sub(line.len()) as u64;
+/// What the bytes of one read were.
+enum Part {
+    /// A line, or what was left of one at the end of the connection.
+    Line,
+    /// Part of a line.
+    More,
+    /// The line is longer than any sample.
+    TooLong,
+    /// The caller sends no further line, or the daemon stops and has answered those received.
+    End,
+}
 
-        match reader.by_ref().take(room).read_until(b'\n', &mut line) {
-            Ok(0) if line.is_empty() => return Ok(()),
-            Ok(0) if room == 0 => {
-                return answer(connection, &json!({"error": "the line is too long"}), stop);
+impl Caller<'_> {
+    /// Answers each line of the connection.
+    fn answer_all(&self) -> io::Result<()> {
+        let stream = &self.connection.stream;
+        stream.set_read_timeout(Some(STOP_CHECK_INTERVAL))?;
+        stream.set_write_timeout(Some(STOP_CHECK_INTERVAL))?;
+        let (mut reader, mut line) = (BufReader::new(stream), Vec::new());
+        let mut is_stopping = false;
+
+        while !self.connection.is_closing() {
+            if self.stop.is_requested() && !is_stopping {
+                // What was received is answered. A caller that never pauses cannot keep the daemon
+                // from stopping, because nothing more is received.
+                stream.shutdown(Shutdown::Read)?;
+                is_stopping = true;
             }
-            Ok(n) if n as u64 == room && line.last() != Some(&b'\n') => {}
-            Ok(_) => {
-                answer(connection, &score(server, &line), stop)?;
-                line.clear();
-                // A caller that never pauses must not keep the daemon from stopping.
-                if stop.is_requested() && reader.buffer().is_empty() {
-                    return Ok(());
+            match self.read_part(&mut reader, &mut line) {
+                Ok(Part::Line) => {
+                    if !self.connection.begin_work() {
+                        return Ok(());
+                    }
+                    let value = score(self.server, &line);
+                    self.connection.end_work();
+                    self.answer(&value)?;
+                    line.clear();
+                    line.shrink_to(LINE_BYTES_MAX);
                 }
+                Ok(Part::More) => {}
+                Ok(Part::TooLong) => return self.refuse_line(&mut reader),
+                Ok(Part::End) => return Ok(()),
+                // `line` keeps the part of the line that was read.
+                Err(e) if is_pause(&e) => {}
+                Err(e) => return Err(e),
             }
-            // `line` keeps the part of the line that was read.
-            Err(e) if is_timeout(&e) => {
-                if stop.is_requested() {
-                    return Ok(());
-                }
-            }
-            Err(e) => return Err(e),
         }
+        Ok(())
+    }
+
+    /// Adds the bytes of one read to `line`, up to the line's end.
+    fn read_part(
+        &self,
+        reader: &mut BufReader<&UnixStream>,
+        line: &mut Vec<u8>,
+    ) -> io::Result<Part> {
+        let is_short = line.len() < LINE_BYTES_MAX;
+        let bytes_max = if is_short { LINE_BYTES_MAX } else { line_bytes_max(self.server.serving) };
+        let room = bytes_max.saturating_sub(line.len());
+        let buffer = reader.fill_buf()?;
+        if buffer.is_empty() {
+            let is_whole = !line.is_empty() && !self.stop.is_requested();
+            return Ok(if is_whole { Part::Line } else { Part::End });
+        }
+        if room == 0 {
+            return Ok(Part::TooLong);
+        }
+
+        self.connection.hear();
+        let buffer = &buffer[..room.min(buffer.len())];
+        let end = buffer.iter().position(|byte| *byte == b'\n');
+        let taken = end.map_or(buffer.len(), |end| end + 1);
+        line.extend_from_slice(&buffer[..taken]);
+        reader.consume(taken);
+        Ok(if end.is_some() { Part::Line } else { Part::More })
+    }
+
+    /// Answers a line that is too long, and ends the connection. Reads what the caller still sends:
+    /// a socket that is closed with unread bytes is reset, and the caller may not see the answer.
+    fn refuse_line(&self, reader: &mut BufReader<&UnixStream>) -> io::Result<()> {
+        self.answer(&json!({"error": "the line is too long"}))?;
+        self.connection.stream.shutdown(Shutdown::Write)?;
+
+        let (start, mut bytes) = (Instant::now(), 0);
+        while bytes < DRAINED_BYTES_MAX
+            && start.elapsed() < DRAIN_TIME_MAX
+            && !self.stop.is_requested()
+        {
+            match reader.fill_buf().map(<[u8]>::len) {
+                Ok(0) => break,
+                Ok(n) => {
+                    reader.consume(n);
+                    bytes += n;
+                }
+                Err(e) if is_pause(&e) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes `value`. A caller that does not read blocks its own connection only, and only until
+    /// the daemon stops or the place is needed for another caller.
+    fn answer(&self, value: &Value) -> io::Result<()> {
+        let text = format!("{value}\n");
+        let mut rest = text.as_bytes();
+        while !rest.is_empty() {
+            match (&self.connection.stream).write(rest) {
+                Ok(n) => {
+                    self.connection.hear();
+                    rest = &rest[n..];
+                }
+                Err(_) if self.connection.is_closing() => return Ok(()),
+                Err(e) if is_pause(&e) && !self.stop.is_requested() => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
     }
 }
 
-fn is_timeout(e: &io::Error) -> bool {
-    matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+/// Returns whether a read or write only has to be repeated: its time was over, or a signal came.
+fn is_pause(e: &io::Error) -> bool {
+    use io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
+    matches!(e.kind(), WouldBlock | TimedOut | Interrupted)
 }
 
 /// Returns the bytes of the longest line that can be a sample of a served model.
@@ -230,21 +258,4 @@ fn try_score(server: Server<'_>, line: &[u8]) -> Result<Value, String> {
     server.latencies.record(&name, ticket.generation(), start.elapsed());
     let scores = answer.scores();
     Ok(json!({"score": scores.values, "status": scores.statuses[0]}))
-}
-
-/// Writes `value`. A caller that does not read blocks its own connection only, and only until the
-/// daemon stops.
-fn answer(mut connection: &UnixStream, value: &Value, stop: &Stop) -> io::Result<()> {
-    let text = format!("{value}\n");
-    let mut rest = text.as_bytes();
-    while !rest.is_empty() {
-        match connection.write(rest) {
-            Ok(n) => rest = &rest[n..],
-            Err(e)
-                if e.kind() == io::ErrorKind::Interrupted
-                    || is_timeout(&e) && !stop.is_requested() => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(())
 }

@@ -6,7 +6,7 @@
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::serve::install;
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -63,11 +63,21 @@ impl Car {
         self.folder.path().join("socket")
     }
 
+    /// Returns the command that serves on the CPU's target.
+    fn serving(&self) -> Command {
+        self.daemon(&["serve", "--socket", self.socket().to_str().unwrap()])
+    }
+
     /// Starts the daemon and waits for its socket.
     fn serve(&self, target: &Path, flash: &[String]) -> Child {
         let socket = self.socket();
         let args = ["serve", "--socket", socket.to_str().unwrap()];
-        let mut child = self.daemon_on(target, flash, &args).spawn().unwrap();
+        self.start(self.daemon_on(target, flash, &args))
+    }
+
+    /// Runs `command`, which serves, and waits for its socket.
+    fn start(&self, mut command: Command) -> Child {
+        let mut child = command.spawn().unwrap();
         while UnixStream::connect(self.socket()).is_err() {
             assert!(child.try_wait().unwrap().is_none(), "the daemon ended");
             std::thread::sleep(std::time::Duration::from_millis(5));
@@ -115,6 +125,29 @@ fn the_probe_set_is_checked() {
         !car.daemon(&["check", "--tolerance", "0"]).status().unwrap().success(),
         "u8 rows are not exact"
     );
+}
+
+/// A sample of the probe set has values near the largest f32.
+#[test]
+fn a_probe_score_that_is_not_a_number_is_named() {
+    let car = Car::new();
+    let (model, flash) = (car.folder.path().join("coupon"), car.folder.path().join("without"));
+    hatchback_tests::versions::copy(&repository("tools/demo/coupon"), &model);
+    let mut lines = probe();
+    let mut sample: Value = serde_json::from_str(&lines[3]).unwrap();
+    sample["dense"].as_array_mut().unwrap().fill(3.4e38.into());
+    lines[3] = sample.to_string();
+    std::fs::write(model.join("probe.jsonl"), lines.join("\n")).unwrap();
+    let bundle = car.folder.path().join("without.hatch");
+    pack_file(&model.join("model.toml"), &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+    install(&bundle, &flash).unwrap();
+
+    let flash = [flash.to_str().unwrap().to_owned()];
+    let refused =
+        car.daemon_on(&repository("targets/cpu.toml"), &flash, &["check"]).output().unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("probe sample 3"), "{said}");
+    assert!(said.contains("score[0] is NaN"), "{said}");
 }
 
 #[test]
@@ -175,7 +208,176 @@ fn a_line_longer_than_any_sample_takes_no_memory() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// One bit of both copies of a model's live record is flipped: its callers receive an error, others are served.
+/// The caller sends far more than the socket's buffers hold before it reads.
+#[test]
+fn a_caller_that_sends_an_endless_line_learns_why_it_is_refused() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    let mut connection = car.connect();
+    connection.get_mut().write_all(&vec![b'['; 4 << 20]).unwrap();
+    assert_eq!(read(&mut connection)["error"], "the line is too long");
+    assert_eq!(connection.read(&mut [0; 9]).unwrap(), 0, "the connection ends");
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
+/// The daemon accepts 256 connections. Those that send nothing, half a line, or take no answers
+/// make room for new ones, the longest silent first.
+#[test]
+fn silent_connections_make_room_for_new_ones() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    let (line, mut good) = (&probe()[0], car.connect());
+    check(line, &ask(&mut good, line));
+    // A caller that sends requests until the socket's buffers are full, and reads no answer.
+    let greedy = car.connect();
+    greedy.get_ref().set_write_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
+    while (&mut greedy.get_ref()).write_all(b"{}\n{}\n{}\n{}\n").is_ok() {}
+
+    let mut silent: Vec<BufReader<UnixStream>> = Vec::new();
+    for number in 0..600 {
+        silent.push(car.connect());
+        if number % 2 == 0 {
+            // The daemon may have closed it already for one of the next.
+            let _ = silent[number].get_mut().write_all(b"{\"dense\": [");
+        }
+        if number % 20 == 0 {
+            check(line, &ask(&mut good, line));
+        }
+    }
+    let mut new = car.connect();
+    check(line, &ask(&mut new, line));
+    check(line, &ask(&mut good, line));
+
+    let is_closed = |connection: &mut BufReader<UnixStream>| {
+        connection.get_ref().set_nonblocking(true).unwrap();
+        connection.read(&mut [0; 9]).is_ok_and(|bytes| bytes == 0)
+    };
+    assert!(silent[..300].iter_mut().all(is_closed), "the oldest are closed");
+    assert!(!silent[500..].iter_mut().any(is_closed), "the newest are open");
+    let broken = (&mut greedy.get_ref()).write_all(b"{}\n").unwrap_err();
+    assert_eq!(broken.kind(), std::io::ErrorKind::BrokenPipe, "the greedy caller is closed");
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
+#[test]
+fn callers_that_fail_in_a_loop_do_not_fill_the_log() {
+    let car = Car::new();
+    let log = car.folder.path().join("log");
+    let mut command = car.serving();
+    command.stderr(std::fs::File::create(&log).unwrap());
+    let mut daemon = car.start(command);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                (0..1000).for_each(|_| {
+                    let _ = car.connect().get_mut().write_all(b"{");
+                })
+            });
+        }
+    });
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+    let log = std::fs::read_to_string(log).unwrap();
+    let lines = log.lines().filter(|line| line.contains("a connection ended early")).count();
+    assert!((1..100).contains(&lines), "{lines} lines:\n{log}");
+    assert!(log.contains(" more since the last such line"), "{log}");
+}
+
+/// The caller sends a byte from time to time and never ends its line.
+#[test]
+fn a_caller_that_never_ends_its_line_cannot_keep_the_daemon_from_ending() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    let connection = car.connect();
+    std::thread::scope(|scope| {
+        let mut sending = connection.get_ref();
+        scope.spawn(move || {
+            while sending.write_all(b" ").is_ok() {
+                std::thread::sleep(std::time::Duration::from_millis(10));
+            }
+        });
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        stop(&daemon);
+        assert!(daemon.wait().unwrap().success());
+    });
+}
+
+#[test]
+fn the_socket_of_a_killed_daemon_is_taken_over() {
+    let car = Car::new();
+    let mut daemon = car.start(car.serving());
+    // While it answers, a second daemon is refused and the first goes on.
+    let refused = car.serving().output().unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("another process answers on it"), "{said}");
+    let (line, mut connection) = (&probe()[0], car.connect());
+    check(line, &ask(&mut connection, line));
+
+    daemon.kill().unwrap();
+    daemon.wait().unwrap();
+    assert!(car.socket().exists());
+    let mut daemon = car.start(car.serving());
+    let mut connection = car.connect();
+    check(line, &ask(&mut connection, line));
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success() && !car.socket().exists());
+
+    // Whatever else has the socket's name stays.
+    std::fs::write(car.socket(), "a letter").unwrap();
+    let refused = car.serving().output().unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("of another kind"), "{said}");
+    assert_eq!(std::fs::read(car.socket()).unwrap(), b"a letter");
+}
+
+#[test]
+fn a_daemon_that_ends_leaves_the_socket_of_its_successor() {
+    let car = Car::new();
+    let mut first = car.start(car.serving());
+    std::fs::remove_file(car.socket()).unwrap();
+    let mut second = car.start(car.serving());
+    stop(&first);
+    assert!(first.wait().unwrap().success());
+    let (line, mut connection) = (&probe()[0], car.connect());
+    check(line, &ask(&mut connection, line));
+    stop(&second);
+    assert!(second.wait().unwrap().success());
+}
+
+/// Values near the largest f32 make NaN of the model's score.
+#[test]
+fn a_score_that_is_not_a_number_is_an_error() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    let (line, mut connection) = (&probe()[0], car.connect());
+    let mut sample: Value = serde_json::from_str(line).unwrap();
+    sample["dense"].as_array_mut().unwrap().fill(3.4e38.into());
+    let answer = ask(&mut connection, &sample.to_string());
+    let error = answer["error"].as_str().unwrap();
+    assert!(error.starts_with("sample 0: score[0] is NaN: "), "{answer}");
+    assert_eq!(answer.as_object().unwrap().len(), 1, "{answer}");
+    check(line, &ask(&mut connection, line));
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
+#[test]
+fn a_feature_that_a_line_names_twice_is_refused() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    let (line, mut connection) = (&probe()[0], car.connect());
+    let twice = line.replacen("\"sparse\":{", "\"sparse\":{\"weather\":[1],", 1);
+    assert_ne!(line, &twice);
+    let error = ask(&mut connection, &twice)["error"].as_str().unwrap().to_owned();
+    assert!(error.starts_with("sparse: the feature `weather` occurs twice"), "{error}");
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
+/// One bit of both copies of a model's live record is flipped: its callers receive an error, others
+/// are served.
 #[test]
 fn a_damaged_model_does_not_keep_others_from_being_served() {
     let car = Car::new();

@@ -31,6 +31,8 @@ pub enum Outcome {
     Open = 3,
     /// The request could not be computed.
     Failed = 4,
+    /// A score is not a number.
+    NotFinite = 5,
 }
 
 /// The shape of requests, `hatchback_shape` in C.
@@ -85,6 +87,7 @@ impl From<RequestError> for Refusal {
     fn from(e: RequestError) -> Self {
         let outcome = match e {
             RequestError::Busy(_) => Outcome::Busy,
+            RequestError::NotFinite(_) => Outcome::NotFinite,
             _ => Outcome::Failed,
         };
         Self(outcome, e.to_string())

@@ -49,6 +49,11 @@ static int mistakes(const char *target, const char *flash, const hatchback *mode
     EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "offsets 0 to 1000000");
     bags[0].offsets = offsets;
     EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_OK, "offsets 0 to 1000000");
+    for (f = 0; f < shape->dense_features; f++) dense[f] = 3.4e38f;
+    scores[0] = 7;
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_NOT_FINITE, "sample 0: score[0] is ");
+    EXPECT(HATCHBACK_NOT_FINITE, 5, "score[0]");
+    EXPECT(scores[0] != 7, 0, "score[0]");
     hatchback_close(NULL);
     free(dense);
     free(bags);

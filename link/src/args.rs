@@ -1,7 +1,7 @@
 //! Command-line options that describe a car and its link to a repository, shared by the daemon and
 //! the desk. This file only reads options: `Updater` does the work.
 
-use crate::{LinkOptions, OpenError, open};
+use crate::{LinkOptions, OpenError, ProxyAddress, open};
 use anyhow::{Context, Result};
 use clap::Args;
 use hatchback::io::disk;
@@ -9,6 +9,14 @@ use hatchback::update::Updater;
 use hatchback::update::link::Link;
 use hatchback::update::trust::Trust;
 use std::path::PathBuf;
+
+/// The variable with the address of a proxy: unlike a command line, other users cannot read it.
+const PROXY_VARIABLE: &str = "HATCHBACK_PROXY";
+
+fn proxy_of_environment() -> Option<ProxyAddress> {
+    let address = std::env::var_os(PROXY_VARIABLE).filter(|address| !address.is_empty())?;
+    Some(address.to_string_lossy().as_ref().into())
+}
 
 /// A car and its link.
 #[derive(Args, Clone, Debug)]
@@ -32,9 +40,12 @@ pub struct CarArgs {
     /// This car's certificate chain and private key, a PEM file
     #[arg(long)]
     client: Option<PathBuf>,
-    /// The address of a proxy
+    /// The address of a proxy [default: the environment variable HATCHBACK_PROXY]
+    ///
+    /// Every user of the machine can read the command line of a process. An address with a password
+    /// belongs in the variable.
     #[arg(long)]
-    proxy: Option<String>,
+    proxy: Option<ProxyAddress>,
 }
 
 impl CarArgs {
@@ -55,13 +66,15 @@ impl CarArgs {
         Ok(Trust::init(updater.disk.as_ref(), &updater.directory, &root)?)
     }
 
-    /// Opens the link to the repository at `from`, at most `bytes_per_s_max` bytes a second; 0 for
+    /// Opens the link to the repository at `from`, through the proxy that the options or the
+    /// environment name, at most `bytes_per_s_max` bytes a second; 0 for
     /// no limit.
     ///
     /// # Errors
     /// A certificate file, the proxy's address or the repository's address cannot be used.
     pub fn link(&self, from: &str, bytes_per_s_max: u64) -> Result<Box<dyn Link>, OpenError> {
-        let (ca, client, proxy) = (self.ca.clone(), self.client.clone(), self.proxy.clone());
+        let (ca, client) = (self.ca.clone(), self.client.clone());
+        let proxy = self.proxy.clone().or_else(proxy_of_environment);
         open(from, &LinkOptions { ca, client, proxy, bytes_per_s_max })
     }
 }

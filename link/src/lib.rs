@@ -9,7 +9,11 @@ pub mod daemon;
 pub mod generate;
 
 use hatchback::update::link::{Link, LinkError, Take};
+use rustix::fs::OFlags;
+use std::fmt;
+use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,8 +37,41 @@ pub enum OpenError {
     Address { address: String },
     #[error("certificate file {path}: {problem}", path = path.display())]
     Pem { path: PathBuf, problem: String },
-    #[error("proxy {address}: {problem}")]
-    Proxy { address: String, problem: String },
+    #[error("proxy {address}: is no address of the form [http://][USER:PASSWORD@]HOST[:PORT]")]
+    Proxy { address: ProxyAddress },
+}
+
+/// The address of a proxy. Prints without the user name and the password that it may hold.
+#[derive(Clone)]
+pub struct ProxyAddress(String);
+
+impl<T: Into<String>> From<T> for ProxyAddress {
+    fn from(address: T) -> Self {
+        Self(address.into())
+    }
+}
+
+impl fmt::Display for ProxyAddress {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A password may hold any character, also those that end a host.
+        let (scheme, rest) = self.0.split_once("://").filter(|s| is_scheme(s.0)).unzip();
+        let rest = rest.unwrap_or(&self.0);
+        let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
+        match scheme {
+            Some(scheme) => write!(to, "{scheme}://{host}"),
+            None => to.write_str(host),
+        }
+    }
+}
+
+impl fmt::Debug for ProxyAddress {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, to)
+    }
+}
+
+fn is_scheme(text: &str) -> bool {
+    text.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c))
 }
 
 /// How to reach a repository.
@@ -45,7 +82,7 @@ pub struct LinkOptions {
     /// This client's certificate chain and private key, a PEM file.
     pub client: Option<PathBuf>,
     /// The proxy's address.
-    pub proxy: Option<String>,
+    pub proxy: Option<ProxyAddress>,
     /// Bytes a second; 0 for no limit.
     pub bytes_per_s_max: u64,
 }
@@ -67,12 +104,19 @@ pub fn open(from: &str, options: &LinkOptions) -> Result<Box<dyn Link>, OpenErro
     })
 }
 
-/// Returns `address` without the user name and password that it may hold, for messages.
+/// Returns `address` without the user name, the password and the query that it may hold, for
+/// messages.
 fn without_credentials(address: &str) -> String {
     let Some((scheme, rest)) = address.split_once("://") else { return address.to_owned() };
-    let (host, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
-    let host = host.rsplit_once('@').map_or(host, |(_, host)| host);
-    format!("{scheme}://{host}{path}")
+    let (host, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    let is_port = |port: &str| port.bytes().all(|b| b.is_ascii_digit());
+    let (host, path) = match (host.rsplit_once('@'), host.rsplit_once(':'), rest.rsplit_once('@')) {
+        (Some((_, host)), _, _) => (host, path),
+        // A password with a character that ends the host: the port is no number.
+        (None, Some((_, port)), Some((_, host))) if !is_port(port) => (host, ""),
+        (None, _, _) => (host, path),
+    };
+    format!("{scheme}://{host}{}", path.split(['?', '#']).next().unwrap_or_default())
 }
 
 fn broken(e: impl std::fmt::Display) -> LinkError {
@@ -99,10 +143,16 @@ pub struct DirectoryLink(pub PathBuf);
 
 impl Link for DirectoryLink {
     fn get(&mut self, path: &str, from: u64, take: Take<'_>) -> Result<(), LinkError> {
-        let mut file = std::fs::File::open(self.0.join(path)).map_err(|e| match e.kind() {
+        // The open of a FIFO would wait for a writer.
+        let mut options = File::options();
+        options.read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed());
+        let mut file = options.open(self.0.join(path)).map_err(|e| match e.kind() {
             ErrorKind::NotFound => LinkError::NotFound,
             _ => broken(e),
         })?;
+        if !file.metadata().map_err(broken)?.is_file() {
+            return Err(broken("is not a regular file"));
+        }
         file.seek(SeekFrom::Start(from)).map_err(broken)?;
         pump(file, take)
     }
@@ -116,8 +166,8 @@ impl Link for DirectoryLink {
 pub struct HttpLink {
     agent: Agent,
     base: String,
-    /// The proxy's address for messages, without credentials.
-    proxy: Option<String>,
+    /// The proxy's address for messages.
+    proxy: Option<ProxyAddress>,
 }
 
 /// The content of a PEM file.
@@ -171,12 +221,9 @@ impl HttpLink {
     pub fn new(base: &str, options: &LinkOptions) -> Result<Self, OpenError> {
         let is_https = base.starts_with("https://");
         let tls = tls_config(is_https, options)?;
-        let address = options.proxy.as_deref().map(without_credentials);
-        let proxy = options.proxy.as_deref().map(|proxy| {
-            ureq::Proxy::new(proxy).map_err(|e| OpenError::Proxy {
-                address: without_credentials(proxy),
-                problem: e.to_string(),
-            })
+        let proxy = options.proxy.as_ref().map(|address| {
+            let refused = |_| OpenError::Proxy { address: address.clone() };
+            ureq::Proxy::new(&address.0).map_err(refused)
         });
 
         let builder = Agent::config_builder().https_only(is_https);
@@ -191,10 +238,18 @@ impl HttpLink {
             .timeout_per_read(Some(SILENCE_TIMEOUT))
             .build();
         let base = base.trim_end_matches('/').to_owned();
-        Ok(Self { agent: config.new_agent(), base, proxy: address })
+        Ok(Self { agent: config.new_agent(), base, proxy: options.proxy.clone() })
     }
 
     fn no_answer(&self, error: &ureq::Error) -> LinkError {
+        // The crate prints these two with the whole address.
+        let error = match error {
+            ureq::Error::BadUri(_) => "the address cannot be used".to_owned(),
+            ureq::Error::RequireHttpsOnly(to) => {
+                format!("{} is not an https address", without_credentials(to))
+            }
+            e => e.to_string(),
+        };
         LinkError::Broken(match &self.proxy {
             None => format!("the request failed: {error}"),
             Some(proxy) => format!("the request through the proxy {proxy} failed: {error}"),
@@ -261,6 +316,7 @@ impl Link for Throttled {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
     use std::ops::ControlFlow;
 
     fn opened(from: &str) -> Result<String, String> {
@@ -273,6 +329,9 @@ mod tests {
         for (from, address) in [
             ("http://user:secret@host:81/fleet/", "http://host:81/fleet/chunks/ab"),
             ("http://host", "http://host/chunks/ab"),
+            ("http://user:sec/ret@host/fleet", "http://host/fleet/chunks/ab"),
+            ("http://user:sec@ret@host/@fleet", "http://host/@fleet/chunks/ab"),
+            ("http://host/fleet?token=secret", "http://host/fleet"),
             ("file:///mnt/stick", "/mnt/stick/chunks/ab"),
             ("relative/folder", "relative/folder/chunks/ab"),
         ] {
@@ -286,6 +345,39 @@ mod tests {
             let refused = opened(from).unwrap_err();
             assert!(refused.contains("neither a directory"), "{refused}");
             assert!(!refused.contains("secret"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_proxy_prints_without_its_password() {
+        for (given, shown) in [
+            ("ftp://user:SECRET@h:1", "ftp://h:1"),
+            ("user:SECRET@h:1", "h:1"),
+            ("ftp://user:SEC/RET@h:1", "ftp://h:1"),
+            ("user:SEC://RET@h:1", "h:1"),
+            ("http://user:SEC@RET?#@h", "http://h"),
+            ("h:1", "h:1"),
+        ] {
+            let options = LinkOptions { proxy: Some(given.into()), ..Default::default() };
+            assert_eq!(ProxyAddress::from(given).to_string(), shown);
+            assert!(!format!("{options:?}").contains("SEC"), "{options:?}");
+        }
+
+        let proxy = Some("ftp://user:SECRET@h:1".into());
+        let options = LinkOptions { proxy, ..Default::default() };
+        let error = HttpLink::new("http://host", &options).err().unwrap().to_string();
+        assert!(error.starts_with("proxy ftp://h:1: is no address"), "{error}");
+    }
+
+    #[test]
+    fn a_directory_with_a_fifo_for_a_file_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let (mode, fifo) = (Mode::RWXU, directory.path().join("timestamp.json"));
+        mknodat(CWD, &fifo, FileType::Fifo, mode, 0).unwrap();
+        let mut link = DirectoryLink(directory.path().to_owned());
+        for path in ["timestamp.json", "."] {
+            let error = link.get(path, 0, &mut |_| ControlFlow::Continue(())).unwrap_err();
+            assert!(error.to_string().contains("is not a regular file"), "{path}: {error}");
         }
     }
 

@@ -233,12 +233,18 @@ impl ModelPlan {
 
     /// Packs the model into a folder of its own.
     pub fn pack(&self) -> Packed {
+        self.pack_with(onnx::concat)
+    }
+
+    /// Packs the model with the network that `network` makes of the inputs' names and widths and of
+    /// the output's name.
+    pub fn pack_with(&self, network: impl Fn(&[(String, usize)], &str) -> Vec<u8>) -> Packed {
         let folder = tempfile::tempdir().unwrap();
         let spec = self.spec();
         let rows: Vec<TableRows> = (0..self.tables.len()).map(|t| self.rows(t)).collect();
         let widths: Vec<(String, usize)> =
             spec.network.inputs.iter().map(|i| (i.name.clone(), self.input_width(i))).collect();
-        std::fs::write(folder.path().join("dense.onnx"), onnx::concat(&widths, "out")).unwrap();
+        std::fs::write(folder.path().join("dense.onnx"), network(&widths, "out")).unwrap();
         std::fs::write(folder.path().join("probe.jsonl"), "").unwrap();
         let requests: String = (100..130).map(|id| self.line(&self.sample(id))).collect();
         std::fs::write(folder.path().join("requests.jsonl"), requests).unwrap();

@@ -1,5 +1,5 @@
 //! A network with one `Concat` of all inputs. The scores of its model are the inputs of the
-//! network, which a test can compare bit for bit.
+//! network, which a test can compare bit for bit. A second network adds squares, which overflow.
 
 use hatchback_tools::workload::onnx::{Graph, Type, int};
 
@@ -10,5 +10,19 @@ pub fn concat(inputs: &[(String, usize)], output: &str) -> Vec<u8> {
     graph.node("Concat", &names, output, &[int("axis", 1)]);
     inputs.iter().for_each(|(name, width)| graph.input(name, Type::Float, &[*width]));
     graph.output(output, &[inputs.iter().map(|(_, width)| width).sum()]);
+    graph.file()
+}
+
+/// The network of [`concat`], with the squares of the first input after it. A value above 1.9e19
+/// makes the last outputs infinite and leaves the others finite.
+pub fn concat_and_square(inputs: &[(String, usize)], output: &str) -> Vec<u8> {
+    let mut graph = Graph::default();
+    let mut names: Vec<&str> = inputs.iter().map(|(name, _)| name.as_str()).collect();
+    let (first, width) = (names[0], inputs[0].1);
+    graph.node("Mul", &[first, first], "squares", &[]);
+    names.push("squares");
+    graph.node("Concat", &names, output, &[int("axis", 1)]);
+    inputs.iter().for_each(|(name, width)| graph.input(name, Type::Float, &[*width]));
+    graph.output(output, &[width + inputs.iter().map(|(_, width)| width).sum::<usize>()]);
     graph.file()
 }

@@ -10,6 +10,7 @@ use hatchback::io::disk;
 use hatchback::io::page::AlignedPage;
 use hatchback::io::reader::{PageReader, ReadMethod};
 use hatchback::model::budget::Budget;
+use hatchback::request::error::NotFinite;
 use hatchback::request::pipeline::{RequestError, Ticket};
 use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
@@ -19,7 +20,7 @@ use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::{KeySpaces, RowKey};
 use hatchback_kernels::cuda::Device;
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_for};
-use hatchback_tests::standin;
+use hatchback_tests::{onnx, standin};
 use hatchback_tools::pack::spec::CodecChoice;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
@@ -113,17 +114,7 @@ impl Fixture {
     }
 
     fn serving(&self, change: impl FnOnce(&mut Budget)) -> Serving {
-        let mut budget = Budget {
-            cache_bytes_max: 1 << 20,
-            batch_max: BATCH_MAX as u32,
-            slots: 4,
-            ..Budget::default()
-        };
-        change(&mut budget);
-        let serving = Serving::new(1 << 30, 16, Arc::new(SystemClock::default()))
-            .on(self.device.clone(), None);
-        serving.load(NAME, &self.flash, budget).unwrap();
-        serving
+        serving_on(&self.device, &self.flash, change)
     }
 
     /// Returns a request of `n` samples for the keys from number `from` on, of every table or of
@@ -140,6 +131,20 @@ impl Fixture {
         };
         batch_for(&self.packed.schema, BATCH_MAX, &(0..n).map(sample).collect::<Vec<_>>())
     }
+}
+
+fn serving_on(device: &Device, flash: &Flash, change: impl FnOnce(&mut Budget)) -> Serving {
+    let mut budget = Budget {
+        cache_bytes_max: 1 << 20,
+        batch_max: BATCH_MAX as u32,
+        slots: 4,
+        ..Budget::default()
+    };
+    change(&mut budget);
+    let serving =
+        Serving::new(1 << 30, 16, Arc::new(SystemClock::default())).on(device.clone(), None);
+    serving.load(NAME, flash, budget).unwrap();
+    serving
 }
 
 fn answer(serving: &Serving, batch: &Batch, deadline: Option<Duration>) {
@@ -229,6 +234,7 @@ fn every_path(fixture: &Fixture) {
     unknown_keys(fixture, &serving);
     merged(fixture);
     two_workers(fixture);
+    not_finite(fixture);
 }
 
 /// With the smallest cache every request evicts rows of an earlier one.
@@ -265,6 +271,43 @@ fn merged(fixture: &Fixture) {
     let stats = serving.stats(NAME).unwrap();
     assert_eq!((stats.requests, stats.batches), (280, 70));
     assert_eq!(counted, 0, "merged");
+}
+
+/// A request whose score is not a number is refused without an allocation, beside one that has a
+/// score.
+fn not_finite(fixture: &Fixture) {
+    let plan = ModelPlan {
+        name: "squares".to_owned(),
+        sequence: 1,
+        seed: 3,
+        dense: 1,
+        tables: vec![TablePlan::cached(KeySpace::Index, 9, 2, CodecChoice::F32)],
+        features: vec![FeaturePlan::one_hot(0)],
+    };
+    let packed = plan.pack_with(onnx::concat_and_square);
+    let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
+    let serving = serving_on(&fixture.device, &flash, |b| {
+        (b.batch_delay_us_max, b.slots, b.batch_max) = (u32::MAX, 2, 2);
+    });
+
+    let request = |value| {
+        let sample = Sample { dense: vec![value], sparse: vec![vec![7]], ..Sample::default() };
+        batch_for(&packed.schema, 1, &[sample])
+    };
+    let [small, large] = [2.0, 1e30].map(request);
+    let round = || {
+        let tickets = [&large, &small].map(|batch| serving.submit(NAME, batch, None).unwrap());
+        let refused = tickets[0].wait().err().unwrap();
+        assert!(matches!(
+            refused,
+            RequestError::NotFinite(NotFinite { sample: 0, output: 3, value: f32::INFINITY })
+        ));
+        assert_eq!(tickets[1].wait().unwrap().scores().values[3], 4.0);
+    };
+    (0..20).for_each(|_| round());
+    assert_eq!(allocations(|| (0..50).for_each(|_| round())), 0, "not finite");
+    let stats = serving.stats(NAME).unwrap();
+    assert_eq!((stats.requests, stats.batches, stats.failed), (140, 70, 70));
 }
 
 fn prefetch(fixture: &Fixture) {

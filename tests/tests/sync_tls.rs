@@ -242,8 +242,11 @@ fn an_update_passes_a_proxy() {
     let address = serve(fleet.repository(), &ours, None, work.path());
     let (through, passed) = proxy();
     let car = Car::new(&fleet);
-    let options =
-        LinkOptions { ca: Some(ours.pem.clone()), proxy: Some(through), ..LinkOptions::default() };
+    let options = LinkOptions {
+        ca: Some(ours.pem.clone()),
+        proxy: Some(through.into()),
+        ..LinkOptions::default()
+    };
     car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 1).unwrap();
     assert_eq!(car.live(), 1);
     assert!(passed.load(Ordering::Relaxed) > 0, "no connection passed the proxy");

@@ -198,6 +198,7 @@ fn coupon_with(codec: CodecChoice, out: &Path) -> Result<CouponRun> {
     let model = Arc::new(Model::from_flash(&flash, budget)?);
     let samples = read_samples(&out.join("heldout.jsonl"), model.schema())?;
     let found = evaluate(&model, &samples, 1)?;
+    found.check_scores()?;
     Ok(CouponRun { found, model, bundle_bytes: packed.bytes, flash_bytes: flash.bytes()? })
 }
 

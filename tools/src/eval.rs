@@ -1,6 +1,6 @@
 //! `eval`: scores a labelled set through the whole request path and measures AUC, logloss, hit
-//! rate, statuses, latency and the largest difference from the trainer's recorded scores. Never
-//! changes the model.
+//! rate, statuses, latency and the largest difference from the trainer's recorded scores. Samples
+//! whose score is not a number are counted and are in no mean. Never changes the model.
 
 use crate::pack::read_samples;
 use crate::report;
@@ -11,6 +11,7 @@ use crate::serve::{self, ServeArgs};
 use anyhow::{Result, ensure};
 use clap::Args;
 use hatchback::model::Model;
+use hatchback::request::worker::{NotFinite, Scores};
 use hatchback::schema::sample::Sample;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -44,6 +45,8 @@ pub struct Evaluation {
     pub generation: String,
     /// Number of samples.
     pub samples: usize,
+    /// Samples whose score is not a number. Quality is that of the other samples.
+    pub not_finite: usize,
     /// AUC of Hatchback's scores; absent unless both labels occur.
     pub auc: Option<f64>,
     /// Mean logloss of Hatchback's scores.
@@ -67,9 +70,13 @@ pub struct Evaluation {
     /// Latency and hit rate over time.
     #[serde(skip)]
     pub slices: Vec<TimeSlice>,
-    /// Hatchback's scores, first output, in the order of the samples.
+    /// Hatchback's scores, first output, in the order of the samples; `None` where a score of the
+    /// sample is not a number.
     #[serde(skip)]
-    pub scores: Vec<f32>,
+    pub scores: Vec<Option<f32>>,
+    /// The first sample whose score is not a number, counted from 0, and its error.
+    #[serde(skip)]
+    pub first_not_finite: Option<String>,
 }
 
 /// Slices of the run for which latency and hit rate are plotted.
@@ -93,10 +100,9 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
             request.clear();
             group.iter().try_for_each(|sample| request.push(model.schema(), sample))?;
             let sent = Instant::now();
-            let scores = worker.score(&request, None)?;
+            let scores = worker.score_requests(&request, None)?;
             latencies.record(sent.elapsed());
-            found.scores.extend(scores.values.iter().step_by(model.outputs()));
-            found.rows.count(scores.statuses);
+            (0..group.len()).for_each(|sample| found.take(scores.request(sample..sample + 1)));
         }
         all.add(&latencies);
         let (seconds, counters) = (start.elapsed().as_secs_f64(), worker.counters().since(&before));
@@ -113,21 +119,52 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
 }
 
 impl Evaluation {
-    /// Compares the scores with the labels and with the recorded scores, if all samples have them.
+    /// Takes the result of the next sample.
+    fn take(&mut self, scores: Result<Scores<'_>, NotFinite>) {
+        match scores {
+            Ok(scores) => {
+                self.scores.push(Some(scores.values[0]));
+                self.rows.count(scores.statuses);
+            }
+            Err(e) => {
+                let number = self.scores.len() + 1;
+                self.first_not_finite
+                    .get_or_insert_with(|| format!("sample {number} of the set: {e}"));
+                self.not_finite += 1;
+                self.scores.push(None);
+            }
+        }
+    }
+
+    /// Checks that every sample has a score.
+    ///
+    /// # Errors
+    /// The number of samples without one, and the first.
+    pub fn check_scores(&self) -> Result<()> {
+        let (failed, all) = (self.not_finite, self.samples);
+        let first = self.first_not_finite.as_deref().unwrap_or_default();
+        ensure!(failed == 0, "{failed} of {all} samples have no score; the first: {first}");
+        Ok(())
+    }
+
+    /// Compares the scores with the labels and with the recorded scores, if all samples that have a
+    /// score have them.
     fn judge(&mut self, samples: &[Sample]) -> Result<()> {
-        let labels: Option<Vec<f32>> = samples.iter().map(|s| s.label).collect();
-        let reference: Option<Vec<f32>> = samples.iter().map(|s| s.score).collect();
+        let scored = || samples.iter().zip(&self.scores).filter(|(_, score)| score.is_some());
+        let labels: Option<Vec<f32>> = scored().map(|(s, _)| s.label).collect();
+        let reference: Option<Vec<f32>> = scored().map(|(s, _)| s.score).collect();
+        let scores: Vec<f32> = self.scores.iter().copied().flatten().collect();
 
         if let Some(labels) = &labels {
-            (self.auc, self.logloss) = (auc(&self.scores, labels), logloss(&self.scores, labels));
+            (self.auc, self.logloss) = (auc(&scores, labels), logloss(&scores, labels));
         }
         if let (Some(labels), Some(reference)) = (&labels, &reference) {
             (self.reference_auc, self.reference_logloss) =
                 (auc(reference, labels), logloss(reference, labels));
         }
         if let Some(reference) = &reference {
-            let difference = largest_difference(&self.scores, reference);
-            ensure!(!difference.is_nan(), "a score, computed or recorded, is not a number");
+            let difference = largest_difference(&scores, reference);
+            ensure!(!difference.is_nan(), "a recorded score is not a number");
             self.score_difference_max = Some(difference);
         }
         Ok(())
@@ -142,6 +179,10 @@ impl Evaluation {
         };
 
         row("samples", report::count(self.samples as u64), String::new());
+        if self.not_finite > 0 {
+            let without = report::count(self.not_finite as u64);
+            row("samples without a score", without, String::new());
+        }
         row("AUC", digits(self.auc), digits(self.reference_auc));
         row("logloss", digits(self.logloss), digits(self.reference_logloss));
         let difference = self.score_difference_max.map_or("-".to_owned(), |d| format!("{d:.2e}"));
@@ -170,7 +211,7 @@ impl Evaluation {
 /// Runs the command.
 ///
 /// # Errors
-/// The model or the samples are refused, or a report cannot be written.
+/// The model or the samples are refused, a report cannot be written, or a score is not a number.
 pub fn run(args: &EvalArgs) -> Result<()> {
     let flash = args.serve.flash()?;
     let samples = match &args.samples {
@@ -195,5 +236,6 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     }
     report::write_report(args.json.as_deref(), &found, || {
         say!("{}\n{}", found.table(), serve::memory_table(&model))
-    })
+    })?;
+    found.check_scores()
 }

@@ -1,10 +1,11 @@
 //! `run`: reads samples (JSON lines) and writes their scores with status (JSON lines), in order.
-//! Never skips a line: a line that is not a sample gets an error as its answer.
+//! Never skips a line: a line that is not a sample, and a sample whose score is not a number, get an
+//! error as their answer.
 
 use crate::report;
 use crate::report::output::output_error;
 use crate::serve::{self, ServeArgs};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hatchback::LookupStatus;
 use hatchback::request::worker::Worker;
@@ -42,7 +43,12 @@ enum Answer<'a> {
 struct Output<W: Write> {
     to: W,
     repeat: u32,
+    /// The line of each sample in the batch.
+    lines: Vec<usize>,
+    /// Lines that were not samples.
     refused: usize,
+    /// Samples whose score is not a number.
+    not_finite: usize,
 }
 
 impl<W: Write> Output<W> {
@@ -51,16 +57,41 @@ impl<W: Write> Output<W> {
         self.to.write_all(b"\n").map_err(output_error)
     }
 
+    /// Checks that every line of `name` was answered with a score.
+    fn check(&self, name: &str) -> Result<()> {
+        let say = |n, one: &str, many: &str| match n {
+            0 => None,
+            1 => Some(format!("1 {one}")),
+            n => Some(format!("{n} {many}")),
+        };
+        let refused = say(self.refused, "line was not a sample", "lines were not samples");
+        let not_finite = say(
+            self.not_finite,
+            "sample has a score that is not a number",
+            "samples have a score that is not a number",
+        );
+        let problems: Vec<String> = refused.into_iter().chain(not_finite).collect();
+        ensure!(problems.is_empty(), "{name}: {}; their answers say why", problems.join(", "));
+        Ok(())
+    }
+
     /// Scores `batch`, writes the answers and clears it.
     fn score(&mut self, worker: &mut Worker, batch: &mut Batch) -> Result<()> {
-        let outputs = worker.model().outputs();
         for _ in 1..self.repeat {
-            worker.score(batch, None)?;
+            worker.score_requests(batch, None)?;
         }
 
-        let scores = worker.score(batch, None)?;
-        for (score, status) in scores.values.chunks_exact(outputs).zip(scores.statuses) {
-            self.put(&Answer::Score { score, status: *status })?;
+        let all = worker.score_requests(batch, None)?;
+        for (sample, line) in std::mem::take(&mut self.lines).into_iter().enumerate() {
+            match all.request(sample..sample + 1) {
+                Ok(scores) => {
+                    self.put(&Answer::Score { score: scores.values, status: scores.statuses[0] })?
+                }
+                Err(e) => {
+                    self.not_finite += 1;
+                    self.put(&Answer::Error { line, error: e.to_string() })?;
+                }
+            }
         }
         batch.clear();
         self.to.flush().map_err(output_error)
@@ -70,20 +101,24 @@ impl<W: Write> Output<W> {
 /// Runs the command.
 ///
 /// # Errors
-/// The model is refused, a file cannot be read, or a line was not a sample (its answer is an
-/// error).
+/// The model is refused, a file cannot be read, a line was not a sample, or a score is not a number
+/// (the answer of that line is an error).
 pub fn run(args: &RunArgs) -> Result<()> {
     let model = args.serve.open()?;
     serve::check_batch(args.batch, &model)?;
     let (mut worker, mut batch) = (serve::worker(&model), model.batch());
     let to = BufWriter::new(io::stdout().lock());
-    let mut output = Output { to, repeat: args.repeat, refused: 0 };
+    let (lines, repeat) = (Vec::with_capacity(args.batch), args.repeat);
+    let mut output = Output { to, repeat, lines, refused: 0, not_finite: 0 };
     let (input, name) = open_samples(&args.samples)?;
 
     for (number, line) in (1..).zip(input.lines()) {
         let line = line.with_context(|| format!("{name}:{number}"))?;
         match Sample::from_json(&line, model.schema()) {
-            Ok(sample) => batch.push(model.schema(), &sample)?,
+            Ok(sample) => {
+                batch.push(model.schema(), &sample)?;
+                output.lines.push(number);
+            }
             Err(e) => {
                 output.score(&mut worker, &mut batch)?;
                 output.refused += 1;
@@ -96,11 +131,7 @@ pub fn run(args: &RunArgs) -> Result<()> {
     }
     output.score(&mut worker, &mut batch)?;
 
-    match output.refused {
-        0 => Ok(()),
-        1 => bail!("{name}: 1 line was not a sample; its answer says why"),
-        refused => bail!("{name}: {refused} lines were not samples; their answers say why"),
-    }
+    output.check(&name)
 }
 
 /// Opens the file of samples; returns the name by which messages call it.

@@ -154,6 +154,70 @@ fn run_answers_every_line_in_order() {
     }
 }
 
+/// Dense features near the largest f32 make NaN of the coupon model's score.
+const WITHOUT_SCORE: &str =
+    "{\"dense\": [3.4e38, 3.4e38, 3.4e38, 3.4e38, 3.4e38, 3.4e38, 3.4e38], \"label\": 1}";
+
+#[test]
+fn run_answers_a_score_that_is_not_a_number_with_an_error() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let text = std::fs::read_to_string(coupon("probe.jsonl")).unwrap();
+    let mut lines: Vec<&str> = text.lines().take(5).collect();
+    lines.insert(1, WITHOUT_SCORE);
+    let output = hatchback(&["run", &bundle, "--batch", "3"], &lines.join("\n"));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("1 sample has a score"), "{said}");
+
+    let answers = String::from_utf8(output.stdout).unwrap();
+    let answers: Vec<Value> =
+        answers.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(answers.len(), 6);
+    for (number, answer) in answers.iter().enumerate() {
+        assert_eq!(answer["score"][0].is_number(), number != 1, "{answer}");
+    }
+    assert_eq!(answers[1]["line"], 2);
+    assert!(answers[1]["error"].as_str().unwrap().contains("score[0] is NaN"), "{}", answers[1]);
+}
+
+#[test]
+fn eval_counts_scores_that_are_not_numbers_and_leaves_them_out() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let text = std::fs::read_to_string(coupon("probe.jsonl")).unwrap();
+    let (whole, partly) = (desk.path("whole.jsonl"), desk.path("partly.jsonl"));
+    std::fs::write(&whole, &text).unwrap();
+    std::fs::write(&partly, format!("{WITHOUT_SCORE}\n{text}")).unwrap();
+    let eval = |samples: &str| {
+        hatchback(&["eval", &bundle, "--samples", samples, "--batch", "4", "--json"], "")
+    };
+    let report = |output: &Output| -> Value { serde_json::from_slice(&output.stdout).unwrap() };
+
+    let (whole, partly) = (eval(&whole), eval(&partly));
+    assert!(whole.status.success() && !partly.status.success());
+    let said = String::from_utf8_lossy(&partly.stderr);
+    assert!(said.contains("samples have no score; the first: sample 1 of the set"), "{said}");
+    let (whole, partly) = (report(&whole), report(&partly));
+    assert_eq!((&whole["not_finite"], &partly["not_finite"]), (&0.into(), &1.into()));
+    for figure in ["auc", "logloss", "score_difference_max"] {
+        assert!(whole[figure].is_number(), "{figure}");
+        assert_eq!(whole[figure], partly[figure], "{figure}");
+    }
+}
+
+#[test]
+fn a_feature_that_a_line_names_twice_is_refused() {
+    let desk = Desk::new();
+    let bundle = desk.pack(&[]);
+    let line = "{\"dense\": [1,2,3,4,5,6,7], \"sparse\": {\"weather\": [1], \"weather\": [2]}}";
+    let output = hatchback(&["run", &bundle], line);
+    let answer = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        !output.status.success() && answer.contains("feature `weather` occurs twice"),
+        "{answer}"
+    );
+}
+
 #[test]
 fn a_delta_is_packed_and_installed_over_its_parent() {
     let desk = Desk::new();
@@ -338,6 +402,30 @@ fn errors_in_files_of_the_user_name_the_line() {
     std::fs::write(&samples, lines.join("\n")).unwrap();
     let text = refused(&["eval", &bundle, "--samples", &samples]);
     assert!(text.contains("samples.jsonl:3: "), "{text}");
+}
+
+#[test]
+fn the_proxy_of_the_environment_is_used_and_its_password_is_in_no_message() {
+    let desk = Desk::new();
+    let said = |variable: &str, options: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hatchback"));
+        command.args(["sync", "--from", "http://host.invalid", "--state", &desk.path("state")]);
+        command.args(["--flash", &desk.path("flash")]).args(options);
+        let output = command.env("HATCHBACK_PROXY", variable).output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+
+    let (of_variable, of_option) = ("ftp://user:SECRET@variable:1", "ftp://user:SECRET@option:1");
+    let refused = said(of_variable, &[]);
+    assert!(
+        refused.contains("proxy ftp://variable:1: ") && !refused.contains("SECRET"),
+        "{refused}"
+    );
+    let refused = said(of_variable, &["--proxy", of_option]);
+    assert!(refused.contains("proxy ftp://option:1: ") && !refused.contains("SECRET"), "{refused}");
+    let empty = said("", &[]);
+    assert!(!empty.contains("proxy"), "{empty}");
 }
 
 #[test]

@@ -4,6 +4,22 @@ use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::dense::DenseError;
 use std::sync::Arc;
 
+/// A score that is NaN or infinite: the dense features or the weights of the dense network are too
+/// large. Such a score never leaves as a score.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error(
+    "sample {sample}: score[{output}] is {value}: the values of the request are too large for the \
+     dense network, or its weights are wrong"
+)]
+pub struct NotFinite {
+    /// The sample, counted from 0 in its request.
+    pub sample: usize,
+    /// The output of the dense network, counted from 0.
+    pub output: usize,
+    /// NaN or an infinity.
+    pub value: f32,
+}
+
 /// Why a worker could not score a batch.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
@@ -17,6 +33,9 @@ pub enum ScoreError {
     /// The GPU failed, during the request or when the worker was made.
     #[error(transparent)]
     Cuda(#[from] Arc<CudaError>),
+    /// A score is not a number.
+    #[error(transparent)]
+    NotFinite(#[from] NotFinite),
 }
 
 impl From<CudaError> for ScoreError {
@@ -34,6 +53,9 @@ pub enum RequestError {
     /// The request does not fit the model, or the worker could not score it.
     #[error(transparent)]
     Score(Arc<ScoreError>),
+    /// A score of the request is not a number. Other requests of the same batch keep their scores.
+    #[error(transparent)]
+    NotFinite(#[from] NotFinite),
     /// No model of the requested name is served.
     #[error("no such model is served")]
     NotServed,
@@ -44,6 +66,9 @@ pub enum RequestError {
 
 impl From<ScoreError> for RequestError {
     fn from(e: ScoreError) -> Self {
-        Self::Score(Arc::new(e))
+        match e {
+            ScoreError::NotFinite(e) => Self::NotFinite(e),
+            e => Self::Score(Arc::new(e)),
+        }
     }
 }

@@ -206,6 +206,7 @@ impl Ticket {
     ///
     /// # Errors
     /// [`RequestError::Score`] if the worker could not score the batch,
+    /// [`RequestError::NotFinite`] if a score of the request is not a number,
     /// [`RequestError::Panicked`] if the worker panicked.
     pub fn wait(&self) -> Result<Answer<'_>, RequestError> {
         self.queue.wait(self.slot).map(|request| Answer { request })

@@ -36,7 +36,7 @@ pub struct Stats {
     pub batches: u64,
     /// Requests refused because every slot was taken.
     pub busy: u64,
-    /// Requests that were answered with an error.
+    /// Requests that a worker answered with an error. A score that is not a number is one.
     pub failed: u64,
     /// Requests that wait now.
     pub waiting: usize,
@@ -285,6 +285,12 @@ impl RequestQueue {
         if is_abandoned { self.free(slot) } else { at.done.notify_all() }
     }
 
+    /// Counts the request in `slot` as failed and ends it with `error`.
+    fn fail(&self, slot: u16, error: RequestError) {
+        lock(&self.queue).stats.failed += 1;
+        self.finish(slot, Err(error), |_| ());
+    }
+
     /// Returns whether requests with deadlines from `earliest` to `latest` can be batched. The
     /// batch has the earliest deadline, so the others lose at most the batch delay.
     fn can_batch(&self, earliest: Option<Duration>, latest: Option<Duration>) -> bool {
@@ -406,14 +412,10 @@ pub fn run_worker(queue: &RequestQueue, mut worker: Worker) {
             "a worker panicked, {} requests in flight fail; a new worker takes its place",
             lost.len()
         );
-        lost.iter().for_each(|r| queue.finish(r.slot, Err(RequestError::Panicked), |_| ()));
-
-        let mut shared = lock(&queue.queue);
-        shared.stats.failed += lost.len() as u64;
+        lost.iter().for_each(|r| queue.fail(r.slot, RequestError::Panicked));
         if in_flight.is_prefetching {
-            shared.prefetching = 0;
+            lock(&queue.queue).prefetching = 0;
         }
-        drop(shared);
         in_flight = InFlight::default();
         worker = Worker::new(Arc::clone(&model), Arc::clone(&queue.clock));
     }
@@ -505,28 +507,28 @@ fn score(queue: &RequestQueue, worker: &mut Worker, batch: &mut Batch, in_flight
         return;
     }
 
-    let outputs = worker.model().outputs();
-    match worker.score(batch, in_flight.deadline) {
+    match worker.score_requests(batch, in_flight.deadline) {
         Ok(all) => {
             let mut start = 0;
             for r in &in_flight.requests {
                 let samples = start..start + r.samples as usize;
                 start = samples.end;
-                queue.finish(r.slot, Ok(()), |request| {
-                    let values = &all.values[samples.start * outputs..samples.end * outputs];
-                    request.scores[..values.len()].copy_from_slice(values);
-                    request.statuses[..samples.len()].copy_from_slice(&all.statuses[samples]);
-                });
+                match all.request(samples) {
+                    Ok(scores) => queue.finish(r.slot, Ok(()), |request| {
+                        request.scores[..scores.values.len()].copy_from_slice(scores.values);
+                        request.statuses[..scores.statuses.len()].copy_from_slice(scores.statuses);
+                    }),
+                    Err(e) => queue.fail(r.slot, e.into()),
+                }
                 in_flight.answered += 1;
             }
         }
         Err(e) => {
-            let e = Arc::new(e);
+            let e = RequestError::from(e);
             for r in &in_flight.requests {
-                queue.finish(r.slot, Err(RequestError::Score(Arc::clone(&e))), |_| ());
+                queue.fail(r.slot, e.clone());
                 in_flight.answered += 1;
             }
-            lock(&queue.queue).stats.failed += in_flight.requests.len() as u64;
         }
     }
     in_flight.requests.clear();

@@ -6,7 +6,7 @@ use crate::flash::Flash;
 use crate::limits::{SCORE_DIFFERENCE_MAX, WEIGHT_CHECK_SAMPLES_MAX};
 use crate::model::backend::sole_owner;
 use crate::model::{Model, OpenError};
-use crate::request::worker::Worker;
+use crate::request::worker::{ScoreError, Worker};
 use hatchback_kernels::dense::Weights;
 use std::sync::Arc;
 
@@ -39,20 +39,39 @@ pub(crate) fn check(model: Model, flash: &Flash) -> Result<Model, OpenError> {
         let refuse = |problem| OpenError::Weights { weights, sample, problem };
         batch.clear();
         batch.push(model.schema(), probe).map_err(|e| refuse(e.to_string()))?;
-        let found = worker.score(&batch, None).map_err(|e| refuse(e.to_string()))?.values.to_vec();
+        let found = match worker.score(&batch, None) {
+            Ok(scores) => Some(scores.values.to_vec()),
+            Err(ScoreError::NotFinite(_)) => None,
+            Err(e) => return Err(refuse(e.to_string())),
+        };
         trained.run(1, worker.inputs(), &mut expected, &mut scratch)?;
-        for (found, expected) in found.iter().zip(&expected) {
-            let difference = (found - expected).abs();
-            // If both scores are NaN, the probe refuses the release, not this check.
-            if difference > SCORE_DIFFERENCE_MAX || found.is_nan() != expected.is_nan() {
-                let problem = format!(
-                    "scores {found}, with f32 weights {expected}; {SCORE_DIFFERENCE_MAX} is allowed"
-                );
-                return Err(refuse(problem));
-            }
-        }
+        check_scores(found.as_deref(), &expected).map_err(refuse)?;
     }
 
     drop(worker);
     Ok(sole_owner(model))
+}
+
+/// Checks the scores of one sample with narrow weights, `None` if one is not a number, against
+/// those with f32 weights.
+fn check_scores(found: Option<&[f32]>, expected: &[f32]) -> Result<(), String> {
+    let Some(found) = found else {
+        // If the trained network has no score either, the probe refuses the release, and not this
+        // check.
+        let is_number = expected.iter().all(|score| score.is_finite());
+        return if is_number {
+            Err(format!("has no score, with f32 weights {expected:?}"))
+        } else {
+            Ok(())
+        };
+    };
+    for (found, expected) in found.iter().zip(expected) {
+        let difference = (found - expected).abs();
+        if difference > SCORE_DIFFERENCE_MAX || difference.is_nan() {
+            return Err(format!(
+                "scores {found}, with f32 weights {expected}; {SCORE_DIFFERENCE_MAX} is allowed"
+            ));
+        }
+    }
+    Ok(())
 }

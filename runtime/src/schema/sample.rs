@@ -3,9 +3,10 @@
 
 use crate::limits::{NAME_BYTES_MAX, PROBE_BYTES_MAX, SAMPLE_BYTES_MAX};
 use crate::schema::Schema;
-use serde::de::IgnoredAny;
-use serde::{Deserialize, Serialize};
+use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// Format number of an encoded probe set.
 pub const PROBE_FORMAT: u32 = 1;
@@ -30,12 +31,45 @@ struct Line {
     #[serde(default)]
     dense: Vec<f32>,
     #[serde(default)]
-    sparse: BTreeMap<String, Vec<u64>>,
+    sparse: LineBags,
     label: Option<f32>,
     score: Option<f32>,
     /// The model that the sample is for. A server of several models reads it.
     #[serde(rename = "model")]
     _model: Option<IgnoredAny>,
+}
+
+/// The keys of the features of a line, by name. A name that occurs twice is refused: one of its
+/// bags would silently be lost.
+#[derive(Default)]
+struct LineBags(BTreeMap<String, Vec<u64>>);
+
+impl<'de> Deserialize<'de> for LineBags {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_map(LineBagsVisitor)
+    }
+}
+
+struct LineBagsVisitor;
+
+impl<'de> Visitor<'de> for LineBagsVisitor {
+    type Value = LineBags;
+
+    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str("an object with the keys of each sparse feature")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<LineBags, A::Error> {
+        let mut bags = BTreeMap::new();
+        while let Some((name, keys)) = entries.next_entry::<String, Vec<u64>>()? {
+            if bags.contains_key(&name) {
+                let name = name.escape_debug();
+                return Err(A::Error::custom(format!("sparse: the feature `{name}` occurs twice")));
+            }
+            bags.insert(name, keys);
+        }
+        Ok(LineBags(bags))
+    }
 }
 
 /// Why a sample is refused.
@@ -75,9 +109,9 @@ impl Sample {
         let sparse = schema
             .features
             .iter()
-            .map(|f| parsed.sparse.remove(&f.name).unwrap_or_default())
+            .map(|f| parsed.sparse.0.remove(&f.name).unwrap_or_default())
             .collect();
-        if let Some(name) = parsed.sparse.keys().next() {
+        if let Some(name) = parsed.sparse.0.keys().next() {
             return fault("sparse", format!("the model has no feature `{}`", name.escape_debug()));
         }
 

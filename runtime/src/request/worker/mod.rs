@@ -4,7 +4,8 @@
 //! [`Worker::score`] is the request flow: check the batch, look up its keys, resolve the misses
 //! (fetch their rows, finish the bags that waited), run the dense network, return the scores with a
 //! status for each sample. If the miss list fills up, the misses are resolved early and the lookup
-//! continues.
+//! continues. The scores of every backend are read through [`BatchScores::request`], which refuses
+//! a score that is not a number.
 
 mod backend;
 mod counters;
@@ -26,10 +27,11 @@ use hatchback_kernels::cuda::HostMemory;
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::MissList;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use crate::request::error::ScoreError;
+pub use crate::request::error::{NotFinite, ScoreError};
 pub use counters::Counters;
 pub(crate) use gpu::lookup_limits;
 
@@ -48,6 +50,31 @@ impl Scores<'_> {
         let mut sum = LookupStatus::default();
         self.statuses.iter().for_each(|s| sum.add(s));
         sum
+    }
+}
+
+/// Scores of one batch, which may hold several requests. One request at a time is checked and read.
+#[derive(Clone, Copy, Debug)]
+pub struct BatchScores<'a> {
+    /// `[batch, outputs]`.
+    values: &'a [f32],
+    /// `[batch]`.
+    statuses: &'a [LookupStatus],
+    outputs: usize,
+}
+
+impl<'a> BatchScores<'a> {
+    /// Returns the scores of the request that has `samples` of the batch.
+    ///
+    /// # Errors
+    /// [`NotFinite`] with the first of its scores that is not a number.
+    pub fn request(&self, samples: Range<usize>) -> Result<Scores<'a>, NotFinite> {
+        let values = &self.values[samples.start * self.outputs..samples.end * self.outputs];
+        if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+            let (sample, output) = (at / self.outputs, at % self.outputs);
+            return Err(NotFinite { sample, output, value: values[at] });
+        }
+        Ok(Scores { values, statuses: &self.statuses[samples] })
     }
 }
 
@@ -111,17 +138,30 @@ impl Worker {
         &self.model
     }
 
-    /// Scores `batch`. From `deadline`, a time of the worker's clock, on no more rows are fetched
-    /// for tables with the miss policy `deadline`.
+    /// Scores `batch`, which is one request. From `deadline`, a time of the worker's clock, on no
+    /// more rows are fetched for tables with the miss policy `deadline`.
     ///
     /// # Errors
-    /// [`ScoreError::Request`] if the batch does not fit the model, [`ScoreError::Dense`] or
-    /// [`ScoreError::Cuda`] if the dense network or the GPU failed.
+    /// The errors of [`Worker::score_requests`], and [`ScoreError::NotFinite`] if a score is not a
+    /// number.
     pub fn score(
         &mut self,
         batch: &Batch,
         deadline: Option<Duration>,
     ) -> Result<Scores<'_>, ScoreError> {
+        Ok(self.score_requests(batch, deadline)?.request(0..batch.size())?)
+    }
+
+    /// Scores `batch`, which may hold several requests. `deadline` is that of [`Worker::score`].
+    ///
+    /// # Errors
+    /// [`ScoreError::Request`] if the batch does not fit the model, [`ScoreError::Dense`] or
+    /// [`ScoreError::Cuda`] if the dense network or the GPU failed.
+    pub fn score_requests(
+        &mut self,
+        batch: &Batch,
+        deadline: Option<Duration>,
+    ) -> Result<BatchScores<'_>, ScoreError> {
         check_batch(&self.model, batch)?;
         if let Some(e) = self.backend.failure() {
             return Err(Arc::clone(e).into());
@@ -138,9 +178,10 @@ impl Worker {
             return Err(e);
         }
 
-        let scores = &mut self.scores[..samples * self.model.outputs()];
-        self.backend.run_dense(samples, scores)?;
-        Ok(Scores { values: scores, statuses: &self.statuses[..samples] })
+        let outputs = self.model.outputs();
+        let values = &mut self.scores[..samples * outputs];
+        self.backend.run_dense(samples, values)?;
+        Ok(BatchScores { values, statuses: &self.statuses[..samples], outputs })
     }
 
     /// Probes the keys and pools the bags whose rows are all in memory.

@@ -1,0 +1,144 @@
+//! The socket's file and the request to stop. A file that a killed daemon left is taken over; a
+//! socket that somebody answers on, or a file of another kind, is not.
+
+use anyhow::{Context, Result, bail};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, shutdown};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A request to stop, made by SIGTERM or SIGINT.
+#[derive(Default)]
+pub struct Stop {
+    is_requested: AtomicBool,
+    listener: Mutex<Option<UnixListener>>,
+}
+
+impl Stop {
+    /// Handles the signals from now on. A signal before the socket exists calls `early` and ends
+    /// the process.
+    ///
+    /// # Errors
+    /// The system refuses a signal handler.
+    pub fn on_signal(self: &Arc<Self>, early: impl FnOnce() + Send + 'static) -> Result<()> {
+        let (mut signals, stop) = (Signals::new([SIGTERM, SIGINT])?, Arc::clone(self));
+        std::thread::spawn(move || {
+            if signals.forever().next().is_none() {
+                return;
+            }
+            stop.is_requested.store(true, Ordering::Release);
+            let Some(listener) = &*stop.listener() else {
+                log::info!("stopping before the socket is open");
+                early();
+                std::process::exit(0);
+            };
+            log::info!("stopping: no new connections; answering the requests that were received");
+            // Ends `accept`, also where the socket's file was removed.
+            if let Err(e) = shutdown(listener, Shutdown::Both) {
+                log::error!("cannot shut the socket down: {e}");
+            }
+        });
+        Ok(())
+    }
+
+    fn listener(&self) -> MutexGuard<'_, Option<UnixListener>> {
+        self.listener.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether the daemon must stop.
+    pub fn is_requested(&self) -> bool {
+        self.is_requested.load(Ordering::Acquire)
+    }
+}
+
+/// The number of a file and of its file system: what stands at a path may be another file later.
+type FileId = [u64; 2];
+
+/// Returns which socket is at `path`.
+///
+/// # Errors
+/// Nothing is at `path`, or a file of another kind.
+fn socket_at(path: &Path) -> io::Result<FileId> {
+    let found = std::fs::symlink_metadata(path)?;
+    if !found.file_type().is_socket() {
+        return Err(io::Error::other("is a file of another kind than a socket"));
+    }
+    Ok([found.dev(), found.ino()])
+}
+
+/// The socket; its file is removed when this is dropped.
+pub struct Socket<'a> {
+    listener: UnixListener,
+    path: &'a Path,
+    file: FileId,
+}
+
+impl<'a> Socket<'a> {
+    /// Binds the socket at `path`. Callers can connect from then on, until `stop`. Replaces a
+    /// socket on which nobody answers.
+    ///
+    /// # Errors
+    /// A daemon answers at `path`, `path` is a file of another kind, or its folder cannot be
+    /// written.
+    pub fn listen(path: &'a Path, stop: &Stop) -> Result<Self> {
+        let name = || format!("socket {}", path.display());
+        let listener = match UnixListener::bind(path) {
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
+                remove_stale(path).with_context(name)?;
+                UnixListener::bind(path)
+            }
+            bound => bound,
+        };
+        let listener = listener.with_context(name)?;
+        let file = socket_at(path).with_context(name)?;
+
+        *stop.listener() = Some(listener.try_clone()?);
+        Ok(Self { listener, path, file })
+    }
+
+    /// Returns the listener.
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+}
+
+/// Removes the socket at `path` if nobody answers on it.
+fn remove_stale(path: &Path) -> Result<()> {
+    let file = socket_at(path)?;
+    // A daemon whose queue of callers is full makes a blocking `connect` wait.
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let caller = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match rustix::net::connect(&caller, &SocketAddrUnix::new(path)?) {
+        Err(Errno::CONNREFUSED) if socket_at(path)? == file => {
+            log::info!("socket {}: nobody answers on it; it is replaced", path.display());
+            Ok(std::fs::remove_file(path)?)
+        }
+        Ok(()) | Err(Errno::AGAIN | Errno::CONNREFUSED) => {
+            bail!("another process answers on it; stop that process or name another socket")
+        }
+        Err(e) => Err(e).context("is in use, and connecting to it failed"),
+    }
+}
+
+impl Drop for Socket<'_> {
+    fn drop(&mut self) {
+        // Another daemon may have taken the path meanwhile.
+        let removed = match socket_at(self.path) {
+            Ok(file) if file == self.file => std::fs::remove_file(self.path),
+            Ok(_) => Ok(()),
+            Err(e) => Err(e),
+        };
+        match removed {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                log::warn!("socket {}: {e}", self.path.display());
+            }
+            _ => {}
+        }
+    }
+}
