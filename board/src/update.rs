@@ -3,12 +3,10 @@
 //! a second.
 
 use crate::latency::Latencies;
-use crate::settings;
 use anyhow::{Context, Result};
 use hatchback::bundle::manifest::Generation;
 use hatchback::car::update_steps::{ModelUpdates, UpdateSteps, record_end};
-use hatchback::clock::SystemClock;
-use hatchback::maintenance::throttle::throttled_yield;
+use hatchback::maintenance::background::Background;
 use hatchback::request::serving::Serving;
 use hatchback_link::daemon::{now, wake_socket};
 use std::io;
@@ -50,13 +48,12 @@ impl UpdateThread {
 
         let stopping = Arc::new(AtomicBool::new(false));
         let (stop, latencies) = (Arc::clone(&stopping), Arc::clone(latencies));
-        let (served, busy_percent_max) = (Arc::clone(serving), update.policy.busy_percent_max);
+        let (served, busy) = (Arc::clone(serving), update.policy.busy());
         let p99 = Box::new(move |name: &str, of: &Generation| latencies.p99_us(name, of));
         let mut steps = UpdateSteps::new(update, Arc::clone(serving), p99);
 
         let run = move || {
-            settings::run_when_idle();
-            let clock = SystemClock::default();
+            let background = Background::enter(busy);
             // Without a model no request can wait for this thread.
             let pause = |time| {
                 if !stop.load(Ordering::Acquire) && !served.names().is_empty() {
@@ -64,8 +61,8 @@ impl UpdateThread {
                 }
             };
             while !stop.load(Ordering::Acquire) {
-                let yield_now = throttled_yield(busy_percent_max, &clock, pause);
-                while steps.step(now(), &yield_now) {}
+                background.resume();
+                while steps.step(now(), &|| background.yield_now(pause)) {}
                 // A datagram and a timeout both mean: read the record again.
                 let _ = socket.recv(&mut [0; 16]);
             }

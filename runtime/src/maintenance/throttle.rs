@@ -1,33 +1,9 @@
-//! The throttle of background work: limits the work of one step and the pause after it, so that the
-//! work stays below a share of the time on any device. Never reads a clock and never sleeps: the
-//! caller passes both.
+//! The throttle of maintenance: limits the work of one step and the pause after it, so that the work
+//! stays below a share of the time on any device. Never reads a clock and never sleeps: the caller
+//! does both.
 
-use crate::clock::Clock;
 use crate::limits::{THROTTLE_PAGES_MAX, THROTTLE_STEP_MAX};
-use std::cell::Cell;
 use std::time::Duration;
-
-/// Work between two pauses. A request that arrives during the work may have to wait for so long.
-const WORK_MIN: Duration = Duration::from_micros(200);
-
-/// Returns a function that the work calls between small pieces. After 200 us of work the function
-/// calls `sleep` for so long that the work stays below `busy_percent_max` (1 to 100) of the time.
-pub fn throttled_yield<'a>(
-    busy_percent_max: u64,
-    clock: &'a dyn Clock,
-    sleep: impl Fn(Duration) + 'a,
-) -> impl Fn() + 'a {
-    let (throttle, since) = (Cell::new(Throttle::new(busy_percent_max)), Cell::new(clock.now()));
-    move || {
-        let busy = clock.now().saturating_sub(since.get());
-        if busy >= WORK_MIN {
-            let mut next = throttle.get();
-            sleep(next.pause_after(busy));
-            throttle.set(next);
-            since.set(clock.now());
-        }
-    }
-}
 
 /// The size of the next step of background work, and its share of the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

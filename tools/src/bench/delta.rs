@@ -17,22 +17,20 @@ use hatchback::bundle::manifest::Manifest;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
-use hatchback::maintenance::throttle::throttled_yield;
+use hatchback::maintenance::background::Background;
+use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::budget::Budget;
 use hatchback::model::cache_transfer::Transferred;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
 use serde::Serialize;
+use rustix::time::{ClockId, clock_gettime};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use thread_priority::{
-    NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy,
-    set_thread_priority_and_policy, thread_native_id,
-};
 
 /// One row in this many changes from each generation to the next.
 const CHANGED_ONE_IN: u64 = 100;
@@ -63,6 +61,9 @@ pub struct DeltaArgs {
     /// Least time of a window without an update
     #[arg(long, default_value_t = 2.0, value_parser = report::args::seconds)]
     seconds: f64,
+    /// Share of the time that applying gets, as `busy_percent_min` of a target
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
+    busy_percent_min: u64,
     /// Share of the time that applying may take, as `busy_percent_max` of a target
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=100))]
     busy_percent: u64,
@@ -95,6 +96,8 @@ pub struct UpdateFigures {
     pub install_s: f64,
     /// Time from the live record to the first request on the new generation, with warm caches.
     pub swap_s: f64,
+    /// CPU time of the update, per cent of the time that it took.
+    pub cpu_percent: f64,
     /// How long the swap blocked the submission of requests, µs.
     pub pause_us: f64,
     /// Rows that the swap transferred to the new caches.
@@ -131,7 +134,9 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
     let serving =
         Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
     serving.load(NAME, &flash, budget)?;
-    let updates = Updates { serving: &serving, flash: &flash, budget, busy: args.busy_percent };
+    let busy =
+        BusyBounds { percent_min: args.busy_percent_min, percent_max: args.busy_percent };
+    let updates = Updates { serving: &serving, flash: &flash, budget, busy };
     let points = measure(args, &updates, &bundles[1..])?;
 
     let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
@@ -175,8 +180,8 @@ struct Updates<'a> {
     serving: &'a Serving,
     flash: &'a Flash,
     budget: Budget,
-    /// Share of the time that an update may work, per cent.
-    busy: u64,
+    /// Share of the time that an update works.
+    busy: BusyBounds,
 }
 
 /// Applies all deltas; each update follows an idle window of about the same length.
@@ -242,10 +247,6 @@ impl Caller {
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
             let worker = scope.spawn(|| {
-                // The idle policy of the daemon's update thread: every request comes first.
-                let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
-                let _ =
-                    set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
                 let done = work();
                 stop.store(true, Ordering::Release);
                 done
@@ -274,15 +275,16 @@ impl Updates<'_> {
     fn apply(&self, delta: &Path) -> Result<UpdateFigures> {
         let (before, start) = (written_bytes()?, Instant::now());
         let mut bundle = BundleReader::open(delta)?;
-        let clock = SystemClock::default();
-        let rest = throttled_yield(self.busy, &clock, thread::sleep);
+        let background = Background::enter(self.busy);
+        let (rest, cpu) = (|| background.yield_now(thread::sleep), thread_cpu_time());
         let directory = self.flash.directory();
         let installed = Flash::install(&disk::system(), directory, &mut bundle, |_| rest())?;
         let (install_s, written_bytes) = (start.elapsed().as_secs_f64(), written_bytes()? - before);
 
-        let start = Instant::now();
+        let swap_start = Instant::now();
         let swapped = self.serving.swap(NAME, &installed, self.budget, &rest)?;
-        let swap_s = start.elapsed().as_secs_f64();
+        let swap_s = swap_start.elapsed().as_secs_f64();
+        let cpu_s = (thread_cpu_time() - cpu).as_secs_f64();
 
         let changed = changed(&installed)?;
         let none = Percentiles::default();
@@ -294,6 +296,7 @@ impl Updates<'_> {
             changed_bytes: changed.bytes,
             install_s,
             swap_s,
+            cpu_percent: 100.0 * cpu_s / start.elapsed().as_secs_f64(),
             pause_us: swapped.pause.as_secs_f64() * 1e6,
             transferred: swapped.transferred,
             idle: none,
@@ -302,6 +305,11 @@ impl Updates<'_> {
             hit_rate_after: 0.0,
         })
     }
+}
+
+/// Returns the CPU time of the calling thread.
+fn thread_cpu_time() -> Duration {
+    clock_gettime(ClockId::ThreadCPUTime).try_into().unwrap_or_default()
 }
 
 /// The content of the newest delta.
@@ -366,6 +374,7 @@ fn publish(args: &DeltaArgs, report: &BenchReport<UpdateFigures>) -> Result<()> 
             "written",
             "install",
             "swap",
+            "CPU",
             "pause",
             "idle p99",
             "applying p99",
@@ -384,7 +393,7 @@ fn publish(args: &DeltaArgs, report: &BenchReport<UpdateFigures>) -> Result<()> 
 }
 
 impl UpdateFigures {
-    fn cells(&self) -> [String; 11] {
+    fn cells(&self) -> [String; 12] {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             self.sequence.to_string(),
@@ -392,6 +401,7 @@ impl UpdateFigures {
             report::bytes(self.written_bytes),
             format!("{:.2} s", self.install_s),
             format!("{:.2} s", self.swap_s),
+            format!("{:.1} %", self.cpu_percent),
             us(self.pause_us),
             us(self.idle.p99_us),
             us(self.applying.p99_us),
@@ -443,6 +453,7 @@ mod tests {
             batch: 2,
             cache_mib: Some(1),
             seconds: 0.2,
+            busy_percent_min: 5,
             busy_percent: 100,
             quick: true,
             flash: None,
