@@ -35,7 +35,11 @@ impl MaintenanceThread {
             let catalog = Catalog::path_in(&directory);
             let (mut steps, mut pause) = (None, Duration::ZERO);
             while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
-                if pause < IDLE { background.paused() } else { background.resume() }
+                if pause < IDLE {
+                    background.paused()
+                } else {
+                    background.resume()
+                }
                 if steps.is_none() {
                     let flash = Flash::open(&disk::system(), &directory).ok();
                     steps = flash

@@ -73,7 +73,7 @@ impl Background {
         if !can_leave_idle {
             log::warn!(
                 "background work takes {} % of a CPU at all times: the system does not let a \
-                 thread leave the idle class; the unit needs LimitNICE=20",
+                 thread leave the idle class; the unit needs LimitNICE=+0",
                 bounds.percent_min
             );
         }
@@ -142,8 +142,8 @@ fn change_class(class: Class) -> bool {
         }
     };
     let policy = ThreadSchedulePolicy::Normal(policy);
-    let changed =
-        priority.map(|priority| set_thread_priority_and_policy(thread_native_id(), priority, policy));
+    let changed = priority
+        .map(|priority| set_thread_priority_and_policy(thread_native_id(), priority, policy));
 
     // A process with a nice value of its own may keep that value.
     let is_there = thread_schedule_policy().is_ok_and(|now| now == policy);
@@ -151,4 +151,98 @@ fn change_class(class: Class) -> bool {
         log::debug!("the {class:?} class is refused: {changed:?}");
     }
     is_there
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    use rustix::time::{ClockId, clock_gettime};
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    const BOUNDS: BusyBounds = BusyBounds { percent_min: 5, percent_max: 20 };
+    /// CPU time that the background thread of a test works.
+    const WORK: Duration = Duration::from_millis(150);
+
+    /// Returns the CPU time of the calling thread.
+    fn cpu_time() -> Duration {
+        clock_gettime(ClockId::ThreadCPUTime).try_into().unwrap()
+    }
+
+    fn spin(time: Duration) {
+        let start = cpu_time();
+        while cpu_time() - start < time {
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Keeps the calling thread on the last CPU that the process may use.
+    fn pin() {
+        let allowed = sched_getaffinity(None).unwrap();
+        let last = (0..CpuSet::MAX_CPU).rev().find(|&cpu| allowed.is_set(cpu)).unwrap();
+        let mut one = CpuSet::new();
+        one.set(last);
+        sched_setaffinity(None, &one).unwrap();
+    }
+
+    /// Works for `WORK` on a CPU in small pieces, within `BOUNDS`. Calls `sample` before and after.
+    /// Returns the CPU time and the time of the work and of its pauses.
+    fn work(mut sample: impl FnMut()) -> (Duration, Duration) {
+        pin();
+        let background = Background::enter(BOUNDS);
+        background.resume();
+        sample();
+        let (wall, start) = (SystemClock::default(), cpu_time());
+        while cpu_time() - start < WORK {
+            spin(Duration::from_micros(50));
+            background.yield_now(std::thread::sleep);
+        }
+        let done = (cpu_time() - start, wall.now());
+        sample();
+        done
+    }
+
+    /// Both threads share one CPU, so that other load takes from both. In the idle class alone the
+    /// share is 0.3 %.
+    #[test]
+    fn a_thread_that_never_pauses_leaves_the_least_share() {
+        let (spun, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+        let mut samples = Vec::new();
+        let (worked, _) = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                pin();
+                while !stop.load(Ordering::Relaxed) {
+                    spin(Duration::from_millis(1));
+                    spun.store(cpu_time().as_nanos() as u64, Ordering::Relaxed);
+                }
+            });
+            let beside = scope.spawn(|| work(|| samples.push(spun.load(Ordering::Relaxed))));
+            let worked = beside.join();
+            stop.store(true, Ordering::Relaxed);
+            worked.unwrap()
+        });
+
+        let beside = Duration::from_nanos(samples[1] - samples[0]);
+        let share = 100.0 * worked.as_secs_f64() / (worked + beside).as_secs_f64();
+        println!("{share:.2} % of the CPU beside a thread that never pauses");
+        assert!(share >= 4.5, "{share} %: {worked:?} beside {beside:?}");
+    }
+
+    /// Other load can only lower the share.
+    #[test]
+    fn a_thread_alone_on_its_cpu_stays_below_the_most_share() {
+        let (worked, took) = std::thread::spawn(|| work(|| ())).join().unwrap();
+        let share = 100.0 * worked.as_secs_f64() / took.as_secs_f64();
+        println!("{share:.2} % of the time");
+        assert!(share <= 20.5, "{share} %: {worked:?} in {took:?}");
+    }
+
+    #[test]
+    fn time_that_another_thread_takes_is_not_busy() {
+        let clock = BusyClock::of_this_thread();
+        let (busy, wall) = (clock.now(), SystemClock::default());
+        spin(Duration::from_millis(20));
+        let busy = clock.now() - busy;
+        assert!(busy <= wall.now() && busy >= Duration::from_millis(19), "{busy:?}");
+    }
 }

@@ -187,3 +187,132 @@ fn nanos(time: Duration) -> i64 {
     i64::try_from(time.as_nanos()).unwrap_or(i64::MAX)
 }
 
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOUNDS: BusyBounds = BusyBounds { percent_min: 5, percent_max: 20 };
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Per mille of a CPU that a thread gets while it is ready, by its class.
+    #[derive(Clone, Copy, Debug)]
+    struct Cpu {
+        idle: u32,
+        ordinary: u32,
+    }
+
+    /// A CPU without other work, and CPUs with one and with three threads that never pause.
+    const FREE: Cpu = Cpu { idle: 1000, ordinary: 1000 };
+    const TAKEN: Cpu = Cpu { idle: 3, ordinary: 500 };
+    const CROWDED: Cpu = Cpu { idle: 1, ordinary: 250 };
+
+    /// A thread with work at all times.
+    struct Thread {
+        share: Share,
+        at: ThreadTime,
+        worked: Duration,
+        in_ordinary: Duration,
+    }
+
+    impl Thread {
+        fn new(bounds: BusyBounds, can_leave_idle: bool) -> Self {
+            let at = ThreadTime::default();
+            let share = Share::new(bounds, can_leave_idle, at);
+            Self { share, at, worked: Duration::ZERO, in_ordinary: Duration::ZERO }
+        }
+
+        /// Works in pieces of `piece` for `time`. Returns the share of the time, per cent.
+        fn run(&mut self, cpu: Cpu, piece: Duration, time: Duration) -> f64 {
+            let (start, before) = (self.at.now, self.worked);
+            while self.at.now < start + time {
+                let is_idle = self.share.class() == Class::Idle;
+                let took = piece * 1000 / if is_idle { cpu.idle } else { cpu.ordinary };
+                self.at.now += took;
+                self.at.waited += took - piece;
+                self.worked += piece;
+                self.in_ordinary += if is_idle { Duration::ZERO } else { took };
+
+                let Rest { class, pause } = self.share.worked(self.at);
+                assert_eq!(class, self.share.class());
+                if !pause.is_zero() {
+                    self.at.now += pause;
+                    self.share.paused(self.at);
+                }
+            }
+            100.0 * (self.worked - before).as_secs_f64() / (self.at.now - start).as_secs_f64()
+        }
+    }
+
+    #[test]
+    fn work_stays_between_its_bounds_whatever_other_threads_take() {
+        for cpu in [FREE, Cpu { idle: 150, ordinary: 600 }, TAKEN, CROWDED] {
+            for piece_us in [1, 40, 200, 900, 3_000] {
+                let (mut thread, piece) =
+                    (Thread::new(BOUNDS, true), Duration::from_micros(piece_us));
+                let share = thread.run(cpu, piece, 60 * SECOND);
+                assert!((4.9..20.01).contains(&share), "{cpu:?}, {piece_us} us: {share} %");
+            }
+        }
+    }
+
+    #[test]
+    fn a_free_cpu_gives_the_most_in_the_idle_class() {
+        let mut thread = Thread::new(BOUNDS, true);
+        let share = thread.run(FREE, WORK_MIN, 10 * SECOND);
+        assert!((19.9..20.01).contains(&share), "{share} %");
+        assert_eq!(thread.in_ordinary, Duration::ZERO);
+    }
+
+    #[test]
+    fn a_taken_cpu_gives_the_least_and_is_left_when_it_is_free() {
+        let mut thread = Thread::new(BOUNDS, true);
+        let piece = WORK_MIN / 2;
+        let share = thread.run(TAKEN, piece, 60 * SECOND);
+        assert!((4.9..5.5).contains(&share), "{share} %");
+        thread.run(FREE, piece, 3 * SECOND);
+        let share = thread.run(FREE, piece, 10 * SECOND);
+        assert!((19.9..20.01).contains(&share), "{share} %");
+        assert_eq!(thread.share.class(), Class::Idle);
+    }
+
+    #[test]
+    fn a_thread_that_cannot_leave_the_idle_class_never_enters_it() {
+        for cpu in [FREE, TAKEN, CROWDED] {
+            let mut thread = Thread::new(BOUNDS, false);
+            for _ in 0..10 {
+                let share = thread.run(cpu, WORK_MIN, 10 * SECOND);
+                assert_eq!(thread.share.class(), Class::Ordinary);
+                assert!((4.9..5.1).contains(&share), "{cpu:?}: {share} %");
+            }
+        }
+    }
+
+    #[test]
+    fn time_without_the_cpu_is_no_work_and_demands_no_pause() {
+        let mut share = Share::new(BOUNDS, true, ThreadTime::default());
+        let [now, waited] = [10, 9].map(Duration::from_millis);
+        let Rest { class, pause } = share.worked(ThreadTime { now, waited });
+        assert_eq!((class, pause), (Class::Idle, Duration::ZERO), "4 ms are due, 9 ms were lost");
+        let later = ThreadTime { now: now * 2, waited };
+        assert_eq!(share.worked(later).pause, Duration::from_millis(40));
+    }
+
+    #[test]
+    fn time_without_work_is_not_owed() {
+        let mut thread = Thread::new(BOUNDS, true);
+        for _ in 0..100 {
+            thread.at.now += 60 * SECOND;
+            thread.share.resume(thread.at);
+            thread.run(FREE, WORK_MIN, SECOND / 100);
+        }
+        assert_eq!(thread.in_ordinary, Duration::ZERO);
+    }
+
+    /// An I/O scheduler may let a read of the idle class wait for seconds.
+    #[test]
+    fn a_thread_whose_reads_starve_leaves_the_idle_class() {
+        let mut share = Share::new(BOUNDS, true, ThreadTime::default());
+        let at = ThreadTime { now: 10 * SECOND, waited: Duration::ZERO };
+        assert_eq!(share.worked(at).class, Class::Ordinary);
+    }
+}

@@ -24,8 +24,8 @@ use hatchback::model::cache_transfer::Transferred;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
-use serde::Serialize;
 use rustix::time::{ClockId, clock_gettime};
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -134,8 +134,7 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
     let serving =
         Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
     serving.load(NAME, &flash, budget)?;
-    let busy =
-        BusyBounds { percent_min: args.busy_percent_min, percent_max: args.busy_percent };
+    let busy = BusyBounds { percent_min: args.busy_percent_min, percent_max: args.busy_percent };
     let updates = Updates { serving: &serving, flash: &flash, budget, busy };
     let points = measure(args, &updates, &bundles[1..])?;
 
