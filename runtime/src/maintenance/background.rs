@@ -127,7 +127,10 @@ impl Background {
 /// thread of its own, which may not come back.
 fn can_leave_idle() -> bool {
     let ask = || change_class(Class::Idle) && change_class(Class::Ordinary);
-    std::thread::Builder::new().spawn(ask).is_ok_and(|asked| asked.join().unwrap_or(false))
+    std::thread::Builder::new()
+        .name("class".to_owned())
+        .spawn(ask)
+        .is_ok_and(|asked| asked.join().unwrap_or(false))
 }
 
 /// Moves the calling thread to `class` and returns whether it is there. A request preempts a thread
