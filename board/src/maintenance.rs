@@ -1,14 +1,13 @@
-//! The maintenance thread of one flash directory, at the lowest priority: calls
+//! The maintenance thread of one flash directory, a background thread: calls
 //! `hatchback::car::maintenance_steps` until it is stopped.
 
-use crate::settings;
 use crate::shed::Shed;
 use anyhow::Result;
 use hatchback::car::maintenance_steps::{IDLE, MaintenanceSteps};
-use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::maintenance::MaintenanceRules;
+use hatchback::maintenance::background::Background;
 use hatchback::maintenance::catalog::Catalog;
 use hatchback::update::Updater;
 use std::path::Path;
@@ -38,10 +37,15 @@ impl MaintenanceThread {
         let (stop, stopped) = channel();
         let directory = directory.to_owned();
         let run = move || {
-            settings::run_when_idle();
-            let (clock, catalog) = (SystemClock::default(), Catalog::path_in(&directory));
+            let background = Background::enter(rules.busy());
+            let catalog = Catalog::path_in(&directory);
             let (mut steps, mut pause) = (None, Duration::ZERO);
             while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                if pause < IDLE {
+                    background.paused()
+                } else {
+                    background.resume()
+                }
                 if steps.is_none() {
                     let flash = Flash::open(&disk::system(), &directory).ok();
                     let updater = updater.clone();
@@ -50,9 +54,15 @@ impl MaintenanceThread {
                     });
                 }
                 pause = match &mut steps {
-                    Some(steps) if !shed.holds_maintenance() => steps.step(&clock, now()),
+                    Some(steps) if !shed.holds_maintenance() => {
+                        steps.step(background.clock(), now())
+                    }
                     _ => IDLE,
                 };
+                // The share counts the time while work is due, also the time without a CPU.
+                if pause < IDLE {
+                    pause = background.worked();
+                }
             }
             steps.into_iter().for_each(|steps| steps.end(now()));
         };

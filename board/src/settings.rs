@@ -9,7 +9,7 @@ use rustix::mm::MlockAllFlags;
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use thread_priority::{
-    NormalThreadSchedulePolicy, RealtimeThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy,
+    RealtimeThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy,
     set_thread_priority_and_policy, thread_native_id,
 };
 
@@ -150,18 +150,6 @@ fn run_realtime(priority: u8) -> Result<String, String> {
     set_thread_priority_and_policy(thread_native_id(), value, policy)
         .map(|()| format!("SCHED_RR {priority}"))
         .map_err(|e| format!("{priority}: {e}; {}", realtime_hint(priority)))
-}
-
-/// Moves the calling thread to the idle scheduling class: it runs only while no other thread wants
-/// its CPU. A request preempts such a thread immediately, but a thread at the lowest ordinary
-/// priority may keep its slice for milliseconds. The kernel derives the thread's I/O priority from
-/// its class.
-pub fn run_when_idle() {
-    let policy = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
-    if let Err(e) = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, policy)
-    {
-        log::warn!("a background thread keeps the priority of requests: {e}");
-    }
 }
 
 #[cfg(test)]

@@ -2,12 +2,10 @@
 //! pauses between pieces of work as the policy demands.
 
 use crate::latency::Latencies;
-use crate::settings;
 use anyhow::Result;
 use hatchback::bundle::manifest::Generation;
 use hatchback::car::update_steps::{ModelUpdates, UpdateSteps, record_end};
-use hatchback::clock::SystemClock;
-use hatchback::maintenance::throttle::throttled_yield;
+use hatchback::maintenance::background::Background;
 use hatchback::request::serving::Serving;
 use hatchback_link::daemon::now;
 use std::sync::Arc;
@@ -40,14 +38,13 @@ impl UpdateThread {
     ) -> Result<Self> {
         let stopping = Arc::new(AtomicBool::new(false));
         let (is_stopping, latencies) = (Arc::clone(&stopping), Arc::clone(latencies));
-        let (served, busy_percent_max) = (Arc::clone(serving), update.policy.busy_percent_max);
+        let (served, busy) = (Arc::clone(serving), update.policy.busy());
         let p99 = Box::new(move |name: &str, of: &Generation| latencies.p99_us(name, of));
         let mut steps = UpdateSteps::new(update, Arc::clone(serving), p99);
 
         let (stop, stopped) = channel::<()>();
         let run = move || {
-            settings::run_when_idle();
-            let clock = SystemClock::default();
+            let background = Background::enter(busy);
             // Without a model no request can wait for this thread.
             let pause = |time| {
                 if !is_stopping.load(Ordering::Acquire) && !served.names().is_empty() {
@@ -55,7 +52,8 @@ impl UpdateThread {
                 }
             };
             loop {
-                let yield_now = throttled_yield(busy_percent_max, &clock, pause);
+                background.resume();
+                let yield_now = || background.yield_now(pause);
                 while !is_stopping.load(Ordering::Acquire) && steps.step(now(), &yield_now) {}
                 if stopped.recv_timeout(POLL_INTERVAL) != Err(RecvTimeoutError::Timeout) {
                     break;

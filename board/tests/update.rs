@@ -169,9 +169,6 @@ impl Fleet {
         let mut connection = BufReader::new(UnixStream::connect(self.at("socket")).unwrap());
         let mut scored = false;
         for line in probe().lines().cycle() {
-            // A caller without pauses would leave no CPU to the update thread, which runs in the
-            // idle class.
-            std::thread::sleep(Duration::from_millis(1));
             let answer = ask(&mut connection, "coupon", line);
             scored |= answer["score"].is_array();
             if scored {
@@ -259,9 +256,11 @@ fn a_published_release_is_served_if_its_probe_and_probation_succeed() {
     let status = fleet.ask_until(UpdateState::Committed);
     assert_eq!(status.live.as_deref(), Some("coupon-dlrm@2"));
 
-    // Updates and maintenance run in the idle class; the workers of what they loaded do not.
-    let (own, idle) = (daemon.classes("hatchbackd")[0], 5);
-    assert_eq!(daemon.classes("update"), [idle]);
+    // Updates and maintenance run in the idle class, or as batch work where that gives too little;
+    // the workers of what they loaded do neither.
+    let (own, [batch, idle]) = (daemon.classes("hatchbackd")[0], [3, 5]);
+    assert!([[batch], [idle]].contains(&daemon.classes("update").try_into().unwrap()));
+    assert!(![batch, idle].contains(&own));
     assert_eq!(daemon.classes("worker"), [own; 2], "two workers");
 
     // A release whose probe scores differ from the recorded ones is never live.

@@ -33,6 +33,7 @@ fn rules(bytes_per_day_max: u64) -> MaintenanceRules {
         changed_percent_max: 100,
         scrub_every: Duration::from_secs(48 * HOUR),
         wear,
+        busy_percent_min: 1,
         busy_percent_max: 100,
     }
 }

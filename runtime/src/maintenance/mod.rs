@@ -3,11 +3,13 @@
 //! caller, the daemon, calls [`Maintenance::step`]. Writes no more a day than the wear budget, and
 //! continues on the next day or after a crash. Never on the request path.
 
+pub mod background;
 pub mod catalog;
 pub mod catalog_entries;
 pub mod compact;
 pub mod repair;
 pub mod scrub;
+pub mod share;
 pub mod throttle;
 pub mod wear;
 
@@ -18,6 +20,7 @@ use crate::maintenance::catalog::Catalog;
 use crate::maintenance::catalog_entries::CatalogEntries;
 use crate::maintenance::compact::{Compacted, Compaction};
 use crate::maintenance::scrub::{Damage, Scrub};
+use crate::maintenance::share::BusyBounds;
 use crate::maintenance::wear::{Wear, WearBudget};
 use crate::schema::KeySpace;
 use serde::{Deserialize, Deserializer};
@@ -48,6 +51,8 @@ pub struct MaintenanceRules {
     /// index must fit in one day.
     #[serde(rename = "wear_bytes_per_day_max", deserialize_with = "bytes_per_day")]
     pub wear: WearBudget,
+    /// Share of the time that maintenance gets while work is due, per cent.
+    pub busy_percent_min: u64,
     /// Share of the time that maintenance may work, per cent.
     pub busy_percent_max: u64,
 }
@@ -58,7 +63,14 @@ impl Default for MaintenanceRules {
     fn default() -> Self {
         let wear = WearBudget { bytes_per_day_max: 64 << 30 };
         let scrub_every = Duration::from_secs(7 * 24 * HOUR);
-        Self { deltas_max: 16, changed_percent_max: 16, scrub_every, wear, busy_percent_max: 10 }
+        Self {
+            deltas_max: 16,
+            changed_percent_max: 16,
+            scrub_every,
+            wear,
+            busy_percent_min: 1,
+            busy_percent_max: 10,
+        }
     }
 }
 
@@ -70,6 +82,13 @@ fn hours<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
 
 fn bytes_per_day<'de, D: Deserializer<'de>>(from: D) -> Result<WearBudget, D::Error> {
     Ok(WearBudget { bytes_per_day_max: u64::deserialize(from)? })
+}
+
+impl MaintenanceRules {
+    /// Returns the share of the time that maintenance works.
+    pub fn busy(&self) -> BusyBounds {
+        BusyBounds { percent_min: self.busy_percent_min, percent_max: self.busy_percent_max }
+    }
 }
 
 /// The work that a step did.

@@ -1,33 +1,9 @@
-//! The throttle of background work: limits the work of one step and the pause after it, so that the
+//! The throttle of maintenance: limits the work of one step and the pause after it, so that the
 //! work stays below a share of the time on any device. Never reads a clock and never sleeps: the
-//! caller passes both.
+//! caller does both.
 
-use crate::clock::Clock;
 use crate::limits::{THROTTLE_PAGES_MAX, THROTTLE_STEP_MAX};
-use std::cell::Cell;
 use std::time::Duration;
-
-/// Work between two pauses. A request that arrives during the work may have to wait for so long.
-const WORK_MIN: Duration = Duration::from_micros(200);
-
-/// Returns a function that the work calls between small pieces. After 200 us of work the function
-/// calls `sleep` for so long that the work stays below `busy_percent_max` (1 to 100) of the time.
-pub fn throttled_yield<'a>(
-    busy_percent_max: u64,
-    clock: &'a dyn Clock,
-    sleep: impl Fn(Duration) + 'a,
-) -> impl Fn() + 'a {
-    let (throttle, since) = (Cell::new(Throttle::new(busy_percent_max)), Cell::new(clock.now()));
-    move || {
-        let busy = clock.now().saturating_sub(since.get());
-        if busy >= WORK_MIN {
-            let mut next = throttle.get();
-            sleep(next.pause_after(busy));
-            throttle.set(next);
-            since.set(clock.now());
-        }
-    }
-}
 
 /// The size of the next step of background work, and its share of the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,34 +38,27 @@ impl Throttle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// A clock that work and pauses advance.
-    #[derive(Default)]
-    struct TestClock(AtomicU64);
-
-    impl Clock for TestClock {
-        fn now(&self) -> Duration {
-            Duration::from_micros(self.0.load(Ordering::Relaxed))
+    #[test]
+    fn a_pause_keeps_the_work_at_its_share() {
+        for percent in [1, 10, 50, 100] {
+            let mut throttle = Throttle::new(percent);
+            for busy in [1, 40, 900, 30_000].map(Duration::from_micros) {
+                let time = busy + throttle.pause_after(busy);
+                let share = 100.0 * busy.as_secs_f64() / time.as_secs_f64();
+                assert!((share - percent as f64).abs() < 0.1, "{share} % instead of {percent}");
+            }
         }
     }
 
     #[test]
-    fn work_stays_below_its_share() {
-        for percent in [1, 10, 50, 100] {
-            let (clock, slept) = (TestClock::default(), Cell::new(0));
-            let yield_now = throttled_yield(percent, &clock, |time| {
-                slept.set(slept.get() + time.as_micros() as u64);
-                clock.0.fetch_add(time.as_micros() as u64, Ordering::Relaxed);
-            });
-            let mut worked = 0;
-            for step in 0..10_000 {
-                let busy = [1, 40, 900, 30_000][step % 4];
-                (worked, _) = (worked + busy, clock.0.fetch_add(busy, Ordering::Relaxed));
-                yield_now();
-            }
-            let share = 100.0 * worked as f64 / (worked + slept.get()) as f64;
-            assert!((share - percent as f64).abs() < 0.1, "{share} % instead of {percent}");
+    fn a_step_grows_while_it_is_short_and_shrinks_when_it_is_long() {
+        let mut throttle = Throttle::new(10);
+        for _ in 0..20 {
+            throttle.pause_after(THROTTLE_STEP_MAX);
         }
+        assert_eq!(throttle.pages(), THROTTLE_PAGES_MAX);
+        throttle.pause_after(THROTTLE_STEP_MAX * 2);
+        assert_eq!(throttle.pages(), THROTTLE_PAGES_MAX / 2);
     }
 }

@@ -32,7 +32,7 @@ pub struct Transferred {
 const SLOTS_PER_READ: usize = 4;
 
 /// Rows between two calls of `yield_now`.
-const ROWS_PER_YIELD: usize = 256;
+const ROWS_PER_YIELD: usize = 64;
 
 /// One table that both generations have in a cache and encode alike.
 struct SharedTable<'a> {

@@ -8,6 +8,7 @@ pub use error::{Position, TargetError};
 
 use crate::limits::{BATCH_MAX, CPUS_MAX, DELTAS_MAX, REALTIME_PRIORITY_MAX, SLOTS_MAX};
 use crate::maintenance::MaintenanceRules;
+use crate::maintenance::share::BusyBounds;
 use crate::model::budget::Budget;
 use crate::update::apply::Policy;
 use crate::update::link::LinkRules;
@@ -156,6 +157,16 @@ fn check(
     Err(WrongValue { key, value: value.to_string(), problem: problem.into() })
 }
 
+/// Refuses shares of the time that are no per cent, or whose least is above the most. `keys` are
+/// those of the least and the most.
+fn check_busy(keys: [&'static str; 2], busy: BusyBounds) -> Result<(), WrongValue> {
+    let ([min_key, max_key], BusyBounds { percent_min, percent_max }) = (keys, busy);
+    check(max_key, percent_max, (1..=100).contains(&percent_max), "must be 1 to 100")?;
+
+    let problem = format!("must be 1 to {percent_max}, the value of {max_key}");
+    check(min_key, percent_min, (1..=percent_max).contains(&percent_min), problem)
+}
+
 impl Target {
     /// Reads the target at `path` and the files that it inherits from: `inherits = "base"` means
     /// `base.toml` in the same folder. A key of the file that inherits wins.
@@ -197,20 +208,16 @@ impl Target {
     }
 
     fn check_maintenance_and_updates(&self) -> Result<(), WrongValue> {
-        let MaintenanceRules { deltas_max, busy_percent_max, .. } = self.maintenance;
+        let MaintenanceRules { deltas_max, .. } = self.maintenance;
         let problem = format!("must be below {DELTAS_MAX}, the most deltas that a table can have");
         check("maintenance.deltas_max", deltas_max, deltas_max < DELTAS_MAX, problem)?;
-        let is_percent = |percent: u64| (1..=100).contains(&percent);
-        let problem = "must be 1 to 100";
-        check(
-            "maintenance.busy_percent_max",
-            busy_percent_max,
-            is_percent(busy_percent_max),
-            problem,
+        check_busy(
+            ["maintenance.busy_percent_min", "maintenance.busy_percent_max"],
+            self.maintenance.busy(),
         )?;
+        check_busy(["update.busy_percent_min", "update.busy_percent_max"], self.update.busy())?;
 
-        let Policy { busy_percent_max, probe_difference_max, .. } = self.update;
-        check("update.busy_percent_max", busy_percent_max, is_percent(busy_percent_max), problem)?;
+        let Policy { probe_difference_max, .. } = self.update;
         let is_distance = probe_difference_max.is_finite() && probe_difference_max >= 0.0;
         let problem = "must be 0 or more";
         check("update.probe_difference_max", probe_difference_max, is_distance, problem)?;
@@ -311,6 +318,15 @@ mod tests {
             ("[budget]\nworkers = 9\nreads_max = 8", [":6: budget.reads_max = 8", "9 or more"]),
             ("[maintenance]\nbusy_percent_max = 0", ["maintenance.busy_percent_max = 0", "100"]),
             ("[update]\nbusy_percent_max = 101", ["update.busy_percent_max = 101", "1 to 100"]),
+            (
+                "[update]\nbusy_percent_min = 21",
+                ["update.busy_percent_min = 21", "1 to 20, the value of update.busy_percent_max"],
+            ),
+            ("[update]\nbusy_percent_min = 0", [":5: update.busy_percent_min = 0", "1 to 20"]),
+            (
+                "[maintenance]\nbusy_percent_min = 6\nbusy_percent_max = 5",
+                [":5: maintenance.busy_percent_min = 6", "maintenance.busy_percent_max"],
+            ),
             ("[update]\nprobe_difference_max = -1.0", ["probe_difference_max = -1", "0 or more"]),
             ("[link]\npoll_minutes = 0", ["link.poll_minutes = 0", "1 or more"]),
             ("[link]\nhours = [0, 25]", ["link.hours = [0, 25]", "0 to 24"]),

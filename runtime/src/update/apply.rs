@@ -9,6 +9,7 @@ use crate::bundle::{BundleError, BundleReader};
 use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError, Prepared};
 use crate::limits::TRIALS_MAX;
+use crate::maintenance::share::BusyBounds;
 use crate::model::budget::Budget;
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::{FetchStatus, Offer};
@@ -36,8 +37,17 @@ pub struct Policy {
     pub faults_max: u64,
     /// 99th percentile of the latency that is allowed on probation, µs; 0 for no limit.
     pub latency_us_p99_max: u64,
+    /// Share of the time that applying a release gets while requests are served, per cent.
+    pub busy_percent_min: u64,
     /// Share of the time that applying a release may take while requests are served, per cent.
     pub busy_percent_max: u64,
+}
+
+impl Policy {
+    /// Returns the share of the time that applying a release works.
+    pub fn busy(&self) -> BusyBounds {
+        BusyBounds { percent_min: self.busy_percent_min, percent_max: self.busy_percent_max }
+    }
 }
 
 impl Default for Policy {
@@ -50,6 +60,7 @@ impl Default for Policy {
             requests_min: 0,
             faults_max: 0,
             latency_us_p99_max: 0,
+            busy_percent_min: 5,
             busy_percent_max: 100,
         }
     }
@@ -81,7 +92,7 @@ pub struct Host<'a> {
     /// The fleet's first root, from a place that the sync process cannot write; `None` for the root
     /// in the sync directory.
     pub root: Option<&'a [u8]>,
-    /// Called between small pieces of work, so that requests can run (`maintenance::throttle`).
+    /// Called between small pieces of work, so that requests can run (`maintenance::background`).
     pub yield_now: &'a dyn Fn(),
 }
 

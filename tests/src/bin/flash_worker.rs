@@ -21,6 +21,7 @@ const RULES: MaintenanceRules = MaintenanceRules {
     changed_percent_max: 0,
     scrub_every: Duration::ZERO,
     wear: hatchback::maintenance::wear::WearBudget { bytes_per_day_max: u64::MAX },
+    busy_percent_min: 1,
     busy_percent_max: 100,
 };
 

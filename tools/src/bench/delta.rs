@@ -1,7 +1,7 @@
 //! `bench delta`: installs deltas of one row in a hundred and swaps them in while a caller sends
-//! requests. Windows without and with an update take turns, so that a quiet minute of the machine
-//! favours neither. The caller draws every request before its clock starts, so some rows come from
-//! flash. One process plays the daemon. Never measures the link.
+//! requests and never pauses. Windows without and with an update take turns, so that a quiet minute
+//! of the machine favours neither. The caller draws every request before its clock starts, so some
+//! rows come from flash. One process plays the daemon. Never measures the link.
 
 use super::bars::Bar;
 use super::results::{BenchReport, HostMachine, prints_tables, written_bytes};
@@ -17,22 +17,20 @@ use hatchback::bundle::manifest::Manifest;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
-use hatchback::maintenance::throttle::throttled_yield;
+use hatchback::maintenance::background::Background;
+use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::budget::Budget;
 use hatchback::model::cache_transfer::Transferred;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
+use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use thread_priority::{
-    NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy,
-    set_thread_priority_and_policy, thread_native_id,
-};
 
 /// One row in this many changes from each generation to the next.
 const CHANGED_ONE_IN: u64 = 100;
@@ -56,6 +54,9 @@ pub struct DeltaArgs {
     /// Samples in a request
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
+    /// Callers that send requests without pauses; at least one for each CPU leaves no CPU idle
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    callers: u32,
     /// Embedding cache, MiB: smaller than the model, so that requests have misses [default: 64;
     /// quick: 8]
     #[arg(long)]
@@ -63,6 +64,9 @@ pub struct DeltaArgs {
     /// Least time of a window without an update
     #[arg(long, default_value_t = 2.0, value_parser = report::args::seconds)]
     seconds: f64,
+    /// Share of the time that applying gets, as `busy_percent_min` of a target
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
+    busy_percent_min: u64,
     /// Share of the time that applying may take, as `busy_percent_max` of a target
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=100))]
     busy_percent: u64,
@@ -95,6 +99,8 @@ pub struct UpdateFigures {
     pub install_s: f64,
     /// Time from the live record to the first request on the new generation, with warm caches.
     pub swap_s: f64,
+    /// CPU time of the update, per cent of the time that it took.
+    pub cpu_percent: f64,
     /// How long the swap blocked the submission of requests, µs.
     pub pause_us: f64,
     /// Rows that the swap transferred to the new caches.
@@ -131,7 +137,8 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
     let serving =
         Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()));
     serving.load(NAME, &flash, budget)?;
-    let updates = Updates { serving: &serving, flash: &flash, budget, busy: args.busy_percent };
+    let busy = BusyBounds { percent_min: args.busy_percent_min, percent_max: args.busy_percent };
+    let updates = Updates { serving: &serving, flash: &flash, budget, busy };
     let points = measure(args, &updates, &bundles[1..])?;
 
     let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
@@ -175,8 +182,8 @@ struct Updates<'a> {
     serving: &'a Serving,
     flash: &'a Flash,
     budget: Budget,
-    /// Share of the time that an update may work, per cent.
-    busy: u64,
+    /// Share of the time that an update works.
+    busy: BusyBounds,
 }
 
 /// Applies all deltas; each update follows an idle window of about the same length.
@@ -188,31 +195,35 @@ fn measure(
     let keys = Distribution::PowerLaw { alpha: ALPHA };
     let workload = Workload::new(updates.flash, &keys, BagSizes::Full, 0)?;
     let samples = args.batch as usize;
-    let batch = Batch::new(&updates.flash.manifest().schema, samples);
-    let mut caller = Caller { workload, batch, samples };
+    let caller = |seed| Caller {
+        workload: workload.with_seed(seed),
+        batch: Batch::new(&updates.flash.manifest().schema, samples),
+        samples,
+    };
+    let mut callers: Vec<Caller> = (0..u64::from(args.callers)).map(caller).collect();
     let progress = progress_bar(deltas.len() as u64, "applying", "{pos}/{len} deltas");
 
     let window_min = Duration::try_from_secs_f64(args.seconds).context("--seconds")?;
     let serving = updates.serving;
-    let idle_for = |caller: &mut Caller, time: Duration| {
-        caller.send_during(serving, move || {
+    let idle_for = |callers: &mut [Caller], time: Duration| {
+        send_during(callers, serving, move || {
             thread::sleep(time);
             Ok(())
         })
     };
     let counters = || serving.stats(NAME).unwrap_or_default().counters;
-    idle_for(&mut caller, window_min)?;
+    idle_for(&mut callers, window_min)?;
 
     let (mut points, mut window) = (Vec::new(), window_min);
     for delta in deltas {
         let before = counters();
-        let (idle, ()) = idle_for(&mut caller, window)?;
+        let (idle, ()) = idle_for(&mut callers, window)?;
         let hit_rate_before = counters().since(&before).hit_rate();
 
         let start = Instant::now();
-        let (applying, mut figures) = caller.send_during(serving, || updates.apply(delta))?;
+        let (applying, mut figures) = send_during(&mut callers, serving, || updates.apply(delta))?;
         window = start.elapsed().max(window_min);
-        idle_for(&mut caller, window_min)?;
+        idle_for(&mut callers, window_min)?;
 
         (figures.idle, figures.applying) = (idle.percentiles(), applying.percentiles());
         figures.hit_rate_before = hit_rate_before;
@@ -224,7 +235,7 @@ fn measure(
     Ok(points)
 }
 
-/// A caller that sends one request after another.
+/// A caller that sends one request after another and never pauses.
 struct Caller {
     workload: Workload,
     batch: Batch,
@@ -232,57 +243,65 @@ struct Caller {
 }
 
 impl Caller {
-    /// Sends requests while `work` runs on another thread. Returns their latencies and the result
-    /// of `work`.
-    fn send_during<T: Send>(
-        &mut self,
-        serving: &Serving,
-        work: impl FnOnce() -> Result<T> + Send,
-    ) -> Result<(Latencies, T)> {
-        let stop = AtomicBool::new(false);
-        thread::scope(|scope| {
-            let worker = scope.spawn(|| {
-                // The idle policy of the daemon's update thread: every request comes first.
-                let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
-                let _ =
-                    set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
-                let done = work();
-                stop.store(true, Ordering::Release);
-                done
-            });
-
-            let mut latencies = Latencies::default();
-            while !stop.load(Ordering::Acquire) {
-                self.workload.fill(&mut self.batch, self.samples)?;
-                let sent = Instant::now();
-                match serving.submit(NAME, &self.batch, None) {
-                    Ok(ticket) => drop(ticket.wait()?),
-                    Err(RequestError::Busy(_)) => thread::yield_now(),
-                    Err(e) => return Err(e.into()),
-                }
-                latencies.record(sent.elapsed());
+    /// Sends requests until `stop` is set. Returns their latencies.
+    fn send_until(&mut self, stop: &AtomicBool, serving: &Serving) -> Result<Latencies> {
+        let mut latencies = Latencies::default();
+        while !stop.load(Ordering::Acquire) {
+            self.workload.fill(&mut self.batch, self.samples)?;
+            let sent = Instant::now();
+            match serving.submit(NAME, &self.batch, None) {
+                Ok(ticket) => drop(ticket.wait()?),
+                Err(RequestError::Busy(_)) => thread::yield_now(),
+                Err(e) => return Err(e.into()),
             }
-
-            let done = worker.join().map_err(|_| anyhow!("the update panicked"))??;
-            Ok((latencies, done))
-        })
+            latencies.record(sent.elapsed());
+        }
+        Ok(latencies)
     }
+}
+
+/// Lets all `callers` send requests while `work` runs on another thread. Returns the latencies and
+/// the result of `work`.
+fn send_during<T: Send>(
+    callers: &mut [Caller],
+    serving: &Serving,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> Result<(Latencies, T)> {
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let send = |caller| scope.spawn(|| Caller::send_until(caller, &stop, serving));
+        let senders: Vec<_> = callers.iter_mut().map(send).collect();
+        let worker = scope.spawn(|| {
+            let done = work();
+            stop.store(true, Ordering::Release);
+            done
+        });
+
+        let mut latencies = Latencies::default();
+        for sender in senders {
+            latencies.add(&sender.join().map_err(|_| anyhow!("a caller panicked"))??);
+        }
+        let done = worker.join().map_err(|_| anyhow!("the update panicked"))??;
+        Ok((latencies, done))
+    })
 }
 
 impl Updates<'_> {
     /// Installs `delta` and swaps it in. The caller fills in the latencies and hit rates.
     fn apply(&self, delta: &Path) -> Result<UpdateFigures> {
-        let (before, start) = (written_bytes()?, Instant::now());
+        let background = Background::enter(self.busy);
+        let rest = || background.yield_now(thread::sleep);
+        let (before, start, cpu) = (written_bytes()?, Instant::now(), thread_cpu_time());
         let mut bundle = BundleReader::open(delta)?;
-        let clock = SystemClock::default();
-        let rest = throttled_yield(self.busy, &clock, thread::sleep);
         let directory = self.flash.directory();
         let installed = Flash::install(&disk::system(), directory, &mut bundle, |_| rest())?;
         let (install_s, written_bytes) = (start.elapsed().as_secs_f64(), written_bytes()? - before);
 
-        let start = Instant::now();
+        let swap_start = Instant::now();
         let swapped = self.serving.swap(NAME, &installed, self.budget, &rest)?;
-        let swap_s = start.elapsed().as_secs_f64();
+        let swap_s = swap_start.elapsed().as_secs_f64();
+        let (cpu_s, apply_s) =
+            ((thread_cpu_time() - cpu).as_secs_f64(), start.elapsed().as_secs_f64());
 
         let changed = changed(&installed)?;
         let none = Percentiles::default();
@@ -294,6 +313,7 @@ impl Updates<'_> {
             changed_bytes: changed.bytes,
             install_s,
             swap_s,
+            cpu_percent: 100.0 * cpu_s / apply_s,
             pause_us: swapped.pause.as_secs_f64() * 1e6,
             transferred: swapped.transferred,
             idle: none,
@@ -302,6 +322,11 @@ impl Updates<'_> {
             hit_rate_after: 0.0,
         })
     }
+}
+
+/// Returns the CPU time of the calling thread.
+fn thread_cpu_time() -> Duration {
+    clock_gettime(ClockId::ThreadCPUTime).try_into().unwrap_or_default()
 }
 
 /// The content of the newest delta.
@@ -366,6 +391,7 @@ fn publish(args: &DeltaArgs, report: &BenchReport<UpdateFigures>) -> Result<()> 
             "written",
             "install",
             "swap",
+            "CPU",
             "pause",
             "idle p99",
             "applying p99",
@@ -384,7 +410,7 @@ fn publish(args: &DeltaArgs, report: &BenchReport<UpdateFigures>) -> Result<()> 
 }
 
 impl UpdateFigures {
-    fn cells(&self) -> [String; 11] {
+    fn cells(&self) -> [String; 12] {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             self.sequence.to_string(),
@@ -392,6 +418,7 @@ impl UpdateFigures {
             report::bytes(self.written_bytes),
             format!("{:.2} s", self.install_s),
             format!("{:.2} s", self.swap_s),
+            format!("{:.1} %", self.cpu_percent),
             us(self.pause_us),
             us(self.idle.p99_us),
             us(self.applying.p99_us),
@@ -441,8 +468,10 @@ mod tests {
             rows_max: Some(3_000),
             deltas: Some(1),
             batch: 2,
+            callers: 2,
             cache_mib: Some(1),
             seconds: 0.2,
+            busy_percent_min: 5,
             busy_percent: 100,
             quick: true,
             flash: None,
