@@ -12,6 +12,10 @@ use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
+
+/// Pause between two attempts to take a lock.
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// Files and directories. Every method returns the system's error if the system refuses.
 pub trait Disk: Send + Sync {
@@ -33,6 +37,22 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// The system refused.
     fn lock(&self, path: &Path) -> io::Result<Option<Lock>>;
+
+    /// Takes the lock at `path` as [`Disk::lock`] does, and waits up to `time` for its holder.
+    ///
+    /// # Errors
+    /// The system refused.
+    fn lock_within(&self, path: &Path, time: Duration) -> io::Result<Option<Lock>> {
+        let mut waited = Duration::ZERO;
+        loop {
+            let lock = self.lock(path)?;
+            if lock.is_some() || waited >= time {
+                return Ok(lock);
+            }
+            std::thread::sleep(LOCK_PAUSE);
+            waited += LOCK_PAUSE;
+        }
+    }
 
     /// Opens a file of pages.
     ///

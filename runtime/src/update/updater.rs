@@ -13,11 +13,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Attempts to take the status lock. Either process holds that lock only for moments, except in
+/// Longest wait for the status lock. Either process holds that lock only for moments, except in
 /// some steps of `advance`.
-const LOCK_ATTEMPTS: u32 = 200;
-/// Pause between two attempts.
-const LOCK_PAUSE: Duration = Duration::from_millis(10);
+const LOCK_WAIT: Duration = Duration::from_secs(2);
 
 /// Brings one car's flash directory forward to a repository's newest release.
 #[derive(Clone)]
@@ -68,27 +66,19 @@ impl Updater {
 
     /// Takes the lock of the status record.
     pub(super) fn lock_status(&self) -> Result<Lock, UpdateError> {
-        self.lock("lock", LOCK_ATTEMPTS)
+        self.lock("lock", LOCK_WAIT)
     }
 
     /// Takes the lock that one fetch holds from its start to its end.
     pub(super) fn lock_fetch(&self) -> Result<Lock, UpdateError> {
-        self.lock("fetching", 1)
+        self.lock("fetching", Duration::ZERO)
     }
 
-    fn lock(&self, name: &str, attempts: u32) -> Result<Lock, UpdateError> {
+    fn lock(&self, name: &str, wait: Duration) -> Result<Lock, UpdateError> {
         let path = self.directory.join(name);
         self.disk.create_dir(&self.directory).map_err(io_error(&self.directory))?;
-
-        for attempt in 0..attempts {
-            if attempt > 0 {
-                std::thread::sleep(LOCK_PAUSE);
-            }
-            if let Some(lock) = self.disk.lock(&path).map_err(io_error(&path))? {
-                return Ok(lock);
-            }
-        }
-        Err(UpdateError::Busy { path })
+        let lock = self.disk.lock_within(&path, wait).map_err(io_error(&path))?;
+        lock.ok_or(UpdateError::Busy { path })
     }
 
     /// Returns the live generation, or `None` if nothing is live.
