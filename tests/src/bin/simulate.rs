@@ -2,13 +2,14 @@
 //! often each fault and each event came, and every failure with its seed, its step and the end of
 //! its trace.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use clap::Parser;
 use hatchback_tests::whole_car::faults::Fault;
 use hatchback_tests::whole_car::repository::Prepared;
 use hatchback_tests::whole_car::scenarios;
 use hatchback_tests::whole_car::{Outcome, simulate};
 use std::collections::{BTreeMap, BTreeSet};
+use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -152,7 +153,7 @@ fn run_scenarios(name: &str, args: &Args, prepared: &Arc<Prepared>) -> Summary {
     summary
 }
 
-fn main() -> Result<()> {
+fn main() -> Result<ExitCode> {
     let args = Args::parse();
     let filter = if args.seed.is_some() { "info" } else { "off" };
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or(filter)).init();
@@ -172,6 +173,6 @@ fn main() -> Result<()> {
         (None, None) => run_seeds(&args, &prepared, &allowed),
     };
     summary.print(args.show, start.elapsed());
-    ensure!(summary.failures.is_empty(), "{} seeds failed", summary.failures.len());
-    Ok(())
+    let is_whole = summary.failures.is_empty();
+    Ok(if is_whole { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

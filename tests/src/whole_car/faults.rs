@@ -113,7 +113,7 @@ impl Knobs {
             faults,
             history: None,
             rounds: 100 + random.below(400),
-            preempt_one_in: *random.pick(&[0, 3, 10, 40, 200]),
+            preempt_one_in: *random.pick(&[0, 6, 20, 60, 200]),
             fault_one_in: *random.pick(&[4, 10, 30, 80]),
             tick_max: Duration::from_secs(*random.pick(&[60, 600, 3_600, 10_800])),
             changed_percent_max: *random.pick(&[0, 5, 16, 30]),

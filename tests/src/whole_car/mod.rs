@@ -37,7 +37,7 @@ const HEAL_TICK: Duration = Duration::from_secs(400);
 const NIGHT_ONE_IN: u64 = 60;
 const NIGHT: Duration = Duration::from_secs(14 * 3600);
 /// Steps with faults, those inside other steps included.
-const STEPS_MAX: u64 = 8_000;
+const STEPS_MAX: u64 = 2_000;
 /// Fresh answers that show that the car serves.
 const FRESH_ANSWERS: u64 = 10;
 /// Rounds for which a car is watched after it is at the newest release.
@@ -96,7 +96,7 @@ impl World {
             if self.failure().is_some() || self.step_number() > STEPS_MAX {
                 break;
             }
-            self.pass_time();
+            self.pass_time(self.knobs.tick_max);
             if self.one_in(NIGHT_ONE_IN) {
                 self.clock.pass(NIGHT);
             }

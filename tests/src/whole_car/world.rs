@@ -25,7 +25,11 @@ use std::time::Duration;
 
 const DAY_S: u64 = 24 * 3600;
 /// Actors that may be suspended inside each other.
-const DEPTH_MAX: usize = 4;
+const DEPTH_MAX: usize = 3;
+/// Longest time between two steps inside another step.
+const NESTED_TIME_MAX: Duration = Duration::from_millis(500);
+/// Steps of others that a stopped process waits for inside its step.
+const STOPPED_STEPS_MAX: u64 = 80;
 /// Lines of the trace that a failure shows.
 const TRACE_LINES: usize = 60;
 /// Place of the car in a rollout, per cent.
@@ -433,11 +437,9 @@ impl World {
         self.take_step(actor);
     }
 
-    /// Lets some time pass: less inside a step than between two steps.
-    pub fn pass_time(&self) {
-        let scale = if self.stack.borrow().is_empty() { 1 } else { 16 };
-        let tick = self.below(self.knobs.tick_max.as_millis() as u64 / scale);
-        self.clock.pass(Duration::from_millis(tick));
+    /// Lets up to `time_max` pass.
+    pub fn pass_time(&self, time_max: Duration) {
+        self.clock.pass(Duration::from_millis(self.below(time_max.as_millis() as u64)));
     }
 
     /// Lets other actors run inside the step of the actor that called the disk or the link.
@@ -449,9 +451,9 @@ impl World {
         }
 
         self.count("preemptions");
-        let steps = if self.one_in(8) { self.below(40) } else { 1 + self.below(3) };
+        let steps = if self.one_in(8) { self.below(24) } else { 1 + self.below(3) };
         for _ in 0..steps {
-            self.pass_time();
+            self.pass_time(NESTED_TIME_MAX);
             self.take_any_step();
         }
         if !self.is_healing.get() && self.one_in(self.knobs.fault_one_in) {
@@ -460,12 +462,13 @@ impl World {
 
         // A stopped process takes no step, not even the rest of the one that it is in.
         let Some(process) = self.stack.borrow().last().and_then(|a| a.process()) else { return };
-        let mut patience = 500;
+        let mut patience = STOPPED_STEPS_MAX;
         while self.process(process).borrow().stopped_until > self.step.get()
             && patience > 0
             && !self.is_halted()
         {
             patience -= 1;
+            self.pass_time(self.knobs.tick_max);
             self.take_any_step();
         }
     }
