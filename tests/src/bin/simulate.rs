@@ -50,6 +50,8 @@ struct Args {
 #[derive(Default)]
 struct Summary {
     seeds: u64,
+    /// The traces of all seeds, whatever their order.
+    hash: u64,
     counts: BTreeMap<&'static str, u64>,
     failures: Vec<Outcome>,
 }
@@ -57,6 +59,7 @@ struct Summary {
 impl Summary {
     fn add(&mut self, outcome: Outcome) {
         self.seeds += 1;
+        self.hash ^= outcome.hash;
         for (what, n) in &outcome.counts {
             *self.counts.entry(what).or_default() += n;
         }
@@ -81,6 +84,7 @@ impl Summary {
         }
         let ms = took.as_millis() as f64 / self.seeds.max(1) as f64;
         println!("{} seeds in {:.1} s, {ms:.1} ms each", self.seeds, took.as_secs_f64());
+        println!("hash of all traces: {:016x}", self.hash);
         println!("{} seeds failed", self.failures.len());
         for (what, seeds) in kinds {
             let some: Vec<u64> = seeds.iter().copied().take(8).collect();
@@ -91,7 +95,8 @@ impl Summary {
 
 /// Returns a failure without its numbers, so that equal failures count together.
 fn kind_of(what: &str) -> String {
-    what.chars().filter(|c| !c.is_ascii_digit()).take(220).collect()
+    let words = what.split(' ').filter(|word| !word.contains(|c: char| c.is_ascii_digit()));
+    words.take(30).collect::<Vec<_>>().join(" ")
 }
 
 fn print(outcome: &Outcome) {

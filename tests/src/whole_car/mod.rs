@@ -30,9 +30,9 @@ use std::time::Duration;
 use world::{Actor, Failure, Process, Start, World, set_current};
 
 /// Rounds after the faults within which the car must be at the newest release.
-const HEAL_ROUNDS: u64 = 2_000;
+const HEAL_ROUNDS: u64 = 1_200;
 /// Time between two rounds after the faults.
-const HEAL_TICK: Duration = Duration::from_secs(400);
+const HEAL_TICK: Duration = Duration::from_secs(600);
 /// One round in so many is a night, in which the car is parked and goes on.
 const NIGHT_ONE_IN: u64 = 60;
 const NIGHT: Duration = Duration::from_secs(14 * 3600);

@@ -1,17 +1,12 @@
 //! The names of a car's files, in one place: where the simulated directories are, and which files a
 //! fault or a hostile process may choose. Everything else of the simulator asks here.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The sync directory.
 pub const SYNC: &str = "/sync";
 /// The flash directory.
 pub const FLASH: &str = "/flash";
-
-/// Records that name the live generation. All of them together are one record.
-pub fn live_records() -> impl Iterator<Item = PathBuf> {
-    ["live", "live.a", "live.b"].into_iter().map(|name| Path::new(FLASH).join(name))
-}
 
 /// Returns whether `path` is the second copy of a record. A fault of the disk spares second copies:
 /// the loss of both copies is another matter than the loss of one.

@@ -24,14 +24,47 @@ pub struct Scenario {
     pub change: fn(&mut Knobs),
 }
 
-/// Every scenario.
-pub const ALL: &[Scenario] = &[Scenario {
-    name: "a merge removes a segment while the swap opens it",
-    history: Some(1),
-    faults: &[],
-    seeds: 20,
-    change: |knobs| knobs.changed_percent_max = 0,
-}];
+/// The knobs stay those of [`base`].
+const SAME: fn(&mut Knobs) = |_| {};
+
+const fn found(name: &'static str, faults: &'static [Fault]) -> Scenario {
+    Scenario { name, history: None, faults, seeds: 24, change: SAME }
+}
+
+/// Every scenario. Those of one class of faults each stand for what that class alone found.
+pub const ALL: &[Scenario] = &[
+    Scenario {
+        history: Some(1),
+        change: |knobs| knobs.changed_percent_max = 0,
+        ..found("a merge removes a segment while the swap opens it", &[])
+    },
+    Scenario {
+        change: |knobs| (knobs.requests_min, knobs.fault_one_in) = (30, 4),
+        ..found("ignitions that end in a power cut count against a release", &[Fault::Power])
+    },
+    Scenario {
+        change: |knobs| (knobs.requests_min, knobs.fault_one_in) = (30, 4),
+        ..found("kills count against a release", &[Fault::Kill])
+    },
+    found("a device error in a swap or a probation counts against a release", &[Fault::ReadError]),
+    found("a damaged file of the base counts against a release", &[Fault::FlashDamage]),
+    found("a lost file of flash stops updates or service for good", &[Fault::FlashLoss]),
+    found("a damaged status record counts the byte budget as spent for good", &[Fault::SyncDamage]),
+    Scenario {
+        history: Some(6),
+        ..found("a lost root of a rotation stops updates for good", &[Fault::SyncDamage])
+    },
+    found("a byte budget of a wrong year is spent for good", &[Fault::Clock, Fault::Full]),
+    found("what a taken-over sync process leaves stops updates for good", &[Fault::Hostile]),
+    found("old metadata bring a revoked release back", &[Fault::Hostile, Fault::Kill]),
+    found("a full directory stops updates for good", &[Fault::Full]),
+    found("a read-only directory stops updates or service for good", &[Fault::ReadOnly]),
+    found("a failed write stops updates for good", &[Fault::WriteError]),
+    found("a bad server stops updates for good", &[Fault::Link]),
+    found("a stopped process stops updates for good", &[Fault::Stop]),
+    found("a slow disk counts against a release", &[Fault::Slow, Fault::Stop]),
+    found("a restart in order counts against a release", &[Fault::Exit]),
+];
 
 /// Returns the knobs that scenarios begin with.
 fn base() -> Knobs {
