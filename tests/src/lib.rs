@@ -21,4 +21,5 @@ pub mod sim_disk;
 pub mod standin;
 pub mod versions;
 pub mod victim;
+pub mod whole_car;
 pub mod wire;

@@ -1,6 +1,7 @@
 //! A disk in memory with the worst behaviour of a real one. A power cut loses, keeps or tears
 //! unsynced writes block by block, and keeps or undoes unsynced renames. Any call can fail, or take
-//! long in simulated time. Deterministic: the same seed and the same calls give the same disk.
+//! long in simulated time. Each simulated process has a handle of its own: a killed process fails
+//! all calls and holds no lock. Deterministic: equal seeds and equal calls give equal disks.
 
 use crate::random::Random;
 use hatchback::clock::Clock;
@@ -12,16 +13,45 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The unit that a power cut keeps or loses.
 const BLOCK_BYTES: usize = 4096;
 
-/// A shared simulated disk.
+/// A shared simulated disk, or the handle that one simulated process has of it.
 #[derive(Clone, Default)]
-pub struct SimDisk(Arc<Mutex<State>>);
+pub struct SimDisk {
+    state: Arc<Mutex<State>>,
+    process: Option<Arc<SimProcess>>,
+    /// Bytes written through this handle and its clones.
+    meter: Arc<AtomicU64>,
+}
+
+/// One simulated process, as its disk sees it.
+struct SimProcess {
+    number: u64,
+    /// Called at the start of every call, before the disk is locked.
+    on_call: fn(),
+    is_killed: AtomicBool,
+    /// Calls before the process is killed.
+    calls_left: AtomicU64,
+}
+
+/// A part of the disk with faults of its own.
+struct Mount {
+    root: PathBuf,
+    is_read_only: bool,
+    /// Bytes that can still be written; removals give none back.
+    room: Option<u64>,
+}
+
+/// The holder of a lock.
+struct Holder {
+    number: u64,
+    process: Option<u64>,
+}
 
 #[derive(Default)]
 struct State {
@@ -40,6 +70,12 @@ struct State {
     call_us: [u64; 2],
     all_calls: u64,
     clock: SimClock,
+    mounts: Vec<Mount>,
+    locks: BTreeMap<PathBuf, Holder>,
+    /// Reads before one fails.
+    reads_left: Option<u64>,
+    processes: u64,
+    locks_taken: u64,
 }
 
 /// The clock of a simulated disk. Only calls of the disk and `pass` advance it.
@@ -123,9 +159,60 @@ impl State {
         Ok(())
     }
 
+    /// Counts a call that changes the disk at `path`.
+    fn change_at(&mut self, path: &Path) -> io::Result<()> {
+        self.change()?;
+        if self.mounts.iter().any(|m| m.is_read_only && path.starts_with(&m.root)) {
+            return Err(io::Error::from(io::ErrorKind::ReadOnlyFilesystem));
+        }
+        Ok(())
+    }
+
+    /// Counts a read. Fails it if the test requested that.
+    fn read_call(&mut self) -> io::Result<()> {
+        match &mut self.reads_left {
+            Some(0) => self.reads_left = None,
+            Some(left) => {
+                *left -= 1;
+                return Ok(());
+            }
+            None => return Ok(()),
+        }
+        Err(io::Error::other("the device reports an error"))
+    }
+
+    /// Takes `bytes` of the room at `path`.
+    fn take_room(&mut self, path: &Path, bytes: u64) -> io::Result<()> {
+        for mount in self.mounts.iter_mut().filter(|m| path.starts_with(&m.root)) {
+            if let Some(room) = &mut mount.room {
+                *room = room
+                    .checked_sub(bytes)
+                    .ok_or_else(|| io::Error::from(io::ErrorKind::StorageFull))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn mount(&mut self, root: &Path) -> &mut Mount {
+        let at = self.mounts.iter().position(|m| m.root == root).unwrap_or_else(|| {
+            let root = root.to_owned();
+            self.mounts.push(Mount { root, is_read_only: false, room: None });
+            self.mounts.len() - 1
+        });
+        &mut self.mounts[at]
+    }
+
     fn file(&mut self, path: &Path) -> io::Result<&mut SimFile> {
         let file = *self.names.get(path).ok_or_else(|| not_found(path))?;
         Ok(&mut self.files[file])
+    }
+
+    /// Drops the changes of `path` that are not durable yet.
+    fn forget(&mut self, path: &Path) {
+        self.pending.retain(|change| match change {
+            Change::Create(at, _) | Change::Remove(at) => at != path,
+            Change::Rename(from, to) => from != path && to != path,
+        });
     }
 
     fn rename_now(&mut self, change: Change) {
@@ -140,7 +227,77 @@ impl State {
 
 impl SimDisk {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap()
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns a handle for a new process. Each call of the handle first calls `on_call`.
+    pub fn process(&self, on_call: fn()) -> Self {
+        let number = {
+            let mut state = self.state();
+            state.processes += 1;
+            state.processes
+        };
+        let (is_killed, calls_left) = (AtomicBool::new(false), AtomicU64::new(u64::MAX));
+        let process = SimProcess { number, on_call, is_killed, calls_left };
+        Self {
+            state: Arc::clone(&self.state),
+            process: Some(Arc::new(process)),
+            meter: Arc::default(),
+        }
+    }
+
+    /// Returns a handle of the same process that counts its writes separately.
+    pub fn metered(&self) -> Self {
+        Self { meter: Arc::default(), ..self.clone() }
+    }
+
+    /// Returns the bytes written through this handle and its clones.
+    pub fn metered_bytes(&self) -> u64 {
+        self.meter.load(Ordering::Relaxed)
+    }
+
+    /// Kills the process of this handle: every later call fails, and its locks are free.
+    pub fn kill(&self) {
+        let Some(process) = &self.process else { return };
+        process.is_killed.store(true, Ordering::Relaxed);
+        self.state().locks.retain(|_, holder| holder.process != Some(process.number));
+    }
+
+    /// Kills the process of this handle after `calls` more calls.
+    pub fn kill_after(&self, calls: u64) {
+        if let Some(process) = &self.process {
+            process.calls_left.store(calls, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns whether the process of this handle was killed.
+    pub fn is_killed(&self) -> bool {
+        self.process.as_ref().is_some_and(|p| p.is_killed.load(Ordering::Relaxed))
+    }
+
+    /// Begins a read. Only a process sees requested errors of reads.
+    fn enter_read(&self) -> io::Result<MutexGuard<'_, State>> {
+        let mut state = self.enter()?;
+        if self.process.is_some() {
+            state.read_call()?;
+        }
+        Ok(state)
+    }
+
+    /// Begins a call: fails if the process was killed.
+    fn enter(&self) -> io::Result<MutexGuard<'_, State>> {
+        if let Some(process) = &self.process {
+            (process.on_call)();
+            let left = process.calls_left.load(Ordering::Relaxed);
+            if left == 0 && !self.is_killed() {
+                self.kill();
+            }
+            process.calls_left.store(left.saturating_sub(1), Ordering::Relaxed);
+            if self.is_killed() {
+                return Err(io::Error::other("the process was killed"));
+            }
+        }
+        Ok(self.state())
     }
 
     /// Returns the disk as the trait object of the runtime.
@@ -183,6 +340,66 @@ impl SimDisk {
     /// Limits the disk to `bytes`.
     pub fn set_capacity(&self, bytes: Option<u64>) {
         self.state().capacity = bytes;
+    }
+
+    /// Makes the files below `root` read-only, or writable again.
+    pub fn set_read_only(&self, root: &Path, is_read_only: bool) {
+        self.state().mount(root).is_read_only = is_read_only;
+    }
+
+    /// Limits the bytes that can still be written below `root`; `None` for no limit.
+    pub fn set_room(&self, root: &Path, room: Option<u64>) {
+        self.state().mount(root).room = room;
+    }
+
+    /// Lets one read fail, after `reads` more of them.
+    pub fn fail_read_after(&self, reads: u64) {
+        self.state().reads_left = Some(reads);
+    }
+
+    /// Ends all faults that were requested and have not come.
+    pub fn end_faults(&self) {
+        let mut state = self.state();
+        (state.cut_at, state.fail_at, state.reads_left) = (None, None, None);
+        state.call_us = [0, 0];
+        state.mounts.clear();
+        state.files.iter_mut().for_each(|file| file.unreadable = false);
+    }
+
+    /// Returns whether the power is off.
+    pub fn is_off(&self) -> bool {
+        let state = self.state();
+        state.cut_at.is_some_and(|at| state.calls > at)
+    }
+
+    /// Cuts the power now.
+    pub fn cut(&self) {
+        let mut state = self.state();
+        (state.cut_at, state.calls) = (Some(state.calls), state.calls + 1);
+    }
+
+    /// Returns the content of a file; `None` if it is missing.
+    pub fn content(&self, path: &Path) -> Option<Vec<u8>> {
+        self.state().file(path).ok().map(|file| file.content.clone())
+    }
+
+    /// Replaces or creates a file durably.
+    pub fn put(&self, path: &Path, content: Vec<u8>) {
+        let mut state = self.state();
+        let durable = content.clone();
+        state.files.push(SimFile { content, durable, unreadable: false });
+        let change = Change::Create(path.to_owned(), state.files.len() - 1);
+        state.forget(path);
+        change.apply(&mut state.names);
+        change.apply(&mut state.durable_names);
+    }
+
+    /// Removes a file durably.
+    pub fn lose(&self, path: &Path) {
+        let mut state = self.state();
+        state.forget(path);
+        state.names.remove(path);
+        state.durable_names.remove(path);
     }
 
     /// Returns the bytes of all files.
@@ -232,6 +449,7 @@ impl SimDisk {
         }
         state.names = state.durable_names.clone();
         (state.cut_at, state.fail_at) = (None, None);
+        state.locks.clear();
     }
 }
 
@@ -261,17 +479,20 @@ fn torn(durable: &[u8], content: &[u8], random: &mut Random) -> Vec<u8> {
 
 struct SimOutput {
     disk: SimDisk,
+    path: PathBuf,
     file: usize,
 }
 
 impl Write for SimOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let mut state = self.disk.state();
-        state.change()?;
+        let mut state = self.disk.enter()?;
+        state.change_at(&self.path)?;
+        state.take_room(&self.path, bytes.len() as u64)?;
         if state.capacity.is_some_and(|c| state.used() + bytes.len() as u64 > c) {
             return Err(io::Error::from(io::ErrorKind::StorageFull));
         }
         state.written += bytes.len() as u64;
+        self.disk.meter.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         state.files[self.file].content.extend_from_slice(bytes);
         Ok(bytes.len())
     }
@@ -283,8 +504,8 @@ impl Write for SimOutput {
 
 impl Output for SimOutput {
     fn sync(&mut self) -> io::Result<()> {
-        let mut state = self.disk.state();
-        state.change()?;
+        let mut state = self.disk.enter()?;
+        state.change_at(&self.path)?;
         let file = &mut state.files[self.file];
         file.durable.clone_from(&file.content);
         Ok(())
@@ -302,8 +523,11 @@ impl PageFile for SimPages {
     }
 
     fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()> {
-        let mut state = self.disk.state();
+        let mut state = self.disk.enter_read()?;
         state.take_time();
+        if state.files[self.file].unreadable {
+            return Err(io::Error::other("the device reports an error"));
+        }
         let start = number as usize * PAGE_BYTES;
         let bytes = state.files[self.file].content.get(start..start + PAGE_BYTES);
         page.0.copy_from_slice(bytes.ok_or_else(|| io::Error::from(io::ErrorKind::UnexpectedEof))?);
@@ -315,31 +539,62 @@ impl PageFile for SimPages {
     }
 }
 
+/// A held lock. A lock of a killed process is another's by the time that this is dropped.
+struct SimLock {
+    disk: SimDisk,
+    path: PathBuf,
+    number: u64,
+}
+
+impl Drop for SimLock {
+    fn drop(&mut self) {
+        let mut state = self.disk.state();
+        if state.locks.get(&self.path).is_some_and(|holder| holder.number == self.number) {
+            state.locks.remove(&self.path);
+        }
+    }
+}
+
 impl Disk for SimDisk {
     fn create(&self, path: &Path) -> io::Result<Box<dyn Output>> {
-        let mut state = self.state();
-        state.change()?;
+        let mut state = self.enter()?;
+        state.change_at(path)?;
         // Truncation creates a new file under the old name; it is as durable as a rename.
         state.files.push(SimFile::default());
         let file = state.files.len() - 1;
         state.rename_now(Change::Create(path.to_owned(), file));
-        Ok(Box::new(SimOutput { disk: self.clone(), file }))
+        Ok(Box::new(SimOutput { disk: self.clone(), path: path.to_owned(), file }))
     }
 
     fn append(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn Output>> {
-        let mut state = self.state();
-        state.change()?;
+        let mut state = self.enter()?;
+        state.change_at(path)?;
         let file = *state.names.get(path).ok_or_else(|| not_found(path))?;
         state.files[file].content.resize(bytes as usize, 0);
-        Ok(Box::new(SimOutput { disk: self.clone(), file }))
+        Ok(Box::new(SimOutput { disk: self.clone(), path: path.to_owned(), file }))
     }
 
-    fn lock(&self, _: &Path, _: Duration) -> io::Result<Option<Lock>> {
-        Ok(Some(Box::new(())))
+    /// Waits in simulated time only.
+    fn lock(&self, path: &Path, wait: Duration) -> io::Result<Option<Lock>> {
+        let mut state = self.enter()?;
+        if state.locks.contains_key(path) {
+            if wait.is_zero() {
+                return Ok(None);
+            }
+            drop(state);
+            self.clock().pass(wait);
+            return self.lock(path, Duration::ZERO);
+        }
+        state.locks_taken += 1;
+        let number = state.locks_taken;
+        let process = self.process.as_ref().map(|p| p.number);
+        state.locks.insert(path.to_owned(), Holder { number, process });
+        Ok(Some(Box::new(SimLock { disk: self.clone(), path: path.to_owned(), number })))
     }
 
     fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>> {
-        let file = *self.state().names.get(path).ok_or_else(|| not_found(path))?;
+        let state = self.enter_read()?;
+        let file = *state.names.get(path).ok_or_else(|| not_found(path))?;
         Ok(Arc::new(SimPages { disk: self.clone(), file }))
     }
 
@@ -348,7 +603,8 @@ impl Disk for SimDisk {
     }
 
     fn read(&self, path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
-        match self.state().file(path)? {
+        let mut state = self.enter_read()?;
+        match state.file(path)? {
             file if file.unreadable => Err(io::Error::other("the device reports an error")),
             file if file.content.len() as u64 > bytes_max => {
                 Err(io::Error::new(io::ErrorKind::InvalidData, "is too long"))
@@ -358,37 +614,40 @@ impl Disk for SimDisk {
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        let mut state = self.state();
-        state.change()?;
+        let mut state = self.enter()?;
+        state.change_at(from)?;
         state.file(from)?;
         state.rename_now(Change::Rename(from.to_owned(), to.to_owned()));
         Ok(())
     }
 
     fn remove_file(&self, path: &Path) -> io::Result<()> {
-        let mut state = self.state();
-        state.change()?;
+        let mut state = self.enter()?;
+        state.change_at(path)?;
         state.file(path)?;
         state.rename_now(Change::Remove(path.to_owned()));
         Ok(())
     }
 
     fn remove_dir(&self, path: &Path) -> io::Result<()> {
-        let mut state = self.state();
-        state.change()?;
+        let mut state = self.enter()?;
+        state.change_at(path)?;
         state.directories.remove(path);
         Ok(())
     }
 
     fn create_dir(&self, path: &Path) -> io::Result<()> {
-        let mut state = self.state();
-        state.change()?;
+        let mut state = self.enter()?;
+        if state.directories.contains(path) {
+            return state.change();
+        }
+        state.change_at(path)?;
         state.directories.insert(path.to_owned());
         Ok(())
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
-        let state = self.state();
+        let state = self.enter()?;
         let below = |p: &&PathBuf| p.parent() == Some(path);
         let folders =
             state.names.keys().filter_map(|n| n.parent()).filter(|p| p.parent() == Some(path));
@@ -404,8 +663,8 @@ impl Disk for SimDisk {
     }
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        let mut state = self.state();
-        state.change()?;
+        let mut state = self.enter()?;
+        state.change_at(path)?;
         let (now, later) = std::mem::take(&mut state.pending)
             .into_iter()
             .partition(|c| c.directory() == Some(path));
@@ -416,17 +675,23 @@ impl Disk for SimDisk {
     }
 
     fn write_page(&self, path: &Path, number: u32, page: &PageBytes) -> io::Result<()> {
-        let mut state = self.state();
-        state.change()?;
+        let mut state = self.enter()?;
+        state.change_at(path)?;
+        self.meter.fetch_add(PAGE_BYTES as u64, Ordering::Relaxed);
         let file = state.file(path)?;
         let start = number as usize * PAGE_BYTES;
+        let bytes = file.content.len().max(start + PAGE_BYTES);
+        file.content.resize(bytes, 0);
         file.content[start..start + PAGE_BYTES].copy_from_slice(page);
         file.durable.clone_from(&file.content);
         Ok(())
     }
 
-    fn free_bytes(&self, _: &Path) -> io::Result<u64> {
-        let state = self.state();
-        Ok(state.capacity.map_or(u64::MAX, |c| c.saturating_sub(state.used())))
+    fn free_bytes(&self, path: &Path) -> io::Result<u64> {
+        let state = self.enter()?;
+        let free = state.capacity.map_or(u64::MAX, |c| c.saturating_sub(state.used()));
+        let rooms =
+            state.mounts.iter().filter(|m| path.starts_with(&m.root)).filter_map(|m| m.room);
+        Ok(rooms.fold(free, u64::min))
     }
 }

@@ -1,0 +1,180 @@
+//! What must hold after every step, whoever took it: only good, signed, listed releases are live,
+//! no good release is rolled back, and memory and wear stay within their budgets.
+
+use crate::whole_car::actors::MEMORY_BYTES_MAX;
+use crate::whole_car::faults::Fault;
+use crate::whole_car::model::Flaw;
+use crate::whole_car::names;
+use crate::whole_car::world::{Process, World};
+use hatchback::bundle::manifest::Hash;
+use hatchback::flash::Flash;
+use hatchback::flash::live::LiveState;
+use hatchback::update::status::{UpdateState, UpdateStatus};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What the checks remember from step to step.
+#[derive(Default)]
+pub struct Checks {
+    /// The disk's count of calls at the last check.
+    calls: u64,
+    /// The live state at the last check; `None` if it could not be opened then.
+    live: Option<LiveState>,
+    /// The state of the repository that the sync process saw last; `None` if it saw none, or if a
+    /// hostile process wrote since.
+    pub known: Option<usize>,
+    /// `known` at the start of the last step of the updates.
+    known_before: Option<usize>,
+    /// The last status.
+    pub status: Option<UpdateStatus>,
+    /// Answers without a default row since the last reset.
+    pub fresh_answers: u64,
+    /// Bytes that maintenance wrote, by the day of its clock.
+    wear: BTreeMap<u64, u64>,
+    metered: u64,
+}
+
+impl Checks {
+    /// Remembers what the car knows before its updates take a step.
+    pub fn begin_update(&mut self) {
+        self.known_before = self.known;
+    }
+
+    /// Returns the live sequence at the last check.
+    pub fn live_sequence(&self) -> Option<u64> {
+        self.live.as_ref().map(|live| live.generation.sequence)
+    }
+}
+
+impl World {
+    /// Checks everything.
+    pub fn check(&self) {
+        self.check_memory();
+        self.check_wear();
+        if self.checks.borrow().calls == self.disk.calls() {
+            return;
+        }
+        self.checks.borrow_mut().calls = self.disk.calls();
+        self.check_live();
+        self.check_status();
+    }
+
+    fn check_memory(&self) {
+        let Some(serving) = self.serving.borrow().clone() else { return };
+        let taken: u64 = serving.memory().iter().map(|(_, plan)| plan.total()).sum();
+        if taken > MEMORY_BYTES_MAX {
+            self.fail(format!("{taken} bytes of memory are planned"));
+        }
+    }
+
+    /// Checks the wear of each day, unless a clock was wrong: then days are not days.
+    fn check_wear(&self) {
+        let disk = self.maintenance_disk.borrow().clone();
+        if self.knobs.faults.contains(&Fault::Clock) {
+            return;
+        }
+        let day = self.now(Process::Daemon) / (24 * 3600);
+        let mut checks = self.checks.borrow_mut();
+        let metered = disk.map_or(0, |disk| disk.metered_bytes());
+        // A new process has a new meter.
+        let more = metered.checked_sub(checks.metered).unwrap_or(metered);
+        checks.metered = metered;
+        let today = checks.wear.entry(day).or_default();
+        *today += more;
+        let today = *today;
+        drop(checks);
+        if today > self.knobs.wear_bytes {
+            self.fail(format!("maintenance wrote {today} bytes on day {day}"));
+        }
+    }
+
+    fn check_live(&self) {
+        let opened = Flash::open(&self.disk.shared(), Path::new(names::FLASH));
+        let Ok(flash) = opened else {
+            self.checks.borrow_mut().live = None;
+            return;
+        };
+        let live = flash.record().live.clone();
+        let before = self.checks.borrow_mut().live.replace(live.clone());
+        let Some(before) = before.filter(|before| *before != live) else {
+            self.check_signed(&live.manifest);
+            return;
+        };
+
+        if before.generation == live.generation {
+            self.count("merges");
+            return;
+        }
+        self.check_signed(&live.manifest);
+        let (from, to) = (before.generation.sequence, live.generation.sequence);
+        self.note(format_args!("live: {from} -> {to}"));
+        if to > from {
+            self.count("installs");
+            self.check_listed(&live.manifest);
+        } else {
+            self.count("rollbacks");
+            if !self.may_roll_back(from) {
+                self.fail(format!("the live sequence went from {from} to {to}"));
+            }
+        }
+    }
+
+    fn check_signed(&self, manifest: &Hash) {
+        match self.history().signed.get(manifest) {
+            None => self.fail("a release is live that nobody signed".to_owned()),
+            Some(signed) if signed.flaw != Flaw::None => {
+                self.fail(format!("release {} is live: {:?}", signed.sequence, signed.flaw));
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// Checks that a release which became live is not one that the car knew to be revoked.
+    fn check_listed(&self, manifest: &Hash) {
+        let Some(known) = self.checks.borrow().known_before else { return };
+        let is_listed =
+            self.history().states[known..].iter().any(|state| state.listed.contains(manifest));
+        if !is_listed {
+            self.fail("a release became live that the car knew to be revoked".to_owned());
+        }
+    }
+
+    /// Returns whether a release may be rolled back: it is bad, or the publisher revoked it.
+    fn may_roll_back(&self, sequence: u64) -> bool {
+        let history = self.history();
+        let of_it = |hash: &&Hash| history.signed[*hash].sequence == sequence;
+        if history.signed.values().any(|s| s.sequence == sequence && s.flaw != Flaw::None) {
+            return true;
+        }
+        let visible = self.shown.borrow().state + 1;
+        let lists = |n: usize| history.states[n].listed.iter().any(|hash| of_it(&hash));
+        (1..history.states.len().min(visible + 1)).any(|n| lists(n - 1) && !lists(n))
+    }
+
+    fn check_status(&self) {
+        let Ok(status) = self.updater(&self.disk).status() else { return };
+        let before = self.checks.borrow_mut().status.replace(status.clone());
+        if before.as_ref() == Some(&status) {
+            return;
+        }
+        if before.as_ref().is_none_or(|b| b.state != status.state) {
+            let sequence = status.release.as_ref().map_or(0, |r| r.generation.sequence);
+            self.note(format_args!("state: {} of {sequence}", status.state));
+            match status.state {
+                UpdateState::Committed => self.count("commits"),
+                UpdateState::RollingBack => self.count("rolling back"),
+                _ => {}
+            }
+        }
+
+        for event in status.history.iter().filter(|e| e.state == UpdateState::RollingBack) {
+            let release = event.release.as_deref().unwrap_or_default();
+            let sequence = release.rsplit('@').next().and_then(|s| s.parse().ok()).unwrap_or(0);
+            if sequence > 0 && !self.may_roll_back(sequence) {
+                let note = event.note.as_deref().unwrap_or_default();
+                self.fail(format!("the good release {release} is rolled back: {note}"));
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! The model that the simulated fleet releases: its generations as bundles, and the row that each
+//! generation has for each key. The network puts the pooled rows side by side, so every score shows
+//! its rows bit for bit.
+
+use crate::onnx;
+use crate::random::Random;
+use crate::rewrite::Parts;
+use hatchback::flash::Flash;
+use hatchback::io::disk;
+use hatchback::schema::sample::Sample;
+use hatchback::schema::{KeySpace, MissPolicy, Placement};
+use hatchback::{Activation, Pooling};
+use hatchback_tools::import::{RowSource, Source, TakeBlock};
+use hatchback_tools::pack::spec::{
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec, TableSpec,
+};
+use hatchback_tools::pack::{Overrides, pack_onto};
+use hatchback_tools::serve::install;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+/// The name of the model.
+pub const LINEAGE: &str = "car";
+/// Values in a row of each table.
+pub const DIMS: [usize; 2] = [4, 6];
+const KEYS: [KeySpace; 2] = [KeySpace::Index, KeySpace::Sparse];
+/// Rows of each table in the first generation.
+const ROWS: [u64; 2] = [250, 350];
+/// One row in so many changes in each generation.
+const CHANGED_ONE_IN: u64 = 6;
+const PROBE_SAMPLES: usize = 4;
+/// Generations that are packed.
+const GENERATIONS: usize = 6;
+
+/// The rows of one table.
+pub type Rows = BTreeMap<u64, Vec<f32>>;
+
+/// What is wrong with a packed bundle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Flaw {
+    /// Nothing.
+    None,
+    /// The recorded scores of its probe set are those of another model.
+    Probe,
+    /// A page of a segment fails its checksum, under valid hashes.
+    Page,
+}
+
+/// Where a bundle leads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Lead {
+    /// The sequence of its parent; `None` for a snapshot.
+    pub from: Option<u64>,
+    /// The sequence of its generation.
+    pub to: u64,
+    /// What is wrong with it.
+    pub flaw: Flaw,
+}
+
+/// The generations of the model.
+pub struct Generations {
+    folder: tempfile::TempDir,
+    /// The rows of each generation, by its sequence.
+    rows: BTreeMap<u64, [Rows; 2]>,
+}
+
+#[derive(Clone)]
+struct Table {
+    number: usize,
+    rows: Rows,
+}
+
+impl RowSource for Table {
+    fn rows(&self) -> u64 {
+        self.rows.len() as u64
+    }
+    fn has_keys(&self) -> bool {
+        true
+    }
+    fn counts(&self) -> anyhow::Result<Option<Vec<u64>>> {
+        Ok(Some(self.rows.keys().map(|key| hatchback::mix(*key) % 5).collect()))
+    }
+    fn each_block(&self, take: TakeBlock<'_>) -> anyhow::Result<()> {
+        let keys: Vec<u64> = self.rows.keys().copied().collect();
+        let values: Vec<f32> = self.rows.values().flatten().copied().collect();
+        assert_eq!(values.len(), keys.len() * DIMS[self.number]);
+        take(&keys, &values)
+    }
+}
+
+impl Generations {
+    /// Makes the rows of every generation, and the snapshot of each in a flash directory, as the
+    /// parent of deltas.
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let widths = [("a".to_owned(), DIMS[0]), ("b".to_owned(), DIMS[1])];
+        std::fs::write(folder.path().join("dense.onnx"), onnx::concat(&widths, "out")).unwrap();
+
+        let mut random = Random::new(71);
+        let mut tables: [Rows; 2] = std::array::from_fn(|t| first_rows(t, &mut random));
+        let mut generations = Self { folder, rows: BTreeMap::new() };
+        for sequence in 1..=GENERATIONS as u64 {
+            if sequence > 1 {
+                tables.iter_mut().enumerate().for_each(|(t, rows)| change(t, rows, &mut random));
+            }
+            generations.rows.insert(sequence, tables.clone());
+            let snapshot = generations.pack(Lead { from: None, to: sequence, flaw: Flaw::None });
+            install(&snapshot, &generations.flash(sequence)).unwrap();
+        }
+        generations
+    }
+
+    fn flash(&self, sequence: u64) -> PathBuf {
+        self.folder.path().join(format!("flash{sequence}"))
+    }
+
+    /// Packs a bundle and returns its path.
+    pub fn pack(&self, lead: Lead) -> PathBuf {
+        let Lead { from, to, flaw } = lead;
+        let name = format!("{}-{to}-{flaw:?}", from.unwrap_or(0));
+        let path = |ending: &str| self.folder.path().join(format!("{name}.{ending}"));
+        let out = path("hatch");
+        if out.exists() {
+            return out;
+        }
+
+        let shift = if flaw == Flaw::Probe { 1.0 } else { 0.0 };
+        std::fs::write(path("jsonl"), self.probe(to, shift)).unwrap();
+        let sources: Vec<Box<dyn RowSource>> = (0..2)
+            .map(|number| Table { number, rows: self.rows[&to][number].clone() })
+            .map(|table| Box::new(table) as Box<dyn RowSource>)
+            .collect();
+        let parent = from.map(|s| Flash::open(&disk::system(), &self.flash(s)).unwrap());
+        let spec = spec(to, path("jsonl").file_name().map(Path::new));
+        let (parent, base) = (parent.as_ref(), self.folder.path());
+        pack_onto(&spec, &sources, parent, base, &out, Overrides::default(), &mut |_, _| {})
+            .unwrap();
+
+        if flaw == Flaw::Page {
+            let mut parts = Parts::read(&out);
+            parts.edit_segment(1, |pages| pages[0][100] ^= 1);
+            std::fs::write(&out, parts.bytes()).unwrap();
+        }
+        out
+    }
+
+    /// Returns the probe set of a generation as lines of JSON, with the first value of each score
+    /// moved by `shift`.
+    fn probe(&self, sequence: u64, shift: f32) -> String {
+        let [a, b] = &self.rows[&sequence];
+        let pairs = a.iter().zip(b.keys()).take(PROBE_SAMPLES);
+        let mut lines = String::new();
+        for ((a, row), b) in pairs {
+            let score = row[0] + shift;
+            writeln!(lines, "{{\"sparse\":{{\"f0\":[{a}],\"f1\":[{b}]}},\"score\":{score}}}")
+                .unwrap();
+        }
+        lines
+    }
+
+    /// Returns a sample: mostly keys of some generation, sometimes a key of none.
+    pub fn sample(&self, random: &mut Random) -> Sample {
+        let sparse = (0..2).map(|t| vec![self.key(t, random)]).collect();
+        Sample { dense: Vec::new(), sparse, label: None, score: None }
+    }
+
+    fn key(&self, t: usize, random: &mut Random) -> u64 {
+        if random.one_in(12) {
+            return if random.one_in(2) { u64::MAX - random.below(9) } else { 1 << 33 };
+        }
+        let sequence = 1 + random.below(GENERATIONS as u64);
+        let rows = &self.rows[&sequence][t];
+        let at = random.below(rows.len() as u64) as usize;
+        rows.keys().nth(at).copied().unwrap_or_default()
+    }
+
+    /// Returns the row of `key` in table `t` of a generation.
+    pub fn row(&self, sequence: u64, t: usize, key: u64) -> Option<&[f32]> {
+        self.rows.get(&sequence)?[t].get(&key).map(Vec::as_slice)
+    }
+}
+
+impl Default for Generations {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn first_rows(t: usize, random: &mut Random) -> Rows {
+    let key =
+        |i: u64, random: &mut Random| if KEYS[t] == KeySpace::Index { i } else { random.bits() };
+    (0..ROWS[t]).map(|i| (key(i, random), row(t, random))).collect()
+}
+
+fn row(t: usize, random: &mut Random) -> Vec<f32> {
+    (0..DIMS[t]).map(|_| random.signed()).collect()
+}
+
+/// Updates some rows and inserts some; a sparse table also loses some.
+fn change(t: usize, rows: &mut Rows, random: &mut Random) {
+    let keys: Vec<u64> = rows.keys().copied().collect();
+    for key in keys {
+        if random.one_in(CHANGED_ONE_IN) {
+            rows.insert(key, row(t, random));
+        } else if KEYS[t] == KeySpace::Sparse && random.one_in(2 * CHANGED_ONE_IN) {
+            rows.remove(&key);
+        }
+    }
+    for _ in 0..5 {
+        let key = if KEYS[t] == KeySpace::Index { rows.len() as u64 } else { random.bits() };
+        rows.insert(key, row(t, random));
+    }
+}
+
+fn spec(sequence: u64, probe: Option<&Path>) -> ModelSpec {
+    let table = |t: usize| TableSpec {
+        name: format!("t{t}"),
+        dim: DIMS[t],
+        keys: KEYS[t],
+        codec: CodecChoice::F32,
+        placement: Placement::Cached,
+        miss: MissPolicy::Wait,
+        default: DefaultRow::Zeros,
+        source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },
+    };
+    let feature = |t: usize| FeatureSpec {
+        name: format!("f{t}"),
+        table: format!("t{t}"),
+        pooling: Pooling::Sum,
+        hotness_max: 1,
+    };
+    let input = |name: &str, f: usize| InputSpec {
+        name: name.to_owned(),
+        dense: false,
+        features: vec![format!("f{f}")],
+    };
+    ModelSpec {
+        format: 1,
+        name: LINEAGE.to_owned(),
+        sequence,
+        dense_features: Vec::new(),
+        network: NetworkSpec {
+            onnx: "dense.onnx".into(),
+            output: "out".to_owned(),
+            activation: Activation::None,
+            inputs: vec![input("a", 0), input("b", 1)],
+        },
+        tables: vec![table(0), table(1)],
+        features: vec![feature(0), feature(1)],
+        probe: probe.map(|samples| ProbeSpec { samples: samples.to_owned() }),
+        requests: None,
+    }
+}

@@ -1,0 +1,33 @@
+//! The names of a car's files, in one place: where the simulated directories are, and which files a
+//! fault or a hostile process may choose. Everything else of the simulator asks here.
+
+use std::path::Path;
+
+/// The sync directory.
+pub const SYNC: &str = "/sync";
+/// The flash directory.
+pub const FLASH: &str = "/flash";
+
+/// Returns whether `path` is the second copy of a record. A fault of the disk spares second copies:
+/// the loss of both copies is another matter than the loss of one.
+pub fn is_second_copy(path: &Path) -> bool {
+    path.extension().is_some_and(|ending| ending == "b")
+}
+
+/// Returns whether `path` may not be written by the hostile process, because no car can recover
+/// from that without service: the sync process's own memory of what it accepted.
+pub fn is_memory_of_sync(path: &Path) -> bool {
+    let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    name.starts_with("floor") || name == "root.factory"
+}
+
+/// Returns whether `path` holds text, in which one flipped bit may have no effect.
+pub fn is_text(path: &Path) -> bool {
+    let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    name.ends_with(".json") || name.starts_with("root.")
+}
+
+/// Returns whether `path` lies in the flash directory.
+pub fn is_on_flash(path: &Path) -> bool {
+    path.starts_with(FLASH)
+}

@@ -1,0 +1,270 @@
+//! The publisher and its repository, prepared once: some histories of a fleet, each as the states
+//! of its repository from one publish to the next. The real publisher signs them. A simulation
+//! chooses one and decides when each state, or a part of it, becomes visible.
+
+use crate::whole_car::model::{Flaw, Generations, Lead};
+use hatchback::bundle::BundleReader;
+use hatchback::bundle::manifest::{Hash, sha256};
+use hatchback_tools::repository::keys::{RoleCounts, new_fleet, rotate};
+use hatchback_tools::repository::publish::{Change, publish};
+use hatchback_tools::repository::store::Objects;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tough::schema::RoleType;
+
+/// Time of the first publish, seconds since 1970.
+pub const T0: u64 = 1_800_000_000;
+const DAY_S: u64 = 24 * 3600;
+/// Lifetime of a timestamp. Snapshot and targets last ten times as long.
+const LASTS_S: u64 = 300 * DAY_S;
+/// Lifetime of a root.
+const ROOT_LASTS_S: u64 = 3_000 * DAY_S;
+
+/// The objects of a repository by path.
+pub type Contents = BTreeMap<String, Arc<Vec<u8>>>;
+
+/// The repository after one publish.
+#[derive(Clone, Default)]
+pub struct Published {
+    /// All objects.
+    pub objects: Contents,
+    /// The paths that this publish uploaded, in the order of the upload.
+    pub uploaded: Vec<String>,
+    /// The listed releases.
+    pub listed: BTreeSet<Hash>,
+}
+
+/// A release that was signed.
+#[derive(Clone, Copy, Debug)]
+pub struct Signed {
+    /// Its generation's sequence.
+    pub sequence: u64,
+    /// What is wrong with it.
+    pub flaw: Flaw,
+}
+
+/// The life of one fleet.
+pub struct History {
+    /// What happens in it.
+    pub name: &'static str,
+    /// The fleet's first root.
+    pub root: Vec<u8>,
+    /// The repository after each publish.
+    pub states: Vec<Published>,
+    /// Every release that was signed, by the hash of its manifest.
+    pub signed: BTreeMap<Hash, Signed>,
+    /// The sequence of the last release.
+    pub last: u64,
+}
+
+/// What the publisher does.
+enum Act {
+    /// Publishes bundles for a share of the fleet, per cent.
+    Publish(Vec<Lead>, u8),
+    Revoke(u64),
+    /// Replaces the keys of a role, and signs these releases again.
+    Rotate(RoleType, Vec<u64>),
+}
+
+use Act::{Publish, Revoke, Rotate};
+
+const fn snapshot(to: u64) -> Lead {
+    Lead { from: None, to, flaw: Flaw::None }
+}
+
+const fn delta(from: u64, to: u64) -> Lead {
+    Lead { from: Some(from), to, flaw: Flaw::None }
+}
+
+fn all(leads: &[Lead]) -> Act {
+    Publish(leads.to_vec(), 100)
+}
+
+fn flawed(flaw: Flaw) -> Act {
+    all(&[Lead { flaw, ..delta(2, 3) }])
+}
+
+/// Returns the acts of every history. Each ends with a good release that has a snapshot and a
+/// delta.
+fn acts() -> Vec<(&'static str, Vec<Act>)> {
+    let begin = || vec![all(&[snapshot(1)]), all(&[delta(1, 2)])];
+    let with = |more: Vec<Act>| begin().into_iter().chain(more).collect::<Vec<_>>();
+    let over_bad = || all(&[snapshot(4), delta(2, 4)]);
+    vec![
+        ("deltas", with(vec![all(&[delta(2, 3)]), all(&[snapshot(4), delta(3, 4)])])),
+        (
+            "many deltas",
+            with(vec![
+                all(&[delta(2, 3)]),
+                all(&[delta(3, 4)]),
+                all(&[delta(4, 5)]),
+                all(&[snapshot(6), delta(5, 6)]),
+            ]),
+        ),
+        ("wrong probe", with(vec![flawed(Flaw::Probe), over_bad()])),
+        ("malformed", with(vec![flawed(Flaw::Page), over_bad()])),
+        (
+            "revoked",
+            with(vec![
+                all(&[delta(2, 3)]),
+                Revoke(3),
+                all(&[snapshot(4), delta(2, 4), delta(3, 4)]),
+            ]),
+        ),
+        (
+            "widened",
+            with(vec![
+                Publish(vec![delta(2, 3)], 10),
+                all(&[delta(2, 3)]),
+                all(&[snapshot(4), delta(3, 4)]),
+            ]),
+        ),
+        (
+            "rotated keys",
+            with(vec![
+                Rotate(RoleType::Targets, vec![1, 2]),
+                all(&[delta(2, 3)]),
+                Rotate(RoleType::Timestamp, vec![]),
+                Rotate(RoleType::Snapshot, vec![]),
+                Rotate(RoleType::Root, vec![]),
+                all(&[snapshot(4), delta(3, 4)]),
+            ]),
+        ),
+        (
+            "all of it",
+            with(vec![
+                flawed(Flaw::Probe),
+                Revoke(3),
+                Rotate(RoleType::Targets, vec![1, 2]),
+                Publish(vec![delta(2, 4)], 10),
+                all(&[delta(2, 4)]),
+                Rotate(RoleType::Root, vec![]),
+                all(&[snapshot(5), delta(4, 5)]),
+            ]),
+        ),
+    ]
+}
+
+/// Everything that is prepared once for all seeds.
+pub struct Prepared {
+    /// The model.
+    pub generations: Generations,
+    /// The histories.
+    pub histories: Vec<History>,
+}
+
+impl Prepared {
+    /// Packs the model and signs every history. The keys are new ones each time; nothing that a
+    /// simulation decides depends on them.
+    pub fn new() -> Self {
+        let generations = Generations::new();
+        let histories = acts().into_iter().map(|(name, acts)| live(name, &acts, &generations));
+        let histories = histories.collect();
+        Self { generations, histories }
+    }
+}
+
+impl Default for Prepared {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// A publisher at work.
+struct Publisher<'a> {
+    folder: tempfile::TempDir,
+    generations: &'a Generations,
+    history: History,
+}
+
+impl Publisher<'_> {
+    fn keys(&self) -> PathBuf {
+        self.folder.path().join("keys")
+    }
+
+    fn take(&mut self, act: &Act, now: u64) {
+        let mut change = Change { expires_s: LASTS_S, ..Change::default() };
+        match act {
+            Publish(leads, share) => {
+                change.share = *share;
+                for lead in leads {
+                    change.bundles.push(self.sign(*lead));
+                }
+            }
+            Revoke(sequence) => change.revoke = vec![sequence.to_string()],
+            Rotate(role, again) => {
+                rotate(&self.keys(), *role, now + ROOT_LASTS_S).unwrap();
+                change.re_sign = again.iter().map(u64::to_string).collect();
+            }
+        }
+        let repository = self.folder.path().join("repository");
+        publish(&Objects::directory(&repository).unwrap(), &self.keys(), &change, now).unwrap();
+        self.record(&repository, act);
+    }
+
+    fn sign(&mut self, lead: Lead) -> PathBuf {
+        let bundle = self.generations.pack(lead);
+        let hash = sha256(BundleReader::open(&bundle).unwrap().manifest_bytes());
+        let signed = Signed { sequence: lead.to, flaw: lead.flaw };
+        self.history.signed.insert(hash, signed);
+        self.history.last = self.history.last.max(lead.to);
+        bundle
+    }
+
+    fn record(&mut self, repository: &Path, act: &Act) {
+        let before = self.history.states.last().cloned().unwrap_or_default();
+        let mut objects = Contents::new();
+        read_tree(repository, repository, &mut objects);
+        let is_new = |path: &&String| before.objects.get(*path) != objects.get(*path);
+        let mut uploaded: Vec<String> = objects.keys().filter(is_new).cloned().collect();
+        uploaded.sort_by_key(|path| upload_rank(path));
+
+        let mut listed = before.listed;
+        match act {
+            Publish(leads, _) => {
+                let wanted = |hash: &&Hash| {
+                    let signed = self.history.signed[*hash];
+                    leads.iter().any(|l| (l.to, l.flaw) == (signed.sequence, signed.flaw))
+                };
+                listed.extend(self.history.signed.keys().filter(wanted));
+            }
+            Revoke(sequence) => listed.retain(|h| self.history.signed[h].sequence != *sequence),
+            Rotate(..) => {}
+        }
+        self.history.states.push(Published { objects, uploaded, listed });
+    }
+}
+
+/// The publisher uploads chunks and manifests, then roots, targets, snapshot, and the timestamp.
+fn upload_rank(path: &str) -> usize {
+    let parts = ["chunks/", "targets/", ".root.json", ".targets.json", ".snapshot.json"];
+    parts.iter().position(|part| path.contains(part)).unwrap_or(parts.len())
+}
+
+fn read_tree(root: &Path, folder: &Path, into: &mut Contents) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            read_tree(root, &path, into);
+        } else {
+            let name = path.strip_prefix(root).unwrap().to_string_lossy().into_owned();
+            into.insert(name, Arc::new(std::fs::read(&path).unwrap()));
+        }
+    }
+}
+
+fn live(name: &'static str, acts: &[Act], generations: &Generations) -> History {
+    let folder = tempfile::tempdir().unwrap();
+    let counts = [(2, 2), (1, 1), (1, 1), (1, 1)];
+    let counts = counts.map(|(keys, threshold)| RoleCounts { keys, threshold });
+    let root = new_fleet(&folder.path().join("keys"), counts, T0 + ROOT_LASTS_S).unwrap();
+
+    let (root, states) = (std::fs::read(root).unwrap(), Vec::new());
+    let history = History { name, root, states, signed: BTreeMap::new(), last: 0 };
+    let mut publisher = Publisher { folder, generations, history };
+    for (number, act) in acts.iter().enumerate() {
+        publisher.take(act, T0 + 10 * number as u64);
+    }
+    publisher.history
+}

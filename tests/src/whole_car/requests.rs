@@ -1,0 +1,117 @@
+//! The callers of the simulated daemon, and the check of every answer: a score is exactly that of
+//! one generation, and its status counts exactly what is behind it.
+
+use crate::whole_car::model::{DIMS, LINEAGE};
+use crate::whole_car::world::{Process, World};
+use hatchback::LookupStatus;
+use hatchback::request::pipeline::Ticket;
+use hatchback::schema::batch::Batch;
+use hatchback::schema::sample::Sample;
+use std::sync::Arc;
+
+/// Requests that callers have under way.
+const PENDING_MAX: usize = 3;
+
+/// A request that waits for its answer.
+pub struct Pending {
+    ticket: Ticket,
+    sample: Sample,
+}
+
+impl World {
+    /// Submits a request, or scores one. Scoring is one step.
+    pub fn step_requests(&self) -> String {
+        let Some(serving) = self.serving.borrow().clone() else { return "no daemon".to_owned() };
+        let Some(schema) = serving.schema(LINEAGE) else { return "nothing is served".to_owned() };
+
+        if self.pending.borrow().len() < PENDING_MAX && !self.one_in(3) {
+            let sample = self.random(|random| self.prepared.generations.sample(random));
+            let mut batch = Batch::new(&schema, 1);
+            if let Err(e) = batch.push(&schema, &sample) {
+                self.fail(format!("a sample does not fit the schema: {e}"));
+            }
+            match serving.submit(LINEAGE, &batch, None) {
+                Ok(ticket) => self.pending.borrow_mut().push(Pending { ticket, sample }),
+                Err(_) => self.count("refused requests"),
+            }
+            return "submitted".to_owned();
+        }
+
+        self.atomically(|| serving.step(LINEAGE));
+        drop(serving);
+        self.take_answers()
+    }
+
+    /// Checks the requests that were answered. A swap answers those of the old generation.
+    fn take_answers(&self) -> String {
+        let taken = std::mem::take(&mut *self.pending.borrow_mut());
+        let (done, waiting): (Vec<_>, Vec<_>) = taken.into_iter().partition(|p| p.ticket.is_done());
+        self.pending.borrow_mut().extend(waiting);
+        let number = done.len();
+        for Pending { ticket, sample } in done {
+            let sequence = ticket.generation().sequence;
+            let answered = match ticket.wait() {
+                Ok(answer) => {
+                    let scores = answer.scores();
+                    Ok((scores.values.to_vec(), scores.statuses[0]))
+                }
+                Err(e) => Err(e),
+            };
+            match answered {
+                Ok((values, status)) => {
+                    self.count("answers");
+                    self.process(Process::Daemon).borrow_mut().has_answered = true;
+                    let answer = Answer { sequence, values, status };
+                    if let Err(what) = self.check_answer(&sample, &answer) {
+                        self.fail(format!("a wrong answer of generation {sequence}: {what}"));
+                    }
+                }
+                Err(_) => self.count("failed requests"),
+            }
+        }
+        format!("{number} answers")
+    }
+
+    fn check_answer(&self, sample: &Sample, answer: &Answer) -> Result<(), String> {
+        let Answer { sequence, values, status } = answer;
+        let (mut at, mut present, mut wrong) = (0, 0, 0);
+        for (t, keys) in sample.sparse.iter().enumerate() {
+            let part = &values[at..at + DIMS[t]];
+            at += DIMS[t];
+            let expected = self.prepared.generations.row(*sequence, t, keys[0]);
+            present += u32::from(expected.is_some());
+            let zeros = vec![0.0; DIMS[t]];
+            let is_right = part == expected.unwrap_or(&zeros);
+            wrong += u32::from(!is_right);
+            if !is_right && part != zeros {
+                return Err(format!("feature {t}: {part:?} instead of {expected:?}; {status:?}"));
+            }
+        }
+
+        let LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
+        if damaged > 0 {
+            self.count("damaged answers");
+        } else if (fresh, absent) == (present, 2 - present) {
+            self.checks.borrow_mut().fresh_answers += 1;
+        }
+        let is_exact = damaged > 0 || (fresh, absent) == (present, 2 - present);
+        let is_whole = fresh + defaulted + absent + damaged == 2 && defaulted == 0 && !late;
+        if is_exact && is_whole && wrong <= damaged {
+            return Ok(());
+        }
+        Err(format!("{wrong} default rows, {present} keys present, status {status:?}"))
+    }
+
+    /// Returns the sequence that the daemon serves.
+    pub fn served(&self) -> Option<u64> {
+        let serving = self.serving.borrow().as_ref().map(Arc::clone)?;
+        serving.generation(LINEAGE).map(|generation| generation.sequence)
+    }
+}
+
+/// An answer, copied out of its slot.
+struct Answer {
+    sequence: u64,
+    values: Vec<f32>,
+    status: LookupStatus,
+}

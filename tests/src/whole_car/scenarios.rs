@@ -1,0 +1,93 @@
+//! The defects that the simulator found, each as a small named scenario: the knobs under which it
+//! came, and a range of seeds. A scenario outlives changes of the product that shift the random
+//! numbers, because it demands that no seed of its range fails. The other classes of faults have a
+//! scenario too, each alone.
+
+use crate::whole_car::faults::{Fault, Knobs};
+use crate::whole_car::repository::Prepared;
+use crate::whole_car::world::Start;
+use crate::whole_car::{Outcome, simulate_with};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A defect that was found, and the conditions under which it came.
+pub struct Scenario {
+    /// What happened.
+    pub name: &'static str,
+    /// The number of the history; `None` for any.
+    pub history: Option<usize>,
+    /// The classes of faults.
+    pub faults: &'static [Fault],
+    /// Seeds from 0 on.
+    pub seeds: u64,
+    /// The knobs that differ from those of [`base`].
+    pub change: fn(&mut Knobs),
+}
+
+/// The knobs stay those of [`base`].
+const SAME: fn(&mut Knobs) = |_| {};
+
+const fn found(name: &'static str, faults: &'static [Fault]) -> Scenario {
+    Scenario { name, history: None, faults, seeds: 24, change: SAME }
+}
+
+/// Every scenario. Those of one class of faults each stand for what that class alone found.
+pub const ALL: &[Scenario] = &[
+    Scenario {
+        history: Some(1),
+        change: |knobs| knobs.changed_percent_max = 0,
+        ..found("a merge removes a segment while the swap opens it", &[])
+    },
+    Scenario {
+        change: |knobs| (knobs.requests_min, knobs.fault_one_in) = (30, 4),
+        ..found("ignitions that end in a power cut count against a release", &[Fault::Power])
+    },
+    Scenario {
+        change: |knobs| (knobs.requests_min, knobs.fault_one_in) = (30, 4),
+        ..found("kills count against a release", &[Fault::Kill])
+    },
+    found("a device error in a swap or a probation counts against a release", &[Fault::ReadError]),
+    found("a damaged file of the base counts against a release", &[Fault::FlashDamage]),
+    found("a lost file of flash stops updates or service for good", &[Fault::FlashLoss]),
+    found("a damaged status record counts the byte budget as spent for good", &[Fault::SyncDamage]),
+    Scenario {
+        history: Some(6),
+        ..found("a lost root of a rotation stops updates for good", &[Fault::SyncDamage])
+    },
+    found("a replayed status record counts the byte budget as spent for good", &[Fault::Hostile]),
+    found("what a taken-over sync process leaves beside kills", &[Fault::Hostile, Fault::Kill]),
+    found("full directories alone", &[Fault::Full]),
+    found("read-only directories alone", &[Fault::ReadOnly]),
+    found("failed writes alone", &[Fault::WriteError]),
+    found("bad servers alone", &[Fault::Link]),
+    found("stopped processes and a slow disk alone", &[Fault::Stop, Fault::Slow]),
+    found("wrong clocks and full directories alone", &[Fault::Clock, Fault::Full]),
+    found("restarts in order alone", &[Fault::Exit]),
+];
+
+/// Returns the knobs that scenarios begin with.
+fn base() -> Knobs {
+    Knobs {
+        faults: BTreeSet::new(),
+        history: None,
+        rounds: 400,
+        preempt_one_in: 4,
+        fault_one_in: 8,
+        tick_max: Duration::from_secs(3_600),
+        changed_percent_max: 16,
+        requests_min: 3,
+        wear_bytes: 64 << 30,
+        holds_last_back: true,
+    }
+}
+
+impl Scenario {
+    /// Runs one seed of the scenario.
+    pub fn run(&self, prepared: &Arc<Prepared>, seed: u64, is_verbose: bool) -> Outcome {
+        let mut knobs = base();
+        (knobs.history, knobs.faults) = (self.history, self.faults.iter().copied().collect());
+        (self.change)(&mut knobs);
+        simulate_with(prepared, Start { seed, knobs, is_verbose })
+    }
+}

@@ -1,0 +1,96 @@
+//! The whole car in a simulation, as `tests/src/whole_car` describes it: a fixed number of seeds
+//! without a failure, every scenario of a defect that was found, and equal traces for equal seeds.
+//! `cargo run --release --bin simulate` runs as many seeds as one likes.
+
+#![allow(clippy::unwrap_used)]
+
+use hatchback_tests::whole_car::faults::Fault;
+use hatchback_tests::whole_car::repository::Prepared;
+use hatchback_tests::whole_car::{Outcome, scenarios, simulate};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, LazyLock};
+
+/// Seeds of the test: a minute on two cores.
+const SEEDS: u64 = 1_000;
+
+static PREPARED: LazyLock<Arc<Prepared>> = LazyLock::new(|| Arc::new(Prepared::new()));
+
+fn all() -> BTreeSet<Fault> {
+    Fault::ALL.into()
+}
+
+/// Prints the ends of the traces of some failed outcomes. Returns the number of failed ones.
+fn failures(outcomes: &[Outcome], what: &str) -> usize {
+    let mut failed = 0;
+    for outcome in outcomes {
+        let Some(failure) = &outcome.failure else { continue };
+        failed += 1;
+        if failed <= 2 {
+            outcome.lines.iter().for_each(|line| println!("{line}"));
+            let (seed, step) = (outcome.seed, failure.step);
+            println!("{what}: seed {seed} failed at step {step}: {}", failure.what);
+        }
+    }
+    println!("{what}: {failed} of {} seeds failed", outcomes.len());
+    failed
+}
+
+/// Returns how often each event came in all outcomes.
+fn counts(outcomes: &[Outcome]) -> BTreeMap<&'static str, u64> {
+    let mut sum = BTreeMap::new();
+    for (what, n) in outcomes.iter().flat_map(|outcome| &outcome.counts) {
+        *sum.entry(*what).or_default() += n;
+    }
+    sum
+}
+
+#[test]
+fn a_car_survives_every_fault_and_heals_after_it() {
+    let half = |odd: u64| {
+        let seeds = (0..SEEDS).filter(|seed| seed % 2 == odd);
+        seeds.map(|seed| simulate(&PREPARED, seed, &all(), false)).collect::<Vec<_>>()
+    };
+    LazyLock::force(&PREPARED);
+    let mut outcomes = std::thread::scope(|scope| {
+        let other = scope.spawn(|| half(1));
+        let mut outcomes = half(0);
+        outcomes.extend(other.join().unwrap());
+        outcomes
+    });
+    outcomes.sort_by_key(|outcome| outcome.seed);
+
+    let counts = counts(&outcomes);
+    println!("events of {SEEDS} seeds: {counts:#?}");
+    let failed = failures(&outcomes, "random faults");
+    assert_eq!(failed, 0, "replay each seed with `simulate --seed N`");
+
+    // A simulation in which nothing happens proves nothing.
+    let rare = ["swaps", "merges", "rollbacks", "installs", "commits", "preemptions"];
+    let rare =
+        rare.into_iter().chain(["power cuts", "ends in order", "attacks", "damaged answers"]);
+    for what in rare {
+        assert!(counts.get(what).is_some_and(|n| *n >= 20), "{what} hardly came: {counts:?}");
+    }
+    for fault in Fault::ALL {
+        let name = format!("fault {}", fault.name());
+        assert!(counts.contains_key(name.as_str()), "{name} never came");
+    }
+}
+
+#[test]
+fn no_defect_that_was_found_comes_back() {
+    let failed = scenarios::ALL.iter().map(|scenario| {
+        let run = |seed| scenario.run(&PREPARED, seed, false);
+        failures(&(0..scenario.seeds).map(run).collect::<Vec<_>>(), scenario.name)
+    });
+    let failed: usize = failed.sum();
+    assert_eq!(failed, 0, "replay each seed with `simulate --scenario NAME --seed N`");
+}
+
+#[test]
+fn equal_seeds_give_equal_traces() {
+    for seed in 0..10 {
+        let hash = || simulate(&PREPARED, seed, &all(), false).hash;
+        assert_eq!(hash(), hash(), "seed {seed}");
+    }
+}
