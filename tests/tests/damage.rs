@@ -56,11 +56,9 @@ const DAYS_MAX: usize = 2;
 const DAY_S: u64 = 24 * 60 * 60;
 /// Lifetime of all metadata, s.
 const LASTING_S: u64 = 60 * DAY_S;
-/// Time after which a case no longer holds up the others. A case takes a fraction of a second.
+/// Time without a step after which a case no longer holds up the others. A step takes milliseconds.
 const SLOW: Duration = Duration::from_millis(500);
-/// Cases that may be under way beside those that are waited for.
-const SLOW_MAX: usize = 2_000;
-/// Time after which a case counts as one that hangs.
+/// Time after its last step after which a case counts as one that hangs.
 const HANGS: Duration = Duration::from_secs(90);
 /// Set in the process that this test starts without root's right to open every file.
 const CHILD: &str = "HATCHBACK_DAMAGE_CHILD";
@@ -281,6 +279,8 @@ struct TestCar {
     polled: String,
     /// Rows may be damaged, because the case damaged a segment that is served.
     may_be_damaged: bool,
+    /// Counts rounds, so that another thread sees that this one gets on.
+    steps: Arc<AtomicU64>,
     processes: Option<Processes>,
 }
 
@@ -295,6 +295,7 @@ impl TestCar {
             random: Random::new(7),
             polled: String::new(),
             may_be_damaged: false,
+            steps: Arc::default(),
             processes: None,
         }
     }
@@ -392,6 +393,7 @@ impl TestCar {
 
     /// Advances the time and lets every part of the car work once, requests last.
     fn round(&mut self, repository: &Path) -> Result<bool, Fault> {
+        self.steps.fetch_add(1, Ordering::Relaxed);
         self.advance(ROUND_S);
         self.sync(&mut DirectoryLink(repository.to_owned()));
         self.work();
@@ -746,12 +748,12 @@ fn strike(case: &Case, folder: &Path) -> Option<Kept> {
 }
 
 /// Runs a case on a copy of its scene.
-fn run(case: &Case) -> Outcome {
+fn run(case: &Case, steps: Arc<AtomicU64>) -> Outcome {
     let folder = tempfile::tempdir().unwrap();
     copy(case.scene.folder.path(), folder.path());
     std::fs::create_dir(folder.path().join("outside")).unwrap();
     std::fs::write(folder.path().join("outside/file"), b"not the car's").unwrap();
-    let ran = catch_unwind(AssertUnwindSafe(|| strike_and_heal(case, folder.path())));
+    let ran = catch_unwind(AssertUnwindSafe(|| strike_and_heal(case, folder.path(), steps)));
     ran.unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();
         let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
@@ -759,12 +761,13 @@ fn run(case: &Case) -> Outcome {
     })
 }
 
-fn strike_and_heal(case: &Case, folder: &Path) -> Outcome {
+fn strike_and_heal(case: &Case, folder: &Path, steps: Arc<AtomicU64>) -> Outcome {
     let scene = &case.scene;
     let mut car = TestCar::new(&folder.join("car"), &scene.fleet);
     (car.now, car.rules) = (scene.now, scene.rules);
     car.clock.0.store(scene.now - T0, Ordering::Relaxed);
     car.may_be_damaged = may_stop_serving(&case.file);
+    car.steps = steps;
 
     let healed = heal(case, &mut car, folder);
     let (outcome, kept) = match healed {
@@ -870,19 +873,25 @@ fn run_all(cases: &[Case], skips: bool) -> Vec<Outcome> {
                         continue;
                     }
                     let (send, receive) = channel();
-                    let started = Instant::now();
-                    std::thread::spawn(move || send.send(run(&case)));
-                    let is_crowded = suspects.lock().unwrap().len() > SLOW_MAX;
-                    match receive.recv_timeout(if is_crowded { HANGS } else { SLOW }) {
-                        Ok(outcome) => set(at, outcome),
-                        Err(_) => suspects.lock().unwrap().push((at, started, receive)),
+                    let steps = Arc::<AtomicU64>::default();
+                    let counted = Arc::clone(&steps);
+                    std::thread::spawn(move || send.send(run(&case, counted)));
+                    let mut seen = u64::MAX;
+                    loop {
+                        match receive.recv_timeout(SLOW) {
+                            Ok(outcome) => break set(at, outcome),
+                            Err(_) if steps.load(Ordering::Relaxed) == seen => {
+                                break suspects.lock().unwrap().push((at, Instant::now(), receive));
+                            }
+                            Err(_) => seen = steps.load(Ordering::Relaxed),
+                        }
                     }
                 }
             });
         }
     });
-    for (at, started, receive) in suspects.into_inner().unwrap() {
-        let outcome = match receive.recv_timeout(HANGS.saturating_sub(started.elapsed())) {
+    for (at, since, receive) in suspects.into_inner().unwrap() {
+        let outcome = match receive.recv_timeout(HANGS.saturating_sub(since.elapsed())) {
             Err(RecvTimeoutError::Timeout) => Outcome::Hangs,
             received => received.unwrap_or(Outcome::Wrong("its thread ended".to_owned())),
         };
