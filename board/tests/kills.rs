@@ -161,7 +161,8 @@ fn a_car_whose_processes_are_killed_ends_at_the_newest_release() {
         }
     });
 
-    let (kills, failures) = (tally.kills.into_inner().unwrap(), tally.failures.into_inner().unwrap());
+    let (kills, failures) =
+        (tally.kills.into_inner().unwrap(), tally.failures.into_inner().unwrap());
     failures.iter().for_each(|failure| println!("{failure}"));
     println!(
         "{} kills, {kills:?}; {} cars, {} right answers, {} cars not at the newest release or with \
