@@ -22,7 +22,7 @@ const CARS: usize = 3;
 /// Time between the end of a poll and the next.
 const POLL: Duration = Duration::from_millis(200);
 /// Time after the last kill in which a car must be at the newest release. It takes seconds.
-const STUCK: Duration = Duration::from_secs(120);
+const STUCK: Duration = Duration::from_secs(180);
 
 /// The number of processes to kill; the long run sets a thousand.
 fn kills() -> i64 {
