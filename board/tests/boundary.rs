@@ -371,8 +371,8 @@ fn locks_that_are_held_for_ever_stop_neither_the_daemon_nor_its_updates() {
     let mut scene = Scene::at(2);
     scene.fleet.publish(vec![RELEASES.delta(3)]);
     assert!(scene.car.sync_from(&scene.fleet.repository()).0.wait().unwrap().success());
-    let hold = "cd \"$S\"; for f in lock fetching *; do [ -d \"$f\" ] || flock -o \"$f\" sleep 600 & \
-                done; wait";
+    let hold = "cd \"$S\"; for f in lock fetching *; do \
+                [ -d \"$f\" ] || flock -o \"$f\" sleep 600 & done; wait";
     let mut attacker = Command::new("setsid");
     attacker.args(["sh", "-c", hold]).env("S", scene.car.sync_directory());
     let mut attacker = Process(attacker.uid(ATTACKER.uid).gid(ATTACKER.gid).spawn().unwrap());

@@ -65,7 +65,7 @@ fn cases() -> Vec<Case> {
 /// Returns whether this process may open a file without permission, as root may.
 fn opens_every_file() -> bool {
     let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0)).unwrap();
+    std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o000)).unwrap();
     std::fs::read(file.path()).is_ok()
 }
 

@@ -1,4 +1,5 @@
-//! The moments of an update in which the damage strikes: a car for each, to be copied for each case.
+//! The moments of an update in which the damage strikes: a car for each moment, to be copied for
+//! each case.
 
 use crate::car::{DAY_S, ROUND_S, TestCar, folder};
 use crate::cases::{Moment, Outcome};
@@ -145,7 +146,7 @@ impl Scene {
         let mut steps = MaintenanceSteps::new(flash, rules, None, since_1970);
         let is_part = |file: &String| file.starts_with("flash/g") && file.ends_with(".part");
         for _ in 0..20 {
-            if !files_in(&car.folder).iter().any(|file| is_part(file)) {
+            if !files_in(&car.folder).iter().any(is_part) {
                 steps.step(car.clock.as_ref(), since_1970);
             }
         }

@@ -76,7 +76,7 @@ pub fn strike(case: &Case, folder: &Path) -> Option<Kept> {
             }
         }
         Damage::NoPermission => {
-            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0)).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o000)).unwrap();
         }
     }
     None
