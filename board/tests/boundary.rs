@@ -252,6 +252,7 @@ impl Template {
             copy(&self.folder.path().join(own), &to);
             give(&to, user, mode);
         }
+        std::fs::write(canary(car), CANARY).unwrap();
     }
 }
 

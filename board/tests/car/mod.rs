@@ -345,7 +345,8 @@ impl Car {
     fn command(&self, user: Option<User>, log: &str) -> Command {
         let log = File::options().create(true).append(true).open(self.log(log)).unwrap();
         let mut command = Command::new("sh");
-        command.args(["-c", "umask 027; exec \"$0\" \"$@\""]);
+        // A process that reads an endless file must not take the machine's memory.
+        command.args(["-c", "umask 027; ulimit -v 4194304; exec \"$0\" \"$@\""]);
         command.arg(self.folder.join("etc/hatchbackd"));
         command.arg("--target").arg(self.folder.join("etc/car.toml"));
         command.stdout(log.try_clone().unwrap()).stderr(log).current_dir("/");
