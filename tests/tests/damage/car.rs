@@ -26,7 +26,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
 /// The name under which the model is served.
@@ -41,10 +41,20 @@ pub const DAY_S: u64 = 24 * 60 * 60;
 
 // The clock and the log of a car.
 
-/// Returns a folder in memory if the system has one: the cases sync hundreds of thousands of times.
+/// Holds the folders of all cases, so that those of cases that hang are removed too.
+static ROOT: OnceLock<PathBuf> = OnceLock::new();
+
+/// Makes the folder that holds the folders of all cases. It is in memory if the system has such a
+/// place: the cases sync hundreds of thousands of times.
+pub fn make_root() -> tempfile::TempDir {
+    let made = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+    ROOT.set(made.path().to_owned()).unwrap();
+    made
+}
+
+/// Returns a folder of a case.
 pub fn folder() -> tempfile::TempDir {
-    let made = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
-    made.unwrap()
+    tempfile::tempdir_in(ROOT.get().unwrap()).unwrap()
 }
 
 /// A clock that the car's rounds advance.
