@@ -26,7 +26,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Once, OnceLock};
+use std::sync::{Arc, LazyLock, Once};
 use std::time::Duration;
 
 /// The name under which the model is served.
@@ -41,21 +41,11 @@ pub const DAY_S: u64 = 24 * 60 * 60;
 
 // The clock and the log of a car.
 
-/// Holds the folders of all cases, so that those of cases that hang are removed too.
-static ROOT: OnceLock<PathBuf> = OnceLock::new();
-
-/// Makes the folder that holds the folders of all cases. It is in memory if the system has such a
-/// place: the cases sync hundreds of thousands of times.
-pub fn make_root() -> tempfile::TempDir {
-    let made = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
-    ROOT.set(made.path().to_owned()).unwrap();
-    made
-}
-
-/// Returns a folder of a case.
-pub fn folder() -> tempfile::TempDir {
-    tempfile::tempdir_in(ROOT.get().unwrap()).unwrap()
-}
+/// The orders of the keys that some generation has, of each table.
+static ORDERS: LazyLock<[Vec<u64>; 2]> = LazyLock::new(|| {
+    let of = |table: usize| VERSIONS.rows.iter().flat_map(move |rows| rows[table].keys().copied());
+    [0, 1].map(|table| of(table).collect::<BTreeSet<u64>>().into_iter().collect())
+});
 
 /// A clock that the car's rounds advance.
 #[derive(Default)]
@@ -270,8 +260,7 @@ impl TestCar {
 
     /// Returns a sample whose keys some generation has.
     pub fn sample(&mut self) -> Sample {
-        let rows = self.random.pick(&VERSIONS.rows).clone();
-        let orders = rows.map(|rows| *self.random.pick(&rows.into_keys().collect::<Vec<_>>()));
+        let orders = [0, 1].map(|table: usize| *self.random.pick(&ORDERS[table]));
         let sparse = vec![vec![orders[0]], vec![unmix(orders[1])]];
         Sample { sparse, ..Sample::default() }
     }

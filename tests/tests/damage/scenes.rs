@@ -1,7 +1,7 @@
 //! The moments of an update in which the damage strikes: a car for each moment, to be copied for
 //! each case.
 
-use crate::car::{DAY_S, ROUND_S, TestCar, folder};
+use crate::car::{DAY_S, ROUND_S, TestCar};
 use crate::cases::{Moment, Outcome};
 use hatchback::car::maintenance_steps::MaintenanceSteps;
 use hatchback::flash::Flash;
@@ -66,7 +66,7 @@ pub fn change(fleet: &Fleet, now: u64, change: Change) {
 impl Scene {
     /// Returns a car that is brought to `moment`.
     pub fn new(moment: Moment) -> Self {
-        let (folder, fleet) = (folder(), Fleet::new());
+        let (folder, fleet) = (tempfile::tempdir().unwrap(), Fleet::new());
         release(&fleet, T0 + 1, &[]);
         let mut car = TestCar::new(&folder.path().join("car"), &fleet);
         if moment == Moment::Merged {

@@ -1,6 +1,6 @@
 //! One case: damages a file of a copy of the scene, and takes the car to the newest release.
 
-use crate::car::{Fault, TestCar, folder};
+use crate::car::{Fault, TestCar};
 use crate::cases::{Case, Damage, Next, Outcome, When, link_target, may_stop_serving, short};
 use crate::scenes::files_in;
 use hatchback_tests::fleet::T0;
@@ -84,7 +84,7 @@ pub fn strike(case: &Case, folder: &Path) -> Option<Kept> {
 
 /// Runs a case on a copy of its scene.
 pub fn run(case: &Case, steps: Arc<AtomicU64>) -> Outcome {
-    let folder = folder();
+    let folder = tempfile::tempdir().unwrap();
     copy(case.scene.folder.path(), folder.path());
     std::fs::create_dir(folder.path().join("outside")).unwrap();
     std::fs::write(folder.path().join("outside/file"), b"not the car's").unwrap();
