@@ -466,12 +466,7 @@ impl Car {
         let rolled = history.filter(|event| event.state == UpdateState::RollingBack);
         let mut marks: Vec<String> =
             rolled.map(|e| format!("{:?} {}", e.release, e.note.unwrap_or_default())).collect();
-        let staged = std::fs::read_dir(self.sync_directory().join("staged"));
-        for entry in staged.into_iter().flatten().flatten() {
-            if entry.file_name().to_string_lossy().ends_with(".refused") {
-                marks.push(std::fs::read_to_string(entry.path()).unwrap_or_default());
-            }
-        }
+        marks.extend(self.status().refused);
         marks
     }
 }

@@ -62,6 +62,33 @@ pub struct Catalog {
     quarantined: u64,
 }
 
+/// Removes whatever sled did not make: a link or a pipe in place of the directory or of one of its
+/// files. sled would follow the link or wait for the pipe.
+fn remove_foreign(directory: &Path) -> io::Result<()> {
+    let is_dir = match fs::symlink_metadata(directory) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        found => found?.is_dir(),
+    };
+    if !is_dir {
+        return fs::remove_file(directory);
+    }
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let kind = entry.file_type()?;
+        // Large values, which the catalog has none of, are in a folder of sled's.
+        let is_expected = kind.is_file() || kind.is_dir() && entry.file_name() == "blobs";
+        if !is_expected {
+            log::warn!("{}: is no file of the catalog and is removed", entry.path().display());
+            if kind.is_dir() {
+                fs::remove_dir_all(entry.path())
+            } else {
+                fs::remove_file(entry.path())
+            }?;
+        }
+    }
+    Ok(())
+}
+
 impl Catalog {
     /// Opens the catalog in `directory`, or rebuilds a missing, stale or damaged one. Returns the
     /// catalog, its entries and the state in which it was.
@@ -73,6 +100,7 @@ impl Catalog {
         directory: &Path,
         flash: &Flash,
     ) -> Result<(Self, CatalogEntries, CatalogState), CatalogError> {
+        remove_foreign(directory).map_err(io_error(directory))?;
         if !directory.try_exists().map_err(io_error(directory))? {
             return Self::rebuild(
                 directory,

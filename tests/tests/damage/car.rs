@@ -1,8 +1,7 @@
 //! A car on the real file system whose daemon and sync process are steps, with a clock of its own
 //! and a client that checks every answer.
 
-use crate::cases::{Outcome, is_mark, short};
-use crate::scenes::files_in;
+use crate::cases::{Outcome, short};
 use hatchback::car::maintenance_steps::MaintenanceSteps;
 use hatchback::car::sync_steps::SyncSteps;
 use hatchback::car::update_steps::{ModelUpdates, UpdateSteps, record_end};
@@ -153,7 +152,7 @@ impl TestCar {
         let serving = Arc::new(Serving::new(1 << 30, 16, clock).stepped());
         let (name, root) = (NAME.to_owned(), Some(self.root.clone()));
         let update = ModelUpdates { name, updater: self.updater(), budget, policy, root };
-        update.record_start(self.now);
+        update.begin(self.now);
         if !update.awaits_first_release_at(&self.folder.join("flash"))
             && let Ok(flash) = Flash::open(&disk::system(), &self.folder.join("flash"))
             && let Err(e) = serving.load(NAME, &flash, budget)
@@ -210,8 +209,10 @@ impl TestCar {
         if maintenance.is_none() {
             let catalog = Catalog::path_in(&flash);
             let opened = Flash::open(&disk::system(), &flash).ok();
-            *maintenance = opened
-                .map(|flash| MaintenanceSteps::new(flash, self.rules, Some(&catalog), since_1970));
+            let updater = Some(updates.updater().clone());
+            *maintenance = opened.map(|flash| {
+                MaintenanceSteps::new(flash, updater, self.rules, Some(&catalog), since_1970)
+            });
         }
         if let Some(steps) = maintenance {
             for _ in 0..4 {
@@ -283,8 +284,7 @@ impl TestCar {
         let status = self.updater().status().unwrap_or_default();
         let rolled = status.history.iter().find(|e| e.state == UpdateState::RollingBack);
         let note = |e: &hatchback::UpdateEvent| e.note.clone().unwrap_or_default();
-        let marks = files_in(&self.folder).into_iter().find(|file| is_mark(file));
-        rolled.map(note).or(marks)
+        rolled.map(note).or(status.refused.first().cloned())
     }
 
     /// Returns why the car does not get on.

@@ -11,11 +11,6 @@ pub fn may_stop_serving(file: &str) -> bool {
     file.starts_with("flash/g")
 }
 
-/// Returns whether `file` can be a mark against a release.
-pub fn is_mark(file: &str) -> bool {
-    file.ends_with(".refused")
-}
-
 /// Returns a file of the directory of `file` that a link in place of `file` leads to: a record, or
 /// a manifest. Such a file is only ever replaced as a whole.
 pub fn link_target(scene: &Scene, file: &str) -> String {

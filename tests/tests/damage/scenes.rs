@@ -143,7 +143,7 @@ impl Scene {
         let rules = MaintenanceRules { deltas_max: 0, changed_percent_max: 0, ..car.rules };
         let flash = Flash::open(&disk::system(), &car.folder.join("flash")).unwrap();
         let since_1970 = Duration::from_secs(car.now);
-        let mut steps = MaintenanceSteps::new(flash, rules, None, since_1970);
+        let mut steps = MaintenanceSteps::new(flash, None, rules, None, since_1970);
         let is_part = |file: &String| file.starts_with("flash/g") && file.ends_with(".part");
         for _ in 0..20 {
             if !files_in(&car.folder).iter().any(is_part) {
