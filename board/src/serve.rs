@@ -9,7 +9,7 @@ use crate::server::{self, Server};
 use crate::shed::Shed;
 use crate::socket::{Socket, Stop};
 use crate::update::UpdateThread;
-use crate::{models, settings, systemd};
+use crate::{machine, models, settings, systemd};
 use anyhow::{Context, Result};
 use hatchback::car::update_steps::{ModelUpdates, record_end};
 use hatchback::io::disk;
@@ -119,6 +119,7 @@ fn updates(
         .map(|path| std::fs::read(path).with_context(|| path.display().to_string()))
         .transpose()?;
 
+    let boot = machine::boot_number(car.root);
     let update = |given: &NamedDirectory| {
         let model = car.models.iter().find(|m| car.models.len() == 1 || m.name == given.name);
         let model = model.with_context(|| {
@@ -133,7 +134,7 @@ fn updates(
         };
         let name = model.name.as_ref().or(given.name.as_ref()).cloned().unwrap_or_default();
         let (budget, policy) = (car.target.budget, car.target.update);
-        Ok(ModelUpdates { name, updater, budget, policy, root: root.clone() })
+        Ok(ModelUpdates { name, updater, budget, policy, root: root.clone(), boot })
     };
     sync.iter().map(update).collect()
 }

@@ -55,15 +55,17 @@ impl CarArgs {
         Updater { disk: disk::system(), directory, flash, lineage, cohort }
     }
 
-    /// Provisions the sync directory of `updater` if it is new and `--root` is given.
+    /// Provisions the sync directory of `updater` if it is new and `--root` is given. Returns the
+    /// root.
     ///
     /// # Errors
     /// The root cannot be read or does not sign itself, or the directory cannot be written.
-    pub fn provision(&self, updater: &Updater) -> Result<()> {
-        let Some(path) = &self.root else { return Ok(()) };
+    pub fn provision(&self, updater: &Updater) -> Result<Option<Vec<u8>>> {
+        let Some(path) = &self.root else { return Ok(None) };
         let root = std::fs::read(path)
             .with_context(|| format!("{}: the root metadata cannot be read", path.display()))?;
-        Ok(Trust::init(updater.disk.as_ref(), &updater.directory, &root)?)
+        Trust::init(updater.disk.as_ref(), &updater.directory, &root)?;
+        Ok(Some(root))
     }
 
     /// Opens the link to the repository at `from`, through the proxy that the options or the

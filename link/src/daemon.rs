@@ -40,11 +40,11 @@ pub struct SyncArgs {
 pub fn run(args: &SyncArgs, flash: PathBuf, rules: LinkRules) -> Result<()> {
     ensure!(rules.poll_minutes > 0, "link.poll_minutes = 0: must be at least 1");
     let updater = args.car.updater(flash);
-    args.car.provision(&updater)?;
+    let root = args.car.provision(&updater)?;
     // A wrong option must fail now and not at the first poll, which may be hours away.
     args.car.link(&args.from, rules.bytes_per_s_max)?;
 
-    let (mut steps, clock) = (SyncSteps::new(updater, rules), SystemClock::default());
+    let (mut steps, clock) = (SyncSteps::new(updater, root, rules), SystemClock::default());
     loop {
         if steps.is_due(&clock, now()) {
             match poll(&mut steps, &clock, args, rules) {

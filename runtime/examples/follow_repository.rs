@@ -58,6 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         watched: None,
         unservable: None,
         root: None,
+        boot: 0,
         yield_now: &|| {},
     };
 

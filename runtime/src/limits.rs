@@ -105,8 +105,11 @@ pub const CLOCK_SLACK_S: u64 = 3600;
 /// Trials of a release in a row that may end with the process. A trial begins before the release's
 /// code runs and ends with its probe or its first answers.
 pub const TRIALS_MAX: u32 = 5;
+/// Trials of a release in a row that may end with the power. A release that resets the machine at
+/// every start must not do so for ever.
+pub const TRIAL_CUTS_MAX: u32 = 30;
 /// Answers after which a trial has ended well.
-pub const TRIAL_ANSWERS: u64 = 8;
+pub const TRIAL_ANSWERS: u64 = 1;
 /// Age of a process, in seconds, at which a trial without requests has ended well.
 pub const TRIAL_S: u64 = 60;
 /// Looks in a row at which a step may fail for a fault of the car before the attempt is abandoned.

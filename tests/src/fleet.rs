@@ -239,6 +239,7 @@ impl Car {
             watched: self.watched,
             unservable: None,
             root: None,
+            boot: 0,
             yield_now: &|| {},
         }
     }

@@ -110,8 +110,15 @@ fn update(args: &SyncArgs, updater: &Updater) -> Result<()> {
     let bytes_max = args.mib_max.map_or(u64::MAX, mib_to_bytes);
     let limits = LinkLimits { bytes_max, ..LinkLimits::default() };
     let mut fetcher = Fetcher::new(link.as_mut(), &clock, limits);
-    let host =
-        Host { policy, budget, watched: None, unservable: None, root: None, yield_now: &|| {} };
+    let host = Host {
+        policy,
+        budget,
+        watched: None,
+        unservable: None,
+        root: None,
+        boot: 0,
+        yield_now: &|| {},
+    };
 
     let bar = progress_bar(0, "fetching", "{bytes}/{total_bytes}");
     let updated = updater.run(&mut fetcher, &host, now()?, |bytes, total| {

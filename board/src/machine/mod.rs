@@ -10,7 +10,7 @@ mod report;
 mod root;
 mod sim;
 
-pub use linux::{hottest, watts};
+pub use linux::{boot_number, hottest, watts};
 pub use reading::{Reading, reading};
 pub use report::Report;
 pub use root::Root;

@@ -7,11 +7,14 @@ use crate::update::Updater;
 use crate::update::error::UpdateError;
 use crate::update::link::{Fetcher, Link, LinkLimits, LinkRules};
 use crate::update::status::UpdateStatus;
+use crate::update::trust::Trust;
 use std::time::Duration;
 
 /// When the next poll is due.
 pub struct SyncSteps {
     updater: Updater,
+    /// The fleet's first root, to provision the sync directory; `None` if it is provisioned.
+    root: Option<Vec<u8>>,
     rules: LinkRules,
     /// Time of the next poll on the caller's clock.
     due: Duration,
@@ -20,9 +23,10 @@ pub struct SyncSteps {
 }
 
 impl SyncSteps {
-    /// Returns the steps of `updater`; the first poll is due at once.
-    pub fn new(updater: Updater, rules: LinkRules) -> Self {
-        Self { updater, rules, due: Duration::ZERO, finished: 0 }
+    /// Returns the steps of `updater`, whose sync directory is provisioned with the fleet's first
+    /// root, `root`. The first poll is due at once.
+    pub fn new(updater: Updater, root: Option<Vec<u8>>, rules: LinkRules) -> Self {
+        Self { updater, root, rules, due: Duration::ZERO, finished: 0 }
     }
 
     /// Returns the updater.
@@ -69,6 +73,9 @@ impl SyncSteps {
         clock: &dyn Clock,
         now: u64,
     ) -> Result<UpdateStatus, UpdateError> {
+        if let Some(root) = &self.root {
+            Trust::init(self.updater.disk.as_ref(), &self.updater.directory, root)?;
+        }
         let bytes_max = self.rules.bytes_per_day_max;
         let budget = WearBudget { bytes_per_day_max: bytes_max };
         let left = self.updater.fetch_status().received.left(budget, Duration::from_secs(now));

@@ -10,9 +10,9 @@ use crate::model::OpenError;
 use crate::model::budget::Budget;
 use crate::request::serving::{Serving, ServingError, Swapped};
 use crate::update::Updater;
-use crate::update::apply::{Host, Policy, Unservable, Watched};
+use crate::update::apply::{Cause, Host, Policy, Unservable, Watched};
 use crate::update::error::UpdateError;
-use crate::update::install_status::{Blame, InstallState, Repair};
+use crate::update::install_status::{InstallState, Repair};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -28,6 +28,8 @@ pub struct ModelUpdates {
     pub policy: Policy,
     /// The fleet's first root metadata, from a file that `hatchback-sync` cannot write.
     pub root: Option<Vec<u8>>,
+    /// A number that differs after each start of the machine.
+    pub boot: u64,
 }
 
 impl ModelUpdates {
@@ -46,13 +48,14 @@ impl ModelUpdates {
     }
 
     fn try_begin(&self, now: u64) -> Result<(), UpdateError> {
-        self.updater.begin_trial(now)?;
+        self.updater.begin_trial(self.boot, now)?;
         let host = Host {
             policy: self.policy,
             budget: self.budget,
             watched: None,
             unservable: None,
             root: self.root.as_deref(),
+            boot: self.boot,
             yield_now: &|| {},
         };
         while self.updater.install_status()?.state == InstallState::RollingBack
@@ -87,7 +90,7 @@ struct Failure {
     /// Its manifest.
     manifest: Hash,
     reason: String,
-    blame: Blame,
+    cause: Cause,
     /// Looks in a row at which it could not be served.
     looks: u32,
 }
@@ -174,7 +177,7 @@ impl UpdateSteps {
     }
 
     fn try_step(&mut self, now: u64, yield_now: &dyn Fn()) -> Result<bool, UpdateError> {
-        let ModelUpdates { updater, budget, policy, root, .. } = &self.update;
+        let ModelUpdates { updater, budget, policy, root, boot, .. } = &self.update;
         self.is_proven = self.is_proven || self.end_trial(updater)?;
         if let Err(e) = updater.restore_live_record() {
             log::debug!("`{}`: the live record has one copy: {e}", self.update.name);
@@ -188,9 +191,10 @@ impl UpdateSteps {
         let budget = Budget { memory_bytes_max, ..*budget };
         let failure = self.failure.as_ref().filter(|failure| failure.is_final());
         let unservable =
-            failure.map(|Failure { reason, blame, .. }| Unservable { reason, blame: *blame });
+            failure.map(|Failure { reason, cause, .. }| Unservable { reason, cause: *cause });
         let (watched, root) = (Some(self.watched()), root.as_deref());
-        let host = Host { policy: *policy, budget, watched, unservable, root, yield_now };
+        let (policy, boot) = (*policy, *boot);
+        let host = Host { policy, budget, watched, unservable, root, boot, yield_now };
         updater.advance(&host, now)
     }
 
@@ -259,7 +263,7 @@ impl UpdateSteps {
         let flash = Flash::open(&updater.disk, &updater.flash)?;
         let served = if name.is_empty() { None } else { self.serving.manifest(name) };
         let is_rejected = |failure: &Failure| {
-            failure.manifest == flash.record().live.manifest && failure.blame == Blame::Release
+            failure.manifest == flash.record().live.manifest && failure.cause == Cause::Release
         };
         if served == Some(flash.record().live.manifest)
             || self.failure.as_ref().is_some_and(is_rejected)
@@ -277,12 +281,12 @@ impl UpdateSteps {
         let reason = error.to_string();
         let before = self.failure.take().filter(|failure| failure.manifest == manifest);
         let looks = before.map_or(0, |failure| failure.looks) + 1;
-        let blame = blame_of(error);
-        self.failure = Some(Failure { manifest, reason: reason.clone(), blame, looks });
+        let cause = cause_of(error);
+        self.failure = Some(Failure { manifest, reason: reason.clone(), cause, looks });
 
         self.report_unserved(&reason);
         // An error of the device that lasts is as bad as a lost file.
-        if is_damage(error) || is_of_flash(error) && looks >= FAILED_STEPS_MAX {
+        if is_damage(error) || cause == Cause::Flash && looks >= FAILED_STEPS_MAX {
             self.require(Repair::AnySnapshot);
         }
     }
@@ -316,14 +320,17 @@ impl UpdateSteps {
     }
 }
 
-/// Returns who is to blame that a generation cannot be served.
-fn blame_of(error: &ServingError) -> Blame {
+/// Returns what keeps a generation from being served.
+fn cause_of(error: &ServingError) -> Cause {
     match error {
         ServingError::Shape { .. }
         | ServingError::Open { source: OpenError::Dense(_) | OpenError::Weights { .. }, .. } => {
-            Blame::Release
+            Cause::Release
         }
-        _ => Blame::Other,
+        ServingError::Open { source: OpenError::Flash(_) | OpenError::Segment(_), .. } => {
+            Cause::Flash
+        }
+        _ => Cause::Car,
     }
 }
 
@@ -336,14 +343,9 @@ fn is_damage(error: &ServingError) -> bool {
     }
 }
 
-/// Returns whether the live generation's files cannot be used.
-fn is_of_flash(error: &ServingError) -> bool {
-    matches!(error, ServingError::Open { source: OpenError::Flash(_) | OpenError::Segment(_), .. })
-}
-
 impl Failure {
     /// Returns whether the generation will not be served without a change.
     fn is_final(&self) -> bool {
-        self.blame == Blame::Release || self.looks >= FAILED_STEPS_MAX
+        self.cause == Cause::Release || self.looks >= FAILED_STEPS_MAX
     }
 }

@@ -8,7 +8,6 @@ use crate::bundle::manifest::sha256;
 use crate::bundle::{BundleError, BundleReader};
 use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError, Prepared};
-use crate::limits::TRIALS_MAX;
 use crate::maintenance::share::BusyBounds;
 use crate::model::budget::Budget;
 use crate::update::error::UpdateError;
@@ -92,16 +91,29 @@ pub struct Host<'a> {
     /// The fleet's first root, from a place that the sync process cannot write; `None` for the root
     /// in the sync directory.
     pub root: Option<&'a [u8]>,
+    /// A number that differs after each start of the machine.
+    pub boot: u64,
     /// Called between small pieces of work, so that requests can run (`maintenance::background`).
     pub yield_now: &'a dyn Fn(),
 }
 
-/// Why this process cannot serve the live generation, and who is to blame.
+/// What keeps this process from serving the live generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// The release itself.
+    Release,
+    /// Its files on flash, which are damaged.
+    Flash,
+    /// The car's memory or GPU.
+    Car,
+}
+
+/// Why this process cannot serve the live generation.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct Unservable<'a> {
     pub reason: &'a str,
-    pub blame: Blame,
+    pub cause: Cause,
 }
 
 /// How a step ended.
@@ -126,11 +138,12 @@ fn abandon(reason: impl Into<String>) -> Verdict {
 impl Updater {
     /// Counts the begin of a trial of the release on probation: this process is about to open it.
     /// A release whose trials ended with the process too often is rolled back. To be called once,
-    /// before the process opens the live generation.
+    /// before the process opens the live generation. `boot` differs after each start of the
+    /// machine, so that a trial which ended with the power is told from a crash.
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
-    pub fn begin_trial(&self, now: u64) -> Result<(), UpdateError> {
+    pub fn begin_trial(&self, boot: u64, now: u64) -> Result<(), UpdateError> {
         if self.install_status()?.state != InstallState::Probation {
             return Ok(());
         }
@@ -140,7 +153,7 @@ impl Updater {
             return Ok(());
         }
 
-        if let Some(reason) = count_trial(&mut status) {
+        if let Some(reason) = status.count_trial(boot) {
             status.blame = Blame::Release;
             let known = last_order(&self.fetch_status().history);
             status.enter(InstallState::RollingBack, now, known, Some(reason));
@@ -153,12 +166,13 @@ impl Updater {
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn end_trial(&self) -> Result<(), UpdateError> {
-        if self.install_status()?.trials == 0 {
+        let InstallStatus { trials, cuts, .. } = self.install_status()?;
+        if trials == 0 && cuts == 0 {
             return Ok(());
         }
         let _lock = self.lock_install()?;
         let mut status = self.install_status()?;
-        status.trials = 0;
+        status.end_trial();
         self.write_install(&mut status)
     }
 
@@ -349,12 +363,12 @@ impl Updater {
             Err(verdict) => return Ok(verdict),
         };
 
-        if let Some(reason) = count_trial(status) {
+        if let Some(reason) = status.count_trial(host.boot) {
             return Ok(Verdict::Reject(reason));
         }
         self.write_install(status)?;
         let probed = probe(prepared.flash(), host.budget, host.yield_now);
-        status.trials = 0;
+        status.end_trial();
 
         let is_delta = release.parent.is_some();
         match probed {
@@ -470,11 +484,12 @@ impl Updater {
         if flash.record().live.manifest != release.manifest {
             return Ok(abandon("another generation became live during probation"));
         }
-        if let Some(Unservable { reason, blame }) = host.unservable {
+        if let Some(Unservable { reason, cause }) = host.unservable {
             let reason = format!("it could not be served: {reason}");
-            return Ok(match blame {
-                Blame::Release => Verdict::Reject(reason),
-                Blame::Other => Verdict::Withdraw(reason),
+            return Ok(match cause {
+                Cause::Release => Verdict::Reject(reason),
+                Cause::Flash => Verdict::Abandon { reason, repair: Repair::AnySnapshot },
+                Cause::Car => Verdict::Withdraw(reason),
             });
         }
         if let Some(watched) = host.watched
@@ -554,22 +569,13 @@ fn take_offer(status: &mut InstallStatus, fetch: &FetchStatus, host: &Host<'_>) 
 
 /// Records that the release in hand passed its probation.
 fn commit(status: &mut InstallStatus) {
-    (status.trials, status.attempts) = (0, 0);
+    status.end_trial();
+    status.attempts = 0;
     let Some(release) = &status.release else { return };
     if release.parent.is_none() {
         status.repair = Repair::None;
     }
     status.committed = Some(release.generation.clone());
-}
-
-/// Counts the begin of a trial. Returns why the release is rejected, if too many trials ended with
-/// the process.
-fn count_trial(status: &mut InstallStatus) -> Option<String> {
-    status.trials = status.trials.saturating_add(1);
-    let ended = status.trials - 1;
-    (ended >= TRIALS_MAX).then(|| {
-        format!("the process ended {ended} times between opening the release and its first answers")
-    })
 }
 
 /// Returns whether `listed` has `release` for cars with `cohort`.

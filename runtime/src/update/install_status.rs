@@ -4,7 +4,7 @@
 use crate::bundle::manifest::{Generation, Hash};
 use crate::io::disk::Disk;
 use crate::io::paired_record::{PairedRecord, Stored};
-use crate::limits::{REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX};
+use crate::limits::{REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX, TRIAL_CUTS_MAX, TRIALS_MAX};
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::Offer;
 use crate::update::release::Release;
@@ -115,8 +115,12 @@ pub struct InstallStatus {
     pub error: Option<String>,
     /// Who is to blame for the rollback in hand.
     pub blame: Blame,
-    /// Trials of the release in a row that ended with the process.
+    /// Trials of the release in a row that ended with the process, and the open one.
     pub trials: u32,
+    /// Trials of the release in a row that ended with the power.
+    pub cuts: u32,
+    /// The boot of the machine in which the last trial began.
+    pub boot: u64,
     /// Attempts of the release in a row that a fault of the car ended.
     pub attempts: u32,
     /// What the live generation needs.
@@ -186,13 +190,35 @@ impl InstallStatus {
         self.refused.drain(..excess);
     }
 
+    /// Counts the begin of a trial in the boot `boot`. Returns why the release is rejected, if too
+    /// many trials ended with the process or with the power.
+    pub(super) fn count_trial(&mut self, boot: u64) -> Option<String> {
+        let is_first = self.trials == 0 && self.cuts == 0;
+        let counter = if is_first || self.boot == boot { &mut self.trials } else { &mut self.cuts };
+        *counter = counter.saturating_add(1);
+        self.boot = boot;
+
+        let trial = "between opening the release and its first answers";
+        if self.trials > TRIALS_MAX {
+            return Some(format!("the process ended {TRIALS_MAX} times {trial}"));
+        }
+        (self.cuts > TRIAL_CUTS_MAX)
+            .then(|| format!("the machine was reset {TRIAL_CUTS_MAX} times {trial}"))
+    }
+
+    /// Ends the open trial well.
+    pub(super) fn end_trial(&mut self) {
+        (self.trials, self.cuts) = (0, 0);
+    }
+
     /// Takes `offer` in hand. The caller enters a state.
     pub(super) fn take_up(&mut self, offer: &Offer) {
         let is_same = self.release.as_ref().is_some_and(|r| r.manifest == offer.release.manifest);
         if !is_same {
             self.attempts = 0;
         }
-        (self.offer, self.trials) = (offer.number, 0);
+        self.offer = offer.number;
+        self.end_trial();
         self.release = Some(offer.release.clone());
     }
 

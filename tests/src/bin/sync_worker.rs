@@ -51,10 +51,11 @@ fn main() -> Result<()> {
         watched,
         unservable: None,
         root: None,
+        boot: 0,
         yield_now: &|| {},
     };
 
-    sync.begin_trial(T0 + 50)?;
+    sync.begin_trial(1, T0 + 50)?;
     print_states(&sync);
     loop {
         while sync.advance(&host, T0 + 50)? || sync.consent(T0 + 50)? {}

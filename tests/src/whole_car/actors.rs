@@ -126,7 +126,8 @@ impl World {
             bytes_per_s_max: 0,
             hours: [0, 24],
         };
-        *self.sync.borrow_mut() = Some(SyncSteps::new(updater, rules));
+        *self.sync.borrow_mut() =
+            Some(SyncSteps::new(updater, Some(self.history().root.clone()), rules));
         "started".to_owned()
     }
 
@@ -157,6 +158,10 @@ impl World {
 
         let has_moved = steps.step(now, &preempt);
         let after = served();
+        let answers = serving.as_ref().and_then(|s| s.stats(LINEAGE)).map_or(0, |s| s.requests);
+        if answers > 0 {
+            self.process(Process::Daemon).borrow_mut().has_answered = true;
+        }
         if before != after {
             self.count(if before.is_none() { "loads" } else { "swaps" });
         }
@@ -175,6 +180,7 @@ impl World {
             budget: BUDGET,
             policy: self.policy(),
             root: Some(self.history().root.clone()),
+            boot: self.trace.borrow().counts.get("power cuts").copied().unwrap_or(0),
         };
         let clock: Arc<dyn Clock> = Arc::new(self.clock.clone());
         let serving = Arc::new(Serving::new(MEMORY_BYTES_MAX, READS_MAX, clock).stepped());

@@ -151,7 +151,7 @@ impl TestCar {
         let clock: Arc<dyn Clock> = self.clock.clone();
         let serving = Arc::new(Serving::new(1 << 30, 16, clock).stepped());
         let (name, root) = (NAME.to_owned(), Some(self.root.clone()));
-        let update = ModelUpdates { name, updater: self.updater(), budget, policy, root };
+        let update = ModelUpdates { name, updater: self.updater(), budget, policy, root, boot: 1 };
         update.begin(self.now);
         if !update.awaits_first_release_at(&self.folder.join("flash"))
             && let Ok(flash) = Flash::open(&disk::system(), &self.folder.join("flash"))
@@ -184,7 +184,10 @@ impl TestCar {
         if processes.sync.is_none() {
             // The process ends where it cannot be provisioned, and systemd starts it again.
             match Trust::init(updater.disk.as_ref(), &updater.directory, &self.root) {
-                Ok(()) => processes.sync = Some(SyncSteps::new(updater, link_rules())),
+                Ok(()) => {
+                    processes.sync =
+                        Some(SyncSteps::new(updater, Some(self.root.clone()), link_rules()))
+                }
                 Err(e) => self.polled = e.to_string(),
             }
         }
