@@ -76,14 +76,14 @@ pub struct UpdateEvent {
     pub note: Option<String>,
 }
 
-/// Appends `event` to a history of at most `HISTORY_MAX` events. An event like the last one only
-/// changes that one's time: a link that fails every hour is one step.
+/// Appends `event` to a history of at most `HISTORY_MAX` events. An event like the last one takes its
+/// place: a link that fails every hour is one step.
 pub(super) fn append(history: &mut Vec<UpdateEvent>, event: UpdateEvent) {
     let is_like = |e: &UpdateEvent| {
         (e.state, &e.release, &e.note) == (event.state, &event.release, &event.note)
     };
     match history.last_mut() {
-        Some(last) if is_like(last) => last.at = event.at,
+        Some(last) if is_like(last) => (last.order, last.at) = (event.order, event.at),
         _ => history.push(event),
     }
     let excess = history.len().saturating_sub(HISTORY_MAX);

@@ -156,12 +156,13 @@ impl World {
         let before = served();
         self.checks.borrow_mut().begin_update();
 
+        let answers = serving.as_ref().and_then(|s| s.stats(LINEAGE)).map_or(0, |s| s.requests);
         let has_moved = steps.step(now, &preempt);
         let after = served();
-        let answers = serving.as_ref().and_then(|s| s.stats(LINEAGE)).map_or(0, |s| s.requests);
-        if answers > 0 {
-            self.process(Process::Daemon).borrow_mut().has_answered = true;
-        }
+        // The step recorded the first answers, unless the process was killed in it.
+        let mut state = self.process(Process::Daemon).borrow_mut();
+        state.has_answered |= answers > 0 && !state.disk.is_killed();
+        drop(state);
         if before != after {
             self.count(if before.is_none() { "loads" } else { "swaps" });
         }

@@ -11,7 +11,8 @@ pub const FLASH: &str = "/flash";
 /// Returns whether `path` is the second copy of a record. A fault of the disk spares second copies:
 /// the loss of both copies is another matter than the loss of one.
 pub fn is_second_copy(path: &Path) -> bool {
-    path.extension().is_some_and(|ending| ending == "b")
+    let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    name.ends_with(".b") || name.ends_with(".b.part")
 }
 
 /// Returns whether `path` may not be written by the hostile process, because no car can recover
