@@ -196,7 +196,8 @@ impl Updater {
         }
         let Some(release) = next else {
             run.status.release = None;
-            if run.status.state != FetchState::Idle {
+            // An attempt that failed is over if nothing leads forward any more.
+            if run.status.state != FetchState::Idle || install.state == InstallState::Failed {
                 run.enter(FetchState::Idle, &install, None);
             }
             return Ok(None);

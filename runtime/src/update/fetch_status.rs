@@ -55,7 +55,7 @@ impl FetchState {
         use FetchState::*;
         match self {
             // A release that is on offer already is `Staged` again without another fetch.
-            Idle => &[Notified, Staged, Failed],
+            Idle => &[Notified, Staged, Idle, Failed],
             Notified => &[Notified, Fetching, Staged, Idle, Failed],
             Fetching | Staged | Failed => &[Notified, Staged, Idle, Failed],
         }
@@ -173,7 +173,7 @@ mod tests {
     fn a_fetch_takes_the_drawn_transitions_and_no_other() {
         let all = [Idle, Notified, Fetching, Staged, Failed];
         let drawn = [
-            "- x - x x", // idle
+            "x x - x x", // idle
             "x x x x x", // notified
             "x x - x x", // fetching
             "x x - x x", // staged

@@ -15,6 +15,7 @@ use crate::update::link::Fetcher;
 use crate::update::rollback_floor::RollbackFloor;
 use sigstore_tuf::{Error as TufError, MetaFile, Root, Targets, TrustedMetadataSet};
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -84,7 +85,12 @@ impl Trust {
         if read_root(disk, directory, NEWEST_ROOT).is_none() {
             replace(NEWEST_ROOT)?;
         }
-        if RollbackFloor::read(disk, directory)?.is_none() {
+        let floor = match RollbackFloor::read(disk, directory) {
+            // The first provisioning was cut off within its writes.
+            Err(_) if !is_present(disk, &directory.join(FACTORY_ROOT)) => None,
+            floor => floor?,
+        };
+        if floor.is_none() {
             let floor = RollbackFloor { root: set.root().version, ..RollbackFloor::default() };
             floor.write(disk, directory, 1)?;
         }
@@ -379,6 +385,11 @@ impl Trust {
             atomic_write::replace(self.disk.as_ref(), &path, &bytes).map_err(io_error(&path))
         })
     }
+}
+
+/// Returns whether anything is at `path`, readable or not.
+fn is_present(disk: &dyn Disk, path: &Path) -> bool {
+    !disk.read(path, ROOT_BYTES_MAX).is_err_and(|e| e.kind() == ErrorKind::NotFound)
 }
 
 /// Reads the root in the file `name`, if it is whole and signs itself.
