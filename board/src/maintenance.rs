@@ -23,8 +23,8 @@ pub struct MaintenanceThread {
 }
 
 impl MaintenanceThread {
-    /// Starts maintenance of `directory`, whose updates `updater` has, by `rules`. The thread waits until the directory has a
-    /// live generation, and while `shed` holds maintenance.
+    /// Starts maintenance of `directory`, whose updates `updater` has, by `rules`. The thread waits
+    /// until the directory has a live generation, and while `shed` holds maintenance.
     ///
     /// # Errors
     /// The system refuses a thread.

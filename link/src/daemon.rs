@@ -1,6 +1,7 @@
 //! The sync process, which has the link: `hatchback-sync`, or `hatchbackd sync`. It polls for
-//! releases and stages them; the serving process looks for them every second. It writes the sync directory only. It never
-//! opens a model and never makes a release live: the serving process does that.
+//! releases and stages them; the serving process looks for them every second. It writes the sync
+//! directory only. It never opens a model and never makes a release live: the serving process does
+//! that.
 
 use crate::args::CarArgs;
 use anyhow::{Result, ensure};

@@ -1,6 +1,6 @@
 //! `run`: reads samples (JSON lines) and writes their scores with status (JSON lines), in order.
-//! Never skips a line: a line that is not a sample, and a sample whose score is not a number, get an
-//! error as their answer.
+//! Never skips a line: a line that is not a sample, and a sample whose score is not a number, get
+//! an error as their answer.
 
 use crate::report;
 use crate::report::output::output_error;

@@ -57,7 +57,8 @@ pub fn instructions_lacking(root: &Root, needed: &[&str]) -> Result<String, Stri
     Ok(if lacks.is_empty() { "none".to_owned() } else { lacks.join(" ") })
 }
 
-/// Returns a number that the kernel draws anew at each start of the machine; 0 if it cannot be read.
+/// Returns a number that the kernel draws anew at each start of the machine; 0 if it cannot be
+/// read.
 pub fn boot_number(root: &Root) -> u64 {
     let id = root.text("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits: String = id.chars().filter(char::is_ascii_hexdigit).take(16).collect();

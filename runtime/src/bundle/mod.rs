@@ -381,7 +381,8 @@ fn check_hash(
     Err(BundleError::Hash { path: path.to_owned(), field: field() })
 }
 
-/// Decompresses `stored`, whose hash was checked, if it is compressed, to at most `chunk.raw` bytes.
+/// Decompresses `stored`, whose hash was checked, if it is compressed, to at most `chunk.raw`
+/// bytes.
 fn open_chunk<'a>(chunk: &Chunk, stored: &'a [u8]) -> Result<std::borrow::Cow<'a, [u8]>, String> {
     if chunk.stored == chunk.raw {
         return Ok(stored.into());

@@ -20,8 +20,9 @@ pub const IDLE: Duration = Duration::from_secs(1);
 pub struct MaintenanceSteps {
     /// The updates of the directory; `None` if it has none.
     updater: Option<Updater>,
-    /// The last scrub found damage that only a snapshot repairs, and no record says so yet.
-    needs_snapshot: bool,
+    /// Whether the last scrub left damage that only a snapshot repairs; `None` if the record says
+    /// so already.
+    scrub_left_damage: Option<bool>,
     flash: Flash,
     maintenance: Maintenance,
     throttle: Throttle,
@@ -59,7 +60,7 @@ impl MaintenanceSteps {
             maintenance.count_written(now, installed_bytes(&flash));
         }
         let throttle = Throttle::new(rules.busy_percent_max);
-        Self { updater, needs_snapshot: false, flash, maintenance, throttle, wait_logged: None }
+        Self { updater, scrub_left_damage: None, flash, maintenance, throttle, wait_logged: None }
     }
 
     /// Takes one step, timed by `clock`; `now` is the time since 1970. Returns how long to pause.
@@ -85,18 +86,26 @@ impl MaintenanceSteps {
         let did = self.maintenance.step(&mut self.flash, now, self.throttle.pages())?;
         self.log(&did);
         if let StepOutcome::ScrubEnded { damaged, .. } = did {
-            self.needs_snapshot = damaged > 0;
+            self.scrub_left_damage = Some(damaged > 0);
         }
-        self.request_snapshot();
+        self.record_scrub();
         Ok(did)
     }
 
-    /// Asks for the next release as a snapshot, if the last scrub left damage.
-    fn request_snapshot(&mut self) {
-        let Some(updater) = self.updater.as_ref().filter(|_| self.needs_snapshot) else { return };
-        match updater.require_repair(Repair::NewerSnapshot) {
-            Ok(()) => self.needs_snapshot = false,
-            Err(e) => log::debug!("a snapshot is not asked for yet: {e}"),
+    /// Asks for the next release as a snapshot if the last scrub left damage, and no longer if it
+    /// left none.
+    fn record_scrub(&mut self) {
+        let (Some(updater), Some(is_damaged)) = (&self.updater, self.scrub_left_damage) else {
+            return;
+        };
+        let recorded = if is_damaged {
+            updater.require_repair(Repair::NewerSnapshot)
+        } else {
+            updater.record_whole()
+        };
+        match recorded {
+            Ok(()) => self.scrub_left_damage = None,
+            Err(e) => log::debug!("the result of the scrub is not recorded yet: {e}"),
         }
     }
 

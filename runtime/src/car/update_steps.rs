@@ -106,6 +106,8 @@ pub struct UpdateSteps {
     failed_steps: u32,
     /// Looks since the start, up to `TRIAL_S`.
     looks: u64,
+    /// Damaged pages that requests met, at the last look.
+    pages_damaged: u64,
     /// The trial that began with this process has ended well.
     is_proven: bool,
     /// The last logged reason of a wait, so that it is logged once.
@@ -124,6 +126,7 @@ impl UpdateSteps {
             failure: None,
             failed_steps: 0,
             looks: 0,
+            pages_damaged: 0,
             is_proven: false,
             wait_logged: String::new(),
             open_logged: String::new(),
@@ -185,6 +188,12 @@ impl UpdateSteps {
         if updater.is_paused(now)? {
             return Ok(false);
         }
+        let stats = self.serving.stats(&self.update.name);
+        let pages_damaged = stats.map_or(0, |stats| stats.counters.pages_damaged);
+        if pages_damaged > self.pages_damaged {
+            updater.require_repair(Repair::NewerSnapshot)?;
+        }
+        self.pages_damaged = pages_damaged;
 
         let taken = self.serving.memory().iter().map(|(_, plan)| plan.total()).sum();
         let memory_bytes_max = self.serving.memory_bytes_max().saturating_sub(taken);

@@ -1,6 +1,6 @@
-//! The live record, which has two copies: the segments and hot lists of the live generation's tables, and those of the
-//! previous generation. Its replacement is the only commit point of the flash tier. Needs no other
-//! file to decode; never reads or writes a file.
+//! The live record, which has two copies: the segments and hot lists of the live generation's
+//! tables, and those of the previous generation. Its replacement is the only commit point of the
+//! flash tier. Needs no other file to decode; never reads or writes a file.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::segment::Part;

@@ -1,7 +1,8 @@
-//! The seam through which the flash tier and the updates read and write files. [`SystemDisk`] is the
-//! system's own implementation. A simulation implements [`Disk`] to cut the power at every write and
-//! every sync. Never interprets what it reads or writes. Opens regular files only and follows no
-//! link in the last component of a path, so that a FIFO or a link cannot stop or mislead it.
+//! The seam through which the flash tier and the updates read and write files. [`SystemDisk`] is
+//! the system's own implementation. A simulation implements [`Disk`] to cut the power at every
+//! write and every sync. Never interprets what it reads or writes. Opens regular files only and
+//! follows no link in the last component of a path, so that a FIFO or a link cannot stop or mislead
+//! it.
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::reader::{PageFile, read_at};
@@ -174,7 +175,8 @@ impl PageFile for SystemPages {
     }
 }
 
-/// Opens a regular file with `options`. Never follows a link and never waits for a FIFO's other end.
+/// Opens a regular file with `options`. Never follows a link and never waits for a FIFO's other
+/// end.
 ///
 /// # Errors
 /// `InvalidData` if the path is not a regular file, and the errors of the system.

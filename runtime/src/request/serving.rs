@@ -257,7 +257,8 @@ impl Serving {
         if !replaced.is_some_and(|old| shares_segments_with(old.model, flash)) {
             preload_hot_keys(&model, flash, yield_now);
         }
-        // Segments of a generation that replaces a damaged one of the same number have other content.
+        // Segments of a generation that replaces a damaged one of the same number have other
+        // content.
         let transferred = replaced
             .filter(|old| old.model.generation() != model.generation())
             .map(|old| warm_from(&mut model, old.model, old.yield_now));

@@ -12,11 +12,11 @@ use crate::maintenance::share::BusyBounds;
 use crate::model::budget::Budget;
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::{FetchStatus, Offer};
+use crate::update::history::last_order;
 use crate::update::install_status::{Blame, InstallState, InstallStatus, Repair};
 use crate::update::probe::{ProbeFault, Probed, probe};
 use crate::update::release::{Release, releases};
 use crate::update::staging::Staging;
-use crate::update::status::last_order;
 use crate::update::updater::Updater;
 use serde::Deserialize;
 
@@ -224,6 +224,20 @@ impl Updater {
         }
         let reason = reason.to_owned();
         self.conclude(&mut status, &fetch, Verdict::Abandon { reason, repair }, now)
+    }
+
+    /// Records that a scrub found every page of the live generation whole.
+    ///
+    /// # Errors
+    /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
+    pub fn record_whole(&self) -> Result<(), UpdateError> {
+        if self.install_status()?.repair != Repair::NewerSnapshot {
+            return Ok(());
+        }
+        let _lock = self.lock_install()?;
+        let mut status = self.install_status()?;
+        status.repair = Repair::None;
+        self.write_install(&mut status)
     }
 
     /// Records what the live generation needs to be whole again.

@@ -8,8 +8,8 @@ use crate::io::paired_record::{PairedRecord, Stored};
 use crate::limits::STATUS_BYTES_MAX;
 use crate::maintenance::wear::Wear;
 use crate::update::error::UpdateError;
+use crate::update::history::{UpdateEvent, UpdateState, append, last_order};
 use crate::update::release::Release;
-use crate::update::status::{UpdateEvent, UpdateState, append, last_order};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 

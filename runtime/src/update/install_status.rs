@@ -7,8 +7,8 @@ use crate::io::paired_record::{PairedRecord, Stored};
 use crate::limits::{REFUSED_MAX, RETRY_S_MAX, STATUS_BYTES_MAX, TRIAL_CUTS_MAX, TRIALS_MAX};
 use crate::update::error::UpdateError;
 use crate::update::fetch_status::Offer;
+use crate::update::history::{UpdateEvent, UpdateState, append, last_order};
 use crate::update::release::Release;
-use crate::update::status::{UpdateEvent, UpdateState, append, last_order};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 

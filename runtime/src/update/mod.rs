@@ -28,6 +28,7 @@ pub mod apply;
 pub mod error;
 mod fetch;
 pub mod fetch_status;
+pub mod history;
 pub mod install_status;
 pub mod link;
 pub mod probe;

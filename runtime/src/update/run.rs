@@ -3,8 +3,9 @@
 
 use crate::update::apply::Host;
 use crate::update::error::UpdateError;
+use crate::update::history::UpdateState;
 use crate::update::link::Fetcher;
-use crate::update::status::{UpdateState, UpdateStatus};
+use crate::update::status::UpdateStatus;
 use crate::update::updater::Updater;
 
 impl Updater {

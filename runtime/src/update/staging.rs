@@ -77,8 +77,8 @@ impl<'a> Staging<'a> {
         }
     }
 
-    /// Removes every file except those of the releases `in_hand`. Logs a file that cannot be removed
-    /// and leaves it.
+    /// Removes every file except those of the releases `in_hand`. Logs a file that cannot be
+    /// removed and leaves it.
     pub fn reclaim<'r>(&self, in_hand: impl Iterator<Item = &'r Release>) {
         let in_hand: Vec<String> = in_hand.map(|r| hex(&r.manifest)).collect();
 

@@ -152,7 +152,9 @@ pub fn heal(
             }
         }
         let healed = car.go_to(&next.repository(), scene.newest)?;
-        car.may_be_damaged = false;
+        // Nobody may have read the page before the next release, which then was a delta. Its rows
+        // are reported as damaged until the scrub finds it.
+        car.may_be_damaged = case.damage == Damage::Flipped && case.file.ends_with(".seg");
         car.stop();
         car.start();
         if car.served() != Some(scene.newest as u64) || !car.ask()? {
