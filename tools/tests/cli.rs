@@ -307,8 +307,8 @@ fn a_closed_pipe_ends_every_command_quietly() {
         &["prune", "--keys", &keys, "--to", &repository],
         &["prune", "--keys", &keys, "--to", &repository, "--json"],
         &sync,
-        &["sync", "--state", &car, "--status"],
-        &["sync", "--state", &car, "--status", "--json"],
+        &["sync", "--state", &car, "--flash", &flash, "--status"],
+        &["sync", "--state", &car, "--flash", &flash, "--status", "--json"],
         &["demo", "--out", &desk.path("demo"), "--rows-max", "1000", "--requests", "50"],
     ] {
         assert_eq!(into_closed_pipe(args), (Some(141), String::new()), "{args:?}");
@@ -330,7 +330,7 @@ fn values_out_of_range_are_refused_by_flag_and_value() {
         &["publish", "--keys", "k", "--to", "r", "--days", "0"],
         &["publish", "--keys", "k", "--to", "r", "--share", "101"],
         &["prune", "--keys", "k", "--to", "r", "--releases", "0"],
-        &["sync", "--status", "--state", "s", "--mib-per-s", "0"],
+        &["sync", "--status", "--state", "s", "--flash", "f", "--mib-per-s", "0"],
         &["keys", "new", "k", "--root-threshold", "0"],
         &["demo", "--requests", "0"],
         &["image", "m", "--out", "o", "--mib", "0"],
