@@ -228,7 +228,10 @@ impl UpdateSteps {
         let opened = self.open_changed();
         let (flash, _lock) = match opened {
             Ok(Some(opened)) => opened,
-            Ok(None) => return,
+            Ok(None) => {
+                self.forget_failure_of_served();
+                return;
+            }
             Err(FlashError::Busy { .. }) => return,
             Err(e) => {
                 self.report_unserved(&e.to_string());
@@ -263,6 +266,15 @@ impl UpdateSteps {
                 );
             }
             Err(e) => self.fail(flash.record().live.manifest, &e),
+        }
+    }
+
+    /// Forgets why a generation could not be served that is served now: a snapshot has replaced its
+    /// damaged files, which this process has still open.
+    fn forget_failure_of_served(&mut self) {
+        let served = self.serving.manifest(&self.update.name);
+        if self.failure.as_ref().is_some_and(|failure| Some(failure.manifest) == served) {
+            self.failure = None;
         }
     }
 

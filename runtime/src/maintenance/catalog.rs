@@ -65,12 +65,13 @@ pub struct Catalog {
 /// Removes whatever sled did not make: a link or a pipe in place of the directory or of one of its
 /// files. sled would follow the link or wait for the pipe.
 fn remove_foreign(directory: &Path) -> io::Result<()> {
-    let is_dir = match fs::symlink_metadata(directory) {
+    let found = match fs::symlink_metadata(directory) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        found => found?.is_dir(),
+        found => found?.file_type(),
     };
-    if !is_dir {
-        return fs::remove_file(directory);
+    if !found.is_dir() {
+        // `open` moves a file aside.
+        return if found.is_file() { Ok(()) } else { fs::remove_file(directory) };
     }
     for entry in fs::read_dir(directory)? {
         let entry = entry?;

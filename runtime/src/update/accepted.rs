@@ -45,9 +45,10 @@ impl Accepted {
     }
 }
 
-/// Returns the keys that sign the targets.
-fn targets_keys(root: &Root) -> BTreeSet<String> {
-    root.role("targets").map(|role| role.keyids.iter().cloned().collect()).unwrap_or_default()
+/// Returns the keys of every role but the root's.
+fn role_keys(root: &Root) -> [BTreeSet<String>; 3] {
+    ["timestamp", "snapshot", "targets"]
+        .map(|role| root.role(role).map(|r| r.keyids.iter().cloned().collect()).unwrap_or_default())
 }
 
 impl Updater {
@@ -116,7 +117,7 @@ impl Updater {
         let load = |bytes: &[u8]| TrustedMetadataSet::from_root(bytes);
         let known = Some(accepted.root.as_slice()).filter(|root| !root.is_empty());
         let known = known.and_then(|root| load(root).ok());
-        let keys = known.as_ref().map(|set| targets_keys(set.root()));
+        let keys = known.as_ref().map(|set| role_keys(set.root()));
         let first = match first {
             Some(bytes) => {
                 let set = load(bytes).map_err(|e| from_tuf(e, "root", 0))?;
@@ -149,7 +150,7 @@ impl Updater {
         }
 
         // A thief of the old keys could have signed any version.
-        if keys.is_some_and(|keys| keys != targets_keys(set.root())) {
+        if keys.is_some_and(|keys| keys != role_keys(set.root())) {
             accepted.targets = 0;
         }
         Ok(set)

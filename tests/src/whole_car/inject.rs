@@ -186,8 +186,15 @@ impl World {
 
     /// Returns a random file of one of the directories, never a second copy of a record.
     fn any_file(&self, is_on_flash: bool) -> Option<PathBuf> {
+        // Between the writes of two copies of a record, the first is the only one of its content.
+        let is_only_copy = |path: &PathBuf| {
+            let second = names::second_copy_of(path);
+            second.is_some_and(|second| self.disk.content(&second) != self.disk.content(path))
+        };
         let is_wanted = |path: &PathBuf| {
-            names::is_on_flash(path) == is_on_flash && !names::is_second_copy(path)
+            names::is_on_flash(path) == is_on_flash
+                && !names::is_second_copy(path)
+                && !is_only_copy(path)
         };
         let files: Vec<PathBuf> = self.disk.paths().into_iter().filter(is_wanted).collect();
         (!files.is_empty()).then(|| self.random(|random| random.pick(&files).clone()))

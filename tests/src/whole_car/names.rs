@@ -1,7 +1,7 @@
 //! The names of a car's files, in one place: where the simulated directories are, and which files a
 //! fault or a hostile process may choose. Everything else of the simulator asks here.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The sync directory.
 pub const SYNC: &str = "/sync";
@@ -13,6 +13,11 @@ pub const FLASH: &str = "/flash";
 pub fn is_second_copy(path: &Path) -> bool {
     let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     name.ends_with(".b") || name.ends_with(".b.part")
+}
+
+/// Returns the path of the second copy of the record whose first copy is `path`.
+pub fn second_copy_of(path: &Path) -> Option<PathBuf> {
+    path.extension().is_some_and(|ending| ending == "a").then(|| path.with_extension("b"))
 }
 
 /// Returns whether `path` may not be written by the hostile process, because no car can recover
