@@ -43,7 +43,7 @@ pub(super) enum Found {
     Nothing,
     /// The live generation cannot be opened, and why.
     Damaged(FlashError),
-    Live(Flash),
+    Live(Box<Flash>),
 }
 
 impl Flash {
@@ -88,7 +88,7 @@ impl Flash {
             Err(e) => Err(e),
         };
         match opened {
-            Ok(flash) => Ok(Found::Live(flash)),
+            Ok(flash) => Ok(Found::Live(Box::new(flash))),
             Err(e) if e.is_damage() => Ok(Found::Damaged(e)),
             Err(e) => Err(e),
         }

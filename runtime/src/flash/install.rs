@@ -151,13 +151,13 @@ fn base_of(
         Found::Nothing => return Ok(None),
         Found::Damaged(damage) => damage,
         Found::Live(live) => match live.check_whole() {
-            Ok(()) => return Ok(Some(live)),
+            Ok(()) => return Ok(Some(*live)),
             // The device may read the file again later. A newer snapshot goes beside it.
             Err(e) if !e.is_damage() => {
                 let is_snapshot = bundle.manifest().parent.is_none();
                 let is_newer =
                     bundle.manifest().generation.sequence > live.manifest.generation.sequence;
-                return if is_snapshot && is_newer { Ok(Some(live)) } else { Err(e) };
+                return if is_snapshot && is_newer { Ok(Some(*live)) } else { Err(e) };
             }
             Err(damage) => {
                 check_sequence(directory, bundle, &live)?;
