@@ -10,12 +10,31 @@ use hatchback::request::serving::Serving;
 use hatchback_link::daemon::now;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Interval at which the thread looks for an offer of the sync process.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Interval at which the thread looks for the first answers of a release.
+const ANSWER_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Waits until the next look. Returns false if the thread is to stop.
+fn waits(stopped: &Receiver<()>, steps: &mut UpdateSteps) -> bool {
+    let start = Instant::now();
+    loop {
+        let left = POLL_INTERVAL.saturating_sub(start.elapsed());
+        let wait = if steps.awaits_first_answer() { left.min(ANSWER_INTERVAL) } else { left };
+        if stopped.recv_timeout(wait) != Err(RecvTimeoutError::Timeout) {
+            return false;
+        }
+        if left <= wait {
+            return true;
+        }
+        steps.look_for_answers();
+    }
+}
 
 /// The thread of one model's updates.
 pub struct UpdateThread {
@@ -55,7 +74,7 @@ impl UpdateThread {
                 background.resume();
                 let yield_now = || background.yield_now(pause);
                 while !is_stopping.load(Ordering::Acquire) && steps.step(now(), &yield_now) {}
-                if stopped.recv_timeout(POLL_INTERVAL) != Err(RecvTimeoutError::Timeout) {
+                if !waits(&stopped, &mut steps) {
                     break;
                 }
             }

@@ -239,8 +239,10 @@ fn the_report_names_what_does_not_fit_the_target() {
     assert!(problems(&board.report()).contains("[1023]"), "a CPU that does not exist is refused");
     let desk = Machine::new("cpu", "").with_model();
     assert!(!problems(&desk.report()).contains("model "));
-    std::fs::write(desk.path("models/coupon/live"), "damaged").unwrap();
-    assert!(problems(&desk.report()).contains("models/coupon/live"), "a damaged model is named");
+    for name in ["live.a", "live.b"] {
+        std::fs::write(desk.path("models/coupon").join(name), "damaged").unwrap();
+    }
+    assert!(problems(&desk.report()).contains("models/coupon/live."), "a damaged model is named");
 }
 
 /// The report names what would keep the daemon from starting, and a GPU other than the target's.

@@ -207,6 +207,21 @@ impl UpdateSteps {
         updater.advance(&host, now)
     }
 
+    /// Returns whether the trial that began with this process may still be open. The caller then
+    /// calls [`UpdateSteps::look_for_answers`] often: until the trial is recorded as ended, a crash
+    /// counts against the release.
+    pub fn awaits_first_answer(&self) -> bool {
+        !self.is_proven
+    }
+
+    /// Ends the trial that began with this process as soon as the model has answered a request.
+    pub fn look_for_answers(&mut self) {
+        match self.end_trial(&self.update.updater) {
+            Ok(is_proven) => self.is_proven |= is_proven,
+            Err(e) => log::debug!("`{}`: the trial stays open: {e}", self.update.name),
+        }
+    }
+
     /// Ends the trial that began with this process if the model answers requests, or if it has been
     /// served for a while without any. Returns whether it ended.
     fn end_trial(&self, updater: &Updater) -> Result<bool, UpdateError> {
