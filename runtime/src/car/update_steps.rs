@@ -243,10 +243,7 @@ impl UpdateSteps {
         let opened = self.open_changed();
         let (flash, _lock) = match opened {
             Ok(Some(opened)) => opened,
-            Ok(None) => {
-                self.forget_failure_of_served();
-                return;
-            }
+            Ok(None) => return,
             Err(FlashError::Busy { .. }) => return,
             Err(e) => {
                 self.report_unserved(&e.to_string());
@@ -284,26 +281,21 @@ impl UpdateSteps {
         }
     }
 
-    /// Forgets why a generation could not be served that is served now: a snapshot has replaced its
-    /// damaged files, which this process has still open.
-    fn forget_failure_of_served(&mut self) {
-        let served = self.serving.manifest(&self.update.name);
-        if self.failure.as_ref().is_some_and(|failure| Some(failure.manifest) == served) {
-            self.failure = None;
-        }
-    }
-
     /// Opens the live generation under the lock of its directory, if another one is served or none.
-    fn open_changed(&self) -> Result<Option<(Flash, Lock)>, FlashError> {
+    fn open_changed(&mut self) -> Result<Option<(Flash, Lock)>, FlashError> {
         let ModelUpdates { name, updater, .. } = &self.update;
         let flash = Flash::open(&updater.disk, &updater.flash)?;
         let served = if name.is_empty() { None } else { self.serving.manifest(name) };
-        let is_rejected = |failure: &Failure| {
-            failure.manifest == flash.record().live.manifest && failure.cause == Cause::Release
-        };
-        if served == Some(flash.record().live.manifest)
-            || self.failure.as_ref().is_some_and(is_rejected)
-        {
+        let live = flash.record().live.manifest;
+        if served == Some(live) {
+            // It may be served although it failed before: a snapshot has replaced its damaged
+            // files, which this process still has open.
+            self.failure = None;
+            return Ok(None);
+        }
+        let is_rejected =
+            |failure: &Failure| failure.manifest == live && failure.cause == Cause::Release;
+        if self.failure.as_ref().is_some_and(is_rejected) {
             return Ok(None);
         }
 

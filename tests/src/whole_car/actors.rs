@@ -310,6 +310,8 @@ impl World {
         Process::BOTH.iter().for_each(|p| self.process(*p).borrow().disk.kill());
         self.reap_killed();
         self.disk.reboot(seed);
+        // A rename that was visible and not yet durable may be undone.
+        self.checks.borrow_mut().forget_live();
         self.count("power cuts");
         self.note(format_args!("the power is back"));
     }

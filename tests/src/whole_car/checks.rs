@@ -40,6 +40,11 @@ impl Checks {
         self.known_before = self.known;
     }
 
+    /// Forgets what was live, after a power cut.
+    pub fn forget_live(&mut self) {
+        self.live = None;
+    }
+
     /// Returns the live sequence at the last check.
     pub fn live_sequence(&self) -> Option<u64> {
         self.live.as_ref().map(|live| live.generation.sequence)
