@@ -4,7 +4,7 @@
 //! side never opens a link, writes nothing in the sync directory, and verifies the release's
 //! signature itself. A fault of the car never counts against a release.
 
-use crate::bundle::manifest::sha256;
+use crate::bundle::manifest::{Generation, sha256};
 use crate::bundle::{BundleError, BundleReader};
 use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError, Prepared};
@@ -434,7 +434,7 @@ impl Updater {
             return Ok(Err("the release is not listed in the signed targets".to_owned()));
         }
 
-        let is_older = |newest: &&crate::bundle::manifest::Generation| {
+        let is_older = |newest: &&Generation| {
             newest.lineage == release.generation.lineage
                 && newest.sequence > release.generation.sequence
         };
