@@ -13,7 +13,7 @@ pub fn concat(inputs: &[(String, usize)], output: &str) -> Vec<u8> {
     graph.file()
 }
 
-/// The network of [`concat`], with the squares of the first input after it. A value above 1.9e19
+/// The network of [`concat()`], with the squares of the first input after it. A value above 1.9e19
 /// makes the last outputs infinite and leaves the others finite.
 pub fn concat_and_square(inputs: &[(String, usize)], output: &str) -> Vec<u8> {
     let mut graph = Graph::default();

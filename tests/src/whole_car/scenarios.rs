@@ -21,7 +21,7 @@ pub struct Scenario {
     pub faults: &'static [Fault],
     /// Seeds from 0 on.
     pub seeds: u64,
-    /// The knobs that differ from those of [`base`].
+    /// The knobs that differ from those of `base`.
     pub change: fn(&mut Knobs),
 }
 
