@@ -16,8 +16,9 @@ use tough::schema::RoleType;
 /// Time of the first publish, seconds since 1970.
 pub const T0: u64 = 1_800_000_000;
 const DAY_S: u64 = 24 * 3600;
-/// Lifetime of a timestamp. Snapshot and targets last ten times as long.
-const LASTS_S: u64 = 300 * DAY_S;
+/// Lifetime of a timestamp. Snapshot and targets last ten times as long. It is longer than any run,
+/// because a car may stand for a year and no publisher of the simulation renews a timestamp.
+const LASTS_S: u64 = 2_000 * DAY_S;
 /// Lifetime of a root.
 const ROOT_LASTS_S: u64 = 3_000 * DAY_S;
 
