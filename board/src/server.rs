@@ -255,7 +255,7 @@ fn try_score(server: Server<'_>, line: &[u8]) -> Result<Value, String> {
         e => e.to_string(),
     })?;
     let answer = ticket.wait().map_err(|e| e.to_string())?;
-    server.latencies.record(&name, ticket.generation(), start.elapsed());
+    server.latencies.record(&name, answer.generation(), start.elapsed());
     let scores = answer.scores();
     Ok(json!({"score": scores.values, "status": scores.statuses[0]}))
 }

@@ -230,8 +230,8 @@ pub extern "C" fn hatchback_describe(model: *const Handle, shape: *mut Shape) ->
 pub extern "C" fn hatchback_feature(model: *const Handle, name: *const c_char) -> i32 {
     let mut number = -1;
     answer(|| {
-        let (name, schema) = (text("name", name)?, handle(model)?.pipeline.model().schema());
-        let at = schema.features.iter().position(|f| f.name == name);
+        let (name, model) = (text("name", name)?, handle(model)?.pipeline.model());
+        let at = model.schema().features.iter().position(|f| f.name == name);
         number = at.ok_or_else(|| request(format!("the model has no feature `{name}`")))? as i32;
         Ok(())
     });
@@ -253,7 +253,8 @@ impl Handle {
         batch: &mut Batch,
         sample: &mut Sample,
     ) -> Result<(), Refusal> {
-        let schema = self.pipeline.model().schema();
+        let model = self.pipeline.model();
+        let schema = model.schema();
         let width = schema.dense_features.len();
 
         batch.clear();

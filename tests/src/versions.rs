@@ -20,8 +20,24 @@ use std::path::{Path, PathBuf};
 /// The encoded rows of a table, by key order.
 pub type Rows = BTreeMap<u64, Vec<u8>>;
 
+/// What kind of model the generations are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kind {
+    /// Where both tables are served.
+    pub placement: Placement,
+    /// Whether a generation inserts and deletes keys; else it updates rows only.
+    pub changes_keys: bool,
+}
+
+impl Default for Kind {
+    fn default() -> Self {
+        Self { placement: Placement::Cached, changes_keys: true }
+    }
+}
+
 /// The generations of one model.
 pub struct Versions {
+    kind: Kind,
     folder: tempfile::TempDir,
     /// The decoded values of `rows`.
     plain: Vec<[Plain; 2]>,
@@ -70,6 +86,11 @@ impl Versions {
     /// Returns a snapshot, and for each of `one_in` a generation in which one row in that many
     /// changes; no row if it is 0.
     pub fn changing(one_in: &[u64], rows: u64, seed: u64) -> Self {
+        Self::of(Kind::default(), one_in, rows, seed)
+    }
+
+    /// Returns the generations of [`Versions::changing`] for a model of this kind.
+    pub fn of(kind: Kind, one_in: &[u64], rows: u64, seed: u64) -> Self {
         let n = one_in.len() + 1;
         let folder = tempfile::tempdir().unwrap();
         let mut random = Random::new(seed);
@@ -78,6 +99,7 @@ impl Versions {
         std::fs::write(folder.path().join("dense.onnx"), onnx::concat(&widths, "out")).unwrap();
         let mut tables: [Plain; 2] = std::array::from_fn(|t| first_table(t, rows, &mut random));
         let mut versions = Self {
+            kind,
             folder,
             plain: Vec::new(),
             deltas: Vec::new(),
@@ -88,7 +110,11 @@ impl Versions {
         for generation in 1..=n as u64 {
             if generation > 1 {
                 tables.iter_mut().enumerate().for_each(|(t, table)| {
-                    change(t, table, &mut random, one_in[generation as usize - 2])
+                    let one_in = one_in[generation as usize - 2];
+                    change_rows(t, table, &mut random, one_in);
+                    if kind.changes_keys {
+                        change_keys(t, table, &mut random, one_in);
+                    }
                 });
             }
             versions.add(generation, &tables);
@@ -101,8 +127,17 @@ impl Versions {
         let out = self.folder.path().join(format!("merged{from}-{to}"));
         let parent =
             Flash::open(&disk::system(), &self.folder.path().join(format!("flash{from}"))).unwrap();
-        pack_all(to as u64, &self.plain[to - 1], Some(&parent), self.folder.path(), &out);
+        self.pack(to as u64, &self.plain[to - 1], Some(&parent), &out);
         out
+    }
+
+    fn pack(&self, generation: u64, tables: &[Plain; 2], parent: Option<&Flash>, out: &Path) {
+        let source = |table: &Plain| Box::new(table.clone()) as Box<dyn RowSource>;
+        let (sources, base): (Vec<_>, _) =
+            (tables.iter().map(source).collect(), self.folder.path());
+        let spec = spec(generation, self.kind.placement);
+        pack_onto(&spec, &sources, parent, base, out, Overrides::default(), &mut |_, _| {})
+            .unwrap();
     }
 
     fn add(&mut self, generation: u64, tables: &[Plain; 2]) {
@@ -112,9 +147,9 @@ impl Versions {
 
         // The snapshot is packed like the parent, so that both hold the same bytes.
         let snapshot = at("snapshot");
-        pack_all(generation, tables, None, self.folder.path(), &snapshot);
+        self.pack(generation, tables, None, &snapshot);
         let delta = at("delta");
-        pack_all(generation, tables, parent.as_ref(), self.folder.path(), &delta);
+        self.pack(generation, tables, parent.as_ref(), &delta);
 
         if let Some(parent) = parent {
             copy(parent.directory(), &at("flash"));
@@ -160,16 +195,24 @@ fn first_table(t: usize, rows: u64, random: &mut Random) -> Plain {
     Plain { dim: DIMS[t], rows }
 }
 
-/// Updates some rows and inserts some; a sparse table also loses some.
-fn change(t: usize, table: &mut Plain, random: &mut Random, one_in: u64) {
+/// Updates some rows.
+fn change_rows(t: usize, table: &mut Plain, random: &mut Random, one_in: u64) {
+    let keys: Vec<u64> = table.rows.keys().copied().collect();
+    for key in keys {
+        if one_in > 0 && random.one_in(one_in) {
+            table.rows.insert(key, row(DIMS[t], random));
+        }
+    }
+}
+
+/// Inserts some rows; a sparse table also loses some.
+fn change_keys(t: usize, table: &mut Plain, random: &mut Random, one_in: u64) {
     if one_in == 0 {
         return;
     }
     let keys: Vec<u64> = table.rows.keys().copied().collect();
     for key in keys {
-        if random.one_in(one_in) {
-            table.rows.insert(key, row(table.dim, random));
-        } else if KEYS[t] == KeySpace::Sparse && random.one_in(one_in * 5 / 3) {
+        if KEYS[t] == KeySpace::Sparse && random.one_in(one_in * 5 / 3) {
             table.rows.remove(&key);
         }
     }
@@ -179,20 +222,13 @@ fn change(t: usize, table: &mut Plain, random: &mut Random, one_in: u64) {
     }
 }
 
-fn pack_all(generation: u64, tables: &[Plain; 2], parent: Option<&Flash>, base: &Path, out: &Path) {
-    let sources: Vec<Box<dyn RowSource>> =
-        tables.iter().map(|t| Box::new(t.clone()) as Box<dyn RowSource>).collect();
-    pack_onto(&spec(generation), &sources, parent, base, out, Overrides::default(), &mut |_, _| {})
-        .unwrap();
-}
-
-fn spec(sequence: u64) -> ModelSpec {
+fn spec(sequence: u64, placement: Placement) -> ModelSpec {
     let table = |t: usize| TableSpec {
         name: format!("t{t}"),
         dim: DIMS[t],
         keys: KEYS[t],
         codec: CodecChoice::F32,
-        placement: Placement::Cached,
+        placement,
         miss: MissPolicy::Wait,
         default: DefaultRow::Zeros,
         source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },

@@ -103,7 +103,7 @@ fn submit(
     samples: &[Sample],
     deadline: Option<Duration>,
 ) -> Result<Ticket, RequestError> {
-    pipeline.submit(&batch_of(pipeline.model(), samples), deadline)
+    pipeline.submit(&batch_of(&pipeline.model(), samples), deadline)
 }
 
 fn check(ticket: &Ticket, reference: &Reference, samples: &[Sample]) {
@@ -453,14 +453,14 @@ fn edges_are_answered_or_refused_by_name() {
     );
 
     // Too many samples, and bags that are too long.
-    let schema = pipeline.model().schema();
-    let mut large = Batch::new(schema, 4);
-    fixture.samples(0..4).iter().for_each(|s| large.push(schema, s).unwrap());
+    let schema = Arc::clone(pipeline.model().schema());
+    let mut large = Batch::new(&schema, 4);
+    fixture.samples(0..4).iter().for_each(|s| large.push(&schema, s).unwrap());
     let error = pipeline.submit(&large, None).err().unwrap();
     let is_batch = |e: &ScoreError| matches!(e, ScoreError::Request { field: "batch", .. });
 
     assert!(matches!(&error, RequestError::Score(e) if is_batch(e)));
-    let mut hotter = (**schema).clone();
+    let mut hotter = (*schema).clone();
     hotter.features[0].hotness_max = 5;
     let mut batch = Batch::new(&hotter, 1);
     batch.push(&hotter, &fixture.looking_up(&[1; 5])).unwrap();

@@ -79,9 +79,9 @@ fn score(
         }
     };
 
-    let sequence = ticket.generation().sequence;
-    let reference = &made[sequence as usize - 1].reference;
     let answer = ticket.wait().unwrap();
+    let sequence = answer.generation().sequence;
+    let reference = &made[sequence as usize - 1].reference;
     let scores = answer.scores();
 
     for (sample, (score, status)) in samples

@@ -110,7 +110,7 @@ impl KeySpaces {
     }
 
     /// Returns true if a tag has 32 bits.
-    pub(crate) fn is_narrow(&self) -> bool {
+    pub fn is_narrow(&self) -> bool {
         self.bases().is_some()
     }
 }

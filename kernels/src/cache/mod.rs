@@ -54,6 +54,11 @@ impl Epoch {
     pub(crate) fn number(self) -> u32 {
         self.0
     }
+
+    /// Returns an epoch with which an insert is refused: epochs only grow.
+    pub fn outdated(self) -> Self {
+        Self(self.0.wrapping_sub(1))
+    }
 }
 
 /// Position of the epoch in a set's writer state, in words.
@@ -237,6 +242,11 @@ impl Cache {
         hit
     }
 
+    /// Returns whether the cache can ever hold `row`: its key is in the key space of its table.
+    pub fn can_hold(&self, row: RowKey) -> bool {
+        self.addresses.address_of(row).tag != 0
+    }
+
     /// Returns the epoch of the row's set. The caller takes it before it reads the row from flash,
     /// and inserts the row with it.
     pub fn epoch(&self, row: RowKey) -> Epoch {
@@ -333,7 +343,8 @@ impl Cache {
     fn change(&self, row: RowKey, change: impl FnOnce(SetTag, u32)) -> bool {
         self.write_set(row, |address| {
             let epoch = &self.set_writer_state(address.set)[EPOCH];
-            epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+            // Who reads the new epoch also sees what the writer stored before the change.
+            epoch.store(epoch.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
 
             let way = self.headers().probe::<Plain>(address).way;
             let cached = way < WAYS as u32;
@@ -352,6 +363,17 @@ impl Cache {
             let address = SetTag { set, tag: self.tag(set, way) };
             if address.tag != 0 && self.read::<Plain>(address, &mut bytes) {
                 each(self.addresses.row_of(address), &bytes[..self.row_bytes]);
+            }
+        }
+    }
+
+    /// Calls `each` with every cached row's table and key, in no particular order.
+    pub fn each_key(&self, mut each: impl FnMut(RowKey)) {
+        for slot in 0..self.slots() {
+            let (set, way) = ((slot / WAYS) as u32, (slot % WAYS) as u32);
+            let address = SetTag { set, tag: self.tag(set, way) };
+            if address.tag != 0 {
+                each(self.addresses.row_of(address));
             }
         }
     }

@@ -32,11 +32,6 @@ impl<'a> RawRows<'a> {
         }
     }
 
-    /// Views rows that never change, `stride` bytes apart.
-    pub fn immutable(bytes: &'a [u8], stride: usize) -> Self {
-        Self { start: bytes.as_ptr(), len: bytes.len(), stride, of: PhantomData }
-    }
-
     /// Returns the address of the row in `slot`, of which the caller reads at most `bytes +
     /// OVERREAD_BYTES` bytes.
     #[inline(always)]

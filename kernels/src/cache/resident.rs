@@ -1,11 +1,14 @@
-//! Resident tables: small tables whose rows are all in memory, so that no lookup misses. A resident
-//! table never changes after it was built.
+//! Resident tables: small tables whose rows are all in memory, so that no lookup misses. The keys of
+//! a resident table never change. [`Resident::write`] replaces the row of a key; its caller keeps
+//! lookups away meanwhile. A lookup beside a write reads a torn row, but stays in bounds.
 
 use crate::cache::address::mix;
+use crate::cache::codec::ROW_BYTES_MAX;
 use crate::cache::raw_rows::RawRows;
-use crate::simd::OVERREAD_BYTES;
+use crate::simd::atomics::{AtomicU32, Ordering};
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::prefetch::{prefetch_l2, prefetch_lines};
+use crate::simd::{OVERREAD_BYTES, Plain, READ_BYTES, Simd};
 
 /// Rows of a bucket, on average.
 const BUCKET_ROWS: usize = 8;
@@ -16,8 +19,10 @@ pub struct Resident {
     /// The index from key to row; `None` if the key is the row's position.
     index: Option<Index>,
     count: usize,
+    /// Words of a row.
+    row_words: usize,
     /// The rows, and `OVERREAD_BYTES` after the last.
-    rows: Zeroed<u8>,
+    rows: Zeroed<AtomicU32>,
 }
 
 /// The hashes of a table's keys, divided into buckets of equal parts of the hash space.
@@ -73,35 +78,70 @@ impl Resident {
         let count = from.len() / row_bytes;
         assert!(u32::try_from(count).is_ok(), "a row's number has 32 bits");
 
-        let mut rows = Zeroed::new(if count == 0 { 0 } else { from.len() + OVERREAD_BYTES });
-        rows[..from.len()].copy_from_slice(from);
-        Self { row_bytes, index, count, rows }
+        let row_words = row_bytes.div_ceil(4);
+        let words = if count == 0 { 0 } else { count * row_words + OVERREAD_BYTES / 4 };
+        let table = Self { row_bytes, index, count, row_words, rows: Zeroed::new(words) };
+        from.chunks(row_bytes).enumerate().for_each(|(slot, row)| table.write(slot as u32, row));
+        table
+    }
+
+    /// Replaces the row in `slot` by `bytes` `[row_bytes]`. The caller makes sure that no lookup
+    /// reads the row meanwhile.
+    pub fn write(&self, slot: u32, bytes: &[u8]) {
+        assert_eq!(bytes.len(), self.row_bytes);
+        let row = &self.rows[slot as usize * self.row_words..][..self.row_words];
+        for (word, bytes) in row.iter().zip(bytes.chunks(4)) {
+            let mut full = [0; 4];
+            full[..bytes.len()].copy_from_slice(bytes);
+            word.store(u32::from_le_bytes(full), Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the number of rows.
+    pub fn rows_len(&self) -> usize {
+        self.count
     }
 
     /// Returns the number of the row of `key`, or `None` if the table does not have the key.
     #[inline(always)]
-    pub(crate) fn slot(&self, key: u64) -> Option<u32> {
+    pub fn slot(&self, key: u64) -> Option<u32> {
         match &self.index {
             None => (key < self.count as u64).then_some(key as u32),
             Some(index) => index.position(key).map(|position| position as u32),
         }
     }
 
+    /// Returns the row in `slot`, rounded up to whole racing reads.
     #[inline(always)]
-    fn row_in(&self, slot: u32) -> &[u8] {
-        &self.rows[slot as usize * self.row_bytes..][..self.row_bytes]
+    fn row_in(&self, slot: u32) -> &[AtomicU32] {
+        let words = self.row_words.next_multiple_of(READ_BYTES / 4);
+        &self.rows[slot as usize * self.row_words..][..words]
     }
 
-    /// Returns the encoded row of `key`, or `None` if the table does not have the key.
+    /// Copies the encoded row of `key` into `out` `[row_bytes, rounded up to READ_BYTES]`. Returns
+    /// false if the table does not have the key.
     #[inline(always)]
-    pub fn row(&self, key: u64) -> Option<&[u8]> {
-        self.slot(key).map(|slot| self.row_in(slot))
+    pub(crate) fn read<S: Simd>(&self, key: u64, out: &mut [u8]) -> bool {
+        let slot = self.slot(key);
+        slot.inspect(|&slot| S::copy_racing(self.row_in(slot), out)).is_some()
+    }
+
+    /// Copies the encoded row of `key` into `out` `[row_bytes]`. Returns false if the table does
+    /// not have the key.
+    pub fn query(&self, key: u64, out: &mut [u8]) -> bool {
+        let mut bytes = [0; ROW_BYTES_MAX.next_multiple_of(READ_BYTES)];
+        let bytes = &mut bytes[..self.row_bytes.next_multiple_of(READ_BYTES)];
+        let has_key = self.read::<Plain>(key, bytes);
+        if has_key {
+            out.copy_from_slice(&bytes[..self.row_bytes]);
+        }
+        has_key
     }
 
     /// Returns all rows.
     #[inline(always)]
     pub(crate) fn rows(&self) -> RawRows<'_> {
-        RawRows::immutable(&self.rows, self.row_bytes)
+        RawRows::racing(&self.rows, self.row_words)
     }
 
     /// Prefetches what `slot` reads for `key`.
@@ -115,22 +155,27 @@ impl Resident {
     /// Prefetches the row in `slot`.
     #[inline(always)]
     pub(crate) fn prefetch_row(&self, slot: u32) {
-        prefetch_lines(self.row_in(slot));
+        prefetch_lines(&self.rows[slot as usize * self.row_words..][..self.row_words]);
     }
 
-    /// Returns the bytes of a row, the rows, and the index as its hashes and buckets.
-    #[allow(clippy::type_complexity)]
-    pub(crate) fn parts(&self) -> (usize, &[u8], Option<(&[u64], &[u32])>) {
-        (
-            self.row_bytes,
-            &self.rows[..self.count * self.row_bytes],
-            self.index.as_ref().map(|i| (&*i.hashes, &*i.buckets)),
-        )
+    /// Returns the words of all rows, each row from a whole word on.
+    pub(crate) fn words(&self) -> impl Iterator<Item = u32> {
+        self.rows[..self.count * self.row_words].iter().map(|word| word.load(Ordering::Relaxed))
+    }
+
+    /// Returns the bytes of a row.
+    pub fn row_bytes(&self) -> usize {
+        self.row_bytes
+    }
+
+    /// Returns the index as its hashes and buckets; `None` if a key is the position of its row.
+    pub(crate) fn index(&self) -> Option<(&[u64], &[u32])> {
+        self.index.as_ref().map(|i| (&*i.hashes, &*i.buckets))
     }
 
     /// Returns the bytes of memory that the table takes.
     pub fn bytes(&self) -> usize {
-        self.rows.len()
+        4 * self.rows.len()
             + self.index.as_ref().map_or(0, |i| 8 * i.hashes.len() + 4 * i.buckets.len())
     }
 }

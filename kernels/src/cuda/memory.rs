@@ -213,7 +213,7 @@ impl Stream {
     ///
     /// # Errors
     /// `CudaError::Driver`.
-    pub fn upload<T: DeviceValue>(&self, from: &[T], to: &mut Buffer<T>, at: usize) -> Result<()> {
+    pub fn upload<T: DeviceValue>(&self, from: &[T], to: &Buffer<T>, at: usize) -> Result<()> {
         assert!(at + from.len() <= to.len);
         if from.is_empty() {
             return Ok(());

@@ -283,7 +283,7 @@ impl GpuLookup {
         let warps = self.tables.gpu().processors() as usize * 64;
         let tile = (samples * self.views.len() / warps).clamp(1, 32);
         let memory = self.memory(samples);
-        self.tables.kernels.query(&self.stream, &memory, QueryBags::All { tile })
+        self.tables.kernels().query(&self.stream, &memory, QueryBags::All { tile })
     }
 
     fn memory(&self, samples: usize) -> QueryMemory<'_> {
@@ -407,7 +407,7 @@ impl GpuLookup {
     /// Puts the pooling of the open bags, at most `bags_max`, onto the stream. A graph can record
     /// it.
     pub(crate) fn finish(&self, bags_max: usize) -> Result<()> {
-        self.tables.kernels.finish(&self.stream, &self.open, bags_max)
+        self.tables.kernels().finish(&self.stream, &self.open, bags_max)
     }
 
     /// Waits until the rows are in the caches and all work on the stream is done. The caller may
@@ -434,7 +434,7 @@ impl GpuLookup {
         }
         let memory = self.memory(self.request.samples);
         let bags = QueryBags::Only { bags: &self.requeries, count };
-        self.tables.kernels.query(&self.stream, &memory, bags)?;
+        self.tables.kernels().query(&self.stream, &memory, bags)?;
         self.stream.wait()?;
         Ok(self.read_ring(misses, statuses))
     }

@@ -1,8 +1,9 @@
-//! The caches and resident tables of a model in device memory, and the changes to such a cache. A
-//! cache is copied from the host byte for byte. From then on the same changes leave the same bytes
-//! as in a cache on the host. Never decides which rows are worth caching.
+//! The caches and resident tables of a model in device memory, and the changes to both. A cache is
+//! copied from the host byte for byte. From then on the same changes leave the same bytes as in a
+//! cache on the host. All generations of a model share what they have in common. Never decides which
+//! rows are worth caching.
 
-use crate::cache::address::{AddressMap, RowKey, SetTag, TableHasher};
+use crate::cache::address::{AddressMap, RowKey, SetTag, TableHasher, mix};
 use crate::cache::eviction::WAYS;
 use crate::cache::resident::Resident;
 use crate::cache::{Cache, Epoch};
@@ -56,12 +57,17 @@ pub(crate) struct DeviceIndex {
 
 /// The tables of a model on a GPU. All workers share them.
 pub struct DeviceTables {
+    shared: Arc<Shared>,
+    residents: Vec<Arc<DeviceResident>>,
+}
+
+/// What all generations of a model have in common on a GPU.
+struct Shared {
     gpu: Arc<Gpu>,
-    pub(crate) kernels: Kernels,
+    kernels: Kernels,
     storages: Vec<TableStorage>,
     caches: Vec<DeviceCache>,
-    residents: Vec<DeviceResident>,
-    /// The stream of all changes to the caches.
+    /// The stream of all changes to the caches and the resident tables.
     changes: Mutex<Stream>,
 }
 
@@ -71,14 +77,19 @@ fn upload<T: DeviceValue>(
     len: usize,
     mut values: impl Iterator<Item = T>,
 ) -> Result<Buffer<T>> {
-    let mut to = stream.gpu().buffer(len)?;
+    let to = stream.gpu().buffer(len)?;
     let mut piece = Vec::with_capacity(UPLOAD_VALUES.min(len));
     for at in (0..len).step_by(UPLOAD_VALUES) {
         piece.clear();
         piece.extend(values.by_ref().take(UPLOAD_VALUES));
-        stream.upload(&piece, &mut to, at)?;
+        stream.upload(&piece, &to, at)?;
     }
     Ok(to)
+}
+
+/// Returns the word of up to four bytes of a row.
+fn word_of(four: &[u8]) -> u32 {
+    four.iter().rev().fold(0, |word, byte| word << 8 | u32::from(*byte))
 }
 
 impl DeviceCache {
@@ -118,16 +129,10 @@ impl DeviceCache {
 
 impl DeviceResident {
     fn new(stream: &Stream, table: &Resident) -> Result<Self> {
-        let (row_bytes, bytes, index) = table.parts();
+        let (row_bytes, count) = (table.row_bytes(), table.rows_len());
         let row_words = row_bytes.div_ceil(4);
-        // On the device every row begins on a whole word.
-        let words = bytes
-            .chunks(row_bytes)
-            .flat_map(|row| row.chunks(4))
-            .map(|four| four.iter().rev().fold(0, |word, byte| word << 8 | u32::from(*byte)));
-        let count = bytes.len() / row_bytes;
-        let rows = upload(stream, count * row_words, words)?;
-        let index = match index {
+        let rows = upload(stream, count * row_words, table.words())?;
+        let index = match table.index() {
             None => None,
             Some((hashes, buckets)) => {
                 let hashes = upload(stream, hashes.len(), hashes.iter().copied())?;
@@ -153,47 +158,110 @@ impl DeviceTables {
     ) -> Result<Self> {
         let (stream, kernels) = (gpu.stream()?, Kernels::load(gpu)?);
         kernels.warm(&stream)?;
-        Ok(Self {
-            gpu: Arc::clone(gpu),
-            kernels,
-            storages,
-            caches: caches
-                .into_iter()
-                .map(|c| DeviceCache::new(&stream, c))
-                .collect::<Result<_>>()?,
-            residents: residents
-                .iter()
-                .map(|r| DeviceResident::new(&stream, r))
-                .collect::<Result<_>>()?,
-            changes: Mutex::new(stream),
-        })
+        let on_device = |c| DeviceCache::new(&stream, c);
+        let caches = caches.into_iter().map(on_device).collect::<Result<_>>()?;
+        let on_device = |r: &&Resident| DeviceResident::new(&stream, r).map(Arc::new);
+        let residents = residents.iter().map(on_device).collect::<Result<_>>()?;
+
+        let (gpu, changes) = (Arc::clone(gpu), Mutex::new(stream));
+        Ok(Self { shared: Arc::new(Shared { gpu, kernels, storages, caches, changes }), residents })
+    }
+
+    /// Returns the tables of another generation: the same caches and resident tables, but for the
+    /// resident tables in `replaced`, each with its number.
+    ///
+    /// # Errors
+    /// `CudaError`: the GPU has no memory for them.
+    pub fn with_residents(&self, replaced: &[(usize, Resident)]) -> Result<Self> {
+        let mut residents = self.residents.clone();
+        let stream = self.changes();
+        for (number, table) in replaced {
+            residents[*number] = Arc::new(DeviceResident::new(&stream, table)?);
+        }
+        drop(stream);
+        Ok(Self { shared: Arc::clone(&self.shared), residents })
+    }
+
+    /// Returns the bytes of all resident tables.
+    pub fn resident_bytes(&self) -> usize {
+        let index = |i: &DeviceIndex| 8 * i.hashes.len() + 4 * i.buckets.len();
+        let bytes = |t: &Arc<DeviceResident>| 4 * t.rows.len() + t.index.as_ref().map_or(0, index);
+        self.residents.iter().map(bytes).sum()
+    }
+
+    /// Returns the slot of each of `keys` in resident table `number`; `None` for a key that the
+    /// table does not have. Downloads the table's hashes if it has some.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`.
+    pub fn resident_slots(&self, number: usize, keys: &[u64]) -> Result<Vec<Option<u32>>> {
+        let table = &self.residents[number];
+        let Some(index) = &table.index else {
+            let slot = |&key: &u64| (key < table.count as u64).then_some(key as u32);
+            return Ok(keys.iter().map(slot).collect());
+        };
+        let mut hashes = vec![0; index.hashes.len()];
+        self.changes().download(&index.hashes, 0, &mut hashes)?;
+        let slot = |&key: &u64| hashes.binary_search(&mix(key)).ok().map(|slot| slot as u32);
+        Ok(keys.iter().map(slot).collect())
+    }
+
+    /// Replaces rows of resident table `number`: each slot's row becomes the bytes beside it, in
+    /// ascending order of slots. One copy for each run of neighbours. The caller makes sure that no
+    /// lookup runs meanwhile.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`.
+    pub fn write_resident(&self, number: usize, rows: &[(u32, Vec<u8>)]) -> Result<()> {
+        let (table, stream) = (&self.residents[number], self.changes());
+        let mut words = Vec::new();
+        for run in rows.chunk_by(|a, b| a.0 + 1 == b.0) {
+            words.clear();
+            for (_, row) in run {
+                assert_eq!(row.len(), table.row_bytes);
+                words.extend(row.chunks(4).map(word_of));
+            }
+            stream.upload(&words, &table.rows, run[0].0 as usize * table.row_words)?;
+        }
+        Ok(())
     }
 
     /// Returns the GPU.
     pub fn gpu(&self) -> &Arc<Gpu> {
-        &self.gpu
+        &self.shared.gpu
     }
 
     /// Returns where the rows of `table` are.
     pub fn storage(&self, table: u16) -> TableStorage {
-        self.storages[usize::from(table)]
+        self.shared.storages[usize::from(table)]
     }
 
     /// Returns the number of rows that fit into the caches.
     pub fn slots(&self) -> usize {
-        self.caches.iter().map(|c| c.view.sets as usize * WAYS).sum()
+        self.shared.caches.iter().map(|c| c.view.sets as usize * WAYS).sum()
+    }
+
+    /// Returns whether the cache for rows of `row_bytes` can ever hold `row`. True without such a
+    /// cache.
+    pub fn can_hold(&self, row_bytes: usize, row: RowKey) -> bool {
+        let cache = self.shared.caches.iter().find(|c| c.view.row_bytes as usize == row_bytes);
+        cache.is_none_or(|cache| cache.hash(row).tag != 0)
     }
 
     fn changes(&self) -> MutexGuard<'_, Stream> {
-        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.changes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn kernels(&self) -> &Kernels {
+        &self.shared.kernels
     }
 
     pub(crate) fn cache_view(&self, number: usize) -> DeviceCacheView {
-        self.caches[number].view
+        self.shared.caches[number].view
     }
 
     pub(crate) fn table_hasher(&self, number: usize, table: u16) -> TableHasher {
-        self.caches[number].addresses.table_hasher(table)
+        self.shared.caches[number].addresses.table_hasher(table)
     }
 
     pub(crate) fn resident(&self, number: usize) -> &DeviceResident {
@@ -206,7 +274,7 @@ impl DeviceTables {
     /// `CudaError::Driver`.
     pub fn image(&self, number: usize) -> Result<Vec<u32>> {
         let stream = self.changes();
-        let DeviceCache { set_headers, writer_states, rows, .. } = &self.caches[number];
+        let DeviceCache { set_headers, writer_states, rows, .. } = &self.shared.caches[number];
         let mut image = Vec::new();
         for part in [set_headers, writer_states, rows] {
             let at = image.len();
@@ -228,10 +296,11 @@ impl DeviceTables {
         yield_now: &dyn Fn(),
         mut each: impl FnMut(RowKey, &[u8]),
     ) -> Result<()> {
-        let DeviceCache { view, addresses, .. } = &self.caches[number];
+        let DeviceCache { view, addresses, .. } = &self.shared.caches[number];
         let (slots, row_words) = (view.sets as usize * WAYS, view.row_words as usize);
-        let (tags, rows) = (self.gpu.mapped(DUMP_SLOTS)?, self.gpu.mapped(DUMP_SLOTS * row_words)?);
-        let (copied, mut bytes) = (self.gpu.event()?, Vec::with_capacity(4 * row_words));
+        let (tags, rows) =
+            (self.shared.gpu.mapped(DUMP_SLOTS)?, self.shared.gpu.mapped(DUMP_SLOTS * row_words)?);
+        let (copied, mut bytes) = (self.shared.gpu.event()?, Vec::with_capacity(4 * row_words));
 
         for first in (0..slots).step_by(DUMP_SLOTS) {
             let count = DUMP_SLOTS.min(slots - first);
@@ -240,7 +309,7 @@ impl DeviceTables {
                 // host waits, so a thread with changes waits for the kernel only.
                 let stream = self.changes();
                 let range = SlotRange { first: first as u64, count };
-                self.kernels.dump(&stream, *view, range, &tags, &rows)?;
+                self.shared.kernels.dump(&stream, *view, range, &tags, &rows)?;
                 stream.record(&copied)?;
             }
             copied.wait()?;
@@ -260,13 +329,13 @@ impl DeviceTables {
 
     /// Returns the largest number of bytes of pinned memory that a dump allocates.
     pub fn dump_bytes(&self) -> usize {
-        let row_words = self.caches.iter().map(|c| c.view.row_words as usize).max();
+        let row_words = self.shared.caches.iter().map(|c| c.view.row_words as usize).max();
         row_words.map_or(0, |row_words| DUMP_SLOTS * (size_of::<u64>() + 4 * row_words))
     }
 
     /// Returns the number of caches.
     pub fn caches(&self) -> usize {
-        self.caches.len()
+        self.shared.caches.len()
     }
 }
 
@@ -294,10 +363,10 @@ impl RowChanges {
     /// # Errors
     /// `CudaError::Driver` if there is not enough memory.
     pub fn new(tables: &Arc<DeviceTables>, capacity: usize) -> Result<Self> {
-        let gpu = &tables.gpu;
+        let gpu = &tables.shared.gpu;
         let list = ChangeList {
             list: gpu.mapped(capacity)?,
-            runs: gpu.mapped(capacity + tables.caches.len())?,
+            runs: gpu.mapped(capacity + tables.shared.caches.len())?,
             done: gpu.mapped(capacity)?,
             probed: gpu.mapped(capacity)?,
         };
@@ -335,7 +404,7 @@ impl RowChanges {
     pub fn add(&mut self, row: RowKey, slot: u32, since: Epoch) {
         assert!(!self.is_full());
         let TableStorage::Cached(cache) = self.tables.storage(row.table) else { return };
-        let SetTag { set, tag } = self.tables.caches[cache].hash(row);
+        let SetTag { set, tag } = self.tables.shared.caches[cache].hash(row);
         let number = self.collected.len() as u32;
         let change = Change { tag, set, epoch: since.number(), slot, number };
         self.collected.push(CollectedChange { cache, change });
@@ -405,9 +474,9 @@ impl RowChanges {
             }
             runs[sets] = of_cache.len() as u32;
 
-            let cache = tables.caches[of_cache[0].cache].view;
+            let cache = tables.shared.caches[of_cache[0].cache].view;
             let changes = CacheChanges { list, first, first_run, sets };
-            tables.kernels.change(&stream, verb, cache, changes, staged)?;
+            tables.shared.kernels.change(&stream, verb, cache, changes, staged)?;
             first += of_cache.len();
             first_run += sets + 1;
         }
@@ -431,8 +500,8 @@ impl RowChanges {
             for (to, from) in list.list.iter_mut().zip(of_cache) {
                 *to = from.change;
             }
-            let cache = tables.caches[of_cache[0].cache].view;
-            tables.kernels.probe(&stream, cache, list, of_cache.len())?;
+            let cache = tables.shared.caches[of_cache[0].cache].view;
+            tables.shared.kernels.probe(&stream, cache, list, of_cache.len())?;
             stream.wait()?;
 
             for (CollectedChange { change, .. }, found) in of_cache.iter().zip(&*list.probed) {

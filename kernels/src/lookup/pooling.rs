@@ -187,9 +187,10 @@ code!(U4, VECTOR_VALUES / 2, true, u4s);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cache::resident::Resident;
     use crate::simd::huge_pages::Zeroed;
     use crate::simd::isa::Isa;
-    use crate::simd::{Job, OVERREAD_BYTES, Plain, Simd, dispatch, stream_fence};
+    use crate::simd::{Job, Plain, Simd, dispatch, stream_fence};
 
     struct Pool<'a>(PoolJob<'a>);
 
@@ -210,13 +211,12 @@ mod tests {
         {
             let format =
                 RowFormat::new(codec, dim, if codec.is_quantized() { -3 } else { 0 }).unwrap();
-            let mut bytes = vec![0; 20 * format.row_bytes() + OVERREAD_BYTES];
-            for (n, row) in
-                bytes[..20 * format.row_bytes()].chunks_exact_mut(format.row_bytes()).enumerate()
-            {
+            let mut bytes = vec![0; 20 * format.row_bytes()];
+            for (n, row) in bytes.chunks_exact_mut(format.row_bytes()).enumerate() {
                 let value = |i: usize| ((i * 7 + n * 13) as f32 * 0.37).sin() / (n + 1) as f32;
                 format.encode(&(0..dim).map(value).collect::<Vec<_>>(), row).unwrap();
             }
+            let table = Resident::indexed(format.row_bytes(), &bytes);
             let slots = std::array::from_fn(|i| (i * 7 % 20) as u32);
             // Bags start on a cache line, so that they can be stored past the caches.
             let stride = (dim + 3).next_multiple_of(VECTOR_VALUES);
@@ -239,7 +239,7 @@ mod tests {
             let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
             for isa in Isa::available() {
                 let pool = |offsets: &[u32], from_zero, out: &mut [f32], stream| {
-                    let rows = RawRows::immutable(&bytes, format.row_bytes());
+                    let rows = table.rows();
                     dispatch(
                         isa,
                         Pool(PoolJob {

@@ -1,6 +1,6 @@
 //! Where the lookup pipeline finds the rows of a feature: in the embedding cache or in a resident
-//! table. Both take the steps of the pipeline; a resident table never changes, so its rows need no
-//! validation. This file never pools.
+//! table. Both take the steps of the pipeline. No row of a resident table changes during a lookup, so
+//! its rows need no validation. This file never pools.
 
 use crate::cache::address::{SetTag, TableHasher};
 use crate::cache::raw_rows::RawRows;
@@ -21,7 +21,7 @@ pub(crate) enum ReadResult<'a> {
     Miss(Epoch),
 }
 
-/// The rows of a feature. What is not provided here holds for rows that never change.
+/// The rows of a feature. What is not provided here holds for rows that do not change meanwhile.
 pub(crate) trait RowSource {
     /// Hashes a group of keys, at most `GROUP_KEYS`, into the ring from position `at` on. For the
     /// `first` keys of a pipeline also prefetches what `probe` reads.
@@ -244,7 +244,7 @@ impl RowSource for &Resident {
     }
 
     #[inline(always)]
-    fn read_row<'b, S: Simd>(&'b self, key: u64, _buffer: &'b mut [u8]) -> ReadResult<'b> {
-        Resident::row(self, key).map_or(ReadResult::Absent, ReadResult::Row)
+    fn read_row<'b, S: Simd>(&'b self, key: u64, buffer: &'b mut [u8]) -> ReadResult<'b> {
+        if self.read::<S>(key, buffer) { ReadResult::Row(buffer) } else { ReadResult::Absent }
     }
 }

@@ -268,13 +268,10 @@ impl UpdateSteps {
             Ok(swapped) => {
                 self.failure = None;
                 self.open_logged.clear();
-                let Swapped { transferred: rows, pause } = swapped;
+                let Swapped { read, dropped, patched, pause } = swapped;
                 log::info!(
-                    "serving {live} as `{name}`; a request waited at most {pause:?}; cached rows: \
-                     {} copied, {} read, {} dropped",
-                    rows.copied,
-                    rows.read,
-                    rows.dropped
+                    "serving {live} as `{name}`; lookups paused for at most {pause:?}; cached rows: \
+                     {read} read anew, {dropped} dropped; resident rows: {patched} replaced"
                 );
             }
             Err(e) => self.fail(flash.record().live.manifest, &e),

@@ -3,6 +3,7 @@
 //! dense network in host memory. Never moves anything itself.
 
 use hatchback_kernels::cache::Cache;
+use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::dense::DenseEngine;
@@ -11,10 +12,11 @@ use hatchback_kernels::gpu::tables::DeviceTables;
 use std::sync::Arc;
 
 /// The caches and resident tables of a model in host memory, by the numbers that its
-/// [`ServedTable`](crate::model::served_tables::ServedTable)s have for them.
+/// [`ServedTable`](crate::model::served_tables::ServedTable)s have for them. The generations of a
+/// model share them.
 pub(crate) struct CpuTables {
-    pub caches: Vec<Cache>,
-    pub residents: Vec<Resident>,
+    pub caches: Vec<Arc<Cache>>,
+    pub residents: Vec<Arc<Resident>>,
 }
 
 /// Where a model's tables and its dense network are.
@@ -46,14 +48,22 @@ impl ModelBackend {
     }
 
     /// Returns the caches in host memory; none if they are on a GPU.
-    pub fn cpu_caches(&self) -> &[Cache] {
+    pub fn cpu_caches(&self) -> &[Arc<Cache>] {
         self.cpu_tables().map_or(&[], |tables| &tables.caches)
     }
 
     /// Returns the rows that all caches hold at most.
     pub fn cache_slots(&self) -> usize {
         let on_gpu = self.device_tables().map_or(0, |tables| tables.slots());
-        on_gpu + self.cpu_caches().iter().map(Cache::slots).sum::<usize>()
+        on_gpu + self.cpu_caches().iter().map(|cache| cache.slots()).sum::<usize>()
+    }
+
+    /// Returns whether the cache for rows of `row_bytes` can ever hold `row`. True without such a
+    /// cache.
+    pub fn can_hold(&self, row_bytes: usize, row: RowKey) -> bool {
+        let on_gpu = || self.device_tables().is_none_or(|tables| tables.can_hold(row_bytes, row));
+        let cache = self.cpu_caches().iter().find(|cache| cache.row_bytes() == row_bytes);
+        cache.map_or_else(on_gpu, |cache| cache.can_hold(row))
     }
 
     /// Returns the device that looks up rows.

@@ -65,6 +65,14 @@ impl MemoryPlan {
         self.lines.push((part, bytes));
     }
 
+    /// Replaces the line of a part, or adds it.
+    pub(crate) fn set(&mut self, part: &'static str, bytes: u64) {
+        match self.lines.iter_mut().find(|(line, _)| *line == part) {
+            Some((_, before)) => *before = bytes,
+            None => self.add(part, bytes),
+        }
+    }
+
     /// Removes the line of a part whose memory was freed.
     pub(crate) fn remove(&mut self, part: &str) {
         self.lines.retain(|(line, _)| *line != part);

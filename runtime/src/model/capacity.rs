@@ -2,15 +2,20 @@
 //! field of the budget to change if the model does not fit. Never allocates beyond the caches.
 
 use crate::limits::{BATCH_MAX, SLOTS_MAX};
+use crate::model::backend::ModelBackend;
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::model::error::OpenError;
 use crate::schema::{KeySpace, Placement, Schema, Table};
 use hatchback_kernels::cache::Cache;
-use hatchback_kernels::cache::address::KeySpaces;
+use hatchback_kernels::cache::address::{KeySpaces, RowKey};
+use std::sync::Arc;
 
 /// An automatic table takes at most this part of the bytes for resident tables. In a larger one the
 /// rarely used rows would waste them.
 const AUTOMATIC_SHARE: u64 = 4;
+/// A cache has room for one row in so many more of an index table, and for some at least.
+const GROWTH_ONE_IN: u64 = 8;
+const GROWTH_ROWS_MIN: u64 = 4096;
 
 /// Checks the fields of `budget` against each other, the limits and `schema`.
 ///
@@ -106,6 +111,26 @@ struct WidthGroup {
     keys: KeySpaces,
 }
 
+/// Returns the rows that an index table may grow to while its cache is in use.
+fn rows_with_growth(table: &Table) -> u64 {
+    table.rows.saturating_add(table.rows / GROWTH_ONE_IN).saturating_add(GROWTH_ROWS_MIN)
+}
+
+/// Returns whether the caches in `backend`, of a model with the tables `before`, work for those of
+/// `after`: they are the same tables, and none outgrew its part of the cache.
+pub(crate) fn fit_caches(before: &Schema, after: &Schema, backend: &ModelBackend) -> bool {
+    let fits = |(number, (a, b)): (usize, (&Table, &Table))| {
+        let last = b.rows.checked_sub(1).filter(|_| b.keys == KeySpace::Index);
+        let width = b.codec.row_bytes(b.dim as usize);
+        let holds = |key| backend.can_hold(width, RowKey { table: number as u16, key });
+        let same = (&a.name, a.dim, a.codec, a.unit_exp, a.keys, a.placement, a.miss)
+            == (&b.name, b.dim, b.codec, b.unit_exp, b.keys, b.placement, b.miss);
+        same && last.is_none_or(holds)
+    };
+    before.tables.len() == after.tables.len()
+        && before.tables.iter().zip(&after.tables).enumerate().all(fits)
+}
+
 /// Groups the tables that are not resident by row width.
 fn width_groups(schema: &Schema, resident: &[bool]) -> Vec<WidthGroup> {
     let row_bytes = |t: &Table| t.codec.row_bytes(t.dim as usize);
@@ -118,12 +143,17 @@ fn width_groups(schema: &Schema, resident: &[bool]) -> Vec<WidthGroup> {
     }
 
     let keys = |width| {
-        let end = |(table, resident): (&Table, &bool)| match table.keys {
-            _ if *resident || row_bytes(table) != width => Some(0),
-            KeySpace::Index => Some(table.rows),
-            KeySpace::Sparse => None,
+        let ends = |rows: fn(&Table) -> u64| {
+            let end = |(table, resident): (&Table, &bool)| match table.keys {
+                _ if *resident || row_bytes(table) != width => Some(0),
+                KeySpace::Index => Some(rows(table)),
+                KeySpace::Sparse => None,
+            };
+            KeySpaces::new(schema.tables.iter().zip(resident).map(end).collect())
         };
-        KeySpaces::new(schema.tables.iter().zip(resident).map(end).collect())
+        // With room for growth, later generations with more rows can use the same cache.
+        let (roomy, tight) = (ends(rows_with_growth), ends(|table| table.rows));
+        if tight.is_narrow() && !roomy.is_narrow() { tight } else { roomy }
     };
     widths
         .into_iter()
@@ -135,6 +165,12 @@ fn width_groups(schema: &Schema, resident: &[bool]) -> Vec<WidthGroup> {
         .collect()
 }
 
+/// Returns the bytes of the smallest caches that work for the tables that are not resident.
+pub(crate) fn cache_bytes_min(schema: &Schema, resident: &[bool]) -> u64 {
+    let least = |group: &WidthGroup| Cache::bytes_min(group.row_bytes, &group.keys) as u64;
+    width_groups(schema, resident).iter().map(least).sum()
+}
+
 /// Makes one cache for each row width. Each gets the least that it works with, and a share of the
 /// rest of the budget in proportion to the bytes of its tables.
 ///
@@ -144,7 +180,7 @@ pub(crate) fn make_caches(
     schema: &Schema,
     resident: &[bool],
     budget: &Budget,
-) -> Result<Vec<Cache>, OpenError> {
+) -> Result<Vec<Arc<Cache>>, OpenError> {
     let groups = width_groups(schema, resident);
     let bytes_min = |group: &WidthGroup| Cache::bytes_min(group.row_bytes, &group.keys);
     let least: u64 = groups.iter().map(|group| bytes_min(group) as u64).sum();
@@ -161,7 +197,7 @@ pub(crate) fn make_caches(
         .iter()
         .map(|group| {
             let bytes = bytes_min(group) + share(group.table_bytes);
-            Cache::new(group.row_bytes, bytes, &group.keys)
+            Cache::new(group.row_bytes, bytes, &group.keys).map(Arc::new)
         })
         .collect::<Option<_>>()
         .ok_or_else(too_small)

@@ -3,11 +3,12 @@
 
 pub(crate) mod backend;
 pub mod budget;
-pub mod cache_transfer;
 pub mod capacity;
 pub mod error;
+pub(crate) mod generation_change;
 pub mod opened;
 pub mod preload;
+pub(crate) mod row_writer;
 pub mod served_tables;
 
 pub use error::OpenError;

@@ -36,7 +36,7 @@ use std::sync::Arc;
 /// # }
 /// ```
 pub struct Model {
-    generation: Generation,
+    generation: Arc<Generation>,
     manifest: Hash,
     schema: Arc<Schema>,
     budget: Budget,
@@ -87,7 +87,7 @@ impl Model {
         let columns = columns_of(&schema);
         let memory = MemoryPlan::default();
         Self {
-            generation,
+            generation: Arc::new(generation),
             manifest,
             schema,
             budget,
@@ -107,7 +107,7 @@ impl Model {
     }
 
     /// Returns the generation that is served.
-    pub fn generation(&self) -> &Generation {
+    pub fn generation(&self) -> &Arc<Generation> {
         &self.generation
     }
 
@@ -159,6 +159,19 @@ impl Model {
         &self.backend
     }
 
+    /// Replaces the places of the tables, the backend that numbers them, and the budget.
+    pub(crate) fn with_storage(
+        mut self,
+        storage: &[Storage],
+        backend: ModelBackend,
+        budget: Budget,
+    ) -> Self {
+        for (table, &storage) in self.tables.iter_mut().zip(storage) {
+            table.storage = storage;
+        }
+        Self { backend, budget, ..self }
+    }
+
     /// Replaces the backend by what `change` makes of it.
     pub(crate) fn map_backend<E>(
         self,
@@ -199,18 +212,13 @@ impl Model {
 
     /// Returns whether the rows of `table` move between flash and a cache.
     pub(crate) fn is_cached(&self, table: u16) -> bool {
-        matches!(self.tables[usize::from(table)].storage, Storage::Cached { .. })
+        matches!(self.tables[usize::from(table)].storage, Storage::Cached(_))
     }
 
-    /// Returns the rows of a cached table on flash.
-    ///
-    /// # Panics
-    /// `table` is resident: its rows never miss and are never prefetched.
+    /// Returns the rows of a table on flash.
+    #[inline]
     pub(crate) fn rows(&self, table: u16) -> &TableRows {
-        match &self.tables[usize::from(table)].storage {
-            Storage::Cached { rows, .. } => rows,
-            Storage::Resident(_) => panic!("table {table} is resident and has no rows on flash"),
-        }
+        &self.tables[usize::from(table)].rows
     }
 
     /// Returns where a row is on flash; `None` if its table does not have it.
@@ -221,7 +229,7 @@ impl Model {
     /// Returns the cache in host memory of a cached table; `None` if it is on a GPU.
     pub(crate) fn cpu_cache(&self, table: u16) -> Option<&Cache> {
         match (&self.tables[usize::from(table)].storage, self.backend.cpu_tables()) {
-            (Storage::Cached { cache, .. }, Some(tables)) => Some(&tables.caches[*cache]),
+            (Storage::Cached(cache), Some(tables)) => Some(&tables.caches[*cache]),
             _ => None,
         }
     }
@@ -235,7 +243,7 @@ impl Model {
     /// Returns whether a deadline can change a score.
     pub(crate) fn has_deadlines(&self) -> bool {
         let is_cut = |(table, served): (&Table, &ServedTable)| {
-            table.miss == MissPolicy::Deadline && matches!(served.storage, Storage::Cached { .. })
+            table.miss == MissPolicy::Deadline && matches!(served.storage, Storage::Cached(_))
         };
         self.schema.tables.iter().zip(&self.tables).any(is_cut)
     }

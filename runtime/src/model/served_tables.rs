@@ -3,6 +3,7 @@
 //! would miss its rows.
 
 use crate::flash::Flash;
+use crate::flash::live::TableState;
 use crate::flash::segment::SegmentError;
 use crate::flash::table::TableRows;
 use crate::io::field_error::FieldError;
@@ -12,28 +13,32 @@ use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::mix;
 use hatchback_kernels::cache::codec::RowFormat;
 use hatchback_kernels::cache::resident::Resident;
+use std::sync::Arc;
 
 /// Where a table's rows are looked up. The numbers count the model's resident tables and caches, in
 /// host memory and on a GPU alike.
-// A model has one `Storage` per table. A box would cost a miss one more dereference.
-#[allow(clippy::large_enum_variant)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Storage {
     /// In memory, as the resident table of this number.
     Resident(usize),
     /// In the cache of this number, and beyond it on flash.
-    Cached { cache: usize, rows: TableRows },
+    Cached(usize),
 }
 
 /// One table as it is served.
 pub(crate) struct ServedTable {
     pub format: RowFormat,
     pub storage: Storage,
+    /// The rows on flash. A swap reads the changed rows of a resident table there.
+    pub rows: TableRows,
+    /// The files of `rows`.
+    pub segments: TableState,
 }
 
 /// The tables of a model and the rows of those that are resident.
 pub(crate) struct OpenedTables {
     pub tables: Vec<ServedTable>,
-    pub residents: Vec<Resident>,
+    pub residents: Vec<Arc<Resident>>,
 }
 
 /// Opens every table of `schema`; calls `yield_now` before each.
@@ -41,7 +46,7 @@ pub(crate) fn open_tables(
     flash: &Flash,
     schema: &Schema,
     is_resident: &[bool],
-    caches: &[Cache],
+    caches: &[Arc<Cache>],
     yield_now: &dyn Fn(),
 ) -> Result<OpenedTables, OpenError> {
     let mut opened =
@@ -56,19 +61,20 @@ pub(crate) fn open_tables(
         })?;
 
         let storage = if is_resident[number] {
-            opened.residents.push(load_resident(&rows, table, format)?);
+            opened.residents.push(Arc::new(load_resident(&rows, table, format)?));
             Storage::Resident(opened.residents.len() - 1)
         } else {
             let cache = caches.iter().position(|c| c.row_bytes() == format.row_bytes());
-            Storage::Cached { cache: cache.unwrap_or_default(), rows }
+            Storage::Cached(cache.unwrap_or_default())
         };
-        opened.tables.push(ServedTable { format, storage });
+        let segments = flash.record().live.tables[number].clone();
+        opened.tables.push(ServedTable { format, storage, rows, segments });
     }
     Ok(opened)
 }
 
 /// Reads a whole table. Fails if any page is damaged.
-fn load_resident(
+pub(crate) fn load_resident(
     rows: &TableRows,
     table: &Table,
     format: RowFormat,

@@ -7,5 +7,7 @@ pub mod open;
 pub mod pipeline;
 pub(crate) mod queue;
 pub mod serving;
+pub(crate) mod successor;
+pub mod transition;
 pub(crate) mod weight_check;
 pub mod worker;

@@ -20,6 +20,11 @@ impl NegativeCache {
         NEGATIVE_CACHE_KEYS_MAX * size_of::<Option<RowKey>>()
     }
 
+    /// Forgets every key.
+    pub fn clear(&mut self) {
+        self.entries.fill(None);
+    }
+
     fn entry(&self, row: RowKey) -> usize {
         row.hash() as usize % self.entries.len()
     }

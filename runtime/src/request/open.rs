@@ -32,6 +32,15 @@ use std::sync::Arc;
 /// Lines of the memory plan that go when the dense network moves to a GPU.
 const DENSE_WEIGHTS: &str = "dense network weights";
 const DENSE_RESULTS: &str = "dense network results between layers, all workers";
+const GPU_WEIGHTS: &str = "dense network on the GPU, weights";
+const GPU_DENSE: &str = "dense network on the GPU, all workers";
+/// Lines of the memory plan that a later generation has anew.
+const INPUTS: &str = "dense network inputs, all workers";
+const INDEXES: &str = "indexes of the segments and overlays of their deltas";
+const RESIDENTS: &str = "resident tables";
+
+/// Misses of a model that scores one sample at a time, if no bag is longer.
+const MISSES_OF_ONE_SAMPLE: u32 = 1024;
 
 impl Model {
     /// Opens the live generation under `directory` within `budget`, with preloaded caches.
@@ -63,17 +72,59 @@ impl Model {
         read_depth: Arc<DeviceDepth>,
         yield_now: &dyn Fn(),
     ) -> Result<Self, OpenError> {
-        let schema = Arc::new(flash.manifest().schema.clone());
-        capacity::check_budget(&schema, &budget)?;
-        let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
+        let schema = &flash.manifest().schema;
+        capacity::check_budget(schema, &budget)?;
+        let is_resident = capacity::choose_resident(schema, &budget)?;
+        let mut model = Self::open_with(flash, budget, &is_resident, read_depth, yield_now)?;
+        *model.memory_mut() = sum_memory(&model);
+        check_total(&model)?;
 
-        let is_resident = capacity::choose_resident(&schema, &budget)?;
-        let caches = capacity::make_caches(&schema, &is_resident, &budget)?;
-        let opened = open_tables(flash, &schema, &is_resident, &caches, yield_now)?;
+        weight_check::check(model, flash)
+    }
+
+    /// Opens the live generation of `flash` with all rows on flash and caches of `cache_bytes_max`
+    /// bytes or the least that works, for one request of one sample at a time. It takes little
+    /// memory beside a model that serves, and sums none of it.
+    pub(crate) fn open_on_flash(
+        flash: &Flash,
+        budget: Budget,
+        cache_bytes_max: u64,
+        read_depth: Arc<DeviceDepth>,
+        yield_now: &dyn Fn(),
+    ) -> Result<Self, OpenError> {
+        let schema = &flash.manifest().schema;
+        capacity::check_budget(schema, &budget)?;
+        let is_resident = vec![false; schema.tables.len()];
+        let least = capacity::cache_bytes_min(schema, &is_resident);
+        let hotness = schema.features.iter().map(|f| f.hotness_max).max().unwrap_or(0);
+        let small = Budget {
+            cache_bytes_max: budget.cache_bytes_max.min(cache_bytes_max).max(least),
+            misses_max: budget.misses_max.min(hotness.max(MISSES_OF_ONE_SAMPLE)),
+            slots: 1,
+            workers: 1,
+            batch_delay_us_max: 0,
+            batch_max: 1,
+            ..budget
+        };
+        let model = Self::open_with(flash, small, &is_resident, read_depth, yield_now)?;
+        weight_check::check(model, flash)
+    }
+
+    fn open_with(
+        flash: &Flash,
+        budget: Budget,
+        is_resident: &[bool],
+        read_depth: Arc<DeviceDepth>,
+        yield_now: &dyn Fn(),
+    ) -> Result<Self, OpenError> {
+        let schema = Arc::new(flash.manifest().schema.clone());
+        let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
+        let caches = capacity::make_caches(&schema, is_resident, &budget)?;
+        let opened = open_tables(flash, &schema, is_resident, &caches, yield_now)?;
 
         let outputs = dense.outputs();
         let tables = Arc::new(CpuTables { caches, residents: opened.residents });
-        let mut model = Self::new(ModelParts {
+        Ok(Self::new(ModelParts {
             generation: flash.manifest().generation.clone(),
             manifest: flash.record().live.manifest,
             schema,
@@ -82,11 +133,7 @@ impl Model {
             tables: opened.tables,
             backend: ModelBackend::Cpu { tables, dense: Arc::new(dense) },
             outputs,
-        });
-        *model.memory_mut() = sum_memory(&model);
-        check_total(&model)?;
-
-        weight_check::check(model, flash)
+        }))
     }
 
     /// Moves the caches, with their rows, and the resident tables to `device`. Does nothing if
@@ -115,7 +162,8 @@ impl Model {
         self.map_backend(|backend| match backend {
             ModelBackend::Cpu { tables, dense } => {
                 let CpuTables { caches, residents } = sole_owner(tables);
-                let residents: Vec<_> = residents.iter().collect();
+                let caches = caches.into_iter().map(sole_owner).collect();
+                let residents: Vec<_> = residents.iter().map(|table| &**table).collect();
                 let tables = Arc::new(DeviceTables::new(gpu, storages, caches, &residents)?);
                 Ok(ModelBackend::GpuTables { tables, dense })
             }
@@ -155,8 +203,8 @@ impl Model {
         let memory = self.memory_mut();
         memory.remove(DENSE_WEIGHTS);
         memory.remove(DENSE_RESULTS);
-        memory.add("dense network on the GPU, weights", engine.bytes() as u64);
-        memory.add("dense network on the GPU, all workers", u64::from(workers) * per_worker);
+        memory.add(GPU_WEIGHTS, engine.bytes() as u64);
+        memory.add(GPU_DENSE, u64::from(workers) * per_worker);
         check_total(&self)?;
 
         self.map_backend(|backend| match backend {
@@ -189,7 +237,7 @@ fn load_dense_on(
 
 fn device_storage(table: &ServedTable) -> TableStorage {
     match table.storage {
-        Storage::Cached { cache, .. } => TableStorage::Cached(cache),
+        Storage::Cached(cache) => TableStorage::Cached(cache),
         Storage::Resident(number) => TableStorage::Resident(number),
     }
 }
@@ -210,6 +258,43 @@ fn check_total(model: &Model) -> Result<(), OpenError> {
     capacity::check_total(model.budget(), model.memory(), cache_bytes(model))
 }
 
+/// Returns the bytes of all resident tables of `backend`.
+fn resident_bytes(backend: &ModelBackend) -> u64 {
+    let in_memory = |tables: &CpuTables| tables.residents.iter().map(|rows| rows.bytes()).sum();
+    let on_gpu = || backend.device_tables().map_or(0, |tables| tables.resident_bytes());
+    backend.cpu_tables().map_or_else(on_gpu, in_memory) as u64
+}
+
+fn index_bytes(model: &Model) -> u64 {
+    model.tables().iter().map(|table| table.rows.index_bytes() as u64).sum()
+}
+
+fn input_bytes(model: &Model) -> u64 {
+    let batch = u64::from(model.budget().batch_max) * u64::from(model.budget().workers);
+    4 * batch * model.input_widths().iter().sum::<usize>() as u64
+}
+
+/// Returns the memory plan of `model`, whose dense network is in host memory, with the caches and
+/// workers of an earlier generation that has the plan `before`.
+pub(crate) fn plan_after(before: &MemoryPlan, model: &Model) -> MemoryPlan {
+    let mut plan = before.clone();
+    let dense = cpu_dense_bytes(model);
+    plan.remove(GPU_WEIGHTS);
+    plan.remove(GPU_DENSE);
+    plan.set(RESIDENTS, resident_bytes(model.backend()));
+    plan.set(INDEXES, index_bytes(model));
+    plan.set(INPUTS, input_bytes(model));
+    plan.set(DENSE_WEIGHTS, dense.weights);
+    plan.set(DENSE_RESULTS, u64::from(model.budget().workers) * dense.scratch as u64);
+    plan
+}
+
+/// Returns the bytes of `plan` that a generation does not share with the one before.
+pub(crate) fn own_bytes(plan: &MemoryPlan) -> u64 {
+    let own = [INDEXES, INPUTS, DENSE_WEIGHTS, DENSE_RESULTS, GPU_WEIGHTS, GPU_DENSE];
+    plan.lines().iter().filter(|(line, _)| own.contains(line)).map(|(_, bytes)| bytes).sum()
+}
+
 /// Sums the memory of `model`, which is in host memory, with that of its workers and request slots.
 fn sum_memory(model: &Model) -> MemoryPlan {
     let mut plan = MemoryPlan::default();
@@ -221,20 +306,9 @@ fn sum_memory(model: &Model) -> MemoryPlan {
 
 /// Adds the caches, the tables and the dense network.
 fn add_model(plan: &mut MemoryPlan, model: &Model) {
-    let index_bytes = |table: &ServedTable| match &table.storage {
-        Storage::Cached { rows, .. } => rows.index_bytes() as u64,
-        Storage::Resident(_) => 0,
-    };
-    let residents = model
-        .backend()
-        .cpu_tables()
-        .map_or(0, |tables| tables.residents.iter().map(|rows| rows.bytes() as u64).sum());
     plan.add("embedding caches", cache_bytes(model));
-    plan.add("resident tables", residents);
-    plan.add(
-        "indexes of the segments and overlays of their deltas",
-        model.tables().iter().map(index_bytes).sum(),
-    );
+    plan.add(RESIDENTS, resident_bytes(model.backend()));
+    plan.add(INDEXES, index_bytes(model));
     plan.add(DENSE_WEIGHTS, cpu_dense_bytes(model).weights);
 }
 
@@ -250,10 +324,7 @@ fn add_workers(plan: &mut MemoryPlan, model: &Model) {
 
     add("miss lists, staging rows and negative caches, all workers", misses);
     add("page buffers, all workers", PageReader::bytes(budget.reads_max as usize));
-    add(
-        "dense network inputs, all workers",
-        4 * batch * model.input_widths().iter().sum::<usize>(),
-    );
+    add(INPUTS, 4 * batch * model.input_widths().iter().sum::<usize>());
     add(DENSE_RESULTS, cpu_dense_bytes(model).scratch);
     add("scores and statuses, all workers", batch * sample_bytes(model));
     add("batches, all workers", Batch::bytes(model.schema(), batch));

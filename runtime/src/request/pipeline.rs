@@ -8,6 +8,7 @@ use crate::clock::Clock;
 use crate::model::Model;
 use crate::request::check::check_batch;
 use crate::request::queue::{Request, RequestQueue, SteppedWorker, run_worker};
+use crate::request::worker::live_model::LiveModel;
 use crate::request::worker::{Scores, Worker};
 use crate::schema::batch::Batch;
 use std::io;
@@ -18,6 +19,9 @@ use std::time::Duration;
 
 pub use crate::request::error::RequestError;
 pub use crate::request::queue::Stats;
+
+/// Time between two looks whether a worker still uses a model that was replaced.
+const LEAVE_POLL: Duration = Duration::from_micros(200);
 
 /// A model being served. Dropping it answers the waiting requests, then ends the threads.
 ///
@@ -43,7 +47,7 @@ pub use crate::request::queue::Stats;
 /// ```
 pub struct Pipeline {
     queue: Arc<RequestQueue>,
-    model: Arc<Model>,
+    live: Arc<LiveModel>,
     threads: Vec<JoinHandle<()>>,
     /// The worker of a pipeline without threads.
     stepped: Option<Mutex<SteppedWorker>>,
@@ -55,10 +59,11 @@ impl Pipeline {
     /// # Errors
     /// The system gives no thread, or the GPU has no memory for a worker.
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
-        let queue = Arc::new(RequestQueue::new(&model, Arc::clone(&clock)));
-        let mut pipeline = Self { queue, model, threads: Vec::new(), stepped: None };
-        for number in 0..pipeline.model.budget().workers {
-            let worker = worker_of(&pipeline.model, &clock)?;
+        let (workers, live) = (model.budget().workers, LiveModel::new(model));
+        let queue = Arc::new(RequestQueue::new(Arc::clone(&live), Arc::clone(&clock)));
+        let mut pipeline = Self { queue, live, threads: Vec::new(), stepped: None };
+        for number in 0..workers {
+            let worker = worker_of(&pipeline.live, &clock)?;
 
             let (queue, name) = (Arc::clone(&pipeline.queue), format!("worker {number}"));
             let run = move || run_worker(&queue, worker);
@@ -72,9 +77,10 @@ impl Pipeline {
     /// # Errors
     /// The GPU has no memory for a worker.
     pub fn stepped(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
-        let queue = Arc::new(RequestQueue::new(&model, Arc::clone(&clock)));
-        let worker = SteppedWorker::new(worker_of(&model, &clock)?);
-        Ok(Self { queue, model, threads: Vec::new(), stepped: Some(Mutex::new(worker)) })
+        let live = LiveModel::new(model);
+        let queue = Arc::new(RequestQueue::new(Arc::clone(&live), Arc::clone(&clock)));
+        let worker = SteppedWorker::new(worker_of(&live, &clock)?);
+        Ok(Self { queue, live, threads: Vec::new(), stepped: Some(Mutex::new(worker)) })
     }
 
     /// Does one piece of work of a pipeline without threads. Returns false if there is none, or if
@@ -84,9 +90,30 @@ impl Pipeline {
         worker.lock().unwrap_or_else(PoisonError::into_inner).step(&self.queue)
     }
 
-    /// Returns the model.
-    pub fn model(&self) -> &Arc<Model> {
-        &self.model
+    /// Returns the model that is served now.
+    pub fn model(&self) -> Arc<Model> {
+        self.live.model()
+    }
+
+    /// Returns the model that is served now, and how it is replaced.
+    pub(crate) fn live(&self) -> &LiveModel {
+        &self.live
+    }
+
+    /// Returns when no worker uses the version of `users` any more. Calls `yield_now` while it waits.
+    pub(crate) fn wait_until_left(&self, users: &Arc<()>, yield_now: &dyn Fn()) {
+        self.queue.wake();
+        while Arc::strong_count(users) > 1 {
+            if !self.step() {
+                std::thread::sleep(LEAVE_POLL);
+                yield_now();
+            }
+        }
+    }
+
+    /// Starts the statistics anew.
+    pub(crate) fn reset_stats(&self) {
+        self.queue.reset_stats();
     }
 
     /// Copies `batch` into a free slot and queues it. `deadline` is that of [`Worker::score`].
@@ -99,7 +126,7 @@ impl Pipeline {
         batch: &Batch,
         deadline: Option<Duration>,
     ) -> Result<Ticket, RequestError> {
-        check_batch(&self.model, batch)?;
+        check_batch(&self.live.model(), batch)?;
         let slot = self.queue.submit(batch, deadline)?;
         Ok(Ticket { queue: Arc::clone(&self.queue), slot })
     }
@@ -108,20 +135,21 @@ impl Pipeline {
     /// into the cache while no request waits. Keys beyond the room of the prefetch queue are
     /// dropped and counted. Returns how many keys were queued.
     pub fn prefetch(&self, feature: usize, keys: &[u64]) -> usize {
-        let table = self.model.schema().features.get(feature).map(|f| f.table);
-        let Some(table) = table.filter(|&t| self.model.is_cached(t)) else { return 0 };
+        let model = self.live.model();
+        let table = model.schema().features.get(feature).map(|f| f.table);
+        let Some(table) = table.filter(|&t| model.is_cached(t)) else { return 0 };
         self.queue.prefetch(table, keys)
     }
 
-    /// Returns what the pipeline did since it was opened.
+    /// Returns what the pipeline did since the current model was opened or swapped in.
     pub fn stats(&self) -> Stats {
         self.queue.stats()
     }
 }
 
-/// Returns a worker of `model` with all its memory.
-fn worker_of(model: &Arc<Model>, clock: &Arc<dyn Clock>) -> io::Result<Worker> {
-    let worker = Worker::new(Arc::clone(model), Arc::clone(clock));
+/// Returns a worker that follows `live`, with all its memory.
+fn worker_of(live: &Arc<LiveModel>, clock: &Arc<dyn Clock>) -> io::Result<Worker> {
+    let worker = Worker::on(Arc::clone(live), Arc::clone(clock));
     worker.failure().map_or(Ok(()), |e| Err(io::Error::other(Arc::clone(e))))?;
     Ok(worker)
 }
@@ -184,6 +212,11 @@ pub struct Answer<'a> {
 }
 
 impl Answer<'_> {
+    /// Returns the generation that scored the request.
+    pub fn generation(&self) -> &Arc<Generation> {
+        &self.request.generation
+    }
+
     /// Returns the scores with their statuses.
     pub fn scores(&self) -> Scores<'_> {
         let Request { batch, scores, statuses, outputs, .. } = &*self.request;
@@ -192,11 +225,6 @@ impl Answer<'_> {
 }
 
 impl Ticket {
-    /// Returns the generation that scores the request.
-    pub fn generation(&self) -> &Generation {
-        &self.queue.generation
-    }
-
     /// Returns whether [`Ticket::wait`] would return without waiting.
     pub fn is_done(&self) -> bool {
         self.queue.is_done(self.slot)

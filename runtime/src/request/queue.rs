@@ -11,8 +11,8 @@
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
 use crate::limits::{PREFETCH_MAX, SLOTS_MAX};
-use crate::model::Model;
 use crate::request::error::RequestError;
+use crate::request::worker::live_model::LiveModel;
 use crate::request::worker::{Counters, Worker};
 use crate::schema::batch::Batch;
 use hatchback_kernels::cache::address::RowKey;
@@ -50,7 +50,7 @@ pub struct Stats {
 
 /// What callers and workers of a pipeline share.
 pub struct RequestQueue {
-    pub generation: Generation,
+    live: Arc<LiveModel>,
     clock: Arc<dyn Clock>,
     slots: Box<[Slot]>,
     queue: Mutex<Queue>,
@@ -76,6 +76,8 @@ pub struct Request {
     /// `[batch_max]`.
     pub statuses: Vec<LookupStatus>,
     pub outputs: usize,
+    /// The generation that scored the request.
+    pub generation: Arc<Generation>,
 }
 
 /// How far a request is.
@@ -113,7 +115,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl RequestQueue {
-    pub fn new(model: &Model, clock: Arc<dyn Clock>) -> Self {
+    pub fn new(live: Arc<LiveModel>, clock: Arc<dyn Clock>) -> Self {
+        let model = live.model();
         let budget = model.budget();
         let slot = |_| {
             let batch_max = budget.batch_max as usize;
@@ -123,6 +126,7 @@ impl RequestQueue {
                 scores: vec![0.0; batch_max * model.outputs()],
                 statuses: vec![LookupStatus::default(); batch_max],
                 outputs: model.outputs(),
+                generation: Arc::clone(model.generation()),
             };
             Slot { request: Mutex::new(request), done: Condvar::new() }
         };
@@ -138,7 +142,6 @@ impl RequestQueue {
             stats: Stats::default(),
         };
         Self {
-            generation: model.generation().clone(),
             clock,
             slots: (0..budget.slots).map(slot).collect(),
             queue: Mutex::new(queue),
@@ -146,6 +149,7 @@ impl RequestQueue {
             batch_max: budget.batch_max as usize,
             batch_delay: Duration::from_micros(budget.batch_delay_us_max.into()),
             has_deadlines: model.has_deadlines(),
+            live,
         }
     }
 
@@ -210,6 +214,21 @@ impl RequestQueue {
         let queue = lock(&self.queue);
         let prefetch_waiting = queue.prefetch.len() + queue.prefetching;
         Stats { waiting: queue.waiting.len(), prefetch_waiting, ..queue.stats }
+    }
+
+    /// Wakes the workers that wait for requests, so that they see the current version of the model.
+    pub fn wake(&self) {
+        let _queue = lock(&self.queue);
+        self.work.notify_all();
+    }
+
+    /// Starts the statistics anew.
+    pub fn reset_stats(&self) {
+        lock(&self.queue).stats = Stats::default();
+    }
+
+    fn is_current(&self, generation: &Arc<Generation>) -> bool {
+        Arc::ptr_eq(self.live.model().generation(), generation)
     }
 
     /// Lets the workers end as soon as no request waits.
@@ -285,9 +304,10 @@ impl RequestQueue {
         if is_abandoned { self.free(slot) } else { at.done.notify_all() }
     }
 
-    /// Counts the request in `slot` as failed and ends it with `error`.
-    fn fail(&self, slot: u16, error: RequestError) {
-        lock(&self.queue).stats.failed += 1;
+    /// Ends the request in `slot` with `error`. Counts it as failed if the current generation is to
+    /// blame.
+    fn fail(&self, slot: u16, error: RequestError, is_current: bool) {
+        lock(&self.queue).stats.failed += u64::from(is_current);
         self.finish(slot, Err(error), |_| ());
     }
 
@@ -304,8 +324,11 @@ impl RequestQueue {
     /// deferred rows to fetch. Without work it waits, or returns `Next::Nothing` if `idle` says so.
     fn next(&self, work: &mut WorkerState, in_flight: &mut InFlight, idle: Idle) -> Next {
         let WorkerState { worker, counted, keys, .. } = work;
+        let is_current = self.is_current(worker.model().generation());
         let mut queue = lock(&self.queue);
-        queue.stats.counters.add(&worker.counters().since(counted));
+        if is_current {
+            queue.stats.counters.add(&worker.counters().since(counted));
+        }
         *counted = worker.counters();
         if in_flight.is_prefetching && worker.deferred_len() == 0 {
             (in_flight.is_prefetching, queue.prefetching) = (false, 0);
@@ -323,7 +346,7 @@ impl RequestQueue {
             if queue.is_closing {
                 return Next::Closed;
             }
-            if worker.deferred_len() > 0 {
+            if worker.deferred_len() > 0 || !worker.is_current() {
                 return Next::Work;
             }
             if queue.prefetching == 0 && !queue.prefetch.is_empty() {
@@ -405,19 +428,19 @@ struct InFlight {
 /// Runs a worker thread until the pipeline closes. If the worker panics, its requests in flight are
 /// answered with an error and a new worker takes its place.
 pub fn run_worker(queue: &RequestQueue, mut worker: Worker) {
-    let (model, mut in_flight) = (Arc::clone(worker.model()), InFlight::default());
+    let mut in_flight = InFlight::default();
     while catch_unwind(AssertUnwindSafe(|| serve(queue, worker, &mut in_flight))).is_err() {
         let lost = &in_flight.requests[in_flight.answered..];
         log::error!(
             "a worker panicked, {} requests in flight fail; a new worker takes its place",
             lost.len()
         );
-        lost.iter().for_each(|r| queue.fail(r.slot, RequestError::Panicked));
+        lost.iter().for_each(|r| queue.fail(r.slot, RequestError::Panicked, true));
         if in_flight.is_prefetching {
             lock(&queue.queue).prefetching = 0;
         }
         in_flight = InFlight::default();
-        worker = Worker::new(Arc::clone(&model), Arc::clone(&queue.clock));
+        worker = Worker::on(Arc::clone(&queue.live), Arc::clone(&queue.clock));
     }
 }
 
@@ -455,6 +478,7 @@ impl WorkerState {
     /// defaults, then keys to prefetch.
     fn work(&mut self, queue: &RequestQueue, in_flight: &mut InFlight) {
         let Self { worker, batch, keys, .. } = self;
+        worker.follow();
         score(queue, worker, batch, in_flight);
 
         // `next` hands out keys only to a worker without deferred rows, so that there is room.
@@ -515,18 +539,20 @@ fn score(queue: &RequestQueue, worker: &mut Worker, batch: &mut Batch, in_flight
                 start = samples.end;
                 match all.request(samples) {
                     Ok(scores) => queue.finish(r.slot, Ok(()), |request| {
+                        request.generation = Arc::clone(all.generation());
                         request.scores[..scores.values.len()].copy_from_slice(scores.values);
                         request.statuses[..scores.statuses.len()].copy_from_slice(scores.statuses);
                     }),
-                    Err(e) => queue.fail(r.slot, e.into()),
+                    Err(e) => queue.fail(r.slot, e.into(), queue.is_current(all.generation())),
                 }
                 in_flight.answered += 1;
             }
         }
         Err(e) => {
-            let e = RequestError::from(e);
+            let (e, is_current) =
+                (RequestError::from(e), queue.is_current(worker.model().generation()));
             for r in &in_flight.requests {
-                queue.fail(r.slot, e.clone());
+                queue.fail(r.slot, e.clone(), is_current);
                 in_flight.answered += 1;
             }
         }

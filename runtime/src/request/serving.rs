@@ -1,17 +1,17 @@
 //! Several models in one process, each with a name and a pipeline, within one memory budget. A swap
-//! opens the new generation beside the old one and exchanges one pointer between two requests. The
-//! old generation answers the requests submitted before, then it is freed. Never shows a caller of
-//! one model a change of another.
+//! opens the next generation with the caches of the one that is served, and exchanges the two between
+//! two batches. Never shows a caller of one model a change of another.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::clock::Clock;
 use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
 use crate::model::budget::{Budget, MemoryPlan};
-use crate::model::cache_transfer::{Transferred, shares_segments_with, warm_from};
 use crate::model::preload::preload_hot_keys;
 use crate::model::{Model, OpenError};
 use crate::request::pipeline::{Pipeline, PipelineStarter, RequestError, Stats, Ticket};
+use crate::request::successor::{self, OpenOptions, can_follow};
+use crate::request::transition;
 use crate::schema::Schema;
 use crate::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
@@ -19,6 +19,8 @@ use hatchback_kernels::gpu::TensorRtOptions;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
+
+pub use crate::request::transition::Swapped;
 
 /// Why a model is not loaded, swapped or unloaded. The models that are served did not change.
 #[derive(Debug, thiserror::Error)]
@@ -48,15 +50,6 @@ pub enum ServingError {
     Threads(#[from] io::Error),
 }
 
-/// What a swap did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Swapped {
-    /// What the cache transfer did with the rows of the old caches.
-    pub transferred: Transferred,
-    /// Longest time for which the swap kept a caller from submitting a request.
-    pub pause: Duration,
-}
-
 struct Served {
     name: String,
     pipeline: Pipeline,
@@ -75,13 +68,6 @@ pub struct Serving {
     clock: Arc<dyn Clock>,
     /// Starts the threads of a pipeline; `None` if the caller takes every step.
     starter: Option<PipelineStarter>,
-}
-
-/// The generation that a swap replaces.
-#[derive(Clone, Copy)]
-struct Replaced<'a> {
-    model: &'a Model,
-    yield_now: &'a dyn Fn(),
 }
 
 impl Serving {
@@ -140,21 +126,22 @@ impl Serving {
             return Err(ServingError::Loaded(name.to_owned()));
         }
 
-        let (pipeline, _) = self.open(name, flash, budget, None)?;
+        let pipeline = self.open(name, flash, budget, &|| {})?;
         let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
         models.push(Served { name: name.to_owned(), pipeline });
         Ok(())
     }
 
-    /// Serves the live generation of `flash` in place of the one that `name` serves now, with the
-    /// rows of its caches transferred. Returns after the last request of the old generation is
-    /// answered and its memory is free. Calls `yield_now` between pieces of work, during which
-    /// requests are served.
+    /// Serves the live generation of `flash` in place of the one that `name` serves now. Both share
+    /// the caches and resident tables. If they cannot, because the tables or the budget are other
+    /// ones, the new generation is opened beside the old one with caches of its own. Returns after
+    /// the last request of the old generation is answered. Calls `yield_now` between pieces of
+    /// work, during which requests are served.
     ///
     /// # Errors
     /// [`ServingError::NotLoaded`] if there is no such model, [`ServingError::Shape`] if requests
-    /// to it would not fit the new generation, and the errors of [`Serving::load`] if both
-    /// generations do not fit the budget.
+    /// to it would not fit the new generation, and the errors of [`Serving::load`] if the new
+    /// generation does not fit the budget beside the old one.
     pub fn swap(
         &self,
         name: &str,
@@ -163,15 +150,40 @@ impl Serving {
         yield_now: &dyn Fn(),
     ) -> Result<Swapped, ServingError> {
         let _one = self.change.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(old) = self.with(name, |pipeline| Arc::clone(pipeline.model())) else {
+        let Some(old) = self.with(name, Pipeline::model) else {
             return Err(ServingError::NotLoaded(name.to_owned()));
         };
-        let replaced = Replaced { model: &old, yield_now };
-        let (mut pipeline, transferred) = self.open(name, flash, budget, Some(replaced))?;
-        check_shape(&old, pipeline.model()).map_err(|ShapeError { field, problem }| {
-            ServingError::Shape { name: name.to_owned(), field, problem }
-        })?;
+        if !can_follow(&old, flash, &budget) {
+            drop(old);
+            return self.replace(name, flash, budget, yield_now);
+        }
+
+        let (budget, taken) = self.budget_beside(budget);
+        let options = OpenOptions { budget, tensorrt: self.tensorrt.as_ref(), yield_now };
+        let opened =
+            successor::open(&old, flash, &options).map_err(|e| self.refusal(name, e, taken))?;
+        check_shape(&old, &opened.model).map_err(|e| e.of(name))?;
         drop(old);
+
+        let run = |pipeline: &Pipeline| transition::run(pipeline, opened, &*self.clock, yield_now);
+        let swapped = self.with(name, run);
+        let swapped = swapped.ok_or_else(|| ServingError::NotLoaded(name.to_owned()))?;
+        swapped.map_err(|e| self.refusal(name, OpenError::Cuda(e), taken))
+    }
+
+    /// Serves the live generation of `flash` as `name`, with caches of its own.
+    fn replace(
+        &self,
+        name: &str,
+        flash: &Flash,
+        budget: Budget,
+        yield_now: &dyn Fn(),
+    ) -> Result<Swapped, ServingError> {
+        let mut pipeline = self.open(name, flash, budget, yield_now)?;
+        let old = self.with(name, Pipeline::model);
+        if let Some(old) = old {
+            check_shape(&old, &pipeline.model()).map_err(|e| e.of(name))?;
+        }
 
         let start = self.clock.now();
         {
@@ -182,8 +194,9 @@ impl Serving {
         }
         let pause = self.clock.now().saturating_sub(start);
 
+        let dropped = pipeline.model().cache_slots();
         drop(pipeline);
-        Ok(Swapped { transferred, pause })
+        Ok(Swapped { dropped, pause, ..Swapped::default() })
     }
 
     /// Stops serving `name` after the requests submitted to it are answered.
@@ -200,38 +213,43 @@ impl Serving {
         removed.map(drop).ok_or_else(|| ServingError::NotLoaded(name.to_owned()))
     }
 
-    /// Opens the live generation of `flash`, warms its caches and starts its pipeline. In a swap
-    /// the rows of the old caches are transferred while the new caches are in host memory. If these
-    /// are nearly all rows, the hot keys of the bundle are not read.
+    /// Opens the live generation of `flash`, reads its hot keys into the caches and starts its
+    /// pipeline.
     fn open(
         &self,
         name: &str,
         flash: &Flash,
         budget: Budget,
-        replaced: Option<Replaced<'_>>,
-    ) -> Result<(Pipeline, Transferred), ServingError> {
+        yield_now: &dyn Fn(),
+    ) -> Result<Pipeline, ServingError> {
         self.check_reads(name, budget.workers)?;
-        let taken: u64 = self.memory().iter().map(|(_, plan)| plan.total()).sum();
-        let budget = Budget {
-            memory_bytes_max: self.memory_bytes_max.saturating_sub(taken),
-            reads_max: self.read_depth.max() as u32,
-            ..budget
-        };
-
-        let (model, transferred) =
-            self.open_model(flash, budget, replaced).map_err(|source| match source {
-                OpenError::Budget { field: "memory_bytes_max", problem, .. } => {
-                    let (name, max) = (name.to_owned(), self.memory_bytes_max);
-                    ServingError::Memory { name, max, taken, problem }
-                }
-                source => ServingError::Open { name: name.to_owned(), source },
-            })?;
+        let (budget, taken) = self.budget_beside(budget);
+        let model = self
+            .open_model(flash, budget, yield_now)
+            .map_err(|source| self.refusal(name, source, taken))?;
         let (model, clock) = (Arc::new(model), Arc::clone(&self.clock));
-        let pipeline = match &self.starter {
+        Ok(match &self.starter {
             Some(starter) => starter.start(model, clock),
             None => Pipeline::stepped(model, clock),
-        }?;
-        Ok((pipeline, transferred))
+        }?)
+    }
+
+    /// Returns `budget` with the memory that all served models leave, and what they take.
+    fn budget_beside(&self, budget: Budget) -> (Budget, u64) {
+        let taken: u64 = self.memory().iter().map(|(_, plan)| plan.total()).sum();
+        let memory_bytes_max = self.memory_bytes_max.saturating_sub(taken);
+        (Budget { memory_bytes_max, reads_max: self.read_depth.max() as u32, ..budget }, taken)
+    }
+
+    /// Returns why `name` is not opened beside models that take `taken` bytes.
+    fn refusal(&self, name: &str, source: OpenError, taken: u64) -> ServingError {
+        let (name, max) = (name.to_owned(), self.memory_bytes_max);
+        match source {
+            OpenError::Budget { field: "memory_bytes_max", problem, .. } => {
+                ServingError::Memory { name, max, taken, problem }
+            }
+            source => ServingError::Open { name, source },
+        }
     }
 
     /// Checks that every worker can have a read in flight if `workers` more are started.
@@ -248,24 +266,12 @@ impl Serving {
         &self,
         flash: &Flash,
         budget: Budget,
-        replaced: Option<Replaced<'_>>,
-    ) -> Result<(Model, Transferred), OpenError> {
-        let read_depth = Arc::clone(&self.read_depth);
-        let yield_now = replaced.map(|old| old.yield_now);
-        let mut model = Model::open_cold(flash, budget, read_depth, yield_now.unwrap_or(&|| {}))?;
-
-        if !replaced.is_some_and(|old| shares_segments_with(old.model, flash)) {
-            preload_hot_keys(&model, flash, yield_now);
-        }
-        // Segments of a generation that replaces a damaged one of the same number have other
-        // content.
-        let transferred = replaced
-            .filter(|old| old.model.generation() != model.generation())
-            .map(|old| warm_from(&mut model, old.model, old.yield_now));
-
+        yield_now: &dyn Fn(),
+    ) -> Result<Model, OpenError> {
+        let model = Model::open_cold(flash, budget, Arc::clone(&self.read_depth), yield_now)?;
+        preload_hot_keys(&model, flash, Some(yield_now));
         let model = model.move_to_device(&self.lookups)?;
-        let model = model.move_dense_to_gpu(flash, self.tensorrt.as_ref())?;
-        Ok((model, transferred.unwrap_or_default()))
+        model.move_dense_to_gpu(flash, self.tensorrt.as_ref())
     }
 
     /// Submits a request to the model `name`, as [`Pipeline::submit`] does.
@@ -300,7 +306,7 @@ impl Serving {
 
     /// Returns the generation that `name` serves.
     pub fn generation(&self, name: &str) -> Option<Generation> {
-        self.with(name, |p| p.model().generation().clone())
+        self.with(name, |p| Generation::clone(p.model().generation()))
     }
 
     /// Returns the hash of the manifest of the generation that `name` serves.
@@ -336,6 +342,12 @@ impl Serving {
 struct ShapeError {
     field: &'static str,
     problem: String,
+}
+
+impl ShapeError {
+    fn of(self, name: &str) -> ServingError {
+        ServingError::Shape { name: name.to_owned(), field: self.field, problem: self.problem }
+    }
 }
 
 /// Checks that every request that fits `old` fits `new` and means the same.

@@ -8,7 +8,7 @@ use crate::limits::{
     DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_WIDTH_MAX, NAME_BYTES_MAX,
     TABLES_MAX,
 };
-use hatchback_kernels::cache::address::mix;
+use hatchback_kernels::cache::address::{mix, unmix};
 use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
 use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
 use hatchback_kernels::lookup::Pooling;
@@ -32,6 +32,14 @@ impl KeySpace {
         match self {
             Self::Index => key,
             Self::Sparse => mix(key),
+        }
+    }
+
+    /// Returns the key that `order` is the number of.
+    pub fn key_of(self, order: u64) -> u64 {
+        match self {
+            Self::Index => order,
+            Self::Sparse => unmix(order),
         }
     }
 }

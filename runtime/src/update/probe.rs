@@ -66,12 +66,10 @@ impl From<OpenError> for ProbeFault {
 /// # Errors
 /// `ProbeFault::Release` also if a score is not a number.
 pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Probed, ProbeFault> {
-    let cache_bytes_max = budget.cache_bytes_max.min(PROBE_CACHE_BYTES_MAX);
-    let budget = Budget { workers: 1, slots: 1, batch_delay_us_max: 0, cache_bytes_max, ..budget };
     let samples = flash.probe()?;
-
     let depth = DeviceDepth::new(budget.reads_max as usize);
-    let model = Arc::new(Model::open_cold(flash, budget, depth, yield_now)?);
+    let cache = PROBE_CACHE_BYTES_MAX;
+    let model = Arc::new(Model::open_on_flash(flash, budget, cache, depth, yield_now)?);
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
     let (mut batch, mut probed) = (Batch::new(model.schema(), 1), Probed::default());
 

@@ -42,26 +42,23 @@ impl World {
         self.take_answers()
     }
 
-    /// Checks the requests that were answered. A swap answers those of the old generation.
+    /// Checks the requests that were answered. A swap answers some itself.
     fn take_answers(&self) -> String {
         let taken = std::mem::take(&mut *self.pending.borrow_mut());
         let (done, waiting): (Vec<_>, Vec<_>) = taken.into_iter().partition(|p| p.ticket.is_done());
         self.pending.borrow_mut().extend(waiting);
         let number = done.len();
         for Pending { ticket, sample } in done {
-            let sequence = ticket.generation().sequence;
-            let answered = match ticket.wait() {
-                Ok(answer) => {
-                    let scores = answer.scores();
-                    Ok((scores.values.to_vec(), scores.statuses[0]))
-                }
-                Err(e) => Err(e),
-            };
+            let answered = ticket.wait().map(|answer| {
+                let scores = answer.scores();
+                let (values, status) = (scores.values.to_vec(), scores.statuses[0]);
+                Answer { sequence: answer.generation().sequence, values, status }
+            });
             match answered {
-                Ok((values, status)) => {
+                Ok(answer) => {
                     self.count("answers");
-                    let answer = Answer { sequence, values, status };
                     if let Err(what) = self.check_answer(&sample, &answer) {
+                        let sequence = answer.sequence;
                         self.fail(format!("a wrong answer of generation {sequence}: {what}"));
                     }
                 }

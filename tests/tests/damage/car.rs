@@ -257,7 +257,7 @@ impl TestCar {
         let width = scores.values.len() / samples.len();
         let answers = scores.values.chunks(width).zip(scores.statuses);
         samples.iter().zip(answers).try_for_each(|(sample, (score, status))| {
-            check(sample, score, *status, ticket.generation(), self.may_be_damaged)
+            check(sample, score, *status, answer.generation(), self.may_be_damaged)
         })?;
         Ok(true)
     }

@@ -14,7 +14,7 @@ use hatchback_kernels::lookup::miss_list::MissList;
 use std::sync::Arc;
 
 /// Where a worker computes.
-pub(super) enum WorkerBackend {
+pub(crate) enum WorkerBackend {
     Cpu(CpuBackend),
     Gpu(GpuBackend),
     /// The worker could not be made on the GPU, or the GPU stopped working. Every request fails

@@ -17,7 +17,7 @@ use hatchback_kernels::simd::isa::Isa;
 use std::sync::Arc;
 
 /// The dense network in host memory, with the inputs and the scratch memory of one worker.
-pub(super) struct CpuDense {
+pub(crate) struct CpuDense {
     engine: Arc<DenseEngine>,
     scratch: DenseScratch,
     /// One buffer for each network input, `[batch_max, width]`.
@@ -76,7 +76,7 @@ impl CpuDense {
 }
 
 /// The lookup and the dense network of one worker, both on the CPU.
-pub(super) struct CpuBackend {
+pub(crate) struct CpuBackend {
     tables: Arc<CpuTables>,
     dense: CpuDense,
     isa: Isa,
@@ -176,7 +176,7 @@ fn feature_view<'a>(model: &'a Model, tables: &'a CpuTables, f: usize) -> Featur
         pooling: feature.pooling,
         rows: match table.storage {
             Storage::Resident(number) => RowStore::Resident(&tables.residents[number]),
-            Storage::Cached { cache, .. } => RowStore::Cached(&tables.caches[cache]),
+            Storage::Cached(cache) => RowStore::Cached(&tables.caches[cache]),
         },
         column: model.column(f).column,
         width: schema.feature_width(f),

@@ -7,7 +7,10 @@ use crate::io::page::Page;
 use crate::model::Model;
 use crate::request::negative_cache::NegativeCache;
 use crate::request::worker::backend::WorkerBackend;
-use crate::request::worker::fetch::{RowFetcher, check_page, index_in, page_len, token};
+use crate::request::worker::fetch::{
+    RowFetcher, check_page, index_in, page_len, refuse_barred, token,
+};
+use crate::request::worker::live_model::LiveModel;
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
@@ -75,6 +78,7 @@ impl RowFetcher {
     pub fn fetch_deferred(
         &mut self,
         model: &Model,
+        live: &LiveModel,
         backend: &mut WorkerBackend,
         pages_max: usize,
     ) -> usize {
@@ -86,7 +90,7 @@ impl RowFetcher {
             return 0;
         }
 
-        let reads = self.read_deferred(model, pages_max);
+        let reads = self.read_deferred(model, live, pages_max);
         let inserted = reads.inserted + self.insert_on_gpu(backend, reads.read);
         self.deferred.drain(..reads.done);
         inserted
@@ -111,7 +115,12 @@ impl RowFetcher {
 
     /// Reads the pages of deferred rows. Inserts the rows into caches in host memory; for a GPU,
     /// stages each row in the slot of its own index.
-    fn read_deferred(&mut self, model: &Model, pages_max: usize) -> DeferredReads {
+    fn read_deferred(
+        &mut self,
+        model: &Model,
+        live: &LiveModel,
+        pages_max: usize,
+    ) -> DeferredReads {
         let (mut next, mut started, mut waiting, mut inserted) = (0, 0, 0, 0);
         self.round = self.round.wrapping_add(1);
         self.deferred.sort_unstable_by_key(|m| (m.row.table, m.place));
@@ -135,6 +144,7 @@ impl RowFetcher {
                 waiting -= 1;
                 let rows = start..start + page_len(&deferred[start..]);
                 let rows = &mut deferred[rows];
+                rows.iter_mut().for_each(|miss| refuse_barred(live, miss));
                 let page = check_page(model, rows[0], page, counters);
                 inserted += insert(model, rows, start, page.as_ref(), misses, negative_cache);
             });

@@ -10,6 +10,7 @@ use crate::io::reader::{PageReader, ReadMethod};
 use crate::model::Model;
 use crate::request::negative_cache::NegativeCache;
 use crate::request::worker::counters::Counters;
+use crate::request::worker::live_model::LiveModel;
 use crate::schema::MissPolicy;
 use crate::schema::batch::Batch;
 use hatchback_kernels::lookup::miss_list::{Miss, MissList, RowState};
@@ -51,6 +52,16 @@ impl RowFetcher {
         }
     }
 
+    /// Drops what holds for one generation only: rows to fetch later, with their places on flash,
+    /// and keys that their tables did not have.
+    pub fn forget_generation(&mut self) {
+        self.misses.clear();
+        self.deferred.clear();
+        self.negative_cache.clear();
+        // Pages of the old generation that still arrive belong to no round.
+        self.round = self.round.wrapping_add(1);
+    }
+
     /// Clears the miss list and counts the lookups of `batch`.
     pub fn start_request(&mut self, model: &Model, batch: &Batch) {
         self.misses.clear();
@@ -65,7 +76,7 @@ impl RowFetcher {
 
     /// Fetches the rows of the miss list, with many reads in flight: first the rows that the
     /// request must wait for, then those that the deadline allows. Defers the rest.
-    pub fn fetch(&mut self, model: &Model, deadline: Option<Duration>) {
+    pub fn fetch(&mut self, model: &Model, live: &LiveModel, deadline: Option<Duration>) {
         self.locate(model);
         let order = |m: &Miss| (model.miss_policy(m.row.table) as u8, m.row.table, m.place);
         self.misses.list_mut().sort_unstable_by_key(order);
@@ -88,7 +99,7 @@ impl RowFetcher {
                 next.is_none_or(|m| model.miss_policy(m.row.table) != MissPolicy::Wait);
             let cut = deadline.filter(|_| reads.required == 0 && is_optional);
             let wait = cut.map(|deadline| deadline.saturating_sub(self.clock.now()));
-            if !self.finish_read(model, wait, &mut reads) {
+            if !self.finish_read(model, live, wait, &mut reads) {
                 let unread = if cut.is_some() { RowState::Late } else { RowState::Damaged };
                 return self.give_up_reads(model, unread, reads.next);
             }
@@ -132,7 +143,13 @@ impl RowFetcher {
     }
 
     /// Waits up to `wait` for one page and stages its rows. Returns false if none arrived.
-    fn finish_read(&mut self, model: &Model, wait: Option<Duration>, reads: &mut Reads) -> bool {
+    fn finish_read(
+        &mut self,
+        model: &Model,
+        live: &LiveModel,
+        wait: Option<Duration>,
+        reads: &mut Reads,
+    ) -> bool {
         let Self { reader, misses, negative_cache, counters, round, .. } = self;
         reader.next(wait, |token, page| {
             let Some(start) = index_in(token, *round) else { return };
@@ -141,6 +158,7 @@ impl RowFetcher {
             reads.finish(model.miss_policy(first.row.table));
 
             let page = check_page(model, first, page, counters);
+            misses.list_mut()[range.clone()].iter_mut().for_each(|miss| refuse_barred(live, miss));
             stage(model, misses, range, page.as_ref(), negative_cache);
         })
     }
@@ -235,6 +253,13 @@ pub(super) fn check_page<'a>(
             log::error!("{e}");
             None
         }
+    }
+}
+
+/// Makes the cache refuse the row of `miss` if a transition bars it.
+pub(super) fn refuse_barred(live: &LiveModel, miss: &mut Miss) {
+    if live.bars(miss.row) {
+        miss.epoch = miss.epoch.outdated();
     }
 }
 

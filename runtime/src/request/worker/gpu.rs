@@ -25,7 +25,7 @@ use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 use std::sync::Arc;
 
 /// What one worker has on a GPU.
-pub(super) enum GpuBackend {
+pub(crate) enum GpuBackend {
     /// The lookup, into inputs that the CPU's dense network reads.
     Lookup { lookup: Box<GpuLookup>, dense: CpuDense },
     /// The lookup and the dense network.

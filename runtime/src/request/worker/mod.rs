@@ -7,19 +7,22 @@
 //! continues. The scores of every backend are read through [`BatchScores::request`], which refuses
 //! a score that is not a number.
 
-mod backend;
+pub(crate) mod backend;
 mod counters;
 mod cpu;
 mod deferred;
 mod fetch;
 mod gpu;
+pub(crate) mod live_model;
 mod progress;
 
+use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
 use crate::model::Model;
 use crate::request::check::check_batch;
 use crate::request::worker::backend::WorkerBackend;
 use crate::request::worker::fetch::RowFetcher;
+use crate::request::worker::live_model::{Current, LiveModel};
 use crate::request::worker::progress::Progress;
 use crate::schema::batch::Batch;
 use hatchback_kernels::cache::address::RowKey;
@@ -28,7 +31,7 @@ use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::MissList;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, RwLockReadGuard};
 use std::time::Duration;
 
 pub use crate::request::error::{NotFinite, ScoreError};
@@ -61,9 +64,15 @@ pub struct BatchScores<'a> {
     /// `[batch]`.
     statuses: &'a [LookupStatus],
     outputs: usize,
+    generation: &'a Arc<Generation>,
 }
 
 impl<'a> BatchScores<'a> {
+    /// Returns the generation that the scores are of.
+    pub fn generation(&self) -> &Arc<Generation> {
+        self.generation
+    }
+
     /// Returns the scores of the request that has `samples` of the batch.
     ///
     /// # Errors
@@ -78,8 +87,17 @@ impl<'a> BatchScores<'a> {
     }
 }
 
-/// Serves requests on one model, one at a time.
+/// Serves requests on the current model of its pipeline, one at a time.
 pub struct Worker {
+    live: Arc<LiveModel>,
+    seat: Seat,
+}
+
+/// What a worker has on one model.
+struct Seat {
+    /// The version of the live model that the worker has seen last, and a claim to it.
+    version: u64,
+    users: Arc<()>,
     model: Arc<Model>,
     backend: WorkerBackend,
     fetcher: RowFetcher,
@@ -90,52 +108,49 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Makes a worker on `model` and takes all memory that it will use. If the GPU has no memory
-    /// for the worker, every request fails with that error.
+    /// Makes a worker on `model`, which stays, and takes all memory that it will use. If the GPU
+    /// has no memory for the worker, every request fails with that error.
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> Self {
-        let batch_max = model.budget().batch_max as usize;
-        let (backend, misses) = match Self::memory(&model) {
-            Ok(memory) => memory,
-            Err(e) => {
-                log::error!("a worker cannot use the GPU, its requests will fail: {e}");
-                (WorkerBackend::Failed(Arc::new(e)), MissList::new(1, 1))
-            }
-        };
-        Self {
-            backend,
-            fetcher: RowFetcher::new(&model, misses, clock),
-            scores: vec![0.0; batch_max * model.outputs()],
-            statuses: vec![LookupStatus::default(); batch_max],
-            model,
-        }
+        Self::on(LiveModel::new(model), clock)
     }
 
-    /// Takes the memory that depends on the device.
-    fn memory(model: &Model) -> Result<(WorkerBackend, MissList), CudaError> {
-        let (misses_max, device) = (model.budget().misses_max as usize, model.lookup_device());
-        let misses = MissList::on(&device, misses_max, model.staging_row_bytes())?;
-        Ok((WorkerBackend::new(model)?, misses))
+    /// Makes a worker that follows `live` from generation to generation, as [`Worker::new`] does.
+    pub(crate) fn on(live: Arc<LiveModel>, clock: Arc<dyn Clock>) -> Self {
+        let seat = Seat::new(&live, clock);
+        Self { live, seat }
     }
 
     /// Returns why every request of this worker fails, if its GPU failed.
     pub(crate) fn failure(&self) -> Option<&Arc<CudaError>> {
-        self.backend.failure()
+        self.seat.backend.failure()
     }
 
     /// Returns the running totals.
     pub fn counters(&self) -> Counters {
-        self.fetcher.counters
+        self.seat.fetcher.counters
     }
 
     /// Returns the inputs of the dense network of the last request on the CPU, `[batch, width]` at
     /// the front of each.
     pub(crate) fn inputs(&self) -> &[HostMemory<f32>] {
-        self.backend.inputs()
+        self.seat.backend.inputs()
     }
 
-    /// Returns the model.
+    /// Returns the model of the last request.
     pub fn model(&self) -> &Arc<Model> {
-        &self.model
+        &self.seat.model
+    }
+
+    /// Moves the worker to the current model.
+    pub(crate) fn follow(&mut self) {
+        if !self.is_current() {
+            self.seat.follow(&self.live.read());
+        }
+    }
+
+    /// Returns whether the worker has seen the current version of the live model.
+    pub(crate) fn is_current(&self) -> bool {
+        self.seat.version == self.live.version()
     }
 
     /// Scores `batch`, which is one request. From `deadline`, a time of the worker's clock, on no
@@ -162,73 +177,132 @@ impl Worker {
         batch: &Batch,
         deadline: Option<Duration>,
     ) -> Result<BatchScores<'_>, ScoreError> {
-        check_batch(&self.model, batch)?;
-        if let Some(e) = self.backend.failure() {
+        let Self { live, seat } = self;
+        let current = live.read();
+        seat.follow(&current);
+        check_batch(&seat.model, batch)?;
+        if let Some(e) = seat.backend.failure() {
             return Err(Arc::clone(e).into());
         }
 
         let samples = batch.size();
-        self.statuses[..samples].fill(LookupStatus::default());
-        self.fetcher.start_request(&self.model, batch);
+        seat.statuses[..samples].fill(LookupStatus::default());
+        seat.fetcher.start_request(&seat.model, batch);
 
-        let resolved =
-            self.lookup(batch).and_then(|progress| self.resolve_misses(batch, deadline, progress));
-        if let Err(e) = resolved {
-            self.backend.recover();
+        if let Err(e) = seat.resolve(live, current, batch, deadline) {
+            seat.backend.recover();
             return Err(e);
         }
 
-        let outputs = self.model.outputs();
-        let values = &mut self.scores[..samples * outputs];
-        self.backend.run_dense(samples, values)?;
-        Ok(BatchScores { values, statuses: &self.statuses[..samples], outputs })
-    }
-
-    /// Probes the keys and pools the bags whose rows are all in memory.
-    fn lookup(&mut self, batch: &Batch) -> Result<Progress, ScoreError> {
-        let Self { model, backend, fetcher, statuses, .. } = self;
-        backend.lookup(model, batch, &mut fetcher.misses, &mut statuses[..batch.size()])
-    }
-
-    /// Fetches the missing rows and pools the bags that waited for them, as often as the lookup
-    /// fills the miss list. Bags are pooled in key order, so that caching never changes a score.
-    fn resolve_misses(
-        &mut self,
-        batch: &Batch,
-        deadline: Option<Duration>,
-        mut progress: Progress,
-    ) -> Result<(), ScoreError> {
-        let Self { model, backend, fetcher, statuses, .. } = self;
-        let statuses = &mut statuses[..batch.size()];
-        let mut is_open = progress == Progress::MissListFull || !fetcher.misses.is_empty();
-        while is_open {
-            fetcher.fetch(model, deadline);
-            backend.finish_bags(model, &fetcher.misses, statuses, progress)?;
-            fetcher.misses.clear();
-
-            is_open = progress == Progress::MissListFull;
-            if is_open {
-                progress = backend.continue_lookup(model, batch, &mut fetcher.misses, statuses)?;
-            }
-        }
-        Ok(())
+        let outputs = seat.model.outputs();
+        let values = &mut seat.scores[..samples * outputs];
+        seat.backend.run_dense(samples, values)?;
+        let (statuses, generation) = (&seat.statuses[..samples], seat.model.generation());
+        Ok(BatchScores { values, statuses, outputs, generation })
     }
 
     /// Notes a row that a later request will look up, for [`Worker::fetch_deferred`]. Returns false
     /// if there was no room for it. A row that is in memory or in no table needs no room.
     pub fn enqueue_prefetch(&mut self, row: RowKey) -> bool {
-        self.backend.failure().is_none() && self.fetcher.enqueue_prefetch(&self.model, row)
+        let Seat { model, backend, fetcher, .. } = &mut self.seat;
+        backend.failure().is_none() && fetcher.enqueue_prefetch(model, row)
     }
 
     /// Returns the rows that [`Worker::fetch_deferred`] has yet to fetch.
     pub fn deferred_len(&self) -> usize {
-        self.fetcher.deferred.len()
+        self.seat.fetcher.deferred.len()
     }
 
     /// Fetches rows that the last requests answered with defaults, and prefetched rows, so that the
     /// next request finds them in the cache. Reads at most `pages_max` pages and leaves the rest
     /// for the next call. Returns how many rows were inserted.
     pub fn fetch_deferred(&mut self, pages_max: usize) -> usize {
-        self.fetcher.fetch_deferred(&self.model, &mut self.backend, pages_max)
+        let Self { live, seat: Seat { model, backend, fetcher, .. } } = self;
+        fetcher.fetch_deferred(model, live, backend, pages_max)
+    }
+}
+
+impl Seat {
+    fn new(live: &LiveModel, clock: Arc<dyn Clock>) -> Self {
+        let current = live.read();
+        let model = Arc::clone(&current.model);
+        let batch_max = model.budget().batch_max as usize;
+        let (backend, misses) = match Self::memory(&current) {
+            Ok(memory) => memory,
+            Err(e) => {
+                log::error!("a worker cannot use the GPU, its requests will fail: {e}");
+                (WorkerBackend::Failed(Arc::new(e)), MissList::new(1, 1))
+            }
+        };
+        Self {
+            version: current.version,
+            users: Arc::clone(&current.users),
+            backend,
+            fetcher: RowFetcher::new(&model, misses, clock),
+            scores: vec![0.0; batch_max * model.outputs()],
+            statuses: vec![LookupStatus::default(); batch_max],
+            model,
+        }
+    }
+
+    /// Takes the memory that depends on the device.
+    fn memory(current: &Current) -> Result<(WorkerBackend, MissList), CudaError> {
+        let model = &current.model;
+        let (misses_max, device) = (model.budget().misses_max as usize, model.lookup_device());
+        let misses = MissList::on(&device, misses_max, model.staging_row_bytes())?;
+        Ok((current.backend()?, misses))
+    }
+
+    /// Moves to `current`. Both models have the same tables and outputs, so that the seat keeps the
+    /// other memory.
+    fn follow(&mut self, current: &Current) {
+        if self.version == current.version {
+            return;
+        }
+        (self.version, self.users) = (current.version, Arc::clone(&current.users));
+        if Arc::ptr_eq(&self.model, &current.model) {
+            return;
+        }
+        // A backend that failed stays so: its GPU works no more.
+        if self.backend.failure().is_none() {
+            self.backend = current.backend().unwrap_or_else(|e| {
+                log::error!("a worker cannot use the GPU, its requests will fail: {e}");
+                WorkerBackend::Failed(Arc::new(e))
+            });
+        }
+        self.fetcher.forget_generation();
+        self.model = Arc::clone(&current.model);
+    }
+
+    /// Looks the batch up, fetches the missing rows and pools the bags that waited for them, as
+    /// often as the lookup fills the miss list. Bags are pooled in key order, so that caching never
+    /// changes a score. Holds `current` until no lookup is left: only lookups read resident tables.
+    fn resolve(
+        &mut self,
+        live: &LiveModel,
+        current: RwLockReadGuard<'_, Current>,
+        batch: &Batch,
+        deadline: Option<Duration>,
+    ) -> Result<(), ScoreError> {
+        let Self { model, backend, fetcher, statuses, .. } = self;
+        let statuses = &mut statuses[..batch.size()];
+
+        let mut looking_up = Some(current);
+        let mut progress = backend.lookup(model, batch, &mut fetcher.misses, statuses)?;
+        let mut is_open = progress == Progress::MissListFull || !fetcher.misses.is_empty();
+        while is_open {
+            is_open = progress == Progress::MissListFull;
+            if !is_open {
+                looking_up = None;
+            }
+            fetcher.fetch(model, live, deadline);
+            backend.finish_bags(model, &fetcher.misses, statuses, progress)?;
+            fetcher.misses.clear();
+            if is_open {
+                progress = backend.continue_lookup(model, batch, &mut fetcher.misses, statuses)?;
+            }
+        }
+        drop(looking_up);
+        Ok(())
     }
 }

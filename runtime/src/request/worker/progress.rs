@@ -2,7 +2,7 @@
 
 /// Whether a lookup needs the miss list again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Progress {
+pub(crate) enum Progress {
     /// Every bag is pooled or waits in the miss list.
     Complete,
     /// Bags are left for which the miss list had no room. The lookup continues after the list is

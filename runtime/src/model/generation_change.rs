@@ -1,0 +1,92 @@
+//! What differs in the rows of two generations of one model, table by table. It is found in the key
+//! pages of the deltas, without reading a row. A row that is not listed is the same in both
+//! generations; a listed row may be. Needs no memory beside the listed keys, 8 bytes each.
+
+use crate::flash::segment::SegmentError;
+use crate::flash::table::TableRows;
+use crate::model::opened::Model;
+use crate::model::served_tables::ServedTable;
+use hatchback_kernels::cache::address::RowKey;
+
+/// The rows of one table that may differ.
+pub(crate) enum TableChange {
+    /// The rows of these keys, ascending.
+    Keys(Vec<u64>),
+    /// Every row.
+    All,
+}
+
+/// The rows of each table that may differ between two generations.
+pub(crate) struct GenerationChange {
+    tables: Vec<TableChange>,
+}
+
+impl GenerationChange {
+    /// Finds what differs between `old` and `new`, two generations with the same tables.
+    ///
+    /// # Errors
+    /// [`SegmentError`] if a key page of a delta is damaged.
+    pub fn between(old: &Model, new: &Model) -> Result<Self, SegmentError> {
+        let (before, after) = (old.generation(), new.generation());
+        let is_same = old.manifest() == new.manifest();
+        let is_unrelated = before.lineage != after.lineage || before.sequence == after.sequence;
+
+        let both = old.tables().iter().zip(new.tables());
+        let tables = both.map(|(old, new)| match before.sequence <= after.sequence {
+            _ if is_same => Ok(TableChange::Keys(Vec::new())),
+            _ if is_unrelated => Ok(TableChange::All),
+            true => changed_since(before.sequence, new),
+            false => changed_since(after.sequence, old),
+        });
+        Ok(Self { tables: tables.collect::<Result<_, _>>()? })
+    }
+
+    /// Returns whether `row` may differ.
+    pub fn contains(&self, row: RowKey) -> bool {
+        match self.of(row.table) {
+            TableChange::Keys(keys) => keys.binary_search(&row.key).is_ok(),
+            TableChange::All => true,
+        }
+    }
+
+    /// Returns what may differ in `table`.
+    pub fn of(&self, table: u16) -> &TableChange {
+        &self.tables[usize::from(table)]
+    }
+
+    /// Returns the bytes of memory.
+    pub fn bytes(&self) -> u64 {
+        let keys = |change: &TableChange| match change {
+            TableChange::Keys(keys) => 8 * keys.len() as u64,
+            TableChange::All => 0,
+        };
+        self.tables.iter().map(keys).sum()
+    }
+}
+
+/// Returns the rows of `later` that may have changed after the generation `sequence`. A segment
+/// holds no row that is newer than the generation in whose folder it is.
+fn changed_since(sequence: u64, later: &ServedTable) -> Result<TableChange, SegmentError> {
+    if later.segments.base.sequence > sequence {
+        return Ok(TableChange::All);
+    }
+    let deltas = later.segments.deltas.iter().enumerate();
+    let newer = deltas.filter(|(_, delta)| delta.sequence > sequence).map(|(number, _)| number);
+    newest_keys(&later.rows, newer).map(TableChange::Keys)
+}
+
+/// Returns the keys of the `deltas` of a table, ascending.
+fn newest_keys(
+    rows: &TableRows,
+    deltas: impl Iterator<Item = usize>,
+) -> Result<Vec<u64>, SegmentError> {
+    let mut keys = Vec::new();
+    for number in deltas {
+        let delta = &rows.segments()[number + 1];
+        let space = delta.kind().keys();
+        delta.each_key(|order, _| keys.push(space.key_of(order)))?;
+    }
+    keys.sort_unstable();
+    keys.dedup();
+    Ok(keys)
+}

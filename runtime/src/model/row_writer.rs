@@ -1,0 +1,203 @@
+//! Changes the caches and resident tables of a model from the thread of a swap, in host memory or on
+//! a GPU. Changes on a GPU are collected and made many at a time. Never decides which rows change.
+
+use crate::model::backend::ModelBackend;
+use crate::model::opened::Model;
+use hatchback_kernels::cache::Epoch;
+use hatchback_kernels::cache::address::RowKey;
+use hatchback_kernels::cuda::driver::CudaError;
+use hatchback_kernels::cuda::memory::Mapped;
+use hatchback_kernels::gpu::tables::{DeviceTables, RowChanges};
+use std::sync::Arc;
+
+/// Rows that one launch changes on a GPU.
+const ROWS_PER_LAUNCH: usize = 2048;
+
+/// Writes rows of cached and resident tables.
+pub(crate) enum RowWriter<'a> {
+    Cpu(&'a Model),
+    Gpu(Box<GpuWriter>),
+}
+
+/// Changes to caches on a GPU, collected.
+pub(crate) struct GpuWriter {
+    changes: RowChanges,
+    /// The rows whose bytes are staged, each in the slot of its own number.
+    rows: Vec<RowKey>,
+    /// `[ROWS_PER_LAUNCH, stride]` bytes.
+    staged: Mapped<u8>,
+    stride: usize,
+}
+
+impl<'a> RowWriter<'a> {
+    /// Takes memory for the changes of `model`'s caches.
+    ///
+    /// # Errors
+    /// `CudaError` if the GPU has no memory.
+    pub fn on(model: &'a Model) -> Result<Self, CudaError> {
+        match model.backend() {
+            ModelBackend::Cpu { .. } => Ok(Self::Cpu(model)),
+            ModelBackend::GpuTables { tables, .. } | ModelBackend::Gpu { tables, .. } => {
+                let stride = model.staging_row_bytes().next_multiple_of(4);
+                Ok(Self::Gpu(Box::new(GpuWriter {
+                    changes: RowChanges::new(tables, ROWS_PER_LAUNCH)?,
+                    rows: Vec::with_capacity(ROWS_PER_LAUNCH),
+                    staged: tables.gpu().mapped(ROWS_PER_LAUNCH * stride)?,
+                    stride,
+                })))
+            }
+        }
+    }
+
+    /// Returns the bytes that the writer takes on a GPU.
+    pub fn bytes(model: &Model) -> u64 {
+        let stride = model.staging_row_bytes().next_multiple_of(4);
+        let on_gpu = RowChanges::bytes(ROWS_PER_LAUNCH) + ROWS_PER_LAUNCH * stride;
+        if model.backend().device_tables().is_some() { on_gpu as u64 } else { 0 }
+    }
+
+    /// Removes `rows` from the caches. Passes each row that was cached to `cached`. Calls
+    /// `yield_now` between pieces of work.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`. Some rows may be removed.
+    pub fn invalidate(
+        &mut self,
+        rows: impl Iterator<Item = RowKey>,
+        yield_now: &dyn Fn(),
+        mut cached: impl FnMut(RowKey),
+    ) -> Result<(), CudaError> {
+        match self {
+            Self::Cpu(model) => {
+                for (number, row) in rows.enumerate() {
+                    if number.is_multiple_of(ROWS_PER_LAUNCH) {
+                        yield_now();
+                    }
+                    if model.cpu_cache(row.table).is_some_and(|cache| cache.invalidate(row)) {
+                        cached(row);
+                    }
+                }
+                Ok(())
+            }
+            Self::Gpu(gpu) => {
+                for row in rows {
+                    gpu.rows.push(row);
+                    if gpu.rows.len() == ROWS_PER_LAUNCH {
+                        yield_now();
+                        gpu.invalidate(&mut cached)?;
+                    }
+                }
+                gpu.invalidate(&mut cached)
+            }
+        }
+    }
+
+    /// Inserts `row`, which no other thread changes, into its cache. On a GPU at the next
+    /// [`RowWriter::flush`] at the latest.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`.
+    pub fn insert(&mut self, row: RowKey, bytes: &[u8]) -> Result<(), CudaError> {
+        match self {
+            Self::Cpu(model) => {
+                if let Some(cache) = model.cpu_cache(row.table) {
+                    cache.insert(row, bytes, cache.epoch(row));
+                }
+                Ok(())
+            }
+            Self::Gpu(gpu) => {
+                let at = gpu.rows.len() * gpu.stride;
+                gpu.staged[at..at + bytes.len()].copy_from_slice(bytes);
+                gpu.rows.push(row);
+                if gpu.rows.len() == ROWS_PER_LAUNCH { gpu.insert() } else { Ok(()) }
+            }
+        }
+    }
+
+    /// Makes the inserts that are collected.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`.
+    pub fn flush(&mut self) -> Result<(), CudaError> {
+        match self {
+            Self::Cpu(_) => Ok(()),
+            Self::Gpu(gpu) => gpu.insert(),
+        }
+    }
+}
+
+impl GpuWriter {
+    fn invalidate(&mut self, mut cached: impl FnMut(RowKey)) -> Result<(), CudaError> {
+        let Self { changes, rows, staged, stride } = self;
+        rows.iter().for_each(|&row| changes.add(row, 0, Epoch::default()));
+        let done = changes.invalidate(staged, *stride / 4)?;
+        rows.drain(..).zip(done).filter(|(_, was)| **was != 0).for_each(|(row, _)| cached(row));
+        Ok(())
+    }
+
+    fn insert(&mut self) -> Result<(), CudaError> {
+        let Self { changes, rows, staged, stride } = self;
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let mut epochs = vec![Epoch::default(); rows.len()];
+        rows.iter().for_each(|&row| changes.add(row, 0, Epoch::default()));
+        changes.probe(|number, _, epoch| epochs[number] = epoch)?;
+        for (slot, (row, epoch)) in rows.drain(..).zip(epochs).enumerate() {
+            changes.add(row, slot as u32, epoch);
+        }
+        changes.insert(staged, *stride / 4).map(drop)
+    }
+}
+
+/// The rows of one resident table that a swap replaces: each slot with its new bytes, in ascending
+/// order of slots.
+pub(crate) struct ResidentPatch {
+    pub number: usize,
+    pub rows: Vec<(u32, Vec<u8>)>,
+}
+
+impl ResidentPatch {
+    /// Returns the bytes of memory.
+    pub fn bytes(&self) -> u64 {
+        let bytes = |row: &(u32, Vec<u8>)| size_of_val(row) + row.1.len();
+        self.rows.iter().map(bytes).sum::<usize>() as u64
+    }
+
+    /// Replaces the rows in the tables of `backend`, which no lookup reads meanwhile.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`. Some rows may be replaced.
+    pub fn apply(&self, backend: &ModelBackend) -> Result<(), CudaError> {
+        match backend.cpu_tables() {
+            Some(tables) => {
+                let table = &tables.residents[self.number];
+                self.rows.iter().for_each(|(slot, bytes)| table.write(*slot, bytes));
+                Ok(())
+            }
+            None => backend
+                .device_tables()
+                .map_or(Ok(()), |tables| tables.write_resident(self.number, &self.rows)),
+        }
+    }
+}
+
+/// Returns the slot of each of `keys` in the resident table of `storage`, `None` for a key that the
+/// table does not have.
+///
+/// # Errors
+/// `CudaError::Driver`.
+pub(crate) fn resident_slots(
+    backend: &ModelBackend,
+    number: usize,
+    keys: &[u64],
+) -> Result<Vec<Option<u32>>, CudaError> {
+    let on_device = |tables: &Arc<DeviceTables>| tables.resident_slots(number, keys);
+    match backend.cpu_tables() {
+        Some(tables) => {
+            let table = &tables.residents[number];
+            Ok(keys.iter().map(|&key| table.slot(key)).collect())
+        }
+        None => backend.device_tables().map_or(Ok(Vec::new()), on_device),
+    }
+}

@@ -1,0 +1,165 @@
+//! Opening the next generation of a model that is being served. It takes over the caches and the
+//! resident tables of the generation before. Only its indexes and its dense network are new memory.
+//! Changes nothing that requests use: `transition.rs` does.
+
+use crate::flash::Flash;
+use crate::model::backend::{CpuTables, ModelBackend};
+use crate::model::budget::Budget;
+use crate::model::generation_change::{GenerationChange, TableChange};
+use crate::model::preload::Preloader;
+use crate::model::row_writer::{ResidentPatch, RowWriter, resident_slots};
+use crate::model::served_tables::{ServedTable, Storage, load_resident};
+use crate::model::{Model, OpenError, capacity};
+use crate::request::open::{own_bytes, plan_after};
+use hatchback_kernels::cache::resident::Resident;
+use hatchback_kernels::gpu::TensorRtOptions;
+use std::sync::Arc;
+
+/// The next generation of a model, ready for its transition.
+pub(crate) struct Opened {
+    pub model: Model,
+    /// The rows that may differ.
+    pub change: GenerationChange,
+    /// The changed rows of resident tables.
+    pub patches: Vec<ResidentPatch>,
+}
+
+/// How to open the next generation.
+pub(crate) struct OpenOptions<'a> {
+    /// What the new generation may take. Its `memory_bytes_max` is for what it does not share.
+    pub budget: Budget,
+    pub tensorrt: Option<&'a TensorRtOptions>,
+    /// Called between pieces of work.
+    pub yield_now: &'a dyn Fn(),
+}
+
+/// What becomes of the resident tables.
+#[derive(Default)]
+struct ResidentChanges {
+    patches: Vec<ResidentPatch>,
+    /// Tables whose keys changed, by their numbers. They are in memory twice until the transition
+    /// has ended.
+    replaced: Vec<(usize, Resident)>,
+}
+
+/// Returns whether the live generation of `flash` can take over the tables and workers of `old`.
+pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
+    let (before, after) = (old.schema(), &flash.manifest().schema);
+    let b = old.budget();
+    let same_budget =
+        Budget { memory_bytes_max: b.memory_bytes_max, reads_max: b.reads_max, ..*budget } == *b;
+    same_budget
+        && before.features == after.features
+        && before.dense_features == after.dense_features
+        && capacity::fit_caches(before, after, old.backend())
+}
+
+/// Opens the live generation of `flash`, for which [`can_follow`] is true.
+///
+/// # Errors
+/// [`OpenError::Flash`] or [`OpenError::Segment`] if something on flash is missing or damaged,
+/// [`OpenError::Dense`] or [`OpenError::Weights`] if the dense network cannot be used,
+/// [`OpenError::Cuda`] if the GPU has no room, and [`OpenError::Budget`] if the budget has none.
+pub(crate) fn open(
+    old: &Model,
+    flash: &Flash,
+    options: &OpenOptions<'_>,
+) -> Result<Opened, OpenError> {
+    let (budget, yield_now) = (options.budget, options.yield_now);
+    let depth = Arc::clone(old.read_depth());
+    let model = Model::open_on_flash(flash, budget, 0, depth, yield_now)?;
+    let change = GenerationChange::between(old, &model)?;
+    let ResidentChanges { patches, replaced } =
+        change_residents(old, &model, &change, options.yield_now)?;
+    let taken: u64 = patches.iter().map(ResidentPatch::bytes).sum::<u64>()
+        + replaced.iter().map(|(_, table)| table.bytes() as u64).sum::<u64>()
+        + change.bytes()
+        + RowWriter::bytes(old);
+
+    let storage: Vec<Storage> = old.tables().iter().map(|table| table.storage).collect();
+    let backend = share_tables(old.backend(), &model, replaced)?;
+    let mut model = model.with_storage(&storage, backend, Budget { ..*old.budget() });
+    *model.memory_mut() = plan_after(old.memory(), &model);
+    let mut model = model.move_dense_to_gpu(flash, options.tensorrt)?;
+
+    let own = own_bytes(model.memory()) + taken;
+    model.record_peak(own);
+    if own > budget.memory_bytes_max {
+        let problem = format!(
+            "the next generation takes {own} bytes beside the one that is served; lower \
+             cache_bytes_max:\n{}",
+            model.memory()
+        );
+        let (field, value) = ("memory_bytes_max", budget.memory_bytes_max);
+        return Err(OpenError::Budget { field, value, problem });
+    }
+    Ok(Opened { model, change, patches })
+}
+
+/// Reads the rows of resident tables that differ in `new`. A table whose keys differ is read whole.
+fn change_residents(
+    old: &Model,
+    new: &Model,
+    change: &GenerationChange,
+    yield_now: &dyn Fn(),
+) -> Result<ResidentChanges, OpenError> {
+    let mut changes = ResidentChanges::default();
+    let mut preloader = Preloader::new(new.read_depth(), Some(yield_now));
+    for (table, served) in old.tables().iter().enumerate() {
+        let Storage::Resident(number) = served.storage else { continue };
+        let rows = &new.tables()[table].rows;
+        let keys = match change.of(table as u16) {
+            TableChange::Keys(keys) if keys.is_empty() => continue,
+            TableChange::Keys(keys) => keys.as_slice(),
+            TableChange::All => &[],
+        };
+
+        let slots = resident_slots(old.backend(), number, keys)?;
+        let exists = |&key: &u64| rows.locate(key).is_some();
+        let same_keys = keys.iter().zip(&slots).all(|(key, slot)| slot.is_some() == exists(key));
+        if !same_keys || keys.is_empty() {
+            changes.replaced.push((number, read_whole(new, table)?));
+            continue;
+        }
+
+        let mut patch = ResidentPatch { number, rows: Vec::with_capacity(keys.len()) };
+        preloader.read_rows(rows, keys, |key, bytes| {
+            let slot = keys.binary_search(&key).ok().and_then(|at| slots[at]);
+            patch.rows.extend(slot.map(|slot| (slot, bytes.to_vec())));
+        })?;
+        patch.rows.sort_unstable_by_key(|(slot, _)| *slot);
+        changes.patches.push(patch);
+    }
+    Ok(changes)
+}
+
+fn read_whole(new: &Model, table: usize) -> Result<Resident, OpenError> {
+    let ServedTable { format, rows, .. } = &new.tables()[table];
+    load_resident(rows, &new.schema().tables[table], *format)
+}
+
+/// Returns a backend with the caches of `old`, its resident tables but for those in `replaced`, and
+/// the dense network of `new`, which is in host memory.
+fn share_tables(
+    old: &ModelBackend,
+    new: &Model,
+    replaced: Vec<(usize, Resident)>,
+) -> Result<ModelBackend, OpenError> {
+    let ModelBackend::Cpu { dense, .. } = new.backend() else {
+        unreachable!("`open_on_flash` opens in host memory")
+    };
+    let dense = Arc::clone(dense);
+    Ok(match old {
+        ModelBackend::Cpu { tables, .. } => {
+            let (caches, mut residents) = (tables.caches.clone(), tables.residents.clone());
+            for (number, table) in replaced {
+                residents[number] = Arc::new(table);
+            }
+            ModelBackend::Cpu { tables: Arc::new(CpuTables { caches, residents }), dense }
+        }
+        ModelBackend::GpuTables { tables, .. } | ModelBackend::Gpu { tables, .. } => {
+            let tables = Arc::new(tables.with_residents(&replaced)?);
+            ModelBackend::GpuTables { tables, dense }
+        }
+    })
+}

@@ -1,0 +1,166 @@
+//! A transition: replaces the model that a pipeline serves by the next generation, which shares its
+//! caches and resident tables. `worker/live_model.rs` says why no request sees rows of two
+//! generations. Requests are served throughout.
+
+use crate::clock::Clock;
+use crate::flash::segment::SegmentError;
+use crate::model::Model;
+use crate::model::generation_change::{GenerationChange, TableChange};
+use crate::model::preload::Preloader;
+use crate::model::row_writer::RowWriter;
+use crate::model::served_tables::Storage;
+use crate::request::pipeline::Pipeline;
+use crate::request::successor::Opened;
+use crate::request::worker::backend::WorkerBackend;
+use crate::request::worker::live_model::Successor;
+use hatchback_kernels::cache::address::RowKey;
+use hatchback_kernels::cache::codec::ROW_BYTES_MAX;
+use hatchback_kernels::cuda::driver::CudaError;
+use serde::Serialize;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a swap did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Swapped {
+    /// Cached rows that were removed because they changed, and read anew after the swap.
+    pub read: usize,
+    /// Cached rows that were removed and do not exist any more, or could not be read.
+    pub dropped: usize,
+    /// Rows of resident tables that were replaced.
+    pub patched: usize,
+    /// Longest time for which no lookup could start.
+    #[serde(skip)]
+    pub pause: Duration,
+}
+
+/// Serves `opened` in place of the model of `pipeline`. Returns when no request uses the old model.
+/// Calls `yield_now` between pieces of work.
+///
+/// # Errors
+/// `CudaError` if the GPU failed. The old model is served; some of its cached rows may be gone.
+pub(crate) fn run(
+    pipeline: &Pipeline,
+    opened: Opened,
+    clock: &dyn Clock,
+    yield_now: &dyn Fn(),
+) -> Result<Swapped, CudaError> {
+    let Opened { model, change, patches } = opened;
+    let (model, change) = (Arc::new(model), Arc::new(change));
+    let workers = model.budget().workers;
+    let backends: Vec<_> =
+        (0..workers).map(|_| WorkerBackend::new(&model)).collect::<Result<_, _>>()?;
+    let mut writer = RowWriter::on(&model)?;
+
+    let live = pipeline.live();
+    live.bar(Arc::clone(&change));
+    pipeline.wait_until_left(&live.renew(), yield_now);
+    let removed = remove_changed(&mut writer, &model, &change, yield_now);
+    let switched = removed.and_then(|removed| {
+        let start = clock.now();
+        let patch = || patches.iter().try_for_each(|patch| patch.apply(model.backend()));
+        let successor = Successor { model: Arc::clone(&model), backends };
+        let users = live.switch(successor, patch)?;
+        Ok((removed, users, clock.now().saturating_sub(start)))
+    });
+    let (removed, users, pause) = switched.inspect_err(|_| live.lift())?;
+
+    pipeline.reset_stats();
+    pipeline.wait_until_left(&users, yield_now);
+    live.lift();
+    let read = read_again(&mut writer, &model, &removed, yield_now)?;
+    Ok(Swapped {
+        read,
+        dropped: removed.len() - read,
+        patched: patches.iter().map(|patch| patch.rows.len()).sum(),
+        pause,
+    })
+}
+
+/// Removes the changed rows from the caches. Returns those that were cached, table by table.
+fn remove_changed(
+    writer: &mut RowWriter<'_>,
+    model: &Model,
+    change: &GenerationChange,
+    yield_now: &dyn Fn(),
+) -> Result<Vec<RowKey>, CudaError> {
+    let mut removed = Vec::new();
+    for (table, served) in model.tables().iter().enumerate() {
+        let (table, Storage::Cached(cache)) = (table as u16, served.storage) else { continue };
+        let differing;
+        let keys = match change.of(table) {
+            TableChange::Keys(keys) => keys,
+            TableChange::All => {
+                differing = differing_keys(model, table, cache, yield_now)?;
+                &differing
+            }
+        };
+        let rows = keys.iter().map(|&key| RowKey { table, key });
+        writer.invalidate(rows, yield_now, |row| removed.push(row))?;
+    }
+    Ok(removed)
+}
+
+/// Returns the cached keys of a table whose rows are not known to be the same in `model`: in host
+/// memory each row is read and compared, on a GPU none is known.
+fn differing_keys(
+    model: &Model,
+    table: u16,
+    cache: usize,
+    yield_now: &dyn Fn(),
+) -> Result<Vec<u64>, CudaError> {
+    let mut keys = Vec::new();
+    if let Some(tables) = model.backend().device_tables() {
+        tables.dump(cache, yield_now, |row, _| {
+            keys.extend((row.table == table).then_some(row.key));
+        })?;
+        return Ok(keys);
+    }
+
+    let cache = &model.backend().cpu_caches()[cache];
+    cache.each_key(|row| keys.extend((row.table == table).then_some(row.key)));
+    keys.sort_unstable();
+    let mut is_same = vec![false; keys.len()];
+    let mut preloader = Preloader::new(model.read_depth(), Some(yield_now));
+    let read = preloader.read_rows(model.rows(table), &keys, |key, bytes| {
+        let mut cached = [0; ROW_BYTES_MAX];
+        let cached = &mut cached[..bytes.len()];
+        let is_cached = cache.query(RowKey { table, key }, cached);
+        if let Ok(at) = keys.binary_search(&key) {
+            is_same[at] = is_cached && cached == bytes;
+        }
+    });
+    log_unread(table, read);
+    let mut is_same = is_same.into_iter();
+    keys.retain(|_| !is_same.next().unwrap_or(false));
+    Ok(keys)
+}
+
+/// Reads `rows`, which are in ascending order of tables, into the caches. Returns how many.
+fn read_again(
+    writer: &mut RowWriter<'_>,
+    model: &Model,
+    rows: &[RowKey],
+    yield_now: &dyn Fn(),
+) -> Result<usize, CudaError> {
+    let mut preloader = Preloader::new(model.read_depth(), Some(yield_now));
+    let (mut count, mut failed) = (0, None);
+    for of_table in rows.chunk_by(|a, b| a.table == b.table) {
+        let table = of_table[0].table;
+        let keys: Vec<u64> = of_table.iter().map(|row| row.key).collect();
+        let read = preloader.read_rows(model.rows(table), &keys, |key, bytes| {
+            count += 1;
+            let inserted = writer.insert(RowKey { table, key }, bytes);
+            failed = failed.take().or(inserted.err());
+        });
+        log_unread(table, read);
+    }
+    writer.flush()?;
+    failed.map_or(Ok(count), Err)
+}
+
+fn log_unread(table: u16, read: Result<(), SegmentError>) {
+    if let Err(e) = read {
+        log::error!("rows of table {table} leave the cache: {e}");
+    }
+}

@@ -1,0 +1,146 @@
+//! The model that a pipeline serves now, shared by its callers and workers, and how it is replaced.
+//!
+//! The generations of a model share their caches and resident tables. A *transition* keeps requests
+//! of two generations apart:
+//!
+//! 1. [`LiveModel::bar`] names the rows that may differ. From now on no worker inserts them.
+//! 2. The swap waits until each worker has begun a new batch ([`LiveModel::renew`]). No insert that
+//!    missed step 1 is then under way.
+//! 3. The swap removes the barred rows from the caches. Both generations read them from flash.
+//! 4. [`LiveModel::switch`] waits until no lookup runs, replaces the changed rows of the resident
+//!    tables, and exchanges the model. Only lookups read resident tables.
+//! 5. The swap waits until each worker has left the old model.
+//! 6. [`LiveModel::lift`] allows the inserts again.
+
+use crate::model::Model;
+use crate::model::generation_change::GenerationChange;
+use crate::request::worker::backend::WorkerBackend;
+use hatchback_kernels::cache::address::RowKey;
+use hatchback_kernels::cuda::driver::CudaError;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// The model that is served now.
+pub(crate) struct LiveModel {
+    /// Locked for reading during each lookup, for writing while the model is exchanged.
+    current: RwLock<Current>,
+    /// The model in `current`, for callers, who do not wait for lookups.
+    model: Mutex<Arc<Model>>,
+    /// Counts the changes of `current`.
+    version: AtomicU64,
+    is_changing: AtomicBool,
+    change: Mutex<Option<Arc<GenerationChange>>>,
+}
+
+/// One model, and who uses it.
+pub(crate) struct Current {
+    pub model: Arc<Model>,
+    pub version: u64,
+    /// Each worker that has seen this version has a clone.
+    pub users: Arc<()>,
+    /// Backends made ahead for the workers that will move to this model.
+    backends: Mutex<Vec<WorkerBackend>>,
+}
+
+/// What [`LiveModel::switch`] changes.
+pub(crate) struct Successor {
+    pub model: Arc<Model>,
+    /// One for each worker. A further worker makes its own.
+    pub backends: Vec<WorkerBackend>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl LiveModel {
+    pub fn new(model: Arc<Model>) -> Arc<Self> {
+        let of_callers = Mutex::new(Arc::clone(&model));
+        let (users, backends) = (Arc::default(), Mutex::default());
+        Arc::new(Self {
+            current: RwLock::new(Current { model, version: 0, users, backends }),
+            model: of_callers,
+            version: AtomicU64::new(0),
+            is_changing: AtomicBool::new(false),
+            change: Mutex::default(),
+        })
+    }
+
+    /// Returns the current model. It stays current while the guard exists.
+    pub fn read(&self) -> RwLockReadGuard<'_, Current> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Current> {
+        self.current.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the current model, without waiting for a lookup.
+    pub fn model(&self) -> Arc<Model> {
+        Arc::clone(&lock(&self.model))
+    }
+
+    /// Returns the number of the current version.
+    pub fn version(&self) -> u64 {
+        self.version.load(Ordering::Acquire)
+    }
+
+    /// Refuses inserts of the rows of `change` from now on.
+    pub fn bar(&self, change: Arc<GenerationChange>) {
+        *lock(&self.change) = Some(change);
+        self.is_changing.store(true, Ordering::Release);
+    }
+
+    /// Returns whether `row` must not be inserted now.
+    #[inline]
+    pub fn bars(&self, row: RowKey) -> bool {
+        self.is_changing.load(Ordering::Acquire)
+            && lock(&self.change).as_ref().is_some_and(|change| change.contains(row))
+    }
+
+    /// Starts a new version of the same model. Returns the users of the old version: workers whose
+    /// last batch began before.
+    pub fn renew(&self) -> Arc<()> {
+        let mut current = self.write();
+        current.version += 1;
+        self.version.store(current.version, Ordering::Release);
+        std::mem::take(&mut current.users)
+    }
+
+    /// Waits until no lookup runs, calls `patch`, and exchanges the model. Returns the users of the
+    /// old one.
+    ///
+    /// # Errors
+    /// That of `patch`; the model stays.
+    pub fn switch(
+        &self,
+        to: Successor,
+        patch: impl FnOnce() -> Result<(), CudaError>,
+    ) -> Result<Arc<()>, CudaError> {
+        let mut current = self.write();
+        patch()?;
+        *lock(&self.model) = Arc::clone(&to.model);
+        current.model = to.model;
+        current.backends = Mutex::new(to.backends);
+        current.version += 1;
+        self.version.store(current.version, Ordering::Release);
+        Ok(std::mem::take(&mut current.users))
+    }
+
+    /// Allows all inserts again.
+    pub fn lift(&self) {
+        self.is_changing.store(false, Ordering::Release);
+        *lock(&self.change) = None;
+    }
+}
+
+impl Current {
+    /// Returns a backend for a worker on this model.
+    ///
+    /// # Errors
+    /// `CudaError` if the GPU has no memory for a further worker.
+    pub fn backend(&self) -> Result<WorkerBackend, CudaError> {
+        let ready = lock(&self.backends).pop();
+        ready.map_or_else(|| WorkerBackend::new(&self.model), Ok)
+    }
+}
