@@ -23,7 +23,8 @@ typedef enum hatchback_result {
     HATCHBACK_REQUEST = 2,   /* an argument or the batch does not fit the model */
     HATCHBACK_OPEN = 3,      /* the target or the flash directory is refused */
     HATCHBACK_FAILED = 4,    /* the request failed; the model continues to serve */
-    HATCHBACK_NOT_FINITE = 5 /* a score is NaN or infinite; hatchback_error names the sample */
+    HATCHBACK_NOT_FINITE = 5, /* a score is NaN or infinite; hatchback_error names the sample */
+    HATCHBACK_DEADLINE_EXCEEDED = 6 /* the request had no scores in time */
 } hatchback_result;
 
 /* The shape of requests to a model. */
@@ -61,11 +62,18 @@ int32_t hatchback_feature(const hatchback *model, const char *name);
 
 /* Scores `samples` samples: `dense` is [samples][dense_features], `sparse` has one entry for each
  * sparse feature, `scores` is [samples][outputs], `statuses` is [samples] or NULL. If `timeout_us`
- * is above 0, rows of tables with the miss policy `deadline` that are not read by then are replaced
- * by the default row. `scores` and `statuses` are written only if the result is HATCHBACK_OK. */
+ * is above 0, the call returns by then, or a millisecond later. Rows of tables with the miss policy
+ * `deadline` that are not read in time are replaced by the default row. If a row of a table with the
+ * miss policy `wait` is not read in time, the result is HATCHBACK_DEADLINE_EXCEEDED. `scores` and
+ * `statuses` are written only if the result is HATCHBACK_OK. */
 hatchback_result hatchback_score(const hatchback *model, uint32_t samples, const float *dense,
                                  const hatchback_bags *sparse, uint64_t timeout_us, float *scores,
                                  hatchback_status *statuses);
+
+/* Queues `count` keys of the sparse feature `feature` whose rows a later request will look up. Never
+ * waits. Writes to `queued`, which may be NULL, how many keys had room. */
+hatchback_result hatchback_prefetch(const hatchback *model, uint32_t feature, const uint64_t *keys,
+                                    uint32_t count, uint32_t *queued);
 
 /* Returns the error text of this thread's last call that failed; never NULL. */
 const char *hatchback_error(void);

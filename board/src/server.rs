@@ -18,6 +18,7 @@ use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -221,10 +222,14 @@ fn line_bytes_max(serving: &Serving) -> usize {
     schemas.map(|schema| Sample::json_bytes_max(&schema)).max().unwrap_or(0).max(LINE_BYTES_MAX)
 }
 
-/// The field of a line beside its sample.
+/// The fields of a line beside its sample.
 #[derive(Deserialize)]
 struct Address {
     model: Option<String>,
+    /// Time for the answer. Without it the request waits for every row.
+    timeout_us: Option<u64>,
+    /// Keys of each feature to prefetch, instead of a sample.
+    prefetch: Option<BTreeMap<String, Vec<u64>>>,
 }
 
 fn score(server: Server<'_>, line: &[u8]) -> Value {
@@ -237,20 +242,26 @@ fn try_score(server: Server<'_>, line: &[u8]) -> Result<Value, String> {
     let text = std::str::from_utf8(line).map_err(|e| e.to_string())?;
 
     let names = serving.names();
-    let name = match (serde_json::from_str(text).map_err(|e| e.to_string())?, names.as_slice()) {
-        (Address { model: Some(name) }, _) => name,
+    let Address { model, timeout_us, prefetch } =
+        serde_json::from_str(text).map_err(|e| e.to_string())?;
+    let name = match (model, names.as_slice()) {
+        (Some(name), _) => name,
         (_, []) => return Err("no model is served yet".to_owned()),
         (_, [only]) if server.is_only => only.clone(),
         _ => return Err(format!("`model` must be one of {}", names.join(", "))),
     };
 
     let schema = serving.schema(&name).ok_or_else(|| RequestError::NotServed.to_string())?;
+    if let Some(keys) = prefetch {
+        return queue_prefetch(serving, &name, &keys);
+    }
     let sample = Sample::from_json(text, &schema).map_err(|e| e.to_string())?;
     let mut batch = Batch::new(&schema, 1);
     batch.push(&schema, &sample).map_err(|e| e.to_string())?;
 
     let start = Instant::now();
-    let ticket = serving.submit(&name, &batch, None).map_err(|e| match e {
+    let deadline = timeout_us.map(|us| serving.now() + Duration::from_micros(us));
+    let ticket = serving.submit(&name, &batch, deadline).map_err(|e| match e {
         RequestError::Busy(_) => "busy".to_owned(),
         e => e.to_string(),
     })?;
@@ -258,4 +269,21 @@ fn try_score(server: Server<'_>, line: &[u8]) -> Result<Value, String> {
     server.latencies.record(&name, answer.generation(), start.elapsed());
     let scores = answer.scores();
     Ok(json!({"score": scores.values, "status": scores.statuses[0]}))
+}
+
+/// Queues keys to prefetch for the model `name`. Answers how many had room.
+fn queue_prefetch(
+    serving: &Serving,
+    name: &str,
+    keys: &BTreeMap<String, Vec<u64>>,
+) -> Result<Value, String> {
+    let schema = serving.schema(name).ok_or_else(|| RequestError::NotServed.to_string())?;
+    let mut queued = 0;
+    for (feature, keys) in keys {
+        let number = schema.features.iter().position(|f| f.name == *feature);
+        let number =
+            number.ok_or_else(|| format!("prefetch: the model has no feature `{feature}`"))?;
+        queued += serving.prefetch(name, number, keys);
+    }
+    Ok(json!({"queued": queued}))
 }

@@ -33,6 +33,8 @@ pub enum Outcome {
     Failed = 4,
     /// A score is not a number.
     NotFinite = 5,
+    /// The deadline passed before the request had scores.
+    DeadlineExceeded = 6,
 }
 
 /// The shape of requests, `hatchback_shape` in C.
@@ -88,6 +90,7 @@ impl From<RequestError> for Refusal {
         let outcome = match e {
             RequestError::Busy(_) => Outcome::Busy,
             RequestError::NotFinite(_) => Outcome::NotFinite,
+            RequestError::DeadlineExceeded => Outcome::DeadlineExceeded,
             _ => Outcome::Failed,
         };
         Self(outcome, e.to_string())
@@ -339,6 +342,30 @@ pub extern "C" fn hatchback_score(
             if statuses.is_null() { None } else { Some(room("statuses", statuses, samples)?) };
 
         handle.score(&Input { samples, dense, sparse }, timeout_us, scores, statuses)
+    })
+}
+
+/// Queues keys to prefetch. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_prefetch(
+    model: *const Handle,
+    feature: u32,
+    keys: *const u64,
+    count: u32,
+    queued: *mut u32,
+) -> Outcome {
+    answer(|| {
+        let pipeline = &handle(model)?.pipeline;
+        let features = pipeline.model().schema().features.len();
+        if feature as usize >= features {
+            return Err(request(format!("feature = {feature}: the model has {features}")));
+        }
+        let keys = values("keys", keys, count as usize)?;
+        let taken = pipeline.prefetch(feature as usize, keys);
+        if !queued.is_null() {
+            room("queued", queued, 1)?[0] = taken as u32;
+        }
+        Ok(())
     })
 }
 

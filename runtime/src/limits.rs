@@ -63,6 +63,8 @@ pub const CLUSTERED_ONE_IN: u64 = 100;
 pub const CLUSTERED_ROWS_MIN: u64 = 256;
 /// Deltas over one base. Compaction merges deltas long before this is reached.
 pub const DELTAS_MAX: usize = 64;
+/// Overlays of a table. Each takes a lookup a cache miss, which the others overlap.
+pub const OVERLAYS_MAX: usize = 8;
 /// Pages of one delta or of one clustered segment.
 pub const DELTA_PAGES_MAX: u32 = 1 << 24;
 /// Bytes of one copy of the live record.
@@ -156,3 +158,6 @@ const _: () =
     assert!((BATCH_MAX * HOTNESS_MAX) as u64 <= u32::MAX as u64, "u32 offsets hold a batch");
 const _: () = assert!(SLOTS_MAX <= u16::MAX as usize, "u16 numbers the slots");
 const _: () = assert!(DELTA_PAGES_MAX <= 1 << 24, "a page of a delta has a number of 24 bits");
+/// Time after its deadline by which a request is answered, µs: with scores, or with the error that
+/// the deadline is exceeded. The scheduler of the system comes on top.
+pub const DEADLINE_GRACE_US: u64 = 1_000;

@@ -212,7 +212,8 @@ fn a_rollback_brings_the_old_rows_back() {
             }
         });
         assert_eq!(car.score(&car.pairs[..1]), 1);
-        assert!(car.missed(1) <= 0.01, "{kind:?}");
+        // Keys that only the first generation has come back uncached.
+        assert!(car.missed(1) <= 0.05, "{kind:?}");
     }
 }
 

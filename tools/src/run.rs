@@ -8,13 +8,16 @@ use crate::serve::{self, ServeArgs};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hatchback::LookupStatus;
-use hatchback::request::worker::Worker;
+use hatchback::clock::{Clock, SystemClock};
+use hatchback::request::worker::{BatchScores, ScoreError, Worker};
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use serde::Serialize;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Scores samples from a file or from standard input
 #[derive(Args, Debug)]
@@ -27,6 +30,10 @@ pub struct RunArgs {
     /// Samples in one request
     #[arg(long, default_value_t = 1, value_parser = report::args::batch)]
     batch: usize,
+    /// Time for each request, µs. Rows that are not read by then are replaced by default rows, or
+    /// the request has no scores, as the table's miss policy says
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    timeout_us: Option<u64>,
     /// Scores each request this many times and prints its last answer, for instruction counts
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     repeat: u32,
@@ -49,6 +56,10 @@ struct Output<W: Write> {
     refused: usize,
     /// Samples whose score is not a number.
     not_finite: usize,
+    /// Samples whose request had no scores in time.
+    overdue: usize,
+    timeout: Option<Duration>,
+    clock: Arc<dyn Clock>,
 }
 
 impl<W: Write> Output<W> {
@@ -70,19 +81,16 @@ impl<W: Write> Output<W> {
             "sample has a score that is not a number",
             "samples have a score that is not a number",
         );
-        let problems: Vec<String> = refused.into_iter().chain(not_finite).collect();
+        let overdue =
+            say(self.overdue, "sample has no score in time", "samples have no score in time");
+        let problems: Vec<String> = refused.into_iter().chain(not_finite).chain(overdue).collect();
         ensure!(problems.is_empty(), "{name}: {}; their answers say why", problems.join(", "));
         Ok(())
     }
 
-    /// Scores `batch`, writes the answers and clears it.
-    fn score(&mut self, worker: &mut Worker, batch: &mut Batch) -> Result<()> {
-        for _ in 1..self.repeat {
-            worker.score_requests(batch, None)?;
-        }
-
-        let all = worker.score_requests(batch, None)?;
-        for (sample, line) in std::mem::take(&mut self.lines).into_iter().enumerate() {
+    /// Writes the scores of the samples in `lines`.
+    fn put_scores(&mut self, lines: &[usize], all: BatchScores<'_>) -> Result<()> {
+        for (sample, &line) in lines.iter().enumerate() {
             match all.request(sample..sample + 1) {
                 Ok(scores) => {
                     self.put(&Answer::Score { score: scores.values, status: scores.statuses[0] })?
@@ -92,6 +100,28 @@ impl<W: Write> Output<W> {
                     self.put(&Answer::Error { line, error: e.to_string() })?;
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Scores `batch`, writes the answers and clears it.
+    fn score(&mut self, worker: &mut Worker, batch: &mut Batch) -> Result<()> {
+        for _ in 1..self.repeat {
+            worker.score_requests(batch, None)?;
+        }
+
+        let deadline = self.timeout.map(|timeout| self.clock.now() + timeout);
+        let lines = std::mem::take(&mut self.lines);
+        match worker.score_requests(batch, deadline) {
+            Ok(all) => self.put_scores(&lines, all)?,
+            Err(e @ ScoreError::DeadlineExceeded) => {
+                self.overdue += lines.len();
+                let error = e.to_string();
+                for line in lines {
+                    self.put(&Answer::Error { line, error: error.clone() })?;
+                }
+            }
+            Err(e) => return Err(e.into()),
         }
         batch.clear();
         self.to.flush().map_err(output_error)
@@ -106,10 +136,14 @@ impl<W: Write> Output<W> {
 pub fn run(args: &RunArgs) -> Result<()> {
     let model = args.serve.open()?;
     serve::check_batch(args.batch, &model)?;
-    let (mut worker, mut batch) = (serve::worker(&model), model.batch());
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
+    let mut worker = Worker::new(Arc::clone(&model), Arc::clone(&clock));
+    let mut batch = model.batch();
     let to = BufWriter::new(io::stdout().lock());
     let (lines, repeat) = (Vec::with_capacity(args.batch), args.repeat);
-    let mut output = Output { to, repeat, lines, refused: 0, not_finite: 0 };
+    let timeout = args.timeout_us.map(Duration::from_micros);
+    let mut output =
+        Output { to, repeat, lines, refused: 0, not_finite: 0, overdue: 0, timeout, clock };
     let (input, name) = open_samples(&args.samples)?;
 
     for (number, line) in (1..).zip(input.lines()) {

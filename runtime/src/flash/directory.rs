@@ -7,13 +7,13 @@ use crate::flash::live::{LIVE, LiveRecord, LiveState, SegmentRef, TableState};
 use crate::flash::paths::{
     folder_of, hot_name, is_generation_folder, kind_of, lock_path, part_name, segment_name,
 };
-use crate::flash::segment::{Part, SEGMENT_FORMAT, Segment, SegmentKind};
+use crate::flash::segment::{Part, SEGMENT_FORMAT, Segment, SegmentError, SegmentKind};
 use crate::flash::table::TableRows;
 use crate::io::disk::{Disk, Lock};
 use crate::io::paired_record::{Stored, Unreadable};
 use crate::limits::{
     CLUSTERED_ONE_IN, CLUSTERED_ROWS_MIN, DELTAS_MAX, DENSE_BYTES_MAX, HOT_BYTES_MAX, HOT_KEYS_MAX,
-    MANIFEST_BYTES_MAX, PROBE_BYTES_MAX,
+    MANIFEST_BYTES_MAX, PAGE_BYTES, PROBE_BYTES_MAX,
 };
 use crate::schema::sample::Sample;
 use std::collections::BTreeSet;
@@ -119,8 +119,8 @@ impl Flash {
         }
     }
 
-    /// Checks that every file that the live generation needs is whole, pages of rows excepted:
-    /// these are checked at each read.
+    /// Checks that every file that the live generation needs is there and has whole pages. Their
+    /// content is checked when a probe or a request reads it.
     ///
     /// # Errors
     /// The first file that is missing or damaged, or that the device does not give.
@@ -129,9 +129,12 @@ impl Flash {
         self.probe()?;
         for (number, table) in self.record.live.tables.iter().enumerate() {
             for (of, part) in table.segments() {
-                let segment = self.segment(number, of, part)?;
-                if part != Part::Base {
-                    segment.each_key(|_, _| ())?;
+                let (path, _) = self.segment_file(number, of, part)?;
+                let file = self.disk.open_pages(&path).map_err(io_error(&path))?;
+                let bytes = file.bytes().map_err(io_error(&path))?;
+                if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES as u64) {
+                    let problem = format!("{bytes} bytes are not whole pages");
+                    return Err(SegmentError::field(&path, "length", problem).into());
                 }
             }
         }
@@ -241,15 +244,31 @@ impl Flash {
         number: usize,
     ) -> Result<TableRows, FlashError> {
         let state = &state.tables[number];
-        let base = self.segment(number, state.base, Part::Base)?;
-        let clustered =
-            state.clustered.map(|s| self.segment(number, s, Part::Clustered)).transpose()?;
-        let deltas = state
-            .deltas
-            .iter()
-            .map(|d| self.segment(number, *d, Part::Delta))
-            .collect::<Result<_, _>>()?;
-        Ok(TableRows::new(base, clustered, deltas)?)
+        let open = |of, part| self.segment(number, of, part).map(Arc::new);
+        let clustered = state.clustered.map(|s| open(s, Part::Clustered)).transpose()?;
+        let deltas =
+            state.deltas.iter().map(|d| open(*d, Part::Delta)).collect::<Result<_, _>>()?;
+        Ok(TableRows::new(open(state.base, Part::Base)?, clustered, deltas)?)
+    }
+
+    /// Opens the rows of table `number`. Shares what is open in `before`, the rows of the same table
+    /// in the segments `state` of an earlier generation, if only deltas followed.
+    ///
+    /// # Errors
+    /// Those of [`Flash::table`].
+    pub(crate) fn table_after(
+        &self,
+        number: usize,
+        before: &TableRows,
+        state: &TableState,
+    ) -> Result<TableRows, FlashError> {
+        let live = &self.record.live.tables[number];
+        let is_same = (live.base, live.clustered) == (state.base, state.clustered);
+        let Some(newer) = live.deltas.strip_prefix(&*state.deltas).filter(|_| is_same) else {
+            return self.table(number);
+        };
+        let open = |of: &SegmentRef| self.segment(number, *of, Part::Delta).map(Arc::new);
+        Ok(before.after(newer.iter().map(open).collect::<Result<_, _>>()?)?)
     }
 
     /// Reads the hot list of table `number`: its most used keys, most used first. Returns no key if

@@ -104,8 +104,21 @@ impl Overlay {
         before
     }
 
-    /// Returns the location of the newest version of the key with this order; `None` if only the
-    /// base can have the key.
+    /// Returns an overlay with the keys of this one and of `newer`, whose locations count.
+    pub fn with(&self, newer: &Self) -> Self {
+        let mut both = Self::with_capacity((self.count + newer.count) as u64);
+        for overlay in [self, newer] {
+            for (order, location) in overlay.orders.iter().zip(&overlay.locations) {
+                if let Some(newest) = unpack(*location) {
+                    both.set(*order, newest);
+                }
+            }
+        }
+        both
+    }
+
+    /// Returns the location of the newest version of the key with this order; `None` if this overlay
+    /// does not have the key.
     #[inline]
     pub fn get(&self, order: u64) -> Option<Newest> {
         if self.count == 0 { None } else { unpack(self.locations[self.slot(order)]) }

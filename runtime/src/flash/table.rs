@@ -1,10 +1,15 @@
 //! The rows of one table on flash: a base, an optional clustered segment, the deltas, and the
-//! overlay that says which of them has the newest version of a key. One page read finds any row.
+//! overlays that say which of them has the newest version of a key. One page read finds any row.
+//!
+//! The next generation of a table shares the open segments and the overlays of the one before, and
+//! adds an overlay for its own deltas. A key is looked up in the newest overlay first. If there are
+//! too many overlays, the two neighbours with the fewest keys are merged.
 
 use crate::flash::overlay::{Newest, Overlay};
 use crate::flash::segment::fences::LOCATE_KEYS;
 use crate::flash::segment::{Segment, SegmentError};
-use crate::limits::{DELTA_PAGES_MAX, DELTAS_MAX};
+use crate::limits::{DELTA_PAGES_MAX, DELTAS_MAX, OVERLAYS_MAX};
+use std::sync::Arc;
 
 /// The clustered segment's number in a [`RowLocation`].
 pub const CLUSTERED: u8 = u8::MAX;
@@ -39,9 +44,10 @@ impl RowLocation {
 /// All versions of a table's rows.
 pub struct TableRows {
     /// The base, then the deltas from the oldest.
-    segments: Vec<Segment>,
-    clustered: Option<Segment>,
-    overlay: Overlay,
+    segments: Vec<Arc<Segment>>,
+    clustered: Option<Arc<Segment>>,
+    /// From the oldest. The first also has the keys of the clustered segment.
+    overlays: Vec<Arc<Overlay>>,
     /// Number of keys that the deltas change or delete.
     changed: usize,
 }
@@ -53,9 +59,9 @@ impl TableRows {
     /// [`SegmentError`] if a key page is damaged, or if there are more deltas or pages than
     /// [`DELTAS_MAX`] and [`DELTA_PAGES_MAX`].
     pub fn new(
-        base: Segment,
-        clustered: Option<Segment>,
-        deltas: Vec<Segment>,
+        base: Arc<Segment>,
+        clustered: Option<Arc<Segment>>,
+        deltas: Vec<Arc<Segment>>,
     ) -> Result<Self, SegmentError> {
         let counts = deltas.iter().chain(&clustered).map(|d| d.counts());
         let mut overlay =
@@ -72,22 +78,67 @@ impl TableRows {
             })?;
         }
 
-        let mut changed = 0;
-        for (number, delta) in deltas.iter().enumerate() {
-            let pages = delta.counts().data_pages;
+        let none = Self { segments: vec![base], clustered, overlays: Vec::new(), changed: 0 };
+        none.with_deltas(deltas, overlay)
+    }
+
+    /// Puts further `deltas`, oldest first, over these rows, with which it shares all memory.
+    ///
+    /// # Errors
+    /// Those of [`TableRows::new`].
+    pub fn after(&self, deltas: Vec<Arc<Segment>>) -> Result<Self, SegmentError> {
+        let before = Self {
+            segments: self.segments.clone(),
+            clustered: self.clustered.clone(),
+            overlays: self.overlays.clone(),
+            changed: self.changed,
+        };
+        let keys = deltas.iter().map(|d| d.counts().rows.saturating_add(d.counts().deletes));
+        let overlay = Overlay::with_capacity(keys.sum());
+        before.with_deltas(deltas, overlay)
+    }
+
+    /// Adds `deltas` with `overlay`, which has room for their keys.
+    fn with_deltas(
+        mut self,
+        deltas: Vec<Arc<Segment>>,
+        mut overlay: Overlay,
+    ) -> Result<Self, SegmentError> {
+        for delta in deltas {
+            let (number, pages) = (self.segments.len() - 1, delta.counts().data_pages);
             if number >= DELTAS_MAX || pages > DELTA_PAGES_MAX {
                 let problem = format!("delta {number} of {pages} pages is beyond the limits");
                 return Err(SegmentError::field(delta.path(), "deltas", problem));
             }
             delta.each_key(|order, page| {
                 let newest = page.map_or(Newest::Deleted, |page| Newest::Delta(number, page));
-                let before = overlay.set(order, newest);
-                changed += usize::from(matches!(before, None | Some(Newest::Clustered(_))));
+                let before = overlay.set(order, newest).or_else(|| self.overlaid(order));
+                self.changed += usize::from(matches!(before, None | Some(Newest::Clustered(_))));
             })?;
+            self.segments.push(delta);
         }
 
-        let segments = std::iter::once(base).chain(deltas).collect();
-        Ok(Self { segments, clustered, overlay, changed })
+        if !overlay.is_empty() {
+            self.overlays.push(Arc::new(overlay));
+        }
+        if self.overlays.len() > OVERLAYS_MAX {
+            self.merge_overlays();
+        }
+        Ok(self)
+    }
+
+    /// Merges the two neighbouring overlays with the fewest keys.
+    fn merge_overlays(&mut self) {
+        let keys = |&at: &usize| self.overlays[at].len() + self.overlays[at + 1].len();
+        let Some(at) = (0..self.overlays.len() - 1).min_by_key(keys) else { return };
+        let merged = self.overlays[at].with(&self.overlays[at + 1]);
+        self.overlays[at] = Arc::new(merged);
+        self.overlays.remove(at + 1);
+    }
+
+    /// Returns what the newest overlay that has the key with this order says of it.
+    fn overlaid(&self, order: u64) -> Option<Newest> {
+        self.overlays.iter().rev().find_map(|overlay| overlay.get(order))
     }
 
     /// Returns the page to read for `key`; `None` if the table does not have the key.
@@ -103,12 +154,14 @@ impl TableRows {
         let base = &self.segments[0];
         let order = |key: u64| base.kind().keys().order(key);
         for (keys, locations) in keys.chunks(LOCATE_KEYS).zip(locations.chunks_mut(LOCATE_KEYS)) {
-            keys.iter().for_each(|key| self.overlay.prefetch(order(*key)));
+            for overlay in &self.overlays {
+                keys.iter().for_each(|key| overlay.prefetch(order(*key)));
+            }
             let mut pages = [None; LOCATE_KEYS];
             base.locate(keys, &mut pages);
 
             for ((key, location), page) in keys.iter().zip(locations).zip(pages) {
-                *location = match self.overlay.get(order(*key)) {
+                *location = match self.overlaid(order(*key)) {
                     None => page.map(|page| RowLocation { segment: 0, page }),
                     Some(Newest::Delta(delta, page)) => {
                         Some(RowLocation { segment: delta as u8 + 1, page })
@@ -123,16 +176,16 @@ impl TableRows {
     /// Returns the delta that has or deletes the newest version of the key with this order; `None`
     /// if no delta does, so that the base has the newest version.
     pub fn newest(&self, order: u64) -> Option<Newest> {
-        self.overlay.get(order).filter(|newest| !matches!(newest, Newest::Clustered(_)))
+        self.overlaid(order).filter(|newest| !matches!(newest, Newest::Clustered(_)))
     }
 
     /// Returns the base, then the deltas from the oldest.
-    pub fn segments(&self) -> &[Segment] {
+    pub fn segments(&self) -> &[Arc<Segment>] {
         &self.segments
     }
 
     /// Returns the clustered segment.
-    pub fn clustered(&self) -> Option<&Segment> {
+    pub fn clustered(&self) -> Option<&Arc<Segment>> {
         self.clustered.as_ref()
     }
 
@@ -157,7 +210,18 @@ impl TableRows {
 
     /// Returns the bytes of the indexes in memory.
     pub fn index_bytes(&self) -> usize {
-        self.overlay.bytes() + self.segments.iter().map(Segment::index_bytes).sum::<usize>()
+        let overlays: usize = self.overlays.iter().map(|overlay| overlay.bytes()).sum();
+        overlays + self.segments.iter().map(|segment| segment.index_bytes()).sum::<usize>()
+    }
+
+    /// Returns the bytes of the indexes in memory that `before` does not share.
+    pub fn own_index_bytes(&self, before: &Self) -> usize {
+        let is_own =
+            |overlay: &&Arc<Overlay>| !before.overlays.iter().any(|b| Arc::ptr_eq(b, overlay));
+        let overlays: usize = self.overlays.iter().filter(is_own).map(|o| o.bytes()).sum();
+        let is_own =
+            |segment: &&Arc<Segment>| !before.segments.iter().any(|b| Arc::ptr_eq(b, segment));
+        overlays + self.segments.iter().filter(is_own).map(|s| s.index_bytes()).sum::<usize>()
     }
 
     /// Returns the bytes on flash.
@@ -179,7 +243,7 @@ impl TableRows {
         for (number, segment) in self.segments.iter().enumerate() {
             segment.scan(
                 |order, row| {
-                    let newest = match self.overlay.get(order) {
+                    let newest = match self.overlaid(order) {
                         None | Some(Newest::Clustered(_)) => 0,
                         Some(Newest::Delta(delta, _)) => delta + 1,
                         Some(Newest::Deleted) => usize::MAX,

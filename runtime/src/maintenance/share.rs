@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_millis(200);
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Work that one piece in the idle class counts for at most. A longer piece waited for a device
 /// whose scheduler prefers the reads of other threads.
-const PIECE_COUNTED: Duration = Duration::from_millis(50);
+const PIECE_COUNTED: Duration = Duration::from_millis(5);
 /// Time at the least share that the thread may be behind. A thread that got nothing for longer
 /// does not make up for it.
 const DEBT_KEPT: Duration = Duration::from_secs(10);
@@ -117,15 +117,16 @@ impl Share {
     pub fn worked(&mut self, at: ThreadTime) -> Rest {
         let elapsed = at.now.saturating_sub(self.counted.now);
         let waited = at.waited.saturating_sub(self.counted.waited);
+        let is_idle = self.class == Class::Idle;
         let busy = elapsed.saturating_sub(waited);
+        let busy = if is_idle { busy.min(PIECE_COUNTED) } else { busy };
         self.counted = at;
 
         let percent_max = u128::from(self.bounds.percent_max);
         let pause = scaled(busy, 100 - percent_max, percent_max);
         self.unpaused = self.unpaused.saturating_add(busy);
         self.owed_pause = self.owed_pause.saturating_add(pause).saturating_sub(waited);
-        let is_idle = self.class == Class::Idle;
-        self.owe(elapsed, if is_idle { busy.min(PIECE_COUNTED) } else { busy });
+        self.owe(elapsed, busy);
 
         self.choose_class(at.now);
         Rest { class: self.class, pause: self.pause() }

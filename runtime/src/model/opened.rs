@@ -8,7 +8,7 @@ use crate::model::backend::ModelBackend;
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::model::served_tables::{ServedTable, Storage};
 use crate::schema::batch::Batch;
-use crate::schema::{InputSource, MissPolicy, Schema, Table};
+use crate::schema::{InputSource, MissPolicy, Schema};
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cuda::Device;
@@ -238,14 +238,6 @@ impl Model {
     #[inline]
     pub(crate) fn miss_policy(&self, table: u16) -> MissPolicy {
         self.schema.tables[usize::from(table)].miss
-    }
-
-    /// Returns whether a deadline can change a score.
-    pub(crate) fn has_deadlines(&self) -> bool {
-        let is_cut = |(table, served): (&Table, &ServedTable)| {
-            table.miss == MissPolicy::Deadline && matches!(served.storage, Storage::Cached(_))
-        };
-        self.schema.tables.iter().zip(&self.tables).any(is_cut)
     }
 }
 

@@ -41,19 +41,24 @@ pub(crate) struct OpenedTables {
     pub residents: Vec<Arc<Resident>>,
 }
 
-/// Opens every table of `schema`; calls `yield_now` before each.
+/// Opens every table of `schema`; calls `yield_now` before each. Shares open segments with `before`,
+/// the same tables in an earlier generation, or none.
 pub(crate) fn open_tables(
     flash: &Flash,
     schema: &Schema,
     is_resident: &[bool],
     caches: &[Arc<Cache>],
+    before: &[ServedTable],
     yield_now: &dyn Fn(),
 ) -> Result<OpenedTables, OpenError> {
     let mut opened =
         OpenedTables { tables: Vec::with_capacity(schema.tables.len()), residents: Vec::new() };
     for (number, table) in schema.tables.iter().enumerate() {
         yield_now();
-        let rows = flash.table(number)?;
+        let rows = match before.get(number) {
+            Some(before) => flash.table_after(number, &before.rows, &before.segments)?,
+            None => flash.table(number)?,
+        };
         let format = table.format().ok_or_else(|| {
             let problem =
                 format!("table `{}`: {} does not fit its codec", table.name, table.unit_exp);

@@ -4,6 +4,8 @@ use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::dense::DenseError;
 use std::sync::Arc;
 
+const DEADLINE_EXCEEDED: &str = "deadline exceeded: the request has no scores in time";
+
 /// A score that is NaN or infinite: the dense features or the weights of the dense network are too
 /// large. Such a score never leaves as a score.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
@@ -36,6 +38,9 @@ pub enum ScoreError {
     /// A score is not a number.
     #[error(transparent)]
     NotFinite(#[from] NotFinite),
+    /// The deadline passed before the rows of a table with the miss policy `wait` were read.
+    #[error("{DEADLINE_EXCEEDED}")]
+    DeadlineExceeded,
 }
 
 impl From<CudaError> for ScoreError {
@@ -59,6 +64,9 @@ pub enum RequestError {
     /// No model of the requested name is served.
     #[error("no such model is served")]
     NotServed,
+    /// The deadline passed before the request had scores.
+    #[error("{DEADLINE_EXCEEDED}")]
+    DeadlineExceeded,
     /// The worker panicked. A new worker took its place.
     #[error("the worker that served this request panicked")]
     Panicked,
@@ -68,6 +76,7 @@ impl From<ScoreError> for RequestError {
     fn from(e: ScoreError) -> Self {
         match e {
             ScoreError::NotFinite(e) => Self::NotFinite(e),
+            ScoreError::DeadlineExceeded => Self::DeadlineExceeded,
             e => Self::Score(Arc::new(e)),
         }
     }

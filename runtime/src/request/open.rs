@@ -42,6 +42,14 @@ const RESIDENTS: &str = "resident tables";
 /// Misses of a model that scores one sample at a time, if no bag is longer.
 const MISSES_OF_ONE_SAMPLE: u32 = 1024;
 
+/// Where the tables of a model are.
+#[derive(Clone, Copy)]
+struct Placed<'a> {
+    is_resident: &'a [bool],
+    /// The same tables in an earlier generation, or none.
+    before: &'a [ServedTable],
+}
+
 impl Model {
     /// Opens the live generation under `directory` within `budget`, with preloaded caches.
     ///
@@ -75,7 +83,8 @@ impl Model {
         let schema = &flash.manifest().schema;
         capacity::check_budget(schema, &budget)?;
         let is_resident = capacity::choose_resident(schema, &budget)?;
-        let mut model = Self::open_with(flash, budget, &is_resident, read_depth, yield_now)?;
+        let place = Placed { is_resident: &is_resident, before: &[] };
+        let mut model = Self::open_with(flash, budget, place, read_depth, yield_now)?;
         *model.memory_mut() = sum_memory(&model);
         check_total(&model)?;
 
@@ -84,14 +93,17 @@ impl Model {
 
     /// Opens the live generation of `flash` with all rows on flash and caches of `cache_bytes_max`
     /// bytes or the least that works, for one request of one sample at a time. It takes little
-    /// memory beside a model that serves, and sums none of it.
+    /// memory beside a model that serves, and sums none of it. Shares open segments and the device
+    /// with `before`, an earlier generation with the same tables.
     pub(crate) fn open_on_flash(
         flash: &Flash,
         budget: Budget,
         cache_bytes_max: u64,
-        read_depth: Arc<DeviceDepth>,
+        before: Option<&Model>,
         yield_now: &dyn Fn(),
     ) -> Result<Self, OpenError> {
+        let new_depth = || DeviceDepth::new(budget.reads_max as usize);
+        let read_depth = before.map_or_else(new_depth, |model| Arc::clone(model.read_depth()));
         let schema = &flash.manifest().schema;
         capacity::check_budget(schema, &budget)?;
         let is_resident = vec![false; schema.tables.len()];
@@ -106,21 +118,26 @@ impl Model {
             batch_max: 1,
             ..budget
         };
-        let model = Self::open_with(flash, small, &is_resident, read_depth, yield_now)?;
+        let place = Placed {
+            is_resident: &is_resident,
+            before: before.map_or(&[], |model| model.tables()),
+        };
+        let model = Self::open_with(flash, small, place, read_depth, yield_now)?;
         weight_check::check(model, flash)
     }
 
     fn open_with(
         flash: &Flash,
         budget: Budget,
-        is_resident: &[bool],
+        placed: Placed<'_>,
         read_depth: Arc<DeviceDepth>,
         yield_now: &dyn Fn(),
     ) -> Result<Self, OpenError> {
         let schema = Arc::new(flash.manifest().schema.clone());
         let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
+        let Placed { is_resident, before } = placed;
         let caches = capacity::make_caches(&schema, is_resident, &budget)?;
-        let opened = open_tables(flash, &schema, is_resident, &caches, yield_now)?;
+        let opened = open_tables(flash, &schema, is_resident, &caches, before, yield_now)?;
 
         let outputs = dense.outputs();
         let tables = Arc::new(CpuTables { caches, residents: opened.residents });
@@ -289,10 +306,13 @@ pub(crate) fn plan_after(before: &MemoryPlan, model: &Model) -> MemoryPlan {
     plan
 }
 
-/// Returns the bytes of `plan` that a generation does not share with the one before.
-pub(crate) fn own_bytes(plan: &MemoryPlan) -> u64 {
-    let own = [INDEXES, INPUTS, DENSE_WEIGHTS, DENSE_RESULTS, GPU_WEIGHTS, GPU_DENSE];
-    plan.lines().iter().filter(|(line, _)| own.contains(line)).map(|(_, bytes)| bytes).sum()
+/// Returns the bytes of `model` that it does not share with `before`, the generation before.
+pub(crate) fn own_bytes(model: &Model, before: &Model) -> u64 {
+    let tables = model.tables().iter().zip(before.tables());
+    let indexes: usize = tables.map(|(new, old)| new.rows.own_index_bytes(&old.rows)).sum();
+    let own = [INPUTS, DENSE_WEIGHTS, DENSE_RESULTS, GPU_WEIGHTS, GPU_DENSE];
+    let lines = model.memory().lines().iter().filter(|(line, _)| own.contains(line));
+    indexes as u64 + lines.map(|(_, bytes)| bytes).sum::<u64>()
 }
 
 /// Sums the memory of `model`, which is in host memory, with that of its workers and request slots.

@@ -128,7 +128,7 @@ impl Pipeline {
     ) -> Result<Ticket, RequestError> {
         check_batch(&self.live.model(), batch)?;
         let slot = self.queue.submit(batch, deadline)?;
-        Ok(Ticket { queue: Arc::clone(&self.queue), slot })
+        Ok(Ticket { queue: Arc::clone(&self.queue), slot, deadline })
     }
 
     /// Queues keys of feature `feature` that later requests will look up. Workers fetch their rows
@@ -204,6 +204,7 @@ impl PipelineStarter {
 pub struct Ticket {
     queue: Arc<RequestQueue>,
     slot: u16,
+    deadline: Option<Duration>,
 }
 
 /// The scores of a request, read in its slot.
@@ -230,14 +231,16 @@ impl Ticket {
         self.queue.is_done(self.slot)
     }
 
-    /// Waits for the scores.
+    /// Waits for the scores. With a deadline the wait ends by `DEADLINE_GRACE_US` of `limits` after
+    /// it, whatever the workers and the device do.
     ///
     /// # Errors
+    /// [`RequestError::DeadlineExceeded`] if there are no scores in time,
     /// [`RequestError::Score`] if the worker could not score the batch,
     /// [`RequestError::NotFinite`] if a score of the request is not a number,
     /// [`RequestError::Panicked`] if the worker panicked.
     pub fn wait(&self) -> Result<Answer<'_>, RequestError> {
-        self.queue.wait(self.slot).map(|request| Answer { request })
+        self.queue.wait(self.slot, self.deadline).map(|request| Answer { request })
     }
 }
 

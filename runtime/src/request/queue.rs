@@ -10,7 +10,7 @@
 
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
-use crate::limits::{PREFETCH_MAX, SLOTS_MAX};
+use crate::limits::{DEADLINE_GRACE_US, PREFETCH_MAX, SLOTS_MAX};
 use crate::request::error::RequestError;
 use crate::request::worker::live_model::LiveModel;
 use crate::request::worker::{Counters, Worker};
@@ -38,6 +38,8 @@ pub struct Stats {
     pub busy: u64,
     /// Requests that a worker answered with an error. A score that is not a number is one.
     pub failed: u64,
+    /// Requests that a worker took after their deadline and did not score.
+    pub expired: u64,
     /// Requests that wait now.
     pub waiting: usize,
     /// Keys to prefetch that were dropped for lack of room.
@@ -58,8 +60,6 @@ pub struct RequestQueue {
     work: Condvar,
     batch_max: usize,
     batch_delay: Duration,
-    /// Whether a table has the miss policy `deadline`. Else deadlines are ignored.
-    has_deadlines: bool,
 }
 
 /// The memory of one request.
@@ -148,7 +148,6 @@ impl RequestQueue {
             work: Condvar::new(),
             batch_max: budget.batch_max as usize,
             batch_delay: Duration::from_micros(budget.batch_delay_us_max.into()),
-            has_deadlines: model.has_deadlines(),
             live,
         }
     }
@@ -170,7 +169,7 @@ impl RequestQueue {
             assert!(fits, "the batch was checked");
         }
 
-        let (samples, deadline) = (batch.size() as u32, deadline.filter(|_| self.has_deadlines));
+        let samples = batch.size() as u32;
         // A request with a deadline has no time to wait for others.
         let is_ready = self.batch_delay.is_zero() || deadline.is_some();
         let ready_at = if is_ready { Duration::ZERO } else { self.clock.now() + self.batch_delay };
@@ -242,17 +241,47 @@ impl RequestQueue {
         matches!(lock(&self.slots[usize::from(slot)].request).stage, Stage::Done(_))
     }
 
-    /// Waits for the answer to the request in `slot`.
-    pub fn wait(&self, slot: u16) -> Result<MutexGuard<'_, Request>, RequestError> {
+    /// Waits for the answer to the request in `slot`, until [`DEADLINE_GRACE_US`] after its
+    /// `deadline`.
+    pub fn wait(
+        &self,
+        slot: u16,
+        deadline: Option<Duration>,
+    ) -> Result<MutexGuard<'_, Request>, RequestError> {
         let slot = &self.slots[usize::from(slot)];
         let mut request = lock(&slot.request);
         loop {
             match &request.stage {
                 Stage::Done(Ok(())) => return Ok(request),
                 Stage::Done(Err(e)) => return Err(e.clone()),
-                _ => request = slot.done.wait(request).unwrap_or_else(PoisonError::into_inner),
+                _ => {}
             }
+            let left = deadline.map(|deadline| self.left(deadline));
+            request = match left {
+                Some(Duration::ZERO) => return Err(RequestError::DeadlineExceeded),
+                Some(left) => {
+                    let waited = slot.done.wait_timeout(request, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => slot.done.wait(request).unwrap_or_else(PoisonError::into_inner),
+            };
         }
+    }
+
+    /// Returns the time until a request with `deadline` must be answered.
+    fn left(&self, deadline: Duration) -> Duration {
+        (deadline + Duration::from_micros(DEADLINE_GRACE_US)).saturating_sub(self.clock.now())
+    }
+
+    /// Ends a request whose caller has stopped waiting, because its deadline has passed. Returns
+    /// whether it has.
+    fn expire(&self, request: &Waiting) -> bool {
+        let has_expired = request.deadline.is_some_and(|deadline| self.left(deadline).is_zero());
+        if has_expired {
+            lock(&self.queue).stats.expired += 1;
+            self.finish(request.slot, Err(RequestError::DeadlineExceeded), |_| ());
+        }
+        has_expired
     }
 
     /// Releases `slot` for its caller: frees it if the request is done, else leaves that to the
@@ -526,7 +555,7 @@ impl SteppedWorker {
 /// Scores the requests in flight as one batch and answers each.
 fn score(queue: &RequestQueue, worker: &mut Worker, batch: &mut Batch, in_flight: &mut InFlight) {
     batch.clear();
-    in_flight.requests.retain(|r| queue.append_to(r.slot, batch));
+    in_flight.requests.retain(|r| !queue.expire(r) && queue.append_to(r.slot, batch));
     if in_flight.requests.is_empty() {
         return;
     }

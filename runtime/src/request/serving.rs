@@ -288,6 +288,11 @@ impl Serving {
         self.with(name, |p| p.submit(batch, deadline)).unwrap_or(Err(RequestError::NotServed))
     }
 
+    /// Returns the time of the clock that deadlines are times of.
+    pub fn now(&self) -> Duration {
+        self.clock.now()
+    }
+
     /// Queues keys to prefetch for the model `name`, as [`Pipeline::prefetch`] does. Returns how
     /// many keys were queued.
     pub fn prefetch(&self, name: &str, feature: usize, keys: &[u64]) -> usize {

@@ -3,6 +3,7 @@
 //! Changes nothing that requests use: `transition.rs` does.
 
 use crate::flash::Flash;
+use crate::flash::live::LiveState;
 use crate::model::backend::{CpuTables, ModelBackend};
 use crate::model::budget::Budget;
 use crate::model::generation_change::{GenerationChange, TableChange};
@@ -42,6 +43,21 @@ struct ResidentChanges {
     replaced: Vec<(usize, Resident)>,
 }
 
+/// Returns whether the segments that both generations name are the same files: a generation that was
+/// damaged may have been replaced by a snapshot of the same number.
+fn is_next(old: &Model, flash: &Flash) -> bool {
+    let (served, record) = (old.generation(), flash.record());
+    let same = |state: &LiveState| {
+        state.generation.sequence != served.sequence || state.manifest == *old.manifest()
+    };
+    let is_known = |state: &LiveState| state.generation.sequence == served.sequence;
+    record.live.generation.lineage == served.lineage
+        && same(&record.live)
+        && record.previous.as_ref().is_none_or(same)
+        && (record.live.generation.sequence <= served.sequence
+            || record.previous.as_ref().is_some_and(is_known))
+}
+
 /// Returns whether the live generation of `flash` can take over the tables and workers of `old`.
 pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
     let (before, after) = (old.schema(), &flash.manifest().schema);
@@ -49,6 +65,7 @@ pub(crate) fn can_follow(old: &Model, flash: &Flash, budget: &Budget) -> bool {
     let same_budget =
         Budget { memory_bytes_max: b.memory_bytes_max, reads_max: b.reads_max, ..*budget } == *b;
     same_budget
+        && is_next(old, flash)
         && before.features == after.features
         && before.dense_features == after.dense_features
         && capacity::fit_caches(before, after, old.backend())
@@ -66,8 +83,7 @@ pub(crate) fn open(
     options: &OpenOptions<'_>,
 ) -> Result<Opened, OpenError> {
     let (budget, yield_now) = (options.budget, options.yield_now);
-    let depth = Arc::clone(old.read_depth());
-    let model = Model::open_on_flash(flash, budget, 0, depth, yield_now)?;
+    let model = Model::open_on_flash(flash, budget, 0, Some(old), yield_now)?;
     let change = GenerationChange::between(old, &model)?;
     let ResidentChanges { patches, replaced } =
         change_residents(old, &model, &change, options.yield_now)?;
@@ -82,7 +98,7 @@ pub(crate) fn open(
     *model.memory_mut() = plan_after(old.memory(), &model);
     let mut model = model.move_dense_to_gpu(flash, options.tensorrt)?;
 
-    let own = own_bytes(model.memory()) + taken;
+    let own = own_bytes(&model, old) + taken;
     model.record_peak(own);
     if own > budget.memory_bytes_max {
         let problem = format!(

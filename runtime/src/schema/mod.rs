@@ -61,9 +61,9 @@ pub enum Placement {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MissPolicy {
-    /// Fetches it.
+    /// Fetches it. If the request's deadline passes first, the request has no scores.
     Wait,
-    /// Fetches it if the request's deadline allows, else uses the default row.
+    /// Fetches it. If the request's deadline passes first, uses the default row.
     Deadline,
     /// Uses the default row and fetches it after the answer.
     Default,

@@ -4,7 +4,6 @@
 
 use crate::clock::SystemClock;
 use crate::flash::{Flash, FlashError};
-use crate::io::reader::DeviceDepth;
 use crate::limits::PROBE_CACHE_BYTES_MAX;
 use crate::model::budget::Budget;
 use crate::model::{Model, OpenError};
@@ -67,9 +66,8 @@ impl From<OpenError> for ProbeFault {
 /// `ProbeFault::Release` also if a score is not a number.
 pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Probed, ProbeFault> {
     let samples = flash.probe()?;
-    let depth = DeviceDepth::new(budget.reads_max as usize);
     let cache = PROBE_CACHE_BYTES_MAX;
-    let model = Arc::new(Model::open_on_flash(flash, budget, cache, depth, yield_now)?);
+    let model = Arc::new(Model::open_on_flash(flash, budget, cache, None, yield_now)?);
     let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
     let (mut batch, mut probed) = (Batch::new(model.schema(), 1), Probed::default());
 

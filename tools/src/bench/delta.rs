@@ -1,16 +1,20 @@
-//! `bench delta`: installs deltas of one row in a hundred and swaps them in while a caller sends
-//! requests and never pauses. Windows without and with an update take turns, so that a quiet minute
-//! of the machine favours neither. The caller draws every request before its clock starts, so some
-//! rows come from flash. One process plays the daemon. Never measures the link.
+//! `bench delta`: installs deltas of one row in a hundred and swaps them in while callers send
+//! requests. Half of the updates meet callers that never pause, the other half callers that send at
+//! a stated part of the full rate. Windows without and with an update take turns, so that a quiet
+//! minute of the machine favours neither. The callers draw every request before its clock starts, so
+//! some rows come from flash. One process plays the daemon. Never measures the link.
 
 use super::bars::Bar;
-use super::results::{BenchReport, HostMachine, prints_tables, written_bytes};
+use super::results::{
+    BenchReport, HostMachine, open_files, prints_tables, resident_memory, restart_peak,
+    written_bytes,
+};
 use crate::report::metrics::{Latencies, Percentiles};
 use crate::serve::{install, progress_bar};
 use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use crate::workload::synthetic::{SyntheticGeneration, pack_criteo_at};
 use crate::{report, say};
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use hatchback::bundle::BundleReader;
 use hatchback::bundle::manifest::Manifest;
@@ -37,6 +41,18 @@ const CHANGED_ONE_IN: u64 = 100;
 const P99_RATIO_BAR: f64 = 1.2;
 /// Most bytes written per changed byte.
 const AMPLIFICATION_BAR: f64 = 1.2;
+/// Longest time from the staged bundle to the first request on it, in seconds.
+const SERVED_S_BAR: f64 = 1.0;
+/// Most memory during an update, in multiples of the memory before.
+const MEMORY_BAR: f64 = 1.1;
+/// Largest loss of hit rate by a swap, in points.
+const HIT_POINTS_BAR: f64 = 1.0;
+/// Largest drift of memory and latency over many swaps, in multiples of the first.
+const FLAT_BAR: f64 = 1.02;
+/// Swaps at each end of many swaps that are compared.
+const SWAPS_COMPARED: usize = 100;
+/// Windows that fill the cache before the first update.
+const WARM_WINDOWS: u32 = 5;
 /// Name of the served model.
 const NAME: &str = "model";
 
@@ -47,19 +63,24 @@ pub struct DeltaArgs {
     /// quick: 100000]
     #[arg(long)]
     rows_max: Option<u64>,
-    /// Deltas to apply one after the other [default: 5; quick: 2]
+    /// Deltas to apply one after the other [default: 20; quick: 4]
     #[arg(long)]
     deltas: Option<u64>,
+    /// Swaps back and forth between the last two generations, after the deltas
+    #[arg(long, default_value_t = 0)]
+    swaps: u64,
     /// Samples in a request
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
-    /// Callers that send requests without pauses; at least one for each CPU leaves no CPU idle
+    /// Callers that send requests; at least one for each CPU leaves no CPU idle at full load
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     callers: u32,
-    /// Embedding cache, MiB: smaller than the model, so that requests have misses [default: 64;
-    /// quick: 8]
-    #[arg(long)]
-    cache_mib: Option<u64>,
+    /// Rate of the callers at every other update, per cent of the rate without pauses
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=100))]
+    load_percent: u32,
+    /// Embedding cache, per cent of the bytes of all rows
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=100))]
+    cache_percent: u64,
     /// Least time of a window without an update
     #[arg(long, default_value_t = 2.0, value_parser = report::args::seconds)]
     seconds: f64,
@@ -86,6 +107,8 @@ pub struct DeltaArgs {
 pub struct UpdateFigures {
     /// Sequence of the new generation.
     pub sequence: u64,
+    /// Rate of the callers, per cent of the rate without pauses.
+    pub load_percent: u32,
     /// Rows that changed.
     pub rows: u64,
     /// Bytes of the bundle.
@@ -96,8 +119,12 @@ pub struct UpdateFigures {
     pub changed_bytes: u64,
     /// Time from the bundle to a durable live record.
     pub install_s: f64,
-    /// Time from the live record to the first request on the new generation, with warm caches.
+    /// Time from the live record to the last request on the old generation, with warm caches.
     pub swap_s: f64,
+    /// Resident memory before the update, in bytes.
+    pub memory_before: u64,
+    /// The most resident memory during the update, in bytes.
+    pub memory_peak: u64,
     /// CPU time of the update, per cent of the time that it took.
     pub cpu_percent: f64,
     /// Time for which the swap let no lookup start, µs.
@@ -120,7 +147,7 @@ pub struct UpdateFigures {
 /// The runtime refuses a bundle, a request fails, or a file cannot be written.
 pub fn run(args: &DeltaArgs) -> Result<()> {
     let rows_max = args.rows_max.unwrap_or(if args.quick { 100_000 } else { 1_900_000 });
-    let deltas = args.deltas.unwrap_or(if args.quick { 2 } else { 5 });
+    let deltas = args.deltas.unwrap_or(if args.quick { 4 } else { 20 });
     let folder = tempfile::tempdir().context("a temporary folder")?;
     let place = args.flash.clone().unwrap_or_else(|| folder.path().join("flash"));
     let bundles = pack_generations(rows_max, deltas, folder.path())?;
@@ -128,7 +155,7 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
 
     let budget = Budget {
         memory_bytes_max: 16 << 30,
-        cache_bytes_max: args.cache_mib.unwrap_or(if args.quick { 8 } else { 64 }) << 20,
+        cache_bytes_max: all_rows_bytes(&flash) * args.cache_percent / 100,
         batch_max: args.batch,
         ..Budget::default()
     };
@@ -137,11 +164,19 @@ pub fn run(args: &DeltaArgs) -> Result<()> {
     serving.load(NAME, &flash, budget)?;
     let busy = BusyBounds { percent_min: args.busy_percent_min, percent_max: args.busy_percent };
     let updates = Updates { serving: &serving, flash: &flash, budget, busy };
-    let points = measure(args, &updates, &bundles[1..])?;
+    let Measured { points, last } = measure(args, &updates, &bundles[1..])?;
+    let mut bars = bars(&points);
+    if args.swaps > 0 {
+        bars.extend(swap_often(args, &updates, &last)?);
+    }
 
     let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
-    let bars = bars(&points);
     publish(args, &BenchReport { bench: "delta", machine, model, bars, points })
+}
+
+/// Returns the bytes of all rows of the model.
+fn all_rows_bytes(flash: &Flash) -> u64 {
+    flash.manifest().schema.tables.iter().map(|table| table.row_bytes_total()).sum()
 }
 
 /// Packs a snapshot and `deltas` deltas that follow it.
@@ -184,23 +219,27 @@ struct Updates<'a> {
     busy: BusyBounds,
 }
 
-/// Applies all deltas; each update follows an idle window of about the same length.
-fn measure(
-    args: &DeltaArgs,
-    updates: &Updates<'_>,
-    deltas: &[PathBuf],
-) -> Result<Vec<UpdateFigures>> {
-    let keys = Distribution::PowerLaw { alpha: ALPHA };
-    let workload = Workload::new(updates.flash, &keys, BagSizes::Full, 0)?;
-    let samples = args.batch as usize;
-    let caller = |seed| Caller {
-        workload: workload.with_seed(seed),
-        batch: Batch::new(&updates.flash.manifest().schema, samples),
-        samples,
-    };
-    let mut callers: Vec<Caller> = (0..u64::from(args.callers)).map(caller).collect();
-    let progress = progress_bar(deltas.len() as u64, "applying", "{pos}/{len} deltas");
+impl Updates<'_> {
+    /// Returns the callers of `args`, which send without pauses.
+    fn callers(&self, args: &DeltaArgs) -> Result<Vec<Caller>> {
+        let keys = Distribution::PowerLaw { alpha: ALPHA };
+        let workload = Workload::new(self.flash, &keys, BagSizes::Full, 0)?;
+        let samples = args.batch as usize;
+        let caller = |seed| Caller {
+            workload: workload.with_seed(seed),
+            batch: Batch::new(&self.flash.manifest().schema, samples),
+            samples,
+            interval: Duration::ZERO,
+        };
+        Ok((0..u64::from(args.callers)).map(caller).collect())
+    }
+}
 
+/// Applies all deltas; each update follows an idle window of about the same length. Callers never
+/// pause at the first update, at the second they do, and so on.
+fn measure(args: &DeltaArgs, updates: &Updates<'_>, deltas: &[PathBuf]) -> Result<Measured> {
+    let mut callers = updates.callers(args)?;
+    let progress = progress_bar(deltas.len() as u64, "applying", "{pos}/{len} deltas");
     let window_min = Duration::try_from_secs_f64(args.seconds).context("--seconds")?;
     let serving = updates.serving;
     let idle_for = |callers: &mut [Caller], time: Duration| {
@@ -210,19 +249,32 @@ fn measure(
         })
     };
     let counters = || serving.stats(NAME).unwrap_or_default().counters;
-    idle_for(&mut callers, window_min)?;
 
-    let (mut points, mut window) = (Vec::new(), window_min);
-    for delta in deltas {
+    // The cache fills before the first window.
+    idle_for(&mut callers, WARM_WINDOWS * window_min)?;
+    let requests = idle_for(&mut callers, window_min)?.0.percentiles().requests.max(1);
+    let at_full_load = args.seconds * f64::from(args.callers) / requests as f64;
+    let paced = Duration::from_secs_f64(at_full_load * 100.0 / f64::from(args.load_percent));
+
+    let (mut points, mut window, mut last) = (Vec::new(), window_min, Vec::new());
+    for (number, delta) in deltas.iter().enumerate() {
+        let is_full = number.is_multiple_of(2);
+        let interval = if is_full { Duration::ZERO } else { paced };
+        callers.iter_mut().for_each(|caller| caller.interval = interval);
+
         let before = counters();
         let (idle, ()) = idle_for(&mut callers, window)?;
         let hit_rate_before = counters().since(&before).hit_rate();
 
         let start = Instant::now();
-        let (applying, mut figures) = send_during(&mut callers, serving, || updates.apply(delta))?;
+        let (applying, applied) = send_during(&mut callers, serving, || updates.apply(delta))?;
+        let Applied { mut figures, installed } = applied;
+        last.truncate(1);
+        last.insert(0, installed);
         window = start.elapsed().max(window_min);
         idle_for(&mut callers, window_min)?;
 
+        figures.load_percent = if is_full { 100 } else { args.load_percent };
         (figures.idle, figures.applying) = (idle.percentiles(), applying.percentiles());
         figures.hit_rate_before = hit_rate_before;
         figures.hit_rate_after = counters().hit_rate();
@@ -230,29 +282,98 @@ fn measure(
         progress.inc(1);
     }
     progress.finish_and_clear();
-    Ok(points)
+    Ok(Measured { points, last })
 }
 
-/// A caller that sends one request after another and never pauses.
+/// What the updates gave.
+struct Measured {
+    points: Vec<UpdateFigures>,
+    /// The live generation, then the one before, as far as deltas brought them.
+    last: Vec<Flash>,
+}
+
+/// An update that was applied.
+struct Applied {
+    figures: UpdateFigures,
+    installed: Flash,
+}
+
+/// What the swaps at one end of many did.
+#[derive(Clone, Copy)]
+struct SwapWindow {
+    p99_us: f64,
+    memory: u64,
+    files: u64,
+}
+
+/// Swaps back and forth between `last`, the live generation and the one before, while callers never
+/// pause.
+fn swap_often(args: &DeltaArgs, updates: &Updates<'_>, last: &[Flash]) -> Result<Vec<Bar>> {
+    let [live, previous] = last else { bail!("--swaps needs two deltas") };
+    let mut callers = updates.callers(args)?;
+    let progress = progress_bar(args.swaps, "swapping", "{pos}/{len} swaps");
+
+    let some = SWAPS_COMPARED.min(args.swaps as usize / 2).max(1);
+    let mut done = 0;
+    let mut swap = |count: usize| {
+        let (latencies, ()) = send_during(&mut callers, updates.serving, || {
+            for _ in 0..count {
+                let to = if done % 2 == 0 { previous } else { live };
+                updates.serving.swap(NAME, to, updates.budget, &|| {})?;
+                done += 1;
+                progress.inc(1);
+            }
+            Ok(())
+        })?;
+        let (memory, files) = (resident_memory()?.now, open_files()?);
+        Ok::<_, anyhow::Error>(SwapWindow { p99_us: latencies.percentiles().p99_us, memory, files })
+    };
+    swap(some)?;
+    let first = swap(some)?;
+    swap((args.swaps as usize).saturating_sub(3 * some))?;
+    let last = swap(some)?;
+    progress.finish_and_clear();
+
+    let ratio = |of: fn(&SwapWindow) -> f64| of(&last) / of(&first).max(1e-9);
+    let bar = |what: &str, value| {
+        let name = format!("{what} after {} swaps, times that at the start", args.swaps);
+        Bar::at_most(name, value, FLAT_BAR)
+    };
+    Ok(vec![
+        bar("p99", ratio(|w| w.p99_us)),
+        bar("memory", ratio(|w| w.memory as f64)),
+        bar("open files", ratio(|w| w.files as f64)),
+    ])
+}
+
+/// A caller that sends one request after another.
 struct Caller {
     workload: Workload,
     batch: Batch,
     samples: usize,
+    /// Time from the start of a request to that of the next. Zero means no pause.
+    interval: Duration,
 }
 
 impl Caller {
-    /// Sends requests until `stop` is set. Returns their latencies.
+    /// Sends requests until `stop` is set. Returns their latencies. A request that starts late,
+    /// because the one before took long, counts from the time at which it should have started.
     fn send_until(&mut self, stop: &AtomicBool, serving: &Serving) -> Result<Latencies> {
-        let mut latencies = Latencies::default();
+        let (mut latencies, mut due) = (Latencies::default(), Instant::now());
         while !stop.load(Ordering::Acquire) {
             self.workload.fill(&mut self.batch, self.samples)?;
-            let sent = Instant::now();
+            if self.interval.is_zero() {
+                due = Instant::now();
+            } else {
+                due += self.interval;
+                thread::sleep(due.saturating_duration_since(Instant::now()));
+            }
             match serving.submit(NAME, &self.batch, None) {
                 Ok(ticket) => drop(ticket.wait()?),
                 Err(RequestError::Busy(_)) => thread::yield_now(),
                 Err(e) => return Err(e.into()),
             }
-            latencies.record(sent.elapsed());
+            latencies.record(due.elapsed());
         }
         Ok(latencies)
     }
@@ -286,9 +407,11 @@ fn send_during<T: Send>(
 
 impl Updates<'_> {
     /// Installs `delta` and swaps it in. The caller fills in the latencies and hit rates.
-    fn apply(&self, delta: &Path) -> Result<UpdateFigures> {
+    fn apply(&self, delta: &Path) -> Result<Applied> {
         let background = Background::enter(self.busy);
         let rest = || background.yield_now(thread::sleep);
+        restart_peak()?;
+        let memory_before = resident_memory()?.now;
         let (before, start, cpu) = (written_bytes()?, Instant::now(), thread_cpu_time());
         let mut bundle = BundleReader::open(delta)?;
         let directory = self.flash.directory();
@@ -303,7 +426,7 @@ impl Updates<'_> {
 
         let changed = changed(&installed)?;
         let none = Percentiles::default();
-        Ok(UpdateFigures {
+        let figures = UpdateFigures {
             sequence: installed.manifest().generation.sequence,
             rows: changed.rows,
             bundle_bytes: std::fs::metadata(delta)?.len(),
@@ -311,6 +434,9 @@ impl Updates<'_> {
             changed_bytes: changed.bytes,
             install_s,
             swap_s,
+            load_percent: 0,
+            memory_before,
+            memory_peak: resident_memory()?.peak,
             cpu_percent: 100.0 * cpu_s / apply_s,
             pause_us: swapped.pause.as_secs_f64() * 1e6,
             swapped,
@@ -318,7 +444,8 @@ impl Updates<'_> {
             applying: none,
             hit_rate_before: 0.0,
             hit_rate_after: 0.0,
-        })
+        };
+        Ok(Applied { figures, installed })
     }
 }
 
@@ -355,24 +482,45 @@ fn changed(flash: &Flash) -> Result<Changed> {
 
 fn bars(points: &[UpdateFigures]) -> Vec<Bar> {
     let worst = |of: fn(&UpdateFigures) -> f64| points.iter().map(of).fold(0.0, f64::max);
-    let mean = |of: fn(&UpdateFigures) -> f64| {
-        points.iter().map(of).sum::<f64>() / points.len().max(1) as f64
-    };
-    let ratio = mean(|p| p.applying.p99_us) / mean(|p| p.idle.p99_us).max(1e-9);
-
-    vec![
-        Bar::at_most("p99 while applying, times that of idle", ratio, P99_RATIO_BAR),
+    let mut bars = vec![
+        Bar::at_most(
+            "longest time from staged to served, seconds",
+            worst(|p| p.install_s + p.swap_s),
+            SERVED_S_BAR,
+        ),
         Bar::at_most(
             "longest pause of a swap, batches",
             worst(|p| p.pause_us / p.idle.p50_us),
             1.0,
         ),
         Bar::at_most(
+            "most memory during an update, times that before",
+            worst(|p| p.memory_peak as f64 / p.memory_before as f64),
+            MEMORY_BAR,
+        ),
+        Bar::at_most(
             "bytes written for each byte that changed",
             worst(|p| p.written_bytes as f64 / p.changed_bytes.max(1) as f64),
             AMPLIFICATION_BAR,
         ),
-    ]
+        Bar::at_most(
+            "largest loss of hit rate by a swap, points",
+            worst(|p| 100.0 * (p.hit_rate_before - p.hit_rate_after)),
+            HIT_POINTS_BAR,
+        ),
+    ];
+    for of_load in [true, false] {
+        let of_load: Vec<_> =
+            points.iter().filter(|p| (p.load_percent == 100) == of_load).collect();
+        let Some(first) = of_load.first() else { continue };
+        let mean = |of: fn(&UpdateFigures) -> f64| {
+            of_load.iter().map(|p| of(p)).sum::<f64>() / of_load.len() as f64
+        };
+        let ratio = mean(|p| p.applying.p99_us) / mean(|p| p.idle.p99_us).max(1e-9);
+        let name = format!("p99 while applying at {} % load, times idle", first.load_percent);
+        bars.push(Bar::at_most(name, ratio, P99_RATIO_BAR));
+    }
+    bars
 }
 
 fn publish(args: &DeltaArgs, report: &BenchReport<UpdateFigures>) -> Result<()> {
@@ -385,10 +533,12 @@ fn publish(args: &DeltaArgs, report: &BenchReport<UpdateFigures>) -> Result<()> 
 
         let heads = [
             "to",
+            "load",
             "rows",
             "written",
             "install",
             "swap",
+            "memory",
             "CPU",
             "pause",
             "idle p99",
@@ -408,14 +558,16 @@ fn publish(args: &DeltaArgs, report: &BenchReport<UpdateFigures>) -> Result<()> 
 }
 
 impl UpdateFigures {
-    fn cells(&self) -> [String; 12] {
+    fn cells(&self) -> [String; 14] {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             self.sequence.to_string(),
+            format!("{} %", self.load_percent),
             report::count(self.rows),
             report::bytes(self.written_bytes),
             format!("{:.2} s", self.install_s),
             format!("{:.2} s", self.swap_s),
+            format!("x {:.3}", self.memory_peak as f64 / self.memory_before as f64),
             format!("{:.1} %", self.cpu_percent),
             us(self.pause_us),
             us(self.idle.p99_us),
@@ -460,10 +612,12 @@ mod tests {
         let json = folder.path().join("delta.json");
         let args = DeltaArgs {
             rows_max: Some(3_000),
-            deltas: Some(1),
+            deltas: Some(2),
+            swaps: 6,
             batch: 2,
             callers: 2,
-            cache_mib: Some(1),
+            load_percent: 50,
+            cache_percent: 50,
             seconds: 0.2,
             busy_percent_min: 5,
             busy_percent: 100,
@@ -480,6 +634,6 @@ mod tests {
         assert!(point["rows"].as_u64().unwrap() > 100, "{point}");
         let hits = |when: &str| point[when].as_f64().unwrap();
         assert!(hits("hit_rate_before") < 1.0 && hits("hit_rate_after") < 1.0, "{point}");
-        assert_eq!(report["bars"].as_array().unwrap().len(), 3);
+        assert_eq!(report["bars"].as_array().unwrap().len(), 10);
     }
 }

@@ -153,6 +153,46 @@ pub fn written_bytes() -> Result<u64> {
     bytes.and_then(|b| b.trim().parse().ok()).context("/proc/self/io: no write_bytes")
 }
 
+/// Returns the memory of this process in bytes: what it has now, and the most since
+/// [`restart_peak`].
+///
+/// # Errors
+/// The system does not tell.
+pub fn resident_memory() -> Result<ResidentMemory> {
+    let status = std::fs::read_to_string("/proc/self/status").context("/proc/self/status")?;
+    let bytes = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
+        kib.map(|kib| kib << 10).with_context(|| format!("/proc/self/status: no {name}"))
+    };
+    Ok(ResidentMemory { now: bytes("VmRSS:")?, peak: bytes("VmHWM:")? })
+}
+
+/// Memory of a process that is resident, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct ResidentMemory {
+    /// Now.
+    pub now: u64,
+    /// At most since the peak was restarted.
+    pub peak: u64,
+}
+
+/// Lets the peak of [`resident_memory`] start from what is resident now.
+///
+/// # Errors
+/// The system refuses.
+pub fn restart_peak() -> Result<()> {
+    std::fs::write("/proc/self/clear_refs", "5").context("/proc/self/clear_refs")
+}
+
+/// Returns how many files this process has open.
+///
+/// # Errors
+/// The system does not tell.
+pub fn open_files() -> Result<u64> {
+    Ok(std::fs::read_dir("/proc/self/fd").context("/proc/self/fd")?.count() as u64)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,6 +1,6 @@
 //! Reads the rows that a request misses: locates them, sorts them by page, reads each page once
 //! with many reads in flight, verifies it, stages its rows and caches them as it arrives. Never
-//! waits beyond the deadline for a row whose miss policy is `deadline`.
+//! waits beyond the deadline.
 
 use crate::clock::Clock;
 use crate::flash::segment::fences::LOCATE_KEYS;
@@ -36,6 +36,8 @@ pub(super) struct RowFetcher {
     /// may still arrive.
     pub(super) round: u32,
     pub counters: Counters,
+    /// Whether the deadline cut a row whose miss policy is `wait`: the request has no scores.
+    pub is_overdue: bool,
 }
 
 impl RowFetcher {
@@ -49,6 +51,7 @@ impl RowFetcher {
             reader: PageReader::on(model.read_depth(), ReadMethod::Auto),
             round: 0,
             counters: Counters::default(),
+            is_overdue: false,
         }
     }
 
@@ -65,6 +68,7 @@ impl RowFetcher {
     /// Clears the miss list and counts the lookups of `batch`.
     pub fn start_request(&mut self, model: &Model, batch: &Batch) {
         self.misses.clear();
+        self.is_overdue = false;
         for (f, feature) in model.schema().features.iter().enumerate() {
             let lookups = batch.bags(f).keys.len() as u64;
             self.counters.lookups += lookups;
@@ -74,8 +78,8 @@ impl RowFetcher {
         }
     }
 
-    /// Fetches the rows of the miss list, with many reads in flight: first the rows that the
-    /// request must wait for, then those that the deadline allows. Defers the rest.
+    /// Fetches the rows of the miss list, with many reads in flight: first the rows without which
+    /// the request has no scores, then the others. Defers what the deadline cuts.
     pub fn fetch(&mut self, model: &Model, live: &LiveModel, deadline: Option<Duration>) {
         self.locate(model);
         let order = |m: &Miss| (model.miss_policy(m.row.table) as u8, m.row.table, m.place);
@@ -89,18 +93,13 @@ impl RowFetcher {
             self.start_reads(model, deadline, &mut reads);
             // A read may be left to start although none of this request is outstanding: reads that
             // an earlier request gave up may fill the reader.
-            let next = self.misses.list().get(reads.next);
-            if reads.outstanding() == 0 && next.is_none() {
+            if reads.outstanding == 0 && reads.next == self.misses.list().len() {
                 return;
             }
 
-            // The deadline limits the wait as soon as every remaining read may be given up.
-            let is_optional =
-                next.is_none_or(|m| model.miss_policy(m.row.table) != MissPolicy::Wait);
-            let cut = deadline.filter(|_| reads.required == 0 && is_optional);
-            let wait = cut.map(|deadline| deadline.saturating_sub(self.clock.now()));
+            let wait = deadline.map(|deadline| deadline.saturating_sub(self.clock.now()));
             if !self.finish_read(model, live, wait, &mut reads) {
-                let unread = if cut.is_some() { RowState::Late } else { RowState::Damaged };
+                let unread = if deadline.is_some() { RowState::Late } else { RowState::Damaged };
                 return self.give_up_reads(model, unread, reads.next);
             }
         }
@@ -131,12 +130,12 @@ impl RowFetcher {
             match model.miss_policy(row.table) {
                 _ if place == NOWHERE => self.set_states(range, RowState::Absent),
                 MissPolicy::Default => self.defer(range, RowState::Pending),
-                MissPolicy::Deadline if is_late() => self.defer(range, RowState::Late),
-                policy => {
+                policy if is_late() => self.defer_late(range, policy),
+                MissPolicy::Wait | MissPolicy::Deadline => {
                     let location = RowLocation::unpack(place);
                     let file = model.rows(row.table).segment(location).file();
                     self.reader.begin(file, location.page, token(self.round, range.start));
-                    *reads.of(policy) += 1;
+                    reads.outstanding += 1;
                 }
             }
         }
@@ -155,7 +154,8 @@ impl RowFetcher {
             let Some(start) = index_in(token, *round) else { return };
             let range = start..start + page_len(&misses.list()[start..]);
             let first = misses.list()[start];
-            reads.finish(model.miss_policy(first.row.table));
+            assert!(reads.outstanding > 0, "a page arrived that this round did not read");
+            reads.outstanding -= 1;
 
             let page = check_page(model, first, page, counters);
             misses.list_mut()[range.clone()].iter_mut().for_each(|miss| refuse_barred(live, miss));
@@ -175,9 +175,16 @@ impl RowFetcher {
                 _ if miss.place == NOWHERE => self.set_states(i..i + 1, RowState::Absent),
                 MissPolicy::Default if i >= next => self.defer(i..i + 1, RowState::Pending),
                 MissPolicy::Default => {}
+                policy if unread == RowState::Late => self.defer_late(i..i + 1, policy),
                 MissPolicy::Wait | MissPolicy::Deadline => self.defer(i..i + 1, unread),
             }
         }
+    }
+
+    /// Defers rows that the deadline cuts.
+    fn defer_late(&mut self, range: Range<usize>, policy: MissPolicy) {
+        self.is_overdue |= policy == MissPolicy::Wait;
+        self.defer(range, RowState::Late);
     }
 
     fn set_states(&mut self, range: Range<usize>, state: RowState) {
@@ -198,26 +205,8 @@ impl RowFetcher {
 struct Reads {
     /// The first miss that no read was started for.
     next: usize,
-    /// Outstanding reads that the request must wait for.
-    required: usize,
-    /// Outstanding reads that the deadline may cut.
-    optional: usize,
-}
-
-impl Reads {
-    fn outstanding(&self) -> usize {
-        self.required + self.optional
-    }
-
-    fn of(&mut self, policy: MissPolicy) -> &mut usize {
-        if policy == MissPolicy::Wait { &mut self.required } else { &mut self.optional }
-    }
-
-    fn finish(&mut self, policy: MissPolicy) {
-        let reads = self.of(policy);
-        assert!(*reads > 0, "a page arrived that this round did not read");
-        *reads -= 1;
-    }
+    /// Reads that were started and have not arrived.
+    outstanding: usize,
 }
 
 /// Returns the token of a read: the round in the upper half, the index of its first miss below.

@@ -154,7 +154,8 @@ impl Worker {
     }
 
     /// Scores `batch`, which is one request. From `deadline`, a time of the worker's clock, on no
-    /// more rows are fetched for tables with the miss policy `deadline`.
+    /// more rows are fetched. The bags of tables with the miss policy `deadline` then have default
+    /// rows.
     ///
     /// # Errors
     /// The errors of [`Worker::score_requests`], and [`ScoreError::NotFinite`] if a score is not a
@@ -170,8 +171,9 @@ impl Worker {
     /// Scores `batch`, which may hold several requests. `deadline` is that of [`Worker::score`].
     ///
     /// # Errors
-    /// [`ScoreError::Request`] if the batch does not fit the model, [`ScoreError::Dense`] or
-    /// [`ScoreError::Cuda`] if the dense network or the GPU failed.
+    /// [`ScoreError::Request`] if the batch does not fit the model, [`ScoreError::DeadlineExceeded`]
+    /// if a row of a table with the miss policy `wait` did not arrive in time,
+    /// [`ScoreError::Dense`] or [`ScoreError::Cuda`] if the dense network or the GPU failed.
     pub fn score_requests(
         &mut self,
         batch: &Batch,
@@ -296,6 +298,9 @@ impl Seat {
                 looking_up = None;
             }
             fetcher.fetch(model, live, deadline);
+            if fetcher.is_overdue {
+                return Err(ScoreError::DeadlineExceeded);
+            }
             backend.finish_bags(model, &fetcher.misses, statuses, progress)?;
             fetcher.misses.clear();
             if is_open {

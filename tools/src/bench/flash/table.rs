@@ -12,6 +12,7 @@ use hatchback::flash::table::TableRows;
 use hatchback::io::disk::Disk;
 use hatchback::schema::{KeySpace, MissPolicy, Placement, Table};
 use std::path::Path;
+use std::sync::Arc;
 
 /// Appends a row under its order.
 pub type Put<'a> = &'a mut dyn FnMut(u64, &[u8]) -> Result<()>;
@@ -81,9 +82,9 @@ pub struct TableFiles<'a> {
 /// # Errors
 /// A file is missing or damaged.
 pub fn open(disk: &dyn Disk, data: &Data, files: &TableFiles<'_>) -> Result<TableRows> {
-    let segment = |path: &Path, part| -> Result<Segment> {
+    let segment = |path: &Path, part| -> Result<Arc<Segment>> {
         let file = disk.open_pages(path).context(name(path))?;
-        Ok(Segment::open(path, file, kind(data, part)?)?)
+        Ok(Arc::new(Segment::open(path, file, kind(data, part)?)?))
     };
     let clustered = files.clustered.map(|path| segment(path, Part::Clustered)).transpose()?;
     let deltas =
