@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-/// A clock that blocks its readers while it is closed, and can panic instead of returning.
+/// A clock that blocks its readers while it is closed, and can panic in a worker.
 #[derive(Default)]
 struct Gate {
     closed: Mutex<bool>,
@@ -44,7 +44,8 @@ impl Clock for Gate {
     fn now(&self) -> Duration {
         let closed = self.closed.lock().unwrap();
         drop(self.opened.wait_while(closed, |closed| *closed).unwrap());
-        assert!(!self.panics.load(Ordering::Acquire), "the clock broke");
+        let is_worker = std::thread::current().name().is_some_and(|n| n.starts_with("worker"));
+        assert!(!(is_worker && self.panics.load(Ordering::Acquire)), "the clock broke");
         Duration::ZERO
     }
 }
@@ -437,20 +438,9 @@ fn edges_are_answered_or_refused_by_name() {
     whole(&[fixture.looking_up(&[1, 2, 3, 4])]);
     whole(&[fixture.looking_up(&[5, keys[7], 5, keys[8]]), fixture.looking_up(&keys[20..24])]);
 
-    // The deadline is before the clock's start: cached rows are fresh, the others late or absent.
-    let past = submit(
-        &pipeline,
-        &[fixture.looking_up(&[keys[7]]), fixture.looking_up(&[keys[500], 5, 9])],
-        Some(Duration::ZERO),
-    )
-    .unwrap();
-
-    let answer = past.wait().unwrap();
-    let late = LookupStatus { defaulted: 2, absent: 1, late: true, ..LookupStatus::default() };
-    assert_eq!(
-        answer.scores().statuses,
-        [LookupStatus { fresh: 1, ..LookupStatus::default() }, late]
-    );
+    // The deadline is before the clock's start.
+    let past = submit(&pipeline, &[fixture.looking_up(&[keys[7]])], Some(Duration::ZERO)).unwrap();
+    assert!(matches!(past.wait().err(), Some(RequestError::DeadlineExceeded)));
 
     // Too many samples, and bags that are too long.
     let schema = Arc::clone(pipeline.model().schema());

@@ -270,7 +270,9 @@ impl RequestQueue {
 
     /// Returns the time until a request with `deadline` must be answered.
     fn left(&self, deadline: Duration) -> Duration {
-        (deadline + Duration::from_micros(DEADLINE_GRACE_US)).saturating_sub(self.clock.now())
+        deadline
+            .saturating_add(Duration::from_micros(DEADLINE_GRACE_US))
+            .saturating_sub(self.clock.now())
     }
 
     /// Ends a request whose caller has stopped waiting, because its deadline has passed. Returns
