@@ -1,6 +1,6 @@
-//! Resident tables: small tables whose rows are all in memory, so that no lookup misses. The keys of
-//! a resident table never change. [`Resident::write`] replaces the row of a key; its caller keeps
-//! lookups away meanwhile. A lookup beside a write reads a torn row, but stays in bounds.
+//! Resident tables: small tables whose rows are all in memory, so that no lookup misses. The keys
+//! of a resident table never change. [`Resident::write`] replaces the row of a key; its caller
+//! keeps lookups away meanwhile. A lookup beside a write reads a torn row, but stays in bounds.
 
 use crate::cache::address::mix;
 use crate::cache::codec::ROW_BYTES_MAX;

@@ -1,7 +1,7 @@
 //! The caches and resident tables of a model in device memory, and the changes to both. A cache is
 //! copied from the host byte for byte. From then on the same changes leave the same bytes as in a
-//! cache on the host. All generations of a model share what they have in common. Never decides which
-//! rows are worth caching.
+//! cache on the host. All generations of a model share what they have in common. Never decides
+//! which rows are worth caching.
 
 use crate::cache::address::{AddressMap, RowKey, SetTag, TableHasher, mix};
 use crate::cache::eviction::WAYS;

@@ -1,6 +1,6 @@
 //! Where the lookup pipeline finds the rows of a feature: in the embedding cache or in a resident
-//! table. Both take the steps of the pipeline. No row of a resident table changes during a lookup, so
-//! its rows need no validation. This file never pools.
+//! table. Both take the steps of the pipeline. No row of a resident table changes during a lookup,
+//! so its rows need no validation. This file never pools.
 
 use crate::cache::address::{SetTag, TableHasher};
 use crate::cache::raw_rows::RawRows;

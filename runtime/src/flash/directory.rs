@@ -251,8 +251,8 @@ impl Flash {
         Ok(TableRows::new(open(state.base, Part::Base)?, clustered, deltas)?)
     }
 
-    /// Opens the rows of table `number`. Shares what is open in `before`, the rows of the same table
-    /// in the segments `state` of an earlier generation, if only deltas followed.
+    /// Opens the rows of table `number`. Shares what is open in `before`, the rows of the same
+    /// table in the segments `state` of an earlier generation, if only deltas followed.
     ///
     /// # Errors
     /// Those of [`Flash::table`].

@@ -117,8 +117,8 @@ impl Overlay {
         both
     }
 
-    /// Returns the location of the newest version of the key with this order; `None` if this overlay
-    /// does not have the key.
+    /// Returns the location of the newest version of the key with this order; `None` if this
+    /// overlay does not have the key.
     #[inline]
     pub fn get(&self, order: u64) -> Option<Newest> {
         if self.count == 0 { None } else { unpack(self.locations[self.slot(order)]) }

@@ -1,5 +1,6 @@
-//! Changes the caches and resident tables of a model from the thread of a swap, in host memory or on
-//! a GPU. Changes on a GPU are collected and made many at a time. Never decides which rows change.
+//! Changes the caches and resident tables of a model from the thread of a swap, in host memory or
+//! on a GPU. Changes on a GPU are collected and made many at a time. Never decides which rows
+//! change.
 
 use crate::model::backend::ModelBackend;
 use crate::model::opened::Model;

@@ -41,8 +41,8 @@ pub(crate) struct OpenedTables {
     pub residents: Vec<Arc<Resident>>,
 }
 
-/// Opens every table of `schema`; calls `yield_now` before each. Shares open segments with `before`,
-/// the same tables in an earlier generation, or none.
+/// Opens every table of `schema`; calls `yield_now` before each. Shares open segments with
+/// `before`, the same tables in an earlier generation, or none.
 pub(crate) fn open_tables(
     flash: &Flash,
     schema: &Schema,

@@ -100,7 +100,8 @@ impl Pipeline {
         &self.live
     }
 
-    /// Returns when no worker uses the version of `users` any more. Calls `yield_now` while it waits.
+    /// Returns when no worker uses the version of `users` any more. Calls `yield_now` while it
+    /// waits.
     pub(crate) fn wait_until_left(&self, users: &Arc<()>, yield_now: &dyn Fn()) {
         self.queue.wake();
         while Arc::strong_count(users) > 1 {

@@ -1,6 +1,6 @@
 //! Several models in one process, each with a name and a pipeline, within one memory budget. A swap
-//! opens the next generation with the caches of the one that is served, and exchanges the two between
-//! two batches. Never shows a caller of one model a change of another.
+//! opens the next generation with the caches of the one that is served, and exchanges the two
+//! between two batches. Never shows a caller of one model a change of another.
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::clock::Clock;

@@ -43,8 +43,8 @@ struct ResidentChanges {
     replaced: Vec<(usize, Resident)>,
 }
 
-/// Returns whether the segments that both generations name are the same files: a generation that was
-/// damaged may have been replaced by a snapshot of the same number.
+/// Returns whether the segments that both generations name are the same files: a generation that
+/// was damaged may have been replaced by a snapshot of the same number.
 fn is_next(old: &Model, flash: &Flash) -> bool {
     let (served, record) = (old.generation(), flash.record());
     let same = |state: &LiveState| {

@@ -1,8 +1,8 @@
 //! `bench delta`: installs deltas of one row in a hundred and swaps them in while callers send
 //! requests. Half of the updates meet callers that never pause, the other half callers that send at
 //! a stated part of the full rate. Windows without and with an update take turns, so that a quiet
-//! minute of the machine favours neither. The callers draw every request before its clock starts, so
-//! some rows come from flash. One process plays the daemon. Never measures the link.
+//! minute of the machine favours neither. The callers draw every request before its clock starts,
+//! so some rows come from flash. One process plays the daemon. Never measures the link.
 
 use super::bars::Bar;
 use super::results::{

@@ -171,9 +171,10 @@ impl Worker {
     /// Scores `batch`, which may hold several requests. `deadline` is that of [`Worker::score`].
     ///
     /// # Errors
-    /// [`ScoreError::Request`] if the batch does not fit the model, [`ScoreError::DeadlineExceeded`]
-    /// if a row of a table with the miss policy `wait` did not arrive in time,
-    /// [`ScoreError::Dense`] or [`ScoreError::Cuda`] if the dense network or the GPU failed.
+    /// [`ScoreError::Request`] if the batch does not fit the model,
+    /// [`ScoreError::DeadlineExceeded`] if a row of a table with the miss policy `wait` did not
+    /// arrive in time, [`ScoreError::Dense`] or [`ScoreError::Cuda`] if the dense network or the
+    /// GPU failed.
     pub fn score_requests(
         &mut self,
         batch: &Batch,
