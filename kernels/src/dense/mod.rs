@@ -6,12 +6,13 @@
 //! A file with any other operator runs on rten (`fallback.rs`). `gpu::dense_engine` is the twin on
 //! a GPU.
 //!
-//! A file passes these steps: `onnx.rs` (read and check), `onnx_graph.rs` and `operators.rs` (typed
-//! nodes), `layout.rs` (fused nodes and their buffers), `plan.rs` (a run).
+//! A file passes these steps: `onnx.rs` (read and check), `onnx_graph.rs` and the files of the
+//! operators (typed nodes), `layout.rs` (fused nodes and their buffers), `plan.rs` (a run).
 
 mod engine;
 mod error;
 mod fallback;
+pub(crate) mod functions;
 pub(crate) mod gemm;
 mod interface;
 pub(crate) mod layout;
@@ -22,6 +23,14 @@ pub mod onnx;
 pub(crate) mod onnx_graph;
 mod operators;
 mod plan;
+mod products;
+mod recurrent;
+mod reductions;
+mod selections;
+mod sequences;
+mod shape_operators;
+mod stored;
+pub(crate) mod tensor;
 #[cfg(test)]
 mod tests;
 mod weights;
