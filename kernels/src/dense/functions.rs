@@ -2,6 +2,7 @@
 //! folded by the same functions, so it has the bits that a run would give.
 
 use crate::dense::math;
+use half::f16;
 use std::f32::consts::FRAC_1_SQRT_2;
 
 /// A function of one value. A truth value is 0 or 1.
@@ -21,6 +22,8 @@ pub(crate) enum Map {
     Round,
     /// Drops the fraction. The result is never `-0`, because it stands for an integer.
     Trunc,
+    /// Rounded to f16.
+    Half,
     Sign,
     Reciprocal,
     Softplus,
@@ -137,6 +140,7 @@ impl Map {
             Self::Ceil => x.ceil(),
             Self::Round => x.round_ties_even(),
             Self::Trunc => x.trunc() + 0.0,
+            Self::Half => f16::from_f32(x).to_f32(),
             Self::Sign if x.is_nan() => x,
             Self::Sign => truth(x > 0.0) - truth(x < 0.0),
             Self::Reciprocal => 1.0 / x,

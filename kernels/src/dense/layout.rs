@@ -122,8 +122,9 @@ fn assign_buffers(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
         let is_last_read = |id: Id| last[id] == at;
 
         // A function of each value works in place on an operand that no later node reads.
-        if let (Op::Map(_), Place::Buffer(b), true) =
-            (&node.op, places[node.inputs[0]], is_last_read(node.inputs[0]))
+        if let (Op::Map(_), &[operand]) = (&node.op, node.inputs.as_slice())
+            && let Place::Buffer(b) = places[operand]
+            && is_last_read(operand)
         {
             places[node.output] = Place::Buffer(b);
             continue;

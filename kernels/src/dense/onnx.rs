@@ -337,9 +337,17 @@ impl NodeProto {
 }
 
 impl ValueInfoProto {
+    /// Returns the type of the values; `None` if the file does not say it.
+    pub fn element_type(&self) -> Option<i32> {
+        self.r#type.as_ref()?.tensor_type.as_ref()?.elem_type
+    }
+
     /// Returns the size of each axis after the batch; `None` if a size is not fixed.
     pub fn sizes(&self) -> Option<Vec<usize>> {
         let shape = self.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?;
+        if shape.dim.is_empty() {
+            return None;
+        }
         shape.dim.iter().skip(1).map(|d| usize::try_from(d.dim_value?).ok()).collect()
     }
 }

@@ -220,7 +220,16 @@ impl<'a> Builder<'a> {
         if self.packed <= WEIGHTS_MAX { Ok(()) } else { Err(problem()) }
     }
 
-    /// Adds a node whose result is like `like` in type and batch, with this shape.
+    /// Counts `width` values that are made of `tensor`. Known values that do not become more are as
+    /// many as the file has.
+    pub fn count(&mut self, tensor: &Tensor, width: usize) -> Result<(), Stop> {
+        match &tensor.data {
+            Data::Known(values) if width <= values.len() => self.pack(width),
+            _ => self.spend(width),
+        }
+    }
+
+    /// Adds a node whose result are floats of this shape, with the batch on this axis.
     pub fn node(
         &mut self,
         inputs: Vec<Id>,
@@ -255,10 +264,7 @@ impl<'a> Builder<'a> {
     /// Returns the values of `tensor` at the positions of `layout`, with the shape of `layout`.
     pub fn pick(&mut self, tensor: &Tensor, layout: &Layout) -> Result<Tensor, Stop> {
         let width = product(&layout.shape).unwrap_or(usize::MAX);
-        match tensor.data {
-            Data::Known(_) => self.pack(width)?,
-            Data::Computed(_) => self.spend(width)?,
-        }
+        self.count(tensor, width)?;
         self.pick_all(tensor, &layout.shape, layout.batch, layout.picks())
     }
 

@@ -33,6 +33,7 @@ impl Builder<'_> {
             "Where" => self.select(node),
             "Greater" => self.flipped(node, Zip::Less),
             "GreaterOrEqual" => self.flipped(node, Zip::LessEqual),
+            "Mod" => self.remainder(node),
             "And" | "Or" | "Xor" => self.logic(node),
             "Sum" | "Mean" => self.sum_of_inputs(node),
             "Gemm" => self.gemm(node),
@@ -245,10 +246,10 @@ impl Builder<'_> {
 
     /// Returns the known values of `tensor`, broadcast to `shape`.
     fn spread(&mut self, tensor: &Tensor, shape: &[usize]) -> Result<Values, Stop> {
+        self.count(tensor, product(shape).unwrap_or(usize::MAX))?;
         let Some(values) = tensor.known_values() else {
             return Err(malformed("a constant that is computed"));
         };
-        self.pack(product(shape).unwrap_or(usize::MAX))?;
         let picks = match broadcast_layout(tensor, shape) {
             Some(layout) => layout.picks(),
             None => (0..values.len() as u32).collect(),
@@ -294,6 +295,32 @@ impl Builder<'_> {
                 self.map(&equal, Map::IsZero)
             }
         }
+    }
+
+    /// Translates `Mod` of known integers. The result has the sign of the divisor.
+    fn remainder(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
+        let (left, right) = (self.input(node, 0)?, self.input(node, 1)?);
+        let known = |t: &Tensor| t.kind.is_int() && t.known_values().is_some();
+        let Some((shape, batch)) = broadcast(&[&left, &right]) else {
+            return Err(unsupported(node, "of these shapes"));
+        };
+        if !known(&left) || !known(&right) || node.int("fmod", 0) != 0 {
+            return Err(unsupported(node, "of computed values"));
+        }
+        let values = [self.spread(&left, &shape)?, self.spread(&right, &shape)?];
+        let [Values::Ints(a), Values::Ints(b)] = values else {
+            return Err(unsupported(node, "of such constants"));
+        };
+        let one = |(a, b): (&Size, &Size)| {
+            let divisor = b.constant().filter(|n| *n != 0)?;
+            let is_free = a.batches.checked_rem(divisor)? == 0;
+            let rest = a.fixed.checked_rem(divisor)?;
+            let rest = if rest != 0 && (rest < 0) != (divisor < 0) { rest + divisor } else { rest };
+            is_free.then(|| Size::fixed(rest))
+        };
+        let all = a.iter().zip(&b).map(one).collect::<Option<Vec<_>>>();
+        let all = all.ok_or_else(|| unsupported(node, "of the batch"))?;
+        Ok(folded(left.kind, shape, batch, Values::Ints(all)))
     }
 
     fn sum_of_inputs(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
@@ -384,6 +411,9 @@ impl Builder<'_> {
                     let round = |x: f32| if to == Kind::Half { f16::from_f32(x).into() } else { x };
                     let values = Values::Floats(values.into_iter().map(round).collect());
                     Ok(folded(to, x.shape, x.batch, values))
+                }
+                None if (from, to) == (Kind::Float, Kind::Half) => {
+                    Ok(Tensor { kind: to, ..self.map(&x, Map::Half)? })
                 }
                 None => stop(),
             },

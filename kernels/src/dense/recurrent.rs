@@ -78,7 +78,7 @@ impl Builder<'_> {
     ) -> Result<Tensor, Stop> {
         let (steps, width) = (x.shape[0], x.shape[2]);
         let Direction { inputs, states, bias } = self.weights_of(node, number, count, width)?;
-        let hidden = states.len() / bias.len() * 2;
+        let hidden = bias.len() / 6;
         let order: Vec<usize> =
             if backwards { (0..steps).rev().collect() } else { (0..steps).collect() };
         let x = self.take(x, 0, &order)?;

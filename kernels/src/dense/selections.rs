@@ -28,11 +28,7 @@ impl Builder<'_> {
         pick: &dyn Fn(&[usize]) -> usize,
     ) -> Result<Tensor, Stop> {
         let width = product(shape).unwrap_or(usize::MAX);
-        if x.known_values().is_some() {
-            self.pack(width)?
-        } else {
-            self.spend(width)?
-        }
+        self.count(x, width)?;
 
         let mut at = vec![0; shape.len()];
         let mut picks = Vec::with_capacity(width);
