@@ -3,11 +3,16 @@
 Each takes pooled embeddings and dense features, and gives scores. Needs torch.
 """
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-FIELDS, DIM, TIME = 5, 8, 6
+# Fields, their width, positions of a history, and width of a hidden layer.
+FIELDS, DIM, TIME, HIDDEN = 5, 8, 6, 16
+if os.environ.get("ZOO") == "large":
+    FIELDS, DIM, TIME, HIDDEN = 20, 32, 20, 256
 
 
 def mlp(*sizes, act=nn.ReLU):
@@ -23,12 +28,12 @@ class Dlrm(nn.Module):
     def __init__(self, form):
         super().__init__()
         self.form = form
-        self.bottom = mlp(7, 16, DIM)
+        self.bottom = mlp(7, HIDDEN, DIM)
         n = FIELDS + 1
         pairs = [(i, j) for i in range(n) for j in range(i)]
         self.li, self.lj = [i for i, _ in pairs], [j for _, j in pairs]
         self.register_buffer("flat", torch.tensor([i * n + j for i, j in pairs]))
-        self.top = mlp(DIM + len(pairs), 16, 1)
+        self.top = mlp(DIM + len(pairs), HIDDEN, 1)
 
     def forward(self, dense, emb):
         x = self.bottom(dense)
@@ -57,7 +62,7 @@ class Cross(nn.Module):
             self.c = nn.ParameterList([nn.Parameter(torch.randn(*shape, low, low) * 0.3) for _ in range(3)])
             self.gate = nn.Linear(d, experts)
         self.b = nn.ParameterList([nn.Parameter(torch.randn(d) * 0.1) for _ in range(3)])
-        self.deep = mlp(d, 16, 8)
+        self.deep = mlp(d, HIDDEN, 8)
         self.last = nn.Linear(d + 8, 1)
 
     def forward(self, dense, emb):
@@ -82,7 +87,7 @@ class DeepFm(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.deep = mlp(7 + FIELDS * DIM, 16, 1)
+        self.deep = mlp(7 + FIELDS * DIM, HIDDEN, 1)
         self.linear = nn.Linear(7, 1)
 
     def forward(self, dense, first, second):
@@ -105,7 +110,7 @@ class Fields(nn.Module):
         self.register_buffer("j", torch.tensor([j for _, j in pairs]))
         width = {"pnn": FIELDS * DIM + len(pairs), "afm": DIM, "xdeepfm": 11,
                  "autoint": FIELDS * DIM, "max": DIM}.get(form, FIELDS * DIM)
-        self.top = mlp(width, 16, 1)
+        self.top = mlp(width, HIDDEN, 1)
         if form == "senet":
             self.squeeze = mlp(FIELDS, 3, FIELDS)
         if form == "afm":
@@ -146,7 +151,7 @@ class Towers(nn.Module):
     def __init__(self, normal):
         super().__init__()
         self.normal = normal
-        self.user, self.item = mlp(12, 16, 8), mlp(10, 16, 8)
+        self.user, self.item = mlp(12, HIDDEN, 8), mlp(10, HIDDEN, 8)
 
     def forward(self, user, item):
         u, i = self.user(user), self.item(item)
@@ -162,7 +167,7 @@ class Activated(nn.Module):
 
     def __init__(self, act):
         super().__init__()
-        self.a, self.b, self.act = nn.Linear(7, 16), nn.Linear(16, 1), act
+        self.a, self.b, self.act = nn.Linear(7, HIDDEN), nn.Linear(HIDDEN, 1), act
 
     def forward(self, dense):
         return self.b(self.act(self.a(dense)))
@@ -173,7 +178,7 @@ class Log1p(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = mlp(7, 16, 1)
+        self.net = mlp(7, HIDDEN, 1)
 
     def forward(self, dense):
         return self.net(torch.log1p(torch.clamp(dense, min=0)))
@@ -184,7 +189,7 @@ class Truncated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = mlp(7, 16, 1)
+        self.net = mlp(7, HIDDEN, 1)
 
     def forward(self, dense):
         return self.net((dense * 4).long().float())
@@ -195,7 +200,7 @@ class HalfInside(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(7, 16), nn.Linear(16, 1)
+        self.a, self.b = nn.Linear(7, HIDDEN), nn.Linear(HIDDEN, 1)
 
     def forward(self, dense):
         return self.b(torch.relu(self.a(dense)).half().float())
@@ -206,8 +211,8 @@ class HalfWeights(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.w = nn.Parameter(torch.randn(16, 7).half())
-        self.b = nn.Linear(16, 1)
+        self.w = nn.Parameter(torch.randn(HIDDEN, 7).half())
+        self.b = nn.Linear(HIDDEN, 1)
 
     def forward(self, dense):
         return self.b(torch.relu(F.linear(dense, self.w.float())))
@@ -222,7 +227,7 @@ class Multi(nn.Module):
         super().__init__()
         self.form, d = form, 7 + FIELDS * DIM
         self.outputs = ["ctr", "cvr"] if form in ("shared", "mmoe2", "esmm") else ["out"]
-        self.shared = mlp(d, 16, 8)
+        self.shared = mlp(d, HIDDEN, 8)
         self.experts = nn.ModuleList([mlp(d, 12, 8) for _ in range(3)])
         self.gates = nn.ModuleList([nn.Linear(d, 3) for _ in range(2)])
         self.towers = nn.ModuleList([mlp(8, 6, 1) for _ in range(2)])
@@ -262,12 +267,12 @@ class Normed(nn.Module):
         super().__init__()
         d = 7 + FIELDS * DIM
         layers = {
-            "first": [nn.BatchNorm1d(d), nn.Linear(d, 16), nn.ReLU()],
-            "after": [nn.Linear(d, 16), nn.ReLU(), nn.BatchNorm1d(16)],
-            "layer": [nn.Linear(d, 16), nn.LayerNorm(16), nn.ReLU()],
-            "dice": [nn.Linear(d, 16), Dice(16)],
+            "first": [nn.BatchNorm1d(d), nn.Linear(d, HIDDEN), nn.ReLU()],
+            "after": [nn.Linear(d, HIDDEN), nn.ReLU(), nn.BatchNorm1d(HIDDEN)],
+            "layer": [nn.Linear(d, HIDDEN), nn.LayerNorm(HIDDEN), nn.ReLU()],
+            "dice": [nn.Linear(d, HIDDEN), Dice(HIDDEN)],
         }[form]
-        self.net = nn.Sequential(*layers, nn.Linear(16, 1))
+        self.net = nn.Sequential(*layers, nn.Linear(HIDDEN, 1))
         for m in self.modules():
             if isinstance(m, nn.BatchNorm1d):
                 m.running_mean.normal_(0, 0.5)
@@ -285,11 +290,11 @@ class Din(nn.Module):
     def __init__(self, form):
         super().__init__()
         self.form = form
-        self.att = mlp(4 * DIM, 16, 1, act=nn.Sigmoid)
+        self.att = mlp(4 * DIM, HIDDEN, 1, act=nn.Sigmoid)
         self.gru = nn.GRU(DIM, DIM, batch_first=True)
         self.cell = nn.Linear(2 * DIM, 2 * DIM)
         self.new = nn.Linear(2 * DIM, DIM)
-        self.top = mlp(3 + 2 * DIM, 16, 1)
+        self.top = mlp(3 + 2 * DIM, HIDDEN, 1)
 
     def forward(self, dense, target, history):
         h = history.view(-1, TIME, DIM)
@@ -341,14 +346,14 @@ class Transformer(nn.Module):
     def __init__(self, form):
         super().__init__()
         self.form = form
-        layer = nn.TransformerEncoderLayer(DIM, 2, 16, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(DIM, 2, HIDDEN, activation="gelu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.position = nn.Parameter(torch.randn(1, TIME + 1, DIM) * 0.1)
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.uvqk, self.norm = nn.Linear(DIM, 4 * DIM), nn.LayerNorm(DIM)
-        self.norm2, self.bias = nn.LayerNorm(DIM), nn.Parameter(torch.randn(1, 1, 7, 7) * 0.1)
-        self.ff = mlp(DIM, 16, DIM)
-        self.top = mlp(3 + (TIME + 1) * DIM, 16, 1)
+        self.norm2, self.bias = nn.LayerNorm(DIM), nn.Parameter(torch.randn(1, 1, TIME + 1, TIME + 1) * 0.1)
+        self.ff = mlp(DIM, HIDDEN, DIM)
+        self.top = mlp(3 + (TIME + 1) * DIM, HIDDEN, 1)
 
     def heads(self, x):
         return x.view(-1, TIME + 1, 2, DIM // 2).transpose(1, 2)
@@ -360,7 +365,7 @@ class Transformer(nn.Module):
         elif self.form == "hstu":
             u, v, q, k = F.silu(self.uvqk(self.norm(x))).chunk(4, dim=-1)
             weight = F.silu(self.heads(q) @ self.heads(k).transpose(-1, -2) + self.bias)
-            weight = weight * torch.tril(torch.ones(7, 7)) / (TIME + 1)
+            weight = weight * torch.tril(torch.ones(TIME + 1, TIME + 1)) / (TIME + 1)
             mixed = (weight @ self.heads(v)).transpose(1, 2).reshape(-1, TIME + 1, DIM)
             x = x + self.out(self.norm2(mixed) * u)
         else:

@@ -1,11 +1,11 @@
 //! The command line of `hatchback`: its commands, each of which has a module, and `pack`, which
 //! only calls the library. `docs/commands.md` is its reference.
 
+use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::pack::prove::Proof;
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file_onto};
 use crate::repository::{keys, prune, publish};
-use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::{bench, demo, eval, image, inspect, pack, report, run, say, serve, sync, tuf};
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};

@@ -1,6 +1,8 @@
 //! Functions of one value in plain arithmetic, with the same bits on every instruction set. This
 //! file never calls libm.
 
+use std::f32::consts::FRAC_2_SQRT_PI;
+
 /// Its addition rounds to the nearest integer, whose bits are then the lowest of the mantissa.
 const ROUND: f32 = 12_582_912.0;
 
@@ -144,7 +146,7 @@ pub(crate) fn erf(x: f32) -> f32 {
     // Least squares of erf(x)/x in x^2 on 0..=1 and of ln(1 - erf(x)) on 1..=4.
     let mut near = 7.882_497_4e-5f32;
     for c in
-        [-8.018_855e-4, 5.189_312e-3, -2.685_432_9e-2, 0.112_835_97, -0.376_126_26, 1.128_379_1]
+        [-8.018_855e-4, 5.189_312e-3, -2.685_432_9e-2, 0.112_835_97, -0.376_126_26, FRAC_2_SQRT_PI]
     {
         near = near.mul_add(square, c);
     }

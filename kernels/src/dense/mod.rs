@@ -18,6 +18,7 @@ mod interface;
 pub(crate) mod layout;
 mod math;
 mod microkernel;
+mod moves;
 #[doc(hidden)]
 pub mod onnx;
 pub(crate) mod onnx_graph;

@@ -7,6 +7,7 @@ use crate::dense::gemm::{
 };
 use crate::dense::layout::{Layout, Place};
 use crate::dense::microkernel;
+use crate::dense::moves::Pattern;
 use crate::dense::onnx_graph::{Node, Op, Operand};
 use crate::dense::sequences::{Gru, fold, softmax, sum};
 use crate::dense::tensor::Id;
@@ -24,6 +25,8 @@ pub(super) struct Plan {
     k_max: usize,
     /// Floats of the largest packed operand of a product.
     pack_max: usize,
+    /// The patterns of the index tables of each node, in the order of its operands.
+    patterns: Vec<[Pattern; 3]>,
     /// Floats of the widest state of a GRU, with its products, for one sample.
     state_max: usize,
 }
@@ -50,7 +53,8 @@ impl Plan {
                 _ => {}
             }
         }
-        Self { layout, isa, k_max, pack_max, state_max }
+        let patterns = layout.nodes.iter().map(|n| patterns_of(&n.op)).collect();
+        Self { layout, isa, k_max, pack_max, patterns, state_max }
     }
 
     /// Returns the number of floats in one sample's result.
@@ -108,8 +112,8 @@ impl Plan {
         let blocks = batch.div_ceil(BLOCK);
         for block in 0..blocks {
             let (first, end) = (block * batch / blocks, (block + 1) * batch / blocks);
-            for node in &self.layout.nodes {
-                self.step(node, first, end - first, inputs, scratch);
+            for (number, node) in self.layout.nodes.iter().enumerate() {
+                self.step(node, number, first..end, inputs, scratch);
             }
 
             let width = self.outputs();
@@ -135,15 +139,16 @@ impl Plan {
         }
     }
 
-    /// Runs `node` for the `n` samples from `first` on.
+    /// Runs `node`, which has this number, for some samples.
     fn step<I: AsRef<[f32]>>(
         &self,
         node: &Node,
-        first: usize,
-        n: usize,
+        number: usize,
+        samples: std::ops::Range<usize>,
         inputs: &[I],
         scratch: &mut PlanScratch,
     ) {
+        let (first, n, patterns) = (samples.start, samples.len(), &self.patterns[number]);
         let Place::Buffer(buffer) = self.layout.places[node.output] else { return };
         // The buffer is taken out while it is written, so that the other buffers can be read. Its
         // empty replacement allocates nothing.
@@ -175,10 +180,13 @@ impl Plan {
                 self.map(*map, out);
             }
             Op::Zip { zip, left, right } => {
-                let (left, right) = (left.side(read), right.side(read));
+                let (left, right) = (left.side(read, patterns[0]), right.side(read, patterns[1]));
                 zip_sides(*zip, [&left, &right], width, out);
             }
-            Op::Select(operands) => select(operands.each_ref().map(|o| o.side(read)), width, out),
+            Op::Select(operands) => {
+                let side = |i: usize| operands[i].side(read, patterns[i]);
+                select([side(0), side(1), side(2)], width, out);
+            }
             Op::Sum { outer, n: count, inner, divisor } => {
                 debug_assert!(read(0).len() == n * outer * count * inner);
                 sum(read(0), *count, *inner, *divisor, out);
@@ -195,7 +203,9 @@ impl Plan {
                 debug_assert!(parts.iter().sum::<usize>() * outer == width);
                 concat(parts, read, out);
             }
-            Op::Pick(picks) => pick(read(0), self.layout.widths[node.inputs[0]], picks, out),
+            Op::Pick(picks) => {
+                patterns[0].copy(picks, read(0), self.layout.widths[node.inputs[0]], out);
+            }
         }
 
         scratch.buffers[buffer] = taken;
@@ -212,10 +222,25 @@ impl Plan {
     }
 }
 
+/// Returns the patterns of the index tables of a node.
+fn patterns_of(op: &Op) -> [Pattern; 3] {
+    let of = |operand: &Operand| match operand {
+        Operand::Value { picks: Some(picks), .. } => Pattern::of(picks),
+        _ => Pattern::Runs(1),
+    };
+    let none = Pattern::Runs(1);
+    match op {
+        Op::Pick(picks) => [Pattern::of(picks), none, none],
+        Op::Zip { left, right, .. } => [of(left), of(right), none],
+        Op::Select(operands) => operands.each_ref().map(of),
+        _ => [none; 3],
+    }
+}
+
 /// The values of one side of a `Zip` in a run.
 enum Side<'a> {
     Values(&'a [f32]),
-    Picked(&'a [f32], &'a [u32]),
+    Picked(&'a [f32], &'a [u32], Pattern),
     Constant(&'a [f32]),
 }
 
@@ -227,10 +252,10 @@ impl Operand {
         }
     }
 
-    fn side<'a>(&'a self, read: impl Fn(usize) -> &'a [f32]) -> Side<'a> {
+    fn side<'a>(&'a self, read: impl Fn(usize) -> &'a [f32], pattern: Pattern) -> Side<'a> {
         match self {
             Self::Value { input, picks: None } => Side::Values(read(*input)),
-            Self::Value { input, picks: Some(picks) } => Side::Picked(read(*input), picks),
+            Self::Value { input, picks: Some(picks) } => Side::Picked(read(*input), picks, pattern),
             Self::Constant(values) => Side::Constant(values),
         }
     }
@@ -242,7 +267,9 @@ impl Side<'_> {
     fn at(&self, sample: usize, n: usize, width: usize, i: usize) -> f32 {
         match self {
             Self::Values(values) => values[sample * width + i],
-            Self::Picked(values, picks) => values[sample * (values.len() / n) + picks[i] as usize],
+            Self::Picked(values, picks, _) => {
+                values[sample * (values.len() / n) + picks[i] as usize]
+            }
             Self::Constant(values) => values[i],
         }
     }
@@ -270,23 +297,33 @@ fn select(sides: [Side; 3], width: usize, out: &mut [f32]) {
     }
 }
 
-/// Copies value `picks[i]` of each sample of `from`, which has `from_width` values, to value `i`.
-fn pick(from: &[f32], from_width: usize, picks: &[u32], out: &mut [f32]) {
-    for (from, to) in from.chunks_exact(from_width).zip(out.chunks_exact_mut(picks.len())) {
-        to.iter_mut().zip(picks).for_each(|(to, &pick)| *to = from[pick as usize]);
-    }
-}
-
 #[inline(always)]
 fn zip_by(left: &Side, right: &Side, width: usize, out: &mut [f32], f: impl Fn(f32, f32) -> f32) {
-    if let (Side::Values(left), Side::Values(right)) = (left, right) {
-        out.iter_mut().zip(left.iter().zip(*right)).for_each(|(out, (a, b))| *out = f(*a, *b));
-        return;
-    }
     let n = out.len() / width;
-    for (sample, out) in out.chunks_exact_mut(width).enumerate() {
-        for (i, out) in out.iter_mut().enumerate() {
-            *out = f(left.at(sample, n, width, i), right.at(sample, n, width, i));
+    match (left, right) {
+        (Side::Values(left), Side::Values(right)) => {
+            out.iter_mut().zip(left.iter().zip(*right)).for_each(|(out, (a, b))| *out = f(*a, *b));
+        }
+        (Side::Values(left), Side::Constant(right)) => {
+            for (out, left) in out.chunks_exact_mut(width).zip(left.chunks_exact(width)) {
+                let pairs = left.iter().zip(*right);
+                out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b));
+            }
+        }
+        (Side::Values(left), Side::Picked(values, picks, pattern)) => {
+            pattern.copy(picks, values, values.len() / n, out);
+            out.iter_mut().zip(*left).for_each(|(out, a)| *out = f(*a, *out));
+        }
+        (Side::Picked(values, picks, pattern), Side::Values(right)) => {
+            pattern.copy(picks, values, values.len() / n, out);
+            out.iter_mut().zip(*right).for_each(|(out, b)| *out = f(*out, *b));
+        }
+        _ => {
+            for (sample, out) in out.chunks_exact_mut(width).enumerate() {
+                for (i, out) in out.iter_mut().enumerate() {
+                    *out = f(left.at(sample, n, width, i), right.at(sample, n, width, i));
+                }
+            }
         }
     }
 }

@@ -40,6 +40,9 @@ fn reduce(from: &[f32], n: usize, inner: usize, out: &mut [f32], f: impl Fn(f32,
 /// Computes `e^x` divided by the sum of these over the middle axis of `[.., n, inner]`. The largest
 /// value is subtracted first, so nothing overflows.
 pub(super) fn softmax(isa: Isa, from: &[f32], n: usize, inner: usize, out: &mut [f32]) {
+    if inner == 1 {
+        return softmax_rows(isa, from, n, out);
+    }
     for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(n * inner)) {
         for i in 0..inner {
             let column = from[i..].iter().step_by(inner);
@@ -53,6 +56,18 @@ pub(super) fn softmax(isa: Isa, from: &[f32], n: usize, inner: usize, out: &mut 
             let sum = out[i..].iter().step_by(inner).fold(0.0, |sum, x| sum + x);
             out[i..].iter_mut().step_by(inner).for_each(|x| *x /= sum);
         }
+    }
+}
+
+fn softmax_rows(isa: Isa, from: &[f32], n: usize, out: &mut [f32]) {
+    for (from, out) in from.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
+        let most = from.iter().fold(f32::NEG_INFINITY, |a, &b| Zip::Max.apply(a, b));
+        out.iter_mut().zip(from).for_each(|(o, x)| *o = x - most);
+    }
+    microkernel::each(isa, out, math::exp);
+    for out in out.chunks_exact_mut(n) {
+        let sum = out.iter().fold(0.0, |sum, x| sum + x);
+        out.iter_mut().for_each(|x| *x /= sum);
     }
 }
 

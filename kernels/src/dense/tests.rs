@@ -285,12 +285,10 @@ fn a_cast_to_integers_drops_the_fraction() {
     assert_eq!(engine.falls_back_for(), None);
     let (inputs, mut scores) = ([vec![-1.5, -0.5, 0.9, 2.0], vec![0.0; 12]], vec![9.0; 4]);
     engine.run(1, &inputs, &mut scores, &mut engine.scratch(1)).unwrap();
-    assert_eq!(scores.iter().map(|s| s.to_bits()).collect::<Vec<_>>(), [
-        (-1.0f32).to_bits(),
-        0.0f32.to_bits(),
-        0.0f32.to_bits(),
-        2.0f32.to_bits()
-    ]);
+    assert_eq!(
+        scores.iter().map(|s| s.to_bits()).collect::<Vec<_>>(),
+        [(-1.0f32).to_bits(), 0.0f32.to_bits(), 0.0f32.to_bits(), 2.0f32.to_bits()]
+    );
 }
 
 #[test]
@@ -338,10 +336,8 @@ fn files_that_contradict_themselves_are_refused() {
     );
 
     // A constant that a shape makes large.
-    let large = [
-        node("Expand", &["w", "to"], &["e"], &[]),
-        node("Add", &["e", "x"], &["out"], &[]),
-    ];
+    let large =
+        [node("Expand", &["w", "to"], &["e"], &[]), node("Add", &["e", "x"], &["out"], &[])];
     let one = floats("w", &[1], &[0.5]);
     refused(
         &network(large.to_vec(), vec![one, ints("to", &[1 << 13, 1 << 13])]),

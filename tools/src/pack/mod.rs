@@ -199,11 +199,12 @@ fn draft_tables(
     sources: &[Box<dyn RowSource>],
     overrides: Overrides,
 ) -> Result<Vec<Table>> {
-    let draft = |(table, source): (&TableSpec, &Box<dyn RowSource>)| {
+    let mut tables = Vec::new();
+    for (table, source) in spec.tables.iter().zip(sources) {
         let nothing = Learnt { sums: vec![0.0; table.dim], ..Learnt::default() };
-        nothing.table(table, source.rows(), overrides)
-    };
-    spec.tables.iter().zip(sources).map(draft).collect()
+        tables.push(nothing.table(table, source.rows(), overrides)?);
+    }
+    Ok(tables)
 }
 
 /// Reads the rows of all tables once; returns the tables of the schema.
