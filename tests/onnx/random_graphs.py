@@ -37,7 +37,7 @@ class Network:
     def __init__(self, seed):
         self.random = random.Random(seed)
         self.numpy = numpy.random.default_rng(seed)
-        self.opset = self.random.randint(11, 23)
+        self.opset = self.random.randint(7, 23)
         self.nodes, self.initializers, self.values, self.count = [], [], [], 0
         for name, shape in INPUTS.items():
             self.values.append(Value(name, [B, *shape], exact=True))
@@ -131,6 +131,9 @@ class Network:
         if since.get(op, 0) > self.opset or (op == "ThresholdedRelu" and not v.exact):
             op = "Relu"
         exact = v.exact and op in ("Relu", "Abs", "Neg", "Identity", "Dropout")
+        if op == "Clip" and self.opset < 11:
+            bounds = {"min": self.random.uniform(-1, 0), "max": self.random.uniform(0, 1)}
+            return self.add(self.node("Clip", [v], **bounds), v.shape)
         if op == "Clip":
             bounds = [self.floats([]) if self.random.random() < 0.7 else "" for _ in range(2)]
             return self.add(self.node("Clip", [v, *bounds]), v.shape)
@@ -416,7 +419,7 @@ class Network:
             inputs = [v, self.floats([v.shape[-1]])]
             return self.add(self.node("RMSNormalization", inputs, epsilon=1e-2), v.shape)
         norm = self.reduce("ReduceL2", v, [rank - 1], 1)
-        norm = self.node("Clip", [norm, self.constant(numpy.float32(0.1))])
+        norm = self.node("Add", [norm, self.constant(numpy.float32(0.1))])
         self.add(self.node("Div", [v, norm]), v.shape)
 
     def reduce(self, op, v, axes, keep):
@@ -478,7 +481,7 @@ class Network:
         out = self.node("MatMul", [flat, self.floats([k, n])])
         if self.random.random() < 0.5:
             out = self.node("Relu", [self.node("Add", [out, self.floats([n])])])
-        head = self.node("Slice", [shape, self.ints([0]), self.ints([2])])
+        head = self.node("Gather", [shape, self.ints([0, 1])], axis=0)
         target = self.node("Concat", [head, self.ints([n])], axis=0)
         self.add(self.node("Reshape", [out, target]), [*v.shape[:2], n])
 
@@ -568,6 +571,7 @@ class Network:
         starts, ends, steps, shape = [], [], [], list(v.shape)
         for axis in axes:
             n, step = v.shape[axis], self.random.choice([1, 1, 2, -1])
+            step = step if self.opset >= 10 else 1
             start = self.random.randint(0, n - 1)
             end = self.random.choice([2**63 - 1, n]) if step > 0 else -(2**31)
             if start and self.random.random() < 0.3:
@@ -576,6 +580,9 @@ class Network:
             ends.append(end)
             steps.append(step)
             shape[axis] = len(range(n)[slice(start, None if step < 0 else n, step)])
+        if self.opset < 10:
+            name = self.node("Slice", [v], starts=starts, ends=ends, axes=axes)
+            return self.add(name, shape, v.kind, v.exact)
         inputs = [v, self.ints(starts), self.ints(ends), self.ints(axes)]
         if any(s != 1 for s in steps) or self.random.random() < 0.5:
             inputs.append(self.ints(steps))
@@ -695,11 +702,9 @@ def main():
             given = feeds(seed)
             try:
                 outputs = cases.expected(onnx_bytes, given, "out")
-            except Exception as error:  # ONNX Runtime lacks some operators for some types.
-                reason = str(error).split("\n")[0][:160]
+            except Exception as error:  # An opset lacks an operator, or a form of it.
+                reason = type(error).__name__
                 refused[reason] = refused.get(reason, 0) + 1
-                if len(refused) > 200:
-                    raise
                 continue
             if numpy.abs(outputs[numpy.isfinite(outputs)]).max(initial=0) > 1e6:
                 continue

@@ -1,7 +1,8 @@
 //! The run of a network on the CPU, node after node, in blocks of samples. A run allocates nothing:
 //! it works in the worker's buffers. This file knows no ONNX.
 
-use crate::dense::functions::{Map, Zip, with_map};
+use crate::dense::elementwise::{self, Side};
+use crate::dense::functions::{Map, with_map};
 use crate::dense::gemm::{
     GemmScratch, Matrix, ProductShape, multiply_packed, pack_columns, padded,
 };
@@ -177,7 +178,118 @@ impl Plan {
                 if self.layout.places[node.inputs[0]] != Place::Buffer(buffer) {
                     out.copy_from_slice(read(0));
                 }
-                self.map(*map, out);
+                with_map!(*map, |f| microkernel::each(self.isa, out, f));
+            }
+            Op::Zip { zip, left, right } => {
+                let sides = [left.side(read, patterns[0]), right.side(read, patterns[1])];
+                elementwise::zip(self.isa, *zip, sides, width, out);
+            }
+            Op::Select(operands) => operands.iter().map(Operand::len).sum(),
+            _ => 0,
+        };
+        let tables: usize = self.layout.nodes.iter().map(|n| tables(&n.op)).sum();
+        self.matrices().map(Matrix::bytes).sum::<usize>() + 4 * tables
+    }
+
+    fn matrices(&self) -> impl Iterator<Item = &Matrix> {
+        self.layout.nodes.iter().filter_map(|n| match &n.op {
+            Op::Matrix { matrix, .. } | Op::Gru { matrix, .. } => Some(&**matrix),
+            _ => None,
+        })
+    }
+
+    /// Creates the memory for runs of up to `batch_max` samples.
+    pub fn scratch(&self, batch_max: usize) -> PlanScratch {
+        let buffers =
+            self.layout.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
+        let state = vec![0.0; self.state_max * batch_max.min(BLOCK)];
+        PlanScratch { buffers, gemm: GemmScratch::new(self.k_max, self.pack_max), state }
+    }
+
+    /// Returns the bytes of the memory for runs of up to `batch_max` samples.
+    pub fn scratch_bytes(&self, batch_max: usize) -> usize {
+        let floats = self.layout.buffers.iter().sum::<usize>() + self.state_max;
+        4 * floats * batch_max.min(BLOCK) + GemmScratch::bytes(self.k_max, self.pack_max)
+    }
+
+    /// Runs `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, and `out` is
+    /// `[batch, outputs]`.
+    pub fn run<I: AsRef<[f32]>>(
+        &self,
+        batch: usize,
+        inputs: &[I],
+        out: &mut [f32],
+        scratch: &mut PlanScratch,
+    ) {
+        let blocks = batch.div_ceil(BLOCK);
+        for block in 0..blocks {
+            let (first, end) = (block * batch / blocks, (block + 1) * batch / blocks);
+            for (number, node) in self.layout.nodes.iter().enumerate() {
+                self.step(node, number, first..end, inputs, scratch);
+            }
+
+            let width = self.outputs();
+            let from = self.value(self.layout.output, first, end - first, inputs, &scratch.buffers);
+            out[first * width..end * width].copy_from_slice(from);
+        }
+    }
+
+    /// Returns the `n` samples of a value from `first` on. A buffer holds only these samples, an
+    /// input holds all.
+    fn value<'a, I: AsRef<[f32]>>(
+        &self,
+        id: Id,
+        first: usize,
+        n: usize,
+        inputs: &'a [I],
+        buffers: &'a [Vec<f32>],
+    ) -> &'a [f32] {
+        let width = self.layout.widths[id];
+        match self.layout.places[id] {
+            Place::Input(i) => &inputs[i].as_ref()[first * width..(first + n) * width],
+            Place::Buffer(b) => &buffers[b][..n * width],
+        }
+    }
+
+    /// Runs `node`, which has this number, for some samples.
+    fn step<I: AsRef<[f32]>>(
+        &self,
+        node: &Node,
+        number: usize,
+        samples: std::ops::Range<usize>,
+        inputs: &[I],
+        scratch: &mut PlanScratch,
+    ) {
+        let (first, n, patterns) = (samples.start, samples.len(), &self.patterns[number]);
+        let Place::Buffer(buffer) = self.layout.places[node.output] else { return };
+        // The buffer is taken out while it is written, so that the other buffers can be read. Its
+        // empty replacement allocates nothing.
+        let mut taken = std::mem::take(&mut scratch.buffers[buffer]);
+        let width = self.layout.widths[node.output];
+        let out = &mut taken[..n * width];
+        let buffers = &scratch.buffers;
+        let read = |i: usize| self.value(node.inputs[i], first, n, inputs, buffers);
+
+        match &node.op {
+            Op::Matrix { rows, matrix } => {
+                matrix.multiply(n * rows, read(0), out, self.isa, &mut scratch.gemm);
+            }
+            Op::Products { count, m, k, n: columns, transposed } => {
+                let (a, b) = (read(0).chunks_exact(m * k), read(1).chunks_exact(k * columns));
+                debug_assert!(a.len() == n * count);
+                let shape = ProductShape { m: *m, k: *k, n: *columns };
+                for ((a, b), out) in a.zip(b).zip(out.chunks_exact_mut(m * columns)) {
+                    let packed = scratch.gemm.packed();
+                    pack_columns(b, *k, *columns, *transposed, packed);
+                    multiply_packed(packed, shape, a, out, self.isa);
+                }
+            }
+            Op::Map(map) => {
+                // The layout gives operand and result one buffer if the node can work in place.
+                if self.layout.places[node.inputs[0]] != Place::Buffer(buffer) {
+                    out.copy_from_slice(read(0));
+                }
+                with_map!(*map, |f| microkernel::each(self.isa, out, f));
             }
             Op::Zip { zip, left, right } => {
                 let (left, right) = (left.side(read, patterns[0]), right.side(read, patterns[1]));
@@ -185,13 +297,13 @@ impl Plan {
             }
             Op::Select(operands) => {
                 let side = |i: usize| operands[i].side(read, patterns[i]);
-                select([side(0), side(1), side(2)], width, out);
+                elementwise::select([side(0), side(1), side(2)], width, out);
             }
             Op::Sum { outer, n: count, inner, divisor } => {
                 debug_assert!(read(0).len() == n * outer * count * inner);
-                sum(read(0), *count, *inner, *divisor, out);
+                sum(self.isa, read(0), *count, *inner, *divisor, out);
             }
-            Op::Fold { fold: by, n, inner } => fold(*by, read(0), *n, *inner, out),
+            Op::Fold { fold: by, n, inner } => fold(self.isa, *by, read(0), *n, *inner, out),
             Op::Softmax { n, inner } => softmax(self.isa, read(0), *n, *inner, out),
             Op::Gru { steps, hidden, matrix } => {
                 let first = (node.inputs.len() > 1).then(|| read(1));
@@ -212,16 +324,6 @@ impl Plan {
     }
 }
 
-impl Plan {
-    /// Replaces each value `x` by `map(x)`.
-    fn map(&self, map: Map, values: &mut [f32]) {
-        match map {
-            Map::Relu => values.iter_mut().for_each(|x| *x = map.apply(*x)),
-            _ => with_map!(map, |f| microkernel::each(self.isa, values, f)),
-        }
-    }
-}
-
 /// Returns the patterns of the index tables of a node.
 fn patterns_of(op: &Op) -> [Pattern; 3] {
     let of = |operand: &Operand| match operand {
@@ -237,13 +339,6 @@ fn patterns_of(op: &Op) -> [Pattern; 3] {
     }
 }
 
-/// The values of one side of a `Zip` in a run.
-enum Side<'a> {
-    Values(&'a [f32]),
-    Picked(&'a [f32], &'a [u32], Pattern),
-    Constant(&'a [f32]),
-}
-
 impl Operand {
     fn len(&self) -> usize {
         match self {
@@ -257,73 +352,6 @@ impl Operand {
             Self::Value { input, picks: None } => Side::Values(read(*input)),
             Self::Value { input, picks: Some(picks) } => Side::Picked(read(*input), picks, pattern),
             Self::Constant(values) => Side::Constant(values),
-        }
-    }
-}
-
-impl Side<'_> {
-    /// Returns value `i` of sample `sample` of `n`. A sample's result has `width` values.
-    #[inline(always)]
-    fn at(&self, sample: usize, n: usize, width: usize, i: usize) -> f32 {
-        match self {
-            Self::Values(values) => values[sample * width + i],
-            Self::Picked(values, picks, _) => {
-                values[sample * (values.len() / n) + picks[i] as usize]
-            }
-            Self::Constant(values) => values[i],
-        }
-    }
-}
-
-fn zip_sides(zip: Zip, [left, right]: [&Side; 2], width: usize, out: &mut [f32]) {
-    match zip {
-        Zip::Add => zip_by(left, right, width, out, |a, b| a + b),
-        Zip::Sub => zip_by(left, right, width, out, |a, b| a - b),
-        Zip::Mul => zip_by(left, right, width, out, |a, b| a * b),
-        Zip::Div => zip_by(left, right, width, out, |a, b| a / b),
-        Zip::PRelu => zip_by(left, right, width, out, |a, b| Zip::PRelu.apply(a, b)),
-        other => zip_by(left, right, width, out, |a, b| other.apply(a, b)),
-    }
-}
-
-/// Takes the second side where the first is not 0, else the third.
-fn select(sides: [Side; 3], width: usize, out: &mut [f32]) {
-    let n = out.len() / width;
-    for (sample, out) in out.chunks_exact_mut(width).enumerate() {
-        for (i, out) in out.iter_mut().enumerate() {
-            let [condition, yes, no] = sides.each_ref().map(|s| s.at(sample, n, width, i));
-            *out = if condition != 0.0 { yes } else { no };
-        }
-    }
-}
-
-#[inline(always)]
-fn zip_by(left: &Side, right: &Side, width: usize, out: &mut [f32], f: impl Fn(f32, f32) -> f32) {
-    let n = out.len() / width;
-    match (left, right) {
-        (Side::Values(left), Side::Values(right)) => {
-            out.iter_mut().zip(left.iter().zip(*right)).for_each(|(out, (a, b))| *out = f(*a, *b));
-        }
-        (Side::Values(left), Side::Constant(right)) => {
-            for (out, left) in out.chunks_exact_mut(width).zip(left.chunks_exact(width)) {
-                let pairs = left.iter().zip(*right);
-                out.iter_mut().zip(pairs).for_each(|(out, (a, b))| *out = f(*a, *b));
-            }
-        }
-        (Side::Values(left), Side::Picked(values, picks, pattern)) => {
-            pattern.copy(picks, values, values.len() / n, out);
-            out.iter_mut().zip(*left).for_each(|(out, a)| *out = f(*a, *out));
-        }
-        (Side::Picked(values, picks, pattern), Side::Values(right)) => {
-            pattern.copy(picks, values, values.len() / n, out);
-            out.iter_mut().zip(*right).for_each(|(out, b)| *out = f(*out, *b));
-        }
-        _ => {
-            for (sample, out) in out.chunks_exact_mut(width).enumerate() {
-                for (i, out) in out.iter_mut().enumerate() {
-                    *out = f(left.at(sample, n, width, i), right.at(sample, n, width, i));
-                }
-            }
         }
     }
 }

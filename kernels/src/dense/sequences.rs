@@ -8,40 +8,89 @@ use crate::dense::math;
 use crate::dense::microkernel;
 use crate::dense::onnx_graph::Fold;
 use crate::simd::isa::Isa;
+use crate::simd::{Job, Simd, dispatch};
+
+/// Rows that are reduced at the same time. Each is still one chain in order.
+const ROWS: usize = 8;
 
 /// Reduces `[.., n, inner]` to `[.., inner]`: adds in the order of `n`, then divides by `divisor`.
-pub(super) fn sum(from: &[f32], n: usize, inner: usize, divisor: f32, out: &mut [f32]) {
-    reduce(from, n, inner, out, |sum, x| sum + x);
+pub(super) fn sum(isa: Isa, from: &[f32], n: usize, inner: usize, divisor: f32, out: &mut [f32]) {
+    dispatch(isa, Reduce { from, n, inner, out, function: |sum, x| sum + x });
     if divisor != 1.0 {
         out.iter_mut().for_each(|sum| *sum /= divisor);
     }
 }
 
 /// Reduces `[.., n, inner]` to `[.., inner]` by `fold`, in the order of `n`.
-pub(super) fn fold(fold: Fold, from: &[f32], n: usize, inner: usize, out: &mut [f32]) {
+pub(super) fn fold(isa: Isa, fold: Fold, from: &[f32], n: usize, inner: usize, out: &mut [f32]) {
     match fold {
-        Fold::Max => reduce(from, n, inner, out, |a, b| Zip::Max.apply(a, b)),
-        Fold::Min => reduce(from, n, inner, out, |a, b| Zip::Min.apply(a, b)),
-        Fold::Product => reduce(from, n, inner, out, |a, b| a * b),
+        Fold::Max => {
+            dispatch(isa, Reduce { from, n, inner, out, function: |a, b| Zip::Max.apply(a, b) });
+        }
+        Fold::Min => {
+            dispatch(isa, Reduce { from, n, inner, out, function: |a, b| Zip::Min.apply(a, b) });
+        }
+        Fold::Product => {
+            dispatch(isa, Reduce { from, n, inner, out, function: |a: f32, b| a * b });
+        }
     }
 }
 
-#[inline(always)]
-fn reduce(from: &[f32], n: usize, inner: usize, out: &mut [f32], f: impl Fn(f32, f32) -> f32) {
-    for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(inner)) {
-        let (head, rest) = from.split_at(inner);
-        out.copy_from_slice(head);
-        for row in rest.chunks_exact(inner) {
-            out.iter_mut().zip(row).for_each(|(sum, x)| *sum = f(*sum, *x));
+/// A function of the values along the middle axis of `[.., n, inner]`.
+struct Reduce<'a, F> {
+    from: &'a [f32],
+    n: usize,
+    inner: usize,
+    out: &'a mut [f32],
+    function: F,
+}
+
+impl<F: Fn(f32, f32) -> f32> Job for Reduce<'_, F> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let Self { from, n, inner, out, function: f } = self;
+        if inner == 1 {
+            let (blocks, rest) = out.as_chunks_mut::<ROWS>();
+            let (in_blocks, in_rest) = from.split_at(blocks.len() * ROWS * n);
+            for (rows, out) in in_blocks.chunks_exact(ROWS * n).zip(blocks) {
+                *out = reduce_rows(rows, n, &f);
+            }
+            for (row, out) in in_rest.chunks_exact(n).zip(rest) {
+                *out = row[1..].iter().fold(row[0], |sum, x| f(sum, *x));
+            }
+            return;
+        }
+        for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(inner)) {
+            let (head, rest) = from.split_at(inner);
+            out.copy_from_slice(head);
+            for row in rest.chunks_exact(inner) {
+                out.iter_mut().zip(row).for_each(|(sum, x)| *sum = f(*sum, *x));
+            }
         }
     }
+}
+
+/// Reduces each of `ROWS` rows of `n` values.
+#[inline(always)]
+fn reduce_rows(rows: &[f32], n: usize, f: impl Fn(f32, f32) -> f32) -> [f32; ROWS] {
+    let rows: [&[f32]; ROWS] = std::array::from_fn(|r| &rows[r * n..][..n]);
+    let mut sums = rows.map(|row| row[0]);
+    for i in 1..n {
+        for (sum, row) in sums.iter_mut().zip(rows) {
+            *sum = f(*sum, row[i]);
+        }
+    }
+    sums
 }
 
 /// Computes `e^x` divided by the sum of these over the middle axis of `[.., n, inner]`. The largest
 /// value is subtracted first, so nothing overflows.
 pub(super) fn softmax(isa: Isa, from: &[f32], n: usize, inner: usize, out: &mut [f32]) {
     if inner == 1 {
-        return softmax_rows(isa, from, n, out);
+        dispatch(isa, SoftmaxRows { from, n, out });
+        return;
     }
     for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(n * inner)) {
         for i in 0..inner {
@@ -59,15 +108,36 @@ pub(super) fn softmax(isa: Isa, from: &[f32], n: usize, inner: usize, out: &mut 
     }
 }
 
-fn softmax_rows(isa: Isa, from: &[f32], n: usize, out: &mut [f32]) {
-    for (from, out) in from.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
-        let most = from.iter().fold(f32::NEG_INFINITY, |a, &b| Zip::Max.apply(a, b));
-        out.iter_mut().zip(from).for_each(|(o, x)| *o = x - most);
-    }
-    microkernel::each(isa, out, math::exp);
-    for out in out.chunks_exact_mut(n) {
-        let sum = out.iter().fold(0.0, |sum, x| sum + x);
-        out.iter_mut().for_each(|x| *x /= sum);
+/// Softmax of rows of `n` values.
+struct SoftmaxRows<'a> {
+    from: &'a [f32],
+    n: usize,
+    out: &'a mut [f32],
+}
+
+impl Job for SoftmaxRows<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let Self { from, n, out } = self;
+        let most = |row: &[f32]| row.iter().fold(row[0], |a, &b| Zip::Max.apply(a, b));
+        for (from, out) in from.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
+            let most = most(from);
+            out.iter_mut().zip(from).for_each(|(o, x)| *o = math::exp(x - most));
+        }
+        let blocks = out.len() / n / ROWS;
+        let (in_blocks, rest) = out.split_at_mut(blocks * ROWS * n);
+        for rows in in_blocks.chunks_exact_mut(ROWS * n) {
+            let sums = reduce_rows(rows, n, |sum, x| sum + x);
+            for (row, sum) in rows.chunks_exact_mut(n).zip(sums) {
+                row.iter_mut().for_each(|x| *x /= sum);
+            }
+        }
+        for row in rest.chunks_exact_mut(n) {
+            let sum = row[1..].iter().fold(row[0], |sum, x| sum + x);
+            row.iter_mut().for_each(|x| *x /= sum);
+        }
     }
 }
 

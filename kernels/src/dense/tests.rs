@@ -324,9 +324,10 @@ fn files_that_contradict_themselves_are_refused() {
     let bomb = std::iter::once(first).chain((0..40).map(double)).chain([last]).collect();
     refused(&network(bomb, vec![]), "values a sample");
 
-    // Integers that double, and integers and weights that many nodes pass on.
+    // Integers that double, and weights that many nodes pass on.
     let double = |i: usize| {
-        node("Concat", &[&format!("d{i}"), &format!("d{i}")], &[&format!("d{}", i + 1)], &[])
+        let (from, to) = (format!("d{i}"), format!("d{}", i + 1));
+        node("Concat", &[&from, &from], &[&to], &[("axis", &[0])])
     };
     refused(&network((0..40).map(double).collect(), vec![ints("d0", &[1])]), "values a sample");
     let again = |op: &str| (0..200).map(|_| node(op, &["w"], &["o"], &[])).collect();
