@@ -90,7 +90,10 @@ macro_rules! with_map {
         macro_rules! by {
             ($one:expr) => {{
                 let one = $one;
-                let $f = move |x: f32| one.apply(x);
+                let $f = std::convert::identity(
+                    #[inline(always)]
+                    move |x: f32| one.apply(x),
+                );
                 $run
             }};
         }

@@ -9,10 +9,12 @@
 //! A file passes these steps: `onnx.rs` (read and check), `onnx_graph.rs` and the files of the
 //! operators (typed nodes), `layout.rs` (fused nodes and their buffers), `plan.rs` (a run).
 
+mod casts;
 mod elementwise;
 mod engine;
 mod error;
 mod fallback;
+mod folding;
 pub(crate) mod functions;
 pub(crate) mod gemm;
 mod interface;

@@ -8,7 +8,7 @@ use crate::dense::functions::{Map, Zip};
 use crate::dense::gemm::{Matrix, padded};
 use crate::dense::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
 use crate::dense::stored::stored;
-use crate::dense::tensor::{Batch, Data, Id, Kind, Layout, Tensor, Values, product};
+use crate::dense::tensor::{Batch, Data, Id, Kind, Layout, RANK_MAX, Tensor, Values, product};
 use crate::dense::weights::Weights;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -198,6 +198,7 @@ impl<'a> Builder<'a> {
     /// Adds a value of this shape.
     fn value(&mut self, shape: &[usize]) -> Result<Id, Stop> {
         let width = product(shape).filter(|w| (1..VALUES_MAX).contains(w));
+        let width = width.filter(|_| shape.len() <= RANK_MAX);
         let Some(width) = width else {
             return Err(malformed(&format!("a result of shape {shape:?}")));
         };
@@ -276,6 +277,9 @@ impl<'a> Builder<'a> {
         batch: Option<Batch>,
         picks: Vec<u32>,
     ) -> Result<Tensor, Stop> {
+        if shape.len() > RANK_MAX {
+            return Err(malformed(&format!("a result of shape {shape:?}")));
+        }
         let data = match &tensor.data {
             Data::Known(values) => Data::Known(Rc::new(values.pick(&picks))),
             Data::Computed(id) => {

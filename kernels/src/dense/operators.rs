@@ -2,14 +2,14 @@
 //! that has no node is `Unsupported`, and its meaning is never guessed. No operator lets the
 //! samples of a batch meet. The operators on shapes, products and sums are in files of their own.
 
+use crate::dense::folding::{choose_known, zip_sizes};
 use crate::dense::functions::{Map, Zip};
-use crate::dense::onnx::{NodeProto, kind_of};
+use crate::dense::onnx::NodeProto;
 use crate::dense::onnx_graph::{Builder, Op, Operand, Stop, folded, malformed, unsupported};
 use crate::dense::stored;
 use crate::dense::tensor::{
     Data, Id, Kind, Size, Tensor, Values, broadcast, broadcast_layout, product,
 };
-use half::f16;
 
 impl Builder<'_> {
     /// Adds the nodes that compute `node`. Returns one result for each output.
@@ -388,68 +388,6 @@ impl Builder<'_> {
         }
         self.input(node, 0)
     }
-
-    /// Translates `Cast` and `CastLike`. A computed value stays a f32, rounded as its type demands.
-    fn cast(&mut self, node: &NodeProto) -> Result<Tensor, Stop> {
-        let x = self.input(node, 0)?;
-        let to = match node.op_type() {
-            "CastLike" => Some(self.input(node, 1)?.kind),
-            _ => kind_of(node.int("to", 0)),
-        };
-        let Some(to) = to else {
-            return Err(unsupported(node, &format!("to type {}", node.int("to", 0))));
-        };
-        let from = x.kind;
-        let relabelled = Ok(Tensor { kind: to, ..x.clone() });
-        let stop = || Err(unsupported(node, &format!("from {from:?} to {to:?}")));
-        match (from, to) {
-            _ if from == to => Ok(x),
-            (Kind::Half, Kind::Float) | (Kind::Double, Kind::Float) => relabelled,
-            (Kind::Half | Kind::Double, _) => stop(),
-            (_, Kind::Half | Kind::Double) => match x.known_values().and_then(|v| v.floats()) {
-                Some(values) => {
-                    let round = |x: f32| if to == Kind::Half { f16::from_f32(x).into() } else { x };
-                    let values = Values::Floats(values.into_iter().map(round).collect());
-                    Ok(folded(to, x.shape, x.batch, values))
-                }
-                None if (from, to) == (Kind::Float, Kind::Half) => {
-                    Ok(Tensor { kind: to, ..self.map(&x, Map::Half)? })
-                }
-                None => stop(),
-            },
-            (Kind::Int64, Kind::Int32) if x.known_values().is_none() => stop(),
-            (Kind::Bool | Kind::Int32, Kind::Int64 | Kind::Int32) => relabelled,
-            (Kind::Int64, Kind::Int32) => relabelled,
-            (_, Kind::Float) => self.cast_to_float(node, &x),
-            (_, Kind::Bool) => Ok(Tensor { kind: to, ..self.map_to_int(&x, Map::NotZero)? }),
-            (_, Kind::Int64 | Kind::Int32) => {
-                Ok(Tensor { kind: to, ..self.map_to_int(&x, Map::Trunc)? })
-            }
-        }
-    }
-
-    fn cast_to_float(&mut self, node: &NodeProto, x: &Tensor) -> Result<Tensor, Stop> {
-        let Some(values) = x.known_values() else {
-            return Ok(Tensor { kind: Kind::Float, ..x.clone() });
-        };
-        let Values::Ints(values) = &**values else { return Err(malformed("Cast of no integers")) };
-        let float = |s: &Size| s.constant().map(|n| n as f32);
-        match values.iter().map(float).collect::<Option<Vec<_>>>() {
-            Some(all) => Ok(folded(Kind::Float, x.shape.clone(), x.batch, Values::Floats(all))),
-            None => Err(unsupported(node, "of the batch")),
-        }
-    }
-
-    /// Adds `map`, whose results are integers, to `x`.
-    fn map_to_int(&mut self, x: &Tensor, map: Map) -> Result<Tensor, Stop> {
-        let result = self.map(x, map)?;
-        let Some(values) = result.known_values() else { return Ok(result) };
-        let values = match &**values {
-            Values::Floats(v) => v.iter().map(|&x| Size::fixed(x as i64)).collect(),
-            Values::Ints(v) => v.clone(),
-        };
-        Ok(folded(Kind::Int64, result.shape, result.batch, Values::Ints(values)))
-    }
 }
 
 fn zip_of(operator: &str) -> Option<Zip> {
@@ -467,64 +405,4 @@ fn zip_of(operator: &str) -> Option<Zip> {
         "LessOrEqual" => Zip::LessEqual,
         _ => return None,
     })
-}
-
-/// Returns the second values where the first are true, else the third.
-fn choose_known(parts: [Values; 3]) -> Option<Values> {
-    fn each<T: Copy>(condition: &[Size], sides: [&[T]; 2]) -> Vec<T> {
-        let side = |(i, c): (usize, &Size)| sides[usize::from(*c == Size::fixed(0))][i];
-        condition.iter().enumerate().map(side).collect()
-    }
-    match parts {
-        [Values::Ints(c), Values::Floats(a), Values::Floats(b)] => {
-            Some(Values::Floats(each(&c, [&a, &b])))
-        }
-        [Values::Ints(c), Values::Ints(a), Values::Ints(b)] => {
-            Some(Values::Ints(each(&c, [&a, &b])))
-        }
-        _ => None,
-    }
-}
-
-/// Returns a function of two integers; `None` if it depends on the batch or is not an integer.
-fn zip_sizes(zip: Zip, [a, b]: [Size; 2]) -> Option<Size> {
-    let difference = || {
-        let fixed = a.fixed.checked_sub(b.fixed)?;
-        Some(Size { fixed, batches: a.batches.checked_sub(b.batches)? })
-    };
-    let truth = |holds: bool| Size::fixed(i64::from(holds));
-    let scaled = |a: Size, n: i64| {
-        Some(Size { fixed: a.fixed.checked_mul(n)?, batches: a.batches.checked_mul(n)? })
-    };
-    match zip {
-        Zip::Add => Some(Size {
-            fixed: a.fixed.checked_add(b.fixed)?,
-            batches: a.batches.checked_add(b.batches)?,
-        }),
-        Zip::Sub => difference(),
-        Zip::Mul => match (a.constant(), b.constant()) {
-            (_, Some(n)) => scaled(a, n),
-            (Some(n), None) => scaled(b, n),
-            (None, None) => None,
-        },
-        Zip::Div => {
-            let n = b.constant().filter(|n| *n != 0)?;
-            let is_exact = a.fixed.checked_rem(n)? == 0 && a.batches.checked_rem(n)? == 0;
-            (a.batches == 0 || is_exact)
-                .then(|| Some(Size { fixed: a.fixed.checked_div(n)?, batches: a.batches / n }))?
-        }
-        Zip::Pow => {
-            let power = u32::try_from(b.constant()?).ok()?;
-            Some(Size::fixed(a.constant()?.checked_pow(power)?))
-        }
-        Zip::Min => Some(if difference()?.is_negative()? { a } else { b }),
-        Zip::Max => Some(if difference()?.is_negative()? { b } else { a }),
-        Zip::PRelu => None,
-        Zip::Equal => Some(truth(difference()?.is_zero()?)),
-        Zip::Less => Some(truth(difference()?.is_negative()?)),
-        Zip::LessEqual => {
-            let d = difference()?;
-            Some(truth(Size { fixed: d.fixed.checked_sub(1)?, ..d }.is_negative()?))
-        }
-    }
 }

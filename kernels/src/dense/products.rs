@@ -294,7 +294,8 @@ impl Builder<'_> {
             _ => return Err(unsupported(node, "of over two operands")),
         };
         let perm: Option<Vec<usize>> = out.chars().map(|l| result.axis(l)).collect();
-        let perm = perm.filter(|p| p.len() == result.labels.len());
+        let is_whole = |p: &Vec<usize>| (0..result.labels.len()).all(|axis| p.contains(&axis));
+        let perm = perm.filter(|p| p.len() == result.labels.len() && is_whole(p));
         let Some(perm) = perm else { return Err(unsupported(node, &equation)) };
         self.transpose(&result.tensor, &perm)
     }

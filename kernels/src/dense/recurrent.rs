@@ -18,19 +18,17 @@ struct Direction {
 impl Builder<'_> {
     /// Translates `GRU` as PyTorch writes it. Returns the states of all steps and the last ones.
     pub fn gru(&mut self, node: &NodeProto) -> Result<Vec<Tensor>, Stop> {
-        let mut x = self.input(node, 0)?;
-        let by_batch = node.int("layout", 0) != 0;
-        let expected = Batch { axis: usize::from(!by_batch), outer: 1 };
-        if x.shape.len() != 3 || x.batch != Some(expected) || x.shape[expected.axis] != 1 {
+        let x = self.input(node, 0)?;
+        let second = Some(Batch { axis: 1, outer: 1 });
+        let is_plain = x.shape.len() == 3 && x.shape[1] == 1 && x.kind == Kind::Float;
+        if !is_plain || x.batch != second || node.int("layout", 0) != 0 {
             return Err(unsupported(node, "of such inputs"));
-        }
-        if by_batch {
-            x = self.transpose(&x, &[1, 0, 2])?;
         }
         let names: Vec<&str> = match node.text("direction") {
             "" | "forward" => vec!["forward"],
+            "reverse" => vec!["reverse"],
             "bidirectional" => vec!["forward", "reverse"],
-            other => vec![other],
+            other => return Err(unsupported(node, &format!("in direction `{other}`"))),
         };
         let usual = |names: Vec<&str>| names == ["Sigmoid", "Tanh"].repeat(names.len() / 2);
         let is_plain = node.int("linear_before_reset", 0) != 0
@@ -53,6 +51,11 @@ impl Builder<'_> {
         }
 
         // All states are `[steps, directions, batch, hidden]`, the last ones `[directions, ..]`.
+        if let ([state], [last]) = (states.as_slice(), lasts.as_slice()) {
+            let batch = Some(Batch { axis: 2, outer: 1 });
+            let all = Tensor { shape: vec![steps, 1, 1, hidden], batch, ..state.clone() };
+            return Ok(vec![all, last.clone()]);
+        }
         let inputs = states.iter().map(|s| self.computed(s)).collect::<Result<Vec<_>, _>>()?;
         let op = Op::Concat { outer: steps, parts: vec![hidden; names.len()] };
         let shape = vec![steps, names.len(), 1, hidden];
@@ -61,10 +64,6 @@ impl Builder<'_> {
         let op = Op::Concat { outer: 1, parts: vec![hidden; names.len()] };
         let shape = vec![names.len(), 1, hidden];
         let last = self.node(inputs, op, shape, Some(Batch { axis: 1, outer: 1 }))?;
-        if by_batch {
-            let all = self.transpose(&all, &[2, 0, 1, 3])?;
-            return Ok(vec![all, self.transpose(&last, &[1, 0, 2])?]);
-        }
         Ok(vec![all, last])
     }
 

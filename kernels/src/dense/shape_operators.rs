@@ -5,7 +5,8 @@
 use crate::dense::onnx::NodeProto;
 use crate::dense::onnx_graph::{Builder, Op, Stop, Transposed, folded, malformed, unsupported};
 use crate::dense::tensor::{
-    Batch, Kind, Layout, Size, Tensor, Values, broadcast, broadcast_layout, product, strides,
+    Batch, Kind, Layout, RANK_MAX, Size, Tensor, Values, broadcast, broadcast_layout, product,
+    strides,
 };
 use std::rc::Rc;
 
@@ -118,6 +119,9 @@ impl Builder<'_> {
         let x = self.input(node, 0)?;
         let axes = self.integers(node, 1, "axes")?.unwrap_or_default();
         let rank = x.shape.len() + axes.len();
+        if rank > RANK_MAX {
+            return Err(unsupported(node, &format!("to {rank} axes")));
+        }
         let mut axes =
             axes.iter().map(|&a| axis_of(node, a, rank)).collect::<Result<Vec<_>, _>>()?;
         axes.sort_unstable();
@@ -197,6 +201,9 @@ impl Builder<'_> {
     fn known_shape(&self, node: &NodeProto, target: &[Size]) -> Result<Tensor, Stop> {
         let mut batch = None;
         let mut shape = Vec::new();
+        if target.len() > RANK_MAX {
+            return Err(unsupported(node, &format!("to {} axes", target.len())));
+        }
         for (axis, size) in target.iter().enumerate() {
             let n = if size.batches == 0 { size.fixed } else { size.batches };
             let is_legal = n >= 0 && (size.batches == 0 || (size.fixed == 0 && batch.is_none()));
@@ -241,7 +248,7 @@ impl Builder<'_> {
             let n = result.shape[axis];
             match (repeat.constant(), result.batch) {
                 (Some(1), _) => {}
-                (Some(times), _) if (1..=LIST_MAX as i64).contains(&times) => {
+                (Some(times), _) if (1..=(LIST_MAX / n.max(1)) as i64).contains(&times) => {
                     if result.is_batch(axis) {
                         return Err(unsupported(node, "of the batch"));
                     }

@@ -3,11 +3,12 @@
 
 use crate::dense::onnx::{NodeProto, TensorProto};
 use crate::dense::onnx_graph::Stop;
-use crate::dense::tensor::{Kind, Size, Tensor, Values};
+use crate::dense::tensor::{Kind, RANK_MAX, Size, Tensor, Values};
 
 /// Returns the tensor that `proto` stores.
 pub(crate) fn stored(proto: &TensorProto) -> Result<Tensor, Stop> {
-    let (kind, values) = match (proto.kind(), proto.values()) {
+    let values = if proto.dims.len() > RANK_MAX { None } else { proto.values() };
+    let (kind, values) = match (proto.kind(), values) {
         (Some(kind), Some(values)) => (kind, values),
         _ => {
             let (name, number) = (proto.name(), proto.data_type());

@@ -5,6 +5,9 @@
 
 use std::rc::Rc;
 
+/// Axes of a tensor, at most.
+pub(crate) const RANK_MAX: usize = 32;
+
 /// The number of a value that is computed for each sample, in `Graph::widths`.
 pub(crate) type Id = usize;
 
@@ -186,6 +189,9 @@ impl Tensor {
     /// Returns the shape and the axis of the batch after a reshape to `target`, where `None` is an
     /// open size. Returns `None` if the target does not fit, or if it divides the batch.
     pub fn reshaped(&self, target: &[Option<Size>]) -> Option<(Vec<usize>, Option<Batch>)> {
+        if self.width() == 0 || target.len() > RANK_MAX {
+            return None;
+        }
         let open = target.iter().filter(|s| s.is_none()).count();
         let fixed = |s: &Size| match (self.batch, *s) {
             (_, Size { fixed, batches: 0 }) => usize::try_from(fixed).ok(),
