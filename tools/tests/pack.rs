@@ -90,7 +90,7 @@ fn what_needs_no_rows_is_refused_before_a_row_is_read() {
 fn a_bundle_whose_probe_scores_differ_is_not_kept() {
     let desk = Desk::new();
     let printed = desk.printed(&[]);
-    assert!(printed.contains("dense network: Hatchback's kernels on the CPU"), "{printed}");
+    assert!(printed.contains("dense network: the CPU, by Hatchback's kernels"), "{printed}");
     assert!(printed.contains("probe scores differ from the recorded ones by at most"), "{printed}");
 
     std::fs::remove_file(desk.folder.path().join("coupon.hatch")).unwrap();

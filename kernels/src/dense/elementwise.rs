@@ -1,7 +1,7 @@
-//! Functions of two or three values, value by value, compiled for each instruction set. An operand
-//! is a value of the network, such a value read by an index table, or a constant.
+//! Functions of one, two or three values, value by value, compiled for each instruction set. An
+//! operand is a value of the network, such a value read by an index table, or a constant.
 
-use crate::dense::functions::Zip;
+use crate::dense::functions::{Map, Zip};
 use crate::dense::moves::Pattern;
 use crate::simd::isa::Isa;
 use crate::simd::{Job, Simd, dispatch};
@@ -26,6 +26,69 @@ impl Side<'_> {
                 values[sample * (values.len() / n) + picks[i] as usize]
             }
             Self::Constant(values) => values[i],
+        }
+    }
+}
+
+/// Replaces each value `x` by `map(x)`.
+pub(super) fn map(isa: Isa, map: Map, values: &mut [f32]) {
+    dispatch(isa, Each { map, values });
+}
+
+/// A function of each value. Each function has a loop of its own, without closures: a closure is
+/// compiled without the family's instructions if the compiler does not inline it.
+struct Each<'a> {
+    map: Map,
+    values: &'a mut [f32],
+}
+
+impl Job for Each<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        macro_rules! each {
+            ($map:expr) => {
+                for x in self.values {
+                    *x = $map.apply(*x);
+                }
+            };
+        }
+        match self.map {
+            Map::Relu => each!(Map::Relu),
+            Map::Sigmoid => each!(Map::Sigmoid),
+            Map::Tanh => each!(Map::Tanh),
+            Map::Abs => each!(Map::Abs),
+            Map::Neg => each!(Map::Neg),
+            Map::Exp => each!(Map::Exp),
+            Map::Ln => each!(Map::Ln),
+            Map::Sqrt => each!(Map::Sqrt),
+            Map::Erf => each!(Map::Erf),
+            Map::Floor => each!(Map::Floor),
+            Map::Ceil => each!(Map::Ceil),
+            Map::Round => each!(Map::Round),
+            Map::Trunc => each!(Map::Trunc),
+            Map::Half => each!(Map::Half),
+            Map::Sign => each!(Map::Sign),
+            Map::Reciprocal => each!(Map::Reciprocal),
+            Map::Softplus => each!(Map::Softplus),
+            Map::Softsign => each!(Map::Softsign),
+            Map::Mish => each!(Map::Mish),
+            Map::Gelu => each!(Map::Gelu),
+            Map::GeluTanh => each!(Map::GeluTanh),
+            Map::HardSwish => each!(Map::HardSwish),
+            Map::NotZero => each!(Map::NotZero),
+            Map::IsZero => each!(Map::IsZero),
+            Map::IsNan => each!(Map::IsNan),
+            Map::HardSigmoid { alpha, beta } => each!(Map::HardSigmoid { alpha, beta }),
+            Map::LeakyRelu { alpha } => each!(Map::LeakyRelu { alpha }),
+            Map::Elu { alpha, scale } => each!(Map::Elu { alpha, scale }),
+            Map::Celu { alpha } => each!(Map::Celu { alpha }),
+            Map::ThresholdedRelu { alpha } => each!(Map::ThresholdedRelu { alpha }),
+            Map::Clip { low, high } => each!(Map::Clip { low, high }),
+            Map::Pow(2.0) => each!(Map::Pow(2.0)),
+            Map::Pow(3.0) => each!(Map::Pow(3.0)),
+            Map::Pow(y) => each!(Map::Pow(y)),
         }
     }
 }

@@ -131,8 +131,10 @@ impl DenseEngine {
     /// Returns what runs the network, in words.
     pub fn runs_on(&self) -> String {
         match self.falls_back_for() {
-            None => format!("Hatchback's kernels on the CPU, {}", self.isa.name()),
-            Some(reason) => format!("rten, slower and with allocations, because of {reason}"),
+            None => format!("the CPU, by Hatchback's kernels ({})", self.isa.name()),
+            Some(reason) => {
+                format!("the CPU, by rten, slower and with allocations, because of {reason}")
+            }
         }
     }
 

@@ -24,10 +24,10 @@ pub enum DenseError {
     /// The output does not hold the same number of values for each sample.
     #[error("dense network: output `{name}` has {values} values for {batch} samples")]
     Output { name: String, values: usize, batch: usize },
-    /// A sample's output depends on the samples beside it, so a score would depend on who else asks.
+    /// A sample's output depends on the samples beside it. A score would depend on who else asks.
     #[error(
-        "dense network: output `{name}` of a sample is {alone} alone and {together} beside another; \
-         no operator may mix the samples of a batch"
+        "dense network: output `{name}` of a sample is {alone} alone, {together} beside another \
+         one; no operator may mix the samples of a batch"
     )]
     SamplesMeet { name: String, alone: f32, together: f32 },
     /// The network takes an input of another type than f32.

@@ -7,8 +7,8 @@ use prost::Message;
 use rten::{Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueView};
 use std::sync::Arc;
 
-/// Difference by which a sample's output may depend on the samples beside it, which change the order
-/// of rten's sums: a part of the output, or of 1 if that is smaller.
+/// Difference by which a sample's output may depend on the samples beside it, because they change
+/// the order of rten's sums: a part of the output, or of 1 if that is smaller.
 const ORDER_DIFFERENCE_MAX: f32 = 1e-3;
 
 /// A network that rten runs.

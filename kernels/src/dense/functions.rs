@@ -84,66 +84,13 @@ pub(crate) enum Zip {
     LessEqual,
 }
 
-/// Runs `$run` with the function of `$map` as its argument: each function is compiled alone.
-macro_rules! with_map {
-    ($map:expr, |$f:ident| $run:expr) => {{
-        macro_rules! by {
-            ($one:expr) => {{
-                let one = $one;
-                let $f = std::convert::identity(
-                    #[inline(always)]
-                    move |x: f32| one.apply(x),
-                );
-                $run
-            }};
-        }
-        match $map {
-            Map::Relu => by!(Map::Relu),
-            Map::Sigmoid => by!(Map::Sigmoid),
-            Map::Tanh => by!(Map::Tanh),
-            Map::Abs => by!(Map::Abs),
-            Map::Neg => by!(Map::Neg),
-            Map::Exp => by!(Map::Exp),
-            Map::Ln => by!(Map::Ln),
-            Map::Sqrt => by!(Map::Sqrt),
-            Map::Erf => by!(Map::Erf),
-            Map::Floor => by!(Map::Floor),
-            Map::Ceil => by!(Map::Ceil),
-            Map::Round => by!(Map::Round),
-            Map::Trunc => by!(Map::Trunc),
-            Map::Half => by!(Map::Half),
-            Map::Sign => by!(Map::Sign),
-            Map::Reciprocal => by!(Map::Reciprocal),
-            Map::Softplus => by!(Map::Softplus),
-            Map::Softsign => by!(Map::Softsign),
-            Map::Mish => by!(Map::Mish),
-            Map::Gelu => by!(Map::Gelu),
-            Map::GeluTanh => by!(Map::GeluTanh),
-            Map::HardSwish => by!(Map::HardSwish),
-            Map::NotZero => by!(Map::NotZero),
-            Map::IsZero => by!(Map::IsZero),
-            Map::IsNan => by!(Map::IsNan),
-            Map::HardSigmoid { alpha, beta } => by!(Map::HardSigmoid { alpha, beta }),
-            Map::LeakyRelu { alpha } => by!(Map::LeakyRelu { alpha }),
-            Map::Elu { alpha, scale } => by!(Map::Elu { alpha, scale }),
-            Map::Celu { alpha } => by!(Map::Celu { alpha }),
-            Map::ThresholdedRelu { alpha } => by!(Map::ThresholdedRelu { alpha }),
-            Map::Clip { low, high } => by!(Map::Clip { low, high }),
-            Map::Pow(2.0) => by!(Map::Pow(2.0)),
-            Map::Pow(3.0) => by!(Map::Pow(3.0)),
-            Map::Pow(y) => by!(Map::Pow(y)),
-        }
-    }};
-}
-pub(crate) use with_map;
-
 #[inline(always)]
-pub(crate) fn gelu(x: f32) -> f32 {
+fn gelu(x: f32) -> f32 {
     0.5 * x * (1.0 + math::erf(x * FRAC_1_SQRT_2))
 }
 
 #[inline(always)]
-pub(crate) fn gelu_tanh(x: f32) -> f32 {
+fn gelu_tanh(x: f32) -> f32 {
     let inner = 0.797_884_6 * (x + 0.044_715 * x * x * x);
     0.5 * x * (1.0 + math::tanh(inner))
 }

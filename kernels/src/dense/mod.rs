@@ -33,6 +33,7 @@ mod reductions;
 mod selections;
 mod sequences;
 mod shape_operators;
+mod stop;
 mod stored;
 pub(crate) mod tensor;
 #[cfg(test)]

@@ -79,7 +79,8 @@ mod tests {
             picks in prop_oneof![
                 prop::collection::vec(0..12u32, 1..40),
                 (0..4u32, 1..5usize, 1..5usize).prop_map(|(first, run, n)| {
-                    (0..n as u32).flat_map(|i| (0..run as u32).map(move |j| first + i + j)).collect()
+                    let runs = (0..n as u32).map(|i| first + i);
+                    runs.flat_map(|first| first..first + run as u32).collect()
                 }),
                 (1..4usize, 1..4u32, 1..4usize).prop_map(|(each, of, times)| {
                     let one = (0..of).flat_map(move |i| std::iter::repeat_n(i, each));

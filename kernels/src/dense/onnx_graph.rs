@@ -3,7 +3,6 @@
 //! becomes another name of the same values. `operators.rs` translates each operator. This file runs
 //! nothing.
 
-use crate::dense::error::DenseError;
 use crate::dense::functions::{Map, Zip};
 use crate::dense::gemm::{Matrix, padded};
 use crate::dense::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
@@ -12,6 +11,8 @@ use crate::dense::tensor::{Batch, Data, Id, Kind, Layout, RANK_MAX, Tensor, Valu
 use crate::dense::weights::Weights;
 use std::collections::HashMap;
 use std::rc::Rc;
+
+pub(crate) use crate::dense::stop::{Stop, malformed, unsupported};
 
 /// Floats of one sample in all results together, and entries of all index tables, at most.
 const VALUES_MAX: usize = 1 << 24;
@@ -77,20 +78,6 @@ pub(crate) struct Graph {
     pub widths: Vec<usize>,
     pub nodes: Vec<Node>,
     pub output: Id,
-}
-
-/// Why a graph cannot be built.
-pub(crate) enum Stop {
-    /// The graph has this operator, or form of an operator, which perhaps the fallback supports.
-    Unsupported(String),
-    /// The file is invalid, for the fallback too.
-    Refused(DenseError),
-}
-
-impl From<DenseError> for Stop {
-    fn from(e: DenseError) -> Self {
-        Self::Refused(e)
-    }
 }
 
 /// The value whose last two axes were swapped, and their sizes after that.
@@ -365,16 +352,6 @@ fn at_node(node: &NodeProto, form: &str) -> String {
         "" => form.to_owned(),
         name => format!("{form}, node `{name}`"),
     }
-}
-
-/// Returns the error of a file that contradicts itself.
-pub(crate) fn malformed(problem: &str) -> Stop {
-    Stop::Refused(DenseError::Load(problem.to_owned()))
-}
-
-/// Returns the stop of an operator in a form that has no node.
-pub(crate) fn unsupported(node: &NodeProto, form: &str) -> Stop {
-    Stop::Unsupported(format!("{} {form}", node.op_type()).trim_end().to_owned())
 }
 
 /// Returns known values of a tensor that was folded.

@@ -153,7 +153,13 @@ impl Builder<'_> {
                 return Ok(folded(kind, x.shape.clone(), x.batch, values));
             }
         };
-        let result = self.node(vec![id], Op::Map(map), x.shape.clone(), x.batch)?;
+        // A square is a product, which a GPU has too.
+        let side = || Operand::Value { input: 0, picks: None };
+        let op = match map {
+            Map::Pow(2.0) => Op::Zip { zip: Zip::Mul, left: side(), right: side() },
+            _ => Op::Map(map),
+        };
+        let result = self.node(vec![id], op, x.shape.clone(), x.batch)?;
         Ok(Tensor { kind, ..result })
     }
 

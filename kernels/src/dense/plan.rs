@@ -2,12 +2,10 @@
 //! it works in the worker's buffers. This file knows no ONNX.
 
 use crate::dense::elementwise::{self, Side};
-use crate::dense::functions::{Map, with_map};
 use crate::dense::gemm::{
     GemmScratch, Matrix, ProductShape, multiply_packed, pack_columns, padded,
 };
 use crate::dense::layout::{Layout, Place};
-use crate::dense::microkernel;
 use crate::dense::moves::Pattern;
 use crate::dense::onnx_graph::{Node, Op, Operand};
 use crate::dense::sequences::{Gru, fold, softmax, sum};
@@ -178,7 +176,7 @@ impl Plan {
                 if self.layout.places[node.inputs[0]] != Place::Buffer(buffer) {
                     out.copy_from_slice(read(0));
                 }
-                with_map!(*map, |f| microkernel::each(self.isa, out, f));
+                elementwise::map(self.isa, *map, out);
             }
             Op::Zip { zip, left, right } => {
                 let sides = [left.side(read, patterns[0]), right.side(read, patterns[1])];

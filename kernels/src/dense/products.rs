@@ -333,8 +333,8 @@ impl Builder<'_> {
         Ok(Labelled { tensor, labels })
     }
 
-    /// Returns the tensor of `side` with its axes in the order of `groups`. The second and the third
-    /// group are one axis each.
+    /// Returns the tensor of `side` with its axes in the order of `groups`. The second and the
+    /// third group are one axis each.
     fn grouped(&mut self, side: &Labelled, groups: [&[char]; 3]) -> Result<Tensor, Stop> {
         let perm: Vec<usize> = groups.concat().iter().filter_map(|&l| side.axis(l)).collect();
         let tensor = self.transpose(&side.tensor, &perm)?;

@@ -121,10 +121,12 @@ impl Job for SoftmaxRows<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let Self { from, n, out } = self;
-        let most = |row: &[f32]| row.iter().fold(row[0], |a, &b| Zip::Max.apply(a, b));
         for (from, out) in from.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
-            let most = most(from);
-            out.iter_mut().zip(from).for_each(|(o, x)| *o = math::exp(x - most));
+            let most = from.iter().fold(from[0], |a, &b| Zip::Max.apply(a, b));
+            // No closure: it might be compiled without the family's instructions.
+            for (o, x) in out.iter_mut().zip(from) {
+                *o = math::exp(x - most);
+            }
         }
         let blocks = out.len() / n / ROWS;
         let (in_blocks, rest) = out.split_at_mut(blocks * ROWS * n);
@@ -156,8 +158,9 @@ impl Gru<'_> {
         4 * hidden
     }
 
-    /// Runs all samples of `inputs` `[samples, steps, 3 * hidden]`. Writes the state after each step
-    /// to `out` `[samples, steps, hidden]`. The first state is `first` `[samples, hidden]` or zero.
+    /// Runs all samples of `inputs` `[samples, steps, 3 * hidden]`. Writes the state after each
+    /// step to `out` `[samples, steps, hidden]`. The first state is `first` `[samples, hidden]` or
+    /// zero.
     pub fn run(
         &self,
         inputs: &[f32],

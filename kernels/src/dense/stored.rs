@@ -2,7 +2,7 @@
 //! constant is `Unsupported`.
 
 use crate::dense::onnx::{NodeProto, TensorProto};
-use crate::dense::onnx_graph::Stop;
+use crate::dense::stop::Stop;
 use crate::dense::tensor::{Kind, RANK_MAX, Size, Tensor, Values};
 
 /// Returns the tensor that `proto` stores.
