@@ -39,11 +39,16 @@ static COUNTING: Counting = Counting;
 
 type Network = (&'static str, &'static [(&'static str, usize)]);
 
-const NETWORKS: [Network; 6] = [
+const NETWORKS: [Network; 11] = [
     ("tests/data/families/dlrm", &[("dense", 3), ("emb", 48)]),
     ("tests/data/families/dcnv2", &[("dense", 3), ("emb", 28)]),
     ("tests/data/families/deepfm", &[("dense", 3), ("first", 4), ("second", 20)]),
     ("tests/data/families/wide_deep", &[("dense", 3), ("wide", 2), ("deep", 35)]),
+    ("tests/data/families/mmoe", &[("dense", 3), ("emb", 15)]),
+    ("tests/data/families/din", &[("dense", 3), ("target", 6), ("history", 30)]),
+    ("tests/data/families/dien", &[("dense", 3), ("target", 6), ("history", 24)]),
+    ("tests/data/families/bst", &[("dense", 3), ("target", 8), ("history", 40)]),
+    ("tests/data/families/hstu", &[("dense", 3), ("target", 8), ("history", 40)]),
     ("tools/demo/coupon", &[("dense", 7), ("emb", 288)]),
     ("tools/demo/criteo", &[("dense", 13), ("emb", 832)]),
 ];

@@ -444,4 +444,9 @@ pub fn onnx(bytes: &[u8]) {
     load(&[("dense", 3), ("emb", 28)], "logit", Weights::Int8);
     load(&[("dense", 3), ("first", 4), ("second", 20)], "logit", Weights::F32);
     load(&[("dense", 3), ("wide", 2), ("deep", 35)], "logit", Weights::F32);
+    load(&[("dense", 3), ("emb", 15)], "logit", Weights::F32);
+    load(&[("dense", 3), ("target", 6), ("history", 30)], "logit", Weights::F32);
+    load(&[("dense", 3), ("target", 6), ("history", 24)], "logit", Weights::F32);
+    load(&[("dense", 3), ("target", 8), ("history", 40)], "logit", Weights::F32);
+    load(&[("x", 4), ("y", 12), ("z", 6)], "out", Weights::F32);
 }

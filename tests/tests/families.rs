@@ -1,4 +1,4 @@
-//! The four model families as the trainer's package wrote them, end to end: the scores of Hatchback
+//! The nine model families as the trainer's package wrote them, end to end: the scores of Hatchback
 //! against those of PyTorch.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -20,7 +20,8 @@ use hatchback_tools::pack::spec::CodecChoice;
 use hatchback_tools::report::metrics::largest_difference;
 use std::sync::Arc;
 
-const FAMILIES: [&str; 4] = ["dlrm", "dcnv2", "deepfm", "wide_deep"];
+const FAMILIES: [&str; 9] =
+    ["dlrm", "dcnv2", "deepfm", "wide_deep", "mmoe", "din", "dien", "bst", "hstu"];
 const BATCHES: [usize; 3] = [1, 7, 32];
 
 fn installed(family: &str, codec: CodecChoice, placement: Option<Placement>) -> Installed {

@@ -4,7 +4,6 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::Weights;
 use hatchback::bundle::BundleReader;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
@@ -72,25 +71,22 @@ struct Car {
     pairs: Vec<(u64, u64)>,
 }
 
-const BUDGET: Budget = Budget {
-    memory_bytes_max: 1 << 30,
-    cache_bytes_max: 1 << 20,
-    resident_bytes_max: 1 << 20,
-    slots: 16,
-    workers: 2,
-    batch_delay_us_max: 0,
-    batch_max: 64,
-    misses_max: 16 << 10,
-    reads_max: 64,
-    dense_weights: Weights::F32,
-};
+fn budget() -> Budget {
+    Budget {
+        cache_bytes_max: 1 << 20,
+        resident_bytes_max: 1 << 20,
+        workers: 2,
+        batch_max: 64,
+        ..Budget::default()
+    }
+}
 
 impl Car {
     fn new(versions: Versions) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let flash = install(folder.path(), &versions.snapshots[0]);
         let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
-        serving.load("m", &flash, BUDGET).unwrap();
+        serving.load("m", &flash, budget()).unwrap();
         let schema = serving.schema("m").unwrap();
 
         let orders = |table: usize| {
@@ -109,7 +105,7 @@ impl Car {
     }
 
     fn swap(&self, flash: &Flash) -> Swapped {
-        self.serving.swap("m", flash, BUDGET, &|| {}).unwrap()
+        self.serving.swap("m", flash, budget(), &|| {}).unwrap()
     }
 
     fn score(&self, some: &[(u64, u64)]) -> usize {

@@ -1,13 +1,16 @@
 //! The command line of `hatchback`: its commands, each of which has a module, and `pack`, which
 //! only calls the library. `docs/commands.md` is its reference.
 
+use crate::limits::PROBE_DIFFERENCE_MAX;
+use crate::pack::prove::Proof;
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file_onto};
 use crate::repository::{keys, prune, publish};
-use crate::{bench, demo, eval, image, inspect, report, run, say, serve, sync, tuf};
-use anyhow::Result;
+use crate::{bench, demo, eval, image, inspect, pack, report, run, say, serve, sync, tuf};
+use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
+use hatchback::update::probe::Probed;
 use std::path::PathBuf;
 
 /// Recommendation models with huge embedding tables, from the trainer into the car
@@ -60,6 +63,10 @@ struct PackArgs {
     /// Replaces the placement of every table: resident, cached or auto
     #[arg(long, value_parser = placement)]
     placement: Option<Placement>,
+    /// Largest difference of a probe score from the recorded one, as a target's
+    /// `update.probe_difference_max`
+    #[arg(long, value_name = "DIFFERENCE", default_value_t = PROBE_DIFFERENCE_MAX)]
+    probe_difference_max: f32,
 }
 
 fn placement(name: &str) -> Result<Placement, String> {
@@ -79,7 +86,7 @@ fn placement(name: &str) -> Result<Placement, String> {
 pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Demo(args) => demo::run(&args),
-        Command::Pack(args) => pack(&args),
+        Command::Pack(args) => pack_model(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Image(args) => image::run(&args),
         Command::Keys(args) => keys::run(&args),
@@ -93,7 +100,7 @@ pub fn run(cli: Cli) -> Result<()> {
     }
 }
 
-fn pack(args: &PackArgs) -> Result<()> {
+fn pack_model(args: &PackArgs) -> Result<()> {
     let overrides = Overrides { codec: args.codec, placement: args.placement };
     let scratch = tempfile::tempdir()?;
     let open = |path: &PathBuf| serve::open_flash(path, scratch.path());
@@ -108,10 +115,31 @@ fn pack(args: &PackArgs) -> Result<()> {
     bar.finish_and_clear();
 
     let packed = packed?;
+    let proof = prove(args)?;
     let rows = packed.schema.tables.iter().map(|t| t.rows).sum();
     let (tables, rows) = (packed.schema.tables.len(), report::count(rows));
     let (path, size) = (args.out.display(), report::bytes(packed.bytes));
-    say!("{path}: {} with {tables} tables, {rows} rows, {size}", packed.generation)
+    say!("{path}: {} with {tables} tables, {rows} rows, {size}", packed.generation)?;
+    say!("dense network: {}", packed.dense_engine)?;
+    match proof {
+        Proof::NotScored(problem) => say!("the probe set was not scored: {problem}"),
+        Proof::Scored(Probed { samples: 0, .. }) => say!("no probe sample has a recorded score"),
+        Proof::Scored(Probed { samples, difference, .. }) => {
+            say!("{samples} probe scores differ from the recorded ones by at most {difference:.1e}")
+        }
+    }
+}
+
+/// Scores the probe set of the new bundle. Removes a bundle that a car would refuse.
+fn prove(args: &PackArgs) -> Result<Proof> {
+    if args.parent.is_some() {
+        return Ok(Proof::NotScored("a delta is scored where its parent is".to_owned()));
+    }
+    let proof = pack::prove::prove(&args.out, args.probe_difference_max);
+    if proof.is_err() {
+        std::fs::remove_file(&args.out)?;
+    }
+    proof.with_context(|| format!("{}: not kept", args.out.display()))
 }
 
 #[cfg(test)]

@@ -43,6 +43,8 @@ pub struct EvalArgs {
 pub struct Evaluation {
     /// The generation of the model.
     pub generation: String,
+    /// What runs the dense network.
+    pub dense_engine: String,
     /// Number of samples.
     pub samples: usize,
     /// Samples whose score is not a number. Quality is that of the other samples.
@@ -89,8 +91,11 @@ const SLICES: usize = 40;
 pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<Evaluation> {
     serve::check_batch(batch, model)?;
     let (mut worker, mut request) = (serve::worker(model), model.batch());
-    let mut found =
-        Evaluation { generation: model.generation().to_string(), ..Evaluation::default() };
+    let mut found = Evaluation {
+        generation: model.generation().to_string(),
+        dense_engine: model.dense_runs_on(),
+        ..Evaluation::default()
+    };
     let mut all = Latencies::default();
     let start = Instant::now();
 
@@ -235,7 +240,8 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         plot::over_time(path, &title, &found.slices)?;
     }
     report::write_report(args.json.as_deref(), &found, || {
-        say!("{}\n{}", found.table(), serve::memory_table(&model))
+        say!("{}\n{}", found.table(), serve::memory_table(&model))?;
+        say!("dense network: {}", found.dense_engine)
     })?;
     found.check_scores()
 }

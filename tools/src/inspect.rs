@@ -5,6 +5,7 @@ use crate::report;
 use crate::say;
 use anyhow::Result;
 use clap::Args;
+use hatchback::Weights;
 use hatchback::bundle::manifest::{Blob, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
@@ -41,6 +42,8 @@ struct Report {
     features: Vec<FeatureReport>,
     inputs: Vec<InputReport>,
     onnx_bytes: u64,
+    /// What runs the dense network on this machine's CPU, or why nothing does.
+    dense_engine: String,
     probe_bytes: u64,
     /// Damage that `--verify` found; `None` without `--verify`.
     damage: Option<Vec<String>>,
@@ -161,8 +164,9 @@ fn lower(value: impl std::fmt::Debug) -> String {
 }
 
 impl Report {
-    fn new(kind: &'static str, manifest: &Manifest, bytes: u64) -> Self {
+    fn new(kind: &'static str, manifest: &Manifest, bytes: u64, onnx: Result<Vec<u8>>) -> Self {
         let schema = &manifest.schema;
+        let engine = onnx.and_then(|onnx| Ok(schema.load_dense(onnx, Weights::F32)?));
         let size = |blob: Option<u32>| blob.map_or(0, |b| manifest.blobs[b as usize].raw_bytes());
         Self {
             kind,
@@ -174,6 +178,7 @@ impl Report {
             features: (0..schema.features.len()).map(|i| FeatureReport::new(schema, i)).collect(),
             inputs: (0..schema.network.inputs.len()).map(|i| InputReport::new(schema, i)).collect(),
             onnx_bytes: size(Some(manifest.dense)),
+            dense_engine: engine.map_or_else(|e| format!("none: {e}"), |e| e.runs_on()),
             probe_bytes: size(manifest.probe),
             damage: None,
             scrub: None,
@@ -199,6 +204,7 @@ impl Report {
 
         let (onnx, probe) = (report::bytes(self.onnx_bytes), report::bytes(self.probe_bytes));
         say!("ONNX {onnx}, probe set {probe}")?;
+        say!("dense network: {}", self.dense_engine)?;
         self.scrub.iter().try_for_each(ScrubReport::print)?;
         match self.damage.as_deref() {
             None => Ok(()),
@@ -290,6 +296,16 @@ impl InputReport {
     }
 }
 
+/// Returns the ONNX file of a bundle.
+fn read_dense(bundle: &mut BundleReader) -> Result<Vec<u8>> {
+    let (dense, mut onnx) = (bundle.manifest().dense, Vec::new());
+    bundle.read_blob(dense, |bytes| {
+        onnx.extend_from_slice(bytes);
+        Ok::<(), BundleError>(())
+    })?;
+    Ok(onnx)
+}
+
 /// Reads every chunk of a bundle; returns the errors.
 fn verify_bundle(bundle: &mut BundleReader) -> Vec<String> {
     let blobs = bundle.manifest().blobs.len() as u32;
@@ -324,14 +340,16 @@ fn verify_flash(flash: &Flash) -> Vec<String> {
 pub fn run(args: &InspectArgs) -> Result<()> {
     let report = if args.path.is_dir() {
         let flash = Flash::open(&hatchback::io::disk::system(), &args.path)?;
-        let mut report = Report::new("flash directory", flash.manifest(), flash.bytes()?);
+        let onnx = flash.dense().map_err(Into::into);
+        let mut report = Report::new("flash directory", flash.manifest(), flash.bytes()?, onnx);
         report.damage = args.verify.then(|| verify_flash(&flash));
         report.scrub = ScrubReport::read(&flash);
         report
     } else {
         let mut bundle = BundleReader::open(&args.path)?;
         let bytes = bundle.manifest().blobs.iter().map(Blob::stored_bytes).sum();
-        let mut report = Report::new("bundle", bundle.manifest(), bytes);
+        let onnx = read_dense(&mut bundle);
+        let mut report = Report::new("bundle", bundle.manifest(), bytes, onnx);
         report.damage = args.verify.then(|| verify_bundle(&mut bundle));
         report
     };

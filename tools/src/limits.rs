@@ -20,5 +20,9 @@ pub(crate) const MESSAGE_CHARS_MAX: usize = 300;
 /// larger ones.
 pub(crate) const SORT_PARTITIONS_MAX: u64 = 128;
 
+/// Difference of a probe score from the recorded one that `pack` allows, as `targets/base.toml`
+/// does for a release in a car.
+pub(crate) const PROBE_DIFFERENCE_MAX: f32 = 0.02;
+
 /// Points of a plotted line that get a dot each. A longer line has none.
 pub(crate) const PLOT_DOTS_MAX: usize = 24;

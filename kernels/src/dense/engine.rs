@@ -85,16 +85,16 @@ impl DenseEngine {
         Ok(engine)
     }
 
-    /// Runs one sample of zeros and counts its outputs. An operator that fails does so here and not
-    /// in the first request.
+    /// Runs samples and counts the outputs of one. An operator that fails does so here and not in
+    /// the first request.
     fn count_outputs(&self) -> Result<usize, DenseError> {
-        let zeros: Vec<Vec<f32>> = self.widths.iter().map(|w| vec![0.0; *w]).collect();
         match &self.backend {
             Backend::Plan(plan) => {
+                let zeros: Vec<Vec<f32>> = self.widths.iter().map(|w| vec![0.0; *w]).collect();
                 plan.run(1, &zeros, &mut vec![0.0; plan.outputs()], &mut plan.scratch(1));
                 Ok(plan.outputs())
             }
-            Backend::Fallback { network, .. } => Ok(network.run(1, &zeros)?.len()),
+            Backend::Fallback { network, .. } => network.count_outputs(),
         }
     }
 
@@ -119,12 +119,22 @@ impl DenseEngine {
         }
     }
 
-    /// Returns the operator because of which the network runs on the fallback, which allocates in
-    /// each run. Returns `None` if the network runs on the kernels of this crate.
+    /// Returns why the network runs on the fallback, which allocates in each run: the operator and
+    /// the node. Returns `None` if the network runs on the kernels of this crate.
     pub fn falls_back_for(&self) -> Option<&str> {
         match &self.backend {
             Backend::Plan(_) => None,
             Backend::Fallback { operator, .. } => Some(operator),
+        }
+    }
+
+    /// Returns what runs the network, in words.
+    pub fn runs_on(&self) -> String {
+        match self.falls_back_for() {
+            None => format!("the CPU, by Hatchback's kernels ({})", self.isa.name()),
+            Some(reason) => {
+                format!("the CPU, by rten, slower and with allocations, because of {reason}")
+            }
         }
     }
 

@@ -24,6 +24,15 @@ pub enum DenseError {
     /// The output does not hold the same number of values for each sample.
     #[error("dense network: output `{name}` has {values} values for {batch} samples")]
     Output { name: String, values: usize, batch: usize },
+    /// A sample's output depends on the samples beside it. A score would depend on who else asks.
+    #[error(
+        "dense network: output `{name}` of a sample is {alone} alone, {together} beside another \
+         one; no operator may mix the samples of a batch"
+    )]
+    SamplesMeet { name: String, alone: f32, together: f32 },
+    /// The network takes an input of another type than f32.
+    #[error("dense network: input `{name}` has the ONNX type {number}; only f32 inputs are fed")]
+    InputType { name: String, number: i32 },
     /// The caller passed more samples than the memory of the run holds.
     #[error("dense network: {batch} samples, the memory is for {max}")]
     Batch { batch: usize, max: usize },

@@ -7,6 +7,10 @@ use prost::Message;
 use rten::{Model, NodeId, RunOptions, ThreadPool, ValueOrView, ValueView};
 use std::sync::Arc;
 
+/// Difference by which a sample's output may depend on the samples beside it, because they change
+/// the order of rten's sums: a part of the output, or of 1 if that is smaller.
+const ORDER_DIFFERENCE_MAX: f32 = 1e-3;
+
 /// A network that rten runs.
 pub(super) struct Fallback {
     model: Model,
@@ -53,6 +57,53 @@ impl Fallback {
 
     pub fn output_name(&self) -> &str {
         &self.output_name
+    }
+
+    /// Runs pairs of different samples, each alone and both together. Returns the number of values
+    /// in one sample's output.
+    ///
+    /// # Errors
+    /// [`DenseError::SamplesMeet`] if a sample's output depends on the other sample, and
+    /// [`DenseError::Run`] or [`DenseError::Output`] if the network fails.
+    pub fn count_outputs(&self) -> Result<usize, DenseError> {
+        // The first sample is zero, and no value is below 0: a value may be an index.
+        let zeros = self.sample(&|_| 0.0);
+        let some = self.sample(&|i| (i * 7919 % 1009) as f32 / 1009.0);
+        let other = self.sample(&|i| (i * 104_729 % 2003) as f32 / 2003.0);
+        let outputs = self.run(1, &zeros)?.len();
+        for pair in [[&zeros, &some], [&some, &other]] {
+            self.check_pair(pair, outputs)?;
+        }
+        Ok(outputs)
+    }
+
+    /// Returns a sample with `value(i)` as its value number `i`.
+    fn sample(&self, value: &dyn Fn(usize) -> f32) -> Vec<Vec<f32>> {
+        let widths = self.inputs.iter().map(|(_, shape)| shape.iter().product::<usize>());
+        widths.enumerate().map(|(n, w)| (0..w).map(|i| value(31 * n + i)).collect()).collect()
+    }
+
+    fn check_pair(&self, pair: [&Vec<Vec<f32>>; 2], outputs: usize) -> Result<(), DenseError> {
+        let both: Vec<Vec<f32>> =
+            pair[0].iter().zip(pair[1]).map(|(a, b)| [a.as_slice(), b].concat()).collect();
+        let together = self.run(2, &both)?;
+        if together.len() != 2 * outputs {
+            let (name, values) = (self.output_name.clone(), together.len());
+            return Err(DenseError::Output { name, values, batch: 2 });
+        }
+
+        let alone = [self.run(1, pair[0])?, self.run(1, pair[1])?].concat();
+        let far = |(a, b): &(&f32, &f32)| {
+            let same = a == b || (a.is_nan() && b.is_nan());
+            let off = (*a - *b).abs() / a.abs().max(1.0);
+            !same && (off.is_nan() || off > ORDER_DIFFERENCE_MAX)
+        };
+        match alone.iter().zip(&together).find(far) {
+            Some((&alone, &together)) => {
+                Err(DenseError::SamplesMeet { name: self.output_name.clone(), alone, together })
+            }
+            None => Ok(()),
+        }
     }
 
     /// Runs `batch` samples and returns the output. `inputs[i]` starts with the values of the

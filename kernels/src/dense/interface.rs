@@ -1,7 +1,7 @@
 //! The check that an ONNX file has the inputs and the output that the schema names.
 
 use crate::dense::error::DenseError;
-use crate::dense::onnx::ModelProto;
+use crate::dense::onnx::{FLOAT, ModelProto};
 
 /// Returns the shape of one sample of each input, in the order of `inputs`.
 ///
@@ -28,8 +28,11 @@ pub(crate) fn match_interface(
     let shape = |(name, width): &(&str, usize)| {
         let value = graph.input.iter().find(|v| v.name() == *name);
         let value = value.ok_or_else(|| DenseError::NoInput((*name).to_owned()))?;
+        if let Some(number) = value.element_type().filter(|&number| number != FLOAT) {
+            return Err(DenseError::InputType { name: (*name).to_owned(), number });
+        }
         // An input without fixed sizes takes `[batch, width]`.
-        let shape = value.sizes().filter(|s| !s.is_empty()).unwrap_or_else(|| vec![*width]);
+        let shape = value.sizes().unwrap_or_else(|| vec![*width]);
         match shape.iter().try_fold(1usize, |product, s| product.checked_mul(*s)) {
             Some(network) if network == *width => Ok(shape),
             network => {

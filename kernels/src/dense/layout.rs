@@ -3,7 +3,9 @@
 //! together share a buffer. The CPU (`plan.rs`) and the GPU (`gpu/dense_plan.rs`) run the same
 //! nodes. This file knows no ONNX and runs nothing.
 
-use crate::dense::onnx_graph::{Graph, Id, Map, Node, Op, Operand, Zip};
+use crate::dense::functions::{Map, Zip};
+use crate::dense::onnx_graph::{Graph, Node, Op, Operand};
+use crate::dense::tensor::Id;
 
 /// The location of a value: an input of the network or a buffer, by its number.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -69,17 +71,19 @@ impl Node {
     /// Takes over the operation of `next` on this node's result. Returns false if that is
     /// impossible.
     fn absorb(&mut self, next: &Self) -> bool {
-        let Op::Matrix { rows, matrix } = &mut self.op else { return false };
+        let Op::Matrix { matrix, .. } = &mut self.op else { return false };
         match &next.op {
             Op::Map(Map::Relu) if !matrix.relu => {
                 matrix.relu = true;
                 true
             }
-            Op::Zip { zip: Zip::Add, left, right } if *rows == 1 && !matrix.relu => {
+            Op::Zip { zip: Zip::Add, left, right } if !matrix.relu => {
                 match (left, right) {
                     (Operand::Value { picks: None, .. }, Operand::Constant(bias))
                     | (Operand::Constant(bias), Operand::Value { picks: None, .. }) => {
-                        matrix.take_bias(bias)
+                        // A bias as wide as all rows must be equal in each.
+                        let (first, n) = (&bias[..matrix.n], matrix.n);
+                        bias.chunks(n).all(|row| row == first) && matrix.take_bias(first)
                     }
                     _ => false,
                 }
@@ -118,8 +122,9 @@ fn assign_buffers(graph: &Graph) -> (Vec<Place>, Vec<usize>) {
         let is_last_read = |id: Id| last[id] == at;
 
         // A function of each value works in place on an operand that no later node reads.
-        if let (Op::Map(_), Place::Buffer(b), true) =
-            (&node.op, places[node.inputs[0]], is_last_read(node.inputs[0]))
+        if let (Op::Map(_), &[operand]) = (&node.op, node.inputs.as_slice())
+            && let Place::Buffer(b) = places[operand]
+            && is_last_read(operand)
         {
             places[node.output] = Place::Buffer(b);
             continue;

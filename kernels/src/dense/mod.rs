@@ -6,22 +6,36 @@
 //! A file with any other operator runs on rten (`fallback.rs`). `gpu::dense_engine` is the twin on
 //! a GPU.
 //!
-//! A file passes these steps: `onnx.rs` (read and check), `onnx_graph.rs` and `operators.rs` (typed
-//! nodes), `layout.rs` (fused nodes and their buffers), `plan.rs` (a run).
+//! A file passes these steps: `onnx.rs` (read and check), `onnx_graph.rs` and the files of the
+//! operators (typed nodes), `layout.rs` (fused nodes and their buffers), `plan.rs` (a run).
 
+mod casts;
+mod elementwise;
 mod engine;
 mod error;
 mod fallback;
+mod folding;
+pub(crate) mod functions;
 pub(crate) mod gemm;
 mod interface;
 pub(crate) mod layout;
 mod math;
 mod microkernel;
+mod moves;
 #[doc(hidden)]
 pub mod onnx;
 pub(crate) mod onnx_graph;
 mod operators;
 mod plan;
+mod products;
+mod recurrent;
+mod reductions;
+mod selections;
+mod sequences;
+mod shape_operators;
+mod stop;
+mod stored;
+pub(crate) mod tensor;
 #[cfg(test)]
 mod tests;
 mod weights;

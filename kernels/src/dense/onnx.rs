@@ -4,6 +4,8 @@
 //! form only.
 
 use crate::dense::error::DenseError;
+use crate::dense::tensor::{Kind, Size, Values};
+use half::f16;
 use prost::Message;
 use prost::bytes::Bytes;
 
@@ -152,7 +154,11 @@ pub struct Dimension {
 
 /// `TensorProto.DataType`.
 pub const FLOAT: i32 = 1;
+pub const INT32: i32 = 6;
 pub const INT64: i32 = 7;
+pub const BOOL: i32 = 9;
+pub const FLOAT16: i32 = 10;
+pub const DOUBLE: i32 = 11;
 
 /// Nodes of a graph, at most. Recommendation models have tens.
 const NODES_MAX: usize = 1 << 14;
@@ -189,7 +195,7 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
     let refuse =
         |problem: String| Err(DenseError::Load(format!("tensor `{}`: {problem}", tensor.name())));
     if tensor.data_location.unwrap_or(0) != 0 {
-        return refuse("its data is stored in another file".to_owned());
+        return refuse("its data is stored in another file, which `pack` reads".to_owned());
     }
 
     let mut sizes = tensor.dims.iter().map(|&d| usize::try_from(d).ok());
@@ -199,10 +205,10 @@ fn check_tensor(tensor: &TensorProto) -> Result<(), DenseError> {
     let (bytes, typed) = match tensor.data_type() {
         FLOAT => (4, tensor.float_data.len()),
         INT64 => (8, tensor.int64_data.len()),
-        2 | 3 | 9 => (1, tensor.int32_data.len()),
-        6 => (4, tensor.int32_data.len()),
-        10 => (2, tensor.int32_data.len()),
-        11 => (8, tensor.double_data.len()),
+        2 | 3 | BOOL => (1, tensor.int32_data.len()),
+        INT32 => (4, tensor.int32_data.len()),
+        FLOAT16 => (2, tensor.int32_data.len()),
+        DOUBLE => (8, tensor.double_data.len()),
         other => return refuse(format!("element type {other}")),
     };
     let whole = match &tensor.raw_data {
@@ -218,18 +224,62 @@ impl TensorProto {
         self.dims.iter().map(|&d| d as usize).collect()
     }
 
-    /// Returns the values of a tensor of floats; `None` for another type.
-    pub fn floats(&self) -> Option<Vec<f32>> {
-        let raw = |raw: &Bytes| raw.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-        (self.data_type() == FLOAT)
-            .then(|| self.raw_data.as_ref().map_or(self.float_data.clone(), raw))
+    /// Returns the type of the values; `None` for a type that no graph has.
+    pub(crate) fn kind(&self) -> Option<Kind> {
+        kind_of(i64::from(self.data_type()))
     }
 
-    /// Returns the values of a tensor of 64-bit integers; `None` for another type.
-    pub fn ints(&self) -> Option<Vec<i64>> {
-        let raw = |raw: &Bytes| raw.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();
-        (self.data_type() == INT64)
-            .then(|| self.raw_data.as_ref().map_or(self.int64_data.clone(), raw))
+    /// Returns the values; `None` for a type that no graph has.
+    pub(crate) fn values(&self) -> Option<Values> {
+        fn each<const N: usize, T>(raw: &[u8], value: impl Fn([u8; N]) -> T) -> Vec<T> {
+            raw.as_chunks().0.iter().map(|b| value(*b)).collect()
+        }
+        let raw = self.raw_data.as_deref();
+        let ints = |values: Vec<i64>| Values::Ints(values.into_iter().map(Size::fixed).collect());
+        let narrow = || self.int32_data.iter().map(|&n| i64::from(n)).collect();
+        Some(match (self.kind()?, raw) {
+            (Kind::Float, None) => Values::Floats(self.float_data.clone()),
+            (Kind::Float, Some(raw)) => Values::Floats(each(raw, f32::from_le_bytes)),
+            (Kind::Half, None) => {
+                let half = |n: &i32| f16::from_bits(*n as u16).to_f32();
+                Values::Floats(self.int32_data.iter().map(half).collect())
+            }
+            (Kind::Half, Some(raw)) => {
+                Values::Floats(each(raw, |b| f16::from_le_bytes(b).to_f32()))
+            }
+            (Kind::Double, None) => {
+                Values::Floats(self.double_data.iter().map(|&n| n as f32).collect())
+            }
+            (Kind::Double, Some(raw)) => {
+                Values::Floats(each(raw, |b| f64::from_le_bytes(b) as f32))
+            }
+            (Kind::Int64, None) => ints(self.int64_data.clone()),
+            (Kind::Int64, Some(raw)) => ints(each(raw, i64::from_le_bytes)),
+            (Kind::Int32 | Kind::Bool, None) => ints(narrow()),
+            (Kind::Int32, Some(raw)) => ints(each(raw, |b| i64::from(i32::from_le_bytes(b)))),
+            (Kind::Bool, Some(raw)) => ints(each(raw, |[b]| i64::from(b != 0))),
+        })
+    }
+}
+
+/// Returns the kind of an element type of ONNX; `None` for a type that no graph has.
+pub(crate) fn kind_of(data_type: i64) -> Option<Kind> {
+    let kinds = [
+        (FLOAT, Kind::Float),
+        (FLOAT16, Kind::Half),
+        (DOUBLE, Kind::Double),
+        (INT64, Kind::Int64),
+        (INT32, Kind::Int32),
+        (BOOL, Kind::Bool),
+    ];
+    kinds.iter().find(|(number, _)| i64::from(*number) == data_type).map(|(_, kind)| *kind)
+}
+
+impl ModelProto {
+    /// Returns the version of ONNX's operators; 0 if the file names none.
+    pub fn opset(&self) -> i64 {
+        let own = |o: &&OperatorSetIdProto| matches!(o.domain(), "" | "ai.onnx");
+        self.opset_import.iter().find(own).map_or(0, OperatorSetIdProto::version)
     }
 }
 
@@ -248,6 +298,33 @@ impl NodeProto {
         self.attribute(name).and_then(|a| a.f).unwrap_or(default)
     }
 
+    /// Returns an integer attribute.
+    pub fn maybe_int(&self, name: &str) -> Option<i64> {
+        self.attribute(name).and_then(|a| a.i)
+    }
+
+    /// Returns a float attribute.
+    pub fn maybe_float(&self, name: &str) -> Option<f32> {
+        self.attribute(name).and_then(|a| a.f)
+    }
+
+    /// Returns a text attribute; empty if the node does not have it.
+    pub fn text(&self, name: &str) -> &str {
+        let text = self.attribute(name).and_then(|a| a.s.as_deref());
+        text.and_then(|s| std::str::from_utf8(s).ok()).unwrap_or_default()
+    }
+
+    /// Returns an attribute that is a list of texts; a text that is no UTF-8 is empty.
+    pub fn strings(&self, name: &str) -> Option<Vec<&str>> {
+        let text = |s| std::str::from_utf8(s).unwrap_or_default();
+        self.attribute(name).map(|a| a.strings.iter().map(|s| text(s)).collect())
+    }
+
+    /// Returns an attribute that is a list of floats.
+    pub fn floats(&self, name: &str) -> Option<&[f32]> {
+        self.attribute(name).map(|a| a.floats.as_slice())
+    }
+
     /// Returns an attribute that is a list of integers.
     pub fn ints(&self, name: &str) -> Option<&[i64]> {
         self.attribute(name).map(|a| a.ints.as_slice())
@@ -260,9 +337,17 @@ impl NodeProto {
 }
 
 impl ValueInfoProto {
+    /// Returns the type of the values; `None` if the file does not say it.
+    pub fn element_type(&self) -> Option<i32> {
+        self.r#type.as_ref()?.tensor_type.as_ref()?.elem_type
+    }
+
     /// Returns the size of each axis after the batch; `None` if a size is not fixed.
     pub fn sizes(&self) -> Option<Vec<usize>> {
         let shape = self.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?;
+        if shape.dim.is_empty() {
+            return None;
+        }
         shape.dim.iter().skip(1).map(|d| usize::try_from(d.dim_value?).ok()).collect()
     }
 }

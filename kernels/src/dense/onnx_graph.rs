@@ -1,22 +1,25 @@
-//! Turns an ONNX graph into typed nodes. Every value is `[batch, ...]`, and its shape is known but
-//! for the batch. Shape arithmetic and constants are folded. A view (`Flatten`, `Reshape`, ...)
+//! Turns an ONNX graph into typed nodes. Every computed value belongs to one sample, and its shape
+//! is known. What does not depend on the inputs is folded. A view (`Flatten`, `Reshape`, ...)
 //! becomes another name of the same values. `operators.rs` translates each operator. This file runs
 //! nothing.
 
-use crate::dense::error::DenseError;
+use crate::dense::functions::{Map, Zip};
 use crate::dense::gemm::{Matrix, padded};
 use crate::dense::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
+use crate::dense::stored::stored;
+use crate::dense::tensor::{Batch, Data, Id, Kind, Layout, RANK_MAX, Tensor, Values, product};
 use crate::dense::weights::Weights;
 use std::collections::HashMap;
 use std::rc::Rc;
 
+pub(crate) use crate::dense::stop::{Stop, malformed, unsupported};
+
 /// Floats of one sample in all results together, and entries of all index tables, at most.
 const VALUES_MAX: usize = 1 << 24;
-/// Weights in all packed matrices together, padding counted, at most.
+/// Weights in all packed matrices together, padding counted, at most. Also known values.
 const WEIGHTS_MAX: usize = 1 << 28;
-
-/// The number of a value that is computed for each sample, in `Graph::widths`.
-pub(crate) type Id = usize;
+/// The versions of ONNX's operators that `operators.rs` knows.
+const OPSETS: std::ops::RangeInclusive<i64> = 7..=23;
 
 /// A node: its operands, its operation and its result.
 pub(crate) struct Node {
@@ -35,27 +38,29 @@ pub(crate) enum Op {
     Map(Map),
     /// A function of each pair of values.
     Zip { zip: Zip, left: Operand, right: Operand },
+    /// The second operand where the first is not 0, else the third.
+    Select(Box<[Operand; 3]>),
     /// Sums over the middle axis of `[outer, n, inner]`, in order, divided by `divisor`.
     Sum { outer: usize, n: usize, inner: usize, divisor: f32 },
+    /// A function of the values along the middle axis of `[outer, n, inner]`.
+    Fold { fold: Fold, n: usize, inner: usize },
+    /// `e^x` divided by the sum of these along the middle axis of `[outer, n, inner]`.
+    Softmax { n: usize, inner: usize },
+    /// A GRU over `steps` inputs `[3 * hidden]`, which are multiplied by their weights already. The
+    /// matrix multiplies the state. A second operand is the first state.
+    Gru { steps: usize, hidden: usize, matrix: Box<Matrix> },
     /// The operands side by side, `outer` times. Operand `i` gives `parts[i]` values each time.
     Concat { outer: usize, parts: Vec<usize> },
     /// Value `i` of the result is value `picks[i]` of the operand.
     Pick(Vec<u32>),
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Map {
-    Relu,
-    Sigmoid,
-    Tanh,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Zip {
-    Add,
-    Sub,
-    Mul,
-    Div,
+/// A function of several values, in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fold {
+    Max,
+    Min,
+    Product,
 }
 
 /// One side of a `Zip`.
@@ -75,52 +80,23 @@ pub(crate) struct Graph {
     pub output: Id,
 }
 
-/// Why a graph cannot be built.
-pub(crate) enum Stop {
-    /// The graph has this operator, or form of an operator, which perhaps the fallback supports.
-    Unsupported(String),
-    /// The file is invalid, for the fallback too.
-    Refused(DenseError),
-}
-
-impl From<DenseError> for Stop {
-    fn from(e: DenseError) -> Self {
-        Self::Refused(e)
-    }
-}
-
-/// The size of an axis in shape arithmetic.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Size {
-    Batch,
-    Fixed(i64),
-}
-
-/// What a name of the file refers to.
-#[derive(Clone)]
-pub(crate) enum Known {
-    /// A value that is computed for each sample, with the shape of one sample.
-    Value(Id, Vec<usize>),
-    /// A tensor that is equal for every request.
-    Constant(Rc<Constant>),
-    /// Integers: axes, indices or shapes.
-    Sizes { sizes: Rc<[Size]>, scalar: bool },
-}
-
-/// A tensor of floats.
-pub(crate) struct Constant {
-    pub shape: Vec<usize>,
-    pub values: Vec<f32>,
+/// The value whose last two axes were swapped, and their sizes after that.
+pub(crate) struct Transposed {
+    pub from: Id,
+    pub shape: [usize; 2],
 }
 
 /// Builds a graph, node by node.
-pub(crate) struct Builder {
+pub(crate) struct Builder<'a> {
     pub weights: Weights,
-    known: HashMap<String, Known>,
+    /// The version of ONNX's operators in the file.
+    pub opset: i64,
+    stored: HashMap<&'a str, &'a TensorProto>,
+    tensors: HashMap<String, Tensor>,
     widths: Vec<usize>,
     nodes: Vec<Node>,
-    /// Values that equal another value with its last two axes swapped, and that other value.
-    pub transposed: HashMap<Id, Id>,
+    /// Values that equal another value with its last two axes swapped.
+    pub transposed: HashMap<Id, Transposed>,
     values: usize,
     packed: usize,
 }
@@ -135,53 +111,81 @@ impl Graph {
         weights: Weights,
     ) -> Result<Self, Stop> {
         let Some(graph) = &model.graph else { return Err(malformed("no graph")) };
+        let opset = model.opset();
+        if !OPSETS.contains(&opset) {
+            return Err(Stop::Unsupported(format!("opset {opset}")));
+        }
+
         let mut builder = Builder {
             weights,
-            known: HashMap::new(),
+            opset,
+            stored: graph.initializer.iter().map(|t| (t.name(), t)).collect(),
+            tensors: HashMap::new(),
             widths: Vec::new(),
             nodes: Vec::new(),
             transposed: HashMap::new(),
             values: 0,
             packed: 0,
         };
-
         for (name, shape) in inputs {
-            let id = builder.value(shape)?;
-            builder.known.insert((*name).to_owned(), Known::Value(id, shape.clone()));
-        }
-        builder.read_initializers(graph)?;
-
-        for node in &graph.node {
-            if !matches!(node.domain(), "" | "ai.onnx") {
-                return Err(Stop::Unsupported(format!("{}.{}", node.domain(), node.op_type())));
-            }
-            let results = builder.operator(node)?;
-            for (name, result) in node.output.iter().zip(results) {
-                builder.known.insert(name.clone(), result);
-            }
+            builder.stored.remove(name);
+            let shape: Vec<usize> = std::iter::once(1).chain(shape.iter().copied()).collect();
+            let id = builder.value(&shape)?;
+            let batch = Some(Batch { axis: 0, outer: 1 });
+            let data = Data::Computed(id);
+            let tensor = Tensor { kind: Kind::Float, shape, batch, data };
+            builder.tensors.insert((*name).to_owned(), tensor);
         }
 
-        match builder.known.get(output) {
-            Some(Known::Value(id, _)) => {
-                Ok(Self { output: *id, widths: builder.widths, nodes: builder.nodes })
-            }
-            _ => Err(malformed(&format!("output `{output}` does not depend on the inputs"))),
-        }
+        builder.translate(graph)?;
+        builder.finish(output)
     }
 }
 
-impl Builder {
-    fn read_initializers(&mut self, graph: &GraphProto) -> Result<(), Stop> {
-        for tensor in &graph.initializer {
-            self.known.insert(tensor.name().to_owned(), constant(tensor)?);
+impl<'a> Builder<'a> {
+    fn translate(&mut self, graph: &'a GraphProto) -> Result<(), Stop> {
+        for node in &graph.node {
+            let results = self.operator(node).map_err(|stop| match stop {
+                Stop::Unsupported(form) => Stop::Unsupported(at_node(node, &form)),
+                refused => refused,
+            })?;
+            let named = node.output.iter().filter(|name| !name.is_empty()).count();
+            if named > results.len() {
+                let form = format!("{} with {named} outputs", node.op_type());
+                return Err(Stop::Unsupported(at_node(node, &form)));
+            }
+            for (name, result) in node.output.iter().zip(results) {
+                if !name.is_empty() {
+                    self.tensors.insert(name.clone(), result);
+                }
+            }
         }
         Ok(())
     }
 
+    /// Returns the graph, whose result is the tensor `output`.
+    fn finish(mut self, output: &str) -> Result<Graph, Stop> {
+        let constant = || malformed(&format!("output `{output}` does not depend on the inputs"));
+        let tensor = self.named(output)?.ok_or_else(constant)?;
+        let batch = tensor.batch.ok_or_else(constant)?;
+        if tensor.kind != Kind::Float {
+            return Err(Stop::Unsupported(format!("output `{output}` of another type than float")));
+        }
+        // The samples must follow each other in the output.
+        if batch.outer * tensor.shape[..batch.axis].iter().product::<usize>() != 1 {
+            return Err(Stop::Unsupported(format!(
+                "output `{output}`, which has its samples on axis {}",
+                batch.axis
+            )));
+        }
+        let Data::Computed(output) = tensor.data else { return Err(constant()) };
+        Ok(Graph { output, widths: self.widths, nodes: self.nodes })
+    }
+
     /// Adds a value of this shape.
-    pub fn value(&mut self, shape: &[usize]) -> Result<Id, Stop> {
-        let width = shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
-        let width = width.filter(|w| (1..VALUES_MAX).contains(w));
+    fn value(&mut self, shape: &[usize]) -> Result<Id, Stop> {
+        let width = product(shape).filter(|w| (1..VALUES_MAX).contains(w));
+        let width = width.filter(|_| shape.len() <= RANK_MAX);
         let Some(width) = width else {
             return Err(malformed(&format!("a result of shape {shape:?}")));
         };
@@ -192,53 +196,141 @@ impl Builder {
 
     /// Counts floats and index entries, of which a small file could request any number.
     pub fn spend(&mut self, values: usize) -> Result<(), Stop> {
-        self.values += values;
+        self.values = self.values.saturating_add(values);
         let problem = || malformed(&format!("over {VALUES_MAX} values a sample"));
         if self.values <= VALUES_MAX { Ok(()) } else { Err(problem()) }
     }
 
-    /// Counts packed weights, of which a small file could request any number.
+    /// Counts packed weights and known values, of which a small file could request any number.
     pub fn pack(&mut self, weights: usize) -> Result<(), Stop> {
         self.packed = self.packed.saturating_add(weights);
         let problem = || malformed(&format!("over {WEIGHTS_MAX} weights"));
         if self.packed <= WEIGHTS_MAX { Ok(()) } else { Err(problem()) }
     }
 
-    /// Adds a node whose result has this shape.
-    pub fn node(&mut self, inputs: Vec<Id>, op: Op, shape: Vec<usize>) -> Result<Known, Stop> {
-        let output = self.value(&shape)?;
-        self.nodes.push(Node { inputs, op, output });
-        Ok(Known::Value(output, shape))
+    /// Counts `width` values that are made of `tensor`. Known values that do not become more are as
+    /// many as the file has.
+    pub fn count(&mut self, tensor: &Tensor, width: usize) -> Result<(), Stop> {
+        match &tensor.data {
+            Data::Known(values) if width <= values.len() => self.pack(width),
+            _ => self.spend(width),
+        }
     }
 
-    /// Adds the product of `x`, of this shape, and weights `w(row, column)` with `n` columns.
+    /// Adds a node whose result are floats of this shape, with the batch on this axis.
+    pub fn node(
+        &mut self,
+        inputs: Vec<Id>,
+        op: Op,
+        shape: Vec<usize>,
+        batch: Option<Batch>,
+    ) -> Result<Tensor, Stop> {
+        let output = self.value(&shape)?;
+        self.nodes.push(Node { inputs, op, output });
+        Ok(Tensor { kind: Kind::Float, shape, batch, data: Data::Computed(output) })
+    }
+
+    /// Returns the matrix `w` `[k, n]` with `bias(column)`, packed.
     pub fn matrix(
         &mut self,
-        x: Id,
-        shape: Vec<usize>,
+        k: usize,
         n: usize,
         w: &dyn Fn(usize, usize) -> f32,
         bias: impl Fn(usize) -> f32,
-    ) -> Result<Known, Stop> {
-        let (k, mut out) = (shape[shape.len() - 1], shape);
+    ) -> Result<Box<Matrix>, Stop> {
+        if k == 0 || n == 0 {
+            return Err(malformed(&format!("weights [{k}, {n}]")));
+        }
         self.pack(k.saturating_mul(padded(n)))?;
-        out.pop();
-        let rows = out.iter().product();
-        out.push(n);
-
         let matrix = Box::new(Matrix::pack(k, n, w, self.weights, bias));
         if !matrix.is_finite() {
             return Err(malformed("a weight is not finite, or too large for its format"));
         }
-        self.node(vec![x], Op::Matrix { rows, matrix }, out)
+        Ok(matrix)
     }
 
-    /// Returns what input `i` of `node` refers to; `None` if the node does not have that input.
-    pub fn maybe(&self, node: &NodeProto, i: usize) -> Result<Option<Known>, Stop> {
+    /// Returns the values of `tensor` at the positions of `layout`, with the shape of `layout`.
+    pub fn pick(&mut self, tensor: &Tensor, layout: &Layout) -> Result<Tensor, Stop> {
+        let width = product(&layout.shape).unwrap_or(usize::MAX);
+        self.count(tensor, width)?;
+        self.pick_all(tensor, &layout.shape, layout.batch, layout.picks())
+    }
+
+    /// Returns the values of `tensor` at `picks`, which were counted.
+    pub fn pick_all(
+        &mut self,
+        tensor: &Tensor,
+        shape: &[usize],
+        batch: Option<Batch>,
+        picks: Vec<u32>,
+    ) -> Result<Tensor, Stop> {
+        if shape.len() > RANK_MAX {
+            return Err(malformed(&format!("a result of shape {shape:?}")));
+        }
+        let data = match &tensor.data {
+            Data::Known(values) => Data::Known(Rc::new(values.pick(&picks))),
+            Data::Computed(id) => {
+                let is_whole = picks.len() == self.widths[*id];
+                if is_whole && picks.iter().enumerate().all(|(i, &p)| i == p as usize) {
+                    Data::Computed(*id)
+                } else {
+                    self.picked(*id, picks, shape)?
+                }
+            }
+        };
+        Ok(Tensor { kind: tensor.kind, shape: shape.to_vec(), batch, data })
+    }
+
+    /// Adds the node that picks values of `id`. A selection of a selection is one node.
+    fn picked(&mut self, id: Id, picks: Vec<u32>, shape: &[usize]) -> Result<Data, Stop> {
+        // The numbers of results ascend with their nodes.
+        let at = self.nodes.binary_search_by_key(&id, |n| n.output);
+        let before = at.ok().map(|at| &self.nodes[at]);
+        let (from, picks) = match before {
+            Some(Node { inputs, op: Op::Pick(first), .. }) => {
+                (inputs[0], picks.iter().map(|&i| first[i as usize]).collect())
+            }
+            _ => (id, picks),
+        };
+        Ok(self.node(vec![from], Op::Pick(picks), shape.to_vec(), None)?.data)
+    }
+
+    /// Returns the number of the value of `tensor`; a known tensor becomes a node.
+    pub fn computed(&mut self, tensor: &Tensor) -> Result<Id, Stop> {
+        let values = match &tensor.data {
+            Data::Computed(id) => return Ok(*id),
+            Data::Known(values) => values.floats(),
+        };
+        let Some(values) = values else {
+            return Err(Stop::Unsupported("a constant that is not exact as f32".to_owned()));
+        };
+        // `x + -0` is `x` for every `x`.
+        let zeros = Operand::Constant(vec![-0.0; values.len()]);
+        let op = Op::Zip { zip: Zip::Add, left: Operand::Constant(values), right: zeros };
+        self.spend(tensor.width())?;
+        match self.node(Vec::new(), op, tensor.shape.clone(), tensor.batch)?.data {
+            Data::Computed(id) => Ok(id),
+            Data::Known(_) => Err(malformed("a node without a value")),
+        }
+    }
+
+    /// Returns the tensor of this name; `None` if there is none.
+    fn named(&mut self, name: &str) -> Result<Option<Tensor>, Stop> {
+        if let Some(tensor) = self.tensors.get(name) {
+            return Ok(Some(tensor.clone()));
+        }
+        let Some(proto) = self.stored.get(name) else { return Ok(None) };
+        let tensor = stored(proto)?;
+        self.tensors.insert(name.to_owned(), tensor.clone());
+        Ok(Some(tensor))
+    }
+
+    /// Returns input `i` of `node`; `None` if the node does not have that input.
+    pub fn maybe(&mut self, node: &NodeProto, i: usize) -> Result<Option<Tensor>, Stop> {
         match node.input.get(i).filter(|name| !name.is_empty()) {
             None => Ok(None),
-            Some(name) => match self.known.get(name) {
-                Some(known) => Ok(Some(known.clone())),
+            Some(name) => match self.named(name)? {
+                Some(tensor) => Ok(Some(tensor)),
                 None => Err(malformed(&format!(
                     "{} reads `{name}`, which nothing writes",
                     node.op_type()
@@ -247,39 +339,22 @@ impl Builder {
         }
     }
 
-    /// Returns what input `i` of `node` refers to, which the operator must have.
-    pub fn input(&self, node: &NodeProto, i: usize) -> Result<Known, Stop> {
+    /// Returns input `i` of `node`, which the operator must have.
+    pub fn input(&mut self, node: &NodeProto, i: usize) -> Result<Tensor, Stop> {
         self.maybe(node, i)?
             .ok_or_else(|| malformed(&format!("{} has no input {i}", node.op_type())))
     }
 }
 
-/// Returns what a tensor of the file is to the network.
-pub(crate) fn constant(tensor: &TensorProto) -> Result<Known, Stop> {
-    if let Some(values) = tensor.floats() {
-        if values.iter().any(|v| !v.is_finite()) {
-            return Err(malformed(&format!(
-                "tensor `{}` has values that are not finite",
-                tensor.name()
-            )));
-        }
-        return Ok(Known::Constant(Rc::new(Constant { shape: tensor.sizes(), values })));
-    }
-
-    match tensor.ints() {
-        Some(ints) if tensor.dims.len() <= 1 => Ok(Known::Sizes {
-            sizes: ints.into_iter().map(Size::Fixed).collect(),
-            scalar: tensor.dims.is_empty(),
-        }),
-        _ => Err(Stop::Unsupported(format!(
-            "tensor `{}` of type {}",
-            tensor.name(),
-            tensor.data_type()
-        ))),
+/// Returns the reason with the node that it is about.
+fn at_node(node: &NodeProto, form: &str) -> String {
+    match node.name() {
+        "" => form.to_owned(),
+        name => format!("{form}, node `{name}`"),
     }
 }
 
-/// Returns the error of a file that contradicts itself.
-pub(crate) fn malformed(problem: &str) -> Stop {
-    Stop::Refused(DenseError::Load(problem.to_owned()))
+/// Returns known values of a tensor that was folded.
+pub(crate) fn folded(kind: Kind, shape: Vec<usize>, batch: Option<Batch>, v: Values) -> Tensor {
+    Tensor { kind, shape, batch, data: Data::Known(Rc::new(v)) }
 }

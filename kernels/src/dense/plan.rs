@@ -1,13 +1,15 @@
 //! The run of a network on the CPU, node after node, in blocks of samples. A run allocates nothing:
 //! it works in the worker's buffers. This file knows no ONNX.
 
+use crate::dense::elementwise::{self, Side};
 use crate::dense::gemm::{
     GemmScratch, Matrix, ProductShape, multiply_packed, pack_columns, padded,
 };
 use crate::dense::layout::{Layout, Place};
-use crate::dense::math;
-use crate::dense::microkernel;
-use crate::dense::onnx_graph::{Id, Map, Node, Op, Operand, Zip};
+use crate::dense::moves::Pattern;
+use crate::dense::onnx_graph::{Node, Op, Operand};
+use crate::dense::sequences::{Gru, fold, softmax, sum};
+use crate::dense::tensor::Id;
 use crate::simd::isa::Isa;
 
 /// Samples that run through the network together. They are enough to use every weight often while
@@ -22,26 +24,36 @@ pub(super) struct Plan {
     k_max: usize,
     /// Floats of the largest packed operand of a product.
     pack_max: usize,
+    /// The patterns of the index tables of each node, in the order of its operands.
+    patterns: Vec<[Pattern; 3]>,
+    /// Floats of the widest state of a GRU, with its products, for one sample.
+    state_max: usize,
 }
 
 /// The memory of one worker's runs.
 pub(super) struct PlanScratch {
     buffers: Vec<Vec<f32>>,
     gemm: GemmScratch,
+    state: Vec<f32>,
 }
 
 impl Plan {
     /// Plans a run of `layout` on `isa`.
     pub fn new(layout: Layout, isa: Isa) -> Self {
-        let (mut k_max, mut pack_max) = (0, 0);
+        let (mut k_max, mut pack_max, mut state_max) = (0, 0, 0);
         for node in &layout.nodes {
             match &node.op {
                 Op::Matrix { matrix, .. } => k_max = k_max.max(matrix.k),
                 Op::Products { k, n, .. } => pack_max = pack_max.max(k * padded(*n)),
+                Op::Gru { hidden, .. } => {
+                    k_max = k_max.max(*hidden);
+                    state_max = state_max.max(Gru::state_width(*hidden));
+                }
                 _ => {}
             }
         }
-        Self { layout, isa, k_max, pack_max }
+        let patterns = layout.nodes.iter().map(|n| patterns_of(&n.op)).collect();
+        Self { layout, isa, k_max, pack_max, patterns, state_max }
     }
 
     /// Returns the number of floats in one sample's result.
@@ -59,6 +71,7 @@ impl Plan {
         let tables = |op: &Op| match op {
             Op::Pick(picks) => picks.len(),
             Op::Zip { left, right, .. } => left.len() + right.len(),
+            Op::Select(operands) => operands.iter().map(Operand::len).sum(),
             _ => 0,
         };
         let tables: usize = self.layout.nodes.iter().map(|n| tables(&n.op)).sum();
@@ -66,8 +79,9 @@ impl Plan {
     }
 
     fn matrices(&self) -> impl Iterator<Item = &Matrix> {
-        self.layout.nodes.iter().filter_map(|n| {
-            if let Op::Matrix { matrix, .. } = &n.op { Some(&**matrix) } else { None }
+        self.layout.nodes.iter().filter_map(|n| match &n.op {
+            Op::Matrix { matrix, .. } | Op::Gru { matrix, .. } => Some(&**matrix),
+            _ => None,
         })
     }
 
@@ -75,13 +89,14 @@ impl Plan {
     pub fn scratch(&self, batch_max: usize) -> PlanScratch {
         let buffers =
             self.layout.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
-        PlanScratch { buffers, gemm: GemmScratch::new(self.k_max, self.pack_max) }
+        let state = vec![0.0; self.state_max * batch_max.min(BLOCK)];
+        PlanScratch { buffers, gemm: GemmScratch::new(self.k_max, self.pack_max), state }
     }
 
     /// Returns the bytes of the memory for runs of up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
-        4 * self.layout.buffers.iter().sum::<usize>() * batch_max.min(BLOCK)
-            + GemmScratch::bytes(self.k_max, self.pack_max)
+        let floats = self.layout.buffers.iter().sum::<usize>() + self.state_max;
+        4 * floats * batch_max.min(BLOCK) + GemmScratch::bytes(self.k_max, self.pack_max)
     }
 
     /// Runs `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, and `out` is
@@ -96,8 +111,8 @@ impl Plan {
         let blocks = batch.div_ceil(BLOCK);
         for block in 0..blocks {
             let (first, end) = (block * batch / blocks, (block + 1) * batch / blocks);
-            for node in &self.layout.nodes {
-                self.step(node, first, end - first, inputs, scratch);
+            for (number, node) in self.layout.nodes.iter().enumerate() {
+                self.step(node, number, first..end, inputs, scratch);
             }
 
             let width = self.outputs();
@@ -123,15 +138,16 @@ impl Plan {
         }
     }
 
-    /// Runs `node` for the `n` samples from `first` on.
+    /// Runs `node`, which has this number, for some samples.
     fn step<I: AsRef<[f32]>>(
         &self,
         node: &Node,
-        first: usize,
-        n: usize,
+        number: usize,
+        samples: std::ops::Range<usize>,
         inputs: &[I],
         scratch: &mut PlanScratch,
     ) {
+        let (first, n, patterns) = (samples.start, samples.len(), &self.patterns[number]);
         let Place::Buffer(buffer) = self.layout.places[node.output] else { return };
         // The buffer is taken out while it is written, so that the other buffers can be read. Its
         // empty replacement allocates nothing.
@@ -160,35 +176,34 @@ impl Plan {
                 if self.layout.places[node.inputs[0]] != Place::Buffer(buffer) {
                     out.copy_from_slice(read(0));
                 }
-                match map {
-                    Map::Relu => out.iter_mut().for_each(|x| *x = math::relu(*x)),
-                    Map::Sigmoid => microkernel::each(self.isa, out, math::sigmoid),
-                    Map::Tanh => microkernel::each(self.isa, out, math::tanh),
-                }
+                elementwise::map(self.isa, *map, out);
             }
             Op::Zip { zip, left, right } => {
-                let (left, right) = (left.side(read), right.side(read));
-                match zip {
-                    Zip::Add => zip_by(&left, &right, width, out, |a, b| a + b),
-                    Zip::Sub => zip_by(&left, &right, width, out, |a, b| a - b),
-                    Zip::Mul => zip_by(&left, &right, width, out, |a, b| a * b),
-                    Zip::Div => zip_by(&left, &right, width, out, |a, b| a / b),
-                }
+                let sides = [left.side(read, patterns[0]), right.side(read, patterns[1])];
+                elementwise::zip(self.isa, *zip, sides, width, out);
+            }
+            Op::Select(operands) => {
+                let side = |i: usize| operands[i].side(read, patterns[i]);
+                elementwise::select([side(0), side(1), side(2)], width, out);
             }
             Op::Sum { outer, n: count, inner, divisor } => {
                 debug_assert!(read(0).len() == n * outer * count * inner);
-                sum(read(0), *count, *inner, *divisor, out);
+                sum(self.isa, read(0), *count, *inner, *divisor, out);
+            }
+            Op::Fold { fold: by, n, inner } => fold(self.isa, *by, read(0), *n, *inner, out),
+            Op::Softmax { n, inner } => softmax(self.isa, read(0), *n, *inner, out),
+            Op::Gru { steps, hidden, matrix } => {
+                let first = (node.inputs.len() > 1).then(|| read(1));
+                let gru = Gru { steps: *steps, hidden: *hidden, matrix, isa: self.isa };
+                let state = &mut scratch.state[..n * Gru::state_width(*hidden)];
+                gru.run(read(0), first, out, state, &mut scratch.gemm);
             }
             Op::Concat { outer, parts } => {
                 debug_assert!(parts.iter().sum::<usize>() * outer == width);
                 concat(parts, read, out);
             }
             Op::Pick(picks) => {
-                let from_width = self.layout.widths[node.inputs[0]];
-                for (from, to) in read(0).chunks_exact(from_width).zip(out.chunks_exact_mut(width))
-                {
-                    to.iter_mut().zip(picks).for_each(|(to, &pick)| *to = from[pick as usize]);
-                }
+                patterns[0].copy(picks, read(0), self.layout.widths[node.inputs[0]], out);
             }
         }
 
@@ -196,11 +211,19 @@ impl Plan {
     }
 }
 
-/// The values of one side of a `Zip` in a run.
-enum Side<'a> {
-    Values(&'a [f32]),
-    Picked(&'a [f32], &'a [u32]),
-    Constant(&'a [f32]),
+/// Returns the patterns of the index tables of a node.
+fn patterns_of(op: &Op) -> [Pattern; 3] {
+    let of = |operand: &Operand| match operand {
+        Operand::Value { picks: Some(picks), .. } => Pattern::of(picks),
+        _ => Pattern::Runs(1),
+    };
+    let none = Pattern::Runs(1);
+    match op {
+        Op::Pick(picks) => [Pattern::of(picks), none, none],
+        Op::Zip { left, right, .. } => [of(left), of(right), none],
+        Op::Select(operands) => operands.each_ref().map(of),
+        _ => [none; 3],
+    }
 }
 
 impl Operand {
@@ -211,37 +234,11 @@ impl Operand {
         }
     }
 
-    fn side<'a>(&'a self, read: impl Fn(usize) -> &'a [f32]) -> Side<'a> {
+    fn side<'a>(&'a self, read: impl Fn(usize) -> &'a [f32], pattern: Pattern) -> Side<'a> {
         match self {
             Self::Value { input, picks: None } => Side::Values(read(*input)),
-            Self::Value { input, picks: Some(picks) } => Side::Picked(read(*input), picks),
+            Self::Value { input, picks: Some(picks) } => Side::Picked(read(*input), picks, pattern),
             Self::Constant(values) => Side::Constant(values),
-        }
-    }
-}
-
-impl Side<'_> {
-    /// Returns value `i` of sample `sample` of `n`. A sample's result has `width` values.
-    #[inline(always)]
-    fn at(&self, sample: usize, n: usize, width: usize, i: usize) -> f32 {
-        match self {
-            Self::Values(values) => values[sample * width + i],
-            Self::Picked(values, picks) => values[sample * (values.len() / n) + picks[i] as usize],
-            Self::Constant(values) => values[i],
-        }
-    }
-}
-
-#[inline(always)]
-fn zip_by(left: &Side, right: &Side, width: usize, out: &mut [f32], f: impl Fn(f32, f32) -> f32) {
-    if let (Side::Values(left), Side::Values(right)) = (left, right) {
-        out.iter_mut().zip(left.iter().zip(*right)).for_each(|(out, (a, b))| *out = f(*a, *b));
-        return;
-    }
-    let n = out.len() / width;
-    for (sample, out) in out.chunks_exact_mut(width).enumerate() {
-        for (i, out) in out.iter_mut().enumerate() {
-            *out = f(left.at(sample, n, width, i), right.at(sample, n, width, i));
         }
     }
 }
@@ -256,19 +253,5 @@ fn concat<'a>(parts: &[usize], read: impl Fn(usize) -> &'a [f32], out: &mut [f32
             to[first..first + part].copy_from_slice(from);
         }
         first += part;
-    }
-}
-
-/// Reduces `[.., n, inner]` to `[.., inner]`: adds in the order of `n`, then divides by `divisor`.
-fn sum(from: &[f32], n: usize, inner: usize, divisor: f32, out: &mut [f32]) {
-    for (from, out) in from.chunks_exact(n * inner).zip(out.chunks_exact_mut(inner)) {
-        let (head, rest) = from.split_at(inner);
-        out.copy_from_slice(head);
-        for row in rest.chunks_exact(inner) {
-            out.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
-        }
-        if divisor != 1.0 {
-            out.iter_mut().for_each(|sum| *sum /= divisor);
-        }
     }
 }

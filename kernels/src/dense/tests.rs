@@ -243,11 +243,52 @@ fn every_operator_gives_the_result_of_rten() {
 
 #[test]
 fn an_operator_without_a_kernel_runs_on_rten() {
-    let engine = load(&single("Neg", &["x"], &[], vec![])).unwrap();
-    assert_eq!(engine.falls_back_for(), Some("Neg"));
-    let (inputs, mut scores) = ([vec![1.0, 2.0, 3.0, 4.0], vec![0.0; 12]], vec![0.0; 4]);
+    let engine = load(&single("Sin", &["x"], &[], vec![])).unwrap();
+    assert_eq!(engine.falls_back_for(), Some("Sin, node `out`"));
+    let (inputs, mut scores) = ([vec![0.0, 0.5, 1.0, 2.0], vec![0.0; 12]], vec![0.0; 4]);
     engine.run(1, &inputs, &mut scores, &mut engine.scratch(1)).unwrap();
-    assert_eq!(scores, [-1.0, -2.0, -3.0, -4.0]);
+    for (score, x) in scores.iter().zip([0.0f32, 0.5, 1.0, 2.0]) {
+        assert!((score - x.sin()).abs() <= 1e-6);
+    }
+}
+
+#[test]
+fn a_network_whose_samples_meet_is_refused() {
+    let mean = [
+        node("ReduceMean", &["x"], &["m"], &[("axes", &[0])]),
+        node("Sub", &["x", "m"], &["out"], &[]),
+    ];
+    let error = load(&network(mean.to_vec(), vec![])).err().expect("samples meet");
+    assert!(matches!(error, DenseError::SamplesMeet { .. }), "{error}");
+
+    let sum = single("ReduceSum", &["x"], &[("keepdims", &[0])], vec![]);
+    assert!(matches!(load(&sum).err(), Some(DenseError::Output { values: 1, batch: 2, .. })));
+}
+
+#[test]
+fn an_input_that_is_no_float_is_refused() {
+    let mut model = single("Relu", &["x"], &[], vec![]);
+    let input = &mut model.graph.as_mut().expect("a graph").input[0];
+    input.r#type.as_mut().and_then(|t| t.tensor_type.as_mut()).expect("a tensor").elem_type =
+        Some(INT64);
+    let error = load(&model).err().expect("an input of integers");
+    assert!(matches!(error, DenseError::InputType { number: INT64, .. }), "{error}");
+}
+
+#[test]
+fn a_cast_to_integers_drops_the_fraction() {
+    let casts = [
+        node("Cast", &["x"], &["i"], &[("to", &[7])]),
+        node("Cast", &["i"], &["out"], &[("to", &[1])]),
+    ];
+    let engine = load(&network(casts.to_vec(), vec![])).unwrap();
+    assert_eq!(engine.falls_back_for(), None);
+    let (inputs, mut scores) = ([vec![-1.5, -0.5, 0.9, 2.0], vec![0.0; 12]], vec![9.0; 4]);
+    engine.run(1, &inputs, &mut scores, &mut engine.scratch(1)).unwrap();
+    assert_eq!(
+        scores.iter().map(|s| s.to_bits()).collect::<Vec<_>>(),
+        [(-1.0f32).to_bits(), 0.0f32.to_bits(), 0.0f32.to_bits(), 2.0f32.to_bits()]
+    );
 }
 
 #[test]
@@ -283,24 +324,26 @@ fn files_that_contradict_themselves_are_refused() {
     let bomb = std::iter::once(first).chain((0..40).map(double)).chain([last]).collect();
     refused(&network(bomb, vec![]), "values a sample");
 
-    // Integers that double, and integers and weights that many nodes pass on.
+    // Integers that double, and weights that many nodes pass on.
     let double = |i: usize| {
-        node("Concat", &[&format!("d{i}"), &format!("d{i}")], &[&format!("d{}", i + 1)], &[])
+        let (from, to) = (format!("d{i}"), format!("d{}", i + 1));
+        node("Concat", &[&from, &from], &[&to], &[("axis", &[0])])
     };
     refused(&network((0..40).map(double).collect(), vec![ints("d0", &[1])]), "values a sample");
     let again = |op: &str| (0..200).map(|_| node(op, &["w"], &["o"], &[])).collect();
-    refused(&network(again("Identity"), vec![ints("w", &vec![1; 1 << 17])]), "values a sample");
     refused(
         &network(again("Transpose"), vec![floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19])]),
         "weights",
     );
 
-    // Two integers are not one index.
-    let squeezed = vec![
-        node("Squeeze", &["two"], &["i"], &[]),
-        node("Gather", &["y", "i"], &["out"], &[("axis", &[1])]),
-    ];
-    refused(&network(squeezed, vec![ints("two", &[0, 1])]), "Squeeze of 2 integers");
+    // A constant that a shape makes large.
+    let large =
+        [node("Expand", &["w", "to"], &["e"], &[]), node("Add", &["e", "x"], &["out"], &[])];
+    let one = floats("w", &[1], &[0.5]);
+    refused(
+        &network(large.to_vec(), vec![one, ints("to", &[1 << 13, 1 << 13])]),
+        "values a sample",
+    );
 
     // Many nodes that pack the same weights.
     let wide = floats("w", &[4, 1 << 19], &vec![0.5; 4 << 19]);

@@ -8,7 +8,9 @@ use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::matrix::DeviceMatrix;
 use crate::cuda::memory::{Buffer, View};
 use crate::dense::layout::{Layout, Place};
-use crate::dense::onnx_graph::{Id, Op, Operand};
+use crate::dense::onnx_graph::{Op, Operand};
+use crate::dense::tensor::Id;
+use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{Columns, DenseKernels, ProductShape, ResultShape, Side, SumShape};
 use crate::gpu::numbers::{MapNumber, ZipNumber};
 use std::sync::Arc;
@@ -56,7 +58,10 @@ pub(crate) struct DevicePlanScratch {
 
 impl DevicePlan {
     /// Uploads `layout` to `gpu`.
-    pub fn new(layout: &Layout, gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
+    ///
+    /// # Errors
+    /// [`GpuDenseError::Unsupported`] if there is no kernel for a node, or [`GpuDenseError::Cuda`].
+    pub fn new(layout: &Layout, gpu: &Arc<Gpu>) -> Result<Self, GpuDenseError> {
         let mut upload = Upload { gpu, stream: gpu.stream()?, bytes: 0 };
         let mut nodes = Vec::with_capacity(layout.nodes.len());
         for node in &layout.nodes {
@@ -220,7 +225,8 @@ impl Upload<'_> {
         })
     }
 
-    fn op(&mut self, op: &Op) -> Result<DeviceOp, CudaError> {
+    fn op(&mut self, op: &Op) -> Result<DeviceOp, GpuDenseError> {
+        let missing = |what: String| GpuDenseError::Unsupported(what);
         Ok(match op {
             Op::Matrix { rows, matrix } => {
                 let (k, n, relu) = (matrix.k, matrix.n, matrix.relu);
@@ -238,10 +244,13 @@ impl Upload<'_> {
                 DeviceOp::Products { count: *count, shape }
             }
 
-            Op::Map(map) => DeviceOp::Map(MapNumber::from(*map)),
+            Op::Map(map) => {
+                DeviceOp::Map(MapNumber::of(*map).ok_or_else(|| missing(format!("{map:?}")))?)
+            }
             Op::Zip { zip, left, right } => {
+                let function = ZipNumber::of(*zip).ok_or_else(|| missing(format!("{zip:?}")))?;
                 let (left, right) = (self.operand(left)?, self.operand(right)?);
-                DeviceOp::Zip { function: ZipNumber::from(*zip), left, right }
+                DeviceOp::Zip { function, left, right }
             }
 
             Op::Sum { outer, n, inner, divisor } => {
@@ -249,6 +258,10 @@ impl Upload<'_> {
             }
             Op::Concat { outer, parts } => DeviceOp::Concat { outer: *outer, parts: parts.clone() },
             Op::Pick(picks) => DeviceOp::Pick(self.picks(picks)?),
+            Op::Select(_) => return Err(missing("Where".to_owned())),
+            Op::Fold { fold, .. } => return Err(missing(format!("Reduce{fold:?}"))),
+            Op::Softmax { .. } => return Err(missing("Softmax".to_owned())),
+            Op::Gru { .. } => return Err(missing("GRU".to_owned())),
         })
     }
 }

@@ -2,7 +2,7 @@
 //! A test below reads the sources and compares every name and number. Never launches anything.
 
 use crate::cache::codec::Codec;
-use crate::dense::onnx_graph::{Map, Zip};
+use crate::dense::functions::{Map, Zip};
 use crate::lookup::Pooling;
 
 /// `Codec` of `lookup.cuh`.
@@ -85,12 +85,14 @@ pub(crate) enum MapNumber {
     Tanh,
 }
 
-impl From<Map> for MapNumber {
-    fn from(map: Map) -> Self {
+impl MapNumber {
+    /// Returns the number of `map`; `None` if the kernels do not have it.
+    pub fn of(map: Map) -> Option<Self> {
         match map {
-            Map::Relu => Self::Relu,
-            Map::Sigmoid => Self::Sigmoid,
-            Map::Tanh => Self::Tanh,
+            Map::Relu => Some(Self::Relu),
+            Map::Sigmoid => Some(Self::Sigmoid),
+            Map::Tanh => Some(Self::Tanh),
+            _ => None,
         }
     }
 }
@@ -105,13 +107,15 @@ pub(crate) enum ZipNumber {
     Divide,
 }
 
-impl From<Zip> for ZipNumber {
-    fn from(zip: Zip) -> Self {
+impl ZipNumber {
+    /// Returns the number of `zip`; `None` if the kernels do not have it.
+    pub fn of(zip: Zip) -> Option<Self> {
         match zip {
-            Zip::Add => Self::Add,
-            Zip::Sub => Self::Subtract,
-            Zip::Mul => Self::Multiply,
-            Zip::Div => Self::Divide,
+            Zip::Add => Some(Self::Add),
+            Zip::Sub => Some(Self::Subtract),
+            Zip::Mul => Some(Self::Multiply),
+            Zip::Div => Some(Self::Divide),
+            _ => None,
         }
     }
 }

@@ -29,6 +29,22 @@ pub struct Generation {
     pub sequence: u64,
 }
 
+impl Generation {
+    /// Checks that the lineage is a name.
+    ///
+    /// # Errors
+    /// The name, and what a name is.
+    pub fn check(&self) -> Result<(), String> {
+        let lineage = &self.lineage;
+        let printable = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        let fits = (1..=crate::limits::NAME_BYTES_MAX).contains(&lineage.len());
+        if fits && lineage.chars().all(printable) {
+            return Ok(());
+        }
+        Err(format!("`{}` is not 1..=120 of [A-Za-z0-9._-]", lineage.escape_debug()))
+    }
+}
+
 impl std::fmt::Display for Generation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}@{}", self.lineage, self.sequence)
@@ -172,17 +188,7 @@ impl Manifest {
 
     /// Checks every field against the others and against the limits.
     fn check(&self) -> Result<(), ManifestError> {
-        let lineage = &self.generation.lineage;
-        let printable = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-        if lineage.is_empty()
-            || lineage.len() > crate::limits::NAME_BYTES_MAX
-            || !lineage.chars().all(printable)
-        {
-            return fault(
-                "lineage",
-                format!("`{}` is not 1..=120 of [A-Za-z0-9._-]", lineage.escape_debug()),
-            );
-        }
+        self.generation.check().or_else(|problem| fault("lineage", problem))?;
 
         self.schema.check()?;
         if self.tables.len() != self.schema.tables.len() {

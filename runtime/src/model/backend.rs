@@ -76,12 +76,7 @@ impl ModelBackend {
     pub fn dense_runs_on(&self) -> String {
         match self {
             Self::Gpu { dense, .. } => dense.runs_on(),
-            Self::Cpu { dense, .. } | Self::GpuTables { dense, .. } => {
-                match dense.falls_back_for() {
-                    Some(operator) => format!("the CPU, by rten (for {operator})"),
-                    None => "the CPU".to_owned(),
-                }
-            }
+            Self::Cpu { dense, .. } | Self::GpuTables { dense, .. } => dense.runs_on(),
         }
     }
 }

@@ -31,6 +31,19 @@ pub struct Budget {
     pub reads_max: u32,
     /// How the weights of the dense network are stored.
     pub dense_weights: Weights,
+    /// Which engine may run the dense network on the CPU.
+    pub dense_engine: EngineRule,
+}
+
+/// Which engine may run the dense network on the CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EngineRule {
+    /// Also the fallback, which allocates in each request.
+    #[default]
+    Any,
+    /// Only Hatchback's own.
+    Own,
 }
 
 impl Default for Budget {
@@ -48,6 +61,7 @@ impl Default for Budget {
             misses_max: 16 << 10,
             reads_max: 64,
             dense_weights: Weights::F32,
+            dense_engine: EngineRule::Any,
         }
     }
 }

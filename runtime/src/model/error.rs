@@ -30,6 +30,9 @@ pub enum OpenError {
         "budget.dense_weights = {weights}: probe sample {sample}: {problem}; choose wider weights"
     )]
     Weights { weights: Weights, sample: usize, problem: String },
+    /// The target allows only Hatchback's own engine, which lacks an operator of the network.
+    #[error("budget.dense_engine = \"own\": the dense network needs rten, because of {0}")]
+    Fallback(String),
     /// The model does not fit into the budget; `field` is the one to change.
     #[error("budget.{field} = {value}: {problem}")]
     Budget { field: &'static str, value: u64, problem: String },

@@ -1,11 +1,12 @@
 //! Opening a model for serving. Knows the workers and the request queue, so that it can sum all
 //! memory that a model takes and refuse a model beyond its budget before it serves.
 
+use crate::bundle::manifest::Generation;
 use crate::flash::Flash;
 use crate::io::disk::Disk;
 use crate::io::reader::{DeviceDepth, PageReader};
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
-use crate::model::budget::{Budget, MemoryPlan};
+use crate::model::budget::{Budget, EngineRule, MemoryPlan};
 use crate::model::opened::ModelParts;
 use crate::model::served_tables::{ServedTable, Storage, open_tables};
 use crate::model::{Model, OpenError, capacity, preload};
@@ -17,7 +18,7 @@ use crate::schema::Schema;
 use crate::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
-use hatchback_kernels::dense::Weights;
+use hatchback_kernels::dense::{DenseEngine, Weights};
 use hatchback_kernels::gpu::lookup::GpuLookup;
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
@@ -135,6 +136,7 @@ impl Model {
     ) -> Result<Self, OpenError> {
         let schema = Arc::new(flash.manifest().schema.clone());
         let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
+        check_engine(&dense, &flash.manifest().generation, budget.dense_engine)?;
         let Placed { is_resident, before } = placed;
         let caches = capacity::make_caches(&schema, is_resident, &budget)?;
         let opened = open_tables(flash, &schema, is_resident, &caches, before, yield_now)?;
@@ -231,6 +233,21 @@ impl Model {
             other => Ok(other),
         })
     }
+}
+
+/// Logs which engine runs the dense network, and checks that the budget allows it.
+fn check_engine(
+    dense: &DenseEngine,
+    generation: &Generation,
+    rule: EngineRule,
+) -> Result<(), OpenError> {
+    let engine = dense.runs_on();
+    match (dense.falls_back_for(), rule) {
+        (Some(reason), EngineRule::Own) => return Err(OpenError::Fallback(reason.to_owned())),
+        (Some(_), EngineRule::Any) => log::warn!("dense network of {generation}: {engine}"),
+        (None, _) => log::info!("dense network of {generation}: {engine}"),
+    }
+    Ok(())
 }
 
 /// Loads the dense network of `schema` onto `gpu`.

@@ -52,9 +52,10 @@ impl From<OpenError> for ProbeFault {
             OpenError::Budget { .. } | OpenError::Cuda(_) => {
                 Self::Car { problem, is_damage: false }
             }
-            OpenError::Dense(_) | OpenError::GpuDense(_) | OpenError::Weights { .. } => {
-                Self::Release(problem)
-            }
+            OpenError::Dense(_)
+            | OpenError::GpuDense(_)
+            | OpenError::Fallback(_)
+            | OpenError::Weights { .. } => Self::Release(problem),
         }
     }
 }

@@ -49,6 +49,7 @@ pub const BUDGET: Budget = Budget {
     misses_max: 32,
     reads_max: READS_MAX,
     dense_weights: hatchback::Weights::F32,
+    dense_engine: hatchback::model::budget::EngineRule::Any,
 };
 
 impl World {

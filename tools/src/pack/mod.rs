@@ -5,6 +5,8 @@
 
 pub mod clustering;
 mod hot;
+pub mod network;
+pub mod prove;
 pub mod sort;
 pub mod spec;
 mod spec_line;
@@ -18,7 +20,6 @@ use anyhow::{Context, Result, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Generation, Manifest, TableBlobs};
 use hatchback::flash::Flash;
-use hatchback::limits::DENSE_BYTES_MAX;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{Placement, Schema, SchemaError, Table};
 use hatchback::{Weights, choose_unit_exp};
@@ -43,6 +44,8 @@ pub struct Packed {
     pub schema: Schema,
     /// Bytes of the bundle file.
     pub bytes: u64,
+    /// What runs the dense network on this machine's CPU.
+    pub dense_engine: String,
 }
 
 /// Packs the model of `spec_path`, a model.toml, as a snapshot into the bundle `out`. Calls
@@ -132,14 +135,17 @@ pub fn pack_onto(
         check_succession(spec, &parent.manifest().generation)?;
     }
 
+    // All that needs no rows is read first: an error in it costs no pass over the tables.
+    let generation = Generation { lineage: spec.name.clone(), sequence: spec.sequence };
+    check_name(&generation)?;
+    let draft = spec.schema(draft_tables(spec, sources, overrides)?)?;
+    let DenseNetwork { onnx, dense_engine } = read_network(spec, &draft, base)?;
+    let probe = read_probe(spec, &draft, base)?;
+    let requests = read_requests(spec, &draft, base)?;
+
     let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
     let mut advance = |rows: u64| progress(rows, total);
     let schema = spec.schema(learn_tables(spec, sources, parent, overrides, &mut advance)?)?;
-    let onnx = read_network(spec, &schema, base)?;
-    let probe = read_probe(spec, &schema, base)?;
-    let requests = read_requests(spec, &schema, base)?;
-
-    let generation = Generation { lineage: spec.name.clone(), sequence: spec.sequence };
     let mut bundle = BundleWriter::create(out)?;
     let mut tables: Vec<TableBlobs> = Vec::new();
     for (number, source) in sources.iter().enumerate() {
@@ -166,7 +172,7 @@ pub fn pack_onto(
         probe,
     };
     let bytes = bundle.finish(manifest)?;
-    Ok(Packed { generation, schema, bytes })
+    Ok(Packed { generation, schema, bytes, dense_engine })
 }
 
 /// Returns an error unless `spec` may follow the generation `parent`.
@@ -180,6 +186,25 @@ fn check_succession(spec: &ModelSpec, parent: &Generation) -> Result<(), SchemaE
         return fault("sequence", format!("{ours} is not above the parent's, {theirs}"));
     }
     Ok(())
+}
+
+/// Returns an error unless a generation may have this name.
+fn check_name(generation: &Generation) -> Result<(), SchemaError> {
+    generation.check().map_err(|problem| SchemaError { field: "name".to_owned(), problem })
+}
+
+/// Returns the tables of the schema as far as they are known without a row.
+fn draft_tables(
+    spec: &ModelSpec,
+    sources: &[Box<dyn RowSource>],
+    overrides: Overrides,
+) -> Result<Vec<Table>> {
+    let mut tables = Vec::new();
+    for (table, source) in spec.tables.iter().zip(sources) {
+        let nothing = Learnt { sums: vec![0.0; table.dim], ..Learnt::default() };
+        tables.push(nothing.table(table, source.rows(), overrides)?);
+    }
+    Ok(tables)
 }
 
 /// Reads the rows of all tables once; returns the tables of the schema.
@@ -266,14 +291,19 @@ impl Learnt {
     }
 }
 
+/// The dense network of a model.
+struct DenseNetwork {
+    onnx: Vec<u8>,
+    dense_engine: String,
+}
+
 /// Reads the ONNX file and checks that it fits the schema.
-fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Vec<u8>> {
+fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<DenseNetwork> {
     let path = base.join(&spec.network.onnx);
-    let bytes = std::fs::metadata(&path).with_context(|| path.display().to_string())?.len();
-    ensure!(bytes <= DENSE_BYTES_MAX, "{}: {bytes} bytes, over {DENSE_BYTES_MAX}", path.display());
-    let onnx = std::fs::read(&path).with_context(|| path.display().to_string())?;
-    schema.load_dense(onnx.clone(), Weights::F32).with_context(|| path.display().to_string())?;
-    Ok(onnx)
+    let onnx = network::read(&path)?;
+    let engine = schema.load_dense(onnx.clone(), Weights::F32);
+    let engine = engine.with_context(|| path.display().to_string())?;
+    Ok(DenseNetwork { onnx, dense_engine: engine.runs_on() })
 }
 
 fn read_probe(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<Option<Vec<u8>>> {

@@ -1,4 +1,4 @@
-"""Tiny models of all four families, with random seeded weights, for tests of the importer and of the request path.
+"""Tiny models of all nine families, with random seeded weights, for tests of the importer and of the request path.
 
 Between them they have sum, mean and no pooling, hotness up to 4, a table that two features share, sparse u64 keys with
 each kind of default row, and dims that are no power of two. They are never trained: their labels are drawn from their scores.
@@ -14,6 +14,7 @@ from .export import export_model
 from .models import DLRM, DCNv2, DeepFM, WideDeep, init_xavier
 from .samples import Sample
 from .schema import Feature, Input, Schema, Table
+from .sequence_models import BST, DIEN, DIN, HSTU, MMoE
 
 DENSE = ("speed", "temperature", "fuel")
 PROBES = 32
@@ -116,7 +117,54 @@ def wide_deep():
     return schema, WideDeep(len(DENSE), width, deep=[16, 8])
 
 
-FAMILIES = {"dlrm": dlrm, "dcnv2": dcnv2, "deepfm": deepfm, "wide_deep": wide_deep}
+def mmoe():
+    """Mixed dims, one after the other."""
+    tables = (
+        Table("city", 40, 4, codec="f32"),
+        Table("song", 110, 6, keys=sparse_keys(110, 3), default="mean", codec="f32", placement="cached"),
+        Table("tag", 64, 5, codec="f32", placement="cached"),
+    )
+    features = (Feature("city", "city"), Feature("song", "song", "mean", 3), Feature("tags", "tag", "sum", 4))
+    inputs = (Input("dense"), Input("emb", tuple(f.name for f in features)))
+    schema = Schema("tiny-mmoe", DENSE, inputs, tables, features)
+    return schema, MMoE(len(DENSE), 15, experts=3, expert=[12, 8], tower=[6])
+
+
+def with_history(family, network, length, dim):
+    """A target and a history of the same table, which is not pooled; an absent song has the zero row."""
+    tables = (Table("song", 130, dim, keys=sparse_keys(130, 4), codec="f32", placement="cached"),)
+    features = (Feature("song", "song"), Feature("last_songs", "song", "none", length))
+    inputs = (Input("dense"), Input("target", ("song",)), Input("history", ("last_songs",)))
+    return Schema(f"tiny-{family}", DENSE, inputs, tables, features), network
+
+
+def din():
+    return with_history("din", DIN(len(DENSE), 5, 6, hidden=8, top=[12]), 5, 6)
+
+
+def dien():
+    return with_history("dien", DIEN(len(DENSE), 4, 6, hidden=8, top=[12]), 4, 6)
+
+
+def bst():
+    return with_history("bst", BST(len(DENSE), 5, 8, heads=2, hidden=12, top=[12]), 5, 8)
+
+
+def hstu():
+    return with_history("hstu", HSTU(len(DENSE), 5, 8, heads=2, top=[12]), 5, 8)
+
+
+FAMILIES = {
+    "dlrm": dlrm,
+    "dcnv2": dcnv2,
+    "deepfm": deepfm,
+    "wide_deep": wide_deep,
+    "mmoe": mmoe,
+    "din": din,
+    "dien": dien,
+    "bst": bst,
+    "hstu": hstu,
+}
 
 
 def random_bag(rng, table, hotness_max):

@@ -37,7 +37,7 @@ def lines(folder):
 
 
 class Exported(unittest.TestCase):
-    """The four families, written once to a temporary folder."""
+    """The nine families, written once to a temporary folder."""
 
     @classmethod
     def setUpClass(cls):

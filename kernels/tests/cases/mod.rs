@@ -1,0 +1,151 @@
+//! Networks with inputs and the outputs that ONNX Runtime gave, as `tests/onnx/cases.py` writes
+//! them. Reads such files and runs the networks. A case is: the ONNX file, the names and widths of
+//! its inputs, the name of its output, the batch, the inputs, the expected output. Numbers are
+//! little-endian, and each length is an u32 before what it counts.
+
+#![allow(clippy::unwrap_used)]
+
+use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
+use hatchback_kernels::simd::isa::Isa;
+
+/// Difference from ONNX Runtime: a part of the largest output, or of 1 if that is smaller.
+pub const DIFFERENCE_MAX: f32 = 1e-5;
+
+/// A network, its inputs and the expected output.
+pub struct Case {
+    pub name: String,
+    pub onnx: Vec<u8>,
+    pub inputs: Vec<(String, usize)>,
+    pub output: String,
+    pub batch: usize,
+    pub values: Vec<Vec<f32>>,
+    pub expected: Vec<f32>,
+}
+
+/// The result of a case.
+pub struct Outcome {
+    /// The reason, if the network runs on the fallback.
+    pub fallback: Option<String>,
+    /// The largest difference from ONNX Runtime, or what went wrong.
+    pub difference: Result<f32, String>,
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn bytes(&mut self) -> Vec<u8> {
+        let n = self.number();
+        let (head, rest) = self.0.split_at(n);
+        self.0 = rest;
+        head.to_vec()
+    }
+
+    fn number(&mut self) -> usize {
+        let (head, rest) = self.0.split_at(4);
+        self.0 = rest;
+        u32::from_le_bytes(head.try_into().unwrap()) as usize
+    }
+
+    fn text(&mut self) -> String {
+        String::from_utf8(self.bytes()).unwrap()
+    }
+
+    fn floats(&mut self) -> Vec<f32> {
+        self.bytes().chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    fn case(&mut self) -> Case {
+        let (name, onnx) = (self.text(), self.bytes());
+        let inputs: Vec<_> = (0..self.number()).map(|_| (self.text(), self.number())).collect();
+        let (output, batch) = (self.text(), self.number());
+        let values = inputs.iter().map(|_| self.floats()).collect();
+        Case { name, onnx, inputs, output, batch, values, expected: self.floats() }
+    }
+}
+
+/// Returns the cases of a file.
+pub fn read(file: &[u8]) -> Vec<Case> {
+    let mut reader = Reader(file);
+    let mut cases = Vec::new();
+    while !reader.0.is_empty() {
+        cases.push(reader.case());
+    }
+    cases
+}
+
+impl Case {
+    /// Runs the network on every instruction set: all samples at once, and each alone.
+    pub fn run(&self) -> Outcome {
+        let mut outcome = Outcome { fallback: None, difference: Ok(0.0) };
+        let mut all: Option<Vec<u32>> = None;
+        for isa in Isa::available() {
+            match self.run_on(isa, &mut outcome.fallback) {
+                Err(e) => {
+                    outcome.difference = Err(e);
+                    return outcome;
+                }
+                Ok(scores) => {
+                    let bits: Vec<u32> = scores.iter().map(|s| s.to_bits()).collect();
+                    let same = all.as_ref().is_none_or(|first| *first == bits);
+                    outcome.difference = self.compare(&scores);
+                    if !same {
+                        outcome.difference = Err(format!("other bits on {}", isa.name()));
+                    }
+                    all = Some(bits);
+                }
+            }
+            if outcome.fallback.is_some() || outcome.difference.is_err() {
+                break;
+            }
+        }
+        outcome
+    }
+
+    fn run_on(&self, isa: Isa, fallback: &mut Option<String>) -> Result<Vec<f32>, String> {
+        let inputs: Vec<(&str, usize)> =
+            self.inputs.iter().map(|(name, width)| (name.as_str(), *width)).collect();
+        let (activation, weights) = (Activation::None, Weights::F32);
+        let onnx = self.onnx.clone();
+        let engine = DenseEngine::load_for(isa, onnx, &inputs, &self.output, activation, weights)
+            .map_err(|e| e.to_string())?;
+        *fallback = engine.falls_back_for().map(str::to_owned);
+
+        let n = engine.outputs();
+        let mut scratch = engine.scratch(self.batch);
+        let mut together = vec![f32::NAN; self.batch * n];
+        engine
+            .run(self.batch, &self.values, &mut together, &mut scratch)
+            .map_err(|e| e.to_string())?;
+        for sample in 0..self.batch {
+            let sample_of = |(values, (_, width)): (&Vec<f32>, &(String, usize))| {
+                values[sample * width..][..*width].to_vec()
+            };
+            let one: Vec<Vec<f32>> = self.values.iter().zip(&self.inputs).map(sample_of).collect();
+            let mut alone = vec![f32::NAN; n];
+            engine.run(1, &one, &mut alone, &mut scratch).map_err(|e| e.to_string())?;
+            let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || fallback.is_some();
+            if !alone.iter().zip(&together[sample * n..]).all(same) {
+                return Err(format!("sample {sample} has other bits alone"));
+            }
+        }
+        Ok(together)
+    }
+
+    fn compare(&self, scores: &[f32]) -> Result<f32, String> {
+        if scores.len() != self.expected.len() {
+            return Err(format!("{} values, not {}", scores.len(), self.expected.len()));
+        }
+        let finite = |x: &&f32| x.is_finite();
+        let largest = self.expected.iter().filter(finite).fold(1.0f32, |most, x| most.max(x.abs()));
+        let mut furthest = 0.0f32;
+        for (i, (a, b)) in scores.iter().zip(&self.expected).enumerate() {
+            let same = a == b || (a.is_nan() && b.is_nan());
+            let off = if same { 0.0 } else { (a - b).abs() / largest };
+            if off.is_nan() || off > DIFFERENCE_MAX {
+                return Err(format!("value {i} is {a}, ONNX Runtime gives {b}"));
+            }
+            furthest = furthest.max(off);
+        }
+        Ok(furthest)
+    }
+}
