@@ -152,7 +152,6 @@ pub(super) trait Lanes: Copy {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
     unsafe fn load_f16(p: *const f16) -> Self;
-    unsafe fn load_i8(p: *const i8) -> Self;
     unsafe fn store(self, p: *mut f32);
     /// Returns `self * x + sum`, rounded once.
     unsafe fn mul_add(self, x: Self, sum: Self) -> Self;
@@ -182,14 +181,6 @@ impl Stored for f16 {
     unsafe fn lanes<V: Lanes>(p: *const Self) -> V {
         // SAFETY: the caller keeps the contract of this function.
         unsafe { V::load_f16(p) }
-    }
-}
-
-impl Stored for i8 {
-    #[inline(always)]
-    unsafe fn lanes<V: Lanes>(p: *const Self) -> V {
-        // SAFETY: the caller keeps the contract of this function.
-        unsafe { V::load_i8(p) }
     }
 }
 
@@ -362,11 +353,6 @@ impl Lanes for Plain {
         unsafe { Self((*p.cast::<[f16; 8]>()).map(f16::to_f32)) }
     }
     #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> Self {
-        // SAFETY: as `Lanes` requires.
-        unsafe { Self((*p.cast::<[i8; 8]>()).map(f32::from)) }
-    }
-    #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         // SAFETY: as `Lanes` requires.
         unsafe { *p.cast() = self.0 }
@@ -410,11 +396,6 @@ mod x86 {
             unsafe { Self(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast()))) }
         }
         #[inline(always)]
-        unsafe fn load_i8(p: *const i8) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())))) }
-        }
-        #[inline(always)]
         unsafe fn store(self, p: *mut f32) {
             // SAFETY: see the implementation's head.
             unsafe { _mm512_storeu_ps(p, self.0) }
@@ -448,11 +429,6 @@ mod x86 {
         unsafe fn load_f16(p: *const f16) -> Self {
             // SAFETY: see the implementation's head.
             unsafe { Self(_mm256_cvtph_ps(_mm_loadu_si128(p.cast()))) }
-        }
-        #[inline(always)]
-        unsafe fn load_i8(p: *const i8) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())))) }
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut f32) {
@@ -576,14 +552,6 @@ mod neon {
                 );
             }
             Self(wide)
-        }
-        #[inline(always)]
-        unsafe fn load_i8(p: *const i8) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe {
-                let bytes = vreinterpret_s8_s32(vdup_n_s32(p.cast::<i32>().read_unaligned()));
-                Self(vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes)))))
-            }
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut f32) {

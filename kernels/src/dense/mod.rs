@@ -13,6 +13,8 @@ mod engine;
 mod error;
 mod fallback;
 pub(crate) mod gemm;
+mod int8;
+mod int8_kernel;
 mod interface;
 pub(crate) mod layout;
 mod math;
@@ -22,6 +24,7 @@ pub mod onnx;
 pub(crate) mod onnx_graph;
 mod operators;
 mod plan;
+mod quantize;
 #[cfg(test)]
 mod tests;
 mod weights;

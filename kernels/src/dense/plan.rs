@@ -2,12 +2,13 @@
 //! it works in the worker's buffers. This file knows no ONNX.
 
 use crate::dense::gemm::{
-    GemmScratch, Matrix, ProductShape, multiply_packed, pack_columns, padded,
+    GemmScratch, GemmSizes, Matrix, ProductShape, multiply_packed, pack_columns,
 };
 use crate::dense::layout::{Layout, Place};
 use crate::dense::math;
 use crate::dense::microkernel;
 use crate::dense::onnx_graph::{Id, Map, Node, Op, Operand, Zip};
+use crate::dense::weights::Weights;
 use crate::simd::isa::Isa;
 
 /// Samples that run through the network together. They are enough to use every weight often while
@@ -18,10 +19,7 @@ const BLOCK: usize = 96;
 pub(super) struct Plan {
     layout: Layout,
     isa: Isa,
-    /// Rows of the tallest matrix.
-    k_max: usize,
-    /// Floats of the largest packed operand of a product.
-    pack_max: usize,
+    gemm: GemmSizes,
 }
 
 /// The memory of one worker's runs.
@@ -33,15 +31,8 @@ pub(super) struct PlanScratch {
 impl Plan {
     /// Plans a run of `layout` on `isa`.
     pub fn new(layout: Layout, isa: Isa) -> Self {
-        let (mut k_max, mut pack_max) = (0, 0);
-        for node in &layout.nodes {
-            match &node.op {
-                Op::Matrix { matrix, .. } => k_max = k_max.max(matrix.k),
-                Op::Products { k, n, .. } => pack_max = pack_max.max(k * padded(*n)),
-                _ => {}
-            }
-        }
-        Self { layout, isa, k_max, pack_max }
+        let gemm = gemm_sizes(&layout);
+        Self { layout, isa, gemm }
     }
 
     /// Returns the number of floats in one sample's result.
@@ -65,6 +56,25 @@ impl Plan {
         self.matrices().map(Matrix::bytes).sum::<usize>() + 4 * tables
     }
 
+    /// Returns how the weights of each matrix are stored, in the order of execution.
+    pub fn weights(&self) -> Vec<Weights> {
+        self.matrices().map(Matrix::weights).collect()
+    }
+
+    /// Stores the weights of matrix number `at` as `weights`, rounded from those of `trained`, the
+    /// same network with f32 weights. Returns false if they do not fit.
+    pub fn set_weights(&mut self, at: usize, weights: Weights, trained: &Self) -> bool {
+        let repacked = trained.matrices().nth(at).and_then(|m| m.repacked(weights));
+        let own = self.layout.nodes.iter_mut().filter_map(|node| match &mut node.op {
+            Op::Matrix { matrix, .. } => Some(matrix),
+            _ => None,
+        });
+        let (Some(own), Some(repacked)) = ({ own }.nth(at), repacked) else { return false };
+        **own = repacked;
+        self.gemm = gemm_sizes(&self.layout);
+        true
+    }
+
     fn matrices(&self) -> impl Iterator<Item = &Matrix> {
         self.layout.nodes.iter().filter_map(|n| {
             if let Op::Matrix { matrix, .. } = &n.op { Some(&**matrix) } else { None }
@@ -75,13 +85,13 @@ impl Plan {
     pub fn scratch(&self, batch_max: usize) -> PlanScratch {
         let buffers =
             self.layout.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
-        PlanScratch { buffers, gemm: GemmScratch::new(self.k_max, self.pack_max) }
+        PlanScratch { buffers, gemm: GemmScratch::new(self.gemm) }
     }
 
     /// Returns the bytes of the memory for runs of up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
         4 * self.layout.buffers.iter().sum::<usize>() * batch_max.min(BLOCK)
-            + GemmScratch::bytes(self.k_max, self.pack_max)
+            + GemmScratch::bytes(self.gemm)
     }
 
     /// Runs `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, and `out` is
@@ -194,6 +204,19 @@ impl Plan {
 
         scratch.buffers[buffer] = taken;
     }
+}
+
+/// Returns what the products of `layout` need of a worker's memory.
+fn gemm_sizes(layout: &Layout) -> GemmSizes {
+    let mut sizes = GemmSizes::default();
+    for node in &layout.nodes {
+        match &node.op {
+            Op::Matrix { matrix, .. } => sizes.add_matrix(matrix),
+            Op::Products { k, n, .. } => sizes.add_packed(*k, *n),
+            _ => {}
+        }
+    }
+    sizes
 }
 
 /// The values of one side of a `Zip` in a run.
