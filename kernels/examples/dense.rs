@@ -2,6 +2,8 @@
 //! runs alternate. The results are microseconds of CPU time a batch, the median of the rounds.
 //!
 //!     cargo run --release -p hatchback-kernels --example dense -- NETWORK.onnx NAME=WIDTH.. OUTPUT
+//!
+//! The environment may select: `ISA=avx2`, `WEIGHTS=int8`, `BATCH=64` (which leaves rten out).
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -73,7 +75,11 @@ fn main() {
     let isas = Isa::available().into_iter().skip(1).filter(is_requested);
     let mut engines = Vec::new();
     for isa in isas {
-        for weights in [Weights::F32, Weights::F16, Weights::Int8] {
+        let formats = [Weights::F32, Weights::F16, Weights::Int8];
+        let only = std::env::var("WEIGHTS").ok();
+        for weights in
+            formats.into_iter().filter(|w| only.as_ref().is_none_or(|o| *o == w.to_string()))
+        {
             let engine = DenseEngine::load_for(
                 isa,
                 onnx.clone(),
@@ -103,7 +109,8 @@ fn main() {
         println!("{name:>16} {:>12} {:.1e}", engine.bytes(), far.fold(0.0, f32::max));
     }
 
-    for batch in BATCHES {
+    let only = std::env::var("BATCH").map_or(0, |b| b.parse().unwrap());
+    for batch in BATCHES.into_iter().filter(|b| only == 0 || only == *b) {
         let data: Vec<Vec<f32>> = inputs.iter().map(|(_, w)| values(batch * w)).collect();
         let mut times = vec![Vec::new(); engines.len() + 1];
         for _ in 0..rounds {
@@ -111,6 +118,9 @@ fn main() {
                 let (mut out, mut scratch) =
                     (vec![0.0; batch * engine.outputs()], engine.scratch(batch));
                 times.push(time(|| engine.run(batch, &data, &mut out, &mut scratch).unwrap()));
+            }
+            if only > 0 {
+                continue;
             }
             times[engines.len()].push(time(|| {
                 let fed: Vec<_> = inputs
@@ -124,7 +134,7 @@ fn main() {
 
         print!("batch {batch:>4}:");
         let names = engines.iter().map(|(name, _)| name.as_str()).chain(["rten"]);
-        for (name, times) in names.zip(times) {
+        for (name, times) in names.zip(times).filter(|(_, times)| !times.is_empty()) {
             print!("  {name} {:.0}", median(times));
         }
         println!();

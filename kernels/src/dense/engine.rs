@@ -11,7 +11,7 @@ use crate::dense::microkernel;
 use crate::dense::onnx;
 use crate::dense::onnx_graph::{Graph, Stop};
 use crate::dense::plan::{Plan, PlanScratch};
-use crate::dense::weights::{Activation, Weights};
+use crate::dense::weights::{Activation, DenseLayer, Weights};
 use crate::simd::isa::Isa;
 
 /// A loaded network. Holding one proves that the schema feeds every input at its width, and that
@@ -116,6 +116,23 @@ impl DenseEngine {
         match &self.backend {
             Backend::Plan(plan) => plan.bytes(),
             Backend::Fallback { network, .. } => 4 * network.parameters(),
+        }
+    }
+
+    /// Returns the layers with weights, in the order of execution; none of a network on the fallback.
+    pub fn layers(&self) -> Vec<DenseLayer> {
+        if let Backend::Plan(plan) = &self.backend { plan.layers() } else { Vec::new() }
+    }
+
+    /// Stores the weights of layer number `layer` as `weights`, rounded from those of `trained`, the
+    /// same network with f32 weights. Returns false and changes nothing if they do not fit. Scratch
+    /// memory that was created before is no longer valid.
+    pub fn set_weights(&mut self, layer: usize, weights: Weights, trained: &Self) -> bool {
+        match (&mut self.backend, &trained.backend) {
+            (Backend::Plan(plan), Backend::Plan(trained)) => {
+                plan.set_weights(layer, weights, trained)
+            }
+            _ => false,
         }
     }
 

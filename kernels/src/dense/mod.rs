@@ -32,4 +32,4 @@ mod weights;
 pub use engine::{DenseEngine, DenseScratch};
 pub use error::DenseError;
 pub(crate) use interface::match_interface;
-pub use weights::{Activation, Weights};
+pub use weights::{Activation, DenseLayer, Weights};

@@ -8,7 +8,7 @@ use crate::dense::layout::{Layout, Place};
 use crate::dense::math;
 use crate::dense::microkernel;
 use crate::dense::onnx_graph::{Id, Map, Node, Op, Operand, Zip};
-use crate::dense::weights::Weights;
+use crate::dense::weights::{DenseLayer, Weights};
 use crate::simd::isa::Isa;
 
 /// Samples that run through the network together. They are enough to use every weight often while
@@ -56,9 +56,10 @@ impl Plan {
         self.matrices().map(Matrix::bytes).sum::<usize>() + 4 * tables
     }
 
-    /// Returns how the weights of each matrix are stored, in the order of execution.
-    pub fn weights(&self) -> Vec<Weights> {
-        self.matrices().map(Matrix::weights).collect()
+    /// Returns the matrices, in the order of execution.
+    pub fn layers(&self) -> Vec<DenseLayer> {
+        let layer = |m: &Matrix| DenseLayer { inputs: m.k, outputs: m.n, weights: m.weights() };
+        self.matrices().map(layer).collect()
     }
 
     /// Stores the weights of matrix number `at` as `weights`, rounded from those of `trained`, the

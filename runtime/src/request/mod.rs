@@ -8,4 +8,5 @@ pub mod pipeline;
 pub(crate) mod queue;
 pub mod serving;
 pub(crate) mod weight_check;
+pub(crate) mod weight_choice;
 pub mod worker;

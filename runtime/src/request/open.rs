@@ -5,19 +5,18 @@ use crate::flash::Flash;
 use crate::io::disk::Disk;
 use crate::io::reader::{DeviceDepth, PageReader};
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
-use crate::model::budget::{Budget, MemoryPlan};
+use crate::model::budget::{Budget, DenseWeights, MemoryPlan};
 use crate::model::opened::ModelParts;
 use crate::model::served_tables::{ServedTable, Storage, open_tables};
 use crate::model::{Model, OpenError, capacity, preload};
 use crate::request::negative_cache::NegativeCache;
 use crate::request::queue::RequestQueue;
-use crate::request::weight_check;
 use crate::request::worker::lookup_limits;
+use crate::request::{weight_check, weight_choice};
 use crate::schema::Schema;
 use crate::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
-use hatchback_kernels::dense::Weights;
 use hatchback_kernels::gpu::lookup::GpuLookup;
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
@@ -65,7 +64,7 @@ impl Model {
     ) -> Result<Self, OpenError> {
         let schema = Arc::new(flash.manifest().schema.clone());
         capacity::check_budget(&schema, &budget)?;
-        let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
+        let dense = schema.load_dense(flash.dense()?, budget.dense_weights.at_first())?;
 
         let is_resident = capacity::choose_resident(&schema, &budget)?;
         let caches = capacity::make_caches(&schema, &is_resident, &budget)?;
@@ -83,6 +82,9 @@ impl Model {
             backend: ModelBackend::Cpu { tables, dense: Arc::new(dense) },
             outputs,
         });
+        if budget.dense_weights == DenseWeights::Auto {
+            model = weight_choice::choose(model, flash)?;
+        }
         *model.memory_mut() = sum_memory(&model);
         check_total(&model)?;
 
@@ -136,12 +138,12 @@ impl Model {
     ) -> Result<Self, OpenError> {
         let ModelBackend::GpuTables { tables, dense } = self.backend() else { return Ok(self) };
         let (gpu, freed_bytes) = (Arc::clone(tables.gpu()), dense.bytes() as u64);
-        let Budget { batch_max, workers, dense_weights, .. } = *self.budget();
+        let Budget { batch_max, workers, .. } = *self.budget();
         let batch_max = batch_max as usize;
         let options = DeviceOptions { tensorrt: tensorrt.cloned(), cublas: false, batch_max };
 
         let onnx = flash.dense()?;
-        let engine = match load_dense_on(self.schema(), &gpu, &onnx, dense_weights, &options) {
+        let engine = match load_dense_on(self.schema(), &gpu, &onnx, &options) {
             Ok(engine) => engine,
             Err(GpuDenseError::Cuda(e)) => return Err(OpenError::Cuda(*e)),
             Err(e) => {
@@ -173,18 +175,13 @@ fn load_dense_on(
     schema: &Schema,
     gpu: &Arc<Gpu>,
     onnx: &[u8],
-    weights: Weights,
     options: &DeviceOptions,
 ) -> Result<DeviceEngine, GpuDenseError> {
     let network = &schema.network;
     let inputs: Vec<(&str, usize)> =
         network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
     let (output, activation) = (network.output.as_str(), network.activation);
-    DeviceEngine::load(
-        gpu,
-        &DenseNetwork { onnx, inputs: &inputs, output, activation, weights },
-        options,
-    )
+    DeviceEngine::load(gpu, &DenseNetwork { onnx, inputs: &inputs, output, activation }, options)
 }
 
 fn device_storage(table: &ServedTable) -> TableStorage {
