@@ -72,7 +72,7 @@ impl DenseEngine {
             inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
 
         let backend = match Graph::build(&model, &shaped, output, weights) {
-            Ok(graph) => Backend::Plan(Plan::new(Layout::new(graph), isa)),
+            Ok(graph) => Backend::Plan(Plan::new(Layout::for_cpu(graph), isa)),
             Err(Stop::Refused(e)) => return Err(e),
             Err(Stop::Unsupported(operator)) => {
                 let network = Box::new(Fallback::load(&model, shaped, output)?);

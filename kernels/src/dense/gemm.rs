@@ -6,6 +6,7 @@
 
 use crate::dense::int8::{Int8Panels, Int8Scratch, K_MAX};
 use crate::dense::microkernel::{Finish, ROWS_MAX, Row, Stored, Tile, WIDTH_MAX, decode};
+use crate::dense::transpose::transpose;
 use crate::dense::weights::Weights;
 use crate::simd::huge_pages::{Zeroable, Zeroed};
 use crate::simd::isa::Isa;
@@ -13,6 +14,8 @@ use half::f16;
 
 /// Rows of a product above which a panel is decoded once for all rows and not in every tile.
 const DECODE_ROWS: usize = 8 * ROWS_MAX;
+/// Tiles that load the next panel into the second level of the cache, a part each.
+const AHEAD_TILES: usize = 4;
 
 /// The weights in panels, one after the other, each `[k, width]`.
 enum Panels {
@@ -289,10 +292,19 @@ fn multiply_panel<W: Stored>(
     let ProductShape { m, k, n } = shape;
     let width = panel.len() / k;
     let columns = width.min(n - first);
-    for (row, rows) in tiles(m) {
+    for (number, (row, rows)) in tiles(m).enumerate() {
         let (a, out) = (&a[row * k..], &mut out[row * n + first..]);
-        Tile { a, k, rows, panel, width, out, stride: n, columns, finish }.run(isa);
+        let ahead = next_panel(panel, number);
+        Tile { a, k, rows, panel, width, out, stride: n, columns, finish, ahead }.run(isa);
     }
+}
+
+/// Returns the part of the panel after `panel` that tile `number` prefetches. The pointer is never
+/// read.
+pub(super) fn next_panel<W>(panel: &[W], number: usize) -> *const W {
+    let part = if number < AHEAD_TILES { number * panel.len() / AHEAD_TILES } else { 0 };
+    let from = if number < AHEAD_TILES { panel.len() } else { 0 };
+    panel.as_ptr().wrapping_add(from + part)
 }
 
 /// Packs the values of a matrix `[k, n]` into panels.
@@ -321,20 +333,27 @@ fn list_nonzero<'a>(a: &[f32], list: &'a mut [(u32, f32)]) -> &'a [(u32, f32)] {
 
 /// Packs `[k, n]`, or `[n, k]` if `transposed`, as the second operand of `multiply_packed`.
 pub(crate) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, packed: &mut [f32]) {
+    if transposed {
+        return pack_rows(&b[..n * k], k, 0, n, packed);
+    }
     for (first, width) in panels(n) {
         let columns = width.min(n - first);
         let panel = &mut packed[first * k..][..k * width];
-        if transposed {
-            for column in 0..columns {
-                let from = &b[(first + column) * k..][..k];
-                from.iter()
-                    .zip(panel.chunks_exact_mut(width))
-                    .for_each(|(x, row)| row[column] = *x);
-            }
-        } else {
-            for (row, from) in panel.chunks_exact_mut(width).zip(b.chunks_exact(n)) {
-                row[..columns].copy_from_slice(&from[first..first + columns]);
-            }
+        for (row, from) in panel.chunks_exact_mut(width).zip(b.chunks_exact(n)) {
+            row[..columns].copy_from_slice(&from[first..first + columns]);
+        }
+    }
+}
+
+/// Packs `rows` `[rows, k]` as the columns from `first` on of an operand of `n` columns.
+pub(crate) fn pack_rows(rows: &[f32], k: usize, first: usize, n: usize, packed: &mut [f32]) {
+    let end = first + rows.len() / k;
+    for (start, width) in panels(n) {
+        let (from, to) = (first.max(start), end.min(start + width));
+        if from < to {
+            let panel = &mut packed[start * k..][..k * width];
+            let rows = &rows[(from - first) * k..(to - first) * k];
+            transpose(rows, k, &mut panel[from - start..], width);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! of products is an exact integer, and what follows it is the same f32 arithmetic on every
 //! instruction set. A product never allocates.
 
-use crate::dense::gemm::{ProductShape, padded, panels, tiles};
+use crate::dense::gemm::{ProductShape, next_panel, padded, panels, tiles};
 use crate::dense::int8_kernel::{Int8Tile, bytes_for};
 use crate::dense::microkernel::Finish;
 use crate::dense::quantize::{GROUP, Quantize, RowScale};
@@ -112,18 +112,21 @@ impl Int8Panels {
         let (groups, stride) = (k.div_ceil(GROUP), k.next_multiple_of(GROUP));
         for (first, width) in panels(n) {
             let (scale, bias) = (&finish.scale[first..], &finish.bias[first..]);
-            for (row, count) in tiles(scales.len()) {
+            let panel = &self.weights[first * stride..][..width * stride];
+            for (number, (row, count)) in tiles(scales.len()).enumerate() {
                 Int8Tile {
                     a: &rows[row * stride..],
                     scales: &scales[row..row + count],
                     groups,
-                    panel: &self.weights[first * stride..][..width * stride],
+                    panel,
                     width,
                     column_sums: &self.column_sums[first..],
                     out: &mut out[row * n + first..],
                     stride: n,
                     columns: width.min(n - first),
                     finish: Finish { scale, bias, relu: finish.relu },
+                    // A single row is bound by memory and loads the next panel soon enough itself.
+                    ahead: next_panel(panel, if scales.len() > 1 { number } else { usize::MAX }),
                 }
                 .run(isa);
             }

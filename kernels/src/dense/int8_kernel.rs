@@ -11,7 +11,7 @@ use crate::dense::math;
 use crate::dense::microkernel::{Finish, ROWS_MAX, WIDTH_MAX};
 use crate::dense::quantize::{Bytes, GROUP, RowScale};
 use crate::simd::isa::{Family, Isa};
-use crate::simd::prefetch::prefetch;
+use crate::simd::prefetch::{prefetch, prefetch_l2};
 
 /// Prefetch distance of a panel, in groups.
 const PREFETCH_GROUPS: usize = 12;
@@ -33,6 +33,8 @@ pub(super) struct Int8Tile<'a> {
     pub stride: usize,
     pub columns: usize,
     pub finish: Finish<'a>,
+    /// Prefetched during the tile, a cache line for each group; never read.
+    pub ahead: *const i8,
 }
 
 /// Returns how the kernel of `isa` reads the bytes of a row.
@@ -124,6 +126,7 @@ unsafe fn tile<V: Sums, const R: usize, const C: usize>(t: &mut Int8Tile, first:
                 }
             }
             panel = panel.wrapping_add(t.width * GROUP);
+            prefetch_l2(t.ahead.wrapping_add(group * 64));
         }
 
         for r in 0..R {

@@ -9,7 +9,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::simd::isa::{Family, Isa};
-use crate::simd::prefetch::prefetch;
+use crate::simd::prefetch::{prefetch, prefetch_l2};
 use half::f16;
 
 /// Rows of a tile, at most.
@@ -41,6 +41,8 @@ pub(super) struct Tile<'a, W> {
     pub columns: usize,
     /// `None` stores the sums as they are.
     pub finish: Option<Finish<'a>>,
+    /// Prefetched during the tile, a cache line for each `k`; never read.
+    pub ahead: *const W,
 }
 
 impl<W: Stored> Tile<'_, W> {
@@ -247,6 +249,7 @@ unsafe fn tile<V: Lanes, W: Stored, const R: usize, const C: usize>(t: &mut Tile
                 }
             }
             panel = panel.wrapping_add(t.width);
+            prefetch_l2(t.ahead.wrapping_add(i * (64 / size_of::<W>())));
         }
 
         for r in 0..R {

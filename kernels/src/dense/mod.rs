@@ -27,6 +27,7 @@ mod plan;
 mod quantize;
 #[cfg(test)]
 mod tests;
+mod transpose;
 mod weights;
 
 pub use engine::{DenseEngine, DenseScratch};

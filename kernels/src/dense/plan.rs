@@ -2,7 +2,7 @@
 //! it works in the worker's buffers. This file knows no ONNX.
 
 use crate::dense::gemm::{
-    GemmScratch, GemmSizes, Matrix, ProductShape, multiply_packed, pack_columns,
+    GemmScratch, GemmSizes, Matrix, ProductShape, multiply_packed, pack_columns, pack_rows,
 };
 use crate::dense::layout::{Layout, Place};
 use crate::dense::math;
@@ -166,6 +166,12 @@ impl Plan {
                     multiply_packed(packed, shape, a, out, self.isa);
                 }
             }
+            Op::Pairs { rows, k } => {
+                for (sample, out) in out.chunks_exact_mut(width).enumerate() {
+                    let part = |i: usize| &read(i)[sample * rows[i] * k..][..rows[i] * k];
+                    pairs(rows, *k, part, out, self.isa, scratch.gemm.packed());
+                }
+            }
             Op::Map(map) => {
                 // The layout gives operand and result one buffer if the node can work in place.
                 if self.layout.places[node.inputs[0]] != Place::Buffer(buffer) {
@@ -214,6 +220,7 @@ fn gemm_sizes(layout: &Layout) -> GemmSizes {
         match &node.op {
             Op::Matrix { matrix, .. } => sizes.add_matrix(matrix),
             Op::Products { k, n, .. } => sizes.add_packed(*k, *n),
+            Op::Pairs { rows, k } => sizes.add_packed(*k, rows.iter().sum()),
             _ => {}
         }
     }
@@ -267,6 +274,28 @@ fn zip_by(left: &Side, right: &Side, width: usize, out: &mut [f32], f: impl Fn(f
         for (i, out) in out.iter_mut().enumerate() {
             *out = f(left.at(sample, n, width, i), right.at(sample, n, width, i));
         }
+    }
+}
+
+/// Multiplies every two of the vectors of `k` values, of which `part(i)` has `rows[i]`.
+fn pairs<'a>(
+    rows: &[usize],
+    k: usize,
+    part: impl Fn(usize) -> &'a [f32],
+    out: &mut [f32],
+    isa: Isa,
+    packed: &mut [f32],
+) {
+    let n = rows.iter().sum();
+    let mut first = 0;
+    for (i, rows) in rows.iter().enumerate() {
+        pack_rows(part(i), k, first, n, packed);
+        first += rows;
+    }
+    first = 0;
+    for (i, &m) in rows.iter().enumerate() {
+        multiply_packed(packed, ProductShape { m, k, n }, part(i), &mut out[first * n..], isa);
+        first += m;
     }
 }
 

@@ -8,8 +8,10 @@ use crate::simd::{Job, Simd};
 pub(super) const GROUP: usize = 4;
 /// Values whose range is found side by side.
 const LANES: usize = 16;
-/// The exponent bits of infinity: a float with all of them is infinite or NaN.
-const NOT_FINITE: u32 = 0x7f80_0000;
+/// The bits of infinity. A float of these or greater bits without its sign is not finite.
+const INFINITE: u32 = f32::INFINITY.to_bits();
+/// The bit of a float's sign.
+const SIGN: u32 = 1 << 31;
 
 /// What turns the bytes of a row back into values: `scale * (byte - zero)`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -73,7 +75,7 @@ fn quantize(row: &[f32], to: &mut [u8], bytes: Bytes) -> RowScale {
         let byte = x.mul_add(inverse, rounded).to_bits() as i32 - ROUND.to_bits() as i32;
         *to = byte.clamp(0, 255) as u8 ^ flip;
     }
-    let scale = if range.top >= NOT_FINITE { f32::NAN } else { step };
+    let scale = if range.is_finite { step } else { f32::NAN };
     RowScale { scale, zero: zero as i32 - shift }
 }
 
@@ -81,18 +83,18 @@ fn quantize(row: &[f32], to: &mut [u8], bytes: Bytes) -> RowScale {
 struct Range {
     min: f32,
     max: f32,
-    /// The greatest bits of a value without its sign.
-    top: u32,
+    is_finite: bool,
 }
 
 impl Range {
+    /// Compares the bits as integers: the positive floats ascend in their order, and the negative
+    /// ones descend in that of unsigned integers, after all positive ones.
     #[inline(always)]
     fn of(row: &[f32]) -> Self {
-        let (mut min, mut max, mut top) = ([0.0f32; LANES], [0.0f32; LANES], [0u32; LANES]);
+        let (mut signed, mut unsigned) = ([0i32; LANES], [0u32; LANES]);
         let mut take = |lane: usize, x: f32| {
-            min[lane] = if x < min[lane] { x } else { min[lane] };
-            max[lane] = if x > max[lane] { x } else { max[lane] };
-            top[lane] = top[lane].max(x.to_bits() & !(1 << 31));
+            signed[lane] = signed[lane].max(x.to_bits() as i32);
+            unsigned[lane] = unsigned[lane].max(x.to_bits());
         };
         let (chunks, rest) = row.as_chunks::<LANES>();
         for chunk in chunks {
@@ -100,12 +102,13 @@ impl Range {
         }
         rest.iter().enumerate().for_each(|(lane, x)| take(lane, *x));
 
-        let least = |a: f32, b: &f32| if *b < a { *b } else { a };
-        let greatest = |a: f32, b: &f32| if *b > a { *b } else { a };
+        let greatest = signed.iter().fold(0, |a, b| a.max(*b)) as u32;
+        let least = unsigned.iter().fold(0, |a, b| a.max(*b));
+        let has_negative = least > SIGN;
         Self {
-            min: min.iter().fold(0.0, least),
-            max: max.iter().fold(0.0, greatest),
-            top: top.iter().fold(0, |a, b| a.max(*b)),
+            min: if has_negative { f32::from_bits(least) } else { 0.0 },
+            max: f32::from_bits(greatest),
+            is_finite: greatest < INFINITE && least & !SIGN < INFINITE,
         }
     }
 }

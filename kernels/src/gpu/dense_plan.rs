@@ -238,6 +238,7 @@ impl Upload<'_> {
                 DeviceOp::Products { count: *count, shape }
             }
 
+            Op::Pairs { .. } => unreachable!("only the CPU's layout has pairs"),
             Op::Map(map) => DeviceOp::Map(MapNumber::from(*map)),
             Op::Zip { zip, left, right } => {
                 let (left, right) = (self.operand(left)?, self.operand(right)?);
