@@ -49,7 +49,7 @@ pub(super) fn bytes_for(isa: Isa) -> Bytes {
 
 impl Int8Tile<'_> {
     /// Computes the tile.
-    pub fn run(self, isa: Isa) {
+    pub fn run(&mut self, isa: Isa) {
         let rows = self.scales.len();
         assert!((1..=ROWS_MAX).contains(&rows) && (1..=self.width).contains(&self.columns));
         assert!(matches!(self.width, 16 | 32 | 64));
@@ -158,26 +158,26 @@ fn put(t: &mut Int8Tile, row: usize, first: usize, sums: &[i32]) {
 /// 64.
 #[inline(always)]
 unsafe fn narrow_tile<V: Sums, const C16: usize, const C32: usize, const C64: usize>(
-    mut t: Int8Tile,
+    t: &mut Int8Tile,
 ) {
     // SAFETY: the caller keeps the contract of this function.
     unsafe {
         let wide = match (t.scales.len(), t.width) {
-            (1, 64) => return tile::<V, 1, C64>(&mut t, 0),
+            (1, 64) => return tile::<V, 1, C64>(t, 0),
             (1 | 2, 32 | 64) => 32,
             _ => 16,
         };
 
         for first in (0..t.width).step_by(wide) {
             match (t.scales.len(), wide) {
-                (1, 32) => tile::<V, 1, C32>(&mut t, first),
-                (1, _) => tile::<V, 1, C16>(&mut t, first),
-                (2, 32) => tile::<V, 2, C32>(&mut t, first),
-                (2, _) => tile::<V, 2, C16>(&mut t, first),
-                (3, _) => tile::<V, 3, C16>(&mut t, first),
-                (4, _) => tile::<V, 4, C16>(&mut t, first),
-                (5, _) => tile::<V, 5, C16>(&mut t, first),
-                (_, _) => tile::<V, 6, C16>(&mut t, first),
+                (1, 32) => tile::<V, 1, C32>(t, first),
+                (1, _) => tile::<V, 1, C16>(t, first),
+                (2, 32) => tile::<V, 2, C32>(t, first),
+                (2, _) => tile::<V, 2, C16>(t, first),
+                (3, _) => tile::<V, 3, C16>(t, first),
+                (4, _) => tile::<V, 4, C16>(t, first),
+                (5, _) => tile::<V, 5, C16>(t, first),
+                (_, _) => tile::<V, 6, C16>(t, first),
             }
         }
     }
@@ -337,40 +337,40 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
-    pub(super) unsafe fn tile_avx512_vnni(mut t: Int8Tile) {
+    pub(super) unsafe fn tile_avx512_vnni(t: &mut Int8Tile) {
         // SAFETY: the caller keeps the contract of this function.
         unsafe {
             match (t.scales.len(), t.width) {
-                (1, 16) => tile::<Avx512Vnni, 1, 1>(&mut t, 0),
-                (2, 16) => tile::<Avx512Vnni, 2, 1>(&mut t, 0),
-                (3, 16) => tile::<Avx512Vnni, 3, 1>(&mut t, 0),
-                (4, 16) => tile::<Avx512Vnni, 4, 1>(&mut t, 0),
-                (5, 16) => tile::<Avx512Vnni, 5, 1>(&mut t, 0),
-                (_, 16) => tile::<Avx512Vnni, 6, 1>(&mut t, 0),
-                (1, 32) => tile::<Avx512Vnni, 1, 2>(&mut t, 0),
-                (2, 32) => tile::<Avx512Vnni, 2, 2>(&mut t, 0),
-                (3, 32) => tile::<Avx512Vnni, 3, 2>(&mut t, 0),
-                (4, 32) => tile::<Avx512Vnni, 4, 2>(&mut t, 0),
-                (5, 32) => tile::<Avx512Vnni, 5, 2>(&mut t, 0),
-                (_, 32) => tile::<Avx512Vnni, 6, 2>(&mut t, 0),
-                (1, _) => tile::<Avx512Vnni, 1, 4>(&mut t, 0),
-                (2, _) => tile::<Avx512Vnni, 2, 4>(&mut t, 0),
-                (3, _) => tile::<Avx512Vnni, 3, 4>(&mut t, 0),
-                (4, _) => tile::<Avx512Vnni, 4, 4>(&mut t, 0),
-                (5, _) => tile::<Avx512Vnni, 5, 4>(&mut t, 0),
-                (_, _) => tile::<Avx512Vnni, 6, 4>(&mut t, 0),
+                (1, 16) => tile::<Avx512Vnni, 1, 1>(t, 0),
+                (2, 16) => tile::<Avx512Vnni, 2, 1>(t, 0),
+                (3, 16) => tile::<Avx512Vnni, 3, 1>(t, 0),
+                (4, 16) => tile::<Avx512Vnni, 4, 1>(t, 0),
+                (5, 16) => tile::<Avx512Vnni, 5, 1>(t, 0),
+                (_, 16) => tile::<Avx512Vnni, 6, 1>(t, 0),
+                (1, 32) => tile::<Avx512Vnni, 1, 2>(t, 0),
+                (2, 32) => tile::<Avx512Vnni, 2, 2>(t, 0),
+                (3, 32) => tile::<Avx512Vnni, 3, 2>(t, 0),
+                (4, 32) => tile::<Avx512Vnni, 4, 2>(t, 0),
+                (5, 32) => tile::<Avx512Vnni, 5, 2>(t, 0),
+                (_, 32) => tile::<Avx512Vnni, 6, 2>(t, 0),
+                (1, _) => tile::<Avx512Vnni, 1, 4>(t, 0),
+                (2, _) => tile::<Avx512Vnni, 2, 4>(t, 0),
+                (3, _) => tile::<Avx512Vnni, 3, 4>(t, 0),
+                (4, _) => tile::<Avx512Vnni, 4, 4>(t, 0),
+                (5, _) => tile::<Avx512Vnni, 5, 4>(t, 0),
+                (_, _) => tile::<Avx512Vnni, 6, 4>(t, 0),
             }
         }
     }
 
     #[target_feature(enable = "avx2,fma,avxvnni")]
-    pub(super) unsafe fn tile_avx_vnni(t: Int8Tile) {
+    pub(super) unsafe fn tile_avx_vnni(t: &mut Int8Tile) {
         // SAFETY: the caller keeps the contract of this function.
         unsafe { narrow_tile::<AvxVnni, 2, 4, 8>(t) }
     }
 
     #[target_feature(enable = "avx2,fma")]
-    pub(super) unsafe fn tile_avx2(t: Int8Tile) {
+    pub(super) unsafe fn tile_avx2(t: &mut Int8Tile) {
         // SAFETY: the caller keeps the contract of this function.
         unsafe { narrow_tile::<Avx2, 2, 4, 8>(t) }
     }
@@ -469,7 +469,7 @@ mod neon {
     }
 
     #[target_feature(enable = "neon,dotprod")]
-    pub(super) unsafe fn tile_dot(t: Int8Tile) {
+    pub(super) unsafe fn tile_dot(t: &mut Int8Tile) {
         // SAFETY: the caller keeps the contract of this function.
         unsafe { narrow_tile::<Dot, 4, 8, 16>(t) }
     }

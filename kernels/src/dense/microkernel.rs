@@ -47,7 +47,7 @@ pub(super) struct Tile<'a, W> {
 
 impl<W: Stored> Tile<'_, W> {
     /// Computes the tile.
-    pub fn run(self, isa: Isa) {
+    pub fn run(&mut self, isa: Isa) {
         assert!((1..=ROWS_MAX).contains(&self.rows) && (1..=self.width).contains(&self.columns));
         assert!(matches!(self.width, 16 | 32 | 64) && self.panel.len() == self.k * self.width);
         assert!(self.a.len() >= self.rows * self.k);
@@ -289,25 +289,25 @@ unsafe fn row<V: Lanes, W: Stored, const C: usize>(t: Row<W>) {
 /// 64.
 #[inline(always)]
 unsafe fn narrow_tile<V: Lanes, W: Stored, const C16: usize, const C32: usize, const C64: usize>(
-    mut t: Tile<W>,
+    t: &mut Tile<W>,
 ) {
     // SAFETY: the caller keeps the contract of this function.
     unsafe {
         let wide = match (t.rows, t.width) {
-            (1, 64) => return tile::<V, W, 1, C64>(&mut t, 0),
+            (1, 64) => return tile::<V, W, 1, C64>(t, 0),
             (2, 32 | 64) => 32,
             _ => 16,
         };
 
         for first in (0..t.width).step_by(wide) {
             match t.rows {
-                1 => tile::<V, W, 1, C16>(&mut t, first),
-                2 if wide == 32 => tile::<V, W, 2, C32>(&mut t, first),
-                2 => tile::<V, W, 2, C16>(&mut t, first),
-                3 => tile::<V, W, 3, C16>(&mut t, first),
-                4 => tile::<V, W, 4, C16>(&mut t, first),
-                5 => tile::<V, W, 5, C16>(&mut t, first),
-                _ => tile::<V, W, 6, C16>(&mut t, first),
+                1 => tile::<V, W, 1, C16>(t, first),
+                2 if wide == 32 => tile::<V, W, 2, C32>(t, first),
+                2 => tile::<V, W, 2, C16>(t, first),
+                3 => tile::<V, W, 3, C16>(t, first),
+                4 => tile::<V, W, 4, C16>(t, first),
+                5 => tile::<V, W, 5, C16>(t, first),
+                _ => tile::<V, W, 6, C16>(t, first),
             }
         }
     }
@@ -452,28 +452,28 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-    pub(super) unsafe fn tile_avx512<W: Stored>(mut t: Tile<W>) {
+    pub(super) unsafe fn tile_avx512<W: Stored>(t: &mut Tile<W>) {
         // SAFETY: the caller keeps the contract of this function.
         unsafe {
             match (t.rows, t.width) {
-                (1, 16) => tile::<F32x16, W, 1, 1>(&mut t, 0),
-                (2, 16) => tile::<F32x16, W, 2, 1>(&mut t, 0),
-                (3, 16) => tile::<F32x16, W, 3, 1>(&mut t, 0),
-                (4, 16) => tile::<F32x16, W, 4, 1>(&mut t, 0),
-                (5, 16) => tile::<F32x16, W, 5, 1>(&mut t, 0),
-                (_, 16) => tile::<F32x16, W, 6, 1>(&mut t, 0),
-                (1, 32) => tile::<F32x16, W, 1, 2>(&mut t, 0),
-                (2, 32) => tile::<F32x16, W, 2, 2>(&mut t, 0),
-                (3, 32) => tile::<F32x16, W, 3, 2>(&mut t, 0),
-                (4, 32) => tile::<F32x16, W, 4, 2>(&mut t, 0),
-                (5, 32) => tile::<F32x16, W, 5, 2>(&mut t, 0),
-                (_, 32) => tile::<F32x16, W, 6, 2>(&mut t, 0),
-                (1, _) => tile::<F32x16, W, 1, 4>(&mut t, 0),
-                (2, _) => tile::<F32x16, W, 2, 4>(&mut t, 0),
-                (3, _) => tile::<F32x16, W, 3, 4>(&mut t, 0),
-                (4, _) => tile::<F32x16, W, 4, 4>(&mut t, 0),
-                (5, _) => tile::<F32x16, W, 5, 4>(&mut t, 0),
-                (_, _) => tile::<F32x16, W, 6, 4>(&mut t, 0),
+                (1, 16) => tile::<F32x16, W, 1, 1>(t, 0),
+                (2, 16) => tile::<F32x16, W, 2, 1>(t, 0),
+                (3, 16) => tile::<F32x16, W, 3, 1>(t, 0),
+                (4, 16) => tile::<F32x16, W, 4, 1>(t, 0),
+                (5, 16) => tile::<F32x16, W, 5, 1>(t, 0),
+                (_, 16) => tile::<F32x16, W, 6, 1>(t, 0),
+                (1, 32) => tile::<F32x16, W, 1, 2>(t, 0),
+                (2, 32) => tile::<F32x16, W, 2, 2>(t, 0),
+                (3, 32) => tile::<F32x16, W, 3, 2>(t, 0),
+                (4, 32) => tile::<F32x16, W, 4, 2>(t, 0),
+                (5, 32) => tile::<F32x16, W, 5, 2>(t, 0),
+                (_, 32) => tile::<F32x16, W, 6, 2>(t, 0),
+                (1, _) => tile::<F32x16, W, 1, 4>(t, 0),
+                (2, _) => tile::<F32x16, W, 2, 4>(t, 0),
+                (3, _) => tile::<F32x16, W, 3, 4>(t, 0),
+                (4, _) => tile::<F32x16, W, 4, 4>(t, 0),
+                (5, _) => tile::<F32x16, W, 5, 4>(t, 0),
+                (_, _) => tile::<F32x16, W, 6, 4>(t, 0),
             }
         }
     }
@@ -501,7 +501,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) unsafe fn tile_avx2<W: Stored>(t: Tile<W>) {
+    pub(super) unsafe fn tile_avx2<W: Stored>(t: &mut Tile<W>) {
         // SAFETY: the caller keeps the contract of this function.
         unsafe { narrow_tile::<F32x8, W, 2, 4, 8>(t) }
     }

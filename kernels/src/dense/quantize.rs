@@ -6,8 +6,6 @@ use crate::simd::{Job, Simd};
 
 /// Bytes of a row that a dot product takes together. Rows are padded to a multiple.
 pub(super) const GROUP: usize = 4;
-/// Values whose range is found side by side.
-const LANES: usize = 16;
 /// The bits of infinity. A float of these or greater bits without its sign is not finite.
 const INFINITE: u32 = f32::INFINITY.to_bits();
 /// The bit of a float's sign.
@@ -91,19 +89,12 @@ impl Range {
     /// ones descend in that of unsigned integers, after all positive ones.
     #[inline(always)]
     fn of(row: &[f32]) -> Self {
-        let (mut signed, mut unsigned) = ([0i32; LANES], [0u32; LANES]);
-        let mut take = |lane: usize, x: f32| {
-            signed[lane] = signed[lane].max(x.to_bits() as i32);
-            unsigned[lane] = unsigned[lane].max(x.to_bits());
-        };
-        let (chunks, rest) = row.as_chunks::<LANES>();
-        for chunk in chunks {
-            (0..LANES).for_each(|lane| take(lane, chunk[lane]));
+        let (mut greatest, mut least) = (0i32, 0u32);
+        for x in row {
+            greatest = greatest.max(x.to_bits() as i32);
+            least = least.max(x.to_bits());
         }
-        rest.iter().enumerate().for_each(|(lane, x)| take(lane, *x));
-
-        let greatest = signed.iter().fold(0, |a, b| a.max(*b)) as u32;
-        let least = unsigned.iter().fold(0, |a, b| a.max(*b));
+        let greatest = greatest as u32;
         let has_negative = least > SIGN;
         Self {
             min: if has_negative { f32::from_bits(least) } else { 0.0 },
