@@ -60,6 +60,26 @@ fn feed<'a>(rten: &Model, name: &str, batch: usize, data: &'a [f32]) -> (NodeId,
     (rten.input_ids()[at], ValueView::from_shape(&shape, data).unwrap().into())
 }
 
+/// Returns whether the environment's variable `name`, if it is set, is `value`.
+fn is_selected(name: &str, value: &str) -> bool {
+    std::env::var(name).map_or(true, |only| only == value)
+}
+
+/// Loads the network for each instruction set and format of weights, each with its name.
+fn load(onnx: &[u8], inputs: &[(&str, usize)], output: &str) -> Vec<(String, DenseEngine)> {
+    let mut engines = Vec::new();
+    for isa in Isa::available().into_iter().skip(1).filter(|isa| is_selected("ISA", isa.name())) {
+        for weights in [Weights::F32, Weights::F16, Weights::Int8] {
+            if is_selected("WEIGHTS", &weights.to_string()) {
+                let (onnx, activation) = (onnx.to_vec(), Activation::Sigmoid);
+                let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation, weights);
+                engines.push((format!("{} {weights:?}", isa.name()), engine.unwrap()));
+            }
+        }
+    }
+    engines
+}
+
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let (path, inputs, output) = (&args[0], &args[1..args.len() - 1], &args[args.len() - 1]);
@@ -70,29 +90,7 @@ fn main() {
         .map(|(n, w)| (n, w.parse().unwrap()))
         .collect();
 
-    let only = std::env::var("ISA").ok();
-    let is_requested = |isa: &Isa| only.as_ref().is_none_or(|only| isa.name() == only);
-    let isas = Isa::available().into_iter().skip(1).filter(is_requested);
-    let mut engines = Vec::new();
-    for isa in isas {
-        let formats = [Weights::F32, Weights::F16, Weights::Int8];
-        let only = std::env::var("WEIGHTS").ok();
-        for weights in
-            formats.into_iter().filter(|w| only.as_ref().is_none_or(|o| *o == w.to_string()))
-        {
-            let engine = DenseEngine::load_for(
-                isa,
-                onnx.clone(),
-                &inputs,
-                output,
-                Activation::Sigmoid,
-                weights,
-            )
-            .unwrap();
-            engines.push((format!("{} {weights:?}", isa.name()), engine));
-        }
-    }
-
+    let engines = load(&onnx, &inputs, output);
     let rten = Model::load(onnx).unwrap();
     let mut options = RunOptions::default();
     options.thread_pool = Some(Arc::new(ThreadPool::with_num_threads(1)));
@@ -109,8 +107,7 @@ fn main() {
         println!("{name:>16} {:>12} {:.1e}", engine.bytes(), far.fold(0.0, f32::max));
     }
 
-    let only = std::env::var("BATCH").map_or(0, |b| b.parse().unwrap());
-    for batch in BATCHES.into_iter().filter(|b| only == 0 || only == *b) {
+    for batch in BATCHES.into_iter().filter(|b| is_selected("BATCH", &b.to_string())) {
         let data: Vec<Vec<f32>> = inputs.iter().map(|(_, w)| values(batch * w)).collect();
         let mut times = vec![Vec::new(); engines.len() + 1];
         for _ in 0..rounds {
@@ -119,7 +116,7 @@ fn main() {
                     (vec![0.0; batch * engine.outputs()], engine.scratch(batch));
                 times.push(time(|| engine.run(batch, &data, &mut out, &mut scratch).unwrap()));
             }
-            if only > 0 {
+            if std::env::var_os("BATCH").is_some() {
                 continue;
             }
             times[engines.len()].push(time(|| {

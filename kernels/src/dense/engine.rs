@@ -32,7 +32,7 @@ enum Backend {
 /// The memory of one worker's runs.
 pub struct DenseScratch {
     batch_max: usize,
-    plan: Option<PlanScratch>,
+    plan: Option<Box<PlanScratch>>,
 }
 
 impl DenseEngine {
@@ -119,14 +119,22 @@ impl DenseEngine {
         }
     }
 
-    /// Returns the layers with weights, in the order of execution; none of a network on the fallback.
+    /// Returns the layers with weights, in the order of execution. A network on the fallback has
+    /// none.
     pub fn layers(&self) -> Vec<DenseLayer> {
         if let Backend::Plan(plan) = &self.backend { plan.layers() } else { Vec::new() }
     }
 
-    /// Stores the weights of layer number `layer` as `weights`, rounded from those of `trained`, the
-    /// same network with f32 weights. Returns false and changes nothing if they do not fit. Scratch
-    /// memory that was created before is no longer valid.
+    /// Returns how the weights are stored, unless the layers differ.
+    pub fn weights(&self) -> Option<Weights> {
+        let layers = self.layers();
+        let first = layers.first().map_or(Weights::F32, |layer| layer.weights);
+        layers.iter().all(|layer| layer.weights == first).then_some(first)
+    }
+
+    /// Stores the weights of layer number `layer` as `weights`, rounded from those of `trained`,
+    /// the same network with f32 weights. Returns false and changes nothing if they do not fit.
+    /// Scratch memory that was created before is no longer valid.
     pub fn set_weights(&mut self, layer: usize, weights: Weights, trained: &Self) -> bool {
         match (&mut self.backend, &trained.backend) {
             (Backend::Plan(plan), Backend::Plan(trained)) => {
@@ -153,7 +161,7 @@ impl DenseEngine {
     /// Creates the memory for runs of up to `batch_max` samples.
     pub fn scratch(&self, batch_max: usize) -> DenseScratch {
         let plan = if let Backend::Plan(plan) = &self.backend {
-            Some(plan.scratch(batch_max))
+            Some(Box::new(plan.scratch(batch_max)))
         } else {
             None
         };

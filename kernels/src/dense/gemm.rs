@@ -1,11 +1,12 @@
 //! Matrix products with weights that were packed once: `out = relu(a x w + bias)`. With f32 and f16
 //! weights every element is one chain of fused multiply-adds over `k` in ascending order from `+0`,
 //! and one more with the bias. `int8.rs` computes the products of int8 weights. The bits of an
-//! element depend neither on the instruction set nor on the other rows of the batch. A product never
-//! allocates.
+//! element depend neither on the instruction set nor on the other rows of the batch. A product
+//! never allocates.
 
 use crate::dense::int8::{Int8Panels, Int8Scratch, K_MAX};
 use crate::dense::microkernel::{Finish, ROWS_MAX, Row, Stored, Tile, WIDTH_MAX, decode};
+use crate::dense::tiling::{ProductShape, next_panel, padded, panels, tiles, width_for};
 use crate::dense::transpose::transpose;
 use crate::dense::weights::Weights;
 use crate::simd::huge_pages::{Zeroable, Zeroed};
@@ -14,8 +15,6 @@ use half::f16;
 
 /// Rows of a product above which a panel is decoded once for all rows and not in every tile.
 const DECODE_ROWS: usize = 8 * ROWS_MAX;
-/// Tiles that load the next panel into the second level of the cache, a part each.
-const AHEAD_TILES: usize = 4;
 
 /// The weights in panels, one after the other, each `[k, width]`.
 enum Panels {
@@ -77,14 +76,6 @@ pub(crate) struct GemmScratch {
     int8: Int8Scratch,
 }
 
-/// The sizes of a product `[m, k] x [k, n]`.
-#[derive(Clone, Copy)]
-pub(crate) struct ProductShape {
-    pub m: usize,
-    pub k: usize,
-    pub n: usize,
-}
-
 impl GemmScratch {
     /// Creates the memory for products of these sizes.
     pub fn new(sizes: GemmSizes) -> Self {
@@ -107,31 +98,6 @@ impl GemmScratch {
     pub fn packed(&mut self) -> &mut [f32] {
         &mut self.packed
     }
-}
-
-/// Returns the first column and the width of every panel of `n` columns.
-pub(crate) fn panels(n: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..n).step_by(WIDTH_MAX).map(move |first| (first, width_for(n - first)))
-}
-
-fn width_for(columns: usize) -> usize {
-    match columns {
-        ..=16 => 16,
-        17..=32 => 32,
-        _ => WIDTH_MAX,
-    }
-}
-
-/// Returns `n` columns with the padding of the last panel.
-pub(crate) fn padded(n: usize) -> usize {
-    panels(n).last().map_or(0, |(first, width)| first + width)
-}
-
-/// Returns the row tiles for `m` rows: the first row and the number of rows, which differs by at
-/// most 1.
-pub(super) fn tiles(m: usize) -> impl Iterator<Item = (usize, usize)> {
-    let count = m.div_ceil(ROWS_MAX);
-    (0..count).map(move |i| (i * m / count, (i + 1) * m / count - i * m / count))
 }
 
 impl Matrix {
@@ -297,14 +263,6 @@ fn multiply_panel<W: Stored>(
         let ahead = next_panel(panel, number);
         Tile { a, k, rows, panel, width, out, stride: n, columns, finish, ahead }.run(isa);
     }
-}
-
-/// Returns the part of the panel after `panel` that tile `number` prefetches. The pointer is never
-/// read.
-pub(super) fn next_panel<W>(panel: &[W], number: usize) -> *const W {
-    let part = if number < AHEAD_TILES { number * panel.len() / AHEAD_TILES } else { 0 };
-    let from = if number < AHEAD_TILES { panel.len() } else { 0 };
-    panel.as_ptr().wrapping_add(from + part)
 }
 
 /// Packs the values of a matrix `[k, n]` into panels.

@@ -1,12 +1,12 @@
-//! Matrix products that compute in int8. The weights of a column share a scale. Each row of the left
-//! operand is quantized by itself, so a result does not depend on the other rows of the batch. A sum
-//! of products is an exact integer, and what follows it is the same f32 arithmetic on every
+//! Matrix products that compute in int8. The weights of a column share a scale. Each row of the
+//! left operand is quantized by itself, so a result does not depend on the other rows of the batch.
+//! A sum of products is an exact integer, and what follows it is the same f32 arithmetic on every
 //! instruction set. A product never allocates.
 
-use crate::dense::gemm::{ProductShape, next_panel, padded, panels, tiles};
 use crate::dense::int8_kernel::{Int8Tile, bytes_for};
 use crate::dense::microkernel::Finish;
 use crate::dense::quantize::{GROUP, Quantize, RowScale};
+use crate::dense::tiling::{ProductShape, next_panel, padded, panels, tiles};
 use crate::simd::dispatch;
 use crate::simd::huge_pages::Zeroed;
 use crate::simd::isa::Isa;

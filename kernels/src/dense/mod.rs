@@ -27,6 +27,7 @@ mod plan;
 mod quantize;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tiling;
 mod transpose;
 mod weights;
 

@@ -4,8 +4,9 @@
 //! nothing.
 
 use crate::dense::error::DenseError;
-use crate::dense::gemm::{Matrix, padded};
+use crate::dense::gemm::Matrix;
 use crate::dense::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
+use crate::dense::tiling::padded;
 use crate::dense::weights::Weights;
 use std::collections::HashMap;
 use std::rc::Rc;

@@ -2,12 +2,13 @@
 //! it works in the worker's buffers. This file knows no ONNX.
 
 use crate::dense::gemm::{
-    GemmScratch, GemmSizes, Matrix, ProductShape, multiply_packed, pack_columns, pack_rows,
+    GemmScratch, GemmSizes, Matrix, multiply_packed, pack_columns, pack_rows,
 };
 use crate::dense::layout::{Layout, Place};
 use crate::dense::math;
 use crate::dense::microkernel;
 use crate::dense::onnx_graph::{Id, Map, Node, Op, Operand, Zip};
+use crate::dense::tiling::ProductShape;
 use crate::dense::weights::{DenseLayer, Weights};
 use crate::simd::isa::Isa;
 

@@ -1,6 +1,6 @@
 //! Quantization of activations: each row of a product's left operand becomes bytes with a scale and
-//! a zero point of its own, so that no row depends on another. Plain arithmetic that is compiled for
-//! each instruction set, with the same bits on all. This file never allocates.
+//! a zero point of its own, so that no row depends on another. Plain arithmetic that is compiled
+//! for each instruction set, with the same bits on all. This file never allocates.
 
 use crate::simd::{Job, Simd};
 
@@ -51,8 +51,8 @@ impl Job for Quantize<'_> {
     }
 }
 
-/// Quantizes `row` to 0..=255, from the least to the greatest of its values and zero. Zero itself is
-/// exact.
+/// Quantizes `row` to 0..=255, from the least to the greatest of its values and zero. Zero itself
+/// is exact.
 #[inline(always)]
 fn quantize(row: &[f32], to: &mut [u8], bytes: Bytes) -> RowScale {
     /// Adding it rounds to the nearest integer, which is then the lowest bits of the mantissa.

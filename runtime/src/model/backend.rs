@@ -5,7 +5,7 @@
 use hatchback_kernels::cache::Cache;
 use hatchback_kernels::cache::resident::Resident;
 use hatchback_kernels::cuda::Device;
-use hatchback_kernels::dense::DenseEngine;
+use hatchback_kernels::dense::{DenseEngine, DenseLayer, Weights};
 use hatchback_kernels::gpu::DeviceEngine;
 use hatchback_kernels::gpu::tables::DeviceTables;
 use std::sync::Arc;
@@ -69,11 +69,20 @@ impl ModelBackend {
             Self::Cpu { dense, .. } | Self::GpuTables { dense, .. } => {
                 match dense.falls_back_for() {
                     Some(operator) => format!("the CPU, by rten (for {operator})"),
-                    None => "the CPU".to_owned(),
+                    None => match dense.weights() {
+                        Some(Weights::F32) => "the CPU".to_owned(),
+                        Some(weights) => format!("the CPU, with {weights} weights"),
+                        None => format!("the CPU, with weights {}", list(&dense.layers())),
+                    },
                 }
             }
         }
     }
+}
+
+/// Returns `layers` as words.
+pub(crate) fn list(layers: &[DenseLayer]) -> String {
+    layers.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns what `shared` holds. A model that its caller owns is the only owner of its parts:

@@ -1,6 +1,6 @@
 //! Checks that a dense network with narrow weights gives the scores of the one that was trained:
-//! both score the probe set from the same rows when a model is opened. `weight_choice.rs` does so for
-//! each layer. Never changes a model.
+//! both score the probe set from the same rows when a model is opened. Never changes a model.
+//! `weight_choice.rs` makes such a check for each layer.
 
 use crate::clock::SystemClock;
 use crate::flash::Flash;

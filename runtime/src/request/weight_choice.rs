@@ -5,7 +5,7 @@
 use crate::clock::SystemClock;
 use crate::flash::Flash;
 use crate::limits::{SCORE_DIFFERENCE_MAX, WEIGHT_CHECK_SAMPLES_MAX};
-use crate::model::backend::{ModelBackend, sole_owner};
+use crate::model::backend::{ModelBackend, list, sole_owner};
 use crate::model::{Model, OpenError};
 use crate::request::worker::{ScoreError, Worker};
 use crate::schema::sample::Sample;
@@ -34,10 +34,9 @@ pub(crate) fn choose(model: Model, flash: &Flash) -> Result<Model, OpenError> {
     let mut chosen = model.schema().load_dense(flash.dense()?, Weights::F32)?;
     let (model, probe) = Probe::collect(model, &trained, &samples)?;
     let difference = Choice { trained: &trained, chosen: &mut chosen, probe: &probe }.run()?;
-    let layers: Vec<String> = chosen.layers().iter().map(ToString::to_string).collect();
     log::info!(
-        "{name}: dense_weights = auto: {}; {} probe scores differ by at most {difference:.1e}",
-        layers.join(", "),
+        "{name}: dense_weights = auto: {}; {} probe samples score at most {difference:.1e} apart",
+        list(&chosen.layers()),
         probe.samples
     );
     model.map_backend(|backend| match backend {
