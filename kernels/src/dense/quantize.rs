@@ -19,7 +19,8 @@ pub(super) struct RowScale {
     pub zero: i32,
 }
 
-/// How a kernel reads the bytes of a row.
+/// How a kernel reads the bytes of a row. Only x86-64 has instructions for unsigned ones.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Bytes {
     /// As `u8`.
