@@ -2,6 +2,8 @@
 //! runs alternate. The results are microseconds of CPU time a batch, the median of the rounds.
 //!
 //!     cargo run --release -p hatchback-kernels --example dense -- NETWORK.onnx NAME=WIDTH.. OUTPUT
+//!
+//! The environment may select: `ISA=avx2`, `WEIGHTS=int8`, `BATCH=64` (which leaves rten out).
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -58,6 +60,26 @@ fn feed<'a>(rten: &Model, name: &str, batch: usize, data: &'a [f32]) -> (NodeId,
     (rten.input_ids()[at], ValueView::from_shape(&shape, data).unwrap().into())
 }
 
+/// Returns whether the environment's variable `name`, if it is set, is `value`.
+fn is_selected(name: &str, value: &str) -> bool {
+    std::env::var(name).map_or(true, |only| only == value)
+}
+
+/// Loads the network for each instruction set and format of weights, each with its name.
+fn load(onnx: &[u8], inputs: &[(&str, usize)], output: &str) -> Vec<(String, DenseEngine)> {
+    let mut engines = Vec::new();
+    for isa in Isa::available().into_iter().skip(1).filter(|isa| is_selected("ISA", isa.name())) {
+        for weights in [Weights::F32, Weights::F16, Weights::Int8] {
+            if is_selected("WEIGHTS", &weights.to_string()) {
+                let (onnx, activation) = (onnx.to_vec(), Activation::Sigmoid);
+                let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation, weights);
+                engines.push((format!("{} {weights:?}", isa.name()), engine.unwrap()));
+            }
+        }
+    }
+    engines
+}
+
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let (path, inputs, output) = (&args[0], &args[1..args.len() - 1], &args[args.len() - 1]);
@@ -68,25 +90,7 @@ fn main() {
         .map(|(n, w)| (n, w.parse().unwrap()))
         .collect();
 
-    let only = std::env::var("ISA").ok();
-    let is_requested = |isa: &Isa| only.as_ref().is_none_or(|only| isa.name() == only);
-    let isas = Isa::available().into_iter().skip(1).filter(is_requested);
-    let mut engines = Vec::new();
-    for isa in isas {
-        for weights in [Weights::F32, Weights::F16, Weights::Int8] {
-            let engine = DenseEngine::load_for(
-                isa,
-                onnx.clone(),
-                &inputs,
-                output,
-                Activation::Sigmoid,
-                weights,
-            )
-            .unwrap();
-            engines.push((format!("{} {weights:?}", isa.name()), engine));
-        }
-    }
-
+    let engines = load(&onnx, &inputs, output);
     let rten = Model::load(onnx).unwrap();
     let mut options = RunOptions::default();
     options.thread_pool = Some(Arc::new(ThreadPool::with_num_threads(1)));
@@ -103,7 +107,7 @@ fn main() {
         println!("{name:>16} {:>12} {:.1e}", engine.bytes(), far.fold(0.0, f32::max));
     }
 
-    for batch in BATCHES {
+    for batch in BATCHES.into_iter().filter(|b| is_selected("BATCH", &b.to_string())) {
         let data: Vec<Vec<f32>> = inputs.iter().map(|(_, w)| values(batch * w)).collect();
         let mut times = vec![Vec::new(); engines.len() + 1];
         for _ in 0..rounds {
@@ -111,6 +115,9 @@ fn main() {
                 let (mut out, mut scratch) =
                     (vec![0.0; batch * engine.outputs()], engine.scratch(batch));
                 times.push(time(|| engine.run(batch, &data, &mut out, &mut scratch).unwrap()));
+            }
+            if std::env::var_os("BATCH").is_some() {
+                continue;
             }
             times[engines.len()].push(time(|| {
                 let fed: Vec<_> = inputs
@@ -124,7 +131,7 @@ fn main() {
 
         print!("batch {batch:>4}:");
         let names = engines.iter().map(|(name, _)| name.as_str()).chain(["rten"]);
-        for (name, times) in names.zip(times) {
+        for (name, times) in names.zip(times).filter(|(_, times)| !times.is_empty()) {
             print!("  {name} {:.0}", median(times));
         }
         println!();

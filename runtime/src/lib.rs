@@ -69,7 +69,7 @@ pub use flash::{Flash, FlashError};
 pub use hatchback_kernels::cuda::Device;
 pub use hatchback_kernels::dense::Weights;
 pub use io::disk::{Disk, system as system_disk};
-pub use model::budget::{Budget, MemoryPlan};
+pub use model::budget::{Budget, DenseWeights, MemoryPlan};
 pub use model::{Model, OpenError};
 
 // Submit: requests to one model (`Pipeline`) or to several by name (`Serving`).

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use hatchback::Weights;
+use hatchback::DenseWeights;
 use hatchback::clock::SystemClock;
 use hatchback::limits::SCORE_DIFFERENCE_MAX;
 use hatchback::model::budget::Budget;
@@ -157,27 +157,57 @@ fn weights_that_move_a_probe_score_are_refused_and_no_others() {
             let model = open_with_least_cache(&bare.flash, budget(weights));
             score_all(&mut Worker::new(model, Arc::new(SystemClock::default())), &samples, 1).0
         };
-        let trained = scores(Weights::F32);
+        let trained = scores(DenseWeights::F32);
 
-        for weights in [Weights::F16, Weights::Int8] {
+        for weights in [DenseWeights::F16, DenseWeights::Int8] {
             let off = furthest(&scores(weights), &trained);
             let wide = Budget { cache_bytes_max: 1 << 20, ..budget(weights) };
-            println!("{family}, {weights}: a score moves by {off:.1e}");
+            println!("{family}, {weights:?}: a score moves by {off:.1e}");
 
             match Model::open(&hatchback::io::disk::system(), &whole.flash, wide) {
                 Ok(_) => {
-                    assert!(off <= f64::from(SCORE_DIFFERENCE_MAX), "{family}, {weights}: taken");
+                    assert!(off <= f64::from(SCORE_DIFFERENCE_MAX), "{family}, {weights:?}: taken");
                     taken += 1;
                 }
                 Err(OpenError::Weights { weights: named, sample, .. }) => {
-                    assert!(off > f64::from(SCORE_DIFFERENCE_MAX), "{family}, {weights}: refused");
-                    assert!(named == weights && sample < samples.len());
+                    assert!(
+                        off > f64::from(SCORE_DIFFERENCE_MAX),
+                        "{family}, {weights:?}: refused"
+                    );
+                    assert_eq!(format!("{named:?}"), format!("{weights:?}"));
+                    assert!(sample < samples.len());
                     refused += 1;
                 }
-                Err(e) => panic!("{family}, {weights}: {e}"),
+                Err(e) => panic!("{family}, {weights:?}: {e}"),
             }
         }
     }
 
     assert!(refused > 0 && taken > 0, "{refused} refused, {taken} taken");
+}
+
+/// Auto keeps every probe score within the bound, also where int8 for all layers does not, and
+/// takes less memory than f32.
+#[test]
+fn the_weights_of_each_layer_are_as_narrow_as_the_probe_set_bears() {
+    for family in FAMILIES {
+        let whole = installed(family, CodecChoice::F32, None);
+        let samples = probe(family, &whole);
+        let open = |dense_weights| {
+            let budget = Budget { dense_weights, ..tiny_budget(&whole.schema, 32) };
+            let budget = Budget { cache_bytes_max: 1 << 20, ..budget };
+            let model = Model::open(&hatchback::io::disk::system(), &whole.flash, budget).unwrap();
+            let weights = |line: &&(&str, u64)| line.0 == "dense network weights";
+            let bytes = model.memory().lines().iter().find(weights).unwrap().1;
+            let mut worker = Worker::new(Arc::new(model), Arc::new(SystemClock::default()));
+            (score_all(&mut worker, &samples, 1).0, bytes)
+        };
+        let ((trained, trained_bytes), (chosen, bytes)) =
+            (open(DenseWeights::F32), open(DenseWeights::Auto));
+        let off = furthest(&chosen, &trained);
+        println!("{family}: {bytes} of {trained_bytes} bytes; a score moves by {off:.1e}");
+        assert!(off <= f64::from(SCORE_DIFFERENCE_MAX), "{family}");
+        assert!(off > 0.0 && bytes < trained_bytes, "{family}");
+        assert!(open(DenseWeights::Auto).0 == chosen, "{family}: the choice is not repeated");
+    }
 }

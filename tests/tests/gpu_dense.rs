@@ -247,8 +247,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 fn compare(gpu: &Arc<Gpu>, what: &str, network: &DenseNetwork, batches: &[usize]) {
-    let DenseNetwork { onnx, inputs, output, activation, weights } = *network;
-    let cpu = DenseEngine::load(onnx.to_vec(), inputs, output, activation, weights).unwrap();
+    let DenseNetwork { onnx, inputs, output, activation } = *network;
+    let cpu = DenseEngine::load(onnx.to_vec(), inputs, output, activation, Weights::F32).unwrap();
     assert_eq!(cpu.falls_back_for(), None, "{what}");
     let engine = DeviceEngine::load(gpu, network, &OWN).unwrap_or_else(|e| panic!("{what}: {e}"));
     assert!(engine.is_exact() && engine.outputs() == cpu.outputs());
@@ -279,10 +279,8 @@ fn random_networks_give_the_cpus_bits() {
         let gpu = standin::gpu(seed);
         let onnx = Maker::network(seed);
         let inputs = [("x", 4), ("y", 12)];
-        let weights = [Weights::F32, Weights::F16, Weights::Int8][seed as usize % 3];
         let activation = activations[seed as usize % 2];
-        let network =
-            DenseNetwork { onnx: &onnx, inputs: &inputs, output: "out", activation, weights };
+        let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "out", activation };
         compare(&gpu, &format!("seed {seed}"), &network, &[1, 2, 40]);
     }
 }
@@ -299,12 +297,9 @@ fn the_networks_of_the_tree_give_the_cpus_bits() {
     ];
     for (path, inputs) in networks {
         let onnx = std::fs::read(repository(path).join("dense.onnx")).unwrap();
-        for weights in [Weights::F32, Weights::F16, Weights::Int8] {
-            let activation = Activation::Sigmoid;
-            let network =
-                DenseNetwork { onnx: &onnx, inputs, output: "logit", activation, weights };
-            compare(&gpu, path, &network, &[1, 7, 65]);
-        }
+        let activation = Activation::Sigmoid;
+        let network = DenseNetwork { onnx: &onnx, inputs, output: "logit", activation };
+        compare(&gpu, path, &network, &[1, 7, 65]);
     }
 }
 
@@ -315,9 +310,8 @@ fn products_by_cublas_are_close_to_the_cpus() {
     let (_alone, gpu) = (alone(), standin::gpu(7));
     let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
     let inputs = [("dense", 7), ("emb", 288)];
-    let (activation, weights) = (Activation::Sigmoid, Weights::Int8);
-    let network =
-        DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation, weights };
+    let activation = Activation::Sigmoid;
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
     let options = DeviceOptions { cublas: true, ..OWN };
     let load = || DeviceEngine::load(&gpu, &network, &options).unwrap();
     let without = load();
@@ -348,7 +342,7 @@ fn products_by_cublas_are_close_to_the_cpus() {
     assert!(matches!(refused, Err(GpuDenseError::Dense(DenseError::Batch { batch: 3, max: 2 }))));
 
     std::thread::spawn(move || drop(scratch)).join().unwrap();
-    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation, weights).unwrap();
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation, Weights::F32).unwrap();
     let mut random = Random::new(4);
     let mut apart = 0;
 
@@ -383,7 +377,6 @@ fn an_operator_without_a_kernel_is_refused_by_name() {
         inputs: &[("x", 4)],
         output: "out",
         activation: Activation::None,
-        weights: Weights::F32,
     };
     let said = DeviceEngine::load(&gpu, &network, &OWN).err().unwrap().to_string();
     assert!(said.contains("Neg"), "{said}");

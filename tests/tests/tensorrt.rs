@@ -292,7 +292,6 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
         inputs: &[("x", 5)],
         output: "sum",
         activation: Activation::Sigmoid,
-        weights: Weights::F32,
     };
 
     let cpu =
@@ -348,7 +347,6 @@ fn an_engine_with_other_scores_than_the_cpus_is_rejected() {
         inputs: &inputs,
         output: "logit",
         activation: Activation::Sigmoid,
-        weights: Weights::F32,
     };
     let folder = tempfile::tempdir().unwrap();
     let engine = DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap();
@@ -366,9 +364,8 @@ fn an_engine_with_other_scores_than_the_cpus_is_rejected() {
 fn recorded_requests_run_on_an_engine_for_every_size() {
     let gpu = standin::gpu(5);
     let (onnx, folder) = (sum_network(), tempfile::tempdir().unwrap());
-    let (activation, weights) = (Activation::None, Weights::F32);
-    let network =
-        DenseNetwork { onnx: &onnx, inputs: &[("x", 5)], output: "sum", activation, weights };
+    let activation = Activation::None;
+    let network = DenseNetwork { onnx: &onnx, inputs: &[("x", 5)], output: "sum", activation };
     let engine =
         Arc::new(DeviceEngine::load(&gpu, &network, &options(false, folder.path())).unwrap());
     assert!(engine.graphs_own_scratch(), "{}", engine.runs_on());

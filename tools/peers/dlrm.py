@@ -1,5 +1,8 @@
 """Runs a whole DLRM in ONNX Runtime and in PyTorch on one core, for `hatchback bench request --peers`.
 
+ONNX Runtime runs it twice: in f32, and with the weights of its layers quantized to int8 by its own tool. With int8
+it quantizes the activations in each call (dynamic quantization) and multiplies in int8.
+
 The bench writes the model and its requests into a folder:
 
     whole.onnx               the model: keys and dense features in, score out; the tables are external data
@@ -15,8 +18,10 @@ import peer
 peer.restart_tuned()
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import torch
+from onnxruntime.quantization import quantize_dynamic
 
 
 def mlp(layers, last):
@@ -50,6 +55,25 @@ class Net(torch.nn.Module):
         return self.top(torch.cat([x, products[:, self.below[0], self.below[1]]], 1))
 
 
+def write_int8(folder):
+    """Writes `whole.int8.onnx`: the model with the weights of its layers quantized to int8.
+
+    The quantizer gets the model without its tables, which would take gigabytes of memory and stay as they are.
+    """
+    model = onnx.load(folder / "whole.onnx", load_external_data=False)
+    (tables,) = (t for t in model.graph.initializer if t.name == "tables")
+    model.graph.initializer.remove(tables)
+    bare = onnx.helper.make_tensor_value_info("tables", tables.data_type, tables.dims)
+    model.graph.input.append(bare)
+    onnx.save(model, folder / "bare.onnx")
+
+    quantize_dynamic(folder / "bare.onnx", folder / "bare.int8.onnx", op_types_to_quantize=["Gemm", "MatMul"])
+    model = onnx.load(folder / "bare.int8.onnx")
+    model.graph.input.remove(bare)
+    model.graph.initializer.append(tables)
+    onnx.save(model, folder / "whole.int8.onnx")
+
+
 class Requests:
     def setup(self, folder, tables, rows, dim, dense, bottom, top):
         torch.set_num_threads(1)
@@ -64,7 +88,11 @@ class Requests:
         # ONNX Runtime reads the rows from torch's memory, which has huge pages. From the file it would map small pages.
         value = ort.OrtValue.ortvalue_from_numpy(embeddings.numpy())
         options.add_external_initializers(["tables"], [value])
-        session = ort.InferenceSession(str(folder / "whole.onnx"), options, providers=["CPUExecutionProvider"])
+        write_int8(folder)
+        session, session_int8 = (
+            ort.InferenceSession(str(folder / name), options, providers=["CPUExecutionProvider"])
+            for name in ("whole.onnx", "whole.int8.onnx")
+        )
 
         weights = torch.from_numpy(np.fromfile(folder / "dense.f32", np.float32))
         layers = []
@@ -75,9 +103,10 @@ class Requests:
         split = len(bottom) - 1
         net = Net(embeddings.split(rows), layers[:split], layers[split:]).eval()
         keys, values = torch.from_numpy(self.keys), torch.from_numpy(self.dense)
-        self.kept = embeddings, value, session
+        self.kept = embeddings, value
         self.engines = {
             "ONNX Runtime": lambda s: session.run(None, {"keys": self.keys[s], "dense": self.dense[s]})[0],
+            "ONNX Runtime, int8": lambda s: session_int8.run(None, {"keys": self.keys[s], "dense": self.dense[s]})[0],
             "torch, eager": lambda s: net(values[s], keys[s]),
         }
         about = f"onnxruntime {ort.__version__}, torch {torch.__version__}"

@@ -11,7 +11,7 @@ use crate::dense::microkernel;
 use crate::dense::onnx;
 use crate::dense::onnx_graph::{Graph, Stop};
 use crate::dense::plan::{Plan, PlanScratch};
-use crate::dense::weights::{Activation, Weights};
+use crate::dense::weights::{Activation, DenseLayer, Weights};
 use crate::simd::isa::Isa;
 
 /// A loaded network. Holding one proves that the schema feeds every input at its width, and that
@@ -32,7 +32,7 @@ enum Backend {
 /// The memory of one worker's runs.
 pub struct DenseScratch {
     batch_max: usize,
-    plan: Option<PlanScratch>,
+    plan: Option<Box<PlanScratch>>,
 }
 
 impl DenseEngine {
@@ -72,7 +72,7 @@ impl DenseEngine {
             inputs.iter().zip(&shapes).map(|((name, _), shape)| (*name, shape.clone())).collect();
 
         let backend = match Graph::build(&model, &shaped, output, weights) {
-            Ok(graph) => Backend::Plan(Plan::new(Layout::new(graph), isa)),
+            Ok(graph) => Backend::Plan(Plan::new(Layout::for_cpu(graph), isa)),
             Err(Stop::Refused(e)) => return Err(e),
             Err(Stop::Unsupported(operator)) => {
                 let network = Box::new(Fallback::load(&model, shaped, output)?);
@@ -119,6 +119,31 @@ impl DenseEngine {
         }
     }
 
+    /// Returns the layers with weights, in the order of execution. A network on the fallback has
+    /// none.
+    pub fn layers(&self) -> Vec<DenseLayer> {
+        if let Backend::Plan(plan) = &self.backend { plan.layers() } else { Vec::new() }
+    }
+
+    /// Returns how the weights are stored, unless the layers differ.
+    pub fn weights(&self) -> Option<Weights> {
+        let layers = self.layers();
+        let first = layers.first().map_or(Weights::F32, |layer| layer.weights);
+        layers.iter().all(|layer| layer.weights == first).then_some(first)
+    }
+
+    /// Stores the weights of layer number `layer` as `weights`, rounded from those of `trained`,
+    /// the same network with f32 weights. Returns false and changes nothing if they do not fit.
+    /// Scratch memory that was created before is no longer valid.
+    pub fn set_weights(&mut self, layer: usize, weights: Weights, trained: &Self) -> bool {
+        match (&mut self.backend, &trained.backend) {
+            (Backend::Plan(plan), Backend::Plan(trained)) => {
+                plan.set_weights(layer, weights, trained)
+            }
+            _ => false,
+        }
+    }
+
     /// Returns why the network runs on the fallback, which allocates in each run: the operator and
     /// the node. Returns `None` if the network runs on the kernels of this crate.
     pub fn falls_back_for(&self) -> Option<&str> {
@@ -146,7 +171,7 @@ impl DenseEngine {
     /// Creates the memory for runs of up to `batch_max` samples.
     pub fn scratch(&self, batch_max: usize) -> DenseScratch {
         let plan = if let Backend::Plan(plan) = &self.backend {
-            Some(plan.scratch(batch_max))
+            Some(Box::new(plan.scratch(batch_max)))
         } else {
             None
         };

@@ -1,9 +1,13 @@
-//! Matrix products with weights that were packed once: `out = relu(a x w + bias)`. Every element is
-//! one chain of fused multiply-adds over `k` in ascending order from `+0`, and one more with the
-//! column's scale and bias. Its bits therefore depend neither on the instruction set nor on the
-//! other rows of the batch. A product never allocates.
+//! Matrix products with weights that were packed once: `out = relu(a x w + bias)`. With f32 and f16
+//! weights every element is one chain of fused multiply-adds over `k` in ascending order from `+0`,
+//! and one more with the bias. `int8.rs` computes the products of int8 weights. The bits of an
+//! element depend neither on the instruction set nor on the other rows of the batch. A product
+//! never allocates.
 
+use crate::dense::int8::{Int8Panels, Int8Scratch, K_MAX};
 use crate::dense::microkernel::{Finish, ROWS_MAX, Row, Stored, Tile, WIDTH_MAX, decode};
+use crate::dense::tiling::{ProductShape, next_panel, padded, panels, tiles, width_for};
+use crate::dense::transpose::transpose;
 use crate::dense::weights::Weights;
 use crate::simd::huge_pages::{Zeroable, Zeroed};
 use crate::simd::isa::Isa;
@@ -16,7 +20,7 @@ const DECODE_ROWS: usize = 8 * ROWS_MAX;
 enum Panels {
     F32(Zeroed<f32>),
     F16(Zeroed<f16>),
-    Int8(Zeroed<i8>),
+    Int8(Int8Panels),
 }
 
 /// A weight matrix `[k, n]`, packed for the kernels, with the scale, bias and Relu that follow.
@@ -30,6 +34,36 @@ pub(crate) struct Matrix {
     pub relu: bool,
 }
 
+/// What the products of a network need of a worker's memory.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct GemmSizes {
+    /// Rows of the tallest matrix.
+    k: usize,
+    /// Rows of the tallest matrix of f16 weights.
+    k_f16: usize,
+    /// Rows of the tallest matrix of int8 weights.
+    k_int8: usize,
+    /// Values of the largest packed operand.
+    packed: usize,
+}
+
+impl GemmSizes {
+    /// Makes room for products with `matrix`.
+    pub fn add_matrix(&mut self, matrix: &Matrix) {
+        self.k = self.k.max(matrix.k);
+        match matrix.panels {
+            Panels::F32(_) => {}
+            Panels::F16(_) => self.k_f16 = self.k_f16.max(matrix.k),
+            Panels::Int8(_) => self.k_int8 = self.k_int8.max(matrix.k),
+        }
+    }
+
+    /// Makes room for a packed operand `[k, n]`.
+    pub fn add_packed(&mut self, k: usize, n: usize) {
+        self.packed = self.packed.max(k * padded(n));
+    }
+}
+
 /// The memory of one worker's products.
 pub(crate) struct GemmScratch {
     /// The entries of a row that are not zero.
@@ -38,27 +72,26 @@ pub(crate) struct GemmScratch {
     decoded: Zeroed<f32>,
     /// The packed second operand of a product of two computed values.
     packed: Zeroed<f32>,
-}
-
-/// The sizes of a product `[m, k] x [k, n]`.
-#[derive(Clone, Copy)]
-pub(crate) struct ProductShape {
-    pub m: usize,
-    pub k: usize,
-    pub n: usize,
+    /// Quantized rows of a left operand.
+    int8: Int8Scratch,
 }
 
 impl GemmScratch {
-    /// Creates the memory for matrices of up to `k` rows and packed operands of up to `packed`
-    /// values.
-    pub fn new(k: usize, packed: usize) -> Self {
-        let decoded = Zeroed::new(k * WIDTH_MAX);
-        Self { nonzero: vec![(0, 0.0); k + 1], decoded, packed: Zeroed::new(packed) }
+    /// Creates the memory for products of these sizes.
+    pub fn new(sizes: GemmSizes) -> Self {
+        Self {
+            nonzero: vec![(0, 0.0); sizes.k + 1],
+            decoded: Zeroed::new(sizes.k_f16 * WIDTH_MAX),
+            packed: Zeroed::new(sizes.packed),
+            int8: Int8Scratch::new(sizes.k_int8),
+        }
     }
 
     /// Returns the bytes of such a memory.
-    pub fn bytes(k: usize, packed: usize) -> usize {
-        (k + 1) * size_of::<(u32, f32)>() + 4 * (k * WIDTH_MAX + packed)
+    pub fn bytes(sizes: GemmSizes) -> usize {
+        (sizes.k + 1) * size_of::<(u32, f32)>()
+            + 4 * (sizes.k_f16 * WIDTH_MAX + sizes.packed)
+            + Int8Scratch::bytes(sizes.k_int8)
     }
 
     /// Returns the memory of a packed operand.
@@ -67,34 +100,9 @@ impl GemmScratch {
     }
 }
 
-/// Returns the first column and the width of every panel of `n` columns.
-pub(crate) fn panels(n: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..n).step_by(WIDTH_MAX).map(move |first| (first, width_for(n - first)))
-}
-
-fn width_for(columns: usize) -> usize {
-    match columns {
-        ..=16 => 16,
-        17..=32 => 32,
-        _ => WIDTH_MAX,
-    }
-}
-
-/// Returns `n` columns with the padding of the last panel.
-pub(crate) fn padded(n: usize) -> usize {
-    panels(n).last().map_or(0, |(first, width)| first + width)
-}
-
-/// Returns the row tiles for `m` rows: the first row and the number of rows, which differs by at
-/// most 1.
-fn tiles(m: usize) -> impl Iterator<Item = (usize, usize)> {
-    let count = m.div_ceil(ROWS_MAX);
-    (0..count).map(move |i| (i * m / count, (i + 1) * m / count - i * m / count))
-}
-
 impl Matrix {
     /// Packs the weights `w(row, column)` and `bias(column)` of a matrix `[k, n]`. All must be
-    /// finite.
+    /// finite. Weights of over [`K_MAX`] rows stay f32 where int8 is requested.
     pub fn pack(
         k: usize,
         n: usize,
@@ -104,20 +112,36 @@ impl Matrix {
     ) -> Self {
         let mut scale = vec![1.0; padded(n)];
         let panels = match weights {
-            Weights::F32 => Panels::F32(fill(k, n, w)),
+            Weights::Int8 if k <= K_MAX => Panels::Int8(Int8Panels::pack(k, n, w, &mut scale)),
             Weights::F16 => Panels::F16(fill(k, n, &|k, n| f16::from_f32(w(k, n)))),
-            Weights::Int8 => {
-                for (n, scale) in scale.iter_mut().enumerate().take(n) {
-                    let most = (0..k).map(|k| w(k, n).abs()).fold(0.0, f32::max);
-                    *scale = if most > 0.0 { most / 127.0 } else { 1.0 };
-                }
-                Panels::Int8(fill(k, n, &|k, n| (w(k, n) / scale[n]).round() as i8))
-            }
+            Weights::F32 | Weights::Int8 => Panels::F32(fill(k, n, w)),
         };
 
         // `-0 + 0` is `+0`, so the sum over a row of zeros is `+0` in any order.
         let bias = (0..scale.len()).map(|i| if i < n { bias(i) + 0.0 } else { 0.0 }).collect();
         Self { k, n, panels, scale, bias, relu: false }
+    }
+
+    /// Returns this matrix with its weights stored as `weights`; `None` unless they are f32 here
+    /// and fit the other format.
+    pub fn repacked(&self, weights: Weights) -> Option<Self> {
+        let Panels::F32(packed) = &self.panels else { return None };
+        let at = |row: usize, column: usize| {
+            let first = column / WIDTH_MAX * WIDTH_MAX;
+            packed[first * self.k + row * width_for(self.n - first) + column - first]
+        };
+        let mut matrix = Self::pack(self.k, self.n, &at, weights, |column| self.bias[column]);
+        matrix.relu = self.relu;
+        matrix.is_finite().then_some(matrix)
+    }
+
+    /// Returns how the weights are stored.
+    pub fn weights(&self) -> Weights {
+        match self.panels {
+            Panels::F32(_) => Weights::F32,
+            Panels::F16(_) => Weights::F16,
+            Panels::Int8(_) => Weights::Int8,
+        }
     }
 
     /// Returns true if every weight, scale and bias is finite. A product with zero is then zero.
@@ -139,22 +163,18 @@ impl Matrix {
         has_none
     }
 
-    /// Returns the weights `[k, n]` as the kernels use them: rounded as they were packed, not
-    /// scaled.
+    /// Returns the weights `[k, n]`.
+    ///
+    /// # Panics
+    /// If they are not f32.
     pub fn unpacked(&self) -> Vec<f32> {
-        match &self.panels {
-            Panels::F32(p) => self.unpack(p, |w| *w),
-            Panels::F16(p) => self.unpack(p, |w| w.to_f32()),
-            Panels::Int8(p) => self.unpack(p, |w| f32::from(*w)),
-        }
-    }
-
-    fn unpack<W>(&self, packed: &[W], value: impl Fn(&W) -> f32) -> Vec<f32> {
+        assert!(self.weights() == Weights::F32, "{} weights cannot be unpacked", self.weights());
+        let Panels::F32(packed) = &self.panels else { return Vec::new() };
         let mut all = vec![0.0; self.k * self.n];
         for (first, width) in panels(self.n) {
             let panel = &packed[first * self.k..][..self.k * width];
             for (row, from) in all.chunks_exact_mut(self.n).zip(panel.chunks_exact(width)) {
-                row[first..].iter_mut().zip(from).for_each(|(to, from)| *to = value(from));
+                row[first..].iter_mut().zip(from).for_each(|(to, from)| *to = *from);
             }
         }
         all
@@ -170,7 +190,7 @@ impl Matrix {
         let panels = match &self.panels {
             Panels::F32(p) => size_of_val::<[_]>(p),
             Panels::F16(p) => size_of_val::<[_]>(p),
-            Panels::Int8(p) => size_of_val::<[_]>(p),
+            Panels::Int8(p) => p.bytes(),
         };
         panels + 8 * self.scale.len()
     }
@@ -187,7 +207,11 @@ impl Matrix {
         match &self.panels {
             Panels::F32(p) => self.multiply_by(p, m, a, out, isa, scratch),
             Panels::F16(p) => self.multiply_by(p, m, a, out, isa, scratch),
-            Panels::Int8(p) => self.multiply_by(p, m, a, out, isa, scratch),
+            Panels::Int8(p) => {
+                let shape = ProductShape { m, k: self.k, n: self.n };
+                let finish = Finish { scale: &self.scale, bias: &self.bias, relu: self.relu };
+                p.multiply(shape, a, out, finish, isa, &mut scratch.int8);
+            }
         }
     }
 
@@ -234,9 +258,10 @@ fn multiply_panel<W: Stored>(
     let ProductShape { m, k, n } = shape;
     let width = panel.len() / k;
     let columns = width.min(n - first);
-    for (row, rows) in tiles(m) {
+    for (number, (row, rows)) in tiles(m).enumerate() {
         let (a, out) = (&a[row * k..], &mut out[row * n + first..]);
-        Tile { a, k, rows, panel, width, out, stride: n, columns, finish }.run(isa);
+        let ahead = next_panel(panel, number);
+        Tile { a, k, rows, panel, width, out, stride: n, columns, finish, ahead }.run(isa);
     }
 }
 
@@ -266,20 +291,27 @@ fn list_nonzero<'a>(a: &[f32], list: &'a mut [(u32, f32)]) -> &'a [(u32, f32)] {
 
 /// Packs `[k, n]`, or `[n, k]` if `transposed`, as the second operand of `multiply_packed`.
 pub(crate) fn pack_columns(b: &[f32], k: usize, n: usize, transposed: bool, packed: &mut [f32]) {
+    if transposed {
+        return pack_rows(&b[..n * k], k, 0, n, packed);
+    }
     for (first, width) in panels(n) {
         let columns = width.min(n - first);
         let panel = &mut packed[first * k..][..k * width];
-        if transposed {
-            for column in 0..columns {
-                let from = &b[(first + column) * k..][..k];
-                from.iter()
-                    .zip(panel.chunks_exact_mut(width))
-                    .for_each(|(x, row)| row[column] = *x);
-            }
-        } else {
-            for (row, from) in panel.chunks_exact_mut(width).zip(b.chunks_exact(n)) {
-                row[..columns].copy_from_slice(&from[first..first + columns]);
-            }
+        for (row, from) in panel.chunks_exact_mut(width).zip(b.chunks_exact(n)) {
+            row[..columns].copy_from_slice(&from[first..first + columns]);
+        }
+    }
+}
+
+/// Packs `rows` `[rows, k]` as the columns from `first` on of an operand of `n` columns.
+pub(crate) fn pack_rows(rows: &[f32], k: usize, first: usize, n: usize, packed: &mut [f32]) {
+    let end = first + rows.len() / k;
+    for (start, width) in panels(n) {
+        let (from, to) = (first.max(start), end.min(start + width));
+        if from < to {
+            let panel = &mut packed[start * k..][..k * width];
+            let rows = &rows[(from - first) * k..(to - first) * k];
+            transpose(rows, k, &mut panel[from - start..], width);
         }
     }
 }
@@ -319,7 +351,9 @@ mod tests {
 
     fn product(matrix: &Matrix, m: usize, a: &[f32], isa: Isa) -> Vec<u32> {
         let mut out = vec![f32::NAN; m * matrix.n];
-        let mut scratch = GemmScratch::new(matrix.k, 0);
+        let mut sizes = GemmSizes::default();
+        sizes.add_matrix(matrix);
+        let mut scratch = GemmScratch::new(sizes);
         matrix.multiply(m, a, &mut out, isa, &mut scratch);
         out.iter().map(|x| x.to_bits()).collect()
     }
@@ -346,10 +380,11 @@ mod tests {
                         a.chunks(k).flat_map(|row| product(&matrix, 1, row, isa)).collect();
                     prop_assert_eq!(&one_by_one, &reference, "{:?}", isa);
                 }
-                let (relative, per_weight) = match weights {
-                    Weights::F32 => (1e-6, 0.0),
-                    Weights::F16 => (6e-4, 0.0),
-                    Weights::Int8 => (1e-6, 2.2 / 254.0),
+                let (relative, per_weight, per_input) = match weights {
+                    Weights::F32 => (1e-6, 0.0, 0.0),
+                    Weights::F16 => (6e-4, 0.0, 0.0),
+                    // Half a step, which is the range over 254 or 255.
+                    Weights::Int8 => (1e-6, 2.2 / 254.0, 4.4 / 510.0),
                 };
                 for (at, bits) in reference.iter().enumerate() {
                     let (row, column) = (&a[at / n * k..][..k], at % n);
@@ -361,7 +396,9 @@ mod tests {
                     let exact = if relu { sum.max(0.0) } else { sum };
                     let inputs: f64 = row.iter().map(|x| f64::from(x.abs())).sum();
                     let rounding = relative * (size + sum.abs()) * (k as f64).sqrt();
-                    let bound = rounding + per_weight * inputs + 1e-30;
+                    let weights_size: f64 = (0..k).map(|i| weight(i).abs() + per_weight).sum();
+                    let bound =
+                        rounding + per_weight * inputs + per_input * weights_size + 1e-30;
                     let off = (f64::from(f32::from_bits(*bits)) - exact).abs();
                     prop_assert!(off <= bound, "{:?}: {} from {}", weights, off, exact);
                 }

@@ -6,6 +6,7 @@
 use crate::dense::functions::{Map, Zip};
 use crate::dense::onnx_graph::{Graph, Node, Op, Operand};
 use crate::dense::tensor::Id;
+use std::collections::HashMap;
 
 /// The location of a value: an input of the network or a buffer, by its number.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -26,6 +27,12 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
+    /// Fuses the nodes of `graph` and assigns buffers, for the CPU.
+    pub fn for_cpu(mut graph: Graph) -> Self {
+        fuse_pairs(&mut graph);
+        Self::new(graph)
+    }
+
     /// Fuses the nodes of `graph` and assigns buffers.
     pub fn new(mut graph: Graph) -> Self {
         fuse(&mut graph);
@@ -89,6 +96,32 @@ impl Node {
                 }
             }
             _ => false,
+        }
+    }
+}
+
+/// Lets the products of every two rows of a `Concat` read its operands, so that no run copies them.
+fn fuse_pairs(graph: &mut Graph) {
+    let mut concats: HashMap<Id, (Vec<Id>, Vec<usize>)> = HashMap::new();
+    for node in &mut graph.nodes {
+        match &node.op {
+            Op::Concat { outer: 1, parts } => {
+                concats.insert(node.output, (node.inputs.clone(), parts.clone()));
+            }
+            Op::Products { count: 1, m, k, n, transposed: true } if m == n => {
+                let concat = match node.inputs.as_slice() {
+                    [left, right] if left == right => concats.get(left),
+                    _ => None,
+                };
+                if let Some((inputs, parts)) = concat
+                    && parts.iter().all(|part| part.is_multiple_of(*k))
+                {
+                    let rows = parts.iter().map(|part| part / k).collect();
+                    node.op = Op::Pairs { rows, k: *k };
+                    node.inputs.clone_from(inputs);
+                }
+            }
+            _ => {}
         }
     }
 }

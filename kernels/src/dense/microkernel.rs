@@ -9,7 +9,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::simd::isa::{Family, Isa};
-use crate::simd::prefetch::prefetch;
+use crate::simd::prefetch::{prefetch, prefetch_l2};
 use half::f16;
 
 /// Rows of a tile, at most.
@@ -41,11 +41,13 @@ pub(super) struct Tile<'a, W> {
     pub columns: usize,
     /// `None` stores the sums as they are.
     pub finish: Option<Finish<'a>>,
+    /// Prefetched during the tile, a cache line for each `k`; never read.
+    pub ahead: *const W,
 }
 
 impl<W: Stored> Tile<'_, W> {
     /// Computes the tile.
-    pub fn run(self, isa: Isa) {
+    pub fn run(&mut self, isa: Isa) {
         assert!((1..=ROWS_MAX).contains(&self.rows) && (1..=self.width).contains(&self.columns));
         assert!(matches!(self.width, 16 | 32 | 64) && self.panel.len() == self.k * self.width);
         assert!(self.a.len() >= self.rows * self.k);
@@ -152,7 +154,6 @@ pub(super) trait Lanes: Copy {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
     unsafe fn load_f16(p: *const f16) -> Self;
-    unsafe fn load_i8(p: *const i8) -> Self;
     unsafe fn store(self, p: *mut f32);
     /// Returns `self * x + sum`, rounded once.
     unsafe fn mul_add(self, x: Self, sum: Self) -> Self;
@@ -182,14 +183,6 @@ impl Stored for f16 {
     unsafe fn lanes<V: Lanes>(p: *const Self) -> V {
         // SAFETY: the caller keeps the contract of this function.
         unsafe { V::load_f16(p) }
-    }
-}
-
-impl Stored for i8 {
-    #[inline(always)]
-    unsafe fn lanes<V: Lanes>(p: *const Self) -> V {
-        // SAFETY: the caller keeps the contract of this function.
-        unsafe { V::load_i8(p) }
     }
 }
 
@@ -256,6 +249,7 @@ unsafe fn tile<V: Lanes, W: Stored, const R: usize, const C: usize>(t: &mut Tile
                 }
             }
             panel = panel.wrapping_add(t.width);
+            prefetch_l2(t.ahead.wrapping_add(i * (64 / size_of::<W>())));
         }
 
         for r in 0..R {
@@ -295,25 +289,25 @@ unsafe fn row<V: Lanes, W: Stored, const C: usize>(t: Row<W>) {
 /// 64.
 #[inline(always)]
 unsafe fn narrow_tile<V: Lanes, W: Stored, const C16: usize, const C32: usize, const C64: usize>(
-    mut t: Tile<W>,
+    t: &mut Tile<W>,
 ) {
     // SAFETY: the caller keeps the contract of this function.
     unsafe {
         let wide = match (t.rows, t.width) {
-            (1, 64) => return tile::<V, W, 1, C64>(&mut t, 0),
+            (1, 64) => return tile::<V, W, 1, C64>(t, 0),
             (2, 32 | 64) => 32,
             _ => 16,
         };
 
         for first in (0..t.width).step_by(wide) {
             match t.rows {
-                1 => tile::<V, W, 1, C16>(&mut t, first),
-                2 if wide == 32 => tile::<V, W, 2, C32>(&mut t, first),
-                2 => tile::<V, W, 2, C16>(&mut t, first),
-                3 => tile::<V, W, 3, C16>(&mut t, first),
-                4 => tile::<V, W, 4, C16>(&mut t, first),
-                5 => tile::<V, W, 5, C16>(&mut t, first),
-                _ => tile::<V, W, 6, C16>(&mut t, first),
+                1 => tile::<V, W, 1, C16>(t, first),
+                2 if wide == 32 => tile::<V, W, 2, C32>(t, first),
+                2 => tile::<V, W, 2, C16>(t, first),
+                3 => tile::<V, W, 3, C16>(t, first),
+                4 => tile::<V, W, 4, C16>(t, first),
+                5 => tile::<V, W, 5, C16>(t, first),
+                _ => tile::<V, W, 6, C16>(t, first),
             }
         }
     }
@@ -362,11 +356,6 @@ impl Lanes for Plain {
         unsafe { Self((*p.cast::<[f16; 8]>()).map(f16::to_f32)) }
     }
     #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> Self {
-        // SAFETY: as `Lanes` requires.
-        unsafe { Self((*p.cast::<[i8; 8]>()).map(f32::from)) }
-    }
-    #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         // SAFETY: as `Lanes` requires.
         unsafe { *p.cast() = self.0 }
@@ -410,11 +399,6 @@ mod x86 {
             unsafe { Self(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast()))) }
         }
         #[inline(always)]
-        unsafe fn load_i8(p: *const i8) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())))) }
-        }
-        #[inline(always)]
         unsafe fn store(self, p: *mut f32) {
             // SAFETY: see the implementation's head.
             unsafe { _mm512_storeu_ps(p, self.0) }
@@ -450,11 +434,6 @@ mod x86 {
             unsafe { Self(_mm256_cvtph_ps(_mm_loadu_si128(p.cast()))) }
         }
         #[inline(always)]
-        unsafe fn load_i8(p: *const i8) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe { Self(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())))) }
-        }
-        #[inline(always)]
         unsafe fn store(self, p: *mut f32) {
             // SAFETY: see the implementation's head.
             unsafe { _mm256_storeu_ps(p, self.0) }
@@ -473,28 +452,28 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-    pub(super) unsafe fn tile_avx512<W: Stored>(mut t: Tile<W>) {
+    pub(super) unsafe fn tile_avx512<W: Stored>(t: &mut Tile<W>) {
         // SAFETY: the caller keeps the contract of this function.
         unsafe {
             match (t.rows, t.width) {
-                (1, 16) => tile::<F32x16, W, 1, 1>(&mut t, 0),
-                (2, 16) => tile::<F32x16, W, 2, 1>(&mut t, 0),
-                (3, 16) => tile::<F32x16, W, 3, 1>(&mut t, 0),
-                (4, 16) => tile::<F32x16, W, 4, 1>(&mut t, 0),
-                (5, 16) => tile::<F32x16, W, 5, 1>(&mut t, 0),
-                (_, 16) => tile::<F32x16, W, 6, 1>(&mut t, 0),
-                (1, 32) => tile::<F32x16, W, 1, 2>(&mut t, 0),
-                (2, 32) => tile::<F32x16, W, 2, 2>(&mut t, 0),
-                (3, 32) => tile::<F32x16, W, 3, 2>(&mut t, 0),
-                (4, 32) => tile::<F32x16, W, 4, 2>(&mut t, 0),
-                (5, 32) => tile::<F32x16, W, 5, 2>(&mut t, 0),
-                (_, 32) => tile::<F32x16, W, 6, 2>(&mut t, 0),
-                (1, _) => tile::<F32x16, W, 1, 4>(&mut t, 0),
-                (2, _) => tile::<F32x16, W, 2, 4>(&mut t, 0),
-                (3, _) => tile::<F32x16, W, 3, 4>(&mut t, 0),
-                (4, _) => tile::<F32x16, W, 4, 4>(&mut t, 0),
-                (5, _) => tile::<F32x16, W, 5, 4>(&mut t, 0),
-                (_, _) => tile::<F32x16, W, 6, 4>(&mut t, 0),
+                (1, 16) => tile::<F32x16, W, 1, 1>(t, 0),
+                (2, 16) => tile::<F32x16, W, 2, 1>(t, 0),
+                (3, 16) => tile::<F32x16, W, 3, 1>(t, 0),
+                (4, 16) => tile::<F32x16, W, 4, 1>(t, 0),
+                (5, 16) => tile::<F32x16, W, 5, 1>(t, 0),
+                (_, 16) => tile::<F32x16, W, 6, 1>(t, 0),
+                (1, 32) => tile::<F32x16, W, 1, 2>(t, 0),
+                (2, 32) => tile::<F32x16, W, 2, 2>(t, 0),
+                (3, 32) => tile::<F32x16, W, 3, 2>(t, 0),
+                (4, 32) => tile::<F32x16, W, 4, 2>(t, 0),
+                (5, 32) => tile::<F32x16, W, 5, 2>(t, 0),
+                (_, 32) => tile::<F32x16, W, 6, 2>(t, 0),
+                (1, _) => tile::<F32x16, W, 1, 4>(t, 0),
+                (2, _) => tile::<F32x16, W, 2, 4>(t, 0),
+                (3, _) => tile::<F32x16, W, 3, 4>(t, 0),
+                (4, _) => tile::<F32x16, W, 4, 4>(t, 0),
+                (5, _) => tile::<F32x16, W, 5, 4>(t, 0),
+                (_, _) => tile::<F32x16, W, 6, 4>(t, 0),
             }
         }
     }
@@ -522,7 +501,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) unsafe fn tile_avx2<W: Stored>(t: Tile<W>) {
+    pub(super) unsafe fn tile_avx2<W: Stored>(t: &mut Tile<W>) {
         // SAFETY: the caller keeps the contract of this function.
         unsafe { narrow_tile::<F32x8, W, 2, 4, 8>(t) }
     }
@@ -576,14 +555,6 @@ mod neon {
                 );
             }
             Self(wide)
-        }
-        #[inline(always)]
-        unsafe fn load_i8(p: *const i8) -> Self {
-            // SAFETY: see the implementation's head.
-            unsafe {
-                let bytes = vreinterpret_s8_s32(vdup_n_s32(p.cast::<i32>().read_unaligned()));
-                Self(vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes)))))
-            }
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut f32) {

@@ -4,10 +4,11 @@
 //! nothing.
 
 use crate::dense::functions::{Map, Zip};
-use crate::dense::gemm::{Matrix, padded};
+use crate::dense::gemm::Matrix;
 use crate::dense::onnx::{GraphProto, ModelProto, NodeProto, TensorProto};
 use crate::dense::stored::stored;
 use crate::dense::tensor::{Batch, Data, Id, Kind, Layout, RANK_MAX, Tensor, Values, product};
+use crate::dense::tiling::padded;
 use crate::dense::weights::Weights;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -34,6 +35,9 @@ pub(crate) enum Op {
     Matrix { rows: usize, matrix: Box<Matrix> },
     /// `count` products `[m, k] x [k, n]` of two operands. The second is `[n, k]` if `transposed`.
     Products { count: usize, m: usize, k: usize, n: usize, transposed: bool },
+    /// The products of every two rows `[n, k] x [k, n]`, of which operand `i` has `rows[i]`. Only
+    /// the CPU's layout has this.
+    Pairs { rows: Vec<usize>, k: usize },
     /// A function of each value.
     Map(Map),
     /// A function of each pair of values.

@@ -3,13 +3,15 @@
 
 use crate::dense::elementwise::{self, Side};
 use crate::dense::gemm::{
-    GemmScratch, Matrix, ProductShape, multiply_packed, pack_columns, padded,
+    GemmScratch, GemmSizes, Matrix, multiply_packed, pack_columns, pack_rows,
 };
 use crate::dense::layout::{Layout, Place};
 use crate::dense::moves::Pattern;
 use crate::dense::onnx_graph::{Node, Op, Operand};
 use crate::dense::sequences::{Gru, fold, softmax, sum};
 use crate::dense::tensor::Id;
+use crate::dense::tiling::ProductShape;
+use crate::dense::weights::{DenseLayer, Weights};
 use crate::simd::isa::Isa;
 
 /// Samples that run through the network together. They are enough to use every weight often while
@@ -20,10 +22,7 @@ const BLOCK: usize = 96;
 pub(super) struct Plan {
     layout: Layout,
     isa: Isa,
-    /// Rows of the tallest matrix.
-    k_max: usize,
-    /// Floats of the largest packed operand of a product.
-    pack_max: usize,
+    gemm: GemmSizes,
     /// The patterns of the index tables of each node, in the order of its operands.
     patterns: Vec<[Pattern; 3]>,
     /// Floats of the widest state of a GRU, with its products, for one sample.
@@ -40,20 +39,14 @@ pub(super) struct PlanScratch {
 impl Plan {
     /// Plans a run of `layout` on `isa`.
     pub fn new(layout: Layout, isa: Isa) -> Self {
-        let (mut k_max, mut pack_max, mut state_max) = (0, 0, 0);
-        for node in &layout.nodes {
-            match &node.op {
-                Op::Matrix { matrix, .. } => k_max = k_max.max(matrix.k),
-                Op::Products { k, n, .. } => pack_max = pack_max.max(k * padded(*n)),
-                Op::Gru { hidden, .. } => {
-                    k_max = k_max.max(*hidden);
-                    state_max = state_max.max(Gru::state_width(*hidden));
-                }
-                _ => {}
-            }
-        }
+        let gemm = gemm_sizes(&layout);
+        let state = |node: &Node| match &node.op {
+            Op::Gru { hidden, .. } => Gru::state_width(*hidden),
+            _ => 0,
+        };
+        let state_max = layout.nodes.iter().map(state).max().unwrap_or(0);
         let patterns = layout.nodes.iter().map(|n| patterns_of(&n.op)).collect();
-        Self { layout, isa, k_max, pack_max, patterns, state_max }
+        Self { layout, isa, gemm, patterns, state_max }
     }
 
     /// Returns the number of floats in one sample's result.
@@ -78,6 +71,26 @@ impl Plan {
         self.matrices().map(Matrix::bytes).sum::<usize>() + 4 * tables
     }
 
+    /// Returns the matrices, in the order of execution.
+    pub fn layers(&self) -> Vec<DenseLayer> {
+        let layer = |m: &Matrix| DenseLayer { inputs: m.k, outputs: m.n, weights: m.weights() };
+        self.matrices().map(layer).collect()
+    }
+
+    /// Stores the weights of matrix number `at` as `weights`, rounded from those of `trained`, the
+    /// same network with f32 weights. Returns false if they do not fit.
+    pub fn set_weights(&mut self, at: usize, weights: Weights, trained: &Self) -> bool {
+        let repacked = trained.matrices().nth(at).and_then(|m| m.repacked(weights));
+        let own = self.layout.nodes.iter_mut().filter_map(|node| match &mut node.op {
+            Op::Matrix { matrix, .. } | Op::Gru { matrix, .. } => Some(matrix),
+            _ => None,
+        });
+        let (Some(own), Some(repacked)) = ({ own }.nth(at), repacked) else { return false };
+        **own = repacked;
+        self.gemm = gemm_sizes(&self.layout);
+        true
+    }
+
     fn matrices(&self) -> impl Iterator<Item = &Matrix> {
         self.layout.nodes.iter().filter_map(|n| match &n.op {
             Op::Matrix { matrix, .. } | Op::Gru { matrix, .. } => Some(&**matrix),
@@ -90,13 +103,13 @@ impl Plan {
         let buffers =
             self.layout.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
         let state = vec![0.0; self.state_max * batch_max.min(BLOCK)];
-        PlanScratch { buffers, gemm: GemmScratch::new(self.k_max, self.pack_max), state }
+        PlanScratch { buffers, gemm: GemmScratch::new(self.gemm), state }
     }
 
     /// Returns the bytes of the memory for runs of up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
         let floats = self.layout.buffers.iter().sum::<usize>() + self.state_max;
-        4 * floats * batch_max.min(BLOCK) + GemmScratch::bytes(self.k_max, self.pack_max)
+        4 * floats * batch_max.min(BLOCK) + GemmScratch::bytes(self.gemm)
     }
 
     /// Runs `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, and `out` is
@@ -171,6 +184,12 @@ impl Plan {
                     multiply_packed(packed, shape, a, out, self.isa);
                 }
             }
+            Op::Pairs { rows, k } => {
+                for (sample, out) in out.chunks_exact_mut(width).enumerate() {
+                    let part = |i: usize| &read(i)[sample * rows[i] * k..][..rows[i] * k];
+                    pairs(rows, *k, part, out, self.isa, scratch.gemm.packed());
+                }
+            }
             Op::Map(map) => {
                 // The layout gives operand and result one buffer if the node can work in place.
                 if self.layout.places[node.inputs[0]] != Place::Buffer(buffer) {
@@ -226,6 +245,20 @@ fn patterns_of(op: &Op) -> [Pattern; 3] {
     }
 }
 
+/// Returns what the products of `layout` need of a worker's memory.
+fn gemm_sizes(layout: &Layout) -> GemmSizes {
+    let mut sizes = GemmSizes::default();
+    for node in &layout.nodes {
+        match &node.op {
+            Op::Matrix { matrix, .. } | Op::Gru { matrix, .. } => sizes.add_matrix(matrix),
+            Op::Products { k, n, .. } => sizes.add_packed(*k, *n),
+            Op::Pairs { rows, k } => sizes.add_packed(*k, rows.iter().sum()),
+            _ => {}
+        }
+    }
+    sizes
+}
+
 impl Operand {
     fn len(&self) -> usize {
         match self {
@@ -240,6 +273,28 @@ impl Operand {
             Self::Value { input, picks: Some(picks) } => Side::Picked(read(*input), picks, pattern),
             Self::Constant(values) => Side::Constant(values),
         }
+    }
+}
+
+/// Multiplies every two of the vectors of `k` values, of which `part(i)` has `rows[i]`.
+fn pairs<'a>(
+    rows: &[usize],
+    k: usize,
+    part: impl Fn(usize) -> &'a [f32],
+    out: &mut [f32],
+    isa: Isa,
+    packed: &mut [f32],
+) {
+    let n = rows.iter().sum();
+    let mut first = 0;
+    for (i, rows) in rows.iter().enumerate() {
+        pack_rows(part(i), k, first, n, packed);
+        first += rows;
+    }
+    first = 0;
+    for (i, &m) in rows.iter().enumerate() {
+        multiply_packed(packed, ProductShape { m, k, n }, part(i), &mut out[first * n..], isa);
+        first += m;
     }
 }
 

@@ -135,6 +135,19 @@ fn products() -> Vec<(&'static str, ModelProto)> {
                 vec![],
             ),
         ),
+        (
+            "products of the rows of a concat, which another node reads too",
+            network(
+                vec![
+                    node("Unsqueeze", &["x", "one"], &["u"], &[]),
+                    node("Concat", &["u", "y", "u"], &["v"], &[("axis", &[1])]),
+                    node("Transpose", &["v"], &["t"], &[("perm", &[0, 2, 1])]),
+                    node("MatMul", &["v", "t"], &["p"], &[]),
+                    node("MatMul", &["p", "v"], &["out"], &[]),
+                ],
+                vec![ints("one", &[1])],
+            ),
+        ),
         ("transpose", single("Transpose", &["y"], &[("perm", &[0, 2, 1])], vec![])),
     ]
 }

@@ -13,17 +13,35 @@ pub enum Activation {
     Sigmoid,
 }
 
-/// How the weights of the dense network are stored in memory. Sums are always `f32`.
+/// How the weights of a layer are stored in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Weights {
     /// As in the ONNX file.
     #[default]
     F32,
-    /// Rounded to `f16`: half of the memory.
+    /// Rounded to `f16`: half of the memory. Sums are f32.
     F16,
-    /// 8-bit integers and one scale for each output of a layer: a quarter of the memory.
+    /// 8-bit integers and one scale for each output of a layer: a quarter of the memory. Products
+    /// and sums are integers, and each sample's inputs are rounded to 8 bits.
     Int8,
+}
+
+/// A layer with weights `[inputs, outputs]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DenseLayer {
+    /// Values that go in.
+    pub inputs: usize,
+    /// Values that come out.
+    pub outputs: usize,
+    /// How the weights are stored.
+    pub weights: Weights,
+}
+
+impl fmt::Display for DenseLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} x {}: {}", self.inputs, self.outputs, self.weights)
+    }
 }
 
 impl fmt::Display for Weights {

@@ -38,8 +38,6 @@ pub struct DenseNetwork<'a> {
     pub output: &'a str,
     /// The function that turns the output into scores.
     pub activation: Activation,
-    /// How the weights are stored. TensorRT chooses for itself.
-    pub weights: Weights,
 }
 
 /// How TensorRT may be used.
@@ -119,7 +117,7 @@ impl DeviceEngine {
             .zip(&shapes)
             .map(|((name, _), shape)| (*name, shape.clone()))
             .collect();
-        let reference = load_on_cpu(network, network.weights)?;
+        let reference = load_on_cpu(network)?;
         let loader = Loader {
             gpu,
             network,
@@ -136,7 +134,7 @@ impl DeviceEngine {
             }
         }
 
-        let layout = match Graph::build(&model, &inputs, network.output, network.weights) {
+        let layout = match Graph::build(&model, &inputs, network.output, Weights::F32) {
             Ok(graph) => Layout::new(graph),
             Err(Stop::Refused(e)) => return Err(e.into()),
             Err(Stop::Unsupported(operator)) => return Err(GpuDenseError::Unsupported(operator)),
@@ -328,9 +326,9 @@ impl DeviceEngine {
     }
 }
 
-fn load_on_cpu(network: &DenseNetwork, weights: Weights) -> Result<DenseEngine, DenseError> {
-    let DenseNetwork { onnx, inputs, output, activation, .. } = *network;
-    DenseEngine::load(onnx.to_vec(), inputs, output, activation, weights)
+fn load_on_cpu(network: &DenseNetwork) -> Result<DenseEngine, DenseError> {
+    let DenseNetwork { onnx, inputs, output, activation } = *network;
+    DenseEngine::load(onnx.to_vec(), inputs, output, activation, Weights::F32)
 }
 
 /// What every backend of one network is made from.
@@ -373,7 +371,7 @@ impl Loader<'_> {
         options: &TensorRtOptions,
         inputs: Vec<(&str, Vec<usize>)>,
     ) -> Result<DeviceEngine, GpuDenseError> {
-        let reference = load_on_cpu(self.network, Weights::F32)?;
+        let reference = load_on_cpu(self.network)?;
         let libraries =
             options.libraries.as_ref().map(|(core, parser)| (core.as_path(), parser.as_path()));
         let tensorrt = TensorRt::open(&options.shim, libraries)?;

@@ -244,6 +244,7 @@ impl Upload<'_> {
                 DeviceOp::Products { count: *count, shape }
             }
 
+            Op::Pairs { .. } => unreachable!("only the CPU's layout has pairs"),
             Op::Map(map) => {
                 DeviceOp::Map(MapNumber::of(*map).ok_or_else(|| missing(format!("{map:?}")))?)
             }

@@ -18,21 +18,30 @@ pub(crate) enum Family {
     Neon,
 }
 
-/// A family of vector instructions that the kernels are compiled for. Holding one proves that this
-/// machine has the instructions.
+/// A family of vector instructions that the kernels are compiled for, with or without the dot
+/// products of bytes that came later. Holding one proves that this machine has the instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Isa(Family);
+pub struct Isa {
+    family: Family,
+    has_dot: bool,
+}
 
 impl Isa {
-    /// Returns the best family that this machine has.
+    /// Returns the best instructions that this machine has.
     pub fn detect() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| Self::available().pop().unwrap_or(Self(Family::Plain)))
+        let plain = Self { family: Family::Plain, has_dot: false };
+        *BEST.get_or_init(|| Self::available().pop().unwrap_or(plain))
     }
 
-    /// Returns all families that this machine has, the plain family first and the best last.
+    /// Returns all families that this machine has, the plain family first and the best last. A
+    /// family whose dot products the machine has is there twice: without them, then with them.
     pub fn available() -> Vec<Self> {
-        let mut all = vec![Family::Plain];
+        let mut all = vec![Self { family: Family::Plain, has_dot: false }];
+        let mut add = |family, has_dot: bool| {
+            all.push(Self { family, has_dot: false });
+            all.extend(has_dot.then_some(Self { family, has_dot }));
+        };
 
         #[cfg(target_arch = "x86_64")]
         {
@@ -40,29 +49,45 @@ impl Isa {
             let avx2 = has!("avx2") && has!("fma") && has!("f16c");
             let avx512 =
                 has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
-            all.extend(avx2.then_some(Family::Avx2));
-            all.extend((avx2 && avx512).then_some(Family::Avx512));
+            if avx2 {
+                add(Family::Avx2, has!("avxvnni"));
+            }
+            if avx2 && avx512 {
+                add(Family::Avx512, has!("avx512vnni"));
+            }
         }
         #[cfg(target_arch = "aarch64")]
-        all.push(Family::Neon);
-        all.into_iter().map(Self).collect()
+        add(Family::Neon, std::arch::is_aarch64_feature_detected!("dotprod"));
+        all
     }
 
     /// Returns the family.
     pub(crate) fn family(self) -> Family {
-        self.0
+        self.family
+    }
+
+    /// Returns whether the machine has the family's dot products of bytes: AVX-VNNI, AVX-512 VNNI,
+    /// or NEON's SDOT.
+    pub(crate) fn has_dot(self) -> bool {
+        self.has_dot
     }
 
     /// Returns the name that reports use.
     pub fn name(self) -> &'static str {
-        match self.0 {
-            Family::Plain => "plain",
+        match (self.family, self.has_dot) {
+            (Family::Plain, _) => "plain",
             #[cfg(target_arch = "x86_64")]
-            Family::Avx2 => "avx2",
+            (Family::Avx2, false) => "avx2",
             #[cfg(target_arch = "x86_64")]
-            Family::Avx512 => "avx512",
+            (Family::Avx2, true) => "avx2+vnni",
+            #[cfg(target_arch = "x86_64")]
+            (Family::Avx512, false) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            (Family::Avx512, true) => "avx512+vnni",
             #[cfg(target_arch = "aarch64")]
-            Family::Neon => "neon",
+            (Family::Neon, false) => "neon",
+            #[cfg(target_arch = "aarch64")]
+            (Family::Neon, true) => "neon+dot",
         }
     }
 }

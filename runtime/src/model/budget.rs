@@ -29,8 +29,8 @@ pub struct Budget {
     pub misses_max: u32,
     /// Page reads of all workers in flight. More than the queue depth of the device gains nothing.
     pub reads_max: u32,
-    /// How the weights of the dense network are stored.
-    pub dense_weights: Weights,
+    /// How the weights of the dense network are stored on the CPU.
+    pub dense_weights: DenseWeights,
     /// Which engine may run the dense network on the CPU.
     pub dense_engine: EngineRule,
 }
@@ -44,6 +44,33 @@ pub enum EngineRule {
     Any,
     /// Only Hatchback's own.
     Own,
+}
+
+/// How the weights of the dense network are stored on the CPU: all alike, or each layer's in the
+/// narrowest way that the probe set bears.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DenseWeights {
+    /// As in the ONNX file.
+    #[default]
+    F32,
+    /// Rounded to `f16`.
+    F16,
+    /// 8-bit integers, by which the network also computes.
+    Int8,
+    /// Chosen for each layer when the model is opened.
+    Auto,
+}
+
+impl DenseWeights {
+    /// Returns how the weights are stored before any choice.
+    pub(crate) fn at_first(self) -> Weights {
+        match self {
+            Self::F32 | Self::Auto => Weights::F32,
+            Self::F16 => Weights::F16,
+            Self::Int8 => Weights::Int8,
+        }
+    }
 }
 
 impl Default for Budget {
@@ -60,7 +87,7 @@ impl Default for Budget {
             batch_max: 256,
             misses_max: 16 << 10,
             reads_max: 64,
-            dense_weights: Weights::F32,
+            dense_weights: DenseWeights::F32,
             dense_engine: EngineRule::Any,
         }
     }

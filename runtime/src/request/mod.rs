@@ -10,4 +10,5 @@ pub mod serving;
 pub(crate) mod successor;
 pub mod transition;
 pub(crate) mod weight_check;
+pub(crate) mod weight_choice;
 pub mod worker;

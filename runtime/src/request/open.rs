@@ -6,19 +6,19 @@ use crate::flash::Flash;
 use crate::io::disk::Disk;
 use crate::io::reader::{DeviceDepth, PageReader};
 use crate::model::backend::{CpuTables, ModelBackend, sole_owner};
-use crate::model::budget::{Budget, EngineRule, MemoryPlan};
+use crate::model::budget::{Budget, DenseWeights, EngineRule, MemoryPlan};
 use crate::model::opened::ModelParts;
 use crate::model::served_tables::{ServedTable, Storage, open_tables};
 use crate::model::{Model, OpenError, capacity, preload};
 use crate::request::negative_cache::NegativeCache;
 use crate::request::queue::RequestQueue;
-use crate::request::weight_check;
 use crate::request::worker::lookup_limits;
+use crate::request::{weight_check, weight_choice};
 use crate::schema::Schema;
 use crate::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
-use hatchback_kernels::dense::{DenseEngine, Weights};
+use hatchback_kernels::dense::DenseEngine;
 use hatchback_kernels::gpu::lookup::GpuLookup;
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
@@ -85,7 +85,8 @@ impl Model {
         capacity::check_budget(schema, &budget)?;
         let is_resident = capacity::choose_resident(schema, &budget)?;
         let place = Placed { is_resident: &is_resident, before: &[] };
-        let mut model = Self::open_with(flash, budget, place, read_depth, yield_now)?;
+        let model = Self::open_with(flash, budget, place, read_depth, yield_now)?;
+        let mut model = choose_weights(model, flash)?;
         *model.memory_mut() = sum_memory(&model);
         check_total(&model)?;
 
@@ -124,7 +125,7 @@ impl Model {
             before: before.map_or(&[], |model| model.tables()),
         };
         let model = Self::open_with(flash, small, place, read_depth, yield_now)?;
-        weight_check::check(model, flash)
+        weight_check::check(choose_weights(model, flash)?, flash)
     }
 
     fn open_with(
@@ -135,7 +136,7 @@ impl Model {
         yield_now: &dyn Fn(),
     ) -> Result<Self, OpenError> {
         let schema = Arc::new(flash.manifest().schema.clone());
-        let dense = schema.load_dense(flash.dense()?, budget.dense_weights)?;
+        let dense = schema.load_dense(flash.dense()?, budget.dense_weights.at_first())?;
         check_engine(&dense, &flash.manifest().generation, budget.dense_engine)?;
         let Placed { is_resident, before } = placed;
         let caches = capacity::make_caches(&schema, is_resident, &budget)?;
@@ -203,12 +204,12 @@ impl Model {
     ) -> Result<Self, OpenError> {
         let ModelBackend::GpuTables { tables, dense } = self.backend() else { return Ok(self) };
         let (gpu, freed_bytes) = (Arc::clone(tables.gpu()), dense.bytes() as u64);
-        let Budget { batch_max, workers, dense_weights, .. } = *self.budget();
+        let Budget { batch_max, workers, .. } = *self.budget();
         let batch_max = batch_max as usize;
         let options = DeviceOptions { tensorrt: tensorrt.cloned(), cublas: false, batch_max };
 
         let onnx = flash.dense()?;
-        let engine = match load_dense_on(self.schema(), &gpu, &onnx, dense_weights, &options) {
+        let engine = match load_dense_on(self.schema(), &gpu, &onnx, &options) {
             Ok(engine) => engine,
             Err(GpuDenseError::Cuda(e)) => return Err(OpenError::Cuda(*e)),
             Err(e) => {
@@ -250,23 +251,26 @@ fn check_engine(
     Ok(())
 }
 
+/// Chooses the weights of each layer, if the budget leaves that to the probe set.
+fn choose_weights(model: Model, flash: &Flash) -> Result<Model, OpenError> {
+    match model.budget().dense_weights {
+        DenseWeights::Auto => weight_choice::choose(model, flash),
+        _ => Ok(model),
+    }
+}
+
 /// Loads the dense network of `schema` onto `gpu`.
 fn load_dense_on(
     schema: &Schema,
     gpu: &Arc<Gpu>,
     onnx: &[u8],
-    weights: Weights,
     options: &DeviceOptions,
 ) -> Result<DeviceEngine, GpuDenseError> {
     let network = &schema.network;
     let inputs: Vec<(&str, usize)> =
         network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
     let (output, activation) = (network.output.as_str(), network.activation);
-    DeviceEngine::load(
-        gpu,
-        &DenseNetwork { onnx, inputs: &inputs, output, activation, weights },
-        options,
-    )
+    DeviceEngine::load(gpu, &DenseNetwork { onnx, inputs: &inputs, output, activation }, options)
 }
 
 fn device_storage(table: &ServedTable) -> TableStorage {

@@ -1,10 +1,12 @@
 //! Checks that a dense network with narrow weights gives the scores of the one that was trained:
 //! both score the probe set from the same rows when a model is opened. Never changes a model.
+//! `weight_choice.rs` makes such a check for each layer.
 
 use crate::clock::SystemClock;
 use crate::flash::Flash;
 use crate::limits::{SCORE_DIFFERENCE_MAX, WEIGHT_CHECK_SAMPLES_MAX};
 use crate::model::backend::sole_owner;
+use crate::model::budget::DenseWeights;
 use crate::model::{Model, OpenError};
 use crate::request::worker::{ScoreError, Worker};
 use hatchback_kernels::dense::Weights;
@@ -17,10 +19,10 @@ use std::sync::Arc;
 /// [`OpenError::Weights`] if the score of a probe sample differs by more than
 /// [`SCORE_DIFFERENCE_MAX`] or a sample cannot be scored.
 pub(crate) fn check(model: Model, flash: &Flash) -> Result<Model, OpenError> {
-    let weights = model.budget().dense_weights;
-    if weights == Weights::F32 {
-        return Ok(model);
-    }
+    let weights = match model.budget().dense_weights {
+        DenseWeights::F32 | DenseWeights::Auto => return Ok(model),
+        narrow => narrow.at_first(),
+    };
     let samples = flash.probe()?;
     if samples.is_empty() {
         log::warn!(

@@ -11,7 +11,7 @@ use crate::report::metrics::largest_difference;
 use crate::report::plot::{self, Axis, Series};
 use crate::{report, say, serve};
 use anyhow::{Context, Result, ensure};
-use hatchback::Weights;
+use hatchback::DenseWeights;
 use hatchback::flash::Flash;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
@@ -28,11 +28,15 @@ use std::time::Duration;
 const BATCHES: [u32; 5] = [1, 8, 32, 64, 256];
 /// The peer of the bars.
 const ORT: &str = "ONNX Runtime";
+/// The same with the weights of the layers quantized to int8 by its own tool.
+const ORT_INT8: &str = "ONNX Runtime, int8";
+/// How much faster than its peer an engine must be from batch 8 on, and int8 at any batch.
+const SPEEDUP: f64 = 1.2;
 /// Our engines: one for each encoding of the dense network's weights.
-const OURS: [(&str, Weights); 3] = [
-    ("Hatchback, f32", Weights::F32),
-    ("Hatchback, f16", Weights::F16),
-    ("Hatchback, int8", Weights::Int8),
+const OURS: [(&str, DenseWeights); 3] = [
+    ("Hatchback, f32", DenseWeights::F32),
+    ("Hatchback, f16", DenseWeights::F16),
+    ("Hatchback, int8", DenseWeights::Int8),
 ];
 /// Largest difference from ONNX Runtime's scores at which f16 and int8 weights count for the bars.
 const SCORE_TOLERANCE: f64 = 1e-3;
@@ -96,7 +100,7 @@ impl RequestPeers {
             Ok(running) => Self { running: Some(running), missing: Vec::new() },
             Err(e) => {
                 let missing = |engine| PeerNotRun::new(engine, report::explain(&e), peer::SETUP);
-                Self { running: None, missing: [ORT, "torch, eager"].map(missing).into() }
+                Self { running: None, missing: [ORT, ORT_INT8, "torch, eager"].map(missing).into() }
             }
         })
     }
@@ -128,7 +132,7 @@ impl OurWorker {
     fn open(
         flash: &Flash,
         name: &'static str,
-        dense_weights: Weights,
+        dense_weights: DenseWeights,
         rows: usize,
     ) -> Result<Self> {
         // Sets of 14 ways that are a third full on average almost never overflow.
@@ -326,32 +330,40 @@ fn at<'a>(points: &'a [PeersMeasurement], engine: &str, batch: u32) -> Option<&'
         .find(|figures| figures.engine == engine && figures.batch == batch)
 }
 
-/// Returns the demanded figures: ONNX Runtime's time over ours.
+/// Returns the demanded figures: ONNX Runtime's time over ours, for f32 and for int8, and our error
+/// with int8 over ONNX Runtime's.
 fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
-    let ratio = |engine: &str, batch, of: fn(&PeersFigures) -> f64| {
-        Some(of(at(points, ORT, batch)?) / of(at(points, engine, batch)?))
+    let [(f32_weights, _), _, (int8_weights, _)] = OURS;
+    let ratio = |peer: &str, engine: &str, batch, of: fn(&PeersFigures) -> f64| {
+        Some(of(at(points, peer, batch)?) / of(at(points, engine, batch)?))
     };
     let mut bars = Vec::new();
     let mut least = |name: String, value, bar| bars.push(Bar::at_least_if(name, value, bar));
 
-    let (f32_weights, _) = OURS[0];
-    for batch in [1, 8] {
-        let p50 = ratio(f32_weights, batch, |m| m.p50_us);
-        least(format!("p50 of {ORT} / f32, batch {batch}"), p50, 1.0);
-        let p99 = ratio(f32_weights, batch, |m| m.p99_us);
-        least(format!("p99 of {ORT} / f32, batch {batch}"), p99, 1.0);
+    for batch in BATCHES {
+        let p50 = ratio(ORT, f32_weights, batch, |m| m.p50_us);
+        let bar = if batch < 8 { 1.0 } else { SPEEDUP };
+        least(format!("p50 of {ORT} / f32, batch {batch}"), p50, bar);
+        if batch <= 8 {
+            let p99 = ratio(ORT, f32_weights, batch, |m| m.p99_us);
+            least(format!("p99 of {ORT} / f32, batch {batch}"), p99, 1.0);
+        }
     }
-    for batch in [32, 64] {
-        let value = ratio(f32_weights, batch, |m| m.p50_us);
-        least(format!("p50 of {ORT} / f32, batch {batch}"), value, 1.0 / 1.2);
+    for batch in BATCHES {
+        let p50 = ratio(ORT_INT8, int8_weights, batch, |m| m.p50_us);
+        least(format!("p50 of {ORT_INT8} / int8, batch {batch}"), p50, SPEEDUP);
     }
+    let error = |engine| at(points, engine, BATCHES[0]).and_then(|m| m.score_difference);
+    let errors = error(ORT_INT8).zip(error(int8_weights)).map(|(theirs, ours)| theirs / ours);
+    least(format!("score error of {ORT_INT8} / int8"), errors, 1.0);
 
     let lighter = || OURS[1..].iter().map(|o| o.0);
     let exact = |engine: &&str| {
         at(points, engine, 1).and_then(|m| m.score_difference).is_some_and(|d| d <= SCORE_TOLERANCE)
     };
     for batch in BATCHES {
-        let best = lighter().filter(exact).filter_map(|engine| ratio(engine, batch, |m| m.p50_us));
+        let best =
+            lighter().filter(exact).filter_map(|engine| ratio(ORT, engine, batch, |m| m.p50_us));
         let best = best.fold(None, |a: Option<f64>, b| Some(a.map_or(b, |a| a.max(b))));
         least(format!("p50 of {ORT} / f16 or int8, batch {batch}"), best, 1.0);
     }
@@ -434,7 +446,7 @@ mod tests {
         let report: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         let points = report["points"].as_array().unwrap();
-        assert_eq!(points.len(), BATCHES.len() * OURS.len() + 2);
+        assert_eq!(points.len(), BATCHES.len() * OURS.len() + 3);
         assert!(points[0]["p50_us"].as_f64().unwrap() > 0.0);
         assert_eq!(
             (&points[15]["engine"], &points[15]["command"]),

@@ -10,7 +10,7 @@ use crate::bench::filled_cache::{FilledCache, TABLES};
 use crate::bench::peer::percentile;
 use crate::workload::synthetic::CRITEO_ONNX;
 use anyhow::{Context, Result, anyhow, ensure};
-use hatchback::{Activation, Codec, LookupStatus, Pooling, RowFormat, RowKey, Weights};
+use hatchback::{Activation, Codec, LookupStatus, Pooling, RowFormat, RowKey};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::cuda::memory::Buffer;
@@ -90,7 +90,6 @@ impl RigNetwork {
             inputs: &inputs,
             output: "logit",
             activation: Activation::Sigmoid,
-            weights: Weights::F32,
         };
 
         let tensorrt = options.tensorrt.clone().map(|shim| TensorRtOptions {
