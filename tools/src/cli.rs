@@ -4,7 +4,7 @@
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file_onto};
 use crate::repository::{keys, prune, publish};
-use crate::{bench, demo, eval, image, inspect, report, run, say, serve, sync, tuf};
+use crate::{bench, demo, eval, image, inspect, report, run, say, select, serve, sync, tuf};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
@@ -32,6 +32,7 @@ enum Command {
     Pack(PackArgs),
     Inspect(inspect::InspectArgs),
     Image(image::ImageArgs),
+    Select(select::SelectArgs),
     Keys(keys::KeysArgs),
     Publish(publish::PublishArgs),
     Prune(prune::PruneArgs),
@@ -82,6 +83,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Pack(args) => pack(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Image(args) => image::run(&args),
+        Command::Select(args) => select::run(&args),
         Command::Keys(args) => keys::run(&args),
         Command::Publish(args) => publish::run(&args),
         Command::Prune(args) => prune::run(&args),
