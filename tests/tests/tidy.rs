@@ -61,7 +61,7 @@ const CRATES: [Layers; 6] = [
             &["bench", "eval", "gate", "image", "inspect", "run", "select", "sync", "tuf"],
             &["repository", "serve", "workload"],
             &["pack"],
-            &["import", "window"],
+            &["hps_kafka", "import", "window"],
             &["report"],
             &["limits"],
         ],

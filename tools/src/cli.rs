@@ -4,7 +4,7 @@
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file_onto};
 use crate::repository::{keys, prune, publish};
-use crate::{bench, demo, eval, image, inspect, report, run, say, select, serve, sync, tuf};
+use crate::{bench, demo, eval, gate, image, inspect, report, run, say, select, serve, sync, tuf};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
@@ -33,6 +33,7 @@ enum Command {
     Inspect(inspect::InspectArgs),
     Image(image::ImageArgs),
     Select(select::SelectArgs),
+    Gate(gate::GateArgs),
     Keys(keys::KeysArgs),
     Publish(publish::PublishArgs),
     Prune(prune::PruneArgs),
@@ -84,6 +85,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Inspect(args) => inspect::run(&args),
         Command::Image(args) => image::run(&args),
         Command::Select(args) => select::run(&args),
+        Command::Gate(args) => gate::run(&args),
         Command::Keys(args) => keys::run(&args),
         Command::Publish(args) => publish::run(&args),
         Command::Prune(args) => prune::run(&args),

@@ -9,6 +9,8 @@ pub mod bench;
 pub mod cli;
 pub mod demo;
 pub mod eval;
+pub mod gate;
+pub mod hps_kafka;
 pub mod image;
 pub mod import;
 pub mod inspect;

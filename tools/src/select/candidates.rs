@@ -9,7 +9,7 @@ const TRAFFIC_KEPT: f32 = 0.5;
 
 /// What happens to a row of the fleet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum RowChange {
     /// The fleet holds another row for the key.
     Update,
     /// The fleet has no row for the key.
@@ -34,7 +34,7 @@ pub struct Candidate {
     /// The number of the source that has the newest change.
     pub source: u16,
     /// What happens.
-    pub change: Change,
+    pub change: RowChange,
     /// Whether the distance is below the floor.
     pub is_below_floor: bool,
 }
@@ -116,12 +116,12 @@ impl Sources<'_> {
             is_below_floor: false,
         };
         for (row, key) in window.words(columns.keys)?.into_iter().enumerate() {
-            let mut next = candidate(row, key, &since, Change::Insert);
+            let mut next = candidate(row, key, &since, RowChange::Insert);
             next.traffic = kept * traffic.as_ref().map_or(1.0, |traffic| traffic[row]);
             all.push(next);
         }
         for (row, key) in window.words(columns.deleted)?.into_iter().enumerate() {
-            all.push(candidate(row, key, &deleted_since, Change::Delete));
+            all.push(candidate(row, key, &deleted_since, RowChange::Delete));
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! the changes that wait longest, so that none waits for ever. The rest goes to the changes of most
 //! distance times traffic per byte. Never reads a row.
 
-use crate::select::candidates::{Candidate, Change, grows};
+use crate::select::candidates::{Candidate, RowChange, grows};
 use hatchback::schema::{KeySpace, Table};
 use std::cmp::Ordering;
 use std::collections::HashSet;
@@ -64,7 +64,7 @@ impl TableCandidates {
     }
 
     fn cost(&self, candidate: &Candidate) -> u64 {
-        if candidate.change == Change::Delete { self.delete_cost } else { self.row_cost }
+        if candidate.change == RowChange::Delete { self.delete_cost } else { self.row_cost }
     }
 
     fn value(&self, candidate: &Candidate) -> f32 {

@@ -2,7 +2,7 @@
 //! budget counts the bytes of the file. Rows come from the backlog, one at a time. Never changes
 //! the backlog.
 
-use crate::select::candidates::{Candidate, Change, grows};
+use crate::select::candidates::{Candidate, RowChange, grows};
 use crate::select::choose::{Chosen, Ranking, TableCandidates};
 use crate::window::Window;
 use crate::window::reader::RowBuffer;
@@ -55,9 +55,9 @@ impl Draft<'_> {
             let (mut added, mut removed) = (0, 0);
             for candidate in picked {
                 let is_sparse = table.keys == KeySpace::Sparse;
-                let is_insert = is_sparse && candidate.change == Change::Insert;
+                let is_insert = is_sparse && candidate.change == RowChange::Insert;
                 added += u64::from(is_insert || grows(table, candidate.order));
-                removed += u64::from(is_sparse && candidate.change == Change::Delete);
+                removed += u64::from(is_sparse && candidate.change == RowChange::Delete);
             }
             table.rows = (table.rows + added).saturating_sub(removed);
         }
@@ -124,7 +124,7 @@ impl Draft<'_> {
 
         for (candidate, is_chosen) in self.tables[number].candidates.iter().zip(&chosen.of[number])
         {
-            if candidate.change == Change::Delete {
+            if candidate.change == RowChange::Delete {
                 if *is_chosen && grows(held, candidate.order) {
                     // The codec may not hold the default row. The key is deleted next time.
                     let zeros = vec![0.0; table.dim as usize];

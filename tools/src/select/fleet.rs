@@ -3,7 +3,7 @@
 //! the fleet once, because candidates come in the order of the pages.
 
 use crate::limits::GROWTH_GAP_MAX;
-use crate::select::candidates::{Candidate, Change, Sources, grows, key_of};
+use crate::select::candidates::{Candidate, RowChange, Sources, grows, key_of};
 use crate::window::WindowTable;
 use crate::window::reader::RowBuffer;
 use anyhow::{Context, Result, ensure};
@@ -122,12 +122,12 @@ impl Comparison<'_> {
                 buffers.held.copy_from_slice(&self.table.default_row);
             }
             let is_due = match candidate.change {
-                Change::Delete if is_held => {
+                RowChange::Delete if is_held => {
                     candidate.distance = distance(&buffers.held, &self.table.default_row);
                     true
                 }
                 // A new row behind this place needs a row here first; the default row fills it.
-                Change::Delete => grows(self.table, candidate.order),
+                RowChange::Delete => grows(self.table, candidate.order),
                 _ => {
                     let source = usize::from(candidate.source);
                     let table = tables[source].with_context(place)?;
@@ -159,7 +159,7 @@ impl Comparison<'_> {
         self.format.decode(encoded, decoded);
         let before = distance(&row.values, held);
         let after = distance(&row.values, decoded);
-        candidate.change = if is_held { Change::Update } else { Change::Insert };
+        candidate.change = if is_held { RowChange::Update } else { RowChange::Insert };
         candidate.distance = before;
         candidate.is_below_floor = is_held && before < self.floor * length(held);
         Ok(!is_held || before > after)
@@ -167,10 +167,10 @@ impl Comparison<'_> {
 }
 
 /// Makes the new rows at the end of an index table a run without gaps. A key that is missing in the
-/// run becomes a deleted one: the delta fills its place, and the next delta deletes it. Deleted keys
-/// behind the last new row are dropped.
+/// run becomes a deleted one: the delta fills its place, and the next delta deletes it. Deleted
+/// keys behind the last new row are dropped.
 fn fill_gaps(table: &Table, candidates: &mut Vec<Candidate>) -> Result<()> {
-    let is_idle = |c: &Candidate| c.change == Change::Delete && grows(table, c.order);
+    let is_idle = |c: &Candidate| c.change == RowChange::Delete && grows(table, c.order);
     while candidates.last().is_some_and(is_idle) {
         candidates.pop();
     }
@@ -191,7 +191,7 @@ fn fill_gaps(table: &Table, candidates: &mut Vec<Candidate>) -> Result<()> {
     let new = candidates.split_off(first);
     let mut next = table.rows;
     for candidate in new {
-        let gap = Candidate { change: Change::Delete, traffic: 0.0, distance: 0.0, ..candidate };
+        let gap = Candidate { change: RowChange::Delete, traffic: 0.0, distance: 0.0, ..candidate };
         candidates.extend((next..candidate.order).map(|order| Candidate { order, ..gap }));
         next = candidate.order + 1;
         candidates.push(candidate);

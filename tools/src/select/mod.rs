@@ -21,7 +21,7 @@ pub mod state;
 use crate::eval::evaluate;
 use crate::pack::read_samples;
 use crate::report::args::mib_to_bytes;
-use crate::select::candidates::{Candidate, Change, Sources, key_of};
+use crate::select::candidates::{Candidate, RowChange, Sources, key_of};
 use crate::select::choose::{ChoiceRules, Ranking, TableCandidates};
 use crate::select::encode::{Draft, Fitted};
 use crate::select::fleet::{Comparison, FleetTable};
@@ -281,14 +281,14 @@ fn write_backlog(
 
 /// Returns the candidates that have a row.
 fn rows_of(candidates: &[Candidate]) -> Vec<&Candidate> {
-    candidates.iter().filter(|candidate| candidate.change != Change::Delete).collect()
+    candidates.iter().filter(|candidate| candidate.change != RowChange::Delete).collect()
 }
 
 /// Returns the columns of the backlog of one table.
 fn changes_of(table: &Table, candidates: &[Candidate]) -> TableChanges {
     let key = |candidate: &Candidate| key_of(table.keys, candidate.order);
-    let rows = || candidates.iter().filter(|candidate| candidate.change != Change::Delete);
-    let deleted = || candidates.iter().filter(|candidate| candidate.change == Change::Delete);
+    let rows = || candidates.iter().filter(|candidate| candidate.change != RowChange::Delete);
+    let deleted = || candidates.iter().filter(|candidate| candidate.change == RowChange::Delete);
     TableChanges {
         name: table.name.clone(),
         dim: table.dim as usize,
@@ -387,9 +387,9 @@ impl Selection {
                     continue;
                 }
                 match candidate.change {
-                    Change::Update => self.updated += 1,
-                    Change::Insert => self.inserted += 1,
-                    Change::Delete => self.deleted += 1,
+                    RowChange::Update => self.updated += 1,
+                    RowChange::Insert => self.inserted += 1,
+                    RowChange::Delete => self.deleted += 1,
                 }
             }
         }

