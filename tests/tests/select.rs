@@ -167,7 +167,7 @@ impl Loop {
             published: self.published.clone(),
             budget_mib,
             floor: 0.01,
-            ageing_percent: 10,
+            ageing_percent: 5,
             refresh_every: 3,
             json: None,
         }
@@ -202,6 +202,10 @@ impl Loop {
         if let (Some(budget), Some(_)) = (done.budget_bytes, &done.generation) {
             let bytes = std::fs::metadata(self.path("next.hatch")).unwrap().len();
             assert!(bytes == done.bytes && bytes <= budget, "{bytes} bytes of {budget}");
+            let bundle = BundleReader::open(&self.path("next.hatch")).unwrap();
+            let left = bundle.manifest().deferral.unwrap();
+            assert_eq!((left.rows, left.since), (done.deferred, done.deferred_since));
+            assert_eq!((left.window, left.step), (done.window, 100 * done.window));
         }
         done
     }
@@ -341,6 +345,14 @@ fn a_state_folder_refuses_what_would_lose_rows() {
 
     let tiny = refused(&trainer.args(Some(0.000_1)));
     assert!(tiny.contains("the budget of 104 bytes is below"), "{tiny}");
+
+    let window = trainer.path("windows").join(format!("{:012}", 1));
+    std::fs::remove_dir_all(&window).unwrap();
+    let content = WindowContent { lineage: "stream".into(), window: 1, ..Default::default() };
+    let content = WindowContent { closed_ms: 5, ..content };
+    write_window(&window, &content, &[], &mut |_, _, _| Ok(())).unwrap();
+    assert!(refused(&trainer.args(None)).contains("the trainer numbers its windows anew"));
+    std::fs::remove_dir_all(&window).unwrap();
 
     let window = trainer.path("windows").join(format!("{:012}", 3));
     let content = WindowContent { lineage: "stream".into(), window: 3, ..Default::default() };

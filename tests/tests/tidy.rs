@@ -58,6 +58,7 @@ const CRATES: [Layers; 6] = [
             &["main", "lib"],
             &["cli"],
             &["demo"],
+            &["live"],
             &["bench", "eval", "gate", "image", "inspect", "run", "select", "sync", "tuf"],
             &["repository", "serve", "workload"],
             &["pack"],

@@ -15,6 +15,7 @@ pub mod image;
 pub mod import;
 pub mod inspect;
 mod limits;
+pub mod live;
 pub mod pack;
 pub mod report;
 pub mod repository;

@@ -144,7 +144,7 @@ impl Desk {
             published,
             budget_mib,
             floor: 0.0,
-            ageing_percent: 10,
+            ageing_percent: 5,
             refresh_every: 16,
             json: None,
         })

@@ -7,7 +7,7 @@ use crate::select::choose::{Chosen, Ranking, TableCandidates};
 use crate::window::Window;
 use crate::window::reader::RowBuffer;
 use anyhow::{Context, Result, ensure};
-use hatchback::bundle::manifest::{Generation, Manifest, TableBlobs};
+use hatchback::bundle::manifest::{Deferral, Generation, Manifest, TableBlobs};
 use hatchback::bundle::{BlobWriter, BundleWriter};
 use hatchback::flash::Flash;
 use hatchback::flash::segment::writer::SegmentWriter;
@@ -32,6 +32,8 @@ pub struct Draft<'a> {
     pub tables: &'a [TableCandidates],
     /// The generation that the delta brings.
     pub generation: Generation,
+    /// The newest window among the candidates.
+    pub window: u64,
     /// The dense network.
     pub dense: &'a [u8],
     /// The probe set.
@@ -102,8 +104,29 @@ impl Draft<'_> {
             tables,
             dense,
             probe,
+            deferral: Some(self.deferral(chosen)),
         };
         Ok(bundle.finish(manifest)?)
+    }
+
+    /// Returns what the delta leaves for later.
+    pub fn deferral(&self, chosen: &Chosen) -> Deferral {
+        let mut left = Deferral {
+            window: self.window,
+            step: self.backlog.head.step,
+            rows: 0,
+            since: None,
+            distance_max: 0.0,
+        };
+        for (table, chosen) in self.tables.iter().zip(&chosen.of) {
+            let picks = table.candidates.iter().zip(chosen);
+            for (candidate, _) in picks.filter(|(_, is_chosen)| !**is_chosen) {
+                left.rows += 1;
+                left.since = Some(left.since.unwrap_or(u64::MAX).min(candidate.since));
+                left.distance_max = left.distance_max.max(candidate.distance);
+            }
+        }
+        left
     }
 
     fn write_table(

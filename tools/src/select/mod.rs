@@ -26,7 +26,7 @@ use crate::select::choose::{ChoiceRules, Ranking, TableCandidates};
 use crate::select::encode::{Draft, Fitted};
 use crate::select::fleet::{Comparison, FleetTable};
 use crate::select::state::SelectState;
-use crate::window::folder::windows_after;
+use crate::window::folder::{closed_windows, windows_after};
 use crate::window::head::{DENSE, PROBE};
 use crate::window::reader::RowBuffer;
 use crate::window::writer::{TableChanges, WindowContent, write_window};
@@ -73,7 +73,7 @@ pub struct SelectArgs {
     #[arg(long, default_value_t = 0.0, value_parser = floor)]
     pub floor: f32,
     /// Per cent of the budget for the changes that wait longest
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=100))]
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub ageing_percent: u64,
     /// Every so many selections the waiting rows of the hot lists go first; 0: never
     #[arg(long, default_value_t = 16)]
@@ -160,6 +160,9 @@ impl Selection {
 pub fn select(args: &SelectArgs) -> Result<Selection> {
     let mut state = SelectState::open(&args.state, args.base.as_deref(), &args.published)?;
     let last = state.recorded().and_then(|recorded| recorded.consumed);
+    if let Some(backlog) = &state.backlog {
+        check_numbering(&args.windows, last, backlog)?;
+    }
     let windows = open_windows(&args.windows, last, &state.fleet)?;
     if windows.is_empty() && state.backlog.is_none() {
         return Ok(Selection { parent: state.held().sequence, ..Selection::default() });
@@ -175,6 +178,23 @@ pub fn select(args: &SelectArgs) -> Result<Selection> {
     let mut done = write_delta(args, &state, &tables, rules)?;
     done.windows = windows.len();
     Ok(done)
+}
+
+/// Checks that no window up to `last` was closed after the newest one in the backlog. A trainer
+/// that numbers its windows anew would otherwise be ignored.
+fn check_numbering(folder: &Path, last: Option<u64>, backlog: &Window) -> Result<(), WindowError> {
+    for closed in closed_windows(folder)? {
+        if last.is_none_or(|last| closed.number > last) {
+            continue;
+        }
+        let head = Window::read_head(&closed.folder)?;
+        if head.closed_ms > backlog.head.closed_ms {
+            let why = "later than that of the newest window in the backlog: the trainer numbers \
+                       its windows anew; continue after the last number";
+            return Err(WindowError::field(&closed.folder, "closed_ms", head.closed_ms, why));
+        }
+    }
+    Ok(())
 }
 
 /// Opens and verifies the windows of `folder` after window `last`.
@@ -329,7 +349,8 @@ fn write_delta(
     let mut probe = probe_of(backlog, fleet)?;
     // A score takes five bytes, whatever it is.
     probe.iter_mut().for_each(|sample| sample.score = Some(0.5));
-    let mut draft = Draft { fleet, backlog, tables, generation, dense: &dense, probe };
+    let mut draft =
+        Draft { fleet, backlog, tables, generation, window: done.window, dense: &dense, probe };
 
     let spare = match draft.probe.is_empty() {
         true => 0,
@@ -377,15 +398,11 @@ impl Selection {
     fn count(&mut self, draft: &Draft<'_>, fitted: &Fitted) {
         self.generation = Some(draft.generation.to_string());
         self.bytes = fitted.bytes;
-        self.deferred = self.candidates - fitted.chosen.count;
-        for (table, chosen) in draft.tables.iter().zip(&fitted.chosen.of) {
-            for (candidate, is_chosen) in table.candidates.iter().zip(chosen) {
-                if !is_chosen {
-                    let since = self.deferred_since.unwrap_or(u64::MAX);
-                    self.deferred_since = Some(since.min(candidate.since));
-                    self.deferred_distance_max = self.deferred_distance_max.max(candidate.distance);
-                    continue;
-                }
+        let left = draft.deferral(&fitted.chosen);
+        (self.deferred, self.deferred_since) = (left.rows, left.since);
+        self.deferred_distance_max = left.distance_max;
+        for number in 0..draft.tables.len() {
+            for candidate in draft.chosen_of(&fitted.chosen, number) {
                 match candidate.change {
                     RowChange::Update => self.updated += 1,
                     RowChange::Insert => self.inserted += 1,

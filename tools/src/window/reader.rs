@@ -52,10 +52,7 @@ impl Window {
     /// # Errors
     /// [`WindowError`] if a file is missing or is not what `window.json` says.
     pub fn open(folder: &Path) -> Result<Self, WindowError> {
-        let path = folder.join(HEAD);
-        let text = SystemDisk.read(&path, WINDOW_HEAD_BYTES_MAX).map_err(WindowError::io(&path))?;
-        let head = WindowHead::parse(&path, &text)?;
-
+        let head = Self::read_head(folder)?;
         for file in &head.files {
             let path = folder.join(&file.name);
             let bytes = std::fs::metadata(&path).map_err(WindowError::io(&path))?.len();
@@ -72,6 +69,16 @@ impl Window {
         let tables =
             columns.into_iter().map(|(name, columns)| WindowTable { name, columns }).collect();
         Ok(Self { folder: folder.to_owned(), head, rows, tables })
+    }
+
+    /// Reads `window.json` of the window in `folder`.
+    ///
+    /// # Errors
+    /// [`WindowError`] if the file cannot be read or a field is not allowed.
+    pub fn read_head(folder: &Path) -> Result<WindowHead, WindowError> {
+        let path = folder.join(HEAD);
+        let text = SystemDisk.read(&path, WINDOW_HEAD_BYTES_MAX).map_err(WindowError::io(&path))?;
+        WindowHead::parse(&path, &text)
     }
 
     /// Checks the hash of every file.

