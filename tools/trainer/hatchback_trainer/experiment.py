@@ -1,29 +1,23 @@
-"""What a fleet gains from each byte of its deltas: the flights in time order, with the real `hatchback` program.
+"""What a fleet gains from each byte of its deltas: a stream in time order, with the real `hatchback` program.
 
-A base is trained on January to June. Then each week is first scored by every fleet, and then trained on; the week's
-window reaches each fleet under the fleet's own policy, as real deltas of `hatchback select`. The report has the mean AUC
-of each policy on weeks that its fleet had not seen, and the bytes it sent.
+A base is trained first. Then each window of the stream is first scored by every fleet, and then trained on; its changes
+reach each fleet under the fleet's own policy, as real deltas of `hatchback select`. The report has the mean AUC of each
+policy on windows that its fleet had not seen, and the bytes it sent.
 """
 
 import json
 import math
-import shutil
 import subprocess
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
-from .flights import FEATURES, OnlineDLRM, read_flights
+from .flights import OnlineDLRM
 from .model_files import export_model
 from .samples import write_lines
-from .tap import onnx_bytes
-from .window import Changes, WindowWriter
+from .window import WindowWriter
 
-BASE_ENDS = date(2013, 7, 1)
 POLICIES = {  # name -> codec, part of the u8 rows' bytes, whether rows are sent at all
     "stale": ("f32", None, False),
     "dense only": ("f32", 0.0, False),
@@ -35,21 +29,6 @@ POLICIES = {  # name -> codec, part of the u8 rows' bytes, whether rows are sent
     "top 10 %": ("u8", 0.1, True),
     "top 5 %": ("u8", 0.05, True),
 }
-
-
-def weeks(path):
-    """Returns the samples of the base, and those of each later week."""
-    base, later = [], {}
-    for day, sample in read_flights(path):
-        if day < BASE_ENDS:
-            base.append(sample)
-        else:
-            later.setdefault((day - BASE_ENDS).days // 7, []).append(sample)
-    return base, [later[week] for week in sorted(later)]
-
-
-def network_bytes(model):
-    return onnx_bytes(model.network, (torch.zeros(2, 4), torch.zeros(2, len(FEATURES), 16)), ["dense", "emb"])
 
 
 def export_base(model, probe, out):
@@ -89,7 +68,7 @@ class Fleet:
         return report["bytes"]
 
     def evaluate(self, samples):
-        """Scores a week with what the cars hold."""
+        """Scores the next window with what the cars hold."""
         held = self.folder / "state/fleet"
         model = self.published[0] if self.published else held  # `eval` installs a delta into the folder first
         words = ["--flash", held, "--samples", samples, "--batch", "64", "--json", "-"]
@@ -98,8 +77,8 @@ class Fleet:
         self.logloss.append(report["logloss"])
 
 
-def publish_week(fleets, windows, dense_windows):
-    """Sends a week's window to every fleet under its policy."""
+def publish_window(fleets, windows, dense_windows):
+    """Sends a window to every fleet under its policy."""
     by_name = {fleet.name: fleet for fleet in fleets}
     fixed = by_name["dense only"].select(dense_windows, None)
     by_name["dense only"].bytes.append(fixed)
@@ -128,7 +107,7 @@ def report_of(fleets, seconds):
                 "auc": mean(fleet.auc),
                 "logloss": mean(fleet.logloss),
                 "auc_below_f32": mean(full.auc) - mean(fleet.auc),
-                "auc_by_week": fleet.auc,
+                "auc_by_window": fleet.auc,
             }
         )
     good = [point for point in points if point["auc_below_f32"] <= 0.0005 and point["share_of_f32_bytes"] <= 1 / 8]
@@ -146,7 +125,7 @@ def print_report(report):
     print(f"AUC within 0.0005 of all rows in f32 at 1/8 of the bytes or less: {verdict}; training took {report['train_seconds']:.0f} s")
 
 
-def svg(report):
+def svg(report, name):
     """Returns a picture of mean AUC against bytes, on a logarithmic axis."""
     points = [one for one in report["points"] if one["kib_a_window"] > 0]
     low, high = math.log10(min(p["kib_a_window"] for p in points)) - 0.1, math.log10(max(p["kib_a_window"] for p in points)) + 0.1
@@ -169,43 +148,40 @@ def svg(report):
     for step in range(5):
         auc = bottom + (top - bottom) * step / 4
         parts.append(f'<text x="74" y="{y(auc) + 4:.1f}" text-anchor="end">{auc:.4f}</text>')
-    parts.append('<text x="370" y="386" text-anchor="middle">KiB a weekly delta</text>')
-    parts.append('<text x="80" y="24">mean AUC on the next week, 2013 flights from New York</text></svg>')
+    parts.append('<text x="370" y="386" text-anchor="middle">KiB a delta</text>')
+    parts.append(f'<text x="80" y="24">mean AUC on the next window, {name}</text></svg>')
     return "\n".join(parts) + "\n"
 
 
-def run(data, out, program, seed=1, weeks_max=None):
-    """Runs the experiment and writes experiment.json and experiment.svg into `out`."""
+def run(stream, out, program, windows_max=None):
+    """Runs the experiment and writes NAME.json and NAME.svg into `out`."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     program = str(Path(program).resolve()) if Path(program).exists() else program
-    base, later = weeks(data)
-    later = later[:weeks_max]
-    model, seconds = OnlineDLRM(seed), time.monotonic()
-    model.train(base)
+    model, start = OnlineDLRM(stream), time.monotonic()
+    model.train(stream.base)
     model.changes()
-    seconds = time.monotonic() - seconds
+    seconds = time.monotonic() - start
 
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         export_base(model, [], scratch / "base")
         fleets = [Fleet(name, program, scratch, scratch / "base/model.toml") for name in POLICIES]
-        rows, dense = WindowWriter(scratch / "windows", "flights"), WindowWriter(scratch / "dense", "flights")
-        for week, samples in enumerate(later):
-            write_lines(scratch / "week.jsonl", samples)
+        rows, dense = WindowWriter(scratch / "windows", stream.name), WindowWriter(scratch / "dense", stream.name)
+        for samples in stream.windows[:windows_max]:
+            write_lines(scratch / "next.jsonl", samples)
             for fleet in fleets:
-                fleet.evaluate(scratch / "week.jsonl")
+                fleet.evaluate(scratch / "next.jsonl")
             start = time.monotonic()
             model.train(samples)
             seconds += time.monotonic() - start
-            network = network_bytes(model)
+            network = model.onnx()
             rows.write(model.changes(), model.step, network)
             dense.write({}, model.step, network)
-            publish_week(fleets, rows.folder, dense.folder)
-        shutil.copy(scratch / "base/model.toml", out / "model.toml")
+            publish_window(fleets, rows.folder, dense.folder)
 
     report = report_of(fleets, seconds)
-    (out / "experiment.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / "experiment.svg").write_text(svg(report))
+    (out / f"{stream.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / f"{stream.name}.svg").write_text(svg(report, stream.name))
     print_report(report)
     return report

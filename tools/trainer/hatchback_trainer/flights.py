@@ -1,4 +1,4 @@
-"""The flights that left New York in 2013 as a stream of samples in time order, and a DLRM that trains on it online.
+"""The flights that left New York in 2013 as a stream of samples in time order, and a DLRM that trains on streams online.
 
 The label is an arrival more than 15 minutes late; only what the schedule tells is a feature. Keys are hashes of words, so
 new tail numbers and routes are new keys. The training touches only the rows of each batch (row-wise Adagrad by hand). It
@@ -10,6 +10,7 @@ import hashlib
 import io
 import math
 import zipfile
+from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
 
@@ -19,12 +20,14 @@ from torch.nn import functional as F
 from .models import DLRM
 from .samples import Sample
 from .schema import Feature, Input, Schema, Table
+from .tap import onnx_bytes
 from .window import Changes
 
 DIM = 16
 BATCH = 128
 RATE, DENSE_RATE = 0.05, 0.01
 LATE_MINUTES = 15
+BASE_ENDS = date(2013, 7, 1)
 DENSE = ("hour_sin", "hour_cos", "distance", "weekend")
 FEATURES = {  # feature and table -> the columns whose words make its keys
     "carrier": ("carrier",),
@@ -36,6 +39,17 @@ FEATURES = {  # feature and table -> the columns whose words make its keys
     "origin_hour": ("origin", "hour", "weekday"),
     "carrier_hour": ("carrier", "origin", "hour"),
 }
+
+
+@dataclass
+class Stream:
+    """Samples in time order: those of the base, and those of each later window. Each feature has one key and one table."""
+
+    name: str
+    features: tuple
+    dense: tuple
+    base: list
+    windows: list
 
 
 @lru_cache(maxsize=None)
@@ -67,17 +81,28 @@ def read_flights(path):
         yield day_of(row), sample_of(row)
 
 
+def flight_stream(path):
+    """Returns January to June as the base, and a window for each later week."""
+    base, weeks = [], {}
+    for day, sample in read_flights(path):
+        if day < BASE_ENDS:
+            base.append(sample)
+        else:
+            weeks.setdefault((day - BASE_ENDS).days // 7, []).append(sample)
+    return Stream("flights", tuple(FEATURES), DENSE, base, [weeks[week] for week in sorted(weeks)])
+
+
 class GrowingTable:
     """An embedding table whose rows appear when their keys do, with the sums of row-wise Adagrad."""
 
-    def __init__(self, generator):
-        self.row_of, self.keys, self.generator = {}, [], generator
+    def __init__(self):
+        self.row_of, self.keys = {}, []
         self.weight, self.sums = torch.zeros(1024, DIM), torch.zeros(1024, 1)
         self.counts = torch.zeros(1024)  # lookups since the last window
         self.total = torch.zeros(1024)
 
     def rows(self, keys):
-        """Returns the row number of each key. A new key gets a new row of small values."""
+        """Returns the row number of each key. A new key gets a row of zeros."""
         for key in keys:
             if key not in self.row_of:
                 self.row_of[key] = len(self.keys)
@@ -97,11 +122,11 @@ class GrowingTable:
 class OnlineDLRM:
     """A DLRM that trains on samples in their order and reports what each window changed."""
 
-    def __init__(self, seed):
+    def __init__(self, stream, seed=1):
         torch.manual_seed(seed)
-        generator = torch.Generator().manual_seed(seed)
-        self.tables = {name: GrowingTable(generator) for name in FEATURES}
-        self.network = DLRM(len(DENSE), len(FEATURES), DIM, bottom=[16], top=[32])
+        self.stream = stream
+        self.tables = {name: GrowingTable() for name in stream.features}
+        self.network = DLRM(len(stream.dense), len(stream.features), DIM, bottom=[16], top=[32])
         self.optimizer = torch.optim.Adagrad(self.network.parameters(), lr=DENSE_RATE)
         self.step = 0
 
@@ -141,9 +166,14 @@ class OnlineDLRM:
 
     def schema(self):
         tables = tuple(Table(name, len(t.keys), DIM, tuple(t.keys), placement="cached", counted=True) for name, t in self.tables.items())
-        features = tuple(Feature(name, name) for name in FEATURES)
-        inputs = (Input("dense"), Input("emb", tuple(FEATURES), stacked=True))
-        return Schema("flights", DENSE, inputs, tables, features)
+        features = tuple(Feature(name, name) for name in self.stream.features)
+        inputs = (Input("dense"), Input("emb", self.stream.features, stacked=True))
+        return Schema(self.stream.name, self.stream.dense, inputs, tables, features)
+
+    def onnx(self):
+        """Returns the dense network as the bytes of an ONNX file."""
+        example = torch.zeros(2, len(self.stream.dense)), torch.zeros(2, len(self.stream.features), DIM)
+        return onnx_bytes(self.network, example, ["dense", "emb"])
 
 
 def signed(key):

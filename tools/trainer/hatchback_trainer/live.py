@@ -10,8 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from .experiment import export_base, network_bytes, weeks
-from .flights import OnlineDLRM
+from .experiment import export_base
+from .flights import OnlineDLRM, flight_stream
 from .samples import write_lines
 from .window import WindowWriter
 
@@ -118,16 +118,16 @@ def run(data, out, program, budget_kib=64.0, weeks_max=None):
     if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    base, later = weeks(data)
-    model = OnlineDLRM(seed=1)
-    model.train(base)
+    stream = flight_stream(data)
+    model = OnlineDLRM(stream)
+    model.train(stream.base)
     model.changes()
     desk = Desk(str(Path(program).resolve()) if Path(program).exists() else program, out)
     desk.begin(model)
     windows, report = WindowWriter(out / "windows", "flights"), {"weeks": []}
     print(f"{'week':>4} {'stale AUC':>9} {'fresh AUC':>9} {'delta':>10} {'waiting':>8} {'step to score':>14}", flush=True)
 
-    for number, samples in enumerate(later[:weeks_max], start=1):
+    for number, samples in enumerate(stream.windows[:weeks_max], start=1):
         held_out, seen = samples[HELD_OUT - 1 :: HELD_OUT], [one for at, one in enumerate(samples) if at % HELD_OUT != HELD_OUT - 1]
         write_lines(out / "week.jsonl", samples)
         write_lines(out / "heldout.jsonl", held_out)
@@ -135,7 +135,7 @@ def run(data, out, program, budget_kib=64.0, weeks_max=None):
         model.train(seen)
         start = time.monotonic()
         probe = "".join((out / "week.jsonl").read_text().splitlines(keepends=True)[:PROBES])
-        windows.write(model.changes(), model.step, network_bytes(model), probe)
+        windows.write(model.changes(), model.step, model.onnx(), probe)
         done = desk.release(budget_kib / 1024, out / "heldout.jsonl")
         first_score(desk, out / "week.jsonl")
         delay = time.monotonic() - start

@@ -20,8 +20,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools/trainer"))
 
-from hatchback_trainer import experiment, live  # noqa: E402
-from hatchback_trainer.flights import FEATURES, OnlineDLRM, read_flights  # noqa: E402
+from hatchback_trainer import criteo_stream, experiment, live  # noqa: E402
+from hatchback_trainer.flights import FEATURES, OnlineDLRM, flight_stream, read_flights  # noqa: E402
 
 PROGRAM = Path(os.environ.get("HATCHBACK", ROOT / "target/release/hatchback"))
 COLUMNS = "year month day sched_dep_time arr_delay carrier flight tailnum origin dest distance hour".split()
@@ -68,7 +68,8 @@ class Loops(unittest.TestCase):
         self.assertLess(len(days), 42 * 150)
 
     def test_the_trainer_reports_the_rows_of_its_batches(self):
-        model, samples = OnlineDLRM(seed=1), [sample for _, sample in read_flights(self.data)][:256]
+        stream = flight_stream(self.data)
+        model, samples = OnlineDLRM(stream), stream.base[:256]
         model.train(samples)
         changes = model.changes()
         for name in FEATURES:
@@ -77,15 +78,24 @@ class Loops(unittest.TestCase):
             self.assertEqual(changes[name].traffic.sum(), len(samples))
         self.assertEqual([len(one.keys) for one in model.changes().values()], [0] * len(FEATURES))
 
+    def test_the_criteo_shaped_stream_drifts_and_brings_new_keys(self):
+        stream = criteo_stream.criteo_stream()
+        keys = lambda samples: {key for sample in samples for bag in sample.sparse.values() for key in bag}
+        first, last = stream.windows[0], stream.windows[-1]
+        self.assertEqual((len(first), len(first[0].sparse), len(first[0].dense)), (criteo_stream.WINDOW, 26, 13))
+        self.assertTrue(keys(last) - keys(stream.base))
+        shares = [sum(sample.label for sample in samples) / len(samples) for samples in stream.windows]
+        self.assertTrue(all(0.1 < share < 0.6 for share in shares), shares)
+
     def test_every_policy_of_the_experiment_is_measured(self):
-        report, _ = self.quiet(experiment.run, self.data, self.folder / "experiment", str(PROGRAM), weeks_max=3)
+        report, _ = self.quiet(experiment.run, flight_stream(self.data), self.folder / "experiment", str(PROGRAM), 3)
         points = {point["policy"]: point for point in report["points"]}
         self.assertEqual(list(points), list(experiment.POLICIES))
         sizes = [points[name]["kib_a_window"] for name in ("stale", "dense only", "top 20 %", "all rows u8", "all rows f32")]
         self.assertEqual(sizes, sorted(sizes))
         self.assertGreater(points["all rows f32"]["auc"], points["stale"]["auc"])
         self.assertLess(abs(points["all rows u8"]["auc_below_f32"]), 0.01)
-        self.assertIn("<svg", (self.folder / "experiment/experiment.svg").read_text())
+        self.assertIn("<svg", (self.folder / "experiment/flights.svg").read_text())
 
     def test_the_live_loop_updates_a_car_every_week(self):
         report, said = self.quiet(live.run, self.data, self.folder / "live", str(PROGRAM), weeks_max=3)
