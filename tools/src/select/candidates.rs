@@ -1,5 +1,5 @@
 //! The candidates of one table: every key that the backlog or a new window changes, once, with its
-//! newest change. Holds 40 bytes a candidate and no values.
+//! newest change. Holds 32 bytes a candidate and no values.
 
 use crate::window::{Window, WindowError, WindowTable};
 use hatchback::schema::{KeySpace, Table};
