@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::Pooling;
-use hatchback::bundle::manifest::{Chunk, Manifest};
+use hatchback::bundle::manifest::{Chunk, Deferral, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
 use hatchback::io::page::PageBytes;
@@ -62,10 +62,19 @@ fn wrong_format_numbers() {
     victim.refuses(&victim.attacked(|p| p.header[15] = 1), &["format: 72057594037927937 is not 1"]);
     victim.refuses(&victim.attacked(|p| p.header[0] = b'h'), &["magic"]);
     let mut manifest = victim.next.manifest.encode().unwrap();
-    manifest[0] = 2;
+    manifest[0] = 3;
     victim.refuses(
         &victim.next.bytes_with(&manifest),
-        &["attack.bundle: manifest: format: 2 is not 1"],
+        &["attack.bundle: manifest: format: 3 is not 1 or 2"],
+    );
+    manifest[0] = 2;
+    victim.refuses(&victim.next.bytes_with(&manifest), &["manifest: does not decode"]);
+    let mut whole = victim.next.manifest.clone();
+    let deferral = Deferral { window: 1, step: 1, rows: 1, since: None, distance_max: 0.5 };
+    whole.deferral = Some(deferral);
+    victim.refuses(
+        &victim.next.bytes_with(&whole.encode().unwrap()),
+        &["manifest: deferral: belongs to a delta"],
     );
     victim.refuses(&victim.next.bytes_with(&[1, 0, 0]), &["manifest: format: 3 bytes are too few"]);
     victim.refuses(&victim.next.bytes_with(&[]), &["manifest: format: 0 bytes are too few"]);

@@ -6,7 +6,9 @@ use crate::pack::prove::Proof;
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file_onto};
 use crate::repository::{keys, prune, publish};
-use crate::{bench, demo, eval, image, inspect, pack, report, run, say, serve, sync, tuf};
+use crate::{
+    bench, demo, eval, gate, image, inspect, pack, report, run, say, select, serve, sync, tuf,
+};
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
@@ -35,6 +37,8 @@ enum Command {
     Pack(PackArgs),
     Inspect(inspect::InspectArgs),
     Image(image::ImageArgs),
+    Select(select::SelectArgs),
+    Gate(gate::GateArgs),
     Keys(keys::KeysArgs),
     Publish(publish::PublishArgs),
     Prune(prune::PruneArgs),
@@ -89,6 +93,8 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Pack(args) => pack_model(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Image(args) => image::run(&args),
+        Command::Select(args) => select::run(&args),
+        Command::Gate(args) => gate::run(&args),
         Command::Keys(args) => keys::run(&args),
         Command::Publish(args) => publish::run(&args),
         Command::Prune(args) => prune::run(&args),

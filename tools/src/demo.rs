@@ -4,6 +4,7 @@
 //! million rows, which exercises the flash tier. Never needs a network.
 
 use crate::eval::{Evaluation, evaluate};
+use crate::live::{self, LiveArgs};
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file, read_samples};
 use crate::report;
@@ -40,6 +41,8 @@ pub struct DemoArgs {
     /// Requests to the Criteo-shaped model
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     requests: u32,
+    #[command(flatten)]
+    live: LiveArgs,
 }
 
 /// The files that the trainer exported of the coupon model: name and content.
@@ -65,6 +68,9 @@ const SLICES: u32 = 50;
 /// # Errors
 /// The output directory cannot be written. Any other error is a defect.
 pub fn run(args: &DemoArgs) -> Result<()> {
+    if args.live.live {
+        return live::run(&args.live, &args.out);
+    }
     fresh_directory(&args.out)?;
     say!("1. A DLRM that PyTorch trained on the in-vehicle coupon data (UCI 603, CC BY 4.0)\n")?;
     coupon(&args.out.join("coupon"))?;

@@ -6,7 +6,7 @@ use crate::say;
 use anyhow::Result;
 use clap::Args;
 use hatchback::Weights;
-use hatchback::bundle::manifest::{Blob, Manifest};
+use hatchback::bundle::manifest::{Blob, Deferral, Manifest};
 use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
 use hatchback::maintenance::catalog::Catalog;
@@ -36,6 +36,9 @@ struct Report {
     kind: &'static str,
     generation: String,
     parent: Option<u64>,
+    /// What a delta of `select` left for later.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    deferral: Option<Deferral>,
     bytes: u64,
     dense_features: usize,
     tables: Vec<TableReport>,
@@ -172,6 +175,7 @@ impl Report {
             kind,
             generation: manifest.generation.to_string(),
             parent: manifest.parent,
+            deferral: manifest.deferral,
             bytes,
             dense_features: schema.dense_features.len(),
             tables: (0..schema.tables.len()).map(|i| TableReport::new(manifest, i)).collect(),
@@ -188,6 +192,11 @@ impl Report {
     fn print(&self) -> Result<()> {
         let parent = self.parent.map_or(String::new(), |p| format!(", delta from {p}"));
         say!("{} {}{parent}, {}", self.kind, self.generation, report::bytes(self.bytes))?;
+        if let Some(left) = &self.deferral {
+            let (window, step, rows) = (left.window, left.step, report::count(left.rows));
+            let since = left.since.map_or(String::new(), |since| format!(" since window {since}"));
+            say!("up to window {window}, step {step}; {rows} changes wait{since}")?;
+        }
         say!("{}", self.tables_table())?;
 
         let mut features = report::table(&["feature", "table", "pooling", "hotness max"]);

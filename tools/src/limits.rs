@@ -26,3 +26,10 @@ pub(crate) const PROBE_DIFFERENCE_MAX: f32 = 0.02;
 
 /// Points of a plotted line that get a dot each. A longer line has none.
 pub(crate) const PLOT_DOTS_MAX: usize = 24;
+
+/// Bytes of a window's `window.json`.
+pub(crate) const WINDOW_HEAD_BYTES_MAX: u64 = 1 << 20;
+/// Rows of one table in one window.
+pub(crate) const WINDOW_ROWS_MAX: u64 = 1 << 31;
+/// Keys without a row that a window may leave below the new rows of an index table.
+pub(crate) const GROWTH_GAP_MAX: u64 = 1 << 20;

@@ -459,3 +459,48 @@ fn errors_name_the_file_once() {
     );
     assert!(!desk.folder.path().join("x").exists());
 }
+
+#[test]
+fn a_bundle_is_signed_under_a_policy_only_after_it_passed_the_gate() {
+    let desk = Desk::new();
+    let (bundle, samples) = (desk.pack(&[]), coupon("heldout.jsonl"));
+    let (keys, repository) = (desk.path("keys"), desk.path("repository"));
+    printed(&["keys", "new", &keys]);
+    let policy = |auc_min: &str| {
+        let path = desk.path("gate.toml");
+        std::fs::write(&path, format!("format = 1\nauc_min = {auc_min}\n")).unwrap();
+        path
+    };
+    let gate = |policy: &str| {
+        let args = ["gate", &bundle, "--samples", &samples, "--policy", policy, "--json"];
+        hatchback(&args, "")
+    };
+    let publish = |policy: &str| {
+        let to = ["--keys", &keys, "--to", &repository, "--policy", policy];
+        hatchback(&[&["publish", &bundle], &to[..]].concat(), "")
+    };
+    let errors = |output: Output| {
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+
+    let strict = policy("0.99");
+    assert!(errors(publish(&strict)).contains("has not passed the gate"));
+    let refused = errors(gate(&strict));
+    assert!(refused.contains("auc_min is 0.99, the candidate has 0.83"), "{refused}");
+    assert!(refused.contains("missed by 0.15"), "{refused}");
+    assert!(errors(publish(&strict)).contains("has not passed the gate"));
+
+    let fair = policy("0.8");
+    let passed = gate(&fair);
+    assert!(passed.status.success());
+    let report: Value = serde_json::from_slice(&passed.stdout).unwrap();
+    assert_eq!((report["passed"].as_bool(), report["samples"].as_u64()), (Some(true), Some(2498)));
+    assert!(publish(&fair).status.success());
+
+    // A policy that changed after the gate, or another bundle, needs another gate.
+    let changed = policy("0.7");
+    assert!(errors(publish(&changed)).contains("policy is"));
+    desk.pack(&["--codec", "f32"]);
+    assert!(errors(publish(&policy("0.8"))).contains("manifest is"));
+}

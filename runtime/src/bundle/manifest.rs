@@ -9,8 +9,10 @@ use crate::schema::{Schema, SchemaError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The format of manifests.
+/// The format of manifests without a deferral.
 pub const MANIFEST_FORMAT: u32 = 1;
+/// The format of manifests with a deferral after the other fields.
+const DEFERRAL_FORMAT: u32 = 2;
 
 /// A SHA-256 hash.
 pub type Hash = [u8; 32];
@@ -95,6 +97,21 @@ pub struct TableBlobs {
     pub clustered: Option<u32>,
 }
 
+/// What a delta left for later, because it was made within a budget of bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Deferral {
+    /// The trainer's newest window in the delta.
+    pub window: u64,
+    /// The trainer's step of that window.
+    pub step: u64,
+    /// Changes that wait for a later delta.
+    pub rows: u64,
+    /// The window since which the oldest of these waits.
+    pub since: Option<u64>,
+    /// The largest distance of a waiting row to the row that the fleet holds.
+    pub distance_max: f32,
+}
+
 /// The content of a bundle.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
@@ -112,13 +129,16 @@ pub struct Manifest {
     pub dense: u32,
     /// The number of the blob with the probe set.
     pub probe: Option<u32>,
+    /// What the delta left for later; `None` unless `select` made it.
+    #[serde(skip)]
+    pub deferral: Option<Deferral>,
 }
 
 /// Why a manifest is not valid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
     /// The format number is unknown.
-    #[error("format: {0} is not {MANIFEST_FORMAT}, the one this version reads")]
+    #[error("format: {0} is not {MANIFEST_FORMAT} or {DEFERRAL_FORMAT}, those this version reads")]
     Format(u32),
     /// The bytes do not decode.
     #[error("does not decode ({0})")]
@@ -137,14 +157,18 @@ fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, M
 }
 
 impl Manifest {
-    /// Encodes the manifest: the format number, then postcard.
+    /// Encodes the manifest: the format number, then postcard; then the deferral, if there is one.
     ///
     /// # Errors
     /// [`ManifestError::Decode`] if postcard refuses the manifest.
     pub fn encode(&self) -> Result<Vec<u8>, ManifestError> {
-        let mut bytes = MANIFEST_FORMAT.to_le_bytes().to_vec();
-        bytes
-            .extend(postcard::to_allocvec(self).map_err(|e| ManifestError::Decode(e.to_string()))?);
+        let refused = |e: postcard::Error| ManifestError::Decode(e.to_string());
+        let format = if self.deferral.is_some() { DEFERRAL_FORMAT } else { MANIFEST_FORMAT };
+        let mut bytes = format.to_le_bytes().to_vec();
+        bytes.extend(postcard::to_allocvec(self).map_err(refused)?);
+        if let Some(deferral) = &self.deferral {
+            bytes.extend(postcard::to_allocvec(deferral).map_err(refused)?);
+        }
         Ok(bytes)
     }
 
@@ -159,15 +183,20 @@ impl Manifest {
         };
         let format = u32::from_le_bytes(*format);
 
-        if format != MANIFEST_FORMAT {
+        if ![MANIFEST_FORMAT, DEFERRAL_FORMAT].contains(&format) {
             return Err(ManifestError::Format(format));
         }
         if bytes.len() > MANIFEST_BYTES_MAX {
             return fault("length", format!("{} bytes, over {MANIFEST_BYTES_MAX}", bytes.len()));
         }
 
-        let (manifest, rest): (Self, _) =
-            postcard::take_from_bytes(body).map_err(|e| ManifestError::Decode(e.to_string()))?;
+        let refused = |e: postcard::Error| ManifestError::Decode(e.to_string());
+        let (mut manifest, mut rest): (Self, _) =
+            postcard::take_from_bytes(body).map_err(refused)?;
+        if format == DEFERRAL_FORMAT {
+            let (deferral, end) = postcard::take_from_bytes(rest).map_err(refused)?;
+            (manifest.deferral, rest) = (Some(deferral), end);
+        }
         if !rest.is_empty() {
             return fault("length", format!("{} bytes follow the manifest", rest.len()));
         }
@@ -220,6 +249,9 @@ impl Manifest {
             }
         }
 
+        if self.deferral.is_some_and(|d| self.parent.is_none() || !d.distance_max.is_finite()) {
+            return fault("deferral", "belongs to a delta and has a finite distance");
+        }
         self.check_blob("dense", self.dense, DENSE_BYTES_MAX)?;
         self.probe.map_or(Ok(()), |probe| self.check_blob("probe", probe, PROBE_BYTES_MAX))
     }

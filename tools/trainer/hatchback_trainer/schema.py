@@ -53,6 +53,7 @@ class Schema:
     tables: tuple
     features: tuple
     sequence: int = 1
+    activation: str = "sigmoid"  # what turns the network's output into a score: "sigmoid" | "none"
 
     def table(self, name):
         return next(table for table in self.tables if table.name == name)
@@ -109,7 +110,8 @@ def model_toml(schema):
         '# Defaults of a table: codec = "auto", placement = "auto", miss = "wait", default = "zeros".\n'
         f"format = {FORMAT}\nname = {quoted(schema.name)}\nsequence = {schema.sequence}\n"
         f"dense_features = {quoted(schema.dense_features)}\n\n"
-        '[network]\nonnx = "dense.onnx"\noutput = "logit"\nactivation = "sigmoid"\n'
+        '[network]\nonnx = "dense.onnx"\noutput = "logit"\n'
+        f"activation = {quoted(schema.activation)}\n"
     )
     parts = [head, *map(input_toml, schema.inputs), *map(table_toml, schema.tables), *map(feature_toml, schema.features)]
     return "".join(parts) + '\n[probe]\nsamples = "probe.jsonl"\n'

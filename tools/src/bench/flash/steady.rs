@@ -131,6 +131,7 @@ fn install(data: &Data, delta: u64, path: &Path, directory: &Path) -> Result<Ins
         tables,
         dense,
         probe: None,
+        deferral: None,
     })?;
 
     let mut bundle = BundleReader::open(path)?;

@@ -1,0 +1,348 @@
+//! `gate`: the accuracy gate before a release is signed. It scores held-out samples with the
+//! candidate and with what the fleet holds, on the reference runtime, and compares the figures with
+//! a policy. A bundle that passes gets an approval, which `publish --policy` asks for. A refusal
+//! names each metric, its bound, and by how much the metric misses the bound. Never signs.
+
+use crate::eval::{Evaluation, evaluate};
+use crate::pack::read_samples;
+use crate::repository::approval::{approve, withdraw};
+use crate::serve::open_flash;
+use crate::{report, say};
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use hatchback::bundle::BundleReader;
+use hatchback::flash::Flash;
+use hatchback::io::disk;
+use hatchback::model::Model;
+use hatchback::model::budget::Budget;
+use hatchback::schema::sample::Sample;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The format of policy files.
+const POLICY_FORMAT: u32 = 1;
+
+/// Evaluates a bundle on held-out samples and approves it for `publish`
+#[derive(Args, Debug)]
+pub struct GateArgs {
+    /// The bundle: a snapshot or a delta
+    bundle: PathBuf,
+    /// What the fleet holds: a bundle or a flash directory, such as `STATE/fleet` of `select`. A
+    /// delta needs it
+    #[arg(long)]
+    fleet: Option<PathBuf>,
+    /// Held-out samples with labels, one line of JSON each
+    #[arg(long)]
+    samples: PathBuf,
+    /// The policy file (TOML)
+    #[arg(long)]
+    policy: PathBuf,
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
+    json: Option<PathBuf>,
+}
+
+/// A policy file: bounds of a release's figures. A bound that is left out is not checked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GatePolicy {
+    /// Version of the file's format: 1.
+    pub format: u32,
+    /// Least held-out samples.
+    #[serde(default)]
+    pub samples_min: u64,
+    /// Least AUC of the candidate.
+    pub auc_min: Option<f64>,
+    /// Most that the AUC may be below that of what the fleet holds.
+    pub auc_drop_max: Option<f64>,
+    /// Most that the AUC may be below that of the trainer's recorded scores.
+    pub trainer_auc_drop_max: Option<f64>,
+    /// Largest logloss of the candidate.
+    pub logloss_max: Option<f64>,
+    /// Most that the logloss may be above that of what the fleet holds.
+    pub logloss_rise_max: Option<f64>,
+    /// Largest share of lookups whose key the candidate does not have, `0..=1`.
+    pub absent_max: Option<f64>,
+}
+
+/// One bound of a policy and the figure that it was compared with.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct GateCheck {
+    /// The name of the bound in the policy.
+    pub bound: &'static str,
+    /// Its value.
+    pub limit: f64,
+    /// The candidate's figure.
+    pub found: f64,
+    /// How far the figure misses the bound; 0 if it holds.
+    pub missed_by: f64,
+}
+
+/// The result of a gate.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct GateReport {
+    /// The generation of the candidate.
+    pub candidate: String,
+    /// What the fleet holds.
+    pub fleet: Option<String>,
+    /// Held-out samples.
+    pub samples: usize,
+    /// AUC of the candidate, of the fleet, and of the trainer's scores.
+    pub auc: [Option<f64>; 3],
+    /// Logloss of the same.
+    pub logloss: [Option<f64>; 3],
+    /// Every bound of the policy.
+    pub checks: Vec<GateCheck>,
+    /// Whether all bounds hold.
+    pub passed: bool,
+}
+
+impl GatePolicy {
+    /// Reads the policy at `path`.
+    ///
+    /// # Errors
+    /// The file cannot be read, a key or a value is wrong, or it has no bound.
+    pub fn load(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let policy: Self = toml::from_str(&text).with_context(|| path.display().to_string())?;
+        let (name, format) = (path.display(), policy.format);
+        ensure!(
+            format == POLICY_FORMAT,
+            "{name}: format: {format} is not supported, only {POLICY_FORMAT} is"
+        );
+
+        let bounds = policy.bounds();
+        ensure!(bounds.iter().any(Option::is_some), "{name}: a policy needs a bound");
+        let wrong = bounds.into_iter().flatten().find(|bound| !bound.is_finite());
+        match wrong {
+            None => Ok(policy),
+            Some(bound) => bail!("{name}: a bound is {bound}, not a finite number"),
+        }
+    }
+
+    fn bounds(&self) -> [Option<f64>; 6] {
+        [
+            self.auc_min,
+            self.auc_drop_max,
+            self.trainer_auc_drop_max,
+            self.logloss_max,
+            self.logloss_rise_max,
+            self.absent_max,
+        ]
+    }
+
+    /// Compares the figures of the candidate `new` with the bounds. `old` are the figures of what
+    /// the fleet holds.
+    ///
+    /// # Errors
+    /// A bound needs a figure that the samples or the command line do not give.
+    pub fn check(&self, new: &Evaluation, old: Option<&Evaluation>) -> Result<Vec<GateCheck>> {
+        let mut checks = Vec::new();
+        let samples = self.samples_min as f64;
+        add_at_least(&mut checks, "samples_min", Some(samples), Some(new.samples as f64))?;
+        add_at_least(&mut checks, "auc_min", self.auc_min, new.auc)?;
+        add_at_most(&mut checks, "logloss_max", self.logloss_max, new.logloss)?;
+
+        let drop = |from: Option<f64>| Some(from? - new.auc?);
+        let rise = old.and_then(|old| Some(new.logloss? - old.logloss?));
+        let absent = new.rows.absent as f64 / new.lookups.max(1) as f64;
+        let fleet_drop = drop(old.and_then(|old| old.auc));
+        for (bound, limit, found) in [
+            ("auc_drop_max", self.auc_drop_max, fleet_drop),
+            ("trainer_auc_drop_max", self.trainer_auc_drop_max, drop(new.reference_auc)),
+            ("logloss_rise_max", self.logloss_rise_max, rise),
+            ("absent_max", self.absent_max, Some(absent)),
+        ] {
+            add_at_most(&mut checks, bound, limit, found)?;
+        }
+        Ok(checks)
+    }
+}
+
+fn add_at_least(
+    checks: &mut Vec<GateCheck>,
+    bound: &'static str,
+    limit: Option<f64>,
+    found: Option<f64>,
+) -> Result<()> {
+    let Some(limit) = limit else { return Ok(()) };
+    let found = found.with_context(|| no_figure(bound))?;
+    checks.push(GateCheck { bound, limit, found, missed_by: (limit - found).max(0.0) });
+    Ok(())
+}
+
+fn add_at_most(
+    checks: &mut Vec<GateCheck>,
+    bound: &'static str,
+    limit: Option<f64>,
+    found: Option<f64>,
+) -> Result<()> {
+    let Some(limit) = limit else { return Ok(()) };
+    let found = found.with_context(|| no_figure(bound))?;
+    checks.push(GateCheck { bound, limit, found, missed_by: (found - limit).max(0.0) });
+    Ok(())
+}
+
+fn no_figure(bound: &str) -> String {
+    format!(
+        "policy: {bound} needs labels of both kinds, for a comparison with the fleet --fleet, and \
+         for one with the trainer recorded scores"
+    )
+}
+
+/// Evaluates a bundle against a policy.
+///
+/// # Errors
+/// A file is refused, a sample has no score, or a bound has no figure.
+pub fn evaluate_gate(
+    bundle: &Path,
+    fleet: Option<&Path>,
+    samples: &Path,
+    policy: &GatePolicy,
+) -> Result<GateReport> {
+    let scratch = tempfile::tempdir().context("a temporary folder")?;
+    let held = fleet.map(|path| open_flash(path, &scratch.path().join("fleet"))).transpose()?;
+    let mut reader = BundleReader::open(bundle)?;
+    let delta = reader.manifest().parent.is_some();
+    let schema = reader.manifest().schema.clone();
+    let lines = read_samples(samples, &schema)?;
+
+    let old = held.as_ref().map(|flash| score(flash, &lines)).transpose()?;
+    let directory = match &held {
+        Some(flash) if delta => flash.directory().to_owned(),
+        None if delta => bail!("{}: is a delta; pass --fleet", bundle.display()),
+        _ => scratch.path().join("candidate"),
+    };
+    // The candidate is written beside the live generation and never becomes live.
+    let prepared = Flash::prepare(&disk::system(), &directory, &mut reader, |_| ())?;
+    let new = score(prepared.flash(), &lines)?;
+    new.check_scores().with_context(|| bundle.display().to_string())?;
+
+    let checks = policy.check(&new, old.as_ref())?;
+    let old = old.unwrap_or_default();
+    Ok(GateReport {
+        candidate: new.generation.clone(),
+        fleet: held.map(|flash| flash.manifest().generation.to_string()),
+        samples: new.samples,
+        auc: [new.auc, old.auc, new.reference_auc],
+        logloss: [new.logloss, old.logloss, new.reference_logloss],
+        passed: checks.iter().all(|check| check.missed_by == 0.0),
+        checks,
+    })
+}
+
+fn score(flash: &Flash, samples: &[Sample]) -> Result<Evaluation> {
+    evaluate(&Arc::new(Model::from_flash(flash, Budget::default())?), samples, 1)
+}
+
+impl GateReport {
+    fn print(&self) -> Result<()> {
+        let digits = |v: Option<f64>| v.map_or("-".to_owned(), |v| format!("{v:.5}"));
+        let mut table = report::table(&[&self.candidate, "candidate", "fleet", "trainer"]);
+        for (what, values) in [("AUC", self.auc), ("logloss", self.logloss)] {
+            let [new, old, trainer] = values.map(digits);
+            table.add_row([what.to_owned(), new, old, trainer]);
+        }
+        say!("{table}")?;
+
+        let mut table = report::table(&["bound", "limit", "found", "missed by"]);
+        for check in &self.checks {
+            let [limit, found, missed] =
+                [check.limit, check.found, check.missed_by].map(|v| format!("{v:.5}"));
+            table.add_row([check.bound.to_owned(), limit, found, missed]);
+        }
+        say!("{table}")
+    }
+
+    /// Returns the bounds that do not hold, as one line.
+    pub fn refusal(&self) -> String {
+        let missed = self.checks.iter().filter(|check| check.missed_by > 0.0);
+        let line = |check: &GateCheck| {
+            let GateCheck { bound, limit, found, missed_by } = check;
+            format!("{bound} is {limit}, the candidate has {found:.5}: missed by {missed_by:.5}")
+        };
+        missed.map(line).collect::<Vec<_>>().join("; ")
+    }
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// A file is refused, or the bundle misses a bound. An earlier approval is withdrawn then.
+pub fn run(args: &GateArgs) -> Result<()> {
+    withdraw(&args.bundle)?;
+    let policy = GatePolicy::load(&args.policy)?;
+    let found = evaluate_gate(&args.bundle, args.fleet.as_deref(), &args.samples, &policy)?;
+    report::write_report(args.json.as_deref(), &found, || found.print())?;
+
+    let name = args.bundle.display();
+    ensure!(found.passed, "{name}: {} is refused: {}", found.candidate, found.refusal());
+    approve(&args.bundle, &args.policy, &args.samples)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn evaluation(auc: f64, logloss: f64) -> Evaluation {
+        Evaluation {
+            samples: 100,
+            auc: Some(auc),
+            logloss: Some(logloss),
+            lookups: 200,
+            ..Evaluation::default()
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_each_missed_bound_and_by_how_much() {
+        let policy = GatePolicy {
+            format: 1,
+            samples_min: 90,
+            auc_min: Some(0.75),
+            auc_drop_max: Some(0.01),
+            logloss_rise_max: Some(0.25),
+            absent_max: Some(0.0),
+            ..GatePolicy::default()
+        };
+        let (new, old) = (evaluation(0.6875, 0.5), evaluation(0.75, 0.5));
+        let checks = policy.check(&new, Some(&old)).unwrap();
+        assert_eq!(checks.len(), 5);
+        let report = GateReport { checks, ..GateReport::default() };
+        assert_eq!(
+            report.refusal(),
+            "auc_min is 0.75, the candidate has 0.68750: missed by 0.06250; \
+             auc_drop_max is 0.01, the candidate has 0.06250: missed by 0.05250"
+        );
+        let better = policy.check(&evaluation(0.76, 0.5), Some(&old)).unwrap();
+        assert!(better.iter().all(|check| check.missed_by == 0.0));
+    }
+
+    #[test]
+    fn a_bound_without_its_figure_is_an_error() {
+        let policy = GatePolicy { format: 1, auc_drop_max: Some(0.1), ..GatePolicy::default() };
+        let missing = policy.check(&evaluation(0.7, 0.5), None).unwrap_err().to_string();
+        assert!(missing.contains("auc_drop_max needs") && missing.contains("--fleet"), "{missing}");
+        let policy =
+            GatePolicy { format: 1, trainer_auc_drop_max: Some(0.1), ..GatePolicy::default() };
+        assert!(policy.check(&evaluation(0.7, 0.5), None).is_err());
+    }
+
+    #[test]
+    fn a_policy_with_a_wrong_key_or_without_bounds_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("gate.toml");
+        for (text, problem) in [
+            ("format = 1\nauc_mim = 0.7\n", "auc_mim"),
+            ("format = 2\nauc_min = 0.7\n", "format: 2 is not supported"),
+            ("format = 1\n", "a policy needs a bound"),
+            ("format = 1\nauc_min = nan\n", "a bound is NaN"),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            let error = report::explain(&GatePolicy::load(&path).unwrap_err());
+            assert!(error.contains(problem) && error.contains("gate.toml"), "{error}");
+        }
+    }
+}

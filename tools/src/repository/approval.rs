@@ -1,0 +1,110 @@
+//! Approvals: the record that a bundle passed the accuracy gate of a policy. It stands beside the
+//! bundle and names the manifest and the policy by their hashes. `gate` writes it, and
+//! `publish --policy` refuses a bundle without it. Never evaluates a model.
+
+use anyhow::{Context, Result, ensure};
+use hatchback::bundle::BundleReader;
+use hatchback::bundle::manifest::sha256;
+use hatchback::io::atomic_write::replace;
+use hatchback::io::disk::SystemDisk;
+use hatchback::update::release::hex;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// The format of approvals.
+pub const APPROVAL_FORMAT: u32 = 1;
+
+/// A bundle's approval.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Approval {
+    /// The format: 1.
+    pub format: u32,
+    /// SHA-256 of the bundle's manifest, hexadecimal.
+    pub manifest: String,
+    /// SHA-256 of the policy file, hexadecimal.
+    pub policy: String,
+    /// SHA-256 of the file of held-out samples, hexadecimal.
+    pub samples: String,
+}
+
+/// Returns the path of the approval of `bundle`.
+pub fn approval_path(bundle: &Path) -> PathBuf {
+    let mut name = bundle.as_os_str().to_owned();
+    name.push(".approved");
+    name.into()
+}
+
+/// Returns the SHA-256 of the file at `path`, hexadecimal.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn hash_of(path: &Path) -> Result<String> {
+    let content = std::fs::read(path).with_context(|| path.display().to_string())?;
+    Ok(hex(&sha256(&content)))
+}
+
+fn manifest_hash(bundle: &Path) -> Result<String> {
+    Ok(hex(&sha256(BundleReader::open(bundle)?.manifest_bytes())))
+}
+
+/// Records that `bundle` passed `policy` on `samples`.
+///
+/// # Errors
+/// A file cannot be read, or the approval cannot be written.
+pub fn approve(bundle: &Path, policy: &Path, samples: &Path) -> Result<()> {
+    let approval = Approval {
+        format: APPROVAL_FORMAT,
+        manifest: manifest_hash(bundle)?,
+        policy: hash_of(policy)?,
+        samples: hash_of(samples)?,
+    };
+    let path = approval_path(bundle);
+    let mut text = serde_json::to_vec_pretty(&approval)?;
+    text.push(b'\n');
+    replace(&SystemDisk, &path, &text).with_context(|| path.display().to_string())
+}
+
+/// Removes the approval of `bundle`, if it has one.
+///
+/// # Errors
+/// The file cannot be removed.
+pub fn withdraw(bundle: &Path) -> Result<()> {
+    let path = approval_path(bundle);
+    match std::fs::remove_file(&path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(e).with_context(|| path.display().to_string())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks that `bundle` passed `policy`.
+///
+/// # Errors
+/// The approval is missing, or is that of another manifest or policy.
+pub fn check_approval(bundle: &Path, policy: &Path) -> Result<()> {
+    let path = approval_path(bundle);
+    let name = path.display();
+    let text = std::fs::read(&path).with_context(|| {
+        format!("{name}: {} has not passed the gate; run `hatchback gate`", bundle.display())
+    })?;
+    let approval: Approval = serde_json::from_slice(&text).with_context(|| name.to_string())?;
+    ensure!(
+        approval.format == APPROVAL_FORMAT,
+        "{name}: format {} is not supported, only {APPROVAL_FORMAT} is",
+        approval.format
+    );
+
+    for (field, approved, found) in [
+        ("manifest", &approval.manifest, manifest_hash(bundle)?),
+        ("policy", &approval.policy, hash_of(policy)?),
+    ] {
+        ensure!(
+            *approved == found,
+            "{name}: {field} is {approved}, but that of the file is {found}; run `hatchback gate` \
+             again"
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,149 @@
+//! Chooses which candidates a delta brings within a budget of bytes. First come the new rows of
+//! index tables, without a gap, and at a refresh the hot rows. Then a share of the budget goes to
+//! the changes that wait longest, so that none waits for ever. The rest goes to the changes of most
+//! squared distance times traffic per byte: the error that the fleet's lookups sum up to. Never
+//! reads a row.
+
+use crate::select::candidates::{Candidate, RowChange, grows};
+use hatchback::schema::{KeySpace, Table};
+use std::cmp::Ordering;
+use std::collections::HashSet;
+
+/// Traffic of a row that no window counted.
+const TRAFFIC_MIN: f32 = 1.0;
+
+/// The measured candidates of one table.
+pub struct TableCandidates {
+    /// The candidates, by ascending order of their keys.
+    pub candidates: Vec<Candidate>,
+    /// Bytes that a row adds to a delta.
+    pub row_cost: u64,
+    /// Bytes that a deleted key adds to a delta.
+    pub delete_cost: u64,
+}
+
+/// How `select` divides a budget.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ChoiceRules {
+    /// Per cent of the budget for the changes that wait longest.
+    pub ageing_percent: u64,
+    /// Whether the hot rows come first this time.
+    pub is_refresh: bool,
+}
+
+/// A candidate, by the number of its table and its position.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Pick {
+    table: u32,
+    at: u32,
+}
+
+/// All candidates in the three orders in which a budget goes to them.
+pub struct Ranking<'a> {
+    tables: &'a [TableCandidates],
+    first: Vec<Pick>,
+    oldest: Vec<Pick>,
+    best: Vec<Pick>,
+    ageing_percent: u64,
+}
+
+/// What one delta brings: for each table whether each candidate is chosen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chosen {
+    /// `[table][candidate]`.
+    pub of: Vec<Vec<bool>>,
+    /// Number of chosen candidates.
+    pub count: u64,
+}
+
+impl TableCandidates {
+    /// Returns the candidates of `table` with the costs of its rows.
+    pub fn new(table: &Table, candidates: Vec<Candidate>) -> Self {
+        let row_bytes = table.codec.row_bytes(table.dim as usize) as u64;
+        let key_bytes = if table.keys == KeySpace::Index { 4 } else { 8 };
+        Self { candidates, row_cost: 8 + row_bytes + key_bytes, delete_cost: 8 }
+    }
+
+    fn cost(&self, candidate: &Candidate) -> u64 {
+        if candidate.change == RowChange::Delete { self.delete_cost } else { self.row_cost }
+    }
+
+    fn value(&self, candidate: &Candidate) -> f32 {
+        let squared = candidate.distance * candidate.distance;
+        squared * candidate.traffic.max(TRAFFIC_MIN) / self.cost(candidate) as f32
+    }
+}
+
+impl<'a> Ranking<'a> {
+    /// Ranks the candidates of all tables. `schema` has the fleet's tables, `hot` the orders of the
+    /// hot rows of each.
+    pub fn new(
+        tables: &'a [TableCandidates],
+        schema: &[Table],
+        hot: &[HashSet<u64>],
+        rules: ChoiceRules,
+    ) -> Self {
+        let (mut first, mut oldest, mut best) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, table) in tables.iter().enumerate() {
+            for (at, candidate) in table.candidates.iter().enumerate() {
+                let pick = Pick { table: number as u32, at: at as u32 };
+                if grows(&schema[number], candidate.order) {
+                    first.push(pick);
+                    continue;
+                }
+                oldest.push(pick);
+                if rules.is_refresh && hot[number].contains(&candidate.order) {
+                    first.push(pick);
+                } else if !candidate.is_below_floor {
+                    best.push(pick);
+                }
+            }
+        }
+
+        let candidate = |pick: &Pick| &tables[pick.table as usize].candidates[pick.at as usize];
+        let value = |pick: &Pick| tables[pick.table as usize].value(candidate(pick));
+        let by_value = |a: &Pick, b: &Pick| -> Ordering {
+            value(b).total_cmp(&value(a)).then_with(|| a.cmp(b))
+        };
+        oldest.sort_unstable_by(|a, b| {
+            candidate(a).since.cmp(&candidate(b).since).then_with(|| by_value(a, b))
+        });
+        best.sort_unstable_by(by_value);
+        Self { tables, first, oldest, best, ageing_percent: rules.ageing_percent }
+    }
+
+    /// Returns the candidates that a delta of about `bytes` bytes of rows brings.
+    pub fn choose(&self, bytes: u64) -> Chosen {
+        let none = |table: &TableCandidates| vec![false; table.candidates.len()];
+        let mut chosen = Chosen { of: self.tables.iter().map(none).collect(), count: 0 };
+        let mut left = bytes;
+        self.take(&self.first, &mut left, &mut chosen);
+
+        let aged = left.min(bytes / 100 * self.ageing_percent);
+        let mut left_aged = aged;
+        self.take(&self.oldest, &mut left_aged, &mut chosen);
+        left -= aged - left_aged;
+        self.take(&self.best, &mut left, &mut chosen);
+        chosen
+    }
+
+    /// Chooses from `picks` until one does not fit into `left`.
+    fn take(&self, picks: &[Pick], left: &mut u64, chosen: &mut Chosen) {
+        for pick in picks {
+            let (table, at) = (pick.table as usize, pick.at as usize);
+            if chosen.of[table][at] {
+                continue;
+            }
+            let cost = self.tables[table].cost(&self.tables[table].candidates[at]);
+            let Some(rest) = left.checked_sub(cost) else { return };
+            *left = rest;
+            chosen.of[table][at] = true;
+            chosen.count += 1;
+        }
+    }
+
+    /// Returns the number of candidates.
+    pub fn count(&self) -> u64 {
+        self.tables.iter().map(|table| table.candidates.len() as u64).sum()
+    }
+}

@@ -1,0 +1,70 @@
+"""Windows from trainers that dump their own changes: SOK (TensorFlow) and dynamicemb (TorchRec).
+
+Each tap asks its trainer for the rows that changed since the last window. Rows are whole, so a row that comes twice does
+no harm: both taps ask for a little more than the window. The trainer's function is an argument, so this file imports
+neither library.
+"""
+
+from datetime import datetime, timedelta, timezone
+
+import numpy as np
+
+from .window import Changes, as_u64
+
+
+def last_of_each(keys, rows):
+    """Returns keys and rows without earlier copies of a key that comes twice, as ranks that overlap give them."""
+    keys, rows = as_u64(keys), np.asarray(rows, dtype=np.float32)
+    _, last = np.unique(keys[::-1], return_index=True)
+    kept = np.sort(len(keys) - 1 - last)
+    return keys[kept], rows[kept]
+
+
+class SokTap:
+    """The changes of SOK variables: `SokTap(sok.incremental_model_dump, {"user": user_var, "item": item_var})`.
+
+    SOK compares its GPU's clock with the host's, so the tap asks for `margin_s` seconds more than the window.
+    """
+
+    def __init__(self, dump, variables, margin_s=5.0):
+        self.dump, self.variables, self.margin = dump, dict(variables), timedelta(seconds=margin_s)
+        self.since = datetime.now(timezone.utc)
+
+    def changes(self):
+        """Returns the `Changes` of each table since the last call, for `WindowWriter.write`."""
+        now = datetime.now(timezone.utc)
+        keys, rows = self.dump(list(self.variables.values()), self.since - self.margin)
+        if len(keys) != len(self.variables) or len(rows) != len(self.variables):
+            raise ValueError(f"sok.incremental_model_dump returned {len(keys)} tables for {len(self.variables)} variables")
+        self.since = now
+        return {name: Changes(*last_of_each(*one)) for name, *one in zip(self.variables, keys, rows)}
+
+
+class DynamicEmbTap:
+    """The changes of dynamicemb tables: `DynamicEmbTap(incremental_dump, model)`.
+
+    `tables` maps (collection, table) of the model to table names; by default a table keeps its name. The score of a row
+    must grow with the steps (strategies TIMESTAMP and STEP). The dump includes the threshold itself, so the last step of
+    a window comes again with the next one.
+    """
+
+    def __init__(self, dump, model, tables=None):
+        self.dump, self.model, self.tables = dump, model, tables
+        _, self.scores = dump(model, (1 << 63) - 1)
+
+    def changes(self):
+        """Returns the `Changes` of each table since the last call, for `WindowWriter.write`."""
+        dumped, scores = self.dump(self.model, self.scores)
+        for collection, tables in scores.items():
+            for table, score in tables.items():
+                if score < self.scores[collection][table]:
+                    raise ValueError(f"table `{table}` of `{collection}`: score {score} is below that of the last window")
+        self.scores = scores
+        changes = {}
+        for collection, tables in dumped.items():
+            for table, (keys, rows) in tables.items():
+                name = table if self.tables is None else self.tables[collection, table]
+                if name in changes:
+                    raise ValueError(f"two tables are named `{name}`: pass `tables`")
+                changes[name] = Changes(*last_of_each(keys.cpu().numpy(), rows.float().cpu().numpy()))
+        return changes

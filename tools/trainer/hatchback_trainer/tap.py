@@ -1,0 +1,207 @@
+"""The tap of a plain PyTorch model: records which rows of its embedding modules a window changed, and writes windows.
+
+Put a `Tap` around the training loop and call `close` where a window ends, after `optimizer.step()`. It reads rows only
+then. It works with sparse and dense gradients. An optimizer that also changes rows that no sample touched (momentum,
+Adam with dense gradients, weight decay) is detected, said, and answered: such a table is compared row by row through
+checksums of 8 bytes a row, so no change is lost. It never changes the model.
+"""
+
+import io
+import warnings
+
+import torch
+from torch import nn
+
+from .window import Changes, WindowWriter
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+CHUNK_VALUES = 1 << 22  # values of a table that one step of a checksum reads
+SENTINELS = 1024  # untouched rows a table that every window checks, whatever the optimizer
+
+
+def reason(group, optimizer, parameter, sparse):
+    """Returns why `optimizer` may change rows of `parameter` that no sample touched; None if it does not."""
+    kind = type(optimizer).__name__
+    if group.get("weight_decay", 0) and not sparse:
+        return f"{kind} has weight_decay {group['weight_decay']}"
+    if group.get("momentum", 0):
+        return f"{kind} has momentum {group['momentum']}"
+    if kind in ("SGD", "Adagrad") or kind == "SparseAdam":
+        return None
+    return f"{kind} keeps moments that move rows without a gradient"
+
+
+class RowSums:
+    """Checksums of 64 bits of every row of a table: finds changed rows without a copy of the table."""
+
+    def __init__(self, weight):
+        generator = torch.Generator().manual_seed(weight.shape[1])
+        words = weight.shape[1] * weight.element_size() // 4 or 1
+        self.factors = torch.randint(-(1 << 62), 1 << 62, (words,), generator=generator) | 1
+        self.sums = self.of(weight)
+
+    def of(self, weight):
+        """Returns the checksum of each row, i64 `[rows]`."""
+        sums = []
+        for part in weight.detach().cpu().split(max(1, CHUNK_VALUES // weight.shape[1])):
+            sums.append((part.contiguous().view(torch.int32).to(torch.int64) * self.factors).sum(dim=1))
+        return torch.cat(sums)
+
+    def changed(self, weight):
+        """Returns the numbers of the rows that changed since the last call, and of rows added since."""
+        sums = self.of(weight)
+        known = min(len(sums), len(self.sums))
+        rows = torch.nonzero(sums[:known] != self.sums[:known]).squeeze(1)
+        self.sums = sums
+        return torch.cat([rows, torch.arange(known, len(sums))])
+
+
+class TableTap:
+    """What one embedding module changed since the last window."""
+
+    def __init__(self, name, module, keys):
+        self.name, self.module, self.keys = name, module, keys
+        self.rows = module.weight.shape[0]
+        self.counts = torch.zeros(self.rows)
+        self.deleted = []
+        self.sums = None  # RowSums, if the optimizer may change untouched rows
+        self.sentinels = None
+        module.register_forward_pre_hook(self.record)
+
+    def record(self, module, inputs):
+        if module.training and torch.is_grad_enabled():
+            rows = inputs[0].detach().reshape(-1).cpu()
+            self.grow()
+            self.counts += torch.bincount(rows, minlength=self.rows)
+
+    def grow(self):
+        rows = self.module.weight.shape[0]
+        if rows > self.rows:
+            # A table that was made larger: every added row is new to the fleet.
+            self.counts = torch.cat([self.counts, torch.ones(rows - self.rows)])
+            self.rows = rows
+
+    def watch_all(self, why):
+        if self.sums is None:
+            warnings.warn(f"table `{self.name}`: {why}; every window compares all its {self.rows} rows")
+            self.sums = RowSums(self.module.weight)
+
+    def choose_sentinels(self):
+        """Remembers some rows, which must not change in the next window unless a sample touches them."""
+        picked = torch.randperm(self.rows)[:SENTINELS]
+        self.sentinels = picked, self.module.weight.detach()[picked].clone()
+
+    def check_sentinels(self):
+        rows, before = self.sentinels
+        moved = (self.module.weight.detach()[rows] != before).any(dim=1) & (self.counts[rows] == 0)
+        return int(moved.sum())
+
+    def changes(self):
+        """Returns the changes since the last call."""
+        self.grow()
+        weight = self.module.weight.detach()
+        if self.sums is None and self.check_sentinels():
+            moved = self.check_sentinels()
+            why = f"the optimizer changed {moved} of {len(self.sentinels[0])} rows that no sample touched"
+            self.watch_all(why)
+            rows = torch.arange(self.rows)  # which others changed before is not known
+        elif self.sums is not None:
+            rows = self.sums.changed(weight)
+        else:
+            rows = torch.nonzero(self.counts).squeeze(1)
+
+        keys = rows if self.keys is None else torch.as_tensor(self.keys)[rows]
+        kept = torch.ones(len(rows), dtype=torch.bool)
+        if self.deleted:
+            kept = ~torch.isin(keys, torch.tensor(self.deleted))
+        traffic = self.counts[rows][kept]
+        changes = Changes(keys[kept].numpy(), weight[rows[kept]].cpu().numpy(), traffic.numpy(), list(self.deleted))
+        self.counts.zero_()
+        self.deleted.clear()
+        self.choose_sentinels()
+        return changes
+
+
+class Tap:
+    """Records the changes of a model's embedding modules and writes them as windows.
+
+    `tables` maps the names of modules (`model.named_modules()`) to table names; by default every `nn.Embedding` and
+    `nn.EmbeddingBag` is a table with the name of its module. `keys` maps a table name to the key of each row, where
+    keys are not row numbers. `network` returns the bytes of the dense network's ONNX file, such as
+    `lambda: exported.onnx()`.
+    """
+
+    def __init__(self, model, folder, lineage, optimizer, tables=None, keys=None, network=None):
+        self.writer = WindowWriter(folder, lineage)
+        self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.network = network
+        named = {name: module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
+        tables = {name: name for name in named} if tables is None else tables
+        keys = keys or {}
+        self.tables = [TableTap(table, named[module], keys.get(table)) for module, table in tables.items()]
+        for table in self.tables:
+            self.inspect(table)
+            table.choose_sentinels()
+
+    def inspect(self, table):
+        """Finds the optimizer of a table; says so if that optimizer may change rows that no sample touches."""
+        weight = table.module.weight
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if any(parameter is weight for parameter in group["params"]):
+                    why = reason(group, optimizer, weight, table.module.sparse)
+                    if why:
+                        table.watch_all(why)
+                    return
+        warnings.warn(f"table `{table.name}`: no optimizer that the tap was given has its weights")
+
+    def delete(self, table, keys):
+        """Deletes keys in the next window."""
+        one = next(one for one in self.tables if one.name == table)
+        one.deleted.extend(int(key) for key in keys)
+
+    def touch_since(self, step):
+        """Marks all keys of windows after `step` as changed. Call it after the model was restored from a checkpoint of
+        `step`: the fleet holds rows of the steps after it, which the training takes back."""
+        from .window import closed, read
+
+        for folder in closed(self.writer.folder):
+            window = read(folder)
+            if window.head["step"] <= step:
+                continue
+            for table in self.tables:
+                one = window.tables.get(table.name)
+                if one is None or not len(one.keys):
+                    continue
+                keys = torch.from_numpy(one.keys.view("int64"))
+                if table.keys is None:
+                    rows = keys[keys < table.rows]
+                else:
+                    rows = torch.nonzero(torch.isin(torch.as_tensor(table.keys), keys)).squeeze(1)
+                table.counts[rows] += 1
+                if table.sums is not None:
+                    table.sums.sums[rows] ^= 1  # the next comparison finds them changed
+
+    def close(self, step, probe=None):
+        """Writes the changes since the last call as a window and returns its folder."""
+        tables = {table.name: table.changes() for table in self.tables}
+        dense = self.network() if self.network else None
+        return self.writer.write(tables, step, dense, probe)
+
+
+def onnx_bytes(network, example, names, output="logit"):
+    """Returns the ONNX file of a dense network, for `Tap(network=...)`. `example` are its inputs for two samples."""
+    out, was_training = io.BytesIO(), network.training
+    network.eval()
+    torch.onnx.export(
+        network,
+        example,
+        out,
+        input_names=names,
+        output_names=[output],
+        dynamic_axes={name: {0: "batch"} for name in [*names, output]},
+        opset_version=13,
+        do_constant_folding=True,
+    )
+    network.train(was_training)
+    return out.getvalue()

@@ -1,0 +1,188 @@
+"""Checks the tap of plain PyTorch models: every changed row is in a window, whatever the optimizer.
+
+Run in tools/trainer: `python3 -m unittest discover tests`.
+"""
+
+import sys
+import tempfile
+import unittest
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools/trainer"))
+
+from hatchback_trainer import window  # noqa: E402
+from hatchback_trainer.tap import RowSums, Tap, onnx_bytes  # noqa: E402
+
+
+class Model(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.user = nn.Embedding(400, 4, sparse=sparse)
+        self.item = nn.EmbeddingBag(300, 8, mode="sum", sparse=sparse)
+        self.top = nn.Linear(12, 1)
+
+    def forward(self, user, items):
+        return self.top(torch.cat([self.user(user), self.item(items)], dim=1))
+
+
+def train(model, optimizers, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        user = torch.randint(0, 60, (16,), generator=generator)
+        items = torch.randint(100, 160, (16, 3), generator=generator)
+        loss = (model(user, items).squeeze(1) - torch.randn(16, generator=generator)).square().mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+OPTIMIZERS = {  # name -> (sparse gradients, optimizers of a model, tables that the tap must compare whole)
+    "sgd dense": (False, lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], 0),
+    "sgd sparse": (True, lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], 0),
+    "adagrad dense": (False, lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.1)], 0),
+    "adagrad sparse": (True, lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.1)], 0),
+    "sparse adam": (True, lambda m: [torch.optim.SparseAdam([m.user.weight, m.item.weight]), torch.optim.Adam(m.top.parameters())], 0),
+    "adam dense": (False, lambda m: [torch.optim.Adam(m.parameters(), lr=0.01)], 2),
+    "momentum": (False, lambda m: [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)], 2),
+    "weight decay": (False, lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.1, weight_decay=0.01)], 2),
+}
+
+
+class Drifting(torch.optim.SGD):
+    """An optimizer with the name of a harmless one that moves every row."""
+
+    def step(self):
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.999)
+
+
+Drifting.__name__ = "SGD"
+
+
+class Taps(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(3)
+        torch.set_num_threads(1)
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+
+    def follow(self, sparse, make, windows=4):
+        """Trains with a tap and applies its windows to a copy of the tables. Returns warnings and rows a window."""
+        model = Model(sparse)
+        optimizers = make(model)
+        fleet = {"user": model.user.weight.detach().clone(), "item": model.item.weight.detach().clone()}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            tap = Tap(model, self.folder, "m", optimizers)
+            sizes = []
+            for number in range(windows):
+                train(model, optimizers, 5, number)
+                found = window.read(tap.close(step=5 * (number + 1)))
+                for name, changes in found.tables.items():
+                    fleet[name][torch.from_numpy(changes.keys.view("int64"))] = torch.from_numpy(changes.rows)
+                sizes.append(sum(len(one.keys) for one in found.tables.values()))
+        torch.testing.assert_close(fleet["user"], model.user.weight.detach(), rtol=0, atol=0)
+        torch.testing.assert_close(fleet["item"], model.item.weight.detach(), rtol=0, atol=0)
+        return [str(one.message) for one in said if "table `" in str(one.message)], sizes
+
+    def test_no_changed_row_is_missed_with_any_optimizer(self):
+        for name, (sparse, make, whole) in OPTIMIZERS.items():
+            with self.subTest(name), tempfile.TemporaryDirectory() as folder:
+                self.folder = Path(folder)
+                said, sizes = self.follow(sparse, make)
+                self.assertEqual(len(said), whole, said)
+                if not whole:
+                    self.assertLess(max(sizes), 125, "only touched rows")
+
+    def test_an_optimizer_that_changes_all_rows_unannounced_is_detected_and_said(self):
+        said, sizes = self.follow(False, lambda m: [Drifting(m.parameters(), lr=0.1)])
+        self.assertEqual(len(said), 2)
+        self.assertRegex(said[0], "the optimizer changed [0-9]+ of 400 rows that no sample touched")
+        self.assertEqual(sizes, [700] * 4)
+
+    def test_traffic_counts_lookups_of_training_only(self):
+        model = Model(False)
+        tap = Tap(model, self.folder, "m", torch.optim.SGD(model.parameters(), lr=0.1))
+        items = torch.tensor([[5, 5, 6]])
+        model(torch.tensor([7]), items)
+        model.eval()
+        model(torch.tensor([8]), items)
+        found = window.read(tap.close(step=1)).tables
+        self.assertEqual((found["user"].keys.tolist(), found["user"].traffic.tolist()), ([7], [1.0]))
+        self.assertEqual((found["item"].keys.tolist(), found["item"].traffic.tolist()), ([5, 6], [2.0, 1.0]))
+
+    def test_keys_grown_tables_and_deletes(self):
+        model = Model(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        keys = torch.arange(400) * 7 - 5
+        tap = Tap(model, self.folder, "m", optimizer, keys={"user": keys})
+        train(model, [optimizer], 1, 0)
+        tap.delete("user", [keys[0], 99])
+        wider = torch.cat([model.item.weight.detach(), torch.ones(3, 8)])
+        model.item.weight = nn.Parameter(wider)
+        found = window.read(tap.close(step=1)).tables
+        self.assertEqual(sorted(found["user"].deleted.view("int64").tolist()), [-5, 99])
+        self.assertTrue(set(found["user"].keys.view("int64").tolist()) <= set(keys[1:60].tolist()))
+        self.assertEqual(found["item"].keys.tolist()[-3:], [300, 301, 302])
+
+    def test_a_restored_trainer_sends_again_what_it_takes_back(self):
+        model = Model(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tap = Tap(model, self.folder, "m", optimizer)
+        train(model, [optimizer], 3, 0)
+        tap.close(step=3)
+        checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+        train(model, [optimizer], 3, 1)
+        later = window.read(tap.close(step=6)).tables
+
+        model.load_state_dict(checkpoint)
+        tap = Tap(model, self.folder, "m", optimizer)
+        tap.touch_since(step=3)
+        found = window.read(tap.close(step=3)).tables
+        for name, module in (("user", model.user), ("item", model.item)):
+            self.assertEqual(found[name].keys.tolist(), later[name].keys.tolist())
+            rows = module.weight.detach()[torch.from_numpy(found[name].keys.view("int64"))]
+            self.assertEqual(torch.from_numpy(found[name].rows).tolist(), rows.tolist())
+
+    def test_checksums_see_every_changed_bit(self):
+        weight = torch.randn(50, 6)
+        sums = RowSums(weight)
+        for row, column in ((0, 0), (17, 5), (49, 3)):
+            weight[row, column] = torch.nextafter(weight[row, column], torch.tensor(9.0))
+            self.assertEqual(sums.changed(weight).tolist(), [row])
+        weight[[3, 4]] = weight[[4, 3]]
+        self.assertEqual(sums.changed(weight).tolist(), [3, 4])
+        weight[8, 0], weight[8, 1] = weight[8, 1].clone(), weight[8, 0].clone()
+        self.assertEqual(sums.changed(weight).tolist(), [8])
+
+    def test_the_example_of_the_readme_runs(self):
+        page = (ROOT / "tools/trainer/README.md").read_text()
+        example = page.split("<!-- tap -->\n```python\n")[1].split("```")[0]
+        self.assertLessEqual(len([line for line in example.splitlines() if line.strip()]), 10)
+        model = Model(False)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        batches = [(torch.randint(0, 400, (16,)), torch.randint(0, 300, (16, 3)), torch.rand(16, 1)) for _ in range(20)]
+        names = {"model": model, "optimizer": optimizer, "batches": batches, "folder": self.folder, "torch": torch}
+        exec(example, names)
+        found = [window.read(path) for path in window.closed(self.folder)]
+        self.assertEqual([one.head["step"] for one in found], [10, 20])
+        self.assertTrue(all(one.dense and len(one.tables["user"].keys) for one in found))
+
+    def test_onnx_bytes_are_a_network(self):
+        content = onnx_bytes(nn.Linear(3, 1), torch.zeros(2, 3), ["x"])
+        self.assertIn(b"logit", content)
+
+
+if __name__ == "__main__":
+    unittest.main()
