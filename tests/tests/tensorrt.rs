@@ -309,16 +309,16 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
         let (mut scratch, stream) = (engine.scratch(40).unwrap(), gpu.stream().unwrap());
         for batch in [1, 3, 40] {
             let values: Vec<f32> = (0..5 * batch).map(|i| (i as f32 * 0.37).sin()).collect();
-            let (mut fed, mut scores) =
+            let (fed, mut scores) =
                 ([gpu.buffer(values.len()).unwrap()], gpu.buffer(batch).unwrap());
-            stream.upload(&values, &mut fed[0], 0).unwrap();
+            stream.upload(&values, &fed[0], 0).unwrap();
             engine.enqueue(&stream, batch, &fed, scores.view(), &mut scratch).unwrap();
             let (mut ours, mut theirs) = (vec![0.0; batch], vec![0.0; batch]);
             stream.download(&scores, 0, &mut ours).unwrap();
             cpu.run(batch, &[values], &mut theirs, &mut cpu.scratch(batch)).unwrap();
             let far = largest_difference(&ours, &theirs);
             assert!(if fp16 { far > 0.0 && far < 1e-3 } else { far == 0.0 }, "{far}");
-            stream.upload(&vec![0.0; batch], &mut scores, 0).unwrap();
+            stream.upload(&vec![0.0; batch], &scores, 0).unwrap();
         }
 
         assert!(engine.scratch(41).is_err());

@@ -300,14 +300,14 @@ impl DeviceEngine {
             self.widths.iter().enumerate().map(|(i, w)| generate(i as u64, samples * w)).collect();
         let mut uploaded = Vec::new();
         for values in &inputs {
-            let mut buffer = self.gpu.buffer::<f32>(values.len())?;
-            stream.upload(values, &mut buffer, 0)?;
+            let buffer = self.gpu.buffer::<f32>(values.len())?;
+            stream.upload(values, &buffer, 0)?;
             uploaded.push(buffer);
         }
 
-        let mut scores = self.gpu.buffer::<f32>(samples * self.outputs)?;
+        let scores = self.gpu.buffer::<f32>(samples * self.outputs)?;
         for batch in [samples, 1] {
-            stream.upload(&vec![f32::NAN; scores.len()], &mut scores, 0)?;
+            stream.upload(&vec![f32::NAN; scores.len()], &scores, 0)?;
             self.enqueue(&stream, batch, &uploaded, scores.view(), &mut on_gpu)?;
             let mut gpu_scores = vec![0.0; batch * self.outputs];
             stream.download(&scores, 0, &mut gpu_scores)?;

@@ -202,15 +202,15 @@ struct Upload<'a> {
 
 impl Upload<'_> {
     fn floats(&mut self, values: &[f32]) -> Result<Buffer<f32>, CudaError> {
-        let mut buffer = self.gpu.buffer(values.len())?;
-        self.stream.upload(values, &mut buffer, 0)?;
+        let buffer = self.gpu.buffer(values.len())?;
+        self.stream.upload(values, &buffer, 0)?;
         self.bytes += size_of_val(values);
         Ok(buffer)
     }
 
     fn picks(&mut self, picks: &[u32]) -> Result<Buffer<u32>, CudaError> {
-        let mut buffer = self.gpu.buffer(picks.len())?;
-        self.stream.upload(picks, &mut buffer, 0)?;
+        let buffer = self.gpu.buffer(picks.len())?;
+        self.stream.upload(picks, &buffer, 0)?;
         self.bytes += size_of_val(picks);
         Ok(buffer)
     }

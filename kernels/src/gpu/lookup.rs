@@ -157,8 +157,8 @@ impl GpuLookup {
         let stream = gpu.stream()?;
 
         let defaults: Vec<f32> = features.iter().flat_map(|f| f.default_row).copied().collect();
-        let mut default_rows = gpu.buffer(defaults.len())?;
-        stream.upload(&defaults, &mut default_rows, 0)?;
+        let default_rows = gpu.buffer(defaults.len())?;
+        stream.upload(&defaults, &default_rows, 0)?;
         let (mut lookups, mut default_row) = (0, default_rows.address());
         let mut views = Vec::with_capacity(features.len());
         for feature in features {
@@ -169,8 +169,8 @@ impl GpuLookup {
             default_row += size_of_val(feature.default_row) as u64;
             views.push(view);
         }
-        let mut on_device = gpu.buffer(views.len())?;
-        stream.upload(&views, &mut on_device, 0)?;
+        let on_device = gpu.buffer(views.len())?;
+        stream.upload(&views, &on_device, 0)?;
 
         let bags = limits.batch_max * features.len();
         let lookup = Self {
