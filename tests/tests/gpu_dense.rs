@@ -202,8 +202,8 @@ fn on_device(
     let stream = gpu.stream().unwrap();
     let mut fed = Vec::new();
     for values in inputs {
-        let mut buffer = gpu.buffer(values.len()).unwrap();
-        stream.upload(values, &mut buffer, 0).unwrap();
+        let buffer = gpu.buffer(values.len()).unwrap();
+        stream.upload(values, &buffer, 0).unwrap();
         fed.push(buffer);
     }
 
