@@ -73,6 +73,14 @@ pub fn run(args: &SyncArgs) -> Result<()> {
     updated
 }
 
+/// Updates the car as [`run`] does, and prints nothing.
+///
+/// # Errors
+/// The reason for which the update stopped.
+pub fn update_car(args: &SyncArgs) -> Result<()> {
+    update(args, &args.car.updater(args.flash.clone()))
+}
+
 /// What a run does.
 enum Action {
     Update,

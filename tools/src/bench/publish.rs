@@ -14,7 +14,7 @@ use crate::repository::store::Objects;
 use crate::say;
 use crate::select::{SelectArgs, Selection, select};
 use crate::serve::{install, progress_bar};
-use crate::sync::{self, SyncArgs};
+use crate::sync::{SyncArgs, update_car};
 use crate::window::writer::{TableChanges, WindowContent, write_window};
 use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
 use anyhow::{Context, Result};
@@ -322,10 +322,8 @@ fn sync_car(desk: &Desk) -> Result<()> {
         &path("car.sync"),
         "--flash",
         &path("car"),
-        "--json",
-        &path("sync.json"),
     ])?;
-    sync::run(&command.args)
+    update_car(&command.args)
 }
 
 fn bars(points: &[WindowFigures]) -> Vec<Bar> {

@@ -13,11 +13,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from .flights import OnlineDLRM
 from .model_files import export_model
 from .samples import write_lines
 from .window import WindowWriter
 
+EIGHTH = "an eighth of the bytes of all rows in f32"
 POLICIES = {  # name -> codec, part of the u8 rows' bytes, whether rows are sent at all
     "stale": ("f32", None, False),
     "dense only": ("f32", 0.0, False),
@@ -25,6 +28,7 @@ POLICIES = {  # name -> codec, part of the u8 rows' bytes, whether rows are sent
     "all rows u8": ("u8", 1.0, True),
     "top 50 %": ("u8", 0.5, True),
     "top 25 %": ("u8", 0.25, True),
+    "1/8 of f32": ("u8", EIGHTH, True),
     "top 20 %": ("u8", 0.2, True),
     "top 10 %": ("u8", 0.1, True),
     "top 5 %": ("u8", 0.05, True),
@@ -87,7 +91,10 @@ def publish_window(fleets, windows, dense_windows):
     by_name["all rows u8"].bytes.append(fixed + rows)
     for fleet in fleets:
         if fleet.with_rows and fleet.name != "all rows u8":
-            budget = None if fleet.share == 1.0 else fixed + fleet.share * rows
+            if fleet.share == EIGHTH:
+                budget = by_name["all rows f32"].bytes[-1] / 8
+            else:
+                budget = None if fleet.share == 1.0 else fixed + fleet.share * rows
             fleet.bytes.append(fleet.select(windows, budget))
 
 
