@@ -147,9 +147,15 @@ fn serving_on(device: &Device, flash: &Flash, change: impl FnOnce(&mut Budget)) 
     serving
 }
 
-fn answer(serving: &Serving, batch: &Batch, deadline: Option<Duration>) {
+fn answer(serving: &Serving, batch: &Batch, timeout: Option<Duration>) {
+    let deadline = timeout.map(|timeout| serving.now().saturating_add(timeout));
     let ticket = serving.submit(NAME, batch, deadline).unwrap();
-    assert_eq!(ticket.wait().unwrap().scores().statuses.len(), batch.size());
+    let answered = ticket.wait().map(|answer| answer.scores().statuses.len());
+    match answered {
+        // The machine may be too slow for a deadline.
+        Err(RequestError::DeadlineExceeded) if timeout.is_some() => {}
+        answered => assert_eq!(answered.unwrap(), batch.size()),
+    }
 }
 
 /// Waits until the workers have no deferred row left to fetch: until their page count stands still.
@@ -173,12 +179,12 @@ fn answer_nothing(serving: &Serving) {
 
 /// Sends each batch in turn. The first half warms up; the allocations of the second half are
 /// counted.
-fn phase(what: &str, serving: &Serving, batches: &[Batch], deadline: Option<Duration>) {
+fn phase(what: &str, serving: &Serving, batches: &[Batch], timeout: Option<Duration>) {
     let (first, second) = batches.split_at(batches.len() / 2);
-    first.iter().for_each(|b| answer(serving, b, deadline));
+    first.iter().for_each(|b| answer(serving, b, timeout));
     wait_for_deferred(serving);
     let before = serving.stats(NAME).unwrap().counters;
-    let counted = allocations(|| second.iter().for_each(|b| answer(serving, b, deadline)));
+    let counted = allocations(|| second.iter().for_each(|b| answer(serving, b, timeout)));
     wait_for_deferred(serving);
     let counters = serving.stats(NAME).unwrap().counters.since(&before);
     assert_eq!(counted, 0, "{what}: {counters:?}");

@@ -12,6 +12,7 @@ use crate::request::worker::live_model::LiveModel;
 use crate::request::worker::{Scores, Worker};
 use crate::schema::batch::Batch;
 use std::io;
+use std::sync::atomic::{Ordering, fence};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -110,6 +111,8 @@ impl Pipeline {
                 yield_now();
             }
         }
+        // What the workers did before they dropped their claims happened before this returns.
+        fence(Ordering::Acquire);
     }
 
     /// Starts the statistics anew.

@@ -5,8 +5,8 @@
 use hatchback_loom::cache::Cache;
 use hatchback_loom::cache::address::{KeySpaces, RowKey};
 use hatchback_loom::{no_writes_since, read_bag, writes_ended};
-use loom::sync::Arc;
-use loom::sync::atomic::{AtomicU32, Ordering};
+use loom::sync::{Arc, RwLock};
+use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use loom::thread;
 
 /// Runs `of` in every order with at most three preemptions of a thread. All orders of two writes
@@ -160,5 +160,69 @@ fn a_bag_never_has_another_row() {
         assert!(found.is_none_or(|found| found == [bytes(1), bytes(2)]));
         writer.join().unwrap();
         assert_eq!(read_bag(&cache, [row(3)]), Some([bytes(3)]));
+    });
+}
+
+/// The order of a transition (`LiveModel` of the runtime): versions 0 and 1 are of the old model,
+/// 2 is of the new one. A worker holds a claim to a version during its batch.
+struct Transition {
+    cache: Arc<Cache>,
+    is_barred: AtomicBool,
+    version: RwLock<usize>,
+    users: [AtomicU32; 3],
+}
+
+impl Transition {
+    /// A batch that misses row 1: reads it from the files of its generation and inserts it.
+    fn batch(&self) {
+        let version = {
+            let version = self.version.read().unwrap();
+            self.users[*version].fetch_add(1, Ordering::Relaxed);
+            *version
+        };
+        let (epoch, value) = (self.cache.epoch(row(1)), if version < 2 { 1 } else { 2 });
+        if !self.is_barred.load(Ordering::Acquire) {
+            self.cache.insert(row(1), &bytes(value), epoch);
+        }
+        self.users[version].fetch_sub(1, Ordering::Release);
+    }
+
+    /// Starts the next version and waits until no worker uses the one before.
+    fn start_version(&self) {
+        let before = {
+            let mut version = self.version.write().unwrap();
+            *version += 1;
+            *version - 1
+        };
+        while self.users[before].load(Ordering::Relaxed) > 0 {
+            thread::yield_now();
+        }
+        fence(Ordering::Acquire);
+    }
+
+    fn run(&self) {
+        self.is_barred.store(true, Ordering::Release);
+        self.start_version();
+        self.cache.invalidate(row(1));
+        self.start_version();
+        self.is_barred.store(false, Ordering::Release);
+    }
+}
+
+#[test]
+fn a_transition_leaves_no_row_of_the_old_generation() {
+    model(|| {
+        let transition = Arc::new(Transition {
+            cache: cache(),
+            is_barred: AtomicBool::new(false),
+            version: RwLock::new(0),
+            users: [AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0)],
+        });
+        let worker = Arc::clone(&transition);
+        let worker = thread::spawn(move || worker.batch());
+        transition.run();
+        assert!(matches!(get(&transition.cache, 1), None | Some(2)));
+        worker.join().unwrap();
+        assert!(matches!(get(&transition.cache, 1), None | Some(2)));
     });
 }
