@@ -14,7 +14,7 @@ use crate::schema::batch::Batch;
 use std::io;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -84,11 +84,15 @@ impl Pipeline {
         Ok(Self { queue, live, threads: Vec::new(), stepped: Some(Mutex::new(worker)) })
     }
 
-    /// Does one piece of work of a pipeline without threads. Returns false if there is none, or if
-    /// threads do the work.
+    /// Does one piece of work of a pipeline without threads. Returns false if there is none, if
+    /// another caller is amid a step, or if threads do the work.
     pub fn step(&self) -> bool {
-        let Some(worker) = &self.stepped else { return false };
-        worker.lock().unwrap_or_else(PoisonError::into_inner).step(&self.queue)
+        let worker = self.stepped.as_ref().map(Mutex::try_lock);
+        match worker {
+            None | Some(Err(TryLockError::WouldBlock)) => false,
+            Some(Err(TryLockError::Poisoned(worker))) => worker.into_inner().step(&self.queue),
+            Some(Ok(mut worker)) => worker.step(&self.queue),
+        }
     }
 
     /// Returns the model that is served now.

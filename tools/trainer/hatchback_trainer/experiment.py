@@ -46,7 +46,7 @@ class Fleet:
 
     def __init__(self, name, program, folder, model_toml):
         self.codec, self.share, self.with_rows = POLICIES[name]
-        self.name, self.program, self.folder = name, program, folder / name.replace(" ", "-").replace("%", "percent")
+        self.name, self.program, self.folder = name, program, folder / name.replace(" ", "-").replace("%", "percent").replace("/", "of")
         self.folder.mkdir()
         self.base, self.published, self.bytes, self.auc, self.logloss = self.folder / "base.hatch", [], [], [], []
         self.run("pack", model_toml, "--out", self.base, "--codec", self.codec)
