@@ -270,8 +270,8 @@ impl UpdateSteps {
                 self.open_logged.clear();
                 let Swapped { read, dropped, patched, pause } = swapped;
                 log::info!(
-                    "serving {live} as `{name}`; lookups paused for at most {pause:?}; cached rows: \
-                     {read} read anew, {dropped} dropped; resident rows: {patched} replaced"
+                    "serving {live} as `{name}`; lookups paused for at most {pause:?}; cached \
+                     rows: {read} read anew, {dropped} dropped; resident rows: {patched} replaced"
                 );
             }
             Err(e) => self.fail(flash.record().live.manifest, &e),
