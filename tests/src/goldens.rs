@@ -156,39 +156,6 @@ fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
     LiveRecord { previous: Some(live.clone()), live }
 }
 
-/// Returns the first ONNX files of `tests/data/onnx/random.bin`, each after a name; the inputs and
-/// outputs that follow them are skipped (`kernels/tests/cases/mod.rs` has the format).
-fn random_networks(count: usize) -> Vec<Vec<u8>> {
-    fn number(rest: &mut &[u8]) -> usize {
-        let (head, tail) = rest.split_at(4);
-        *rest = tail;
-        u32::from_le_bytes(head.try_into().unwrap()) as usize
-    }
-    fn bytes(rest: &mut &[u8]) -> Vec<u8> {
-        let n = number(rest);
-        let (head, tail) = rest.split_at(n);
-        *rest = tail;
-        head.to_vec()
-    }
-
-    let file = file("tests/data/onnx/random.bin");
-    let mut rest = file.as_slice();
-    let mut found = Vec::new();
-    while found.len() < count && !rest.is_empty() {
-        let _name = bytes(&mut rest);
-        found.push(bytes(&mut rest));
-        let inputs = number(&mut rest);
-        for _ in 0..inputs {
-            let _ = (bytes(&mut rest), number(&mut rest));
-        }
-        let _ = (bytes(&mut rest), number(&mut rest));
-        for _ in 0..inputs + 1 {
-            bytes(&mut rest);
-        }
-    }
-    found
-}
-
 /// Returns valid inputs for the parser of that name.
 pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
     let families = ["dlrm", "dcnv2", "deepfm", "wide_deep", "mmoe", "din", "dien", "bst", "hstu"];
@@ -230,7 +197,7 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
         "onnx" => {
             let ours = crate::onnx::concat(&[("dense".to_owned(), 2), ("a".to_owned(), 34)], "out");
             let network = |f| file(&format!("tests/data/families/{f}/dense.onnx"));
-            families.into_iter().map(network).chain([ours]).chain(random_networks(60)).collect()
+            families.into_iter().map(network).chain([ours]).collect()
         }
         "target" => ["base", "cpu", "drive-orin", "x86-cuda"]
             .map(|t| file(&format!("targets/{t}.toml")))

@@ -149,7 +149,13 @@ fn serving_on(device: &Device, flash: &Flash, change: impl FnOnce(&mut Budget)) 
 
 fn answer(serving: &Serving, batch: &Batch, timeout: Option<Duration>) {
     let deadline = timeout.map(|timeout| serving.now().saturating_add(timeout));
-    let ticket = serving.submit(NAME, batch, deadline).unwrap();
+    // A request whose caller has stopped waiting keeps its slot until a worker takes it.
+    let ticket = loop {
+        match serving.submit(NAME, batch, deadline) {
+            Err(RequestError::Busy(_)) => std::thread::yield_now(),
+            submitted => break submitted.unwrap(),
+        }
+    };
     let answered = ticket.wait().map(|answer| answer.scores().statuses.len());
     match answered {
         // The machine may be too slow for a deadline.
