@@ -76,7 +76,7 @@ impl ModelUpdates {
 
 /// Records that this process ends normally, or for a reason that is no release's fault.
 pub fn record_end(updater: &Updater) {
-    if let Err(e) = updater.end_trial() {
+    if let Err(e) = updater.end_process() {
         let directory = updater.flash.display();
         log::warn!("{directory}: cannot record a normal end, so this start counts as a crash: {e}");
     }

@@ -8,6 +8,7 @@ use crate::bundle::manifest::{Generation, sha256};
 use crate::bundle::{BundleError, BundleReader};
 use crate::flash::segment::SegmentError;
 use crate::flash::{Flash, FlashError, Prepared};
+use crate::io::disk::Lock;
 use crate::maintenance::share::BusyBounds;
 use crate::model::budget::Budget;
 use crate::update::error::UpdateError;
@@ -161,16 +162,31 @@ impl Updater {
         self.write_install(&mut status)
     }
 
-    /// Ends a trial well: the release answered requests, or the process ends normally.
+    /// Ends a trial well: the release answered requests.
     ///
     /// # Errors
     /// `UpdateError::{Io, Busy}` if the record cannot be read or written.
     pub fn end_trial(&self) -> Result<(), UpdateError> {
+        self.end_trial_under(Self::lock_install)
+    }
+
+    /// Ends a trial well because the process ends normally. Waits for a step that is under way.
+    ///
+    /// # Errors
+    /// Those of [`Updater::end_trial`].
+    pub fn end_process(&self) -> Result<(), UpdateError> {
+        self.end_trial_under(Self::lock_consent)
+    }
+
+    fn end_trial_under(
+        &self,
+        lock: fn(&Self) -> Result<Lock, UpdateError>,
+    ) -> Result<(), UpdateError> {
         let InstallStatus { trials, cuts, .. } = self.install_status()?;
         if trials == 0 && cuts == 0 {
             return Ok(());
         }
-        let _lock = self.lock_install()?;
+        let _lock = lock(self)?;
         let mut status = self.install_status()?;
         status.end_trial();
         self.write_install(&mut status)

@@ -69,7 +69,7 @@ impl Updater {
         self.lock(&self.flash, "updating", Duration::ZERO)
     }
 
-    /// Takes the same lock for the owner's consent.
+    /// Takes the same lock, and waits for a step: for the owner's consent and the process's end.
     pub(super) fn lock_consent(&self) -> Result<Lock, UpdateError> {
         self.lock(&self.flash, "updating", CONSENT_WAIT)
     }
