@@ -309,8 +309,7 @@ fn an_engine_runs_on_the_device_once_its_scores_are_the_cpus() {
         let (mut scratch, stream) = (engine.scratch(40).unwrap(), gpu.stream().unwrap());
         for batch in [1, 3, 40] {
             let values: Vec<f32> = (0..5 * batch).map(|i| (i as f32 * 0.37).sin()).collect();
-            let (fed, scores) =
-                ([gpu.buffer(values.len()).unwrap()], gpu.buffer(batch).unwrap());
+            let (fed, scores) = ([gpu.buffer(values.len()).unwrap()], gpu.buffer(batch).unwrap());
             stream.upload(&values, &fed[0], 0).unwrap();
             engine.enqueue(&stream, batch, &fed, scores.view(), &mut scratch).unwrap();
             let (mut ours, mut theirs) = (vec![0.0; batch], vec![0.0; batch]);
