@@ -81,6 +81,9 @@ class Fleet:
         self.logloss.append(report["logloss"])
 
 
+SMALLEST_SHARE = 0.05
+
+
 def publish_window(fleets, windows, dense_windows):
     """Sends a window to every fleet under its policy."""
     by_name = {fleet.name: fleet for fleet in fleets}
@@ -92,7 +95,8 @@ def publish_window(fleets, windows, dense_windows):
     for fleet in fleets:
         if fleet.with_rows and fleet.name != "all rows u8":
             if fleet.share == EIGHTH:
-                budget = by_name["all rows f32"].bytes[-1] / 8
+                # A small model's dense network alone takes more than an eighth.
+                budget = max(by_name["all rows f32"].bytes[-1] / 8, fixed + SMALLEST_SHARE * rows)
             else:
                 budget = None if fleet.share == 1.0 else fixed + fleet.share * rows
             fleet.bytes.append(fleet.select(windows, budget))
