@@ -238,6 +238,8 @@ fn every_path(fixture: &Fixture) {
     phase("misses that wait", &serving, &fresh(0, 0), None);
     phase("hits", &serving, &again(0), None);
     phase("deadlines that are over", &serving, &fresh(1, 0), Some(Duration::ZERO));
+    // A request that no worker took in time deferred nothing.
+    again(1).iter().for_each(|batch| answer(&serving, batch, None));
     phase("late ones as hits", &serving, &again(1), Some(Duration::ZERO));
     phase("deadlines that are kept", &serving, &fresh(1, 1000), Some(Duration::MAX));
     phase("defaults", &serving, &fresh(2, 0), None);
