@@ -5,7 +5,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use hatchback::LookupStatus;
+use hatchback::bundle::BundleReader;
 use hatchback::clock::{Clock, SystemClock};
+use hatchback::flash::Flash;
+use hatchback::io::disk::Disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::{ScoreError, Worker};
@@ -14,6 +17,7 @@ use hatchback::schema::{KeySpace, MissPolicy, Placement};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_of};
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
+use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tools::pack::spec::CodecChoice;
 use proptest::prelude::*;
 use std::path::Path;
@@ -32,8 +36,11 @@ impl Clock for SteppingClock {
 }
 
 fn worker_on(flash: &Path) -> Worker {
-    let model =
-        Arc::new(Model::open(&hatchback::io::disk::system(), flash, Budget::default()).unwrap());
+    worker_of(&hatchback::io::disk::system(), flash)
+}
+
+fn worker_of(disk: &Arc<dyn Disk>, flash: &Path) -> Worker {
+    let model = Arc::new(Model::open(disk, flash, Budget::default()).unwrap());
     Worker::new(model, Arc::new(SteppingClock::default()))
 }
 
@@ -300,12 +307,18 @@ fn a_short_miss_list_defers_rows_in_several_rounds() {
 fn every_deadline_gives_an_exact_status_or_no_scores() {
     let packed = plan(&MIXED, 4).pack();
     let reference = Reference::new(&packed.schema, &packed.rows);
-    let (flash, samples) = (packed.install(), known_samples(&packed, 12, 4));
+    let samples = known_samples(&packed, 12, 4);
+
+    // Reads of the simulated disk complete one after the other on every machine.
+    let (disk, dir) = (SimDisk::default().shared(), Path::new("/flash"));
+    let mut bundle = BundleReader::open(&packed.bundle).unwrap();
+    drop(Flash::install(&disk, dir, &mut bundle, |_| ()).unwrap());
 
     // Two features on each table.
     let (waiting, on_time, defaulting) = (2 * 2 * 12, 2 * 2 * 12, 2 * 12);
-    let at =
-        |deadline: Option<u64>| try_score(&mut worker_on(&flash), &reference, &samples, deadline);
+    let at = |deadline: Option<u64>| {
+        try_score(&mut worker_of(&disk, dir), &reference, &samples, deadline)
+    };
 
     assert_eq!(at(Some(0)), None, "no row can be read in time");
     let all =

@@ -441,6 +441,10 @@ fn edges_are_answered_or_refused_by_name() {
     // The deadline is before the clock's start.
     let past = submit(&pipeline, &[fixture.looking_up(&[keys[7]])], Some(Duration::ZERO)).unwrap();
     assert!(matches!(past.wait().err(), Some(RequestError::DeadlineExceeded)));
+    drop(past);
+    whole(&[]);
+    let stats = pipeline.stats();
+    assert_eq!((stats.expired, stats.failed), (1, 0), "a deadline is no fault of the model");
 
     // Too many samples, and bags that are too long.
     let schema = Arc::clone(pipeline.model().schema());

@@ -135,7 +135,7 @@ impl MemoryPlan {
     }
 
     /// Returns the bytes that opening the model took beside the total and freed again: data on its
-    /// way to a GPU is in memory twice, and rows copied from a GPU pass through a buffer.
+    /// way to a GPU is in memory twice, and a swap holds the new parts beside the old ones.
     pub fn opening_bytes(&self) -> u64 {
         self.opening_bytes
     }
@@ -150,7 +150,10 @@ impl fmt::Display for MemoryPlan {
 
         match self.opening_bytes {
             0 => Ok(()),
-            bytes => write!(f, "\n{bytes:>14}  more while opening, in transit to or from the GPU"),
+            bytes => write!(
+                f,
+                "\n{bytes:>14}  more while opening, beside what is served or in transit to the GPU"
+            ),
         }
     }
 }

@@ -13,7 +13,7 @@ use crate::clock::Clock;
 use crate::limits::{DEADLINE_GRACE_US, PREFETCH_MAX, SLOTS_MAX};
 use crate::request::error::RequestError;
 use crate::request::worker::live_model::LiveModel;
-use crate::request::worker::{Counters, Worker};
+use crate::request::worker::{Counters, ScoreError, Worker};
 use crate::schema::batch::Batch;
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::lookup::LookupStatus;
@@ -38,7 +38,7 @@ pub struct Stats {
     pub busy: u64,
     /// Requests that a worker answered with an error. A score that is not a number is one.
     pub failed: u64,
-    /// Requests that a worker took after their deadline and did not score.
+    /// Requests that a worker ended without scores because their deadline had passed.
     pub expired: u64,
     /// Requests that wait now.
     pub waiting: usize,
@@ -280,10 +280,16 @@ impl RequestQueue {
     fn expire(&self, request: &Waiting) -> bool {
         let has_expired = request.deadline.is_some_and(|deadline| self.left(deadline).is_zero());
         if has_expired {
-            lock(&self.queue).stats.expired += 1;
-            self.finish(request.slot, Err(RequestError::DeadlineExceeded), |_| ());
+            self.exceed(request.slot);
         }
         has_expired
+    }
+
+    /// Ends the request in `slot` without scores, because its deadline has passed. That is no fault
+    /// of a generation: the caller chose the deadline.
+    fn exceed(&self, slot: u16) {
+        lock(&self.queue).stats.expired += 1;
+        self.finish(slot, Err(RequestError::DeadlineExceeded), |_| ());
     }
 
     /// Releases `slot` for its caller: frees it if the request is done, else leaves that to the
@@ -576,6 +582,12 @@ fn score(queue: &RequestQueue, worker: &mut Worker, batch: &mut Batch, in_flight
                     }),
                     Err(e) => queue.fail(r.slot, e.into(), queue.is_current(all.generation())),
                 }
+                in_flight.answered += 1;
+            }
+        }
+        Err(ScoreError::DeadlineExceeded) => {
+            for r in &in_flight.requests {
+                queue.exceed(r.slot);
                 in_flight.answered += 1;
             }
         }

@@ -94,7 +94,7 @@ pub(crate) fn open(
 
     let storage: Vec<Storage> = old.tables().iter().map(|table| table.storage).collect();
     let backend = share_tables(old.backend(), &model, replaced)?;
-    let mut model = model.with_storage(&storage, backend, Budget { ..*old.budget() });
+    let mut model = model.with_storage(&storage, backend, *old.budget());
     *model.memory_mut() = plan_after(old.memory(), &model);
     let mut model = model.move_dense_to_gpu(flash, options.tensorrt)?;
 

@@ -54,7 +54,10 @@ pub(crate) fn run(
 
     let live = pipeline.live();
     live.bar(Arc::clone(&change));
-    pipeline.wait_until_left(&live.renew(), yield_now);
+    let start = clock.now();
+    let users = live.renew();
+    let first_pause = clock.now().saturating_sub(start);
+    pipeline.wait_until_left(&users, yield_now);
     let removed = remove_changed(&mut writer, &model, &change, yield_now);
     let switched = removed.and_then(|removed| {
         let start = clock.now();
@@ -68,12 +71,16 @@ pub(crate) fn run(
     pipeline.reset_stats();
     pipeline.wait_until_left(&users, yield_now);
     live.lift();
-    let read = read_again(&mut writer, &model, &removed, yield_now)?;
+    // The new model is served whether or not its changed rows return to the caches.
+    let read = read_again(&mut writer, &model, &removed, yield_now).unwrap_or_else(|e| {
+        log::error!("the changed rows of {} stay out of the caches: {e}", model.generation());
+        0
+    });
     Ok(Swapped {
         read,
         dropped: removed.len() - read,
         patched: patches.iter().map(|patch| patch.rows.len()).sum(),
-        pause,
+        pause: pause.max(first_pause),
     })
 }
 
