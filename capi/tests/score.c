@@ -17,6 +17,25 @@ static int refused(const char *what) {
     return 1;
 }
 
+#define EXPECT(call, result, text)                                                          \
+    do {                                                                                    \
+        if ((call) != (result) || !strstr(hatchback_error(), (text))) return refused(#call); \
+    } while (0)
+
+/* Keys are queued, and each mistake has its error. */
+static int mistakes_of_prefetch(const hatchback *model, const hatchback_shape *shape) {
+    uint64_t keys[2] = {1, 2};
+    uint32_t queued = 7;
+    EXPECT(hatchback_prefetch(NULL, 0, keys, 2, &queued), HATCHBACK_REQUEST, "model is NULL");
+    EXPECT(hatchback_prefetch(model, shape->sparse_features, keys, 2, &queued), HATCHBACK_REQUEST, "feature = ");
+    EXPECT(hatchback_prefetch(model, 0, NULL, 2, &queued), HATCHBACK_REQUEST, "keys is NULL");
+    EXPECT(queued, 7, "keys is NULL");
+    EXPECT(hatchback_prefetch(model, 0, keys, 2, &queued), HATCHBACK_OK, "keys is NULL");
+    EXPECT(queued <= 2, 1, "keys is NULL");
+    EXPECT(hatchback_prefetch(model, 0, NULL, 0, NULL), HATCHBACK_OK, "keys is NULL");
+    return 0;
+}
+
 /* Mistakes that a caller can make; each must return its error and no scores. */
 static int mistakes(const char *target, const char *flash, const hatchback *model, const hatchback_shape *shape) {
     hatchback *none = (hatchback *)&none;
@@ -24,13 +43,10 @@ static int mistakes(const char *target, const char *flash, const hatchback *mode
     uint32_t offsets[2] = {0, 0}, wild[2] = {7, 3}, long_bag[2] = {0, 1000000};
     float *dense = calloc(shape->dense_features + 1, sizeof *dense);
     hatchback_bags *bags = calloc(shape->sparse_features + 1, sizeof *bags);
-    uint32_t f;
+    uint32_t f, tries;
+    hatchback_result late = HATCHBACK_OK;
     if (!dense || !bags) return 1;
     for (f = 0; f < shape->sparse_features; f++) bags[f].offsets = offsets;
-#define EXPECT(call, result, text)                                                          \
-    do {                                                                                    \
-        if ((call) != (result) || !strstr(hatchback_error(), (text))) return refused(#call); \
-    } while (0)
     EXPECT(hatchback_open(target, "/nowhere", &none), HATCHBACK_OPEN, "/nowhere");
     EXPECT(none != NULL, 0, "/nowhere");
     EXPECT(hatchback_open("/nowhere.toml", flash, &none), HATCHBACK_OPEN, "/nowhere.toml");
@@ -54,6 +70,13 @@ static int mistakes(const char *target, const char *flash, const hatchback *mode
     EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_NOT_FINITE, "sample 0: score[0] is ");
     EXPECT(HATCHBACK_NOT_FINITE, 5, "score[0]");
     EXPECT(scores[0] != 7, 0, "score[0]");
+    if (mistakes_of_prefetch(model, shape)) return 1;
+    memset(dense, 0, (shape->dense_features + 1) * sizeof *dense);
+    /* A microsecond is over before the request has a slot, or soon after. */
+    for (tries = 0; tries < 100000; tries++)
+        if ((late = hatchback_score(model, 1, dense, bags, 1, scores, NULL)) != HATCHBACK_OK) break;
+    EXPECT(late, HATCHBACK_DEADLINE_EXCEEDED, "deadline exceeded");
+    EXPECT(hatchback_score(model, 1, dense, bags, 60000000, scores, NULL), HATCHBACK_OK, "deadline exceeded");
     hatchback_close(NULL);
     free(dense);
     free(bags);

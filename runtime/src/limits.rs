@@ -161,3 +161,6 @@ const _: () = assert!(DELTA_PAGES_MAX <= 1 << 24, "a page of a delta has a numbe
 /// Time after its deadline by which a request is answered, µs: with scores, or with the error that
 /// the deadline is exceeded. The scheduler of the system comes on top.
 pub const DEADLINE_GRACE_US: u64 = 1_000;
+/// Time after its deadline for which a caller waits, µs. The rest of the grace is for its way back.
+pub const DEADLINE_WAIT_US: u64 = 500;
+const _: () = assert!(DEADLINE_WAIT_US < DEADLINE_GRACE_US);

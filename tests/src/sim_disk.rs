@@ -7,7 +7,7 @@ use crate::random::Random;
 use hatchback::clock::Clock;
 use hatchback::io::disk::{Disk, Input, Lock, Output};
 use hatchback::io::page::{AlignedPage, PageBytes};
-use hatchback::io::reader::PageFile;
+use hatchback::io::reader::{PageFile, ReadMethod};
 use hatchback::limits::PAGE_BYTES;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -596,6 +596,10 @@ impl Disk for SimDisk {
         let state = self.enter_read()?;
         let file = *state.names.get(path).ok_or_else(|| not_found(path))?;
         Ok(Arc::new(SimPages { disk: self.clone(), file }))
+    }
+
+    fn read_method(&self) -> ReadMethod {
+        ReadMethod::InPlace
     }
 
     fn open(&self, path: &Path) -> io::Result<Box<dyn Input>> {

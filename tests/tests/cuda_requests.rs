@@ -21,7 +21,7 @@ use hatchback_tests::models::{FeaturePlan, ModelPlan, Packed, TablePlan, batch_o
 use hatchback_tests::random::Random;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::standin;
-use hatchback_tests::versions::Versions;
+use hatchback_tests::versions::{Kind, Versions};
 use hatchback_tools::pack::spec::CodecChoice;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -607,6 +607,55 @@ fn a_swap_keeps_the_caches_on_the_gpu() {
 
     assert_eq!((counters.misses, counters.pages), (0, 0));
     assert!(serving.memory()[0].1.opening_bytes() > 0);
+}
+
+/// A swap asks the GPU for launches, copies and bytes in proportion to what changed.
+#[test]
+fn a_swap_asks_the_gpu_for_what_changed() {
+    let _alone = COUNTING.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: counting launches: only the stand-in counts");
+    };
+    for placement in [Placement::Cached, Placement::Resident] {
+        let kind = Kind { placement, changes_keys: false };
+        let versions = Versions::of(kind, &[0, 100, 5], 12_000, 5);
+        let folder = tempfile::tempdir().unwrap();
+        let install = |bundle: &Path| {
+            let mut bundle = BundleReader::open(bundle).unwrap();
+            Flash::install(&hatchback::io::disk::system(), folder.path(), &mut bundle, |_| {})
+                .unwrap()
+        };
+        let budget = Budget { cache_bytes_max: 4 << 20, batch_max: 64, ..Budget::default() };
+        let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
+        let serving = serving.on(Device::Cuda(standin::gpu(21)), None);
+        serving.load("m", &install(&versions.snapshots[0]), budget).unwrap();
+        let mut none = None;
+        for delta in &versions.deltas[1..] {
+            let flash = install(delta);
+            let before = stand_in.counts();
+            let swapped = serving.swap("m", &flash, budget, &|| ()).unwrap();
+            let after = stand_in.counts();
+
+            // The first delta changes no row: what it asks is the price of any swap.
+            let asked = [after.launches - before.launches, after.copies - before.copies];
+            let [launches, copies] = *none.get_or_insert(asked);
+            let (launches, copies) = (asked[0] - launches, asked[1] - copies);
+            let changed = (swapped.read + swapped.patched) as u64;
+            let said = format!("{placement:?}: {swapped:?}, {launches} launches, {copies} copies");
+            match placement {
+                // Removed and inserted 2,048 at a time, with a few kernels each; no copy.
+                Placement::Cached => {
+                    assert!(launches <= 6 * changed.div_ceil(2048) && copies == 0, "{said}");
+                    assert!((launches > 0) == (changed > 0), "{said}");
+                }
+                // One copy for each run of neighbouring rows; no launch.
+                _ => {
+                    assert!(launches == 0 && copies <= changed, "{said}");
+                    assert!((copies > 0) == (changed > 0), "{said}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-/// A clock that blocks its readers while it is closed, and can panic in a worker.
+/// A clock that blocks workers while it is closed, and can panic in a worker.
 #[derive(Default)]
 struct Gate {
     closed: Mutex<bool>,
@@ -42,10 +42,11 @@ impl Gate {
 
 impl Clock for Gate {
     fn now(&self) -> Duration {
-        let closed = self.closed.lock().unwrap();
-        drop(self.opened.wait_while(closed, |closed| *closed).unwrap());
-        let is_worker = std::thread::current().name().is_some_and(|n| n.starts_with("worker"));
-        assert!(!(is_worker && self.panics.load(Ordering::Acquire)), "the clock broke");
+        if std::thread::current().name().is_some_and(|n| n.starts_with("worker")) {
+            let closed = self.closed.lock().unwrap();
+            drop(self.opened.wait_while(closed, |closed| *closed).unwrap());
+            assert!(!self.panics.load(Ordering::Acquire), "the clock broke");
+        }
         Duration::ZERO
     }
 }
@@ -377,8 +378,12 @@ fn a_dropped_ticket_frees_its_slot() {
         for i in 0..4 {
             drop(submit(&pipeline, &fixture.known(i, 1), FOREVER));
         }
+        // The requests that no worker took have left the queue already. The worker may have one.
+        let waiting: Vec<Ticket> =
+            (0..3).map(|_| submit(&pipeline, &fixture.known(9, 1), FOREVER).unwrap()).collect();
         gate.set_closed(false);
-        // The worker frees the slots as it finds them.
+        waiting.iter().for_each(|t| check(t, &fixture.reference, &fixture.known(9, 1)));
+        drop(waiting);
         let tickets: Vec<Ticket> =
             std::iter::repeat_with(|| submit(&pipeline, &fixture.known(9, 1), FOREVER))
                 .filter_map(Result::ok)

@@ -5,7 +5,7 @@
 //! it.
 
 use crate::io::page::{AlignedPage, PageBytes};
-use crate::io::reader::{PageFile, read_at};
+use crate::io::reader::{PageFile, ReadMethod, read_at};
 use crate::limits::PAGE_BYTES;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
@@ -46,6 +46,9 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// The system refused.
     fn open_pages(&self, path: &Path) -> io::Result<Arc<dyn PageFile>>;
+
+    /// Returns how requests read the files of `open_pages`.
+    fn read_method(&self) -> ReadMethod;
 
     /// Opens a file for long sequential reads.
     ///
@@ -269,6 +272,10 @@ impl Disk for SystemDisk {
             opened => opened?,
         };
         Ok(Arc::new(SystemPages(Arc::new(file))))
+    }
+
+    fn read_method(&self) -> ReadMethod {
+        ReadMethod::Auto
     }
 
     fn open(&self, path: &Path) -> io::Result<Box<dyn Input>> {

@@ -1,6 +1,6 @@
 //! Reads pages with many reads in flight, into aligned memory that is allocated once. Results
-//! arrive in the order of completion. The reader uses io_uring where the system allows it and a
-//! pool of threads elsewhere. It reads files of a simulation directly. Never checks what it read.
+//! arrive in the order of completion. The disk says how its files are read: through io_uring where
+//! the system allows it, by a pool of threads, or in place. Never checks what it read.
 
 use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::uring::Ring;
@@ -29,7 +29,7 @@ pub trait PageFile: Send + Sync {
     /// The device refused, or the file ends within the page.
     fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()>;
 
-    /// Returns the system's file; `None` for a file of a simulation.
+    /// Returns the system's file, which io_uring reads. `None` if only `read_page` can read.
     fn system_file(&self) -> Option<&Arc<File>>;
 }
 
@@ -38,13 +38,15 @@ pub(crate) fn read_at(file: &File, number: u32, page: &mut AlignedPage) -> io::R
     file.read_exact_at(&mut page.0, u64::from(number) * PAGE_BYTES as u64)
 }
 
-/// How a reader reads pages of system files.
+/// How a reader reads pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadMethod {
-    /// io_uring where the system allows it, else threads.
+    /// io_uring where the system allows it, else threads. Only for files of the system.
     Auto,
     /// A pool of threads.
     Threads,
+    /// [`PageReader::next`] reads the pages, in the order in which the reads started.
+    InPlace,
 }
 
 /// The read depth of a device, shared by all its readers. Each reader may always have one read in
@@ -88,9 +90,6 @@ struct Job {
 /// Reads pages, up to a fixed number in flight.
 pub struct PageReader {
     backend: Backend,
-    /// Started reads of files of a simulation. `next` executes them.
-    in_place: VecDeque<Job>,
-    in_place_page: Box<AlignedPage>,
     device: Arc<DeviceDepth>,
     /// Depth taken from the device: all reads in flight except the first, which needs none.
     taken: usize,
@@ -99,6 +98,26 @@ pub struct PageReader {
 enum Backend {
     Ring(Box<Ring>),
     Threads(Pool),
+    InPlace { started: VecDeque<Job>, page: Box<AlignedPage> },
+}
+
+impl Backend {
+    fn new(depth: usize, method: ReadMethod) -> Self {
+        match method {
+            ReadMethod::Auto => match Ring::new(depth) {
+                Ok(ring) => Self::Ring(Box::new(ring)),
+                Err(e) => {
+                    log::info!("io_uring is not in use, a pool of threads reads pages: {e}");
+                    Self::Threads(Pool::new(depth))
+                }
+            },
+            ReadMethod::Threads => Self::Threads(Pool::new(depth)),
+            ReadMethod::InPlace => {
+                let (started, page) = (VecDeque::with_capacity(depth), AlignedPage::zeroed());
+                Self::InPlace { started, page: Box::new(page) }
+            }
+        }
+    }
 }
 
 impl PageReader {
@@ -112,22 +131,7 @@ impl PageReader {
         let depth = device.max();
         device.spare.fetch_sub(1, Ordering::Relaxed);
 
-        let ring = if method == ReadMethod::Auto {
-            Ring::new(depth)
-        } else {
-            Err(io::Error::other("the caller chose threads"))
-        };
-        let backend = ring.map_or_else(
-            |e| {
-                log::info!("io_uring is not in use, a pool of threads reads pages: {e}");
-                Backend::Threads(Pool::new(depth))
-            },
-            |ring| Backend::Ring(Box::new(ring)),
-        );
-
-        let (in_place, in_place_page) =
-            (VecDeque::with_capacity(depth), Box::new(AlignedPage::zeroed()));
-        Self { backend, in_place, in_place_page, device: Arc::clone(device), taken: 0 }
+        Self { backend: Backend::new(depth, method), device: Arc::clone(device), taken: 0 }
     }
 
     /// Returns the bytes of memory of a reader with `depth` reads in flight.
@@ -135,21 +139,22 @@ impl PageReader {
         (depth + 1) * size_of::<AlignedPage>() + depth * size_of::<Job>()
     }
 
-    /// Returns `io_uring` or `threads`.
+    /// Returns `io_uring`, `threads` or `in place`.
     pub fn method(&self) -> &'static str {
         match self.backend {
             Backend::Ring(_) => "io_uring",
             Backend::Threads(_) => "threads",
+            Backend::InPlace { .. } => "in place",
         }
     }
 
     /// Returns the number of reads started whose results `next` did not return yet.
     pub fn in_flight(&self) -> usize {
-        self.in_place.len()
-            + match &self.backend {
-                Backend::Ring(ring) => ring.in_flight(),
-                Backend::Threads(pool) => pool.in_flight,
-            }
+        match &self.backend {
+            Backend::Ring(ring) => ring.in_flight(),
+            Backend::Threads(pool) => pool.in_flight,
+            Backend::InPlace { started, .. } => started.len(),
+        }
     }
 
     /// Returns true if another read can start. The reader then keeps the depth for that read until
@@ -172,15 +177,20 @@ impl PageReader {
     /// Starts to read page `number` of `file`.
     ///
     /// # Panics
-    /// Without room for another read: `has_room` must return true first.
+    /// Without room for another read: `has_room` must return true first. And if io_uring is to read
+    /// a file that is not the system's.
     pub fn begin(&mut self, file: &Arc<dyn PageFile>, number: u32, token: u64) {
         assert!(self.has_room());
-        match (file.system_file(), &mut self.backend) {
-            (None, _) => self.in_place.push_back(Job { file: Arc::clone(file), number, token }),
-            (Some(file), Backend::Ring(ring)) => ring.begin(Arc::clone(file), number, token),
-            (Some(_), Backend::Threads(pool)) => {
-                pool.begin(Job { file: Arc::clone(file), number, token })
+        let job = || Job { file: Arc::clone(file), number, token };
+        match &mut self.backend {
+            Backend::Ring(ring) => {
+                let Some(file) = file.system_file() else {
+                    unreachable!("a disk without files of the system chooses another method")
+                };
+                ring.begin(Arc::clone(file), number, token);
             }
+            Backend::Threads(pool) => pool.begin(job()),
+            Backend::InPlace { started, .. } => started.push_back(job()),
         }
     }
 
@@ -191,14 +201,16 @@ impl PageReader {
         wait: Option<Duration>,
         take: impl FnOnce(u64, io::Result<&PageBytes>),
     ) -> bool {
-        let done = if let Some(job) = self.in_place.pop_front() {
-            let read = job.file.read_page(job.number, &mut self.in_place_page);
-            take(job.token, read.map(|()| &self.in_place_page.0));
-            true
-        } else {
-            match &mut self.backend {
-                Backend::Ring(ring) => ring.next(wait, take),
-                Backend::Threads(pool) => pool.next(wait, take),
+        let done = match &mut self.backend {
+            Backend::Ring(ring) => ring.next(wait, take),
+            Backend::Threads(pool) => pool.next(wait, take),
+            Backend::InPlace { started, page } => {
+                let job = started.pop_front();
+                if let Some(Job { file, number, token }) = &job {
+                    let read = file.read_page(*number, page);
+                    take(*token, read.map(|()| &page.0));
+                }
+                job.is_some()
             }
         };
         self.give_back();
@@ -343,7 +355,7 @@ mod tests {
     #[test]
     fn every_method_reads_every_page_once_and_reports_the_end() {
         for (method, system) in
-            [(ReadMethod::Auto, true), (ReadMethod::Threads, true), (ReadMethod::Auto, false)]
+            [(ReadMethod::Auto, true), (ReadMethod::Threads, false), (ReadMethod::InPlace, false)]
         {
             let file = file_of(200, system);
             let found = read_everything(PageReader::new(7, method), &file, 202);
@@ -359,7 +371,7 @@ mod tests {
     fn readers_on_one_device_share_its_depth() {
         let (file, device) = (file_of(9, false), DeviceDepth::new(6));
         let mut readers: Vec<_> =
-            (0..3).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
+            (0..3).map(|_| PageReader::on(&device, ReadMethod::InPlace)).collect();
         let fill = |reader: &mut PageReader| {
             while reader.has_room() {
                 reader.begin(&file, 0, 0);
@@ -375,7 +387,7 @@ mod tests {
         assert_eq!(device.spare.load(Ordering::Relaxed), 6, "depth of the device was lost");
         // More readers than depth: each reader still has one read.
         let mut readers: Vec<_> =
-            (0..8).map(|_| PageReader::on(&device, ReadMethod::Auto)).collect();
+            (0..8).map(|_| PageReader::on(&device, ReadMethod::InPlace)).collect();
         assert!(readers.iter_mut().all(|r| fill(r) == 1));
     }
 

@@ -123,6 +123,21 @@ impl Background {
     }
 }
 
+/// Does `work` outside the idle class, to which the calling thread returns. A thread that holds a
+/// lock must not wait behind every other thread of the machine.
+pub fn outside_idle_class<T>(work: impl FnOnce() -> T) -> T {
+    let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
+    let is_idle = thread_schedule_policy().is_ok_and(|policy| policy == idle);
+    if is_idle {
+        change_class(Class::Ordinary);
+    }
+    let done = work();
+    if is_idle {
+        change_class(Class::Idle);
+    }
+    done
+}
+
 /// Returns whether the system lets a thread of this process leave the idle class. Asks with a
 /// thread of its own, which may not come back.
 fn can_leave_idle() -> bool {

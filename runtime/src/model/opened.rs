@@ -3,7 +3,7 @@
 
 use crate::bundle::manifest::{Generation, Hash};
 use crate::flash::table::{RowLocation, TableRows};
-use crate::io::reader::DeviceDepth;
+use crate::io::reader::{DeviceDepth, PageReader, ReadMethod};
 use crate::model::backend::ModelBackend;
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::model::served_tables::{ServedTable, Storage};
@@ -41,6 +41,7 @@ pub struct Model {
     schema: Arc<Schema>,
     budget: Budget,
     read_depth: Arc<DeviceDepth>,
+    read_method: ReadMethod,
     tables: Vec<ServedTable>,
     backend: ModelBackend,
     outputs: usize,
@@ -56,6 +57,8 @@ pub(crate) struct ModelParts {
     pub schema: Arc<Schema>,
     pub budget: Budget,
     pub read_depth: Arc<DeviceDepth>,
+    /// How the disk's files are read.
+    pub read_method: ReadMethod,
     pub tables: Vec<ServedTable>,
     pub backend: ModelBackend,
     /// Scores per sample.
@@ -80,6 +83,7 @@ impl Model {
             schema,
             budget,
             read_depth,
+            read_method,
             tables,
             backend,
             outputs,
@@ -92,6 +96,7 @@ impl Model {
             schema,
             budget,
             read_depth,
+            read_method,
             tables,
             backend,
             outputs,
@@ -183,6 +188,11 @@ impl Model {
     /// Returns the number of reads in flight that this model shares with others on its device.
     pub(crate) fn read_depth(&self) -> &Arc<DeviceDepth> {
         &self.read_depth
+    }
+
+    /// Returns a reader of the model's pages, within the depth of its device.
+    pub(crate) fn page_reader(&self) -> PageReader {
+        PageReader::on(&self.read_depth, self.read_method)
     }
 
     pub(crate) fn memory_mut(&mut self) -> &mut MemoryPlan {

@@ -4,17 +4,16 @@
 use crate::flash::Flash;
 use crate::flash::segment::SegmentError;
 use crate::flash::table::{RowLocation, TableRows};
-use crate::io::reader::{DeviceDepth, PageReader, ReadMethod};
+use crate::io::reader::PageReader;
 use crate::model::opened::Model;
 use crate::model::served_tables::{ServedTable, Storage};
 use hatchback_kernels::cache::address::RowKey;
-use std::sync::Arc;
 
 /// Puts the trainer's most used keys into the caches in host memory, up to each table's fair share.
 /// Does nothing for a model whose caches are on a GPU.
 pub(crate) fn preload_hot_keys(model: &Model, flash: &Flash, yield_now: Option<&dyn Fn()>) {
     let caches = model.backend().cpu_caches();
-    let mut preloader = Preloader::new(model.read_depth(), yield_now);
+    let mut preloader = Preloader::new(model, yield_now);
     for (number, table) in model.tables().iter().enumerate() {
         let Storage::Cached(cache_number) = table.storage else { continue };
         let (rows, Some(cache)) = (&table.rows, caches.get(cache_number)) else { continue };
@@ -51,9 +50,9 @@ pub(crate) struct Preloader<'a> {
 }
 
 impl<'a> Preloader<'a> {
-    /// Reads through a reader of its own within the shared `depth`.
-    pub fn new(depth: &Arc<DeviceDepth>, yield_now: Option<&'a dyn Fn()>) -> Self {
-        Self { reader: PageReader::on(depth, ReadMethod::Auto), yield_now }
+    /// Reads pages of `model` through a reader of its own, within the depth of the model's device.
+    pub fn new(model: &Model, yield_now: Option<&'a dyn Fn()>) -> Self {
+        Self { reader: model.page_reader(), yield_now }
     }
 
     /// Reads the pages of `keys` in file order and passes the row of each key to `take`. A key that

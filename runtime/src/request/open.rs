@@ -150,6 +150,7 @@ impl Model {
             schema,
             budget,
             read_depth,
+            read_method: flash.disk().read_method(),
             tables: opened.tables,
             backend: ModelBackend::Cpu { tables, dense: Arc::new(dense) },
             outputs,

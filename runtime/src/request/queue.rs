@@ -10,7 +10,7 @@
 
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
-use crate::limits::{DEADLINE_GRACE_US, PREFETCH_MAX, SLOTS_MAX};
+use crate::limits::{DEADLINE_WAIT_US, PREFETCH_MAX, SLOTS_MAX};
 use crate::request::error::RequestError;
 use crate::request::worker::live_model::LiveModel;
 use crate::request::worker::{Counters, ScoreError, Worker};
@@ -38,7 +38,7 @@ pub struct Stats {
     pub busy: u64,
     /// Requests that a worker answered with an error. A score that is not a number is one.
     pub failed: u64,
-    /// Requests that a worker ended without scores because their deadline had passed.
+    /// Requests that ended without scores because their deadline had passed.
     pub expired: u64,
     /// Requests that wait now.
     pub waiting: usize,
@@ -241,7 +241,7 @@ impl RequestQueue {
         matches!(lock(&self.slots[usize::from(slot)].request).stage, Stage::Done(_))
     }
 
-    /// Waits for the answer to the request in `slot`, until [`DEADLINE_GRACE_US`] after its
+    /// Waits for the answer to the request in `slot`, until [`DEADLINE_WAIT_US`] after its
     /// `deadline`.
     pub fn wait(
         &self,
@@ -268,21 +268,25 @@ impl RequestQueue {
         }
     }
 
-    /// Returns the time until a request with `deadline` must be answered.
+    /// Returns for how long a caller still waits for a request with `deadline`.
     fn left(&self, deadline: Duration) -> Duration {
         deadline
-            .saturating_add(Duration::from_micros(DEADLINE_GRACE_US))
+            .saturating_add(Duration::from_micros(DEADLINE_WAIT_US))
             .saturating_sub(self.clock.now())
     }
 
     /// Ends a request whose caller has stopped waiting, because its deadline has passed. Returns
     /// whether it has.
     fn expire(&self, request: &Waiting) -> bool {
-        let has_expired = request.deadline.is_some_and(|deadline| self.left(deadline).is_zero());
+        let has_expired = self.has_expired(request);
         if has_expired {
             self.exceed(request.slot);
         }
         has_expired
+    }
+
+    fn has_expired(&self, request: &Waiting) -> bool {
+        request.deadline.is_some_and(|deadline| self.left(deadline).is_zero())
     }
 
     /// Ends the request in `slot` without scores, because its deadline has passed. That is no fault
@@ -292,18 +296,42 @@ impl RequestQueue {
         self.finish(slot, Err(RequestError::DeadlineExceeded), |_| ());
     }
 
-    /// Releases `slot` for its caller: frees it if the request is done, else leaves that to the
-    /// worker.
+    /// Releases `slot` for its caller: frees it if the request is done or no worker took it yet,
+    /// else leaves that to the worker.
     pub fn release(&self, slot: u16) {
-        let is_done = {
+        let is_over = self.is_done(slot) || self.withdraw(slot) || {
             let mut request = lock(&self.slots[usize::from(slot)].request);
             let is_done = matches!(request.stage, Stage::Done(_));
             request.stage = Stage::Abandoned;
             is_done
         };
-        if is_done {
+        if is_over {
             self.free(slot);
         }
+    }
+
+    /// Takes the request in `slot` out of the queue for its caller, who has not released the slot
+    /// yet. Returns false if a worker has the request.
+    fn withdraw(&self, slot: u16) -> bool {
+        let mut queue = lock(&self.queue);
+        let Some(at) = queue.waiting.iter().position(|request| request.slot == slot) else {
+            return false;
+        };
+        let mut withdrawn = None;
+        for number in 0..queue.waiting.len() {
+            let Some(request) = queue.waiting.pop_front() else { break };
+            if number == at {
+                withdrawn = Some(request);
+            } else {
+                // The queue had room for this request until now.
+                let _ = queue.waiting.push_back(request);
+            }
+        }
+        if let Some(request) = withdrawn {
+            queue.samples -= request.samples as usize;
+            queue.stats.expired += u64::from(self.has_expired(&request));
+        }
+        true
     }
 
     /// Appends the request in `slot` to `batch`. If its caller abandoned it, frees the slot and

@@ -120,7 +120,7 @@ fn change_residents(
     yield_now: &dyn Fn(),
 ) -> Result<ResidentChanges, OpenError> {
     let mut changes = ResidentChanges::default();
-    let mut preloader = Preloader::new(new.read_depth(), Some(yield_now));
+    let mut preloader = Preloader::new(new, Some(yield_now));
     for (table, served) in old.tables().iter().enumerate() {
         let Storage::Resident(number) = served.storage else { continue };
         let rows = &new.tables()[table].rows;

@@ -4,6 +4,7 @@
 
 use crate::clock::Clock;
 use crate::flash::segment::SegmentError;
+use crate::maintenance::background::outside_idle_class;
 use crate::model::Model;
 use crate::model::generation_change::{GenerationChange, TableChange};
 use crate::model::preload::Preloader;
@@ -54,17 +55,23 @@ pub(crate) fn run(
 
     let live = pipeline.live();
     live.bar(Arc::clone(&change));
-    let start = clock.now();
-    let users = live.renew();
-    let first_pause = clock.now().saturating_sub(start);
+    let renew = || {
+        let start = clock.now();
+        let users = live.renew();
+        (users, clock.now().saturating_sub(start))
+    };
+    let (users, first_pause) = outside_idle_class(renew);
     pipeline.wait_until_left(&users, yield_now);
     let removed = remove_changed(&mut writer, &model, &change, yield_now);
     let switched = removed.and_then(|removed| {
-        let start = clock.now();
         let patch = || patches.iter().try_for_each(|patch| patch.apply(model.backend()));
         let successor = Successor { model: Arc::clone(&model), backends };
-        let users = live.switch(successor, patch)?;
-        Ok((removed, users, clock.now().saturating_sub(start)))
+        let switch = || {
+            let start = clock.now();
+            let users = live.switch(successor, patch)?;
+            Ok((removed, users, clock.now().saturating_sub(start)))
+        };
+        outside_idle_class(switch)
     });
     let (removed, users, pause) = switched.inspect_err(|_| live.lift())?;
 
@@ -128,7 +135,7 @@ fn differing_keys(
     cache.each_key(|row| keys.extend((row.table == table).then_some(row.key)));
     keys.sort_unstable();
     let mut is_same = vec![false; keys.len()];
-    let mut preloader = Preloader::new(model.read_depth(), Some(yield_now));
+    let mut preloader = Preloader::new(model, Some(yield_now));
     let read = preloader.read_rows(model.rows(table), &keys, |key, bytes| {
         let mut cached = [0; ROW_BYTES_MAX];
         let cached = &mut cached[..bytes.len()];
@@ -150,7 +157,7 @@ fn read_again(
     rows: &[RowKey],
     yield_now: &dyn Fn(),
 ) -> Result<usize, CudaError> {
-    let mut preloader = Preloader::new(model.read_depth(), Some(yield_now));
+    let mut preloader = Preloader::new(model, Some(yield_now));
     let (mut count, mut failed) = (0, None);
     for of_table in rows.chunk_by(|a, b| a.table == b.table) {
         let table = of_table[0].table;

@@ -3,6 +3,7 @@
 
 mod bars;
 mod concurrency;
+mod deadline;
 mod delta;
 mod dlrm;
 mod filled_cache;
@@ -13,15 +14,18 @@ mod load;
 mod lookup;
 mod peer;
 mod publish;
+mod punctuality;
 mod request;
 mod request_peers;
 mod results;
+mod stalling_disk;
 mod synthetic_model;
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
 
 pub use concurrency::ConcurrencyArgs;
+pub use deadline::DeadlineArgs;
 pub use delta::DeltaArgs;
 pub use flash::FlashArgs;
 pub use gpu::GpuArgs;
@@ -43,6 +47,8 @@ pub enum BenchCommand {
     /// Measures one pipeline under a rising number of callers
     #[command(alias = "ladder")]
     Concurrency(ConcurrencyArgs),
+    /// Measures answers later than their deadline, while the flash device stalls
+    Deadline(DeadlineArgs),
     /// Measures updates that are applied while requests are served
     Delta(DeltaArgs),
     /// Measures cold rows from flash beside the raw device and other row stores
@@ -66,6 +72,7 @@ pub enum BenchCommand {
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
         BenchCommand::Concurrency(args) => concurrency::run(args),
+        BenchCommand::Deadline(args) => deadline::run(args),
         BenchCommand::Delta(args) => delta::run(args),
         BenchCommand::Flash(args) => flash::run(args),
         BenchCommand::Gpu(args) => gpu::run(args),

@@ -55,11 +55,13 @@ pub struct SyntheticGeneration {
     pub sequence: u64,
     /// One row in this many changes from one generation to the next.
     pub changed_one_in: u64,
+    /// Miss policies of the tables with even and with odd numbers.
+    pub misses: [MissPolicy; 2],
 }
 
 impl SyntheticGeneration {
     /// The first generation.
-    pub const FIRST: Self = Self { sequence: 1, changed_one_in: 1 };
+    pub const FIRST: Self = Self { sequence: 1, changed_one_in: 1, misses: [MissPolicy::Wait; 2] };
 }
 
 fn criteo_at(rows_max: u64, at: SyntheticGeneration) -> (ModelSpec, Vec<Box<dyn RowSource>>) {
@@ -177,7 +179,7 @@ impl Synthetic {
             keys: if self.sparse { KeySpace::Sparse } else { KeySpace::Index },
             codec: if self.cached { CodecChoice::U8 } else { CodecChoice::Auto },
             placement: if self.cached { Placement::Cached } else { Placement::Auto },
-            miss: MissPolicy::Wait,
+            miss: self.at.misses[self.number % 2],
             default: DefaultRow::Zeros,
             // `pack` reads the rows from a `RowSource` and never opens this file.
             source: Source::Npy { path: PathBuf::new(), keys: None, counts: None },
@@ -201,7 +203,7 @@ impl Synthetic {
     /// Returns the number of generations, from the first, before the one in which the row last
     /// changed.
     fn version(&self, position: u64) -> u64 {
-        let SyntheticGeneration { sequence, changed_one_in } = self.at;
+        let SyntheticGeneration { sequence, changed_one_in, .. } = self.at;
         let changed = |g: &u64| {
             mix(position << 20 ^ (self.number as u64) << 52 ^ g).is_multiple_of(changed_one_in)
         };

@@ -6,7 +6,7 @@ use crate::clock::Clock;
 use crate::flash::segment::fences::LOCATE_KEYS;
 use crate::flash::table::RowLocation;
 use crate::io::page::{Page, PageBytes};
-use crate::io::reader::{PageReader, ReadMethod};
+use crate::io::reader::PageReader;
 use crate::model::Model;
 use crate::request::negative_cache::NegativeCache;
 use crate::request::worker::counters::Counters;
@@ -48,7 +48,7 @@ impl RowFetcher {
             misses,
             deferred: Vec::with_capacity(model.budget().misses_max as usize),
             negative_cache: NegativeCache::new(),
-            reader: PageReader::on(model.read_depth(), ReadMethod::Auto),
+            reader: model.page_reader(),
             round: 0,
             counters: Counters::default(),
             is_overdue: false,

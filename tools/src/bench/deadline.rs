@@ -1,0 +1,513 @@
+//! `bench deadline`: answers later than their deadline, while the flash device stalls for 10 ms to
+//! 2 s. Callers send requests with deadlines of 1 to 50 ms, beside updates and merges, with more
+//! callers than request slots, and on busy CPUs. As many threads as callers only sleep, on one
+//! condition variable: how late they wake is what the system's scheduler costs in the same moment.
+//! One process plays the daemon.
+
+use super::bars::Bar;
+use super::delta::pack_generations;
+use super::punctuality::{Lateness, Timeline};
+use super::results::{BenchReport, HostMachine, prints_tables};
+use super::stalling_disk::StallingDisk;
+use crate::report::metrics::Lookups;
+use crate::serve::progress_bar;
+use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
+use crate::{report, say};
+use anyhow::{Context, Result, anyhow, ensure};
+use clap::Args;
+use hatchback::bundle::BundleReader;
+use hatchback::car::maintenance_steps::MaintenanceSteps;
+use hatchback::clock::SystemClock;
+use hatchback::flash::Flash;
+use hatchback::io::disk::Disk;
+use hatchback::maintenance::MaintenanceRules;
+use hatchback::maintenance::background::Background;
+use hatchback::maintenance::share::BusyBounds;
+use hatchback::model::budget::Budget;
+use hatchback::request::pipeline::RequestError;
+use hatchback::request::serving::Serving;
+use hatchback::schema::MissPolicy;
+use hatchback::schema::batch::Batch;
+use indicatif::ProgressBar;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Shortest and longest stall, seconds. Lengths are log-uniform.
+const STALL_S: [f64; 2] = [0.010, 2.0];
+/// Shortest and longest time between two stalls, seconds.
+const PAUSE_S: [f64; 2] = [0.050, 0.500];
+/// Shortest and longest deadline, seconds.
+const DEADLINE_S: [f64; 2] = [0.001, 0.050];
+/// Shortest and longest sleep of the threads that measure the scheduler, seconds.
+const SLEEP_S: [f64; 2] = [0.001, 0.005];
+/// Deltas that are applied, one row in a hundred each.
+const DELTAS: u64 = 8;
+/// Callers for each request slot while there are too many callers.
+const CALLERS_PER_SLOT: u32 = 4;
+/// Shortest and longest pause of a caller after `Busy`, seconds.
+const BUSY_PAUSE_S: [f64; 2] = [0.001, 0.010];
+/// Share of the bytes of all rows that the cache holds, per cent.
+const CACHE_PERCENT: u64 = 10;
+/// Name of the served model.
+const NAME: &str = "model";
+
+/// Measures answers later than their deadline, while the flash device stalls
+#[derive(Args, Debug)]
+pub struct DeadlineArgs {
+    /// Requests in all [default: 1000000; quick: 20000]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
+    requests: Option<u64>,
+    /// Rows of the largest tables of the synthetic model [default: 400000; quick: 40000]
+    #[arg(long)]
+    rows_max: Option<u64>,
+    /// Concurrent callers, and request slots
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=256))]
+    callers: u32,
+    /// Fewer requests, a smaller model
+    #[arg(long)]
+    quick: bool,
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
+    json: Option<PathBuf>,
+}
+
+/// What happens beside the requests of a phase. The flash device stalls in all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Phase {
+    Stalls,
+    Updates,
+    TooManyCallers,
+    BusyCpus,
+}
+
+const PHASES: [Phase; 4] = [Phase::Stalls, Phase::Updates, Phase::TooManyCallers, Phase::BusyCpus];
+
+/// The figures of one phase.
+#[derive(Clone, Debug, Serialize)]
+pub struct DeadlineFigures {
+    phase: Phase,
+    /// Time of the phase.
+    pub seconds: f64,
+    /// Share of the time in which the device stalled.
+    pub stalled: f64,
+    /// Updates that were applied.
+    pub updates: u64,
+    /// Requests that a slot took.
+    pub requests: u64,
+    /// Requests with every row that their deadline let them wait for.
+    pub whole: u64,
+    /// Requests with scores, of which some rows were late.
+    pub late: u64,
+    /// Requests whose deadline passed before they had scores.
+    pub without_scores: u64,
+    /// Requests that were refused because every slot was taken.
+    pub busy: u64,
+    /// Requests whose status counts other lookups than the request had.
+    pub wrong_statuses: u64,
+    /// Answers, relative to their deadlines.
+    pub answers: Lateness,
+    /// Threads that only slept, relative to the ends of their sleeps.
+    pub sleepers: Lateness,
+    /// Answers that were later than the bound and every sleeper beside them.
+    pub overruns: u64,
+}
+
+/// Runs the measurement.
+///
+/// # Errors
+/// The runtime refuses a bundle or a request, or a file cannot be written.
+pub fn run(args: &DeadlineArgs) -> Result<()> {
+    let rows_max = args.rows_max.unwrap_or(if args.quick { 40_000 } else { 400_000 });
+    let requests = args.requests.unwrap_or(if args.quick { 20_000 } else { 1_000_000 });
+    let folder = tempfile::tempdir().context("a temporary folder")?;
+    let misses = [MissPolicy::Deadline, MissPolicy::Wait];
+    let mut bundles = pack_generations(rows_max, DELTAS, misses, folder.path())?.into_iter();
+    let snapshot = bundles.next().context("no snapshot")?;
+    let stalling = StallingDisk::default();
+    let disk: Arc<dyn Disk> = Arc::new(stalling.clone());
+    let mut bundle = BundleReader::open(&snapshot)?;
+    let flash = Flash::install(&disk, &folder.path().join("flash"), &mut bundle, |_| ())?;
+
+    let rows_bytes: u64 = flash.manifest().schema.tables.iter().map(|t| t.row_bytes_total()).sum();
+    let budget = Budget {
+        memory_bytes_max: 4 << 30,
+        cache_bytes_max: rows_bytes * CACHE_PERCENT / 100,
+        slots: args.callers,
+        workers: thread::available_parallelism()?.get() as u32,
+        ..Budget::default()
+    };
+    let clock = Arc::new(SystemClock::default());
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    serving.load(NAME, &flash, budget)?;
+    let keys = Distribution::PowerLaw { alpha: ALPHA };
+    let workload = Workload::new(&flash, &keys, BagSizes::Full, 0)?;
+
+    let progress = progress_bar(requests, "sending", "{human_pos}/{human_len} requests");
+    let mut run = Run { serving, stalling, disk, flash, budget, workload, bundles, progress };
+    let share = requests / PHASES.len() as u64;
+    let figures = PHASES.map(|phase| run.phase(phase, share, args.callers));
+    run.progress.finish_and_clear();
+    let points = figures.into_iter().collect::<Result<Vec<_>>>()?;
+
+    let (machine, model) = (HostMachine::this(), run.flash.manifest().generation.to_string());
+    let bars = bars(&points);
+    publish(args, &BenchReport { bench: "deadline", machine, model, bars, points })
+}
+
+/// The served model and what is done to it.
+struct Run {
+    serving: Serving,
+    stalling: StallingDisk,
+    disk: Arc<dyn Disk>,
+    flash: Flash,
+    budget: Budget,
+    workload: Workload,
+    /// Deltas that were not applied yet.
+    bundles: std::vec::IntoIter<PathBuf>,
+    progress: ProgressBar,
+}
+
+/// What the callers of a phase saw.
+#[derive(Default)]
+struct Seen {
+    requests: u64,
+    whole: u64,
+    late: u64,
+    without_scores: u64,
+    busy: u64,
+    wrong_statuses: u64,
+}
+
+impl Seen {
+    fn add(&mut self, other: &Self) {
+        self.requests += other.requests;
+        self.whole += other.whole;
+        self.late += other.late;
+        self.without_scores += other.without_scores;
+        self.busy += other.busy;
+        self.wrong_statuses += other.wrong_statuses;
+    }
+}
+
+impl Run {
+    /// Sends `requests` requests while `phase` happens beside them.
+    fn phase(&mut self, phase: Phase, requests: u64, callers: u32) -> Result<DeadlineFigures> {
+        let callers =
+            if phase == Phase::TooManyCallers { callers * CALLERS_PER_SLOT } else { callers };
+        let (answers, sleepers) = (Timeline::start(), Timeline::start());
+        let (stop, left) = (AtomicBool::new(false), AtomicU64::new(requests));
+        let (start, bundles) = (Instant::now(), &mut self.bundles);
+        let (serving, stalling, progress) = (&self.serving, &self.stalling, &self.progress);
+        let updates =
+            Updates { disk: &self.disk, flash: &self.flash, serving, budget: self.budget };
+        let (workload, bed) = (&self.workload, (Mutex::new(()), Condvar::new()));
+
+        let (seen, stalled, updates) = thread::scope(|scope| {
+            let stop = &stop;
+            let caller = |seed| {
+                let caller = Caller { serving, left: &left, answers: &answers, progress };
+                let workload = workload.with_seed(u64::from(seed));
+                scope.spawn(move || caller.send(workload, u64::from(seed)))
+            };
+            let callers: Vec<_> = (0..callers).map(caller).collect();
+            let bed = &bed;
+            for seed in 0..callers.len() as u64 {
+                let sleepers = &sleepers;
+                scope.spawn(move || sleep_until(stop, seed, bed, sleepers));
+            }
+            let stalls = scope.spawn(|| stall_until(stop, stalling));
+            if phase == Phase::BusyCpus {
+                (0..self.budget.workers).for_each(|_| drop(scope.spawn(|| spin_until(stop))));
+            }
+            let updater = (phase == Phase::Updates).then(|| {
+                scope.spawn(|| updates.merge_until(stop));
+                scope.spawn(|| updates.apply_until(stop, bundles))
+            });
+
+            let mut seen = Seen::default();
+            for caller in callers {
+                let joined = caller.join().map_err(|_| anyhow!("a caller panicked"));
+                stop.store(joined.is_err(), Ordering::Release);
+                seen.add(&joined??);
+            }
+            stop.store(true, Ordering::Release);
+            let stalled = stalls.join().map_err(|_| anyhow!("the stalls panicked"))?;
+            let updates = updater.map_or(Ok(Ok(0)), |thread| thread.join());
+            Ok::<_, anyhow::Error>((
+                seen,
+                stalled,
+                updates.map_err(|_| anyhow!("an update panicked"))??,
+            ))
+        })?;
+
+        let seconds = start.elapsed().as_secs_f64();
+        let Seen { requests, whole, late, without_scores, busy, wrong_statuses } = seen;
+        Ok(DeadlineFigures {
+            phase,
+            seconds,
+            stalled: stalled.as_secs_f64() / seconds,
+            updates,
+            requests,
+            whole,
+            late,
+            without_scores,
+            busy,
+            wrong_statuses,
+            answers: answers.lateness(),
+            sleepers: sleepers.lateness(),
+            overruns: answers.overruns_beside(&sleepers),
+        })
+    }
+}
+
+/// A caller that sends one request after another.
+struct Caller<'a> {
+    serving: &'a Serving,
+    /// Requests that no caller has sent yet.
+    left: &'a AtomicU64,
+    answers: &'a Timeline,
+    progress: &'a ProgressBar,
+}
+
+impl Caller<'_> {
+    /// Sends requests of one sample until none is left.
+    fn send(&self, mut workload: Workload, seed: u64) -> Result<Seen> {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let schema = self.serving.schema(NAME).context("no model is served")?;
+        let (mut batch, mut seen) = (Batch::new(&schema, 1), Seen::default());
+        let take = |left: u64| left.checked_sub(1);
+        while self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
+            workload.fill(&mut batch, 1)?;
+            while !self.send_one(&batch, draw(&mut rng, DEADLINE_S), &mut seen)? {
+                thread::sleep(draw(&mut rng, BUSY_PAUSE_S));
+            }
+            self.progress.inc(1);
+        }
+        Ok(seen)
+    }
+
+    /// Sends `batch` with a deadline after `time`. Returns false if every slot was taken.
+    fn send_one(&self, batch: &Batch, time: Duration, seen: &mut Seen) -> Result<bool> {
+        let (due, deadline) = (Instant::now() + time, self.serving.now() + time);
+        let answered = self.serving.submit(NAME, batch, Some(deadline)).and_then(|ticket| {
+            let answer = ticket.wait()?;
+            let mut lookups = Lookups::default();
+            lookups.count(answer.scores().statuses);
+            Ok(lookups)
+        });
+        self.answers.record(due);
+
+        match answered {
+            Err(RequestError::Busy(_)) => {
+                seen.busy += 1;
+                return Ok(false);
+            }
+            Err(RequestError::DeadlineExceeded) => seen.without_scores += 1,
+            Err(e) => return Err(e.into()),
+            Ok(lookups) => {
+                seen.whole += u64::from(lookups.late_samples == 0);
+                seen.late += u64::from(lookups.late_samples > 0);
+                seen.wrong_statuses += u64::from(!self.is_exact(&lookups, batch));
+            }
+        }
+        seen.requests += 1;
+        Ok(true)
+    }
+
+    /// Returns whether `lookups` counts each lookup of `batch` once, and says late if and only if a
+    /// row is missing. The model has every key, and its pages are sound.
+    fn is_exact(&self, lookups: &Lookups, batch: &Batch) -> bool {
+        let Lookups { fresh, defaulted, absent, damaged, late_samples } = *lookups;
+        let sent: usize = (0..batch.features()).map(|f| batch.bags(f).keys.len()).sum();
+        fresh + defaulted == sent as u64
+            && absent + damaged == 0
+            && (defaulted > 0) == (late_samples > 0)
+    }
+}
+
+/// Returns a time between `bounds` seconds whose logarithm is uniform.
+fn draw(rng: &mut StdRng, bounds: [f64; 2]) -> Duration {
+    let [low, high] = bounds.map(f64::ln);
+    Duration::from_secs_f64(rng.random_range(low..high).exp())
+}
+
+/// Sleeps again and again until `stop`, on a condition variable that nobody notifies, and records
+/// how late each sleep ends.
+fn sleep_until(stop: &AtomicBool, seed: u64, bed: &(Mutex<()>, Condvar), sleepers: &Timeline) {
+    let mut rng = StdRng::seed_from_u64(seed);
+    while !stop.load(Ordering::Relaxed) {
+        let time = draw(&mut rng, SLEEP_S);
+        let due = Instant::now() + time;
+        let lock = bed.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_over = |(): &mut ()| Instant::now() < due;
+        let woken = bed.1.wait_timeout_while(lock, time, is_over);
+        drop(woken.unwrap_or_else(PoisonError::into_inner));
+        sleepers.record(due);
+    }
+}
+
+/// Stalls the device again and again until `stop`. Returns the sum of the stalls.
+fn stall_until(stop: &AtomicBool, disk: &StallingDisk) -> Duration {
+    let (mut rng, mut sum) = (StdRng::seed_from_u64(0), Duration::ZERO);
+    while !stop.load(Ordering::Relaxed) {
+        thread::sleep(draw(&mut rng, PAUSE_S));
+        let stall = draw(&mut rng, STALL_S);
+        disk.stall_until(Instant::now() + stall);
+        thread::sleep(stall);
+        sum += stall;
+    }
+    sum
+}
+
+/// Keeps a CPU busy until `stop`.
+fn spin_until(stop: &AtomicBool) {
+    while !stop.load(Ordering::Relaxed) {
+        std::hint::spin_loop();
+    }
+}
+
+/// The updates of the served model.
+struct Updates<'a> {
+    disk: &'a Arc<dyn Disk>,
+    flash: &'a Flash,
+    serving: &'a Serving,
+    budget: Budget,
+}
+
+impl Updates<'_> {
+    /// Applies `bundles` until `stop`. Returns how many.
+    fn apply_until(
+        &self,
+        stop: &AtomicBool,
+        bundles: &mut dyn Iterator<Item = PathBuf>,
+    ) -> Result<u64> {
+        let background = Background::enter(BusyBounds { percent_min: 5, percent_max: 20 });
+        let (rest, mut applied) = (|| background.yield_now(thread::sleep), 0);
+        while !stop.load(Ordering::Relaxed) {
+            let Some(path) = bundles.next() else { break };
+            let mut bundle = BundleReader::open(&path)?;
+            let directory = self.flash.directory();
+            let flash = Flash::install(self.disk, directory, &mut bundle, |_| rest())?;
+            self.serving.swap(NAME, &flash, self.budget, &rest)?;
+            applied += 1;
+        }
+        Ok(applied)
+    }
+
+    /// Merges deltas until `stop`, as soon as a table has one.
+    fn merge_until(&self, stop: &AtomicBool) {
+        let rules = MaintenanceRules { deltas_max: 0, ..MaintenanceRules::default() };
+        let (clock, start) = (SystemClock::default(), Instant::now());
+        let Ok(flash) = Flash::open(self.disk, self.flash.directory()) else { return };
+        let mut steps = MaintenanceSteps::new(flash, None, rules, None, Duration::ZERO);
+        while !stop.load(Ordering::Relaxed) {
+            let pause = steps.step(&clock, start.elapsed());
+            thread::sleep(pause.min(Duration::from_millis(100)));
+        }
+    }
+}
+
+fn bars(points: &[DeadlineFigures]) -> Vec<Bar> {
+    let sum = |of: fn(&DeadlineFigures) -> u64| points.iter().map(of).sum::<u64>();
+    let requests = sum(|p| p.requests);
+    let name = format!("answers later than their bound and the scheduler, of {requests}");
+    vec![
+        Bar::at_most(name, sum(|p| p.overruns) as f64, 0.0),
+        Bar::at_most("answers with a wrong status", sum(|p| p.wrong_statuses) as f64, 0.0),
+    ]
+}
+
+fn publish(args: &DeadlineArgs, report: &BenchReport<DeadlineFigures>) -> Result<()> {
+    let answered: u64 = report.points.iter().map(|p| p.whole + p.late).sum();
+    ensure!(answered > 0, "no request had scores; the device stalled all the time");
+    if prints_tables(args.json.as_ref()) {
+        let bound = Lateness::BOUND.as_micros();
+        say!("{}: deadlines of 1 to 50 ms, stalls of 10 ms to 2 s", report.model)?;
+        say!("An answer may be {bound} us late. A sleeper is a thread that only sleeps.")?;
+        let heads = [
+            "beside",
+            "stalled",
+            "updates",
+            "requests",
+            "whole",
+            "late rows",
+            "no scores",
+            "busy",
+            "answers over",
+            "sleepers over",
+            "latest answer",
+            "latest sleeper",
+            "overruns",
+        ];
+        let mut table = report::table(&heads);
+        table.add_rows(report.points.iter().map(DeadlineFigures::cells));
+        say!("{table}")?;
+        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
+    }
+    report.write_to(args.json.as_ref())
+}
+
+impl DeadlineFigures {
+    fn cells(&self) -> [String; 13] {
+        let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
+        let over = |of: &Lateness| format!("{} of {}", of.over, report::count(of.count));
+        [
+            match self.phase {
+                Phase::Stalls => "nothing else",
+                Phase::Updates => "updates, merges",
+                Phase::TooManyCallers => "too many callers",
+                Phase::BusyCpus => "busy CPUs",
+            }
+            .to_owned(),
+            report::percent(self.stalled),
+            self.updates.to_string(),
+            report::count(self.requests),
+            report::count(self.whole),
+            report::count(self.late),
+            report::count(self.without_scores),
+            report::count(self.busy),
+            over(&self.answers),
+            over(&self.sleepers),
+            us(self.answers.latest_us),
+            us(self.sleepers.latest_us),
+            self.overruns.to_string(),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_request_is_counted_and_every_status_is_exact() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("deadline.json");
+        let args = DeadlineArgs {
+            requests: Some(400),
+            rows_max: Some(2_000),
+            callers: 4,
+            quick: true,
+            json: Some(json.clone()),
+        };
+        run(&args).unwrap();
+
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        for point in report["points"].as_array().unwrap() {
+            let count = |name: &str| point[name].as_u64().unwrap();
+            assert_eq!(count("requests"), 100, "{point}");
+            assert_eq!(count("whole") + count("late") + count("without_scores"), 100, "{point}");
+            assert_eq!(count("wrong_statuses"), 0, "{point}");
+            assert!(point["stalled"].as_f64().unwrap() > 0.0, "{point}");
+        }
+    }
+}
