@@ -1,8 +1,19 @@
-/* libhatchback: scores recommendation models from a flash directory, in the calling process.
+/* libhatchback: scores recommendation models from flash directories, in the calling process.
  *
- * Any number of threads may use a handle at the same time, until hatchback_close. hatchback_open
- * takes all memory, within the target's budget. A call never waits for a free request slot. Strings
- * are UTF-8. */
+ * A process (`hatchback_process`) has a budget and the models in it. Each model follows its flash directory:
+ * after another process made a new generation live there, a thread of the library swaps to it within
+ * a second or two, while requests are served.
+ *
+ * Handles are numbers. Any number of threads may use a handle at the same time. A handle that was
+ * closed, or was never open, is answered with HATCHBACK_CLOSED, also if another thread closes it
+ * during the call. A call that has begun ends as if the handle were open.
+ *
+ * Each call says whether it blocks. A call that does not block takes no lock for longer than it
+ * takes to copy its arguments. After hatchback_load no call that scores takes memory from the heap.
+ *
+ * Everything that a pointer argument points to belongs to the caller, and need not outlive the call.
+ * Strings are UTF-8 and end with a zero. A call that fails writes to none of its results, except
+ * that hatchback_open and hatchback_load write the zero handle. */
 #ifndef HATCHBACK_H
 #define HATCHBACK_H
 
@@ -13,21 +24,32 @@
 extern "C" {
 #endif
 
-/* A model, open for scoring. */
-typedef struct hatchback hatchback;
+/* The version of this interface: the number behind `libhatchback.so`. */
+#define HATCHBACK_ABI 1
+
+/* A budget with its models. Zero is never open. */
+typedef struct hatchback_process {
+    uint64_t handle;
+} hatchback_process;
+
+/* A served model. Zero is never open. */
+typedef struct hatchback_model {
+    uint64_t handle;
+} hatchback_model;
 
 /* The result of a call. The numbers are frozen. */
 typedef enum hatchback_result {
     HATCHBACK_OK = 0,
-    HATCHBACK_BUSY = 1,      /* every request slot is taken; nothing was scored, try later */
-    HATCHBACK_REQUEST = 2,   /* an argument or the batch does not fit the model */
-    HATCHBACK_OPEN = 3,      /* the target or the flash directory is refused */
-    HATCHBACK_FAILED = 4,    /* the request failed; the model continues to serve */
+    HATCHBACK_BUSY = 1,       /* every request slot is taken; nothing was scored, try later */
+    HATCHBACK_REQUEST = 2,    /* an argument or the batch does not fit the model */
+    HATCHBACK_OPEN = 3,       /* the target or the flash directory is refused */
+    HATCHBACK_FAILED = 4,     /* the request failed; the model continues to serve */
     HATCHBACK_NOT_FINITE = 5, /* a score is NaN or infinite; hatchback_error names the sample */
-    HATCHBACK_DEADLINE_EXCEEDED = 6 /* the request had no scores in time */
+    HATCHBACK_DEADLINE_EXCEEDED = 6, /* the request had no scores in time */
+    HATCHBACK_CLOSED = 7      /* the handle was closed, or was never open */
 } hatchback_result;
 
-/* The shape of requests to a model. */
+/* The shape of requests to a model. It does not change while the model is served. */
 typedef struct hatchback_shape {
     uint32_t dense_features;
     uint32_t sparse_features;
@@ -39,7 +61,7 @@ typedef struct hatchback_shape {
  * keys[offsets[i + 1] - 1]. */
 typedef struct hatchback_bags {
     const uint64_t *keys;
-    const uint32_t *offsets; /* one more than samples; the first is 0 */
+    const uint32_t *offsets; /* one more than samples; ascending */
 } hatchback_bags;
 
 /* Where the rows of one sample came from; every lookup is counted once. */
@@ -51,35 +73,92 @@ typedef struct hatchback_status {
     uint32_t late;      /* 1 if the deadline cut fetches short, else 0 */
 } hatchback_status;
 
-/* Opens the live generation of the directory `flash` within the budget of the file `target`. */
-hatchback_result hatchback_open(const char *target, const char *flash, hatchback **model);
+/* What a model did since its generation was loaded or swapped in. */
+typedef struct hatchback_statistics {
+    uint64_t generation;       /* sequence number of the generation that is served */
+    uint64_t requests;         /* requests that a worker took */
+    uint64_t batches;          /* batches in which the workers scored them */
+    uint64_t busy;             /* requests refused because every slot was taken */
+    uint64_t failed;           /* requests that a worker answered with an error */
+    uint64_t expired;          /* requests whose deadline passed before they had scores */
+    uint64_t waiting;          /* requests that wait now */
+    uint64_t lookups;          /* lookups of all tables */
+    uint64_t cached_lookups;   /* lookups of cached tables */
+    uint64_t missed_lookups;   /* lookups of cached tables whose row was not in the cache */
+    uint64_t pages_read;       /* pages read from flash */
+    uint64_t pages_damaged;    /* pages that failed their check or could not be read */
+    uint64_t prefetch_waiting; /* keys to prefetch that are not fetched yet */
+    uint64_t prefetch_dropped; /* keys to prefetch that had no room */
+} hatchback_statistics;
 
-/* Writes the shape of requests to `model`. */
-hatchback_result hatchback_describe(const hatchback *model, hatchback_shape *shape);
+/* A line of the memory plan. Texts end with a zero and are cut to fit. */
+typedef struct hatchback_memory_line {
+    char model[64]; /* name of the model */
+    char part[64];  /* what the memory is for */
+    uint64_t bytes;
+} hatchback_memory_line;
 
-/* Returns the number of the sparse feature `name` in a request, or -1. */
-int32_t hatchback_feature(const hatchback *model, const char *name);
+/* Takes a message: `level` is 1 error, 2 warning or 3 information. May be called from any thread.
+ * `message` lives until the function returns. */
+typedef void (*hatchback_logger)(int level, const char *message, void *context);
+
+/* Returns the version of the library, such as "0.1.0". Never blocks. The text lives for ever. */
+const char *hatchback_version(void);
+
+/* Passes the library's messages to `logger`, or to nobody if it is NULL. Never blocks. */
+hatchback_result hatchback_set_logger(hatchback_logger logger, void *context);
+
+/* Opens the budget and the device of the file `target`, and starts the thread that follows flash
+ * directories. Blocks while it reads the file and opens the device. */
+hatchback_result hatchback_open(const char *target, hatchback_process *process);
+
+/* Closes a process and the handles of its models. Calls that have begun end first; the last of them
+ * frees the memory. Blocks until the thread that follows flash directories has ended. */
+hatchback_result hatchback_close(hatchback_process process);
+
+/* Serves the live generation of the directory `flash` within the process's budget, as `name`, or
+ * under the name of its lineage if `name` is NULL. Takes all memory. Blocks while it opens the
+ * model, and during a swap of another model of the process. */
+hatchback_result hatchback_load(hatchback_process process, const char *flash, const char *name,
+                                hatchback_model *model);
+
+/* Ends serving a model and frees its memory. Blocks until the model's requests are answered. */
+hatchback_result hatchback_unload(hatchback_model model);
+
+/* Writes the shape of requests to `model`. Never blocks. */
+hatchback_result hatchback_describe(hatchback_model model, hatchback_shape *shape);
+
+/* Returns the number of the sparse feature `name` in a request, or -1. Never blocks. */
+int32_t hatchback_feature(hatchback_model model, const char *name);
 
 /* Scores `samples` samples: `dense` is [samples][dense_features], `sparse` has one entry for each
- * sparse feature, `scores` is [samples][outputs], `statuses` is [samples] or NULL. If `timeout_us`
- * is above 0, the call returns by then, or a millisecond later. Rows of tables with the miss policy
+ * sparse feature, `scores` is [samples][outputs], `statuses` is [samples] or NULL. Writes to
+ * `generation`, which may be NULL, the sequence number of the one generation that scored them all.
+ *
+ * Never waits for a free request slot, and blocks until the scores are there. If `timeout_us` is
+ * above 0, the call returns by then, or a millisecond later. Rows of tables with the miss policy
  * `deadline` that are not read in time are replaced by the default row. If a row of a table with the
- * miss policy `wait` is not read in time, the result is HATCHBACK_DEADLINE_EXCEEDED. `scores` and
- * `statuses` are written only if the result is HATCHBACK_OK. */
-hatchback_result hatchback_score(const hatchback *model, uint32_t samples, const float *dense,
+ * miss policy `wait` is not read in time, the result is HATCHBACK_DEADLINE_EXCEEDED. */
+hatchback_result hatchback_score(hatchback_model model, uint32_t samples, const float *dense,
                                  const hatchback_bags *sparse, uint64_t timeout_us, float *scores,
-                                 hatchback_status *statuses);
+                                 hatchback_status *statuses, uint64_t *generation);
 
 /* Queues `count` keys of the sparse feature `feature` whose rows a later request will look up. Never
- * waits. Writes to `queued`, which may be NULL, how many keys had room. */
-hatchback_result hatchback_prefetch(const hatchback *model, uint32_t feature, const uint64_t *keys,
+ * blocks. Writes to `queued`, which may be NULL, how many keys had room. */
+hatchback_result hatchback_prefetch(hatchback_model model, uint32_t feature, const uint64_t *keys,
                                     uint32_t count, uint32_t *queued);
 
-/* Returns the error text of this thread's last call that failed; never NULL. */
-const char *hatchback_error(void);
+/* Writes what `model` did. Never blocks. */
+hatchback_result hatchback_get_statistics(hatchback_model model, hatchback_statistics *statistics);
 
-/* Frees `model`, which may be NULL. No other call may use `model` then. */
-void hatchback_close(hatchback *model);
+/* Writes the first `lines_max` lines of the memory plans of all models to `lines`, and to `count`
+ * how many lines there are. The sum of all lines is what the models take. Never blocks. */
+hatchback_result hatchback_get_memory(hatchback_process process, hatchback_memory_line *lines,
+                                      uint32_t lines_max, uint32_t *count);
+
+/* Returns the error text of this thread's last call that failed; never NULL. The text lives until
+ * the thread's next call that fails. Never blocks. */
+const char *hatchback_error(void);
 
 #ifdef __cplusplus
 }

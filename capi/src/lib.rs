@@ -1,41 +1,36 @@
-//! `libhatchback`: a model for C and C++ programs, in their own process. `hatchback.h` documents
-//! each call. This file turns pointers into slices, once per call, and results into numbers. No
-//! panic crosses into C. This file computes no score.
+//! `libhatchback`: models for C and C++ programs, in their own process. `hatchback.h` documents
+//! each call. This file has the calls: each turns its pointers into slices, once, and its result
+//! into a number. No panic crosses into C. Never computes a score.
 
-use hatchback::clock::{Clock, SystemClock};
-use hatchback::flash::Flash;
-use hatchback::io::disk;
+mod handles;
+mod logger;
+mod outcome;
+mod pointers;
+mod process;
+
+pub use logger::Logger;
+pub use outcome::Outcome;
+
+use handles::Handles;
 use hatchback::model::Model;
-use hatchback::request::pipeline::{Pipeline, RequestError};
-use hatchback::schema::batch::Batch;
-use hatchback::schema::sample::Sample;
-use hatchback::targets::Target;
-use std::cell::RefCell;
-use std::ffi::{CStr, CString, c_char};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use hatchback::request::pipeline::Answer;
+use hatchback::schema::batch::{Bags as Columns, Batch, check_offsets};
+use outcome::{Refusal, answer, closed, request};
+use pointers::{copy_text, place, room, text, values, write};
+use process::{Process, ServedModel};
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
 use std::time::Duration;
 
-/// The result of a call, `hatchback_result` in C.
+/// A process's budget with its models, `hatchback_process` in C.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// The call succeeded.
-    Ok = 0,
-    /// Every request slot is taken.
-    Busy = 1,
-    /// An argument or the batch does not fit the model.
-    Request = 2,
-    /// The target or the flash directory is refused.
-    Open = 3,
-    /// The request could not be computed.
-    Failed = 4,
-    /// A score is not a number.
-    NotFinite = 5,
-    /// The deadline passed before the request had scores.
-    DeadlineExceeded = 6,
-}
+pub struct ProcessHandle(u64);
+
+/// A served model, `hatchback_model` in C.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelHandle(u64);
 
 /// The shape of requests, `hatchback_shape` in C.
 #[repr(C)]
@@ -66,248 +61,204 @@ pub struct Status {
     late: u32,
 }
 
-/// A model, open for scoring.
-pub struct Handle {
-    pipeline: Pipeline,
-    clock: Arc<SystemClock>,
-    /// The batches that no call is using; with those in use, one for each request slot.
-    batches: Mutex<Vec<(Batch, Sample)>>,
+/// What a model did, `hatchback_statistics` in C.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Statistics {
+    generation: u64,
+    requests: u64,
+    batches: u64,
+    busy: u64,
+    failed: u64,
+    expired: u64,
+    waiting: u64,
+    lookups: u64,
+    cached_lookups: u64,
+    missed_lookups: u64,
+    pages_read: u64,
+    pages_damaged: u64,
+    prefetch_waiting: u64,
+    prefetch_dropped: u64,
 }
 
-/// Why a call failed: its result and its error text.
-struct Refusal(Outcome, String);
-
-fn request(problem: impl Into<String>) -> Refusal {
-    Refusal(Outcome::Request, problem.into())
+/// A line of the memory plan, `hatchback_memory_line` in C.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryLine {
+    model: [c_char; 64],
+    part: [c_char; 64],
+    bytes: u64,
 }
 
-fn refused(e: impl std::fmt::Display) -> Refusal {
-    Refusal(Outcome::Open, e.to_string())
+// The header's layouts; `hatchback.hpp` asserts the same.
+const _: () = {
+    assert!(size_of::<ProcessHandle>() == 8 && size_of::<ModelHandle>() == 8);
+    assert!(size_of::<Shape>() == 16 && std::mem::offset_of!(Shape, batch_max) == 12);
+    assert!(size_of::<Status>() == 20 && std::mem::offset_of!(Status, late) == 16);
+    assert!(size_of::<Bags>() == 2 * size_of::<usize>());
+    assert!(size_of::<Statistics>() == 14 * 8);
+    assert!(std::mem::offset_of!(Statistics, prefetch_dropped) == 13 * 8);
+    assert!(size_of::<MemoryLine>() == 136 && std::mem::offset_of!(MemoryLine, bytes) == 128);
+};
+
+static PROCESSES: Handles<Process> = Handles::new();
+static MODELS: Handles<ServedModel> = Handles::new();
+
+fn process(handle: ProcessHandle) -> Result<Arc<Process>, Refusal> {
+    PROCESSES.get(handle.0).ok_or_else(|| closed("process"))
 }
 
-impl From<RequestError> for Refusal {
-    fn from(e: RequestError) -> Self {
-        let outcome = match e {
-            RequestError::Busy(_) => Outcome::Busy,
-            RequestError::NotFinite(_) => Outcome::NotFinite,
-            RequestError::DeadlineExceeded => Outcome::DeadlineExceeded,
-            _ => Outcome::Failed,
-        };
-        Self(outcome, e.to_string())
-    }
+fn model(handle: ModelHandle) -> Result<Arc<ServedModel>, Refusal> {
+    MODELS.get(handle.0).ok_or_else(|| closed("model"))
 }
 
-thread_local! {
-    static ERROR: RefCell<CString> = RefCell::default();
-}
-
-/// Runs `work` and keeps the text of its error for `hatchback_error`.
-fn answer(work: impl FnOnce() -> Result<(), Refusal>) -> Outcome {
-    let done = catch_unwind(AssertUnwindSafe(work));
-    match done
-        .unwrap_or_else(|_| Err(Refusal(Outcome::Failed, "a panic inside libhatchback".to_owned())))
-    {
-        Ok(()) => Outcome::Ok,
-        Err(Refusal(outcome, text)) => {
-            // A C string cannot contain a zero byte.
-            ERROR.set(CString::new(text.replace('\0', " ")).unwrap_or_default());
-            outcome
-        }
-    }
-}
-
-/// Returns the text at `text`. `name` is the argument's name, for the error.
-fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str, Refusal> {
-    if text.is_null() {
-        return Err(request(format!("{name} is NULL")));
-    }
-    // SAFETY: `text` is not null; by the header it is a zero-terminated string that lives through
-    // the call.
-    let text = unsafe { CStr::from_ptr(text) };
-    text.to_str().map_err(|e| request(format!("{name}: {e}")))
-}
-
-/// Returns the `length` values at `start`. `name` is the argument's name, for the error.
-fn values<'a, T>(name: &str, start: *const T, length: usize) -> Result<&'a [T], Refusal> {
-    match length {
-        0 => Ok(&[]),
-        _ if start.is_null() || !start.is_aligned() => {
-            Err(request(format!("{name} is NULL or not aligned")))
-        }
-        // SAFETY: `start` is not null and aligned; by the header it has `length` values, which live
-        // through the call.
-        _ => Ok(unsafe { std::slice::from_raw_parts(start, length) }),
-    }
-}
-
-/// Returns the `length` values at `start`, to be written; otherwise as [`values`].
-fn room<'a, T>(name: &str, start: *mut T, length: usize) -> Result<&'a mut [T], Refusal> {
-    values(name, start.cast_const(), length)?;
-    // SAFETY: as in `values`; by the header no other code reads or writes them during the call.
-    Ok(if length == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(start, length) } })
-}
-
-fn handle<'a>(model: *const Handle) -> Result<&'a Handle, Refusal> {
-    // SAFETY: by the header `model` is null, or comes from `hatchback_open` and was not passed to
-    // `hatchback_close`.
-    unsafe { model.as_ref() }.ok_or_else(|| request("model is NULL"))
-}
-
-fn open(target: &str, flash: &str) -> Result<Handle, Refusal> {
-    let target = Target::load(Path::new(target)).map_err(refused)?;
-
-    let lookups =
-        target.device.open(target.tegra_profile).map_err(|e| refused(format!("device: {e}")))?;
-    let flash = Flash::open(&disk::system(), Path::new(flash)).map_err(refused)?;
-    let model = Model::from_flash(&flash, target.budget).map_err(refused)?.move_to_device(&lookups);
-    let model = model
-        .and_then(|m| m.move_dense_to_gpu(&flash, target.tensorrt_options.as_ref()))
-        .map_err(refused)?;
-
-    let batches = batches(&model)?;
-    let clock = Arc::new(SystemClock::default());
-    let pipeline =
-        Pipeline::new(Arc::new(model), Arc::clone(&clock) as Arc<dyn Clock>).map_err(refused)?;
-    Ok(Handle { pipeline, clock, batches: Mutex::new(batches) })
-}
-
-/// Returns a batch, and a sample to fill the batch from, for each request slot of `model`.
-///
-/// # Errors
-/// The budget of the model does not hold them too.
-fn batches(model: &Model) -> Result<Vec<(Batch, Sample)>, Refusal> {
-    let (schema, budget) = (model.schema(), model.budget());
-    let each = Batch::bytes(schema, budget.batch_max as usize) + Batch::bytes(schema, 1);
-    let (taken, ours) = (model.memory().total(), u64::from(budget.slots) * each as u64);
-    if taken + ours > budget.memory_bytes_max {
-        let max = budget.memory_bytes_max;
-        return Err(refused(format!(
-            "memory_bytes_max = {max}: the model takes {taken} bytes and the batches of calls \
-             {ours}; lower slots or batch_max"
-        )));
-    }
-    let sample = || Sample {
-        dense: Vec::with_capacity(schema.dense_features.len()),
-        sparse: schema
-            .features
-            .iter()
-            .map(|f| Vec::with_capacity(f.hotness_max as usize))
-            .collect(),
-        ..Sample::default()
-    };
-    Ok((0..budget.slots).map(|_| (model.batch(), sample())).collect())
-}
-
-/// Opens a model. `hatchback.h` documents it.
+/// Returns the version of the library. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_open(
-    target: *const c_char,
-    flash: *const c_char,
-    model: *mut *mut Handle,
-) -> Outcome {
+pub extern "C" fn hatchback_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// Takes the function for messages. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_set_logger(logger: Option<Logger>, context: *mut c_void) -> Outcome {
+    answer(|| match logger::set(logger, context) {
+        true => Ok(()),
+        false => Err(request("the program has a logger of Rust's `log` already")),
+    })
+}
+
+/// Opens a process. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_open(target: *const c_char, to: *mut ProcessHandle) -> Outcome {
     answer(|| {
-        let place = room("model", model, 1)?;
-        place[0] = std::ptr::null_mut();
-        place[0] = Box::into_raw(Box::new(open(text("target", target)?, text("flash", flash)?)?));
+        write("process", to, ProcessHandle(0))?;
+        let opened = Process::open(text("target", target)?)?;
+        write("process", to, ProcessHandle(PROCESSES.open(Arc::new(opened))))
+    })
+}
+
+/// Closes a process and its models. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_close(handle: ProcessHandle) -> Outcome {
+    answer(|| {
+        let process = PROCESSES.close(handle.0).ok_or_else(|| closed("process"))?;
+        MODELS.close_if(|model| process.has(model));
         Ok(())
     })
 }
 
+/// Loads a model. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_load(
+    handle: ProcessHandle,
+    flash: *const c_char,
+    name: *const c_char,
+    to: *mut ModelHandle,
+) -> Outcome {
+    answer(|| {
+        write("model", to, ModelHandle(0))?;
+        let process = process(handle)?;
+        let name = if name.is_null() { None } else { Some(text("name", name)?) };
+        let loaded = process.load(text("flash", flash)?, name)?;
+        write("model", to, ModelHandle(MODELS.open(Arc::new(loaded))))
+    })
+}
+
+/// Ends serving a model. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_unload(handle: ModelHandle) -> Outcome {
+    answer(|| MODELS.close(handle.0).ok_or_else(|| closed("model"))?.unload())
+}
+
 /// Writes the shape of requests. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_describe(model: *const Handle, shape: *mut Shape) -> Outcome {
+pub extern "C" fn hatchback_describe(handle: ModelHandle, shape: *mut Shape) -> Outcome {
     answer(|| {
-        let model = handle(model)?.pipeline.model();
-        room("shape", shape, 1)?[0] = Shape {
-            dense_features: model.schema().dense_features.len() as u32,
-            sparse_features: model.schema().features.len() as u32,
-            outputs: model.outputs() as u32,
-            batch_max: model.budget().batch_max,
+        let model = model(handle)?;
+        let opened = model.process.serving.model(&model.name).ok_or_else(|| closed("model"))?;
+        let described = Shape {
+            dense_features: opened.schema().dense_features.len() as u32,
+            sparse_features: opened.schema().features.len() as u32,
+            outputs: opened.outputs() as u32,
+            batch_max: opened.budget().batch_max,
         };
-        Ok(())
+        write("shape", shape, described)
     })
 }
 
 /// Returns the number of a feature. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
-pub extern "C" fn hatchback_feature(model: *const Handle, name: *const c_char) -> i32 {
+pub extern "C" fn hatchback_feature(handle: ModelHandle, name: *const c_char) -> i32 {
     let mut number = -1;
     answer(|| {
-        let (name, model) = (text("name", name)?, handle(model)?.pipeline.model());
-        let at = model.schema().features.iter().position(|f| f.name == name);
-        number = at.ok_or_else(|| request(format!("the model has no feature `{name}`")))? as i32;
+        number = model(handle)?.feature(text("name", name)?)?;
         Ok(())
     });
     number
 }
 
-/// The arguments of `hatchback_score` as slices.
-struct Input<'a> {
+/// The arguments of `hatchback_score`.
+#[derive(Clone, Copy)]
+struct Request {
     samples: usize,
-    dense: &'a [f32],
-    sparse: &'a [Bags],
+    dense: *const f32,
+    sparse: *const Bags,
 }
 
-impl Handle {
-    /// Fills `batch` with the samples of `input`.
-    fn fill(
-        &self,
-        input: &Input<'_>,
-        batch: &mut Batch,
-        sample: &mut Sample,
-    ) -> Result<(), Refusal> {
-        let model = self.pipeline.model();
-        let schema = model.schema();
-        let width = schema.dense_features.len();
-
-        batch.clear();
-        for i in 0..input.samples {
-            sample.dense.clear();
-            sample.dense.extend_from_slice(&input.dense[i * width..][..width]);
-            for (bag, (given, feature)) in
-                sample.sparse.iter_mut().zip(input.sparse.iter().zip(&schema.features))
-            {
-                let offsets = values("offsets", given.offsets, input.samples + 1)?;
-                let (from, to) = (offsets[i] as usize, offsets[i + 1] as usize);
-                let longest = feature.hotness_max as usize;
-                if (i == 0 && from != 0) || from > to || to - from > longest {
-                    return Err(request(format!(
-                        "feature `{}`: offsets {from} to {to} of sample {i}: a bag has 0 to \
-                         {longest} keys",
-                        feature.name
-                    )));
-                }
-
-                bag.clear();
-                bag.extend_from_slice(&values("keys", given.keys, to)?[from..]);
-            }
-            batch.push(schema, sample).map_err(|e| request(format!("sample {i}: {e}")))?;
+impl Request {
+    /// Fills `batch` with the samples.
+    fn fill(&self, model: &Model, batch: &mut Batch) -> Result<(), Refusal> {
+        let (schema, most) = (model.schema(), model.budget().batch_max as usize);
+        let samples = self.samples;
+        if samples == 0 || samples > most {
+            return Err(request(format!("samples = {samples}: a request has 1 to {most}")));
         }
-        Ok(())
+        let dense = values("dense", self.dense, samples * schema.dense_features.len())?;
+        let sparse = values("sparse", self.sparse, schema.features.len())?;
+
+        // The offsets say how many keys there are, so they are checked before a key is read.
+        let columns = |f: usize| -> Result<Columns<'_>, Refusal> {
+            let offsets = values("offsets", sparse[f].offsets, samples + 1)?;
+            check_offsets(&schema.features[f], offsets)?;
+            let keys = values("keys", sparse[f].keys, offsets[samples] as usize)?;
+            Ok(Columns { keys, offsets })
+        };
+        (0..sparse.len()).try_for_each(|f| columns(f).map(drop))?;
+        let none = Columns { keys: &[], offsets: &[] };
+        Ok(batch.push_columns(schema, samples, dense, |f| columns(f).unwrap_or(none))?)
+    }
+}
+
+/// Where `hatchback_score` writes its answer.
+struct Destination {
+    scores: *mut f32,
+    statuses: *mut Status,
+    generation: *mut u64,
+}
+
+impl Destination {
+    /// Checks that an answer to `samples` samples has room.
+    fn check(&self, model: &Model, samples: usize) -> Result<(), Refusal> {
+        room("scores", self.scores, samples * model.outputs())?;
+        place("generation", self.generation)?;
+        if self.statuses.is_null() {
+            Ok(())
+        } else {
+            room("statuses", self.statuses, samples).map(drop)
+        }
     }
 
-    fn score(
-        &self,
-        input: &Input<'_>,
-        timeout_us: u64,
-        scores: &mut [f32],
-        statuses: Option<&mut [Status]>,
-    ) -> Result<(), Refusal> {
-        let pool = || self.batches.lock().unwrap_or_else(PoisonError::into_inner);
-        let slots = self.pipeline.model().budget().slots as usize;
-        let (mut batch, mut sample) = pool().pop().ok_or(RequestError::Busy(slots))?;
-
-        let submitted = self.fill(input, &mut batch, &mut sample).and_then(|()| {
-            let deadline =
-                (timeout_us > 0).then(|| self.clock.now() + Duration::from_micros(timeout_us));
-            Ok(self.pipeline.submit(&batch, deadline)?)
-        });
-        pool().push((batch, sample));
-
-        let ticket = submitted?;
-        let answer = ticket.wait()?;
-        scores.copy_from_slice(answer.scores().values);
-        for (to, from) in statuses.into_iter().flatten().zip(answer.scores().statuses) {
+    fn write(&self, answer: &Answer<'_>) -> Result<(), Refusal> {
+        let scores = answer.scores();
+        room("scores", self.scores, scores.values.len())?.copy_from_slice(scores.values);
+        if let Some(generation) = place("generation", self.generation)? {
+            *generation = answer.generation().sequence;
+        }
+        if self.statuses.is_null() {
+            return Ok(());
+        }
+        let statuses = room("statuses", self.statuses, scores.statuses.len())?;
+        for (to, from) in statuses.iter_mut().zip(scores.statuses) {
             let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *from;
             *to = Status { fresh, defaulted, absent, damaged, late: u32::from(late) };
         }
@@ -317,53 +268,113 @@ impl Handle {
 
 /// Scores samples. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)] // The arguments are those of the C call.
 pub extern "C" fn hatchback_score(
-    model: *const Handle,
+    handle: ModelHandle,
     samples: u32,
     dense: *const f32,
     sparse: *const Bags,
     timeout_us: u64,
     scores: *mut f32,
     statuses: *mut Status,
+    generation: *mut u64,
 ) -> Outcome {
     answer(|| {
-        let handle = handle(model)?;
-        let model = handle.pipeline.model();
-        let (schema, most) = (model.schema(), model.budget().batch_max);
-        if samples == 0 || samples > most {
-            return Err(request(format!("samples = {samples}: a request has 1 to {most}")));
-        }
+        let model = model(handle)?;
+        let serving = &model.process.serving;
+        let deadline = (timeout_us > 0).then(|| serving.now() + Duration::from_micros(timeout_us));
+        let request = Request { samples: samples as usize, dense, sparse };
+        let to = Destination { scores, statuses, generation };
 
-        let samples = samples as usize;
-        let dense = values("dense", dense, samples * schema.dense_features.len())?;
-        let sparse = values("sparse", sparse, schema.features.len())?;
-        let scores = room("scores", scores, samples * model.outputs())?;
-        let statuses =
-            if statuses.is_null() { None } else { Some(room("statuses", statuses, samples)?) };
-
-        handle.score(&Input { samples, dense, sparse }, timeout_us, scores, statuses)
+        let ticket = serving.submit_with(&model.name, deadline, |model, batch| {
+            request.fill(model, batch)?;
+            to.check(model, request.samples)
+        })?;
+        to.write(&ticket.wait()?)
     })
 }
 
 /// Queues keys to prefetch. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 pub extern "C" fn hatchback_prefetch(
-    model: *const Handle,
+    handle: ModelHandle,
     feature: u32,
     keys: *const u64,
     count: u32,
     queued: *mut u32,
 ) -> Outcome {
     answer(|| {
-        let pipeline = &handle(model)?.pipeline;
-        let features = pipeline.model().schema().features.len();
+        let model = model(handle)?;
+        let serving = &model.process.serving;
+        let schema = serving.schema(&model.name).ok_or_else(|| closed("model"))?;
+        let features = schema.features.len();
         if feature as usize >= features {
             return Err(request(format!("feature = {feature}: the model has {features}")));
         }
         let keys = values("keys", keys, count as usize)?;
-        let taken = pipeline.prefetch(feature as usize, keys);
-        if !queued.is_null() {
-            room("queued", queued, 1)?[0] = taken as u32;
+        let taken = serving.prefetch(&model.name, feature as usize, keys);
+        if let Some(queued) = place("queued", queued)? {
+            *queued = taken as u32;
+        }
+        Ok(())
+    })
+}
+
+/// Writes what a model did. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_get_statistics(
+    handle: ModelHandle,
+    statistics: *mut Statistics,
+) -> Outcome {
+    answer(|| {
+        let model = model(handle)?;
+        let (serving, name) = (&model.process.serving, &model.name);
+        let (Some(stats), Some(generation)) = (serving.stats(name), serving.generation(name))
+        else {
+            return Err(closed("model"));
+        };
+        let counters = stats.counters;
+        let found = Statistics {
+            generation: generation.sequence,
+            requests: stats.requests,
+            batches: stats.batches,
+            busy: stats.busy,
+            failed: stats.failed,
+            expired: stats.expired,
+            waiting: stats.waiting as u64,
+            lookups: counters.lookups,
+            cached_lookups: counters.cached_lookups,
+            missed_lookups: counters.missed_lookups,
+            pages_read: counters.pages,
+            pages_damaged: counters.pages_damaged,
+            prefetch_waiting: stats.prefetch_waiting as u64,
+            prefetch_dropped: stats.prefetch_dropped,
+        };
+        write("statistics", statistics, found)
+    })
+}
+
+/// Writes the memory of a process, line by line. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_get_memory(
+    handle: ProcessHandle,
+    lines: *mut MemoryLine,
+    lines_max: u32,
+    count: *mut u32,
+) -> Outcome {
+    answer(|| {
+        let plans = process(handle)?.shared().serving.memory();
+        let all = plans.iter().flat_map(|(name, plan)| {
+            plan.lines().iter().map(move |(part, bytes)| (name, *part, *bytes))
+        });
+        let found = all.clone().count();
+        write("count", count, found as u32)?;
+        let lines = room("lines", lines, found.min(lines_max as usize))?;
+        for (to, (model, part, bytes)) in lines.iter_mut().zip(all) {
+            let mut line = MemoryLine { model: [0; 64], part: [0; 64], bytes };
+            copy_text(model, &mut line.model);
+            copy_text(part, &mut line.part);
+            *to = line;
         }
         Ok(())
     })
@@ -372,22 +383,5 @@ pub extern "C" fn hatchback_prefetch(
 /// Returns the text of this thread's last error. `hatchback.h` documents it.
 #[unsafe(no_mangle)]
 pub extern "C" fn hatchback_error() -> *const c_char {
-    ERROR.with_borrow(|text| text.as_ptr())
-}
-
-/// Frees a model. `hatchback.h` documents it.
-///
-/// # Safety
-/// `model` is null, or comes from `hatchback_open`, was not freed before, and no other call uses
-/// it.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hatchback_close(model: *mut Handle) {
-    answer(|| {
-        if !model.is_null() {
-            // SAFETY: `hatchback_open` made `model` from a box, and by the caller's promise this
-            // call alone has it.
-            drop(unsafe { Box::from_raw(model) });
-        }
-        Ok(())
-    });
+    outcome::last_error()
 }

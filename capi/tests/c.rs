@@ -1,6 +1,6 @@
 //! A C program scores the demo's samples through the header and the shared library, with the same
-//! bits as the runtime, and makes every mistake that the header names. For C++ the header is only
-//! compiled.
+//! bits as the runtime, and makes every mistake that the header names. A C++ program follows live
+//! updates.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -10,12 +10,14 @@ use hatchback::io::disk;
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
+use hatchback::schema::Placement;
 use hatchback::schema::sample::Sample;
-use hatchback::targets::Target;
+use hatchback_tests::versions::{Kind, Versions};
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::serve::install;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 fn here(path: &str) -> PathBuf {
@@ -54,11 +56,16 @@ fn compile(compiler: &str, arguments: &[&str]) {
     assert!(command.status().unwrap().success(), "{command:?}");
 }
 
-/// Compiles the C program in `folder`, beside a link to the library with the library's own name.
-fn program(folder: &Path) -> PathBuf {
-    let (built, link) = (std::env::current_exe().unwrap(), folder.join("libhatchback.so.0"));
+/// Makes a link in `folder` to the library, with the library's own name.
+fn library(folder: &Path) -> PathBuf {
+    let (built, link) = (std::env::current_exe().unwrap(), folder.join("libhatchback.so.1"));
     std::os::unix::fs::symlink(built.with_file_name("libhatchback_capi.so"), &link).unwrap();
-    let (program, source) = (folder.join("score"), here("tests/score.c"));
+    link
+}
+
+/// Compiles the C program in `folder`, beside a link to the library.
+fn program(folder: &Path) -> PathBuf {
+    let (program, source, link) = (folder.join("score"), here("tests/score.c"), library(folder));
     let rpath = format!("-Wl,-rpath,{}", folder.display());
     let [program_, source, link] = [&program, &source, &link].map(|path| path.to_str().unwrap());
     compile("cc", &["-std=c99", "-O1", source, link, &rpath, "-o", program_]);
@@ -100,39 +107,127 @@ fn a_c_program_scores_with_the_same_bits_as_the_runtime() {
     }
 }
 
-/// `hatchback_open` takes the memory of all calls, within the budget.
+/// A C++ program follows live updates, built plainly and with sanitizers. Every answer is one
+/// generation's, with its rows' bits. HATCHBACK_UPDATES is the number of updates.
 #[test]
-fn a_budget_that_holds_the_model_and_not_its_calls_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let (bundle, flash, target) =
-        (folder.path().join("bundle"), folder.path().join("flash"), folder.path().join("own.toml"));
-    pack_file(
-        &here("../tools/demo/coupon/model.toml"),
-        &bundle,
-        Overrides::default(),
-        &mut |_, _| {},
-    )
-    .unwrap();
-    install(&bundle, &flash).unwrap();
-    for name in ["base.toml", "cpu.toml"] {
-        std::fs::copy(here("../targets").join(name), folder.path().join(name)).unwrap();
+fn a_cpp_program_follows_live_updates() {
+    let updates = std::env::var("HATCHBACK_UPDATES").map_or(2, |n| n.parse().unwrap());
+    let kind = Kind { placement: Placement::Cached, changes_keys: false };
+    let versions = Versions::of(kind, &vec![2; updates], 300, 3);
+    for sanitizer in [None, Some("address,undefined"), Some("thread")] {
+        let folder = tempfile::tempdir().unwrap();
+        match cpp_program(folder.path(), sanitizer) {
+            Some(program) => follow(folder.path(), &program, &versions),
+            None => println!("SKIPPED: the compiler has no sanitizer {sanitizer:?}"),
+        }
     }
-    let cpu = Target::load(&folder.path().join("cpu.toml")).unwrap();
-    let taken = Model::open(&disk::system(), &flash, cpu.budget).unwrap().memory().total();
-    std::fs::write(folder.path().join("samples"), "").unwrap();
-    let (program, samples) = (program(folder.path()), folder.path().join("samples"));
-    let said = |memory_bytes_max: u64| {
-        let text = format!("inherits = \"cpu\"\n[budget]\nmemory_bytes_max = {memory_bytes_max}\n");
-        std::fs::write(&target, text).unwrap();
-        let output = Command::new(&program).args([&target, &flash, &samples]).output().unwrap();
-        String::from_utf8(output.stderr).unwrap()
+}
+
+/// Compiles `follow.cpp` in `folder`. Returns `None` if the compiler does not have the sanitizer.
+fn cpp_program(folder: &Path, sanitizer: Option<&str>) -> Option<PathBuf> {
+    let (program, empty) = (folder.join("follow"), folder.join("empty.cpp"));
+    let sanitize = sanitizer.map(|sanitizer| format!("-fsanitize={sanitizer}"));
+    std::fs::write(&empty, "int main() {}").unwrap();
+    let probe =
+        Command::new("c++").args(&sanitize).args([&empty, Path::new("-o"), &program]).output();
+    if !probe.unwrap().status.success() {
+        return None;
+    }
+
+    let (source, link) = (here("tests/follow.cpp"), library(folder));
+    let rpath = format!("-Wl,-rpath,{}", folder.display());
+    let [source, link, out] = [&source, &link, &program].map(|path| path.to_str().unwrap());
+    let mut arguments =
+        vec!["-std=c++17", "-O1", "-g", "-pthread", source, link, &rpath, "-o", out];
+    arguments.extend(sanitize.as_deref());
+    compile("c++", &arguments);
+    Some(program)
+}
+
+/// Makes the generations of `versions` live one by one, each after `program` has answered with the
+/// one before, and checks the answers.
+fn follow(folder: &Path, program: &Path, versions: &Versions) {
+    let (flash, file) = (folder.join("flash"), folder.join("sample"));
+    install(&versions.deltas[0], &flash).unwrap();
+
+    // The keys whose rows change most often.
+    let changes = |t: usize, order: &u64| {
+        versions.rows.windows(2).filter(|two| two[0][t][order] != two[1][t][order]).count()
     };
-    let refused = said(taken);
-    assert!(
-        refused.contains(&format!("the model takes {taken} bytes and the batches of calls")),
-        "{refused}"
-    );
-    assert!(!said(2 * taken).contains("memory_bytes_max"));
+    let [index, hashed] =
+        [0, 1].map(|t| *versions.rows[0][t].keys().max_by_key(|o| changes(t, o)).unwrap());
+    std::fs::write(&file, format!("1 {index} 1 {}\n", hatchback::unmix(hashed))).unwrap();
+
+    let mut child = Command::new(program)
+        .args([&here("../targets/cpu.toml"), &flash, &file])
+        .env("TSAN_OPTIONS", format!("suppressions={}", here("tests/tsan.supp").display()))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
+    for (g, rows) in versions.rows.iter().enumerate() {
+        if g > 0 {
+            // The program may hold the lock of the directory until its swap has ended.
+            while let Err(e) = install(&versions.deltas[g], &flash) {
+                assert!(format!("{e:#}").contains("another process is changing"), "{e:#}");
+                std::thread::yield_now();
+            }
+        }
+        let values =
+            [&rows[0][&index], &rows[1][&hashed]].into_iter().flat_map(|row| row.chunks(4));
+        let bits = values.map(|value| u32::from_le_bytes(value.try_into().unwrap()).to_string());
+        let expected = format!("{} {}", g + 1, bits.collect::<Vec<_>>().join(" "));
+        assert_eq!(said.next().unwrap().unwrap(), expected);
+    }
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success() && said.next().is_none(), "{}", program.display());
+}
+
+/// The example builds with CMake against an installed library, and ranks.
+#[test]
+fn the_example_builds_with_cmake_and_ranks() {
+    if Command::new("cmake").arg("--version").output().is_err() {
+        return println!("SKIPPED: cmake is not installed");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("usr");
+    let config = prefix.join("lib/cmake/hatchback");
+    std::fs::create_dir_all(&config).unwrap();
+    std::fs::create_dir_all(prefix.join("include")).unwrap();
+    for header in ["hatchback.h", "hatchback.hpp"] {
+        std::fs::copy(here(header), prefix.join("include").join(header)).unwrap();
+    }
+    let name = "hatchback-config.cmake";
+    std::fs::copy(here(name), config.join(name)).unwrap();
+    let link = library(&prefix.join("lib"));
+    std::os::unix::fs::symlink(&link, link.with_file_name("libhatchback.so")).unwrap();
+
+    let build = folder.path().join("build");
+    let run = |command: &mut Command| {
+        let output = command.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{command:?}: {said}{errors}");
+        said
+    };
+    run(Command::new("cmake")
+        .args([Path::new("-S"), &here("example"), Path::new("-B"), &build])
+        .arg(format!("-DCMAKE_PREFIX_PATH={}", prefix.display())));
+    run(Command::new("cmake").arg("--build").arg(&build));
+
+    let (bundle, flash) = (folder.path().join("bundle"), folder.path().join("flash"));
+    let spec = here("../tools/demo/coupon/model.toml");
+    let packed = pack_file(&spec, &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
+    install(&bundle, &flash).unwrap();
+    let said = run(Command::new(build.join("rank"))
+        .args([&here("../targets/cpu.toml"), &flash])
+        .arg(&packed.schema.features[0].name)
+        .args(["0", "1", "2"]));
+    let scores: Vec<f32> =
+        said.lines().skip(1).map(|line| line.split(' ').nth(1).unwrap().parse().unwrap()).collect();
+    assert!(said.starts_with("generation 1\n") && scores.len() == 3, "{said}");
+    assert!(scores.is_sorted_by(|a, b| a >= b), "{said}");
 }
 
 #[test]

@@ -22,11 +22,14 @@ static int refused(const char *what) {
         if ((call) != (result) || !strstr(hatchback_error(), (text))) return refused(#call); \
     } while (0)
 
+static const hatchback_process no_process = {0};
+static const hatchback_model no_model = {0};
+
 /* Keys are queued, and each mistake has its error. */
-static int mistakes_of_prefetch(const hatchback *model, const hatchback_shape *shape) {
+static int mistakes_of_prefetch(hatchback_model model, const hatchback_shape *shape) {
     uint64_t keys[2] = {1, 2};
     uint32_t queued = 7;
-    EXPECT(hatchback_prefetch(NULL, 0, keys, 2, &queued), HATCHBACK_REQUEST, "model is NULL");
+    EXPECT(hatchback_prefetch(no_model, 0, keys, 2, &queued), HATCHBACK_CLOSED, "the model is closed");
     EXPECT(hatchback_prefetch(model, shape->sparse_features, keys, 2, &queued), HATCHBACK_REQUEST, "feature = ");
     EXPECT(hatchback_prefetch(model, 0, NULL, 2, &queued), HATCHBACK_REQUEST, "keys is NULL");
     EXPECT(queued, 7, "keys is NULL");
@@ -36,9 +39,25 @@ static int mistakes_of_prefetch(const hatchback *model, const hatchback_shape *s
     return 0;
 }
 
+/* The plan has lines with names and bytes. */
+static int memory_of(hatchback_process process) {
+    hatchback_memory_line lines[64];
+    uint32_t count = 0, i;
+    if (hatchback_get_memory(process, lines, 64, &count) != HATCHBACK_OK) return refused("memory");
+    if (count == 0 || count > 64) return 1;
+    for (i = 0; i < count; i++)
+        if (!lines[i].model[0] || !lines[i].part[0] || memchr(lines[i].part, 0, 64) == NULL) return 1;
+    return 0;
+}
+
 /* Mistakes that a caller can make; each must return its error and no scores. */
-static int mistakes(const char *target, const char *flash, const hatchback *model, const hatchback_shape *shape) {
-    hatchback *none = (hatchback *)&none;
+static int mistakes(const char *target, const char *flash, hatchback_process process, hatchback_model model,
+                    const hatchback_shape *shape) {
+    hatchback_process other = {7};
+    hatchback_model again = {7};
+    hatchback_statistics statistics;
+    hatchback_memory_line line;
+    uint32_t count = 0;
     float scores[BATCH];
     uint32_t offsets[2] = {0, 0}, wild[2] = {7, 3}, long_bag[2] = {0, 1000000};
     float *dense = calloc(shape->dense_features + 1, sizeof *dense);
@@ -47,44 +66,59 @@ static int mistakes(const char *target, const char *flash, const hatchback *mode
     hatchback_result late = HATCHBACK_OK;
     if (!dense || !bags) return 1;
     for (f = 0; f < shape->sparse_features; f++) bags[f].offsets = offsets;
-    EXPECT(hatchback_open(target, "/nowhere", &none), HATCHBACK_OPEN, "/nowhere");
-    EXPECT(none != NULL, 0, "/nowhere");
-    EXPECT(hatchback_open("/nowhere.toml", flash, &none), HATCHBACK_OPEN, "/nowhere.toml");
-    EXPECT(hatchback_open(NULL, flash, &none), HATCHBACK_REQUEST, "target is NULL");
-    EXPECT(hatchback_open(target, flash, NULL), HATCHBACK_REQUEST, "model is NULL");
+    EXPECT(hatchback_open("/nowhere.toml", &other), HATCHBACK_OPEN, "/nowhere.toml");
+    EXPECT(other.handle, 0, "/nowhere.toml");
+    EXPECT(hatchback_open(NULL, &other), HATCHBACK_REQUEST, "target is NULL");
+    EXPECT(hatchback_open(target, NULL), HATCHBACK_REQUEST, "process is NULL");
+    EXPECT(hatchback_load(process, "/nowhere", NULL, &again), HATCHBACK_OPEN, "/nowhere");
+    EXPECT(again.handle, 0, "/nowhere");
+    EXPECT(hatchback_load(process, NULL, NULL, &again), HATCHBACK_REQUEST, "flash is NULL");
+    EXPECT(hatchback_load(process, flash, NULL, NULL), HATCHBACK_REQUEST, "model is NULL");
+    EXPECT(hatchback_load(process, flash, NULL, &again), HATCHBACK_OPEN, "is served already");
+    EXPECT(hatchback_load(no_process, flash, NULL, &again), HATCHBACK_CLOSED, "the process is closed");
+    EXPECT(hatchback_close(no_process), HATCHBACK_CLOSED, "the process is closed");
+    EXPECT(hatchback_get_memory(no_process, &line, 1, &count), HATCHBACK_CLOSED, "the process is closed");
+    EXPECT(hatchback_get_memory(process, NULL, 1, &count), HATCHBACK_REQUEST, "lines is NULL");
+    EXPECT(hatchback_get_memory(process, &line, 1, NULL), HATCHBACK_REQUEST, "count is NULL");
+    EXPECT(hatchback_unload(no_model), HATCHBACK_CLOSED, "the model is closed");
+    EXPECT(hatchback_describe(model, NULL), HATCHBACK_REQUEST, "shape is NULL");
+    EXPECT(hatchback_get_statistics(model, NULL), HATCHBACK_REQUEST, "statistics is NULL");
+    EXPECT(hatchback_get_statistics(no_model, &statistics), HATCHBACK_CLOSED, "the model is closed");
     EXPECT(hatchback_feature(model, "no such feature"), -1, "no such feature");
-    EXPECT(hatchback_score(NULL, 1, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "model is NULL");
-    EXPECT(hatchback_score(model, 0, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "samples = 0");
-    EXPECT(hatchback_score(model, shape->batch_max + 1, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "samples = ");
-    EXPECT(hatchback_score(model, 1, NULL, bags, 0, scores, NULL), HATCHBACK_REQUEST, "dense is NULL");
-    EXPECT(hatchback_score(model, 1, dense, NULL, 0, scores, NULL), HATCHBACK_REQUEST, "sparse is NULL");
-    EXPECT(hatchback_score(model, 1, dense, bags, 0, NULL, NULL), HATCHBACK_REQUEST, "scores is NULL");
+    EXPECT(hatchback_score(no_model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_CLOSED, "the model is closed");
+    EXPECT(hatchback_score(model, 0, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "samples = 0");
+    EXPECT(hatchback_score(model, shape->batch_max + 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "samples = ");
+    EXPECT(hatchback_score(model, 1, NULL, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "dense is NULL");
+    EXPECT(hatchback_score(model, 1, dense, NULL, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "sparse is NULL");
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, NULL, NULL, NULL), HATCHBACK_REQUEST, "scores is NULL");
     bags[0].offsets = wild;
-    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "offsets 7 to 3");
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "offsets 7 to 3");
     bags[0].offsets = long_bag;
-    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_REQUEST, "offsets 0 to 1000000");
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_REQUEST, "offsets 0 to 1000000");
     bags[0].offsets = offsets;
-    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_OK, "offsets 0 to 1000000");
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_OK, "offsets 0 to 1000000");
     for (f = 0; f < shape->dense_features; f++) dense[f] = 3.4e38f;
     scores[0] = 7;
-    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL), HATCHBACK_NOT_FINITE, "sample 0: score[0] is ");
+    EXPECT(hatchback_score(model, 1, dense, bags, 0, scores, NULL, NULL), HATCHBACK_NOT_FINITE, "sample 0: score[0] is ");
     EXPECT(HATCHBACK_NOT_FINITE, 5, "score[0]");
     EXPECT(scores[0] != 7, 0, "score[0]");
     if (mistakes_of_prefetch(model, shape)) return 1;
     memset(dense, 0, (shape->dense_features + 1) * sizeof *dense);
     /* A microsecond is over before the request has a slot, or soon after. */
     for (tries = 0; tries < 100000; tries++)
-        if ((late = hatchback_score(model, 1, dense, bags, 1, scores, NULL)) != HATCHBACK_OK) break;
+        if ((late = hatchback_score(model, 1, dense, bags, 1, scores, NULL, NULL)) != HATCHBACK_OK) break;
     EXPECT(late, HATCHBACK_DEADLINE_EXCEEDED, "deadline exceeded");
-    EXPECT(hatchback_score(model, 1, dense, bags, 60000000, scores, NULL), HATCHBACK_OK, "deadline exceeded");
-    hatchback_close(NULL);
+    EXPECT(hatchback_score(model, 1, dense, bags, 60000000, scores, NULL, NULL), HATCHBACK_OK, "deadline exceeded");
     free(dense);
     free(bags);
     return 0;
 }
 
 int main(int count, char **arguments) {
-    hatchback *model;
+    hatchback_process process;
+    hatchback_model model;
+    hatchback_statistics statistics;
+    uint64_t generation, sequence = 0;
     hatchback_shape shape;
     hatchback_status statuses[BATCH];
     hatchback_bags *bags;
@@ -93,7 +127,8 @@ int main(int count, char **arguments) {
     float *dense, *scores;
     FILE *file;
     if (count != 4 || !(file = fopen(arguments[3], "r"))) return 2;
-    if (hatchback_open(arguments[1], arguments[2], &model) != HATCHBACK_OK) return refused("open");
+    if (hatchback_open(arguments[1], &process) != HATCHBACK_OK) return refused("open");
+    if (hatchback_load(process, arguments[2], NULL, &model) != HATCHBACK_OK) return refused("load");
     if (hatchback_describe(model, &shape) != HATCHBACK_OK) return refused("describe");
     dense = malloc(BATCH * shape.dense_features * sizeof *dense + 1);
     scores = malloc(BATCH * shape.outputs * sizeof *scores);
@@ -122,15 +157,22 @@ int main(int count, char **arguments) {
             if (f < shape.sparse_features) break;
         }
         if (samples == 0) break;
-        if (hatchback_score(model, samples, dense, bags, 0, scores, statuses) != HATCHBACK_OK) return refused("score");
+        if (hatchback_score(model, samples, dense, bags, 0, scores, statuses, &generation) != HATCHBACK_OK)
+            return refused("score");
+        if (sequence && sequence != generation) return 3;
+        sequence = generation;
         for (i = 0; i < samples; i++)
             printf("%.9g %" PRIu32 " %" PRIu32 " %" PRIu32 " %" PRIu32 " %" PRIu32 "\n", scores[i * shape.outputs],
                    statuses[i].fresh, statuses[i].defaulted, statuses[i].absent, statuses[i].damaged, statuses[i].late);
         read += samples;
     } while (samples == BATCH);
     if (read == 0) return 2;
-    if (mistakes(arguments[1], arguments[2], model, &shape)) return 1;
-    hatchback_close(model);
+    if (hatchback_get_statistics(model, &statistics) != HATCHBACK_OK) return refused("statistics");
+    if (statistics.generation != sequence || statistics.requests == 0 || statistics.failed) return 3;
+    if (mistakes(arguments[1], arguments[2], process, model, &shape)) return 1;
+    if (memory_of(process)) return 3;
+    if (hatchback_close(process) != HATCHBACK_OK) return refused("close");
+    if (hatchback_describe(model, &shape) != HATCHBACK_CLOSED || hatchback_close(process) != HATCHBACK_CLOSED) return 3;
     fclose(file);
     for (f = 0; f < shape.sparse_features; f++) {
         free(keys[f]);

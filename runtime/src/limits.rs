@@ -114,6 +114,8 @@ pub const TRIAL_CUTS_MAX: u32 = 30;
 pub const TRIAL_ANSWERS: u64 = 1;
 /// Age of a process, in seconds, at which a trial without requests has ended well.
 pub const TRIAL_S: u64 = 60;
+/// Looks for which a process that follows another one leaves a generation alone that it refused.
+pub const REFUSED_LOOKS: u32 = 60;
 /// Looks in a row at which a step may fail for a fault of the car before the attempt is abandoned.
 pub const FAILED_STEPS_MAX: u32 = 30;
 /// Longest pause before a release is tried again that a fault of the car stopped, seconds.

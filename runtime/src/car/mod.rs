@@ -3,6 +3,7 @@
 //! a simulation of the whole car calls the same steps in an order that it chooses. Never starts a
 //! thread and never sleeps.
 
+pub mod follower;
 pub mod maintenance_steps;
 pub mod sync_steps;
 pub mod update_steps;

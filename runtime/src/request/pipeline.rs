@@ -134,8 +134,26 @@ impl Pipeline {
         batch: &Batch,
         deadline: Option<Duration>,
     ) -> Result<Ticket, RequestError> {
-        check_batch(&self.live.model(), batch)?;
-        let slot = self.queue.submit(batch, deadline)?;
+        self.submit_with(deadline, |model, slot| {
+            check_batch(model, batch)?;
+            let fits = slot.append(batch);
+            assert!(fits, "the batch was checked");
+            Ok(())
+        })
+    }
+
+    /// Submits a request that `fill` writes straight into a slot: into an empty batch with room for
+    /// `batch_max` samples of the model. Otherwise as [`Pipeline::submit`].
+    ///
+    /// # Errors
+    /// Those of [`Pipeline::submit`] and of `fill`, after which nothing is submitted.
+    pub fn submit_with<E: From<RequestError>>(
+        &self,
+        deadline: Option<Duration>,
+        fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
+    ) -> Result<Ticket, E> {
+        let model = self.live.model();
+        let slot = self.queue.submit(deadline, |batch| fill(&model, batch))?;
         Ok(Ticket { queue: Arc::clone(&self.queue), slot, deadline })
     }
 

@@ -152,8 +152,13 @@ impl RequestQueue {
         }
     }
 
-    /// Copies `batch`, which fits the model, into a free slot, queues it and returns the slot.
-    pub fn submit(&self, batch: &Batch, deadline: Option<Duration>) -> Result<u16, RequestError> {
+    /// Queues a request in a free slot, whose empty batch `fill` fills, and returns the slot.
+    /// Returns the error of `fill`; the slot is then free again.
+    pub fn submit<E: From<RequestError>>(
+        &self,
+        deadline: Option<Duration>,
+        fill: impl FnOnce(&mut Batch) -> Result<(), E>,
+    ) -> Result<u16, E> {
         let taken = {
             let mut queue = lock(&self.queue);
             let taken = queue.free.pop();
@@ -161,21 +166,21 @@ impl RequestQueue {
             taken
         };
         let slot = taken.ok_or(RequestError::Busy(self.slots.len()))?;
-        {
+        let filled = {
             let mut request = lock(&self.slots[usize::from(slot)].request);
             request.stage = Stage::Waiting;
             request.batch.clear();
-            let fits = request.batch.append(batch);
-            assert!(fits, "the batch was checked");
-        }
+            fill(&mut request.batch).map(|()| request.batch.size())
+        };
+        let samples = filled.inspect_err(|_| self.free(slot))?;
 
-        let samples = batch.size() as u32;
         // A request with a deadline has no time to wait for others.
         let is_ready = self.batch_delay.is_zero() || deadline.is_some();
         let ready_at = if is_ready { Duration::ZERO } else { self.clock.now() + self.batch_delay };
 
         let mut queue = lock(&self.queue);
-        queue.samples += batch.size();
+        queue.samples += samples;
+        let samples = samples as u32;
         let queued = queue.waiting.push_back(Waiting { slot, samples, deadline, ready_at });
         assert!(queued.is_ok(), "the queue has room for every slot");
         drop(queue);

@@ -288,6 +288,21 @@ impl Serving {
         self.with(name, |p| p.submit(batch, deadline)).unwrap_or(Err(RequestError::NotServed))
     }
 
+    /// Submits a request to the model `name`, as [`Pipeline::submit_with`] does.
+    ///
+    /// # Errors
+    /// [`RequestError::NotServed`] if there is no such model, and the errors of
+    /// [`Pipeline::submit_with`].
+    pub fn submit_with<E: From<RequestError>>(
+        &self,
+        name: &str,
+        deadline: Option<Duration>,
+        fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
+    ) -> Result<Ticket, E> {
+        let submitted = self.with(name, |p| p.submit_with(deadline, fill));
+        submitted.unwrap_or_else(|| Err(RequestError::NotServed.into()))
+    }
+
     /// Returns the time of the clock that deadlines are times of.
     pub fn now(&self) -> Duration {
         self.clock.now()
@@ -302,6 +317,11 @@ impl Serving {
     /// Returns the names of the models.
     pub fn names(&self) -> Vec<String> {
         self.models().iter().map(|m| m.name.clone()).collect()
+    }
+
+    /// Returns the model that `name` serves.
+    pub fn model(&self, name: &str) -> Option<Arc<Model>> {
+        self.with(name, Pipeline::model)
     }
 
     /// Returns the schema that requests to `name` follow.

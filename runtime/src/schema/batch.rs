@@ -2,9 +2,10 @@
 //! layout of TorchRec's `KeyedJaggedTensor`, feature by feature). It takes its memory once and
 //! never grows.
 
-use crate::schema::Schema;
 use crate::schema::sample::{Sample, SampleError};
-use hatchback_kernels::lookup::Bags;
+use crate::schema::{Feature, Schema};
+
+pub use hatchback_kernels::lookup::Bags;
 
 /// Samples that are scored together. Holding one proves that every sample has the shape of the
 /// schema that the batch was made with.
@@ -49,7 +50,7 @@ struct Jagged {
 }
 
 /// Why a batch refuses a sample.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum BatchError {
     /// The batch holds as many samples as it has room for.
@@ -61,6 +62,17 @@ pub enum BatchError {
     /// The sample does not fit the schema.
     #[error(transparent)]
     Sample(#[from] SampleError),
+    /// A bag of a column is longer than its feature allows, or ends before it starts.
+    #[error(
+        "feature `{feature}`: offsets {from} to {to} of sample {sample}: a bag has 0 to {max} keys"
+    )]
+    Bag { feature: String, sample: usize, from: u32, to: u32, max: u32 },
+    /// A column has another length than its samples need.
+    #[error("{field}: {found} values for {samples} samples, the model takes {needed}")]
+    Column { field: String, found: usize, samples: usize, needed: usize },
+    /// A dense feature is not a number.
+    #[error("sample {sample}: dense feature `{feature}` is {value}")]
+    Dense { feature: String, sample: usize, value: f32 },
 }
 
 impl Batch {
@@ -124,6 +136,46 @@ impl Batch {
         Ok(())
     }
 
+    /// Adds `samples` samples that are in columns: `dense` is `[samples, dense features]`, and
+    /// `bags` returns the keys and offsets of each sparse feature, by its number. The offsets of a
+    /// feature are `[samples + 1]`; the keys before the first offset are not read.
+    ///
+    /// # Errors
+    /// [`BatchError`] if there is no room or a column does not fit the schema. The batch is then
+    /// unchanged.
+    pub fn push_columns<'a>(
+        &mut self,
+        schema: &Schema,
+        samples: usize,
+        dense: &[f32],
+        bags: impl Fn(usize) -> Bags<'a>,
+    ) -> Result<(), BatchError> {
+        let (features, width) = (schema.features.len(), schema.dense_features.len());
+        if samples > self.capacity - self.size {
+            return Err(BatchError::Full(self.capacity));
+        }
+        if features != self.features.len() || width != self.dense_features {
+            return Err(BatchError::Schema {
+                features: self.features.len(),
+                dense: self.dense_features,
+            });
+        }
+        check_dense(schema, samples, dense)?;
+        (0..features).try_for_each(|f| check_bags(&schema.features[f], samples, bags(f)))?;
+
+        self.dense.extend_from_slice(dense);
+        for (f, feature) in self.features.iter_mut().enumerate() {
+            let Bags { keys, offsets } = bags(f);
+            let (from, before) = (offsets[0], feature.keys.len() as u32);
+            feature.keys.extend_from_slice(&keys[from as usize..offsets[samples] as usize]);
+            feature.offsets.extend(offsets[1..].iter().map(|end| before + (end - from)));
+            let longest = offsets.windows(2).map(|o| o[1] - o[0]).max().unwrap_or(0);
+            feature.longest = feature.longest.max(longest as usize);
+        }
+        self.size += samples;
+        Ok(())
+    }
+
     /// Adds the samples of `other`, which was made with the same schema. Returns false, and adds
     /// none, if there is no room.
     pub(crate) fn append(&mut self, other: &Self) -> bool {
@@ -169,5 +221,125 @@ impl Batch {
     /// Returns the keys of feature `f`, one bag for each sample.
     pub fn bags(&self, f: usize) -> Bags<'_> {
         Bags { keys: &self.features[f].keys, offsets: &self.features[f].offsets }
+    }
+}
+
+/// Checks a column of dense features, `[samples, dense features]`.
+fn check_dense(schema: &Schema, samples: usize, dense: &[f32]) -> Result<(), BatchError> {
+    let width = schema.dense_features.len();
+    if dense.len() != samples * width {
+        let (field, needed) = ("dense".to_owned(), samples * width);
+        return Err(BatchError::Column { field, found: dense.len(), samples, needed });
+    }
+    match dense.iter().position(|value| !value.is_finite()) {
+        Some(at) => Err(BatchError::Dense {
+            feature: schema.dense_features[at % width].clone(),
+            sample: at / width,
+            value: dense[at],
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Checks that each bag between two of `offsets` has at most as many keys as `feature` allows.
+///
+/// # Errors
+/// [`BatchError::Bag`] of the first that does not.
+pub fn check_offsets(feature: &Feature, offsets: &[u32]) -> Result<(), BatchError> {
+    let max = feature.hotness_max;
+    let fits = |o: &[u32]| o[0] <= o[1] && o[1] - o[0] <= max;
+    match offsets.windows(2).position(|o| !fits(o)) {
+        Some(sample) => {
+            let (feature, from, to) = (feature.name.clone(), offsets[sample], offsets[sample + 1]);
+            Err(BatchError::Bag { feature, sample, from, to, max })
+        }
+        None => Ok(()),
+    }
+}
+
+/// Checks the bags of `feature` for `samples` samples.
+fn check_bags(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), BatchError> {
+    let Bags { keys, offsets } = bags;
+    let column = |part: &str, found, needed| {
+        let field = format!("{part} of feature `{}`", feature.name);
+        Err(BatchError::Column { field, found, samples, needed })
+    };
+    if offsets.len() != samples + 1 {
+        return column("offsets", offsets.len(), samples + 1);
+    }
+
+    check_offsets(feature, offsets)?;
+    match offsets[samples] as usize {
+        end if end > keys.len() => column("keys", keys.len(), end),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schema::Network;
+    use hatchback_kernels::dense::Activation;
+    use hatchback_kernels::lookup::Pooling;
+
+    fn schema() -> Schema {
+        let feature = |name: &str, hotness_max| Feature {
+            name: name.to_owned(),
+            table: 0,
+            pooling: Pooling::Sum,
+            hotness_max,
+        };
+        let activation = Activation::Sigmoid;
+        Schema {
+            dense_features: vec!["a".to_owned(), "b".to_owned()],
+            tables: vec![],
+            features: vec![feature("x", 1), feature("y", 3)],
+            network: Network { inputs: vec![], output: "score".to_owned(), activation },
+        }
+    }
+
+    const DENSE: [f32; 4] = [0.5, 1.0, 2.0, 3.0];
+    const X: Bags<'_> = Bags { keys: &[9, 7], offsets: &[1, 2, 2] };
+    const Y: Bags<'_> = Bags { keys: &[1, 2, 3, 4], offsets: &[0, 3, 4] };
+
+    #[test]
+    fn columns_are_the_same_as_samples() {
+        let (schema, mut by_sample) = (schema(), Batch::new(&schema(), 5));
+        let sample = |dense: &[f32], x: &[u64], y: &[u64]| Sample {
+            dense: dense.to_vec(),
+            sparse: vec![x.to_vec(), y.to_vec()],
+            ..Sample::default()
+        };
+        let mut by_column = by_sample.clone();
+        for _ in 0..2 {
+            by_sample.push(&schema, &sample(&DENSE[..2], &[7], &[1, 2, 3])).unwrap();
+            by_sample.push(&schema, &sample(&DENSE[2..], &[], &[4])).unwrap();
+            by_column.push_columns(&schema, 2, &DENSE, |f| [X, Y][f]).unwrap();
+        }
+        assert_eq!(format!("{by_column:?}"), format!("{by_sample:?}"));
+        let full = by_column.push_columns(&schema, 2, &DENSE, |f| [X, Y][f]);
+        assert_eq!(full, Err(BatchError::Full(5)));
+    }
+
+    #[test]
+    fn a_column_that_does_not_fit_is_named_and_changes_nothing() {
+        let (schema, mut batch) = (schema(), Batch::new(&schema(), 5));
+        let empty = format!("{batch:?}");
+        let mut refused = |dense: &[f32], y: Bags<'static>| {
+            let error = batch.push_columns(&schema, 2, dense, |f| [X, y][f]).unwrap_err();
+            assert_eq!(format!("{batch:?}"), empty);
+            error.to_string()
+        };
+        let with = |offsets: &'static [u32]| Bags { offsets, ..Y };
+        for (said, expected) in [
+            (refused(&DENSE[1..], Y), "dense: 3 values for 2 samples, the model takes 4"),
+            (refused(&[0.0, 1.0, 2.0, f32::NAN], Y), "sample 1: dense feature `b` is NaN"),
+            (refused(&DENSE, with(&[0, 3])), "offsets of feature `y`: 2 values for 2 samples"),
+            (refused(&DENSE, with(&[0, 4, 4])), "feature `y`: offsets 0 to 4 of sample 0"),
+            (refused(&DENSE, with(&[3, 1, 2])), "feature `y`: offsets 3 to 1 of sample 0"),
+            (refused(&DENSE, with(&[3, 3, 5])), "keys of feature `y`: 4 values for 2 samples"),
+        ] {
+            assert!(said.contains(expected), "{said}");
+        }
     }
 }

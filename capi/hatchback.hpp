@@ -1,0 +1,230 @@
+// libhatchback for C++17: the calls of hatchback.h with handles that close themselves, spans, and
+// errors as exceptions or as values. Header only.
+//
+// Each call that can fail has two forms. `model.score(...)` throws hatchback::error.
+// `model.try_score(...)` returns the result and never throws.
+#ifndef HATCHBACK_HPP
+#define HATCHBACK_HPP
+
+#include "hatchback.h"
+
+#include <chrono>
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+static_assert(sizeof(hatchback_process) == 8 && sizeof(hatchback_model) == 8, "handles are 8 bytes");
+static_assert(sizeof(hatchback_shape) == 16 && offsetof(hatchback_shape, batch_max) == 12, "layout of shapes");
+static_assert(sizeof(hatchback_status) == 20 && offsetof(hatchback_status, late) == 16, "layout of statuses");
+static_assert(sizeof(hatchback_statistics) == 14 * 8 && offsetof(hatchback_statistics, prefetch_dropped) == 13 * 8,
+              "layout of statistics");
+static_assert(sizeof(hatchback_memory_line) == 136 && offsetof(hatchback_memory_line, bytes) == 128,
+              "layout of memory lines");
+
+namespace hatchback {
+
+using result = ::hatchback_result;
+using shape = ::hatchback_shape;
+using bags = ::hatchback_bags;
+using status = ::hatchback_status;
+using statistics = ::hatchback_statistics;
+
+/// A call that failed: its result, and the text of the library.
+class error : public std::runtime_error {
+public:
+    explicit error(result code) : std::runtime_error(::hatchback_error()), code_(code) {}
+
+    /// The result of the call.
+    result code() const noexcept { return code_; }
+
+private:
+    result code_;
+};
+
+/// Throws `error` unless `code` is HATCHBACK_OK.
+inline void check(result code) {
+    if (code != HATCHBACK_OK) throw error(code);
+}
+
+/// Values next to each other in memory that belong to somebody else.
+template <typename T>
+class span {
+public:
+    constexpr span() noexcept = default;
+    constexpr span(T *data, std::size_t size) noexcept : data_(data), size_(size) {}
+    /// The values of a vector, an array or another container of this kind.
+    template <typename C, typename = decltype(std::declval<C &>().data())>
+    constexpr span(C &container) noexcept : data_(container.data()), size_(container.size()) {}
+
+    constexpr T *data() const noexcept { return data_; }
+    constexpr std::size_t size() const noexcept { return size_; }
+
+private:
+    T *data_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+/// A line of the memory plan.
+struct memory_line {
+    std::string model, part;
+    std::uint64_t bytes;
+};
+
+/// The samples of a request.
+struct request {
+    std::uint32_t samples = 0;
+    span<const float> dense; ///< [samples, dense features]
+    span<const bags> sparse; ///< one for each sparse feature
+    std::chrono::microseconds timeout{0}; ///< 0 waits as long as it takes
+};
+
+/// Where the answer to a request is written.
+struct answer {
+    span<float> scores;    ///< [samples, outputs]
+    span<status> statuses; ///< [samples], or empty
+    std::uint64_t generation = 0; ///< the generation that scored the request
+};
+
+/// A served model, which ends being served with this object. Any number of threads may use it.
+class model {
+public:
+    model() noexcept = default;
+    model(const model &) = delete;
+    model &operator=(const model &) = delete;
+    model(model &&from) noexcept : handle_(std::exchange(from.handle_, {0})), shape_(from.shape_) {}
+    model &operator=(model &&from) noexcept {
+        if (this != &from) {
+            unload();
+            handle_ = std::exchange(from.handle_, {0});
+            shape_ = from.shape_;
+        }
+        return *this;
+    }
+    ~model() { unload(); }
+
+    /// The shape of requests.
+    const shape &describe() const noexcept { return shape_; }
+
+    /// The number of a sparse feature in a request.
+    std::uint32_t feature(const std::string &name) const {
+        const std::int32_t number = ::hatchback_feature(handle_, name.c_str());
+        if (number < 0) throw error(HATCHBACK_REQUEST);
+        return static_cast<std::uint32_t>(number);
+    }
+
+    /// Scores `from` into `to`. The spans must have the sizes that the shape and the samples need.
+    result try_score(const request &from, answer &to) const noexcept {
+        const std::size_t samples = from.samples;
+        if (from.dense.size() != samples * shape_.dense_features ||
+            from.sparse.size() != shape_.sparse_features ||
+            to.scores.size() != samples * shape_.outputs ||
+            (to.statuses.size() != 0 && to.statuses.size() != samples))
+            return HATCHBACK_REQUEST;
+        return ::hatchback_score(handle_, from.samples, from.dense.data(), from.sparse.data(),
+                                 static_cast<std::uint64_t>(from.timeout.count()), to.scores.data(),
+                                 to.statuses.size() == 0 ? nullptr : to.statuses.data(), &to.generation);
+    }
+
+    /// Scores `from` into `to`, or throws.
+    void score(const request &from, answer &to) const {
+        const std::size_t samples = from.samples;
+        if (from.dense.size() != samples * shape_.dense_features) throw size_error("dense");
+        if (from.sparse.size() != shape_.sparse_features) throw size_error("sparse");
+        if (to.scores.size() != samples * shape_.outputs) throw size_error("scores");
+        if (to.statuses.size() != 0 && to.statuses.size() != samples) throw size_error("statuses");
+        check(try_score(from, to));
+    }
+
+    /// Queues keys of a feature that a later request looks up. Returns how many had room.
+    std::uint32_t prefetch(std::uint32_t feature, span<const std::uint64_t> keys) const {
+        std::uint32_t queued = 0;
+        const auto count = static_cast<std::uint32_t>(keys.size());
+        check(::hatchback_prefetch(handle_, feature, keys.data(), count, &queued));
+        return queued;
+    }
+
+    /// What the model did since its generation was loaded or swapped in.
+    statistics get_statistics() const {
+        statistics found{};
+        check(::hatchback_get_statistics(handle_, &found));
+        return found;
+    }
+
+    /// The handle, for calls of hatchback.h.
+    ::hatchback_model handle() const noexcept { return handle_; }
+
+private:
+    friend class process;
+    explicit model(::hatchback_model handle) : handle_(handle) {
+        check(::hatchback_describe(handle_, &shape_));
+    }
+    static std::invalid_argument size_error(const char *field) {
+        return std::invalid_argument(std::string(field) + ": its size does not fit the samples and the model");
+    }
+    void unload() noexcept {
+        if (handle_.handle != 0) ::hatchback_unload(std::exchange(handle_, {0}));
+    }
+
+    ::hatchback_model handle_{0};
+    shape shape_{};
+};
+
+/// A budget with its models. It outlives the models that it loaded.
+class process {
+public:
+    /// Opens the budget of a target file.
+    explicit process(const std::string &target) { check(::hatchback_open(target.c_str(), &handle_)); }
+    process(const process &) = delete;
+    process &operator=(const process &) = delete;
+    process(process &&from) noexcept : handle_(std::exchange(from.handle_, {0})) {}
+    process &operator=(process &&from) noexcept {
+        if (this != &from) {
+            close();
+            handle_ = std::exchange(from.handle_, {0});
+        }
+        return *this;
+    }
+    ~process() { close(); }
+
+    /// Serves the live generation of a flash directory, under the name of its lineage.
+    model load(const std::string &flash) const { return load_as(flash, nullptr); }
+
+    /// Serves the live generation of a flash directory as `name`.
+    model load(const std::string &flash, const std::string &name) const {
+        return load_as(flash, name.c_str());
+    }
+
+    /// The memory of all models, line by line.
+    std::vector<memory_line> memory() const {
+        std::uint32_t count = 0;
+        check(::hatchback_get_memory(handle_, nullptr, 0, &count));
+        std::vector<::hatchback_memory_line> lines(count);
+        check(::hatchback_get_memory(handle_, lines.data(), count, &count));
+        // A model may have been loaded or unloaded between the two calls.
+        if (count < lines.size()) lines.resize(count);
+        std::vector<memory_line> found;
+        for (const auto &line : lines) found.push_back({line.model, line.part, line.bytes});
+        return found;
+    }
+
+    /// The handle, for calls of hatchback.h.
+    ::hatchback_process handle() const noexcept { return handle_; }
+
+private:
+    model load_as(const std::string &flash, const char *name) const {
+        ::hatchback_model loaded{0};
+        check(::hatchback_load(handle_, flash.c_str(), name, &loaded));
+        return model(loaded);
+    }
+    void close() noexcept {
+        if (handle_.handle != 0) ::hatchback_close(std::exchange(handle_, {0}));
+    }
+
+    ::hatchback_process handle_{0};
+};
+
+} // namespace hatchback
+
+#endif

@@ -1,0 +1,55 @@
+//! Passes the runtime's messages to a function of the caller.
+
+use crate::pointers::copy_text;
+use log::{Level, LevelFilter, Log, Metadata, Record};
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// Bytes of a message, with the zero at its end. A longer one is cut.
+const MESSAGE_BYTES_MAX: usize = 1024;
+
+/// A function that takes messages, `hatchback_logger` in C.
+pub type Logger = extern "C" fn(level: c_int, message: *const c_char, context: *mut c_void);
+
+/// The caller's function with its context, as a number.
+static LOGGER: Mutex<Option<(Logger, usize)>> = Mutex::new(None);
+
+/// Whether this file is the process's logger: a Rust program may have another.
+static IS_LOGGER: OnceLock<bool> = OnceLock::new();
+
+struct ToCaller;
+
+impl Log for ToCaller {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.level() <= Level::Info
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        if !self.enabled(record.metadata()) {
+            return;
+        }
+        let logger = *LOGGER.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((logger, context)) = logger {
+            let mut message = [0; MESSAGE_BYTES_MAX];
+            copy_text(&record.args().to_string(), &mut message);
+            logger(record.level() as c_int, message.as_ptr(), context as *mut c_void);
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// Passes messages to `logger` from now on; `None` passes them to nobody. Returns false if the
+/// program has a Rust logger already.
+pub fn set(logger: Option<Logger>, context: *mut c_void) -> bool {
+    let is_logger = *IS_LOGGER.get_or_init(|| {
+        let is_logger = log::set_logger(&ToCaller).is_ok();
+        if is_logger {
+            log::set_max_level(LevelFilter::Info);
+        }
+        is_logger
+    });
+    *LOGGER.lock().unwrap_or_else(PoisonError::into_inner) =
+        logger.map(|logger| (logger, context as usize));
+    is_logger
+}

@@ -1,0 +1,168 @@
+//! What a caller opens: a budget with the models in it, and a thread that follows their live
+//! generations. Never touches a pointer.
+
+use crate::outcome::{Refusal, closed, refused, request};
+use hatchback::car::follower::Follower;
+use hatchback::clock::SystemClock;
+use hatchback::io::disk::{self, Disk};
+use hatchback::maintenance::background::Background;
+use hatchback::maintenance::share::BusyBounds;
+use hatchback::model::budget::Budget;
+use hatchback::request::serving::{Serving, Swapped};
+use hatchback::targets::Target;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Interval at which the thread looks for a new live generation.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The models of one budget.
+pub struct Process {
+    shared: Arc<Shared>,
+    /// Ends the thread's wait when it is dropped.
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What callers and the thread share.
+pub struct Shared {
+    /// The models.
+    pub serving: Serving,
+    disk: Arc<dyn Disk>,
+    budget: Budget,
+    busy: BusyBounds,
+    /// The models that the thread follows.
+    followers: Mutex<Vec<Follower>>,
+}
+
+/// A served model.
+pub struct ServedModel {
+    /// The process that serves it.
+    pub process: Arc<Shared>,
+    /// The name that it is served under.
+    pub name: String,
+}
+
+impl Process {
+    /// Opens the budget of the target file at `path`, without models.
+    ///
+    /// # Errors
+    /// The target is refused, or the machine has no such device or thread.
+    pub fn open(path: &str) -> Result<Self, Refusal> {
+        let target = Target::load(Path::new(path)).map_err(refused)?;
+        let device = target.device.open(target.tegra_profile);
+        let device = device.map_err(|e| refused(format!("{path}: device: {e}")))?;
+
+        let (budget, clock) = (target.budget, Arc::new(SystemClock::default()));
+        let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+        let shared = Arc::new(Shared {
+            serving: serving.on(device, target.tensorrt_options.clone()),
+            disk: disk::system(),
+            budget,
+            busy: target.update.busy(),
+            followers: Mutex::default(),
+        });
+
+        let (stop, stopped) = channel();
+        let follows = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("follow".to_owned())
+            .spawn(move || follow(&follows, &stopped))
+            .map_err(|e| refused(format!("threads: {e}")))?;
+        Ok(Self { shared, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Loads the model in `flash`, as `name` or under its lineage.
+    ///
+    /// # Errors
+    /// The model is refused, does not fit the budget beside the others, or its name is taken.
+    pub fn load(&self, flash: &str, name: Option<&str>) -> Result<ServedModel, Refusal> {
+        let Shared { serving, disk, budget, .. } = &*self.shared;
+        let follower = Follower::load(disk, Path::new(flash), name, serving, *budget)?;
+        let name = follower.name().to_owned();
+        self.shared.followers().push(follower);
+        Ok(ServedModel { process: Arc::clone(&self.shared), name })
+    }
+
+    /// Returns whether `model` is one of this process.
+    pub fn has(&self, model: &ServedModel) -> bool {
+        Arc::ptr_eq(&self.shared, &model.process)
+    }
+
+    /// Returns what callers and the thread share.
+    pub fn shared(&self) -> &Shared {
+        &self.shared
+    }
+}
+
+impl Shared {
+    fn followers(&self) -> MutexGuard<'_, Vec<Follower>> {
+        self.followers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ServedModel {
+    /// Ends serving the model. Waits for its requests.
+    ///
+    /// # Errors
+    /// The model is not served any more.
+    pub fn unload(&self) -> Result<(), Refusal> {
+        self.process.followers().retain(|follower| follower.name() != self.name);
+        self.process.serving.unload(&self.name).map_err(|_| closed("model"))
+    }
+
+    /// Returns the number of the sparse feature `name`.
+    ///
+    /// # Errors
+    /// The model has no such feature.
+    pub fn feature(&self, name: &str) -> Result<i32, Refusal> {
+        let schema = self.process.serving.schema(&self.name).ok_or_else(|| closed("model"))?;
+        let at = schema.features.iter().position(|f| f.name == name);
+        Ok(at.ok_or_else(|| request(format!("the model has no feature `{name}`")))? as i32)
+    }
+}
+
+/// Swaps each model to its live generation, again and again until `stopped` is closed.
+fn follow(shared: &Shared, stopped: &Receiver<()>) {
+    let background = Background::enter(shared.busy);
+    let mut said = String::new();
+    while stopped.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+        background.resume();
+        let yield_now = || background.yield_now(std::thread::sleep);
+        for follower in &mut *shared.followers() {
+            match follower.look(&shared.serving, &yield_now) {
+                Ok(None) => {}
+                Ok(Some((live, swapped))) => {
+                    said.clear();
+                    let Swapped { read, dropped, patched, pause } = swapped;
+                    let name = follower.name();
+                    log::info!(
+                        "serving {live} as `{name}`; lookups paused for at most {pause:?}; cached \
+                         rows: {read} read anew, {dropped} dropped; resident rows: {patched} \
+                         replaced"
+                    );
+                }
+                Err(e) => {
+                    let reason = format!("`{}`: {e}", follower.name());
+                    if said != reason {
+                        log::error!("the live generation is not served: {reason}");
+                        said = reason;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // The thread's panic was printed when it happened.
+            let _ = thread.join();
+        }
+    }
+}

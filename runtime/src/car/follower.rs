@@ -1,0 +1,98 @@
+//! A process that serves beside the process that updates: it loads the live generation of a flash
+//! directory, and swaps to the next one after the other process made it live. Never writes to the
+//! directory.
+
+use crate::bundle::manifest::{Generation, Hash};
+use crate::flash::{Flash, FlashError};
+use crate::io::disk::Disk;
+use crate::limits::REFUSED_LOOKS;
+use crate::model::budget::Budget;
+use crate::request::serving::{Serving, ServingError, Swapped};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Why the live generation is not served. The generation before is.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum FollowError {
+    /// The flash directory cannot be opened.
+    #[error(transparent)]
+    Flash(#[from] FlashError),
+    /// The generation is refused.
+    #[error(transparent)]
+    Serving(#[from] ServingError),
+}
+
+/// One model and the directory that it follows.
+pub struct Follower {
+    disk: Arc<dyn Disk>,
+    directory: PathBuf,
+    name: String,
+    budget: Budget,
+    /// The live generation that was refused, and the looks since.
+    refused: Option<(Hash, u32)>,
+}
+
+impl Follower {
+    /// Loads the live generation of `directory` into `serving`, as `name` or under its lineage.
+    ///
+    /// # Errors
+    /// [`FollowError`] if it cannot be opened or does not fit the budget.
+    pub fn load(
+        disk: &Arc<dyn Disk>,
+        directory: &Path,
+        name: Option<&str>,
+        serving: &Serving,
+        budget: Budget,
+    ) -> Result<Self, FollowError> {
+        let flash = Flash::open(disk, directory)?;
+        let name = name.unwrap_or(&flash.manifest().generation.lineage).to_owned();
+        serving.load(&name, &flash, budget)?;
+        let (disk, directory) = (Arc::clone(disk), directory.to_owned());
+        Ok(Self { disk, directory, name, budget, refused: None })
+    }
+
+    /// Returns the name that the model is served under.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Serves the live generation if it is another one than `serving` has. Returns it and what the
+    /// swap did. A generation that was refused is tried again after a while. Calls `yield_now`
+    /// between small pieces of work.
+    ///
+    /// # Errors
+    /// [`FollowError`] if the generation is refused now.
+    pub fn look(
+        &mut self,
+        serving: &Serving,
+        yield_now: &dyn Fn(),
+    ) -> Result<Option<(Generation, Swapped)>, FollowError> {
+        let Some(served) = serving.manifest(&self.name) else { return Ok(None) };
+        let flash = Flash::open(&self.disk, &self.directory)?;
+        let live = flash.record().live.manifest;
+        if live == served {
+            self.refused = None;
+            return Ok(None);
+        }
+        if let Some((refused, looks)) = &mut self.refused
+            && *refused == live
+            && *looks < REFUSED_LOOKS
+        {
+            *looks += 1;
+            return Ok(None);
+        }
+
+        // The lock keeps a merge from removing segments that are being opened. A process that may
+        // not take it tries again after such a failure.
+        let _lock = match flash.lock() {
+            Ok(lock) => Some(lock),
+            Err(FlashError::Busy { .. }) => return Ok(None),
+            Err(_) => None,
+        };
+        let flash = Flash::open(&self.disk, &self.directory)?;
+        let swapped = serving.swap(&self.name, &flash, self.budget, yield_now);
+        self.refused = swapped.is_err().then_some((flash.record().live.manifest, 0));
+        Ok(Some((flash.manifest().generation.clone(), swapped?)))
+    }
+}
