@@ -208,7 +208,7 @@ impl Run {
         let (serving, stalling, progress) = (&self.serving, &self.stalling, &self.progress);
         let updates =
             Updates { disk: &self.disk, flash: &self.flash, serving, budget: self.budget };
-        let (workload, bed) = (&self.workload, (Mutex::new(()), Condvar::new()));
+        let (workload, bed) = (&self.workload, Bed::default());
 
         let (seen, stalled, updates) = thread::scope(|scope| {
             let stop = &stop;
@@ -339,16 +339,24 @@ fn draw(rng: &mut StdRng, bounds: [f64; 2]) -> Duration {
     Duration::from_secs_f64(rng.random_range(low..high).exp())
 }
 
+/// What the sleepers share.
+#[derive(Default)]
+struct Bed {
+    lock: Mutex<()>,
+    /// Nobody notifies it.
+    never: Condvar,
+}
+
 /// Sleeps again and again until `stop`, on a condition variable that nobody notifies, and records
 /// how late each sleep ends.
-fn sleep_until(stop: &AtomicBool, seed: u64, bed: &(Mutex<()>, Condvar), sleepers: &Timeline) {
+fn sleep_until(stop: &AtomicBool, seed: u64, bed: &Bed, sleepers: &Timeline) {
     let mut rng = StdRng::seed_from_u64(seed);
     while !stop.load(Ordering::Relaxed) {
         let time = draw(&mut rng, SLEEP_S);
         let due = Instant::now() + time;
-        let lock = bed.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = bed.lock.lock().unwrap_or_else(PoisonError::into_inner);
         let is_over = |(): &mut ()| Instant::now() < due;
-        let woken = bed.1.wait_timeout_while(lock, time, is_over);
+        let woken = bed.never.wait_timeout_while(lock, time, is_over);
         drop(woken.unwrap_or_else(PoisonError::into_inner));
         sleepers.record(due);
     }

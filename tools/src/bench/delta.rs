@@ -182,8 +182,8 @@ fn all_rows_bytes(flash: &Flash) -> u64 {
     flash.manifest().schema.tables.iter().map(|table| table.row_bytes_total()).sum()
 }
 
-/// Packs a snapshot and `deltas` deltas that follow it. `misses` are the miss policies of the tables
-/// with even and with odd numbers.
+/// Packs a snapshot and `deltas` deltas that follow it. `misses` are the miss policies of the
+/// tables with even and with odd numbers.
 ///
 /// # Errors
 /// A bundle cannot be written.
