@@ -4,9 +4,9 @@
 
 mod handles;
 mod logger;
-mod outcome;
+pub mod outcome;
 mod pointers;
-mod process;
+pub mod process;
 
 pub use logger::Logger;
 pub use outcome::Outcome;
@@ -19,6 +19,7 @@ use outcome::{Refusal, answer, closed, request};
 use pointers::{copy_text, place, room, text, values, write};
 use process::{Process, ServedModel};
 use std::ffi::{c_char, c_void};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -132,7 +133,7 @@ pub extern "C" fn hatchback_set_logger(logger: Option<Logger>, context: *mut c_v
 pub extern "C" fn hatchback_open(target: *const c_char, to: *mut ProcessHandle) -> Outcome {
     answer(|| {
         write("process", to, ProcessHandle(0))?;
-        let opened = Process::open(text("target", target)?)?;
+        let opened = Process::open(Path::new(text("target", target)?))?;
         write("process", to, ProcessHandle(PROCESSES.open(Arc::new(opened))))
     })
 }
@@ -159,7 +160,7 @@ pub extern "C" fn hatchback_load(
         write("model", to, ModelHandle(0))?;
         let process = process(handle)?;
         let name = if name.is_null() { None } else { Some(text("name", name)?) };
-        let loaded = process.load(text("flash", flash)?, name)?;
+        let loaded = process.load(Path::new(text("flash", flash)?), name)?;
         write("model", to, ModelHandle(MODELS.open(Arc::new(loaded))))
     })
 }

@@ -51,20 +51,26 @@ impl Process {
     ///
     /// # Errors
     /// The target is refused, or the machine has no such device or thread.
-    pub fn open(path: &str) -> Result<Self, Refusal> {
-        let target = Target::load(Path::new(path)).map_err(refused)?;
+    pub fn open(path: &Path) -> Result<Self, Refusal> {
+        let target = Target::load(path).map_err(refused)?;
         let device = target.device.open(target.tegra_profile);
-        let device = device.map_err(|e| refused(format!("{path}: device: {e}")))?;
+        let device = device.map_err(|e| refused(format!("{}: device: {e}", path.display())))?;
+        let serving = new_serving(target.budget).on(device, target.tensorrt_options.clone());
+        Self::start(serving, target.budget, target.update.busy())
+    }
 
-        let (budget, clock) = (target.budget, Arc::new(SystemClock::default()));
-        let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
-        let shared = Arc::new(Shared {
-            serving: serving.on(device, target.tensorrt_options.clone()),
-            disk: disk::system(),
-            budget,
-            busy: target.update.busy(),
-            followers: Mutex::default(),
-        });
+    /// Opens the budget of a desk, on the CPU.
+    ///
+    /// # Errors
+    /// The system gives no thread.
+    pub fn on_desk() -> Result<Self, Refusal> {
+        let budget = Budget::default();
+        Self::start(new_serving(budget), budget, BusyBounds { percent_min: 5, percent_max: 100 })
+    }
+
+    fn start(serving: Serving, budget: Budget, busy: BusyBounds) -> Result<Self, Refusal> {
+        let (disk, followers) = (disk::system(), Mutex::default());
+        let shared = Arc::new(Shared { serving, disk, budget, busy, followers });
 
         let (stop, stopped) = channel();
         let follows = Arc::clone(&shared);
@@ -79,9 +85,9 @@ impl Process {
     ///
     /// # Errors
     /// The model is refused, does not fit the budget beside the others, or its name is taken.
-    pub fn load(&self, flash: &str, name: Option<&str>) -> Result<ServedModel, Refusal> {
+    pub fn load(&self, flash: &Path, name: Option<&str>) -> Result<ServedModel, Refusal> {
         let Shared { serving, disk, budget, .. } = &*self.shared;
-        let follower = Follower::load(disk, Path::new(flash), name, serving, *budget)?;
+        let follower = Follower::load(disk, flash, name, serving, *budget)?;
         let name = follower.name().to_owned();
         self.shared.followers().push(follower);
         Ok(ServedModel { process: Arc::clone(&self.shared), name })
@@ -96,6 +102,11 @@ impl Process {
     pub fn shared(&self) -> &Shared {
         &self.shared
     }
+}
+
+fn new_serving(budget: Budget) -> Serving {
+    let clock = Arc::new(SystemClock::default());
+    Serving::new(budget.memory_bytes_max, budget.reads_max, clock)
 }
 
 impl Shared {

@@ -22,7 +22,7 @@ struct Layers {
     groups: &'static [&'static [&'static str]],
 }
 
-const CRATES: [Layers; 6] = [
+const CRATES: [Layers; 7] = [
     Layers {
         folder: "kernels",
         library: "hatchback_kernels",
@@ -51,6 +51,7 @@ const CRATES: [Layers; 6] = [
     },
     Layers { folder: "board", library: "hatchbackd", groups: &[] },
     Layers { folder: "capi", library: "hatchback_capi", groups: &[] },
+    Layers { folder: "python", library: "_native", groups: &[] },
     Layers {
         folder: "tools",
         library: "hatchback_tools",
@@ -70,12 +71,13 @@ const CRATES: [Layers; 6] = [
 ];
 
 /// Which crates of the tree each crate may depend on.
-const DEPENDENCIES: [(&str, &[&str]); 6] = [
+const DEPENDENCIES: [(&str, &[&str]); 7] = [
     ("kernels", &[]),
     ("runtime", &["hatchback-kernels"]),
     ("link", &["hatchback"]),
     ("board", &["hatchback", "hatchback-link"]),
     ("capi", &["hatchback"]),
+    ("python", &["hatchback", "hatchback-capi", "hatchback-tools"]),
     ("tools", &["hatchback", "hatchback-kernels", "hatchback-link"]),
 ];
 

@@ -1,0 +1,5 @@
+"""`python -m hatchback`: the program `hatchback`."""
+
+from . import main
+
+main()

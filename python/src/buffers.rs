@@ -1,0 +1,84 @@
+//! Arrays of Python as slices. Never copies, except offsets of 64 bits.
+
+use pyo3::buffer::{Element, PyUntypedBuffer};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+/// An array of Python, open for reading. The array cannot be resized or freed meanwhile.
+pub struct Array {
+    name: &'static str,
+    buffer: PyUntypedBuffer,
+}
+
+impl Array {
+    /// Opens the array `from`. `name` is the argument's name, for errors.
+    pub fn open(name: &'static str, from: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyUntypedBuffer::get(from)
+            .map_err(|_| PyTypeError::new_err(format!("{name}: must be an array")))?;
+        Ok(Self { name, buffer })
+    }
+
+    /// Returns the values, if they are of this type.
+    fn values<T: Element>(&self) -> PyResult<Option<&[T]>> {
+        let Ok(typed) = self.buffer.as_typed::<T>() else { return Ok(None) };
+        let not_contiguous = || {
+            let problem = "is not C-contiguous; use numpy.ascontiguousarray";
+            PyValueError::new_err(format!("{}: {problem}", self.name))
+        };
+        let values = typed.as_slice_ptr().ok_or_else(not_contiguous)?;
+        // SAFETY: the buffer is open, so its values stay where they are. This thread holds the
+        // interpreter's lock while it reads them; a caller who changes an array on another thread
+        // without the lock breaks the rule of Python's buffers.
+        Ok(Some(unsafe { values.as_ref() }))
+    }
+
+    /// Returns the values as f32.
+    pub fn f32(&self) -> PyResult<&[f32]> {
+        self.values::<f32>()?.ok_or_else(|| self.wrong_type("float32"))
+    }
+
+    /// Returns the values as keys. Those of int64 are keys with the same 64 bits.
+    pub fn keys(&self) -> PyResult<&[u64]> {
+        // int64 is what most programs have.
+        let Some(keys) = self.values::<i64>()? else {
+            return self.values::<u64>()?.ok_or_else(|| self.wrong_type("int64 or uint64"));
+        };
+        // SAFETY: u64 has the size and alignment of i64, and every bit pattern is a value.
+        Ok(unsafe { std::slice::from_raw_parts(keys.as_ptr().cast(), keys.len()) })
+    }
+
+    /// Returns the values as offsets; `wide` keeps those that are not of 32 bits.
+    pub fn offsets<'a>(&'a self, wide: &'a mut Vec<u32>) -> PyResult<&'a [u32]> {
+        let out_of_range =
+            |value: i64| PyValueError::new_err(format!("{}: {value} is not an offset", self.name));
+        let narrow = |value: i64| u32::try_from(value).map_err(|_| out_of_range(value));
+        if let Some(offsets) = self.values::<i64>()? {
+            for &offset in offsets {
+                wide.push(narrow(offset)?);
+            }
+        } else if let Some(offsets) = self.values::<i32>()? {
+            for &offset in offsets {
+                wide.push(narrow(offset.into())?);
+            }
+        } else {
+            let offsets = self.values::<u32>()?;
+            return offsets.ok_or_else(|| self.wrong_type("int64, int32 or uint32"));
+        }
+        Ok(wide)
+    }
+
+    /// Returns the values, to be written. The caller has made the array and shown it to nobody.
+    #[allow(clippy::mut_from_ref)]
+    pub fn room<T: Element>(&self) -> PyResult<&mut [T]> {
+        let typed = self.buffer.as_typed::<T>()?;
+        let values = typed.as_slice_ptr().filter(|_| !self.buffer.readonly());
+        let mut values = values.ok_or_else(|| self.wrong_type("writable array"))?;
+        // SAFETY: the buffer is open and writable, and nobody else knows the array.
+        Ok(unsafe { values.as_mut() })
+    }
+
+    fn wrong_type(&self, needed: &str) -> PyErr {
+        let found = self.buffer.format().to_string_lossy().into_owned();
+        PyTypeError::new_err(format!("{}: must be {needed}, is of format `{found}`", self.name))
+    }
+}

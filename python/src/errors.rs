@@ -1,0 +1,42 @@
+//! The exceptions of the package: one for each result of `libhatchback`.
+
+use hatchback_capi::outcome::{Outcome, Refusal};
+use pyo3::create_exception;
+use pyo3::exceptions::PyException;
+use pyo3::prelude::*;
+
+create_exception!(hatchback, Error, PyException, "A call failed.");
+create_exception!(hatchback, Busy, Error, "Every request slot is taken; try later.");
+create_exception!(hatchback, RequestError, Error, "An argument does not fit the model.");
+create_exception!(hatchback, OpenError, Error, "The target or the flash directory is refused.");
+create_exception!(hatchback, Failed, Error, "The request could not be computed.");
+create_exception!(hatchback, NotFinite, Error, "A score is not a number.");
+create_exception!(hatchback, DeadlineExceeded, Error, "The request had no scores in time.");
+create_exception!(hatchback, Closed, Error, "The model is closed.");
+
+/// Adds the exceptions to `module`.
+pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    module.add("Error", py.get_type::<Error>())?;
+    module.add("Busy", py.get_type::<Busy>())?;
+    module.add("RequestError", py.get_type::<RequestError>())?;
+    module.add("OpenError", py.get_type::<OpenError>())?;
+    module.add("Failed", py.get_type::<Failed>())?;
+    module.add("NotFinite", py.get_type::<NotFinite>())?;
+    module.add("DeadlineExceeded", py.get_type::<DeadlineExceeded>())?;
+    module.add("Closed", py.get_type::<Closed>())
+}
+
+/// Returns the exception of a refusal.
+pub fn of(refusal: Refusal) -> PyErr {
+    let Refusal(outcome, text) = refusal;
+    match outcome {
+        Outcome::Busy => Busy::new_err(text),
+        Outcome::Request => RequestError::new_err(text),
+        Outcome::Open => OpenError::new_err(text),
+        Outcome::NotFinite => NotFinite::new_err(text),
+        Outcome::DeadlineExceeded => DeadlineExceeded::new_err(text),
+        Outcome::Closed => Closed::new_err(text),
+        Outcome::Ok | Outcome::Failed => Failed::new_err(text),
+    }
+}

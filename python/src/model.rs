@@ -1,0 +1,247 @@
+//! `Model`: one model in a process of its own budget, and `Answer`, what a request returns. Arrays
+//! are read where they are; scores and statuses are written into new numpy arrays.
+
+use crate::buffers::Array;
+use crate::errors;
+use hatchback::schema::batch::Bags;
+use hatchback_capi::outcome::{Refusal, closed, request};
+use hatchback_capi::process::{Process, ServedModel};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
+use std::path::PathBuf;
+use std::sync::{Arc, RwLock};
+use std::time::Duration;
+
+/// Counts of a status.
+const STATUS_COUNTS: usize = 5;
+
+/// The scores of a request.
+#[pyclass(frozen, get_all)]
+pub struct Answer {
+    /// float32 `[samples, outputs]`.
+    scores: Py<PyAny>,
+    /// uint32 `[samples, 5]`: fresh, defaulted, absent, damaged, late.
+    statuses: Py<PyAny>,
+    /// The generation that scored the request.
+    generation: u64,
+}
+
+/// A served model.
+#[pyclass(frozen)]
+pub struct Model {
+    open: RwLock<Option<Arc<Open>>>,
+    #[pyo3(get)]
+    dense_features: Vec<String>,
+    #[pyo3(get)]
+    features: Vec<String>,
+    #[pyo3(get)]
+    outputs: usize,
+    #[pyo3(get)]
+    batch_max: usize,
+}
+
+/// What a model holds until it is closed. The model ends before its process.
+struct Open {
+    model: ServedModel,
+    process: Process,
+}
+
+/// What a request returns besides its arrays.
+struct Arrays<'py> {
+    scores: Bound<'py, PyAny>,
+    statuses: Bound<'py, PyAny>,
+}
+
+impl<'py> Arrays<'py> {
+    /// Makes arrays for the answer to `samples` samples.
+    fn new(py: Python<'py>, samples: usize, outputs: usize) -> PyResult<Self> {
+        static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        let empty = EMPTY.get_or_try_init(py, || {
+            Ok::<_, PyErr>(py.import("numpy")?.getattr("empty")?.unbind())
+        })?;
+        let empty = empty.bind(py);
+        let scores = empty.call1(((samples, outputs), "float32"))?;
+        Ok(Self { scores, statuses: empty.call1(((samples, STATUS_COUNTS), "uint32"))? })
+    }
+}
+
+impl Model {
+    fn opened(&self) -> PyResult<Arc<Open>> {
+        let open = self.open.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        open.clone().ok_or_else(|| errors::of(closed("model")))
+    }
+
+    /// Returns the number of samples that `offsets` and `dense` have.
+    fn count(&self, offsets: usize, dense: usize) -> PyResult<usize> {
+        let (features, width) = (self.features.len(), self.dense_features.len());
+        let refuse = |problem| Err(errors::of(request(problem)));
+        match (features, width) {
+            (0, 0) => refuse("the model has no features".to_owned()),
+            (0, width) if dense.is_multiple_of(width) => Ok(dense / width),
+            (0, width) => refuse(format!("dense: {dense} values, a multiple of {width} is needed")),
+            (features, _) if offsets > features && (offsets - 1).is_multiple_of(features) => {
+                Ok((offsets - 1) / features)
+            }
+            (features, _) => refuse(format!(
+                "offsets: {offsets} values; {features} features need {features} for each sample, \
+                 and 1"
+            )),
+        }
+    }
+}
+
+#[pymethods]
+impl Model {
+    /// Opens the flash directory or the bundle at `path`. A bundle is installed into `flash` first,
+    /// by default the bundle's name with the extension `.flash`.
+    #[staticmethod]
+    #[pyo3(signature = (path, target=None, *, flash=None, name=None))]
+    fn open(
+        py: Python<'_>,
+        path: PathBuf,
+        target: Option<PathBuf>,
+        flash: Option<PathBuf>,
+        name: Option<String>,
+    ) -> PyResult<Self> {
+        let opened = py.detach(move || -> Result<Open, Refusal> {
+            let flash = flash.unwrap_or_else(|| path.with_extension("flash"));
+            let directory = hatchback_tools::serve::open_flash(&path, &flash).map_err(|e| {
+                hatchback_capi::outcome::refused(hatchback_tools::report::explain(&e))
+            })?;
+            let directory = directory.directory().to_owned();
+            let process = match target {
+                Some(target) => Process::open(&target)?,
+                None => Process::on_desk()?,
+            };
+            Ok(Open { model: process.load(&directory, name.as_deref())?, process })
+        });
+        let open = opened.map_err(errors::of)?;
+
+        let Open { model, .. } = &open;
+        let served = model.process.serving.model(&model.name);
+        let served = served.ok_or_else(|| errors::of(closed("model")))?;
+        let schema = served.schema();
+        Ok(Self {
+            dense_features: schema.dense_features.clone(),
+            features: schema.features.iter().map(|f| f.name.clone()).collect(),
+            outputs: served.outputs(),
+            batch_max: served.budget().batch_max as usize,
+            open: RwLock::new(Some(Arc::new(open))),
+        })
+    }
+
+    /// Scores samples. `dense` is float32 `[samples, dense features]`. `keys` has the keys of all
+    /// bags: those of the first feature for each sample, then those of the second, and so on, as in
+    /// TorchRec's `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`.
+    #[pyo3(signature = (dense, keys, offsets, *, timeout=None))]
+    fn score<'py>(
+        &self,
+        py: Python<'py>,
+        dense: &Bound<'py, PyAny>,
+        keys: &Bound<'py, PyAny>,
+        offsets: &Bound<'py, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<Answer> {
+        let open = self.opened()?;
+        let (dense, keys) = (Array::open("dense", dense)?, Array::open("keys", keys)?);
+        let (offsets, mut wide) = (Array::open("offsets", offsets)?, Vec::new());
+        let (dense, keys, offsets) = (dense.f32()?, keys.keys()?, offsets.offsets(&mut wide)?);
+        let samples = self.count(offsets.len(), dense.len())?;
+        if samples == 0 || samples > self.batch_max {
+            let problem = format!("{samples} samples: a request has 1 to {}", self.batch_max);
+            return Err(errors::of(request(problem)));
+        }
+
+        let serving = &open.model.process.serving;
+        let deadline = timeout
+            .map(Duration::try_from_secs_f64)
+            .transpose()
+            .map_err(|e| errors::of(request(format!("timeout: {e}"))))?
+            .map(|timeout| serving.now().saturating_add(timeout));
+        let ticket = serving.submit_with(&open.model.name, deadline, |model, batch| {
+            let bags = |f: usize| Bags { keys, offsets: &offsets[f * samples..][..=samples] };
+            batch.push_columns(model.schema(), samples, dense, bags).map_err(Refusal::from)
+        });
+        let ticket = ticket.map_err(errors::of)?;
+
+        let Arrays { scores, statuses } = Arrays::new(py, samples, self.outputs)?;
+        let (to, counts) = (Array::open("scores", &scores)?, Array::open("statuses", &statuses)?);
+        let (to, counts) = (to.room::<f32>()?, counts.room::<u32>()?);
+        let generation = py.detach(|| -> Result<u64, Refusal> {
+            let answer = ticket.wait()?;
+            to.copy_from_slice(answer.scores().values);
+            for (to, from) in counts.chunks_exact_mut(STATUS_COUNTS).zip(answer.scores().statuses) {
+                let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *from;
+                to.copy_from_slice(&[fresh, defaulted, absent, damaged, u32::from(late)]);
+            }
+            Ok(answer.generation().sequence)
+        });
+        let generation = generation.map_err(errors::of)?;
+        Ok(Answer { scores: scores.unbind(), statuses: statuses.unbind(), generation })
+    }
+
+    /// Queues keys of a feature that a later request looks up. Returns how many had room.
+    fn prefetch(&self, feature: &str, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (open, keys) = (self.opened()?, Array::open("keys", keys)?);
+        let number = open.model.feature(feature).map_err(errors::of)?;
+        let serving = &open.model.process.serving;
+        Ok(serving.prefetch(&open.model.name, number as usize, keys.keys()?))
+    }
+
+    /// The generation that is served.
+    #[getter]
+    fn generation(&self) -> PyResult<u64> {
+        let open = self.opened()?;
+        let served = open.model.process.serving.generation(&open.model.name);
+        served.map(|generation| generation.sequence).ok_or_else(|| errors::of(closed("model")))
+    }
+
+    /// What the model did since its generation was loaded or swapped in.
+    fn statistics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let open = self.opened()?;
+        let stats = open.model.process.serving.stats(&open.model.name);
+        let stats = stats.ok_or_else(|| errors::of(closed("model")))?;
+        let (found, counters) = (PyDict::new(py), stats.counters);
+        found.set_item("requests", stats.requests)?;
+        found.set_item("batches", stats.batches)?;
+        found.set_item("busy", stats.busy)?;
+        found.set_item("failed", stats.failed)?;
+        found.set_item("expired", stats.expired)?;
+        found.set_item("waiting", stats.waiting)?;
+        found.set_item("lookups", counters.lookups)?;
+        found.set_item("cached_lookups", counters.cached_lookups)?;
+        found.set_item("missed_lookups", counters.missed_lookups)?;
+        found.set_item("pages_read", counters.pages)?;
+        found.set_item("pages_damaged", counters.pages_damaged)?;
+        found.set_item("prefetch_waiting", stats.prefetch_waiting)?;
+        found.set_item("prefetch_dropped", stats.prefetch_dropped)?;
+        Ok(found)
+    }
+
+    /// The memory of the model, line by line.
+    fn memory(&self) -> PyResult<Vec<(String, u64)>> {
+        let open = self.opened()?;
+        let plans = open.process.shared().serving.memory();
+        let lines = plans.iter().flat_map(|(_, plan)| plan.lines());
+        Ok(lines.map(|(part, bytes)| ((*part).to_owned(), *bytes)).collect())
+    }
+
+    /// Closes the model. Requests that have begun end first.
+    fn close(&self, py: Python<'_>) {
+        let closed = {
+            let mut open = self.open.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+            open.take()
+        };
+        py.detach(|| drop(closed));
+    }
+
+    fn __enter__(this: Py<Self>) -> Py<Self> {
+        this
+    }
+
+    #[pyo3(signature = (*_args))]
+    fn __exit__(&self, py: Python<'_>, _args: &Bound<'_, PyAny>) {
+        self.close(py);
+    }
+}

@@ -1,0 +1,178 @@
+"""The package on the coupon model: the bits of `hatchback run`, every mistake, and updates."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+
+import numpy as np
+
+import hatchback
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "tools/demo/coupon"
+
+
+def columns(model, samples):
+    """Returns the samples as the arrays of a request."""
+    dense = np.array([s["dense"] for s in samples], np.float32)
+    bags = [s.get("sparse", {}).get(f, []) for f in model.features for s in samples]
+    keys = np.array([key for bag in bags for key in bag], np.uint64)
+    return dense, keys, np.cumsum([0] + [len(bag) for bag in bags])
+
+
+def answers_of_run(bundle, samples):
+    """Returns the answers of `hatchback run`."""
+    lines = "\n".join(json.dumps({k: v for k, v in s.items() if k in ("dense", "sparse")}) for s in samples)
+    program = [sys.executable, "-m", "hatchback", "run", os.fspath(bundle)]
+    done = subprocess.run(program, input=lines, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+class Package(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = Path(tempfile.mkdtemp())
+        cls.addClassCleanup(shutil.rmtree, cls.folder)
+        cls.bundle = cls.folder / "coupon.hatch"
+        cls.report = hatchback.pack(DEMO / "model.toml", cls.bundle)
+        cls.samples = [json.loads(line) for line in (DEMO / "probe.jsonl").read_text().splitlines()]
+
+    def open(self):
+        model = hatchback.Model.open(self.bundle)
+        self.addCleanup(model.close)
+        return model
+
+    def test_scores_are_those_of_the_program_to_the_bit(self):
+        model = self.open()
+        run = answers_of_run(self.bundle, self.samples)
+        for some in (1, 7, len(self.samples)):
+            answer = model.score(*columns(model, self.samples[:some]))
+            self.assertEqual(answer.generation, 1)
+            self.assertEqual((answer.scores.shape, answer.scores.dtype), ((some, model.outputs), np.float32))
+            for score, status, expected in zip(answer.scores, answer.statuses, run):
+                bits = [struct.pack("f", value) for value in expected["score"]]
+                self.assertEqual([struct.pack("f", value) for value in score], bits)
+                names = ("fresh", "defaulted", "absent", "damaged", "late")
+                self.assertEqual(status.tolist(), [int(expected["status"][name]) for name in names])
+
+    def test_arrays_of_every_type_give_the_same(self):
+        model = self.open()
+        dense, keys, offsets = columns(model, self.samples[:5])
+        expected = model.score(dense, keys, offsets).scores
+        for key_type in (np.int64, np.uint64):
+            for offset_type in (np.int64, np.int32, np.uint32):
+                found = model.score(dense, keys.astype(key_type), offsets.astype(offset_type))
+                np.testing.assert_array_equal(found.scores, expected)
+
+    def test_mistakes_are_named(self):
+        model = self.open()
+        dense, keys, offsets = columns(model, self.samples[:3])
+        wild = offsets.copy()
+        wild[1] = 10_000
+        negative = offsets.copy()
+        negative[2] = -1
+        for arguments, error, text in [
+            ((dense.astype(np.float64), keys, offsets), TypeError, "dense: must be float32"),
+            ((dense[:, ::2], keys, offsets), ValueError, "dense: is not C-contiguous"),
+            ((dense[:2], keys, offsets), hatchback.RequestError, "dense: 14 values for 3 samples"),
+            ((dense, keys.astype(np.float32), offsets), TypeError, "keys: must be int64 or uint64"),
+            ((dense, keys[:-1], offsets), hatchback.RequestError, "keys of feature"),
+            ((dense, keys, offsets[:-1]), hatchback.RequestError, "offsets: "),
+            ((dense, keys, wild), hatchback.RequestError, "offsets 0 to 10000 of sample 0"),
+            ((dense, keys, negative), ValueError, "offsets: -1 is not an offset"),
+            ((dense * np.nan, keys, offsets), hatchback.RequestError, "is NaN"),
+            ((dense, keys, None), TypeError, "offsets: must be an array"),
+        ]:
+            with self.assertRaisesRegex(error, text):
+                model.score(*arguments)
+        with self.assertRaisesRegex(hatchback.RequestError, "timeout: "):
+            model.score(dense, keys, offsets, timeout=-1.0)
+        with self.assertRaisesRegex(hatchback.RequestError, "no feature `nothing`"):
+            model.prefetch("nothing", keys)
+        with self.assertRaisesRegex(hatchback.OpenError, "nowhere"):
+            hatchback.Model.open("/nowhere", flash="/nowhere.flash")
+        with self.assertRaisesRegex(hatchback.Error, "model.toml"):
+            hatchback.pack("/nowhere/model.toml", self.folder / "x.hatch")
+        with self.assertRaisesRegex(hatchback.RequestError, "unrecognized subcommand"):
+            hatchback.run_command(["nothing"])
+
+    def test_a_closed_model_is_known(self):
+        with self.open() as model:
+            arguments = columns(model, self.samples[:1])
+            self.assertGreaterEqual(model.prefetch(model.features[0], np.array([1, 2])), 0)
+            model.score(*arguments)
+            self.assertEqual(model.statistics()["failed"], 0)
+            self.assertTrue(all(size >= 0 for _, size in model.memory()))
+        for call in (lambda: model.score(*arguments), model.statistics, model.memory, lambda: model.generation):
+            with self.assertRaises(hatchback.Closed):
+                call()
+        model.close()
+
+    def test_reports(self):
+        self.assertEqual(self.report, hatchback.inspect(self.bundle))
+        self.assertGreater(hatchback.evaluate(self.bundle)["auc"], 0.6)
+
+    def test_threads_score_through_live_updates(self):
+        spec = self.folder / "updates"
+        shutil.copytree(DEMO, spec)
+        text = (spec / "model.toml").read_text()
+        flash, bundles = self.folder / "live.flash", []
+        for sequence in (1, 2, 3):
+            number = text.replace("sequence = 1", f"sequence = {sequence}")
+            self.assertTrue(sequence == 1 or number != text)
+            (spec / "model.toml").write_text(number)
+            bundles.append(self.folder / f"update{sequence}.hatch")
+            hatchback.pack(spec / "model.toml", bundles[-1])
+        model = hatchback.Model.open(bundles[0], flash=flash)
+        self.addCleanup(model.close)
+        arguments, seen, wrong = columns(model, self.samples[:4]), set(), []
+        expected, stop = model.score(*arguments).scores, threading.Event()
+
+        def score():
+            while not stop.is_set():
+                try:
+                    answer = model.score(*arguments)
+                except hatchback.Busy:
+                    continue
+                seen.add(answer.generation)
+                if not np.array_equal(answer.scores, expected):
+                    wrong.append(answer.generation)
+
+        threads = [threading.Thread(target=score) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for sequence in (2, 3):
+            # Opening a bundle installs it into the directory that the model follows.
+            while True:
+                try:
+                    hatchback.Model.open(bundles[sequence - 1], flash=flash).close()
+                    break
+                except hatchback.OpenError as error:
+                    self.assertIn("another process", str(error))
+            while sequence not in seen:
+                pass
+        stop.set()
+        for thread in threads:
+            thread.join()
+        self.assertEqual((seen, wrong), ({1, 2, 3}, []))
+
+    def test_the_notebook_runs(self):
+        notebook = json.loads((ROOT / "python/examples/score.ipynb").read_text())
+        code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        self.assertGreater(len(code), 5)
+        here, names = os.getcwd(), {}
+        os.chdir(ROOT / "python/examples")
+        self.addCleanup(os.chdir, here)
+        for number, cell in enumerate(code):
+            exec(compile(cell, f"cell {number}", "exec"), names)
+
+
+if __name__ == "__main__":
+    unittest.main()
