@@ -2,8 +2,8 @@
 //! layout of TorchRec's `KeyedJaggedTensor`, feature by feature). It takes its memory once and
 //! never grows.
 
-use crate::schema::Schema;
 use crate::schema::sample::{Sample, SampleError};
+use crate::schema::{Feature, Schema};
 use hatchback_kernels::lookup::Bags;
 
 /// Samples that are scored together. Holding one proves that every sample has the shape of the
@@ -12,11 +12,11 @@ use hatchback_kernels::lookup::Bags;
 /// ```
 /// use hatchback::schema::batch::{Batch, BatchError};
 /// use hatchback::schema::sample::Sample;
-/// use hatchback::schema::{Network, Schema};
+/// use hatchback::schema::{Network, NetworkOutput, Schema};
 /// use hatchback::Activation;
 ///
-/// let network =
-///     Network { inputs: vec![], output: "score".to_owned(), activation: Activation::Sigmoid };
+/// let output = NetworkOutput { name: "score".to_owned(), activation: Activation::Sigmoid };
+/// let network = Network { inputs: vec![], outputs: vec![output] };
 /// let schema = Schema {
 ///     dense_features: vec!["speed".to_owned(), "hour".to_owned()],
 ///     tables: vec![],
@@ -43,6 +43,8 @@ pub struct Batch {
 #[derive(Clone, Debug)]
 struct Jagged {
     keys: Vec<u64>,
+    /// One for each key, or none.
+    weights: Vec<f32>,
     offsets: Vec<u32>,
     /// Keys in the longest bag.
     longest: usize,
@@ -66,23 +68,31 @@ pub enum BatchError {
 impl Batch {
     /// Makes an empty batch with room for `capacity` samples.
     pub fn new(schema: &Schema, capacity: usize) -> Self {
-        let jagged = |hotness: u32| {
+        let jagged = |feature: &Feature| {
+            let keys = capacity * feature.hotness_max as usize;
             let mut offsets = Vec::with_capacity(capacity + 1);
             offsets.push(0);
-            Jagged { keys: Vec::with_capacity(capacity * hotness as usize), offsets, longest: 0 }
+            Jagged {
+                keys: Vec::with_capacity(keys),
+                weights: Vec::with_capacity(if feature.weighted { keys } else { 0 }),
+                offsets,
+                longest: 0,
+            }
         };
         Self {
             capacity,
             size: 0,
             dense_features: schema.dense_features.len(),
             dense: Vec::with_capacity(capacity * schema.dense_features.len()),
-            features: schema.features.iter().map(|f| jagged(f.hotness_max)).collect(),
+            features: schema.features.iter().map(jagged).collect(),
         }
     }
 
     /// Returns the bytes that a batch of `capacity` samples takes.
     pub fn bytes(schema: &Schema, capacity: usize) -> usize {
-        let keys: usize = schema.lookups_max() * 8 + schema.features.len() * 4;
+        let weighted = schema.features.iter().filter(|f| f.weighted);
+        let weights: usize = weighted.map(|f| 4 * f.hotness_max as usize).sum();
+        let keys: usize = schema.lookups_max() * 8 + weights + schema.features.len() * 4;
         capacity * (4 * schema.dense_features.len() + keys) + 4 * schema.features.len()
     }
 
@@ -92,6 +102,7 @@ impl Batch {
         self.dense.clear();
         for feature in &mut self.features {
             feature.keys.clear();
+            feature.weights.clear();
             feature.offsets.truncate(1);
             feature.longest = 0;
         }
@@ -115,8 +126,9 @@ impl Batch {
         }
 
         self.dense.extend_from_slice(&sample.dense);
-        for (feature, bag) in self.features.iter_mut().zip(&sample.sparse) {
+        for (f, (feature, bag)) in self.features.iter_mut().zip(&sample.sparse).enumerate() {
             feature.keys.extend_from_slice(bag);
+            feature.weights.extend(sample.weights.get(f).into_iter().flatten());
             feature.offsets.push(feature.keys.len() as u32);
             feature.longest = feature.longest.max(bag.len());
         }
@@ -134,6 +146,7 @@ impl Batch {
         for (feature, more) in self.features.iter_mut().zip(&other.features) {
             let before = feature.keys.len() as u32;
             feature.keys.extend_from_slice(&more.keys);
+            feature.weights.extend_from_slice(&more.weights);
             feature.offsets.extend(more.offsets[1..].iter().map(|end| before + end));
             feature.longest = feature.longest.max(more.longest);
         }
@@ -166,8 +179,9 @@ impl Batch {
         self.features[f].longest
     }
 
-    /// Returns the keys of feature `f`, one bag for each sample.
+    /// Returns the keys of feature `f`, one bag for each sample, and their weights.
     pub fn bags(&self, f: usize) -> Bags<'_> {
-        Bags { keys: &self.features[f].keys, offsets: &self.features[f].offsets }
+        let Jagged { keys, weights, offsets, .. } = &self.features[f];
+        Bags { keys, offsets, weights }
     }
 }
