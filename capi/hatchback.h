@@ -62,6 +62,7 @@ typedef struct hatchback_shape {
 typedef struct hatchback_bags {
     const uint64_t *keys;
     const uint32_t *offsets; /* one more than samples; ascending */
+    const float *weights;    /* one for each key of a weighted feature, else NULL */
 } hatchback_bags;
 
 /* Where the rows of one sample came from; every lookup is counted once. */

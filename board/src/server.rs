@@ -15,6 +15,8 @@ use crate::socket::{Socket, Stop};
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
 use hatchback::schema::batch::Batch;
+use hatchback::schema::outputs::NamedScores;
+use hatchback::schema::raw_value::RawValue;
 use hatchback::schema::sample::Sample;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -224,12 +226,13 @@ fn line_bytes_max(serving: &Serving) -> usize {
 
 /// The fields of a line beside its sample.
 #[derive(Deserialize)]
-struct Address {
+struct Address<'a> {
     model: Option<String>,
     /// Time for the answer. Without it the request waits for every row.
     timeout_us: Option<u64>,
-    /// Keys of each feature to prefetch, instead of a sample.
-    prefetch: Option<BTreeMap<String, Vec<u64>>>,
+    /// Values of each feature whose rows to prefetch, instead of a sample.
+    #[serde(borrow)]
+    prefetch: Option<BTreeMap<String, Vec<RawValue<'a>>>>,
 }
 
 fn score(server: Server<'_>, line: &[u8]) -> Value {
@@ -268,22 +271,26 @@ fn try_score(server: Server<'_>, line: &[u8]) -> Result<Value, String> {
     let answer = ticket.wait().map_err(|e| e.to_string())?;
     server.latencies.record(&name, answer.generation(), start.elapsed());
     let scores = answer.scores();
-    Ok(json!({"score": scores.values, "status": scores.statuses[0]}))
+    let score = NamedScores { outputs: &schema.network.outputs, values: scores.values };
+    Ok(json!({"score": score, "status": scores.statuses[0]}))
 }
 
 /// Queues keys to prefetch for the model `name`. Answers how many had room.
 fn queue_prefetch(
     serving: &Serving,
     name: &str,
-    keys: &BTreeMap<String, Vec<u64>>,
+    values: &BTreeMap<String, Vec<RawValue<'_>>>,
 ) -> Result<Value, String> {
     let schema = serving.schema(name).ok_or_else(|| RequestError::NotServed.to_string())?;
     let mut queued = 0;
-    for (feature, keys) in keys {
+    for (feature, values) in values {
         let number = schema.features.iter().position(|f| f.name == *feature);
         let number =
             number.ok_or_else(|| format!("prefetch: the model has no feature `{feature}`"))?;
-        queued += serving.prefetch(name, number, keys);
+        let keys = values.iter().map(|value| schema.key(number, value));
+        let keys = keys.collect::<Result<Vec<_>, _>>();
+        let keys = keys.map_err(|e| format!("prefetch: `{feature}`: {e}"))?;
+        queued += serving.prefetch(name, number, &keys);
     }
     Ok(json!({"queued": queued}))
 }

@@ -374,7 +374,7 @@ fn a_feature_that_a_line_names_twice_is_refused() {
     let twice = line.replacen("\"sparse\":{", "\"sparse\":{\"weather\":[1],", 1);
     assert_ne!(line, &twice);
     let error = ask(&mut connection, &twice)["error"].as_str().unwrap().to_owned();
-    assert!(error.starts_with("sparse: the feature `weather` occurs twice"), "{error}");
+    assert!(error.contains("`weather` occurs twice"), "{error}");
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
 }

@@ -25,8 +25,8 @@ int rank(const std::string &target, const std::string &flash, const std::string 
     const auto samples = static_cast<std::uint32_t>(candidates.size());
     std::vector<std::uint32_t> one_each(samples + 1), none(samples + 1, 0);
     std::iota(one_each.begin(), one_each.end(), 0);
-    std::vector<hatchback::bags> sparse(shape.sparse_features, hatchback::bags{nullptr, none.data()});
-    sparse[ranked] = {candidates.data(), one_each.data()};
+    std::vector<hatchback::bags> sparse(shape.sparse_features, hatchback::bags{nullptr, none.data(), nullptr});
+    sparse[ranked] = {candidates.data(), one_each.data(), nullptr};
     const std::vector<float> dense(std::size_t{samples} * shape.dense_features, 0.0F);
 
     std::vector<float> scores(std::size_t{samples} * shape.outputs);

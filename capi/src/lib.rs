@@ -49,6 +49,7 @@ pub struct Shape {
 pub struct Bags {
     keys: *const u64,
     offsets: *const u32,
+    weights: *const f32,
 }
 
 /// The status of one sample, `hatchback_status` in C.
@@ -96,7 +97,7 @@ const _: () = {
     assert!(size_of::<ProcessHandle>() == 8 && size_of::<ModelHandle>() == 8);
     assert!(size_of::<Shape>() == 16 && std::mem::offset_of!(Shape, batch_max) == 12);
     assert!(size_of::<Status>() == 20 && std::mem::offset_of!(Status, late) == 16);
-    assert!(size_of::<Bags>() == 2 * size_of::<usize>());
+    assert!(size_of::<Bags>() == 3 * size_of::<usize>());
     assert!(size_of::<Statistics>() == 14 * 8);
     assert!(std::mem::offset_of!(Statistics, prefetch_dropped) == 13 * 8);
     assert!(size_of::<MemoryLine>() == 136 && std::mem::offset_of!(MemoryLine, bytes) == 128);
@@ -222,10 +223,12 @@ impl Request {
             let offsets = values("offsets", sparse[f].offsets, samples + 1)?;
             check_offsets(&schema.features[f], offsets)?;
             let keys = values("keys", sparse[f].keys, offsets[samples] as usize)?;
-            Ok(Columns { keys, offsets })
+            let needed = if schema.features[f].weighted { keys.len() } else { 0 };
+            let weights = values("weights", sparse[f].weights, needed)?;
+            Ok(Columns { keys, offsets, weights })
         };
         (0..sparse.len()).try_for_each(|f| columns(f).map(drop))?;
-        let none = Columns { keys: &[], offsets: &[] };
+        let none = Columns::new(&[], &[]);
         Ok(batch.push_columns(schema, samples, dense, |f| columns(f).unwrap_or(none))?)
     }
 }

@@ -35,7 +35,7 @@ struct sample {
             for (auto &key : keys.back()) file >> key;
             offsets.push_back({0, count});
         }
-        for (std::size_t f = 0; f < keys.size(); f++) sparse.push_back({keys[f].data(), offsets[f].data()});
+        for (std::size_t f = 0; f < keys.size(); f++) sparse.push_back({keys[f].data(), offsets[f].data(), nullptr});
     }
 };
 

@@ -142,6 +142,7 @@ int main(int count, char **arguments) {
         if (!keys[f] || !offsets[f]) return 2;
         bags[f].keys = keys[f];
         bags[f].offsets = offsets[f];
+        bags[f].weights = NULL;
     }
     do {
         for (samples = 0; samples < BATCH; samples++) {

@@ -5,7 +5,9 @@
 // The allocator trait is unsafe.
 #![allow(unsafe_code)]
 
-use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
+use hatchback_kernels::dense::{
+    Activation, DenseEngine, DenseError, JOINED_OUTPUT, Weights, join_outputs,
+};
 use hatchback_kernels::simd::isa::Isa;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -56,8 +58,14 @@ const NETWORKS: [Network; 11] = [
 fn load((folder, inputs): Network, isa: Isa, weights: Weights) -> DenseEngine {
     let onnx =
         std::fs::read(format!("{}/../{folder}/dense.onnx", env!("CARGO_MANIFEST_DIR"))).unwrap();
-    let engine =
-        DenseEngine::load_for(isa, onnx, inputs, "logit", Activation::Sigmoid, weights).unwrap();
+    let (onnx, output, activation) = match folder {
+        "tests/data/families/mmoe" => {
+            let outputs = [("ctr", Activation::Sigmoid), ("cvr", Activation::Sigmoid)];
+            (join_outputs(&onnx, &outputs).unwrap(), JOINED_OUTPUT, Activation::None)
+        }
+        _ => (onnx, "logit", Activation::Sigmoid),
+    };
+    let engine = DenseEngine::load_for(isa, onnx, inputs, output, activation, weights).unwrap();
     assert_eq!(engine.falls_back_for(), None, "{folder}");
     engine
 }

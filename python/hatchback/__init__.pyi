@@ -41,6 +41,7 @@ class Model:
         keys: npt.NDArray[np.int64] | npt.NDArray[np.uint64],
         offsets: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.uint32],
         *,
+        weights: npt.NDArray[np.float32] | None = None,
         timeout: float | None = None,
     ) -> Answer: ...
     def prefetch(

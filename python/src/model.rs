@@ -134,19 +134,23 @@ impl Model {
     /// Scores samples. `dense` is float32 `[samples, dense features]`. `keys` has the keys of all
     /// bags: those of the first feature for each sample, then those of the second, and so on, as in
     /// TorchRec's `KeyedJaggedTensor`. `offsets` is `[features * samples + 1]`.
-    #[pyo3(signature = (dense, keys, offsets, *, timeout=None))]
+    /// `weights` is float32, one for each key; those of features without weights are not read.
+    #[pyo3(signature = (dense, keys, offsets, *, weights=None, timeout=None))]
     fn score<'py>(
         &self,
         py: Python<'py>,
         dense: &Bound<'py, PyAny>,
         keys: &Bound<'py, PyAny>,
         offsets: &Bound<'py, PyAny>,
+        weights: Option<&Bound<'py, PyAny>>,
         timeout: Option<f64>,
     ) -> PyResult<Answer> {
         let open = self.opened()?;
         let (dense, keys) = (Array::open("dense", dense)?, Array::open("keys", keys)?);
         let (offsets, mut wide) = (Array::open("offsets", offsets)?, Vec::new());
         let (dense, keys, offsets) = (dense.f32()?, keys.keys()?, offsets.offsets(&mut wide)?);
+        let weights = weights.map(|weights| Array::open("weights", weights)).transpose()?;
+        let weights = weights.as_ref().map_or(Ok(&[] as &[f32]), Array::f32)?;
         let samples = self.count(offsets.len(), dense.len())?;
         if samples == 0 || samples > self.batch_max {
             let problem = format!("{samples} samples: a request has 1 to {}", self.batch_max);
@@ -160,8 +164,13 @@ impl Model {
             .map_err(|e| errors::of(request(format!("timeout: {e}"))))?
             .map(|timeout| serving.now().saturating_add(timeout));
         let ticket = serving.submit_with(&open.model.name, deadline, |model, batch| {
-            let bags = |f: usize| Bags { keys, offsets: &offsets[f * samples..][..=samples] };
-            batch.push_columns(model.schema(), samples, dense, bags).map_err(Refusal::from)
+            let schema = model.schema();
+            let bags = |f: usize| Bags {
+                keys,
+                offsets: &offsets[f * samples..][..=samples],
+                weights: if schema.features[f].weighted { weights } else { &[] },
+            };
+            batch.push_columns(schema, samples, dense, bags).map_err(Refusal::from)
         });
         let ticket = ticket.map_err(errors::of)?;
 

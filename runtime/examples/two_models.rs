@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             batch.push(schema, sample)?;
             let ticket = serving.submit(name, &batch, None)?;
             let answer = ticket.wait()?;
-            println!("`{name}` scores {:?}; recorded {:?}", answer.scores().values, sample.score);
+            println!("`{name}` scores {:?}; recorded {:?}", answer.scores().values, sample.scores);
         }
     }
 

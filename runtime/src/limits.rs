@@ -20,6 +20,16 @@ pub const HOTNESS_MAX: usize = 4096;
 pub const INPUT_WIDTH_MAX: usize = 1 << 20;
 /// Bytes of a name (model, table, feature, network input).
 pub const NAME_BYTES_MAX: usize = 120;
+/// Features that all inputs of the dense network list together.
+pub const INPUT_FEATURES_MAX: usize = 1 << 16;
+/// Outputs of the dense network.
+pub const OUTPUTS_MAX: usize = 256;
+/// Bytes of a raw value that is a text.
+pub const RAW_BYTES_MAX: usize = 1024;
+/// Bytes of the words and keys of one vocabulary. The manifest of each release holds all of it.
+pub const VOCABULARY_BYTES_MAX: usize = 16 << 20;
+/// Boundaries between buckets of numbers.
+pub const BOUNDARIES_MAX: usize = 1 << 16;
 /// Bytes of one sample as JSON.
 pub const SAMPLE_BYTES_MAX: usize = 16 << 20;
 

@@ -2,21 +2,25 @@
 
 use crate::models::{FeaturePlan, ModelPlan, TablePlan, repository};
 use crate::parsers::{golden_generation, golden_tables, join};
-use hatchback::bundle::manifest::{Generation, sha256};
+use hatchback::bundle::manifest::{Generation, Manifest, sha256};
 use hatchback::flash::live::{self, HotList, LiveRecord, SegmentRef, TableState};
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::maintenance::wear::Wear;
 use hatchback::mix;
+use hatchback::schema::key_function::{KeyFunction, Side, Unknown};
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{KeySpace, Schema};
+use hatchback::schema::vocabulary::Vocabulary;
+use hatchback::schema::{Feature, InputSource, KeySpace, NetworkInput, NetworkOutput, Schema};
 use hatchback::update::accepted::Accepted;
 use hatchback::update::fetch_status::{FetchState, FetchStatus, Offer};
 use hatchback::update::install_status::{InstallState, InstallStatus, Repair};
 use hatchback::update::release::Release;
 use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::status::{UpdateEvent, UpdateState};
+use hatchback::{Activation, Pooling};
 use hatchback_tools::pack::spec::CodecChoice;
+use std::sync::Arc;
 
 /// Returns a file of the repository.
 pub fn file(path: &str) -> Vec<u8> {
@@ -83,12 +87,18 @@ fn sample_lines() -> Vec<Vec<u8>> {
         .into(),
         br#"{"dense":[0,0]}"#.to_vec(),
         br#"{"dense":[1.5,2],"sparse":{"f1":[]},"label":null}"#.to_vec(),
+        br#"{"dense":[0,1],"sparse":{"f0":["a",-7,0.5]},"weights":{"f0":[1,2,3]},"label":[1]}"#
+            .to_vec(),
+        br#"{"dense":[0,1],"score":{"out":0.25}}"#.to_vec(),
     ]
 }
 
 fn probe_sets() -> Vec<Vec<u8>> {
     let samples: Vec<Sample> = (0..20).map(|id| plan().sample(id)).collect();
-    vec![Sample::encode_set(&samples).unwrap(), Sample::encode_set(&[]).unwrap()]
+    let weights = vec![vec![0.5], vec![]];
+    let whole = Sample { weights, scores: vec![Some(0.5), None], ..samples[0].clone() };
+    let sets: [&[Sample]; 3] = [&samples, &[], &[whole]];
+    sets.map(|set| Sample::encode_set(set).unwrap()).to_vec()
 }
 
 fn golden_release() -> Release {
@@ -156,6 +166,29 @@ fn live_record(generation: Generation, encoded: &[u8]) -> LiveRecord {
     LiveRecord { previous: Some(live.clone()), live }
 }
 
+/// Returns a manifest with all that format 3 has beside the older ones.
+fn whole_manifest(mut manifest: Manifest) -> Manifest {
+    let words = ["Rome", "Köln"].into_iter().zip(2..).map(|(word, key)| (word.to_owned(), key));
+    let words = Arc::new(Vocabulary::new(words.collect()).unwrap());
+    let schema = &mut manifest.schema;
+    schema.features[0].weighted = true;
+    let unknown = Unknown::Buckets { first: 9, buckets: 4 };
+    schema.features[1].key = KeyFunction::Vocabulary { words, unknown };
+    let extra = |name: &str, source| NetworkInput { name: name.to_owned(), source };
+    schema.network.inputs.extend([
+        extra("lengths", InputSource::Lengths(vec![0, 1])),
+        extra("masks", InputSource::Masks(vec![0])),
+        extra("again", InputSource::Features(vec![1])),
+    ]);
+    let (name, activation) = ("cvr".to_owned(), Activation::Sigmoid);
+    schema.network.outputs.push(NetworkOutput { name, activation });
+    let boundaries = vec![0.5, 1.5];
+    let key = KeyFunction::Buckets { boundaries, first: 0, side: Side::Below };
+    schema.features.push(Feature { key, ..Feature::plain("age", 1, Pooling::Max, 2) });
+    schema.network.inputs.push(extra("age", InputSource::Features(vec![2])));
+    manifest
+}
+
 /// Returns valid inputs for the parser of that name.
 pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
     let families = ["dlrm", "dcnv2", "deepfm", "wide_deep", "mmoe", "din", "dien", "bst", "hstu"];
@@ -165,11 +198,11 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             let bundle = std::fs::read(&packed.bundle).unwrap();
             let manifest = crate::rewrite::Parts::read(&packed.bundle).manifest;
             let encoded = manifest.encode().unwrap();
-            vec![match parser {
-                "manifest" => encoded,
-                "bundle" => bundle,
-                _ => live_record(manifest.generation, &encoded).encode(4),
-            }]
+            match parser {
+                "manifest" => vec![encoded, whole_manifest(manifest).encode().unwrap()],
+                "bundle" => vec![bundle],
+                _ => vec![live_record(manifest.generation, &encoded).encode(4)],
+            }
         }
         "fetch_status" => vec![fetch_status().encode(), FetchStatus::default().encode()],
         "install_status" => vec![install_status().encode(), InstallStatus::default().encode()],

@@ -14,8 +14,8 @@ use hatchback::schema::{KeySpace, MissPolicy, Placement, Schema};
 use hatchback::{Activation, LookupStatus, Pooling};
 use hatchback_tools::import::{RowSource, Source, TakeBlock};
 use hatchback_tools::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec,
-    RequestsSpec, TableSpec,
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec,
+    ProbeSpec, RequestsSpec, TableSpec,
 };
 use hatchback_tools::pack::{Overrides, pack, pack_file};
 use std::path::{Path, PathBuf};
@@ -81,12 +81,15 @@ pub struct FeaturePlan {
     pub hotness_max: u32,
     /// Whether it feeds the second network input instead of the first.
     pub second_input: bool,
+    /// Whether each key has a weight.
+    pub weighted: bool,
 }
 
 impl FeaturePlan {
     /// Plans a feature of one key that feeds the first input.
     pub fn one_hot(table: usize) -> Self {
-        Self { table, pooling: Pooling::Sum, hotness_max: 1, second_input: false }
+        let (pooling, hotness_max) = (Pooling::Sum, 1);
+        Self { table, pooling, hotness_max, second_input: false, weighted: false }
     }
 }
 
@@ -163,8 +166,18 @@ impl ModelPlan {
     pub fn sample(&self, id: u64) -> Sample {
         let mut random = Random::of(self.seed, 1 << 32 | id);
         let dense = (0..self.dense).map(|_| 10.0 * random.signed()).collect();
-        let sparse = self.features.iter().map(|f| self.bag(f, &mut random)).collect();
-        Sample { dense, sparse, label: Some(random.below(2) as f32), score: None }
+        let sparse: Vec<Vec<u64>> =
+            self.features.iter().map(|f| self.bag(f, &mut random)).collect();
+        let labels = vec![Some(random.below(2) as f32)];
+        let mut weights = Vec::new();
+        if self.features.iter().any(|f| f.weighted) {
+            let of = |(f, bag): (&FeaturePlan, &Vec<u64>)| {
+                let keys = if f.weighted { bag.len() } else { 0 };
+                (0..keys).map(|_| 3.0 * random.signed()).collect()
+            };
+            weights = self.features.iter().zip(&sparse).map(of).collect();
+        }
+        Sample { dense, sparse, weights, labels, scores: Vec::new() }
     }
 
     fn bag(&self, feature: &FeaturePlan, random: &mut Random) -> Vec<u64> {
@@ -193,25 +206,21 @@ impl ModelPlan {
     /// empty one is left out.
     pub fn spec(&self) -> ModelSpec {
         let name = |f: usize| format!("f{f}");
-        let input = |input: &str, second: bool| InputSpec {
-            name: input.to_owned(),
-            dense: false,
-            features: (0..self.features.len())
-                .filter(|&f| self.features[f].second_input == second)
-                .map(name)
-                .collect(),
+        let input = |input: &str, second: bool| {
+            let of_input = |f: &usize| self.features[*f].second_input == second;
+            let features = (0..self.features.len()).filter(of_input).map(name).collect();
+            InputSpec::vectors(input, features)
         };
-        let dense = InputSpec { name: "dense".to_owned(), dense: true, features: Vec::new() };
+        let dense = InputSpec::dense("dense");
         let inputs =
             [(self.dense > 0).then_some(dense), Some(input("a", false)), Some(input("b", true))];
         let inputs =
             inputs.into_iter().flatten().filter(|i| i.dense || !i.features.is_empty()).collect();
         let counts = self.tables.iter().any(|t| t.counts);
         let feature = |(f, plan): (usize, &FeaturePlan)| FeatureSpec {
-            name: name(f),
-            table: format!("t{}", plan.table),
             pooling: plan.pooling,
-            hotness_max: plan.hotness_max,
+            weights: plan.weighted,
+            ..FeatureSpec::sum(&name(f), &format!("t{}", plan.table), plan.hotness_max)
         };
         ModelSpec {
             format: 1,
@@ -219,9 +228,10 @@ impl ModelPlan {
             sequence: self.sequence,
             dense_features: (0..self.dense).map(|d| format!("d{d}")).collect(),
             network: NetworkSpec {
-                onnx: "dense.onnx".into(),
-                output: "out".to_owned(),
-                activation: Activation::None,
+                onnx: Some("dense.onnx".into()),
+                hugectr: None,
+                output: OutputsSpec::One("out".to_owned()),
+                activation: Some(Activation::None),
                 inputs,
             },
             tables: self.tables.iter().enumerate().map(table_spec).collect(),
@@ -229,6 +239,20 @@ impl ModelPlan {
             probe: Some(ProbeSpec { samples: "probe.jsonl".into() }),
             requests: counts.then(|| RequestsSpec { samples: "requests.jsonl".into() }),
         }
+    }
+
+    /// Returns the contents of `model.toml` with more inputs: the vectors of all features once
+    /// more, in the other order, and the lengths and the masks of their bags.
+    pub fn spec_with_bag_inputs(&self) -> ModelSpec {
+        let mut spec = self.spec();
+        let names = || spec.features.iter().map(|f| f.name.clone());
+        let again = InputSpec::vectors("again", names().rev().collect());
+        let input = |name: &str| InputSpec { name: name.to_owned(), ..InputSpec::default() };
+        let lengths = InputSpec { lengths: names().collect(), ..input("lengths") };
+        let masks = InputSpec { masks: names().collect(), ..input("masks") };
+        spec.network.inputs.insert(0, lengths);
+        spec.network.inputs.extend([masks, again]);
+        spec
     }
 
     /// Packs the model into a folder of its own.
@@ -239,8 +263,16 @@ impl ModelPlan {
     /// Packs the model with the network that `network` makes of the inputs' names and widths and of
     /// the output's name.
     pub fn pack_with(&self, network: impl Fn(&[(String, usize)], &str) -> Vec<u8>) -> Packed {
+        self.pack_spec(&self.spec(), network)
+    }
+
+    /// Packs the model as `spec`, which is that of the plan with changes, describes it.
+    pub fn pack_spec(
+        &self,
+        spec: &ModelSpec,
+        network: impl Fn(&[(String, usize)], &str) -> Vec<u8>,
+    ) -> Packed {
         let folder = tempfile::tempdir().unwrap();
-        let spec = self.spec();
         let rows: Vec<TableRows> = (0..self.tables.len()).map(|t| self.rows(t)).collect();
         let widths: Vec<(String, usize)> =
             spec.network.inputs.iter().map(|i| (i.name.clone(), self.input_width(i))).collect();
@@ -252,7 +284,7 @@ impl ModelPlan {
             rows.iter().map(|r| Box::new(r.clone()) as Box<dyn RowSource>).collect();
         let bundle = folder.path().join("model.bundle");
         let packed =
-            pack(&spec, &sources, folder.path(), &bundle, Overrides::default(), &mut |_, _| {})
+            pack(spec, &sources, folder.path(), &bundle, Overrides::default(), &mut |_, _| {})
                 .unwrap();
         Packed { bundle, schema: packed.schema, rows, folder }
     }
@@ -261,17 +293,27 @@ impl ModelPlan {
     fn line(&self, sample: &Sample) -> String {
         let bags = sample.sparse.iter().enumerate().map(|(f, bag)| format!("\"f{f}\":{bag:?}"));
         let bags: Vec<String> = bags.collect();
-        format!("{{\"dense\":{:?},\"sparse\":{{{}}}}}\n", sample.dense, bags.join(","))
+        let weights = sample.weights.iter().enumerate().filter(|(_, w)| !w.is_empty());
+        let weights: Vec<String> = weights.map(|(f, w)| format!("\"f{f}\":{w:?}")).collect();
+        format!(
+            "{{\"dense\":{:?},\"sparse\":{{{}}},\"weights\":{{{}}}}}\n",
+            sample.dense,
+            bags.join(","),
+            weights.join(",")
+        )
     }
 
     fn input_width(&self, input: &InputSpec) -> usize {
+        let feature = |name: &String| &self.features[name[1..].parse::<usize>().unwrap()];
         let width = |name: &String| {
-            let feature = &self.features[name[1..].parse::<usize>().unwrap()];
+            let feature = feature(name);
             let rows =
                 if feature.pooling == Pooling::None { feature.hotness_max as usize } else { 1 };
             rows * self.tables[feature.table].dim
         };
-        if input.dense { self.dense } else { input.features.iter().map(width).sum() }
+        let vectors: usize = input.features.iter().map(width).sum();
+        let masks: usize = input.masks.iter().map(|f| feature(f).hotness_max as usize).sum();
+        vectors + masks + input.lengths.len() + if input.dense { self.dense } else { 0 }
     }
 }
 
@@ -405,7 +447,7 @@ pub fn install_spec(
 ) -> Installed {
     let folder = tempfile::tempdir().unwrap();
     let (bundle, flash) = (folder.path().join("model.bundle"), folder.path().join("flash"));
-    let overrides = Overrides { codec, placement };
+    let overrides = Overrides { codec, placement, ..Overrides::default() };
     let packed = pack_file(&repository(spec), &bundle, overrides, &mut |_, _| {}).unwrap();
     install(&flash, &bundle);
     Installed { flash, schema: packed.schema, _folder: folder }

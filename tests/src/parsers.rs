@@ -328,6 +328,7 @@ pub fn probe_set(bytes: &[u8]) {
 pub fn model_spec(bytes: &[u8]) {
     let folder = files(&[("model.toml", bytes)]);
     let Ok(spec) = ModelSpec::load(&folder.path().join("model.toml")) else { return };
+    let Ok(keys) = spec.key_functions(folder.path()) else { return };
     let table = |t: &hatchback_tools::pack::spec::TableSpec| Table {
         name: t.name.clone(),
         dim: t.dim as u32,
@@ -338,7 +339,7 @@ pub fn model_spec(bytes: &[u8]) {
         codec: t.codec.resolve(100, t.dim.min(1 << 16)),
         ..golden_table(t.keys, Codec::F32, 100)
     };
-    if let Ok(schema) = spec.schema(spec.tables.iter().map(table).collect()) {
+    if let Ok(schema) = spec.schema(spec.tables.iter().map(table).collect(), &keys) {
         schema.check().expect("a made schema is checked");
     }
     for table in &spec.tables {
@@ -444,7 +445,7 @@ pub fn onnx(bytes: &[u8]) {
     load(&[("dense", 3), ("emb", 28)], "logit", Weights::Int8);
     load(&[("dense", 3), ("first", 4), ("second", 20)], "logit", Weights::F32);
     load(&[("dense", 3), ("wide", 2), ("deep", 35)], "logit", Weights::F32);
-    load(&[("dense", 3), ("emb", 15)], "logit", Weights::F32);
+    load(&[("dense", 3), ("emb", 15)], "ctr", Weights::F32);
     load(&[("dense", 3), ("target", 6), ("history", 30)], "logit", Weights::F32);
     load(&[("dense", 3), ("target", 6), ("history", 24)], "logit", Weights::F32);
     load(&[("dense", 3), ("target", 8), ("history", 40)], "logit", Weights::F32);

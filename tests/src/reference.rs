@@ -50,8 +50,19 @@ impl Reference {
                 InputSource::Dense => out.extend_from_slice(&sample.dense),
                 InputSource::Features(features) => {
                     for &f in features {
-                        let f = usize::from(f);
-                        out.extend(self.pool(f, &sample.sparse[f], lost));
+                        out.extend(self.pool(usize::from(f), sample, lost));
+                    }
+                }
+                InputSource::Lengths(features) => {
+                    out.extend(
+                        features.iter().map(|&f| sample.sparse[usize::from(f)].len() as f32),
+                    );
+                }
+                InputSource::Masks(features) => {
+                    for &f in features {
+                        let (keys, f) = (sample.sparse[usize::from(f)].len(), usize::from(f));
+                        let places = 0..self.schema.features[f].hotness_max as usize;
+                        out.extend(places.map(|place| f32::from(u8::from(place < keys))));
                     }
                 }
             }
@@ -110,8 +121,8 @@ impl Reference {
         if feature.pooling == Pooling::None { dim * feature.hotness_max as usize } else { dim }
     }
 
-    fn pool(&self, f: usize, bag: &[u64], lost: &dyn Fn(usize, u64) -> bool) -> Vec<f32> {
-        let feature = &self.schema.features[f];
+    fn pool(&self, f: usize, sample: &Sample, lost: &dyn Fn(usize, u64) -> bool) -> Vec<f32> {
+        let (feature, bag) = (&self.schema.features[f], &sample.sparse[f]);
         let t = usize::from(feature.table);
         let table = &self.schema.tables[t];
         let row = |key: u64| match self.row(t, key) {
@@ -123,11 +134,20 @@ impl Reference {
             let start =
                 if feature.pooling == Pooling::None { position * table.dim as usize } else { 0 };
             for (column, value) in row(key).iter().enumerate() {
-                out[start + column] += value;
+                let out = &mut out[start + column];
+                *out = match feature.pooling {
+                    Pooling::Max if position == 0 || value > out => *value,
+                    Pooling::Max => *out,
+                    _ if feature.weighted => *out + value * sample.weights[f][position],
+                    _ => *out + value,
+                };
             }
         }
-        if feature.pooling == Pooling::Mean && !bag.is_empty() {
-            out.iter_mut().for_each(|v| *v /= bag.len() as f32);
+        let n = bag.len().max(1) as f32;
+        match feature.pooling {
+            Pooling::Mean => out.iter_mut().for_each(|v| *v /= n),
+            Pooling::Sqrtn => out.iter_mut().for_each(|v| *v /= n.sqrt()),
+            Pooling::Sum | Pooling::None | Pooling::Max => {}
         }
         out
     }

@@ -7,10 +7,10 @@ use crate::random::Random;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::{Activation, Pooling, mix};
+use hatchback::{Activation, mix};
 use hatchback_tools::import::{RowSource, Source, TakeBlock};
 use hatchback_tools::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
 };
 use hatchback_tools::pack::{Overrides, pack_onto};
 use hatchback_tools::serve::install;
@@ -233,26 +233,18 @@ fn spec(sequence: u64, placement: Placement) -> ModelSpec {
         default: DefaultRow::Zeros,
         source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },
     };
-    let feature = |t: usize| FeatureSpec {
-        name: format!("f{t}"),
-        table: format!("t{t}"),
-        pooling: Pooling::Sum,
-        hotness_max: 1,
-    };
-    let input = |name: &str, f: usize| InputSpec {
-        name: name.to_owned(),
-        dense: false,
-        features: vec![format!("f{f}")],
-    };
+    let feature = |t: usize| FeatureSpec::sum(&format!("f{t}"), &format!("t{t}"), 1);
+    let input = |name: &str, f: usize| InputSpec::vectors(name, vec![format!("f{f}")]);
     ModelSpec {
         format: 1,
         name: "versions".to_owned(),
         sequence,
         dense_features: Vec::new(),
         network: NetworkSpec {
-            onnx: "dense.onnx".into(),
-            output: "out".to_owned(),
-            activation: Activation::None,
+            onnx: Some("dense.onnx".into()),
+            hugectr: None,
+            output: OutputsSpec::One("out".to_owned()),
+            activation: Some(Activation::None),
             inputs: vec![input("a", 0), input("b", 1)],
         },
         tables: vec![table(0), table(1)],

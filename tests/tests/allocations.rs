@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback::Pooling;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
@@ -203,6 +204,7 @@ fn after_warm_up_nothing_is_allocated() {
     for device in [Device::Cpu, Device::Cuda(standin::gpu(23))] {
         every_path(&Fixture::new(device));
     }
+    every_pooling();
     // These run last, because the harness's own thread allocates at the start of a test.
     cache_verbs();
     reading_threads();
@@ -249,6 +251,40 @@ fn every_path(fixture: &Fixture) {
     merged(fixture);
     two_workers(fixture);
     not_finite(fixture);
+}
+
+/// Weighted sums and every pooling, with lengths and masks as inputs, and each feature in two of
+/// them.
+fn every_pooling() {
+    let feature = |(t, pooling)| FeaturePlan {
+        pooling,
+        weighted: pooling == Pooling::Sum,
+        hotness_max: 3,
+        ..FeaturePlan::one_hot(t)
+    };
+    let poolings = [Pooling::Sum, Pooling::Sqrtn, Pooling::Max, Pooling::None];
+    let tables = vec![TablePlan::cached(KeySpace::Sparse, 3000, 16, CodecChoice::U8); 4];
+    let features = poolings.into_iter().enumerate().map(feature).collect();
+    let (name, sequence, seed, dense) = ("pooled".to_owned(), 1, 22, 2);
+    let plan = ModelPlan { name, sequence, seed, dense, tables, features };
+    let packed = plan.pack_spec(&plan.spec_with_bag_inputs(), onnx::concat);
+    let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
+    let keys: Vec<Vec<u64>> = packed.rows.iter().map(|rows| rows.all_keys()).collect();
+
+    let serving = serving_on(&Device::Cpu, &flash, |_| ());
+    let sample = |from: usize| Sample {
+        dense: vec![1.0; 2],
+        sparse: keys.iter().map(|keys| (0..3).map(|k| keys[(from + k) % 3000]).collect()).collect(),
+        weights: vec![vec![0.5; 3], vec![], vec![], vec![]],
+        ..Sample::default()
+    };
+    let batch = |i: usize| {
+        let samples: Vec<Sample> = (0..1 + i % BATCH_MAX).map(|n| sample(12 * i + 3 * n)).collect();
+        batch_for(&packed.schema, BATCH_MAX, &samples)
+    };
+    let batches: Vec<Batch> = (0..60).map(batch).collect();
+    phase("all poolings, misses", &serving, &batches, None);
+    phase("all poolings, hits", &serving, &[batches.clone(), batches].concat(), None);
 }
 
 /// With the smallest cache every request evicts rows of an earlier one.

@@ -32,7 +32,7 @@ fn scores(codec: CodecChoice, placement: Option<Placement>) -> (Vec<f32>, Vec<Sa
 }
 
 fn auc(scores: &[f32], samples: &[Sample]) -> f64 {
-    let labels: Vec<f32> = samples.iter().map(|s| s.label.expect("a label")).collect();
+    let labels: Vec<f32> = samples.iter().map(|s| s.label(0).expect("a label")).collect();
     let auc = reference::auc(scores, &labels);
     assert!((metrics::auc(scores, &labels).unwrap() - auc).abs() < 1e-12, "the two AUCs differ");
     auc
@@ -42,7 +42,8 @@ fn auc(scores: &[f32], samples: &[Sample]) -> f64 {
 fn held_out_scores_are_pytorchs_and_eight_bits_cost_nothing() {
     let (exact, samples) = scores(CodecChoice::F32, None);
     assert!(samples.len() > 2000);
-    let recorded: Vec<f32> = samples.iter().map(|s| s.score.expect("a recorded score")).collect();
+    let recorded: Vec<f32> =
+        samples.iter().map(|s| s.score(0).expect("a recorded score")).collect();
     let off = metrics::largest_difference(&exact, &recorded);
     let auc_exact = auc(&exact, &samples);
     println!("{} rows, at most {off:.1e} from PyTorch, AUC {auc_exact:.5}", samples.len());

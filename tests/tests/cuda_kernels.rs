@@ -395,8 +395,10 @@ impl World {
                 let plan = &self.features[usize::from(bag.feature)];
                 let mut into =
                     Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
+                let (keys, offsets) = &bags[usize::from(bag.feature)];
+                let bags = Bags::new(keys, offsets);
                 self.feature(usize::from(bag.feature))
-                    .finish(isa, bag, misses, &mut into, statuses);
+                    .finish(isa, bag, bags, misses, &mut into, statuses);
             }
 
             misses.clear();
@@ -407,7 +409,7 @@ impl World {
                 let plan = &self.features[f];
                 let mut into =
                     Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
-                let bags = Bags { keys, offsets };
+                let bags = Bags::new(keys, offsets);
                 done =
                     self.feature(f).query(isa, bags, done, &mut into, &mut misses, &mut statuses);
                 if done < batch {
@@ -475,7 +477,7 @@ impl OnGpu {
     ) -> (usize, Vec<LookupStatus>) {
         let mut statuses = vec![LookupStatus::default(); batch];
         self.inputs.iter_mut().for_each(|input| input.fill(f32::NAN));
-        self.lookup.begin(batch, |f| Bags { keys: &bags[f].0, offsets: &bags[f].1 }).unwrap();
+        self.lookup.begin(batch, |f| Bags::new(&bags[f].0, &bags[f].1)).unwrap();
         let (mut rounds, mut more) =
             (1, self.lookup.collect(&mut self.misses, &mut statuses).unwrap());
         loop {
@@ -638,7 +640,7 @@ fn no_query_sees_a_torn_or_foreign_row() {
             let mut offsets = vec![0];
             (0..64).for_each(|i| offsets.push(offsets[i] + random.below(4) as u32));
             let keys: Vec<u64> = (0..offsets[64]).map(|_| random.below(keys_end)).collect();
-            lookup.begin(64, |_| Bags { keys: &keys, offsets: &offsets }).unwrap();
+            lookup.begin(64, |_| Bags::new(&keys, &offsets)).unwrap();
 
             // Waits for the changes only, while the query runs.
             match version % 4 {
@@ -651,7 +653,7 @@ fn no_query_sees_a_torn_or_foreign_row() {
             let (missed, again) = answer_all(&mut lookup, &mut misses, version, dim);
             (refused, spoiled) = (refused + missed, spoiled + again);
             hits += keys.len();
-            assert_whole_rows(&input, dim, Bags { keys: &keys, offsets: &offsets }, version);
+            assert_whole_rows(&input, dim, Bags::new(&keys, &offsets), version);
         }
     }
 

@@ -7,6 +7,7 @@
 use hatchback::bundle::BundleReader;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
+use hatchback::io::disk;
 use hatchback::model::budget::Budget;
 use hatchback::model::{Model, OpenError};
 use hatchback::request::pipeline::Pipeline;
@@ -37,6 +38,48 @@ fn not_counting() -> RwLockReadGuard<'static, ()> {
     COUNTING.read().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// A model that the GPU's lookup cannot serve is refused by what the GPU lacks, and by feature or
+/// input.
+#[test]
+fn a_model_that_the_lookup_on_a_gpu_cannot_serve_is_refused() {
+    let _shared = not_counting();
+    let table = TablePlan::cached(KeySpace::Index, 300, 8, CodecChoice::F32);
+    let plan = |feature: FeaturePlan| ModelPlan {
+        name: "lacking".to_owned(),
+        sequence: 1,
+        seed: 3,
+        dense: 1,
+        tables: vec![table.clone()],
+        features: vec![feature],
+    };
+    let device = Device::Cuda(standin::gpu(3));
+    let refused = |packed: &Packed, problem: &str| {
+        let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
+        let model = Model::from_flash(&flash, Budget::default()).unwrap();
+        match model.move_to_device(&device) {
+            Err(OpenError::GpuLacks(lacks)) => assert_eq!(lacks, problem),
+            other => panic!("{:?}", other.map(|_| ()).map_err(|e| e.to_string())),
+        }
+    };
+
+    let with = |pooling| FeaturePlan { pooling, hotness_max: 3, ..FeaturePlan::one_hot(0) };
+    refused(&plan(with(Pooling::Sqrtn)).pack(), "pooling `sqrtn` of feature `f0`");
+    refused(&plan(with(Pooling::Max)).pack(), "pooling `max` of feature `f0`");
+    let weighted = FeaturePlan { weighted: true, ..with(Pooling::Sum) };
+    refused(&plan(weighted).pack(), "weights, which feature `f0` takes");
+
+    let plain = plan(with(Pooling::Sum));
+    let pack_without = |names: &[&str]| {
+        let mut spec = plain.spec_with_bag_inputs();
+        spec.network.inputs.retain(|input| !names.contains(&input.name.as_str()));
+        plain.pack_spec(&spec, hatchback_tests::onnx::concat)
+    };
+    refused(&pack_without(&[]), "lengths, which input `lengths` takes");
+    refused(&pack_without(&["lengths"]), "masks, which input `masks` takes");
+    let twice = "a second input for feature `f0`, which is `again`";
+    refused(&pack_without(&["lengths", "masks"]), twice);
+}
+
 fn plan(seed: u64) -> ModelPlan {
     use CodecChoice::{Auto, F16, F32, U4, U8};
     let mut random = Random::new(seed);
@@ -63,6 +106,7 @@ fn plan(seed: u64) -> ModelPlan {
         pooling: *random.pick(&[Pooling::Sum, Pooling::Mean, Pooling::None]),
         hotness_max: 1 + random.below(6) as u32,
         second_input: random.one_in(2),
+        weighted: false,
     };
 
     let features = (0..1 + random.below(7)).map(|_| feature(&mut random)).collect();
@@ -167,6 +211,7 @@ fn many_workers_on_one_model_score_as_one() {
         pooling: pooling(i),
         hotness_max: 1 + (i as u32 * 5) % 6,
         second_input: i.is_multiple_of(3),
+        weighted: false,
     };
 
     let plan = ModelPlan {

@@ -526,7 +526,7 @@ fn schemas_that_contradict_themselves() {
         &|m| drop(m.schema.network.inputs.remove(0)),
         "network.input: 0 inputs take the 2 dense features",
     );
-    refused(&|m| drop(m.schema.network.inputs.pop()), "feature[0]: `f0` feeds 0 inputs");
+    refused(&|m| drop(m.schema.network.inputs.pop()), "feature[0]: `f0` feeds no input");
 
     let feed = |features: Vec<u16>| {
         move |m: &mut Manifest| {
@@ -535,17 +535,12 @@ fn schemas_that_contradict_themselves() {
     };
 
     refused(&feed(vec![0, 1, 2, 9]), "network.input[1].features: no feature 9");
-    refused(&feed(vec![0, 1, 2, 2]), "feature[2]: `f2` feeds 2 inputs");
+    refused(&feed(vec![0, 1, 1]), "feature[2]: `f2` feeds no input");
     refused(&feed(vec![]), "network.input[1].features: is empty");
 
     // Every feature is within its limits, but a sample would take gigabytes.
     let wide = |m: &mut Manifest| {
-        let more = |i| Feature {
-            name: format!("wide{i}"),
-            table: 0,
-            pooling: Pooling::None,
-            hotness_max: HOTNESS_MAX as u32,
-        };
+        let more = |i| Feature::plain(&format!("wide{i}"), 0, Pooling::None, HOTNESS_MAX as u32);
         m.schema.features.extend((3..FEATURES_MAX).map(more));
         let all = (0..FEATURES_MAX as u16).collect();
         m.schema.network.inputs[1].source = InputSource::Features(all);
@@ -585,7 +580,10 @@ fn a_network_that_does_not_fit_the_schema() {
     let dense = victim.next.manifest.dense;
     refused(&|p| p.set_content(dense, b"no network"), "dense network");
     refused(&|p| p.set_content(dense, b""), "dense network");
-    refused(&|p| p.manifest.schema.network.output = "logit".to_owned(), "no output named `logit`");
+    refused(
+        &|p| p.manifest.schema.network.outputs[0].name = "logit".to_owned(),
+        "no output named `logit`",
+    );
     refused(
         &|p| p.manifest.schema.network.inputs[0].name = "x".to_owned(),
         "dense network: input `dense`",

@@ -169,8 +169,7 @@ fn known_samples(packed: &Packed, n: u64, seed: u64) -> Vec<Sample> {
     let sample = |_| Sample {
         dense: vec![0.5],
         sparse: packed.schema.features.iter().map(|f| bag(f, &mut random)).collect(),
-        label: None,
-        score: None,
+        ..Sample::default()
     };
     (0..n).map(sample).collect()
 }

@@ -136,6 +136,7 @@ fn random_model(seed: u64) -> ModelPlan {
         pooling: *random.pick(&[Pooling::Sum, Pooling::Mean, Pooling::None]),
         hotness_max: 1 + random.below(6) as u32,
         second_input: random.one_in(3),
+        weighted: false,
     };
     let features = (0..1 + random.below(6)).map(|_| feature(&mut random)).collect();
     let dense = random.below(3) as usize;

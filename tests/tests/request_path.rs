@@ -16,6 +16,7 @@ use hatchback_tests::fleet::VERSIONS;
 use hatchback_tests::models::{
     FeaturePlan, ModelPlan, Packed, TablePlan, batch_of, open_with_least_cache, tiny_budget,
 };
+use hatchback_tests::onnx;
 use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tools::pack::spec::CodecChoice;
 use proptest::prelude::*;
@@ -52,13 +53,20 @@ fn table() -> impl Strategy<Value = TablePlan> {
 }
 
 fn feature(tables: usize) -> impl Strategy<Value = FeaturePlan> {
-    let pooling = prop::sample::select(vec![Pooling::Sum, Pooling::Mean, Pooling::None]);
-    (0..tables, pooling, 1..7u32, any::<bool>()).prop_map(
-        |(table, pooling, hotness_max, second_input)| FeaturePlan {
+    let pooling = prop::sample::select(vec![
+        Pooling::Sum,
+        Pooling::Mean,
+        Pooling::None,
+        Pooling::Sqrtn,
+        Pooling::Max,
+    ]);
+    (0..tables, pooling, 1..7u32, any::<bool>(), any::<bool>()).prop_map(
+        |(table, pooling, hotness_max, second_input, weighted)| FeaturePlan {
             table,
             pooling,
             hotness_max,
             second_input,
+            weighted: weighted && pooling == Pooling::Sum,
         },
     )
 }
@@ -121,8 +129,14 @@ proptest! {
 
     /// On one worker, request after request, with the smallest cache and the shortest miss list.
     #[test]
-    fn scores_are_the_references(plan in model(), batches in batches(), resident in any::<bool>()) {
-        let packed = plan.pack();
+    fn scores_are_the_references(
+        plan in model(),
+        batches in batches(),
+        resident in any::<bool>(),
+        more_inputs in any::<bool>(),
+    ) {
+        let spec = if more_inputs { plan.spec_with_bag_inputs() } else { plan.spec() };
+        let packed = plan.pack_spec(&spec, onnx::concat);
         let reference = Reference::new(&packed.schema, &packed.rows);
         let mut budget = tiny_budget(&packed.schema, BATCH_MAX);
         // With no bytes for resident tables the automatic tables are cached too.
@@ -155,8 +169,11 @@ fn busy_plan(seed: u64) -> ModelPlan {
         pooling,
         hotness_max: 1 + (i as u32 * 5) % 6,
         second_input: i % 3 == 0,
+        weighted: i == 5,
     };
-    let poolings = [Pooling::Sum, Pooling::Mean, Pooling::None].into_iter().cycle().take(8);
+    let poolings =
+        [Pooling::Sum, Pooling::Mean, Pooling::None, Pooling::Sqrtn, Pooling::Max].into_iter();
+    let poolings = poolings.cycle().take(8);
     let features = poolings.enumerate().map(feature).collect();
     ModelPlan { name: "busy".to_owned(), sequence: 1, seed, dense: 2, tables, features }
 }
@@ -344,8 +361,7 @@ fn a_batch_of_another_schema_is_refused() {
         let mut batch = hatchback::schema::batch::Batch::new(&other.schema, 4);
         let longest =
             other.schema.features.iter().map(|f| vec![7; f.hotness_max as usize]).collect();
-        let sample =
-            Sample { dense: vec![1.0; plan.dense], sparse: longest, label: None, score: None };
+        let sample = Sample { dense: vec![1.0; plan.dense], sparse: longest, ..Sample::default() };
         batch.push(&other.schema, &sample).unwrap();
         assert_eq!(request_error(&mut worker, &batch).0, field);
     }
@@ -354,7 +370,7 @@ fn a_batch_of_another_schema_is_refused() {
     let roomy = small_plan(1, &[4, 6]).pack();
     let mut batch = hatchback::schema::batch::Batch::new(&roomy.schema, 4);
     let sample =
-        Sample { dense: vec![1.0], sparse: vec![vec![1, 2], vec![3]], label: None, score: None };
+        Sample { dense: vec![1.0], sparse: vec![vec![1, 2], vec![3]], ..Sample::default() };
     batch.push(&roomy.schema, &sample).unwrap();
 
     assert_eq!(
@@ -368,8 +384,7 @@ fn a_batch_of_another_schema_is_refused() {
 fn a_batch_takes_no_sample_of_another_schema() {
     let (one, two) = (small_plan(3, &[2]).pack(), small_plan(1, &[2, 2]).pack());
     let mut batch = hatchback::schema::batch::Batch::new(&one.schema, 4);
-    let sample =
-        Sample { dense: vec![1.0], sparse: vec![vec![1], vec![2]], label: None, score: None };
+    let sample = Sample { dense: vec![1.0], sparse: vec![vec![1], vec![2]], ..Sample::default() };
     assert!(batch.push(&two.schema, &sample).is_err());
     assert!(batch.is_empty() && batch.dense().is_empty());
 }
@@ -379,8 +394,7 @@ fn samples_that_do_not_fit_are_refused_by_name() {
     let plan = small_plan(2, &[2, 3]);
     let schema = plan.pack().schema;
     let mut batch = hatchback::schema::batch::Batch::new(&schema, 4);
-    let good =
-        Sample { dense: vec![0.0; 2], sparse: vec![vec![1], vec![]], label: None, score: None };
+    let good = Sample { dense: vec![0.0; 2], sparse: vec![vec![1], vec![]], ..Sample::default() };
     let mut refused = |change: &dyn Fn(&mut Sample), text: &str| {
         let mut sample = good.clone();
         change(&mut sample);

@@ -253,6 +253,10 @@ fn what_callers_would_notice_is_refused() {
     shorter.features[1].hotness_max = 2;
     assert_eq!(field(&shorter, budget()), "hotness_max");
 
+    let mut weighted = plan(2);
+    weighted.features[0].weighted = true;
+    assert_eq!(field(&weighted, budget()), "weights");
+
     let mut wider = plan(2);
     wider.tables[1].dim = 9;
     assert_eq!(field(&wider, budget()), "outputs");

@@ -407,7 +407,7 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
             let keys: Vec<u64> = (first..first + batch as u64).collect();
             let (offsets, mut statuses) =
                 ((0..=batch as u32).collect::<Vec<_>>(), vec![LookupStatus::default(); batch]);
-            step.begin(batch, |_| Bags { keys: &keys, offsets: &offsets }, &[]).unwrap();
+            step.begin(batch, |_| Bags::new(&keys, &offsets), &[]).unwrap();
 
             assert!(!step.lookup().collect(&mut misses, &mut statuses).unwrap());
             if !misses.is_empty() {

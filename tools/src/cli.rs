@@ -67,6 +67,10 @@ struct PackArgs {
     /// Replaces the placement of every table: resident, cached or auto
     #[arg(long, value_parser = placement)]
     placement: Option<Placement>,
+    /// Leaves out the rows of sparse tables that training used less often, by the counts of their
+    /// sources
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    min_count: Option<u64>,
     /// Largest difference of a probe score from the recorded one, as a target's
     /// `update.probe_difference_max`
     #[arg(long, value_name = "DIFFERENCE", default_value_t = PROBE_DIFFERENCE_MAX)]
@@ -107,7 +111,8 @@ pub fn run(cli: Cli) -> Result<()> {
 }
 
 fn pack_model(args: &PackArgs) -> Result<()> {
-    let overrides = Overrides { codec: args.codec, placement: args.placement };
+    let &PackArgs { codec, placement, min_count, .. } = args;
+    let overrides = Overrides { codec, placement, min_count };
     let scratch = tempfile::tempdir()?;
     let open = |path: &PathBuf| serve::open_flash(path, scratch.path());
     let parent = args.parent.as_ref().map(open).transpose()?;
@@ -126,6 +131,10 @@ fn pack_model(args: &PackArgs) -> Result<()> {
     let (tables, rows) = (packed.schema.tables.len(), report::count(rows));
     let (path, size) = (args.out.display(), report::bytes(packed.bytes));
     say!("{path}: {} with {tables} tables, {rows} rows, {size}", packed.generation)?;
+    if let Some(least) = args.min_count {
+        let rows = report::count(packed.rows_left_out);
+        say!("{rows} rows were used less than {least} times in training and are left out")?;
+    }
     say!("dense network: {}", packed.dense_engine)?;
     match proof {
         Proof::NotScored(problem) => say!("the probe set was not scored: {problem}"),

@@ -191,7 +191,8 @@ fn rows_line(rows: &Lookups) -> String {
 fn coupon_with(codec: CodecChoice, out: &Path) -> Result<CouponRun> {
     let name = format!("{codec:?}").to_lowercase();
     let bundle = out.join(format!("coupon-{name}.hatch"));
-    let overrides = Overrides { codec: Some(codec), placement: Some(Placement::Cached) };
+    let (codec, placement) = (Some(codec), Some(Placement::Cached));
+    let overrides = Overrides { codec, placement, ..Overrides::default() };
     let packed = pack_file(&out.join("model.toml"), &bundle, overrides, &mut |_, _| {})?;
     let flash = serve::install(&bundle, &out.join(format!("{name}.flash")))?;
 

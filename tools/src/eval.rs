@@ -49,6 +49,8 @@ pub struct Evaluation {
     pub samples: usize,
     /// Samples whose score is not a number. Quality is that of the other samples.
     pub not_finite: usize,
+    /// The name of the output that the figures of quality here are of: the first.
+    pub output: String,
     /// AUC of Hatchback's scores; absent unless both labels occur.
     pub auc: Option<f64>,
     /// Mean logloss of Hatchback's scores.
@@ -59,6 +61,9 @@ pub struct Evaluation {
     pub reference_logloss: Option<f64>,
     /// Largest difference from a recorded score.
     pub score_difference_max: Option<f64>,
+    /// The quality of each further output.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub further_outputs: Vec<OutputQuality>,
     /// Share of the lookups in cached tables that were cache hits, `0..=1`.
     pub hit_rate: f64,
     /// Lookups by status.
@@ -72,13 +77,30 @@ pub struct Evaluation {
     /// Latency and hit rate over time.
     #[serde(skip)]
     pub slices: Vec<TimeSlice>,
-    /// Hatchback's scores, first output, in the order of the samples; `None` where a score of the
-    /// sample is not a number.
+    /// Hatchback's scores in the order of the samples, one for each named output; `None` where a
+    /// score of the sample is not a number.
     #[serde(skip)]
-    pub scores: Vec<Option<f32>>,
+    pub scores: Vec<Option<Vec<f32>>>,
     /// The first sample whose score is not a number, counted from 0, and its error.
     #[serde(skip)]
     pub first_not_finite: Option<String>,
+}
+
+/// How good the scores of one output are.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct OutputQuality {
+    /// The name of the output.
+    pub output: String,
+    /// AUC of Hatchback's scores; absent unless both labels occur.
+    pub auc: Option<f64>,
+    /// Mean logloss of Hatchback's scores.
+    pub logloss: Option<f64>,
+    /// AUC of the trainer's recorded scores.
+    pub reference_auc: Option<f64>,
+    /// Mean logloss of the trainer's recorded scores.
+    pub reference_logloss: Option<f64>,
+    /// Largest difference from a recorded score.
+    pub score_difference_max: Option<f64>,
 }
 
 /// Slices of the run for which latency and hit rate are plotted.
@@ -107,7 +129,9 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
             let sent = Instant::now();
             let scores = worker.score_requests(&request, None)?;
             latencies.record(sent.elapsed());
-            (0..group.len()).for_each(|sample| found.take(scores.request(sample..sample + 1)));
+            let outputs = model.schema().network.outputs.len();
+            (0..group.len())
+                .for_each(|sample| found.take(scores.request(sample..sample + 1), outputs));
         }
         all.add(&latencies);
         let (seconds, counters) = (start.elapsed().as_secs_f64(), worker.counters().since(&before));
@@ -119,16 +143,16 @@ pub fn evaluate(model: &Arc<Model>, samples: &[Sample], batch: usize) -> Result<
     (found.hit_rate, found.lookups, found.pages) =
         (counters.hit_rate(), counters.lookups, counters.pages);
     found.latency = all.percentiles();
-    found.judge(samples)?;
+    found.judge_all(model, samples)?;
     Ok(found)
 }
 
 impl Evaluation {
     /// Takes the result of the next sample.
-    fn take(&mut self, scores: Result<Scores<'_>, NotFinite>) {
+    fn take(&mut self, scores: Result<Scores<'_>, NotFinite>, outputs: usize) {
         match scores {
             Ok(scores) => {
-                self.scores.push(Some(scores.values[0]));
+                self.scores.push(Some(scores.values[..outputs].to_vec()));
                 self.rows.count(scores.statuses);
             }
             Err(e) => {
@@ -152,27 +176,51 @@ impl Evaluation {
         Ok(())
     }
 
-    /// Compares the scores with the labels and with the recorded scores, if all samples that have a
-    /// score have them.
-    fn judge(&mut self, samples: &[Sample]) -> Result<()> {
-        let scored = || samples.iter().zip(&self.scores).filter(|(_, score)| score.is_some());
-        let labels: Option<Vec<f32>> = scored().map(|(s, _)| s.label).collect();
-        let reference: Option<Vec<f32>> = scored().map(|(s, _)| s.score).collect();
-        let scores: Vec<f32> = self.scores.iter().copied().flatten().collect();
+    /// Compares the scores of each output with its labels and recorded scores.
+    fn judge_all(&mut self, model: &Model, samples: &[Sample]) -> Result<()> {
+        let outputs = model.schema().network.outputs.iter().enumerate();
+        let judged = outputs.map(|(number, output)| self.judge(number, &output.name, samples));
+        let mut judged = judged.collect::<Result<Vec<_>>>()?.into_iter();
 
-        if let Some(labels) = &labels {
-            (self.auc, self.logloss) = (auc(&scores, labels), logloss(&scores, labels));
-        }
-        if let (Some(labels), Some(reference)) = (&labels, &reference) {
-            (self.reference_auc, self.reference_logloss) =
-                (auc(reference, labels), logloss(reference, labels));
-        }
-        if let Some(reference) = &reference {
-            let difference = largest_difference(&scores, reference);
-            ensure!(!difference.is_nan(), "a recorded score is not a number");
-            self.score_difference_max = Some(difference);
-        }
+        let first = judged.next().unwrap_or_default();
+        self.output = first.output;
+        (self.auc, self.logloss) = (first.auc, first.logloss);
+        (self.reference_auc, self.reference_logloss) =
+            (first.reference_auc, first.reference_logloss);
+        self.score_difference_max = first.score_difference_max;
+        self.further_outputs = judged.collect();
         Ok(())
+    }
+
+    /// Compares the scores of output `number` with the labels and with the recorded scores. The
+    /// quality is that of the samples with a label for this output; the trainer's is only known if
+    /// all of these have a recorded score.
+    fn judge(&self, number: usize, name: &str, samples: &[Sample]) -> Result<OutputQuality> {
+        let scored: Vec<(&Sample, f32)> = samples
+            .iter()
+            .zip(&self.scores)
+            .filter_map(|(sample, scores)| Some((sample, scores.as_ref()?[number])))
+            .collect();
+        let mut found = OutputQuality { output: name.to_owned(), ..OutputQuality::default() };
+
+        let labelled = || scored.iter().filter(|(sample, _)| sample.label(number).is_some());
+        let labels: Vec<f32> = labelled().filter_map(|(s, _)| s.label(number)).collect();
+        let scores: Vec<f32> = labelled().map(|(_, score)| *score).collect();
+        let reference: Option<Vec<f32>> = labelled().map(|(s, _)| s.score(number)).collect();
+        (found.auc, found.logloss) = (auc(&scores, &labels), logloss(&scores, &labels));
+        if let Some(reference) = &reference {
+            (found.reference_auc, found.reference_logloss) =
+                (auc(reference, &labels), logloss(reference, &labels));
+        }
+
+        let recorded: Option<Vec<f32>> = scored.iter().map(|(s, _)| s.score(number)).collect();
+        if let Some(recorded) = &recorded {
+            let scores: Vec<f32> = scored.iter().map(|(_, score)| *score).collect();
+            let difference = largest_difference(&scores, recorded);
+            ensure!(!difference.is_nan(), "a recorded score is not a number");
+            found.score_difference_max = Some(difference);
+        }
+        Ok(found)
     }
 
     /// Returns the report as a table.
@@ -188,10 +236,26 @@ impl Evaluation {
             let without = report::count(self.not_finite as u64);
             row("samples without a score", without, String::new());
         }
-        row("AUC", digits(self.auc), digits(self.reference_auc));
-        row("logloss", digits(self.logloss), digits(self.reference_logloss));
-        let difference = self.score_difference_max.map_or("-".to_owned(), |d| format!("{d:.2e}"));
-        row("largest score difference", difference, String::new());
+        let first = OutputQuality {
+            output: self.output.clone(),
+            auc: self.auc,
+            logloss: self.logloss,
+            reference_auc: self.reference_auc,
+            reference_logloss: self.reference_logloss,
+            score_difference_max: self.score_difference_max,
+        };
+        for found in std::iter::once(&first).chain(&self.further_outputs) {
+            // The name of the only output says nothing new.
+            let of = match self.further_outputs.len() {
+                0 => String::new(),
+                _ => format!(" of {}", found.output),
+            };
+            row(&format!("AUC{of}"), digits(found.auc), digits(found.reference_auc));
+            row(&format!("logloss{of}"), digits(found.logloss), digits(found.reference_logloss));
+            let difference = found.score_difference_max;
+            let difference = difference.map_or("-".to_owned(), |d| format!("{d:.2e}"));
+            row(&format!("largest score difference{of}"), difference, String::new());
+        }
         row("hit rate, cached tables", report::percent(self.hit_rate), String::new());
         for (what, n) in [
             ("lookups fresh", self.rows.fresh),

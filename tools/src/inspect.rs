@@ -11,7 +11,8 @@ use hatchback::bundle::{BundleError, BundleReader};
 use hatchback::flash::Flash;
 use hatchback::maintenance::catalog::Catalog;
 use hatchback::maintenance::scrub::Damage;
-use hatchback::schema::{InputSource, Schema};
+use hatchback::schema::key_function::{KeyFunction, KeyHash};
+use hatchback::schema::{InputSource, NetworkOutput, Schema};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::SystemTime;
@@ -44,6 +45,7 @@ struct Report {
     tables: Vec<TableReport>,
     features: Vec<FeatureReport>,
     inputs: Vec<InputReport>,
+    outputs: Vec<OutputReport>,
     onnx_bytes: u64,
     /// What runs the dense network on this machine's CPU, or why nothing does.
     dense_engine: String,
@@ -153,6 +155,14 @@ struct FeatureReport {
     table: String,
     pooling: String,
     hotness_max: u32,
+    weights: bool,
+    key: String,
+}
+
+#[derive(Debug, Serialize)]
+struct OutputReport {
+    name: String,
+    activation: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -181,6 +191,7 @@ impl Report {
             tables: (0..schema.tables.len()).map(|i| TableReport::new(manifest, i)).collect(),
             features: (0..schema.features.len()).map(|i| FeatureReport::new(schema, i)).collect(),
             inputs: (0..schema.network.inputs.len()).map(|i| InputReport::new(schema, i)).collect(),
+            outputs: schema.network.outputs.iter().map(OutputReport::new).collect(),
             onnx_bytes: size(Some(manifest.dense)),
             dense_engine: engine.map_or_else(|e| format!("none: {e}"), |e| e.runs_on()),
             probe_bytes: size(manifest.probe),
@@ -199,9 +210,10 @@ impl Report {
         }
         say!("{}", self.tables_table())?;
 
-        let mut features = report::table(&["feature", "table", "pooling", "hotness max"]);
+        let mut features = report::table(&["feature", "table", "pooling", "hotness max", "key"]);
         for f in &self.features {
-            features.add_row([&f.name, &f.table, &f.pooling, &f.hotness_max.to_string()]);
+            let pooling = format!("{}{}", f.pooling, if f.weights { ", weighted" } else { "" });
+            features.add_row([&f.name, &f.table, &pooling, &f.hotness_max.to_string(), &f.key]);
         }
         say!("{features}")?;
 
@@ -210,6 +222,12 @@ impl Report {
             inputs.add_row([i.name.clone(), i.width.to_string(), i.fed_by.clone()]);
         }
         say!("{inputs}")?;
+
+        let mut outputs = report::table(&["network output", "activation"]);
+        for o in &self.outputs {
+            outputs.add_row([&o.name, &o.activation]);
+        }
+        say!("{outputs}")?;
 
         let (onnx, probe) = (report::bytes(self.onnx_bytes), report::bytes(self.probe_bytes));
         say!("ONNX {onnx}, probe set {probe}")?;
@@ -290,7 +308,36 @@ impl FeatureReport {
             table: table.name.clone(),
             pooling: lower(feature.pooling),
             hotness_max: feature.hotness_max,
+            weights: feature.weighted,
+            key: describe_key(&feature.key),
         }
+    }
+}
+
+/// Returns how raw values become keys, in words.
+fn describe_key(key: &KeyFunction) -> String {
+    match key {
+        KeyFunction::Key => "as it is".to_owned(),
+        KeyFunction::Hash { hash, buckets, first } => {
+            let name = match hash {
+                KeyHash::Farmhash64 => "farmhash64",
+                KeyHash::Siphash { .. } => "siphash",
+                KeyHash::Murmur3 { .. } => "murmur3",
+                KeyHash::CudfMurmur3 { .. } => "cudf_murmur3",
+            };
+            format!("{first} + {name} % {buckets}")
+        }
+        KeyFunction::Modulo { divisor, first } => format!("{first} + value % {divisor}"),
+        KeyFunction::Vocabulary { words, .. } => {
+            format!("vocabulary of {} words", report::count(words.len() as u64))
+        }
+        KeyFunction::Buckets { boundaries, .. } => format!("{} buckets", boundaries.len() + 1),
+    }
+}
+
+impl OutputReport {
+    fn new(output: &NetworkOutput) -> Self {
+        Self { name: output.name.clone(), activation: lower(output.activation) }
     }
 }
 
@@ -300,6 +347,8 @@ impl InputReport {
         let fed_by = match &input.source {
             InputSource::Dense => format!("{} dense features", schema.dense_features.len()),
             InputSource::Features(features) => format!("{} sparse features", features.len()),
+            InputSource::Lengths(features) => format!("lengths of {} bags", features.len()),
+            InputSource::Masks(features) => format!("masks of {} bags", features.len()),
         };
         Self { name: input.name.clone(), width: schema.input_width(input), fed_by }
     }

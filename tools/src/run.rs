@@ -10,7 +10,9 @@ use clap::Args;
 use hatchback::LookupStatus;
 use hatchback::clock::{Clock, SystemClock};
 use hatchback::request::worker::{BatchScores, ScoreError, Worker};
+use hatchback::schema::Schema;
 use hatchback::schema::batch::Batch;
+use hatchback::schema::outputs::NamedScores;
 use hatchback::schema::sample::Sample;
 use serde::Serialize;
 use std::fs::File;
@@ -43,12 +45,13 @@ pub struct RunArgs {
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Answer<'a> {
-    Score { score: &'a [f32], status: LookupStatus },
+    Score { score: NamedScores<'a>, status: LookupStatus },
     Error { line: usize, error: String },
 }
 
 struct Output<W: Write> {
     to: W,
+    schema: Arc<Schema>,
     repeat: u32,
     /// The line of each sample in the batch.
     lines: Vec<usize>,
@@ -90,10 +93,13 @@ impl<W: Write> Output<W> {
 
     /// Writes the scores of the samples in `lines`.
     fn put_scores(&mut self, lines: &[usize], all: BatchScores<'_>) -> Result<()> {
+        let schema = Arc::clone(&self.schema);
         for (sample, &line) in lines.iter().enumerate() {
             match all.request(sample..sample + 1) {
                 Ok(scores) => {
-                    self.put(&Answer::Score { score: scores.values, status: scores.statuses[0] })?
+                    let outputs = &schema.network.outputs;
+                    let score = NamedScores { outputs, values: scores.values };
+                    self.put(&Answer::Score { score, status: scores.statuses[0] })?
                 }
                 Err(e) => {
                     self.not_finite += 1;
@@ -142,8 +148,17 @@ pub fn run(args: &RunArgs) -> Result<()> {
     let to = BufWriter::new(io::stdout().lock());
     let (lines, repeat) = (Vec::with_capacity(args.batch), args.repeat);
     let timeout = args.timeout_us.map(Duration::from_micros);
-    let mut output =
-        Output { to, repeat, lines, refused: 0, not_finite: 0, overdue: 0, timeout, clock };
+    let mut output = Output {
+        to,
+        schema: Arc::clone(model.schema()),
+        repeat,
+        lines,
+        refused: 0,
+        not_finite: 0,
+        overdue: 0,
+        timeout,
+        clock,
+    };
     let (input, name) = open_samples(&args.samples)?;
 
     for (number, line) in (1..).zip(input.lines()) {

@@ -63,12 +63,18 @@ fn every_key_of_model_toml_is_documented_and_no_other() {
         ("## `[probe]`", "[probe]\nzz = 1".to_owned()),
         ("## `[requests]`", "[requests]\nzz = 1".to_owned()),
         ("## Sources", "[[table]]\nsource = { format = \"zz\" }".to_owned()),
+        ("## Key functions", "[[feature]]\nkey = { function = \"zz\" }".to_owned()),
     ] {
         assert_eq!(first_column(&document, heading), accepted(&toml), "{heading}");
     }
     for format in first_column(&document, "## Sources") {
         let toml = format!("[[table]]\nsource = {{ format = \"{format}\", zz = 1 }}");
         let heading = format!("### `{format}`");
+        assert_eq!(first_column(&document, &heading), accepted(&toml), "{heading}");
+    }
+    for function in first_column(&document, "## Key functions") {
+        let toml = format!("[[feature]]\nkey = {{ function = \"{function}\", zz = 1 }}");
+        let heading = format!("### `{function}`");
         assert_eq!(first_column(&document, &heading), accepted(&toml), "{heading}");
     }
 }

@@ -223,6 +223,35 @@ impl RowFormat {
         }
     }
 
+    /// Adds the decoded `row` times `weight` to `out` `[dim]`, with one rounded f32 product and one
+    /// rounded f32 addition a column. With `first`, `out` counts as zeros.
+    #[inline(always)]
+    pub(crate) fn accumulate_weighted<S: Simd>(
+        &self,
+        row: &[u8],
+        weight: f32,
+        out: &mut [f32],
+        first: bool,
+    ) {
+        if first {
+            self.each_value::<S>(row, out, |o, value| *o = 0.0 + value * weight);
+        } else {
+            self.each_value::<S>(row, out, |o, value| *o += value * weight);
+        }
+    }
+
+    /// Replaces each column of `out` `[dim]` by that of the decoded `row` if that is larger, or if
+    /// `first`.
+    #[inline(always)]
+    pub(crate) fn maximize<S: Simd>(&self, row: &[u8], out: &mut [f32], first: bool) {
+        let take = |o: &mut f32, value: f32| {
+            if first || value > *o {
+                *o = value;
+            }
+        };
+        self.each_value::<S>(row, out, take);
+    }
+
     /// Calls `take` with each column of `out` and the decoded value for that column.
     #[inline(always)]
     fn each_value<S: Simd>(&self, row: &[u8], out: &mut [f32], take: impl Fn(&mut f32, f32)) {

@@ -24,6 +24,12 @@ pub enum DenseError {
     /// The output does not hold the same number of values for each sample.
     #[error("dense network: output `{name}` has {values} values for {batch} samples")]
     Output { name: String, values: usize, batch: usize },
+    /// Several outputs do not have one value a sample each.
+    #[error(
+        "dense network: outputs `{names}` have {values} values a sample together; each of the \
+         {outputs} outputs must have one"
+    )]
+    Outputs { names: String, outputs: usize, values: usize },
     /// A sample's output depends on the samples beside it. A score would depend on who else asks.
     #[error(
         "dense network: output `{name}` of a sample is {alone} alone, {together} beside another \

@@ -247,7 +247,7 @@ impl GpuLookup {
         // An empty batch launches nothing.
         self.ring.counts[0] = RingCounts::default();
         for (f, view) in self.views.iter().enumerate() {
-            let (Bags { keys, offsets }, hotness_max) = (bags(f), self.hotness_max[f]);
+            let (Bags { keys, offsets, .. }, hotness_max) = (bags(f), self.hotness_max[f]);
             let offsets = &offsets[..=batch];
             let keys = &keys[..offsets[batch] as usize];
             // The kernel relies on it: all keys are in the feature's part of the request, and no
@@ -503,6 +503,9 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
     assert!(feature.column + feature.width <= feature.stride);
     let rows_out = if feature.pooling == Pooling::None { feature.hotness_max } else { 1 };
     assert_eq!(feature.width, rows_out * format.dim());
+    // The runtime refuses a model with another pooling before it looks up a row.
+    let pooling = PoolingNumber::of(feature.pooling);
+    assert!(pooling.is_some(), "the GPU has no {:?} pooling", feature.pooling);
 
     let view = DeviceFeature {
         out: feature.input + 4 * feature.column as u64,
@@ -514,7 +517,7 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
         width: feature.width as u32,
         unit: format.unit(),
         codec: CodecNumber::from(format.codec()) as u32,
-        pooling: PoolingNumber::from(feature.pooling) as u32,
+        pooling: pooling.map_or(0, |number| number as u32),
         ..DeviceFeature::default()
     };
     match tables.storage(feature.table) {

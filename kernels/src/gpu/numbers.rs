@@ -35,13 +35,15 @@ pub(crate) enum PoolingNumber {
     None,
 }
 
-impl From<Pooling> for PoolingNumber {
-    fn from(pooling: Pooling) -> Self {
-        match pooling {
+impl PoolingNumber {
+    /// Returns the number of `pooling`; `None` if the kernels do not have it.
+    pub fn of(pooling: Pooling) -> Option<Self> {
+        Some(match pooling {
             Pooling::Sum => Self::Sum,
             Pooling::Mean => Self::Mean,
             Pooling::None => Self::None,
-        }
+            Pooling::Sqrtn | Pooling::Max => return None,
+        })
     }
 }
 

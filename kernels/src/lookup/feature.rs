@@ -5,10 +5,12 @@
 use crate::cache::Cache;
 use crate::cache::codec::RowFormat;
 use crate::cache::resident::Resident;
+use crate::lookup::pooling::Combine;
 use crate::simd::Simd;
 use serde::{Deserialize, Serialize};
 
-/// How the rows of a bag become one vector. An empty bag becomes zeros.
+/// How the rows of a bag become one vector. An empty bag becomes zeros. The order of the variants
+/// is part of the bundle format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pooling {
@@ -18,6 +20,10 @@ pub enum Pooling {
     Mean,
     /// The rows side by side, `hotness_max` of them. The rest of a shorter bag is zeros.
     None,
+    /// The sum divided by the square root of the number of keys.
+    Sqrtn,
+    /// The largest value of each column. Of equal values the first counts.
+    Max,
 }
 
 /// The memory that holds a feature's rows.
@@ -59,6 +65,40 @@ pub struct Bags<'a> {
     pub keys: &'a [u64],
     /// Bounds of each sample's keys, `[batch + 1]`.
     pub offsets: &'a [u32],
+    /// What multiplies the row of each key, `[offsets[batch]]`; empty if the feature has no
+    /// weights.
+    pub weights: &'a [f32],
+}
+
+impl<'a> Bags<'a> {
+    /// Returns bags whose keys have no weights.
+    pub fn new(keys: &'a [u64], offsets: &'a [u32]) -> Self {
+        Self { keys, offsets, weights: &[] }
+    }
+
+    /// Returns the weights of the keys of `sample`; empty if the feature has no weights.
+    pub fn weights_of(&self, sample: usize) -> &'a [f32] {
+        if self.weights.is_empty() {
+            return &[];
+        }
+        &self.weights[self.offsets[sample] as usize..self.offsets[sample + 1] as usize]
+    }
+}
+
+/// A row's place in its bag.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub position: usize,
+    /// What multiplies the row, if the feature has weights.
+    pub weight: Option<f32>,
+}
+
+impl Place {
+    /// Returns the place of row `position` of a bag with these `weights`, none or one a key.
+    #[inline(always)]
+    pub fn of(position: usize, weights: &[f32]) -> Self {
+        Self { position, weight: weights.get(position).copied() }
+    }
 }
 
 /// A network input, `[batch, stride]`, in row order.
@@ -84,23 +124,43 @@ impl FeatureView<'_> {
         let dim = self.format.dim();
         match self.pooling {
             Pooling::None => (&mut out[position * dim..(position + 1) * dim], true),
-            Pooling::Sum | Pooling::Mean => (out, position == 0),
+            _ => (out, position == 0),
         }
     }
 
-    /// Adds the encoded row at `position` of a bag to the bag's columns `out` `[width]`.
+    /// Adds the encoded row at `place` of a bag to the bag's columns `out` `[width]`.
     #[inline(always)]
-    pub(super) fn add_row<S: Simd>(&self, bytes: &[u8], position: usize, out: &mut [f32]) {
-        let (out, first) = self.row_columns(position, out);
-        self.format.accumulate::<S>(bytes, out, first);
+    pub(super) fn add_row<S: Simd>(&self, bytes: &[u8], place: Place, out: &mut [f32]) {
+        let (out, first) = self.row_columns(place.position, out);
+        match (self.pooling, place.weight) {
+            (Pooling::Max, _) => self.format.maximize::<S>(bytes, out, first),
+            (_, Some(weight)) => self.format.accumulate_weighted::<S>(bytes, weight, out, first),
+            (_, None) => self.format.accumulate::<S>(bytes, out, first),
+        }
     }
 
-    /// Adds the default row at `position` of a bag to the bag's columns `out` `[width]`.
-    pub(super) fn add_default(&self, position: usize, out: &mut [f32]) {
-        let (out, first) = self.row_columns(position, out);
-        out.iter_mut()
-            .zip(self.default_row)
-            .for_each(|(o, v)| *o = if first { 0.0 } else { *o } + v);
+    /// Adds the default row at `place` of a bag to the bag's columns `out` `[width]`.
+    pub(super) fn add_default(&self, place: Place, out: &mut [f32]) {
+        let (out, first) = self.row_columns(place.position, out);
+        for (o, &value) in out.iter_mut().zip(self.default_row) {
+            let before = if first { 0.0 } else { *o };
+            *o = match (self.pooling, place.weight) {
+                (Pooling::Max, _) if first || value > *o => value,
+                (Pooling::Max, _) => *o,
+                (_, Some(weight)) => before + value * weight,
+                (_, None) => before + value,
+            };
+        }
+    }
+
+    /// Returns how a bag takes a row, with the weights of the keys from `start` to `end`.
+    #[inline(always)]
+    pub(super) fn combine<'w>(&self, weights: &'w [f32], start: usize, end: usize) -> Combine<'w> {
+        match self.pooling {
+            Pooling::Max => Combine::Max,
+            _ if weights.is_empty() => Combine::Sum,
+            _ => Combine::Weighted(&weights[start..end]),
+        }
     }
 
     /// Completes the columns `out` `[width]` of a bag once the rows of its `keys` keys are added.
@@ -108,6 +168,10 @@ impl FeatureView<'_> {
     pub(super) fn close_bag(&self, keys: usize, out: &mut [f32]) {
         match self.pooling {
             Pooling::Mean if keys > 1 => out.iter_mut().for_each(|o| *o /= keys as f32),
+            Pooling::Sqrtn if keys > 1 => {
+                let root = (keys as f32).sqrt();
+                out.iter_mut().for_each(|o| *o /= root);
+            }
             Pooling::None => out[keys * self.format.dim()..].fill(0.0),
             _ if keys == 0 => out.fill(0.0),
             _ => {}

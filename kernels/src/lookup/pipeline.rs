@@ -7,7 +7,7 @@
 //! the read. `query.rs` pools every other bag, row by row.
 
 use crate::cache::codec::RowFormat;
-use crate::lookup::pooling::{PoolJob, ROW_DISTANCE};
+use crate::lookup::pooling::{Combine, PoolJob, ROW_DISTANCE};
 use crate::lookup::probe_ring::{GROUP_KEYS, ProbeRing, RING_KEYS, RingBits};
 use crate::lookup::row_source::RowSource;
 use crate::simd::Simd;
@@ -40,6 +40,8 @@ pub(crate) struct LookupPipeline<'a, S> {
     /// The write count before key `counted_from` and the keys after it were probed.
     write_count: u32,
     counted_from: usize,
+    /// How a bag takes a row.
+    combine: Combine<'a>,
     /// True if pooled bags are stored past the caches.
     stream: bool,
 }
@@ -47,7 +49,13 @@ pub(crate) struct LookupPipeline<'a, S> {
 impl<'a, S: RowSource> LookupPipeline<'a, S> {
     /// Creates the pipeline of `keys`. With `stream`, pooled bags are stored past the caches, and
     /// the caller calls `simd::stream_fence` after the last.
-    pub fn new(source: &'a S, keys: &'a [u64], ring: &'a mut ProbeRing, stream: bool) -> Self {
+    pub fn new(
+        source: &'a S,
+        keys: &'a [u64],
+        ring: &'a mut ProbeRing,
+        combine: Combine<'a>,
+        stream: bool,
+    ) -> Self {
         Self {
             source,
             keys,
@@ -58,6 +66,7 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
             untouched: RingBits::default(),
             write_count: source.write_count(),
             counted_from: 0,
+            combine,
             stream,
         }
     }
@@ -132,10 +141,21 @@ impl<'a, S: RowSource> LookupPipeline<'a, S> {
         let Bounds { offsets, start, from_zero } = bags;
         let (Some(&begin), Some(&end)) = (offsets.first(), offsets.last()) else { return true };
         let (rows, slots) = (self.source.rows(), &self.ring.slots);
-        let (probed, stream) = (self.probed, self.stream);
+        let (combine, probed, stream) = (self.combine, self.probed, self.stream);
         let keys = begin as usize - start..end as usize - start;
-        let job =
-            PoolJob { rows, format, slots, offsets, start, probed, from_zero, out, stride, stream };
+        let job = PoolJob {
+            combine,
+            rows,
+            format,
+            slots,
+            offsets,
+            start,
+            probed,
+            from_zero,
+            out,
+            stride,
+            stream,
+        };
         V::run_vectors(job) && self.validate(keys)
     }
 

@@ -21,8 +21,20 @@ const VECTOR_VALUES: usize = 16;
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
+/// How the rows of a bag become one.
+#[derive(Clone, Copy)]
+pub(crate) enum Combine<'a> {
+    /// Their sum.
+    Sum,
+    /// Their sum, each multiplied by its key's weight. Weights are numbered as keys are.
+    Weighted(&'a [f32]),
+    /// The largest value of each column.
+    Max,
+}
+
 /// The pooling of consecutive bags, or of a part of one bag.
 pub(crate) struct PoolJob<'a> {
+    pub combine: Combine<'a>,
     pub rows: RawRows<'a>,
     pub format: RowFormat,
     /// The slots of the keys' rows, each at its key's number modulo `RING_KEYS`.
@@ -32,7 +44,7 @@ pub(crate) struct PoolJob<'a> {
     pub start: usize,
     /// Keys below this number have their slots in `slots`.
     pub probed: usize,
-    /// True if the sums start from zero, false if they start from `out`.
+    /// True if a bag starts here, false if it goes on from `out`.
     pub from_zero: bool,
     /// The pooled bags, `[bags, stride]`, of which `dim` columns are written.
     pub out: &'a mut [f32],
@@ -47,20 +59,32 @@ impl VectorJob for PoolJob<'_> {
     unsafe fn run<V: Vector>(self) {
         // SAFETY: the caller promises that the machine has the instructions of `V`.
         unsafe {
-            match self.format.codec() {
-                Codec::F32 => self.pool_codec::<V, F32>(),
-                Codec::F16 => self.pool_codec::<V, F16>(),
-                Codec::U8 => self.pool_codec::<V, U8>(),
-                Codec::U4 => self.pool_codec::<V, U4>(),
+            match self.combine {
+                Combine::Sum => self.pool_rows::<V, _>(Sums),
+                Combine::Weighted(weights) => self.pool_rows::<V, _>(WeightedSums(weights)),
+                Combine::Max => self.pool_rows::<V, _>(Maxima),
             }
         }
     }
 }
 
 impl PoolJob<'_> {
+    #[inline(always)]
+    unsafe fn pool_rows<V: Vector, K: Combiner>(self, combiner: K) {
+        // SAFETY: the caller promises that the machine has the instructions of `V`.
+        unsafe {
+            match self.format.codec() {
+                Codec::F32 => self.pool_codec::<V, F32, K>(combiner),
+                Codec::F16 => self.pool_codec::<V, F16, K>(combiner),
+                Codec::U8 => self.pool_codec::<V, U8, K>(combiner),
+                Codec::U4 => self.pool_codec::<V, U4, K>(combiner),
+            }
+        }
+    }
+
     /// Pools rows of one codec, as many vectors of columns at a time as registers can hold.
     #[inline(always)]
-    unsafe fn pool_codec<V: Vector, C: Code>(mut self) {
+    unsafe fn pool_codec<V: Vector, C: Code, K: Combiner>(mut self, combiner: K) {
         let vectors = self.format.dim().div_ceil(VECTOR_VALUES);
         let mut done = 0;
         while done < vectors {
@@ -69,10 +93,10 @@ impl PoolJob<'_> {
             // the last perhaps in part.
             done += unsafe {
                 match left {
-                    8.. if V::VECTORS_MAX >= 8 => self.pool_columns::<V, C, 8>(done),
-                    4.. => self.pool_columns::<V, C, 4>(done),
-                    2.. => self.pool_columns::<V, C, 2>(done),
-                    _ => self.pool_columns::<V, C, 1>(done),
+                    8.. if V::VECTORS_MAX >= 8 => self.pool_columns::<V, C, K, 8>(combiner, done),
+                    4.. => self.pool_columns::<V, C, K, 4>(combiner, done),
+                    2.. => self.pool_columns::<V, C, K, 2>(combiner, done),
+                    _ => self.pool_columns::<V, C, K, 1>(combiner, done),
                 }
             };
         }
@@ -80,7 +104,11 @@ impl PoolJob<'_> {
 
     /// Pools `N` vectors of columns of each bag, from vector `from` on. Returns `N`.
     #[inline(always)]
-    unsafe fn pool_columns<V: Vector, C: Code, const N: usize>(&mut self, from: usize) -> usize {
+    unsafe fn pool_columns<V: Vector, C: Code, K: Combiner, const N: usize>(
+        &mut self,
+        combiner: K,
+        from: usize,
+    ) -> usize {
         let Self { rows, format, slots, offsets, start, probed, from_zero, stride, stream, .. } =
             *self;
         let (row_bytes, end) = (format.row_bytes(), format.dim().min((from + N) * VECTOR_VALUES));
@@ -97,7 +125,7 @@ impl PoolJob<'_> {
             // SAFETY: the caller promises the instructions. A row has `from + N` vectors, of which
             // the last may be read up to `OVERREAD_BYTES` past the row; `to` has room for `N`.
             unsafe {
-                let mut sums = [V::splat(0.0); N];
+                let mut sums = [V::splat(K::FIRST); N];
                 if !from_zero {
                     for n in 0..N {
                         sums[n] = V::load(to.add(n * VECTOR_VALUES));
@@ -129,7 +157,7 @@ impl PoolJob<'_> {
                         // The product is exact (see `RowFormat`), so a fused operation gives the
                         // same bits as a product and a sum.
                         let value = if C::SCALED { value.mul_add(scale, bias) } else { value };
-                        sums[n] = sums[n].add(value);
+                        sums[n] = combiner.combine(sums[n], value, key);
                     }
                 }
 
@@ -149,6 +177,53 @@ impl PoolJob<'_> {
             }
         }
         N
+    }
+}
+
+/// How a bag takes its next row, known to the compiler.
+trait Combiner: Copy {
+    /// The value of each column before the first row.
+    const FIRST: f32;
+    /// Returns the columns with the values of the row of `key`.
+    ///
+    /// # Safety
+    /// The machine has the instructions of `V`.
+    unsafe fn combine<V: Vector>(self, columns: V, row: V, key: usize) -> V;
+}
+
+#[derive(Clone, Copy)]
+struct Sums;
+
+impl Combiner for Sums {
+    const FIRST: f32 = 0.0;
+    #[inline(always)]
+    unsafe fn combine<V: Vector>(self, columns: V, row: V, _key: usize) -> V {
+        // SAFETY: the caller promises the instructions.
+        unsafe { columns.add(row) }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct WeightedSums<'a>(&'a [f32]);
+
+impl Combiner for WeightedSums<'_> {
+    const FIRST: f32 = 0.0;
+    #[inline(always)]
+    unsafe fn combine<V: Vector>(self, columns: V, row: V, key: usize) -> V {
+        // SAFETY: the caller promises the instructions.
+        unsafe { columns.add(row.mul(V::splat(self.0[key]))) }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Maxima;
+
+impl Combiner for Maxima {
+    const FIRST: f32 = f32::NEG_INFINITY;
+    #[inline(always)]
+    unsafe fn combine<V: Vector>(self, columns: V, row: V, _key: usize) -> V {
+        // SAFETY: the caller promises the instructions.
+        unsafe { columns.max(row) }
     }
 }
 
@@ -202,9 +277,17 @@ mod tests {
         }
     }
 
-    /// For each codec and family, with rows wider than one pass, in one part and in two.
+    /// For each codec, family and way to combine rows, with rows wider than one pass, in one part
+    /// and in two.
     #[test]
     fn pooling_has_the_bits_of_adding_row_after_row() {
+        let weights: Vec<f32> = (0..RING_KEYS + 5).map(|key| (key as f32 * 0.91).cos()).collect();
+        for combine in [Combine::Sum, Combine::Weighted(&weights), Combine::Max] {
+            pool_as_row_after_row(combine);
+        }
+    }
+
+    fn pool_as_row_after_row(combine: Combine<'_>) {
         for (codec, dim) in [Codec::F32, Codec::F16, Codec::U8, Codec::U4]
             .into_iter()
             .flat_map(|c| (1..200).map(move |d| (c, d)))
@@ -224,15 +307,22 @@ mod tests {
             let (start, offsets) = (1000, [1003, 1010, 1010, 1000 + RING_KEYS as u32 + 5]);
             let mut plain = vec![7.0; 3 * stride];
             for (out, bounds) in plain.chunks_mut(stride).zip(offsets.windows(2)) {
-                out[..dim].fill(0.0);
+                out[..dim].fill(if matches!(combine, Combine::Max) {
+                    f32::NEG_INFINITY
+                } else {
+                    0.0
+                });
                 for key in bounds[0] as usize - start..bounds[1] as usize - start {
                     let row = &bytes[slots[key % RING_KEYS] as usize * format.row_bytes()..]
                         [..format.row_bytes()];
-                    format.accumulate::<Plain>(
-                        row,
-                        &mut out[..dim],
-                        key + start == bounds[0] as usize,
-                    );
+                    let (out, first) = (&mut out[..dim], key + start == bounds[0] as usize);
+                    match combine {
+                        Combine::Sum => format.accumulate::<Plain>(row, out, first),
+                        Combine::Weighted(weights) => {
+                            format.accumulate_weighted::<Plain>(row, weights[key], out, first);
+                        }
+                        Combine::Max => format.maximize::<Plain>(row, out, first),
+                    }
                 }
             }
 
@@ -243,6 +333,7 @@ mod tests {
                     dispatch(
                         isa,
                         Pool(PoolJob {
+                            combine,
                             rows,
                             format,
                             slots: &slots,

@@ -4,7 +4,7 @@
 //! miss list. A query never waits for a row.
 
 use crate::cache::address::RowKey;
-use crate::lookup::feature::{Bags, FeatureView, Input, Pooling, RowStore};
+use crate::lookup::feature::{Bags, FeatureView, Input, Place, Pooling, RowStore};
 use crate::lookup::miss_list::{MissList, OpenBag, RowState, Scratch};
 use crate::lookup::pipeline::LookupPipeline;
 use crate::lookup::row_source::{CachedRows, ReadResult, RowSource};
@@ -36,17 +36,20 @@ impl FeatureView<'_> {
         dispatch(isa, Query { feature: self, bags, from, input, misses, statuses })
     }
 
-    /// Pools the rest of a recorded bag of this feature from the fetched rows.
+    /// Pools the rest of a recorded bag of this feature from the fetched rows. `bags` are those of
+    /// the query.
     pub fn finish(
         &self,
         isa: Isa,
         bag: &OpenBag,
+        bags: Bags<'_>,
         misses: &MissList,
         input: &mut Input<'_>,
         statuses: &mut [LookupStatus],
     ) {
         let status = &mut statuses[bag.sample as usize];
-        dispatch(isa, Finish { feature: self, bag, misses, input, status });
+        let weights = bags.weights_of(bag.sample as usize);
+        dispatch(isa, Finish { feature: self, bag, weights, misses, input, status });
     }
 }
 
@@ -86,7 +89,8 @@ impl Query<'_, '_> {
         let stream = 4 * samples * self.input.stride > STREAM_BYTES_MIN;
         let keys = &self.bags.keys[start..end];
         let ring_of_query = ring.get_or_insert_default();
-        let mut pipeline = LookupPipeline::new(source, keys, ring_of_query, stream);
+        let combine = feature.combine(self.bags.weights, start, end);
+        let mut pipeline = LookupPipeline::new(source, keys, ring_of_query, combine, stream);
         let mut done = self.from;
 
         while end - start <= UNPIPELINED_KEYS_MAX && done < samples {
@@ -160,17 +164,18 @@ impl Query<'_, '_> {
     ) {
         let feature = self.feature;
         let keys = &self.bags.keys[bag.clone()];
+        let weights = self.bags.weights_of(sample);
         let out = feature.columns(self.input, sample);
 
         let (mut fresh, mut absent, mut first_miss) = (0, 0, None);
         for (position, &key) in keys.iter().enumerate() {
             match source.read_row::<S>(key, buffer) {
                 ReadResult::Row(bytes) => {
-                    feature.add_row::<S>(bytes, position, out);
+                    feature.add_row::<S>(bytes, Place::of(position, weights), out);
                     fresh += 1;
                 }
                 ReadResult::Absent => {
-                    feature.add_default(position, out);
+                    feature.add_default(Place::of(position, weights), out);
                     absent += 1;
                 }
                 ReadResult::Miss(_) => {
@@ -204,6 +209,8 @@ impl Query<'_, '_> {
 struct Finish<'a, 'd> {
     feature: &'a FeatureView<'a>,
     bag: &'a OpenBag,
+    /// The weights of the bag's keys; empty if the feature has none.
+    weights: &'a [f32],
     misses: &'a MissList,
     input: &'a mut Input<'d>,
     status: &'a mut LookupStatus,
@@ -214,12 +221,13 @@ impl Job for Finish<'_, '_> {
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let Self { feature, bag, misses, input, status } = self;
+        let Self { feature, bag, weights, misses, input, status } = self;
         let out = feature.columns(input, bag.sample as usize);
         for (position, (state, bytes)) in (bag.done as usize..).zip(misses.rows_of(bag)) {
+            let place = Place::of(position, weights);
             match state {
-                RowState::Fresh => feature.add_row::<S>(bytes, position, out),
-                _ => feature.add_default(position, out),
+                RowState::Fresh => feature.add_row::<S>(bytes, place, out),
+                _ => feature.add_default(place, out),
             }
             status.count(state);
         }
@@ -277,7 +285,7 @@ mod tests {
         let mut misses = MissList::new(keys.len(), format.row_bytes());
         let done = feature.query(
             isa,
-            Bags { keys: &keys, offsets: &offsets },
+            Bags::new(&keys, &offsets),
             0,
             &mut input,
             &mut misses,
@@ -367,7 +375,15 @@ mod tests {
                 .collect();
             let key = |i: u64| mix(round << 32 | i) % [KEYS, KEYS + 9][(round / 4 % 2) as usize];
             let keys: Vec<u64> = (0..u64::from(offsets[19])).map(key).collect();
-            for pooling in [Pooling::Sum, Pooling::Mean, Pooling::None] {
+            let weights: Vec<f32> = (0..keys.len()).map(|i| (i as f32 * 0.7).sin()).collect();
+            for (pooling, weights) in [
+                (Pooling::Sum, &[] as &[f32]),
+                (Pooling::Sum, &weights),
+                (Pooling::Mean, &[]),
+                (Pooling::None, &[]),
+                (Pooling::Sqrtn, &[]),
+                (Pooling::Max, &[]),
+            ] {
                 let width = if pooling == Pooling::None { DIM * 90 } else { DIM };
                 for (rows, keys_end) in [
                     (RowStore::Cached(&caches[0]), Some(KEYS)),
@@ -387,7 +403,7 @@ mod tests {
                         column: 0,
                         width,
                     };
-                    let bags = Bags { keys: &keys, offsets: &offsets };
+                    let bags = Bags { keys: &keys, offsets: &offsets, weights };
                     FeaturePrefetch::new(keys.len(), 2)
                         .prefetch(Isa::detect(), 0, |_| (feature, bags));
                     let plain = after_query(Isa::available()[0], &feature, bags);

@@ -18,6 +18,9 @@ pub(crate) trait Vector: Copy {
     /// order with other stores until `simd::stream_fence`.
     unsafe fn stream(self, to: *mut f32);
     unsafe fn add(self, other: Self) -> Self;
+    unsafe fn mul(self, other: Self) -> Self;
+    /// Returns the values of `other` that are larger, else those of `self`.
+    unsafe fn max(self, other: Self) -> Self;
     /// Returns `self * x + y`, rounded once.
     unsafe fn mul_add(self, x: Self, y: Self) -> Self;
     /// Loads 16 f32 of a row.
@@ -121,6 +124,16 @@ pub(crate) mod x86 {
             unsafe { Self(_mm512_add_ps(self.0, other.0)) }
         }
         #[inline(always)]
+        unsafe fn mul(self, other: Self) -> Self {
+            // SAFETY: as `Vector` requires.
+            unsafe { Self(_mm512_mul_ps(self.0, other.0)) }
+        }
+        #[inline(always)]
+        unsafe fn max(self, other: Self) -> Self {
+            // SAFETY: as `Vector` requires. The instruction returns its second operand if equal.
+            unsafe { Self(_mm512_max_ps(other.0, self.0)) }
+        }
+        #[inline(always)]
         unsafe fn mul_add(self, x: Self, y: Self) -> Self {
             // SAFETY: as `Vector` requires.
             unsafe { Self(_mm512_fmadd_ps(self.0, x.0, y.0)) }
@@ -196,6 +209,18 @@ pub(crate) mod x86 {
             let ([a, b], [c, d]) = (self.0, other.0);
             // SAFETY: as `Vector` requires.
             unsafe { Self([_mm256_add_ps(a, c), _mm256_add_ps(b, d)]) }
+        }
+        #[inline(always)]
+        unsafe fn mul(self, other: Self) -> Self {
+            let ([a, b], [c, d]) = (self.0, other.0);
+            // SAFETY: as `Vector` requires.
+            unsafe { Self([_mm256_mul_ps(a, c), _mm256_mul_ps(b, d)]) }
+        }
+        #[inline(always)]
+        unsafe fn max(self, other: Self) -> Self {
+            let ([a, b], [c, d]) = (self.0, other.0);
+            // SAFETY: as `Vector` requires. The instruction returns its second operand if equal.
+            unsafe { Self([_mm256_max_ps(c, a), _mm256_max_ps(d, b)]) }
         }
         #[inline(always)]
         unsafe fn mul_add(self, x: Self, y: Self) -> Self {
@@ -346,6 +371,19 @@ pub(crate) mod arm {
         unsafe fn add(self, other: Self) -> Self {
             // SAFETY: as `Vector` requires.
             unsafe { Self(std::array::from_fn(|i| vaddq_f32(self.0[i], other.0[i]))) }
+        }
+        #[inline(always)]
+        unsafe fn mul(self, other: Self) -> Self {
+            // SAFETY: as `Vector` requires.
+            unsafe { Self(std::array::from_fn(|i| vmulq_f32(self.0[i], other.0[i]))) }
+        }
+        #[inline(always)]
+        unsafe fn max(self, other: Self) -> Self {
+            let larger = |own, other| {
+                // SAFETY: as `Vector` requires.
+                unsafe { vbslq_f32(vcgtq_f32(other, own), other, own) }
+            };
+            Self(std::array::from_fn(|i| larger(self.0[i], other.0[i])))
         }
         #[inline(always)]
         unsafe fn mul_add(self, x: Self, y: Self) -> Self {

@@ -5,7 +5,7 @@ use crate::bundle::manifest::{Generation, ManifestError};
 use crate::flash::segment::SegmentError;
 use crate::io::disk::is_damage;
 use crate::io::field_error::FieldError;
-use crate::schema::sample::ProbeError;
+use crate::schema::probe_set::ProbeError;
 use hatchback_kernels::dense::DenseError;
 use std::io;
 use std::path::{Path, PathBuf};

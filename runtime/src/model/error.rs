@@ -25,6 +25,9 @@ pub enum OpenError {
     /// The GPU cannot hold or run the model.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// The model needs what the lookup on a GPU does not have.
+    #[error("the GPU's lookup lacks {0}; serve this model with device = \"cpu\"")]
+    GpuLacks(String),
     /// The weights that the budget requires change the scores of the dense network too much.
     #[error(
         "budget.dense_weights = {weights}: probe sample {sample}: {problem}; choose wider weights"

@@ -46,6 +46,7 @@ pub struct Model {
     backend: ModelBackend,
     outputs: usize,
     columns: Vec<InputColumn>,
+    copies: Vec<ColumnCopy>,
     memory: MemoryPlan,
 }
 
@@ -74,6 +75,15 @@ pub(crate) struct InputColumn {
     pub column: usize,
 }
 
+/// The vectors of a feature that feeds more than one input: they are pooled into the first, and
+/// copied into each other one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ColumnCopy {
+    pub from: InputColumn,
+    pub to: InputColumn,
+    pub width: usize,
+}
+
 impl Model {
     /// Puts a model together. Its memory plan is empty.
     pub(crate) fn new(parts: ModelParts) -> Self {
@@ -88,7 +98,7 @@ impl Model {
             backend,
             outputs,
         } = parts;
-        let columns = columns_of(&schema);
+        let (columns, copies) = columns_of(&schema);
         let memory = MemoryPlan::default();
         Self {
             generation: Arc::new(generation),
@@ -101,6 +111,7 @@ impl Model {
             backend,
             outputs,
             columns,
+            copies,
             memory,
         }
     }
@@ -210,6 +221,11 @@ impl Model {
         self.columns[f]
     }
 
+    /// Returns the vectors that are copied from one input to another.
+    pub(crate) fn copies(&self) -> &[ColumnCopy] {
+        &self.copies
+    }
+
     /// Returns the values per sample of each input of the dense network.
     pub(crate) fn input_widths(&self) -> Vec<usize> {
         self.schema.network.inputs.iter().map(|input| self.schema.input_width(input)).collect()
@@ -251,16 +267,22 @@ impl Model {
     }
 }
 
-/// Returns for each feature where it begins in the inputs of the dense network.
-fn columns_of(schema: &Schema) -> Vec<InputColumn> {
-    let mut columns = vec![InputColumn::default(); schema.features.len()];
+/// Returns for each feature where it begins in the inputs of the dense network, and what is copied
+/// from there.
+fn columns_of(schema: &Schema) -> (Vec<InputColumn>, Vec<ColumnCopy>) {
+    let mut columns: Vec<Option<InputColumn>> = vec![None; schema.features.len()];
+    let mut copies = Vec::new();
     for (input, declared) in schema.network.inputs.iter().enumerate() {
         let InputSource::Features(features) = &declared.source else { continue };
         let mut column = 0;
         for &f in features {
-            columns[usize::from(f)] = InputColumn { input, column };
-            column += schema.feature_width(usize::from(f));
+            let (to, width) = (InputColumn { input, column }, schema.feature_width(usize::from(f)));
+            match columns[usize::from(f)] {
+                None => columns[usize::from(f)] = Some(to),
+                Some(from) => copies.push(ColumnCopy { from, to, width }),
+            }
+            column += width;
         }
     }
-    columns
+    (columns.into_iter().map(Option::unwrap_or_default).collect(), copies)
 }

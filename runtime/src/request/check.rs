@@ -4,6 +4,7 @@
 use crate::model::Model;
 use crate::request::error::ScoreError;
 use crate::schema::batch::Batch;
+use hatchback_kernels::lookup::Bags;
 
 /// Checks that `batch` has the shape of the model's schema and at most `batch_max` samples.
 ///
@@ -28,6 +29,20 @@ pub(crate) fn check_batch(model: &Model, batch: &Batch) -> Result<(), ScoreError
     let is_too_long = |&f: &usize| batch.hotness(f) > schema.features[f].hotness_max as usize;
     match (0..batch.features()).find(is_too_long) {
         Some(f) => refuse("hotness", format!("feature {f} has a bag of {} keys", batch.hotness(f))),
-        None => Ok(()),
+        None => check_weights(model, batch),
     }
+}
+
+/// Checks that each key of a feature with weights has one, and no other key.
+fn check_weights(model: &Model, batch: &Batch) -> Result<(), ScoreError> {
+    for (f, feature) in model.schema().features.iter().enumerate() {
+        let Bags { keys, weights, .. } = batch.bags(f);
+        let expected = if feature.weighted { keys.len() } else { 0 };
+        if weights.len() != expected {
+            let problem =
+                format!("{} for {} keys of `{}`", weights.len(), keys.len(), feature.name);
+            return Err(ScoreError::Request { field: "weights", problem });
+        }
+    }
+    Ok(())
 }

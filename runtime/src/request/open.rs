@@ -14,8 +14,8 @@ use crate::request::negative_cache::NegativeCache;
 use crate::request::queue::RequestQueue;
 use crate::request::worker::lookup_limits;
 use crate::request::{weight_check, weight_choice};
-use crate::schema::Schema;
 use crate::schema::batch::Batch;
+use crate::schema::{Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::dense::DenseEngine;
@@ -39,6 +39,7 @@ const GPU_DENSE: &str = "dense network on the GPU, all workers";
 const INPUTS: &str = "dense network inputs, all workers";
 const INDEXES: &str = "indexes of the segments and overlays of their deltas";
 const RESIDENTS: &str = "resident tables";
+const VOCABULARIES: &str = "vocabularies of the key functions";
 
 /// Misses of a model that scores one sample at a time, if no bag is longer.
 const MISSES_OF_ONE_SAMPLE: u32 = 1024;
@@ -161,13 +162,17 @@ impl Model {
     /// `device` is the CPU or the tables are on a GPU already.
     ///
     /// # Errors
-    /// [`OpenError::Cuda`] if the GPU has no room, [`OpenError::Budget`] if the budget has no room
-    /// for what the workers need beside the tables.
+    /// [`OpenError::GpuLacks`] if the GPU's lookup cannot serve the schema, [`OpenError::Cuda`] if
+    /// the GPU has no room, [`OpenError::Budget`] if the budget has no room for what the workers
+    /// need beside the tables.
     pub fn move_to_device(mut self, device: &Device) -> Result<Self, OpenError> {
         let (Device::Cuda(gpu), ModelBackend::Cpu { .. }) = (device, self.backend()) else {
             return Ok(self);
         };
         let schema = self.schema();
+        if let Some(lacks) = schema.gpu_lacks() {
+            return Err(OpenError::GpuLacks(lacks));
+        }
         let bytes = GpuLookup::bytes(
             schema.features.len(),
             schema.lookups_max(),
@@ -270,8 +275,9 @@ fn load_dense_on(
     let network = &schema.network;
     let inputs: Vec<(&str, usize)> =
         network.inputs.iter().map(|i| (i.name.as_str(), schema.input_width(i))).collect();
-    let (output, activation) = (network.output.as_str(), network.activation);
-    DeviceEngine::load(gpu, &DenseNetwork { onnx, inputs: &inputs, output, activation }, options)
+    let SingleOutput { onnx, name: output, activation } = schema.single_output(onnx.to_vec())?;
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output, activation };
+    DeviceEngine::load(gpu, &network, options)
 }
 
 fn device_storage(table: &ServedTable) -> TableStorage {
@@ -308,6 +314,14 @@ fn index_bytes(model: &Model) -> u64 {
     model.tables().iter().map(|table| table.rows.index_bytes() as u64).sum()
 }
 
+/// Sets the line of the vocabularies, which only a model with vocabularies has.
+fn set_vocabularies(plan: &mut MemoryPlan, model: &Model) {
+    match model.schema().features.iter().map(|f| f.key.bytes() as u64).sum() {
+        0 => plan.remove(VOCABULARIES),
+        bytes => plan.set(VOCABULARIES, bytes),
+    }
+}
+
 fn input_bytes(model: &Model) -> u64 {
     let batch = u64::from(model.budget().batch_max) * u64::from(model.budget().workers);
     4 * batch * model.input_widths().iter().sum::<usize>() as u64
@@ -322,6 +336,7 @@ pub(crate) fn plan_after(before: &MemoryPlan, model: &Model) -> MemoryPlan {
     plan.remove(GPU_DENSE);
     plan.set(RESIDENTS, resident_bytes(model.backend()));
     plan.set(INDEXES, index_bytes(model));
+    set_vocabularies(&mut plan, model);
     plan.set(INPUTS, input_bytes(model));
     plan.set(DENSE_WEIGHTS, dense.weights);
     plan.set(DENSE_RESULTS, u64::from(model.budget().workers) * dense.scratch as u64);
@@ -351,6 +366,7 @@ fn add_model(plan: &mut MemoryPlan, model: &Model) {
     plan.add("embedding caches", cache_bytes(model));
     plan.add(RESIDENTS, resident_bytes(model.backend()));
     plan.add(INDEXES, index_bytes(model));
+    set_vocabularies(plan, model);
     plan.add(DENSE_WEIGHTS, cpu_dense_bytes(model).weights);
 }
 

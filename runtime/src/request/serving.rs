@@ -388,6 +388,14 @@ fn check_shape(old: &Model, new: &Model) -> Result<(), ShapeError> {
     if a != b {
         return differ("outputs", format!("{b} instead of {a}"));
     }
+    let names = |model: &Model| -> Vec<String> {
+        model.schema().network.outputs.iter().map(|output| output.name.clone()).collect()
+    };
+    // The name of the only output is the network's own matter.
+    let (a, b) = (names(old), names(new));
+    if a.len().max(b.len()) > 1 && a != b {
+        return differ("outputs", format!("{b:?} instead of {a:?}"));
+    }
     Ok(())
 }
 
@@ -410,6 +418,13 @@ fn check_features(old: &Schema, new: &Schema) -> Result<(), ShapeError> {
             let problem =
                 format!("{} instead of {} for `{}`", b.hotness_max, a.hotness_max, a.name);
             return differ("hotness_max", problem);
+        }
+        if a.weighted != b.weighted {
+            return differ("weights", format!("of `{}`, only one generation has them", a.name));
+        }
+        if !a.key.is_extended_by(&b.key) {
+            let problem = format!("of `{}` makes other keys of the same values", a.name);
+            return differ("key", problem);
         }
     }
     Ok(())

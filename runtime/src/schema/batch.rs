@@ -13,11 +13,11 @@ pub use hatchback_kernels::lookup::Bags;
 /// ```
 /// use hatchback::schema::batch::{Batch, BatchError};
 /// use hatchback::schema::sample::Sample;
-/// use hatchback::schema::{Network, Schema};
+/// use hatchback::schema::{Network, NetworkOutput, Schema};
 /// use hatchback::Activation;
 ///
-/// let network =
-///     Network { inputs: vec![], output: "score".to_owned(), activation: Activation::Sigmoid };
+/// let output = NetworkOutput { name: "score".to_owned(), activation: Activation::Sigmoid };
+/// let network = Network { inputs: vec![], outputs: vec![output] };
 /// let schema = Schema {
 ///     dense_features: vec!["speed".to_owned(), "hour".to_owned()],
 ///     tables: vec![],
@@ -44,6 +44,8 @@ pub struct Batch {
 #[derive(Clone, Debug)]
 struct Jagged {
     keys: Vec<u64>,
+    /// One for each key, or none.
+    weights: Vec<f32>,
     offsets: Vec<u32>,
     /// Keys in the longest bag.
     longest: usize,
@@ -70,6 +72,9 @@ pub enum BatchError {
     /// A column has another length than its samples need.
     #[error("{field}: {found} values for {samples} samples, the model takes {needed}")]
     Column { field: String, found: usize, samples: usize, needed: usize },
+    /// A weight is not a number.
+    #[error("the weight of key {key} of feature `{feature}` is {value}")]
+    Weight { feature: String, key: usize, value: f32 },
     /// A dense feature is not a number.
     #[error("sample {sample}: dense feature `{feature}` is {value}")]
     Dense { feature: String, sample: usize, value: f32 },
@@ -78,23 +83,31 @@ pub enum BatchError {
 impl Batch {
     /// Makes an empty batch with room for `capacity` samples.
     pub fn new(schema: &Schema, capacity: usize) -> Self {
-        let jagged = |hotness: u32| {
+        let jagged = |feature: &Feature| {
+            let keys = capacity * feature.hotness_max as usize;
             let mut offsets = Vec::with_capacity(capacity + 1);
             offsets.push(0);
-            Jagged { keys: Vec::with_capacity(capacity * hotness as usize), offsets, longest: 0 }
+            Jagged {
+                keys: Vec::with_capacity(keys),
+                weights: Vec::with_capacity(if feature.weighted { keys } else { 0 }),
+                offsets,
+                longest: 0,
+            }
         };
         Self {
             capacity,
             size: 0,
             dense_features: schema.dense_features.len(),
             dense: Vec::with_capacity(capacity * schema.dense_features.len()),
-            features: schema.features.iter().map(|f| jagged(f.hotness_max)).collect(),
+            features: schema.features.iter().map(jagged).collect(),
         }
     }
 
     /// Returns the bytes that a batch of `capacity` samples takes.
     pub fn bytes(schema: &Schema, capacity: usize) -> usize {
-        let keys: usize = schema.lookups_max() * 8 + schema.features.len() * 4;
+        let weighted = schema.features.iter().filter(|f| f.weighted);
+        let weights: usize = weighted.map(|f| 4 * f.hotness_max as usize).sum();
+        let keys: usize = schema.lookups_max() * 8 + weights + schema.features.len() * 4;
         capacity * (4 * schema.dense_features.len() + keys) + 4 * schema.features.len()
     }
 
@@ -104,6 +117,7 @@ impl Batch {
         self.dense.clear();
         for feature in &mut self.features {
             feature.keys.clear();
+            feature.weights.clear();
             feature.offsets.truncate(1);
             feature.longest = 0;
         }
@@ -127,8 +141,9 @@ impl Batch {
         }
 
         self.dense.extend_from_slice(&sample.dense);
-        for (feature, bag) in self.features.iter_mut().zip(&sample.sparse) {
+        for (f, (feature, bag)) in self.features.iter_mut().zip(&sample.sparse).enumerate() {
             feature.keys.extend_from_slice(bag);
+            feature.weights.extend(sample.weights.get(f).into_iter().flatten());
             feature.offsets.push(feature.keys.len() as u32);
             feature.longest = feature.longest.max(bag.len());
         }
@@ -137,8 +152,8 @@ impl Batch {
     }
 
     /// Adds `samples` samples that are in columns: `dense` is `[samples, dense features]`, and
-    /// `bags` returns the keys and offsets of each sparse feature, by its number. The offsets of a
-    /// feature are `[samples + 1]`; the keys before the first offset are not read.
+    /// `bags` returns the keys, offsets and weights of each sparse feature, by its number. The
+    /// offsets of a feature are `[samples + 1]`; the keys before the first offset are not read.
     ///
     /// # Errors
     /// [`BatchError`] if there is no room or a column does not fit the schema. The batch is then
@@ -165,9 +180,11 @@ impl Batch {
 
         self.dense.extend_from_slice(dense);
         for (f, feature) in self.features.iter_mut().enumerate() {
-            let Bags { keys, offsets } = bags(f);
+            let Bags { keys, offsets, weights } = bags(f);
             let (from, before) = (offsets[0], feature.keys.len() as u32);
-            feature.keys.extend_from_slice(&keys[from as usize..offsets[samples] as usize]);
+            let read = from as usize..offsets[samples] as usize;
+            feature.keys.extend_from_slice(&keys[read.clone()]);
+            feature.weights.extend_from_slice(weights.get(read).unwrap_or_default());
             feature.offsets.extend(offsets[1..].iter().map(|end| before + (end - from)));
             let longest = offsets.windows(2).map(|o| o[1] - o[0]).max().unwrap_or(0);
             feature.longest = feature.longest.max(longest as usize);
@@ -186,6 +203,7 @@ impl Batch {
         for (feature, more) in self.features.iter_mut().zip(&other.features) {
             let before = feature.keys.len() as u32;
             feature.keys.extend_from_slice(&more.keys);
+            feature.weights.extend_from_slice(&more.weights);
             feature.offsets.extend(more.offsets[1..].iter().map(|end| before + end));
             feature.longest = feature.longest.max(more.longest);
         }
@@ -218,9 +236,10 @@ impl Batch {
         self.features[f].longest
     }
 
-    /// Returns the keys of feature `f`, one bag for each sample.
+    /// Returns the keys of feature `f`, one bag for each sample, and their weights.
     pub fn bags(&self, f: usize) -> Bags<'_> {
-        Bags { keys: &self.features[f].keys, offsets: &self.features[f].offsets }
+        let Jagged { keys, weights, offsets, .. } = &self.features[f];
+        Bags { keys, offsets, weights }
     }
 }
 
@@ -259,7 +278,7 @@ pub fn check_offsets(feature: &Feature, offsets: &[u32]) -> Result<(), BatchErro
 
 /// Checks the bags of `feature` for `samples` samples.
 fn check_bags(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), BatchError> {
-    let Bags { keys, offsets } = bags;
+    let Bags { keys, offsets, weights } = bags;
     let column = |part: &str, found, needed| {
         let field = format!("{part} of feature `{}`", feature.name);
         Err(BatchError::Column { field, found, samples, needed })
@@ -269,9 +288,20 @@ fn check_bags(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), B
     }
 
     check_offsets(feature, offsets)?;
-    match offsets[samples] as usize {
-        end if end > keys.len() => column("keys", keys.len(), end),
-        _ => Ok(()),
+    let end = offsets[samples] as usize;
+    if end > keys.len() {
+        return column("keys", keys.len(), end);
+    }
+    let needed = if feature.weighted { end } else { 0 };
+    if weights.len() < needed || (needed == 0 && !weights.is_empty()) {
+        return column("weights", weights.len(), needed);
+    }
+    match weights[..needed].iter().position(|weight| !weight.is_finite()) {
+        Some(key) => {
+            let feature = feature.name.clone();
+            Err(BatchError::Weight { feature, key, value: weights[key] })
+        }
+        None => Ok(()),
     }
 }
 
@@ -279,28 +309,22 @@ fn check_bags(feature: &Feature, samples: usize, bags: Bags<'_>) -> Result<(), B
 mod tests {
     use super::*;
     use crate::schema::Network;
-    use hatchback_kernels::dense::Activation;
     use hatchback_kernels::lookup::Pooling;
 
     fn schema() -> Schema {
-        let feature = |name: &str, hotness_max| Feature {
-            name: name.to_owned(),
-            table: 0,
-            pooling: Pooling::Sum,
-            hotness_max,
-        };
-        let activation = Activation::Sigmoid;
+        let feature = |name: &str, hotness_max| Feature::plain(name, 0, Pooling::Sum, hotness_max);
         Schema {
             dense_features: vec!["a".to_owned(), "b".to_owned()],
             tables: vec![],
-            features: vec![feature("x", 1), feature("y", 3)],
-            network: Network { inputs: vec![], output: "score".to_owned(), activation },
+            features: vec![feature("x", 1), Feature { weighted: true, ..feature("y", 3) }],
+            network: Network { inputs: vec![], outputs: vec![] },
         }
     }
 
     const DENSE: [f32; 4] = [0.5, 1.0, 2.0, 3.0];
-    const X: Bags<'_> = Bags { keys: &[9, 7], offsets: &[1, 2, 2] };
-    const Y: Bags<'_> = Bags { keys: &[1, 2, 3, 4], offsets: &[0, 3, 4] };
+    const X: Bags<'_> = Bags { keys: &[9, 7], offsets: &[1, 2, 2], weights: &[] };
+    const Y: Bags<'_> =
+        Bags { keys: &[1, 2, 3, 4], offsets: &[0, 3, 4], weights: &[0.5, 1.5, 2.5, 3.5] };
 
     #[test]
     fn columns_are_the_same_as_samples() {
@@ -308,6 +332,7 @@ mod tests {
         let sample = |dense: &[f32], x: &[u64], y: &[u64]| Sample {
             dense: dense.to_vec(),
             sparse: vec![x.to_vec(), y.to_vec()],
+            weights: vec![vec![], y.iter().map(|key| *key as f32 - 0.5).collect()],
             ..Sample::default()
         };
         let mut by_column = by_sample.clone();
@@ -338,6 +363,11 @@ mod tests {
             (refused(&DENSE, with(&[0, 4, 4])), "feature `y`: offsets 0 to 4 of sample 0"),
             (refused(&DENSE, with(&[3, 1, 2])), "feature `y`: offsets 3 to 1 of sample 0"),
             (refused(&DENSE, with(&[3, 3, 5])), "keys of feature `y`: 4 values for 2 samples"),
+            (refused(&DENSE, Bags { weights: &[1.0; 3], ..Y }), "weights of feature `y`: 3 values"),
+            (
+                refused(&DENSE, Bags { weights: &[1.0, 2.0, f32::NAN, 3.0], ..Y }),
+                "the weight of key 2 of feature `y` is NaN",
+            ),
         ] {
             assert!(said.contains(expected), "{said}");
         }

@@ -2,15 +2,25 @@
 //! the dense network. Plain data with one check; never reads rows.
 
 pub mod batch;
+pub mod key_function;
+pub mod outputs;
+pub mod probe_set;
+pub mod raw_value;
 pub mod sample;
+mod sample_line;
+pub mod vocabulary;
 
 use crate::limits::{
-    DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_WIDTH_MAX, NAME_BYTES_MAX,
-    TABLES_MAX,
+    DENSE_FEATURES_MAX, DIM_MAX, FEATURES_MAX, HOTNESS_MAX, INPUT_FEATURES_MAX, INPUT_WIDTH_MAX,
+    NAME_BYTES_MAX, OUTPUTS_MAX, TABLES_MAX,
 };
+use crate::schema::key_function::{KeyError, KeyFunction};
+use crate::schema::raw_value::RawValue;
 use hatchback_kernels::cache::address::{mix, unmix};
 use hatchback_kernels::cache::codec::{Codec, ROW_BYTES_MAX, RowFormat};
-use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
+use hatchback_kernels::dense::{
+    Activation, DenseEngine, DenseError, JOINED_OUTPUT, Weights, check_joined, join_outputs,
+};
 use hatchback_kernels::lookup::Pooling;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -105,7 +115,7 @@ impl Table {
 }
 
 /// A sparse feature of a request: a bag of keys for each sample.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Feature {
     /// Its name, unique in the model.
     pub name: String,
@@ -115,6 +125,29 @@ pub struct Feature {
     pub pooling: Pooling,
     /// Keys in its longest bag.
     pub hotness_max: u32,
+    /// Whether each key comes with a weight, which multiplies its row.
+    pub weighted: bool,
+    /// How the values of a request become keys.
+    pub key: KeyFunction,
+}
+
+impl Feature {
+    /// Returns a feature that takes keys, without weights.
+    pub fn plain(name: &str, table: u16, pooling: Pooling, hotness_max: u32) -> Self {
+        let name = name.to_owned();
+        Self { name, table, pooling, hotness_max, weighted: false, key: KeyFunction::Key }
+    }
+
+    /// Returns whether both have the same name and look up and pool rows in the same way.
+    pub(crate) fn has_lookup_of(&self, other: &Self) -> bool {
+        let key = self.key.clone();
+        *self == Self { key, ..other.clone() }
+    }
+
+    /// Returns the values of its longest bag in an input: rows for the pooling `none`, else 1.
+    fn rows_out(&self) -> usize {
+        if self.pooling == Pooling::None { self.hotness_max as usize } else { 1 }
+    }
 }
 
 /// The source of an input of the dense network.
@@ -124,6 +157,10 @@ pub enum InputSource {
     Dense,
     /// The pooled vectors of these features, side by side.
     Features(Vec<u16>),
+    /// The number of keys in the bag of each of these features.
+    Lengths(Vec<u16>),
+    /// For each of these features `hotness_max` values: 1 for a key, 0 after the last key.
+    Masks(Vec<u16>),
 }
 
 /// An input of the dense network, `[batch, width]`.
@@ -140,8 +177,16 @@ pub struct NetworkInput {
 pub struct Network {
     /// Its inputs.
     pub inputs: Vec<NetworkInput>,
-    /// The name of its output in the ONNX file, `[batch]` or `[batch, n]`.
-    pub output: String,
+    /// Its outputs. The only output is `[batch]` or `[batch, n]`, and then a sample has `n` scores.
+    /// Of several outputs each is `[batch]` or `[batch, 1]`: a sample has a score for each.
+    pub outputs: Vec<NetworkOutput>,
+}
+
+/// An output of the dense network.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetworkOutput {
+    /// Its name in the ONNX file.
+    pub name: String,
     /// The function that makes a score of the output.
     pub activation: Activation,
 }
@@ -207,6 +252,10 @@ impl Schema {
         check_names("table", TABLES_MAX, self.tables.iter().map(|t| &t.name))?;
         check_names("feature", FEATURES_MAX, self.features.iter().map(|f| &f.name))?;
         check_names("network.input", FEATURES_MAX, self.network.inputs.iter().map(|i| &i.name))?;
+        check_names("network.output", OUTPUTS_MAX, self.network.outputs.iter().map(|o| &o.name))?;
+        if self.network.outputs.is_empty() {
+            return fault("network.output", "names no output");
+        }
         self.tables.iter().enumerate().try_for_each(|(i, t)| check_table(i, t))?;
 
         for (i, f) in self.features.iter().enumerate() {
@@ -222,30 +271,64 @@ impl Schema {
                     format!("{} is not in 1..={HOTNESS_MAX}", f.hotness_max),
                 );
             }
+            if f.weighted && f.pooling != Pooling::Sum {
+                let problem = format!("weights with {:?} pooling, only sums take them", f.pooling);
+                return fault(format!("feature[{i}].weights"), problem);
+            }
+            self.check_key(i)?;
         }
 
         self.check_network()
     }
 
-    /// Checks that every feature feeds exactly one input, and that the dense features feed one
-    /// input if there are any.
+    /// Checks the key function of feature `f` against its table.
+    fn check_key(&self, f: usize) -> Result<(), SchemaError> {
+        let (key, table) = (&self.features[f].key, self.table_of(f));
+        let refuse = |problem: String| fault(format!("feature[{f}].key"), problem);
+        if let Err(problem) = key.check() {
+            return refuse(problem);
+        }
+        match (table.keys, key.key_max()) {
+            (KeySpace::Index, Some(last)) if last >= table.rows => refuse(format!(
+                "makes keys up to {last}, the table `{}` has {} rows",
+                table.name, table.rows
+            )),
+            (KeySpace::Sparse, _) if key.may_be_unknown() => refuse(format!(
+                "a sparse table such as `{}` may have any key; say what an unknown word becomes",
+                table.name
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that every feature feeds an input with its vectors, and that the dense features feed
+    /// one input if there are any.
     fn check_network(&self) -> Result<(), SchemaError> {
-        let mut fed = vec![0u32; self.features.len()];
-        let mut dense = 0u32;
+        let mut is_fed = vec![false; self.features.len()];
+        let (mut dense, mut listed) = (0u32, 0);
         for (i, input) in self.network.inputs.iter().enumerate() {
-            let field = || format!("network.input[{i}].features");
-            let InputSource::Features(features) = &input.source else {
-                dense += 1;
-                continue;
+            let (field, features) = match &input.source {
+                InputSource::Dense => {
+                    dense += 1;
+                    continue;
+                }
+                InputSource::Features(features) => ("features", features),
+                InputSource::Lengths(features) => ("lengths", features),
+                InputSource::Masks(features) => ("masks", features),
             };
+            let field = || format!("network.input[{i}].{field}");
             if features.is_empty() {
                 return fault(field(), "is empty");
             }
-            for &f in features {
-                match fed.get_mut(usize::from(f)) {
-                    Some(inputs) => *inputs += 1,
-                    None => return fault(field(), format!("no feature {f}")),
-                }
+            listed += features.len();
+            if listed > INPUT_FEATURES_MAX {
+                return fault(field(), format!("with the others lists over {INPUT_FEATURES_MAX}"));
+            }
+            if let Some(f) = features.iter().find(|f| usize::from(**f) >= self.features.len()) {
+                return fault(field(), format!("no feature {f}"));
+            }
+            if matches!(input.source, InputSource::Features(_)) {
+                features.iter().for_each(|f| is_fed[usize::from(*f)] = true);
             }
         }
 
@@ -253,9 +336,9 @@ impl Schema {
             let n = self.dense_features.len();
             return fault("network.input", format!("{dense} inputs take the {n} dense features"));
         }
-        if let Some(f) = fed.iter().position(|&inputs| inputs != 1) {
-            let name = &self.features[f].name;
-            return fault(format!("feature[{f}]"), format!("`{name}` feeds {} inputs", fed[f]));
+        if let Some(f) = is_fed.iter().position(|is_fed| !is_fed) {
+            let problem = format!("`{}` feeds no input with its vectors", self.features[f].name);
+            return fault(format!("feature[{f}]"), problem);
         }
 
         let mut widths = self.network.inputs.iter().map(|input| self.input_width(input));
@@ -275,12 +358,7 @@ impl Schema {
 
     /// Returns the values per sample that feature `f` adds to its network input.
     pub fn feature_width(&self, f: usize) -> usize {
-        let rows = if self.features[f].pooling == Pooling::None {
-            self.features[f].hotness_max as usize
-        } else {
-            1
-        };
-        rows * self.table_of(f).dim as usize
+        self.features[f].rows_out() * self.table_of(f).dim as usize
     }
 
     /// Returns the values per sample of a network input.
@@ -289,6 +367,11 @@ impl Schema {
             InputSource::Dense => self.dense_features.len(),
             InputSource::Features(features) => {
                 features.iter().map(|&f| self.feature_width(usize::from(f))).sum()
+            }
+            InputSource::Lengths(features) => features.len(),
+            InputSource::Masks(features) => {
+                let hotness = |f: &u16| self.features[usize::from(*f)].hotness_max as usize;
+                features.iter().map(hotness).sum()
             }
         }
     }
@@ -302,13 +385,70 @@ impl Schema {
         let network = &self.network;
         let widths: Vec<(&str, usize)> =
             network.inputs.iter().map(|i| (i.name.as_str(), self.input_width(i))).collect();
-        DenseEngine::load(onnx, &widths, &network.output, network.activation, weights)
+        let SingleOutput { onnx, name, activation } = self.single_output(onnx)?;
+        let engine = DenseEngine::load(onnx, &widths, name, activation, weights)?;
+        if let [_, _, ..] = network.outputs.as_slice() {
+            let names: Vec<&str> = network.outputs.iter().map(|o| o.name.as_str()).collect();
+            check_joined(&names, engine.outputs())?;
+        }
+        Ok(engine)
+    }
+
+    /// Returns the dense network with one output: its own, or all of several side by side.
+    pub(crate) fn single_output(&self, onnx: Vec<u8>) -> Result<SingleOutput<'_>, DenseError> {
+        if let [NetworkOutput { name, activation }] = self.network.outputs.as_slice() {
+            return Ok(SingleOutput { onnx, name, activation: *activation });
+        }
+        let outputs: Vec<(&str, Activation)> =
+            self.network.outputs.iter().map(|o| (o.name.as_str(), o.activation)).collect();
+        let onnx = join_outputs(&onnx, &outputs)?;
+        Ok(SingleOutput { onnx, name: JOINED_OUTPUT, activation: Activation::None })
+    }
+
+    /// Returns the key of a raw value of feature `f`.
+    ///
+    /// # Errors
+    /// [`KeyError`] if the feature's key function does not take such a value.
+    pub fn key(&self, f: usize, value: &RawValue<'_>) -> Result<u64, KeyError> {
+        self.features[f].key.apply(value)
+    }
+
+    /// Returns what the lookup on a GPU does not have; `None` if a GPU can look up all rows.
+    pub fn gpu_lacks(&self) -> Option<String> {
+        let feature = |f: &Feature| match f.pooling {
+            _ if f.weighted => Some(format!("weights, which feature `{}` takes", f.name)),
+            Pooling::Sqrtn => Some(format!("pooling `sqrtn` of feature `{}`", f.name)),
+            Pooling::Max => Some(format!("pooling `max` of feature `{}`", f.name)),
+            Pooling::Sum | Pooling::Mean | Pooling::None => None,
+        };
+        let mut is_fed = vec![false; self.features.len()];
+        let mut input = |input: &NetworkInput| match &input.source {
+            InputSource::Dense => None,
+            InputSource::Lengths(_) => Some(format!("lengths, which input `{}` takes", input.name)),
+            InputSource::Masks(_) => Some(format!("masks, which input `{}` takes", input.name)),
+            InputSource::Features(features) => features.iter().find_map(|&f| {
+                let f = usize::from(f);
+                std::mem::replace(&mut is_fed[f], true).then(|| {
+                    let name = &self.features[f].name;
+                    format!("a second input for feature `{name}`, which is `{}`", input.name)
+                })
+            }),
+        };
+        let lacks = self.features.iter().find_map(feature);
+        lacks.or_else(|| self.network.inputs.iter().find_map(&mut input))
     }
 
     /// Returns the largest number of lookups of one sample.
     pub fn lookups_max(&self) -> usize {
         self.features.iter().map(|f| f.hotness_max as usize).sum()
     }
+}
+
+/// A dense network with one output.
+pub(crate) struct SingleOutput<'a> {
+    pub onnx: Vec<u8>,
+    pub name: &'a str,
+    pub activation: Activation,
 }
 
 fn check_table(i: usize, table: &Table) -> Result<(), SchemaError> {

@@ -1,75 +1,26 @@
-//! Samples: one line of JSON each for people and tools, and a compact encoding for the probe set of
-//! a bundle. Checks samples against the schema; never scores them.
+//! Samples: one line of JSON each for people and tools. A line may hold the raw values of features
+//! with a key function; a sample holds keys. Checks samples against the schema; never scores them.
 
-use crate::limits::{NAME_BYTES_MAX, PROBE_BYTES_MAX, SAMPLE_BYTES_MAX};
+use crate::limits::{NAME_BYTES_MAX, RAW_BYTES_MAX, SAMPLE_BYTES_MAX};
 use crate::schema::Schema;
-use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer, Serialize};
+use crate::schema::key_function::{KeyError, KeyFunction};
+use crate::schema::sample_line::{Line, Outcome, UniqueMap};
 use std::collections::BTreeMap;
-use std::fmt;
-
-/// Format number of an encoded probe set.
-pub const PROBE_FORMAT: u32 = 1;
 
 /// The features of one sample, with its outcome if that is known.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
     /// The dense features, in schema order.
     pub dense: Vec<f32>,
     /// The keys of each sparse feature, in schema order.
     pub sparse: Vec<Vec<u64>>,
-    /// The observed outcome, 0 or 1.
-    pub label: Option<f32>,
-    /// The score that the trainer's framework computed.
-    pub score: Option<f32>,
-}
-
-/// A sample as a line of JSON.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Line {
-    #[serde(default)]
-    dense: Vec<f32>,
-    #[serde(default)]
-    sparse: LineBags,
-    label: Option<f32>,
-    score: Option<f32>,
-    /// The model that the sample is for. A server of several models reads it.
-    #[serde(rename = "model")]
-    _model: Option<IgnoredAny>,
-}
-
-/// The keys of the features of a line, by name. A name that occurs twice is refused: one of its
-/// bags would silently be lost.
-#[derive(Default)]
-struct LineBags(BTreeMap<String, Vec<u64>>);
-
-impl<'de> Deserialize<'de> for LineBags {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_map(LineBagsVisitor)
-    }
-}
-
-struct LineBagsVisitor;
-
-impl<'de> Visitor<'de> for LineBagsVisitor {
-    type Value = LineBags;
-
-    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        to.write_str("an object with the keys of each sparse feature")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<LineBags, A::Error> {
-        let mut bags = BTreeMap::new();
-        while let Some((name, keys)) = entries.next_entry::<String, Vec<u64>>()? {
-            if bags.contains_key(&name) {
-                let name = name.escape_debug();
-                return Err(A::Error::custom(format!("sparse: the feature `{name}` occurs twice")));
-            }
-            bags.insert(name, keys);
-        }
-        Ok(LineBags(bags))
-    }
+    /// What multiplies the row of each key, for each feature in schema order. A feature without
+    /// weights has none. Empty if no feature of the model has weights.
+    pub weights: Vec<Vec<f32>>,
+    /// The observed outcome of each output, 0 or 1. Empty if none is known.
+    pub labels: Vec<Option<f32>>,
+    /// The score of each output that the trainer's framework computed. Empty if none is known.
+    pub scores: Vec<Option<f32>>,
 }
 
 /// Why a sample is refused.
@@ -84,18 +35,15 @@ pub enum SampleError {
     Field { field: String, problem: String },
 }
 
-/// Why a probe set is refused.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("probe set: {0}")]
-pub struct ProbeError(String);
-
 fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, SampleError> {
     Err(SampleError::Field { field: field.into(), problem: problem.into() })
 }
 
 impl Sample {
-    /// Parses one line: `{"dense": [..], "sparse": {"feature": [keys..]}, "label": 0, "score":
-    /// 0.5}`. A feature that the line omits has an empty bag. A field `model` is ignored.
+    /// Parses one line: `{"dense": [..], "sparse": {"feature": [values..]}, "weights": {"feature":
+    /// [..]}, "label": 0, "score": 0.5}`. A feature that the line omits has an empty bag. The
+    /// values of a feature with a key function become keys. A model with several outputs has a
+    /// label and a score for each: `{"ctr": 1, "cvr": 0}`. A field `model` is ignored.
     ///
     /// # Errors
     /// [`SampleError`] if the line is not such an object or does not fit the schema.
@@ -103,32 +51,61 @@ impl Sample {
         if line.len() > SAMPLE_BYTES_MAX {
             return fault("length", format!("{} bytes, over {SAMPLE_BYTES_MAX}", line.len()));
         }
-
-        let mut parsed: Line =
+        let Line { dense, sparse, weights, label, score, .. } =
             serde_json::from_str(line).map_err(|e| SampleError::Json(e.to_string()))?;
-        let sparse = schema
-            .features
-            .iter()
-            .map(|f| parsed.sparse.0.remove(&f.name).unwrap_or_default())
-            .collect();
-        if let Some(name) = parsed.sparse.0.keys().next() {
-            return fault("sparse", format!("the model has no feature `{}`", name.escape_debug()));
-        }
 
-        let sample = Self { dense: parsed.dense, sparse, label: parsed.label, score: parsed.score };
+        let UniqueMap(mut bags) = sparse;
+        let mut sample = Self { dense, ..Self::default() };
+        for feature in &schema.features {
+            let values = bags.remove(&feature.name).unwrap_or_default();
+            let keys = values.iter().enumerate().map(|(i, value)| {
+                let at = |e: KeyError| SampleError::Field {
+                    field: format!("sparse.{}[{i}]", feature.name),
+                    problem: e.to_string(),
+                };
+                feature.key.apply(value).map_err(at)
+            });
+            sample.sparse.push(keys.collect::<Result<_, _>>()?);
+        }
+        no_other("sparse", &bags)?;
+
+        let UniqueMap(mut weights) = weights;
+        if schema.features.iter().any(|feature| feature.weighted) {
+            let mut of = |name: &String| weights.remove(name).unwrap_or_default();
+            sample.weights = schema.features.iter().map(|feature| of(&feature.name)).collect();
+        }
+        no_other("weights", &weights)?;
+        sample.labels = of_outputs("label", label, schema)?;
+        sample.scores = of_outputs("score", score, schema)?;
         sample.check(schema)?;
         Ok(sample)
+    }
+
+    /// Returns the label of an output, if it is known.
+    pub fn label(&self, output: usize) -> Option<f32> {
+        self.labels.get(output).copied().flatten()
+    }
+
+    /// Returns the recorded score of an output, if it is known.
+    pub fn score(&self, output: usize) -> Option<f32> {
+        self.scores.get(output).copied().flatten()
     }
 
     /// Returns the largest number of bytes of a sample as JSON, however a serializer writes it. A
     /// line with more blanks than one around each value may be longer.
     pub fn json_bytes_max(schema: &Schema) -> usize {
-        // A number with all its digits, a key, an escaped name, and the other fields: each with the
-        // punctuation around it.
-        let (value, key, name, other) = (64, 32, 6 * NAME_BYTES_MAX + 32, 1024);
-        let bag = |hotness_max: u32| name + key * hotness_max as usize;
-        let bags: usize = schema.features.iter().map(|f| bag(f.hotness_max)).sum();
-        (other + name + value * schema.dense_features.len() + bags).min(SAMPLE_BYTES_MAX)
+        // A number with all its digits, a key, an escaped name, an escaped text, and the other
+        // fields: each with the punctuation around it.
+        let (value, key, name) = (64, 32, 6 * NAME_BYTES_MAX + 32);
+        let (text, other) = (6 * RAW_BYTES_MAX + 32, 1024);
+        let bags = schema.features.iter().map(|f| {
+            let each = if f.key == KeyFunction::Key { key } else { text };
+            let weights = if f.weighted { (name, value) } else { (0, 0) };
+            name + weights.0 + (each + weights.1) * f.hotness_max as usize
+        });
+        let outputs = schema.network.outputs.len() * 2 * (name + value);
+        let dense = value * schema.dense_features.len();
+        (other + name + dense + outputs + bags.sum::<usize>()).min(SAMPLE_BYTES_MAX)
     }
 
     /// Checks the sample against a schema.
@@ -137,14 +114,8 @@ impl Sample {
     /// [`SampleError::Field`] with the first field that does not fit.
     pub fn check(&self, schema: &Schema) -> Result<(), SampleError> {
         if self.dense.len() != schema.dense_features.len() {
-            return fault(
-                "dense",
-                format!(
-                    "{} values, the model takes {}",
-                    self.dense.len(),
-                    schema.dense_features.len()
-                ),
-            );
+            let (given, taken) = (self.dense.len(), schema.dense_features.len());
+            return fault("dense", format!("{given} values, the model takes {taken}"));
         }
         if let Some(i) = self.dense.iter().position(|v| !v.is_finite()) {
             return fault(
@@ -154,55 +125,79 @@ impl Sample {
         }
 
         if self.sparse.len() != schema.features.len() {
-            return fault(
-                "sparse",
-                format!(
-                    "{} features, the model takes {}",
-                    self.sparse.len(),
-                    schema.features.len()
-                ),
-            );
+            let (given, taken) = (self.sparse.len(), schema.features.len());
+            return fault("sparse", format!("{given} features, the model takes {taken}"));
         }
-        for (bag, feature) in self.sparse.iter().zip(&schema.features) {
+        for (f, (bag, feature)) in self.sparse.iter().zip(&schema.features).enumerate() {
             if bag.len() > feature.hotness_max as usize {
                 let problem = format!("{} keys, at most {} fit", bag.len(), feature.hotness_max);
                 return fault(format!("sparse.{}", feature.name), problem);
+            }
+            self.check_weights(f, schema)?;
+        }
+
+        let outputs = schema.network.outputs.len();
+        for (field, values) in [("label", &self.labels), ("score", &self.scores)] {
+            if !values.is_empty() && values.len() != outputs {
+                let problem = format!("{} values, the model has {outputs} outputs", values.len());
+                return fault(field, problem);
             }
         }
         Ok(())
     }
 
-    /// Encodes a probe set: a format number, then postcard.
-    ///
-    /// # Errors
-    /// [`ProbeError`] if the set is too large.
-    pub fn encode_set(samples: &[Self]) -> Result<Vec<u8>, ProbeError> {
-        let mut bytes = PROBE_FORMAT.to_le_bytes().to_vec();
-        bytes.extend(postcard::to_allocvec(samples).map_err(|e| ProbeError(e.to_string()))?);
-        if bytes.len() as u64 > PROBE_BYTES_MAX {
-            return Err(ProbeError(format!("{} bytes, over {PROBE_BYTES_MAX}", bytes.len())));
+    /// Checks that feature `f` has a finite weight for each key, or none if it takes none.
+    fn check_weights(&self, f: usize, schema: &Schema) -> Result<(), SampleError> {
+        let (feature, keys) = (&schema.features[f], self.sparse[f].len());
+        let weights = self.weights.get(f).map_or(&[] as &[f32], Vec::as_slice);
+        let field = || format!("weights.{}", feature.name);
+        match (feature.weighted, weights.len()) {
+            (false, 0) => {}
+            (false, n) => return fault(field(), format!("{n} weights, the feature takes none")),
+            (true, n) if n != keys => return fault(field(), format!("{n} weights, {keys} keys")),
+            (true, _) => {}
         }
-        Ok(bytes)
+        match weights.iter().position(|weight| !weight.is_finite()) {
+            Some(i) => fault(format!("{}[{i}]", field()), format!("is {}", weights[i])),
+            None => Ok(()),
+        }
     }
+}
 
-    /// Decodes a probe set.
-    ///
-    /// # Errors
-    /// [`ProbeError`] if the bytes are not a probe set of this format.
-    pub fn decode_set(bytes: &[u8]) -> Result<Vec<Self>, ProbeError> {
-        let Some((format, body)) = bytes.split_first_chunk::<4>() else {
-            return Err(ProbeError(format!("{} bytes are too few", bytes.len())));
-        };
-        if u32::from_le_bytes(*format) != PROBE_FORMAT {
-            let format = u32::from_le_bytes(*format);
-            return Err(ProbeError(format!(
-                "format {format} is not {PROBE_FORMAT}, the one this version reads"
-            )));
+/// Refuses a name that no feature of the model has taken.
+fn no_other<T>(field: &str, left: &BTreeMap<String, T>) -> Result<(), SampleError> {
+    match left.keys().next() {
+        Some(name) if field == "weights" => {
+            fault(field, format!("the feature `{}` takes no weights", name.escape_debug()))
         }
-        match postcard::take_from_bytes::<Vec<Self>>(body) {
-            Ok((samples, [])) => Ok(samples),
-            Ok((_, rest)) => Err(ProbeError(format!("{} bytes follow the set", rest.len()))),
-            Err(e) => Err(ProbeError(format!("does not decode ({e})"))),
-        }
+        Some(name) => fault(field, format!("the model has no feature `{}`", name.escape_debug())),
+        None => Ok(()),
     }
+}
+
+/// Returns the values of a label or score, one for each output; empty if none is known.
+fn of_outputs(
+    field: &str,
+    outcome: Option<Outcome>,
+    schema: &Schema,
+) -> Result<Vec<Option<f32>>, SampleError> {
+    let outputs = &schema.network.outputs;
+    let values = match outcome {
+        None => return Ok(Vec::new()),
+        Some(Outcome::One(value)) if outputs.len() == 1 => vec![Some(value)],
+        Some(Outcome::One(_)) => {
+            let names: Vec<&str> = outputs.iter().map(|output| output.name.as_str()).collect();
+            return fault(field, format!("one value for the outputs `{}`", names.join("`, `")));
+        }
+        Some(Outcome::List(values)) => values,
+        Some(Outcome::Named(UniqueMap(mut named))) => {
+            let mut of = |name: &String| named.remove(name).flatten();
+            let values = outputs.iter().map(|output| of(&output.name)).collect();
+            if let Some(name) = named.keys().next() {
+                return fault(field, format!("there is no output `{}`", name.escape_debug()));
+            }
+            values
+        }
+    };
+    Ok(if values.iter().all(Option::is_none) { Vec::new() } else { values })
 }

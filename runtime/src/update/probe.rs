@@ -55,6 +55,7 @@ impl From<OpenError> for ProbeFault {
             OpenError::Dense(_)
             | OpenError::GpuDense(_)
             | OpenError::Fallback(_)
+            | OpenError::GpuLacks(_)
             | OpenError::Weights { .. } => Self::Release(problem),
         }
     }
@@ -78,26 +79,29 @@ pub fn probe(flash: &Flash, budget: Budget, yield_now: &dyn Fn()) -> Result<Prob
             |problem: String| ProbeFault::Release(format!("probe sample {number}: {problem}"));
         batch.clear();
         batch.push(model.schema(), sample).map_err(|e| wrong(e.to_string()))?;
-        let Some(score) = score(&mut worker, &batch).map_err(wrong)? else {
+        let Some(scores) = score(&mut worker, &batch).map_err(wrong)? else {
             probed.damaged += 1;
             continue;
         };
 
-        if let Some(expected) = sample.score {
+        let mut is_recorded = false;
+        for (output, score) in scores.iter().enumerate() {
+            let Some(expected) = sample.score(output) else { continue };
             // `f32::max` would ignore a recorded score that is not a number.
             let difference = (score - expected).abs();
             if difference.is_nan() {
                 return Err(wrong(format!("the recorded score is {expected}")));
             }
             probed.difference = probed.difference.max(difference);
-            probed.samples += 1;
+            is_recorded = true;
         }
+        probed.samples += u32::from(is_recorded);
     }
     Ok(probed)
 }
 
-/// Returns the score of the one sample of `batch`; `None` if it uses damaged rows.
-fn score(worker: &mut Worker, batch: &Batch) -> Result<Option<f32>, String> {
+/// Returns the scores of the one sample of `batch`; `None` if it uses damaged rows.
+fn score<'a>(worker: &'a mut Worker, batch: &Batch) -> Result<Option<&'a [f32]>, String> {
     let scores = worker.score(batch, None).map_err(|e| e.to_string())?;
     if scores.status().damaged > 0 {
         return Ok(None);
@@ -105,5 +109,5 @@ fn score(worker: &mut Worker, batch: &Batch) -> Result<Option<f32>, String> {
     if let Some(value) = scores.values.iter().find(|v| !v.is_finite()) {
         return Err(format!("its score is {value}"));
     }
-    Ok(Some(scores.values[0]))
+    Ok(Some(scores.values))
 }

@@ -5,14 +5,15 @@
 use crate::onnx;
 use crate::random::Random;
 use crate::rewrite::Parts;
+use hatchback::Activation;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::{Activation, Pooling};
 use hatchback_tools::import::{RowSource, Source, TakeBlock};
 use hatchback_tools::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, ProbeSpec, TableSpec,
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec,
+    ProbeSpec, TableSpec,
 };
 use hatchback_tools::pack::{Overrides, pack_onto};
 use hatchback_tools::serve::install;
@@ -162,7 +163,7 @@ impl Generations {
     /// Returns a sample: mostly keys of some generation, sometimes a key of none.
     pub fn sample(&self, random: &mut Random) -> Sample {
         let sparse = (0..2).map(|t| vec![self.key(t, random)]).collect();
-        Sample { dense: Vec::new(), sparse, label: None, score: None }
+        Sample { dense: Vec::new(), sparse, ..Sample::default() }
     }
 
     fn key(&self, t: usize, random: &mut Random) -> u64 {
@@ -224,26 +225,18 @@ fn spec(sequence: u64, probe: Option<&Path>) -> ModelSpec {
         default: DefaultRow::Zeros,
         source: Source::Npy { path: "in-memory".into(), keys: None, counts: None },
     };
-    let feature = |t: usize| FeatureSpec {
-        name: format!("f{t}"),
-        table: format!("t{t}"),
-        pooling: Pooling::Sum,
-        hotness_max: 1,
-    };
-    let input = |name: &str, f: usize| InputSpec {
-        name: name.to_owned(),
-        dense: false,
-        features: vec![format!("f{f}")],
-    };
+    let feature = |t: usize| FeatureSpec::sum(&format!("f{t}"), &format!("t{t}"), 1);
+    let input = |name: &str, f: usize| InputSpec::vectors(name, vec![format!("f{f}")]);
     ModelSpec {
         format: 1,
         name: LINEAGE.to_owned(),
         sequence,
         dense_features: Vec::new(),
         network: NetworkSpec {
-            onnx: "dense.onnx".into(),
-            output: "out".to_owned(),
-            activation: Activation::None,
+            onnx: Some("dense.onnx".into()),
+            hugectr: None,
+            output: OutputsSpec::One("out".to_owned()),
+            activation: Some(Activation::None),
             inputs: vec![input("a", 0), input("b", 1)],
         },
         tables: vec![table(0), table(1)],

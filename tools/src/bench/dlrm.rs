@@ -6,7 +6,7 @@
 use crate::import::Source;
 use crate::import::{RowSource, TakeBlock};
 use crate::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
 };
 use crate::pack::{Overrides, pack};
 use crate::workload::onnx::{Graph, Type, int, ints};
@@ -14,7 +14,7 @@ use crate::workload::synthetic::push_normals;
 use anyhow::{Context, Result};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::{Activation, Pooling, mix};
+use hatchback::{Activation, mix};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -217,7 +217,6 @@ impl Dlrm {
 fn spec() -> ModelSpec {
     let names: Vec<String> = (0..TABLES).map(|n| format!("cat_{n}")).collect();
 
-    let input = |name: &str, dense, features| InputSpec { name: name.to_owned(), dense, features };
     let table = |name: &String| TableSpec {
         name: name.clone(),
         dim: DIM,
@@ -230,23 +229,18 @@ fn spec() -> ModelSpec {
         source: Source::Npy { path: PathBuf::new(), keys: None, counts: None },
     };
 
-    let feature = |name: &String| FeatureSpec {
-        name: name.clone(),
-        table: name.clone(),
-        pooling: Pooling::Sum,
-        hotness_max: 1,
-    };
-
+    let feature = |name: &String| FeatureSpec::sum(name, name, 1);
     ModelSpec {
         format: 1,
         name: "mlperf-dlrm".to_owned(),
         sequence: 1,
         dense_features: (0..DENSE).map(|n| format!("int_{n}")).collect(),
         network: NetworkSpec {
-            onnx: PathBuf::from("dense.onnx"),
-            output: "logit".to_owned(),
-            activation: Activation::Sigmoid,
-            inputs: vec![input("dense", true, Vec::new()), input("rows", false, names.clone())],
+            onnx: Some(PathBuf::from("dense.onnx")),
+            hugectr: None,
+            output: OutputsSpec::One("logit".to_owned()),
+            activation: Some(Activation::Sigmoid),
+            inputs: vec![InputSpec::dense("dense"), InputSpec::vectors("rows", names.clone())],
         },
         tables: names.iter().map(table).collect(),
         features: names.iter().map(feature).collect(),

@@ -20,16 +20,19 @@ mod column;
 mod dtype;
 mod embedding_collection;
 mod error;
+mod frequent;
 #[cfg(test)]
 mod golden;
 mod head;
 mod hugectr;
 mod npy;
+pub mod onnx_writer;
 mod rows;
 mod safetensors;
 mod sok;
 mod source;
 
 pub use error::ImportError;
+pub use frequent::FrequentRows;
 pub use rows::{BLOCK_BYTES, Blocks, RowBlock, Rows};
 pub use source::{RowSource, Source, TakeBlock};

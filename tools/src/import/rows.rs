@@ -66,6 +66,11 @@ impl Rows {
         self.layout.keys.is_some()
     }
 
+    /// Returns whether the source has counts.
+    pub fn has_counts(&self) -> bool {
+        self.layout.counts.is_some()
+    }
+
     /// Starts a pass from the first row. A caller may make any number of passes.
     ///
     /// # Errors

@@ -5,6 +5,8 @@
 
 pub mod clustering;
 mod hot;
+pub mod hugectr_network;
+pub mod key_spec;
 pub mod network;
 pub mod prove;
 pub mod sort;
@@ -12,7 +14,7 @@ pub mod spec;
 mod spec_line;
 mod table;
 
-use crate::import::RowSource;
+use crate::import::{FrequentRows, RowSource};
 use crate::pack::spec::{CodecChoice, DefaultRow, ModelSpec, NamedRow, TableSpec};
 use crate::pack::spec_line::{at_line, line_of};
 use crate::pack::table::{Destination, write_blob, write_table};
@@ -21,7 +23,7 @@ use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Generation, Manifest, TableBlobs};
 use hatchback::flash::Flash;
 use hatchback::schema::sample::Sample;
-use hatchback::schema::{Placement, Schema, SchemaError, Table};
+use hatchback::schema::{KeySpace, Placement, Schema, SchemaError, Table};
 use hatchback::{Weights, choose_unit_exp};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -33,6 +35,8 @@ pub struct Overrides {
     pub codec: Option<CodecChoice>,
     /// Replaces the placement of each table.
     pub placement: Option<Placement>,
+    /// Leaves out the rows of sparse tables that training used less often.
+    pub min_count: Option<u64>,
 }
 
 /// The bundle that `pack` wrote.
@@ -46,6 +50,8 @@ pub struct Packed {
     pub bytes: u64,
     /// What runs the dense network on this machine's CPU.
     pub dense_engine: String,
+    /// Rows of the trainer's files that were left out because they are rare.
+    pub rows_left_out: u64,
 }
 
 /// Packs the model of `spec_path`, a model.toml, as a snapshot into the bundle `out`. Calls
@@ -82,24 +88,58 @@ pub fn pack_file_onto(
     let spec = ModelSpec::parse(&text, spec_path)?;
     let base = spec_path.parent().unwrap_or(Path::new("."));
 
-    let mut sources: Vec<Box<dyn RowSource>> = Vec::new();
-    for (number, table) in spec.tables.iter().enumerate() {
-        let line = || at_line(spec_path, line_of(&text, &format!("table[{number}].source")));
-        let rows = table
-            .source
-            .open(base, table.dim)
-            .with_context(|| format!("{}: table `{}`", line(), table.name))?;
-        sources.push(Box::new(rows));
-    }
-
+    let at = |field: &str| at_line(spec_path, line_of(&text, field));
+    let opened = open_sources(&spec, base, overrides.min_count, &at)?;
+    let OpenedSources { sources, rows_left_out } = opened;
     let packed = pack_onto(&spec, &sources, parent, base, out, overrides, progress);
-    packed.map_err(|error| match error.downcast_ref::<SchemaError>() {
+    let packed = packed.map_err(|error| match error.downcast_ref::<SchemaError>() {
         Some(SchemaError { field, .. }) => {
-            let line = line_of(&text, field);
-            error.context(at_line(spec_path, line))
+            let place = at(field);
+            error.context(place)
         }
         None => error,
-    })
+    })?;
+    Ok(Packed { rows_left_out, ..packed })
+}
+
+/// The rows of all tables, and how many of the files' rows are not among them.
+struct OpenedSources {
+    sources: Vec<Box<dyn RowSource>>,
+    rows_left_out: u64,
+}
+
+/// Opens the files of all tables. With `min_count` leaves out the rare rows of the sparse tables
+/// that have counts. `at` returns the place of a field, for an error.
+fn open_sources(
+    spec: &ModelSpec,
+    base: &Path,
+    min_count: Option<u64>,
+    at: &dyn Fn(&str) -> String,
+) -> Result<OpenedSources> {
+    let (mut sources, mut counted, mut rows_left_out): (Vec<Box<dyn RowSource>>, _, _) =
+        (Vec::new(), 0, 0);
+    for (number, table) in spec.tables.iter().enumerate() {
+        let place =
+            || format!("{}: table `{}`", at(&format!("table[{number}].source")), table.name);
+        let rows = table.source.open(base, table.dim).with_context(place)?;
+        match min_count {
+            Some(least) if table.keys == KeySpace::Sparse && rows.has_counts() => {
+                let rows = FrequentRows::new(rows, least).with_context(place)?;
+                rows_left_out += rows.left_out();
+                counted += 1;
+                sources.push(Box::new(rows));
+            }
+            _ => sources.push(Box::new(rows)),
+        }
+    }
+
+    let least = min_count.filter(|_| counted == 0);
+    ensure!(
+        least.is_none(),
+        "--min-count {}: no sparse table has `counts` in its source",
+        least.unwrap_or_default()
+    );
+    Ok(OpenedSources { sources, rows_left_out })
 }
 
 /// Packs `spec` as a snapshot with the rows of `sources`, one for each table. `base` is the folder
@@ -138,14 +178,16 @@ pub fn pack_onto(
     // All that needs no rows is read first: an error in it costs no pass over the tables.
     let generation = Generation { lineage: spec.name.clone(), sequence: spec.sequence };
     check_name(&generation)?;
-    let draft = spec.schema(draft_tables(spec, sources, overrides)?)?;
+    let keys = spec.key_functions(base)?;
+    let draft = spec.schema(draft_tables(spec, sources, overrides)?, &keys)?;
     let DenseNetwork { onnx, dense_engine } = read_network(spec, &draft, base)?;
     let probe = read_probe(spec, &draft, base)?;
     let requests = read_requests(spec, &draft, base)?;
 
     let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
     let mut advance = |rows: u64| progress(rows, total);
-    let schema = spec.schema(learn_tables(spec, sources, parent, overrides, &mut advance)?)?;
+    let tables = learn_tables(spec, sources, parent, overrides, &mut advance)?;
+    let schema = spec.schema(tables, &keys)?;
     let mut bundle = BundleWriter::create(out)?;
     let mut tables: Vec<TableBlobs> = Vec::new();
     for (number, source) in sources.iter().enumerate() {
@@ -173,7 +215,7 @@ pub fn pack_onto(
         deferral: None,
     };
     let bytes = bundle.finish(manifest)?;
-    Ok(Packed { generation, schema, bytes, dense_engine })
+    Ok(Packed { generation, schema, bytes, dense_engine, rows_left_out: 0 })
 }
 
 /// Returns an error unless `spec` may follow the generation `parent`.
@@ -300,8 +342,14 @@ struct DenseNetwork {
 
 /// Reads the ONNX file and checks that it fits the schema.
 fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<DenseNetwork> {
-    let path = base.join(&spec.network.onnx);
-    let onnx = network::read(&path)?;
+    let (path, onnx) = match (&spec.network.onnx, &spec.network.hugectr) {
+        (Some(onnx), None) => (base.join(onnx), network::read(&base.join(onnx))?),
+        (None, Some(hugectr)) => (base.join(&hugectr.dense), hugectr.read(base)?),
+        _ => {
+            let problem = "takes one of `onnx` and `hugectr`".to_owned();
+            return Err(SchemaError { field: "network".to_owned(), problem }.into());
+        }
+    };
     let engine = schema.load_dense(onnx.clone(), Weights::F32);
     let engine = engine.with_context(|| path.display().to_string())?;
     Ok(DenseNetwork { onnx, dense_engine: engine.runs_on() })

@@ -2,11 +2,14 @@
 //! of a schema; never reads rows. `docs/model.md` is the reference of its keys.
 
 use crate::import::Source;
+use crate::pack::hugectr_network::HugectrNetwork;
+use crate::pack::key_spec::KeySpec;
 use crate::pack::spec_line::{at_line, line_at, line_of};
 use anyhow::{Context, Result, anyhow, ensure};
+use hatchback::schema::key_function::KeyFunction;
 use hatchback::schema::{
-    Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, Placement, Schema,
-    SchemaError, Table,
+    Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, NetworkOutput, Placement,
+    Schema, SchemaError, Table,
 };
 use hatchback::{Activation, Codec, Pooling};
 use serde::Deserialize;
@@ -47,18 +50,43 @@ pub struct ModelSpec {
 #[serde(deny_unknown_fields)]
 pub struct NetworkSpec {
     /// Path of the ONNX file.
-    pub onnx: PathBuf,
-    /// Name of the network's output.
-    pub output: String,
-    /// Function that turns the output into a score.
-    pub activation: Activation,
+    pub onnx: Option<PathBuf>,
+    /// The graph and the weights of HugeCTR, instead of an ONNX file.
+    pub hugectr: Option<HugectrNetwork>,
+    /// The network's output, or its outputs.
+    pub output: OutputsSpec,
+    /// Function that turns the only output into a score.
+    pub activation: Option<Activation>,
     /// `[[network.input]]`, one for each input of the ONNX file.
     #[serde(rename = "input")]
     pub inputs: Vec<InputSpec>,
 }
 
-/// `[[network.input]]`: either `dense = true` or `features = [...]`.
+/// `output` of `[network]`.
 #[derive(Debug, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "output is the name of an output, or a list of tables with a name and an activation"
+)]
+pub enum OutputsSpec {
+    /// The name of the only output; its activation is beside it.
+    One(String),
+    /// Several outputs.
+    Several(Vec<OutputSpec>),
+}
+
+/// One of several outputs.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OutputSpec {
+    /// Name of the output in the ONNX file.
+    pub name: String,
+    /// Function that turns the output into a score.
+    pub activation: Activation,
+}
+
+/// `[[network.input]]`: one of `dense = true`, `features`, `lengths` and `masks`.
+#[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InputSpec {
     /// Name of the input in the ONNX file.
@@ -66,9 +94,27 @@ pub struct InputSpec {
     /// Whether the dense features feed this input.
     #[serde(default)]
     pub dense: bool,
-    /// Sparse features that feed this input, in this order.
+    /// Sparse features that feed this input with their vectors, in this order.
     #[serde(default)]
     pub features: Vec<String>,
+    /// Sparse features that feed this input with the lengths of their bags.
+    #[serde(default)]
+    pub lengths: Vec<String>,
+    /// Sparse features that feed this input with the masks of their bags.
+    #[serde(default)]
+    pub masks: Vec<String>,
+}
+
+impl InputSpec {
+    /// Returns the input that takes the dense features.
+    pub fn dense(name: &str) -> Self {
+        Self { name: name.to_owned(), dense: true, ..Self::default() }
+    }
+
+    /// Returns an input that takes the vectors of `features`.
+    pub fn vectors(name: &str, features: Vec<String>) -> Self {
+        Self { name: name.to_owned(), features, ..Self::default() }
+    }
 }
 
 /// The codec of a table's rows.
@@ -174,6 +220,25 @@ pub struct FeatureSpec {
     pub pooling: Pooling,
     /// Keys in a bag at most.
     pub hotness_max: u32,
+    /// Whether each key comes with a weight, which multiplies its row.
+    #[serde(default)]
+    pub weights: bool,
+    /// How raw values become keys.
+    pub key: Option<KeySpec>,
+}
+
+impl FeatureSpec {
+    /// Returns a feature of keys that sums their rows.
+    pub fn sum(name: &str, table: &str, hotness_max: u32) -> Self {
+        Self {
+            name: name.to_owned(),
+            table: table.to_owned(),
+            pooling: Pooling::Sum,
+            hotness_max,
+            weights: false,
+            key: None,
+        }
+    }
 }
 
 /// `[probe]`.
@@ -231,19 +296,30 @@ impl ModelSpec {
         Ok(spec)
     }
 
-    /// Returns the schema of the model with `tables` as its tables.
+    /// Returns the key function of each feature. `base` is the folder of the file.
+    ///
+    /// # Errors
+    /// The file of a vocabulary cannot be read or is wrong.
+    pub fn key_functions(&self, base: &Path) -> Result<Vec<KeyFunction>> {
+        let load = |feature: &FeatureSpec| match &feature.key {
+            None => Ok(KeyFunction::Key),
+            Some(key) => key.load(base).with_context(|| format!("feature `{}`", feature.name)),
+        };
+        self.features.iter().map(load).collect()
+    }
+
+    /// Returns the schema of the model with `tables` as its tables and `keys` as the key functions
+    /// of its features.
     ///
     /// # Errors
     /// A name refers to nothing, or the schema contradicts itself.
-    pub fn schema(&self, tables: Vec<Table>) -> Result<Schema, SchemaError> {
-        let features = self.features.iter().enumerate().map(|(i, f)| self.feature(i, f));
+    pub fn schema(&self, tables: Vec<Table>, keys: &[KeyFunction]) -> Result<Schema, SchemaError> {
+        let features = self.features.iter().zip(keys).enumerate();
+        let features = features.map(|(i, (feature, key))| self.feature(i, feature, key));
         let features = features.collect::<Result<_, _>>()?;
         let inputs = self.network.inputs.iter().enumerate().map(|(i, input)| self.input(i, input));
-        let network = Network {
-            inputs: inputs.collect::<Result<_, _>>()?,
-            output: self.network.output.clone(),
-            activation: self.network.activation,
-        };
+        let network =
+            Network { inputs: inputs.collect::<Result<_, _>>()?, outputs: self.outputs()? };
 
         let schema =
             Schema { dense_features: self.dense_features.clone(), tables, features, network };
@@ -251,7 +327,32 @@ impl ModelSpec {
         Ok(schema)
     }
 
-    fn feature(&self, number: usize, spec: &FeatureSpec) -> Result<Feature, SchemaError> {
+    fn outputs(&self) -> Result<Vec<NetworkOutput>, SchemaError> {
+        let refuse = |problem: &str| Err(fault("network.activation".to_owned(), problem));
+        match (&self.network.output, self.network.activation) {
+            (OutputsSpec::One(name), Some(activation)) => {
+                Ok(vec![NetworkOutput { name: name.clone(), activation }])
+            }
+            (OutputsSpec::One(_), None) => refuse("is missing"),
+            (OutputsSpec::Several(outputs), None) => {
+                let output = |output: &OutputSpec| {
+                    let (name, activation) = (output.name.clone(), output.activation);
+                    NetworkOutput { name, activation }
+                };
+                Ok(outputs.iter().map(output).collect())
+            }
+            (OutputsSpec::Several(_), Some(_)) => {
+                refuse("belongs to each output, as `output` is a list")
+            }
+        }
+    }
+
+    fn feature(
+        &self,
+        number: usize,
+        spec: &FeatureSpec,
+        key: &KeyFunction,
+    ) -> Result<Feature, SchemaError> {
         let names = self.tables.iter().map(|t| t.name.as_str());
         let table = position(names, &spec.table).ok_or_else(|| {
             fault(format!("feature[{number}].table"), format!("there is no table `{}`", spec.table))
@@ -261,28 +362,40 @@ impl ModelSpec {
             table,
             pooling: spec.pooling,
             hotness_max: spec.hotness_max,
+            weighted: spec.weights,
+            key: key.clone(),
         })
     }
 
     fn input(&self, number: usize, spec: &InputSpec) -> Result<NetworkInput, SchemaError> {
-        let source = match (spec.dense, spec.features.is_empty()) {
-            (true, true) => InputSource::Dense,
-            (false, false) => InputSource::Features(self.input_features(number, spec)?),
+        let InputSpec { features, lengths, masks, .. } = spec;
+        let lists = [("features", features), ("lengths", lengths), ("masks", masks)];
+        let mut given = lists.iter().filter(|(_, names)| !names.is_empty());
+        let source = match (spec.dense, given.next(), given.next()) {
+            (true, None, None) => InputSource::Dense,
+            (false, Some((field, names)), None) => {
+                let numbers =
+                    self.numbers_of(&format!("network.input[{number}].{field}"), names)?;
+                match *field {
+                    "features" => InputSource::Features(numbers),
+                    "lengths" => InputSource::Lengths(numbers),
+                    _ => InputSource::Masks(numbers),
+                }
+            }
             _ => {
-                let problem = "takes either `dense = true` or `features = [...]`";
+                let problem = "takes one of `dense = true`, `features`, `lengths` and `masks`";
                 return Err(fault(format!("network.input[{number}]"), problem));
             }
         };
         Ok(NetworkInput { name: spec.name.clone(), source })
     }
 
-    fn input_features(&self, number: usize, spec: &InputSpec) -> Result<Vec<u16>, SchemaError> {
+    /// Returns the numbers of these features, which `field` lists.
+    fn numbers_of(&self, field: &str, names: &[String]) -> Result<Vec<u16>, SchemaError> {
         let feature = |name: &String| {
-            position(self.features.iter().map(|f| f.name.as_str()), name).ok_or_else(|| {
-                let field = format!("network.input[{number}].features");
-                fault(field, format!("there is no feature `{name}`"))
-            })
+            position(self.features.iter().map(|f| f.name.as_str()), name)
+                .ok_or_else(|| fault(field.to_owned(), format!("there is no feature `{name}`")))
         };
-        spec.features.iter().map(feature).collect()
+        names.iter().map(feature).collect()
     }
 }

@@ -348,7 +348,8 @@ fn write_delta(
     let generation = Generation { lineage: live.lineage.clone(), sequence: live.sequence + 1 };
     let mut probe = probe_of(backlog, fleet)?;
     // A score takes five bytes, whatever it is.
-    probe.iter_mut().for_each(|sample| sample.score = Some(0.5));
+    let outputs = schema.network.outputs.len();
+    probe.iter_mut().for_each(|sample| sample.scores = vec![Some(0.5); outputs]);
     let mut draft =
         Draft { fleet, backlog, tables, generation, window: done.window, dense: &dense, probe };
 
@@ -438,8 +439,8 @@ fn score_probe(state: &SelectState, path: &Path, mut samples: Vec<Sample>) -> Re
     let model = Arc::new(Model::from_flash(prepared.flash(), Budget::default())?);
     let found = evaluate(&model, &samples, 1)?;
     found.check_scores().context("the probe set of the delta")?;
-    for (sample, score) in samples.iter_mut().zip(found.scores) {
-        sample.score = score;
+    for (sample, scores) in samples.iter_mut().zip(found.scores) {
+        sample.scores = scores.into_iter().flatten().map(Some).collect();
     }
     Ok(samples)
 }

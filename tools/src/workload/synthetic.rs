@@ -9,14 +9,14 @@
 
 use crate::import::{RowSource, Source, TakeBlock};
 use crate::pack::spec::{
-    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, TableSpec,
+    CodecChoice, DefaultRow, FeatureSpec, InputSpec, ModelSpec, NetworkSpec, OutputsSpec, TableSpec,
 };
 use crate::pack::{Overrides, Packed, pack_onto};
 use crate::workload::key_distributions::{ALPHA, Scatter, powerlaw_share};
 use anyhow::{Context, Result};
 use hatchback::flash::Flash;
 use hatchback::schema::{KeySpace, MissPolicy, Placement};
-use hatchback::{Activation, Pooling, mix};
+use hatchback::{Activation, mix};
 use std::path::{Path, PathBuf};
 
 /// Rows of the tables in MLPerf's model.
@@ -68,17 +68,17 @@ fn criteo_at(rows_max: u64, at: SyntheticGeneration) -> (ModelSpec, Vec<Box<dyn 
     let tables: Vec<Synthetic> =
         (0..CARDINALITIES.len()).map(|n| Synthetic::new(n, rows_max, at)).collect();
     let names: Vec<String> = (0..tables.len()).map(|n| format!("cat_{n}")).collect();
-    let input = |name: &str, dense, features| InputSpec { name: name.to_owned(), dense, features };
     let spec = ModelSpec {
         format: 1,
         name: "synthetic-criteo".to_owned(),
         sequence: at.sequence,
         dense_features: (0..13).map(|n| format!("int_{n}")).collect(),
         network: NetworkSpec {
-            onnx: PathBuf::from("dense.onnx"),
-            output: "logit".to_owned(),
-            activation: Activation::Sigmoid,
-            inputs: vec![input("dense", true, Vec::new()), input("emb", false, names.clone())],
+            onnx: Some(PathBuf::from("dense.onnx")),
+            hugectr: None,
+            output: OutputsSpec::One("logit".to_owned()),
+            activation: Some(Activation::Sigmoid),
+            inputs: vec![InputSpec::dense("dense"), InputSpec::vectors("emb", names.clone())],
         },
         tables: tables.iter().zip(&names).map(|(table, name)| table.spec(name)).collect(),
         features: names.iter().enumerate().map(|(n, name)| feature(n, name)).collect(),
@@ -122,12 +122,7 @@ pub fn pack_criteo_at(
 fn feature(number: usize, name: &str) -> FeatureSpec {
     let hotness_max =
         MULTI_HOT.iter().find(|(n, _)| *n == number).map_or(1, |(_, hotness)| *hotness);
-    FeatureSpec {
-        name: name.to_owned(),
-        table: name.to_owned(),
-        pooling: Pooling::Sum,
-        hotness_max,
-    }
+    FeatureSpec::sum(name, name, hotness_max)
 }
 
 /// Returns the rows of a table of cardinality `c` in a model of up to `rows_max` rows a table.

@@ -18,6 +18,7 @@ class Batch:
     dense: torch.Tensor  # f32 [B, nd]
     rows: dict  # feature name -> i64 [keys of all B bags]
     offsets: dict  # feature name -> i64 [B + 1]
+    weights: dict  # name of a weighted feature -> f32 [keys of all B bags]
 
 
 def row_numbers(table):
@@ -29,14 +30,17 @@ def row_numbers(table):
 
 
 def make_batch(schema, samples):
-    rows, offsets = {}, {}
+    rows, offsets, weights = {}, {}, {}
     for feature in schema.features:
         row_of = row_numbers(schema.table(feature.table))
         bags = [[row_of(key) for key in sample.sparse.get(feature.name, ())] for sample in samples]
         rows[feature.name] = torch.tensor([row for bag in bags for row in bag], dtype=torch.int64)
         offsets[feature.name] = torch.tensor([0] + [len(bag) for bag in bags]).cumsum(0)
+        if feature.weighted:
+            of_all = [weight for sample in samples for weight in sample.weights.get(feature.name, ())]
+            weights[feature.name] = torch.tensor(of_all, dtype=torch.float32)
     dense = torch.tensor([sample.dense for sample in samples], dtype=torch.float32)
-    return Batch(dense, rows, offsets)
+    return Batch(dense, rows, offsets, weights)
 
 
 def default_row(table, weight):
@@ -57,11 +61,15 @@ def side_by_side(weight, rows, offsets, hotness_max):
     return out.index_put((bag, place), weight[rows]).flatten(1)
 
 
-def pool(weight, rows, offsets, feature):
+def pool(weight, rows, offsets, feature, weights=None):
     """Returns `[B, width]`. An empty bag gives zeros with every pooling. A key that occurs twice counts twice."""
     if feature.pooling == "none":
         return side_by_side(weight, rows, offsets, feature.hotness_max)
-    return F.embedding_bag(rows, weight, offsets, mode=feature.pooling, include_last_offset=True)
+    mode = "sum" if feature.pooling == "sqrtn" else feature.pooling
+    out = F.embedding_bag(rows, weight, offsets, mode=mode, include_last_offset=True, per_sample_weights=weights)
+    if feature.pooling == "sqrtn":
+        out = out / offsets.diff().clamp(min=1).sqrt().unsqueeze(1)
+    return out
 
 
 class Embeddings(nn.Module):
@@ -70,29 +78,49 @@ class Embeddings(nn.Module):
     def __init__(self, schema, std):
         super().__init__()
         self.schema = schema
-        self.weights = nn.ParameterDict(
-            {table.name: nn.Parameter(torch.randn(table.rows, table.dim) * std) for table in schema.tables}
-        )
+        # A list: the names of a dict's parameters must be those of attributes, and a table may have any name.
+        self.rows = nn.ParameterList(torch.randn(table.rows, table.dim) * std for table in schema.tables)
+
+    @property
+    def weights(self):
+        """Maps the name of each table to its rows."""
+        return {table.name: rows for table, rows in zip(self.schema.tables, self.rows)}
 
     def pooled(self, batch, name):
         """Returns the vectors of one feature, `[B, width]`."""
         feature = self.schema.feature(name)
         weight = self.weights[feature.table]
         weight = torch.cat([weight, default_row(self.schema.table(feature.table), weight)])
-        return pool(weight, batch.rows[name], batch.offsets[name], feature)
+        return pool(weight, batch.rows[name], batch.offsets[name], feature, batch.weights.get(name))
+
+    def bag_values(self, one, batch):
+        """Returns the lengths or the masks that an input takes; None if it takes neither."""
+        if one.lengths:
+            return torch.stack([batch.offsets[name].diff() for name in one.lengths], dim=1).float()
+        if one.masks:
+            places = [torch.arange(self.schema.feature(name).hotness_max) for name in one.masks]
+            lengths = [batch.offsets[name].diff().unsqueeze(1) for name in one.masks]
+            return torch.cat([place < length for place, length in zip(places, lengths)], dim=1).float()
+        return None
 
     def forward(self, batch):
-        """Returns the inputs of the network, in the order of `schema.inputs`: `[B, nd]`, `[B, T, D]` or `[B, sum of widths]`."""
+        """Returns the inputs of the network, in the order of `schema.inputs`: `[B, nd]`, `[B, T, D]` or `[B, sum of widths]`,
+        and the lengths and masks."""
         inputs = []
         for one in self.schema.inputs:
             vectors = [self.pooled(batch, name) for name in one.features]
             join = torch.stack if one.stacked else torch.cat
-            inputs.append(join(vectors, dim=1) if vectors else batch.dense)
+            values = self.bag_values(one, batch)
+            inputs.append(join(vectors, dim=1) if vectors else batch.dense if values is None else values)
         return inputs
 
 
 def scores(embeddings, network, samples):
-    """Returns PyTorch's sigmoid scores, a list of B floats."""
+    """Returns PyTorch's sigmoid scores: B floats, or with several outputs B dicts of a float for each."""
+    names = embeddings.schema.outputs
     with torch.no_grad():
-        logit = network(*embeddings(make_batch(embeddings.schema, samples)))  # [B, 1]
-    return torch.sigmoid(logit).squeeze(1).tolist()
+        logits = network(*embeddings(make_batch(embeddings.schema, samples)))  # [B, 1], or one of these for each output
+    if len(names) == 1:
+        return torch.sigmoid(logits).squeeze(1).tolist()
+    rows = torch.sigmoid(torch.cat(logits, dim=1)).tolist()
+    return [dict(zip(names, row)) for row in rows]

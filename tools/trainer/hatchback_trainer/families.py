@@ -118,7 +118,7 @@ def wide_deep():
 
 
 def mmoe():
-    """Mixed dims, one after the other."""
+    """Mixed dims, one after the other; two outputs, and only a click tells whether it led to a conversion."""
     tables = (
         Table("city", 40, 4, codec="f32"),
         Table("song", 110, 6, keys=sparse_keys(110, 3), default="mean", codec="f32", placement="cached"),
@@ -126,7 +126,7 @@ def mmoe():
     )
     features = (Feature("city", "city"), Feature("song", "song", "mean", 3), Feature("tags", "tag", "sum", 4))
     inputs = (Input("dense"), Input("emb", tuple(f.name for f in features)))
-    schema = Schema("tiny-mmoe", DENSE, inputs, tables, features)
+    schema = Schema("tiny-mmoe", DENSE, inputs, tables, features, outputs=("ctr", "cvr"))
     return schema, MMoE(len(DENSE), 15, experts=3, expert=[12, 8], tower=[6])
 
 
@@ -216,7 +216,12 @@ def export_family(family, out):
     rng = random.Random(family)
     for sample, score in zip(samples, scores(embeddings, network, samples)):
         sample.score = score
-        sample.label = int(rng.random() < score)
+        if not isinstance(score, dict):
+            sample.label = int(rng.random() < score)
+            continue
+        sample.label = {"ctr": int(rng.random() < score["ctr"])}
+        if sample.label["ctr"]:
+            sample.label["cvr"] = int(rng.random() < score["cvr"])
     export_model(embeddings, network, samples, Path(out) / family, counts)
 
 

@@ -9,12 +9,12 @@ import torch
 
 from . import safetensors
 from .samples import write_lines
-from .schema import model_toml
+from .schema import model_toml, tensor_name
 
 OPSET = 13  # the newest opset that TensorRT 8 reads
 
 
-def export_dense(network, shapes, path):
+def export_dense(network, shapes, path, outputs=("logit",)):
     """Writes the dense network as ONNX. `shapes` maps an input name to its shape without the batch axis."""
     network.eval()
     torch.onnx.export(
@@ -22,8 +22,8 @@ def export_dense(network, shapes, path):
         tuple(torch.zeros(2, *shape) for shape in shapes.values()),
         str(path),
         input_names=list(shapes),
-        output_names=["logit"],
-        dynamic_axes={name: {0: "batch"} for name in [*shapes, "logit"]},
+        output_names=list(outputs),
+        dynamic_axes={name: {0: "batch"} for name in [*shapes, *outputs]},
         opset_version=OPSET,
         do_constant_folding=True,
     )
@@ -34,6 +34,7 @@ def input_shapes(schema):
     shapes = {}
     for one in schema.inputs:
         widths = [schema.width(schema.feature(name)) for name in one.features]
+        widths += [1] * len(one.lengths) + [schema.feature(name).hotness_max for name in one.masks]
         dense = [len(schema.dense_features)]
         shapes[one.name] = dense if not widths else [len(widths), widths[0]] if one.stacked else [sum(widths)]
     return shapes
@@ -45,14 +46,14 @@ def as_i64(keys):
 
 
 def export_tables(schema, embeddings, counts, path):
-    """Returns F32 `[rows, dim]` for each table, and I64 `[rows]` for `<table>.keys` (sparse tables) and `<table>.counts`."""
+    """Writes F32 `[rows, dim]` for each table, and I64 `[rows]` for `<table>.keys` (sparse tables) and `<table>.counts`."""
     tensors = {}
     for table in schema.tables:
-        tensors[table.name] = embeddings.weights[table.name].detach()
+        tensors[tensor_name(schema, table)] = embeddings.weights[table.name].detach()
         if table.keys is not None:
-            tensors[f"{table.name}.keys"] = as_i64(table.keys)
+            tensors[tensor_name(schema, table, "keys")] = as_i64(table.keys)
         if table.counted:
-            tensors[f"{table.name}.counts"] = counts[table.name]
+            tensors[tensor_name(schema, table, "counts")] = counts[table.name]
     safetensors.write(path, tensors)
 
 
@@ -60,7 +61,7 @@ def export_model(embeddings, network, probe, out, counts=None):
     """Writes a model into the folder `out`. `probe` are samples with scores."""
     schema, out = embeddings.schema, Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    export_dense(network, input_shapes(schema), out / "dense.onnx")
+    export_dense(network, input_shapes(schema), out / "dense.onnx", schema.outputs)
     export_tables(schema, embeddings, counts, out / "tables.safetensors")
     (out / "model.toml").write_text(model_toml(schema), encoding="utf-8", newline="\n")
     write_lines(out / "probe.jsonl", probe)

@@ -18,7 +18,6 @@ from .samples import Sample, write_lines
 from .schema import Feature, Input, Schema, Table, model_toml
 
 TOLERANCE = 1e-4  # largest difference between the model and the cut network
-POOLINGS = {"sum": "sum", "mean": "mean"}
 
 
 @dataclass
@@ -49,8 +48,6 @@ def bag_call(name, module, inputs, kwargs, output):
     """Returns the call of an `nn.EmbeddingBag`."""
     names = ("input", "offsets", "per_sample_weights")
     given = {**dict(zip(names, inputs)), **kwargs}
-    if module.mode not in POOLINGS:
-        raise unsupported(name, f"mode {module.mode!r}")
     if given.get("per_sample_weights") is not None:
         raise unsupported(name, "per_sample_weights, a weight for each key,")
     keys, offsets = given["input"], given.get("offsets")
@@ -61,7 +58,7 @@ def bag_call(name, module, inputs, kwargs, output):
         bags = [keys[begin:end].tolist() for begin, end in zip(ends, ends[1:])]
     padding = getattr(module, "padding_idx", None)
     bags = [[key for key in bag if key != padding] for bag in bags]
-    return Call(name, name, POOLINGS[module.mode], bags, output)
+    return Call(name, name, module.mode, bags, output)
 
 
 def collection_calls(name, module, features, output):

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 class Sample:
     dense: list  # nd floats, in the order of Schema.dense_features
     sparse: dict = field(default_factory=dict)  # feature name -> list of keys
-    label: int | None = None
-    score: float | None = None
+    label: int | dict | None = None  # with several outputs a dict: output name -> label
+    score: float | dict | None = None
+    weights: dict = field(default_factory=dict)  # name of a weighted feature -> list of a weight for each key
 
 
 def shortest(value):
@@ -29,9 +30,13 @@ def shortest(value):
 
 def to_line(sample):
     fields = {"dense": sample.dense, "sparse": sample.sparse}
+    if sample.weights:
+        fields["weights"] = {name: [shortest(weight) for weight in bag] for name, bag in sample.weights.items()}
     if sample.label is not None:
         fields["label"] = sample.label
-    if sample.score is not None:
+    if isinstance(sample.score, dict):
+        fields["score"] = {name: shortest(score) for name, score in sample.score.items()}
+    elif sample.score is not None:
         fields["score"] = shortest(sample.score)
     return json.dumps(fields, separators=(",", ":")) + "\n"
 

@@ -30,17 +30,21 @@ class Feature:
 
     name: str
     table: str
-    pooling: str = "sum"  # "sum" | "mean" | "none" (rows side by side, zero-padded)
+    pooling: str = "sum"  # "sum" | "mean" | "sqrtn" | "max" | "none" (rows side by side, zero-padded)
     hotness_max: int = 1
+    weighted: bool = False  # each key has a weight, which multiplies its row; only sums have weights
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input of the ONNX graph: the dense features (no `features`), or pooled vectors in the order of `features`."""
+    """One input of the ONNX graph: pooled vectors in the order of `features`, the lengths or masks of bags, or else the
+    dense features."""
 
     name: str
     features: tuple = ()
     stacked: bool = False  # True: [B, T, D]; False: [B, sum of widths]
+    lengths: tuple = ()  # features with the numbers of their keys: [B, T]
+    masks: tuple = ()  # features with 1 for a key and 0 after the last: [B, sum of hotness_max]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Schema:
     tables: tuple
     features: tuple
     sequence: int = 1
-    activation: str = "sigmoid"  # what turns the network's output into a score: "sigmoid" | "none"
+    activation: str = "sigmoid"  # what turns the network's outputs into scores: "sigmoid" | "none"
+    outputs: tuple = ("logit",)  # the names of the network's outputs
 
     def table(self, name):
         return next(table for table in self.tables if table.name == name)
@@ -69,30 +74,41 @@ class Schema:
 
 def quoted(value):
     """Writes a string, or a list of strings or numbers, which have the same form in JSON and TOML."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    # TOML does not take the pairs of escapes by which JSON writes an emoji in ASCII.
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+
+
+def tensor_name(schema, table, column=None):
+    """Returns the name of a table's tensor. No table's name, whatever it is, leads to the same tensor twice."""
+    name = table.name if column is None else f"{table.name}.{column}"
+    taken = {"__metadata__"} | {other.name for other in schema.tables if other is not table or column is not None}
+    while name in taken:
+        name += "_"
+    return name
 
 
 def input_toml(one):
-    use = f"features = {quoted(one.features)}" if one.features else "dense = true"
+    lists = {"features": one.features, "lengths": one.lengths, "masks": one.masks}
+    use = next((f"{key} = {quoted(names)}" for key, names in lists.items() if names), "dense = true")
     return f"\n[[network.input]]\nname = {quoted(one.name)}\n{use}\n"
 
 
-def source_toml(table):
-    fields = {"format": "safetensors", "path": "tables.safetensors", "tensor": table.name}
+def source_toml(schema, table):
+    fields = {"format": "safetensors", "path": "tables.safetensors", "tensor": tensor_name(schema, table)}
     if table.keys is not None:
-        fields["keys"] = f"{table.name}.keys"
+        fields["keys"] = tensor_name(schema, table, "keys")
     if table.counted:
-        fields["counts"] = f"{table.name}.counts"
+        fields["counts"] = tensor_name(schema, table, "counts")
     return "{ " + ", ".join(f"{key} = {quoted(value)}" for key, value in fields.items()) + " }"
 
 
-def table_toml(table):
+def table_toml(schema, table):
     lines = ["", "[[table]]", f"name = {quoted(table.name)}", f"dim = {table.dim}"]
     lines.append(f"keys = {quoted('index' if table.keys is None else 'sparse')}")
     for option, usual in (("codec", "auto"), ("placement", "auto"), ("miss", "wait"), ("default", "zeros")):
         if getattr(table, option) != usual:
             lines.append(f"{option} = {quoted(getattr(table, option))}")
-    lines.append(f"source = {source_toml(table)}")
+    lines.append(f"source = {source_toml(schema, table)}")
     return "\n".join(lines) + "\n"
 
 
@@ -100,7 +116,16 @@ def feature_toml(feature):
     return (
         f"\n[[feature]]\nname = {quoted(feature.name)}\ntable = {quoted(feature.table)}\n"
         f"pooling = {quoted(feature.pooling)}\nhotness_max = {feature.hotness_max}\n"
+        + ("weights = true\n" if feature.weighted else "")
     )
+
+
+def outputs_toml(schema):
+    activation = quoted(schema.activation)
+    if len(schema.outputs) == 1:
+        return f"output = {quoted(schema.outputs[0])}\nactivation = {activation}\n"
+    lines = [f"    {{ name = {quoted(name)}, activation = {activation} }},\n" for name in schema.outputs]
+    return "output = [\n" + "".join(lines) + "]\n"
 
 
 def model_toml(schema):
@@ -110,8 +135,8 @@ def model_toml(schema):
         '# Defaults of a table: codec = "auto", placement = "auto", miss = "wait", default = "zeros".\n'
         f"format = {FORMAT}\nname = {quoted(schema.name)}\nsequence = {schema.sequence}\n"
         f"dense_features = {quoted(schema.dense_features)}\n\n"
-        '[network]\nonnx = "dense.onnx"\noutput = "logit"\n'
-        f"activation = {quoted(schema.activation)}\n"
+        '[network]\nonnx = "dense.onnx"\n' + outputs_toml(schema)
     )
-    parts = [head, *map(input_toml, schema.inputs), *map(table_toml, schema.tables), *map(feature_toml, schema.features)]
+    tables = [table_toml(schema, table) for table in schema.tables]
+    parts = [head, *map(input_toml, schema.inputs), *tables, *map(feature_toml, schema.features)]
     return "".join(parts) + '\n[probe]\nsamples = "probe.jsonl"\n'

@@ -13,7 +13,7 @@ from .models import mlp
 
 
 class MMoE(nn.Module):
-    """Experts that two tasks share, a gate and a tower for each task. The logit is the sum of both tasks' logits."""
+    """Experts that two tasks share, a gate and a tower for each task."""
 
     def __init__(self, dense, width, experts, expert, tower):
         super().__init__()
@@ -22,14 +22,14 @@ class MMoE(nn.Module):
         self.towers = nn.ModuleList(mlp([expert[-1], *tower, 1], last_relu=False) for _ in range(2))
 
     def forward(self, dense, emb):
-        """dense `[B, nd]`, emb `[B, sum of widths]` -> logit `[B, 1]`."""
+        """dense `[B, nd]`, emb `[B, sum of widths]` -> the logits of both tasks, `[B, 1]` each."""
         x = torch.cat([dense, emb], dim=1)
         experts = torch.stack([expert(x) for expert in self.experts], dim=1)  # [B, experts, width]
         logits = []
         for gate, tower in zip(self.gates, self.towers):
             weights = torch.softmax(gate(x), dim=1).unsqueeze(1)  # [B, 1, experts]
             logits.append(tower(torch.bmm(weights, experts).squeeze(1)))
-        return logits[0] + logits[1]
+        return tuple(logits)
 
 
 class History(nn.Module):

@@ -7,7 +7,9 @@ Run in tools/trainer: `python3 -m unittest discover tests`.
 import ctypes
 import hashlib
 import json
+import os
 import struct
+import subprocess
 import sys
 import tempfile
 import tomllib
@@ -19,12 +21,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hatchback_trainer import families, safetensors  # noqa: E402
-from hatchback_trainer.embeddings import default_row, pool  # noqa: E402
+from hatchback_trainer.embeddings import Embeddings, default_row, pool  # noqa: E402
 from hatchback_trainer.metrics import auc, logloss  # noqa: E402
+from hatchback_trainer.model_files import export_model  # noqa: E402
 from hatchback_trainer.models import DotInteraction  # noqa: E402
-from hatchback_trainer.samples import shortest  # noqa: E402
-from hatchback_trainer.schema import Feature, Table  # noqa: E402
+from hatchback_trainer.samples import Sample, shortest  # noqa: E402
+from hatchback_trainer.schema import Feature, Input, Schema, Table  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = Path(os.environ.get("HATCHBACK", ROOT / "target/release/hatchback"))
 SIZES = {"F32": 4, "I64": 8}
 
 
@@ -98,7 +103,11 @@ class Exported(unittest.TestCase):
                 self.assertEqual(len(sample["dense"]), len(model["dense_features"]))
                 for name, bag in sample["sparse"].items():
                     self.assertLessEqual(len(bag), hotness[name])
-                self.assertTrue(0 < sample["score"] < 1)
+                scores = sample["score"] if isinstance(sample["score"], dict) else {"logit": sample["score"]}
+                output = model["network"]["output"]
+                names = [one["name"] for one in output] if isinstance(output, list) else [output]
+                self.assertEqual(list(scores), names)
+                self.assertTrue(all(0 < score < 1 for score in scores.values()))
 
     def test_samples_have_the_hard_cases(self):
         for folder, model in self.models():
@@ -109,6 +118,15 @@ class Exported(unittest.TestCase):
             self.assertTrue(any(value < 0 for sample in samples for value in sample["dense"]))
             if any(table["keys"] == "sparse" for table in model["table"]):
                 self.assertTrue(any(key >= 1 << 63 for bag in bags for key in bag), "a key above i64")
+
+
+class WideDeepLike(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.out = torch.nn.Linear(width, 1)
+
+    def forward(self, dense, emb):
+        return self.out(torch.cat([dense, emb], dim=1))
 
 
 class Parts(unittest.TestCase):
@@ -126,9 +144,35 @@ class Parts(unittest.TestCase):
         weight = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
         rows, offsets = torch.tensor([1, 0, 0]), torch.tensor([0, 0, 3])  # an empty bag, then [1, 0, 0]
         expected = {"sum": [5.0, 10.0], "mean": [5 / 3, 10 / 3], "none": [3.0, 6.0, 1.0, 2.0, 1.0, 2.0, 0.0, 0.0]}
+        expected |= {"sqrtn": [5 / 3**0.5, 10 / 3**0.5], "max": [3.0, 6.0]}
         for pooling, values in expected.items():
             out = pool(weight, rows, offsets, Feature("f", "t", pooling, 4))
             torch.testing.assert_close(out, torch.tensor([[0.0] * len(values), values]))
+        weighted = pool(weight, rows, offsets, Feature("f", "t", "sum", 4, True), torch.tensor([2.0, -1.0, 0.5]))
+        torch.testing.assert_close(weighted, torch.tensor([[0.0, 0.0], [5.5, 11.0]]))
+
+    def test_a_table_may_have_any_name(self):
+        """Names of methods, of tensors of other tables, of the format's own fields, and beyond ASCII."""
+        names = ["items", "keys", "values", "training", "x", "x.keys", "x.keys_", "x.counts", "__metadata__", "a.b", "größe", "🚗"]
+        tables = tuple(Table(name, 3, 2, keys=(5, 6, 7), codec="f32", counted=True) for name in names)
+        features = tuple(Feature(f"of {name}", name) for name in names)
+        schema = Schema("names", ("speed",), (Input("dense"), Input("emb", tuple(f.name for f in features))), tables, features)
+        embeddings = Embeddings(schema, std=1.0)
+        self.assertEqual(list(embeddings.weights), names)
+        self.assertEqual(len(list(embeddings.parameters())), len(names))
+        samples = [Sample([0.5], {f.name: [6] for f in features}, score=0.5) for _ in range(2)]
+        network = WideDeepLike(1 + 2 * len(names))
+        with tempfile.TemporaryDirectory() as folder:
+            folder = Path(folder)
+            export_model(embeddings, network, samples, folder, {name: torch.ones(3, dtype=torch.int64) for name in names})
+            model = tomllib.loads((folder / "model.toml").read_text(encoding="utf-8"))
+            header, _ = safetensors.read_header(folder / "tables.safetensors")
+            sources = [table["source"] for table in model["table"]]
+            tensors = [source[column] for source in sources for column in ("tensor", "keys", "counts")]
+            self.assertEqual(len(set(tensors)), 3 * len(names))
+            self.assertEqual(sorted(tensors), sorted(header))
+            if PROGRAM.exists():
+                subprocess.run([PROGRAM, "pack", folder / "model.toml", "--out", folder / "m", "--probe-difference-max", "1"], check=True)
 
     def test_default_row(self):
         weight = torch.tensor([[1.0, 2.0], [3.0, 6.0]])

@@ -98,13 +98,14 @@ impl WorkerBackend {
     pub fn finish_bags(
         &mut self,
         model: &Model,
+        batch: &Batch,
         misses: &MissList,
         statuses: &mut [LookupStatus],
         progress: Progress,
     ) -> Result<(), ScoreError> {
         match self {
             Self::Cpu(cpu) => {
-                cpu.finish_bags(model, misses, statuses);
+                cpu.finish_bags(model, batch, misses, statuses);
                 Ok(())
             }
             Self::Gpu(gpu) => Ok(gpu.finish_bags(misses, statuses, progress)?),

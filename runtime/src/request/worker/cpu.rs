@@ -3,10 +3,11 @@
 
 use crate::model::Model;
 use crate::model::backend::CpuTables;
+use crate::model::opened::ColumnCopy;
 use crate::model::served_tables::Storage;
 use crate::request::worker::progress::Progress;
 use crate::schema::batch::Batch;
-use crate::schema::{InputSource, KeySpace};
+use crate::schema::{Feature, InputSource, KeySpace};
 use hatchback_kernels::cuda::driver::CudaError;
 use hatchback_kernels::cuda::{Device, HostMemory};
 use hatchback_kernels::dense::{DenseEngine, DenseError, DenseScratch};
@@ -24,6 +25,8 @@ pub(crate) struct CpuDense {
     inputs: Vec<HostMemory<f32>>,
     /// Values per sample of each input.
     widths: Vec<usize>,
+    /// Vectors that are copied from one input to another before a run.
+    copies: Vec<ColumnCopy>,
 }
 
 impl CpuDense {
@@ -40,6 +43,7 @@ impl CpuDense {
             scratch: engine.scratch(batch_max),
             inputs: inputs.collect::<Result<_, _>>()?,
             widths,
+            copies: model.copies().to_vec(),
         })
     }
 
@@ -53,11 +57,39 @@ impl CpuDense {
         &self.widths
     }
 
-    /// Copies the dense features of `batch` into their input.
-    pub fn copy_features(&mut self, model: &Model, batch: &Batch) {
-        for (input, data) in model.schema().network.inputs.iter().zip(&mut self.inputs) {
-            if input.source == InputSource::Dense {
-                data[..batch.dense().len()].copy_from_slice(batch.dense());
+    /// Fills the inputs that need no row: the dense features of `batch`, and the lengths and masks
+    /// of its bags.
+    pub fn fill_inputs(&mut self, model: &Model, batch: &Batch) {
+        let schema = model.schema();
+        for (input, data) in schema.network.inputs.iter().zip(&mut self.inputs) {
+            match &input.source {
+                InputSource::Dense => data[..batch.dense().len()].copy_from_slice(batch.dense()),
+                InputSource::Lengths(features) => {
+                    fill_lengths(batch, features, data);
+                }
+                InputSource::Masks(features) => {
+                    fill_masks(batch, features, &schema.features, data);
+                }
+                InputSource::Features(_) => {}
+            }
+        }
+    }
+
+    /// Copies the vectors of features that feed more than one input.
+    fn copy_columns(&mut self, batch: usize) {
+        for &ColumnCopy { from, to, width } in &self.copies {
+            let strides = (self.widths[from.input], self.widths[to.input]);
+            for sample in 0..batch {
+                let source = sample * strides.0 + from.column;
+                let target = sample * strides.1 + to.column;
+                if from.input == to.input {
+                    self.inputs[to.input].copy_within(source..source + width, target);
+                } else if let Ok([source_input, target_input]) =
+                    self.inputs.get_disjoint_mut([from.input, to.input])
+                {
+                    target_input[target..target + width]
+                        .copy_from_slice(&source_input[source..source + width]);
+                }
             }
         }
     }
@@ -67,6 +99,7 @@ impl CpuDense {
         if batch == 0 {
             return Ok(());
         }
+        self.copy_columns(batch);
         self.engine.run(batch, &self.inputs, scores, &mut self.scratch)
     }
 
@@ -113,7 +146,7 @@ impl CpuBackend {
         misses: &mut MissList,
         statuses: &mut [LookupStatus],
     ) -> Progress {
-        self.dense.copy_features(model, batch);
+        self.dense.fill_inputs(model, batch);
         self.next = Cursor::default();
         self.continue_lookup(model, batch, misses, statuses)
     }
@@ -151,13 +184,46 @@ impl CpuBackend {
     }
 
     /// Pools the bags that waited for rows of `misses`.
-    pub fn finish_bags(&mut self, model: &Model, misses: &MissList, statuses: &mut [LookupStatus]) {
+    pub fn finish_bags(
+        &mut self,
+        model: &Model,
+        batch: &Batch,
+        misses: &MissList,
+        statuses: &mut [LookupStatus],
+    ) {
         for bag in misses.bags() {
             let f = usize::from(bag.feature);
             let feature = feature_view(model, &self.tables, f);
             let mut input = self.dense.input(model.column(f).input);
-            feature.finish(self.isa, bag, misses, &mut input, statuses);
+            feature.finish(self.isa, bag, batch.bags(f), misses, &mut input, statuses);
         }
+    }
+}
+
+/// Writes the number of keys of each bag, `[batch, features]`.
+fn fill_lengths(batch: &Batch, features: &[u16], data: &mut [f32]) {
+    for (column, &f) in features.iter().enumerate() {
+        let offsets = batch.bags(usize::from(f)).offsets;
+        for (sample, bounds) in offsets.windows(2).enumerate() {
+            data[sample * features.len() + column] = (bounds[1] - bounds[0]) as f32;
+        }
+    }
+}
+
+/// Writes 1 for each key of a bag and 0 for the rest, `[batch, sum of hotness_max]`.
+fn fill_masks(batch: &Batch, features: &[u16], declared: &[Feature], data: &mut [f32]) {
+    let places = |f: &u16| declared[usize::from(*f)].hotness_max as usize;
+    let stride: usize = features.iter().map(places).sum();
+    let mut first = 0;
+    for f in features {
+        let (offsets, places) = (batch.bags(usize::from(*f)).offsets, places(f));
+        for (sample, bounds) in offsets.windows(2).enumerate() {
+            let mask = &mut data[sample * stride + first..][..places];
+            let (keys, rest) = mask.split_at_mut((bounds[1] - bounds[0]) as usize);
+            keys.fill(1.0);
+            rest.fill(0.0);
+        }
+        first += places;
     }
 }
 

@@ -90,7 +90,7 @@ impl GpuBackend {
     ) -> Result<Progress, CudaError> {
         match self {
             Self::Lookup { lookup, dense } => {
-                dense.copy_features(model, batch);
+                dense.fill_inputs(model, batch);
                 lookup.begin(batch.size(), |f| batch.bags(f))?;
             }
             Self::Step(step) => step.begin(batch.size(), |f| batch.bags(f), batch.dense())?,

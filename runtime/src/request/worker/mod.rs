@@ -302,7 +302,7 @@ impl Seat {
             if fetcher.is_overdue {
                 return Err(ScoreError::DeadlineExceeded);
             }
-            backend.finish_bags(model, &fetcher.misses, statuses, progress)?;
+            backend.finish_bags(model, batch, &fetcher.misses, statuses, progress)?;
             fetcher.misses.clear();
             if is_open {
                 progress = backend.continue_lookup(model, batch, &mut fetcher.misses, statuses)?;

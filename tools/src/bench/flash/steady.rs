@@ -16,7 +16,8 @@ use hatchback::limits::PAGE_BYTES;
 use hatchback::maintenance::catalog_entries::CatalogEntries;
 use hatchback::maintenance::{Maintenance, MaintenanceRules, StepOutcome};
 use hatchback::schema::{
-    Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, Placement, Schema, Table,
+    Feature, InputSource, KeySpace, MissPolicy, Network, NetworkInput, NetworkOutput, Placement,
+    Schema, Table,
 };
 use hatchback::{Activation, Codec, Pooling};
 use std::io::Write;
@@ -154,15 +155,15 @@ fn schema(data: &Data) -> Schema {
         default_row: vec![0.0; DIM as usize],
     };
 
-    let feature =
-        |f| Feature { name: format!("f{f}"), table: 0, pooling: Pooling::Sum, hotness_max: 1 };
+    let feature = |f| Feature::plain(&format!("f{f}"), 0, Pooling::Sum, 1);
     let input = |name: &str, source| NetworkInput { name: name.to_owned(), source };
     let inputs = vec![
         input("dense", InputSource::Dense),
         input("emb", InputSource::Features((0..FEATURES).collect())),
     ];
 
-    let network = Network { inputs, output: "logit".to_owned(), activation: Activation::Sigmoid };
+    let output = NetworkOutput { name: "logit".to_owned(), activation: Activation::Sigmoid };
+    let network = Network { inputs, outputs: vec![output] };
     let dense_features = (0..13).map(|n| format!("int_{n}")).collect();
 
     Schema {

@@ -284,7 +284,7 @@ impl Rig {
     fn request(&mut self, keys: &[Vec<u64>], dense: &[f32], mode: LaunchMode) -> Result<()> {
         let Self { step, misses, statuses, offsets, .. } = self;
         let batch = keys[0].len();
-        let bags = |f: usize| Bags { keys: &keys[f], offsets: &offsets[..=batch] };
+        let bags = |f: usize| Bags::new(&keys[f], &offsets[..=batch]);
         match mode {
             LaunchMode::Graph => step.begin(batch, bags, dense)?,
             LaunchMode::Kernels => step.begin_unrecorded(batch, bags, dense)?,
@@ -343,7 +343,7 @@ impl Rig {
                 KeyTransfer::Before | KeyTransfer::Copied => &mut self.copying,
                 KeyTransfer::InPlace => &mut self.in_place,
             };
-            lookup.write_request(batch, batch, |f| Bags { keys: &keys[f], offsets });
+            lookup.write_request(batch, batch, |f| Bags::new(&keys[f], offsets));
             lookup.copy_keys(batch)?;
             lookup.stream().wait()?;
 

@@ -155,7 +155,7 @@ impl OurLookups {
             let (isa, prefetch) = (Isa::detect(), FeaturePrefetch::new(requested, TABLES));
             let (format, tables, default_row) = (self.format, &self.tables, &self.default_row);
             let feature = |t: usize| {
-                let bags = Bags { keys: &keys[t], offsets: &calls.offsets };
+                let bags = Bags::new(&keys[t], &calls.offsets);
                 (Self::feature(format, tables, default_row, t), bags)
             };
             for t in 0..TABLES {

@@ -1,0 +1,91 @@
+//! A value as the application has it: text or a number. A key function turns it into a key. Never
+//! copies a text that a line of JSON holds as it is.
+
+use serde::de::{Error, Visitor};
+use serde::{Deserialize, Deserializer};
+use std::borrow::Cow;
+use std::fmt;
+
+/// A value of a sparse feature before it becomes a key.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RawValue<'a> {
+    /// Text, as UTF-8.
+    Text(Cow<'a, str>),
+    /// An integer that is not negative.
+    Unsigned(u64),
+    /// A negative integer.
+    Negative(i64),
+    /// Any other number.
+    Float(f64),
+}
+
+impl fmt::Display for RawValue<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Text(text) => write!(f, "`{}`", text.escape_debug()),
+            Self::Unsigned(n) => write!(f, "{n}"),
+            Self::Negative(n) => write!(f, "{n}"),
+            Self::Float(x) => write!(f, "{x:?}"),
+        }
+    }
+}
+
+impl<'a> From<&'a str> for RawValue<'a> {
+    fn from(text: &'a str) -> Self {
+        Self::Text(Cow::Borrowed(text))
+    }
+}
+
+impl From<u64> for RawValue<'_> {
+    fn from(n: u64) -> Self {
+        Self::Unsigned(n)
+    }
+}
+
+impl From<i64> for RawValue<'_> {
+    fn from(n: i64) -> Self {
+        u64::try_from(n).map_or(Self::Negative(n), Self::Unsigned)
+    }
+}
+
+impl From<f64> for RawValue<'_> {
+    fn from(x: f64) -> Self {
+        Self::Float(x)
+    }
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for RawValue<'a> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(RawValueVisitor)
+    }
+}
+
+struct RawValueVisitor;
+
+impl<'de> Visitor<'de> for RawValueVisitor {
+    type Value = RawValue<'de>;
+
+    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str("a text or a number")
+    }
+
+    fn visit_borrowed_str<E: Error>(self, text: &'de str) -> Result<Self::Value, E> {
+        Ok(RawValue::Text(Cow::Borrowed(text)))
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<Self::Value, E> {
+        Ok(RawValue::Text(Cow::Owned(text.to_owned())))
+    }
+
+    fn visit_u64<E: Error>(self, n: u64) -> Result<Self::Value, E> {
+        Ok(n.into())
+    }
+
+    fn visit_i64<E: Error>(self, n: i64) -> Result<Self::Value, E> {
+        Ok(n.into())
+    }
+
+    fn visit_f64<E: Error>(self, x: f64) -> Result<Self::Value, E> {
+        Ok(x.into())
+    }
+}

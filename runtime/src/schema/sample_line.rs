@@ -1,0 +1,74 @@
+//! A sample as a line of JSON, before the schema gives its names a meaning. Never reads a schema.
+
+use crate::schema::raw_value::RawValue;
+use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
+
+/// The fields of a line.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Line<'a> {
+    #[serde(default)]
+    pub dense: Vec<f32>,
+    #[serde(default, borrow)]
+    pub sparse: UniqueMap<Vec<RawValue<'a>>>,
+    #[serde(default)]
+    pub weights: UniqueMap<Vec<f32>>,
+    pub label: Option<Outcome>,
+    pub score: Option<Outcome>,
+    /// The model that the sample is for. A server of several models reads it.
+    #[serde(rename = "model")]
+    _model: Option<IgnoredAny>,
+}
+
+/// A label or a score: of the only output, of each output in order, or of each output by name.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "a label or score is a number, a list, or an object with a number for each output"
+)]
+pub(super) enum Outcome {
+    One(f32),
+    List(Vec<Option<f32>>),
+    Named(UniqueMap<Option<f32>>),
+}
+
+/// Values by name. A name that occurs twice is refused: one of its values would silently be lost.
+pub(super) struct UniqueMap<T>(pub BTreeMap<String, T>);
+
+impl<T> Default for UniqueMap<T> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_map(UniqueMapVisitor(PhantomData))
+    }
+}
+
+struct UniqueMapVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for UniqueMapVisitor<T> {
+    type Value = UniqueMap<T>;
+
+    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str("an object with a value for each name")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<UniqueMap<T>, A::Error> {
+        let mut map = BTreeMap::new();
+        while let Some((name, value)) = entries.next_entry::<String, T>()? {
+            if map.contains_key(&name) {
+                let name = name.escape_debug();
+                return Err(A::Error::custom(format!("`{name}` occurs twice in one object")));
+            }
+            map.insert(name, value);
+        }
+        Ok(UniqueMap(map))
+    }
+}
