@@ -144,6 +144,15 @@ hatchback_result hatchback_score(hatchback_model model, uint32_t samples, const 
                                  const hatchback_bags *sparse, uint64_t timeout_us, float *scores,
                                  hatchback_status *statuses, uint64_t *generation);
 
+/* Writes the key of a raw value of the sparse feature `feature`, by the key function of the model's
+ * schema. Never blocks. */
+hatchback_result hatchback_key_of_text(hatchback_model model, uint32_t feature, const char *value,
+                                       uint64_t *key);
+hatchback_result hatchback_key_of_integer(hatchback_model model, uint32_t feature, int64_t value,
+                                          uint64_t *key);
+hatchback_result hatchback_key_of_number(hatchback_model model, uint32_t feature, double value,
+                                         uint64_t *key);
+
 /* Queues `count` keys of the sparse feature `feature` whose rows a later request will look up. Never
  * blocks. Writes to `queued`, which may be NULL, how many keys had room. */
 hatchback_result hatchback_prefetch(hatchback_model model, uint32_t feature, const uint64_t *keys,

@@ -137,6 +137,23 @@ public:
         check(try_score(from, to));
     }
 
+    /// The key of a raw value of a feature, by the key function of the model's schema.
+    std::uint64_t key(std::uint32_t feature, const std::string &value) const {
+        std::uint64_t key = 0;
+        check(::hatchback_key_of_text(handle_, feature, value.c_str(), &key));
+        return key;
+    }
+    std::uint64_t key(std::uint32_t feature, std::int64_t value) const {
+        std::uint64_t key = 0;
+        check(::hatchback_key_of_integer(handle_, feature, value, &key));
+        return key;
+    }
+    std::uint64_t key(std::uint32_t feature, double value) const {
+        std::uint64_t key = 0;
+        check(::hatchback_key_of_number(handle_, feature, value, &key));
+        return key;
+    }
+
     /// Queues keys of a feature that a later request looks up. Returns how many had room.
     std::uint32_t prefetch(std::uint32_t feature, span<const std::uint64_t> keys) const {
         std::uint32_t queued = 0;

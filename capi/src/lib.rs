@@ -15,6 +15,7 @@ use handles::Handles;
 use hatchback::model::Model;
 use hatchback::request::pipeline::Answer;
 use hatchback::schema::batch::{Bags as Columns, Batch, check_offsets};
+use hatchback::schema::raw_value::RawValue;
 use outcome::{Refusal, answer, closed, request};
 use pointers::{copy_text, place, room, text, values, write};
 use process::{Process, ServedModel};
@@ -296,6 +297,42 @@ pub extern "C" fn hatchback_score(
         })?;
         to.write(&ticket.wait()?)
     })
+}
+
+/// Writes the key of a text. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_key_of_text(
+    handle: ModelHandle,
+    feature: u32,
+    value: *const c_char,
+    key: *mut u64,
+) -> Outcome {
+    answer(|| {
+        let value = RawValue::Text(text("value", value)?.into());
+        write("key", key, model(handle)?.key(feature as usize, &value)?)
+    })
+}
+
+/// Writes the key of an integer. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_key_of_integer(
+    handle: ModelHandle,
+    feature: u32,
+    value: i64,
+    key: *mut u64,
+) -> Outcome {
+    answer(|| write("key", key, model(handle)?.key(feature as usize, &value.into())?))
+}
+
+/// Writes the key of a number. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_key_of_number(
+    handle: ModelHandle,
+    feature: u32,
+    value: f64,
+    key: *mut u64,
+) -> Outcome {
+    answer(|| write("key", key, model(handle)?.key(feature as usize, &RawValue::Float(value))?))
 }
 
 /// Queues keys to prefetch. `hatchback.h` documents it.

@@ -9,6 +9,7 @@ use hatchback::maintenance::background::Background;
 use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::budget::Budget;
 use hatchback::request::serving::{Serving, Swapped};
+use hatchback::schema::raw_value::RawValue;
 use hatchback::targets::Target;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -123,6 +124,19 @@ impl ServedModel {
     pub fn unload(&self) -> Result<(), Refusal> {
         self.process.followers().retain(|follower| follower.name() != self.name);
         self.process.serving.unload(&self.name).map_err(|_| closed("model"))
+    }
+
+    /// Returns the key of a raw value of a feature, by the key function of the schema.
+    ///
+    /// # Errors
+    /// The model has no such feature, or the feature does not take the value.
+    pub fn key(&self, feature: usize, value: &RawValue<'_>) -> Result<u64, Refusal> {
+        let schema = self.process.serving.schema(&self.name).ok_or_else(|| closed("model"))?;
+        let features = schema.features.len();
+        let missing = || request(format!("feature = {feature}: the model has {features}"));
+        let feature = schema.features.get(feature).ok_or_else(missing)?;
+        let key = feature.key.apply(value);
+        key.map_err(|e| request(format!("feature `{}`: {e}", feature.name)))
     }
 
     /// Returns the number of the sparse feature `name`.

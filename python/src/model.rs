@@ -4,9 +4,11 @@
 use crate::buffers::Array;
 use crate::errors;
 use hatchback::schema::batch::Bags;
+use hatchback::schema::raw_value::RawValue;
 use hatchback_capi::outcome::{Refusal, closed, request};
 use hatchback_capi::process::{Process, ServedModel};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 use std::path::PathBuf;
@@ -188,6 +190,24 @@ impl Model {
         });
         let generation = generation.map_err(errors::of)?;
         Ok(Answer { scores: scores.unbind(), statuses: statuses.unbind(), generation })
+    }
+
+    /// Returns the key of a raw value of a feature: text, an integer or a number.
+    fn key(&self, feature: &str, value: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let open = self.opened()?;
+        let number = open.model.feature(feature).map_err(errors::of)?;
+        if let Ok(value) = value.extract::<PyBackedStr>() {
+            let value = RawValue::from(&*value);
+            return open.model.key(number as usize, &value).map_err(errors::of);
+        }
+        let value = if let Ok(value) = value.extract::<i64>() {
+            RawValue::from(value)
+        } else if let Ok(value) = value.extract::<u64>() {
+            RawValue::from(value)
+        } else {
+            RawValue::from(value.extract::<f64>()?)
+        };
+        open.model.key(number as usize, &value).map_err(errors::of)
     }
 
     /// Queues keys of a feature that a later request looks up. Returns how many had room.

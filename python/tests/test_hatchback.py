@@ -115,6 +115,15 @@ class Package(unittest.TestCase):
                 call()
         model.close()
 
+    def test_raw_values_become_keys(self):
+        model = self.open()
+        self.assertEqual([model.key("age", value) for value in (0, 7, 2**64 - 1)], [0, 7, 2**64 - 1])
+        for value in ("seven", -1, 0.5):
+            with self.assertRaisesRegex(hatchback.RequestError, "feature `age`: .*0 to 2\\^64 - 1"):
+                model.key("age", value)
+        with self.assertRaises(TypeError):
+            model.key("age", None)
+
     def test_reports(self):
         self.assertEqual(self.report, hatchback.inspect(self.bundle))
         self.assertGreater(hatchback.evaluate(self.bundle)["auc"], 0.6)
