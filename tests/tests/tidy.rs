@@ -59,7 +59,10 @@ const CRATES: [Layers; 6] = [
             &["cli"],
             &["demo"],
             &["live"],
-            &["bench", "eval", "gate", "image", "inspect", "run", "select", "sync", "tuf"],
+            &[
+                "bench", "consume", "eval", "gate", "image", "inspect", "plan", "run", "select",
+                "sync", "tuf",
+            ],
             &["repository", "serve", "workload"],
             &["pack"],
             &["hps_kafka", "import", "window"],

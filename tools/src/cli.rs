@@ -1,13 +1,15 @@
 //! The command line of `hatchback`: its commands, each of which has a module, and `pack`, which
 //! only calls the library. `docs/commands.md` is its reference.
 
+#[cfg(feature = "kafka")]
+use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::pack::prove::Proof;
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file_onto};
 use crate::repository::{keys, prune, publish};
 use crate::{
-    bench, demo, eval, gate, image, inspect, pack, report, run, say, select, serve, sync, tuf,
+    bench, demo, eval, gate, image, inspect, pack, plan, report, run, say, select, serve, sync, tuf,
 };
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
@@ -37,6 +39,8 @@ enum Command {
     Pack(PackArgs),
     Inspect(inspect::InspectArgs),
     Image(image::ImageArgs),
+    #[cfg(feature = "kafka")]
+    Consume(consume::ConsumeArgs),
     Select(select::SelectArgs),
     Gate(gate::GateArgs),
     Keys(keys::KeysArgs),
@@ -47,6 +51,7 @@ enum Command {
     Tuf(tuf::TufArgs),
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
+    Plan(plan::PlanArgs),
     Bench(bench::BenchArgs),
 }
 
@@ -93,6 +98,8 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Pack(args) => pack_model(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Image(args) => image::run(&args),
+        #[cfg(feature = "kafka")]
+        Command::Consume(args) => consume::run(&args),
         Command::Select(args) => select::run(&args),
         Command::Gate(args) => gate::run(&args),
         Command::Keys(args) => keys::run(&args),
@@ -102,6 +109,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Tuf(args) => tuf::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),
+        Command::Plan(args) => plan::run(&args),
         Command::Bench(args) => bench::run(&args),
     }
 }

@@ -4,7 +4,7 @@
 //! (one in a hundred), which the clustered segment repeats. Never holds a whole table.
 
 pub mod clustering;
-mod hot;
+pub(crate) mod hot;
 pub mod network;
 pub mod prove;
 pub mod sort;
