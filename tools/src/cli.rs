@@ -5,6 +5,7 @@
 use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::pack::prove::Proof;
+use crate::pack::share::{Share, merge_shares, pack_share};
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file_onto};
 use crate::repository::{keys, prune, publish};
@@ -76,6 +77,12 @@ struct PackArgs {
     /// `update.probe_difference_max`
     #[arg(long, value_name = "DIFFERENCE", default_value_t = PROBE_DIFFERENCE_MAX)]
     probe_difference_max: f32,
+    /// Packs only some tables, such as `2/5`: the second of five shares, into the folder --out
+    #[arg(long, value_name = "NUMBER/SHARES", conflicts_with = "parent")]
+    share: Option<Share>,
+    /// Makes the bundle of the shares in this folder; once for each folder
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["parent", "share"])]
+    merge: Vec<PathBuf>,
 }
 
 fn placement(name: &str) -> Result<Placement, String> {
@@ -125,7 +132,15 @@ fn pack_model(args: &PackArgs) -> Result<()> {
         bar.set_length(total);
         bar.inc(rows);
     };
-    let packed = pack_file_onto(&args.model, parent.as_ref(), &args.out, overrides, progress);
+    if let Some(share) = args.share {
+        let tables = pack_share(&args.model, share, &args.out, overrides, progress)?.len();
+        bar.finish_and_clear();
+        return say!("{}: {tables} tables of the share", args.out.display());
+    }
+    let packed = match args.merge.is_empty() {
+        true => pack_file_onto(&args.model, parent.as_ref(), &args.out, overrides, progress),
+        false => merge_shares(&args.model, &args.merge, &args.out, overrides),
+    };
     bar.finish_and_clear();
 
     let packed = packed?;

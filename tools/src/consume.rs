@@ -1,5 +1,5 @@
-//! `consume`, with the feature `kafka`: turns the rows that HugeCTR publishes to Kafka into windows.
-//! One window holds everything that every partition had when the window was begun. Its
+//! `consume`, with the feature `kafka`: turns the rows that HugeCTR publishes to Kafka into
+//! windows. One window holds everything that every partition had when the window was begun. Its
 //! `window.json` also has the offset at which the next window begins. So rows and offsets become
 //! durable in one rename, and each message counts once, wherever a process is killed. Has no
 //! consumer group: a lock on the folder keeps a second process out.

@@ -7,6 +7,7 @@ pub mod clustering;
 pub(crate) mod hot;
 pub mod network;
 pub mod prove;
+pub mod share;
 pub mod sort;
 pub mod spec;
 mod spec_line;

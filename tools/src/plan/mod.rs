@@ -245,8 +245,8 @@ fn poisson_p99(mean: f64) -> f64 {
     k
 }
 
-/// Serves `samples` twice on one worker. The first time fills the cache, which has room for half of
-/// the rows; the second counts pages and times the requests without a miss.
+/// Serves `samples` twice on one worker with caches of a middle size. The first time fills them;
+/// the second times the requests without a miss. Both count pages.
 fn serve_samples(
     flash: &Flash,
     budget: &Budget,
@@ -331,11 +331,11 @@ impl Plan {
         let (device, pages) = (&self.device, report::digits(self.pages_per_miss));
         let time = |pages: f64| report::digits(device.p99_us(pages));
         say!(
-            "device: p99 of 1, 16 and 256 pages is {}, {} and {} µs, {} reads in flight through \
+            "device: p99 of 1, 16 and 128 pages is {}, {} and {} µs, {} reads in flight through \
              {}; {pages} pages a miss",
             time(1.0),
             time(16.0),
-            time(256.0),
+            time(128.0),
             device.depth,
             device.method
         )

@@ -134,7 +134,7 @@ impl Curve {
         }
     }
 
-    /// Returns the points, by ascending size.
+    /// Returns the points, by ascending size. Of sizes with equally many rows, the smallest stays.
     pub fn points(&self) -> Vec<CurvePoint> {
         let (lookups, requests) = (self.lookups.max(1) as f64, self.requests.max(1) as f64);
         let point = |size: &SimulatedSize| {
@@ -146,7 +146,9 @@ impl Curve {
                 misses: missed / requests,
             }
         };
-        self.sizes.iter().map(point).collect()
+        let mut points: Vec<CurvePoint> = self.sizes.iter().map(point).collect();
+        points.dedup_by_key(|point| point.slots);
+        points
     }
 }
 

@@ -49,6 +49,8 @@ struct Ranked {
     /// The bits of the value: values are not negative, so their bits have the same order.
     value: Reverse<u32>,
     pick: Pick,
+    /// Whether the value counts, beside the age.
+    has_rank: bool,
 }
 
 /// All candidates in the three orders in which a budget goes to them.
@@ -96,7 +98,7 @@ impl<'a> Ranking<'a> {
         hot: &[HashSet<u64>],
         rules: ChoiceRules,
     ) -> Self {
-        let (mut first, mut waiting, mut best) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut first, mut waiting) = (Vec::new(), Vec::new());
         for (number, table) in tables.iter().enumerate() {
             for (at, candidate) in table.candidates.iter().enumerate() {
                 let pick = Pick { table: number as u32, at: at as u32 };
@@ -104,22 +106,21 @@ impl<'a> Ranking<'a> {
                     first.push(pick);
                     continue;
                 }
-                let value = Reverse(table.value(candidate).to_bits());
-                let ranked = Ranked { since: candidate.since, value, pick };
-                waiting.push(ranked);
-                if rules.is_refresh && hot[number].contains(&candidate.order) {
+                let is_hot = rules.is_refresh && hot[number].contains(&candidate.order);
+                if is_hot {
                     first.push(pick);
-                } else if !candidate.is_below_floor {
-                    best.push(ranked);
                 }
+                let value = Reverse(table.value(candidate).to_bits());
+                let has_rank = !is_hot && !candidate.is_below_floor;
+                waiting.push(Ranked { since: candidate.since, value, pick, has_rank });
             }
         }
 
         waiting.sort_unstable();
         let oldest = waiting.iter().map(|ranked| ranked.pick).collect();
-        drop(waiting);
-        best.sort_unstable_by_key(|ranked| (ranked.value, ranked.pick));
-        let best = best.iter().map(|ranked| ranked.pick).collect();
+        waiting.retain(|ranked| ranked.has_rank);
+        waiting.sort_unstable_by_key(|ranked| (ranked.value, ranked.pick));
+        let best = waiting.iter().map(|ranked| ranked.pick).collect();
         Self { tables, first, oldest, best, ageing_percent: rules.ageing_percent }
     }
 
