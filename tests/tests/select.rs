@@ -375,3 +375,41 @@ fn a_state_folder_refuses_what_would_lose_rows() {
     write_window(&window, &content, &[twice], &mut |_, _, _| Ok(())).unwrap();
     assert!(refused(&trainer.args(None)).contains("t2.keys is 7, twice"));
 }
+
+#[test]
+fn a_refresh_brings_the_rows_that_windows_look_up_most() {
+    let trainer = Loop::new(9);
+    let old = trainer.car.hot_keys(0).unwrap();
+    assert!(old.len() > 20, "the base has a hot list");
+    let busy: Vec<u64> = old.iter().rev().take(old.len() / 2).copied().collect();
+    let table = &trainer.packed.schema.tables[0];
+    let changes = TableChanges {
+        name: table.name.clone(),
+        dim: table.dim as usize,
+        traffic: Some((0..busy.len()).map(|rank| 1e3 - rank as f32).collect()),
+        keys: busy.clone(),
+        ..TableChanges::default()
+    };
+    let content = WindowContent { lineage: "stream".into(), window: 1, ..Default::default() };
+    let folder = trainer.path("windows").join(format!("{:012}", 1));
+    write_window(&folder, &content, &[changes], &mut |_, row, values| {
+        values.extend(trainer.rows[0][&busy[row]].iter().map(|value| value * 0.5));
+        Ok(())
+    })
+    .unwrap();
+
+    let refresh =
+        |refresh_every, budget_mib| SelectArgs { refresh_every, budget_mib, ..trainer.args(None) };
+    assert_eq!(select(&refresh(0, None)).unwrap().hot_lists, 0, "no refresh");
+    let tight = select(&refresh(1, Some(0.02))).unwrap();
+    assert_eq!(tight.hot_lists, u64::from(8 * old.len() as u64 <= (0.02 * 1048576.0) as u64 / 4));
+    let done = select(&refresh(1, None)).unwrap();
+    assert_eq!(done.hot_lists, 1, "the list of one table changed: {done:?}");
+
+    let mut bundle = BundleReader::open(&trainer.path("next.hatch")).unwrap();
+    let car =
+        Flash::install(&disk::system(), trainer.car.directory(), &mut bundle, |_| ()).unwrap();
+    let new = car.hot_keys(0).unwrap();
+    assert_eq!((new.len(), &new[..busy.len()]), (old.len(), &busy[..]));
+    assert_eq!(car.hot_keys(1).unwrap(), trainer.car.hot_keys(1).unwrap());
+}

@@ -60,7 +60,10 @@ const CRATES: [Layers; 7] = [
             &["cli"],
             &["demo"],
             &["live"],
-            &["bench", "eval", "gate", "image", "inspect", "run", "select", "sync", "tuf"],
+            &[
+                "bench", "consume", "eval", "gate", "image", "inspect", "plan", "run", "select",
+                "sync", "tuf",
+            ],
             &["repository", "serve", "workload"],
             &["pack"],
             &["hps_kafka", "import", "window"],

@@ -38,6 +38,8 @@ fn changes(window: &Window) -> Vec<TableChanges> {
             since: columns.since.map(|column| window.words(column).unwrap()),
             deleted: window.words(columns.deleted).unwrap(),
             deleted_since: columns.deleted_since.map(|column| window.words(column).unwrap()),
+            hot: window.words(columns.hot).unwrap(),
+            hot_traffic: Vec::new(),
         }
     };
     window.tables.iter().map(read).collect()
@@ -61,6 +63,7 @@ fn python_and_rust_agree_on_every_byte() {
         dense: window.dense().unwrap(),
         probe: window.probe().unwrap(),
         backlog: None,
+        kafka: None,
     };
     let (folder, mut buffer) = (tempfile::tempdir().unwrap(), RowBuffer::default());
     write_window(folder.path(), &content, &tables, &mut |table, row, values| {

@@ -1,13 +1,16 @@
 //! The command line of `hatchback`: its commands, each of which has a module, and `pack`, which
 //! only calls the library. `docs/commands.md` is its reference.
 
+#[cfg(feature = "kafka")]
+use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::pack::prove::Proof;
+use crate::pack::share::{Share, merge_shares, pack_share};
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file_onto};
 use crate::repository::{keys, prune, publish};
 use crate::{
-    bench, demo, eval, gate, image, inspect, pack, report, run, say, select, serve, sync, tuf,
+    bench, demo, eval, gate, image, inspect, pack, plan, report, run, say, select, serve, sync, tuf,
 };
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
@@ -37,6 +40,8 @@ enum Command {
     Pack(PackArgs),
     Inspect(inspect::InspectArgs),
     Image(image::ImageArgs),
+    #[cfg(feature = "kafka")]
+    Consume(consume::ConsumeArgs),
     Select(select::SelectArgs),
     Gate(gate::GateArgs),
     Keys(keys::KeysArgs),
@@ -47,6 +52,7 @@ enum Command {
     Tuf(tuf::TufArgs),
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
+    Plan(plan::PlanArgs),
     Bench(bench::BenchArgs),
 }
 
@@ -75,6 +81,12 @@ struct PackArgs {
     /// `update.probe_difference_max`
     #[arg(long, value_name = "DIFFERENCE", default_value_t = PROBE_DIFFERENCE_MAX)]
     probe_difference_max: f32,
+    /// Packs only some tables, such as `2/5`: the second of five shares, into the folder --out
+    #[arg(long, value_name = "NUMBER/SHARES", conflicts_with = "parent")]
+    share: Option<Share>,
+    /// Makes the bundle of the shares in this folder; once for each folder
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["parent", "share"])]
+    merge: Vec<PathBuf>,
 }
 
 fn placement(name: &str) -> Result<Placement, String> {
@@ -97,6 +109,8 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Pack(args) => pack_model(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Image(args) => image::run(&args),
+        #[cfg(feature = "kafka")]
+        Command::Consume(args) => consume::run(&args),
         Command::Select(args) => select::run(&args),
         Command::Gate(args) => gate::run(&args),
         Command::Keys(args) => keys::run(&args),
@@ -106,6 +120,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Tuf(args) => tuf::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::run(&args),
+        Command::Plan(args) => plan::run(&args),
         Command::Bench(args) => bench::run(&args),
     }
 }
@@ -122,7 +137,15 @@ fn pack_model(args: &PackArgs) -> Result<()> {
         bar.set_length(total);
         bar.inc(rows);
     };
-    let packed = pack_file_onto(&args.model, parent.as_ref(), &args.out, overrides, progress);
+    if let Some(share) = args.share {
+        let tables = pack_share(&args.model, share, &args.out, overrides, progress)?.len();
+        bar.finish_and_clear();
+        return say!("{}: {tables} tables of the share", args.out.display());
+    }
+    let packed = match args.merge.is_empty() {
+        true => pack_file_onto(&args.model, parent.as_ref(), &args.out, overrides, progress),
+        false => merge_shares(&args.model, &args.merge, &args.out, overrides),
+    };
     bar.finish_and_clear();
 
     let packed = packed?;

@@ -7,6 +7,8 @@
 
 pub mod bench;
 pub mod cli;
+#[cfg(feature = "kafka")]
+pub mod consume;
 pub mod demo;
 pub mod eval;
 pub mod gate;
@@ -17,6 +19,7 @@ pub mod inspect;
 mod limits;
 pub mod live;
 pub mod pack;
+pub mod plan;
 pub mod report;
 pub mod repository;
 pub mod run;

@@ -137,3 +137,61 @@ fn weights_beside_the_onnx_file_are_packed() {
     let error = desk.refused(&[]);
     assert!(error.contains("dense.onnx.data"), "{error}");
 }
+
+#[test]
+fn shares_merge_into_the_bundle_of_one_pack() {
+    let desk = Desk::new();
+    let path = |file: &str| desk.folder.path().join(file).display().to_string();
+    let run = |words: &[&str], out: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hatchback"));
+        command.arg("pack").arg(path("model.toml")).args(["--out", &path(out)]);
+        let output = command.args(words).output().unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8(said).unwrap())
+    };
+    let done = |words: &[&str], out: &str| {
+        let (success, said) = run(words, out);
+        assert!(success, "{words:?}: {said}");
+        said
+    };
+    for codec in ["u8", "f32"] {
+        done(&["--codec", codec], "one.hatch");
+        for share in ["1/3", "2/3", "3/3"] {
+            let folder = if share == "2/3" { "b" } else { "a" };
+            let said = done(&["--codec", codec, "--share", share], folder);
+            assert!(!said.contains(" 0 tables"), "{said}");
+        }
+        let (a, b) = (path("a"), path("b"));
+        let said = done(&["--codec", codec, "--merge", &a, "--merge", &b], "merged.hatch");
+        assert!(said.contains("probe scores differ"), "{said}");
+        let bytes = |file: &str| std::fs::read(path(file)).unwrap();
+        assert!(bytes("one.hatch") == bytes("merged.hatch"), "{codec}: other bytes");
+
+        let (success, said) = run(&["--codec", codec, "--merge", &a], "refused.hatch");
+        assert!(!success && said.contains("is in none of the shares"), "{said}");
+        let (success, said) = run(&["--codec", "f16", "--merge", &a, "--merge", &b], "x.hatch");
+        assert!(!success && said.contains("of another model.toml, or of other --codec"), "{said}");
+    }
+
+    // A worker that is killed leaves no head, and the next one packs that table again.
+    let any = |ending: &str| {
+        let files = std::fs::read_dir(path("a")).unwrap().map(|entry| entry.unwrap().path());
+        files.filter(|file| file.to_string_lossy().ends_with(ending)).min().unwrap()
+    };
+    std::fs::remove_file(any(".head")).unwrap();
+    let words = ["--codec", "f32", "--merge", &path("a"), "--merge", &path("b")];
+    assert!(!run(&words, "x.hatch").0);
+    for share in ["1/3", "3/3"] {
+        done(&["--codec", "f32", "--share", share], "a");
+    }
+    done(&words, "again.hatch");
+
+    let damaged = any(".blobs");
+    let mut bytes = std::fs::read(&damaged).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&damaged, bytes).unwrap();
+    let (success, said) = run(&words, "x.hatch");
+    assert!(!success && said.contains("content does not match its hash"), "{said}");
+    assert!(["4/3", "0/3", "1", "x/2"].iter().all(|share| !run(&["--share", share], "y").0));
+}

@@ -105,8 +105,19 @@ impl Cache {
     /// Creates a cache of at most `bytes_max` bytes for rows of `row_bytes`. Returns `None` if
     /// `bytes_max` is less than `bytes_min`.
     pub fn new(row_bytes: usize, bytes_max: usize, spaces: &KeySpaces) -> Option<Self> {
+        Self::with_sets(row_bytes, Self::sets_in(row_bytes, bytes_max, spaces)?, spaces)
+    }
+
+    /// Returns the sets of a cache of at most `bytes_max` bytes for rows of `row_bytes`, or `None`
+    /// if `bytes_max` is less than `bytes_min`.
+    pub fn sets_in(row_bytes: usize, bytes_max: usize, spaces: &KeySpaces) -> Option<usize> {
         let sets = bytes_max.checked_sub(OVERREAD_BYTES)? / Self::set_bytes(row_bytes, spaces);
-        let sets = sets.min(u32::MAX as usize / WAYS);
+        Some(sets.min(u32::MAX as usize / WAYS)).filter(|sets| *sets >= spaces.sets_min())
+    }
+
+    /// Creates a cache of `sets` sets for rows of `row_bytes`. Returns `None` if `spaces` need more
+    /// sets.
+    pub fn with_sets(row_bytes: usize, sets: usize, spaces: &KeySpaces) -> Option<Self> {
         let addresses = (sets >= spaces.sets_min()).then(|| AddressMap::new(spaces, sets))?;
 
         let (header_words, row_words) = (Self::header_words(spaces), row_bytes.div_ceil(4));

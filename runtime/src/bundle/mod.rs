@@ -174,6 +174,54 @@ impl BundleWriter {
         Ok(self.written)
     }
 
+    /// Renames the file into place without a manifest: it is a part of a bundle, not a bundle.
+    /// Returns its blobs.
+    ///
+    /// # Errors
+    /// [`BundleError::Io`] if the file cannot be written.
+    pub fn finish_part(mut self) -> Result<Vec<Blob>, BundleError> {
+        if let Some(part) = self.file.take() {
+            atomic_write::rename_into_place(&SystemDisk, &self.path, part)
+                .map_err(io_error(&self.path))?;
+        }
+        Ok(std::mem::take(&mut self.blobs))
+    }
+
+    /// Adds the `blobs` of `part`, a file of [`BundleWriter::finish_part`] at `path`. Copies the
+    /// chunks as they are stored, after the check of each.
+    ///
+    /// # Errors
+    /// [`BundleError::Hash`] if a chunk is not what `blobs` says, [`BundleError::Io`] if a file
+    /// cannot be read or written.
+    pub fn copy_part(
+        &mut self,
+        blobs: &[Blob],
+        path: &Path,
+        part: &mut dyn Read,
+    ) -> Result<(), BundleError> {
+        let mut head = [0; HEADER_BYTES as usize];
+        part.read_exact(&mut head).map_err(io_error(path))?;
+        if head != header() {
+            return Err(field_error(path, "header", "is not that of a part of a bundle"));
+        }
+
+        let mut stored = Vec::with_capacity(CHUNK_BYTES);
+        for (number, blob) in blobs.iter().enumerate() {
+            for (c, chunk) in blob.chunks.iter().enumerate() {
+                let field = || format!("blobs[{number}].chunks[{c}]");
+                if chunk.stored as usize > CHUNK_BYTES {
+                    return Err(field_error(path, field(), "is longer than a chunk"));
+                }
+                stored.resize(chunk.stored as usize, 0);
+                part.read_exact(&mut stored).map_err(io_error(path))?;
+                check_hash(path, chunk, &stored, field)?;
+                self.put(&stored).map_err(io_error(&self.path))?;
+            }
+            self.blobs.push(blob.clone());
+        }
+        Ok(())
+    }
+
     fn write_end(&mut self, manifest: &[u8]) -> io::Result<()> {
         let trailer = trailer(self.written, manifest);
         self.put(manifest)?;

@@ -171,17 +171,65 @@ pub(crate) fn cache_bytes_min(schema: &Schema, resident: &[bool]) -> u64 {
     width_groups(schema, resident).iter().map(least).sum()
 }
 
-/// Makes one cache for each row width. Each gets the least that it works with, and a share of the
-/// rest of the budget in proportion to the bytes of its tables.
+/// A cache that a model would have in a budget.
+pub struct PlannedCache {
+    /// Bytes of an encoded row.
+    pub row_bytes: usize,
+    /// Sets of the cache.
+    pub sets: usize,
+    /// The keys that it may hold.
+    pub keys: KeySpaces,
+}
+
+/// The caches that a model would have in a budget.
+pub struct CachePlan {
+    /// One cache for each row width.
+    pub caches: Vec<PlannedCache>,
+    /// The number of the cache of each table; `None` if the table would be resident.
+    pub cache_of: Vec<Option<usize>>,
+}
+
+/// Returns the caches that a model of `schema` would have in `budget`. Takes none of their memory.
 ///
 /// # Errors
-/// [`OpenError::Budget`] if the budget is below the sum of the least sizes.
-pub(crate) fn make_caches(
-    schema: &Schema,
-    resident: &[bool],
-    budget: &Budget,
-) -> Result<Vec<Arc<Cache>>, OpenError> {
-    let groups = width_groups(schema, resident);
+/// [`OpenError::Budget`] with the field that is too small.
+pub fn plan_caches(schema: &Schema, budget: &Budget) -> Result<CachePlan, OpenError> {
+    let is_resident = choose_resident(schema, budget)?;
+    let groups = width_groups(schema, &is_resident);
+    let bytes = share_cache_bytes(&groups, budget)?;
+    let width = |table: &Table| table.codec.row_bytes(table.dim as usize);
+    let cache_of = schema
+        .tables
+        .iter()
+        .zip(&is_resident)
+        .map(|(table, is_resident)| match is_resident {
+            true => None,
+            false => groups.iter().position(|group| group.row_bytes == width(table)),
+        })
+        .collect();
+    let caches = groups
+        .into_iter()
+        .zip(bytes)
+        .map(|(WidthGroup { row_bytes, keys, .. }, bytes)| {
+            let sets = Cache::sets_in(row_bytes, bytes, &keys).unwrap_or_default();
+            PlannedCache { row_bytes, sets, keys }
+        })
+        .collect();
+    Ok(CachePlan { caches, cache_of })
+}
+
+/// Returns the bytes of the smallest caches that a model of `schema` works with in `budget`; 0 if
+/// every table is resident.
+///
+/// # Errors
+/// [`OpenError::Budget`] if the tables that are declared resident do not fit.
+pub fn least_cache_bytes(schema: &Schema, budget: &Budget) -> Result<u64, OpenError> {
+    Ok(cache_bytes_min(schema, &choose_resident(schema, budget)?))
+}
+
+/// Returns the bytes of each cache: the least that it works with, and a share of the rest of the
+/// budget in proportion to the bytes of its tables.
+fn share_cache_bytes(groups: &[WidthGroup], budget: &Budget) -> Result<Vec<usize>, OpenError> {
     let bytes_min = |group: &WidthGroup| Cache::bytes_min(group.row_bytes, &group.keys);
     let least: u64 = groups.iter().map(|group| bytes_min(group) as u64).sum();
     let too_small = || OpenError::Budget {
@@ -193,12 +241,22 @@ pub(crate) fn make_caches(
     let spare = budget.cache_bytes_max.checked_sub(least).ok_or_else(too_small)?;
     let all: u128 = groups.iter().map(|group| u128::from(group.table_bytes)).sum();
     let share = |bytes: u64| (u128::from(spare) * u128::from(bytes) / all.max(1)) as usize;
-    groups
-        .iter()
-        .map(|group| {
-            let bytes = bytes_min(group) + share(group.table_bytes);
-            Cache::new(group.row_bytes, bytes, &group.keys).map(Arc::new)
-        })
-        .collect::<Option<_>>()
-        .ok_or_else(too_small)
+    Ok(groups.iter().map(|group| bytes_min(group) + share(group.table_bytes)).collect())
+}
+
+/// Makes one cache for each row width, as [`share_cache_bytes`] divides the budget.
+///
+/// # Errors
+/// [`OpenError::Budget`] if the budget is below the sum of the least sizes.
+pub(crate) fn make_caches(
+    schema: &Schema,
+    resident: &[bool],
+    budget: &Budget,
+) -> Result<Vec<Arc<Cache>>, OpenError> {
+    let groups = width_groups(schema, resident);
+    let caches = groups.iter().zip(share_cache_bytes(&groups, budget)?).map(|(group, bytes)| {
+        let cache = Cache::new(group.row_bytes, bytes, &group.keys);
+        Arc::new(cache.unwrap_or_else(|| unreachable!("no share is below the least size")))
+    });
+    Ok(caches.collect())
 }

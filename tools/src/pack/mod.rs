@@ -4,11 +4,12 @@
 //! (one in a hundred), which the clustered segment repeats. Never holds a whole table.
 
 pub mod clustering;
-mod hot;
+pub(crate) mod hot;
 pub mod hugectr_network;
 pub mod key_spec;
 pub mod network;
 pub mod prove;
+pub mod share;
 pub mod sort;
 pub mod spec;
 mod spec_line;

@@ -5,8 +5,9 @@
 //! reads a row.
 
 use crate::select::candidates::{Candidate, RowChange, grows};
+use crate::select::hot_lists::HotTraffic;
 use hatchback::schema::{KeySpace, Table};
-use std::cmp::Ordering;
+use std::cmp::Reverse;
 use std::collections::HashSet;
 
 /// Traffic of a row that no window counted.
@@ -20,6 +21,8 @@ pub struct TableCandidates {
     pub row_cost: u64,
     /// Bytes that a deleted key adds to a delta.
     pub delete_cost: u64,
+    /// The traffic of the hottest keys.
+    pub hot: HotTraffic,
 }
 
 /// How `select` divides a budget.
@@ -36,6 +39,18 @@ pub struct ChoiceRules {
 struct Pick {
     table: u32,
     at: u32,
+}
+
+/// A candidate with what ranks it. The sorts compare these fields and no candidate: a comparison
+/// that looks candidates up reads memory at random.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Ranked {
+    since: u64,
+    /// The bits of the value: values are not negative, so their bits have the same order.
+    value: Reverse<u32>,
+    pick: Pick,
+    /// Whether the value counts, beside the age.
+    has_rank: bool,
 }
 
 /// All candidates in the three orders in which a budget goes to them.
@@ -58,10 +73,10 @@ pub struct Chosen {
 
 impl TableCandidates {
     /// Returns the candidates of `table` with the costs of its rows.
-    pub fn new(table: &Table, candidates: Vec<Candidate>) -> Self {
+    pub fn new(table: &Table, candidates: Vec<Candidate>, hot: HotTraffic) -> Self {
         let row_bytes = table.codec.row_bytes(table.dim as usize) as u64;
         let key_bytes = if table.keys == KeySpace::Index { 4 } else { 8 };
-        Self { candidates, row_cost: 8 + row_bytes + key_bytes, delete_cost: 8 }
+        Self { candidates, row_cost: 8 + row_bytes + key_bytes, delete_cost: 8, hot }
     }
 
     fn cost(&self, candidate: &Candidate) -> u64 {
@@ -83,7 +98,7 @@ impl<'a> Ranking<'a> {
         hot: &[HashSet<u64>],
         rules: ChoiceRules,
     ) -> Self {
-        let (mut first, mut oldest, mut best) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut first, mut waiting) = (Vec::new(), Vec::new());
         for (number, table) in tables.iter().enumerate() {
             for (at, candidate) in table.candidates.iter().enumerate() {
                 let pick = Pick { table: number as u32, at: at as u32 };
@@ -91,24 +106,21 @@ impl<'a> Ranking<'a> {
                     first.push(pick);
                     continue;
                 }
-                oldest.push(pick);
-                if rules.is_refresh && hot[number].contains(&candidate.order) {
+                let is_hot = rules.is_refresh && hot[number].contains(&candidate.order);
+                if is_hot {
                     first.push(pick);
-                } else if !candidate.is_below_floor {
-                    best.push(pick);
                 }
+                let value = Reverse(table.value(candidate).to_bits());
+                let has_rank = !is_hot && !candidate.is_below_floor;
+                waiting.push(Ranked { since: candidate.since, value, pick, has_rank });
             }
         }
 
-        let candidate = |pick: &Pick| &tables[pick.table as usize].candidates[pick.at as usize];
-        let value = |pick: &Pick| tables[pick.table as usize].value(candidate(pick));
-        let by_value = |a: &Pick, b: &Pick| -> Ordering {
-            value(b).total_cmp(&value(a)).then_with(|| a.cmp(b))
-        };
-        oldest.sort_unstable_by(|a, b| {
-            candidate(a).since.cmp(&candidate(b).since).then_with(|| by_value(a, b))
-        });
-        best.sort_unstable_by(by_value);
+        waiting.sort_unstable();
+        let oldest = waiting.iter().map(|ranked| ranked.pick).collect();
+        waiting.retain(|ranked| ranked.has_rank);
+        waiting.sort_unstable_by_key(|ranked| (ranked.value, ranked.pick));
+        let best = waiting.iter().map(|ranked| ranked.pick).collect();
         Self { tables, first, oldest, best, ageing_percent: rules.ageing_percent }
     }
 

@@ -38,6 +38,8 @@ pub struct Draft<'a> {
     pub dense: &'a [u8],
     /// The probe set.
     pub probe: Vec<Sample>,
+    /// The new hot list of each table, if it gets one.
+    pub hot: Vec<Option<Vec<u64>>>,
 }
 
 /// A choice that fits a budget.
@@ -88,7 +90,14 @@ impl Draft<'_> {
             let (segment, blob) = bundle.blob();
             self.write_table(&schema, chosen, number, blob)
                 .with_context(|| format!("table `{}`", schema.tables[number].name))?;
-            tables.push(TableBlobs { segment, hot: None, clustered: None });
+            let hot = match &self.hot[number] {
+                None => None,
+                Some(keys) => {
+                    let bytes: Vec<u8> = keys.iter().flat_map(|key| key.to_le_bytes()).collect();
+                    Some(write_blob(&mut bundle, &bytes)?)
+                }
+            };
+            tables.push(TableBlobs { segment, hot, clustered: None });
         }
 
         let dense = write_blob(&mut bundle, self.dense)?;

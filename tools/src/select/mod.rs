@@ -16,6 +16,7 @@ pub mod candidates;
 pub mod choose;
 pub mod encode;
 pub mod fleet;
+pub mod hot_lists;
 pub mod state;
 
 use crate::eval::evaluate;
@@ -25,6 +26,7 @@ use crate::select::candidates::{Candidate, RowChange, Sources, key_of};
 use crate::select::choose::{ChoiceRules, Ranking, TableCandidates};
 use crate::select::encode::{Draft, Fitted};
 use crate::select::fleet::{Comparison, FleetTable};
+use crate::select::hot_lists::{HotTraffic, hot_orders, new_lists};
 use crate::select::state::SelectState;
 use crate::window::folder::{closed_windows, windows_after};
 use crate::window::head::{DENSE, PROBE};
@@ -121,6 +123,8 @@ pub struct Selection {
     pub deferred_distance_max: f32,
     /// Whether the hot rows came first.
     pub is_refresh: bool,
+    /// Tables with a new hot list in the delta.
+    pub hot_lists: u64,
     /// Bytes of the delta.
     pub bytes: u64,
     /// The budget.
@@ -241,7 +245,9 @@ fn measure(state: &SelectState, windows: &[Window], floor: f32) -> Result<Vec<Ta
             comparison.measure(&mut candidates, &mut FleetTable::open(&state.fleet, number)?)?;
             candidates.shrink_to_fit();
         }
-        tables.push(TableCandidates::new(table, candidates));
+        let listed = state.fleet.hot_keys(number)?.len();
+        let hot = HotTraffic::of_table(&table.name, state.backlog.as_ref(), windows, listed)?;
+        tables.push(TableCandidates::new(table, candidates, hot));
     }
     Ok(tables)
 }
@@ -267,7 +273,7 @@ fn write_backlog(
     let sources = sources_of(state, windows);
     let schema = &state.fleet.manifest().schema.tables;
     let changes: Vec<TableChanges> =
-        schema.iter().zip(tables).map(|(table, t)| changes_of(table, &t.candidates)).collect();
+        schema.iter().zip(tables).map(|(table, t)| changes_of(table, t)).collect();
     let newest = sources.windows.last().context("a backlog or a window")?;
     let (mut dense, mut probe) = (None, None);
     for window in &sources.windows {
@@ -284,6 +290,7 @@ fn write_backlog(
         dense,
         probe,
         backlog: Some(BacklogState { consumed, selections, held: state.held() }),
+        kafka: None,
     };
 
     let places: Vec<Vec<&Candidate>> = tables.iter().map(|t| rows_of(&t.candidates)).collect();
@@ -305,7 +312,8 @@ fn rows_of(candidates: &[Candidate]) -> Vec<&Candidate> {
 }
 
 /// Returns the columns of the backlog of one table.
-fn changes_of(table: &Table, candidates: &[Candidate]) -> TableChanges {
+fn changes_of(table: &Table, changes: &TableCandidates) -> TableChanges {
+    let candidates = &changes.candidates;
     let key = |candidate: &Candidate| key_of(table.keys, candidate.order);
     let rows = || candidates.iter().filter(|candidate| candidate.change != RowChange::Delete);
     let deleted = || candidates.iter().filter(|candidate| candidate.change == RowChange::Delete);
@@ -317,6 +325,8 @@ fn changes_of(table: &Table, candidates: &[Candidate]) -> TableChanges {
         since: Some(rows().map(|candidate| candidate.since).collect()),
         deleted: deleted().map(key).collect(),
         deleted_since: Some(deleted().map(|candidate| candidate.since).collect()),
+        hot: changes.hot.keys.clone(),
+        hot_traffic: changes.hot.traffic.clone(),
     }
 }
 
@@ -340,18 +350,24 @@ fn write_delta(
         return Ok(done);
     }
 
-    let hot: Vec<HashSet<u64>> = (0..schema.tables.len())
+    let hot_rows: Vec<HashSet<u64>> = (0..schema.tables.len())
         .map(|number| hot_orders(fleet, number, rules.is_refresh))
         .collect::<Result<_>>()?;
-    let ranking = Ranking::new(tables, &schema.tables, &hot, rules);
+    let ranking = Ranking::new(tables, &schema.tables, &hot_rows, rules);
     let live = &fleet.manifest().generation;
     let generation = Generation { lineage: live.lineage.clone(), sequence: live.sequence + 1 };
     let mut probe = probe_of(backlog, fleet)?;
     // A score takes five bytes, whatever it is.
     let outputs = schema.network.outputs.len();
     probe.iter_mut().for_each(|sample| sample.scores = vec![Some(0.5); outputs]);
-    let mut draft =
-        Draft { fleet, backlog, tables, generation, window: done.window, dense: &dense, probe };
+    let traffic: Vec<&HotTraffic> = tables.iter().map(|table| &table.hot).collect();
+    let hot = match rules.is_refresh {
+        true => new_lists(fleet, &traffic, budget)?,
+        false => vec![None; tables.len()],
+    };
+    done.hot_lists = hot.iter().flatten().count() as u64;
+    let window = done.window;
+    let mut draft = Draft { fleet, backlog, tables, generation, window, dense: &dense, probe, hot };
 
     let spare = match draft.probe.is_empty() {
         true => 0,
@@ -412,15 +428,6 @@ impl Selection {
             }
         }
     }
-}
-
-/// Returns the orders of the hot keys of a table, if they are needed.
-fn hot_orders(fleet: &Flash, number: usize, is_needed: bool) -> Result<HashSet<u64>> {
-    if !is_needed {
-        return Ok(HashSet::new());
-    }
-    let keys = fleet.manifest().schema.tables[number].keys;
-    Ok(fleet.hot_keys(number)?.into_iter().map(|key| keys.order(key)).collect())
 }
 
 /// Returns the samples of the newest probe lines, or of the fleet's probe set.

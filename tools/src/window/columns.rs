@@ -40,6 +40,10 @@ pub struct TableColumns {
     pub deleted: ColumnPlace,
     /// `NAME.deleted_since`: the window since which each deleted key waits, u64. Backlogs only.
     pub deleted_since: Option<ColumnPlace>,
+    /// `NAME.hot`: the keys of most traffic, u64. Backlogs only.
+    pub hot: ColumnPlace,
+    /// `NAME.hot_traffic`: lookups of each of these in a window, f32. Backlogs only.
+    pub hot_traffic: Option<ColumnPlace>,
 }
 
 /// Reads the columns of each table of `file`, which has `bytes` bytes and is named `path`.
@@ -106,11 +110,12 @@ impl TableColumns {
         }
 
         let (floats, rank) = match column {
-            "keys" | "since" | "deleted" | "deleted_since" => (false, 1),
-            "traffic" => (true, 1),
+            "keys" | "since" | "deleted" | "deleted_since" | "hot" => (false, 1),
+            "traffic" | "hot_traffic" => (true, 1),
             "rows" => (true, 2),
             _ => {
-                let why = "not keys, rows, traffic, since, deleted or deleted_since";
+                let why = "not keys, rows, traffic, since, deleted, deleted_since, hot or \
+                           hot_traffic";
                 return Err(WindowError::field(path, "column", name, why));
             }
         };
@@ -131,6 +136,8 @@ impl TableColumns {
             "deleted" => self.deleted = place,
             "deleted_since" => self.deleted_since = Some(place),
             "traffic" => self.traffic = Some(place),
+            "hot" => self.hot = place,
+            "hot_traffic" => self.hot_traffic = Some(place),
             _ => {
                 self.dim = info.shape[1];
                 if self.dim == 0 || self.dim > DIM_MAX {
@@ -149,6 +156,7 @@ impl TableColumns {
             ("traffic", self.traffic, self.rows.count),
             ("since", self.since, self.rows.count),
             ("deleted_since", self.deleted_since, self.deleted.count),
+            ("hot_traffic", Some(self.hot_traffic.unwrap_or_default()), self.hot.count),
         ];
         for (column, place, rows) in counts {
             let found = place.map_or(rows, |place| place.count);

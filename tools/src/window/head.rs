@@ -4,6 +4,7 @@
 use crate::window::error::WindowError;
 use hatchback::limits::NAME_BYTES_MAX;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The format of windows that this version reads and writes.
@@ -36,7 +37,13 @@ pub struct WindowHead {
     /// What `select` remembers, if this is its backlog.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backlog: Option<BacklogState>,
+    /// Where the next window begins, if the rows came through Kafka.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kafka: Option<KafkaOffsets>,
 }
+
+/// The offset of the next message of each partition, by topic.
+pub type KafkaOffsets = BTreeMap<String, BTreeMap<i32, i64>>;
 
 /// A file of a window.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

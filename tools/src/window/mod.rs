@@ -11,5 +11,5 @@ pub mod reader;
 pub mod writer;
 
 pub use error::WindowError;
-pub use head::{BacklogState, HeldGeneration, WindowHead};
+pub use head::{BacklogState, HeldGeneration, KafkaOffsets, WindowHead};
 pub use reader::{Window, WindowTable};

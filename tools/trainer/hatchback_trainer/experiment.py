@@ -26,13 +26,16 @@ POLICIES = {  # name -> codec, part of the u8 rows' bytes, whether rows are sent
     "dense only": ("f32", 0.0, False),
     "all rows f32": ("f32", 1.0, True),
     "all rows u8": ("u8", 1.0, True),
+    "all rows u4": ("u4", 1.0, True),
     "top 50 %": ("u8", 0.5, True),
     "top 25 %": ("u8", 0.25, True),
-    "1/8 of f32": ("u8", EIGHTH, True),
+    "1/8 of f32, u8": ("u8", EIGHTH, True),
+    "1/8 of f32, u4": ("u4", EIGHTH, True),
     "top 20 %": ("u8", 0.2, True),
     "top 10 %": ("u8", 0.1, True),
     "top 5 %": ("u8", 0.05, True),
 }
+COMPARED = ("stale", "dense only", "all rows f32", "all rows u8")  # the other policies are measured against these
 
 
 def export_base(model, probe, out):
@@ -148,11 +151,13 @@ def svg(report, name):
     parts.append('<rect width="720" height="400" fill="white"/><path d="M80 40V340H660" stroke="#888" fill="none"/>')
     stale = next(one for one in report["points"] if one["kib_a_window"] == 0)
     parts.append(f'<path d="M80 {y(stale["auc"]):.1f}H660" stroke="#bbb" stroke-dasharray="4"/>')
-    parts.append(f'<text x="480" y="{y(stale["auc"]) - 6:.1f}" fill="#666">stale, {stale["auc"]:.4f}</text>')
-    for one in points:
+    parts.append(f'<text x="90" y="{y(stale["auc"]) - 6:.1f}" fill="#666">stale, {stale["auc"]:.4f}</text>')
+    for number, one in enumerate(sorted(points, key=lambda one: one["kib_a_window"]), 1):
         cx, cy = x(one["kib_a_window"]), y(one["auc"])
         parts.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="4" fill="#2266aa"/>')
-        parts.append(f'<text x="{cx + 6:.1f}" y="{cy - 8:.1f}" transform="rotate(-20 {cx:.0f} {cy:.0f})">{one["policy"]}</text>')
+        # Neighbours that nearly coincide get their numbers above and below.
+        parts.append(f'<text x="{cx:.1f}" y="{cy - 9 if number % 2 else cy + 19:.1f}" text-anchor="middle">{number}</text>')
+        parts.append(f'<text x="470" y="{116 + 16 * number}">{number}  {one["policy"]}, {one["kib_a_window"]:.0f} KiB</text>')
     for kib in (10, 20, 50, 100, 200, 500, 1000):
         if low <= math.log10(kib) <= high:
             parts.append(f'<text x="{x(kib):.1f}" y="358" text-anchor="middle">{kib}</text>')
@@ -164,7 +169,7 @@ def svg(report, name):
     return "\n".join(parts) + "\n"
 
 
-def run(stream, out, program, windows_max=None):
+def run(stream, out, program, windows_max=None, policies=tuple(POLICIES)):
     """Runs the experiment and writes NAME.json and NAME.svg into `out`."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -177,7 +182,8 @@ def run(stream, out, program, windows_max=None):
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         export_base(model, [], scratch / "base")
-        fleets = [Fleet(name, program, scratch, scratch / "base/model.toml") for name in POLICIES]
+        names = [name for name in POLICIES if name in COMPARED or name in policies]
+        fleets = [Fleet(name, program, scratch, scratch / "base/model.toml") for name in names]
         rows, dense = WindowWriter(scratch / "windows", stream.name), WindowWriter(scratch / "dense", stream.name)
         for samples in stream.windows[:windows_max]:
             write_lines(scratch / "next.jsonl", samples)

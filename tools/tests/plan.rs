@@ -1,0 +1,147 @@
+//! The hit rates that `plan` expects beside those that a worker counts on the same requests.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use hatchback::clock::SystemClock;
+use hatchback::flash::Flash;
+use hatchback::model::Model;
+use hatchback::model::budget::Budget;
+use hatchback::request::worker::Worker;
+use hatchback::schema::sample::Sample;
+use hatchback::targets::Target;
+use hatchback_tools::serve::install;
+use hatchback_tools::workload::key_distributions::{BagSizes, Distribution, Workload};
+use hatchback_tools::workload::synthetic::pack_criteo;
+use std::io::Write;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+const SAMPLES: usize = 12_000;
+const WARM_UP_PERCENT: usize = 50;
+/// Largest difference from the measured hit rate, in points.
+const DIFFERENCE_MAX: f64 = 1.0;
+
+/// Writes samples to the file and returns them.
+fn write_log(flash: &Flash, path: &Path) -> Vec<Sample> {
+    let keys = Distribution::PowerLaw { alpha: 1.05 };
+    let mut workload = Workload::new(flash, &keys, BagSizes::Full, 7).unwrap();
+    let samples: Vec<Sample> = (0..SAMPLES).map(|_| workload.sample().clone()).collect();
+    let names: Vec<&str> =
+        flash.manifest().schema.features.iter().map(|f| f.name.as_str()).collect();
+    let mut file = std::io::BufWriter::new(std::fs::File::create(path).unwrap());
+    for sample in &samples {
+        let sparse: serde_json::Map<String, serde_json::Value> = names
+            .iter()
+            .zip(&sample.sparse)
+            .map(|(n, k)| ((*n).to_owned(), k.clone().into()))
+            .collect();
+        let line = serde_json::json!({ "dense": sample.dense, "sparse": sparse });
+        writeln!(file, "{line}").unwrap();
+    }
+    file.flush().unwrap();
+    samples
+}
+
+/// Returns the hit rate that a worker counts after the warm-up, per cent.
+fn measure(flash: &Flash, cache_bytes_max: u64, samples: &[Sample]) -> f64 {
+    let budget = Budget { cache_bytes_max, resident_bytes_max: 0, ..Budget::default() };
+    let model = Arc::new(Model::from_flash(flash, budget).unwrap());
+    let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+    let mut batch = model.batch();
+    let mut warm = worker.counters();
+    for (number, sample) in samples.iter().enumerate() {
+        if number == samples.len() * WARM_UP_PERCENT / 100 {
+            warm = worker.counters();
+        }
+        batch.clear();
+        batch.push(model.schema(), sample).unwrap();
+        worker.score_requests(&batch, None).unwrap();
+    }
+    100.0 * worker.counters().since(&warm).hit_rate()
+}
+
+fn hatchback(words: &[&str]) -> serde_json::Value {
+    let out = Command::new(env!("CARGO_BIN_EXE_hatchback")).args(words).output().unwrap();
+    assert!(out.status.success(), "{words:?}: {}", String::from_utf8_lossy(&out.stderr));
+    serde_json::from_slice(&out.stdout).unwrap()
+}
+
+#[test]
+fn planned_hit_rates_are_within_a_point_of_measured_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let text = |name: &str| path(name).display().to_string();
+    pack_criteo(20_000, &path("m.hatch"), &mut |_, _| ()).unwrap();
+    let flash = install(&path("m.hatch"), &path("m.flash")).unwrap();
+    let samples = write_log(&flash, &path("log.jsonl"));
+
+    for name in ["base.toml", "cpu.toml"] {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../targets").join(name);
+        std::fs::copy(from, path(name)).unwrap();
+    }
+    let (log, model, svg, car) =
+        (text("log.jsonl"), text("m.flash"), text("p.svg"), text("car.toml"));
+    let warm_up = WARM_UP_PERCENT.to_string();
+    let plan = hatchback(&[
+        "plan",
+        &log,
+        "--model",
+        &model,
+        "--resident-mib",
+        "0",
+        "--warm-up-percent",
+        &warm_up,
+        "--hit-percent",
+        "70,80",
+        "--plot",
+        &svg,
+        "--write-target",
+        &car,
+        "--json",
+        "-",
+    ]);
+    let sizes = plan["sizes"].as_array().unwrap();
+    assert!(std::fs::read_to_string(path("p.svg")).unwrap().contains("misses"));
+    let mut is_sampled = false;
+    for size in sizes.iter().step_by(4) {
+        let bytes = size["cache_bytes"].as_u64().unwrap();
+        let (planned, found) =
+            (size["hit_percent"].as_f64().unwrap(), measure(&flash, bytes, &samples));
+        println!("{bytes} bytes: planned {planned:.2}, measured {found:.2}");
+        assert!((planned - found).abs() <= DIFFERENCE_MAX, "{bytes} bytes: {planned} {found}");
+        is_sampled |= size["slots"].as_u64().unwrap() > 2 * 2048 * 14;
+    }
+    assert!(is_sampled, "no size is large enough to be sampled");
+
+    let wish = &plan["wishes"][1];
+    let bytes = wish["cache_bytes"].as_u64().unwrap();
+    let found = measure(&flash, bytes, &samples);
+    assert!((found - 80.0).abs() <= DIFFERENCE_MAX, "{found} with the size for 80 %");
+    let target = Target::load(&path("car.toml")).unwrap();
+    assert_eq!(target.budget.cache_bytes_max, bytes);
+    let model = Model::from_flash(&flash, target.budget).unwrap();
+    assert_eq!(model.memory().total(), target.budget.memory_bytes_max);
+}
+
+#[test]
+fn counts_plan_what_an_independent_stream_of_lookups_hits() {
+    let folder = tempfile::tempdir().unwrap();
+    let coupon = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/coupon");
+    let (spec, model) = (coupon.join("model.toml"), folder.path().join("c.hatch"));
+    let (spec, model) = (spec.display().to_string(), model.display().to_string());
+    let out = Command::new(env!("CARGO_BIN_EXE_hatchback"))
+        .args(["pack", &spec, "--out", &model, "--codec", "u8"])
+        .output()
+        .unwrap();
+    assert!(out.status.success());
+    let plan = hatchback(&["plan", &spec, "--model", &model, "--resident-mib", "0", "--json", "-"]);
+    let rates: Vec<f64> = plan["sizes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|s| s["hit_percent"].as_f64().unwrap())
+        .collect();
+    assert!(rates.windows(2).all(|pair| pair[0] <= pair[1] + 0.5), "{rates:?}");
+    assert!(*rates.last().unwrap() > 99.0 && rates[0] < 99.0, "{rates:?}");
+}
