@@ -41,11 +41,12 @@ impl HotTraffic {
         if listed == 0 {
             return Ok(Self::default());
         }
-        if let Some((backlog, table)) = backlog.and_then(|b| Some((b, b.table(name)?))) {
-            if let Some(traffic) = table.columns.hot_traffic {
-                let keys = backlog.words(table.columns.hot)?;
-                all.extend(keys.into_iter().zip(backlog.floats(traffic)?));
-            }
+        if let Some(backlog) = backlog
+            && let Some(table) = backlog.table(name)
+            && let Some(traffic) = table.columns.hot_traffic
+        {
+            let keys = backlog.words(table.columns.hot)?;
+            all.extend(keys.into_iter().zip(backlog.floats(traffic)?));
         }
 
         for window in windows {
