@@ -3,7 +3,7 @@
 //! never grows.
 
 use crate::schema::Schema;
-use crate::schema::sample::{Sample, SampleError};
+use crate::schema::sample::{Sample, SampleError, check_bag, check_dense};
 use hatchback_kernels::lookup::Bags;
 
 /// Samples that are scored together. Holding one proves that every sample has the shape of the
@@ -119,6 +119,62 @@ impl Batch {
             feature.keys.extend_from_slice(bag);
             feature.offsets.push(feature.keys.len() as u32);
             feature.longest = feature.longest.max(bag.len());
+        }
+        self.size += 1;
+        Ok(())
+    }
+
+    /// Adds a sample without a [`Sample`]: `dense` has its dense features, and `bag` appends the
+    /// keys of a sparse feature, given by its number.
+    ///
+    /// # Errors
+    /// Those of [`Batch::push`], and the error of `bag`. The batch is then unchanged.
+    pub fn push_with<E: From<BatchError>>(
+        &mut self,
+        schema: &Schema,
+        dense: impl Iterator<Item = f32>,
+        mut bag: impl FnMut(usize, &mut Vec<u64>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let filled = self.append_sample(schema, dense, &mut bag);
+        if filled.is_err() {
+            self.dense.truncate(self.size * self.dense_features);
+            for feature in &mut self.features {
+                feature.offsets.truncate(self.size + 1);
+                let end = feature.offsets.last().map_or(0, |end| *end as usize);
+                feature.keys.truncate(end);
+            }
+        }
+        filled
+    }
+
+    fn append_sample<E: From<BatchError>>(
+        &mut self,
+        schema: &Schema,
+        dense: impl Iterator<Item = f32>,
+        bag: &mut impl FnMut(usize, &mut Vec<u64>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if self.size == self.capacity {
+            return Err(BatchError::Full(self.capacity).into());
+        }
+        let (features, before) = (schema.features.len(), self.dense.len());
+        if features != self.features.len() || schema.dense_features.len() != self.dense_features {
+            let dense = self.dense_features;
+            return Err(BatchError::Schema { features: self.features.len(), dense }.into());
+        }
+
+        self.dense.extend(dense.take(self.dense_features + 1));
+        check_dense(schema, &self.dense[before..]).map_err(BatchError::from)?;
+        for (f, feature) in self.features.iter_mut().enumerate() {
+            let start = feature.keys.len();
+            bag(f, &mut feature.keys)?;
+            let keys = feature.keys.len() - start;
+            check_bag(&schema.features[f], keys).map_err(BatchError::from)?;
+            feature.offsets.push(feature.keys.len() as u32);
+        }
+
+        for feature in &mut self.features {
+            let keys = feature.offsets[self.size + 1] - feature.offsets[self.size];
+            feature.longest = feature.longest.max(keys as usize);
         }
         self.size += 1;
         Ok(())

@@ -2,7 +2,7 @@
 //! a bundle. Checks samples against the schema; never scores them.
 
 use crate::limits::{NAME_BYTES_MAX, PROBE_BYTES_MAX, SAMPLE_BYTES_MAX};
-use crate::schema::Schema;
+use crate::schema::{Feature, Schema};
 use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
@@ -93,6 +93,30 @@ fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, S
     Err(SampleError::Field { field: field.into(), problem: problem.into() })
 }
 
+/// Checks the dense features of one sample against `schema`.
+pub(super) fn check_dense(schema: &Schema, dense: &[f32]) -> Result<(), SampleError> {
+    let width = schema.dense_features.len();
+    if dense.len() != width {
+        return fault("dense", format!("{} values, the model takes {width}", dense.len()));
+    }
+    match dense.iter().position(|v| !v.is_finite()) {
+        Some(i) => {
+            let problem = format!("`{}` is {}", schema.dense_features[i], dense[i]);
+            fault(format!("dense[{i}]"), problem)
+        }
+        None => Ok(()),
+    }
+}
+
+/// Checks the number of keys in a bag of `feature`.
+pub(super) fn check_bag(feature: &Feature, keys: usize) -> Result<(), SampleError> {
+    if keys > feature.hotness_max as usize {
+        let problem = format!("{keys} keys, at most {} fit", feature.hotness_max);
+        return fault(format!("sparse.{}", feature.name), problem);
+    }
+    Ok(())
+}
+
 impl Sample {
     /// Parses one line: `{"dense": [..], "sparse": {"feature": [keys..]}, "label": 0, "score":
     /// 0.5}`. A feature that the line omits has an empty bag. A field `model` is ignored.
@@ -136,23 +160,7 @@ impl Sample {
     /// # Errors
     /// [`SampleError::Field`] with the first field that does not fit.
     pub fn check(&self, schema: &Schema) -> Result<(), SampleError> {
-        if self.dense.len() != schema.dense_features.len() {
-            return fault(
-                "dense",
-                format!(
-                    "{} values, the model takes {}",
-                    self.dense.len(),
-                    schema.dense_features.len()
-                ),
-            );
-        }
-        if let Some(i) = self.dense.iter().position(|v| !v.is_finite()) {
-            return fault(
-                format!("dense[{i}]"),
-                format!("`{}` is {}", schema.dense_features[i], self.dense[i]),
-            );
-        }
-
+        check_dense(schema, &self.dense)?;
         if self.sparse.len() != schema.features.len() {
             return fault(
                 "sparse",
@@ -164,10 +172,7 @@ impl Sample {
             );
         }
         for (bag, feature) in self.sparse.iter().zip(&schema.features) {
-            if bag.len() > feature.hotness_max as usize {
-                let problem = format!("{} keys, at most {} fit", bag.len(), feature.hotness_max);
-                return fault(format!("sparse.{}", feature.name), problem);
-            }
+            check_bag(feature, bag.len())?;
         }
         Ok(())
     }
