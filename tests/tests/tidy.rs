@@ -22,7 +22,7 @@ struct Layers {
     groups: &'static [&'static [&'static str]],
 }
 
-const CRATES: [Layers; 6] = [
+const CRATES: [Layers; 7] = [
     Layers {
         folder: "kernels",
         library: "hatchback_kernels",
@@ -49,6 +49,7 @@ const CRATES: [Layers; 6] = [
         library: "hatchback_link",
         groups: &[&["main"], &["daemon"], &["args", "generate"], &["lib"]],
     },
+    Layers { folder: "server", library: "hatchback_server", groups: &[] },
     Layers { folder: "board", library: "hatchbackd", groups: &[] },
     Layers { folder: "capi", library: "hatchback_capi", groups: &[] },
     Layers {
@@ -70,13 +71,14 @@ const CRATES: [Layers; 6] = [
 ];
 
 /// Which crates of the tree each crate may depend on.
-const DEPENDENCIES: [(&str, &[&str]); 6] = [
+const DEPENDENCIES: [(&str, &[&str]); 7] = [
     ("kernels", &[]),
     ("runtime", &["hatchback-kernels"]),
     ("link", &["hatchback"]),
-    ("board", &["hatchback", "hatchback-link"]),
+    ("server", &["hatchback"]),
+    ("board", &["hatchback", "hatchback-link", "hatchback-server"]),
     ("capi", &["hatchback"]),
-    ("tools", &["hatchback", "hatchback-kernels", "hatchback-link"]),
+    ("tools", &["hatchback", "hatchback-kernels", "hatchback-link", "hatchback-server"]),
 ];
 
 fn root() -> PathBuf {
@@ -520,7 +522,9 @@ fn crates_depend_downward_only() {
 #[test]
 fn every_limit_stands_in_limits_rs() {
     let mut found = Vec::new();
-    for layers in CRATES.iter().filter(|c| ["runtime", "link", "board"].contains(&c.folder)) {
+    for layers in
+        CRATES.iter().filter(|c| ["runtime", "link", "server", "board"].contains(&c.folder))
+    {
         for source in sources_of(layers).iter().filter(|s| !s.path.ends_with("limits.rs")) {
             let limits = Facts::of(source).limits;
             found.extend(limits.iter().map(|name| format!("{}: {name}", shown(&source.path))));

@@ -3,6 +3,7 @@
 
 mod bars;
 mod concurrency;
+mod daemon;
 mod delta;
 mod dlrm;
 mod filled_cache;
@@ -22,6 +23,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 
 pub use concurrency::ConcurrencyArgs;
+pub use daemon::DaemonArgs;
 pub use delta::DeltaArgs;
 pub use flash::FlashArgs;
 pub use gpu::GpuArgs;
@@ -43,6 +45,8 @@ pub enum BenchCommand {
     /// Measures one pipeline under a rising number of callers
     #[command(alias = "ladder")]
     Concurrency(ConcurrencyArgs),
+    /// Measures gRPC on a Unix socket beside the call of the library
+    Daemon(DaemonArgs),
     /// Measures updates that are applied while requests are served
     Delta(DeltaArgs),
     /// Measures cold rows from flash beside the raw device and other row stores
@@ -66,6 +70,7 @@ pub enum BenchCommand {
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
         BenchCommand::Concurrency(args) => concurrency::run(args),
+        BenchCommand::Daemon(args) => daemon::run(args),
         BenchCommand::Delta(args) => delta::run(args),
         BenchCommand::Flash(args) => flash::run(args),
         BenchCommand::Gpu(args) => gpu::run(args),
