@@ -10,8 +10,8 @@ use std::str::FromStr;
 
 /// Serves recommendation models from flash
 ///
-/// The daemon takes all memory at start, within the budget of the target, and serves scores on a
-/// Unix socket, one line of JSON each way.
+/// The daemon takes all memory at start, within the budget of the target. It serves scores over the
+/// Open Inference Protocol v2 (gRPC and HTTP) on a Unix socket, with metrics and a status page.
 ///
 /// Without --flash, the daemon serves every folder in the directory `machine.models` of the target,
 /// by default /var/lib/hatchback/models.
@@ -71,7 +71,7 @@ pub enum Command {
         #[arg(long, default_value_t = 0.01)]
         tolerance: f32,
     },
-    /// Serves samples on a Unix socket, one line of JSON each way
+    /// Serves scores over gRPC and HTTP on a Unix socket
     Serve(ServeArgs),
     /// Fetches releases for `serve`
     Sync(SyncArgs),
@@ -79,7 +79,7 @@ pub enum Command {
 
 #[derive(Args, Debug)]
 pub struct ServeArgs {
-    /// The socket; created at start, removed at the end
+    /// The socket; created at start, removed at the end, with the owner's token beside it
     #[arg(long, value_name = "FILE")]
     pub socket: PathBuf,
     /// The sync directory in which `hatchback-sync` stages releases for a model [default name: that

@@ -1,5 +1,5 @@
 //! `hatchbackd`: the in-car daemon. Reads a target and flash directories, then reports what the
-//! machine is, checks the models against their probe sets, or serves scores on a Unix socket. While
+//! machine is, checks the models against their probe sets, or serves scores to callers. While
 //! it serves it maintains the flash tier and installs staged releases. The process that serves
 //! never opens a network connection; `hatchbackd sync` is another process and never opens a model.
 
@@ -8,15 +8,13 @@
 mod car;
 mod check;
 mod cli;
-mod connections;
+mod front;
 mod latency;
 mod limits;
-mod log_limit;
 mod machine;
 mod maintenance;
 mod models;
 mod serve;
-mod server;
 mod settings;
 mod shed;
 mod socket;
@@ -57,7 +55,7 @@ fn main() -> Result<()> {
         None => bail!("pass --report or a command; --help lists the commands"),
         Some(Command::Check { tolerance }) => {
             car.require_models()?;
-            let serving = models::new_serving(&target, &cli.target, device)?;
+            let serving = models::new_serving(&target, &cli.target, device, &[])?;
             check::run(&serving, &target, &car.models, tolerance)
         }
         Some(Command::Serve(args)) => {

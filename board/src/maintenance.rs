@@ -6,15 +6,46 @@ use anyhow::Result;
 use hatchback::car::maintenance_steps::{IDLE, MaintenanceSteps};
 use hatchback::flash::Flash;
 use hatchback::io::disk;
-use hatchback::maintenance::MaintenanceRules;
 use hatchback::maintenance::background::Background;
 use hatchback::maintenance::catalog::Catalog;
+use hatchback::maintenance::{Maintenance, MaintenanceRules};
 use hatchback::update::Updater;
-use std::path::Path;
-use std::sync::Arc;
+use hatchback_server::WearFacts;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
+
+/// The wear of each flash directory, as its maintenance thread last knew it.
+#[derive(Clone, Debug, Default)]
+pub struct Wears(Arc<Mutex<BTreeMap<PathBuf, WearFacts>>>);
+
+impl Wears {
+    fn directories(&self) -> MutexGuard<'_, BTreeMap<PathBuf, WearFacts>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, directory: &Path, maintenance: &Maintenance) {
+        let (wear, damaged) = (maintenance.wear(), maintenance.damage().len() as u64);
+        let (bytes_total, bytes_today) = (wear.bytes_total, wear.bytes);
+        let mut directories = self.directories();
+        if let Some(facts) = directories.get_mut(directory) {
+            (facts.bytes_total, facts.bytes_today) = (bytes_total, bytes_today);
+            facts.damaged = damaged;
+            return;
+        }
+        let name = directory.display().to_string();
+        let facts = WearFacts { directory: name, bytes_total, bytes_today, damaged };
+        directories.insert(directory.to_owned(), facts);
+    }
+
+    /// Returns the wear of each directory.
+    pub fn list(&self) -> Vec<WearFacts> {
+        self.directories().values().cloned().collect()
+    }
+}
 
 /// The maintenance thread. `stop` waits for its last record; dropping it does not.
 pub struct MaintenanceThread {
@@ -33,9 +64,11 @@ impl MaintenanceThread {
         updater: Option<Updater>,
         rules: MaintenanceRules,
         shed: Arc<Shed>,
+        wears: &Wears,
     ) -> Result<Self> {
         let (stop, stopped) = channel();
         let directory = directory.to_owned();
+        let wears = wears.clone();
         let run = move || {
             let background = Background::enter(rules.busy());
             let catalog = Catalog::path_in(&directory);
@@ -59,6 +92,9 @@ impl MaintenanceThread {
                     }
                     _ => IDLE,
                 };
+                if let Some(steps) = &steps {
+                    wears.set(&directory, steps.maintenance());
+                }
                 // The share counts the time while work is due, also the time without a CPU.
                 if pause < IDLE {
                     pause = background.worked();

@@ -61,11 +61,17 @@ pub fn open(model: &NamedDirectory) -> Result<(String, Flash)> {
     Ok((model.name.as_ref().unwrap_or(lineage).clone(), flash))
 }
 
-/// Returns a server without models, within the budget of `target`, that computes on `device`.
+/// Returns a server without models, within the budget of `target`, that computes on `device`. The
+/// lines of `front` are the memory of the front door.
 ///
 /// # Errors
 /// The machine has no such device. `path` is the target's file, for the message.
-pub fn new_serving(target: &Target, path: &Path, device: DeviceKind) -> Result<Arc<Serving>> {
+pub fn new_serving(
+    target: &Target,
+    path: &Path,
+    device: DeviceKind,
+    front: &[(&'static str, u64)],
+) -> Result<Arc<Serving>> {
     let device = device.open(target.tegra_profile).with_context(|| {
         format!("{}: cannot open the device (`--device cpu` needs none)", path.display())
     })?;
@@ -73,6 +79,8 @@ pub fn new_serving(target: &Target, path: &Path, device: DeviceKind) -> Result<A
 
     let (budget, clock) = (target.budget, Arc::new(SystemClock::default()));
     let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    let beside = |serving: Serving, (line, bytes): (&'static str, u64)| serving.beside(line, bytes);
+    let serving = front.iter().copied().fold(serving, beside);
     Ok(Arc::new(serving.on(device, target.tensorrt_options.clone())))
 }
 
@@ -93,6 +101,10 @@ pub fn log_memory(serving: &Serving) {
     for (name, plan) in &plans {
         log::info!("memory of `{name}`, all taken now:\n{plan}");
     }
-    let total: u64 = plans.iter().map(|(_, plan)| plan.total()).sum();
-    log::info!("memory of all models: {total} of {} bytes", serving.memory_bytes_max());
+    let beside = serving.memory_beside();
+    if beside.total() > 0 {
+        log::info!("memory of the front door, at most:\n{beside}");
+    }
+    let (total, max) = (serving.memory_taken(), serving.memory_bytes_max());
+    log::info!("memory in all: {total} of {max} bytes");
 }

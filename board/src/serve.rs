@@ -1,11 +1,10 @@
-//! `hatchbackd serve`: loads the models, then runs the socket with maintenance and updates beside
-//! it until SIGTERM. This process never opens a network connection.
+//! `hatchbackd serve`: loads the models, then serves callers with maintenance and updates beside
+//! them until SIGTERM. This process never opens a network connection.
 
 use crate::car::Car;
 use crate::cli::{NamedDirectory, ServeArgs};
-use crate::latency::Latencies;
-use crate::maintenance::MaintenanceThread;
-use crate::server::{self, Server};
+use crate::front::{Shown, Token, front};
+use crate::maintenance::{MaintenanceThread, Wears};
 use crate::shed::Shed;
 use crate::socket::{Socket, Stop};
 use crate::update::UpdateThread;
@@ -16,7 +15,9 @@ use hatchback::io::disk;
 use hatchback::request::serving::Serving;
 use hatchback::update::Updater;
 use hatchback_link::daemon::now;
+use hatchback_server::{Listener, front_bytes};
 use std::collections::BTreeSet;
+use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -38,7 +39,8 @@ pub fn run(car: &Car<'_>, args: &ServeArgs, sync: &[NamedDirectory]) -> Result<(
     let on_early_stop = updaters.clone();
     stop.on_signal(move || on_early_stop.iter().for_each(record_end))?;
 
-    let serving = models::new_serving(car.target, car.target_path, car.device)?;
+    let beside = front_bytes(&car.target.server);
+    let serving = models::new_serving(car.target, car.target_path, car.device, &beside)?;
     updates.iter().for_each(|update| update.begin(now()));
     let served = load_models(car, &updates, &serving).and_then(|()| {
         models::log_memory(&serving);
@@ -72,8 +74,8 @@ fn load_models(car: &Car<'_>, updates: &[ModelUpdates], serving: &Serving) -> Re
     fault.filter(|_| loaded == 0 && updates.is_empty()).map_or(Ok(()), Err)
 }
 
-/// Serves on the socket, with a maintenance thread for each flash directory and an update thread
-/// for each sync directory.
+/// Serves callers, with a maintenance thread for each flash directory and an update thread for each
+/// sync directory.
 fn serve_until_stopped(
     car: &Car<'_>,
     serving: &Arc<Serving>,
@@ -81,8 +83,17 @@ fn serve_until_stopped(
     args: &ServeArgs,
     stop: &Stop,
 ) -> Result<()> {
-    let socket = Socket::listen(&args.socket, stop)?;
-    let (shed, latencies) = (Arc::new(Shed::default()), Arc::new(Latencies::default()));
+    let socket = Socket::listen(&args.socket)?;
+    let token = Token::beside(&args.socket)?;
+    let listeners: Vec<Arc<Listener>> =
+        [Some(Arc::clone(socket.listener())), tcp_listener(car)?].into_iter().flatten().collect();
+    stop.end(&listeners);
+    let shown = Shown {
+        latencies: Arc::default(),
+        shed: Arc::new(Shed::default()),
+        wears: Wears::default(),
+    };
+    let front = front(car, serving, &updates, &shown, &token);
 
     // Two models may be two names of one directory, which has one maintenance thread.
     let directories: BTreeSet<&Path> =
@@ -90,21 +101,29 @@ fn serve_until_stopped(
     let rules = car.target.maintenance;
     let start = |directory: &Path| {
         let updater = updates.iter().map(|update| &update.updater).find(|u| u.flash == directory);
-        MaintenanceThread::start(directory, updater.cloned(), rules, Arc::clone(&shed))
+        let shed = Arc::clone(&shown.shed);
+        MaintenanceThread::start(directory, updater.cloned(), rules, shed, &shown.wears)
     };
     let maintenance = directories.into_iter().map(start).collect::<Result<Vec<_>>>()?;
 
-    let start = |update| UpdateThread::start(update, serving, &latencies);
+    let start = |update| UpdateThread::start(update, serving, &shown.latencies);
     let updates = updates.into_iter().map(start).collect::<Result<Vec<_>>>()?;
 
-    let is_only = car.models.len() == 1;
-    let server = Server { serving, latencies: &latencies, shed: &shed, is_only };
-    let serve = || server::serve(server, &socket, stop);
-    shed.watch(car.root, &car.target.shed, || systemd::notify_while(serving, serve));
+    let serve = || hatchback_server::serve(&front, &listeners, stop.stopping());
+    let served =
+        shown.shed.watch(car.root, &car.target.shed, || systemd::notify_while(serving, serve));
 
     updates.into_iter().for_each(UpdateThread::stop);
     maintenance.into_iter().for_each(MaintenanceThread::stop);
-    Ok(())
+    served.context("the front door")
+}
+
+/// Binds the target's address on the loopback device, if it has one.
+fn tcp_listener(car: &Car<'_>) -> Result<Option<Arc<Listener>>> {
+    let Some(address) = car.target.server.tcp else { return Ok(None) };
+    let bound = TcpListener::bind(address).with_context(|| format!("server.tcp = {address}"))?;
+    log::info!("listening on {}", bound.local_addr()?);
+    Ok(Some(Arc::new(Listener::Tcp(bound))))
 }
 
 /// Returns the updates of the models that have a directory in `sync`. `root` is the file of the

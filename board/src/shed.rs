@@ -5,8 +5,10 @@
 
 use crate::machine::{self, Root};
 use hatchback::targets::Shed as Limits;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use hatchback_server::Gate;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Time between two readings of the sensors.
@@ -46,23 +48,26 @@ impl Level {
 #[derive(Debug, Default)]
 pub struct Shed {
     level: AtomicU8,
-    /// Whether a request is being served at [`Level::Requests`].
-    is_serving: AtomicBool,
+    /// Lets one request at a time pass at [`Level::Requests`].
+    gate: Arc<Gate>,
+    sensors: Mutex<Sensors>,
 }
 
-/// The right to serve a request; dropping it gives the right back.
-#[derive(Debug)]
-pub struct Turn<'a>(Option<&'a AtomicBool>);
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        if let Some(is_serving) = self.0 {
-            is_serving.store(false, Ordering::Release);
-        }
-    }
+/// The readings of the sensors; `None` where there is no sensor.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sensors {
+    /// The temperature of the hottest thermal zone.
+    pub celsius: Option<f64>,
+    /// The sum of the power rails.
+    pub watts: Option<f64>,
 }
 
 impl Shed {
+    fn set_level(&self, level: Level) {
+        self.level.store(level as u8, Ordering::Relaxed);
+        self.gate.limit(level >= Level::Requests);
+    }
+
     fn level(&self) -> Level {
         Level::from_u8(self.level.load(Ordering::Relaxed))
     }
@@ -72,26 +77,32 @@ impl Shed {
         self.level() >= Level::Maintenance
     }
 
-    /// Returns the right to serve a request now; `None` while requests are shed and another request
-    /// is being served.
-    pub fn turn(&self) -> Option<Turn<'_>> {
-        if self.level() < Level::Requests {
-            return Some(Turn(None));
-        }
-        (!self.is_serving.swap(true, Ordering::AcqRel)).then_some(Turn(Some(&self.is_serving)))
+    /// Returns the gate of the requests.
+    pub fn gate(&self) -> &Arc<Gate> {
+        &self.gate
+    }
+
+    /// Returns what is shed as a number: 0 nothing, 1 maintenance, 2 requests too.
+    pub fn level_number(&self) -> u8 {
+        self.level() as u8
+    }
+
+    /// Returns the newest readings.
+    pub fn sensors(&self) -> Sensors {
+        *self.sensors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads the sensors of the machine at `root`, and logs a change of the level.
     fn read_sensors(&self, root: &Root, limits: &Limits) {
         let (hottest, watts) = (machine::hottest(root), machine::watts(root));
-        let before = self.level();
-        let after =
-            next_level(limits, before, hottest.as_ref().map(|(_, degrees)| *degrees), watts);
+        let (before, celsius) = (self.level(), hottest.as_ref().map(|(_, degrees)| *degrees));
+        *self.sensors.lock().unwrap_or_else(PoisonError::into_inner) = Sensors { celsius, watts };
+        let after = next_level(limits, before, celsius, watts);
         if after == before {
             return;
         }
 
-        self.level.store(after as u8, Ordering::Relaxed);
+        self.set_level(after);
         let zone = hottest
             .map_or("no temperature".to_owned(), |(zone, degrees)| format!("{zone} {degrees} °C"));
         let power = watts.map_or("no power".to_owned(), |watts| format!("{watts:.1} W"));
@@ -173,13 +184,12 @@ mod tests {
     #[test]
     fn one_request_at_a_time_is_served_while_they_are_shed() {
         let shed = Shed::default();
-        let (a, b) = (shed.turn(), shed.turn());
-        assert!(a.is_some() && b.is_some() && !shed.holds_maintenance());
-        shed.level.store(Level::Requests as u8, Ordering::Relaxed);
-        drop((a, b));
-        let first = shed.turn();
-        assert!(first.is_some() && shed.turn().is_none() && shed.holds_maintenance());
-        drop(first);
-        assert!(shed.turn().is_some());
+        shed.set_level(Level::Maintenance);
+        assert!(shed.holds_maintenance());
+        let (a, b) = (shed.gate().turn(), shed.gate().turn());
+        assert!(a.is_some() && b.is_some());
+        shed.set_level(Level::Requests);
+        let first = shed.gate().turn();
+        assert!(first.is_some() && shed.gate().turn().is_none() && shed.holds_maintenance());
     }
 }

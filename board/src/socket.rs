@@ -2,22 +2,23 @@
 //! socket that somebody answers on, or a file of another kind, is not.
 
 use anyhow::{Context, Result, bail};
+use hatchback_server::{Listener, Stopping};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, shutdown};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A request to stop, made by SIGTERM or SIGINT.
 #[derive(Default)]
 pub struct Stop {
-    is_requested: AtomicBool,
-    listener: Mutex<Option<UnixListener>>,
+    stopping: Stopping,
+    /// The listeners; empty before the daemon serves.
+    listeners: Mutex<Vec<Arc<Listener>>>,
 }
 
 impl Stop {
@@ -32,28 +33,35 @@ impl Stop {
             if signals.forever().next().is_none() {
                 return;
             }
-            stop.is_requested.store(true, Ordering::Release);
-            let Some(listener) = &*stop.listener() else {
+            let listeners = stop.listeners();
+            stop.stopping.request();
+            if listeners.is_empty() {
                 log::info!("stopping before the socket is open");
                 early();
                 std::process::exit(0);
-            };
+            }
             log::info!("stopping: no new connections; answering the requests that were received");
-            // Ends `accept`, also where the socket's file was removed.
-            if let Err(e) = shutdown(listener, Shutdown::Both) {
-                log::error!("cannot shut the socket down: {e}");
+            for listener in listeners.iter() {
+                if let Err(e) = listener.shut_down() {
+                    log::error!("cannot shut a listener down: {e}");
+                }
             }
         });
         Ok(())
     }
 
-    fn listener(&self) -> MutexGuard<'_, Option<UnixListener>> {
-        self.listener.lock().unwrap_or_else(PoisonError::into_inner)
+    fn listeners(&self) -> MutexGuard<'_, Vec<Arc<Listener>>> {
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the daemon must stop.
-    pub fn is_requested(&self) -> bool {
-        self.is_requested.load(Ordering::Acquire)
+    /// Ends `listeners` at the request to stop.
+    pub fn end(&self, listeners: &[Arc<Listener>]) {
+        self.listeners().extend(listeners.iter().cloned());
+    }
+
+    /// Returns the request for the front door.
+    pub fn stopping(&self) -> &Stopping {
+        &self.stopping
     }
 }
 
@@ -74,19 +82,19 @@ fn socket_at(path: &Path) -> io::Result<FileId> {
 
 /// The socket; its file is removed when this is dropped.
 pub struct Socket<'a> {
-    listener: UnixListener,
+    listener: Arc<Listener>,
     path: &'a Path,
     file: FileId,
 }
 
 impl<'a> Socket<'a> {
-    /// Binds the socket at `path`. Callers can connect from then on, until `stop`. Replaces a
-    /// socket on which nobody answers.
+    /// Binds the socket at `path`. Callers can connect from then on. Replaces a socket on which
+    /// nobody answers.
     ///
     /// # Errors
     /// A daemon answers at `path`, `path` is a file of another kind, or its folder cannot be
     /// written.
-    pub fn listen(path: &'a Path, stop: &Stop) -> Result<Self> {
+    pub fn listen(path: &'a Path) -> Result<Self> {
         let name = || format!("socket {}", path.display());
         let listener = match UnixListener::bind(path) {
             Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
@@ -98,12 +106,11 @@ impl<'a> Socket<'a> {
         let listener = listener.with_context(name)?;
         let file = socket_at(path).with_context(name)?;
 
-        *stop.listener() = Some(listener.try_clone()?);
-        Ok(Self { listener, path, file })
+        Ok(Self { listener: Arc::new(Listener::Unix(listener)), path, file })
     }
 
     /// Returns the listener.
-    pub fn listener(&self) -> &UnixListener {
+    pub fn listener(&self) -> &Arc<Listener> {
         &self.listener
     }
 }

@@ -3,10 +3,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback_tests::client::Client;
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::serve::install;
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -95,11 +96,9 @@ impl Serving {
         let line = std::fs::read_to_string(repository("tools/demo/coupon/probe.jsonl")).unwrap();
         let line = line.lines().next().unwrap();
         let ask = || {
-            let mut connection = BufReader::new(UnixStream::connect(&self.socket).unwrap());
-            let mut answer = String::new();
-            writeln!(connection.get_mut(), "{line}").unwrap();
-            connection.read_line(&mut answer).unwrap();
-            serde_json::from_str(&answer).unwrap()
+            let mut client = Client::connect(&self.socket).unwrap();
+            let model = client.models().unwrap().remove(0);
+            client.ask(&model, line).unwrap()
         };
         std::thread::scope(|scope| {
             let asking: Vec<_> = (0..connections).map(|_| scope.spawn(ask)).collect();
@@ -342,7 +341,7 @@ fn a_hot_machine_serves_one_at_a_time_and_says_busy() {
         .with_model();
     machine.set("sys/class/thermal/thermal_zone0/temp", "50000");
     let serving = machine.serve(&mut machine.daemon());
-    let busy = |answers: &[Value]| answers.iter().filter(|a| a["error"] == "busy").count();
+    let busy = |answers: &[Value]| answers.iter().filter(|a| a["code"] == 503).count();
     assert_eq!(busy(&serving.ask(8)), 0);
     machine.set("sys/class/thermal/thermal_zone0/temp", "90000");
     // Hot: some caller meets another sooner or later; each still gets an answer.

@@ -7,10 +7,10 @@ use hatchback::bundle::BundleReader;
 use hatchback::flash::{Flash, FlashError};
 use hatchback::io::disk;
 use hatchback::maintenance::catalog::{Catalog, CatalogState};
+use hatchback_tests::client::Client;
 use hatchback_tests::flash_check::whole_generation;
 use hatchback_tests::versions::Versions;
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -73,17 +73,11 @@ impl Car {
 
 /// Asks until the daemon is not busy. Returns the score of the row with index 5.
 fn score(socket: &Path) -> Value {
+    let mut client = Client::connect(socket).unwrap();
+    let model = client.models().unwrap().remove(0);
     loop {
-        let mut connection = BufReader::new(UnixStream::connect(socket).unwrap());
-        let _ = connection
-            .get_mut()
-            .write_all(b"{\"dense\": [], \"sparse\": {\"f0\": [5], \"f1\": [5]}}\n");
-        let mut answer = String::new();
-        if connection.read_line(&mut answer).is_ok()
-            && !answer.contains("busy")
-            && !answer.is_empty()
-        {
-            let answer: Value = serde_json::from_str(&answer).unwrap();
+        let answer = client.ask(&model, r#"{"sparse": {"f0": [5], "f1": [5]}}"#).unwrap();
+        if answer["code"] != 503 {
             assert_eq!(answer["status"]["damaged"], 0, "{answer}");
             return answer["score"].clone();
         }

@@ -3,13 +3,17 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use hatchback_tests::client::{Client, request_of};
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::serve::install;
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+
+/// The name of the only model: its lineage.
+const MODEL: &str = "coupon-dlrm";
 
 fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
@@ -85,8 +89,8 @@ impl Car {
         child
     }
 
-    fn connect(&self) -> BufReader<UnixStream> {
-        BufReader::new(UnixStream::connect(self.socket()).unwrap())
+    fn connect(&self) -> Client {
+        Client::connect(&self.socket()).unwrap()
     }
 }
 
@@ -99,15 +103,8 @@ fn probe() -> Vec<String> {
     text.lines().map(str::to_owned).collect()
 }
 
-fn read(connection: &mut BufReader<UnixStream>) -> Value {
-    let mut answer = String::new();
-    connection.read_line(&mut answer).unwrap();
-    serde_json::from_str(&answer).unwrap()
-}
-
-fn ask(connection: &mut BufReader<UnixStream>, line: &str) -> Value {
-    writeln!(connection.get_mut(), "{line}").unwrap();
-    read(connection)
+fn ask(client: &mut Client, line: &str) -> Value {
+    client.ask(MODEL, line).unwrap()
 }
 
 /// Checks that `answer` is the line's recorded score, within the error of its tables' codec.
@@ -160,7 +157,8 @@ fn many_connections_are_served_and_drained() {
             scope.spawn(|| {
                 let mut connection = car.connect();
                 lines.iter().for_each(|line| check(line, &ask(&mut connection, line)));
-                assert!(ask(&mut connection, "{}")["error"].as_str().unwrap().contains("dense"));
+                let refused = ask(&mut connection, "{}");
+                assert!(refused["error"].as_str().unwrap().contains("is missing"), "{refused}");
             });
         }
     });
@@ -181,47 +179,54 @@ fn a_daemon_whose_socket_was_removed_ends() {
     assert!(daemon.wait().unwrap().success());
 }
 
+/// A request to the model with this body, without an end.
+fn head(content_length: usize) -> String {
+    let start = format!("POST /v2/models/{MODEL}/infer HTTP/1.1\r\nhost: a\r\n");
+    format!("{start}content-length: {content_length}\r\n\r\n")
+}
+
 #[test]
 fn a_caller_that_does_not_read_cannot_keep_the_daemon_from_ending() {
     let car = Car::new();
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
-    let connection = car.connect();
-    connection.get_ref().set_write_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
+    let client = car.connect();
+    client.stream().set_write_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
     // Until its answers, and then its requests, fill the socket's buffers.
-    while (&mut connection.get_ref()).write_all(b"{}\n{}\n{}\n{}\n").is_ok() {}
+    while client.stream().write_all(b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n").is_ok() {}
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
 }
 
 #[test]
-fn a_line_longer_than_any_sample_takes_no_memory() {
+fn a_request_larger_than_its_limit_is_refused() {
     let car = Car::new();
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
-    let mut connection = car.connect();
-    connection.get_mut().write_all(&vec![b' '; (64 << 10) + 1]).unwrap();
-    connection.get_mut().shutdown(std::net::Shutdown::Write).unwrap();
-    assert_eq!(read(&mut connection)["error"], "the line is too long");
-    let (line, mut connection) = (&probe()[0], car.connect());
-    let padded = format!("{}{line}", " ".repeat((64 << 10) - line.len() - 1));
-    check(line, &ask(&mut connection, &padded));
+    let mut client = car.connect();
+    client.stream().write_all(head((4 << 20) + 1).as_bytes()).unwrap();
+    let refused = client.receive().unwrap();
+    assert_eq!(refused.code, 413, "{}", String::from_utf8_lossy(&refused.body));
+
+    // Without a length the bytes are counted as they come.
+    let mut client = car.connect();
+    let head = head(0).replace("content-length: 0", "transfer-encoding: chunked");
+    client.stream().write_all(head.as_bytes()).unwrap();
+    let chunk = format!("{:x}\r\n{}\r\n", 1 << 20, " ".repeat(1 << 20));
+    client.stream().set_write_timeout(Some(std::time::Duration::from_secs(9))).unwrap();
+    let _ = (0..5).try_for_each(|_| client.stream().write_all(chunk.as_bytes()));
+    assert_eq!(client.receive().unwrap().code, 413);
+
+    // Headers have a limit of their own.
+    let mut client = car.connect();
+    let _ = client
+        .stream()
+        .write_all(format!("GET / HTTP/1.1\r\nx: {}", "a".repeat(70_000)).as_bytes());
+    assert_eq!(client.receive().unwrap().code, 431);
+    check(&probe()[0], &ask(&mut car.connect(), &probe()[0]));
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
 }
 
-/// The caller sends far more than the socket's buffers hold before it reads.
-#[test]
-fn a_caller_that_sends_an_endless_line_learns_why_it_is_refused() {
-    let car = Car::new();
-    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
-    let mut connection = car.connect();
-    connection.get_mut().write_all(&vec![b'['; 4 << 20]).unwrap();
-    assert_eq!(read(&mut connection)["error"], "the line is too long");
-    assert_eq!(connection.read(&mut [0; 9]).unwrap(), 0, "the connection ends");
-    stop(&daemon);
-    assert!(daemon.wait().unwrap().success());
-}
-
-/// The daemon accepts 256 connections. Those that send nothing, half a line, or take no answers
+/// The daemon accepts 256 connections. Those that send nothing, half a request, or take no answers
 /// make room for new ones, the longest silent first.
 #[test]
 fn silent_connections_make_room_for_new_ones() {
@@ -231,17 +236,17 @@ fn silent_connections_make_room_for_new_ones() {
     check(line, &ask(&mut good, line));
     // A caller that sends requests until the socket's buffers are full, and reads no answer.
     let greedy = car.connect();
-    greedy.get_ref().set_write_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
-    while (&mut greedy.get_ref()).write_all(b"{}\n{}\n{}\n{}\n").is_ok() {}
+    greedy.stream().set_write_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
+    while greedy.stream().write_all(b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n").is_ok() {}
 
-    let mut silent: Vec<BufReader<UnixStream>> = Vec::new();
+    let mut silent: Vec<Client> = Vec::new();
     for number in 0..600 {
         // An answer proves that the daemon has accepted the connection: a client that runs ahead
         // of the daemon would make `good` the one that was silent longest.
         let mut connection = car.connect();
         check(line, &ask(&mut connection, line));
         if number % 2 == 0 {
-            connection.get_mut().write_all(b"{\"dense\": [").unwrap();
+            connection.stream().write_all(&head(1000).as_bytes()[..40 + number / 20]).unwrap();
         }
         silent.push(connection);
         if number % 20 == 0 {
@@ -252,14 +257,61 @@ fn silent_connections_make_room_for_new_ones() {
     check(line, &ask(&mut new, line));
     check(line, &ask(&mut good, line));
 
-    let is_closed = |connection: &mut BufReader<UnixStream>| {
-        connection.get_ref().set_nonblocking(true).unwrap();
-        connection.read(&mut [0; 9]).is_ok_and(|bytes| bytes == 0)
+    let is_closed = |client: &mut Client| {
+        client.stream().set_nonblocking(true).unwrap();
+        client.stream().read(&mut [0; 9]).is_ok_and(|bytes| bytes == 0)
     };
     assert!(silent[..300].iter_mut().all(is_closed), "the oldest are closed");
     assert!(!silent[500..].iter_mut().any(is_closed), "the newest are open");
-    let broken = (&mut greedy.get_ref()).write_all(b"{}\n").unwrap_err();
+    let broken = greedy.stream().write_all(b"GET").unwrap_err();
     assert_eq!(broken.kind(), std::io::ErrorKind::BrokenPipe, "the greedy caller is closed");
+    stop(&daemon);
+    assert!(daemon.wait().unwrap().success());
+}
+
+/// Returns the most memory that the process had, bytes.
+fn memory_bytes_max(daemon: &Child) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.id())).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
+}
+
+/// All connections send most of a large request and never the rest. A good caller beside them gets
+/// its scores, or is told when to retry.
+#[test]
+fn what_callers_make_the_daemon_keep_is_within_its_lines_of_the_budget() {
+    let car = Car::new();
+    let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
+    let (line, mut good) = (&probe()[0], car.connect());
+    check(line, &ask(&mut good, line));
+    let before = memory_bytes_max(&daemon);
+
+    let part = vec![b' '; 1 << 20];
+    let mut refused = 0;
+    let mut hostile: Vec<Client> = Vec::new();
+    for _ in 0..300 {
+        let client = car.connect();
+        client.stream().set_write_timeout(Some(std::time::Duration::from_millis(20))).unwrap();
+        let sent = client.stream().write_all(head(4 << 20).as_bytes());
+        let _ = sent.and_then(|()| client.stream().write_all(&part));
+        hostile.push(client);
+        let answer = ask(&mut good, line);
+        if answer["code"] == 503 {
+            refused += 1;
+            assert!(answer["error"].as_str().unwrap().contains("server.bytes_max"), "{answer}");
+        } else {
+            check(line, &answer);
+        }
+    }
+    let grown = memory_bytes_max(&daemon).saturating_sub(before);
+    let lines = ((256 * 128) << 10) + (16 << 20);
+    println!("{grown} bytes more, of {lines}; {refused} of 300 good requests were refused");
+    assert!(grown < lines, "{grown} bytes, and the lines of the budget have {lines}");
+
+    drop(hostile);
+    while ask(&mut good, line)["code"] == 503 {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
 }
@@ -275,7 +327,7 @@ fn callers_that_fail_in_a_loop_do_not_fill_the_log() {
         for _ in 0..2 {
             scope.spawn(|| {
                 (0..1000).for_each(|_| {
-                    let _ = car.connect().get_mut().write_all(b"{");
+                    let _ = car.connect().stream().write_all(b"{ HTTP\r\n\r\n");
                 })
             });
         }
@@ -288,14 +340,15 @@ fn callers_that_fail_in_a_loop_do_not_fill_the_log() {
     assert!(log.contains(" more since the last such line"), "{log}");
 }
 
-/// The caller sends a byte from time to time and never ends its line.
+/// The caller sends a byte from time to time and never ends its request.
 #[test]
-fn a_caller_that_never_ends_its_line_cannot_keep_the_daemon_from_ending() {
+fn a_caller_that_never_ends_its_request_cannot_keep_the_daemon_from_ending() {
     let car = Car::new();
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
-    let connection = car.connect();
+    let client = car.connect();
+    client.stream().write_all(head(1 << 20).as_bytes()).unwrap();
     std::thread::scope(|scope| {
-        let mut sending = connection.get_ref();
+        let mut sending = client.stream();
         scope.spawn(move || {
             while sending.write_all(b" ").is_ok() {
                 std::thread::sleep(std::time::Duration::from_millis(10));
@@ -360,21 +413,24 @@ fn a_score_that_is_not_a_number_is_an_error() {
     let answer = ask(&mut connection, &sample.to_string());
     let error = answer["error"].as_str().unwrap();
     assert!(error.starts_with("sample 0: score[0] is NaN: "), "{answer}");
-    assert_eq!(answer.as_object().unwrap().len(), 1, "{answer}");
+    assert_eq!((answer["code"].as_u64(), answer.as_object().unwrap().len()), (Some(400), 2));
     check(line, &ask(&mut connection, line));
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
 }
 
 #[test]
-fn a_feature_that_a_line_names_twice_is_refused() {
+fn an_input_that_a_request_names_twice_is_refused() {
     let car = Car::new();
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &[car.flash()]);
-    let (line, mut connection) = (&probe()[0], car.connect());
-    let twice = line.replacen("\"sparse\":{", "\"sparse\":{\"weather\":[1],", 1);
-    assert_ne!(line, &twice);
-    let error = ask(&mut connection, &twice)["error"].as_str().unwrap().to_owned();
-    assert!(error.contains("`weather` occurs twice"), "{error}");
+    let (line, mut client) = (&probe()[0], car.connect());
+    let body = String::from_utf8(request_of(line).unwrap()).unwrap();
+    let weather = r#"{"name":"weather","datatype":"INT64","shape":[1,1],"data":[1]},"#;
+    let twice = body.replacen("\"inputs\":[", &format!("\"inputs\":[{weather}"), 1);
+    assert_ne!(body, twice);
+    client.send(&format!("/v2/models/{MODEL}/infer"), Some(twice.as_bytes())).unwrap();
+    let error = client.receive_score().unwrap()["error"].as_str().unwrap().to_owned();
+    assert!(error.starts_with("input `weather`: occurs twice"), "{error}");
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
 }
@@ -395,10 +451,9 @@ fn a_damaged_model_does_not_keep_others_from_being_served() {
     let flash = [format!("damaged={}", damaged.display()), format!("whole={}", car.flash())];
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &flash);
     let (line, mut connection) = (&probe()[0], car.connect());
-    let to = |name: &str| line.replacen('{', &format!("{{\"model\": \"{name}\", "), 1);
-
-    check(line, &ask(&mut connection, &to("whole")));
-    assert_eq!(ask(&mut connection, &to("damaged"))["error"], "no such model is served");
+    check(line, &connection.ask("whole", line).unwrap());
+    let refused = connection.ask("damaged", line).unwrap();
+    assert_eq!(refused["error"], "no model `damaged` is served");
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
 
@@ -447,18 +502,18 @@ fn a_request_without_a_slot_is_busy_and_received_requests_are_answered() {
     let (line, mut first, mut second) = (&probe()[0], car.connect(), car.connect());
     let mut busy = 0;
     while busy == 0 {
-        writeln!(first.get_mut(), "{line}").unwrap();
+        first.send_sample(MODEL, line).unwrap();
         let answer = ask(&mut second, line);
-        busy += u32::from(answer["error"] == "busy");
+        busy += u32::from(answer["code"] == 503);
         // The request that arrived first has the slot.
-        let other = read(&mut first);
-        check(line, if answer["error"] == "busy" { &other } else { &answer });
+        let other = first.receive_score().unwrap();
+        check(line, if answer["code"] == 503 { &other } else { &answer });
     }
     assert_eq!(busy, 1);
-    writeln!(first.get_mut(), "{line}").unwrap();
+    first.send_sample(MODEL, line).unwrap();
     std::thread::sleep(std::time::Duration::from_millis(50));
     stop(&daemon);
-    check(line, &read(&mut first));
+    check(line, &first.receive_score().unwrap());
     assert!(daemon.wait().unwrap().success());
 }
 
@@ -469,12 +524,10 @@ fn several_models_are_served_by_name_within_one_budget() {
     let mut daemon = car.serve(&repository("targets/cpu.toml"), &flash);
     let (line, mut connection) = (&probe()[0], car.connect());
     for name in ["left", "right"] {
-        let addressed = line.replacen('{', &format!("{{\"model\": \"{name}\", "), 1);
-        check(line, &ask(&mut connection, &addressed));
+        check(line, &connection.ask(name, line).unwrap());
     }
-    assert_eq!(ask(&mut connection, line)["error"], "`model` must be one of left, right");
-    let unknown = line.replacen('{', "{\"model\": \"middle\", ", 1);
-    assert_eq!(ask(&mut connection, &unknown)["error"], "no such model is served");
+    let refused = connection.ask("middle", line).unwrap();
+    assert_eq!(refused["error"], "no model `middle` is served");
     stop(&daemon);
     assert!(daemon.wait().unwrap().success());
     // A budget for one model does not hold two.

@@ -7,13 +7,13 @@ use hatchback::io::disk;
 use hatchback::maintenance::catalog::Catalog;
 use hatchback::update::Updater;
 use hatchback::update::status::{UpdateState, UpdateStatus};
+use hatchback_tests::client::Client;
 use hatchback_tools::pack::{Overrides, pack_file};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::publish::{Change, publish};
 use hatchback_tools::repository::store::Objects;
 use hatchback_tools::serve::install;
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -166,7 +166,7 @@ impl Fleet {
         while UnixStream::connect(self.at("socket")).is_err() {
             std::thread::sleep(Duration::from_millis(5));
         }
-        let mut connection = BufReader::new(UnixStream::connect(self.at("socket")).unwrap());
+        let mut connection = Client::connect(&self.at("socket")).unwrap();
         let mut scored = false;
         for line in probe().lines().cycle() {
             let answer = ask(&mut connection, "coupon", line);
@@ -188,12 +188,8 @@ fn probe() -> String {
 }
 
 /// Returns the answer of `model` to `line`.
-fn ask(connection: &mut BufReader<UnixStream>, model: &str, line: &str) -> Value {
-    let addressed = line.replacen('{', &format!("{{\"model\": {model:?}, "), 1);
-    writeln!(connection.get_mut(), "{addressed}").unwrap();
-    let mut answer = String::new();
-    connection.read_line(&mut answer).unwrap();
-    serde_json::from_str(&answer).unwrap()
+fn ask(connection: &mut Client, model: &str, line: &str) -> Value {
+    connection.ask(model, line).unwrap()
 }
 
 /// Checks that `answer` is the line's recorded score.
@@ -214,16 +210,11 @@ fn a_model_that_waits_for_its_first_release_does_not_keep_others_from_being_serv
         std::thread::sleep(Duration::from_millis(5));
     }
 
-    let mut connection = BufReader::new(UnixStream::connect(fleet.at("socket")).unwrap());
-    let (text, mut first) = (probe(), String::new());
+    let mut connection = Client::connect(&fleet.at("socket")).unwrap();
+    let text = probe();
     let line = text.lines().next().unwrap();
     check(line, &ask(&mut connection, "other", line));
-    assert_eq!(ask(&mut connection, "coupon", line)["error"], "no such model is served");
-
-    // A request without a name is refused, although only one model is served yet.
-    writeln!(connection.get_mut(), "{line}").unwrap();
-    connection.read_line(&mut first).unwrap();
-    assert!(first.contains("`model` must be one of other"), "{first}");
+    assert_eq!(ask(&mut connection, "coupon", line)["error"], "no model `coupon` is served");
     assert!(fleet.sync());
     assert_eq!(fleet.ask_until(UpdateState::Committed).live.as_deref(), Some("coupon-dlrm@1"));
     check(line, &ask(&mut connection, "other", line));
@@ -316,7 +307,7 @@ fn only_starts_that_die_count_against_a_release() {
         std::thread::sleep(Duration::from_millis(5));
     }
 
-    let mut connection = BufReader::new(UnixStream::connect(fleet.at("socket")).unwrap());
+    let mut connection = Client::connect(&fleet.at("socket")).unwrap();
     let text = probe();
     let line = text.lines().next().unwrap();
     check(line, &ask(&mut connection, "coupon", line));

@@ -70,14 +70,14 @@ pub use hatchback_kernels::cuda::Device;
 pub use hatchback_kernels::dense::Weights;
 pub use io::disk::{Disk, system as system_disk};
 pub use model::budget::{Budget, DenseWeights, MemoryPlan};
-pub use model::{Model, OpenError};
+pub use model::{CacheUse, Model, OpenError};
 
 // Submit: requests to one model (`Pipeline`) or to several by name (`Serving`).
 pub use hatchback_kernels::lookup::LookupStatus;
 pub use request::error::NotFinite;
 pub use request::pipeline::{Answer, Pipeline, RequestError, Stats, Ticket};
 pub use request::serving::{Serving, ServingError, Swapped};
-pub use request::worker::Scores;
+pub use request::worker::{Scores, TableCounts};
 pub use schema::batch::{Batch, BatchError};
 pub use schema::sample::{Sample, SampleError};
 
@@ -101,7 +101,7 @@ pub use bundle::manifest::{Generation, Manifest};
 pub use schema::{Feature, Schema, Table};
 
 // Configure: target files, from which the daemon and the tools take budgets and rules.
-pub use targets::{DeviceKind, Machine, MachineKind, Shed, Target, TargetError};
+pub use targets::{DeviceKind, Machine, MachineKind, ServerRules, Shed, Target, TargetError};
 
 // For the repository's own crates: parts of `hatchback-kernels` that packing and tests need.
 #[doc(hidden)]

@@ -19,7 +19,12 @@ use hatchback::update::release::Release;
 use hatchback::update::rollback_floor::RollbackFloor;
 use hatchback::update::status::{UpdateEvent, UpdateState};
 use hatchback::{Activation, Pooling};
+use hatchback_server::proto::{
+    InferInputTensor, InferParameter, InferRequestedOutputTensor, InferTensorContents,
+    ModelInferRequest, ParameterValue,
+};
 use hatchback_tools::pack::spec::CodecChoice;
+use prost::Message;
 use std::sync::Arc;
 
 /// Returns a file of the repository.
@@ -99,6 +104,87 @@ fn probe_sets() -> Vec<Vec<u8>> {
     let whole = Sample { weights, scores: vec![Some(0.5), None], ..samples[0].clone() };
     let sets: [&[Sample]; 3] = [&samples, &[], &[whole]];
     sets.map(|set| Sample::encode_set(set).unwrap()).to_vec()
+}
+
+/// Inputs of a request for the golden schema: two samples, padded and jagged.
+fn request_inputs() -> Vec<InferInputTensor> {
+    let input = |name: &str, datatype: &str, shape: &[i64]| InferInputTensor {
+        name: name.to_owned(),
+        datatype: datatype.to_owned(),
+        shape: shape.to_vec(),
+        ..InferInputTensor::default()
+    };
+    vec![
+        input("dense", "FP32", &[2, 2]),
+        input("f0", "INT64", &[2, 2]),
+        input("f1.keys", "INT64", &[3]),
+        input("f1.offsets", "INT32", &[3]),
+    ]
+}
+
+fn grpc_requests() -> Vec<Vec<u8>> {
+    let timeout = InferParameter { value: Some(ParameterValue::Int64(1000)) };
+    let whole = ModelInferRequest {
+        model_name: "m".to_owned(),
+        id: "7".to_owned(),
+        parameters: [("timeout".to_owned(), timeout)].into(),
+        inputs: request_inputs(),
+        outputs: vec![InferRequestedOutputTensor {
+            name: "score".to_owned(),
+            ..Default::default()
+        }],
+        raw_input_contents: raw_inputs().into_iter().map(Into::into).collect(),
+        ..ModelInferRequest::default()
+    };
+    let mut typed = ModelInferRequest { raw_input_contents: Vec::new(), ..whole.clone() };
+    let contents = [
+        InferTensorContents { fp32_contents: vec![0.5, 1.0, 2.0, 3.0], ..Default::default() },
+        InferTensorContents { int64_contents: vec![1, -1, 2, 3], ..Default::default() },
+        InferTensorContents { int64_contents: vec![7, 8, 9], ..Default::default() },
+        InferTensorContents { int_contents: vec![0, 1, 3], ..Default::default() },
+    ];
+    for (input, contents) in typed.inputs.iter_mut().zip(contents) {
+        input.contents = Some(contents);
+    }
+    vec![whole.encode_to_vec(), typed.encode_to_vec()]
+}
+
+/// The raw values of [`request_inputs`].
+fn raw_inputs() -> [Vec<u8>; 4] {
+    [
+        [0.5f32, 1.0, 2.0, 3.0].into_iter().flat_map(f32::to_le_bytes).collect(),
+        [1i64, -1, 2, 3].into_iter().flat_map(i64::to_le_bytes).collect(),
+        [7i64, 8, 9].into_iter().flat_map(i64::to_le_bytes).collect(),
+        [0i32, 1, 3].into_iter().flat_map(i32::to_le_bytes).collect(),
+    ]
+}
+
+/// Requests over HTTP, after the length of their JSON: one all in JSON, one with binary data.
+fn http_requests() -> Vec<Vec<u8>> {
+    let json = concat!(
+        r#"{"id":"7","parameters":{"timeout":1000,"binary_data_output":true},"inputs":["#,
+        r#"{"name":"dense","datatype":"FP32","shape":[1,2],"data":[[0.5,1e3]]},"#,
+        r#"{"name":"f0","datatype":"UINT64","shape":[1,2],"data":[1,18446744073709551615]}],"#,
+        r#""outputs":[{"name":"score","parameters":{"binary_data":true}}]}"#
+    );
+    let raw = raw_inputs();
+    let inputs: Vec<String> = request_inputs()
+        .iter()
+        .zip(&raw)
+        .map(|(input, raw)| {
+            let InferInputTensor { name, datatype, shape, .. } = input;
+            let size = raw.len();
+            format!(
+                "{{\"name\":{name:?},\"datatype\":{datatype:?},\"shape\":{shape:?},\
+                 \"parameters\":{{\"binary_data_size\":{size}}}}}"
+            )
+        })
+        .collect();
+    let head = format!("{{\"inputs\":[{}]}}", inputs.join(","));
+    let with_length = |head: &str, binary: &[u8]| {
+        [&(head.len() as u16).to_le_bytes()[..], head.as_bytes(), binary].concat()
+    };
+    vec![with_length(json, &[]), with_length(&head, &raw.concat())]
 }
 
 fn golden_release() -> Release {
@@ -224,6 +310,8 @@ pub fn goldens(parser: &str) -> Vec<Vec<u8>> {
             sample_lines().into_iter().chain(others).collect()
         }
         "probe_set" => probe_sets(),
+        "grpc_infer" => grpc_requests(),
+        "http_infer" => http_requests(),
         "model_spec" => {
             families.iter().map(|f| file(&format!("tests/data/families/{f}/model.toml"))).collect()
         }

@@ -27,6 +27,7 @@ use hatchback_tools::import::{ImportError, RowBlock, Rows, Source};
 use hatchback_tools::pack::spec::ModelSpec;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 use tempfile::TempDir;
 
 /// Parses bytes; the result does not matter.
@@ -45,6 +46,8 @@ pub const PARSERS: &[(&str, Parser)] = &[
     ("page", page),
     ("sample", sample),
     ("probe_set", probe_set),
+    ("grpc_infer", grpc_infer),
+    ("http_infer", http_infer),
     ("model_spec", model_spec),
     ("target", target),
     ("safetensors", safetensors),
@@ -312,6 +315,31 @@ pub fn sample(bytes: &[u8]) {
             sample.check(schema).expect("a parsed sample is checked");
         }
     });
+}
+
+/// Samples of a request in the fuzz targets of the front door.
+const BATCH_MAX: usize = 8;
+
+/// Returns the schema of a golden model.
+fn golden_schema() -> Arc<Schema> {
+    thread_local!(static SCHEMA: Arc<Schema> = Arc::new(goldens::schema()));
+    SCHEMA.with(Arc::clone)
+}
+
+/// Decodes a request for scores over gRPC.
+pub fn grpc_infer(bytes: &[u8]) {
+    if let Ok(batch) = hatchback_server::decode_grpc(bytes, &golden_schema(), BATCH_MAX) {
+        assert!((1..=BATCH_MAX).contains(&batch.size()));
+    }
+}
+
+/// Decodes a request for scores over HTTP; the first two bytes are the length of its JSON.
+pub fn http_infer(bytes: &[u8]) {
+    let Some((length, body)) = bytes.split_first_chunk::<2>() else { return };
+    let length = usize::from(u16::from_le_bytes(*length));
+    if let Ok(batch) = hatchback_server::decode_http(body, length, &golden_schema(), BATCH_MAX) {
+        assert!((1..=BATCH_MAX).contains(&batch.size()));
+    }
 }
 
 /// Parses an encoded probe set.

@@ -22,7 +22,7 @@ struct Layers {
     groups: &'static [&'static [&'static str]],
 }
 
-const CRATES: [Layers; 7] = [
+const CRATES: [Layers; 8] = [
     Layers {
         folder: "kernels",
         library: "hatchback_kernels",
@@ -49,6 +49,7 @@ const CRATES: [Layers; 7] = [
         library: "hatchback_link",
         groups: &[&["main"], &["daemon"], &["args", "generate"], &["lib"]],
     },
+    Layers { folder: "server", library: "hatchback_server", groups: &[] },
     Layers { folder: "board", library: "hatchbackd", groups: &[] },
     Layers { folder: "capi", library: "hatchback_capi", groups: &[] },
     Layers { folder: "python", library: "_native", groups: &[] },
@@ -74,14 +75,15 @@ const CRATES: [Layers; 7] = [
 ];
 
 /// Which crates of the tree each crate may depend on.
-const DEPENDENCIES: [(&str, &[&str]); 7] = [
+const DEPENDENCIES: [(&str, &[&str]); 8] = [
     ("kernels", &[]),
     ("runtime", &["hatchback-kernels"]),
     ("link", &["hatchback"]),
-    ("board", &["hatchback", "hatchback-link"]),
+    ("server", &["hatchback"]),
+    ("board", &["hatchback", "hatchback-link", "hatchback-server"]),
     ("capi", &["hatchback"]),
     ("python", &["hatchback", "hatchback-capi", "hatchback-tools"]),
-    ("tools", &["hatchback", "hatchback-kernels", "hatchback-link"]),
+    ("tools", &["hatchback", "hatchback-kernels", "hatchback-link", "hatchback-server"]),
 ];
 
 fn root() -> PathBuf {
@@ -525,7 +527,9 @@ fn crates_depend_downward_only() {
 #[test]
 fn every_limit_stands_in_limits_rs() {
     let mut found = Vec::new();
-    for layers in CRATES.iter().filter(|c| ["runtime", "link", "board"].contains(&c.folder)) {
+    for layers in
+        CRATES.iter().filter(|c| ["runtime", "link", "server", "board"].contains(&c.folder))
+    {
         for source in sources_of(layers).iter().filter(|s| !s.path.ends_with("limits.rs")) {
             let limits = Facts::of(source).limits;
             found.extend(limits.iter().map(|name| format!("{}: {name}", shown(&source.path))));

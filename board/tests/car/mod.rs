@@ -10,6 +10,7 @@ use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::Pipeline;
 use hatchback::{Sample, UpdateState, UpdateStatus, Updater};
+use hatchback_tests::client::Client;
 use hatchback_tools::pack::{Overrides, pack_file, pack_file_onto};
 use hatchback_tools::repository::keys::{RoleCounts, new_fleet};
 use hatchback_tools::repository::publish::{Change, publish};
@@ -17,9 +18,7 @@ use hatchback_tools::repository::store::Objects;
 use hatchback_tools::serve::install;
 use serde_json::Value;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -262,7 +261,7 @@ pub struct Car {
     folder: PathBuf,
     pub daemon_user: Option<User>,
     pub sync_user: Option<User>,
-    client: Option<BufReader<UnixStream>>,
+    client: Option<Client>,
     /// Requests sent; the next one has the next line.
     sent: usize,
     /// Right answers.
@@ -379,28 +378,26 @@ impl Car {
     /// If the answer is not exactly one generation's, or if none comes although the daemon lives.
     pub fn ask(&mut self) -> Option<u64> {
         if self.client.is_none() {
-            let stream = UnixStream::connect(self.socket()).ok()?;
-            stream.set_read_timeout(Some(HANGS)).unwrap();
-            self.client = Some(BufReader::new(stream));
+            let client = Client::connect(&self.socket()).ok()?;
+            client.stream().set_read_timeout(Some(HANGS)).unwrap();
+            self.client = Some(client);
         }
         let (releases, client) = (&*RELEASES, self.client.as_mut()?);
         let at = self.sent % releases.lines.len();
         self.sent += 1;
-        let line = &releases.lines[at];
-        let mut answer = String::new();
-        let asked = writeln!(client.get_mut(), "{{\"model\": {MODEL:?}, {}", &line[1..]);
-        let read = asked.and_then(|()| client.read_line(&mut answer));
-        if let Err(e) = &read {
-            let is_timeout =
-                matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut);
-            assert!(!is_timeout, "no answer in {HANGS:?}\n{}", self.logs());
-        }
-        if read.is_err() || !answer.ends_with('\n') {
-            self.client = None;
-            return None;
-        }
-        let answer: Value = serde_json::from_str(&answer).unwrap();
-        if answer["error"] == "no such model is served" {
+        let answer = match client.ask(MODEL, &releases.lines[at]) {
+            Ok(answer) => answer,
+            Err(e) => {
+                let is_timeout = matches!(
+                    e.kind(),
+                    std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut
+                );
+                assert!(!is_timeout, "no answer in {HANGS:?}\n{}", self.logs());
+                self.client = None;
+                return None;
+            }
+        };
+        if answer["code"] == 404 {
             return None;
         }
         let generation = releases.generation(at, &answer);

@@ -69,6 +69,8 @@ const HANDS: usize = 1;
 const WRITER_WORDS: usize = 2 + GHOSTS / 4;
 /// Words of one racing read.
 const READ_WORDS: usize = READ_BYTES / 4;
+/// Sets that an estimate of the cached rows reads.
+const SAMPLED_SETS: usize = 1024;
 /// Reads of a row in a set that a writer is changing, before the row counts as missing.
 const READ_RETRIES_MAX: usize = if cfg!(loom) { 2 } else { 1000 };
 
@@ -142,6 +144,17 @@ impl Cache {
     /// Returns the number of rows that fit.
     pub fn slots(&self) -> usize {
         self.sets * WAYS
+    }
+
+    /// Returns how many rows are cached, estimated from an evenly spaced sample of the sets.
+    pub fn rows_estimated(&self) -> usize {
+        let step = self.sets.div_ceil(SAMPLED_SETS).max(1);
+        let (mut sampled, mut rows) = (0, 0);
+        for set in (0..self.sets).step_by(step) {
+            sampled += 1;
+            rows += (0..WAYS as u32).filter(|way| self.tag(set as u32, *way) != 0).count();
+        }
+        rows * self.sets / sampled.max(1)
     }
 
     /// Returns the bytes of memory that the cache takes.

@@ -195,7 +195,7 @@ impl UpdateSteps {
         }
         self.pages_damaged = pages_damaged;
 
-        let taken = self.serving.memory().iter().map(|(_, plan)| plan.total()).sum();
+        let taken = self.serving.memory_taken();
         let memory_bytes_max = self.serving.memory_bytes_max().saturating_sub(taken);
         let budget = Budget { memory_bytes_max, ..*budget };
         let failure = self.failure.as_ref().filter(|failure| failure.is_final());
@@ -237,7 +237,7 @@ impl UpdateSteps {
     /// Loads the live generation of the flash directory, or swaps it in. Holds the lock of the
     /// directory meanwhile, so that a merge cannot remove segments that are being opened.
     fn serve_live(&mut self, yield_now: &dyn Fn()) {
-        if !self.update.has_generation() {
+        if !self.update.has_generation() || self.serving.is_unloaded(&self.update.name) {
             return;
         }
         let opened = self.open_changed();

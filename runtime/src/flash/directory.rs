@@ -315,7 +315,7 @@ impl Flash {
     }
 
     /// Takes the lock of the process that changes the directory. Does not wait.
-    pub(crate) fn lock(&self) -> Result<Lock, FlashError> {
+    pub fn lock(&self) -> Result<Lock, FlashError> {
         lock(self.disk.as_ref(), &self.directory)
     }
 

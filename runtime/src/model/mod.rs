@@ -12,4 +12,4 @@ pub(crate) mod row_writer;
 pub mod served_tables;
 
 pub use error::OpenError;
-pub use opened::Model;
+pub use opened::{CacheUse, Model};

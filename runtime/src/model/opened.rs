@@ -50,6 +50,15 @@ pub struct Model {
     memory: MemoryPlan,
 }
 
+/// How many rows the embedding caches of a model hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheUse {
+    /// Rows that are cached, estimated from a sample.
+    pub rows: u64,
+    /// Rows for which there is room.
+    pub rows_max: u64,
+}
+
 /// What a model is made of.
 pub(crate) struct ModelParts {
     pub generation: Generation,
@@ -160,6 +169,13 @@ impl Model {
     /// Returns the rows that the embedding caches hold at most.
     pub fn cache_slots(&self) -> usize {
         self.backend.cache_slots()
+    }
+
+    /// Returns how many rows the embedding caches hold; `None` where they are on a GPU.
+    pub fn cache_use(&self) -> Option<CacheUse> {
+        let caches = self.backend.cpu_tables().map(|tables| &tables.caches)?;
+        let rows = caches.iter().map(|cache| cache.rows_estimated() as u64).sum();
+        Some(CacheUse { rows, rows_max: self.cache_slots() as u64 })
     }
 
     /// Returns an empty batch with room for `batch_max` samples of the budget.

@@ -12,7 +12,7 @@ use crate::model::served_tables::{ServedTable, Storage, open_tables};
 use crate::model::{Model, OpenError, capacity, preload};
 use crate::request::negative_cache::NegativeCache;
 use crate::request::queue::RequestQueue;
-use crate::request::worker::lookup_limits;
+use crate::request::worker::{TableCounters, lookup_limits};
 use crate::request::{weight_check, weight_choice};
 use crate::schema::batch::Batch;
 use crate::schema::{Schema, SingleOutput};
@@ -377,6 +377,7 @@ fn add_workers(plan: &mut MemoryPlan, model: &Model) {
     let misses_max = budget.misses_max as usize;
     let misses = MissList::bytes(misses_max, model.staging_row_bytes())
         + misses_max * size_of::<Miss>()
+        + TableCounters::bytes(model.schema().tables.len())
         + NegativeCache::bytes();
     let mut add = |part, bytes: usize| plan.add(part, workers * bytes as u64);
 

@@ -9,12 +9,13 @@ use crate::model::Model;
 use crate::request::check::check_batch;
 use crate::request::queue::{Request, RequestQueue, SteppedWorker, run_worker};
 use crate::request::worker::live_model::LiveModel;
-use crate::request::worker::{Scores, Worker};
+use crate::request::worker::{Scores, TableCounts, Worker};
 use crate::schema::batch::Batch;
 use std::io;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::task::Waker;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -167,6 +168,11 @@ impl Pipeline {
         self.queue.prefetch(table, keys)
     }
 
+    /// Returns what the lookups of each table met, since the model was loaded.
+    pub fn table_counts(&self) -> Vec<TableCounts> {
+        self.live.table_counts()
+    }
+
     /// Returns what the pipeline did since the current model was opened or swapped in.
     pub fn stats(&self) -> Stats {
         self.queue.stats()
@@ -244,6 +250,11 @@ impl Answer<'_> {
         &self.request.generation
     }
 
+    /// Returns when a worker took the request, a time of the pipeline's clock.
+    pub fn taken_at(&self) -> Duration {
+        self.request.taken_at
+    }
+
     /// Returns the scores with their statuses.
     pub fn scores(&self) -> Scores<'_> {
         let Request { batch, scores, statuses, outputs, .. } = &*self.request;
@@ -255,6 +266,13 @@ impl Ticket {
     /// Returns whether [`Ticket::wait`] would return without waiting.
     pub fn is_done(&self) -> bool {
         self.queue.is_done(self.slot)
+    }
+
+    /// Returns whether [`Ticket::wait`] would return without waiting. If it would not, wakes
+    /// `waker` when the request is done. For a caller that must not block its thread: it gives a
+    /// waker here, and calls [`Ticket::wait`] when it was woken or when the deadline has passed.
+    pub fn poll_done(&self, waker: &Waker) -> bool {
+        self.queue.poll_done(self.slot, waker)
     }
 
     /// Waits for the scores. With a deadline the wait ends by `DEADLINE_GRACE_US` of `limits` after

@@ -19,6 +19,7 @@ use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::lookup::LookupStatus;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
 use std::time::Duration;
 
 /// Deferred pages that a worker reads before it looks for requests again.
@@ -78,6 +79,10 @@ pub struct Request {
     pub outputs: usize,
     /// The generation that scored the request.
     pub generation: Arc<Generation>,
+    /// When a worker took the request, a time of the queue's clock.
+    pub taken_at: Duration,
+    /// Woken when the request is done, for a caller that must not block.
+    waker: Option<Waker>,
 }
 
 /// How far a request is.
@@ -127,6 +132,8 @@ impl RequestQueue {
                 statuses: vec![LookupStatus::default(); batch_max],
                 outputs: model.outputs(),
                 generation: Arc::clone(model.generation()),
+                taken_at: Duration::ZERO,
+                waker: None,
             };
             Slot { request: Mutex::new(request), done: Condvar::new() }
         };
@@ -246,6 +253,16 @@ impl RequestQueue {
         matches!(lock(&self.slots[usize::from(slot)].request).stage, Stage::Done(_))
     }
 
+    /// Returns whether the request in `slot` is answered. If it is not, wakes `waker` when it is.
+    pub fn poll_done(&self, slot: u16, waker: &Waker) -> bool {
+        let mut request = lock(&self.slots[usize::from(slot)].request);
+        let is_done = matches!(request.stage, Stage::Done(_));
+        if !is_done && !request.waker.as_ref().is_some_and(|before| before.will_wake(waker)) {
+            request.waker = Some(waker.clone());
+        }
+        is_done
+    }
+
     /// Waits for the answer to the request in `slot`, until [`DEADLINE_WAIT_US`] after its
     /// `deadline`.
     pub fn wait(
@@ -255,6 +272,8 @@ impl RequestQueue {
     ) -> Result<MutexGuard<'_, Request>, RequestError> {
         let slot = &self.slots[usize::from(slot)];
         let mut request = lock(&slot.request);
+        // From here on the condition variable wakes the caller.
+        request.waker = None;
         loop {
             match &request.stage {
                 Stage::Done(Ok(())) => return Ok(request),
@@ -308,6 +327,7 @@ impl RequestQueue {
             let mut request = lock(&self.slots[usize::from(slot)].request);
             let is_done = matches!(request.stage, Stage::Done(_));
             request.stage = Stage::Abandoned;
+            request.waker = None;
             is_done
         };
         if is_over {
@@ -339,11 +359,12 @@ impl RequestQueue {
         true
     }
 
-    /// Appends the request in `slot` to `batch`. If its caller abandoned it, frees the slot and
-    /// returns false.
-    fn append_to(&self, slot: u16, batch: &mut Batch) -> bool {
+    /// Appends the request in `slot`, which a worker took at `now`, to `batch`. If its caller
+    /// abandoned it, frees the slot and returns false.
+    fn append_to(&self, slot: u16, batch: &mut Batch, now: Duration) -> bool {
         let is_wanted = {
-            let request = lock(&self.slots[usize::from(slot)].request);
+            let mut request = lock(&self.slots[usize::from(slot)].request);
+            request.taken_at = now;
             let is_wanted = matches!(request.stage, Stage::Waiting);
             assert!(!is_wanted || batch.append(&request.batch), "requests in flight fit one batch");
             is_wanted
@@ -362,16 +383,20 @@ impl RequestQueue {
         write: impl FnOnce(&mut Request),
     ) {
         let at = &self.slots[usize::from(slot)];
-        let is_abandoned = {
+        let (is_abandoned, waker) = {
             let mut request = lock(&at.request);
             let is_abandoned = matches!(request.stage, Stage::Abandoned);
             if !is_abandoned {
                 write(&mut request);
                 request.stage = Stage::Done(result);
             }
-            is_abandoned
+            (is_abandoned, request.waker.take())
         };
-        if is_abandoned { self.free(slot) } else { at.done.notify_all() }
+        match waker {
+            _ if is_abandoned => self.free(slot),
+            Some(waker) => waker.wake(),
+            None => at.done.notify_all(),
+        }
     }
 
     /// Ends the request in `slot` with `error`. Counts it as failed if the current generation is to
@@ -595,8 +620,12 @@ impl SteppedWorker {
 
 /// Scores the requests in flight as one batch and answers each.
 fn score(queue: &RequestQueue, worker: &mut Worker, batch: &mut Batch, in_flight: &mut InFlight) {
+    if in_flight.requests.is_empty() {
+        return;
+    }
     batch.clear();
-    in_flight.requests.retain(|r| !queue.expire(r) && queue.append_to(r.slot, batch));
+    let now = queue.clock.now();
+    in_flight.requests.retain(|r| !queue.expire(r) && queue.append_to(r.slot, batch, now));
     if in_flight.requests.is_empty() {
         return;
     }

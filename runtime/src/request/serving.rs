@@ -8,16 +8,18 @@ use crate::flash::Flash;
 use crate::io::reader::DeviceDepth;
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::model::preload::preload_hot_keys;
-use crate::model::{Model, OpenError};
+use crate::model::{CacheUse, Model, OpenError};
 use crate::request::pipeline::{Pipeline, PipelineStarter, RequestError, Stats, Ticket};
 use crate::request::successor::{self, OpenOptions, can_follow};
 use crate::request::transition;
+use crate::request::worker::TableCounts;
 use crate::schema::Schema;
 use crate::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::gpu::TensorRtOptions;
+use std::collections::BTreeSet;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 pub use crate::request::transition::Swapped;
@@ -62,6 +64,10 @@ pub struct Serving {
     /// Held during a load, swap or unload: one at a time.
     change: Mutex<()>,
     memory_bytes_max: u64,
+    /// What the process takes beside the models, such as the connections of its callers.
+    beside: MemoryPlan,
+    /// Models that were unloaded and not loaded again: an update does not bring them back.
+    unloaded: Mutex<BTreeSet<String>>,
     read_depth: Arc<DeviceDepth>,
     lookups: Device,
     tensorrt: Option<TensorRtOptions>,
@@ -79,6 +85,8 @@ impl Serving {
             models: RwLock::default(),
             change: Mutex::default(),
             memory_bytes_max,
+            beside: MemoryPlan::default(),
+            unloaded: Mutex::default(),
             read_depth: DeviceDepth::new(reads_max as usize),
             lookups: Device::Cpu,
             tensorrt: None,
@@ -102,6 +110,12 @@ impl Serving {
     /// with TensorRT if `tensorrt` is given and the machine has it.
     pub fn on(self, lookups: Device, tensorrt: Option<TensorRtOptions>) -> Self {
         Self { lookups, tensorrt, ..self }
+    }
+
+    /// Counts `bytes` that the process takes beside the models. The models have what is left.
+    pub fn beside(mut self, part: &'static str, bytes: u64) -> Self {
+        self.beside.add(part, bytes);
+        self
     }
 
     fn models(&self) -> RwLockReadGuard<'_, Vec<Served>> {
@@ -129,6 +143,8 @@ impl Serving {
         let pipeline = self.open(name, flash, budget, &|| {})?;
         let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
         models.push(Served { name: name.to_owned(), pipeline });
+        drop(models);
+        self.unloaded().remove(name);
         Ok(())
     }
 
@@ -199,6 +215,15 @@ impl Serving {
         Ok(Swapped { dropped, pause, ..Swapped::default() })
     }
 
+    fn unloaded(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.unloaded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether `name` was unloaded and not loaded again.
+    pub fn is_unloaded(&self, name: &str) -> bool {
+        self.unloaded().contains(name)
+    }
+
     /// Stops serving `name` after the requests submitted to it are answered.
     ///
     /// # Errors
@@ -208,7 +233,11 @@ impl Serving {
         let removed = {
             let mut models = self.models.write().unwrap_or_else(PoisonError::into_inner);
             let at = models.iter().position(|m| m.name == name);
-            at.map(|at| models.remove(at))
+            let removed = at.map(|at| models.remove(at));
+            if removed.is_some() {
+                self.unloaded().insert(name.to_owned());
+            }
+            removed
         };
         removed.map(drop).ok_or_else(|| ServingError::NotLoaded(name.to_owned()))
     }
@@ -236,7 +265,7 @@ impl Serving {
 
     /// Returns `budget` with the memory that all served models leave, and what they take.
     fn budget_beside(&self, budget: Budget) -> (Budget, u64) {
-        let taken: u64 = self.memory().iter().map(|(_, plan)| plan.total()).sum();
+        let taken = self.memory_taken();
         let memory_bytes_max = self.memory_bytes_max.saturating_sub(taken);
         (Budget { memory_bytes_max, reads_max: self.read_depth.max() as u32, ..budget }, taken)
     }
@@ -349,9 +378,35 @@ impl Serving {
         self.with(name, Pipeline::stats)
     }
 
+    /// Returns what the lookups of each table of `name` met, since it was loaded.
+    pub fn table_counts(&self, name: &str) -> Option<Vec<TableCounts>> {
+        self.with(name, Pipeline::table_counts)
+    }
+
+    /// Returns how many rows the caches of `name` hold; `None` where they are on a GPU.
+    pub fn cache_use(&self, name: &str) -> Option<CacheUse> {
+        self.with(name, |p| p.model().cache_use()).flatten()
+    }
+
+    /// Returns the scores per sample of `name`.
+    pub fn outputs(&self, name: &str) -> Option<usize> {
+        self.with(name, |p| p.model().outputs())
+    }
+
     /// Returns the bytes that all models together may take.
     pub fn memory_bytes_max(&self) -> u64 {
         self.memory_bytes_max
+    }
+
+    /// Returns the bytes that the process has promised: the models and what it takes beside them.
+    pub fn memory_taken(&self) -> u64 {
+        let models: u64 = self.memory().iter().map(|(_, plan)| plan.total()).sum();
+        models + self.beside.total()
+    }
+
+    /// Returns what the process takes beside the models.
+    pub fn memory_beside(&self) -> &MemoryPlan {
+        &self.beside
     }
 
     /// Returns the name and the memory plan of each model.

@@ -2,7 +2,7 @@
 //! layout of TorchRec's `KeyedJaggedTensor`, feature by feature). It takes its memory once and
 //! never grows.
 
-use crate::schema::sample::{Sample, SampleError};
+use crate::schema::sample::{Sample, SampleError, check_bag, check_dense, check_weights};
 use crate::schema::{Feature, Schema};
 
 pub use hatchback_kernels::lookup::Bags;
@@ -175,7 +175,7 @@ impl Batch {
                 dense: self.dense_features,
             });
         }
-        check_dense(schema, samples, dense)?;
+        check_dense_column(schema, samples, dense)?;
         (0..features).try_for_each(|f| check_bags(&schema.features[f], samples, bags(f)))?;
 
         self.dense.extend_from_slice(dense);
@@ -190,6 +190,65 @@ impl Batch {
             feature.longest = feature.longest.max(longest as usize);
         }
         self.size += samples;
+        Ok(())
+    }
+
+    /// Adds a sample without a [`Sample`]: `dense` has its dense features, and `bag` appends the
+    /// keys of a sparse feature, given by its number, and the weights of a weighted feature.
+    ///
+    /// # Errors
+    /// Those of [`Batch::push`], and the error of `bag`. The batch is then unchanged.
+    pub fn push_with<E: From<BatchError>>(
+        &mut self,
+        schema: &Schema,
+        dense: impl Iterator<Item = f32>,
+        mut bag: impl FnMut(usize, &mut Vec<u64>, &mut Vec<f32>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let filled = self.append_sample(schema, dense, &mut bag);
+        if filled.is_err() {
+            self.dense.truncate(self.size * self.dense_features);
+            for feature in &mut self.features {
+                feature.offsets.truncate(self.size + 1);
+                let end = feature.offsets.last().map_or(0, |end| *end as usize);
+                feature.keys.truncate(end);
+                feature.weights.truncate(end);
+            }
+        }
+        filled
+    }
+
+    fn append_sample<E: From<BatchError>>(
+        &mut self,
+        schema: &Schema,
+        dense: impl Iterator<Item = f32>,
+        bag: &mut impl FnMut(usize, &mut Vec<u64>, &mut Vec<f32>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if self.size == self.capacity {
+            return Err(BatchError::Full(self.capacity).into());
+        }
+        let (features, before) = (schema.features.len(), self.dense.len());
+        if features != self.features.len() || schema.dense_features.len() != self.dense_features {
+            let dense = self.dense_features;
+            return Err(BatchError::Schema { features: self.features.len(), dense }.into());
+        }
+
+        self.dense.extend(dense.take(self.dense_features + 1));
+        check_dense(schema, &self.dense[before..]).map_err(BatchError::from)?;
+        for (f, feature) in self.features.iter_mut().enumerate() {
+            let start = feature.keys.len();
+            bag(f, &mut feature.keys, &mut feature.weights)?;
+            let (keys, schema) = (feature.keys.len() - start, &schema.features[f]);
+            check_bag(schema, keys).map_err(BatchError::from)?;
+            let weights = feature.weights.get(start..).unwrap_or_default();
+            check_weights(schema, keys, weights).map_err(BatchError::from)?;
+            feature.offsets.push(feature.keys.len() as u32);
+        }
+
+        for feature in &mut self.features {
+            let keys = feature.offsets[self.size + 1] - feature.offsets[self.size];
+            feature.longest = feature.longest.max(keys as usize);
+        }
+        self.size += 1;
         Ok(())
     }
 
@@ -244,7 +303,7 @@ impl Batch {
 }
 
 /// Checks a column of dense features, `[samples, dense features]`.
-fn check_dense(schema: &Schema, samples: usize, dense: &[f32]) -> Result<(), BatchError> {
+fn check_dense_column(schema: &Schema, samples: usize, dense: &[f32]) -> Result<(), BatchError> {
     let width = schema.dense_features.len();
     if dense.len() != samples * width {
         let (field, needed) = ("dense".to_owned(), samples * width);

@@ -2,9 +2,9 @@
 //! with a key function; a sample holds keys. Checks samples against the schema; never scores them.
 
 use crate::limits::{NAME_BYTES_MAX, RAW_BYTES_MAX, SAMPLE_BYTES_MAX};
-use crate::schema::Schema;
 use crate::schema::key_function::{KeyError, KeyFunction};
 use crate::schema::sample_line::{Line, Outcome, UniqueMap};
+use crate::schema::{Feature, Schema};
 use std::collections::BTreeMap;
 
 /// The features of one sample, with its outcome if that is known.
@@ -37,6 +37,30 @@ pub enum SampleError {
 
 fn fault<T>(field: impl Into<String>, problem: impl Into<String>) -> Result<T, SampleError> {
     Err(SampleError::Field { field: field.into(), problem: problem.into() })
+}
+
+/// Checks the dense features of one sample against `schema`.
+pub(super) fn check_dense(schema: &Schema, dense: &[f32]) -> Result<(), SampleError> {
+    let width = schema.dense_features.len();
+    if dense.len() != width {
+        return fault("dense", format!("{} values, the model takes {width}", dense.len()));
+    }
+    match dense.iter().position(|v| !v.is_finite()) {
+        Some(i) => {
+            let problem = format!("`{}` is {}", schema.dense_features[i], dense[i]);
+            fault(format!("dense[{i}]"), problem)
+        }
+        None => Ok(()),
+    }
+}
+
+/// Checks the number of keys in a bag of `feature`.
+pub(super) fn check_bag(feature: &Feature, keys: usize) -> Result<(), SampleError> {
+    if keys > feature.hotness_max as usize {
+        let problem = format!("{keys} keys, at most {} fit", feature.hotness_max);
+        return fault(format!("sparse.{}", feature.name), problem);
+    }
+    Ok(())
 }
 
 impl Sample {
@@ -113,26 +137,13 @@ impl Sample {
     /// # Errors
     /// [`SampleError::Field`] with the first field that does not fit.
     pub fn check(&self, schema: &Schema) -> Result<(), SampleError> {
-        if self.dense.len() != schema.dense_features.len() {
-            let (given, taken) = (self.dense.len(), schema.dense_features.len());
-            return fault("dense", format!("{given} values, the model takes {taken}"));
-        }
-        if let Some(i) = self.dense.iter().position(|v| !v.is_finite()) {
-            return fault(
-                format!("dense[{i}]"),
-                format!("`{}` is {}", schema.dense_features[i], self.dense[i]),
-            );
-        }
-
+        check_dense(schema, &self.dense)?;
         if self.sparse.len() != schema.features.len() {
             let (given, taken) = (self.sparse.len(), schema.features.len());
             return fault("sparse", format!("{given} features, the model takes {taken}"));
         }
         for (f, (bag, feature)) in self.sparse.iter().zip(&schema.features).enumerate() {
-            if bag.len() > feature.hotness_max as usize {
-                let problem = format!("{} keys, at most {} fit", bag.len(), feature.hotness_max);
-                return fault(format!("sparse.{}", feature.name), problem);
-            }
+            check_bag(feature, bag.len())?;
             self.check_weights(f, schema)?;
         }
 
@@ -148,19 +159,27 @@ impl Sample {
 
     /// Checks that feature `f` has a finite weight for each key, or none if it takes none.
     fn check_weights(&self, f: usize, schema: &Schema) -> Result<(), SampleError> {
-        let (feature, keys) = (&schema.features[f], self.sparse[f].len());
         let weights = self.weights.get(f).map_or(&[] as &[f32], Vec::as_slice);
-        let field = || format!("weights.{}", feature.name);
-        match (feature.weighted, weights.len()) {
-            (false, 0) => {}
-            (false, n) => return fault(field(), format!("{n} weights, the feature takes none")),
-            (true, n) if n != keys => return fault(field(), format!("{n} weights, {keys} keys")),
-            (true, _) => {}
-        }
-        match weights.iter().position(|weight| !weight.is_finite()) {
-            Some(i) => fault(format!("{}[{i}]", field()), format!("is {}", weights[i])),
-            None => Ok(()),
-        }
+        check_weights(&schema.features[f], self.sparse[f].len(), weights)
+    }
+}
+
+/// Checks the weights of a bag of `feature` with `keys` keys.
+pub(super) fn check_weights(
+    feature: &Feature,
+    keys: usize,
+    weights: &[f32],
+) -> Result<(), SampleError> {
+    let field = || format!("weights.{}", feature.name);
+    match (feature.weighted, weights.len()) {
+        (false, 0) => {}
+        (false, n) => return fault(field(), format!("{n} weights, the feature takes none")),
+        (true, n) if n != keys => return fault(field(), format!("{n} weights, {keys} keys")),
+        (true, _) => {}
+    }
+    match weights.iter().position(|weight| !weight.is_finite()) {
+        Some(i) => fault(format!("{}[{i}]", field()), format!("is {}", weights[i])),
+        None => Ok(()),
     }
 }
 

@@ -2,9 +2,11 @@
 //! one another. `docs/targets.md` lists every key. Reads text files, never the machine.
 
 mod error;
+mod server_rules;
 mod source;
 
 pub use error::{Position, TargetError};
+pub use server_rules::ServerRules;
 
 use crate::limits::{BATCH_MAX, CPUS_MAX, DELTAS_MAX, REALTIME_PRIORITY_MAX, SLOTS_MAX};
 use crate::maintenance::MaintenanceRules;
@@ -131,6 +133,8 @@ pub struct Target {
     pub link: LinkRules,
     /// What a release must show before it is committed.
     pub update: Policy,
+    /// What callers of the daemon may use.
+    pub server: ServerRules,
     /// How the daemon runs on the machine.
     pub machine: Machine,
     /// When the daemon sheds load.
@@ -191,6 +195,7 @@ impl Target {
     fn check(&self) -> Result<(), WrongValue> {
         self.check_budget()?;
         self.check_maintenance_and_updates()?;
+        self.server.check()?;
         self.check_machine()?;
         self.check_shed()
     }
@@ -334,6 +339,13 @@ mod tests {
             ("[maintenance]\ndeltas_max = -1", [":5: ", "maintenance.deltas_max"]),
             ("[maintenance]\nscrub_every_hours = \"weekly\"", [":5: ", "scrub_every_hours"]),
             ("[maintenance]\nscrub_hours = 1", [":5: ", "scrub_hours"]),
+            ("[server]\nthreads = 0", [":5: server.threads = 0", "1 to 64"]),
+            (
+                "[server]\nbytes_max = 9",
+                [":5: server.bytes_max = 9", "request_bytes_max = 4194304"],
+            ),
+            ("[server]\ntcp = \"0.0.0.0:80\"", ["server.tcp = 0.0.0.0:80", "loopback"]),
+            ("[server]\ntcp = \"localhost\"", [":5: ", "tcp"]),
             ("[machine]\nkind = \"qnx\"", ["machine", "qnx"]),
             ("[machine]\nrealtime_priority = 50", ["machine.realtime_priority = 50", "most 49"]),
             ("[machine]\nrealtime_priority = 300", ["machine", "realtime_priority"]),

@@ -3,6 +3,7 @@
 
 mod bars;
 mod concurrency;
+mod daemon;
 mod deadline;
 mod delta;
 mod dlrm;
@@ -25,6 +26,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 
 pub use concurrency::ConcurrencyArgs;
+pub use daemon::DaemonArgs;
 pub use deadline::DeadlineArgs;
 pub use delta::DeltaArgs;
 pub use flash::FlashArgs;
@@ -47,6 +49,8 @@ pub enum BenchCommand {
     /// Measures one pipeline under a rising number of callers
     #[command(alias = "ladder")]
     Concurrency(ConcurrencyArgs),
+    /// Measures gRPC on a Unix socket beside the call of the library
+    Daemon(DaemonArgs),
     /// Measures answers later than their deadline, while the flash device stalls
     Deadline(DeadlineArgs),
     /// Measures updates that are applied while requests are served
@@ -72,6 +76,7 @@ pub enum BenchCommand {
 pub fn run(args: &BenchArgs) -> Result<()> {
     match &args.command {
         BenchCommand::Concurrency(args) => concurrency::run(args),
+        BenchCommand::Daemon(args) => daemon::run(args),
         BenchCommand::Deadline(args) => deadline::run(args),
         BenchCommand::Delta(args) => delta::run(args),
         BenchCommand::Flash(args) => flash::run(args),

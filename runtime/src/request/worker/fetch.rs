@@ -11,6 +11,7 @@ use crate::model::Model;
 use crate::request::negative_cache::NegativeCache;
 use crate::request::worker::counters::Counters;
 use crate::request::worker::live_model::LiveModel;
+use crate::request::worker::table_counts::TableCounters;
 use crate::schema::MissPolicy;
 use crate::schema::batch::Batch;
 use hatchback_kernels::lookup::miss_list::{Miss, MissList, RowState};
@@ -36,13 +37,19 @@ pub(super) struct RowFetcher {
     /// may still arrive.
     pub(super) round: u32,
     pub counters: Counters,
+    tables: Arc<TableCounters>,
     /// Whether the deadline cut a row whose miss policy is `wait`: the request has no scores.
     pub is_overdue: bool,
 }
 
 impl RowFetcher {
-    /// Takes the memory of one worker on `model`, with an empty `misses`.
-    pub fn new(model: &Model, misses: MissList, clock: Arc<dyn Clock>) -> Self {
+    /// Takes the memory of one worker on `model`, with an empty `misses` and its `tables` counters.
+    pub fn new(
+        model: &Model,
+        misses: MissList,
+        tables: Arc<TableCounters>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
         Self {
             clock,
             misses,
@@ -51,6 +58,7 @@ impl RowFetcher {
             reader: model.page_reader(),
             round: 0,
             counters: Counters::default(),
+            tables,
             is_overdue: false,
         }
     }
@@ -72,6 +80,7 @@ impl RowFetcher {
         for (f, feature) in model.schema().features.iter().enumerate() {
             let lookups = batch.bags(f).keys.len() as u64;
             self.counters.lookups += lookups;
+            self.tables.look_up(feature.table, lookups);
             if model.is_cached(feature.table) {
                 self.counters.cached_lookups += lookups;
             }
@@ -81,6 +90,13 @@ impl RowFetcher {
     /// Fetches the rows of the miss list, with many reads in flight: first the rows without which
     /// the request has no scores, then the others. Defers what the deadline cuts.
     pub fn fetch(&mut self, model: &Model, live: &LiveModel, deadline: Option<Duration>) {
+        self.read_misses(model, live, deadline);
+        for miss in self.misses.list() {
+            self.tables.miss(miss.row.table, self.misses.state(miss.slot));
+        }
+    }
+
+    fn read_misses(&mut self, model: &Model, live: &LiveModel, deadline: Option<Duration>) {
         self.locate(model);
         let order = |m: &Miss| (model.miss_policy(m.row.table) as u8, m.row.table, m.place);
         self.misses.list_mut().sort_unstable_by_key(order);

@@ -15,6 +15,7 @@
 use crate::model::Model;
 use crate::model::generation_change::GenerationChange;
 use crate::request::worker::backend::WorkerBackend;
+use crate::request::worker::table_counts::{TableCounters, TableCounts};
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cuda::driver::CudaError;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -30,6 +31,8 @@ pub(crate) struct LiveModel {
     version: AtomicU64,
     is_changing: AtomicBool,
     change: Mutex<Option<Arc<GenerationChange>>>,
+    /// The counters of each worker.
+    table_counters: Mutex<Vec<Arc<TableCounters>>>,
 }
 
 /// One model, and who uses it.
@@ -63,6 +66,7 @@ impl LiveModel {
             version: AtomicU64::new(0),
             is_changing: AtomicBool::new(false),
             change: Mutex::default(),
+            table_counters: Mutex::default(),
         })
     }
 
@@ -78,6 +82,27 @@ impl LiveModel {
     /// Returns the current model, without waiting for a lookup.
     pub fn model(&self) -> Arc<Model> {
         Arc::clone(&lock(&self.model))
+    }
+
+    /// Returns the counters of a further worker. A worker that takes the place of one that panicked
+    /// continues its counters.
+    pub fn new_table_counters(&self) -> Arc<TableCounters> {
+        let mut counters = lock(&self.table_counters);
+        if let Some(left) = counters.iter().find(|counters| Arc::strong_count(counters) == 1) {
+            return Arc::clone(left);
+        }
+        let new = Arc::new(TableCounters::new(self.model().schema().tables.len()));
+        counters.push(Arc::clone(&new));
+        new
+    }
+
+    /// Returns what the lookups of each table met, since the model was loaded.
+    pub fn table_counts(&self) -> Vec<TableCounts> {
+        let named = |name: &String| TableCounts { table: name.clone(), ..TableCounts::default() };
+        let model = self.model();
+        let mut sums: Vec<_> = model.schema().tables.iter().map(|t| named(&t.name)).collect();
+        lock(&self.table_counters).iter().for_each(|counters| counters.add_to(&mut sums));
+        sums
     }
 
     /// Returns the number of the current version.

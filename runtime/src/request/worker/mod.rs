@@ -15,6 +15,7 @@ mod fetch;
 mod gpu;
 pub(crate) mod live_model;
 mod progress;
+mod table_counts;
 
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
@@ -37,6 +38,8 @@ use std::time::Duration;
 pub use crate::request::error::{NotFinite, ScoreError};
 pub use counters::Counters;
 pub(crate) use gpu::lookup_limits;
+pub(crate) use table_counts::TableCounters;
+pub use table_counts::TableCounts;
 
 /// Scores of one batch, with what they were computed from.
 #[derive(Clone, Copy, Debug)]
@@ -241,7 +244,7 @@ impl Seat {
             version: current.version,
             users: Arc::clone(&current.users),
             backend,
-            fetcher: RowFetcher::new(&model, misses, clock),
+            fetcher: RowFetcher::new(&model, misses, live.new_table_counters(), clock),
             scores: vec![0.0; batch_max * model.outputs()],
             statuses: vec![LookupStatus::default(); batch_max],
             model,

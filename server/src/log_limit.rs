@@ -1,4 +1,4 @@
-//! A limit for log lines that callers of the socket can cause: one line in ten seconds for each
+//! A limit for log lines that callers can cause: one line in ten seconds for each
 //! kind of event, with the number of events that had no line. A caller that fails in a loop cannot
 //! fill the log.
 

@@ -1,0 +1,98 @@
+//! What only the car's owner may do: load and unload models, and the actions of the status page. A
+//! caller shows that right by its user on a Unix socket, or by the token.
+
+use crate::connections::Peer;
+use crate::front::Front;
+use crate::infer::Call;
+use crate::limits::RETRY_MAX;
+use crate::problem::{Code, Problem};
+use crate::repository;
+use hyper::HeaderMap;
+use hyper::header::{AUTHORIZATION, HeaderValue};
+use std::sync::Arc;
+
+/// What a caller asks to change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    Load,
+    Unload,
+}
+
+/// Checks that the caller may change the car: root or the daemon's own user on a Unix socket, or a
+/// caller with the token.
+///
+/// # Errors
+/// The caller may not.
+pub fn check_right(call: &Call<'_>, headers: &HeaderMap) -> Result<(), Problem> {
+    let own = rustix::process::geteuid().as_raw();
+    let is_owner = matches!(call.connection.peer, Peer::User(user) if user == 0 || user == own);
+    let given = headers.get(AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
+    let given = given.strip_prefix(b"Bearer ").unwrap_or_default();
+    if is_owner || is_token(given, call.front.token.as_bytes()) {
+        return Ok(());
+    }
+    let peer = call.connection.peer;
+    let message = format!("{peer:?} may not do this; send the token as `authorization: Bearer`");
+    Err(Problem::new(Code::Denied, message))
+}
+
+/// Compares two words in a time that does not say where they differ.
+fn is_token(given: &[u8], token: &[u8]) -> bool {
+    let differs = given.iter().zip(token).fold(0, |sum, (a, b)| sum | (a ^ b));
+    !token.is_empty() && given.len() == token.len() && differs == 0
+}
+
+/// Changes what is served. The work runs on a thread that may block.
+///
+/// # Errors
+/// Another change is in hand, or the change fails.
+pub async fn change(front: &Arc<Front>, name: &str, change: Change) -> Result<(), Problem> {
+    let (front, name) = (Arc::clone(front), name.to_owned());
+    blocking(move || {
+        let busy = || Problem::busy("busy: another load or unload is in hand", RETRY_MAX);
+        let _turn = front.begin_change().ok_or_else(busy)?;
+        match change {
+            Change::Load => repository::load(&front, &name),
+            Change::Unload => repository::unload(&front, &name),
+        }
+    })
+    .await
+}
+
+/// Does an action of the status page for the model `name`.
+///
+/// # Errors
+/// There is no such action, or it is not possible now.
+pub async fn act(front: &Arc<Front>, action: &str, name: &str) -> Result<String, Problem> {
+    if action == "load" {
+        change(front, name, Change::Load).await?;
+        return Ok(format!("`{name}` is loaded"));
+    }
+    let (front, action, name) = (Arc::clone(front), action.to_owned(), name.to_owned());
+    blocking(move || (front.act)(&action, &name)).await
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
+) -> Result<T, Problem> {
+    let failed = |e| Problem::new(Code::Internal, format!("the work did not end: {e}"));
+    tokio::task::spawn_blocking(work).await.map_err(failed)?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_whole_token_is_the_token() {
+        for (given, token, expected) in [
+            ("abc", "abc", true),
+            ("ab", "abc", false),
+            ("abcd", "abc", false),
+            ("abd", "abc", false),
+            ("", "", false),
+        ] {
+            assert_eq!(is_token(given.as_bytes(), token.as_bytes()), expected, "{given} {token}");
+        }
+    }
+}

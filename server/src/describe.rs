@@ -1,0 +1,228 @@
+//! What the server says of itself and of a model: metadata, configuration and statistics, as
+//! messages and as JSON. Never changes anything.
+
+use crate::front::Front;
+use crate::problem::{Code, Problem, not_served};
+use crate::proto::{
+    InferStatistics, ModelConfig, ModelInput, ModelMetadataResponse, ModelOutput, ModelStatistics,
+    ServerMetadataResponse, StatisticDuration, TensorMetadata,
+};
+use crate::tensors::{GENERATION, Layout, SCORE, STATUS, STATUS_FIELDS};
+use serde_json::{Value, json};
+
+/// The extensions of the protocol that the server has.
+const EXTENSIONS: [&str; 5] =
+    ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics"];
+/// What runs a model, in its metadata.
+const PLATFORM: &str = "hatchback";
+
+/// A data type of a configuration: its number in the protocol and its name.
+struct DataType {
+    number: i32,
+    name: &'static str,
+}
+
+/// Returns the data type of a configuration for the type of a tensor.
+fn data_type(datatype: &str) -> DataType {
+    match datatype {
+        "INT32" => DataType { number: 8, name: "TYPE_INT32" },
+        "INT64" => DataType { number: 9, name: "TYPE_INT64" },
+        _ => DataType { number: 11, name: "TYPE_FP32" },
+    }
+}
+
+/// Returns the metadata of the server.
+pub fn server() -> ServerMetadataResponse {
+    ServerMetadataResponse {
+        name: PLATFORM.to_owned(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        extensions: EXTENSIONS.map(str::to_owned).to_vec(),
+    }
+}
+
+/// Returns the metadata of the server as JSON.
+pub fn server_json() -> Value {
+    let ServerMetadataResponse { name, version, extensions } = server();
+    json!({"name": name, "version": version, "extensions": extensions})
+}
+
+/// Returns the version of the model `name`: the sequence of the generation that it serves.
+///
+/// # Errors
+/// There is no such model, or `version` is given and is another one.
+pub fn version(front: &Front, name: &str, version: &str) -> Result<String, Problem> {
+    let served = front.serving.generation(name);
+    let served = served.ok_or_else(|| not_served(name))?.sequence.to_string();
+    if !version.is_empty() && version != served {
+        let message = format!("model `{name}` serves version {served}, not {version}");
+        return Err(Problem::new(Code::NotFound, message));
+    }
+    Ok(served)
+}
+
+fn tensor(name: &str, datatype: &str, shape: Vec<i64>) -> TensorMetadata {
+    TensorMetadata { name: name.to_owned(), datatype: datatype.to_owned(), shape }
+}
+
+fn inputs(layout: &Layout) -> Vec<TensorMetadata> {
+    let width = layout.schema.dense_features.len();
+    let dense = (width > 0).then(|| tensor(&layout.dense, "FP32", vec![-1, width as i64]));
+    let features = layout.schema.features.iter();
+    let features = features.map(|f| tensor(&f.name, "INT64", vec![-1, f.hotness_max.into()]));
+    dense.into_iter().chain(features).collect()
+}
+
+fn outputs(front: &Front, name: &str) -> Vec<TensorMetadata> {
+    let outputs = front.serving.outputs(name).unwrap_or(1);
+    vec![
+        tensor(SCORE, "FP32", vec![-1, outputs as i64]),
+        tensor(STATUS, "INT32", vec![-1, STATUS_FIELDS as i64]),
+        tensor(GENERATION, "INT64", vec![1]),
+    ]
+}
+
+/// Returns the metadata of the model `name`.
+///
+/// # Errors
+/// There is no such model or version.
+pub fn model(front: &Front, name: &str, asked: &str) -> Result<ModelMetadataResponse, Problem> {
+    let version = version(front, name, asked)?;
+    let layout = front.layout(name)?;
+    Ok(ModelMetadataResponse {
+        name: name.to_owned(),
+        versions: vec![version],
+        platform: PLATFORM.to_owned(),
+        inputs: inputs(&layout),
+        outputs: outputs(front, name),
+    })
+}
+
+/// Returns the metadata of a model as JSON.
+pub fn model_json(model: &ModelMetadataResponse) -> Value {
+    let tensors = |tensors: &[TensorMetadata]| -> Value {
+        let one =
+            |t: &TensorMetadata| json!({"name": t.name, "datatype": t.datatype, "shape": t.shape});
+        tensors.iter().map(one).collect()
+    };
+    json!({
+        "name": model.name,
+        "versions": model.versions,
+        "platform": model.platform,
+        "inputs": tensors(&model.inputs),
+        "outputs": tensors(&model.outputs),
+    })
+}
+
+/// Returns the configuration of the model `name`. The first dimension, the batch, is left out.
+///
+/// # Errors
+/// There is no such model or version.
+pub fn config(front: &Front, name: &str, asked: &str) -> Result<ModelConfig, Problem> {
+    let ModelMetadataResponse { name, inputs, outputs, .. } = model(front, name, asked)?;
+    let batch_max = front.serving.budget(&name).map_or(1, |budget| budget.batch_max);
+    let dims = |tensor: &TensorMetadata| match tensor.shape.as_slice() {
+        [_, rest @ ..] if !rest.is_empty() => rest.to_vec(),
+        all => all.to_vec(),
+    };
+    let input = |tensor: &TensorMetadata| ModelInput {
+        name: tensor.name.clone(),
+        data_type: data_type(&tensor.datatype).number,
+        dims: dims(tensor),
+        optional: tensor.datatype != "FP32",
+    };
+    let output = |tensor: &TensorMetadata| ModelOutput {
+        name: tensor.name.clone(),
+        data_type: data_type(&tensor.datatype).number,
+        dims: dims(tensor),
+    };
+    Ok(ModelConfig {
+        input: inputs.iter().map(input).collect(),
+        output: outputs.iter().map(output).collect(),
+        name,
+        platform: PLATFORM.to_owned(),
+        max_batch_size: batch_max as i32,
+        backend: PLATFORM.to_owned(),
+    })
+}
+
+/// Returns the configuration of a model as JSON.
+pub fn config_json(config: &ModelConfig) -> Value {
+    let type_name = |number: i32| {
+        let types = ["INT32", "INT64", "FP32"].map(data_type);
+        types.iter().find(|t| t.number == number).map_or("TYPE_INVALID", |t| t.name)
+    };
+    let input = |i: &ModelInput| {
+        json!({"name": i.name, "data_type": type_name(i.data_type), "dims": i.dims,
+               "optional": i.optional})
+    };
+    let output = |o: &ModelOutput| {
+        let data_type = type_name(o.data_type);
+        json!({"name": o.name, "data_type": data_type, "dims": o.dims})
+    };
+    json!({
+        "name": config.name,
+        "platform": config.platform,
+        "backend": config.backend,
+        "max_batch_size": config.max_batch_size,
+        "input": config.input.iter().map(input).collect::<Value>(),
+        "output": config.output.iter().map(output).collect::<Value>(),
+    })
+}
+
+/// Returns the statistics of the model `name`, or of every model if the name is empty.
+///
+/// # Errors
+/// There is no such model or version.
+pub fn statistics(front: &Front, name: &str, asked: &str) -> Result<Vec<ModelStatistics>, Problem> {
+    let names = if name.is_empty() { front.serving.names() } else { vec![name.to_owned()] };
+    names.into_iter().map(|name| statistics_of(front, name, asked)).collect()
+}
+
+fn statistics_of(front: &Front, name: String, asked: &str) -> Result<ModelStatistics, Problem> {
+    let version = version(front, &name, asked)?;
+    let totals = front.metrics.model(&name).totals();
+    let of = |count: u64, ns: u64| Some(StatisticDuration { count, ns });
+    Ok(ModelStatistics {
+        name,
+        version,
+        last_inference: totals.last_unix_ms,
+        inference_count: totals.samples,
+        execution_count: totals.answered,
+        inference_stats: Some(InferStatistics {
+            success: of(totals.answered, totals.total_ns),
+            fail: of(totals.failed, totals.failed_ns),
+            queue: of(totals.answered, totals.queue_ns),
+            compute_input: of(totals.answered, totals.decode_ns),
+            compute_infer: of(totals.answered, totals.score_ns),
+            compute_output: of(totals.answered, totals.encode_ns),
+        }),
+    })
+}
+
+/// Returns statistics as JSON.
+pub fn statistics_json(models: &[ModelStatistics]) -> Value {
+    let duration = |d: &Option<StatisticDuration>| {
+        let d = d.clone().unwrap_or_default();
+        json!({"count": d.count, "ns": d.ns})
+    };
+    let one = |model: &ModelStatistics| {
+        let stats = model.inference_stats.clone().unwrap_or_default();
+        json!({
+            "name": model.name,
+            "version": model.version,
+            "last_inference": model.last_inference,
+            "inference_count": model.inference_count,
+            "execution_count": model.execution_count,
+            "inference_stats": {
+                "success": duration(&stats.success),
+                "fail": duration(&stats.fail),
+                "queue": duration(&stats.queue),
+                "compute_input": duration(&stats.compute_input),
+                "compute_infer": duration(&stats.compute_infer),
+                "compute_output": duration(&stats.compute_output),
+            },
+            "batch_stats": [],
+        })
+    };
+    json!({"model_stats": models.iter().map(one).collect::<Value>()})
+}

@@ -1,0 +1,190 @@
+//! The front door's state: the models, the limits, and what is counted. One for each process.
+
+use crate::connections::Connections;
+use crate::facts::{CarFacts, ModelFolder};
+use crate::gate::Gate;
+use crate::history::History;
+use crate::limits::{CONNECTION_BYTES_MAX, RETRY_MAX};
+use crate::memory::ByteBudget;
+use crate::metrics::Metrics;
+use crate::problem::{Problem, not_served};
+use crate::scrape::Scrape;
+use crate::slowest::Slowest;
+use crate::tensors::Layout;
+use hatchback::{Budget, Generation, ServerRules, Serving};
+use hyper::body::Bytes;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Shortest time after which a refused caller should retry.
+const RETRY_MIN: Duration = Duration::from_millis(1);
+
+/// Returns the model folders of the car.
+pub type Models = Box<dyn Fn() -> Vec<ModelFolder> + Send + Sync>;
+/// Receives the time that a generation of a model took for an answer.
+pub type OnAnswer = Box<dyn Fn(&str, &Generation, Duration) + Send + Sync>;
+/// Returns the facts of the car; called once a second.
+pub type Facts = Box<dyn Fn() -> CarFacts + Send + Sync>;
+/// Does an action for a model, by the action's name. Returns what was done.
+pub type Act = Box<dyn Fn(&str, &str) -> Result<String, Problem> + Send + Sync>;
+
+/// What the daemon gives the front door.
+pub struct FrontOptions {
+    /// The models that are served.
+    pub serving: Arc<Serving>,
+    /// What callers may use.
+    pub rules: ServerRules,
+    /// The budget of a model that is loaded.
+    pub budget: Budget,
+    /// Lets every request pass, or one at a time.
+    pub gate: Arc<Gate>,
+    /// Lists the model folders.
+    pub models: Models,
+    /// Is told of each answer.
+    pub on_answer: OnAnswer,
+    /// Reads the facts of the car.
+    pub facts: Facts,
+    /// Does an action of the status page.
+    pub act: Act,
+    /// The word that allows a caller to load, unload and act.
+    pub token: String,
+}
+
+/// Returns the bytes of the front door's lines in the budget: connections, and the requests and
+/// answers in flight.
+pub fn front_bytes(rules: &ServerRules) -> [(&'static str, u64); 2] {
+    let connections = u64::from(rules.connections_max) * CONNECTION_BYTES_MAX;
+    [("connections of callers", connections), ("requests and answers of callers", rules.bytes_max)]
+}
+
+/// The front door.
+pub struct Front {
+    pub(crate) serving: Arc<Serving>,
+    pub(crate) rules: ServerRules,
+    pub(crate) budget: Budget,
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) models: Models,
+    pub(crate) on_answer: OnAnswer,
+    pub(crate) act: Act,
+    pub(crate) token: String,
+    pub(crate) bytes: Arc<ByteBudget>,
+    pub(crate) connections: Arc<Connections>,
+    pub(crate) metrics: Metrics,
+    pub(crate) slowest: Slowest,
+    pub(crate) history: History,
+    pub(crate) started: Instant,
+    /// Held while a model is loaded or unloaded: one at a time.
+    pub(crate) is_changing: AtomicBool,
+    new_facts: Facts,
+    facts: Arc<Mutex<CarFacts>>,
+    /// The status of the last second.
+    shown: Mutex<Bytes>,
+    layouts: Mutex<BTreeMap<String, Arc<Layout>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Front {
+    /// Returns a front door without callers.
+    pub fn new(options: FrontOptions) -> Arc<Self> {
+        let FrontOptions { serving, rules, budget, gate, models, on_answer, facts, act, token } =
+            options;
+        let bytes = ByteBudget::new(usize::try_from(rules.bytes_max).unwrap_or(usize::MAX));
+        let connections = Connections::new(rules.connections_max as usize);
+        let latest = Arc::new(Mutex::new(CarFacts::default()));
+        let metrics = Metrics::new(Scrape {
+            serving: Arc::clone(&serving),
+            bytes: Arc::clone(&bytes),
+            connections: Arc::clone(&connections),
+            facts: Arc::clone(&latest),
+        });
+        Arc::new(Self {
+            serving,
+            rules,
+            budget,
+            gate,
+            models,
+            on_answer,
+            act,
+            token,
+            bytes,
+            connections,
+            metrics,
+            slowest: Slowest::default(),
+            history: History::default(),
+            started: Instant::now(),
+            is_changing: AtomicBool::new(false),
+            new_facts: facts,
+            facts: latest,
+            shown: Mutex::new(Bytes::from_static(b"{}")),
+            layouts: Mutex::default(),
+        })
+    }
+
+    /// Reads the facts of the car.
+    pub(crate) fn read_facts(&self) {
+        *lock(&self.facts) = (self.new_facts)();
+    }
+
+    /// Shows `status`, which is JSON, until the next one.
+    pub(crate) fn show(&self, status: String) {
+        *lock(&self.shown) = status.into();
+    }
+
+    /// Returns the newest facts of the car.
+    pub(crate) fn facts(&self) -> CarFacts {
+        lock(&self.facts).clone()
+    }
+
+    /// Returns the status of the last second, as JSON.
+    pub(crate) fn shown(&self) -> Bytes {
+        lock(&self.shown).clone()
+    }
+
+    /// Returns the tensors of the model `name`.
+    ///
+    /// # Errors
+    /// There is no such model.
+    pub(crate) fn layout(&self, name: &str) -> Result<Arc<Layout>, Problem> {
+        let schema = self.serving.schema(name).ok_or_else(|| not_served(name))?;
+        let mut layouts = lock(&self.layouts);
+        match layouts.get(name) {
+            Some(layout) if Arc::ptr_eq(&layout.schema, &schema) => Ok(Arc::clone(layout)),
+            _ => {
+                let layout = Arc::new(Layout::new(schema));
+                layouts.insert(name.to_owned(), Arc::clone(&layout));
+                Ok(layout)
+            }
+        }
+    }
+
+    /// Returns when a caller that was refused by the model `name` should retry: when the requests
+    /// that wait now will be answered, at the pace of those before.
+    pub(crate) fn retry_after(&self, name: &str) -> Duration {
+        let Some(stats) = self.serving.stats(name) else { return RETRY_MAX };
+        let totals = self.metrics.model(name).totals();
+        let workers = self.budget.workers.max(1);
+        let mean_ns = totals.score_ns / totals.answered.max(1);
+        let waiting = stats.waiting as u64 + 1;
+        let wait = Duration::from_nanos(mean_ns.saturating_mul(waiting) / u64::from(workers));
+        wait.clamp(RETRY_MIN, RETRY_MAX)
+    }
+
+    /// Takes the turn to change the models; `None` if another caller has it.
+    pub(crate) fn begin_change(&self) -> Option<ChangeTurn<'_>> {
+        (!self.is_changing.swap(true, Ordering::AcqRel)).then_some(ChangeTurn(&self.is_changing))
+    }
+}
+
+/// The turn to change the models; dropping it gives it back.
+pub(crate) struct ChangeTurn<'a>(&'a AtomicBool);
+
+impl Drop for ChangeTurn<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}

@@ -1,0 +1,58 @@
+//! The gate of the requests: while the machine is too hot or draws too much power, one request at a
+//! time passes, and the others are refused immediately.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Lets every request pass, or one at a time.
+#[derive(Debug, Default)]
+pub struct Gate {
+    is_limited: AtomicBool,
+    /// Whether a request passed while the gate was limited and is not done.
+    is_taken: AtomicBool,
+}
+
+/// The right to serve a request; dropping it gives the right back.
+#[derive(Debug)]
+pub struct Turn<'a>(Option<&'a AtomicBool>);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if let Some(is_taken) = self.0 {
+            is_taken.store(false, Ordering::Release);
+        }
+    }
+}
+
+impl Gate {
+    /// Lets one request at a time pass from now on, or every request.
+    pub fn limit(&self, is_limited: bool) {
+        self.is_limited.store(is_limited, Ordering::Relaxed);
+    }
+
+    /// Returns the right to serve a request now; `None` while the gate is limited and another
+    /// request is being served.
+    pub fn turn(&self) -> Option<Turn<'_>> {
+        if !self.is_limited.load(Ordering::Relaxed) {
+            return Some(Turn(None));
+        }
+        (!self.is_taken.swap(true, Ordering::AcqRel)).then_some(Turn(Some(&self.is_taken)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_request_at_a_time_passes_a_limited_gate() {
+        let gate = Gate::default();
+        let (a, b) = (gate.turn(), gate.turn());
+        assert!(a.is_some() && b.is_some());
+        gate.limit(true);
+        drop((a, b));
+        let first = gate.turn();
+        assert!(first.is_some() && gate.turn().is_none());
+        drop(first);
+        assert!(gate.turn().is_some());
+    }
+}

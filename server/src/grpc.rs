@@ -1,0 +1,175 @@
+//! The frame of gRPC: one message each way, its time limit, and its status in the trailers. Knows
+//! no method.
+//!
+//! The service has unary methods only. For these, gRPC over HTTP/2 is a prefix of five bytes and
+//! three headers, so hyper carries it without a further library. Messages are never compressed.
+
+use crate::http::{AnswerBody, Answered};
+use crate::memory::Reservation;
+use crate::problem::{Code, Problem};
+use hyper::body::Bytes;
+use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue};
+use hyper::{HeaderMap, Response};
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+use prost::Message;
+use std::time::Duration;
+
+/// Bytes before a message: whether it is compressed, and its length.
+const PREFIX_BYTES: usize = 5;
+const STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+/// The time to wait before a retry, in milliseconds.
+const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
+const ACCEPTED: HeaderName = HeaderName::from_static("grpc-accept-encoding");
+/// What a status message escapes beside bytes that are no printable ASCII.
+const ESCAPED: &AsciiSet = &CONTROLS.add(b'%');
+
+/// Returns whether `headers` are those of a call of gRPC.
+pub fn is_call(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
+    content_type.strip_prefix(b"application/grpc").is_some_and(|rest| {
+        // `application/grpc-web` is another protocol.
+        rest.is_empty() || rest[0] == b'+' || rest[0] == b';'
+    })
+}
+
+/// Returns the only message of a call's body.
+///
+/// # Errors
+/// The body is not exactly one message, or the message is compressed.
+pub fn message_of(body: &Bytes) -> Result<Bytes, Problem> {
+    let Some((&[flag, a, b, c, d], rest)) = body.split_first_chunk::<PREFIX_BYTES>() else {
+        return Err(Problem::invalid(format!("{} bytes are no message of gRPC", body.len())));
+    };
+    if flag != 0 {
+        let message = "the message is compressed; send it with the encoding `identity`";
+        return Err(Problem::new(Code::Unimplemented, message));
+    }
+    let bytes = u32::from_be_bytes([a, b, c, d]) as usize;
+    if rest.len() != bytes {
+        let found = rest.len();
+        return Err(Problem::invalid(format!("a message of {bytes} bytes has {found} bytes")));
+    }
+    Ok(body.slice(PREFIX_BYTES..))
+}
+
+/// Returns the time that the caller of `headers` waits.
+///
+/// # Errors
+/// `grpc-timeout` is not one to eight digits with a unit.
+pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Problem> {
+    let Some(value) = headers.get("grpc-timeout") else { return Ok(None) };
+    let wrong = || Problem::invalid(format!("grpc-timeout: {value:?}"));
+    let Some((unit, digits)) = value.as_bytes().split_last() else { return Err(wrong()) };
+    if digits.is_empty() || digits.len() > 8 || !digits.iter().all(u8::is_ascii_digit) {
+        return Err(wrong());
+    }
+    let number = digits.iter().fold(0, |sum, digit| sum * 10 + u64::from(digit - b'0'));
+    Ok(Some(match unit {
+        b'H' => Duration::from_secs(number * 3600),
+        b'M' => Duration::from_secs(number * 60),
+        b'S' => Duration::from_secs(number),
+        b'm' => Duration::from_millis(number),
+        b'u' => Duration::from_micros(number),
+        b'n' => Duration::from_nanos(number),
+        _ => return Err(wrong()),
+    }))
+}
+
+/// Returns `message` with its prefix.
+pub fn frame(message: &impl Message) -> Vec<u8> {
+    let length = message.encoded_len();
+    let mut bytes = Vec::with_capacity(PREFIX_BYTES + length);
+    bytes.push(0);
+    bytes.extend_from_slice(&(length as u32).to_be_bytes());
+    // A vector has room for every message.
+    let _ = message.encode(&mut bytes);
+    bytes
+}
+
+/// Returns the answer with `data`, a framed message.
+pub fn reply(data: Bytes) -> Answered {
+    let mut trailers = HeaderMap::with_capacity(1);
+    trailers.insert(STATUS, HeaderValue::from_static("0"));
+    let mut response = Response::new(AnswerBody { data, trailers: Some(trailers) });
+    add_headers(response.headers_mut());
+    response
+}
+
+/// Returns the answer with `message`, whose bytes are counted in `memory`.
+///
+/// # Errors
+/// The budget has no room for them.
+pub fn reply_with(message: &impl Message, mut memory: Reservation) -> Result<Answered, Problem> {
+    memory.grow(PREFIX_BYTES + message.encoded_len())?;
+    Ok(reply(crate::http::hold(frame(message), memory)))
+}
+
+fn add_headers(headers: &mut HeaderMap) {
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert(ACCEPTED, HeaderValue::from_static("identity"));
+}
+
+/// Returns the answer to a call that has a problem.
+pub fn refusal(problem: &Problem) -> Answered {
+    let mut response = Response::new(AnswerBody::default());
+    let headers = response.headers_mut();
+    add_headers(headers);
+    headers.insert(STATUS, HeaderValue::from(problem.code.grpc()));
+    let text = utf8_percent_encode(&problem.message, ESCAPED).to_string();
+    if let Ok(text) = HeaderValue::from_str(&text) {
+        headers.insert(MESSAGE, text);
+    }
+    if let Some(wait) = problem.retry_after {
+        headers.insert(PUSHBACK, HeaderValue::from((wait.as_millis() as u64).max(1)));
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_limit_has_one_to_eight_digits_and_a_unit() {
+        let parse = |text: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert("grpc-timeout", HeaderValue::from_str(text).unwrap());
+            timeout(&headers)
+        };
+        for (text, expected) in [
+            ("1S", Duration::from_secs(1)),
+            ("250m", Duration::from_millis(250)),
+            ("99999999u", Duration::from_micros(99_999_999)),
+            ("99999999H", Duration::from_secs(99_999_999 * 3600)),
+            ("0n", Duration::ZERO),
+        ] {
+            assert_eq!(parse(text).unwrap(), Some(expected), "{text}");
+        }
+        for text in ["", "S", "1", "123456789S", "-1S", "1.5S", "1x", "é"] {
+            assert!(parse(text).is_err(), "{text}");
+        }
+        assert_eq!(timeout(&HeaderMap::new()).unwrap(), None);
+    }
+
+    #[test]
+    fn a_body_is_exactly_one_message() {
+        let whole = Bytes::from_static(b"\0\0\0\0\x02ab");
+        assert_eq!(message_of(&whole).unwrap(), "ab");
+        for bytes in [&b""[..], b"\0\0\0\0", b"\0\0\0\0\x03ab", b"\0\0\0\0\x01ab", b"\x01\0\0\0\0"]
+        {
+            assert!(message_of(&Bytes::from_static(bytes)).is_err(), "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn a_status_message_may_have_any_text() {
+        let problem = Problem::busy("100 % voll: \u{e4}\n", Duration::from_micros(1));
+        let headers = refusal(&problem).headers().clone();
+        assert_eq!(headers[MESSAGE], "100 %25 voll: %C3%A4%0A");
+        assert_eq!(
+            (&headers[STATUS], &headers[PUSHBACK]),
+            (&"8".parse().unwrap(), &"1".parse().unwrap())
+        );
+    }
+}

@@ -1,0 +1,160 @@
+//! Bodies and answers of HTTP: a request's body is read within its limits, and an answer holds its
+//! bytes of the budget until the caller has taken them. Knows no route.
+
+use crate::limits::BODY_TIME_MAX;
+use crate::memory::Reservation;
+use crate::problem::{Code, Problem};
+use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER};
+use hyper::{HeaderMap, Response, StatusCode};
+use serde_json::json;
+use std::convert::Infallible;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+/// The time to wait before a retry, in milliseconds; `retry-after` has whole seconds only.
+const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
+
+/// The body of an answer: bytes, and for gRPC the trailers with its status.
+#[derive(Debug, Default)]
+pub struct AnswerBody {
+    pub data: Bytes,
+    pub trailers: Option<HeaderMap>,
+}
+
+impl Body for AnswerBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let frame = if self.data.is_empty() {
+            self.trailers.take().map(Frame::trailers)
+        } else {
+            Some(Frame::data(std::mem::take(&mut self.data)))
+        };
+        Poll::Ready(frame.map(Ok))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.data.is_empty() && self.trailers.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        // A call of gRPC has no `content-length`: its end is the trailers.
+        match self.trailers {
+            Some(_) => SizeHint::default(),
+            None => SizeHint::with_exact(self.data.len() as u64),
+        }
+    }
+}
+
+/// An answer of the front door.
+pub type Answered = Response<AnswerBody>;
+
+/// Bytes of an answer with their part of the budget.
+struct Held {
+    bytes: Vec<u8>,
+    _memory: Reservation,
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// Returns `bytes`, which give `memory` back when the caller has taken them.
+pub fn hold(bytes: Vec<u8>, memory: Reservation) -> Bytes {
+    Bytes::from_owner(Held { bytes, _memory: memory })
+}
+
+/// Returns an answer with `data` of this type.
+pub fn reply(status: StatusCode, content_type: &'static str, data: Bytes) -> Answered {
+    let mut response = Response::new(AnswerBody { data, trailers: None });
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
+}
+
+/// Returns `value` as JSON.
+pub fn json_reply(value: &serde_json::Value) -> Answered {
+    reply(StatusCode::OK, "application/json", value.to_string().into())
+}
+
+/// Returns the answer to a request that has a problem.
+pub fn refusal(problem: &Problem) -> Answered {
+    let text = json!({"error": problem.message}).to_string();
+    let mut response = reply(problem.code.http(), "application/json", text.into());
+    if let Some(wait) = problem.retry_after {
+        let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
+        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+        let ms = (wait.as_millis() as u64).max(1);
+        response.headers_mut().insert(RETRY_AFTER_MS, HeaderValue::from(ms));
+    }
+    response
+}
+
+/// Reads `body`, which may have `bytes_max` bytes, and counts it in `memory`.
+///
+/// # Errors
+/// The body is longer, the budget has no room for it, or it does not arrive in time.
+pub async fn read_body(
+    body: Incoming,
+    memory: &mut Reservation,
+    bytes_max: usize,
+) -> Result<Bytes, Problem> {
+    if body.size_hint().lower() > bytes_max as u64 {
+        return Err(too_large(bytes_max));
+    }
+    let read = tokio::time::timeout(BODY_TIME_MAX, read_frames(body, memory, bytes_max));
+    read.await.unwrap_or_else(|_| {
+        let problem = format!("the body did not arrive within {BODY_TIME_MAX:?}");
+        Err(Problem::new(Code::Late, problem))
+    })
+}
+
+fn too_large(bytes_max: usize) -> Problem {
+    let message = format!("the body has more than {bytes_max} bytes");
+    Problem::new(Code::TooLarge, message)
+}
+
+async fn read_frames(
+    mut body: Incoming,
+    memory: &mut Reservation,
+    bytes_max: usize,
+) -> Result<Bytes, Problem> {
+    let (mut first, mut rest) = (Bytes::new(), Vec::new());
+    while let Some(frame) = poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
+        let frame = frame.map_err(|e| Problem::invalid(format!("the body ended early: {e}")))?;
+        let Ok(data) = frame.into_data() else { continue };
+        let received = first.len() + rest.len();
+        if received + data.len() > bytes_max {
+            return Err(too_large(bytes_max));
+        }
+
+        if received == 0 {
+            memory.grow(data.len())?;
+            first = data;
+            continue;
+        }
+        // A vector that grows may have twice the room that it needs.
+        memory.grow(2 * (data.len() + first.len()))?;
+        rest.extend_from_slice(&std::mem::take(&mut first));
+        rest.extend_from_slice(&data);
+    }
+    Ok(if rest.is_empty() { first } else { rest.into() })
+}
+
+/// Returns the time that a caller waits for an answer, from a number of microseconds.
+///
+/// # Errors
+/// The number is negative.
+pub fn timeout_of(us: i64) -> Result<Duration, Problem> {
+    let us = u64::try_from(us).map_err(|_| Problem::invalid(format!("timeout: {us} µs")))?;
+    Ok(Duration::from_micros(us))
+}

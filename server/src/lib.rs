@@ -1,0 +1,52 @@
+//! The daemon's front door: the Open Inference Protocol v2 over gRPC and HTTP, Prometheus metrics
+//! and the status page, on Unix sockets and on loopback.
+//!
+//! **A request.** `listen` accepts a connection, and `connections` gives it a place. `route` takes
+//! a request to its answer. `infer` decodes it (`grpc_infer`, `http_infer`, `tensors`), submits it
+//! to the runtime, and waits for the worker without blocking a thread.
+//!
+//! **Memory.** Every byte that a caller can make this crate keep is part of `ByteBudget` or of a
+//! connection's fixed share. `front_bytes` is the sum, which the daemon counts in its budget.
+//!
+//! The crate never scores and never opens a network connection. The runtime has no sockets.
+
+#![forbid(unsafe_code)]
+
+mod connections;
+mod control;
+mod describe;
+mod facts;
+mod front;
+mod gate;
+mod grpc;
+mod grpc_infer;
+mod history;
+mod http;
+mod http_infer;
+mod infer;
+pub mod limits;
+mod listen;
+mod log_limit;
+mod memory;
+mod metrics;
+mod page;
+mod problem;
+#[allow(missing_docs)]
+pub mod proto;
+mod repository;
+mod route;
+mod scan;
+mod scrape;
+mod slowest;
+mod status;
+mod tensors;
+mod trace;
+
+pub use facts::{CarFacts, ModelFolder, WearFacts};
+pub use front::{Front, FrontOptions, front_bytes};
+pub use gate::Gate;
+pub use grpc_infer::decode as decode_grpc;
+pub use http_infer::decode as decode_http;
+pub use listen::{Listener, Stopping, serve};
+pub use log_limit::LogLimit;
+pub use problem::{Code, Problem};

@@ -1,0 +1,328 @@
+//! The listeners and the threads of the front door. A thread for each listener accepts connections
+//! and gives each a place. A few threads run them, each thread with connections of its own. On a
+//! request to stop, requests that were received are answered.
+
+use crate::connections::{Connection, Peer, Place};
+use crate::front::Front;
+use crate::limits::{
+    BLOCKING_THREADS_MAX, HEADER_BYTES_MAX, HEADER_TIME_MAX, HTTP1_BUFFER_BYTES_MAX,
+    SEND_BYTES_MAX, STOP_TIME_MAX, STREAMS_MAX, WINDOW_BYTES_MAX,
+};
+use crate::log_limit::LogLimit;
+use crate::{route, status};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto::Builder;
+use rustix::net::Shutdown;
+use std::convert::Infallible;
+use std::future::{Future, poll_fn};
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::runtime::{Builder as RuntimeBuilder, Handle, Runtime};
+use tokio::sync::watch;
+
+/// Pause after an error of `accept`: without a file to spare it would fail again immediately.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Time between two looks at the car's facts.
+const TICK: Duration = Duration::from_secs(1);
+
+/// A bound socket.
+#[derive(Debug)]
+pub enum Listener {
+    /// A Unix socket.
+    Unix(UnixListener),
+    /// A port of the loopback device.
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    /// Ends `accept`, also where the socket's file was removed.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub fn shut_down(&self) -> io::Result<()> {
+        match self {
+            Self::Unix(listener) => rustix::net::shutdown(listener, Shutdown::Both)?,
+            Self::Tcp(listener) => rustix::net::shutdown(listener, Shutdown::Both)?,
+        }
+        Ok(())
+    }
+}
+
+/// A request to stop.
+#[derive(Debug)]
+pub struct Stopping(watch::Sender<bool>);
+
+impl Default for Stopping {
+    fn default() -> Self {
+        Self(watch::Sender::new(false))
+    }
+}
+
+impl Stopping {
+    /// Asks every connection to end after the requests that it has received. The listeners end when
+    /// they are shut down.
+    pub fn request(&self) {
+        self.0.send_replace(true);
+    }
+
+    /// Returns whether the front door must stop.
+    pub fn is_requested(&self) -> bool {
+        *self.0.borrow()
+    }
+}
+
+/// Serves on `listeners` until `stopping` is requested and each listener is shut down.
+///
+/// # Errors
+/// The system gives no thread or no event queue.
+pub fn serve(
+    front: &Arc<Front>,
+    listeners: &[Arc<Listener>],
+    stopping: &Stopping,
+) -> io::Result<()> {
+    let runtimes: Vec<Runtime> =
+        (0..front.rules.threads).map(|_| runtime()).collect::<io::Result<_>>()?;
+    let ended_early = Arc::new(LogLimit::new("a connection ended early"));
+    let acceptor = Acceptor {
+        front,
+        stopping,
+        handles: runtimes.iter().map(|runtime| runtime.handle().clone()).collect(),
+        next: AtomicUsize::new(0),
+        ended_early: &ended_early,
+    };
+
+    let done = watch::Sender::new(false);
+    std::thread::scope(|scope| {
+        for (number, runtime) in runtimes.iter().enumerate() {
+            let mut done = done.subscribe();
+            let run = move || {
+                // An error means that the sender is gone, which is the end too.
+                let _ = runtime.block_on(done.wait_for(|done| *done));
+            };
+            let name = format!("front {number}");
+            std::thread::Builder::new().name(name).spawn_scoped(scope, run)?;
+        }
+        let (ending, ended) = channel::<()>();
+        std::thread::Builder::new().name("status".to_owned()).spawn_scoped(scope, move || {
+            status::tick(front);
+            while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+                status::tick(front);
+            }
+        })?;
+        std::thread::scope(|scope| {
+            let acceptor = &acceptor;
+            for listener in listeners {
+                scope.spawn(move || acceptor.accept_all(listener));
+            }
+        });
+        let left = front.connections.wait_ended(STOP_TIME_MAX);
+        if left > 0 {
+            log::warn!("{left} connections did not end within {STOP_TIME_MAX:?}");
+        }
+        drop(ending);
+        done.send_replace(true);
+        Ok::<(), io::Error>(())
+    })?;
+
+    runtimes.into_iter().for_each(|runtime| runtime.shutdown_timeout(STOP_TIME_MAX));
+    ended_early.end();
+    Ok(())
+}
+
+fn runtime() -> io::Result<Runtime> {
+    RuntimeBuilder::new_current_thread()
+        .enable_io()
+        .enable_time()
+        .max_blocking_threads(BLOCKING_THREADS_MAX)
+        .thread_name("front blocking")
+        .build()
+}
+
+/// What the threads that accept connections share.
+struct Acceptor<'a> {
+    front: &'a Arc<Front>,
+    stopping: &'a Stopping,
+    handles: Vec<Handle>,
+    /// The thread that gets the next connection.
+    next: AtomicUsize,
+    ended_early: &'a Arc<LogLimit>,
+}
+
+impl Acceptor<'_> {
+    /// Accepts connections until the front door stops.
+    fn accept_all(&self, listener: &Listener) {
+        while !self.stopping.is_requested() {
+            let accepted = match listener {
+                Listener::Unix(listener) => listener.accept().and_then(|(stream, _)| {
+                    let user = rustix::net::sockopt::socket_peercred(&stream)?.uid;
+                    stream.set_nonblocking(true)?;
+                    self.start(Peer::User(user.as_raw()), move || UnixStream::from_std(stream));
+                    Ok(())
+                }),
+                Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| {
+                    stream.set_nonblocking(true)?;
+                    stream.set_nodelay(true)?;
+                    self.start(Peer::Loopback, move || TcpStream::from_std(stream));
+                    Ok(())
+                }),
+            };
+            if let Err(e) = accepted.as_ref()
+                && !self.stopping.is_requested()
+            {
+                self.ended_early.warn(e);
+                std::thread::sleep(ACCEPT_PAUSE);
+            }
+        }
+    }
+
+    /// Gives a connection of `peer` a place and a thread. `open` makes the stream on that thread.
+    fn start<S, F>(&self, peer: Peer, open: F)
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        F: FnOnce() -> io::Result<S> + Send + 'static,
+    {
+        let Some(place) = self.front.connections.admit(peer) else {
+            self.front.metrics.refuse_connection();
+            return;
+        };
+        self.front.metrics.open_connection();
+
+        let number = self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len();
+        let (front, ended_early) = (Arc::clone(self.front), Arc::clone(self.ended_early));
+        let stopping = self.stopping.0.subscribe();
+        self.handles[number].spawn(async move {
+            let ended = match open() {
+                Ok(stream) => run(front, stream, &place, stopping).await,
+                Err(e) => Err(e.into()),
+            };
+            if let Err(e) = ended {
+                ended_early.warn(&e);
+            }
+        });
+    }
+}
+
+type ConnectionError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Runs one connection to its end.
+async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
+    front: Arc<Front>,
+    stream: S,
+    place: &Place,
+    mut stopping: watch::Receiver<bool>,
+) -> Result<(), ConnectionError> {
+    let connection = Arc::clone(place.connection());
+    let service = service_fn(|request| {
+        let (front, connection) = (Arc::clone(&front), Arc::clone(&connection));
+        async move { Ok::<_, Infallible>(route::answer(&front, &connection, request).await) }
+    });
+    let io = TokioIo::new(Watched { stream, connection: Arc::clone(&connection) });
+    let builder = protocol();
+    let mut served = pin!(builder.serve_connection(io, service));
+    let mut closed = pin!(connection.closed());
+    let mut stopped = pin!(stopping.wait_for(|is_requested| *is_requested));
+
+    let mut is_stopping = false;
+    poll_fn(|context| {
+        if closed.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Ok(()));
+        }
+        if !is_stopping && stopped.as_mut().poll(context).is_ready() {
+            is_stopping = true;
+            served.as_mut().graceful_shutdown();
+        }
+        served.as_mut().poll(context)
+    })
+    .await
+}
+
+/// Returns how a connection speaks HTTP: the preface decides between HTTP/1.1 and HTTP/2.
+fn protocol() -> Builder<TokioExecutor> {
+    let mut builder = Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIME_MAX)
+        .max_buf_size(HTTP1_BUFFER_BYTES_MAX)
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(STREAMS_MAX)
+        .initial_stream_window_size(WINDOW_BYTES_MAX)
+        .initial_connection_window_size(WINDOW_BYTES_MAX)
+        .max_header_list_size(HEADER_BYTES_MAX)
+        .max_send_buf_size(SEND_BYTES_MAX);
+    builder
+}
+
+/// A stream that notes when its caller sent or took bytes.
+struct Watched<S> {
+    stream: S,
+    connection: Arc<Connection>,
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        if buffer.filled().len() > before {
+            self.connection.hear();
+        }
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.note(written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, parts);
+        self.note(written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+impl<S> Watched<S> {
+    fn note(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if matches!(written, Poll::Ready(Ok(_))) {
+            self.connection.hear();
+        }
+        written
+    }
+}

@@ -1,0 +1,143 @@
+//! Why a request has no answer: a code that both protocols have, a message for a person, and for a
+//! request that may be repeated, the time to wait.
+
+use hatchback::{BatchError, RequestError};
+use hyper::StatusCode;
+use std::fmt;
+use std::time::Duration;
+
+/// The kind of a problem: a status of gRPC with its counterpart in HTTP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Code {
+    /// The request is malformed or does not fit the model.
+    Invalid,
+    /// The deadline passed.
+    Late,
+    /// There is no such model, version or path.
+    NotFound,
+    /// The caller may not do this.
+    Denied,
+    /// A limit refuses the request now; the caller may repeat it.
+    Busy,
+    /// The caller sends requests too often; the caller may repeat it.
+    TooOften,
+    /// The request is larger than a limit.
+    TooLarge,
+    /// The state of the model or of the car does not allow this.
+    Refused,
+    /// The server does not have this function.
+    Unimplemented,
+    /// The request failed in the server.
+    Internal,
+    /// The server stops, or the model is not served now.
+    Unavailable,
+}
+
+impl Code {
+    /// Returns the number of the status of gRPC.
+    pub fn grpc(self) -> u32 {
+        match self {
+            Self::Invalid => 3,
+            Self::Late => 4,
+            Self::NotFound => 5,
+            Self::Denied => 7,
+            Self::Busy | Self::TooOften | Self::TooLarge => 8,
+            Self::Refused => 9,
+            Self::Unimplemented => 12,
+            Self::Internal => 13,
+            Self::Unavailable => 14,
+        }
+    }
+
+    /// Returns the status of HTTP.
+    pub fn http(self) -> StatusCode {
+        match self {
+            Self::Invalid => StatusCode::BAD_REQUEST,
+            Self::Late => StatusCode::GATEWAY_TIMEOUT,
+            Self::NotFound => StatusCode::NOT_FOUND,
+            Self::Denied => StatusCode::FORBIDDEN,
+            Self::Busy | Self::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
+            Self::TooOften => StatusCode::TOO_MANY_REQUESTS,
+            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Refused => StatusCode::CONFLICT,
+            Self::Unimplemented => StatusCode::NOT_IMPLEMENTED,
+            Self::Internal => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
+    /// Returns the name of the outcome in the metrics.
+    pub fn outcome(self) -> &'static str {
+        match self {
+            Self::Invalid => "invalid",
+            Self::Late => "late",
+            Self::NotFound => "not_found",
+            Self::Denied => "denied",
+            Self::Busy => "busy",
+            Self::TooOften => "too_often",
+            Self::TooLarge => "too_large",
+            Self::Refused => "refused",
+            Self::Unimplemented => "unimplemented",
+            Self::Internal => "failed",
+            Self::Unavailable => "unavailable",
+        }
+    }
+}
+
+/// Why a request has no answer.
+#[derive(Clone, Debug)]
+pub struct Problem {
+    /// The kind.
+    pub code: Code,
+    /// What happened, to what, and what to do.
+    pub message: String,
+    /// When the caller should repeat the request.
+    pub retry_after: Option<Duration>,
+}
+
+impl Problem {
+    /// Returns a problem of this kind.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        Self { code, message: message.into(), retry_after: None }
+    }
+
+    /// Returns a problem of the request itself.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(Code::Invalid, message)
+    }
+
+    /// Returns a refusal that ends after `retry_after`.
+    pub fn busy(message: impl Into<String>, retry_after: Duration) -> Self {
+        Self { retry_after: Some(retry_after), ..Self::new(Code::Busy, message) }
+    }
+}
+
+/// Returns the problem of a model that is not served.
+pub fn not_served(name: &str) -> Problem {
+    let name = name.escape_debug();
+    Problem::new(Code::NotFound, format!("no model `{name}` is served"))
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl From<BatchError> for Problem {
+    fn from(e: BatchError) -> Self {
+        Self::invalid(e.to_string())
+    }
+}
+
+impl From<RequestError> for Problem {
+    fn from(e: RequestError) -> Self {
+        let code = match &e {
+            RequestError::Busy(_) => Code::Busy,
+            RequestError::NotServed => Code::NotFound,
+            RequestError::DeadlineExceeded => Code::Late,
+            RequestError::NotFinite(_) => Code::Invalid,
+            RequestError::Score(_) | RequestError::Panicked => Code::Internal,
+        };
+        Self::new(code, e.to_string())
+    }
+}

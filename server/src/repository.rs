@@ -1,0 +1,96 @@
+//! The model repository: the folders of the car that hold a model. Lists them, loads one within the
+//! budget, and unloads one. Opens flash, never writes to it.
+
+use crate::front::Front;
+use crate::limits::RETRY_MAX;
+use crate::problem::{Code, Problem, not_served};
+use crate::proto::ModelIndex;
+use hatchback::{Flash, FlashError, ServingError, system_disk};
+use serde_json::{Value, json};
+
+/// Returns every model of the car, or those that are served if `is_ready`.
+pub fn index(front: &Front, is_ready: bool) -> Vec<ModelIndex> {
+    let served = front.serving.names();
+    let ready = served.iter().map(|name| ModelIndex {
+        name: name.clone(),
+        version: front.serving.generation(name).map_or(String::new(), |g| g.sequence.to_string()),
+        state: "READY".to_owned(),
+        reason: String::new(),
+    });
+    let folders = if is_ready { Vec::new() } else { (front.models)() };
+    let others = folders.into_iter().filter(|folder| !served.contains(&folder.name));
+    let others = others.map(|folder| {
+        let is_unloaded = front.serving.is_unloaded(&folder.name);
+        let reason = if is_unloaded { "unloaded" } else { "not loaded" };
+        let (state, reason) = ("UNAVAILABLE".to_owned(), reason.to_owned());
+        ModelIndex { name: folder.name, version: String::new(), state, reason }
+    });
+    ready.chain(others).collect()
+}
+
+/// Returns an index as JSON.
+pub fn index_json(models: &[ModelIndex]) -> Value {
+    let one = |model: &ModelIndex| {
+        let ModelIndex { name, version, state, reason } = model;
+        json!({"name": name, "version": version, "state": state, "reason": reason})
+    };
+    models.iter().map(one).collect()
+}
+
+/// Serves the live generation of the model `name`: loads the model, or swaps to a generation that
+/// became live since. Takes seconds for a large model.
+///
+/// # Errors
+/// No folder holds such a model, it cannot be opened, or it does not fit the budget.
+pub fn load(front: &Front, name: &str) -> Result<(), Problem> {
+    let folder = (front.models)().into_iter().find(|folder| folder.name == name);
+    let Some(folder) = folder else {
+        let name = name.escape_debug();
+        return Err(Problem::new(Code::NotFound, format!("no folder holds a model `{name}`")));
+    };
+
+    // A merge that ends between the two opens removes segments; the lock keeps it from that.
+    let open = || Flash::open(&system_disk(), &folder.directory);
+    let opened = open().and_then(|flash| flash.lock());
+    let _lock = opened.map_err(|e| flash_problem(&e))?;
+    let flash = open().map_err(|e| flash_problem(&e))?;
+    let live = flash.record().live.manifest;
+    let result = match front.serving.manifest(name) {
+        None => front.serving.load(name, &flash, front.budget),
+        Some(served) if served == live => Ok(()),
+        Some(_) => front.serving.swap(name, &flash, front.budget, &|| {}).map(drop),
+    };
+    result.map_err(|e| serving_problem(name, &e))?;
+    log::info!("serving {} as `{name}`, as a caller asked", flash.manifest().generation);
+    Ok(())
+}
+
+fn flash_problem(e: &FlashError) -> Problem {
+    match e {
+        FlashError::Busy { .. } => Problem::busy(e.to_string(), RETRY_MAX),
+        e => Problem::new(Code::Refused, e.to_string()),
+    }
+}
+
+fn serving_problem(name: &str, e: &ServingError) -> Problem {
+    let code = match e {
+        ServingError::NotLoaded(_) => return not_served(name),
+        ServingError::Memory { .. } | ServingError::Reads { .. } => Code::TooLarge,
+        ServingError::Threads(_) => Code::Internal,
+        ServingError::Open { .. } | ServingError::Loaded(_) | ServingError::Shape { .. } => {
+            Code::Refused
+        }
+    };
+    Problem::new(code, e.to_string())
+}
+
+/// Stops serving the model `name` after its requests are answered. An update does not bring the
+/// model back: only [`load`] or the next start does.
+///
+/// # Errors
+/// The model is not served.
+pub fn unload(front: &Front, name: &str) -> Result<(), Problem> {
+    front.serving.unload(name).map_err(|e| serving_problem(name, &e))?;
+    log::info!("unloaded `{name}`, as a caller asked");
+    Ok(())
+}

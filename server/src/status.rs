@@ -1,0 +1,96 @@
+//! The status of the car as JSON, for the status page: models, their last minutes, memory, updates,
+//! wear and slow requests. It is made once a second, so that no caller can make it cost more.
+
+use crate::facts::CarFacts;
+use crate::front::Front;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// Takes what a second brought: the facts of the car, and the second of each model.
+pub fn tick(front: &Front) {
+    front.read_facts();
+    front.history.add_second(&front.serving, &front.metrics);
+    front.show(status(front).to_string());
+}
+
+/// Returns the status of the car.
+fn status(front: &Front) -> Value {
+    let facts = front.facts();
+    let models = front.serving.names();
+    let models: Value = models.iter().map(|name| model(front, &facts, name)).collect();
+    let beside: Value = lines(front.serving.memory_beside().lines());
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "uptime_s": front.started.elapsed().as_secs(),
+        "connections": front.connections.count(),
+        "connections_max": front.rules.connections_max,
+        "server_bytes": front.bytes.used(),
+        "server_bytes_max": front.rules.bytes_max,
+        "memory_bytes_max": front.serving.memory_bytes_max(),
+        "memory_bytes": front.serving.memory_taken(),
+        "memory_beside": beside,
+        "models": models,
+        "waiting": waiting(front, &facts),
+        "wear": facts.wear,
+        "celsius": facts.celsius,
+        "watts": facts.watts,
+        "shed_level": facts.shed_level,
+        "slowest": front.slowest.list(),
+    })
+}
+
+/// Returns the models of the car that are not served, with their updates.
+fn waiting(front: &Front, facts: &CarFacts) -> Value {
+    let served = front.serving.names();
+    let mut names: BTreeSet<String> =
+        (front.models)().into_iter().map(|folder| folder.name).collect();
+    names.extend(facts.updates.iter().map(|(name, _)| name.clone()));
+    let one = |name: &String| {
+        let update = facts.updates.iter().find(|(of, _)| of == name).map(|(_, status)| status);
+        json!({"name": name, "is_unloaded": front.serving.is_unloaded(name), "update": update})
+    };
+    names.iter().filter(|name| !name.is_empty() && !served.contains(name)).map(one).collect()
+}
+
+fn lines(lines: &[(&'static str, u64)]) -> Value {
+    lines.iter().map(|(line, bytes)| json!({"line": line, "bytes": bytes})).collect()
+}
+
+fn model(front: &Front, facts: &CarFacts, name: &str) -> Value {
+    let serving = &front.serving;
+    let stats = serving.stats(name).unwrap_or_default();
+    let generation = serving.generation(name);
+    let update = facts.updates.iter().find(|(of, _)| of == name).map(|(_, status)| status);
+    let memory = serving.memory().into_iter().find(|(of, _)| of == name);
+    let totals = front.metrics.model(name).totals();
+    let cache = serving.cache_use(name).unwrap_or_default();
+    json!({
+        "name": name,
+        "generation": generation.map(|generation| generation.to_string()),
+        "answered": totals.answered,
+        "failed": totals.failed,
+        "samples": totals.samples,
+        "busy": stats.busy,
+        "late": stats.expired,
+        "waiting": stats.waiting,
+        "hit_percent": 100.0 * stats.counters.hit_rate(),
+        "pages": stats.counters.pages,
+        "pages_damaged": stats.counters.pages_damaged,
+        "cache_rows": cache.rows,
+        "cache_rows_max": cache.rows_max,
+        "memory": lines(memory.iter().flat_map(|(_, plan)| plan.lines()).copied()
+            .collect::<Vec<_>>().as_slice()),
+        "tables": tables(front, name),
+        "seconds": front.history.of(name),
+        "update": update,
+    })
+}
+
+fn tables(front: &Front, name: &str) -> Value {
+    let counts = front.serving.table_counts(name).unwrap_or_default();
+    let one = |t: &hatchback::TableCounts| {
+        json!({"table": t.table, "lookups": t.lookups, "misses": t.misses,
+               "defaulted": t.defaulted, "absent": t.absent, "damaged": t.damaged})
+    };
+    counts.iter().map(one).collect()
+}

@@ -1,0 +1,79 @@
+"""A car for the tests of the front door: a daemon that serves the coupon model under two names, on a
+Unix socket and on a free port of the loopback device.
+"""
+
+import contextlib
+import json
+import pathlib
+import socket
+import subprocess
+import time
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+MODEL = "coupon"
+START_S = 60
+SAMPLES = 200
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Car:
+    """A daemon that serves the coupon model."""
+
+    def __init__(self, programs: pathlib.Path, work: pathlib.Path, memory: int = 134_217_728):
+        self.work, self.port = work, free_port()
+        self.socket = work / "socket"
+        bundle, models = work / "1.hatch", work / "models"
+        spec = REPOSITORY / "tools/demo/coupon/model.toml"
+        self.quiet([programs / "hatchback", "pack", spec, "--out", bundle])
+        models.mkdir()
+        for name in (MODEL, "second"):
+            self.quiet([programs / "hatchback", "run", bundle, "--flash", models / name], input=b"")
+        for name in ("base.toml", "cpu.toml"):
+            (work / name).write_text((REPOSITORY / "targets" / name).read_text())
+        (work / "car.toml").write_text(
+            f'inherits = "cpu"\n[budget]\nmemory_bytes_max = {memory}\ncache_bytes_max = 65_536\nresident_bytes_max = 0\n'
+            f'[server]\ntcp = "127.0.0.1:{self.port}"\n[machine]\nmodels = "{models}"\n'
+        )
+        command = [programs / "hatchbackd", "--target", work / "car.toml", "serve", "--socket", self.socket]
+        self.log = open(work / "log", "w")
+        self.daemon = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+
+    @staticmethod
+    def quiet(command: list, **options) -> None:
+        subprocess.run(command, check=True, capture_output=True, **options)
+
+    def __enter__(self) -> "Car":
+        self.wait()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.daemon.kill()
+        self.daemon.wait()
+
+    def wait(self) -> None:
+        start = time.monotonic()
+        while time.monotonic() - start < START_S:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            assert self.daemon.poll() is None, (self.work / "log").read_text()
+            time.sleep(0.05)
+        raise AssertionError("the daemon does not listen")
+
+    def token(self) -> str:
+        return (self.work / "socket.token").read_text().strip()
+
+    def stop(self) -> None:
+        self.daemon.terminate()
+        code = self.daemon.wait(60)
+        assert code == 0, f"the daemon ended with {code}\n{(self.work / 'log').read_text()}"
+
+
+def heldout() -> list[dict]:
+    """Returns held-out samples with the scores that PyTorch computed."""
+    lines = (REPOSITORY / "tools/demo/coupon/heldout.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[:SAMPLES]]

@@ -1,0 +1,4 @@
+//! Fuzzes `parsers::grpc_infer`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| hatchback_tests::parsers::grpc_infer(bytes));

@@ -1,0 +1,221 @@
+"""Tests the daemon with NVIDIA's own clients: tritonclient over gRPC and over HTTP, unchanged.
+
+The daemon serves the coupon model on a Unix socket and on the loopback device. Every function of the
+clients that the daemon has is called, and every score is compared with the trainer's.
+Prints SKIPPED if tritonclient is missing and cannot be installed.
+
+Usage: python3 tests/triton_clients.py FOLDER, the folder of the programs hatchback and hatchbackd.
+The virtual environment is target/tritonclient.
+"""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+import urllib.request
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "tests"))
+from daemon_car import MODEL, Car, heldout  # noqa: E402
+
+PACKAGES = ["tritonclient[grpc,http]==2.73.0"]
+
+
+def reexec_with_clients() -> None:
+    """Runs this file again in a virtual environment with tritonclient; creates it if it is missing."""
+    venv = REPOSITORY / "target" / "tritonclient"
+    python = venv / "bin" / "python"
+    try:
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", venv], check=True, capture_output=True)
+            install = [python, "-m", "pip", "install", "-q", *PACKAGES]
+            subprocess.run(install, check=True, capture_output=True, timeout=300)
+        imports = "import tritonclient.grpc, tritonclient.http"
+        subprocess.run([python, "-c", imports], check=True, capture_output=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"SKIPPED: tritonclient cannot be installed here ({error})")
+        sys.exit(0)
+    sys.exit(subprocess.run([python, __file__, *sys.argv[1:], "--inside"]).returncode)
+
+
+def arrays(samples: list[dict], metadata: dict) -> dict:
+    """Returns the inputs of the model for `samples`, as its metadata says: keys padded with -1."""
+    import numpy
+
+    found = {}
+    for tensor in metadata["inputs"]:
+        name, width = tensor["name"], int(tensor["shape"][1])
+        if tensor["datatype"] == "FP32":
+            found[name] = numpy.array([s["dense"] for s in samples], dtype=numpy.float32)
+            continue
+        bags = [s["sparse"].get(name, []) for s in samples]
+        rows = [bag + [-1] * (width - len(bag)) for bag in bags]
+        found[name] = numpy.array(rows, dtype=numpy.int64)
+    return found
+
+
+def jagged(arrays_by_name: dict, samples: list[dict]) -> dict:
+    """Returns the same inputs with jagged keys and offsets in place of padded keys."""
+    import numpy
+
+    found = {}
+    for name, array in arrays_by_name.items():
+        if array.dtype == numpy.float32:
+            found[name] = array
+            continue
+        bags = [s["sparse"].get(name, []) for s in samples]
+        found[f"{name}.keys"] = numpy.array([key for bag in bags for key in bag], dtype=numpy.int64)
+        ends = numpy.cumsum([0] + [len(bag) for bag in bags])
+        found[f"{name}.offsets"] = ends.astype(numpy.int64)
+    return found
+
+
+def check_scores(scores, statuses, samples: list[dict]) -> None:
+    import numpy
+
+    expected = numpy.array([s["score"] for s in samples], dtype=numpy.float32)
+    difference = float(numpy.abs(scores.reshape(-1) - expected).max())
+    # The tables of the model have 8 bits a value.
+    assert difference < 0.01, f"a score differs by {difference}"
+    assert statuses.shape == (len(samples), 5) and statuses.dtype == numpy.int32
+    lookups = sum(len(bag) for s in samples for bag in s["sparse"].values())
+    assert statuses[:, 0].sum() == lookups and not statuses[:, 1:].any(), statuses.sum(axis=0)
+
+
+def suite(client, module, kind: str, samples: list[dict], token: str) -> None:
+    """Calls every function that both clients have. `kind` is `grpc` or `http`."""
+    import numpy
+
+    owner = {"authorization": f"Bearer {token}"}
+    as_json = {"as_json": True} if kind == "grpc" else {}
+    assert client.is_server_live() and client.is_server_ready() and client.is_model_ready(MODEL)
+    assert not client.is_model_ready("absent") and not client.is_model_ready(MODEL, "7")
+    server = client.get_server_metadata(**as_json)
+    assert server["name"] == "hatchback" and "binary_tensor_data" in server["extensions"]
+    metadata = client.get_model_metadata(MODEL, **as_json)
+    assert [t["name"] for t in metadata["outputs"]] == ["score", "status", "generation"]
+    config = client.get_model_config(MODEL, **as_json)
+    config = config.get("config", config)
+    assert config["max_batch_size"] == 256 and config["backend"] == "hatchback"
+    assert len(config["input"]) == len(metadata["inputs"])
+
+    def infer(inputs: dict, outputs: list | None = None, model: str = MODEL, **options):
+        tensors = []
+        for name, array in inputs.items():
+            types = {"float32": "FP32", "int64": "INT64"}
+            tensors.append(module.InferInput(name, array.shape, types[str(array.dtype)]))
+            tensors[-1].set_data_from_numpy(array)
+        wanted = outputs and [module.InferRequestedOutput(name) for name in outputs]
+        return client.infer(model, tensors, outputs=wanted, **options)
+
+    def refused(expected: str, call, *arguments, **options) -> None:
+        from tritonclient.utils import InferenceServerException
+
+        try:
+            call(*arguments, **options)
+        except InferenceServerException as error:
+            assert expected in str(error), f"{error!r} has no {expected!r}"
+            return
+        raise AssertionError(f"not refused: {expected}")
+
+    whole = arrays(samples, metadata)
+    answer = infer(whole, request_id="r7")
+    check_scores(answer.as_numpy("score"), answer.as_numpy("status"), samples)
+    assert answer.as_numpy("generation").tolist() == [1]
+    response = answer.get_response(**as_json)
+    assert response["id"] == "r7" and response["model_version"] == "1", response
+    answer = infer(jagged(whole, samples), outputs=["score", "status"])
+    check_scores(answer.as_numpy("score"), answer.as_numpy("status"), samples)
+    assert answer.as_numpy("generation") is None
+    for number in range(20):
+        one = arrays(samples[number : number + 1], metadata)
+        answer = infer(one, model_version="1")
+        check_scores(answer.as_numpy("score"), answer.as_numpy("status"), samples[number : number + 1])
+
+    dense = next(name for name, array in whole.items() if array.dtype == numpy.float32)
+    keys = next(name for name, array in whole.items() if array.dtype == numpy.int64)
+    one = arrays(samples[:1], metadata)
+    answer = infer({name: array for name, array in one.items() if name != keys})
+    assert answer.as_numpy("status")[0, 0] == sum(map(len, samples[0]["sparse"].values())) - 1
+    refused("is missing", infer, {name: a for name, a in one.items() if name != dense})
+    refused("no such input", infer, {**one, "other": one[keys]})
+    refused("no output `other`", infer, one, outputs=["other"])
+    refused("samples", infer, {**one, keys: whole[keys]})
+    refused("negative key", infer, {**one, keys: numpy.array([[-2]])})
+    refused("takes FP32", infer, {**one, dense: one[dense].astype(numpy.int64)})
+    refused("keys, at most", infer, {**one, keys: numpy.array([[1] * 5000])})
+    refused("version", infer, one, model_version="9")
+    refused("no model `absent`", infer, one, model="absent")
+    refused("deadline exceeded", infer, whole, timeout=1)
+    assert infer(one, timeout=10_000_000).as_numpy("score").size == 1
+
+    statistics = client.get_inference_statistics(MODEL, **as_json)["model_stats"][0]
+    assert int(statistics["inference_count"]) >= 2 * len(samples) + 20, statistics
+    assert int(statistics["inference_stats"]["success"]["count"]) >= 22
+    assert int(statistics["inference_stats"]["fail"]["count"]) >= 5
+
+    models = client.get_model_repository_index(headers=owner, **as_json)
+    models = models["models"] if kind == "grpc" else models
+    assert sorted((m["name"], m["state"]) for m in models) == [(MODEL, "READY"), ("second", "READY")]
+    refused("may not do this", client.unload_model, "second")
+    client.unload_model("second", headers=owner)
+    assert not client.is_model_ready("second") and client.is_model_ready(MODEL)
+    refused("no model `second`", client.unload_model, "second", headers=owner)
+    client.load_model("second", headers=owner)
+    assert client.is_model_ready("second")
+    refused("no folder holds", client.load_model, "third", headers=owner)
+    refused("own files only", client.load_model, "second", headers=owner, config="{}")
+    print(f"tritonclient over {kind}: all passed")
+
+
+def refuses_beyond_the_budget(programs: pathlib.Path) -> None:
+    """A model that does not fit beside the first is refused with the line of the budget."""
+    import tritonclient.http as http
+
+    # The front door takes 48 MiB. A model takes more than half of the rest.
+    memory = (48 << 20) + 16_000_000
+    with tempfile.TemporaryDirectory() as folder, Car(programs, pathlib.Path(folder), memory) as car:
+        client = http.InferenceServerClient(f"127.0.0.1:{car.port}")
+        owner = {"authorization": f"Bearer {car.token()}"}
+        served = [m["name"] for m in client.get_model_repository_index() if m["state"] == "READY"]
+        other = ({MODEL, "second"} - set(served)).pop()
+        try:
+            client.load_model(other, headers=owner)
+            raise AssertionError("both models fit; make the budget of this test smaller")
+        except Exception as error:
+            assert "memory_bytes_max" in str(error) and "are taken" in str(error), error
+        car.stop()
+    print("a model beyond the budget is refused with the budget's line")
+
+
+def main() -> None:
+    import tritonclient.grpc as grpc
+    import tritonclient.http as http
+
+    programs, samples = pathlib.Path(sys.argv[1]).resolve(), heldout()
+    with tempfile.TemporaryDirectory() as folder, Car(programs, pathlib.Path(folder)) as car:
+        token = car.token()
+        suite(grpc.InferenceServerClient(f"127.0.0.1:{car.port}"), grpc, "grpc", samples, token)
+        suite(http.InferenceServerClient(f"127.0.0.1:{car.port}"), http, "http", samples, token)
+
+        # gRPC names a Unix socket by its path, with escapes that an HTTP authority cannot have.
+        authority = [("grpc.default_authority", "localhost")]
+        client = grpc.InferenceServerClient(f"unix:{car.socket}", channel_args=authority)
+        assert client.is_server_ready()
+        # On a Unix socket the daemon's own user needs no token.
+        client.unload_model("second")
+        client.load_model("second")
+        print("tritonclient over gRPC on a Unix socket: all passed")
+
+        text = urllib.request.urlopen(f"http://127.0.0.1:{car.port}/metrics").read().decode()
+        assert 'hatchback_requests_total{model="coupon",protocol="grpc",outcome="answered"}' in text
+        assert text.endswith("# EOF\n") and "hatchback_request_seconds_bucket" in text
+        car.stop()
+    refuses_beyond_the_budget(programs)
+
+
+if __name__ == "__main__":
+    if "--inside" in sys.argv:
+        main()
+    else:
+        reexec_with_clients()

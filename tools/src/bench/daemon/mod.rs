@@ -1,0 +1,213 @@
+//! `bench daemon`: gRPC on a Unix socket beside the call of the library, and throughput and latency
+//! under a rising number of callers over gRPC. The front door, the models and the callers are in
+//! one process. The two ways take turns on the same requests. Never draws requests while it
+//! measures.
+
+mod caller;
+mod front_door;
+mod soak;
+
+use super::bars::Bar;
+use super::results::{BenchReport, HostMachine, prints_tables};
+use super::synthetic_model::SyntheticModel;
+use crate::serve::ServeArgs;
+use crate::{report, say};
+use anyhow::{Context, Result};
+use clap::Args;
+use front_door::{Daemon, DaemonStep, MODEL, Requests, WayTotals, call_grpc};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Turns of each way.
+const TURNS: u32 = 8;
+/// The most that gRPC may add to the call of the library, p50, µs.
+const ADDED_US_MAX: f64 = 60.0;
+/// Least throughput with the most callers, as a share of the best step's.
+const SHARE_MIN: f64 = 0.95;
+/// Measures gRPC on a Unix socket beside the call of the library
+#[derive(Args, Debug)]
+pub struct DaemonArgs {
+    /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
+    model: Option<PathBuf>,
+    /// Callers at each step, a connection each
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64,128,256",
+          value_parser = clap::value_parser!(u32).range(1..=1000))]
+    clients: Vec<u32>,
+    /// Samples in a request
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// Embedding cache, MiB [default: the target's]
+    #[arg(long, value_parser = report::args::mib)]
+    cache_mib: Option<f64>,
+    /// Measured time of a step [default: 4; quick: 1]
+    #[arg(long, value_parser = report::args::seconds)]
+    seconds: Option<f64>,
+    /// A smaller synthetic model, less time
+    #[arg(long)]
+    quick: bool,
+    /// Runs load, loads and unloads, and hostile callers for so many minutes instead
+    #[arg(long, value_name = "MINUTES")]
+    soak: Option<f64>,
+    /// A target file that gives the budget
+    #[arg(long)]
+    target: Option<PathBuf>,
+    /// Directory that the model is installed into [default: beside the bundle, or a temporary
+    /// folder]
+    #[arg(long)]
+    flash: Option<PathBuf>,
+    /// Writes the report as JSON to FILE; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
+          value_parser = report::json_file)]
+    json: Option<PathBuf>,
+}
+
+/// Runs the measurement.
+///
+/// # Errors
+/// The runtime refuses the model, a request fails, or a file cannot be written.
+pub fn run(args: &DaemonArgs) -> Result<()> {
+    let rows_max = if args.quick { 40_000 } else { 400_000 };
+    let made = if args.model.is_none() { Some(SyntheticModel::pack(rows_max)?) } else { None };
+    let serve = ServeArgs {
+        model: args
+            .model
+            .clone()
+            .or(made.as_ref().map(SyntheticModel::bundle))
+            .context("no model")?,
+        flash: args.flash.clone().or(made.as_ref().map(SyntheticModel::flash)),
+        target: args.target.clone(),
+        cache_mib: args.cache_mib,
+        resident_mib: None,
+        batch_max: None,
+        device: None,
+    };
+    let (flash, mut budget) = (serve.flash()?, serve.budget()?);
+    if args.target.is_none() {
+        (budget.workers, budget.slots) = (HostMachine::this().cores as u32, 64);
+    }
+    let daemon = Daemon::new(&flash, budget)?;
+    let requests = Requests::draw(&daemon, &flash, args.batch as usize)?;
+    let model = flash.manifest().generation.to_string();
+    if let Some(minutes) = args.soak {
+        let time = Duration::try_from_secs_f64(60.0 * minutes).context("--soak")?;
+        return soak::run(args.json.as_ref(), &daemon, flash.directory(), budget, &requests, time);
+    }
+
+    let points =
+        daemon.serve(Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
+    let bars = bars(&points);
+    publish(
+        args,
+        &BenchReport { bench: "daemon", machine: HostMachine::this(), model, bars, points },
+    )
+}
+
+/// Measures both ways in turns, and then each number of callers. The first turn warms up.
+fn measure(
+    args: &DaemonArgs,
+    daemon: &Daemon,
+    requests: &Requests,
+    socket: &Path,
+) -> Result<Vec<DaemonStep>> {
+    let seconds = args.seconds.unwrap_or(if args.quick { 1.0 } else { 4.0 });
+    let time = Duration::from_secs_f64(seconds);
+    let (mut library, mut grpc) = (WayTotals::default(), WayTotals::default());
+    for turn in 0..=TURNS {
+        let ours = call_library(daemon, requests, time / TURNS)?;
+        let theirs = call_grpc(socket, &requests.messages, 1, time / TURNS)?;
+        if turn > 0 {
+            library.time += ours.time;
+            grpc.time += theirs.time;
+            library.add(&ours);
+            grpc.add(&theirs);
+        }
+    }
+
+    let mut steps = vec![library.step("library", 1), grpc.step("gRPC", 1)];
+    for &clients in args.clients.iter().filter(|clients| **clients > 1) {
+        call_grpc(socket, &requests.messages, clients, time / 4)?;
+        let totals = call_grpc(socket, &requests.messages, clients, time)?;
+        steps.push(totals.step("gRPC", clients));
+    }
+    Ok(steps)
+}
+
+/// Calls the library for `time`, one request after the other.
+fn call_library(daemon: &Daemon, requests: &Requests, time: Duration) -> Result<WayTotals> {
+    let (mut totals, start) = (WayTotals::default(), Instant::now());
+    for batch in requests.batches.iter().cycle() {
+        let sent = Instant::now();
+        daemon.serving.submit(MODEL, batch, None)?.wait()?;
+        totals.latencies.record(sent.elapsed());
+        totals.time = start.elapsed();
+        if totals.time >= time {
+            break;
+        }
+    }
+    Ok(totals)
+}
+
+fn bars(steps: &[DaemonStep]) -> Vec<Bar> {
+    let one = |way| steps.iter().find(|step| step.way == way && step.clients == 1);
+    let added = one("gRPC").zip(one("library"));
+    let added = added.map(|(grpc, library)| grpc.latency.p50_us - library.latency.p50_us);
+    let name = "gRPC on a Unix socket over the library call, p50, µs";
+    let latency = added.map(|added| Bar::at_most(name, added, ADDED_US_MAX));
+
+    let grpc = steps.iter().filter(|step| step.way == "gRPC");
+    let best = grpc.clone().map(|step| step.requests_per_s).fold(0.0, f64::max);
+    let last = grpc.max_by_key(|step| step.clients);
+    let throughput = last.map(|last| {
+        let name = format!("requests/s with {} callers, share of the best step", last.clients);
+        Bar::at_least(name, last.requests_per_s / best, SHARE_MIN)
+    });
+    latency.into_iter().chain(throughput).collect()
+}
+
+fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
+    if prints_tables(args.json.as_ref()) {
+        say!("{}: {} samples a request", report.model, args.batch)?;
+        say!("{}", report.machine)?;
+        let mut table =
+            report::table(&["way", "callers", "requests/s", "p50", "p99", "p99.9", "busy"]);
+        table.add_rows(report.points.iter().map(DaemonStep::cells));
+        say!("{table}")?;
+        report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
+    }
+    report.write_to(args.json.as_ref())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{CommandFactory, FromArgMatches, Parser};
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: DaemonArgs,
+    }
+
+    fn run_line(line: &str) -> Result<()> {
+        let matches = Line::command().try_get_matches_from(line.split_whitespace()).unwrap();
+        run(&Line::from_arg_matches(&matches).unwrap().args)
+    }
+
+    #[test]
+    fn a_short_run_answers_over_both_ways() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("a.json");
+        run_line(&format!("daemon --quick --clients 1,3 --seconds 0.2 --json {}", json.display()))
+            .unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert_eq!(report["points"].as_array().unwrap().len(), 3);
+        assert_eq!(report["bars"][0]["bar"], ADDED_US_MAX);
+        assert!(report["points"][2]["latency"]["requests"].as_u64().unwrap() > 3, "{report}");
+    }
+
+    #[test]
+    fn a_short_soak_has_no_error() {
+        run_line("daemon --quick --soak 0.05").unwrap();
+    }
+}
