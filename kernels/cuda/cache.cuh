@@ -2,7 +2,11 @@
 // kernels/src/cache/mod.rs describes it. A set has a header (the tags of its rows, a sequence
 // number, use counts), a writer state (epoch, eviction) and 14 slots of `row_words` words.
 //
-// A warp looks for one row: each lane compares one word of the header.
+// A query probes 32 rows together, four lanes a row: `probe_lanes`. A change looks for one row with
+// the whole warp, each lane at one word of the header: `match_tags`.
+//
+// No query runs while a cache changes: kernels/src/gpu/turns.rs orders them. So a query finds every
+// header and row whole. Queries run beside each other; they write use counts only.
 #pragma once
 #include "prelude.cuh"
 
@@ -10,9 +14,10 @@
 #define WAY_BITS 0x3fffu
 // Words of one header line (64 bytes). A header has one line, or two where tags are 64 bits wide.
 #define LINE_WORDS 16u
-// Words of the header's first line after the tags.
+// Words of the header's first line after the tags. On a GPU nobody reads the sequence number.
 #define SEQUENCE_WORD 14u
 #define USES_WORD 15u
+#define USES_MAX 3u
 // Words of the writer state.
 #define EPOCH_WORD 0u
 #define HANDS_WORD 1u
@@ -63,6 +68,57 @@ __device__ __forceinline__ u32 match_tags(const Cache& cache, u64 tag, u32 heade
     u32 high = cache.header_words == LINE_WORDS ? ALL_LANES : equal >> LINE_WORDS;
     u32 hits = equal & high & WAY_BITS;
     return tag == 0 || hits == 0 ? WAYS : (u32)__ffs(hits) - 1;
+}
+
+// Stands for no slot, and for no set.
+#define NO_SLOT 0xffffffffu
+
+// What a probe found of a lane's row.
+struct Found {
+    u32 slot;       // NO_SLOT: the row is not cached
+    bool uncounted; // whether the row's use count is not full
+};
+
+// Probes 32 rows, one a lane. The four lanes of a group load the headers of their four rows one
+// after the other, 16 bytes a lane. `row.set` is NO_SLOT where the lane has no row. All lanes of
+// the warp call it together.
+__device__ __forceinline__ Found probe_lanes(const Cache& cache, const SetTag& row) {
+    const u32 lane = lane_number();
+    const u32 quarter = lane % 4;
+    const u32 group = lane - quarter;
+    uint4 words[4];
+#pragma unroll
+    for (u32 r = 0; r < 4; r++) {
+        const u32 set = __shfl_sync(ALL_LANES, row.set, group + r);
+        words[r] = load_racing_4(set_header(cache, set) + 4 * quarter, set != NO_SLOT);
+    }
+
+    // The ways whose tags have the low half of the lane's tag, one bit a way.
+    u32 ways = 0;
+    u32 uses = 0;
+#pragma unroll
+    for (u32 r = 0; r < 4; r++) {
+        const u32 tag = __shfl_sync(ALL_LANES, (u32)row.tag, group + r);
+        u32 equal = (words[r].x == tag ? 1 : 0) | (words[r].y == tag ? 2 : 0)
+            | (words[r].z == tag ? 4 : 0) | (words[r].w == tag ? 8 : 0);
+        equal <<= 4 * quarter;
+        equal |= __shfl_xor_sync(ALL_LANES, equal, 1);
+        equal |= __shfl_xor_sync(ALL_LANES, equal, 2);
+        const u32 uses_here = __shfl_sync(ALL_LANES, words[r].w, group + 3);
+        ways = quarter == r ? equal : ways;
+        uses = quarter == r ? uses_here : uses;
+    }
+
+    ways = row.set != NO_SLOT ? ways & WAY_BITS : 0;
+    if (cache.header_words != LINE_WORDS) {
+        // Nearly always there is one such way, and its tag has the high half too.
+        const u32* high = set_header(cache, row.set) + LINE_WORDS;
+        while (ways && load_racing(high + __ffs(ways) - 1) != (u32)(row.tag >> 32)) {
+            ways &= ways - 1;
+        }
+    }
+    const u32 way = (u32)__ffs(ways) - 1;
+    return {ways ? row.set * WAYS + way : NO_SLOT, ways && (uses >> 2 * way & 3) < USES_MAX};
 }
 
 __device__ __forceinline__ u64 load_tag(const Cache& cache, u32 set, u32 way) {

@@ -4,11 +4,9 @@
 //
 // The host sorts a list of changes by set, keeping their order within one set, and one warp makes
 // all changes of a set. So a set has one writer in a launch. All launches of this file are on one
-// stream. Queries run on other streams at the same time: the sequence number of a set is odd while
-// the set changes, and a query that sees an odd or a changed number discards what it read.
-//
-// The lanes of a warp meet (`__syncwarp`) before one of them passes a fence, so that the fence
-// orders what all lanes wrote.
+// stream, and no query runs beside them (kernels/src/gpu/turns.rs). So a change needs no fence: the
+// lanes of its warp meet (`__syncwarp`) between two changes, and a launch ends before the next
+// reads.
 #include "eviction.cuh"
 
 struct Change {
@@ -68,16 +66,41 @@ __device__ __forceinline__ u32 warp_in_grid() {
     return blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
 }
 
-// Copies a row to `to`. The bytes of the last word after the row become 0.
-__device__ __forceinline__ void write_row(const Cache& cache, u32* to, const u32* from, u32 lane) {
-    u32 last = ALL_LANES;
-    if (cache.row_bytes % 4) {
-        last = ALL_LANES >> (32 - 8 * (cache.row_bytes % 4));
+// Words of a row that a lane reads before it knows where the row goes.
+#define EARLY_WORDS 4u
+
+// A row of the caller, which may be in host memory. The loads of its first 512 bytes are under way
+// while the set's header is read.
+struct NewRow {
+    const u32* from;
+    u32 words[EARLY_WORDS];
+
+    __device__ __forceinline__ NewRow(const Cache& cache, const u32* from, u32 lane) : from(from) {
+#pragma unroll
+        for (u32 i = 0; i < EARLY_WORDS; i++) {
+            const u32 at = lane + 32 * i;
+            words[i] = from && at < cache.row_words ? from[at] : 0;
+        }
     }
-    for (u32 i = lane; i < cache.row_words; i += 32) {
-        store_racing(to + i, from[i] & (i == cache.row_words - 1 ? last : ALL_LANES));
+
+    // Copies the row to `to`. The bytes of the last word after the row become 0.
+    __device__ __forceinline__ void write(const Cache& cache, u32* to, u32 lane) const {
+        const u32 last = cache.row_words - 1;
+        const u32 bits = 8 * (cache.row_bytes % 4);
+        const u32 mask = bits ? ALL_LANES >> (32 - bits) : ALL_LANES;
+#pragma unroll
+        for (u32 i = 0; i < EARLY_WORDS; i++) {
+            const u32 at = lane + 32 * i;
+            if (at <= last) {
+                store_racing(to + at, words[i] & (at == last ? mask : ALL_LANES));
+            }
+        }
+#pragma unroll 4
+        for (u32 at = lane + 32 * EARLY_WORDS; at <= last; at += 32) {
+            store_racing(to + at, from[at] & (at == last ? mask : ALL_LANES));
+        }
     }
-}
+};
 
 // Returns a way for a row that is not cached: a free one, or that of the row that it evicts.
 __device__ inline u32 take_way(const Cache& cache, SetTag row) {
@@ -109,40 +132,33 @@ __device__ __forceinline__ void change_rows(const Changes& c) {
         Change change = c.list[i];
         SetTag row = {change.set, change.tag};
 
-        // The sequence number becomes odd: queries discard what they read of the set from here on.
+        const bool has_row = VERB != INVALIDATE;
+        const NewRow new_row(cache, has_row ? c.rows + (u64)change.slot * c.stride : nullptr, lane);
         u32* sequence = set_header(cache, row.set) + SEQUENCE_WORD;
         u32* epoch = set_writer_state(cache, row.set) + EPOCH_WORD;
-        u32 before = load_racing(sequence);
-        u32 since = load_racing(epoch);
-        if (lane == 0) {
-            store_racing(sequence, before + 1);
-            if (VERB != INSERT) {
-                store_racing(epoch, since + 1);
-            }
-        }
-        __syncwarp();
-        fence_device();
+        const u32 before = load_racing(sequence);
+        const u32 since = load_racing(epoch);
 
         u32 way = match_tags(cache, row.tag, load_header(cache, row.set, lane), lane);
         bool done = VERB == INSERT ? row.tag != 0 && since == change.epoch : way < WAYS;
         if (done && way == WAYS) {
             way = __shfl_sync(ALL_LANES, lane == 0 ? take_way(cache, row) : 0, 0);
         }
-        if (done && lane == 0) {
-            store_tag(cache, row.set, way, VERB == INVALIDATE ? 0 : row.tag);
+        if (done && has_row) {
+            new_row.write(cache, slot_row(cache, row.set, way), lane);
         }
-        if (done && VERB != INVALIDATE) {
-            const u32* from = c.rows + (u64)change.slot * c.stride;
-            write_row(cache, slot_row(cache, row.set, way), from, lane);
-        }
-
-        // The sequence number becomes even again.
-        __syncwarp();
-        fence_device();
         if (lane == 0) {
+            if (done) {
+                store_tag(cache, row.set, way, VERB == INVALIDATE ? 0 : row.tag);
+            }
+            if (VERB != INSERT) {
+                store_racing(epoch, since + 1);
+            }
+            // As on the CPU, so that both leave the same bytes.
             store_racing(sequence, before + 2);
             c.done[change.number] = done;
         }
+        __syncwarp();
     }
 }
 

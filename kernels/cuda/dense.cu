@@ -49,17 +49,36 @@ __device__ __forceinline__ float rectify(float value, int relu) {
     return relu && 0.0f > value ? 0.0f : value;
 }
 
-// A block computes ROWS x COLUMNS results, a thread EACH_ROWS x EACH_COLUMNS of them, strided by
-// the block's threads so that neighbours in a warp read and write neighbours in memory. DEPTH rows
-// of w pass through shared memory at a time.
-template <int ROWS, int COLUMNS, int EACH_ROWS, int EACH_COLUMNS>
+// Loads `N` neighbouring values of shared memory; `from` is a multiple of their bytes.
+template <int N>
+static __device__ __forceinline__ void load_shared(float (&to)[N], const float* from) {
+    if constexpr (N % 4 == 0) {
+        for (int i = 0; i < N; i += 4) {
+            const float4 four = *(const float4*)(from + i);
+            to[i] = four.x;
+            to[i + 1] = four.y;
+            to[i + 2] = four.z;
+            to[i + 3] = four.w;
+        }
+    } else {
+        for (int i = 0; i < N; i++) {
+            to[i] = from[i];
+        }
+    }
+}
+
+// A block of 256 threads computes ROWS x COLUMNS results, a thread EACH_ROWS x EACH_COLUMNS
+// neighbours of them. DEPTH columns of a and rows of w pass through shared memory at a time: while
+// the block multiplies one part, the loads of the next are under way.
+template <int ROWS, int COLUMNS, int EACH_ROWS, int EACH_COLUMNS, int DEPTH>
 static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
-    constexpr int DEPTH = 16;
     constexpr int THREADS_X = COLUMNS / EACH_COLUMNS;
-    constexpr int THREADS_Y = ROWS / EACH_ROWS;
-    constexpr int THREADS = THREADS_X * THREADS_Y;
-    __shared__ float a_tile[DEPTH][ROWS + 1];
-    __shared__ float w_tile[DEPTH][COLUMNS];
+    constexpr int THREADS = 256;
+    static_assert(THREADS_X * (ROWS / EACH_ROWS) == THREADS, "a thread for each part");
+    constexpr int A_EACH = ROWS * DEPTH / THREADS;
+    constexpr int W_EACH = COLUMNS * DEPTH / THREADS;
+    alignas(16) __shared__ float a_tiles[2][DEPTH][ROWS + 4];
+    alignas(16) __shared__ float w_tiles[2][DEPTH][COLUMNS];
 
     const float* __restrict__ a = p.a;
     const float* __restrict__ w = p.w;
@@ -70,46 +89,78 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
     const int k = p.k;
     const int n = p.n;
     const int thread = threadIdx.x;
-    const int x = thread % THREADS_X;
-    const int y = thread / THREADS_X;
+    const int x = thread % THREADS_X * EACH_COLUMNS;
+    const int y = thread / THREADS_X * EACH_ROWS;
     const int across = (n + COLUMNS - 1) / COLUMNS;
     const int first_row = blockIdx.x / across * ROWS;
     const int first_column = blockIdx.x % across * COLUMNS;
 
-    float sum[EACH_ROWS][EACH_COLUMNS] = {};
-    for (int depth = 0; depth < k; depth += DEPTH) {
-        for (int i = thread; i < ROWS * DEPTH; i += THREADS) {
-            const int row = first_row + i / DEPTH;
-            const int at = depth + i % DEPTH;
-            const bool inside = row < m && at < k;
-            a_tile[i % DEPTH][i / DEPTH] = inside ? a[(size_t)row * k + at] : 0.0f;
+    float a_next[A_EACH];
+    float w_next[W_EACH];
+    const auto load = [&](int depth) {
+#pragma unroll
+        for (int i = 0; i < A_EACH; i++) {
+            const int number = thread + i * THREADS;
+            const int row = first_row + number / DEPTH;
+            const int at = depth + number % DEPTH;
+            a_next[i] = row < m && at < k ? a[(size_t)row * k + at] : 0.0f;
         }
-        for (int i = thread; i < COLUMNS * DEPTH; i += THREADS) {
-            const int column = first_column + i % COLUMNS;
-            const int at = depth + i / COLUMNS;
-            const bool inside = column < n && at < k;
-            w_tile[i / COLUMNS][i % COLUMNS] = inside ? w[(size_t)at * n + column] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < W_EACH; i++) {
+            const int number = thread + i * THREADS;
+            const int column = first_column + number % COLUMNS;
+            const int at = depth + number / COLUMNS;
+            w_next[i] = column < n && at < k ? w[(size_t)at * n + column] : 0.0f;
         }
-        __syncthreads();
+    };
+    const auto store = [&](int side) {
+#pragma unroll
+        for (int i = 0; i < A_EACH; i++) {
+            const int number = thread + i * THREADS;
+            a_tiles[side][number % DEPTH][number / DEPTH] = a_next[i];
+        }
+#pragma unroll
+        for (int i = 0; i < W_EACH; i++) {
+            const int number = thread + i * THREADS;
+            w_tiles[side][number / COLUMNS][number % COLUMNS] = w_next[i];
+        }
+    };
 
+    float sum[EACH_ROWS][EACH_COLUMNS] = {};
+    load(0);
+    store(0);
+    __syncthreads();
+    int side = 0;
+    for (int depth = 0; depth < k; depth += DEPTH) {
+        if (depth + DEPTH < k) {
+            load(depth + DEPTH);
+        }
         // Not into the padding: a product with it could turn a sum of -0 into +0.
         const int end = k - depth < DEPTH ? k - depth : DEPTH;
 #pragma unroll 4
         for (int at = 0; at < end; at++) {
+            float left[EACH_ROWS];
+            float right[EACH_COLUMNS];
+            load_shared(left, &a_tiles[side][at][y]);
+            load_shared(right, &w_tiles[side][at][x]);
             for (int r = 0; r < EACH_ROWS; r++) {
-                const float left = a_tile[at][y + r * THREADS_Y];
                 for (int c = 0; c < EACH_COLUMNS; c++) {
-                    sum[r][c] = fmaf(left, w_tile[at][x + c * THREADS_X], sum[r][c]);
+                    sum[r][c] = fmaf(left[r], right[c], sum[r][c]);
                 }
             }
+        }
+        // All threads are done with the other side since the barrier before.
+        side ^= 1;
+        if (depth + DEPTH < k) {
+            store(side);
         }
         __syncthreads();
     }
 
     for (int r = 0; r < EACH_ROWS; r++) {
         for (int c = 0; c < EACH_COLUMNS; c++) {
-            const int row = first_row + y + r * THREADS_Y;
-            const int column = first_column + x + c * THREADS_X;
+            const int row = first_row + y + r;
+            const int column = first_column + x + c;
             if (row >= m || column >= n) {
                 continue;
             }
@@ -119,16 +170,16 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
     }
 }
 
-// For many rows: 64 x 64 results a block of 256 threads. One block for each tile, one row of tiles
-// after the other.
-extern "C" __global__ void __launch_bounds__(256) dense_matrix(MatrixProduct p) {
-    multiply<64, 64, 4, 4>(p);
+// For many rows: 64 x 64 results a block. One block for each tile, one row of tiles after the
+// other.
+extern "C" __global__ void __launch_bounds__(256, 2) dense_matrix(MatrixProduct p) {
+    multiply<64, 64, 4, 4, 16>(p);
 }
 
-// For few rows: 8 x 32 results a block of 256 threads, so that more multiprocessors read the
-// weights at the same time.
-extern "C" __global__ void __launch_bounds__(256) dense_matrix_few(MatrixProduct p) {
-    multiply<8, 32, 1, 1>(p);
+// For few rows: 16 x 32 results a block, so that more multiprocessors read the weights at the same
+// time.
+extern "C" __global__ void __launch_bounds__(256, 4) dense_matrix_few(MatrixProduct p) {
+    multiply<16, 32, 2, 1, 32>(p);
 }
 
 // Finishes a product that a library computed: `[values / n, n]` in place.
@@ -140,15 +191,66 @@ extern "C" __global__ void __launch_bounds__(256) dense_finish(MatrixFinish p) {
     }
 }
 
+// Values of both operands of a small product that a block keeps in shared memory.
+#define SMALL_VALUES 8192
+
+// Rows of the first operand that a thread multiplies by one column of the second.
+#define SMALL_ROWS 4
+
+// Multiplies operands in shared memory: `left` is `[m, k]`, `right` `[n, k]`, both `stride` apart.
+static __device__ __forceinline__ void multiply_small(
+    const SmallProducts& p, const float* left, const float* right, int stride, float* out) {
+    const int blocks = (p.m + SMALL_ROWS - 1) / SMALL_ROWS;
+    for (int i = threadIdx.x; i < blocks * p.n; i += 256) {
+        const int row = i / p.n * SMALL_ROWS;
+        const int column = i % p.n;
+        const float* rows[SMALL_ROWS];
+        for (int r = 0; r < SMALL_ROWS; r++) {
+            rows[r] = left + min(row + r, p.m - 1) * stride;
+        }
+        float sums[SMALL_ROWS] = {};
+        for (int at = 0; at < p.k; at++) {
+            const float factor = right[column * stride + at];
+            for (int r = 0; r < SMALL_ROWS; r++) {
+                sums[r] = fmaf(rows[r][at], factor, sums[r]);
+            }
+        }
+        for (int r = 0; r < SMALL_ROWS && row + r < p.m; r++) {
+            out[(row + r) * p.n + column] = sums[r];
+        }
+    }
+}
+
 // `products` small products `[m, k] x [k, n]` of two computed operands. Each takes one block: they
-// are the dot products between a sample's vectors, tens by tens.
+// are the dot products between a sample's vectors, tens by tens. The operands pass through shared
+// memory if they fit.
 extern "C" __global__ void __launch_bounds__(256) dense_products(SmallProducts p) {
+    __shared__ float operands[SMALL_VALUES];
     const int m = p.m;
     const int k = p.k;
     const int n = p.n;
+    // One more than k, so that neighbouring rows are in different banks.
+    const int stride = k + 1;
+    const bool fits = (i64)(m + n) * stride <= SMALL_VALUES;
     for (i64 product = blockIdx.x; product < p.products; product += gridDim.x) {
         const float* left = p.a + product * m * k;
         const float* right = p.b + product * k * n;
+        float* out = p.out + product * m * n;
+        if (fits) {
+            float* to = operands + m * stride;
+            for (int i = threadIdx.x; i < m * k; i += 256) {
+                operands[i / k * stride + i % k] = left[i];
+            }
+            for (int i = threadIdx.x; i < k * n; i += 256) {
+                const int row = p.transposed ? i % k : i / n;
+                const int column = p.transposed ? i / k : i % n;
+                to[column * stride + row] = right[i];
+            }
+            __syncthreads();
+            multiply_small(p, operands, to, stride, out);
+            __syncthreads();
+            continue;
+        }
         for (int i = threadIdx.x; i < m * n; i += 256) {
             const int row = i / n;
             const int column = i % n;
@@ -157,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(256) dense_products(SmallProducts p
                 const float factor = p.transposed ? right[column * k + at] : right[at * n + column];
                 sum = fmaf(left[row * k + at], factor, sum);
             }
-            p.out[product * m * n + i] = sum;
+            out[i] = sum;
         }
     }
 }
@@ -285,6 +387,15 @@ struct PickValues {
     int from_width;
 };
 
+struct GatherRows {
+    const float* from;   // `[.., width]`
+    const u32* numbers;  // `[rows]`
+    float* to;           // `[rows, width]`
+    int rows;
+    int width;
+};
+
+static_assert(sizeof(GatherRows) == 32, "kernels/src/gpu/dense_kernels.rs has the same structure");
 static_assert(sizeof(SumValues) == 40 && sizeof(ConcatPart) == 40 && sizeof(PickValues) == 40,
               "kernels/src/gpu/dense_kernels.rs has the same structures");
 
@@ -310,5 +421,16 @@ extern "C" __global__ void __launch_bounds__(256) dense_concat(ConcatPart p) {
 extern "C" __global__ void __launch_bounds__(256) dense_pick(PickValues p) {
     for (i64 i = blockIdx.x * 256LL + threadIdx.x; i < p.values; i += gridDim.x * 256LL) {
         p.out[i] = p.from[i / p.width * p.from_width + p.picks[i % p.width]];
+    }
+}
+
+// Row numbers[i] becomes row i of the result.
+extern "C" __global__ void __launch_bounds__(256) dense_gather(GatherRows p) {
+    for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        const float* from = p.from + (i64)p.numbers[row] * p.width;
+        float* to = p.to + (i64)row * p.width;
+        for (int at = threadIdx.x; at < p.width; at += 256) {
+            to[at] = from[at];
+        }
     }
 }

@@ -7,10 +7,14 @@ enum Codec { F32, F16, U8, U4 };
 enum Pooling { SUM, MEAN, NONE };
 enum Storage { CACHED, RESIDENT, RESIDENT_HASHED };
 
+// What a feature allows: a lane loads its columns of a row, and the row's scale, with one aligned
+// load each; a lane stores its columns with one aligned store. All columns are then whole lanes'.
+enum Alignment { UNALIGNED, ALIGNED_ROWS, ALIGNED_OUT };
+
 // One sparse feature. It is the same for every request of a worker.
 struct Feature {
     Cache cache;           // CACHED; of a resident table the shape of its rows
-    const u32* rows;       // RESIDENT and RESIDENT_HASHED: `[count, cache.row_words]`
+    const u32* rows;       // all rows of the cache or of the resident table
     const u64* hashes;     // RESIDENT_HASHED: of the keys, ascending, in row order
     const u32* buckets;    // where each equal part of the hash space begins, `[bucket_count + 1]`
     u64 count;
@@ -28,9 +32,11 @@ struct Feature {
     u32 dim;
     u32 width;
     u32 codec;
-    u32 pooling;
+    u32 pooling;           // NONE also where no bag has more than one key
     u32 storage;
     float unit;
+    u32 lane_bits;         // a row is read by 1 << lane_bits lanes, 32 at most
+    u32 aligned;           // bits of Alignment
 };
 
 // A bag whose pooling stopped at its first missing row: `pooled` rows are added, and `entries` more
@@ -77,8 +83,7 @@ struct MissRing {
     Entry* entries;        // `[entries_max]`
     u32* hit_rows;         // of HIT entries, by entry number: `[entries_max, hit_stride]`
     AbsentCount* absents;  // `[features * batch_max]`
-    // Bags to query again, because the ring was full or a row changed while it was added:
-    // `[features * batch_max]`.
+    // Bags to query again, because the ring was full: `[features * batch_max]`.
     BagNumber* requeries;
     u32 entries_max;
     u32 hit_stride;
@@ -91,11 +96,11 @@ struct Query {
     MissRing ring;
     RingCounts* counts;    // counts in device memory while the kernel runs; zeros between launches
     u32* blocks_done;      // likewise
-    const BagNumber* only; // the bags to query; null: all
-    u32 bags;              // how many of `only`; or the samples
+    const BagNumber* only; // the bags to query, each a tile; null: all
     u32 samples;
-    u32 feature_count;
     u32 tile;              // samples of one feature that one warp takes, 32 at most
+    u32 tiles_each;        // tiles of one feature
+    u32 tiles;
 };
 
 // The open bags whose rows the host has found. The structure is in host memory, so that a recorded
@@ -109,9 +114,7 @@ struct FinishBags {
     u32 stride;
 };
 
-#define NO_SLOT 0xffffffffu
-
-static_assert(sizeof(Feature) == 176 && sizeof(Query) == 120 && sizeof(FinishBags) == 40,
+static_assert(sizeof(Feature) == 184 && sizeof(Query) == 120 && sizeof(FinishBags) == 40,
               "kernels/src/gpu/launch.rs has the same structures");
 static_assert(sizeof(OpenBag) == 20 && sizeof(Entry) == 16 && sizeof(RingCounts) == 16,
               "kernels/src/gpu/launch.rs has the same structures");

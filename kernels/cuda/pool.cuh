@@ -1,214 +1,208 @@
-// Pooling: a row is loaded, decoded to the bit as kernels/src/cache/codec.rs does, and added column
-// by column in key order. A lane holds the words `lane`, `lane + 32`, ... of a row or of a piece of
-// it, and the columns that those words encode.
+// Pooling: rows are loaded, decoded to the bit as kernels/src/cache/codec.rs does, and added column
+// by column in key order. A lane has four columns of a row: 16 bytes of the output, so that the
+// lanes of a warp write whole lines. The lanes that read one row together are a *team*; a warp has
+// 32 / lanes teams, and rows of more than 128 columns are pooled 128 columns at a time.
+//
+// A sum starts with +0, as on the CPU, so that no sum is -0.
 #pragma once
 #include "lookup.cuh"
 
-// Values in one word, by codec.
-template <u32 CODEC>
-struct ValuesPerWord {
-    static constexpr u32 N = CODEC == F32 ? 1 : CODEC == F16 ? 2 : CODEC == U8 ? 4 : 8;
-};
-
-// Whether the last four bytes of a row are its scale and bias.
-template <u32 CODEC>
-struct HasScale {
-    static constexpr bool YES = CODEC == U8 || CODEC == U4;
-};
-
-// Loads a row's scale and bias: its last four bytes, which may begin inside a word.
-template <u32 CODEC>
-__device__ __forceinline__ u32 load_scale_and_bias(const u32* from, u32 row_bytes) {
-    if (!HasScale<CODEC>::YES) {
-        return 0;
+// Runs `...` with the feature's codec as the constant CODEC. It has no jump table, so that
+// `machine_code.py` can follow it.
+#define FOR_CODEC(f, ...)                                                        \
+    {                                                                            \
+        const u32 codec = uniform((f).codec);                                    \
+        if (codec & 2) {                                                         \
+            if (codec & 1) { constexpr u32 CODEC = U4; __VA_ARGS__ }             \
+            else { constexpr u32 CODEC = U8; __VA_ARGS__ }                       \
+        } else if (codec & 1) { constexpr u32 CODEC = F16; __VA_ARGS__ }         \
+        else { constexpr u32 CODEC = F32; __VA_ARGS__ }                          \
     }
-    u32 at = (row_bytes - 4) / 4;
-    u32 shift = 8 * (row_bytes % 4);
-    u32 low = load_racing(from + at);
-    return shift ? __funnelshift_r(low, load_racing(from + at + 1), shift) : low;
+
+// Columns of a lane.
+#define LANE_COLUMNS 4u
+
+template <u32 CODEC>
+struct Code {
+    static constexpr u32 BITS = CODEC == F32 ? 32 : CODEC == F16 ? 16 : CODEC == U8 ? 8 : 4;
+    // Words of a lane's four columns. Those of U4 are half a word.
+    static constexpr u32 WORDS = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1;
+    // Whether the last four bytes of a row are its scale and bias.
+    static constexpr bool HAS_SCALE = CODEC == U8 || CODEC == U4;
+};
+
+// Rows of one kind in memory, and the lane's columns of them.
+struct Rows {
+    const u8* first;
+    u32 bytes;      // from one row to the next
+    u32 row_bytes;
+    u32 column;     // the lane's first column
+
+    __device__ __forceinline__ const u8* row(u32 slot) const { return first + (u64)slot * bytes; }
+};
+
+// Rows whose columns and scales are aligned to their loads: where the lane's columns of the first
+// row and its scale are.
+struct AlignedRows {
+    const u8* columns;
+    const u8* scales;
+    u32 bytes;
+
+    __device__ __forceinline__ AlignedRows(const Rows& rows, u32 bits)
+        : columns(base_address(rows.first + rows.column * bits / 8)),
+          scales(base_address(rows.first + rows.row_bytes - 4)), bytes(rows.bytes) {}
+};
+
+// Returns the code `v` of `word` as an f32: an integer in the mantissa of 2^23.
+template <u32 CODEC>
+__device__ __forceinline__ float code_of(u32 word, u32 v) {
+    const u32 bits = CODEC == U8 ? __byte_perm(word, 0x4b000000u, 0x7640u + v)
+                                 : 0x4b000000u | (word >> 4 * v & 15);
+    return __uint_as_float(bits) - 8388608.0f;
 }
 
-// The lane's words of one row, or of a piece of it, in registers; the row's scale and bias.
-template <u32 WORDS>
-struct RegisterRow {
+// A lane's columns of one row, encoded.
+template <u32 CODEC>
+struct LaneRow {
+    static constexpr u32 WORDS = Code<CODEC>::WORDS;
     u32 words[WORDS];
     u32 scale_and_bias;
 
-    // Loads the words from `first` on.
-    __device__ __forceinline__ void load(const u32* from, u32 first, u32 row_words, u32 lane) {
-#pragma unroll
-        for (u32 i = 0; i < WORDS; i++) {
-            u32 at = first + lane + 32 * i;
-            words[i] = at < row_words ? load_racing(from + at) : 0;
-        }
-    }
-
-    // Copies the row to `to`, including a last word that holds only scale and bias.
-    __device__ __forceinline__ void copy(u32* to, const Cache& shape, u32 lane) const {
-        const u32 row_words = shape.row_words;
-        const u32 shift = 8 * (shape.row_bytes % 4);
-#pragma unroll
-        for (u32 i = 0; i < WORDS; i++) {
-            if (lane + 32 * i < row_words) {
-                to[lane + 32 * i] = words[i];
-            }
-        }
-        if (row_words > 32 * WORDS && lane == 0) {
-            to[32 * WORDS] = shift ? scale_and_bias >> (32 - shift) : scale_and_bias;
-        }
-    }
-
-    // Returns value `v` of word `i`. The products are exact: see kernels/src/cache/codec.rs.
-    template <u32 CODEC>
-    __device__ __forceinline__ float value(u32 i, u32 v, float scale, float bias) const {
-        u32 word = words[i];
-        if (CODEC == F32) {
-            return __uint_as_float(word);
-        }
-        if (CODEC == F16) {
-            return widen((u16)(word >> 16 * v));
-        }
-        u32 code = CODEC == U8 ? word >> 8 * v & 0xff : word >> 4 * v & 15;
-        return (float)code * scale + bias;
-    }
-};
-
-// A row that is too wide for registers: it stays in memory and is read piece by piece.
-struct MemoryRow {
-    const u32* from;
-
-    __device__ __forceinline__ void copy(u32* to, const Cache& shape, u32 lane) const {
-        const u32 row_words = shape.row_words;
-#pragma unroll 4
-        for (u32 at = lane; at < row_words; at += 32) {
-            to[at] = load_racing(from + at);
-        }
-    }
-};
-
-// The sum of a bag's rows: in registers, or in the output itself where rows are wide.
-template <u32 CODEC, u32 WORDS, bool REGISTERS>
-struct BagSum {
-    static constexpr u32 N = ValuesPerWord<CODEC>::N;
-    float sums[REGISTERS ? WORDS * N : 1];
-    const Feature& f;
-    float* out;
-    u32 lane;
-
-    __device__ __forceinline__ BagSum(const Feature& f, u32 lane)
-        : f(f), out(nullptr), lane(lane) {}
-
-    __device__ __forceinline__ void begin(u32 sample) { out = f.out + sample * f.stride; }
-
-    // Calls `each(word of the piece, value of the word, column)` for the lane's columns in the
-    // piece from word `first` on.
-    template <class Each>
-    __device__ __forceinline__ void columns_of(u32 first, Each each) {
-#pragma unroll
-        for (u32 i = 0; i < WORDS; i++) {
-#pragma unroll
-            for (u32 v = 0; v < N; v++) {
-                u32 column = (first + lane + 32 * i) * N + v;
-                if (column < f.dim) {
-                    each(i, v, column);
-                }
-            }
-        }
-    }
-
-    // Calls `each(first)` for each piece of a row: one where the row fits into registers.
-    template <class Each>
-    __device__ __forceinline__ void pieces(Each each) {
-        if constexpr (REGISTERS) {
-            each(0u);
+    // Loads the columns of a row whose columns and scale are aligned to their loads; zeros, which
+    // decode to +0, if `!wanted`.
+    __device__ __forceinline__ void load(const AlignedRows& rows, u32 slot, bool wanted) {
+        const u8* at = rows.columns + (u64)slot * rows.bytes;
+        if constexpr (CODEC == U4) {
+            words[0] = load_constant_half(at, wanted);
         } else {
+            load_constant<WORDS>(words, at, wanted);
+        }
+        scale_and_bias = 0;
+        if constexpr (Code<CODEC>::HAS_SCALE) {
+            u32 (&scale)[1] = *(u32(*)[1])&scale_and_bias;
+            load_constant<1>(scale, rows.scales + (u64)slot * rows.bytes, wanted);
+        }
+    }
+
+    // Loads the columns of any row, word by word. Columns after the row's end are 0.
+    __device__ __forceinline__ void load_words(const Rows& rows, u32 slot, bool wanted) {
+        const u32* row = (const u32*)rows.row(slot);
+        const u32 row_words = (rows.row_bytes + 3) / 4;
+        const u32 at = rows.column * Code<CODEC>::BITS / 32;
+#pragma unroll
+        for (u32 i = 0; i < WORDS; i++) {
+            words[i] = wanted && at + i < row_words ? load_racing(row + at + i) : 0;
+        }
+        if (CODEC == U4 && rows.column % 8) {
+            words[0] >>= 16;
+        }
+
+        scale_and_bias = 0;
+        if (Code<CODEC>::HAS_SCALE && wanted) {
+            // The last four bytes may begin inside a word.
+            const u32 word = (rows.row_bytes - 4) / 4;
+            const u32 shift = 8 * (rows.row_bytes % 4);
+            u32 low = load_racing(row + word);
+            scale_and_bias = shift ? __funnelshift_r(low, load_racing(row + word + 1), shift) : low;
+        }
+    }
+
+    // Adds the row to `sums`. The products are exact: see kernels/src/cache/codec.rs.
+    __device__ __forceinline__ void add_to(float (&sums)[LANE_COLUMNS], float unit) const {
+        float scale = widen((u16)scale_and_bias) * unit;
+        float bias = widen((u16)(scale_and_bias >> 16)) * unit;
+#pragma unroll
+        for (u32 v = 0; v < LANE_COLUMNS; v++) {
+            if constexpr (CODEC == F32) {
+                sums[v] += __uint_as_float(words[v]);
+            } else if constexpr (CODEC == F16) {
+                sums[v] += widen((u16)(words[v / 2] >> 16 * (v % 2)));
+            } else {
+                sums[v] += code_of<CODEC>(words[0], v) * scale + bias;
+            }
+        }
+    }
+};
+
+// Writes the lane's columns to `out`, which points to the lane's first one: `columns` of them.
+template <bool ALIGNED>
+__device__ __forceinline__ void store_columns(
+    float* out, const float (&values)[LANE_COLUMNS], u32 columns) {
+    if constexpr (ALIGNED) {
+        store_4(out, values, columns);
+    } else {
+#pragma unroll
+        for (u32 v = 0; v < LANE_COLUMNS; v++) {
+            store_1(out + v, values[v], v < columns);
+        }
+    }
+}
+
+// Divides the sum of `keys` rows by their number, where the feature wants the mean.
+__device__ __forceinline__ void finish_sums(
+    const Feature& f, float (&sums)[LANE_COLUMNS], u32 keys) {
+    if (f.pooling == MEAN && keys > 1) {
+        float count = (float)keys;
+#pragma unroll
+        for (u32 v = 0; v < LANE_COLUMNS; v++) {
+            sums[v] = __fdiv_rn(sums[v], count);
+        }
+    }
+}
+
+// Writes zeros to the columns of a bag's output from `column` on.
+__device__ __forceinline__ void zero_fill(const Feature& f, float* out, u32 column) {
+    for (column += lane_number(); column < f.width; column += 32) {
+        out[column] = 0.0f;
+    }
+}
+
+// Pools rows of one bag with the whole warp, whatever their alignment: lane `i` has in `slot` the
+// row of the lookup at `position + i`, or NO_SLOT for the default row. ROWS rows are in flight.
+// Where the feature does not pool, each row is written at its own position of `out`.
+template <u32 CODEC, u32 ROWS>
+__device__ __forceinline__ void pool_slots(
+    const Feature& f, const Rows& rows, u32 slot, u32 count, u32 position, float* out,
+    float (&sums)[LANE_COLUMNS]) {
+    const u32 columns = f.dim > rows.column ? f.dim - rows.column : 0;
 #pragma unroll 1
-            for (u32 first = 0; first * N < f.dim; first += 32 * WORDS) {
-                each(first);
+    for (u32 i = 0; i < count; i += ROWS) {
+        LaneRow<CODEC> loaded[ROWS];
+#pragma unroll
+        for (u32 u = 0; u < ROWS; u++) {
+            u32 from = __shfl_sync(ALL_LANES, slot, (i + u) % 32);
+            loaded[u].load_words(rows, from, i + u < count && from != NO_SLOT && columns);
+        }
+#pragma unroll
+        for (u32 u = 0; u < ROWS; u++) {
+            if (i + u >= count) {
+                break;
             }
-        }
-    }
-
-    template <class Each>
-    __device__ __forceinline__ void columns(Each each) {
-        pieces([&](u32 first) { columns_of(first, each); });
-    }
-
-    // Adds `value(i, v, column)` for a piece of the row at `position` of its bag.
-    template <class Value>
-    __device__ __forceinline__ void add(u32 position, u32 first, Value value) {
-        if (f.pooling == NONE) {
-            float* to = out + position * f.dim;
-            columns_of(first, [&](u32 i, u32 v, u32 column) {
-                to[column] = 0.0f + value(i, v, column);
-            });
-        } else if (REGISTERS) {
-            columns_of(first, [&](u32 i, u32 v, u32 column) {
-                float& sum = sums[i * N + v];
-                sum = (position == 0 ? 0.0f : sum) + value(i, v, column);
-            });
-        } else {
-            columns_of(first, [&](u32 i, u32 v, u32 column) {
-                out[column] = (position == 0 ? 0.0f : out[column]) + value(i, v, column);
-            });
-        }
-    }
-
-    __device__ __forceinline__ void add_piece(
-        u32 position, u32 first, const RegisterRow<WORDS>& row) {
-        float scale = widen((u16)row.scale_and_bias) * f.unit;
-        float bias = widen((u16)(row.scale_and_bias >> 16)) * f.unit;
-        add(position, first, [&](u32 i, u32 v, u32) {
-            return row.template value<CODEC>(i, v, scale, bias);
-        });
-    }
-
-    __device__ __forceinline__ void add_row(u32 position, const RegisterRow<WORDS>& row) {
-        add_piece(position, 0, row);
-    }
-
-    __device__ __forceinline__ void add_row(u32 position, const MemoryRow& row) {
-        RegisterRow<WORDS> piece;
-        piece.scale_and_bias = load_scale_and_bias<CODEC>(row.from, f.cache.row_bytes);
-        pieces([&](u32 first) {
-            piece.load(row.from, first, f.cache.row_words, lane);
-            add_piece(position, first, piece);
-        });
-    }
-
-    __device__ __forceinline__ void add_default(u32 position) {
-        pieces([&](u32 first) {
-            add(position, first, [&](u32, u32, u32 column) { return f.default_row[column]; });
-        });
-    }
-
-    // Writes the sum so far to the output.
-    __device__ __forceinline__ void store() {
-        if (REGISTERS && f.pooling != NONE) {
-            columns([&](u32 i, u32 v, u32 column) { out[column] = sums[i * N + v]; });
-        }
-    }
-
-    // Completes the output of a bag whose `keys` rows are all added.
-    __device__ __forceinline__ void close(u32 keys) {
-        if (f.pooling == NONE || keys == 0) {
-            u32 filled = f.pooling == NONE ? keys * f.dim : 0;
-            for (u32 column = filled + lane; column < f.width; column += 32) {
-                out[column] = 0.0f;
-            }
-            return;
-        }
-
-        if (f.pooling == MEAN && keys > 1) {
-            float count = (float)keys;
-            columns([&](u32 i, u32 v, u32 column) {
-                if (REGISTERS) {
-                    sums[i * N + v] = __fdiv_rn(sums[i * N + v], count);
-                } else {
-                    out[column] = __fdiv_rn(out[column], count);
+            float value[LANE_COLUMNS] = {};
+            if (__shfl_sync(ALL_LANES, slot, i + u) == NO_SLOT) {
+#pragma unroll
+                for (u32 v = 0; v < LANE_COLUMNS; v++) {
+                    value[v] += v < columns ? f.default_row[rows.column + v] : 0.0f;
                 }
-            });
+            } else {
+                loaded[u].add_to(value, f.unit);
+            }
+            if (f.pooling == NONE) {
+                float* to = out + (u64)(position + i + u) * f.dim + rows.column;
+                store_columns<false>(to, value, columns);
+            }
+#pragma unroll
+            for (u32 v = 0; v < LANE_COLUMNS; v++) {
+                sums[v] += value[v];
+            }
         }
-        store();
     }
-};
+}
+
+// `pool_slots` for the feature's codec.
+template <u32 ROWS>
+__device__ __forceinline__ void pool_any_slots(
+    const Feature& f, const Rows& rows, u32 slot, u32 count, u32 position, float* out,
+    float (&sums)[LANE_COLUMNS]) {
+    FOR_CODEC(f, { pool_slots<CODEC, ROWS>(f, rows, slot, count, position, out, sums); })
+}

@@ -15,7 +15,22 @@ typedef long long i64;
 // Mask of a warp's 32 lanes.
 #define ALL_LANES 0xffffffffu
 
+// Returns `value`, which all lanes of the warp have, so that the compiler knows it: what depends on
+// it needs no code for lanes that disagree.
+__device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(ALL_LANES, value, 0); }
+
 #if defined(__CUDA_ARCH__)
+
+// Declares `name`, a TYPE that the threads of a block share.
+#define SHARED(TYPE, name) __shared__ TYPE name;
+
+// Returns the thread's number in its warp. The compiler takes it as new each time: it would keep
+// everything that follows from it in registers, which rows in flight need.
+__device__ __forceinline__ u32 lane_number() {
+    u32 lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
 
 // Reads one word that another thread may be writing. The value is never torn and comes from where
 // all threads of the device see it. The read orders nothing: the compiler may keep what it knows of
@@ -24,6 +39,78 @@ __device__ __forceinline__ u32 load_racing(const u32* at) {
     u32 v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
     return v;
+}
+
+// Reads four words, each as `load_racing` does; zeros if `!wanted`, without a branch. `at` is a
+// multiple of 16 bytes.
+__device__ __forceinline__ uint4 load_racing_4(const u32* at, bool wanted) {
+    uint4 v = {0, 0, 0, 0};
+    asm volatile(
+        "{ .reg .pred p; setp.ne.u32 p, %5, 0; "
+        "@p ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)wanted));
+    return v;
+}
+
+// The next functions read memory that no thread writes while the kernel runs. They are predicated
+// instructions, never branches, so that the loads of several rows are in flight together. A load of
+// `!wanted` gives 0.
+
+// Reads `WORDS` words (1, 2 or 4) of a row; `at` is a multiple of their size.
+template <u32 WORDS>
+__device__ __forceinline__ void load_constant(u32 (&v)[WORDS], const void* at, bool wanted) {
+    if constexpr (WORDS == 4) {
+        v[0] = v[1] = v[2] = v[3] = 0;
+        asm("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+            : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3]) : "l"(at), "r"((u32)wanted));
+    } else if constexpr (WORDS == 2) {
+        u64 both = 0;
+        asm("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u64 %0, [%1]; }"
+            : "+l"(both) : "l"(at), "r"((u32)wanted));
+        v[0] = (u32)both;
+        v[1] = (u32)(both >> 32);
+    } else {
+        v[0] = 0;
+        asm("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u32 %0, [%1]; }"
+            : "+r"(v[0]) : "l"(at), "r"((u32)wanted));
+    }
+}
+
+// Reads half a word of a row; `at` is even.
+__device__ __forceinline__ u32 load_constant_half(const void* at, bool wanted) {
+    u16 v = 0;
+    asm("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u16 %0, [%1]; }"
+        : "+h"(v) : "l"(at), "r"((u32)wanted));
+    return v;
+}
+
+// Reads a key, which one lane needs once.
+__device__ __forceinline__ u64 load_key(const u64* at, bool wanted) {
+    u64 v = 0;
+    asm("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u64 %0, [%1]; }"
+        : "+l"(v) : "l"(at), "r"((u32)wanted));
+    return v;
+}
+
+// Returns `address` as a value that the compiler knows nothing of: it adds an index to it with one
+// instruction, where it would take it apart and add its parts one by one.
+template <class T>
+__device__ __forceinline__ T* base_address(T* address) {
+    asm("" : "+l"(address));
+    return address;
+}
+
+// Writes four values, where `wanted`; `at` is a multiple of 16 bytes.
+__device__ __forceinline__ void store_4(float* at, const float (&v)[4], bool wanted) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.f32 [%0], {%1, %2, %3, %4}; }"
+        ::"l"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"((u32)wanted));
+}
+
+// Writes one value, where `wanted`.
+__device__ __forceinline__ void store_1(float* at, float v, bool wanted) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.f32 [%0], %1; }"
+                 ::"l"(at), "f"(v), "r"((u32)wanted));
 }
 
 // Writes one word that another thread may be reading.
@@ -49,7 +136,33 @@ __device__ __forceinline__ float widen(u16 half) {
 
 #else
 
+#define SHARED(TYPE, name) TYPE& name = *(TYPE*)sim::shared(sizeof(TYPE));
+
+inline u32 lane_number() { return threadIdx.x % 32; }
 inline u32 load_racing(const u32* at) { return sim::load(at); }
+inline uint4 load_racing_4(const u32* at, bool wanted) {
+    if (!wanted) return {0, 0, 0, 0};
+    return {sim::load(at), sim::load(at + 1), sim::load(at + 2), sim::load(at + 3)};
+}
+// Through the machine's own loads, so that a row that changes while it is read becomes visible.
+template <u32 WORDS>
+inline void load_constant(u32 (&v)[WORDS], const void* at, bool wanted) {
+    if ((size_t)at % (4 * WORDS)) sim::fail("a load of %u words is not aligned to them", WORDS);
+    for (u32 i = 0; i < WORDS; i++) v[i] = wanted ? sim::load((const u32*)at + i) : 0;
+}
+inline u32 load_constant_half(const void* at, bool wanted) {
+    u32 shift = (size_t)at % 4 * 8;
+    return wanted ? sim::load((const u32*)((size_t)at & ~(size_t)3)) >> shift & 0xffff : 0;
+}
+template <class T> inline T* base_address(T* address) { return address; }
+inline u64 load_key(const u64* at, bool wanted) { return wanted ? *at : 0; }
+inline void store_4(float* at, const float (&v)[4], bool wanted) {
+    if (wanted && (size_t)at % 16) sim::fail("a store of 4 words is not aligned to them");
+    for (u32 i = 0; wanted && i < 4; i++) at[i] = v[i];
+}
+inline void store_1(float* at, float v, bool wanted) {
+    if (wanted) *at = v;
+}
 inline void store_racing(u32* at, u32 v) { sim::store(at, v); }
 inline void fence_device() { __threadfence(); }
 inline void fence_system() { __threadfence_system(); }

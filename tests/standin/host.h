@@ -80,8 +80,9 @@ struct Block {
     dim3 index;
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
-    unsigned alive = 0, at_barrier = 0, barriers = 0;
+    unsigned alive = 0, at_barrier = 0, barriers = 0, votes = 0;
     Fiber* current = nullptr;
+    std::vector<uint64_t> shared;  // what SHARED of prelude.cuh declares: one object
 };
 
 // A launch that is running.
@@ -126,6 +127,11 @@ inline T from(const uint64_t* slots, unsigned lane) {
 }
 
 void barrier();
+// Returns the block's one shared object.
+inline void* shared(size_t bytes) {
+    if (block->shared.empty()) block->shared.resize((bytes + 7) / 8, 0xa5a5a5a5a5a5a5a5);
+    return block->shared.data();
+}
 uint32_t load(const uint32_t* at);
 void store(uint32_t* at, uint32_t value);
 void fence();
@@ -166,6 +172,15 @@ struct Add { Add(Named kernel) { add(kernel); } };
 #define gridDim (sim::block->grid->blocks)
 
 static inline void __syncthreads() { sim::barrier(); }
+static inline int __syncthreads_or(int yes) {
+    sim::block->votes += yes != 0;
+    sim::barrier();
+    int any = sim::block->votes != 0;
+    sim::barrier();
+    if (!sim::block->current->lane && !sim::block->current->warp) sim::block->votes = 0;
+    sim::barrier();
+    return any;
+}
 static inline void __threadfence() { sim::fence(); }
 static inline void __threadfence_system() { sim::fence(); }
 static inline unsigned __ballot_sync(unsigned mask, int yes) {
@@ -204,6 +219,12 @@ static inline unsigned long long __umul64hi(unsigned long long a, unsigned long 
 }
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return ((uint64_t)high << 32 | low) >> (shift & 31);
+}
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    uint64_t bytes = (uint64_t)y << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
 }
 static inline float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; }
 static inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }

@@ -50,7 +50,7 @@ struct Op {
     enum Kind { HOST, KERNEL, RECORD, WAIT } kind;
     std::function<void()> run;  // what it does, or a kernel's body
     dim3 blocks, threads;
-    bool exclusive = false, copies = false;
+    bool exclusive = false, copies = false, each_launch = false;
     std::shared_ptr<Event> event;
     uint64_t number = 0;
     std::shared_ptr<sim::Grid> grid;  // while it runs
@@ -213,6 +213,7 @@ struct Module { std::string image, entry; };
 struct Function { sim::Named kernel; bool ran = false; };
 typedef std::vector<Op> Graph;
 int context;
+bool spins = false;
 
 }  // namespace
 
@@ -240,7 +241,17 @@ API Result cuDeviceGetAttribute(int* v, int a, int) {
     *v = at == known.end() ? 0 : at->second;
     return SUCCESS;
 }
-API Result cuDevicePrimaryCtxRetain(void** c, int) { *c = &context; return SUCCESS; }
+API Result cuDevicePrimaryCtxSetFlags_v2(int, unsigned flags) {
+    if (flags != 1) sim::fail("a context whose waits do not spin");
+    spins = true;
+    return SUCCESS;
+}
+API Result cuCtxGetStreamPriorityRange(int* least, int* greatest) { BOUND; *least = 0; *greatest = -5; return SUCCESS; }
+API Result cuDevicePrimaryCtxRetain(void** c, int) {
+    if (!spins) sim::fail("a context that was opened before its flags were set");
+    *c = &context;
+    return SUCCESS;
+}
 API Result cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
 API Result cuCtxGetCurrent(void** c) { *c = current; return SUCCESS; }
 API Result cuCtxSetCurrent(void* c) { current = c; return SUCCESS; }
@@ -286,9 +297,22 @@ API Result cuEventRecord(void* e, void* s) {
     op.number = ++op.event->recorded;
     return give(s, std::move(op));
 }
+API Result cuEventRecordWithFlags(void* e, void* s, unsigned flags) {
+    if (!flags) return cuEventRecord(e, s);
+    BOUND;
+    LOCKED;
+    // An event outside of the recording, which every launch of the graph records.
+    if (flags != 1 || !of(s)->captured) sim::fail("an event is recorded outside of a recording as if in one");
+    Op op{Op::RECORD};
+    op.event = *(std::shared_ptr<Event>*)e;
+    op.each_launch = true;
+    return give(s, std::move(op));
+}
 API Result cuStreamWaitEvent(void* s, void* e, unsigned) {
     BOUND;
     LOCKED;
+    // A test shows what happens without the order.
+    if (fails("wait for an event")) return SUCCESS;
     Op op{Op::WAIT};
     op.event = *(std::shared_ptr<Event>*)e;
     op.number = op.event->recorded;
@@ -421,6 +445,11 @@ API Result cuStreamEndCapture(void* s, void** g) {
     if (of(s)->by != std::this_thread::get_id()) return CAPTURE_WRONG_THREAD;
     *g = of(s)->captured;
     of(s)->captured = nullptr;
+    if (fails("recording")) {
+        delete (Graph*)*g;
+        *g = nullptr;
+        return CAPTURE_UNSUPPORTED;
+    }
     if (!of(s)->spoiled) return SUCCESS;
     delete (Graph*)*g;
     *g = nullptr;
@@ -434,7 +463,10 @@ API Result cuGraphLaunch(void* x, void* s) {
     LOCKED;
     if (fails("graph")) return OUT_OF_MEMORY;
     launches++;
-    for (Op op : *(Graph*)x) give(s, std::move(op));
+    for (Op op : *(Graph*)x) {
+        if (op.each_launch) op.number = ++op.event->recorded;
+        give(s, std::move(op));
+    }
     return SUCCESS;
 }
 API Result cuGraphDestroy(void* g) { BOUND_TO_GIVE_BACK; delete (Graph*)g; return SUCCESS; }

@@ -28,6 +28,17 @@ fn a_new_build_of_the_kernels_gives_the_same_bytes() {
     }
 }
 
+/// The report of the machine code belongs to the images, by their hashes. No compiler is needed.
+#[test]
+fn every_kernel_is_within_its_budget() {
+    let done = Command::new("python3")
+        .arg(repository("kernels/cuda/make"))
+        .arg("--budget")
+        .output()
+        .unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
 /// The machine's own driver can only be tested before the stand-in is loaded, so the test runs in a
 /// process of its own.
 #[test]

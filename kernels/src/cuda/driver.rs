@@ -57,6 +57,8 @@ pub struct Gpu {
     sm: u32,
     processors: u32,
     integrated: bool,
+    /// The highest priority of a stream.
+    priority: i32,
     /// For work that is waited for immediately and belongs to no caller's stream.
     own: Arc<CudaStream>,
     launches: AtomicU64,
@@ -87,6 +89,7 @@ impl Gpu {
             );
         }
 
+        wait_by_spinning();
         let context = CudaContext::new(0).map_err(|error| match error.0 {
             sys::CUresult::CUDA_ERROR_NO_DEVICE => CudaError::NoGpu,
             _ => CudaError::Driver { call: "open", error },
@@ -105,6 +108,7 @@ impl Gpu {
         let integrated = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED;
         let integrated = context.attribute(integrated).call("integrated")? != 0;
         let name = context.name().call("name")?;
+        let (_, priority) = result::stream::get_priority_range().call("priorities")?;
         log::info!("GPU: {name}, compute capability {major}.{minor}, driver {driver}");
         Ok(Arc::new(Self {
             own: context.new_stream().call("new stream")?,
@@ -114,6 +118,7 @@ impl Gpu {
             sm,
             processors,
             integrated,
+            priority,
             launches: AtomicU64::new(0),
             waits: AtomicU64::new(0),
         }))
@@ -179,12 +184,14 @@ impl Gpu {
         self.context.synchronize()
     }
 
-    /// Creates a stream.
+    /// Creates a stream of the highest priority: its work runs before that of other programs'
+    /// streams on the GPU.
     ///
     /// # Errors
     /// [`CudaError::Driver`].
     pub fn stream(self: &Arc<Self>) -> Result<Stream> {
-        Ok(Stream { stream: self.context.new_stream().call("new stream")?, gpu: Arc::clone(self) })
+        let stream = self.context.new_stream_with_priority(self.priority).call("new stream")?;
+        Ok(Stream { stream, gpu: Arc::clone(self) })
     }
 
     /// Creates an event. An event that was never recorded counts as reached.
@@ -241,6 +248,20 @@ impl Gpu {
 
         log::warn!("{tried}; the driver compiled its PTX instead");
         Ok(Arc::new(Module { module, gpu: Arc::clone(self) }))
+    }
+}
+
+/// Makes a thread that waits for the GPU spin. A request waits once, for far less than a millisecond.
+/// A driver that chooses for itself may put the thread to sleep, as on a Tegra, and its wake-up takes
+/// longer than the request. A driver that refuses keeps its choice.
+fn wait_by_spinning() {
+    let flags = sys::CUctx_flags::CU_CTX_SCHED_SPIN as u32;
+    let set = result::init().and_then(|()| result::device::get(0)).and_then(|device| {
+        // SAFETY: the device exists; the call changes no memory of this process.
+        unsafe { sys::cuDevicePrimaryCtxSetFlags_v2(device, flags) }.result()
+    });
+    if let Err(e) = set {
+        log::debug!("the CUDA driver chooses how to wait: {e}");
     }
 }
 
@@ -364,6 +385,32 @@ impl Stream {
         self.bind()?;
         // SAFETY: the stream and the event are alive.
         unsafe { result::event::record(event.event, self.stream.cu_stream()) }
+            .call("record an event")
+    }
+
+    /// Records `event` as [`Stream::record`] does. While the stream's work is recorded into a graph,
+    /// the recording becomes part of it: each launch of the graph records the event anew.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn record_each_launch(&self, event: &Event) -> Result<()> {
+        self.bind()?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is alive; the driver writes one status.
+        unsafe { sys::cuStreamIsCapturing(self.stream.cu_stream(), &mut status) }
+            .result()
+            .call("ask whether work is recorded")?;
+
+        // The driver refuses the flag outside of a recording.
+        let recorded = status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
+        let flags = if recorded {
+            sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL
+        } else {
+            sys::CUevent_record_flags::CU_EVENT_RECORD_DEFAULT
+        };
+        // SAFETY: the stream and the event are alive; a graph's owner keeps the event.
+        unsafe { sys::cuEventRecordWithFlags(event.event, self.stream.cu_stream(), flags as u32) }
+            .result()
             .call("record an event")
     }
 

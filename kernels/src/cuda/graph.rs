@@ -79,16 +79,19 @@ impl<T> Graphs<T> {
         Ok(self.graphs.len() - 1)
     }
 
-    /// Launches graph `number` on its stream, and does not wait.
+    /// Launches graph `number` on its stream, and does not wait. `turn` calls its second argument
+    /// when the graph may be launched.
     ///
     /// # Errors
-    /// [`CudaError::Driver`].
+    /// [`CudaError::Driver`], or the error of `turn`.
     pub fn launch(
         &mut self,
         number: usize,
         stream: impl Fn(&T) -> &Stream,
+        turn: impl FnOnce(&T, &dyn Fn() -> Result<(), CudaError>) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        self.graphs[number].graph.launch().call("launch a graph")?;
+        let graph = &self.graphs[number].graph;
+        turn(&self.resources, &|| graph.launch().call("launch a graph"))?;
         stream(&self.resources).count_launch();
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::dense::layout::Layout;
 use crate::dense::onnx_graph::{Graph, Stop};
 use crate::dense::{Activation, DenseEngine, DenseError, Weights, match_interface, onnx};
 use crate::gpu::dense_error::GpuDenseError;
-use crate::gpu::dense_kernels::{Columns, DenseKernels};
+use crate::gpu::dense_kernels::{Columns, DenseKernels, ResultShape};
 use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch};
 use crate::gpu::numbers::MapNumber;
 use crate::gpu::tensorrt::{self, Build, Plans, TensorRt};
@@ -287,6 +287,22 @@ impl DeviceEngine {
             return Ok(());
         }
         self.kernels.concat(stream, from, Columns { rows: 1, part: n, stride: n, first: 0 }, to)
+    }
+
+    /// Puts onto `stream` a copy of the samples `numbers` of `from` to the start of `to`: `shape`
+    /// says how many, and the columns of both.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub(crate) fn gather(
+        &self,
+        stream: &Stream,
+        from: View<f32>,
+        numbers: View<u32>,
+        shape: ResultShape,
+        to: View<f32>,
+    ) -> Result<(), CudaError> {
+        self.kernels.gather(stream, from, numbers, shape, to)
     }
 
     /// Returns the engine if it gives the CPU's scores on generated samples, in a batch of one and

@@ -2,7 +2,7 @@
 //! network on the CPU or refuses to start.
 
 use crate::cuda::cublas::CublasError;
-use crate::cuda::driver::CudaError;
+use crate::cuda::driver::{CudaError, Gpu};
 use crate::dense::DenseError;
 use crate::gpu::tensorrt::TensorRtError;
 
@@ -32,6 +32,16 @@ pub enum GpuDenseError {
     Cuda(#[source] Box<CudaError>),
     #[error("dense network: {0}")]
     TensorRt(#[source] Box<TensorRtError>),
+}
+
+impl GpuDenseError {
+    /// Returns the driver's error, or says that `gpu` has no kernels for the network.
+    pub fn into_cuda(self, gpu: &Gpu) -> CudaError {
+        match self {
+            Self::Cuda(e) => *e,
+            e => CudaError::NoKernels { gpu: gpu.name().to_owned(), problem: e.to_string() },
+        }
+    }
 }
 
 impl From<CudaError> for GpuDenseError {

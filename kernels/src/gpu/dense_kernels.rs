@@ -13,7 +13,10 @@ use std::sync::Arc;
 pub(crate) const IMAGES: Images = Images {
     name: "dense",
     cubins: &[
+        (80, include_bytes!("../../cuda/built/dense.sm_80.cubin")),
+        (86, include_bytes!("../../cuda/built/dense.sm_86.cubin")),
         (87, include_bytes!("../../cuda/built/dense.sm_87.cubin")),
+        (89, include_bytes!("../../cuda/built/dense.sm_89.cubin")),
         (90, include_bytes!("../../cuda/built/dense.sm_90.cubin")),
     ],
     ptx: include_str!("../../cuda/built/dense.ptx"),
@@ -24,7 +27,7 @@ const THREADS: u32 = 256;
 /// Blocks of the largest grid of a kernel whose blocks stride over the values.
 const STRIDED_GRID_BLOCKS: usize = 1 << 16;
 /// A product of at most this many rows uses the small tiles.
-const FEW_ROWS: usize = 32;
+const FEW_ROWS: usize = 64;
 /// Sizes and indexes are `int` in the kernels.
 const INT_END: usize = 1 << 31;
 
@@ -127,6 +130,17 @@ struct PickValues {
     from_width: i32,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GatherRows {
+    from: u64,
+    numbers: u64,
+    to: u64,
+    rows: i32,
+    width: i32,
+}
+
+const _: () = assert!(size_of::<GatherRows>() == 32);
 const _: () = assert!(size_of::<MatrixProduct>() == 56 && size_of::<MatrixFinish>() == 40);
 const _: () = assert!(size_of::<SmallProducts>() == 48 && size_of::<MapValues>() == 32);
 const _: () = assert!(size_of::<ZipSide>() == 24 && size_of::<ZipValues>() == 72);
@@ -187,6 +201,7 @@ pub(crate) struct DenseKernels {
     sum: Kernel,
     concat: Kernel,
     pick: Kernel,
+    gather: Kernel,
 }
 
 fn strided(values: usize) -> u32 {
@@ -208,6 +223,7 @@ impl DenseKernels {
             sum: module.kernel("dense_sum")?,
             concat: module.kernel("dense_concat")?,
             pick: module.kernel("dense_pick")?,
+            gather: module.kernel("dense_gather")?,
         })
     }
 
@@ -226,7 +242,7 @@ impl DenseKernels {
 
         let few = m <= FEW_ROWS;
         let (kernel, rows, columns) =
-            if few { (&self.matrix_few, 8, 32) } else { (&self.matrix, 64, 64) };
+            if few { (&self.matrix_few, 16, 32) } else { (&self.matrix, 64, 64) };
         let blocks = m.div_ceil(rows) * n.div_ceil(columns);
         let argument = MatrixProduct {
             a: a.address(),
@@ -392,6 +408,32 @@ impl DenseKernels {
         };
         // SAFETY: the parameter of `dense_concat`; the sizes were checked.
         unsafe { stream.launch(&self.concat, strided(values), THREADS, argument) }
+    }
+
+    /// `to[samples, width]`: the rows `numbers[..samples]` of `from`, which is as wide. Every number
+    /// must be one of a row of `from`.
+    pub fn gather(
+        &self,
+        stream: &Stream,
+        from: View<f32>,
+        numbers: View<u32>,
+        shape: ResultShape,
+        to: View<f32>,
+    ) -> Result<()> {
+        let ResultShape { samples, width } = shape;
+        assert!(to.len() >= samples * width && numbers.len() >= samples);
+        assert!(from.len() >= samples * width && samples < INT_END && width < INT_END);
+        let argument = GatherRows {
+            from: from.address(),
+            numbers: numbers.address(),
+            to: to.address(),
+            rows: samples as i32,
+            width: width as i32,
+        };
+        let blocks = samples.min(STRIDED_GRID_BLOCKS) as u32;
+        // SAFETY: the parameter of `dense_gather`; the sizes were checked, the caller vouches for
+        // the numbers.
+        unsafe { stream.launch(&self.gather, blocks, THREADS, argument) }
     }
 
     /// `out[samples, picks.len()]`: values `picks[..]` of each sample of `from[samples,

@@ -13,7 +13,10 @@ use std::sync::Arc;
 pub(crate) const CHANGES: Images = Images {
     name: "changes",
     cubins: &[
+        (80, include_bytes!("../../cuda/built/changes.sm_80.cubin")),
+        (86, include_bytes!("../../cuda/built/changes.sm_86.cubin")),
         (87, include_bytes!("../../cuda/built/changes.sm_87.cubin")),
+        (89, include_bytes!("../../cuda/built/changes.sm_89.cubin")),
         (90, include_bytes!("../../cuda/built/changes.sm_90.cubin")),
     ],
     ptx: include_str!("../../cuda/built/changes.ptx"),
@@ -22,11 +25,17 @@ pub(crate) const CHANGES: Images = Images {
 pub(crate) const LOOKUP: Images = Images {
     name: "lookup",
     cubins: &[
+        (80, include_bytes!("../../cuda/built/lookup.sm_80.cubin")),
+        (86, include_bytes!("../../cuda/built/lookup.sm_86.cubin")),
         (87, include_bytes!("../../cuda/built/lookup.sm_87.cubin")),
+        (89, include_bytes!("../../cuda/built/lookup.sm_89.cubin")),
         (90, include_bytes!("../../cuda/built/lookup.sm_90.cubin")),
     ],
     ptx: include_str!("../../cuda/built/lookup.ptx"),
 };
+
+/// Blocks of a query that one multiprocessor runs at the same time.
+pub(crate) const QUERY_BLOCKS: u32 = 8;
 
 /// Threads of a block. A warp of 32 takes a row, a set, a bag or a tile of samples.
 const THREADS: u32 = 128;
@@ -97,6 +106,8 @@ pub(crate) struct DeviceFeature {
     pub pooling: u32,
     pub storage: u32,
     pub unit: f32,
+    pub lane_bits: u32,
+    pub aligned: u32,
 }
 
 /// `OpenBag` of `lookup.cuh`: a bag that waits for rows.
@@ -170,7 +181,7 @@ macro_rules! device_values {
 device_values!(DeviceCacheView Change ProbeResult DeviceFeature DeviceBag Entry RingCounts);
 device_values!(AbsentCount BagNumber FinishArgument);
 
-const _: () = assert!(size_of::<DeviceCacheView>() == 48 && size_of::<DeviceFeature>() == 176);
+const _: () = assert!(size_of::<DeviceCacheView>() == 48 && size_of::<DeviceFeature>() == 184);
 const _: () = assert!(size_of::<Change>() == 24 && size_of::<ProbeResult>() == 8);
 const _: () = assert!(size_of::<DeviceBag>() == 20 && size_of::<Entry>() == 16);
 const _: () = assert!(size_of::<RingCounts>() == 16 && size_of::<AbsentCount>() == 8);
@@ -235,10 +246,10 @@ struct QueryArgument {
     counts: u64,
     blocks_done: u64,
     only: u64,
-    bags: u32,
     samples: u32,
-    feature_count: u32,
     tile: u32,
+    tiles_each: u32,
+    tiles: u32,
 }
 
 const _: () = assert!(size_of::<ChangesArgument>() == 88 && size_of::<ProbeArgument>() == 72);
@@ -273,6 +284,29 @@ pub(crate) struct ChangeList {
     /// Whether each change, by its number, happened.
     pub done: Mapped<u8>,
     pub probed: Mapped<ProbeResult>,
+}
+
+impl ChangeList {
+    /// Writes the changes of one cache, which are sorted by set, from `first` on, and where each
+    /// set's changes begin from `first_run` on. Returns the number of sets.
+    pub fn write(
+        &mut self,
+        first: usize,
+        first_run: usize,
+        changes: impl Iterator<Item = Change>,
+    ) -> usize {
+        let (mut sets, mut count, mut set) = (0, 0, None);
+        for change in changes {
+            if set.replace(change.set) != Some(change.set) {
+                self.runs[first_run + sets] = count as u32;
+                sets += 1;
+            }
+            self.list[first + count] = change;
+            count += 1;
+        }
+        self.runs[first_run + sets] = count as u32;
+        sets
+    }
 }
 
 /// The changes of one cache within a list.
@@ -335,9 +369,9 @@ pub(crate) struct QueryMemory<'a> {
 /// The bags that one query pools.
 #[derive(Clone, Copy)]
 pub(crate) enum QueryBags<'a> {
-    /// All samples of every feature; a warp takes `tile` samples of one feature.
+    /// All samples of every feature, in tiles of `tile` samples of one feature.
     All { tile: usize },
-    /// The first `count` of these bags; a warp takes one bag.
+    /// The first `count` of these bags, each a tile.
     Only { bags: &'a Mapped<BagNumber>, count: usize },
 }
 
@@ -509,15 +543,16 @@ impl Kernels {
         let QueryMemory { features, keys, offsets, samples, ring, counters } = memory;
         assert!(ring.hit_rows.len() >= 4 * ring.entries.len() * ring.hit_stride);
         assert!(ring.bags.len() >= ring.entries.len() && counters.len() >= 5);
-        let (only, count, tile, warps) = match bags {
+        let (only, tile, tiles_each, tiles) = match bags {
             QueryBags::All { tile } => {
                 let room = ring.requeries.len().min(ring.absents.len());
                 assert!(room >= samples * features.len() && (1..=32).contains(&tile));
-                (0, *samples, tile, samples.div_ceil(tile) * features.len())
+                let each = samples.div_ceil(tile);
+                (0, tile, each, each * features.len())
             }
             QueryBags::Only { bags, count } => {
                 assert!(count <= bags.len());
-                (bags.address(), count, 1, count)
+                (bags.address(), 1, 1, count)
             }
         };
 
@@ -529,14 +564,16 @@ impl Kernels {
             counts: counters.address(),
             blocks_done: counters.address() + size_of::<RingCounts>() as u64,
             only,
-            bags: count as u32,
             samples: *samples as u32,
-            feature_count: features.len() as u32,
             tile: tile as u32,
+            tiles_each: tiles_each as u32,
+            tiles: tiles as u32,
         };
+        // A warp takes further tiles where there are more than warps.
+        let blocks = blocks(tiles).min(stream.gpu().processors() * QUERY_BLOCKS);
         // SAFETY: the kernel's parameter; the ring has room for all that the kernel can leave, and
         // the caller checked the rest.
-        unsafe { stream.launch(&self.query, blocks(warps), THREADS, argument) }
+        unsafe { stream.launch(&self.query, blocks, THREADS, argument) }
     }
 
     /// Pools the rest of the bags that `open` is set to when the launch runs: at most `bags_max`.

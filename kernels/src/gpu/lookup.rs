@@ -6,15 +6,16 @@
 
 use crate::cache::Epoch;
 use crate::cache::address::{RowKey, TableHasher};
-use crate::cache::codec::RowFormat;
+use crate::cache::codec::{Codec, RowFormat};
 use crate::cuda::driver::{Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, Mapped};
 use crate::gpu::launch::{
     AbsentCount, BagNumber, DeviceBag, DeviceCacheView, DeviceFeature, Entry, MissRing, NO_SLOT,
     OpenBags, QueryBags, QueryMemory, RingCounts, StagedRows,
 };
-use crate::gpu::numbers::{CodecNumber, EntryKind, PoolingNumber, StorageNumber};
+use crate::gpu::numbers::{Alignment, CodecNumber, EntryKind, PoolingNumber, StorageNumber};
 use crate::gpu::tables::{DeviceIndex, DeviceTables, RowChanges, TableStorage};
+use crate::gpu::turns::Reader;
 use crate::lookup::miss_list::{Miss, MissList, RowState};
 use crate::lookup::{Bags, LookupStatus, Pooling};
 use std::sync::Arc;
@@ -140,6 +141,9 @@ pub struct GpuLookup {
     requeries: Mapped<BagNumber>,
     open: OpenBags,
     changes: RowChanges,
+    reader: Reader,
+    /// Whether each sample of the batch has a bag that was left open.
+    is_open: Box<[bool]>,
 }
 
 impl GpuLookup {
@@ -165,6 +169,8 @@ impl GpuLookup {
             let mut view = view_of(tables, feature);
             view.default_row = default_row;
             view.keys_before = lookups as u64;
+            // A kernel counts the columns of an input with 32 bits.
+            assert!((limits.batch_max as u64).saturating_mul(view.stride) < u64::from(u32::MAX));
             lookups += feature.hotness_max;
             default_row += size_of_val(feature.default_row) as u64;
             views.push(view);
@@ -186,6 +192,8 @@ impl GpuLookup {
             requeries: gpu.mapped(bags)?,
             open: OpenBags::new(gpu, misses_max)?,
             changes: RowChanges::new(tables, misses_max)?,
+            reader: tables.turns().reader(gpu)?,
+            is_open: vec![false; limits.batch_max].into(),
             tables: Arc::clone(tables),
             stream,
         };
@@ -230,8 +238,18 @@ impl GpuLookup {
     /// `CudaError::Driver`.
     pub fn begin<'a>(&mut self, batch: usize, bags: impl Fn(usize) -> Bags<'a>) -> Result<()> {
         self.write_request(batch, batch, bags);
-        self.copy_keys(batch)?;
-        self.launch(batch)
+        self.in_turn(|| {
+            self.copy_keys(batch)?;
+            self.launch(batch)
+        })
+    }
+
+    /// Lets `launch` put a query onto the stream when no cache changes.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`, or the error of `launch`.
+    pub(crate) fn in_turn(&self, launch: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.tables.turns().query(&self.reader, &self.stream, launch)
     }
 
     /// Writes the keys and offsets of `batch` samples where the device reads them, laid out for
@@ -246,6 +264,7 @@ impl GpuLookup {
         (self.batch, self.request.samples) = (batch, samples);
         // An empty batch launches nothing.
         self.ring.counts[0] = RingCounts::default();
+        self.is_open[..batch].fill(false);
         for (f, view) in self.views.iter().enumerate() {
             let (Bags { keys, offsets, .. }, hotness_max) = (bags(f), self.hotness_max[f]);
             let offsets = &offsets[..=batch];
@@ -279,11 +298,12 @@ impl GpuLookup {
     /// `CudaError::Driver`.
     pub fn launch(&self, samples: usize) -> Result<()> {
         assert!(samples <= self.limits.batch_max);
-        // As many warps as keep every multiprocessor busy; with more samples, several a warp.
+        // As many tiles as keep every multiprocessor busy; with more samples, several a tile.
         let warps = self.tables.gpu().processors() as usize * 64;
         let tile = (samples * self.views.len() / warps).clamp(1, 32);
         let memory = self.memory(samples);
-        self.tables.kernels().query(&self.stream, &memory, QueryBags::All { tile })
+        self.tables.kernels().query(&self.stream, &memory, QueryBags::All { tile })?;
+        self.reader.end_query(&self.stream)
     }
 
     fn memory(&self, samples: usize) -> QueryMemory<'_> {
@@ -300,8 +320,7 @@ impl GpuLookup {
 
     /// Waits for the query and adds what it left open to `misses`, which is empty. Counts the rows
     /// that were cached in `statuses`, one a sample of the batch, all zero. Returns whether bags
-    /// are left for [`GpuLookup::requery`]: the ring had no room for them, or a wide row changed
-    /// while it was added.
+    /// are left for [`GpuLookup::requery`], because the ring had no room for them.
     ///
     /// # Errors
     /// `CudaError::Driver`.
@@ -328,11 +347,13 @@ impl GpuLookup {
         }
         for number in 0..requeries as usize {
             let bag = self.ring.requeries[number];
+            self.is_open[bag.sample as usize] = true;
             statuses[bag.sample as usize].fresh -= self.bag_len(bag) as u32;
             self.requeries[number] = bag;
         }
         for bag in &self.ring.bags[..bags as usize] {
             statuses[bag.sample as usize].fresh -= bag.entries;
+            self.is_open[bag.sample as usize] = true;
             self.add_open_bag(bag, misses);
         }
         requeries > 0
@@ -354,6 +375,12 @@ impl GpuLookup {
                 }
             }
         }
+    }
+
+    /// Returns for each sample of the batch whether a query left one of its bags open, since the
+    /// request began.
+    pub(crate) fn open_samples(&self) -> &[bool] {
+        &self.is_open[..self.batch]
     }
 
     /// Finishes the open bags after the caller has read the rows of `misses`: inserts the fresh
@@ -434,7 +461,10 @@ impl GpuLookup {
         }
         let memory = self.memory(self.request.samples);
         let bags = QueryBags::Only { bags: &self.requeries, count };
-        self.tables.kernels().query(&self.stream, &memory, bags)?;
+        self.in_turn(|| {
+            self.tables.kernels().query(&self.stream, &memory, bags)?;
+            self.reader.end_query(&self.stream)
+        })?;
         self.stream.wait()?;
         Ok(self.read_ring(misses, statuses))
     }
@@ -503,9 +533,11 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
     assert!(feature.column + feature.width <= feature.stride);
     let rows_out = if feature.pooling == Pooling::None { feature.hotness_max } else { 1 };
     assert_eq!(feature.width, rows_out * format.dim());
+    // A bag of at most one key is its row.
+    let pooling = if feature.hotness_max == 1 { Pooling::None } else { feature.pooling };
     // The runtime refuses a model with another pooling before it looks up a row.
-    let pooling = PoolingNumber::of(feature.pooling);
-    assert!(pooling.is_some(), "the GPU has no {:?} pooling", feature.pooling);
+    let number = PoolingNumber::of(pooling);
+    assert!(number.is_some(), "the GPU has no {pooling:?} pooling");
 
     let view = DeviceFeature {
         out: feature.input + 4 * feature.column as u64,
@@ -517,13 +549,41 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
         width: feature.width as u32,
         unit: format.unit(),
         codec: CodecNumber::from(format.codec()) as u32,
-        pooling: pooling.map_or(0, |number| number as u32),
+        pooling: number.map_or(0, |number| number as u32),
         ..DeviceFeature::default()
     };
-    match tables.storage(feature.table) {
+    let view = match tables.storage(feature.table) {
         TableStorage::Cached(number) => view_of_cached(tables, feature, number, view),
         TableStorage::Resident(number) => view_of_resident(tables, feature, number, view),
-    }
+    };
+    DeviceFeature { lane_bits: lane_bits(format.dim()), aligned: alignment(feature), ..view }
+}
+
+/// Columns that a lane of a warp reads and writes.
+const LANE_COLUMNS: usize = 4;
+
+/// Returns the base-2 logarithm of the lanes that read one row of `dim` columns together: 4 to 32.
+fn lane_bits(dim: usize) -> u32 {
+    dim.div_ceil(LANE_COLUMNS).next_power_of_two().clamp(4, 32).trailing_zeros()
+}
+
+/// Returns which accesses of `feature` a kernel may make 4 columns at a time: bits of `Alignment`.
+fn alignment(feature: &FeatureOnDevice<'_>) -> u32 {
+    let (format, codec) = (feature.format, feature.format.codec());
+    let row_bytes = format.row_bytes();
+    let stride = row_bytes.next_multiple_of(4);
+    let whole = format.dim().is_multiple_of(LANE_COLUMNS);
+    let is_aligned = match codec {
+        Codec::F32 => stride.is_multiple_of(16),
+        Codec::F16 => stride.is_multiple_of(8),
+        // The scale is the last word.
+        Codec::U8 | Codec::U4 => row_bytes.is_multiple_of(4),
+    };
+    let out = feature.input + 4 * feature.column as u64;
+    let out_is_aligned = out.is_multiple_of(16) && feature.stride.is_multiple_of(LANE_COLUMNS);
+    let bit = |is: bool, bit: Alignment| if is { bit as u32 } else { 0 };
+    bit(whole && is_aligned, Alignment::AlignedRows)
+        | bit(whole && out_is_aligned, Alignment::AlignedOut)
 }
 
 fn view_of_cached(
@@ -535,7 +595,8 @@ fn view_of_cached(
     let (hasher, cache) = (tables.table_hasher(cache, feature.table), tables.cache_view(cache));
     assert_eq!(cache.row_bytes as usize, feature.format.row_bytes());
 
-    let view = DeviceFeature { cache, storage: StorageNumber::Cached as u32, ..view };
+    let rows = cache.rows;
+    let view = DeviceFeature { cache, rows, storage: StorageNumber::Cached as u32, ..view };
     match hasher {
         TableHasher::Indexed { base, end } => DeviceFeature { base, end: end as u32, ..view },
         TableHasher::Hashed { salt, .. } => DeviceFeature { salt, ..view },

@@ -4,7 +4,8 @@
 //! * `launch`, `dense_kernels`: one typed function for each kernel; `numbers`: the numbers that
 //!   kernels and host share. The kernels are CUDA C++ in `kernels/cuda`, built by its `make` and
 //!   embedded here.
-//! * [`tables`]: the caches and resident tables in device memory; [`lookup`]: the query of a batch.
+//! * [`tables`]: the caches and resident tables in device memory; [`lookup`]: the query of a batch;
+//!   `turns`: the order of queries and changes.
 //! * `dense_plan`, `dense_engine`: the dense network; [`tensorrt`]: the network by TensorRT.
 //! * [`step`]: a whole request as one CUDA graph.
 //! * [`device_info`]: a report about a GPU and its driver.
@@ -20,6 +21,7 @@ mod numbers;
 pub mod step;
 pub mod tables;
 pub mod tensorrt;
+mod turns;
 
 pub use dense_engine::{DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, TensorRtOptions};
 pub use dense_error::GpuDenseError;

@@ -56,6 +56,16 @@ pub(crate) enum StorageNumber {
     ResidentHashed,
 }
 
+/// `Alignment` of `lookup.cuh`: bits.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Alignment {
+    #[allow(dead_code, reason = "the kernels' name for no bit")]
+    Unaligned,
+    AlignedRows,
+    AlignedOut,
+}
+
 /// `EntryKind` of `lookup.cuh`: what the query found for one lookup of an open bag.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,6 +162,9 @@ mod tests {
         assert_same(lookup, "Pooling", &[P::Sum, P::Mean, P::None].map(|p| (p, p as u32)));
         let storages = [S::Cached, S::Resident, S::ResidentHashed];
         assert_same(lookup, "Storage", &storages.map(|s| (s, s as u32)));
+        use Alignment::{AlignedOut, AlignedRows, Unaligned};
+        let bits = [Unaligned, AlignedRows, AlignedOut];
+        assert_same(lookup, "Alignment", &bits.map(|b| (b, b as u32)));
         let kinds = [EntryKind::Missing, EntryKind::Absent, EntryKind::Hit];
         assert_same(lookup, "EntryKind", &kinds.map(|k| (k, k as u32)));
         assert!(kinds.iter().all(|&kind| EntryKind::of(kind as u32) == kind));

@@ -1,14 +1,16 @@
 //! A whole request as one launch: query, pooling and dense network in one CUDA graph, without the
 //! host in between. If rows are missing, the caller reads them; then a second graph finishes the
-//! bags and runs the network again. Both are recorded for every power of two up to the largest
-//! batch. A batch between two powers runs the next larger graph, padded with samples without keys.
-//! Never reads flash.
+//! bags and runs the network again, for the samples with missing rows only: it gathers their inputs.
+//! Both are recorded for every power of two up to the largest batch. A batch between two powers runs
+//! the next larger graph, padded with samples without keys. Where the driver or a library refuses to
+//! record, every kernel is a launch of its own. Never reads flash.
 
 use crate::cuda::driver::{CudaError, Stream};
 use crate::cuda::graph::Graphs;
 use crate::cuda::memory::{Buffer, Mapped};
 use crate::gpu::dense_engine::{DeviceEngine, DeviceScratch};
 use crate::gpu::dense_error::GpuDenseError;
+use crate::gpu::dense_kernels::ResultShape;
 use crate::gpu::lookup::{FeatureOnDevice, GpuLookup, LookupLimits};
 use crate::gpu::tables::DeviceTables;
 use crate::lookup::miss_list::MissList;
@@ -30,6 +32,8 @@ fn scratch_batches(engine: &DeviceEngine, batch_max: usize) -> impl Iterator<Ite
 pub struct Step {
     /// Two for each recorded batch size: a request, and the completion of its misses.
     graphs: Graphs<Resources>,
+    /// Why there are no graphs.
+    refused: Option<GpuDenseError>,
     /// The recorded batch sizes, ascending.
     batches: Vec<usize>,
 }
@@ -46,6 +50,19 @@ struct Resources {
     dense: Option<DenseFeatures>,
     /// `[batch_max, outputs]`; the host reads them.
     scores: Mapped<f32>,
+    misses_max: usize,
+    late: LateSamples,
+}
+
+/// The samples of a request that had missing rows.
+struct LateSamples {
+    /// Their numbers, ascending, `[batch_max]`; the host writes them.
+    numbers: Mapped<u32>,
+    count: usize,
+    /// Their inputs, one for each network input, `[batch_max, width]`.
+    inputs: Vec<Buffer<f32>>,
+    /// Their scores, `[batch_max, outputs]`; the host reads them.
+    scores: Mapped<f32>,
 }
 
 /// The dense features of a request.
@@ -57,33 +74,49 @@ struct DenseFeatures {
 }
 
 impl Resources {
-    /// Puts a request onto the stream: batch size `number`, which is `samples`.
-    fn request(&mut self, number: usize, samples: usize) -> Result<(), GpuDenseError> {
-        let Self { lookup, engine, inputs, widths, dense, .. } = self;
-        lookup.copy_keys(samples)?;
-        lookup.launch(samples)?;
+    /// Puts the query of a request of `samples` samples onto the stream.
+    fn query(&self, samples: usize) -> Result<(), CudaError> {
+        self.lookup.copy_keys(samples)?;
+        self.lookup.launch(samples)
+    }
+
+    /// Puts the network of batch size `number`, which is `samples`, onto the stream.
+    fn score(&mut self, number: usize, samples: usize) -> Result<(), GpuDenseError> {
+        let Self { lookup, engine, scratches, inputs, widths, dense, scores, .. } = self;
         if let Some(DenseFeatures { input, values }) = dense {
             let all = samples * widths[*input];
             engine.copy(lookup.stream(), values.view().first(all), inputs[*input].view())?;
         }
-        self.network(number, samples)
-    }
-
-    /// Puts the completion of a request onto the stream, for after its misses were read.
-    fn complete(
-        &mut self,
-        number: usize,
-        samples: usize,
-        misses_max: usize,
-    ) -> Result<(), GpuDenseError> {
-        self.lookup.finish(misses_max)?;
-        self.network(number, samples)
-    }
-
-    fn network(&mut self, number: usize, samples: usize) -> Result<(), GpuDenseError> {
-        let Self { lookup, engine, scratches, inputs, scores, .. } = self;
         let number = number.min(scratches.len() - 1);
         engine.enqueue(lookup.stream(), samples, inputs, scores.view(), &mut scratches[number])
+    }
+
+    /// Puts the completion of a request with `samples` late samples onto the stream, for after
+    /// their rows were read.
+    fn complete(&mut self, number: usize, samples: usize) -> Result<(), GpuDenseError> {
+        let Self { lookup, engine, scratches, inputs, widths, misses_max, late, .. } = self;
+        let LateSamples { numbers, inputs: late_inputs, scores, .. } = late;
+        lookup.finish(*misses_max)?;
+        for ((from, to), &width) in inputs.iter().zip(&*late_inputs).zip(&*widths) {
+            let shape = ResultShape { samples, width };
+            engine.gather(lookup.stream(), from.view(), numbers.view(), shape, to.view())?;
+        }
+        let number = number.min(scratches.len() - 1);
+        engine.enqueue(lookup.stream(), samples, late_inputs, scores.view(), &mut scratches[number])
+    }
+}
+
+impl LateSamples {
+    /// Lists the samples that `is_late` marks. The rest of the first `size_of(count)` numbers is the
+    /// last one again.
+    fn list(&mut self, is_late: &[bool], size_of: impl Fn(usize) -> usize) {
+        self.count = 0;
+        for (sample, _) in is_late.iter().enumerate().filter(|(_, is_late)| **is_late) {
+            self.numbers[self.count] = sample as u32;
+            self.count += 1;
+        }
+        let last = self.count.checked_sub(1).map_or(0, |last| self.numbers[last]);
+        self.numbers[self.count..size_of(self.count)].fill(last);
     }
 }
 
@@ -117,6 +150,13 @@ impl Step {
                 Some(DenseFeatures { input, values })
             }
         };
+        let buffers = |width: &usize| gpu.buffer(batch_max * width);
+        let late = LateSamples {
+            numbers: gpu.mapped(batch_max)?,
+            count: 0,
+            inputs: widths.iter().map(buffers).collect::<Result<_, _>>()?,
+            scores: gpu.mapped(batch_max * engine.outputs())?,
+        };
         let resources = Resources {
             lookup: GpuLookup::new(tables, &features(&addresses), limits)?,
             scratches: scratch_batches(engine, batch_max)
@@ -127,21 +167,48 @@ impl Step {
             widths: widths.to_vec(),
             inputs,
             dense,
+            misses_max,
+            late,
         };
 
         let batches: Vec<usize> = recorded_batches(batch_max).collect();
-        let mut graphs = Graphs::new(resources);
+        let mut step = Self { graphs: Graphs::new(resources), refused: None, batches };
+        step.record()?;
+        Ok(step)
+    }
+
+    /// Records the graphs of all batch sizes.
+    fn record(&mut self) -> Result<(), GpuDenseError> {
+        let Self { graphs, refused, batches } = self;
         for (number, &batch) in batches.iter().enumerate() {
             // Once without recording, for samples without keys: driver and libraries allocate
             // memory at the first run.
-            graphs.resources_mut().request(number, batch)?;
-            graphs.resources_mut().complete(number, batch, misses_max)?;
-            Self::stream_of(graphs.resources()).wait()?;
+            let resources = graphs.resources_mut();
+            resources.query(batch)?;
+            resources.score(number, batch)?;
+            resources.complete(number, batch)?;
+            Self::stream_of(resources).wait()?;
 
-            graphs.record(Self::stream_of, |r| r.request(number, batch))?;
-            graphs.record(Self::stream_of, |r| r.complete(number, batch, misses_max))?;
+            let request = |r: &mut Resources| {
+                r.query(batch)?;
+                r.score(number, batch)
+            };
+            let complete = |r: &mut Resources| r.complete(number, batch);
+            let recorded = graphs
+                .record(Self::stream_of, request)
+                .and_then(|_| graphs.record(Self::stream_of, complete));
+            if let Err(e) = recorded {
+                log::warn!("requests run without graphs, which the GPU refuses: {e}");
+                *refused = Some(e);
+                return Ok(());
+            }
         }
-        Ok(Self { graphs, batches })
+        Ok(())
+    }
+
+    /// Returns why requests run without graphs.
+    pub fn refused(&self) -> Option<&GpuDenseError> {
+        self.refused.as_ref()
     }
 
     /// Returns the bytes of device memory of one worker's step. `width` is the sum of the widths of
@@ -149,7 +216,7 @@ impl Step {
     pub fn bytes(engine: &DeviceEngine, width: usize, batch_max: usize) -> u64 {
         let scratches: u64 =
             scratch_batches(engine, batch_max).map(|batch| engine.scratch_bytes(batch)).sum();
-        scratches + 4 * (batch_max * width) as u64
+        scratches + 2 * 4 * (batch_max * width) as u64
     }
 
     fn stream_of(resources: &Resources) -> &Stream {
@@ -171,15 +238,19 @@ impl Step {
     /// does not wait. The caller has waited for the request before.
     ///
     /// # Errors
-    /// [`CudaError::Driver`].
+    /// [`CudaError`].
     pub fn begin<'a>(
         &mut self,
         batch: usize,
         bags: impl Fn(usize) -> Bags<'a>,
         dense: &[f32],
     ) -> Result<(), CudaError> {
+        if self.refused.is_some() {
+            let begun = self.begin_unrecorded(batch, bags, dense);
+            return begun.map_err(|e| e.into_cuda(self.stream().gpu()));
+        }
         let number = self.write_request(batch, bags, dense);
-        self.graphs.launch(2 * number, Self::stream_of)
+        self.graphs.launch(2 * number, Self::stream_of, |r, launch| r.lookup.in_turn(launch))
     }
 
     /// Writes a request where the device reads it; returns the number of its batch size.
@@ -192,8 +263,11 @@ impl Step {
         let number = self.number(batch);
         let resources = self.graphs.resources_mut();
         resources.lookup.write_request(batch, self.batches[number], bags);
-        if let Some(DenseFeatures { values, .. }) = &mut resources.dense {
+        if let Some(DenseFeatures { input, values }) = &mut resources.dense {
+            let all = self.batches[number] * resources.widths[*input];
             values[..dense.len()].copy_from_slice(dense);
+            // The samples that pad the batch.
+            values[dense.len()..all].fill(0.0);
         }
         number
     }
@@ -215,24 +289,47 @@ impl Step {
         dense: &[f32],
     ) -> Result<(), GpuDenseError> {
         let number = self.write_request(batch, bags, dense);
-        self.graphs.resources_mut().request(number, self.batches[number])
+        let (resources, samples) = (self.graphs.resources_mut(), self.batches[number]);
+        resources.lookup.in_turn(|| resources.query(samples))?;
+        resources.score(number, samples)
     }
 
     /// Finishes the bags of the last misses of a request, as [`GpuLookup::finish_bags`], and
-    /// computes the scores. The request's samples are those of `statuses`. It is one launch after
-    /// the changes to the caches.
+    /// computes the scores of the samples that had misses. The request's samples are those of
+    /// `statuses`. It is one launch after the changes to the caches.
     ///
     /// # Errors
-    /// [`CudaError::Driver`].
+    /// [`CudaError`].
     pub fn complete(
         &mut self,
         misses: &MissList,
         statuses: &mut [LookupStatus],
     ) -> Result<(), CudaError> {
-        let number = self.number(statuses.len());
         self.lookup().begin_finish(misses, statuses)?;
-        self.graphs.launch(2 * number + 1, Self::stream_of)?;
-        self.lookup().wait_finished()
+
+        let Self { graphs, batches, .. } = self;
+        let number_of = |count| batches.partition_point(|&recorded| recorded < count);
+        let Resources { lookup, late, .. } = graphs.resources_mut();
+        late.list(lookup.open_samples(), |count| batches[number_of(count)]);
+        let number = number_of(late.count);
+        match &self.refused {
+            None => graphs.launch(2 * number + 1, Self::stream_of, |_, launch| launch())?,
+            Some(_) => {
+                let resources = graphs.resources_mut();
+                let completed = resources.complete(number, batches[number]);
+                completed.map_err(|e| e.into_cuda(resources.lookup.stream().gpu()))?;
+            }
+        }
+
+        let Resources { lookup, late, scores, engine, .. } = graphs.resources_mut();
+        lookup.wait_finished()?;
+        for (late_scores, &sample) in
+            late.scores.chunks(engine.outputs()).zip(&late.numbers[..late.count])
+        {
+            let at = sample as usize * engine.outputs();
+            scores[at..at + engine.outputs()].copy_from_slice(late_scores);
+        }
+        Ok(())
     }
 
     /// Returns the scores of the last request, `[batch, outputs]`. The caller has waited for the

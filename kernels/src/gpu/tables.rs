@@ -12,6 +12,7 @@ use crate::cuda::memory::{Buffer, DeviceValue, Mapped};
 use crate::gpu::launch::{
     CacheChanges, Change, ChangeList, DeviceCacheView, Kernels, SlotRange, StagedRows, Verb,
 };
+use crate::gpu::turns::Turns;
 use crate::simd::atomics::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -69,6 +70,7 @@ struct Shared {
     caches: Vec<DeviceCache>,
     /// The stream of all changes to the caches and the resident tables.
     changes: Mutex<Stream>,
+    turns: Turns,
 }
 
 /// Uploads `len` values in pieces.
@@ -163,8 +165,9 @@ impl DeviceTables {
         let on_device = |r: &&Resident| DeviceResident::new(&stream, r).map(Arc::new);
         let residents = residents.iter().map(on_device).collect::<Result<_>>()?;
 
-        let (gpu, changes) = (Arc::clone(gpu), Mutex::new(stream));
-        Ok(Self { shared: Arc::new(Shared { gpu, kernels, storages, caches, changes }), residents })
+        let (gpu, changes, turns) = (Arc::clone(gpu), Mutex::new(stream), Turns::new(gpu)?);
+        let shared = Shared { gpu, kernels, storages, caches, changes, turns };
+        Ok(Self { shared: Arc::new(shared), residents })
     }
 
     /// Returns the tables of another generation: the same caches and resident tables, but for the
@@ -250,6 +253,10 @@ impl DeviceTables {
 
     fn changes(&self) -> MutexGuard<'_, Stream> {
         self.shared.changes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn turns(&self) -> &Turns {
+        &self.shared.turns
     }
 
     pub(crate) fn kernels(&self) -> &Kernels {
@@ -461,27 +468,23 @@ impl RowChanges {
         let collected = collected.as_slice();
         let stream = tables.changes();
 
-        let (mut first, mut first_run, count) = (0, 0, collected.len());
-        for of_cache in collected.chunk_by(|a, b| a.cache == b.cache) {
-            let runs = &mut list.runs[first_run..];
-            let mut sets = 0;
-            for (i, CollectedChange { change, .. }) in of_cache.iter().enumerate() {
-                list.list[first + i] = *change;
-                if i == 0 || of_cache[i - 1].change.set != change.set {
-                    runs[sets] = i as u32;
-                    sets += 1;
-                }
+        let launch = || {
+            let (mut first, mut first_run) = (0, 0);
+            for of_cache in collected.chunk_by(|a, b| a.cache == b.cache) {
+                let sets = list.write(first, first_run, of_cache.iter().map(|c| c.change));
+                let cache = tables.shared.caches[of_cache[0].cache].view;
+                let changes = CacheChanges { list, first, first_run, sets };
+                tables.shared.kernels.change(&stream, verb, cache, changes, staged)?;
+                first += of_cache.len();
+                first_run += sets + 1;
             }
-            runs[sets] = of_cache.len() as u32;
-
-            let cache = tables.shared.caches[of_cache[0].cache].view;
-            let changes = CacheChanges { list, first, first_run, sets };
-            tables.shared.kernels.change(&stream, verb, cache, changes, staged)?;
-            first += of_cache.len();
-            first_run += sets + 1;
+            Ok(())
+        };
+        if !collected.is_empty() {
+            tables.shared.turns.change(&stream, launch)?;
         }
         stream.record(made)?;
-        Ok(count)
+        Ok(collected.len())
     }
 
     /// Calls `each(number, cached, epoch)` for every collected row, in the order of `add` within a

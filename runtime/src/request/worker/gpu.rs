@@ -3,7 +3,7 @@
 //!
 //! One launch probes all features, and the dense network follows it. If no row is missing, that
 //! launch computes the scores. Otherwise the host reads the missing rows, a second launch pools the
-//! open bags, and the dense network runs again.
+//! open bags, and the dense network runs again for the samples of those bags.
 //!
 //! A buffer that the GPU may still access is reused only after its stream is synchronised, on error
 //! paths too. If synchronising fails, the worker fails every later request.
@@ -16,10 +16,10 @@ use crate::schema::{Feature, InputSource, KeySpace};
 use hatchback_kernels::cache::Epoch;
 use hatchback_kernels::cuda::driver::{CudaError, Gpu};
 use hatchback_kernels::dense::{DenseEngine, DenseError};
+use hatchback_kernels::gpu::DeviceEngine;
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::DeviceTables;
-use hatchback_kernels::gpu::{DeviceEngine, GpuDenseError};
 use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::{Miss, MissList};
 use std::sync::Arc;
@@ -63,13 +63,7 @@ impl GpuBackend {
             |addresses| features_on_device(model, addresses, &widths),
             lookup_limits(model, tables.gpu()),
         );
-        let step = step.map_err(|e| match e {
-            GpuDenseError::Cuda(e) => *e,
-            e => {
-                let gpu = tables.gpu().name().to_owned();
-                CudaError::NoKernels { gpu, problem: e.to_string() }
-            }
-        })?;
+        let step = step.map_err(|e| e.into_cuda(tables.gpu()))?;
         Ok(Self::Step(Box::new(step)))
     }
 

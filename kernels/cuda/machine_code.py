@@ -1,0 +1,304 @@
+"""Reads the disassembled kernels and counts: instructions, fences and loads of every kernel, and the
+instructions a warp issues for one key of `query_tables` where every row is cached.
+
+The count follows one path through the kernel's control flow: the shortest one that loads the headers,
+loads the rows and, where rows are written one by one, stores them. Whatever only a missing row or an
+unfinished use count needs is not on that path. Predicated instructions count, executed or not."""
+import re
+
+# Loads that only one part of `query_tables` has (prelude.cuh).
+HEADER = "LDG.E.128.STRONG.GPU"
+ROWS = {"f32": "LDG.E.128.CONSTANT", "f16": "LDG.E.64.CONSTANT", "u8": "LDG.E.CONSTANT",
+        "u4": "LDG.E.U16.CONSTANT"}
+# The second half of a wide tag; a factor of the 64-bit hash.
+HIGH_TAG, HASH = "LDG.E.STRONG.GPU", "-0x3b314602"
+BITS = {"f32": 32, "f16": 16, "u8": 8, "u4": 4}
+
+# Figures of an H100, for one multiprocessor: instructions a cycle that can be reached, and cycles of a
+# load from memory (0.65 us at 1.755 GHz).
+ISSUE_RATE, LATENCY = 2.4, 1140
+WARPS_MAX = {"sm_80": 64, "sm_86": 48, "sm_87": 48, "sm_89": 48, "sm_90": 64}
+
+
+class Block:
+    def __init__(self, start):
+        self.start, self.ops, self.texts, self.to = start, [], [], []
+
+    def count(self, op):
+        return self.ops.count(op)
+
+
+def kernels(sass):
+    """Returns the lines of each kernel of a disassembly."""
+    found, lines = {}, None
+    for line in sass.splitlines():
+        start = re.match(r"\.text\.(\w+):", line)
+        if start:
+            lines = found.setdefault(start.group(1), [])
+        elif lines is not None:
+            lines.append(line)
+    return found
+
+
+def instructions(lines):
+    """Yields labels as (label, None), and instructions as (None, text)."""
+    for line in lines:
+        label = re.match(r"(\.L_x_\d+):", line)
+        text = re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;", line)
+        if label:
+            yield label.group(1), None
+        elif text:
+            yield None, text.group(1)
+
+
+def operation(text):
+    """Returns the operation of an instruction. A call of a label of the kernel is a branch."""
+    op = re.sub(r"^@!?U?P\w+\s+", "", text).split()[0]
+    return "BRA" if op == "CALL.REL.NOINC" and "`(.L_x" in text else op
+
+
+def blocks_of(lines):
+    """Returns the basic blocks of a kernel. All lanes of a warp agree: no branch is for lanes that
+    diverge (`BRA.DIV`), and one for lanes that agree is taken (`BRA.CONV`)."""
+    items = list(instructions(lines))
+    used = {m.group(1) for _, t in items if t and operation(t) in ("BRA", "BRA.CONV")
+            for m in re.finditer(r"`\((\.L_x_\d+)\)", t)}
+    blocks, at = [Block(None)], {}
+    for label, text in items:
+        if label in used:
+            if blocks[-1].ops:
+                blocks.append(Block(label))
+            at[label] = len(blocks) - 1
+        if text is None:
+            continue
+        blocks[-1].ops.append(operation(text))
+        blocks[-1].texts.append(text)
+        if blocks[-1].ops[-1] in ("BRA", "BRA.CONV", "EXIT", "BRX", "RET.REL.NODEC"):
+            blocks.append(Block(None))
+    for i, block in enumerate(blocks):
+        if not block.ops:
+            continue
+        last, text = block.ops[-1], block.texts[-1]
+        if last == "BRX":
+            raise ValueError("a jump table: its targets are unknown")
+        if last in ("BRA", "BRA.CONV"):
+            block.to.append(at[re.search(r"`\((\.L_x_\d+)\)", text).group(1)])
+        always = not text.startswith("@") and not re.match(r"BRA\s+!?U?P", text)
+        if not (last in ("BRA", "BRA.CONV", "EXIT", "RET.REL.NODEC") and always) and i + 1 < len(blocks):
+            block.to.append(i + 1)
+    return blocks
+
+
+def loops_of(blocks):
+    """Returns the natural loops, as sets of block numbers by header."""
+    reached, order, stack = {0}, [], [(0, iter(blocks[0].to))]
+    while stack:
+        node, rest = stack[-1]
+        following = next((n for n in rest if n not in reached), None)
+        if following is None:
+            order.append(node)
+            stack.pop()
+        else:
+            reached.add(following)
+            stack.append((following, iter(blocks[following].to)))
+    order.reverse()
+    before = {n: [] for n in order}
+    for n in order:
+        for to in blocks[n].to:
+            before[to].append(n)
+    everything = set(order)
+    dominators = {n: set(everything) for n in order}
+    dominators[0] = {0}
+    changed = True
+    while changed:
+        changed = False
+        for n in order[1:]:
+            new = set.intersection(*(dominators[p] for p in before[n])) | {n}
+            changed |= new != dominators[n]
+            dominators[n] = new
+    loops = {}
+    for n in order:
+        for header in blocks[n].to:
+            if header not in dominators[n]:
+                continue
+            body, work = loops.setdefault(header, {header}), [n]
+            while work:
+                node = work.pop()
+                if node not in body:
+                    body.add(node)
+                    work.extend(before[node])
+    return loops
+
+
+def shortest(blocks, loops, header, inner, needed):
+    """Returns the instructions of the shortest way once round a loop, without those of the loop
+    `inner`, which the way passes. `needed`: sets of blocks; the way passes one block of each."""
+    body = loops[header]
+    inside = loops[inner] if inner is not None else set()
+    needed = [n - inside for n in needed if not n & inside] + ([{inner}] if inside else [])
+    name = {b: inner if b in inside else b for b in body}
+    goal = (1 << len(needed)) - 1
+
+    def passes(node):
+        return sum(1 << i for i, n in enumerate(needed) if node in n)
+
+    def weight(node):
+        return 0 if node == inner else len(blocks[node].ops)
+
+    best, work, ends = {}, [], []
+    start = (name[header], passes(name[header]))
+    best[start] = weight(start[0])
+    work.append(start)
+    # Every step costs something, so a state improves a finite number of times.
+    while work:
+        state = work.pop()
+        node, mask = state
+        members = inside if node == inner else [node]
+        for to in {t for m in members for t in blocks[m].to}:
+            if to == header and header not in inside:
+                if mask == goal:
+                    ends.append(best[state])
+                continue
+            if to not in body or name[to] == node:
+                continue
+            new = (name[to], mask | passes(name[to]))
+            cost = best[state] + weight(name[to])
+            if cost < best.get(new, 1 << 30):
+                best[new] = cost
+                work.append(new)
+    if not ends:
+        raise ValueError("a loop of query_tables has no way past its loads")
+    return min(ends)
+
+
+class Path:
+    """The hot path of one codec: the costs of its loops, the innermost first."""
+
+    def __init__(self, blocks, loops, codec, group):
+        self.codec, self.group = codec, group
+        body = loops[group]
+        self.rows = sum(blocks[b].count(ROWS[codec]) for b in body) // (2 if codec == "u8" else 1)
+        self.lists = any("STG.E.128" in blocks[b].ops for b in body)
+        nest = sorted((h for h in loops if body <= loops[h]), key=lambda h: len(loops[h]))
+        self.costs = {}
+        for tags in ("indexed", "hashed"):
+            costs, inner, probed = [], None, False
+            for header in nest:
+                needed = [] if probed else self.needed(blocks, loops[header], inner, loops, tags)
+                # The rare path, which is further out, probes too.
+                probed |= inner is not None and bool(needed)
+                costs.append(shortest(blocks, loops, header, inner, needed))
+                inner = header
+            self.costs[tags] = costs
+
+    def needed(self, blocks, body, inner, loops, tags):
+        """Returns what a way round the loop `body` must pass."""
+        own = body - (loops[inner] if inner is not None else set())
+
+        def having(op):
+            return {b for b in own if op in blocks[b].ops}
+
+        if inner is None:
+            singles = having(ROWS[self.codec]) | (having("STG.E.128") if self.lists else set())
+            return [{b} for b in singles]
+        headers = having(HEADER)
+        if not headers:
+            return []
+        hashes = {b for b in own if any(HASH in t for t in blocks[b].texts)}
+        return [{b} for b in headers] + ([having(HIGH_TAG), hashes] if tags == "hashed" else [])
+
+    def tile(self, tags, lanes, keys_of_bag):
+        """Returns the instructions, keys and dependent loads of a warp's tile: of 32 keys, or of 32
+        bags. A warp waits for its keys, for their headers, and for each group of rows."""
+        costs, teams = self.costs[tags], 32 // lanes
+        if self.lists:
+            group, piece, chunk, tile = costs
+            groups = -(-32 // (self.rows * teams))
+            return groups * group + piece + chunk + tile, 32, 2 + groups
+        group, chunk, piece, bags, tile = costs
+        chunks = -(-keys_of_bag // lanes)
+        groups = -(-min(keys_of_bag, lanes) // self.rows)
+        a_round = chunks * (groups * group + chunk) + piece + bags
+        return lanes * a_round + tile, 32 * keys_of_bag, lanes * chunks * (2 + groups)
+
+    def per_key(self, tags, lanes, keys_of_bag):
+        instructions, keys, _ = self.tile(tags, lanes, keys_of_bag)
+        return instructions / keys
+
+    def in_flight(self, lanes, keys_of_bag, row_bytes, warps):
+        """Returns the mean bytes in flight in one multiprocessor: keys, headers and rows. The warps
+        take turns to issue, and each waits for its loads."""
+        instructions, keys, trips = self.tile("indexed", lanes, keys_of_bag)
+        cycles = trips * LATENCY + instructions * warps / ISSUE_RATE
+        return warps * keys * (8 + 64 + row_bytes) * LATENCY / cycles
+
+
+def hot_paths(lines):
+    """Returns the hot paths of `query_tables`."""
+    blocks = blocks_of(lines)
+    loops = loops_of(blocks)
+    paths = []
+    for header, body in loops.items():
+        innermost = not any(h != header and h in body for h in loops)
+        # The rows of U8 are words, as are the scales of U4.
+        codecs = [c for c in ("f32", "f16", "u4", "u8") if any(ROWS[c] in blocks[b].ops for b in body)]
+        if innermost and codecs:
+            stores = {op for b in body for op in blocks[b].ops if op.startswith("STG")}
+            if stores <= {"STG.E.128"}:
+                paths.append(Path(blocks, loops, codecs[0], header))
+    return sorted(paths, key=lambda p: (list(ROWS).index(p.codec), not p.lists))
+
+
+def warps_of(arch, registers, shared, threads):
+    """Returns the warps that one multiprocessor runs at the same time."""
+    warps = 65536 // (-(-registers // 8) * 8 * 32)
+    blocks = min(min(warps, WARPS_MAX[arch]) // (threads // 32), 100 * 1024 // max(shared, 1))
+    return blocks * (threads // 32)
+
+
+def row_bytes_of(codec, dim):
+    return dim * BITS[codec] // 8 + (4 if codec in ("u8", "u4") else 0)
+
+
+def query_lines(arch, lines, warps):
+    """Yields the report's lines about the hot paths of `query_tables`."""
+    paths = hot_paths(lines)
+    if len(paths) != 8:
+        raise ValueError(f"{len(paths)} hot loops of query_tables instead of 8")
+    for path in paths:
+        kind = "one row a bag" if path.lists else "8 rows a bag"
+        for data_bytes in (64, 128, 256, 512):
+            dim = data_bytes * 8 // BITS[path.codec]
+            if dim > 128:
+                continue
+            lanes = min(max(1 << (-(-dim // 4) - 1).bit_length(), 4), 32)
+            row_bytes = row_bytes_of(path.codec, dim)
+            indexed, hashed = (path.per_key(t, lanes, 8) for t in ("indexed", "hashed"))
+            kib = path.in_flight(lanes, 8, row_bytes, warps) / 1024
+            yield (f"query_tables {arch} {path.codec} dim {dim} ({row_bytes} bytes) {kind}: "
+                   f"{indexed:.1f} instructions a key, {hashed:.1f} hashed, {kib:.1f} KiB in flight")
+
+
+def loop_fences(lines):
+    """Returns the fences, and the loads of parameters, inside the loops over keys."""
+    blocks = blocks_of(lines)
+    loops = loops_of(blocks)
+    found = set()
+    for path in hot_paths(lines):
+        nest = sorted((h for h in loops if path.group in loops[h]), key=lambda h: len(loops[h]))
+        # The outermost loop is over tiles.
+        for header in nest[:-1]:
+            found |= loops[header]
+    ops = [op for b in found for op in blocks[b].ops]
+    return sum(is_fence(op) for op in ops)
+
+
+def is_fence(op):
+    return op.startswith(("MEMBAR", "CCTL", "ERRBAR"))
+
+
+def counts(lines):
+    """Returns the counts of one kernel: instructions, fences, loads of memory that may change."""
+    ops = [operation(t) for _, t in instructions(lines) if t]
+    plain = sum(op.startswith("LDG") and "CONSTANT" not in op and "STRONG" not in op for op in ops)
+    return len(ops), sum(is_fence(op) for op in ops), plain

@@ -1,0 +1,343 @@
+// The hot path of a query: bags whose rows are all cached or resident. A warp takes a tile: a few
+// samples of one feature, whose keys are consecutive in memory. Each lane hashes and probes one key
+// (`Lookup`); then the teams of the warp (`pool.cuh`) read the rows, GROUP_ROWS a team in flight.
+//
+// A bag with any other key is rare: the functions here write nothing for it that counts, and leave
+// it to `rare.cuh`.
+#pragma once
+#include "pool.cuh"
+
+// Rows of a team that are in flight together. The rows of all teams are never more than the warp's
+// 32 keys, and those of one team never more than its lanes, of which it has 4 at least.
+#define GROUP_ROWS 4u
+
+__device__ __forceinline__ u32 mix_32(u32 h) {
+    h = (h ^ h >> 16) * 0x85ebca6bu;
+    h = (h ^ h >> 13) * 0xc2b2ae35u;
+    return h ^ h >> 16;
+}
+
+__device__ __forceinline__ u64 mix(u64 h) {
+    h = (h ^ h >> 33) * 0xff51afd7ed558ccdull;
+    h = (h ^ h >> 33) * 0xc4ceb9fe1a85ec53ull;
+    return h ^ h >> 33;
+}
+
+// Returns the set and tag of a key's row, as kernels/src/cache/address.rs does.
+__device__ __forceinline__ SetTag hash_key(const Feature& f, u64 key) {
+    if (f.has_end && key >= f.keys_end) {
+        return {0, 0};
+    }
+    if (f.cache.table_bits == 0) {
+        u32 hash = key < f.end ? mix_32(f.base + (u32)key) : 0;
+        return {(u32)((u64)hash * f.cache.sets >> 32), hash};
+    }
+    u64 hash = mix(key ^ f.salt);
+    return {(u32)__umul64hi(hash, f.cache.sets), hash << f.cache.table_bits | (f.table + 1)};
+}
+
+// Returns the slot of a key's row in a resident table; NO_SLOT if the table does not have it.
+__device__ __forceinline__ u32 resident_slot(const Feature& f, u64 key) {
+    if (f.storage == RESIDENT) {
+        return key < f.count ? (u32)key : NO_SLOT;
+    }
+    u64 hash = mix(key);
+    u64 bucket = __umul64hi(hash, f.bucket_count);
+    for (u32 i = f.buckets[bucket]; i < f.buckets[bucket + 1]; i++) {
+        if (f.hashes[i] == hash) {
+            return i;
+        }
+    }
+    return NO_SLOT;
+}
+
+// Counts one use of a cached row, up to USES_MAX, as kernels/src/cache/eviction.rs does. No use
+// that another thread counts at the same time is lost.
+__device__ __forceinline__ void count_use(const Cache& cache, u32 slot) {
+    u32* uses = set_header(cache, slot / WAYS) + USES_WORD;
+    const u32 shift = 2 * (slot % WAYS);
+    u32 seen = load_racing(uses);
+    while ((seen >> shift & 3) < USES_MAX) {
+        const u32 now = atomicCAS(uses, seen, seen + (1u << shift));
+        if (now == seen) {
+            return;
+        }
+        seen = now;
+    }
+}
+
+// The lane's own key.
+struct Lookup {
+    u64 key;
+    u32 set;    // NO_SLOT: no row can have the key, or the table is resident
+    Found row;
+
+    // Finds the row of the key at `at` of the feature's keys, where `wanted`. All lanes of the warp
+    // call it together.
+    __device__ __forceinline__ Lookup(
+        const Query& q, const Feature& f, u32 at, bool wanted) {
+        key = load_key(q.keys + f.keys_before * q.samples + at, wanted);
+        set = NO_SLOT;
+        if (uniform(f.storage) != CACHED) {
+            row = {wanted ? resident_slot(f, key) : NO_SLOT, false};
+            return;
+        }
+        SetTag place = hash_key(f, key);
+        place.set = set = wanted && place.tag ? place.set : NO_SLOT;
+        row = probe_lanes(f.cache, place);
+    }
+
+    __device__ __forceinline__ bool hit() const { return row.slot != NO_SLOT; }
+};
+
+// The samples of one feature that a warp takes, and their bags. It is in shared memory and
+// volatile: the compiler reads it where it is used, and registers are left for rows.
+struct Tile {
+    u32 number;
+    u32 had_rare;     // whether this tile of the warp or one before had rare bags
+    u32 feature;
+    u32 first;
+    u32 samples;
+    u32 begin;        // of the first bag
+    u32 rare;         // one bit a bag
+    u32 ends[32];     // of each bag; after the last bag, of the last one
+    u32 counted[32];  // keys of a rare bag whose uses are counted already
+
+    // All lanes of the warp call it together.
+    __device__ __forceinline__ void start(const Query& q) volatile {
+        const u32 lane = lane_number();
+        if (lane == 0) {
+            feature = q.only ? q.only[number].feature : number / q.tiles_each;
+            first = q.only ? q.only[number].sample : number % q.tiles_each * q.tile;
+            const u32 rest = q.samples - first;
+            samples = q.only ? 1 : min(q.tile, rest);
+        }
+        __syncwarp();
+        const u32* offsets = q.offsets + (u64)feature * (q.samples + 1) + first;
+        ends[lane] = offsets[lane < samples ? lane + 1 : u32(samples)];
+        if (lane == 0) {
+            begin = offsets[0];
+            rare = 0;
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ u32 end() const volatile { return uniform(ends[31]); }
+
+    __device__ __forceinline__ u32 begin_of(u32 bag) const volatile {
+        return bag ? ends[bag - 1] : begin;
+    }
+
+    // Returns the bag of the key at `at`, which is before `end()`: how many bags end before.
+    __device__ __forceinline__ u32 bag_of(u32 at) const volatile {
+        u32 bag = 0;
+#pragma unroll
+        for (u32 step = 16; step > 0; step /= 2) {
+            bag += ends[bag + step - 1] <= at ? step : 0;
+        }
+        return bag;
+    }
+
+    // Makes the bags rare to which the keys of the lanes in `missing` belong. `bag` is the bag of a
+    // lane's key. The uses of that bag's keys before `at` are counted. All lanes of the warp call
+    // it together.
+    __device__ __forceinline__ void set_rare(u32 missing, u32 bag, u32 at) volatile {
+        for (; missing; missing &= missing - 1) {
+            const u32 from = __ffs(missing) - 1;
+            const u32 other = __shfl_sync(ALL_LANES, bag, from);
+            const u32 until = __shfl_sync(ALL_LANES, at, from);
+            if (lane_number() == 0 && !is_rare(other)) {
+                const u32 begins = begin_of(other);
+                counted[other] = until > begins ? until - begins : 0;
+                rare |= 1u << other;
+            }
+            __syncwarp();
+        }
+    }
+
+    __device__ __forceinline__ bool is_rare(u32 bag) const volatile { return rare >> bag & 1; }
+};
+
+// The lane's place in its team.
+struct Team {
+    u32 lanes;
+    u32 teams;
+    u32 number;
+    u32 lane;
+
+    __device__ __forceinline__ explicit Team(const Feature& f) {
+        const u32 lane_of_warp = lane_number();
+        const u32 bits = uniform(f.lane_bits);
+        lanes = 1u << bits;
+        teams = 32u >> bits;
+        number = lane_of_warp >> bits;
+        lane = lane_of_warp & (lanes - 1);
+    }
+};
+
+__device__ __forceinline__ Rows rows_of(const Feature& f) {
+    return {(const u8*)f.rows, 4 * f.cache.row_words, f.cache.row_bytes, 0};
+}
+
+// Stands for no place in an output.
+#define NO_OUT NO_SLOT
+
+// Writes the rows of 32 keys to the outputs, one a team at a time. Lane `i` has key `i` of `count`:
+// its row and where the output of the row begins, or NO_SLOT and NO_OUT.
+template <u32 CODEC, bool ALIGNED>
+__device__ __forceinline__ void write_rows(
+    const Feature& f, u32 slot, u32 out, u32 count) {
+    constexpr u32 ROWS = GROUP_ROWS;
+    const Team team(f);
+    const u32 dim = uniform(f.dim);
+    const float unit = f.unit;
+    Rows rows = rows_of(f);
+#pragma unroll 1
+    for (u32 first = 0; first < dim; first += LANE_COLUMNS * team.lanes) {
+        rows.column = first + LANE_COLUMNS * team.lane;
+        const AlignedRows aligned(rows, Code<CODEC>::BITS);
+        float* const column = base_address(f.out + rows.column);
+        // A lane without columns takes no row.
+        const u32 slots_end = rows.column < dim ? NO_SLOT : 0;
+#pragma unroll 1
+        for (u32 i = 0; i < count; i += ROWS * team.teams) {
+            LaneRow<CODEC> loaded[ROWS];
+#pragma unroll
+            for (u32 u = 0; u < ROWS; u++) {
+                const u32 from = __shfl_sync(ALL_LANES, slot, i + u * team.teams + team.number);
+                loaded[u].load(aligned, from, from < slots_end);
+            }
+#pragma unroll
+            for (u32 u = 0; u < ROWS; u++) {
+                const u32 to = __shfl_sync(ALL_LANES, out, i + u * team.teams + team.number);
+                float value[LANE_COLUMNS] = {};
+                loaded[u].add_to(value, unit);
+                store_columns<ALIGNED>(column + to, value, to < slots_end ? LANE_COLUMNS : 0);
+            }
+        }
+    }
+}
+
+// `write_rows` for the feature's codec and alignment.
+__device__ __forceinline__ void write_any_rows(
+    const Feature& f, u32 slot, u32 out, u32 count) {
+    const bool aligned = uniform(f.aligned) & ALIGNED_OUT;
+    FOR_CODEC(f, {
+        aligned ? write_rows<CODEC, true>(f, slot, out, count)
+                : write_rows<CODEC, false>(f, slot, out, count);
+    })
+}
+
+// Writes each row of the tile's bags at its own position: bags of one key, or without pooling.
+__device__ __forceinline__ void list_rows(const Query& q, const Feature& f, volatile Tile& tile) {
+#pragma unroll 1
+    for (u32 at = uniform(tile.begin); at < tile.end(); at += 32) {
+        const u32 lane = lane_number();
+        const bool wanted = at + lane < tile.end();
+        const Lookup lookup(q, f, at + lane, wanted);
+        const u32 bag = tile.bag_of(at + lane);
+        const u32 position = at + lane - tile.begin_of(bag);
+        const u32 missing = __ballot_sync(ALL_LANES, wanted && !lookup.hit());
+        if (missing) {
+            tile.set_rare(missing, bag, at);
+        }
+
+        const u32 slot = tile.is_rare(bag) ? NO_SLOT : lookup.row.slot;
+        const u32 to = (tile.first + bag) * (u32)f.stride + position * f.dim;
+        write_any_rows(f, slot, slot == NO_SLOT ? NO_OUT : to, min(32u, tile.end() - at));
+        if (slot != NO_SLOT && lookup.row.uncounted) {
+            count_use(f.cache, slot);
+        }
+    }
+
+    // Bags with fewer keys than they have room for.
+    const u32 lane = lane_number();
+    const u32 filled = (tile.ends[lane] - tile.begin_of(lane)) * f.dim;
+    u32 open = __ballot_sync(ALL_LANES, lane < tile.samples && filled < f.width);
+#pragma unroll 1
+    for (; open; open &= open - 1) {
+        const u32 bag = __ffs(open) - 1;
+        float* out = f.out + (tile.first + bag) * f.stride;
+        zero_fill(f, out, __shfl_sync(ALL_LANES, filled, bag));
+    }
+}
+
+// Adds the rows of up to `lanes` keys of each team's bag. Lane `i` of a team has key `i` of
+// `count`.
+template <u32 CODEC>
+__device__ __forceinline__ void add_rows(
+    const Feature& f, const Rows& rows, u32 slot, u32 count, float (&sums)[LANE_COLUMNS]) {
+    constexpr u32 ROWS = GROUP_ROWS;
+    const u32 slots_end = rows.column < f.dim ? NO_SLOT : 0;
+    const u32 first_lane = lane_number() >> f.lane_bits << f.lane_bits;
+    const float unit = f.unit;
+    const AlignedRows aligned(rows, Code<CODEC>::BITS);
+#pragma unroll 1
+    for (u32 i = 0; __any_sync(ALL_LANES, i < count); i += ROWS) {
+        LaneRow<CODEC> loaded[ROWS];
+#pragma unroll
+        for (u32 u = 0; u < ROWS; u++) {
+            const u32 from = __shfl_sync(ALL_LANES, slot, first_lane + i + u);
+            loaded[u].load(aligned, from, from < slots_end);
+        }
+#pragma unroll
+        for (u32 u = 0; u < ROWS; u++) {
+            // The +0 of a row that is not wanted changes no sum.
+            loaded[u].add_to(sums, unit);
+        }
+    }
+}
+
+// `add_rows` for the feature's codec.
+__device__ __forceinline__ void add_any_rows(
+    const Feature& f, const Rows& rows, u32 slot, u32 count, float (&sums)[LANE_COLUMNS]) {
+    FOR_CODEC(f, { add_rows<CODEC>(f, rows, slot, count, sums); })
+}
+
+// Pools the tile's bags, one a team at a time.
+__device__ __forceinline__ void pool_rows(const Query& q, const Feature& f, volatile Tile& tile) {
+#pragma unroll 1
+    for (u32 round = 0; round < uniform(tile.samples); round += 32u >> uniform(f.lane_bits)) {
+        const Team team(f);
+        Rows rows = rows_of(f);
+        const u32 bag = min(round + team.number, 31u);
+        const u32 begin = tile.begin_of(bag);
+        const u32 count = round + team.number < tile.samples ? tile.ends[bag] - begin : 0;
+        // Whether all keys of each bag are found once for all pieces of its rows.
+        const bool one_chunk = !__any_sync(ALL_LANES, count > team.lanes);
+        u32 slot = NO_SLOT;
+
+#pragma unroll 1
+        for (u32 first = 0; first < uniform(f.dim); first += LANE_COLUMNS * team.lanes) {
+            float sums[LANE_COLUMNS] = {};
+            rows.column = first + LANE_COLUMNS * team.lane;
+#pragma unroll 1
+            for (u32 at = 0; __any_sync(ALL_LANES, at < count); at += team.lanes) {
+                if (!first || !one_chunk) {
+                    const bool wanted = at + team.lane < count;
+                    const Lookup lookup(q, f, begin + at + team.lane, wanted);
+                    const u32 missing = __ballot_sync(ALL_LANES, wanted && !lookup.hit());
+                    if (missing) {
+                        tile.set_rare(missing, bag, begin + at);
+                    }
+                    slot = lookup.row.slot;
+                    if (!first && lookup.row.uncounted && !tile.is_rare(bag)) {
+                        count_use(f.cache, slot);
+                    }
+                }
+                const u32 rest = count > at ? count - at : 0;
+                add_any_rows(f, rows, slot, min(rest, team.lanes), sums);
+            }
+
+            finish_sums(f, sums, count);
+            const bool has_bag = round + team.number < tile.samples && !tile.is_rare(bag);
+            const u32 columns = has_bag && rows.column < f.dim ? LANE_COLUMNS : 0;
+            float* out = f.out + (tile.first + bag) * f.stride + rows.column;
+            if (uniform(f.aligned) & ALIGNED_OUT) {
+                store_columns<true>(out, sums, columns);
+            } else {
+                store_columns<false>(out, sums, columns);
+            }
+        }
+    }
+}
