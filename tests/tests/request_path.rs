@@ -246,6 +246,7 @@ fn rows_that_fit_the_cache_are_read_once() {
             bag.retain(|&key| {
                 reference.row(usize::from(packed.schema.features[f].table), key).is_some()
             });
+            sample.weights[f].truncate(bag.len());
         }
     }
 

@@ -88,7 +88,8 @@ fn pack_outputs(plan: &ModelPlan, outputs: OutputsSpec, onnx: &[u8]) -> Packed {
 #[test]
 fn each_named_output_has_the_scores_of_a_model_with_that_output_alone() {
     let plan = plan(vec![FeaturePlan { hotness_max: 4, ..FeaturePlan::one_hot(0) }]);
-    let samples: Vec<Sample> = (0..40).map(|id| plan.sample(id)).collect();
+    let unlabelled = |id| Sample { labels: Vec::new(), ..plan.sample(id) };
+    let samples: Vec<Sample> = (0..40).map(unlabelled).collect();
     for extra in [None, Some("Sin")] {
         let onnx = network(&[("ctr", 0.01), ("cvr", -0.02), ("logit", 0.005)], false, extra);
         let (sigmoid, none) = (Activation::Sigmoid, Activation::None);
