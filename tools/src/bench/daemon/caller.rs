@@ -115,7 +115,9 @@ pub fn infer_request(model: &str, schema: &Schema, batch: &Batch) -> Result<Byte
             keys.iter().map(|key| *key as i64).chain(padding)
         };
         let bytes = (0..size).flat_map(bag).flat_map(i64::to_le_bytes).collect();
-        add(&feature.name, "INT64", width, bytes);
+        // Without padding, every key of 64 bits has a place.
+        let is_full = bags.keys.len() == size * width;
+        add(&feature.name, if is_full { "UINT64" } else { "INT64" }, width, bytes);
     }
 
     let output =
