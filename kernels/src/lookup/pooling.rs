@@ -287,6 +287,29 @@ mod tests {
         }
     }
 
+    /// Returns what an empty bag has in each column.
+    fn before_first(combine: Combine<'_>) -> f32 {
+        if matches!(combine, Combine::Max) { f32::NEG_INFINITY } else { 0.0 }
+    }
+
+    /// Adds the row of `key` to `out`, column by column.
+    fn take_row(
+        format: RowFormat,
+        combine: Combine<'_>,
+        row: &[u8],
+        key: usize,
+        out: &mut [f32],
+        first: bool,
+    ) {
+        match combine {
+            Combine::Sum => format.accumulate::<Plain>(row, out, first),
+            Combine::Weighted(weights) => {
+                format.accumulate_weighted::<Plain>(row, weights[key], out, first);
+            }
+            Combine::Max => format.maximize::<Plain>(row, out, first),
+        }
+    }
+
     fn pool_as_row_after_row(combine: Combine<'_>) {
         for (codec, dim) in [Codec::F32, Codec::F16, Codec::U8, Codec::U4]
             .into_iter()
@@ -307,22 +330,12 @@ mod tests {
             let (start, offsets) = (1000, [1003, 1010, 1010, 1000 + RING_KEYS as u32 + 5]);
             let mut plain = vec![7.0; 3 * stride];
             for (out, bounds) in plain.chunks_mut(stride).zip(offsets.windows(2)) {
-                out[..dim].fill(if matches!(combine, Combine::Max) {
-                    f32::NEG_INFINITY
-                } else {
-                    0.0
-                });
+                out[..dim].fill(before_first(combine));
                 for key in bounds[0] as usize - start..bounds[1] as usize - start {
                     let row = &bytes[slots[key % RING_KEYS] as usize * format.row_bytes()..]
                         [..format.row_bytes()];
                     let (out, first) = (&mut out[..dim], key + start == bounds[0] as usize);
-                    match combine {
-                        Combine::Sum => format.accumulate::<Plain>(row, out, first),
-                        Combine::Weighted(weights) => {
-                            format.accumulate_weighted::<Plain>(row, weights[key], out, first);
-                        }
-                        Combine::Max => format.maximize::<Plain>(row, out, first),
-                    }
+                    take_row(format, combine, row, key, out, first);
                 }
             }
 

@@ -338,6 +338,13 @@ mod tests {
         (data.iter().map(|v| v.to_bits()).collect(), statuses, open)
     }
 
+    /// Returns each pooling without weights, and sums with `weights`.
+    fn poolings(weights: &[f32]) -> [(Pooling, &[f32]); 6] {
+        let plain = [Pooling::Sum, Pooling::Mean, Pooling::None, Pooling::Sqrtn, Pooling::Max];
+        let [a, b, c, d, e] = plain.map(|pooling| (pooling, &[] as &[f32]));
+        [(Pooling::Sum, weights), a, b, c, d, e]
+    }
+
     /// The plain family pools row by row; the others pool bags of hits in the pipeline.
     #[test]
     fn every_family_gives_the_result_of_the_plain_family() {
@@ -376,14 +383,7 @@ mod tests {
             let key = |i: u64| mix(round << 32 | i) % [KEYS, KEYS + 9][(round / 4 % 2) as usize];
             let keys: Vec<u64> = (0..u64::from(offsets[19])).map(key).collect();
             let weights: Vec<f32> = (0..keys.len()).map(|i| (i as f32 * 0.7).sin()).collect();
-            for (pooling, weights) in [
-                (Pooling::Sum, &[] as &[f32]),
-                (Pooling::Sum, &weights),
-                (Pooling::Mean, &[]),
-                (Pooling::None, &[]),
-                (Pooling::Sqrtn, &[]),
-                (Pooling::Max, &[]),
-            ] {
+            for (pooling, weights) in poolings(&weights) {
                 let width = if pooling == Pooling::None { DIM * 90 } else { DIM };
                 for (rows, keys_end) in [
                     (RowStore::Cached(&caches[0]), Some(KEYS)),
