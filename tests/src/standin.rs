@@ -26,6 +26,8 @@ pub struct Counts {
     pub busy: bool,
     /// Kernels launched for the first time: a driver allocates memory for each.
     pub loaded: u64,
+    /// Blocks of threads that kernels have begun.
+    pub blocks: u64,
 }
 
 /// The stand-in, loaded.
@@ -95,13 +97,13 @@ impl StandIn {
 
     /// Returns the counts so far.
     pub fn counts(&self) -> Counts {
-        let mut out = [0u64; 6];
-        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes six numbers.
+        let mut out = [0u64; 7];
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp and writes seven numbers.
         unsafe {
             self.0.get::<extern "C" fn(*mut u64)>(b"standin_counts\0").unwrap()(out.as_mut_ptr())
         };
-        let [launches, waits, copies, bytes, busy, loaded] = out;
-        Counts { launches, waits, copies, bytes, busy: busy != 0, loaded }
+        let [launches, waits, copies, bytes, busy, loaded, blocks] = out;
+        Counts { launches, waits, copies, bytes, busy: busy != 0, loaded, blocks }
     }
 
     /// Makes `times` calls fail after `after` more calls of their kind; the GPU keeps running.

@@ -5,7 +5,7 @@
 namespace sim {
 
 Block* block = nullptr;
-uint64_t progress = 0;
+uint64_t progress = 0, blocks = 0;
 bool racing = false;
 static uint64_t state = 1, steps = 0;
 static Context scheduler;
@@ -230,6 +230,7 @@ static void begin_block(Grid& grid) {
         prepare(f);
     }
     grid.resident.push_back(std::move(b));
+    blocks++;
 }
 
 // Runs lanes of a warp until each has yielded: all lanes, or some, so that others see the work of half

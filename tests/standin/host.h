@@ -96,6 +96,7 @@ struct Grid {
 };
 
 extern Block* block;       // the block whose fiber runs
+extern uint64_t blocks;    // begun
 extern uint64_t progress;  // increases with every event that may let another fiber continue
 extern bool racing;        // two kernels run
 

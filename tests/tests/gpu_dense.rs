@@ -221,7 +221,7 @@ fn on_device(
 
         let counts = || standin::load().map(|s| s.counts());
         let before = counts();
-        graphs.launch(0, |named| &named.0).unwrap();
+        graphs.launch(0, |named| &named.0, |_, launch| launch()).unwrap();
 
         if let (Some(before), Some(after)) = (before, counts()) {
             let asked = [
@@ -443,7 +443,7 @@ fn any_thread_frees_what_the_device_no_longer_uses() {
     let mut graphs = Graphs::new((stream, buffer, gpu.buffer::<u32>(999).unwrap()));
     let work = |(stream, from, to): &mut (Stream, Buffer<u32>, Buffer<u32>)| stream.copy(from, to);
     graphs.record(|named| &named.0, work).unwrap();
-    graphs.launch(0, |named| &named.0).unwrap();
+    graphs.launch(0, |named| &named.0, |_, launch| launch()).unwrap();
     std::thread::spawn(move || drop(graphs)).join().unwrap();
     assert_eq!(bytes(), before);
 }
@@ -477,7 +477,7 @@ fn a_recording_and_other_threads_do_not_disturb_each_other() {
                 stream.upload_async(from, to, 3)
             };
             graphs.record(|named| &named.0, work)?;
-            graphs.launch(0, |named| &named.0)?;
+            graphs.launch(0, |named| &named.0, |_, launch| launch())?;
             graphs.resources().0.wait()
         });
 

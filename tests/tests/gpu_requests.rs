@@ -12,6 +12,7 @@ use hatchback::model::Model;
 use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::Placement;
+use hatchback::schema::sample::Sample;
 use hatchback_kernels::cuda::Device;
 use hatchback_tests::models::{batch_of, install_spec, repository, score_all, tiny_budget};
 use hatchback_tests::reference::same_bits;
@@ -94,6 +95,8 @@ fn scores_are_the_cpus_and_a_request_of_cached_rows_is_one_launch_and_one_wait()
     }
 
     misses_cost_one_launch_more_and_one_for_each_cache();
+    only_samples_with_misses_are_scored_again();
+    without_graphs_the_scores_are_the_same();
 }
 
 /// Returns the copies of a request: one of its keys, on a GPU with memory of its own.
@@ -176,6 +179,69 @@ fn misses_cost_one_launch_more_and_one_for_each_cache() {
 
         assert!(missed > 20, "{missed} rows missed");
     }
+}
+
+/// A model of which every row fits into the cache: on the CPU and on the GPU, with its samples.
+fn roomy(seed: u64) -> (Worker, Worker, Vec<Sample>) {
+    let spec = "tests/data/families/dlrm/model.toml";
+    let installed = install_spec(spec, Some(CodecChoice::F16), Some(Placement::Cached));
+    let flash = Flash::open(&disk::system(), &installed.flash).unwrap();
+    let path = repository("tests/data/families/dlrm/probe.jsonl");
+    let samples = read_samples(&path, &installed.schema).unwrap();
+    let budget = Budget {
+        cache_bytes_max: 1 << 22,
+        memory_bytes_max: 1 << 28,
+        ..tiny_budget(&installed.schema, 32)
+    };
+    let device = Device::Cuda(standin::gpu(seed));
+    (worker(&flash, budget, &Device::Cpu), worker(&flash, budget, &device), samples)
+}
+
+/// One sample has a key that misses every time. Completing it takes as many blocks of threads in a
+/// batch of 32 samples as in a batch of its own.
+fn only_samples_with_misses_are_scored_again() {
+    let Some(stand_in) = standin::load() else { return };
+    let (mut cpu, mut gpu, samples) = roomy(5);
+    let (expected, got) = (score_all(&mut cpu, &samples, 32), score_all(&mut gpu, &samples, 32));
+    assert!(same_bits(&got.0, &expected.0));
+
+    let mut misses = |sample: &Sample| {
+        let batch = batch_of(gpu.model(), std::slice::from_ref(sample));
+        let before = gpu.counters().misses;
+        gpu.score(&batch, None).unwrap();
+        gpu.counters().misses > before
+    };
+    let (late, known): (Vec<Sample>, Vec<Sample>) = samples.into_iter().partition(&mut misses);
+    assert!(!late.is_empty() && known.len() >= 4, "{} and {} samples", late.len(), known.len());
+
+    let mut blocks_of = |samples: &[Sample]| {
+        let batch = batch_of(gpu.model(), samples);
+        let before = stand_in.counts().blocks;
+        let scores = gpu.score(&batch, None).unwrap().values.to_vec();
+        assert!(same_bits(&scores, cpu.score(&batch, None).unwrap().values));
+        stand_in.counts().blocks - before
+    };
+    let many: Vec<Sample> = known.iter().cycle().take(32).cloned().collect();
+    let mut many_with_one = many.clone();
+    many_with_one[20] = late[0].clone();
+    let alone = blocks_of(&late[..1]) - blocks_of(&known[..1]);
+    let in_many = blocks_of(&many_with_one) - blocks_of(&many);
+    assert_eq!(in_many, alone);
+}
+
+/// A driver that refuses to record graphs costs launches, and no score.
+fn without_graphs_the_scores_are_the_same() {
+    let Some(stand_in) = standin::load() else { return };
+    stand_in.fault(c"recording", 0, 1);
+    let (mut cpu, mut gpu, samples) = roomy(6);
+    for size in [5, 32] {
+        let (expected, got) =
+            (score_all(&mut cpu, &samples, size), score_all(&mut gpu, &samples, size));
+        assert!(same_bits(&got.0, &expected.0) && got.1 == expected.1, "batch {size}");
+    }
+    let batch = batch_of(gpu.model(), &samples[..1]);
+    let asked = asked(|| gpu.score(&batch, None).map(drop).unwrap());
+    assert!(asked.is_some_and(|[launches, ..]| launches > 3), "{asked:?}");
 }
 
 #[test]

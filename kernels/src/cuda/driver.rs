@@ -251,9 +251,9 @@ impl Gpu {
     }
 }
 
-/// Makes a thread that waits for the GPU spin. A request waits once, for far less than a millisecond.
-/// A driver that chooses for itself may put the thread to sleep, as on a Tegra, and its wake-up takes
-/// longer than the request. A driver that refuses keeps its choice.
+/// Makes a thread that waits for the GPU spin. A request waits once, for far less than a
+/// millisecond. A driver that chooses for itself may put the thread to sleep, as on a Tegra, and
+/// its wake-up takes longer than the request. A driver that refuses keeps its choice.
 fn wait_by_spinning() {
     let flags = sys::CUctx_flags::CU_CTX_SCHED_SPIN as u32;
     let set = result::init().and_then(|()| result::device::get(0)).and_then(|device| {
@@ -388,8 +388,8 @@ impl Stream {
             .call("record an event")
     }
 
-    /// Records `event` as [`Stream::record`] does. While the stream's work is recorded into a graph,
-    /// the recording becomes part of it: each launch of the graph records the event anew.
+    /// Records `event` as [`Stream::record`] does. While the stream's work is recorded into a
+    /// graph, the recording becomes part of it: each launch of the graph records the event anew.
     ///
     /// # Errors
     /// [`CudaError::Driver`].

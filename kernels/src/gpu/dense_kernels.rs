@@ -410,8 +410,8 @@ impl DenseKernels {
         unsafe { stream.launch(&self.concat, strided(values), THREADS, argument) }
     }
 
-    /// `to[samples, width]`: the rows `numbers[..samples]` of `from`, which is as wide. Every number
-    /// must be one of a row of `from`.
+    /// `to[samples, width]`: the rows `numbers[..samples]` of `from`, which is as wide. Every
+    /// number must be one of a row of `from`.
     pub fn gather(
         &self,
         stream: &Stream,

@@ -1,9 +1,9 @@
 //! A whole request as one launch: query, pooling and dense network in one CUDA graph, without the
 //! host in between. If rows are missing, the caller reads them; then a second graph finishes the
-//! bags and runs the network again, for the samples with missing rows only: it gathers their inputs.
-//! Both are recorded for every power of two up to the largest batch. A batch between two powers runs
-//! the next larger graph, padded with samples without keys. Where the driver or a library refuses to
-//! record, every kernel is a launch of its own. Never reads flash.
+//! bags and runs the network again, for the samples with missing rows only: it gathers their
+//! inputs. Both are recorded for every power of two up to the largest batch. A batch between two
+//! powers runs the next larger graph, padded with samples without keys. Where the driver or a
+//! library refuses to record, every kernel is a launch of its own. Never reads flash.
 
 use crate::cuda::driver::{CudaError, Stream};
 use crate::cuda::graph::Graphs;
@@ -107,8 +107,8 @@ impl Resources {
 }
 
 impl LateSamples {
-    /// Lists the samples that `is_late` marks. The rest of the first `size_of(count)` numbers is the
-    /// last one again.
+    /// Lists the samples that `is_late` marks. The rest of the first `size_of(count)` numbers is
+    /// the last one again.
     fn list(&mut self, is_late: &[bool], size_of: impl Fn(usize) -> usize) {
         self.count = 0;
         for (sample, _) in is_late.iter().enumerate().filter(|(_, is_late)| **is_late) {
