@@ -81,6 +81,8 @@ pub struct Front {
     facts: Arc<Mutex<CarFacts>>,
     /// The status of the last second.
     shown: Mutex<Bytes>,
+    /// The metrics of the last second.
+    shown_metrics: Mutex<Bytes>,
     layouts: Mutex<BTreeMap<String, Arc<Layout>>>,
 }
 
@@ -121,6 +123,7 @@ impl Front {
             new_facts: facts,
             facts: latest,
             shown: Mutex::new(Bytes::from_static(b"{}")),
+            shown_metrics: Mutex::default(),
             layouts: Mutex::default(),
         })
     }
@@ -130,9 +133,10 @@ impl Front {
         *lock(&self.facts) = (self.new_facts)();
     }
 
-    /// Shows `status`, which is JSON, until the next one.
+    /// Shows `status`, which is JSON, and the metrics of now until the next second.
     pub(crate) fn show(&self, status: String) {
         *lock(&self.shown) = status.into();
+        *lock(&self.shown_metrics) = self.metrics.text().into();
     }
 
     /// Returns the newest facts of the car.
@@ -143,6 +147,11 @@ impl Front {
     /// Returns the status of the last second, as JSON.
     pub(crate) fn shown(&self) -> Bytes {
         lock(&self.shown).clone()
+    }
+
+    /// Returns the metrics of the last second, as text.
+    pub(crate) fn shown_metrics(&self) -> Bytes {
+        lock(&self.shown_metrics).clone()
     }
 
     /// Returns the tensors of the model `name`.

@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::task::{Context, Poll};
+use std::thread::Scope;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
@@ -102,37 +103,13 @@ pub fn serve(
         ended_early: &ended_early,
     };
 
+    status::tick(front);
     let done = watch::Sender::new(false);
     std::thread::scope(|scope| {
-        for (number, runtime) in runtimes.iter().enumerate() {
-            let mut done = done.subscribe();
-            let run = move || {
-                // An error means that the sender is gone, which is the end too.
-                let _ = runtime.block_on(done.wait_for(|done| *done));
-            };
-            let name = format!("front {number}");
-            std::thread::Builder::new().name(name).spawn_scoped(scope, run)?;
-        }
-        let (ending, ended) = channel::<()>();
-        std::thread::Builder::new().name("status".to_owned()).spawn_scoped(scope, move || {
-            status::tick(front);
-            while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
-                status::tick(front);
-            }
-        })?;
-        std::thread::scope(|scope| {
-            let acceptor = &acceptor;
-            for listener in listeners {
-                scope.spawn(move || acceptor.accept_all(listener));
-            }
-        });
-        let left = front.connections.wait_ended(STOP_TIME_MAX);
-        if left > 0 {
-            log::warn!("{left} connections did not end within {STOP_TIME_MAX:?}");
-        }
-        drop(ending);
+        let served = acceptor.run(scope, &runtimes, listeners, &done);
+        // Without this the threads of the runtimes would not end.
         done.send_replace(true);
-        Ok::<(), io::Error>(())
+        served
     })?;
 
     runtimes.into_iter().for_each(|runtime| runtime.shutdown_timeout(STOP_TIME_MAX));
@@ -159,7 +136,48 @@ struct Acceptor<'a> {
     ended_early: &'a Arc<LogLimit>,
 }
 
-impl Acceptor<'_> {
+impl<'a> Acceptor<'a> {
+    /// Starts the threads, accepts connections until the front door stops, and waits until they have
+    /// ended.
+    fn run<'scope>(
+        &self,
+        scope: &'scope Scope<'scope, '_>,
+        runtimes: &'scope [Runtime],
+        listeners: &[Arc<Listener>],
+        done: &watch::Sender<bool>,
+    ) -> io::Result<()>
+    where
+        'a: 'scope,
+    {
+        for (number, runtime) in runtimes.iter().enumerate() {
+            let mut done = done.subscribe();
+            let run = move || {
+                // An error means that the sender is gone, which is the end too.
+                let _ = runtime.block_on(done.wait_for(|done| *done));
+            };
+            let name = format!("front {number}");
+            std::thread::Builder::new().name(name).spawn_scoped(scope, run)?;
+        }
+        let ((ending, ended), front) = (channel::<()>(), self.front);
+        std::thread::Builder::new().name("status".to_owned()).spawn_scoped(scope, move || {
+            while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+                status::tick(front);
+            }
+        })?;
+
+        std::thread::scope(|scope| {
+            for listener in listeners {
+                scope.spawn(move || self.accept_all(listener));
+            }
+        });
+        let left = self.front.connections.wait_ended(STOP_TIME_MAX);
+        if left > 0 {
+            log::warn!("{left} connections did not end within {STOP_TIME_MAX:?}");
+        }
+        drop(ending);
+        Ok(())
+    }
+
     /// Accepts connections until the front door stops.
     fn accept_all(&self, listener: &Listener) {
         while !self.stopping.is_requested() {

@@ -189,7 +189,7 @@ async fn answer_http(
     match (&parts.method, path.as_slice()) {
         (&Method::GET, [""]) => Ok(page()),
         (&Method::GET, ["metrics"]) => {
-            Ok(reply(StatusCode::OK, METRICS_TYPE, call.front.metrics.text().into()))
+            Ok(reply(StatusCode::OK, METRICS_TYPE, call.front.shown_metrics()))
         }
         (&Method::GET, ["status"]) => {
             Ok(reply(StatusCode::OK, "application/json", call.front.shown()))

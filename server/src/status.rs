@@ -1,5 +1,6 @@
 //! The status of the car as JSON, for the status page: models, their last minutes, memory, updates,
-//! wear and slow requests. It is made once a second, so that no caller can make it cost more.
+//! wear and slow requests. The status and the metrics are made once a second, so that no caller can
+//! make them cost more.
 
 use crate::facts::CarFacts;
 use crate::front::Front;
