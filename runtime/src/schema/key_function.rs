@@ -2,6 +2,7 @@
 //! carries the function, so that an application sends raw values. A function allocates nothing.
 
 use crate::limits::{BOUNDARIES_MAX, RAW_BYTES_MAX};
+use crate::schema::farmhash::fingerprint64;
 use crate::schema::raw_value::RawValue;
 use crate::schema::vocabulary::Vocabulary;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -260,9 +261,7 @@ impl Unknown {
         match self {
             Self::Absent => UNKNOWN_KEY,
             Self::Key(key) => key,
-            Self::Buckets { first, buckets } => {
-                first + farmhash::fingerprint64(word.as_bytes()) % buckets
-            }
+            Self::Buckets { first, buckets } => first + fingerprint64(word.as_bytes()) % buckets,
         }
     }
 }
@@ -271,7 +270,7 @@ impl KeyHash {
     /// Returns the hash of `value`.
     fn of(self, value: &RawValue<'_>) -> Result<u64, KeyError> {
         match self {
-            Self::Farmhash64 => with_text(value, |t| farmhash::fingerprint64(t.as_bytes())),
+            Self::Farmhash64 => with_text(value, |text| fingerprint64(text.as_bytes())),
             Self::Siphash { key } => with_text(value, |text| {
                 let mut hasher = SipHasher24::new_with_keys(key[0], key[1]);
                 hasher.write(text.as_bytes());

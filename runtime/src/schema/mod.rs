@@ -2,6 +2,7 @@
 //! the dense network. Plain data with one check; never reads rows.
 
 pub mod batch;
+mod farmhash;
 pub mod key_function;
 pub mod outputs;
 pub mod probe_set;
