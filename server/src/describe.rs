@@ -68,7 +68,12 @@ fn inputs(layout: &Layout) -> Vec<TensorMetadata> {
     let width = layout.schema.dense_features.len();
     let dense = (width > 0).then(|| tensor(&layout.dense, "FP32", vec![-1, width as i64]));
     let features = layout.schema.features.iter();
-    let features = features.map(|f| tensor(&f.name, "INT64", vec![-1, f.hotness_max.into()]));
+    let features = features.flat_map(|f| {
+        let shape = vec![-1, f.hotness_max.into()];
+        let weights = format!("{}.weights", f.name);
+        let weights = f.weighted.then(|| tensor(&weights, "FP32", shape.clone()));
+        std::iter::once(tensor(&f.name, "INT64", shape)).chain(weights)
+    });
     dense.into_iter().chain(features).collect()
 }
 

@@ -52,6 +52,8 @@ enum Part {
     Keys(usize),
     /// The offsets of jagged keys.
     Offsets(usize),
+    /// The weights of the keys of a weighted feature, padded or jagged as the keys are.
+    Weights(usize),
 }
 
 /// The names of the tensors of a model.
@@ -70,6 +72,9 @@ impl Layout {
         for (f, feature) in schema.features.iter().enumerate() {
             parts.insert(format!("{}.keys", feature.name), Part::Keys(f));
             parts.insert(format!("{}.offsets", feature.name), Part::Offsets(f));
+            if feature.weighted {
+                parts.insert(format!("{}.weights", feature.name), Part::Weights(f));
+            }
         }
         // A feature's own name wins.
         let named = schema.features.iter().enumerate();
@@ -215,6 +220,8 @@ fn elements(tensor: &Tensor<'_>) -> Result<usize, Problem> {
 struct Bags<'a> {
     keys: Option<Integers<'a>>,
     offsets: Option<Integers<'a>>,
+    /// Weights of the keys, and how many there are.
+    weights: Option<(Floats<'a>, usize)>,
     /// Keys of each sample where there are no offsets, padding included.
     width: usize,
     /// Keys in all bags.
@@ -239,6 +246,7 @@ impl<'a> Columns<'a> {
             columns.add(layout, tensor, part)?;
         }
         columns.check_offsets(&layout.schema)?;
+        columns.check_weights(&layout.schema)?;
         Ok(columns)
     }
 
@@ -259,10 +267,9 @@ impl<'a> Columns<'a> {
             }
             Part::Padded(f) => {
                 let (keys, [rows, width]) = (Integers::of(tensor)?, matrix(tensor)?);
-                let before = std::mem::replace(
-                    &mut self.bags[f],
-                    Bags { keys: Some(keys), offsets: None, width, count: rows * width },
-                );
+                let (weights, count) = (self.bags[f].weights, rows * width);
+                let padded = Bags { keys: Some(keys), offsets: None, weights, width, count };
+                let before = std::mem::replace(&mut self.bags[f], padded);
                 if before.keys.is_some() || before.offsets.is_some() {
                     return Err(twice());
                 }
@@ -275,6 +282,13 @@ impl<'a> Columns<'a> {
                 }
                 self.bags[f].count = count;
                 Ok(())
+            }
+            Part::Weights(f) => {
+                let weights = (Floats::of(tensor)?, elements(tensor)?);
+                match self.bags[f].weights.replace(weights) {
+                    None => Ok(()),
+                    Some(_) => Err(twice()),
+                }
             }
             Part::Offsets(f) => {
                 let (offsets, count) = (Integers::of(tensor)?, vector(tensor)?);
@@ -297,6 +311,19 @@ impl<'a> Columns<'a> {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Checks that there are as many weights as keys, padding included.
+    fn check_weights(&self, schema: &Schema) -> Result<(), Problem> {
+        for (feature, bags) in schema.features.iter().zip(&self.bags) {
+            let (keys, weights) = (bags.count, bags.weights.map(|(_, count)| count));
+            if weights.is_some_and(|weights| weights != keys) {
+                let (name, weights) = (feature.name.escape_debug(), weights.unwrap_or_default());
+                let message = format!("input `{name}.weights`: {weights} values for {keys} keys");
+                return Err(Problem::invalid(message));
+            }
+        }
+        Ok(())
     }
 
     /// Checks that jagged keys have offsets that start at 0, never fall, and end at their number.
@@ -406,20 +433,22 @@ impl Columns<'_> {
             let values = sample * width..(sample + 1) * width;
             let floats = self.dense.unwrap_or(Floats::Zeros);
             let dense = values.map(|at| floats.get(at));
-            batch.push_with(schema, dense, |f, keys, _weights| {
-                append_bag(&schema.features[f], &self.bags[f], sample, keys)
+            batch.push_with(schema, dense, |f, keys, weights| {
+                append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)
             })?;
         }
         Ok(batch)
     }
 }
 
-/// Appends the keys of `sample` to `keys`, at most one more than the feature may have.
+/// Appends the keys of `sample` to `keys`, at most one more than the feature may have, and their
+/// weights, if there are any, to `weights`.
 fn append_bag(
     feature: &Feature,
     bags: &Bags<'_>,
     sample: usize,
     keys: &mut Vec<u64>,
+    weights: &mut Vec<f32>,
 ) -> Result<(), Problem> {
     let Some(integers) = bags.keys else { return Ok(()) };
     let range = match bags.offsets {
@@ -435,7 +464,10 @@ fn append_bag(
         match integers.key(at) {
             // The batch refuses a bag with one key too many.
             _ if keys.len() > full => break,
-            Key::Is(key) => keys.push(key),
+            Key::Is(key) => {
+                keys.push(key);
+                weights.extend(bags.weights.map(|(weights, _)| weights.get(at)));
+            }
             Key::Padding if bags.offsets.is_none() => {}
             Key::Padding | Key::Negative => {
                 let name = feature.name.escape_debug();
