@@ -7,6 +7,7 @@ its offsets and those of the window before: each message counts once. Last, `hat
 usage: kafka_consume.py HATCHBACK BUNDLE SECONDS
 """
 
+import atexit
 import json
 import random
 import signal
@@ -41,6 +42,7 @@ class Broker:
     def __init__(self, folder):
         self.folder, self.port, self.log, self.partitions, self.process = folder, free_port(), {}, {}, None
         self.address = f"127.0.0.1:{self.port}"
+        atexit.register(lambda: self.process and self.process.kill())
 
     def start(self):
         url = f"tcp://{self.address}"
