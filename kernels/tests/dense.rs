@@ -94,11 +94,13 @@ fn a_run_allocates_nothing() {
         for weights in [Weights::F32, Weights::F16, Weights::Int8] {
             let engine = load(network, Isa::detect(), weights);
             let (data, mut scratch) = (inputs(network, 200), engine.scratch(200));
-            let mut scores = vec![0.0; 200];
+            let mut scores = vec![0.0; 200 * engine.outputs()];
 
             for batch in [1, 2, 31, 200] {
                 let before = ALLOCATIONS.get();
-                engine.run(batch, &data, &mut scores[..batch], &mut scratch).unwrap();
+                engine
+                    .run(batch, &data, &mut scores[..batch * engine.outputs()], &mut scratch)
+                    .unwrap();
                 assert_eq!(
                     ALLOCATIONS.get() - before,
                     0,

@@ -148,6 +148,6 @@ mod tests {
         damaged(&|v| v.ends.swap(0, 1));
         damaged(&|v| v.text.push('x'));
         damaged(&|v| v.keys.truncate(1));
-        damaged(&|v| v.text = "zzz".to_owned());
+        damaged(&|v| v.text = "zyx".to_owned());
     }
 }
