@@ -62,10 +62,10 @@ fn wrong_format_numbers() {
     victim.refuses(&victim.attacked(|p| p.header[15] = 1), &["format: 72057594037927937 is not 1"]);
     victim.refuses(&victim.attacked(|p| p.header[0] = b'h'), &["magic"]);
     let mut manifest = victim.next.manifest.encode().unwrap();
-    manifest[0] = 3;
+    manifest[0] = 4;
     victim.refuses(
         &victim.next.bytes_with(&manifest),
-        &["attack.bundle: manifest: format: 3 is not 1 or 2"],
+        &["attack.bundle: manifest: format: 4 is not in 1..=3"],
     );
     manifest[0] = 2;
     victim.refuses(&victim.next.bytes_with(&manifest), &["manifest: does not decode"]);
