@@ -22,7 +22,8 @@ use hatchback_tests::reference::{Reference, same_bits};
 use hatchback_tests::rewrite::{keys_on, pages_of};
 use hatchback_tools::pack::spec::CodecChoice;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::thread::ThreadId;
 use std::time::Duration;
 
 /// A clock that blocks workers while it is closed, and can panic in a worker.
@@ -30,6 +31,8 @@ use std::time::Duration;
 struct Gate {
     closed: Mutex<bool>,
     opened: Condvar,
+    /// The worker that is held, if only the first one is to be.
+    only: Option<OnceLock<ThreadId>>,
     panics: AtomicBool,
 }
 
@@ -44,7 +47,9 @@ impl Clock for Gate {
     fn now(&self) -> Duration {
         if std::thread::current().name().is_some_and(|n| n.starts_with("worker")) {
             let closed = self.closed.lock().unwrap();
-            drop(self.opened.wait_while(closed, |closed| *closed).unwrap());
+            let this = std::thread::current().id();
+            let is_held = self.only.as_ref().is_none_or(|one| *one.get_or_init(|| this) == this);
+            drop(self.opened.wait_while(closed, |closed| *closed && is_held).unwrap());
             assert!(!self.panics.load(Ordering::Acquire), "the clock broke");
         }
         Duration::ZERO
@@ -315,7 +320,7 @@ fn a_full_pipeline_is_busy_immediately_and_keeps_the_order() {
 #[test]
 fn a_request_that_waits_delays_no_other() {
     let fixture = Fixture::new(MissPolicy::Deadline);
-    let gate = Arc::new(Gate::default());
+    let gate = Arc::new(Gate { only: Some(OnceLock::new()), ..Gate::default() });
     let pipeline = fixture.open(Budget { workers: 2, ..Budget::default() }, gate.clone());
     gate.set_closed(true);
     let waits = submit(&pipeline, &fixture.known(0, 1), FOREVER).unwrap();
