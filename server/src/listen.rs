@@ -137,8 +137,8 @@ struct Acceptor<'a> {
 }
 
 impl<'a> Acceptor<'a> {
-    /// Starts the threads, accepts connections until the front door stops, and waits until they have
-    /// ended.
+    /// Starts the threads, accepts connections until the front door stops, and waits until they
+    /// have ended.
     fn run<'scope>(
         &self,
         scope: &'scope Scope<'scope, '_>,
