@@ -9,7 +9,7 @@
  * during the call. A call that has begun ends as if the handle were open.
  *
  * Each call says whether it blocks. A call that does not block takes no lock for longer than it
- * takes to copy its arguments. After hatchback_load no call that scores takes memory from the heap.
+ * takes to copy its arguments.
  *
  * Everything that a pointer argument points to belongs to the caller, and need not outlive the call.
  * Strings are UTF-8 and end with a zero. A call that fails writes to none of its results, except

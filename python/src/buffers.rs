@@ -4,7 +4,7 @@ use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-/// An array of Python, open for reading. The array cannot be resized or freed meanwhile.
+/// An array of Python, open for reading. The array cannot be resized or freed while it is open.
 pub struct Array {
     name: &'static str,
     buffer: PyUntypedBuffer,
