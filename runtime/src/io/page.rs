@@ -30,19 +30,19 @@ pub enum PageKind {
     Fences = 3,
     /// The last page of a segment, which describes the segment.
     Trailer = 4,
-    /// A copy of the orders of all rows of a delta or clustered segment. Opening reads only these.
+    /// A copy of the orders of all rows of a clustered segment. Opening reads only these.
     Keys = 5,
     /// The orders of the keys that a delta deletes.
     Deletes = 6,
-    /// The same as `Keys` with 32 bits for each order, used if all orders fit.
-    ShortKeys = 7,
+    /// The same for a delta: the first order, then the difference to each next one.
+    KeySteps = 7,
 }
 
 impl PageKind {
     /// Returns the kind with this number.
     fn of(number: u16) -> Option<Self> {
         use PageKind::*;
-        [Index, Hashed, Fences, Trailer, Keys, Deletes, ShortKeys]
+        [Index, Hashed, Fences, Trailer, Keys, Deletes, KeySteps]
             .into_iter()
             .find(|k| *k as u16 == number)
     }

@@ -324,10 +324,10 @@ mod tests {
             ("[maintenance]\nbusy_percent_max = 0", ["maintenance.busy_percent_max = 0", "100"]),
             ("[update]\nbusy_percent_max = 101", ["update.busy_percent_max = 101", "1 to 100"]),
             (
-                "[update]\nbusy_percent_min = 21",
-                ["update.busy_percent_min = 21", "1 to 20, the value of update.busy_percent_max"],
+                "[update]\nbusy_percent_min = 61",
+                ["update.busy_percent_min = 61", "1 to 60, the value of update.busy_percent_max"],
             ),
-            ("[update]\nbusy_percent_min = 0", [":5: update.busy_percent_min = 0", "1 to 20"]),
+            ("[update]\nbusy_percent_min = 0", [":5: update.busy_percent_min = 0", "1 to 60"]),
             (
                 "[maintenance]\nbusy_percent_min = 6\nbusy_percent_max = 5",
                 [":5: maintenance.busy_percent_min = 6", "maintenance.busy_percent_max"],

@@ -1,8 +1,8 @@
-//! What a segment is: its part of the table, its kind, its counts, and the layout of its trailer
-//! and index pages. Never reads or writes a file.
+//! What a segment is: its part of the table, its kind, its counts, and the layout of its trailer.
+//! Never reads or writes a file.
 
 use crate::bundle::manifest::{Generation, sha256};
-use crate::io::page::{Page, PageBytes, PageKind, seal, u64_at};
+use crate::io::page::{PageBytes, PageKind, seal, u64_at};
 use crate::limits::{PAGE_BYTES, PAGE_HEADER_BYTES};
 use crate::schema::{KeySpace, Table};
 use hatchback_kernels::cache::codec::{Codec, RowFormat};
@@ -10,11 +10,10 @@ use serde::{Deserialize, Serialize};
 
 const MAGIC: &[u8; 8] = b"HATCHSEG";
 /// The format of segments.
-pub const SEGMENT_FORMAT: u32 = 2;
+pub const SEGMENT_FORMAT: u32 = 3;
 pub(crate) const PAYLOAD_BYTES: usize = PAGE_BYTES - PAGE_HEADER_BYTES;
 pub(crate) const FENCES_PER_PAGE: usize = PAYLOAD_BYTES / 4;
 pub(crate) const KEYS_PER_PAGE: usize = PAYLOAD_BYTES / 8;
-pub(crate) const SHORT_KEYS_PER_PAGE: usize = PAYLOAD_BYTES / 4;
 
 /// The part of its table that a segment holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -148,22 +147,4 @@ impl Counts {
     pub fn file_bytes(&self) -> u64 {
         (u64::from(self.data_pages) + u64::from(self.index_pages) + 1) * PAGE_BYTES as u64
     }
-}
-
-/// Returns the fences in a page of fences.
-pub(super) fn fences_in(page: &Page<'_>) -> impl Iterator<Item = u32> {
-    page.payload()
-        .chunks_exact(4)
-        .take(page.count())
-        .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-}
-
-/// Returns the orders in a page of keys, short keys or deletes.
-pub(super) fn orders_in(kind: PageKind, page: &Page<'_>) -> impl Iterator<Item = u64> {
-    let width = if kind == PageKind::ShortKeys { 4 } else { 8 };
-    page.payload().chunks_exact(width).take(page.count()).map(|bytes| {
-        let mut word = [0; 8];
-        word[..bytes.len()].copy_from_slice(bytes);
-        u64::from_le_bytes(word)
-    })
 }

@@ -11,6 +11,8 @@
 
 mod error;
 pub mod fences;
+mod index_pages;
+mod key_steps;
 mod kind;
 mod reader;
 pub mod verifier;

@@ -3,10 +3,8 @@
 
 use crate::flash::segment::error::SegmentError;
 use crate::flash::segment::fences::{Fences, LOCATE_KEYS};
-use crate::flash::segment::kind::{
-    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentKind, fences_in,
-    orders_in,
-};
+use crate::flash::segment::index_pages::{each_order, fences_in, index_entries_max};
+use crate::flash::segment::kind::{Counts, KEYS_PER_PAGE, Part, SegmentKind};
 use crate::io::page::{AlignedPage, Page, PageBytes, PageFault, PageKind, claimed_kind};
 use crate::io::reader::PageFile;
 use crate::limits::PAGE_BYTES;
@@ -135,12 +133,11 @@ impl Segment {
         number: u32,
         page: &'a PageBytes,
     ) -> Result<(PageKind, Page<'a>), SegmentError> {
-        let (kind, entries_max) = match claimed_kind(page) {
-            Some(PageKind::Fences) => (PageKind::Fences, FENCES_PER_PAGE),
-            Some(PageKind::Deletes) => (PageKind::Deletes, KEYS_PER_PAGE),
-            Some(PageKind::ShortKeys) => (PageKind::ShortKeys, SHORT_KEYS_PER_PAGE),
-            _ => (PageKind::Keys, KEYS_PER_PAGE),
+        let kind = match claimed_kind(page) {
+            Some(kind @ (PageKind::Fences | PageKind::Deletes | PageKind::KeySteps)) => kind,
+            _ => PageKind::Keys,
         };
+        let entries_max = index_entries_max(kind, page);
         let checked = Page::check(page, self.kind.id, number, kind, entries_max);
         Ok((kind, checked.map_err(|e| self.page_error(number, e))?))
     }
@@ -168,7 +165,7 @@ impl Segment {
         let (mut rows, mut deletes) = (0u64, 0u64);
         let per_page = self.kind.rows_per_page() as u64;
         self.each_index_page(|kind, page| {
-            for order in orders_in(kind, page) {
+            each_order(kind, page, |order| {
                 // `take` has memory for as many keys as the trailer counts.
                 if kind == PageKind::Deletes && deletes < self.counts.deletes {
                     take(order, None);
@@ -180,8 +177,8 @@ impl Segment {
                     let problem = format!("more than the trailer counts: {:?}", self.counts);
                     return self.field("keys", problem);
                 }
-            }
-            Ok(())
+                Ok(())
+            })
         })?;
 
         if (rows, deletes) == (self.counts.rows, self.counts.deletes) {

@@ -3,10 +3,8 @@
 //! never a row.
 
 use crate::flash::segment::error::SegmentError;
-use crate::flash::segment::kind::{
-    Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SHORT_KEYS_PER_PAGE, SegmentKind, fences_in,
-    orders_in,
-};
+use crate::flash::segment::index_pages::{each_order, fences_in, index_entries_max};
+use crate::flash::segment::kind::{Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, Part, SegmentKind};
 use crate::io::page::{Page, PageBytes, PageFault, PageKind, claimed_kind};
 use crate::limits::PAGE_BYTES;
 use crate::schema::KeySpace;
@@ -113,7 +111,7 @@ impl SegmentVerifier {
             match claimed_kind(page) {
                 Some(PageKind::Trailer) => self.take_trailer(page)?,
                 Some(PageKind::Fences) => self.take_fences(page)?,
-                Some(kind @ (PageKind::Keys | PageKind::ShortKeys)) => {
+                Some(kind @ (PageKind::Keys | PageKind::KeySteps)) => {
                     self.take_keys(page, kind)?;
                 }
                 Some(PageKind::Deletes) => self.take_deletes(page)?,
@@ -234,13 +232,16 @@ impl SegmentVerifier {
     }
 
     fn take_keys(&mut self, page: &PageBytes, kind: PageKind) -> Result<(), SegmentError> {
-        let short = kind == PageKind::ShortKeys;
-        let entries_max = if short { SHORT_KEYS_PER_PAGE } else { KEYS_PER_PAGE };
-        let checked = self.page(page, kind, entries_max)?;
-        if self.kind.part == Part::Base || self.counts.deletes > 0 {
+        let checked = self.page(page, kind, index_entries_max(kind, page))?;
+        let of_part = match self.kind.part {
+            Part::Base => None,
+            Part::Delta => Some(PageKind::KeySteps),
+            Part::Clustered => Some(PageKind::Keys),
+        };
+        if of_part != Some(kind) || self.counts.deletes > 0 {
             return self.field("keys", "do not belong in this place");
         }
-        orders_in(kind, &checked).try_for_each(|order| self.repeat("keys", order))?;
+        each_order(kind, &checked, |order| self.repeat("keys", order))?;
         self.counts.index_pages += 1;
         Ok(())
     }

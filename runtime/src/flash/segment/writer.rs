@@ -1,6 +1,7 @@
 //! Writes a segment in one pass. The caller adds the rows in key order; those of a clustered
 //! segment in the order of its pages. Never seeks in its output.
 
+use crate::flash::segment::key_steps::{self, STEPS_PER_PAGE_MIN};
 use crate::flash::segment::kind::{
     Counts, FENCES_PER_PAGE, KEYS_PER_PAGE, PAYLOAD_BYTES, Part, SegmentKind,
 };
@@ -129,7 +130,8 @@ impl<W: Write> SegmentWriter<W> {
         let waiting = pages(self.orders.len(), 1).min(2);
         let fences =
             pages(self.fences.len() + 2, FENCES_PER_PAGE) * u64::from(self.kind.has_fences());
-        let keys = pages(self.keys.len(), KEYS_PER_PAGE) + pages(self.deletes.len(), KEYS_PER_PAGE);
+        let keys =
+            pages(self.keys.len(), STEPS_PER_PAGE_MIN) + pages(self.deletes.len(), KEYS_PER_PAGE);
         (waiting + fences + keys + 1) * PAGE_BYTES as u64
     }
 
@@ -271,6 +273,18 @@ impl<W: Write> SegmentWriter<W> {
         Ok(())
     }
 
+    /// Writes the ascending `orders` of the rows of a delta to index pages.
+    fn write_key_steps(&mut self, mut orders: &[u64]) -> Result<(), WriteError> {
+        while !orders.is_empty() {
+            let mut page = [0; PAGE_BYTES];
+            let count = key_steps::pack(orders, &mut page[PAGE_HEADER_BYTES..]);
+            self.emit(page, PageKind::KeySteps, count)?;
+            self.counts.index_pages += 1;
+            orders = &orders[count..];
+        }
+        Ok(())
+    }
+
     /// Writes the last rows, the index and the trailer. Returns the destination and the counts.
     ///
     /// # Errors
@@ -288,13 +302,10 @@ impl<W: Write> SegmentWriter<W> {
             (std::mem::take(&mut self.keys), bytes(std::mem::take(&mut self.deletes)));
 
         self.write_index(PageKind::Fences, &fences)?;
-        // With 64-bit keys, a sixth of a delta's bytes would be the keys of index tables.
-        let short = keys.iter().map(|key| u32::try_from(*key).map(u32::to_le_bytes));
-        match short.collect::<Result<Vec<_>, _>>() {
-            Ok(short) if self.kind.part == Part::Delta => {
-                self.write_index(PageKind::ShortKeys, &short)?
-            }
-            _ => self.write_index(PageKind::Keys, &bytes(keys))?,
+        if self.kind.part == Part::Delta {
+            self.write_key_steps(&keys)?;
+        } else {
+            self.write_index(PageKind::Keys, &bytes(keys))?;
         }
         self.write_index(PageKind::Deletes, &deletes)?;
 
