@@ -432,8 +432,10 @@ impl RequestQueue {
         loop {
             let wait = queue.take(self, in_flight);
             if !in_flight.requests.is_empty() {
+                let leaves_some = !queue.waiting.is_empty();
+                drop(queue);
                 // Only this worker may have been notified of the requests that it leaves.
-                if !queue.waiting.is_empty() {
+                if leaves_some {
                     self.work.notify_one();
                 }
                 return Next::Work;

@@ -1,8 +1,10 @@
 //! `bench deadline`: answers later than their deadline, while the flash device stalls for 10 ms to
 //! 2 s. Callers send requests with deadlines of 1 to 50 ms, beside updates and merges, with more
-//! callers than request slots, and on busy CPUs. As many threads as callers only sleep, on one
-//! condition variable: how late they wake is what the system's scheduler costs in the same moment.
-//! One process plays the daemon.
+//! callers than request slots, and on busy CPUs. Two groups of as many threads do the same without
+//! sending: sleepers and controls draw a request and sleep until a deadline. An overrun is an answer
+//! that is later than its bound and every sleeper beside it. The scheduler alone makes some of
+//! those, by chance: the controls, judged by the same rule, say how many. One process plays the
+//! daemon.
 
 use super::bars::Bar;
 use super::delta::pack_generations;
@@ -20,6 +22,7 @@ use hatchback::car::maintenance_steps::MaintenanceSteps;
 use hatchback::clock::SystemClock;
 use hatchback::flash::Flash;
 use hatchback::io::disk::Disk;
+use hatchback::limits::DEADLINE_WAIT_US;
 use hatchback::maintenance::MaintenanceRules;
 use hatchback::maintenance::background::Background;
 use hatchback::maintenance::share::BusyBounds;
@@ -44,8 +47,6 @@ const STALL_S: [f64; 2] = [0.010, 2.0];
 const PAUSE_S: [f64; 2] = [0.050, 0.500];
 /// Shortest and longest deadline, seconds.
 const DEADLINE_S: [f64; 2] = [0.001, 0.050];
-/// Shortest and longest sleep of the threads that measure the scheduler, seconds.
-const SLEEP_S: [f64; 2] = [0.001, 0.005];
 /// Deltas that are applied, one row in a hundred each.
 const DELTAS: u64 = 8;
 /// Callers for each request slot while there are too many callers.
@@ -54,6 +55,8 @@ const CALLERS_PER_SLOT: u32 = 4;
 const BUSY_PAUSE_S: [f64; 2] = [0.001, 0.010];
 /// Share of the bytes of all rows that the cache holds, per cent.
 const CACHE_PERCENT: u64 = 10;
+/// Standard deviations by which chance may exceed the overruns of the controls.
+const DEVIATIONS: f64 = 3.0;
 /// Name of the served model.
 const NAME: &str = "model";
 
@@ -114,10 +117,14 @@ pub struct DeadlineFigures {
     pub wrong_statuses: u64,
     /// Answers, relative to their deadlines.
     pub answers: Lateness,
-    /// Threads that only slept, relative to the ends of their sleeps.
+    /// Threads that slept instead of sending, relative to the ends of their sleeps.
     pub sleepers: Lateness,
+    /// Threads that slept instead of sending, until a caller without an answer would return.
+    pub controls: Lateness,
     /// Answers that were later than the bound and every sleeper beside them.
     pub overruns: u64,
+    /// Controls that were.
+    pub control_overruns: u64,
 }
 
 /// Runs the measurement.
@@ -202,13 +209,13 @@ impl Run {
     fn phase(&mut self, phase: Phase, requests: u64, callers: u32) -> Result<DeadlineFigures> {
         let callers =
             if phase == Phase::TooManyCallers { callers * CALLERS_PER_SLOT } else { callers };
-        let (answers, sleepers) = (Timeline::start(), Timeline::start());
+        let [answers, sleepers, controls] = [(); 3].map(|()| Timeline::start());
         let (stop, left) = (AtomicBool::new(false), AtomicU64::new(requests));
         let (start, bundles) = (Instant::now(), &mut self.bundles);
         let (serving, stalling, progress) = (&self.serving, &self.stalling, &self.progress);
         let updates =
             Updates { disk: &self.disk, flash: &self.flash, serving, budget: self.budget };
-        let (workload, bed) = (&self.workload, Bed::default());
+        let (workload, schema) = (&self.workload, &self.flash.manifest().schema);
 
         let (seen, stalled, updates) = thread::scope(|scope| {
             let stop = &stop;
@@ -218,11 +225,17 @@ impl Run {
                 scope.spawn(move || caller.send(workload, u64::from(seed)))
             };
             let callers: Vec<_> = (0..callers).map(caller).collect();
-            let bed = &bed;
-            for seed in 0..callers.len() as u64 {
-                let sleepers = &sleepers;
-                scope.spawn(move || sleep_until(stop, seed, bed, sleepers));
-            }
+            let returns_after = Duration::from_micros(DEADLINE_WAIT_US);
+            let groups = [(&sleepers, Duration::ZERO), (&controls, returns_after)];
+            let numbers = 0..callers.len() as u64;
+            let each = numbers.flat_map(|number| groups.map(|group| (number, group)));
+            let sleeping: Vec<_> = each
+                .map(|(seed, (timeline, oversleep))| {
+                    let (workload, batch) = (workload.with_seed(seed), Batch::new(schema, 1));
+                    let sleeper = Sleeper { workload, batch, seed, oversleep, timeline };
+                    scope.spawn(move || sleeper.sleep_until(stop))
+                })
+                .collect();
             let stalls = scope.spawn(|| stall_until(stop, stalling));
             if phase == Phase::BusyCpus {
                 (0..self.budget.workers).for_each(|_| drop(scope.spawn(|| spin_until(stop))));
@@ -239,6 +252,9 @@ impl Run {
                 seen.add(&joined??);
             }
             stop.store(true, Ordering::Release);
+            for sleeper in sleeping {
+                sleeper.join().map_err(|_| anyhow!("a sleeper panicked"))??;
+            }
             let stalled = stalls.join().map_err(|_| anyhow!("the stalls panicked"))?;
             let updates = updater.map_or(Ok(Ok(0)), |thread| thread.join());
             Ok::<_, anyhow::Error>((
@@ -263,7 +279,9 @@ impl Run {
             wrong_statuses,
             answers: answers.lateness(),
             sleepers: sleepers.lateness(),
+            controls: controls.lateness(),
             overruns: answers.overruns_beside(&sleepers),
+            control_overruns: controls.overruns_beside(&sleepers),
         })
     }
 }
@@ -339,26 +357,35 @@ fn draw(rng: &mut StdRng, bounds: [f64; 2]) -> Duration {
     Duration::from_secs_f64(rng.random_range(low..high).exp())
 }
 
-/// What the sleepers share.
-#[derive(Default)]
-struct Bed {
-    lock: Mutex<()>,
-    /// Nobody notifies it.
-    never: Condvar,
+/// A thread that does what a caller does, but sends nothing.
+struct Sleeper<'a> {
+    workload: Workload,
+    batch: Batch,
+    seed: u64,
+    /// Time after the deadline until which it sleeps.
+    oversleep: Duration,
+    /// How late each sleep ended.
+    timeline: &'a Timeline,
 }
 
-/// Sleeps again and again until `stop`, on a condition variable that nobody notifies, and records
-/// how late each sleep ends.
-fn sleep_until(stop: &AtomicBool, seed: u64, bed: &Bed, sleepers: &Timeline) {
-    let mut rng = StdRng::seed_from_u64(seed);
-    while !stop.load(Ordering::Relaxed) {
-        let time = draw(&mut rng, SLEEP_S);
-        let due = Instant::now() + time;
-        let lock = bed.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_over = |(): &mut ()| Instant::now() < due;
-        let woken = bed.never.wait_timeout_while(lock, time, is_over);
-        drop(woken.unwrap_or_else(PoisonError::into_inner));
-        sleepers.record(due);
+impl Sleeper<'_> {
+    /// Draws a request and sleeps until after its deadline, on a condition variable that nobody
+    /// notifies, again and again until `stop`.
+    fn sleep_until(mut self, stop: &AtomicBool) -> Result<()> {
+        let mut rng = StdRng::seed_from_u64(self.seed);
+        let (lock, never) = (Mutex::new(()), Condvar::new());
+        while !stop.load(Ordering::Relaxed) {
+            self.workload.fill(&mut self.batch, 1)?;
+            let deadline = Instant::now() + draw(&mut rng, DEADLINE_S);
+            let end = deadline + self.oversleep;
+            let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+            let left = end.saturating_duration_since(Instant::now());
+            let is_early = |(): &mut ()| Instant::now() < end;
+            let woken = never.wait_timeout_while(guard, left, is_early);
+            drop(woken.unwrap_or_else(PoisonError::into_inner));
+            self.timeline.record(deadline);
+        }
+        Ok(())
     }
 }
 
@@ -397,7 +424,7 @@ impl Updates<'_> {
         stop: &AtomicBool,
         bundles: &mut dyn Iterator<Item = PathBuf>,
     ) -> Result<u64> {
-        let background = Background::enter(BusyBounds { percent_min: 5, percent_max: 20 });
+        let background = Background::enter(BusyBounds { percent_min: 30, percent_max: 60 });
         let (rest, mut applied) = (|| background.yield_now(thread::sleep), 0);
         while !stop.load(Ordering::Relaxed) {
             let Some(path) = bundles.next() else { break };
@@ -426,9 +453,10 @@ impl Updates<'_> {
 fn bars(points: &[DeadlineFigures]) -> Vec<Bar> {
     let sum = |of: fn(&DeadlineFigures) -> u64| points.iter().map(of).sum::<u64>();
     let requests = sum(|p| p.requests);
-    let name = format!("answers later than their bound and the scheduler, of {requests}");
+    let name = format!("overruns beyond those of the controls, of {requests} requests");
+    let beyond: f64 = points.iter().map(DeadlineFigures::overruns_beyond_controls).sum();
     vec![
-        Bar::at_most(name, sum(|p| p.overruns) as f64, 0.0),
+        Bar::at_most(name, beyond, 0.0),
         Bar::at_most("answers with a wrong status", sum(|p| p.wrong_statuses) as f64, 0.0),
     ]
 }
@@ -439,7 +467,7 @@ fn publish(args: &DeadlineArgs, report: &BenchReport<DeadlineFigures>) -> Result
     if prints_tables(args.json.as_ref()) {
         let bound = Lateness::BOUND.as_micros();
         say!("{}: deadlines of 1 to 50 ms, stalls of 10 ms to 2 s", report.model)?;
-        say!("An answer may be {bound} us late. A sleeper is a thread that only sleeps.")?;
+        say!("An answer may be {bound} us late. Sleepers and controls send nothing.")?;
         let heads = [
             "beside",
             "stalled",
@@ -451,9 +479,11 @@ fn publish(args: &DeadlineArgs, report: &BenchReport<DeadlineFigures>) -> Result
             "busy",
             "answers over",
             "sleepers over",
+            "controls over",
             "latest answer",
             "latest sleeper",
             "overruns",
+            "of controls",
         ];
         let mut table = report::table(&heads);
         table.add_rows(report.points.iter().map(DeadlineFigures::cells));
@@ -464,7 +494,15 @@ fn publish(args: &DeadlineArgs, report: &BenchReport<DeadlineFigures>) -> Result
 }
 
 impl DeadlineFigures {
-    fn cells(&self) -> [String; 13] {
+    /// Returns the overruns that neither those of the controls nor chance explains.
+    fn overruns_beyond_controls(&self) -> f64 {
+        let share = self.requests as f64 / self.controls.count.max(1) as f64;
+        let expected = share * self.control_overruns as f64;
+        let variance = expected + share * expected + 1.0;
+        (self.overruns as f64 - expected - DEVIATIONS * variance.sqrt()).max(0.0).floor()
+    }
+
+    fn cells(&self) -> [String; 15] {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         let over = |of: &Lateness| format!("{} of {}", of.over, report::count(of.count));
         [
@@ -484,9 +522,11 @@ impl DeadlineFigures {
             report::count(self.busy),
             over(&self.answers),
             over(&self.sleepers),
+            over(&self.controls),
             us(self.answers.latest_us),
             us(self.sleepers.latest_us),
             self.overruns.to_string(),
+            self.control_overruns.to_string(),
         ]
     }
 }
