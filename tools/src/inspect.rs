@@ -375,14 +375,12 @@ fn verify_bundle(bundle: &mut BundleReader) -> Vec<String> {
 fn verify_flash(flash: &Flash) -> Vec<String> {
     let mut damage = Vec::new();
     for number in 0..flash.manifest().tables.len() {
-        let scanned = flash.table(number).map(|t| {
-            let mut segments = t.segments().iter().chain(t.clustered());
-            segments.try_for_each(|s| s.scan(|_, _| {}, |e| damage.push(e.to_string())))
-        });
-        match scanned {
+        match flash.table(number) {
             Err(e) => damage.push(e.to_string()),
-            Ok(Err(e)) => damage.push(e.to_string()),
-            Ok(Ok(())) => {}
+            Ok(table) => {
+                let segments = table.segments().iter().chain(table.clustered());
+                segments.for_each(|s| s.verify(|e| damage.push(e.to_string())));
+            }
         }
         damage.extend(flash.hot_keys(number).err().map(|e| e.to_string()));
     }

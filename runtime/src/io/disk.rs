@@ -8,9 +8,9 @@ use crate::io::page::{AlignedPage, PageBytes};
 use crate::io::reader::{PageFile, ReadMethod, read_at};
 use crate::limits::PAGE_BYTES;
 use rustix::fs::{FlockOperation, OFlags, flock};
-use rustix::io::Errno;
+use rustix::io::{Errno, preadv};
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufWriter, IoSliceMut, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -171,6 +171,25 @@ impl PageFile for SystemPages {
 
     fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()> {
         read_at(&self.0, number, page)
+    }
+
+    fn read_pages(&self, first: u32, mut pages: &mut [AlignedPage]) -> io::Result<()> {
+        let mut at = u64::from(first) * PAGE_BYTES as u64;
+        while !pages.is_empty() {
+            let mut parts: Vec<_> =
+                pages.iter_mut().map(|page| IoSliceMut::new(&mut page.0)).collect();
+            let read = match preadv(&self.0, &mut parts, at) {
+                Err(Errno::INTR) => continue,
+                read => read? / PAGE_BYTES,
+            };
+            if read == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            // A page of which only a part was read is read again.
+            at += (read * PAGE_BYTES) as u64;
+            pages = &mut pages[read..];
+        }
+        Ok(())
     }
 
     fn system_file(&self) -> Option<&Arc<File>> {
@@ -342,5 +361,31 @@ impl Disk for SystemDisk {
     fn free_bytes(&self, path: &Path) -> io::Result<u64> {
         let space = rustix::fs::statvfs(path)?;
         Ok(space.f_bavail.saturating_mul(space.f_frsize))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_pages_are_those_that_single_reads_return() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pages");
+        let content: Vec<u8> = (0..300 * PAGE_BYTES).map(|at| (at / 7 % 251) as u8).collect();
+        fs::write(&path, &content).unwrap();
+        let file = system().open_pages(&path).unwrap();
+
+        for (first, count) in [(0, 1), (0, 300), (17, 256), (299, 1), (5, 0)] {
+            let mut pages: Vec<_> = (0..count).map(|_| AlignedPage::zeroed()).collect();
+            file.read_pages(first, &mut pages).unwrap();
+            let start = first as usize * PAGE_BYTES;
+            let expected = content[start..start + count * PAGE_BYTES].chunks_exact(PAGE_BYTES);
+            assert!(pages.iter().map(|page| &page.0[..]).eq(expected), "{count} from {first}");
+        }
+
+        let mut pages: Vec<_> = (0..2).map(|_| AlignedPage::zeroed()).collect();
+        let end = file.read_pages(299, &mut pages).unwrap_err();
+        assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
     }
 }

@@ -29,6 +29,15 @@ pub trait PageFile: Send + Sync {
     /// The device refused, or the file ends within the page.
     fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()>;
 
+    /// Reads the pages from `first` on into `pages` and waits for the device. Asks the device for
+    /// many pages at a time where it can.
+    ///
+    /// # Errors
+    /// The device refused, or the file ends within a page. The content of `pages` is then undefined.
+    fn read_pages(&self, first: u32, pages: &mut [AlignedPage]) -> io::Result<()> {
+        pages.iter_mut().zip(first..).try_for_each(|(page, number)| self.read_page(number, page))
+    }
+
     /// Returns the system's file, which io_uring reads. `None` if only `read_page` can read.
     fn system_file(&self) -> Option<&Arc<File>>;
 }

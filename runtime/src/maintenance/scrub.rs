@@ -6,7 +6,7 @@ use crate::flash::live::SegmentRef;
 use crate::flash::segment::Part;
 use crate::flash::{Flash, FlashError, io_error};
 use crate::io::page::{AlignedPage, PageBytes};
-use crate::limits::DAMAGE_MAX;
+use crate::limits::{DAMAGE_MAX, VERIFY_PAGES};
 use serde::{Deserialize, Serialize};
 
 /// A damaged page. A page that cannot be rebuilt stays damaged until a snapshot replaces the table.
@@ -45,7 +45,8 @@ impl Scrub {
     /// Reads up to `pages` pages. Returns true if the pass has more pages.
     pub fn step(&mut self, flash: &Flash, pages: u64) -> bool {
         let mut left = pages;
-        let mut page = AlignedPage::zeroed();
+        let room = VERIFY_PAGES.min(usize::try_from(pages).unwrap_or(VERIFY_PAGES));
+        let mut buffer: Vec<_> = (0..room).map(|_| AlignedPage::zeroed()).collect();
         while left > 0 {
             let Some((of, part)) = self.current(flash) else { return false };
             let segment = match retry_once(|| flash.segment_pages(self.table, of, part)) {
@@ -53,8 +54,7 @@ impl Scrub {
                 // Without the trailer the kinds and the number of the pages are unknown.
                 Err(e) => {
                     let keys = flash.manifest().schema.tables[self.table].rows;
-                    self.page = 0;
-                    self.found(of, part, keys, e.to_string());
+                    self.found(of, part, PageLoss { page: 0, keys, fault: e.to_string() });
                     self.next_segment();
                     (self.pages, left) = (self.pages.saturating_add(1), left - 1);
                     continue;
@@ -63,15 +63,17 @@ impl Scrub {
 
             let end = segment.counts().data_pages + segment.counts().index_pages;
             while self.page < end && left > 0 {
-                if let Err(e) = retry_once(|| segment.verify_page(self.page, &mut page)) {
-                    self.found(of, part, segment.keys_of(self.page), e.to_string());
-                }
-                self.page += 1;
-                self.pages = self.pages.saturating_add(1);
-                left -= 1;
+                let some = left.min(u64::from(end - self.page)).min(room as u64);
+                let run = &mut buffer[..some as usize];
+                segment.verify_pages(self.page, run, |page, e| {
+                    let (keys, fault) = (segment.keys_of(page), e.to_string());
+                    self.found(of, part, PageLoss { page, keys, fault });
+                });
+                self.page += some as u32;
+                self.pages = self.pages.saturating_add(some);
+                left -= some;
             }
             // A compaction may have made the segment shorter since the last step.
-
             if self.page >= end {
                 self.next_segment();
             }
@@ -83,16 +85,10 @@ impl Scrub {
         (self.segment, self.page) = (self.segment.saturating_add(1), 0);
     }
 
-    fn found(&mut self, segment: SegmentRef, part: Part, keys: u64, fault: String) {
+    fn found(&mut self, segment: SegmentRef, part: Part, loss: PageLoss) {
+        let (PageLoss { page, keys, fault }, table) = (loss, self.table);
         if self.damage.len() < DAMAGE_MAX {
-            self.damage.push(Damage {
-                table: self.table,
-                segment,
-                part,
-                page: self.page,
-                keys,
-                fault,
-            });
+            self.damage.push(Damage { table, segment, part, page, keys, fault });
         }
     }
 
@@ -106,6 +102,13 @@ impl Scrub {
             }
         }
     }
+}
+
+/// A damaged page of the current segment.
+struct PageLoss {
+    page: u32,
+    keys: u64,
+    fault: String,
 }
 
 /// Repeats a failed read once: the transfer may have failed, not the flash.

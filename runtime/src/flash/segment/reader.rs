@@ -7,7 +7,7 @@ use crate::flash::segment::index_pages::{each_order, fences_in, index_entries_ma
 use crate::flash::segment::kind::{Counts, KEYS_PER_PAGE, Part, SegmentKind};
 use crate::io::page::{AlignedPage, Page, PageBytes, PageFault, PageKind, claimed_kind};
 use crate::io::reader::PageFile;
-use crate::limits::PAGE_BYTES;
+use crate::limits::{PAGE_BYTES, VERIFY_PAGES};
 use crate::schema::KeySpace;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -146,12 +146,46 @@ impl Segment {
     ///
     /// # Errors
     /// [`SegmentError::Io`] if the device refused, [`SegmentError::Page`] if the page is damaged.
-    pub fn verify_page(&self, number: u32, page: &mut AlignedPage) -> Result<(), SegmentError> {
+    fn verify_page(&self, number: u32, page: &mut AlignedPage) -> Result<(), SegmentError> {
         self.read_page(number, page)?;
+        self.check_any(number, &page.0)
+    }
+
+    /// Checks data or index page `number`.
+    fn check_any(&self, number: u32, page: &PageBytes) -> Result<(), SegmentError> {
         if number < self.counts.data_pages {
-            self.check(number, &page.0).map(drop)
+            self.check(number, page).map(drop)
         } else {
-            self.check_index(number, &page.0).map(drop)
+            self.check_index(number, page).map(drop)
+        }
+    }
+
+    /// Reads the data and index pages from `first` on into `pages` and checks them. Reads a page that
+    /// cannot be used once more: the transfer may have failed, not the flash. Passes the number and
+    /// the error of each damaged page to `damaged`.
+    pub fn verify_pages(
+        &self,
+        first: u32,
+        pages: &mut [AlignedPage],
+        mut damaged: impl FnMut(u32, SegmentError),
+    ) {
+        let read = self.file.read_pages(first, pages);
+        for (page, number) in pages.iter_mut().zip(first..) {
+            let is_whole = read.is_ok() && self.check_any(number, &page.0).is_ok();
+            if let Some(e) = (!is_whole).then(|| self.verify_page(number, page).err()).flatten() {
+                damaged(number, e);
+            }
+        }
+    }
+
+    /// Reads and checks all data and index pages. Passes the error of each damaged page to
+    /// `damaged`.
+    pub fn verify(&self, mut damaged: impl FnMut(SegmentError)) {
+        let end = self.counts.data_pages + self.counts.index_pages;
+        let mut pages: Vec<_> = (0..VERIFY_PAGES).map(|_| AlignedPage::zeroed()).collect();
+        for first in (0..end).step_by(VERIFY_PAGES) {
+            let some = VERIFY_PAGES.min((end - first) as usize);
+            self.verify_pages(first, &mut pages[..some], |_, e| damaged(e));
         }
     }
 

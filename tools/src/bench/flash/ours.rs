@@ -156,11 +156,22 @@ impl<'a> OurTable<'a> {
 
     /// Reads one batch of pages from the device. Returns pages per second.
     fn raw(&mut self, rows: &TableRows, fetcher: &mut Fetcher) -> Result<f64> {
+        let (pages, time) = self.raw_pages(rows, fetcher, self.plan.batch)?;
+        Ok(per_second(pages as u64, time))
+    }
+
+    /// Reads up to `count` random pages from the device. Returns how many, and the time.
+    fn raw_pages(
+        &mut self,
+        rows: &TableRows,
+        fetcher: &mut Fetcher,
+        count: usize,
+    ) -> Result<(usize, Duration)> {
         let segment = &rows.segments()[0];
-        let pages = self.draw.pages(self.plan.batch, segment.counts().data_pages);
+        let pages = self.draw.pages(count, segment.counts().data_pages);
         let start = Instant::now();
         fetcher.raw(segment.file(), &pages)?;
-        Ok(per_second(pages.len() as u64, start.elapsed()))
+        Ok((pages.len(), start.elapsed()))
     }
 
     /// Measures the device and uniform keys in turns; each goes first in every other round.
@@ -248,10 +259,11 @@ impl<'a> OurTable<'a> {
         Ok(())
     }
 
-    /// Measures the misses of requests in turns: alone, and while another thread compacts.
+    /// Measures the misses of requests in turns: alone, beside as many raw pages, and while another
+    /// thread compacts.
     fn compaction(&mut self, figures: &mut Figures) -> Result<()> {
         let rows = self.open(Version::Updated)?;
-        let (mut idle, mut busy) = (Latencies::default(), Latencies::default());
+        let [mut idle, mut busy, mut raw] = [(); 3].map(|()| Latencies::default());
         let mut fetcher = Fetcher::new(16);
         let count = self.plan.requests.div_ceil(TURNS);
         let reads = Reads { keys: MISSES, count, version: Version::Updated };
@@ -267,7 +279,10 @@ impl<'a> OurTable<'a> {
         let rate = std::thread::scope(|scope| {
             let thread = scope.spawn(|| job.run());
             let read = (0..TURNS).try_for_each(|_| {
-                self.latencies(&rows, &mut fetcher, reads, &mut idle)?;
+                for _ in 0..count {
+                    self.latencies(&rows, &mut fetcher, Reads { count: 1, ..reads }, &mut idle)?;
+                    raw.record(self.raw_pages(&rows, &mut fetcher, MISSES)?.1);
+                }
                 job.state.store(RUNNING, Ordering::Relaxed);
                 let read = self.latencies(&rows, &mut fetcher, reads, &mut busy);
                 job.state.store(PAUSED, Ordering::Relaxed);
@@ -279,6 +294,7 @@ impl<'a> OurTable<'a> {
         })?;
 
         let (idle, busy) = (idle.percentiles(), busy.percentiles());
+        figures.put_at(RAW, measure::RAW_MISSES_P99, 16, raw.percentiles().p99_us);
         figures.put_at(OURS, measure::MISSES_P50, 16, idle.p50_us);
         figures.put_at(OURS, measure::MISSES_P99, 16, idle.p99_us);
         figures.put_at(OURS, measure::COMPACTING_P50, 16, busy.p50_us);
