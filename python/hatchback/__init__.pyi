@@ -25,6 +25,7 @@ class Model:
     dense_features: list[str]
     features: list[str]
     outputs: int
+    output_names: list[str]
     batch_max: int
     generation: int
     @staticmethod
