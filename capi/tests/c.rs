@@ -14,7 +14,7 @@ use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::Placement;
 use hatchback::schema::sample::Sample;
-use hatchback_tests::versions::{Kind, Versions};
+use hatchback_tests::versions::{Kind, SNAPSHOT_EVERY, Versions};
 use hatchback_tools::serve::install;
 use programs::{compile, here, library, library_sanitizer, pack_and_install};
 use std::io::{BufRead, BufReader};
@@ -120,9 +120,6 @@ fn cpp_program(folder: &Path, name: &str, sanitizer: Option<&str>) -> Option<Pat
     Some(program)
 }
 
-/// A snapshot is due after so many updates: a table holds 64 deltas, and nobody merges them here.
-const SNAPSHOT_EVERY: usize = 50;
-
 /// Makes the generations of `versions` live one by one, each after `program` has answered with the
 /// one before, and checks the answers.
 fn follow(folder: &Path, program: &Path, versions: &Versions) {
@@ -148,7 +145,7 @@ fn follow(folder: &Path, program: &Path, versions: &Versions) {
     for (g, rows) in versions.rows.iter().enumerate() {
         if g > 0 {
             // The program may hold the lock of the directory until its swap has ended.
-            let is_snapshot = g % SNAPSHOT_EVERY == 0;
+            let is_snapshot = (g as u64).is_multiple_of(SNAPSHOT_EVERY);
             let bundles = if is_snapshot { &versions.snapshots } else { &versions.deltas };
             while let Err(e) = install(&bundles[g], &flash) {
                 assert!(format!("{e:#}").contains("another process is changing"), "{e:#}");

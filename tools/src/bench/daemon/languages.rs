@@ -4,6 +4,7 @@
 
 use super::front_door::{DaemonStep, MODEL, WayTotals};
 use crate::bench::bars::Bar;
+use crate::bench::peer::percentile;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hatchback::clock::SystemClock;
@@ -18,7 +19,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Measured turns of each language; one more warms up.
-const TURNS: u32 = 16;
+const TURNS: u32 = 32;
 /// The most that a call of C may take over the library's, p50, µs.
 const C_US_MAX: f64 = 1.0;
 /// The most that a call of Python may take over the library's, p50, µs.
@@ -68,6 +69,14 @@ struct Way {
     name: &'static str,
     caller: Caller,
     totals: WayTotals,
+    /// The median of each turn, µs.
+    medians_us: Vec<f64>,
+}
+
+impl Way {
+    fn new(name: &'static str, caller: Caller) -> Self {
+        Self { name, caller, totals: WayTotals::default(), medians_us: Vec::new() }
+    }
 }
 
 enum Caller {
@@ -91,7 +100,7 @@ pub fn measure(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageF
     std::fs::write(folder.path().join("requests"), requests_text(plan))?;
 
     let (library, hash, each) = library(plan, target)?;
-    let mut ways = vec![Way { name: "Rust", caller: library, totals: WayTotals::default() }];
+    let mut ways = vec![Way::new("Rust", library)];
     let mut missing = Vec::new();
     let started = [c_program(args, folder.path())?, python_program(args, folder.path())?];
     for ((name, _), command) in named.into_iter().zip(started) {
@@ -99,8 +108,7 @@ pub fn measure(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageF
             Ok(command) => {
                 let program = Program::start(command, folder.path(), target, plan, hash)
                     .with_context(|| format!("the program in {name}"))?;
-                let caller = Caller::Program(program);
-                ways.push(Way { name, caller, totals: WayTotals::default() });
+                ways.push(Way::new(name, Caller::Program(program)));
             }
             Err(reason) => missing.push((name, reason)),
         }
@@ -111,7 +119,7 @@ pub fn measure(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageF
     let steps: Vec<DaemonStep> = ways.iter().map(|way| way.totals.step(way.name, 1)).collect();
     let bars = named.map(|(name, bar)| match missing.iter().find(|(way, _)| *way == name) {
         Some((_, reason)) => Bar::not_run(bar_name(name), bar, reason),
-        None => Bar::at_most(bar_name(name), added_us(&steps, name), bar),
+        None => Bar::at_most(bar_name(name), added_us(&ways, name), bar),
     });
     Ok(LanguageFigures { steps, bars: bars.to_vec() })
 }
@@ -120,9 +128,11 @@ fn bar_name(language: &str) -> String {
     format!("{language} over the library call, p50, µs")
 }
 
-fn added_us(steps: &[DaemonStep], name: &str) -> f64 {
-    let p50 = |name| steps.iter().find(|s| s.way == name).map_or(f64::NAN, |s| s.latency.p50_us);
-    p50(name) - p50("Rust")
+/// The median over all turns of what a call of `name` took more than one of Rust in the same turn.
+fn added_us(ways: &[Way], name: &str) -> f64 {
+    let medians = |name| ways.iter().find(|way| way.name == name).map(|way| &way.medians_us);
+    let pairs = medians(name).into_iter().flatten().zip(medians("Rust").into_iter().flatten());
+    percentile(&mut pairs.map(|(theirs, ours)| theirs - ours).collect::<Vec<f64>>(), 0.5)
 }
 
 /// Each turn begins with another language. The first turn warms up.
@@ -131,7 +141,7 @@ fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, calls: usize) -> Result
     for turn in 0..=TURNS as usize {
         for number in 0..ways.len() {
             let at = (turn + number) % ways.len();
-            let Way { caller, totals, .. } = &mut ways[at];
+            let Way { caller, totals, medians_us, .. } = &mut ways[at];
             let start = Instant::now();
             let times = match caller {
                 Caller::Library(serving) => call_library(serving, plan, next, calls)?,
@@ -139,6 +149,8 @@ fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, calls: usize) -> Result
             };
             if turn > 0 {
                 totals.time += start.elapsed();
+                let us = |time: &Duration| time.as_secs_f64() * 1e6;
+                medians_us.push(percentile(&mut times.iter().map(us).collect::<Vec<f64>>(), 0.5));
                 times.into_iter().for_each(|time| totals.latencies.record(time));
             }
         }
