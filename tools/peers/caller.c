@@ -1,5 +1,5 @@
-/* Calls libhatchback as a program in C does, and says how long each call took. `bench daemon` compiles
- * and runs this program.
+/* Calls libhatchback as a program in C does, and says how long each call took. `bench daemon`
+ * compiles and runs this program.
  * usage: caller TARGET FLASH REQUESTS
  * REQUESTS has the number of requests and the samples of each. Then each sample has its dense
  * features, and for each sparse feature the number of its keys and the keys. The program prints a
@@ -61,7 +61,8 @@ static struct request read_request(FILE *file) {
             offsets[i + 1] = offsets[i] + count;
             keys = realloc((uint64_t *)bags->keys, (offsets[i + 1] + 1) * sizeof(uint64_t));
             if (!keys) exit(1);
-            for (k = offsets[i]; k < offsets[i + 1]; k++) wanted(fscanf(file, "%" SCNu64, &keys[k]), 1);
+            for (k = offsets[i]; k < offsets[i + 1]; k++)
+                wanted(fscanf(file, "%" SCNu64, &keys[k]), 1);
             bags->keys = keys;
         }
     }
@@ -76,8 +77,9 @@ static uint64_t nanoseconds(void) {
 
 static void call(const struct request *request, float *scores, hatchback_status *statuses) {
     uint64_t generation;
-    if (hatchback_score(model, samples, request->dense, request->sparse, 0, scores, statuses, &generation) != HATCHBACK_OK)
-        refused("score");
+    hatchback_result result = hatchback_score(model, samples, request->dense, request->sparse, 0,
+                                              scores, statuses, &generation);
+    if (result != HATCHBACK_OK) refused("score");
 }
 
 int main(int count, char **arguments) {
