@@ -80,7 +80,7 @@ impl Way {
 }
 
 enum Caller {
-    Library(Serving),
+    Library(Box<Serving>),
     Program(Program),
 }
 
@@ -175,7 +175,7 @@ fn library(plan: &LanguagePlan<'_>, target: &Path) -> Result<(Caller, u64, Durat
         }
     }
     let each = start.elapsed() / u32::try_from(plan.batches.len().max(1))?;
-    Ok((Caller::Library(serving), hash, each))
+    Ok((Caller::Library(Box::new(serving)), hash, each))
 }
 
 fn call_library(
