@@ -106,7 +106,9 @@ typedef void (*hatchback_logger)(int level, const char *message, void *context);
 /* Returns the version of the library, such as "0.1.0". Never blocks. The text lives for ever. */
 const char *hatchback_version(void);
 
-/* Passes the library's messages to `logger`, or to nobody if it is NULL. Never blocks. */
+/* Passes the library's messages to `logger`, or to nobody if it is NULL. `logger` must not call
+ * hatchback_close. Another thread may still be in the function before; keep its `context` until
+ * every process is closed. Never blocks. */
 hatchback_result hatchback_set_logger(hatchback_logger logger, void *context);
 
 /* Opens the budget and the device of the file `target`, and starts the thread that follows flash
@@ -123,7 +125,8 @@ hatchback_result hatchback_close(hatchback_process process);
 hatchback_result hatchback_load(hatchback_process process, const char *flash, const char *name,
                                 hatchback_model *model);
 
-/* Ends serving a model and frees its memory. Blocks until the model's requests are answered. */
+/* Ends serving a model and frees its memory. Blocks until the model's requests are answered, and
+ * during a swap of a model of the process. */
 hatchback_result hatchback_unload(hatchback_model model);
 
 /* Writes the shape of requests to `model`. Never blocks. */
@@ -131,6 +134,16 @@ hatchback_result hatchback_describe(hatchback_model model, hatchback_shape *shap
 
 /* Returns the number of the sparse feature `name` in a request, or -1. Never blocks. */
 int32_t hatchback_feature(hatchback_model model, const char *name);
+
+/* Returns the first column of the output `name` in the scores, or -1. The only output of a model has
+ * all columns; of several outputs each has one. Never blocks. */
+int32_t hatchback_output(hatchback_model model, const char *name);
+
+/* Writes to `name` the name of the output that has column `column` of the scores. `name` has room
+ * for `name_bytes` bytes with the zero. A name that does not fit is HATCHBACK_REQUEST. Never
+ * blocks. */
+hatchback_result hatchback_output_name(hatchback_model model, uint32_t column, char *name,
+                                       uint32_t name_bytes);
 
 /* Scores `samples` samples: `dense` is [samples][dense_features], `sparse` has one entry for each
  * sparse feature, `scores` is [samples][outputs], `statuses` is [samples] or NULL. Writes to

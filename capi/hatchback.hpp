@@ -15,13 +15,55 @@
 #include <utility>
 #include <vector>
 
-static_assert(sizeof(hatchback_process) == 8 && sizeof(hatchback_model) == 8, "handles are 8 bytes");
-static_assert(sizeof(hatchback_shape) == 16 && offsetof(hatchback_shape, batch_max) == 12, "layout of shapes");
-static_assert(sizeof(hatchback_status) == 20 && offsetof(hatchback_status, late) == 16, "layout of statuses");
-static_assert(sizeof(hatchback_statistics) == 14 * 8 && offsetof(hatchback_statistics, prefetch_dropped) == 13 * 8,
-              "layout of statistics");
-static_assert(sizeof(hatchback_memory_line) == 136 && offsetof(hatchback_memory_line, bytes) == 128,
-              "layout of memory lines");
+static_assert(HATCHBACK_ABI == 1, "hatchback.hpp is for version 1 of the interface");
+
+// The layouts and numbers of version 1. capi/src/lib.rs asserts the same of the library.
+#define HATCHBACK_SIZE(type, size) static_assert(sizeof(::type) == (size), #type " has another size")
+#define HATCHBACK_AT(type, field, at) static_assert(offsetof(::type, field) == (at), #type "." #field " has moved")
+HATCHBACK_SIZE(hatchback_process, 8);
+HATCHBACK_AT(hatchback_process, handle, 0);
+HATCHBACK_SIZE(hatchback_model, 8);
+HATCHBACK_AT(hatchback_model, handle, 0);
+HATCHBACK_SIZE(hatchback_shape, 16);
+HATCHBACK_AT(hatchback_shape, dense_features, 0);
+HATCHBACK_AT(hatchback_shape, sparse_features, 4);
+HATCHBACK_AT(hatchback_shape, outputs, 8);
+HATCHBACK_AT(hatchback_shape, batch_max, 12);
+HATCHBACK_SIZE(hatchback_bags, 3 * sizeof(void *));
+HATCHBACK_AT(hatchback_bags, keys, 0);
+HATCHBACK_AT(hatchback_bags, offsets, sizeof(void *));
+HATCHBACK_AT(hatchback_bags, weights, 2 * sizeof(void *));
+HATCHBACK_SIZE(hatchback_status, 20);
+HATCHBACK_AT(hatchback_status, fresh, 0);
+HATCHBACK_AT(hatchback_status, defaulted, 4);
+HATCHBACK_AT(hatchback_status, absent, 8);
+HATCHBACK_AT(hatchback_status, damaged, 12);
+HATCHBACK_AT(hatchback_status, late, 16);
+HATCHBACK_SIZE(hatchback_statistics, 112);
+HATCHBACK_AT(hatchback_statistics, generation, 0);
+HATCHBACK_AT(hatchback_statistics, requests, 8);
+HATCHBACK_AT(hatchback_statistics, batches, 16);
+HATCHBACK_AT(hatchback_statistics, busy, 24);
+HATCHBACK_AT(hatchback_statistics, failed, 32);
+HATCHBACK_AT(hatchback_statistics, expired, 40);
+HATCHBACK_AT(hatchback_statistics, waiting, 48);
+HATCHBACK_AT(hatchback_statistics, lookups, 56);
+HATCHBACK_AT(hatchback_statistics, cached_lookups, 64);
+HATCHBACK_AT(hatchback_statistics, missed_lookups, 72);
+HATCHBACK_AT(hatchback_statistics, pages_read, 80);
+HATCHBACK_AT(hatchback_statistics, pages_damaged, 88);
+HATCHBACK_AT(hatchback_statistics, prefetch_waiting, 96);
+HATCHBACK_AT(hatchback_statistics, prefetch_dropped, 104);
+HATCHBACK_SIZE(hatchback_memory_line, 136);
+HATCHBACK_AT(hatchback_memory_line, model, 0);
+HATCHBACK_AT(hatchback_memory_line, part, 64);
+HATCHBACK_AT(hatchback_memory_line, bytes, 128);
+#undef HATCHBACK_SIZE
+#undef HATCHBACK_AT
+static_assert(HATCHBACK_OK == 0 && HATCHBACK_BUSY == 1 && HATCHBACK_REQUEST == 2 && HATCHBACK_OPEN == 3 &&
+                  HATCHBACK_FAILED == 4 && HATCHBACK_NOT_FINITE == 5 && HATCHBACK_DEADLINE_EXCEEDED == 6 &&
+                  HATCHBACK_CLOSED == 7,
+              "the numbers of results are frozen");
 
 namespace hatchback {
 
@@ -112,6 +154,28 @@ public:
         const std::int32_t number = ::hatchback_feature(handle_, name.c_str());
         if (number < 0) throw error(HATCHBACK_REQUEST);
         return static_cast<std::uint32_t>(number);
+    }
+
+    /// The first column of an output in the scores.
+    std::uint32_t output(const std::string &name) const {
+        const std::int32_t column = ::hatchback_output(handle_, name.c_str());
+        if (column < 0) throw error(HATCHBACK_REQUEST);
+        return static_cast<std::uint32_t>(column);
+    }
+
+    /// The name of the output of each column of the scores.
+    std::vector<std::string> output_names() const {
+        std::vector<std::string> names;
+        for (std::uint32_t column = 0; column < shape_.outputs; column++) {
+            std::vector<char> name(64);
+            result code = HATCHBACK_OK;
+            while ((code = ::hatchback_output_name(handle_, column, name.data(),
+                                                   static_cast<std::uint32_t>(name.size()))) == HATCHBACK_REQUEST)
+                name.resize(2 * name.size()); // the name did not fit
+            check(code);
+            names.emplace_back(name.data());
+        }
+        return names;
     }
 
     /// Scores `from` into `to`. The spans must have the sizes that the shape and the samples need.

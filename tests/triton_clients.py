@@ -188,6 +188,18 @@ def refuses_beyond_the_budget(programs: pathlib.Path) -> None:
     print("a model beyond the budget is refused with the budget's line")
 
 
+def page(car) -> None:
+    """Runs the code of docs/triton.md as it stands there, on the port of `car`."""
+    text = (REPOSITORY / "docs" / "triton.md").read_text()
+    code = text.split("<!-- triton -->\n```python\n")[1].split("```")[0]
+    assert code.count("127.0.0.1:8000") == 1 and f'"{MODEL}"' in code
+    names: dict = {}
+    exec(code.replace("127.0.0.1:8000", f"127.0.0.1:{car.port}"), names)
+    assert names["scores"].shape == (1, 1) and names["generation"] == 1
+    assert names["statuses"].sum() == sum(t["datatype"] == "INT64" for t in names["metadata"]["inputs"])
+    print("the code of docs/triton.md: passed")
+
+
 def main() -> None:
     import tritonclient.grpc as grpc
     import tritonclient.http as http
@@ -197,6 +209,7 @@ def main() -> None:
         token = car.token()
         suite(grpc.InferenceServerClient(f"127.0.0.1:{car.port}"), grpc, "grpc", samples, token)
         suite(http.InferenceServerClient(f"127.0.0.1:{car.port}"), http, "http", samples, token)
+        page(car)
 
         # gRPC names a Unix socket by its path, with escapes that an HTTP authority cannot have.
         authority = [("grpc.default_authority", "localhost")]

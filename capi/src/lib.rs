@@ -93,16 +93,27 @@ pub struct MemoryLine {
     bytes: u64,
 }
 
-// The header's layouts; `hatchback.hpp` asserts the same.
-const _: () = {
-    assert!(size_of::<ProcessHandle>() == 8 && size_of::<ModelHandle>() == 8);
-    assert!(size_of::<Shape>() == 16 && std::mem::offset_of!(Shape, batch_max) == 12);
-    assert!(size_of::<Status>() == 20 && std::mem::offset_of!(Status, late) == 16);
-    assert!(size_of::<Bags>() == 3 * size_of::<usize>());
-    assert!(size_of::<Statistics>() == 14 * 8);
-    assert!(std::mem::offset_of!(Statistics, prefetch_dropped) == 13 * 8);
-    assert!(size_of::<MemoryLine>() == 136 && std::mem::offset_of!(MemoryLine, bytes) == 128);
-};
+// The layouts and numbers of version 1; `hatchback.hpp` asserts the same of the header.
+macro_rules! layout {
+    ($type:ty: $size:expr; $($field:tt at $at:expr),*) => {
+        const _: () = {
+            assert!(size_of::<$type>() == $size);
+            $(assert!(std::mem::offset_of!($type, $field) == $at);)*
+        };
+    };
+}
+const POINTER: usize = size_of::<usize>();
+layout!(ProcessHandle: 8; 0 at 0);
+layout!(ModelHandle: 8; 0 at 0);
+layout!(Shape: 16; dense_features at 0, sparse_features at 4, outputs at 8, batch_max at 12);
+layout!(Bags: 3 * POINTER; keys at 0, offsets at POINTER, weights at 2 * POINTER);
+layout!(Status: 20; fresh at 0, defaulted at 4, absent at 8, damaged at 12, late at 16);
+layout!(Statistics: 112;
+    generation at 0, requests at 8, batches at 16, busy at 24, failed at 32, expired at 40,
+    waiting at 48, lookups at 56, cached_lookups at 64, missed_lookups at 72, pages_read at 80,
+    pages_damaged at 88, prefetch_waiting at 96, prefetch_dropped at 104
+);
+layout!(MemoryLine: 136; model at 0, part at 64, bytes at 128);
 
 static PROCESSES: Handles<Process> = Handles::new();
 static MODELS: Handles<ServedModel> = Handles::new();
@@ -198,6 +209,40 @@ pub extern "C" fn hatchback_feature(handle: ModelHandle, name: *const c_char) ->
         Ok(())
     });
     number
+}
+
+/// Returns the first column of an output. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_output(handle: ModelHandle, name: *const c_char) -> i32 {
+    let mut number = -1;
+    answer(|| {
+        number = model(handle)?.output(text("name", name)?)?;
+        Ok(())
+    });
+    number
+}
+
+/// Writes the name of an output. `hatchback.h` documents it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hatchback_output_name(
+    handle: ModelHandle,
+    column: u32,
+    name: *mut c_char,
+    name_bytes: u32,
+) -> Outcome {
+    answer(|| {
+        let names = model(handle)?.output_names()?;
+        let missing = || request(format!("column = {column}: the model has {}", names.len()));
+        let found = names.get(column as usize).ok_or_else(missing)?;
+        let room = room("name", name, name_bytes as usize)?;
+        if found.len() >= room.len() {
+            let needed = found.len() + 1;
+            let problem = format!("name_bytes = {name_bytes}: `{found}` needs {needed}");
+            return Err(request(problem));
+        }
+        copy_text(found, room);
+        Ok(())
+    })
 }
 
 /// The arguments of `hatchback_score`.

@@ -148,6 +148,34 @@ impl ServedModel {
         let at = schema.features.iter().position(|f| f.name == name);
         Ok(at.ok_or_else(|| request(format!("the model has no feature `{name}`")))? as i32)
     }
+
+    /// Returns the name of the output of each column of the scores. The only output of a model has
+    /// all columns; of several outputs each has one.
+    ///
+    /// # Errors
+    /// The model is not served any more.
+    pub fn output_names(&self) -> Result<Vec<String>, Refusal> {
+        let serving = &self.process.serving;
+        let (Some(schema), Some(columns)) =
+            (serving.schema(&self.name), serving.outputs(&self.name))
+        else {
+            return Err(closed("model"));
+        };
+        let outputs = &schema.network.outputs;
+        let of = |column: usize| outputs.get(column).or(outputs.last());
+        Ok((0..columns).filter_map(of).map(|output| output.name.clone()).collect())
+    }
+
+    /// Returns the first column of the output `name` in the scores.
+    ///
+    /// # Errors
+    /// The model has no such output.
+    pub fn output(&self, name: &str) -> Result<i32, Refusal> {
+        let names = self.output_names()?;
+        let at = names.iter().position(|output| output == name);
+        let missing = || request(format!("the model has no output `{name}`, but {names:?}"));
+        Ok(at.ok_or_else(missing)? as i32)
+    }
 }
 
 /// Swaps each model to its live generation, again and again until `stopped` is closed.

@@ -4,6 +4,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod programs;
+
 use hatchback::LookupStatus;
 use hatchback::clock::SystemClock;
 use hatchback::io::disk;
@@ -12,17 +14,13 @@ use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::Placement;
 use hatchback::schema::sample::Sample;
-use hatchback_tests::versions::{Kind, Versions};
-use hatchback_tools::pack::{Overrides, pack_file};
+use hatchback_tests::versions::{Kind, SNAPSHOT_EVERY, Versions};
 use hatchback_tools::serve::install;
+use programs::{compile, here, library, library_sanitizer, pack_and_install};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-
-fn here(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
 
 /// Returns the demo's probe set in the form that the C program reads, and the runtime's scores and
 /// statuses.
@@ -46,23 +44,6 @@ fn expected(flash: &Path) -> (String, Vec<(f32, LookupStatus)>) {
     (lines, scores)
 }
 
-/// Runs `cc` or `c++`.
-fn compile(compiler: &str, arguments: &[&str]) {
-    let mut command = Command::new(compiler);
-    command
-        .args(["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I"])
-        .arg(here("."))
-        .args(arguments);
-    assert!(command.status().unwrap().success(), "{command:?}");
-}
-
-/// Makes a link in `folder` to the library, with the library's own name.
-fn library(folder: &Path) -> PathBuf {
-    let (built, link) = (std::env::current_exe().unwrap(), folder.join("libhatchback.so.1"));
-    std::os::unix::fs::symlink(built.with_file_name("libhatchback_capi.so"), &link).unwrap();
-    link
-}
-
 /// Compiles the C program in `folder`, beside a link to the library.
 fn program(folder: &Path) -> PathBuf {
     let (program, source, link) = (folder.join("score"), here("tests/score.c"), library(folder));
@@ -75,15 +56,7 @@ fn program(folder: &Path) -> PathBuf {
 #[test]
 fn a_c_program_scores_with_the_same_bits_as_the_runtime() {
     let folder = tempfile::tempdir().unwrap();
-    let (bundle, flash) = (folder.path().join("bundle"), folder.path().join("flash"));
-    pack_file(
-        &here("../tools/demo/coupon/model.toml"),
-        &bundle,
-        Overrides::default(),
-        &mut |_, _| {},
-    )
-    .unwrap();
-    install(&bundle, &flash).unwrap();
+    let (flash, _) = pack_and_install("../tools/demo/coupon", folder.path());
     let (lines, expected) = expected(&flash);
     let samples = folder.path().join("samples");
     std::fs::write(&samples, lines).unwrap();
@@ -114,18 +87,21 @@ fn a_cpp_program_follows_live_updates() {
     let updates = std::env::var("HATCHBACK_UPDATES").map_or(2, |n| n.parse().unwrap());
     let kind = Kind { placement: Placement::Cached, changes_keys: false };
     let versions = Versions::of(kind, &vec![2; updates], 300, 3);
-    for sanitizer in [None, Some("address,undefined"), Some("thread")] {
+    // With a sanitized library every program has that sanitizer.
+    let all = [None, Some("address,undefined"), Some("thread")];
+    let sanitizers = if library_sanitizer().is_some() { &all[..1] } else { &all[..] };
+    for &sanitizer in sanitizers {
         let folder = tempfile::tempdir().unwrap();
-        match cpp_program(folder.path(), sanitizer) {
+        match cpp_program(folder.path(), "follow", sanitizer) {
             Some(program) => follow(folder.path(), &program, &versions),
             None => println!("SKIPPED: the compiler has no sanitizer {sanitizer:?}"),
         }
     }
 }
 
-/// Compiles `follow.cpp` in `folder`. Returns `None` if the compiler does not have the sanitizer.
-fn cpp_program(folder: &Path, sanitizer: Option<&str>) -> Option<PathBuf> {
-    let (program, empty) = (folder.join("follow"), folder.join("empty.cpp"));
+/// Compiles `NAME.cpp` in `folder`. Returns `None` if the compiler does not have the sanitizer.
+fn cpp_program(folder: &Path, name: &str, sanitizer: Option<&str>) -> Option<PathBuf> {
+    let (program, empty) = (folder.join(name), folder.join("empty.cpp"));
     let sanitize = sanitizer.map(|sanitizer| format!("-fsanitize={sanitizer}"));
     std::fs::write(&empty, "int main() {}").unwrap();
     let probe =
@@ -134,7 +110,7 @@ fn cpp_program(folder: &Path, sanitizer: Option<&str>) -> Option<PathBuf> {
         return None;
     }
 
-    let (source, link) = (here("tests/follow.cpp"), library(folder));
+    let (source, link) = (here(&format!("tests/{name}.cpp")), library(folder));
     let rpath = format!("-Wl,-rpath,{}", folder.display());
     let [source, link, out] = [&source, &link, &program].map(|path| path.to_str().unwrap());
     let mut arguments =
@@ -169,7 +145,9 @@ fn follow(folder: &Path, program: &Path, versions: &Versions) {
     for (g, rows) in versions.rows.iter().enumerate() {
         if g > 0 {
             // The program may hold the lock of the directory until its swap has ended.
-            while let Err(e) = install(&versions.deltas[g], &flash) {
+            let is_snapshot = (g as u64).is_multiple_of(SNAPSHOT_EVERY);
+            let bundles = if is_snapshot { &versions.snapshots } else { &versions.deltas };
+            while let Err(e) = install(&bundles[g], &flash) {
                 assert!(format!("{e:#}").contains("another process is changing"), "{e:#}");
                 std::thread::yield_now();
             }
@@ -182,6 +160,35 @@ fn follow(folder: &Path, program: &Path, versions: &Versions) {
     }
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success() && said.next().is_none(), "{}", program.display());
+}
+
+/// A C++ program names the outputs of a model with two, with the scores of the runtime.
+#[test]
+fn outputs_have_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let (flash, _) = pack_and_install("../tests/data/families/mmoe", folder.path());
+    let model = Arc::new(Model::open(&disk::system(), &flash, Budget::default()).unwrap());
+    let mut batch = model.batch();
+    let sample = Sample::from_json(r#"{"dense":[0,0,0]}"#, model.schema()).unwrap();
+    batch.push(model.schema(), &sample).unwrap();
+    let mut worker = Worker::new(Arc::clone(&model), Arc::new(SystemClock::default()));
+    let expected = worker.score(&batch, None).unwrap().values.to_vec();
+
+    let program = cpp_program(folder.path(), "outputs", None).unwrap();
+    let run = |output: &str| {
+        let mut command = Command::new(&program);
+        command.args([&here("../targets/cpu.toml"), &flash]).arg(output).output().unwrap()
+    };
+    let said = String::from_utf8(run("cvr").stdout).unwrap();
+    let lines: Vec<&str> = said.lines().collect();
+    let [ctr, cvr, "1"] = lines[..] else { panic!("{said}") };
+    for ((name, line), score) in ["ctr", "cvr"].into_iter().zip([ctr, cvr]).zip(expected) {
+        let (found, value) = line.split_once(' ').unwrap();
+        assert_eq!((found, value.parse::<f32>().unwrap().to_bits()), (name, score.to_bits()));
+    }
+    let refused = run("nothing");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("no output `nothing`"), "{said}");
 }
 
 /// The example builds with CMake against an installed library, and ranks.
@@ -216,13 +223,10 @@ fn the_example_builds_with_cmake_and_ranks() {
         .arg(format!("-DCMAKE_PREFIX_PATH={}", prefix.display())));
     run(Command::new("cmake").arg("--build").arg(&build));
 
-    let (bundle, flash) = (folder.path().join("bundle"), folder.path().join("flash"));
-    let spec = here("../tools/demo/coupon/model.toml");
-    let packed = pack_file(&spec, &bundle, Overrides::default(), &mut |_, _| {}).unwrap();
-    install(&bundle, &flash).unwrap();
+    let (flash, feature) = pack_and_install("../tools/demo/coupon", folder.path());
     let said = run(Command::new(build.join("rank"))
         .args([&here("../targets/cpu.toml"), &flash])
-        .arg(&packed.schema.features[0].name)
+        .arg(feature)
         .args(["0", "1", "2"]));
     let scores: Vec<f32> =
         said.lines().skip(1).map(|line| line.split(' ').nth(1).unwrap().parse().unwrap()).collect();

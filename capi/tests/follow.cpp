@@ -91,6 +91,10 @@ int run(char **arguments) {
     std::ifstream file(arguments[3]);
     const sample one(file, shape);
     observed seen;
+    const std::vector<std::string> names = model.output_names();
+    if (names.size() != shape.outputs) return 3;
+    for (std::uint32_t column = 0; column < shape.outputs; column++)
+        if (model.output(names[column]) > column) return 3;
 
     // The C++ calls give the same answer as those of C.
     std::vector<float> scores(shape.outputs);

@@ -47,6 +47,23 @@ static int mistakes_of_prefetch(hatchback_model model, const hatchback_shape *sh
     return 0;
 }
 
+/* The only output has a name and a column, and each mistake has its error. */
+static int mistakes_of_outputs(hatchback_model model, const hatchback_shape *shape) {
+    char name[64] = "untouched", small[2] = "u";
+    EXPECT(hatchback_output(model, "no such output"), -1, "no output `no such output`");
+    EXPECT(hatchback_output(model, NULL), -1, "name is NULL");
+    EXPECT(hatchback_output(no_model, "score"), -1, "the model is closed");
+    EXPECT(hatchback_output_name(no_model, 0, name, 64), HATCHBACK_CLOSED, "the model is closed");
+    EXPECT(hatchback_output_name(model, shape->outputs, name, 64), HATCHBACK_REQUEST, "column = ");
+    EXPECT(hatchback_output_name(model, 0, NULL, 64), HATCHBACK_REQUEST, "name is NULL");
+    EXPECT(hatchback_output_name(model, 0, NULL, 0), HATCHBACK_REQUEST, "name_bytes = 0");
+    EXPECT(hatchback_output_name(model, 0, small, 2), HATCHBACK_REQUEST, "name_bytes = 2");
+    EXPECT(strcmp(name, "untouched") || strcmp(small, "u"), 0, "name_bytes = 2");
+    EXPECT(hatchback_output_name(model, 0, name, 64), HATCHBACK_OK, "name_bytes = 2");
+    EXPECT(hatchback_output(model, name), 0, "name_bytes = 2");
+    return 0;
+}
+
 /* The plan has lines with names and bytes. */
 static int memory_of(hatchback_process process) {
     hatchback_memory_line lines[64];
@@ -111,6 +128,7 @@ static int mistakes(const char *target, const char *flash, hatchback_process pro
     EXPECT(HATCHBACK_NOT_FINITE, 5, "score[0]");
     EXPECT(scores[0] != 7, 0, "score[0]");
     if (mistakes_of_prefetch(model, shape)) return 1;
+    if (mistakes_of_outputs(model, shape)) return 1;
     memset(dense, 0, (shape->dense_features + 1) * sizeof *dense);
     /* A microsecond is over before the request has a slot, or soon after. */
     for (tries = 0; tries < 100000; tries++)

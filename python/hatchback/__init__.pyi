@@ -1,10 +1,14 @@
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
+__all__ = [
+    "Answer", "Busy", "Closed", "DeadlineExceeded", "Error", "Failed", "Model", "NotFinite",
+    "OpenError", "RequestError", "evaluate", "inspect", "main", "pack",
+]
 __version__: str
 
 class Error(Exception): ...
@@ -16,17 +20,29 @@ class NotFinite(Error): ...
 class DeadlineExceeded(Error): ...
 class Closed(Error): ...
 
+@final
 class Answer:
-    scores: npt.NDArray[np.float32]
-    statuses: npt.NDArray[np.uint32]
-    generation: int
+    @property
+    def scores(self) -> npt.NDArray[np.float32]: ...
+    @property
+    def statuses(self) -> npt.NDArray[np.uint32]: ...
+    @property
+    def generation(self) -> int: ...
 
+@final
 class Model:
-    dense_features: list[str]
-    features: list[str]
-    outputs: int
-    batch_max: int
-    generation: int
+    @property
+    def dense_features(self) -> list[str]: ...
+    @property
+    def features(self) -> list[str]: ...
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def output_names(self) -> list[str]: ...
+    @property
+    def batch_max(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
     @staticmethod
     def open(
         path: str | PathLike[str],

@@ -40,6 +40,8 @@ pub struct Model {
     #[pyo3(get)]
     outputs: usize,
     #[pyo3(get)]
+    output_names: Vec<String>,
+    #[pyo3(get)]
     batch_max: usize,
 }
 
@@ -128,6 +130,7 @@ impl Model {
             dense_features: schema.dense_features.clone(),
             features: schema.features.iter().map(|f| f.name.clone()).collect(),
             outputs: served.outputs(),
+            output_names: model.output_names().map_err(errors::of)?,
             batch_max: served.budget().batch_max as usize,
             open: RwLock::new(Some(Arc::new(open))),
         })

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -124,25 +125,54 @@ class Package(unittest.TestCase):
         with self.assertRaises(TypeError):
             model.key("age", None)
 
+    def test_outputs_have_names(self):
+        family = ROOT / "tests/data/families/mmoe"
+        bundle = self.folder / "mmoe.hatch"
+        hatchback.pack(family / "model.toml", bundle, codec="f32")
+        with hatchback.Model.open(bundle) as model:
+            self.assertEqual((model.outputs, model.output_names), (2, ["ctr", "cvr"]))
+            samples = [json.loads(line) for line in (family / "probe.jsonl").read_text().splitlines()]
+            scores = model.score(*columns(model, samples)).scores
+        for row, answer in zip(scores, answers_of_run(bundle, samples), strict=True):
+            expected = [answer["score"][name] for name in model.output_names]
+            self.assertEqual([struct.pack("f", value) for value in row], [struct.pack("f", value) for value in expected])
+
     def test_reports(self):
         self.assertEqual(self.report, hatchback.inspect(self.bundle))
         self.assertGreater(hatchback.evaluate(self.bundle)["auc"], 0.6)
 
+    def generation(self, sequence):
+        """Packs the demo's model as `sequence`, with rows of its own, and returns the bundle."""
+        spec, bundle = self.folder / "updates", self.folder / f"update{sequence}.hatch"
+        shutil.copytree(DEMO, spec, dirs_exist_ok=True)
+        text = (spec / "model.toml").read_text().replace("sequence = 1\n", f"sequence = {sequence}\n")
+        (spec / "model.toml").write_text(text.replace('[probe]\nsamples = "probe.jsonl"\n', ""))
+        stored = bytearray((spec / "tables.safetensors").read_bytes())
+        size = struct.unpack_from("<Q", stored)[0]
+        for name, tensor in json.loads(stored[8 : 8 + size]).items():
+            if name != "__metadata__" and tensor["dtype"] == "F32":
+                begin, end = (8 + size + at for at in tensor["data_offsets"])
+                rows = np.frombuffer(stored[begin:end], np.float32) * (1 + np.float32(sequence) / 512)
+                stored[begin:end] = rows.tobytes()
+        (spec / "tables.safetensors").write_bytes(stored)
+        hatchback.pack(spec / "model.toml", bundle)
+        return bundle
+
     def test_threads_score_through_live_updates(self):
-        spec = self.folder / "updates"
-        shutil.copytree(DEMO, spec)
-        text = (spec / "model.toml").read_text()
-        flash, bundles = self.folder / "live.flash", []
-        for sequence in (1, 2, 3):
-            number = text.replace("sequence = 1", f"sequence = {sequence}")
-            self.assertTrue(sequence == 1 or number != text)
-            (spec / "model.toml").write_text(number)
-            bundles.append(self.folder / f"update{sequence}.hatch")
-            hatchback.pack(spec / "model.toml", bundles[-1])
-        model = hatchback.Model.open(bundles[0], flash=flash)
+        updates = int(os.environ.get("HATCHBACK_UPDATES", "2"))
+        flash, bundles, expected = self.folder / "live.flash", {}, {}
+        for sequence in range(1, updates + 2):
+            bundles[sequence] = self.generation(sequence)
+        arguments = columns(self.open(), self.samples[:4])
+        for sequence, bundle in bundles.items():
+            with hatchback.Model.open(bundle) as model:
+                expected[sequence] = model.score(*arguments).scores
+        for sequence in range(2, updates + 2):
+            self.assertFalse(np.array_equal(expected[sequence - 1], expected[sequence]))
+
+        model = hatchback.Model.open(bundles[1], flash=flash)
         self.addCleanup(model.close)
-        arguments, seen, wrong = columns(model, self.samples[:4]), set(), []
-        expected, stop = model.score(*arguments).scores, threading.Event()
+        seen, wrong, stop = set(), [], threading.Event()
 
         def score():
             while not stop.is_set():
@@ -150,27 +180,51 @@ class Package(unittest.TestCase):
                     answer = model.score(*arguments)
                 except hatchback.Busy:
                     continue
+                except hatchback.Error as error:
+                    wrong.append(error)
+                    return
                 seen.add(answer.generation)
-                if not np.array_equal(answer.scores, expected):
+                if not np.array_equal(answer.scores, expected[answer.generation]):
                     wrong.append(answer.generation)
 
         threads = [threading.Thread(target=score) for _ in range(3)]
         for thread in threads:
             thread.start()
-        for sequence in (2, 3):
+        for sequence in range(2, updates + 2):
             # Opening a bundle installs it into the directory that the model follows.
             while True:
                 try:
-                    hatchback.Model.open(bundles[sequence - 1], flash=flash).close()
+                    hatchback.Model.open(bundles[sequence], flash=flash).close()
                     break
                 except hatchback.OpenError as error:
                     self.assertIn("another process", str(error))
-            while sequence not in seen:
-                pass
+            while sequence not in seen and not wrong:
+                stop.wait(0.01)
         stop.set()
         for thread in threads:
             thread.join()
-        self.assertEqual((seen, wrong), ({1, 2, 3}, []))
+        self.assertEqual((seen, wrong), (set(range(1, updates + 2)), []))
+
+    def test_the_code_of_the_pages_runs(self):
+        samples = self.samples[:3]
+        dense, keys, offsets = columns(self.open(), samples)
+        # Stand-ins for the tensors of a KeyedJaggedTensor.
+        tensor = lambda array: SimpleNamespace(numpy=lambda: array)
+        features = SimpleNamespace(
+            keys=lambda: self.open().features, values=lambda: tensor(keys), offsets=lambda: tensor(offsets)
+        )
+        torchrec = {"dense": tensor(dense), "features": features}
+        here = os.getcwd()
+        os.chdir(self.generation(1).parent / "updates")
+        self.addCleanup(os.chdir, here)
+        for page, start, names in [
+            ("python.md", "", {"dense": dense, "keys": keys, "offsets": offsets}),
+            ("triton.md", "<!-- torchrec -->\n", torchrec),
+        ]:
+            text = (ROOT / "docs" / page).read_text()
+            code = text.split(start + "```python\n")[1].split("```")[0]
+            exec(compile(code, page, "exec"), names)
+            self.assertEqual((names["answer"].generation, len(names["answer"].scores)), (1, 3))
 
     def test_the_notebook_runs(self):
         notebook = json.loads((ROOT / "python/examples/score.ipynb").read_text())

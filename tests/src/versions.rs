@@ -50,6 +50,9 @@ pub struct Versions {
     pub rows: Vec<[Rows; 2]>,
 }
 
+/// A snapshot is due after so many updates: a table holds 64 deltas, and nobody merges them here.
+pub const SNAPSHOT_EVERY: u64 = 50;
+
 const DIMS: [usize; 2] = [4, 6];
 const KEYS: [KeySpace; 2] = [KeySpace::Index, KeySpace::Sparse];
 
@@ -151,10 +154,12 @@ impl Versions {
         let delta = at("delta");
         self.pack(generation, tables, parent.as_ref(), &delta);
 
-        if let Some(parent) = parent {
+        let is_snapshot_due = (generation - 1).is_multiple_of(SNAPSHOT_EVERY);
+        if let Some(parent) = parent.filter(|_| !is_snapshot_due) {
             copy(parent.directory(), &at("flash"));
         }
-        let flash = install(&delta, &at("flash")).unwrap();
+        let bundle = if is_snapshot_due { &snapshot } else { &delta };
+        let flash = install(bundle, &at("flash")).unwrap();
         let rows = |t: usize| expected(&flash, t, &tables[t]);
         self.rows.push([rows(0), rows(1)]);
         self.plain.push(tables.clone());

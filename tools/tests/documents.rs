@@ -9,6 +9,9 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+/// Guides whose commands are run, beside the README and the reference.
+const PAGES: [&str; 3] = ["docs/sizing.md", "docs/fleet.md", "docs/rust.md"];
+
 /// Commands that are not run here, and why.
 const NOT_RUN: [(&str, &str); 6] = [
     ("./test", "it runs this test"),
@@ -18,6 +21,9 @@ const NOT_RUN: [(&str, &str); 6] = [
     ("hatchback bench", "a benchmark takes a minute; tools/tests/cli.rs runs short ones"),
     ("hatchbackd", "board/tests run the daemon"),
 ];
+
+/// How the pages run an example of the runtime.
+const EXAMPLE: &str = "cargo run --release -p hatchback --example ";
 
 struct Step {
     line: usize,
@@ -70,9 +76,13 @@ fn run(command: &str, scratch: &Path) -> Output {
     let program = Path::new(env!("CARGO_BIN_EXE_hatchback"));
     let path =
         format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
-    let command = command
-        .replace("cargo run --release -- ", "hatchback ")
-        .replace("/tmp/", &format!("{}/", scratch.display()));
+    // Examples that cargo has built beside this test.
+    let examples = program.with_file_name("examples");
+    let command = match command.strip_prefix(EXAMPLE) {
+        Some(rest) => format!("{}/{}", examples.display(), rest.replacen(" -- ", " ", 1)),
+        None => command.replace("cargo run --release -- ", "hatchback "),
+    };
+    let command = command.replace("/tmp/", &format!("{}/", scratch.display()));
     Command::new("sh")
         .args(["-ec", &command])
         .env("PATH", path)
@@ -117,6 +127,15 @@ fn run_page(page: &str) {
             continue;
         }
 
+        if let Some(rest) = step.command.strip_prefix(EXAMPLE) {
+            let name = rest.split(' ').next().unwrap();
+            let example = Path::new(env!("CARGO_BIN_EXE_hatchback")).with_file_name("examples");
+            if !example.join(name).exists() {
+                println!("SKIPPED: {place}: `cargo test --workspace` builds the example");
+                continue;
+            }
+        }
+
         let output = run(&step.command, scratch.path());
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success(), "{place}: {}\n{errors}", output.status);
@@ -142,6 +161,37 @@ fn the_commands_of_the_readme_print_what_it_shows() {
 #[test]
 fn the_commands_of_the_reference_run() {
     run_page("docs/commands.md");
+}
+
+#[test]
+fn the_commands_of_the_guides_run() {
+    PAGES.into_iter().for_each(run_page);
+}
+
+/// The Rust of docs/rust.md is in the example, line for line.
+#[test]
+fn the_rust_page_shows_the_example() {
+    let page = std::fs::read_to_string(root().join("docs/rust.md")).unwrap();
+    let example = std::fs::read_to_string(root().join("runtime/examples/score.rs")).unwrap();
+    let (_, rest) = page.split_once("```rust\n").unwrap();
+    let (shown, _) = rest.split_once("```").unwrap();
+    let plain = |text: &str| {
+        let lines = text.lines().map(str::trim);
+        lines.filter(|line| !line.starts_with("// Opening")).collect::<Vec<_>>().join("\n")
+    };
+    assert!(plain(&example).contains(&plain(shown)), "docs/rust.md differs from score.rs");
+}
+
+#[test]
+fn the_fleet_page_explains_every_alert() {
+    let rules = std::fs::read_to_string(root().join("server/monitoring/alerts.yml")).unwrap();
+    let page = std::fs::read_to_string(root().join("docs/fleet.md")).unwrap();
+    let alerts: Vec<&str> =
+        rules.lines().filter_map(|l| l.trim().strip_prefix("- alert: ")).collect();
+    let rows = page.lines().filter_map(|line| line.strip_prefix("| `Hatchback")?.split_once('`'));
+    let rows: Vec<String> = rows.map(|(name, _)| format!("Hatchback{name}")).collect();
+    assert!(alerts.len() > 5);
+    assert_eq!(rows, alerts, "docs/fleet.md and alerts.yml differ");
 }
 
 #[test]

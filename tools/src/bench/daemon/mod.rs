@@ -1,10 +1,11 @@
 //! `bench daemon`: gRPC on a Unix socket beside the call of the library, and throughput and latency
 //! under a rising number of callers over gRPC. The front door, the models and the callers are in
-//! one process. The two ways take turns on the same requests. Never draws requests while it
-//! measures.
+//! one process. The two ways take turns on the same requests. Then C and Python take turns with the
+//! library, each in a process of its own. Never draws requests while it measures.
 
 mod caller;
 mod front_door;
+mod languages;
 mod soak;
 
 use super::bars::Bar;
@@ -15,6 +16,7 @@ use crate::{report, say};
 use anyhow::{Context, Result};
 use clap::Args;
 use front_door::{Daemon, DaemonStep, MODEL, Requests, WayTotals, call_grpc};
+use languages::{LanguageArgs, LanguagePlan};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -55,10 +57,19 @@ pub struct DaemonArgs {
     /// folder]
     #[arg(long)]
     flash: Option<PathBuf>,
+    #[command(flatten)]
+    languages: LanguageArgs,
     /// Writes the report as JSON to FILE; without FILE, to standard output
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
           value_parser = report::json_file)]
     json: Option<PathBuf>,
+}
+
+impl DaemonArgs {
+    /// Returns the measured time of a step.
+    fn time(&self) -> Duration {
+        Duration::from_secs_f64(self.seconds.unwrap_or(if self.quick { 1.0 } else { 4.0 }))
+    }
 }
 
 /// Runs the measurement.
@@ -93,9 +104,20 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
         return soak::run(args.json.as_ref(), &daemon, flash.directory(), budget, &requests, time);
     }
 
-    let points =
+    let mut points =
         daemon.serve(Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
-    let bars = bars(&points);
+    let mut bars = bars(&points);
+    let languages = languages::measure(
+        &args.languages,
+        &LanguagePlan {
+            flash: &flash,
+            target: args.target.as_deref(),
+            batches: &requests.batches,
+            time: args.time(),
+        },
+    )?;
+    points.extend(languages.steps);
+    bars.extend(languages.bars);
     publish(
         args,
         &BenchReport { bench: "daemon", machine: HostMachine::this(), model, bars, points },
@@ -109,8 +131,7 @@ fn measure(
     requests: &Requests,
     socket: &Path,
 ) -> Result<Vec<DaemonStep>> {
-    let seconds = args.seconds.unwrap_or(if args.quick { 1.0 } else { 4.0 });
-    let time = Duration::from_secs_f64(seconds);
+    let time = args.time();
     let (mut library, mut grpc) = (WayTotals::default(), WayTotals::default());
     for turn in 0..=TURNS {
         let ours = call_library(daemon, requests, time / TURNS)?;

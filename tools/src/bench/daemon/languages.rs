@@ -1,0 +1,316 @@
+//! The calls of C and Python beside the call of the library: the same model, the same requests, in
+//! turns. A C program and a Python program (`tools/peers/caller.*`) make the calls and time them.
+//! Their scores must be those of the library to the bit. Never builds the library or the package.
+
+use super::front_door::{DaemonStep, MODEL, WayTotals};
+use crate::bench::bars::Bar;
+use crate::bench::peer::percentile;
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use hatchback::clock::SystemClock;
+use hatchback::schema::batch::Batch;
+use hatchback::targets::Target;
+use hatchback::{Flash, Serving};
+use std::fmt::Write as _;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Measured turns of each language; one more warms up.
+const TURNS: u32 = 32;
+/// The most that a call of C may take over the library's, p50, µs.
+const C_US_MAX: f64 = 1.0;
+/// The most that a call of Python may take over the library's, p50, µs.
+const PYTHON_US_MAX: f64 = 5.0;
+/// The target of all three, if the user names none.
+const TARGET: &str = "targets/cpu.toml";
+const C_SOURCE: &str = include_str!("../../../peers/caller.c");
+const PYTHON_SOURCE: &str = include_str!("../../../peers/caller.py");
+
+/// Where the C header and library and the Python package are
+#[derive(Args, Debug)]
+pub struct LanguageArgs {
+    /// Folder of hatchback.h
+    #[arg(long, default_value = "capi", value_name = "DIR")]
+    capi: PathBuf,
+    /// The shared library [default: libhatchback_capi.so beside this program]
+    #[arg(long, value_name = "FILE")]
+    libhatchback: Option<PathBuf>,
+    /// A Python that has the package, as `python/test` installs it
+    #[arg(long, default_value = "target/python-package/bin/python", value_name = "FILE")]
+    python: PathBuf,
+}
+
+/// What is called.
+pub struct LanguagePlan<'a> {
+    /// The model.
+    pub flash: &'a Flash,
+    /// The target that the user named.
+    pub target: Option<&'a Path>,
+    /// The requests, of one number of samples.
+    pub batches: &'a [Batch],
+    /// Measured time of each language.
+    pub time: Duration,
+}
+
+/// What was measured.
+#[derive(Default)]
+pub struct LanguageFigures {
+    /// The figures of each language that ran.
+    pub steps: Vec<DaemonStep>,
+    /// The bars of C and Python.
+    pub bars: Vec<Bar>,
+}
+
+/// One language: who calls, and what was measured.
+struct Way {
+    name: &'static str,
+    caller: Caller,
+    totals: WayTotals,
+    /// The median of each turn, µs.
+    medians_us: Vec<f64>,
+}
+
+impl Way {
+    fn new(name: &'static str, caller: Caller) -> Self {
+        Self { name, caller, totals: WayTotals::default(), medians_us: Vec::new() }
+    }
+}
+
+enum Caller {
+    Library(Box<Serving>),
+    Program(Program),
+}
+
+/// Measures the languages in turns.
+///
+/// # Errors
+/// The target or the model is refused, a call fails, or the scores differ.
+pub fn measure(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageFigures> {
+    let named = [("C", C_US_MAX), ("Python", PYTHON_US_MAX)];
+    let target = plan.target.unwrap_or(Path::new(TARGET));
+    if !target.exists() {
+        let reason = format!("{}: no such file; give --target", target.display());
+        let bars = named.map(|(name, bar)| Bar::not_run(bar_name(name), bar, reason.clone()));
+        return Ok(LanguageFigures { steps: Vec::new(), bars: bars.to_vec() });
+    }
+    let folder = tempfile::tempdir().context("a temporary folder")?;
+    std::fs::write(folder.path().join("requests"), requests_text(plan))?;
+
+    let (library, hash, each) = library(plan, target)?;
+    let mut ways = vec![Way::new("Rust", library)];
+    let mut missing = Vec::new();
+    let started = [c_program(args, folder.path())?, python_program(args, folder.path())?];
+    for ((name, _), command) in named.into_iter().zip(started) {
+        match command {
+            Ok(command) => {
+                let program = Program::start(command, folder.path(), target, plan, hash)
+                    .with_context(|| format!("the program in {name}"))?;
+                ways.push(Way::new(name, Caller::Program(program)));
+            }
+            Err(reason) => missing.push((name, reason)),
+        }
+    }
+
+    let calls = (plan.time / TURNS).as_secs_f64() / each.as_secs_f64().max(1e-9);
+    take_turns(&mut ways, plan, (calls as usize).max(1))?;
+    let steps: Vec<DaemonStep> = ways.iter().map(|way| way.totals.step(way.name, 1)).collect();
+    let bars = named.map(|(name, bar)| match missing.iter().find(|(way, _)| *way == name) {
+        Some((_, reason)) => Bar::not_run(bar_name(name), bar, reason),
+        None => Bar::at_most(bar_name(name), added_us(&ways, name), bar),
+    });
+    Ok(LanguageFigures { steps, bars: bars.to_vec() })
+}
+
+fn bar_name(language: &str) -> String {
+    format!("{language} over the library call, p50, µs")
+}
+
+/// The median over all turns of what a call of `name` took more than one of Rust in the same turn.
+fn added_us(ways: &[Way], name: &str) -> f64 {
+    let medians = |name| ways.iter().find(|way| way.name == name).map(|way| &way.medians_us);
+    let pairs = medians(name).into_iter().flatten().zip(medians("Rust").into_iter().flatten());
+    percentile(&mut pairs.map(|(theirs, ours)| theirs - ours).collect::<Vec<f64>>(), 0.5)
+}
+
+/// Each turn begins with another language. The first turn warms up.
+fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, calls: usize) -> Result<()> {
+    let mut next = 0;
+    for turn in 0..=TURNS as usize {
+        for number in 0..ways.len() {
+            let at = (turn + number) % ways.len();
+            let Way { caller, totals, medians_us, .. } = &mut ways[at];
+            let start = Instant::now();
+            let times = match caller {
+                Caller::Library(serving) => call_library(serving, plan, next, calls)?,
+                Caller::Program(program) => program.call(calls)?,
+            };
+            if turn > 0 {
+                totals.time += start.elapsed();
+                let us = |time: &Duration| time.as_secs_f64() * 1e6;
+                medians_us.push(percentile(&mut times.iter().map(us).collect::<Vec<f64>>(), 0.5));
+                times.into_iter().for_each(|time| totals.latencies.record(time));
+            }
+        }
+        next += calls;
+    }
+    Ok(())
+}
+
+/// Opens the model in this process, in the budget of the other languages. Returns the hash of all
+/// scores, and the mean time of a call.
+fn library(plan: &LanguagePlan<'_>, target: &Path) -> Result<(Caller, u64, Duration)> {
+    let budget = Target::load(target)?.budget;
+    let clock = Arc::new(SystemClock::default());
+    let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
+    serving.load(MODEL, plan.flash, budget)?;
+
+    let (mut hash, start) = (14_695_981_039_346_656_037_u64, Instant::now());
+    for batch in plan.batches {
+        let ticket = serving.submit(MODEL, batch, None)?;
+        for byte in ticket.wait()?.scores().values.iter().flat_map(|v| v.to_le_bytes()) {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(1_099_511_628_211);
+        }
+    }
+    let each = start.elapsed() / u32::try_from(plan.batches.len().max(1))?;
+    Ok((Caller::Library(Box::new(serving)), hash, each))
+}
+
+fn call_library(
+    serving: &Serving,
+    plan: &LanguagePlan<'_>,
+    first: usize,
+    calls: usize,
+) -> Result<Vec<Duration>> {
+    let mut times = Vec::with_capacity(calls);
+    for number in first..first + calls {
+        let start = Instant::now();
+        serving.submit(MODEL, &plan.batches[number % plan.batches.len()], None)?.wait()?;
+        times.push(start.elapsed());
+    }
+    Ok(times)
+}
+
+/// The requests as text; `caller.c` says in which form.
+fn requests_text(plan: &LanguagePlan<'_>) -> String {
+    let samples = plan.batches.first().map_or(0, Batch::size);
+    let mut text = format!("{} {samples}\n", plan.batches.len());
+    for batch in plan.batches {
+        let width = batch.dense().len() / samples.max(1);
+        for sample in 0..samples {
+            for value in &batch.dense()[sample * width..][..width] {
+                // Writing to a text cannot fail.
+                let _ = write!(text, "{value} ");
+            }
+            for feature in 0..batch.features() {
+                let bags = batch.bags(feature);
+                let [start, end] = [sample, sample + 1].map(|at| bags.offsets[at] as usize);
+                let _ = write!(text, "{} ", end - start);
+                for key in &bags.keys[start..end] {
+                    let _ = write!(text, "{key} ");
+                }
+            }
+            text.push('\n');
+        }
+    }
+    text
+}
+
+/// Compiles the C program in `folder`. Returns its command, or why it does not run.
+fn c_program(args: &LanguageArgs, folder: &Path) -> Result<Result<Command, String>> {
+    let beside = || Ok::<_, std::io::Error>(std::env::current_exe()?.with_file_name(LIBRARY));
+    let library = args.libhatchback.clone().map_or_else(beside, Ok)?;
+    for file in [&library, &args.capi.join("hatchback.h")] {
+        if !file.exists() {
+            return Ok(Err(format!("{}: no such file", file.display())));
+        }
+    }
+    let [source, program, link] =
+        ["caller.c", "caller", "libhatchback.so.1"].map(|name| folder.join(name));
+    std::fs::write(&source, C_SOURCE)?;
+    std::os::unix::fs::symlink(library.canonicalize()?, &link)?;
+    let compiled = Command::new("cc")
+        .args(["-O2", "-o"])
+        .args([&program, &source, &link])
+        .arg(format!("-I{}", args.capi.display()))
+        .arg(format!("-Wl,-rpath,{}", folder.display()))
+        .output();
+    let Ok(compiled) = compiled else { return Ok(Err("cc: no such program".to_owned())) };
+    ensure!(compiled.status.success(), "cc: {}", String::from_utf8_lossy(&compiled.stderr));
+    Ok(Ok(Command::new(program)))
+}
+
+/// The file name of the library that cargo builds.
+const LIBRARY: &str = "libhatchback_capi.so";
+
+/// Returns the command of the Python program, or why it does not run.
+fn python_program(args: &LanguageArgs, folder: &Path) -> Result<Result<Command, String>> {
+    let shown = args.python.display();
+    let import = Command::new(&args.python).args(["-c", "import hatchback"]).output();
+    let Ok(import) = import else {
+        return Ok(Err(format!("{shown}: no such program; python/test makes it")));
+    };
+    if !import.status.success() {
+        return Ok(Err(format!("{shown}: the package hatchback is not installed")));
+    }
+    let script = folder.join("caller.py");
+    std::fs::write(&script, PYTHON_SOURCE)?;
+    let mut command = Command::new(&args.python);
+    command.arg(script);
+    Ok(Ok(command))
+}
+
+/// A program in another language that calls and times.
+struct Program {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+    input: Option<ChildStdin>,
+}
+
+impl Program {
+    /// Starts the program, and checks that its scores have the hash `expected`.
+    fn start(
+        mut command: Command,
+        folder: &Path,
+        target: &Path,
+        plan: &LanguagePlan<'_>,
+        expected: u64,
+    ) -> Result<Self> {
+        command.args([target, plan.flash.directory(), &folder.join("requests")]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let lines = child.stdout.take().map(BufReader::new).context("no standard output")?;
+        let input = child.stdin.take();
+        let mut program = Self { child, lines, input };
+        let hash: u64 = program.line()?.trim().parse().context("the hash of the scores")?;
+        ensure!(hash == expected, "its scores differ from those of the library");
+        Ok(program)
+    }
+
+    fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        if self.lines.read_line(&mut line)? == 0 {
+            bail!("the program ended: {}", self.child.wait()?);
+        }
+        Ok(line)
+    }
+
+    /// Makes `calls` calls and returns their times.
+    fn call(&mut self, calls: usize) -> Result<Vec<Duration>> {
+        let input = self.input.as_mut().context("the program has no input")?;
+        writeln!(input, "{calls}").context("the program has ended")?;
+        let line = self.line()?;
+        let times = line.split_ascii_whitespace().map(|time| Ok(time.parse()?));
+        let times: Result<Vec<u64>> = times.collect();
+        Ok(times?.into_iter().map(Duration::from_nanos).collect())
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // The program ends when its input ends.
+        drop(self.input.take());
+        let _ = self.child.wait();
+    }
+}
