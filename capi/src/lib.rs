@@ -273,9 +273,7 @@ impl Request {
             let weights = values("weights", sparse[f].weights, needed)?;
             Ok(Columns { keys, offsets, weights })
         };
-        (0..sparse.len()).try_for_each(|f| columns(f).map(drop))?;
-        let none = Columns::new(&[], &[]);
-        Ok(batch.push_columns(schema, samples, dense, |f| columns(f).unwrap_or(none))?)
+        batch.try_push_columns(schema, samples, dense, columns)
     }
 }
 

@@ -1,5 +1,5 @@
 //! `Model`: one model in a process of its own budget, and `Answer`, what a request returns. Arrays
-//! are read where they are; scores and statuses are written into new numpy arrays.
+//! are read where they are. Those of an answer are made when they are first asked for.
 
 use crate::buffers::Array;
 use crate::errors;
@@ -7,6 +7,7 @@ use hatchback::schema::batch::Bags;
 use hatchback::schema::raw_value::RawValue;
 use hatchback_capi::outcome::{Refusal, closed, request};
 use hatchback_capi::process::{Process, ServedModel};
+use pyo3::buffer::Element;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::sync::PyOnceLock;
@@ -18,15 +19,29 @@ use std::time::Duration;
 /// Counts of a status.
 const STATUS_COUNTS: usize = 5;
 
-/// The scores of a request.
-#[pyclass(frozen, get_all)]
+/// The answer to a request. Its arrays are made when they are first asked for.
+#[pyclass(frozen)]
 pub struct Answer {
-    /// float32 `[samples, outputs]`.
-    scores: Py<PyAny>,
-    /// uint32 `[samples, 5]`: fresh, defaulted, absent, damaged, late.
-    statuses: Py<PyAny>,
+    scores: Rows<f32>,
+    statuses: Rows<u32>,
     /// The generation that scored the request.
+    #[pyo3(get)]
     generation: u64,
+}
+
+#[pymethods]
+impl Answer {
+    /// float32 `[samples, outputs]`.
+    #[getter]
+    fn scores(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        self.scores.array(py, "float32")
+    }
+
+    /// uint32 `[samples, 5]`: fresh, defaulted, absent, damaged, late.
+    #[getter]
+    fn statuses(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        self.statuses.array(py, "uint32")
+    }
 }
 
 /// A served model.
@@ -51,22 +66,30 @@ struct Open {
     process: Process,
 }
 
-/// What a request returns besides its arrays.
-struct Arrays<'py> {
-    scores: Bound<'py, PyAny>,
-    statuses: Bound<'py, PyAny>,
+/// Values in rows, and their array once it was asked for.
+struct Rows<T> {
+    values: Vec<T>,
+    columns: usize,
+    array: PyOnceLock<Py<PyAny>>,
 }
 
-impl<'py> Arrays<'py> {
-    /// Makes arrays for the answer to `samples` samples.
-    fn new(py: Python<'py>, samples: usize, outputs: usize) -> PyResult<Self> {
+impl<T: Element> Rows<T> {
+    fn new(values: Vec<T>, columns: usize) -> Self {
+        Self { values, columns, array: PyOnceLock::new() }
+    }
+
+    /// Returns the numpy array `[rows, columns]` of type `name`.
+    fn array(&self, py: Python<'_>, name: &str) -> PyResult<Py<PyAny>> {
         static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-        let empty = EMPTY.get_or_try_init(py, || {
-            Ok::<_, PyErr>(py.import("numpy")?.getattr("empty")?.unbind())
-        })?;
-        let empty = empty.bind(py);
-        let scores = empty.call1(((samples, outputs), "float32"))?;
-        Ok(Self { scores, statuses: empty.call1(((samples, STATUS_COUNTS), "uint32"))? })
+        let made = self.array.get_or_try_init(py, || {
+            let import = || Ok::<_, PyErr>(py.import("numpy")?.getattr("empty")?.unbind());
+            let empty = EMPTY.get_or_try_init(py, import)?.bind(py);
+            let shape = (self.values.len() / self.columns, self.columns);
+            let array = empty.call1((shape, name))?;
+            Array::open("array", &array)?.room::<T>()?.copy_from_slice(&self.values);
+            Ok::<_, PyErr>(array.unbind())
+        });
+        made.map(|array| array.clone_ref(py))
     }
 }
 
@@ -179,20 +202,20 @@ impl Model {
         });
         let ticket = ticket.map_err(errors::of)?;
 
-        let Arrays { scores, statuses } = Arrays::new(py, samples, self.outputs)?;
-        let (to, counts) = (Array::open("scores", &scores)?, Array::open("statuses", &statuses)?);
-        let (to, counts) = (to.room::<f32>()?, counts.room::<u32>()?);
-        let generation = py.detach(|| -> Result<u64, Refusal> {
+        let answer = py.detach(|| -> Result<Answer, Refusal> {
             let answer = ticket.wait()?;
-            to.copy_from_slice(answer.scores().values);
-            for (to, from) in counts.chunks_exact_mut(STATUS_COUNTS).zip(answer.scores().statuses) {
-                let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *from;
-                to.copy_from_slice(&[fresh, defaulted, absent, damaged, u32::from(late)]);
+            let mut statuses = Vec::with_capacity(samples * STATUS_COUNTS);
+            for status in answer.scores().statuses {
+                let hatchback::LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
+                statuses.extend([fresh, defaulted, absent, damaged, u32::from(late)]);
             }
-            Ok(answer.generation().sequence)
+            Ok(Answer {
+                scores: Rows::new(answer.scores().values.to_vec(), self.outputs),
+                statuses: Rows::new(statuses, STATUS_COUNTS),
+                generation: answer.generation().sequence,
+            })
         });
-        let generation = generation.map_err(errors::of)?;
-        Ok(Answer { scores: scores.unbind(), statuses: statuses.unbind(), generation })
+        answer.map_err(errors::of)
     }
 
     /// Returns the key of a raw value of a feature: text, an integer or a number.

@@ -51,6 +51,18 @@ struct Jagged {
     longest: usize,
 }
 
+impl Jagged {
+    /// Adds the bags of `samples` samples, which were checked.
+    fn append(&mut self, bags: Bags<'_>, samples: usize) {
+        let Bags { keys, offsets, weights } = bags;
+        let (from, before) = (offsets[0], self.keys.len() as u32);
+        let read = from as usize..offsets[samples] as usize;
+        self.keys.extend_from_slice(&keys[read.clone()]);
+        self.weights.extend_from_slice(weights.get(read).unwrap_or_default());
+        self.offsets.extend(offsets[1..].iter().map(|end| before + (end - from)));
+    }
+}
+
 /// Why a batch refuses a sample.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
@@ -165,32 +177,59 @@ impl Batch {
         dense: &[f32],
         bags: impl Fn(usize) -> Bags<'a>,
     ) -> Result<(), BatchError> {
+        self.try_push_columns(schema, samples, dense, |f| Ok(bags(f)))
+    }
+
+    /// Adds samples as [`Batch::push_columns`] does. `bags` is called once for each feature, and
+    /// may refuse it.
+    ///
+    /// # Errors
+    /// Those of [`Batch::push_columns`], and the error of `bags`. The batch is then unchanged.
+    pub fn try_push_columns<'a, E: From<BatchError>>(
+        &mut self,
+        schema: &Schema,
+        samples: usize,
+        dense: &[f32],
+        mut bags: impl FnMut(usize) -> Result<Bags<'a>, E>,
+    ) -> Result<(), E> {
         let (features, width) = (schema.features.len(), schema.dense_features.len());
         if samples > self.capacity - self.size {
-            return Err(BatchError::Full(self.capacity));
+            return Err(BatchError::Full(self.capacity).into());
         }
         if features != self.features.len() || width != self.dense_features {
-            return Err(BatchError::Schema {
-                features: self.features.len(),
-                dense: self.dense_features,
-            });
+            let dense = self.dense_features;
+            return Err(BatchError::Schema { features: self.features.len(), dense }.into());
         }
         check_dense_column(schema, samples, dense)?;
-        (0..features).try_for_each(|f| check_bags(&schema.features[f], samples, bags(f)))?;
 
         self.dense.extend_from_slice(dense);
-        for (f, feature) in self.features.iter_mut().enumerate() {
-            let Bags { keys, offsets, weights } = bags(f);
-            let (from, before) = (offsets[0], feature.keys.len() as u32);
-            let read = from as usize..offsets[samples] as usize;
-            feature.keys.extend_from_slice(&keys[read.clone()]);
-            feature.weights.extend_from_slice(weights.get(read).unwrap_or_default());
-            feature.offsets.extend(offsets[1..].iter().map(|end| before + (end - from)));
-            let longest = offsets.windows(2).map(|o| o[1] - o[0]).max().unwrap_or(0);
-            feature.longest = feature.longest.max(longest as usize);
+        let appended = (0..features).try_for_each(|f| -> Result<(), E> {
+            let column = bags(f)?;
+            check_bags(&schema.features[f], samples, column)?;
+            self.features[f].append(column, samples);
+            Ok(())
+        });
+        if appended.is_err() {
+            self.cut();
+            return appended;
+        }
+        for feature in &mut self.features {
+            let added = feature.offsets[self.size..].windows(2).map(|o| o[1] - o[0]);
+            feature.longest = feature.longest.max(added.max().unwrap_or(0) as usize);
         }
         self.size += samples;
         Ok(())
+    }
+
+    /// Removes what was appended after the last whole sample.
+    fn cut(&mut self) {
+        self.dense.truncate(self.size * self.dense_features);
+        for feature in &mut self.features {
+            feature.offsets.truncate(self.size + 1);
+            let end = feature.offsets.last().map_or(0, |end| *end as usize);
+            feature.keys.truncate(end);
+            feature.weights.truncate(end);
+        }
     }
 
     /// Adds a sample without a [`Sample`]: `dense` has its dense features, and `bag` appends the
@@ -206,13 +245,7 @@ impl Batch {
     ) -> Result<(), E> {
         let filled = self.append_sample(schema, dense, &mut bag);
         if filled.is_err() {
-            self.dense.truncate(self.size * self.dense_features);
-            for feature in &mut self.features {
-                feature.offsets.truncate(self.size + 1);
-                let end = feature.offsets.last().map_or(0, |end| *end as usize);
-                feature.keys.truncate(end);
-                feature.weights.truncate(end);
-            }
+            self.cut();
         }
         filled
     }
