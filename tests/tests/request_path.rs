@@ -66,7 +66,7 @@ fn feature(tables: usize) -> impl Strategy<Value = FeaturePlan> {
             pooling,
             hotness_max,
             second_input,
-            weighted: weighted && pooling == Pooling::Sum,
+            weighted: weighted && !matches!(pooling, Pooling::None | Pooling::Max),
         },
     )
 }
