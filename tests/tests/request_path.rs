@@ -169,7 +169,7 @@ fn busy_plan(seed: u64) -> ModelPlan {
         pooling,
         hotness_max: 1 + (i as u32 * 5) % 6,
         second_input: i % 3 == 0,
-        weighted: i == 5,
+        weighted: matches!(i, 3 | 5 | 6),
     };
     let poolings =
         [Pooling::Sum, Pooling::Mean, Pooling::None, Pooling::Sqrtn, Pooling::Max].into_iter();
