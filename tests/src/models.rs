@@ -230,6 +230,7 @@ impl ModelPlan {
             network: NetworkSpec {
                 onnx: Some("dense.onnx".into()),
                 hugectr: None,
+                table_major: false,
                 output: OutputsSpec::One("out".to_owned()),
                 activation: Some(Activation::None),
                 inputs,

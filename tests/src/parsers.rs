@@ -436,11 +436,14 @@ pub fn npy(bytes: &[u8]) {
     }
 }
 
-/// Imports a HugeCTR folder: `key`, `meta`, `emb_vector`.
+/// Imports a HugeCTR folder, whole and as ranges of keys: `key`, `meta`, `emb_vector`.
 pub fn hugectr(bytes: &[u8]) {
     let [key, meta, values] = split(bytes);
     let folder = files(&[("key", key), ("meta", meta), ("emb_vector", values)]);
     import(&folder, &Source::Hugectr { path: "".into() });
+    for (first, rows) in [(0, None), (1, Some(1)), (u64::MAX, Some(2))] {
+        import(&folder, &Source::Deployed { path: "".into(), first, rows });
+    }
 }
 
 /// Imports a dump of the Sparse Operation Kit: key, `meta_info`, weight.

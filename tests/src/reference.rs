@@ -143,13 +143,15 @@ impl Reference {
                 };
             }
         }
-        let n = bag.len().max(1) as f32;
-        match feature.pooling {
-            Pooling::Mean => out.iter_mut().for_each(|v| *v /= n),
-            Pooling::Sqrtn => out.iter_mut().for_each(|v| *v /= n.sqrt()),
-            Pooling::Sum | Pooling::None | Pooling::Max => {}
-        }
-        out
+        let ones = vec![1.0; bag.len()];
+        let weights = if feature.weighted { &sample.weights[f] } else { &ones };
+        let divisor: f32 = match feature.pooling {
+            Pooling::Mean => weights.iter().fold(0.0, |sum, w| sum + w),
+            Pooling::Sqrtn => weights.iter().fold(0.0, |sum, w| sum + w * w).sqrt(),
+            Pooling::Sum | Pooling::None | Pooling::Max => return out,
+        };
+        let quotient = |v: f32| if divisor == 0.0 { 0.0 } else { v / divisor };
+        out.into_iter().map(quotient).collect()
     }
 }
 

@@ -248,6 +248,7 @@ fn spec(sequence: u64, placement: Placement) -> ModelSpec {
         network: NetworkSpec {
             onnx: Some("dense.onnx".into()),
             hugectr: None,
+            table_major: false,
             output: OutputsSpec::One("out".to_owned()),
             activation: Some(Activation::None),
             inputs: vec![input("a", 0), input("b", 1)],

@@ -66,7 +66,7 @@ fn feature(tables: usize) -> impl Strategy<Value = FeaturePlan> {
             pooling,
             hotness_max,
             second_input,
-            weighted: weighted && pooling == Pooling::Sum,
+            weighted: weighted && !matches!(pooling, Pooling::None | Pooling::Max),
         },
     )
 }
@@ -169,7 +169,7 @@ fn busy_plan(seed: u64) -> ModelPlan {
         pooling,
         hotness_max: 1 + (i as u32 * 5) % 6,
         second_input: i % 3 == 0,
-        weighted: i == 5,
+        weighted: matches!(i, 3 | 5 | 6),
     };
     let poolings =
         [Pooling::Sum, Pooling::Mean, Pooling::None, Pooling::Sqrtn, Pooling::Max].into_iter();

@@ -222,6 +222,8 @@ fn bags_reach_the_network_as_the_reference_says() {
     let features = vec![
         feature(Pooling::Sum, true),
         feature(Pooling::Sqrtn, false),
+        feature(Pooling::Mean, true),
+        feature(Pooling::Sqrtn, true),
         feature(Pooling::Max, false),
         FeaturePlan { second_input: true, ..feature(Pooling::None, false) },
     ];

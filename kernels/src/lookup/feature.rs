@@ -16,11 +16,12 @@ use serde::{Deserialize, Serialize};
 pub enum Pooling {
     /// The sum of the rows, from zero, in key order.
     Sum,
-    /// The sum divided by the number of keys.
+    /// The sum divided by the number of keys, or by the sum of their weights.
     Mean,
     /// The rows side by side, `hotness_max` of them. The rest of a shorter bag is zeros.
     None,
-    /// The sum divided by the square root of the number of keys.
+    /// The sum divided by the square root of the number of keys, or of the sum of the squares of
+    /// their weights.
     Sqrtn,
     /// The largest value of each column. Of equal values the first counts.
     Max,
@@ -164,17 +165,34 @@ impl FeatureView<'_> {
     }
 
     /// Completes the columns `out` `[width]` of a bag once the rows of its `keys` keys are added.
+    /// `weights` are those of the keys, or empty.
     #[inline(always)]
-    pub(super) fn close_bag(&self, keys: usize, out: &mut [f32]) {
+    pub(super) fn close_bag(&self, keys: usize, weights: &[f32], out: &mut [f32]) {
         match self.pooling {
+            _ if keys == 0 => out.fill(0.0),
+            Pooling::Mean | Pooling::Sqrtn if !weights.is_empty() => {
+                divide(out, self.pooling, weights);
+            }
             Pooling::Mean if keys > 1 => out.iter_mut().for_each(|o| *o /= keys as f32),
             Pooling::Sqrtn if keys > 1 => {
                 let root = (keys as f32).sqrt();
                 out.iter_mut().for_each(|o| *o /= root);
             }
             Pooling::None => out[keys * self.format.dim()..].fill(0.0),
-            _ if keys == 0 => out.fill(0.0),
             _ => {}
         }
+    }
+}
+
+/// Divides a weighted sum `[width]` as `pooling` says. Weights that add up to zero give zeros. Sums
+/// the weights in key order, so that the result has the same bits on every CPU.
+fn divide(out: &mut [f32], pooling: Pooling, weights: &[f32]) {
+    let divisor = match pooling {
+        Pooling::Sqrtn => weights.iter().fold(0.0, |sum, w| sum + w * w).sqrt(),
+        _ => weights.iter().fold(0.0, |sum, w| sum + w),
+    };
+    match divisor {
+        0.0 => out.fill(0.0),
+        _ => out.iter_mut().for_each(|o| *o /= divisor),
     }
 }

@@ -148,7 +148,9 @@ impl Query<'_, '_> {
         for sample in samples {
             let keys = self.bags.offsets[sample + 1] - self.bags.offsets[sample];
             self.statuses[sample].fresh += keys;
-            self.feature.close_bag(keys as usize, self.feature.columns(self.input, sample));
+            let weights = self.bags.weights_of(sample);
+            let out = self.feature.columns(self.input, sample);
+            self.feature.close_bag(keys as usize, weights, out);
         }
     }
 
@@ -187,7 +189,7 @@ impl Query<'_, '_> {
         self.statuses[sample].fresh += fresh;
         self.statuses[sample].absent += absent;
         let Some(position) = first_miss else {
-            return feature.close_bag(bag.len(), out);
+            return feature.close_bag(bag.len(), weights, out);
         };
 
         self.misses.open_bag(feature.id, sample, position);
@@ -231,7 +233,7 @@ impl Job for Finish<'_, '_> {
             }
             status.count(state);
         }
-        feature.close_bag((bag.done + bag.entries) as usize, out);
+        feature.close_bag((bag.done + bag.entries) as usize, weights, out);
     }
 }
 
@@ -338,11 +340,11 @@ mod tests {
         (data.iter().map(|v| v.to_bits()).collect(), statuses, open)
     }
 
-    /// Returns each pooling without weights, and sums with `weights`.
-    fn poolings(weights: &[f32]) -> [(Pooling, &[f32]); 6] {
-        let plain = [Pooling::Sum, Pooling::Mean, Pooling::None, Pooling::Sqrtn, Pooling::Max];
-        let [a, b, c, d, e] = plain.map(|pooling| (pooling, &[] as &[f32]));
-        [(Pooling::Sum, weights), a, b, c, d, e]
+    /// Returns each pooling without weights, and with `weights` if it takes them.
+    fn poolings(weights: &[f32]) -> impl Iterator<Item = (Pooling, &[f32])> {
+        let all = [Pooling::Sum, Pooling::Mean, Pooling::Sqrtn, Pooling::None, Pooling::Max];
+        let plain = all.into_iter().map(|pooling| (pooling, &[] as &[f32]));
+        plain.chain(all[..3].to_vec().into_iter().map(move |pooling| (pooling, weights)))
     }
 
     /// The plain family pools row by row; the others pool bags of hits in the pipeline.

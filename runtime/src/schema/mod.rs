@@ -272,8 +272,11 @@ impl Schema {
                     format!("{} is not in 1..={HOTNESS_MAX}", f.hotness_max),
                 );
             }
-            if f.weighted && f.pooling != Pooling::Sum {
-                let problem = format!("weights with {:?} pooling, only sums take them", f.pooling);
+            if f.weighted && matches!(f.pooling, Pooling::None | Pooling::Max) {
+                let problem = format!(
+                    "weights with {:?} pooling, only sum, mean and sqrtn take them",
+                    f.pooling
+                );
                 return fault(format!("feature[{i}].weights"), problem);
             }
             self.check_key(i)?;

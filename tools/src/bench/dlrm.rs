@@ -238,6 +238,7 @@ fn spec() -> ModelSpec {
         network: NetworkSpec {
             onnx: Some(PathBuf::from("dense.onnx")),
             hugectr: None,
+            table_major: false,
             output: OutputsSpec::One("logit".to_owned()),
             activation: Some(Activation::Sigmoid),
             inputs: vec![InputSpec::dense("dense"), InputSpec::vectors("rows", names.clone())],

@@ -17,6 +17,7 @@
 
 mod array;
 mod column;
+mod deployed;
 mod dtype;
 mod embedding_collection;
 mod error;

@@ -4,7 +4,7 @@
 
 use super::error::ImportError;
 use super::rows::{RowBlock, Rows};
-use super::{embedding_collection, hugectr, npy, safetensors, sok};
+use super::{deployed, embedding_collection, hugectr, npy, safetensors, sok};
 use anyhow::Result;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
@@ -86,6 +86,16 @@ pub enum Source {
         /// The folder with `key` and `emb_vector`.
         path: PathBuf,
     },
+    /// A table of a repository that NVIDIA's DLRM and DCNv2 recipe deployed.
+    Deployed {
+        /// The folder with `key` and `emb_vector`.
+        path: PathBuf,
+        /// The first key of the table in the folder.
+        #[serde(default)]
+        first: u64,
+        /// Rows of the table. Without it all rows from `first` on.
+        rows: Option<u64>,
+    },
     /// A table dumped by HugeCTR's Sparse Operation Kit.
     Sok {
         /// The folder given to `sok.dump`.
@@ -119,6 +129,7 @@ impl Source {
                 npy::open(&at(path), keys.as_deref(), counts.as_deref())
             }
             Self::Hugectr { path } => hugectr::open(&at(path)),
+            Self::Deployed { path, first, rows } => deployed::open(&at(path), *first, *rows),
             Self::Sok { path, table } => sok::open(&at(path), table),
             Self::EmbeddingCollection { path, table } => {
                 embedding_collection::open(&at(path), *table)

@@ -14,6 +14,7 @@ pub mod sort;
 pub mod spec;
 mod spec_line;
 mod table;
+mod table_major;
 
 use crate::import::{FrequentRows, RowSource};
 use crate::pack::spec::{CodecChoice, DefaultRow, ModelSpec, NamedRow, TableSpec};
@@ -344,10 +345,22 @@ struct DenseNetwork {
 /// Reads the ONNX file and checks that it fits the schema.
 fn read_network(spec: &ModelSpec, schema: &Schema, base: &Path) -> Result<DenseNetwork> {
     let (path, onnx) = match (&spec.network.onnx, &spec.network.hugectr) {
-        (Some(onnx), None) => (base.join(onnx), network::read(&base.join(onnx))?),
-        (None, Some(hugectr)) => (base.join(&hugectr.dense), hugectr.read(base)?),
+        (Some(onnx), None) => {
+            let path = base.join(onnx);
+            let read = network::read(&path)?;
+            let onnx = match spec.network.table_major {
+                true => table_major::to_batch_major(&read, schema)
+                    .with_context(|| path.display().to_string())?,
+                false => read,
+            };
+            (path, onnx)
+        }
+        (None, Some(hugectr)) if !spec.network.table_major => {
+            (base.join(&hugectr.dense), hugectr.read(base)?)
+        }
         _ => {
-            let problem = "takes one of `onnx` and `hugectr`".to_owned();
+            let problem =
+                "takes one of `onnx` and `hugectr`; `table_major` belongs to `onnx`".to_owned();
             return Err(SchemaError { field: "network".to_owned(), problem }.into());
         }
     };

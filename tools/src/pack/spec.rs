@@ -51,6 +51,9 @@ pub struct ModelSpec {
 pub struct NetworkSpec {
     /// Path of the ONNX file.
     pub onnx: Option<PathBuf>,
+    /// Whether the ONNX file takes flat inputs, table by table, as Triton's HPS ensembles pass them.
+    #[serde(default)]
+    pub table_major: bool,
     /// The graph and the weights of HugeCTR, instead of an ONNX file.
     pub hugectr: Option<HugectrNetwork>,
     /// The network's output, or its outputs.

@@ -76,6 +76,7 @@ fn criteo_at(rows_max: u64, at: SyntheticGeneration) -> (ModelSpec, Vec<Box<dyn 
         network: NetworkSpec {
             onnx: Some(PathBuf::from("dense.onnx")),
             hugectr: None,
+            table_major: false,
             output: OutputsSpec::One("logit".to_owned()),
             activation: Some(Activation::Sigmoid),
             inputs: vec![InputSpec::dense("dense"), InputSpec::vectors("emb", names.clone())],

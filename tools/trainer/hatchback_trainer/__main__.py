@@ -1,10 +1,10 @@
-"""The command line: `python3 -m hatchback_trainer coupon|families|criteo|experiment|live --out DIR`."""
+"""The command line: `python3 -m hatchback_trainer coupon|families|criteo|experiment|live|deployed --out DIR`."""
 
 import argparse
 
 import torch
 
-from . import coupon, criteo, criteo_stream, experiment, families, flights, live
+from . import coupon, criteo, criteo_stream, deployed, experiment, families, flights, live
 
 
 def arguments():
@@ -30,6 +30,11 @@ def arguments():
     one.add_argument("--hatchback", default="hatchback", metavar="PROGRAM", help="the program (default: that of the path)")
     one.add_argument("--weeks", type=int, metavar="N", help="weeks after the base (default: all 27)")
     one.add_argument("--budget-kib", type=float, default=64.0, metavar="KIB", help="size of a delta at most (default: 64)")
+    one = commands.add_parser("deployed", help="write the model.toml of a repository that NVIDIA's DLRM and DCNv2 recipe deployed")
+    one.add_argument("--checkpoint", required=True, metavar="DIR", help="the checkpoint that was deployed")
+    one.add_argument("--repository", required=True, metavar="DIR", help="the repository of deploy.py")
+    one.add_argument("--out", required=True, metavar="DIR")
+    one.add_argument("--name", default="dlrm", help="the lineage of the model (default: dlrm)")
     return parser.parse_args()
 
 
@@ -43,6 +48,8 @@ def main():
     elif args.command == "experiment":
         stream = flights.flight_stream(args.data) if args.data else criteo_stream.criteo_stream()
         experiment.run(stream, args.out, args.hatchback, args.windows, args.policy or tuple(experiment.POLICIES))
+    elif args.command == "deployed":
+        deployed.describe(args.checkpoint, args.repository, args.out, args.name)
     elif args.command == "live":
         live.run(args.data, args.out, args.hatchback, args.budget_kib, args.weeks)
     else:

@@ -65,11 +65,20 @@ def pool(weight, rows, offsets, feature, weights=None):
     """Returns `[B, width]`. An empty bag gives zeros with every pooling. A key that occurs twice counts twice."""
     if feature.pooling == "none":
         return side_by_side(weight, rows, offsets, feature.hotness_max)
-    mode = "sum" if feature.pooling == "sqrtn" else feature.pooling
+    own_divisor = feature.pooling == "sqrtn" or (feature.pooling == "mean" and weights is not None)
+    mode = "sum" if own_divisor else feature.pooling
     out = F.embedding_bag(rows, weight, offsets, mode=mode, include_last_offset=True, per_sample_weights=weights)
-    if feature.pooling == "sqrtn":
-        out = out / offsets.diff().clamp(min=1).sqrt().unsqueeze(1)
-    return out
+    return out / divisor(offsets, feature, weights).unsqueeze(1) if own_divisor else out
+
+
+def divisor(offsets, feature, weights):
+    """Returns what divides the sum of each bag `[B]`, as TensorFlow does: the sum of the weights, or the root of their squares'."""
+    bags = len(offsets) - 1
+    bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())
+    each = torch.ones(len(bag)) if weights is None else weights
+    sums = torch.zeros(bags).index_add(0, bag, each * each if feature.pooling == "sqrtn" else each)
+    sums = sums.sqrt() if feature.pooling == "sqrtn" else sums
+    return torch.where(sums == 0, torch.full_like(sums, float("inf")), sums)
 
 
 class Embeddings(nn.Module):

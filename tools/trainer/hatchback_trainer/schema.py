@@ -32,7 +32,7 @@ class Feature:
     table: str
     pooling: str = "sum"  # "sum" | "mean" | "sqrtn" | "max" | "none" (rows side by side, zero-padded)
     hotness_max: int = 1
-    weighted: bool = False  # each key has a weight, which multiplies its row; only sums have weights
+    weighted: bool = False  # each key has a weight, which multiplies its row; "max" and "none" take none
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,11 @@ class Parts(unittest.TestCase):
             torch.testing.assert_close(out, torch.tensor([[0.0] * len(values), values]))
         weighted = pool(weight, rows, offsets, Feature("f", "t", "sum", 4, True), torch.tensor([2.0, -1.0, 0.5]))
         torch.testing.assert_close(weighted, torch.tensor([[0.0, 0.0], [5.5, 11.0]]))
+        for pooling, divisor in [("mean", 1.5), ("sqrtn", 5.25**0.5)]:
+            divided = pool(weight, rows, offsets, Feature("f", "t", pooling, 4, True), torch.tensor([2.0, -1.0, 0.5]))
+            torch.testing.assert_close(divided, torch.tensor([[0.0, 0.0], [5.5, 11.0]]) / divisor)
+            none = pool(weight, rows, offsets, Feature("f", "t", pooling, 4, True), torch.zeros(3))
+            torch.testing.assert_close(none, torch.zeros(2, 2))
 
     def test_a_table_may_have_any_name(self):
         """Names of methods, of tensors of other tables, of the format's own fields, and beyond ASCII."""
