@@ -81,7 +81,7 @@ pub fn new_serving(
     let serving = Serving::new(budget.memory_bytes_max, budget.reads_max, clock);
     let beside = |serving: Serving, (line, bytes): (&'static str, u64)| serving.beside(line, bytes);
     let serving = front.iter().copied().fold(serving, beside);
-    Ok(Arc::new(serving.on(device, target.tensorrt_options.clone())))
+    Ok(Arc::new(serving.on(device, target.gpu_dense())))
 }
 
 /// Loads `model` into `serving`.

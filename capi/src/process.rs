@@ -56,7 +56,7 @@ impl Process {
         let target = Target::load(path).map_err(refused)?;
         let device = target.device.open(target.tegra_profile);
         let device = device.map_err(|e| refused(format!("{}: device: {e}", path.display())))?;
-        let serving = new_serving(target.budget).on(device, target.tensorrt_options.clone());
+        let serving = new_serving(target.budget).on(device, target.gpu_dense());
         Self::start(serving, target.budget, target.update.busy())
     }
 

@@ -67,6 +67,35 @@ static __device__ __forceinline__ void load_shared(float (&to)[N], const float* 
     }
 }
 
+#if defined(__CUDA_ARCH__)
+
+// Begins a copy of `from[at]` to shared memory, past the registers; of 0 if `!wanted`.
+static __device__ __forceinline__ void copy_async(
+    float* to, const float* from, size_t at, bool wanted) {
+    const u32 shared = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 ::"r"(shared), "l"(from + at), "r"(wanted ? 4 : 0) : "memory");
+}
+
+static __device__ __forceinline__ void end_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until the thread's copies are done. Others see them after the next barrier.
+static __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+#else
+
+static inline void copy_async(float* to, const float* from, size_t at, bool wanted) {
+    *to = wanted ? from[at] : 0.0f;
+}
+static inline void end_copies() {}
+static inline void wait_for_copies() {}
+
+#endif
+
 // A block of 256 threads computes ROWS x COLUMNS results, a thread EACH_ROWS x EACH_COLUMNS
 // neighbours of them. DEPTH columns of a and rows of w pass through shared memory at a time: while
 // the block multiplies one part, the loads of the next are under way.
@@ -95,45 +124,38 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
     const int first_row = blockIdx.x / across * ROWS;
     const int first_column = blockIdx.x % across * COLUMNS;
 
-    float a_next[A_EACH];
-    float w_next[W_EACH];
-    const auto load = [&](int depth) {
-#pragma unroll
+    // The padding of a tile is 0.
+    const auto load = [&](int side, int depth) {
+#pragma unroll 2
         for (int i = 0; i < A_EACH; i++) {
             const int number = thread + i * THREADS;
             const int row = first_row + number / DEPTH;
             const int at = depth + number % DEPTH;
-            a_next[i] = row < m && at < k ? a[(size_t)row * k + at] : 0.0f;
+            const bool wanted = row < m && at < k;
+            copy_async(&a_tiles[side][number % DEPTH][number / DEPTH], a,
+                       wanted ? (size_t)row * k + at : 0, wanted);
         }
-#pragma unroll
+#pragma unroll 2
         for (int i = 0; i < W_EACH; i++) {
             const int number = thread + i * THREADS;
             const int column = first_column + number % COLUMNS;
             const int at = depth + number / COLUMNS;
-            w_next[i] = column < n && at < k ? w[(size_t)at * n + column] : 0.0f;
+            const bool wanted = column < n && at < k;
+            copy_async(&w_tiles[side][number / COLUMNS][number % COLUMNS], w,
+                       wanted ? (size_t)at * n + column : 0, wanted);
         }
-    };
-    const auto store = [&](int side) {
-#pragma unroll
-        for (int i = 0; i < A_EACH; i++) {
-            const int number = thread + i * THREADS;
-            a_tiles[side][number % DEPTH][number / DEPTH] = a_next[i];
-        }
-#pragma unroll
-        for (int i = 0; i < W_EACH; i++) {
-            const int number = thread + i * THREADS;
-            w_tiles[side][number / COLUMNS][number % COLUMNS] = w_next[i];
-        }
+        end_copies();
     };
 
     float sum[EACH_ROWS][EACH_COLUMNS] = {};
-    load(0);
-    store(0);
-    __syncthreads();
-    int side = 0;
+    load(0, 0);
     for (int depth = 0; depth < k; depth += DEPTH) {
+        const int side = depth / DEPTH % 2;
+        wait_for_copies();
+        // All threads are done with the other side.
+        __syncthreads();
         if (depth + DEPTH < k) {
-            load(depth + DEPTH);
+            load(side ^ 1, depth + DEPTH);
         }
         // Not into the padding: a product with it could turn a sum of -0 into +0.
         const int end = k - depth < DEPTH ? k - depth : DEPTH;
@@ -149,12 +171,6 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
                 }
             }
         }
-        // All threads are done with the other side since the barrier before.
-        side ^= 1;
-        if (depth + DEPTH < k) {
-            store(side);
-        }
-        __syncthreads();
     }
 
     for (int r = 0; r < EACH_ROWS; r++) {
@@ -172,7 +188,7 @@ static __device__ __forceinline__ void multiply(const MatrixProduct& p) {
 
 // For many rows: 64 x 64 results a block. One block for each tile, one row of tiles after the
 // other.
-extern "C" __global__ void __launch_bounds__(256, 2) dense_matrix(MatrixProduct p) {
+extern "C" __global__ void __launch_bounds__(256, 4) dense_matrix(MatrixProduct p) {
     multiply<64, 64, 4, 4, 16>(p);
 }
 
@@ -224,7 +240,7 @@ static __device__ __forceinline__ void multiply_small(
 // `products` small products `[m, k] x [k, n]` of two computed operands. Each takes one block: they
 // are the dot products between a sample's vectors, tens by tens. The operands pass through shared
 // memory if they fit.
-extern "C" __global__ void __launch_bounds__(256) dense_products(SmallProducts p) {
+extern "C" __global__ void __launch_bounds__(256, 4) dense_products(SmallProducts p) {
     __shared__ float operands[SMALL_VALUES];
     const int m = p.m;
     const int k = p.k;

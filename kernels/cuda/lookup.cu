@@ -18,12 +18,16 @@ struct Shared {
     } of_warp[4];
 };
 
-__device__ __forceinline__ void load_feature(Feature& to, const Feature* from) {
-    static_assert(sizeof(Feature) <= 64 * 4, "two words a lane");
+// Copies a structure of the caller to shared memory. All lanes of the warp call it together.
+template <class T>
+__device__ __forceinline__ void copy_words(T& to, const T* from) {
+    static_assert(sizeof(T) <= 64 * 4, "two words a lane");
     const u32 lane = lane_number();
-    const u32 words = sizeof(Feature) / 4;
+    const u32 words = sizeof(T) / 4;
     __syncwarp();
-    ((u32*)&to)[lane] = ((const u32*)from)[lane];
+    if (lane < words) {
+        ((u32*)&to)[lane] = ((const u32*)from)[lane];
+    }
     if (lane + 32 < words) {
         ((u32*)&to)[lane + 32] = ((const u32*)from)[lane + 32];
     }
@@ -40,7 +44,7 @@ __device__ __forceinline__ void query_tile(
     } else if (uniform(f.pooling) == NONE) {
         list_rows(q, f, tile);
     } else {
-        pool_rows(q, f, tile);
+        FOR_CODEC(f, { pool_rows<CODEC>(q, f, tile); })
     }
     if (tile.rare) {
         tile.had_rare = 1;
@@ -85,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(128, 8) query_tables(Query q) {
 #pragma unroll 1
     while (uniform(tile.number) < q.tiles) {
         tile.start(q);
-        load_feature(mine.feature, q.features + tile.feature);
+        copy_words(mine.feature, q.features + tile.feature);
         query_tile(q, mine.feature, tile, mine.rare);
         const u32 next = tile.number + gridDim.x * (blockDim.x / 32);
         __syncwarp();
@@ -107,51 +111,88 @@ extern "C" __global__ void __launch_bounds__(128, 8) query_tables(Query q) {
     }
 }
 
-// Pools the rest of one bag, onto the rows that the query has pooled.
-__device__ __forceinline__ void finish_bag(
-    const FinishBags& c, const Feature& f, const OpenBag& bag) {
-    const u32 lane = lane_number();
-    Rows rows = {(const u8*)c.rows, 4 * c.stride, f.cache.row_bytes, 0};
-    float* const out = f.out + bag.sample * f.stride;
-    const u32 count = bag.pooled + bag.entries;
-#pragma unroll 1
-    for (u32 first = 0; first < f.dim; first += 32 * LANE_COLUMNS) {
-        float sums[LANE_COLUMNS] = {};
-        rows.column = first + LANE_COLUMNS * lane;
-        const u32 columns = f.dim > rows.column ? f.dim - rows.column : 0;
-        if (bag.pooled && f.pooling != NONE) {
+// A bag to finish, in shared memory and volatile as `Tile` is.
+struct FinishWork {
+    FinishBags bags;
+    OpenBag bag;
+    u32 number;  // of the bag
+    u32 first;   // the first column of the pass
+};
+
+struct SharedFinish {
+    struct {
+        Feature feature;
+        FinishWork work;
+    } of_warp[4];
+};
+
+// Rows of a bag that `finish_bags` reads from the host at the same time.
+#define FINISH_ROWS 4u
+
+__device__ __forceinline__ float* output_of(const Feature& f, const volatile OpenBag& bag) {
+    return f.out + bag.sample * f.stride;
+}
+
+// Sets `word`, which all lanes of the warp read.
+__device__ __forceinline__ void set_word(volatile u32& word, u32 value) {
+    __syncwarp();
+    word = value;
+    __syncwarp();
+}
+
+// Pools one pass over the rest of a bag, onto the rows that the query has pooled.
+__device__ __forceinline__ void finish_pass(const Feature& f, volatile FinishWork& work) {
+    const volatile FinishBags& c = work.bags;
+    const volatile OpenBag& bag = work.bag;
+    const float start = before_first(f);
+    float columns[1][PIECE_COLUMNS] = {{start, start, start, start}};
+    if (bag.pooled && f.pooling != NONE) {
+        const u32 column = work.first + PIECE_COLUMNS * lane_number();
 #pragma unroll
-            for (u32 v = 0; v < LANE_COLUMNS; v++) {
-                sums[v] = v < columns ? out[rows.column + v] : 0.0f;
-            }
-        }
-#pragma unroll 1
-        for (u32 at = 0; at < bag.entries; at += 32) {
-            const u32 some = min(bag.entries - at, 32u);
-            const u32 slot = lane < some ? c.slots[bag.first + at + lane] : NO_SLOT;
-            pool_any_slots<8>(f, rows, slot, some, bag.pooled + at, out, sums);
-        }
-        if (f.pooling != NONE) {
-            finish_sums(f, sums, count);
-            store_columns<false>(out + rows.column, sums, columns);
+        for (u32 v = 0; v < PIECE_COLUMNS; v++) {
+            columns[0][v] = column + v < f.dim ? output_of(f, bag)[column + v] : 0.0f;
         }
     }
-    if (f.pooling == NONE) {
-        zero_fill(f, out, count * f.dim);
+#pragma unroll 1
+    for (u32 at = 0; at < uniform(bag.entries); at += 32) {
+        const u32 lane = lane_number();
+        const u32 some = min(bag.entries - at, 32u);
+        const u32 slot = lane < some ? c.slots[bag.first + at + lane] : NO_SLOT;
+        const AnyBag any = {output_of(f, bag), f.weighted ? c.weights + bag.weights : nullptr};
+        const u32 column = work.first + PIECE_COLUMNS * lane;
+        const Rows rows = {(const u8*)c.rows, 4 * c.stride, f.cache.row_bytes, column};
+        pool_any_slots<FINISH_ROWS>(f, rows, slot, uniform(some), bag.pooled + at, any, columns);
+    }
+    if (f.pooling != NONE) {
+        const u32 column = work.first + PIECE_COLUMNS * lane_number();
+        const u32 columns_end = f.dim > column ? f.dim - column : 0;
+        close_bag(f, columns, bag.pooled + bag.entries, output_of(f, bag) + column, columns_end);
     }
 }
 
 // Pools the rest of the open bags. A warp takes one bag, then the next.
-extern "C" __global__ void __launch_bounds__(128, 4) finish_bags(const FinishBags* at) {
-    u32 warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    const FinishBags c = *at;
-    SHARED(Shared, shared)
-    Feature& feature = shared.of_warp[threadIdx.x / 32].feature;
+extern "C" __global__ void __launch_bounds__(128, 8) finish_bags(const FinishBags* at) {
+    SHARED(SharedFinish, shared)
+    auto& mine = shared.of_warp[threadIdx.x / 32];
+    volatile FinishWork& work = mine.work;
+    copy_words(mine.work.bags, at);
+    set_word(work.number, blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
 
 #pragma unroll 1
-    for (; warp < c.count; warp += gridDim.x * (blockDim.x / 32)) {
-        const OpenBag bag = c.bags[warp];
-        load_feature(feature, c.features + bag.feature);
-        finish_bag(c, feature, bag);
+    while (uniform(work.number) < work.bags.count) {
+        copy_words(mine.work.bag, work.bags.bags + work.number);
+        copy_words(mine.feature, work.bags.features + work.bag.feature);
+        const volatile Feature& f = mine.feature;
+        set_word(work.first, 0);
+#pragma unroll 1
+        while (uniform(work.first) < f.dim) {
+            finish_pass(mine.feature, work);
+            set_word(work.first, work.first + WARP_COLUMNS);
+        }
+        if (f.pooling == NONE) {
+            const u32 pooled = (work.bag.pooled + work.bag.entries) * f.dim;
+            zero_fill(mine.feature, output_of(mine.feature, work.bag), pooled);
+        }
+        set_word(work.number, work.number + gridDim.x * (blockDim.x / 32));
     }
 }

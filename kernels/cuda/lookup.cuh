@@ -4,11 +4,12 @@
 #include "cache.cuh"
 
 enum Codec { F32, F16, U8, U4 };
-enum Pooling { SUM, MEAN, NONE };
+enum Pooling { SUM, MEAN, NONE, SQRTN, MAX };
 enum Storage { CACHED, RESIDENT, RESIDENT_HASHED };
 
-// What a feature allows: a lane loads its columns of a row, and the row's scale, with one aligned
-// load each; a lane stores its columns with one aligned store. All columns are then whole lanes'.
+// What a feature allows: a lane loads each piece of a row, and the row's scale, with one aligned
+// load; a lane stores each piece with one aligned store. All columns are then in whole pieces.
+// ALIGNED_ROWS also says that the bags have no weights and are not pooled by MAX.
 enum Alignment { UNALIGNED, ALIGNED_ROWS, ALIGNED_OUT };
 
 // One sparse feature. It is the same for every request of a worker.
@@ -23,6 +24,7 @@ struct Feature {
     float* out;            // first column in the network's input
     u64 stride;            // columns of that input
     u64 keys_before;       // keys of one sample that the features before it have room for
+    u64 weights_before;    // likewise weights
     u64 keys_end;          // keys from here up are absent, where `has_end`
     u64 salt;              // of the hash, where tables are not all indexed
     u32 base;              // where they are: number of the first row,
@@ -37,6 +39,8 @@ struct Feature {
     float unit;
     u32 lane_bits;         // a row is read by 1 << lane_bits lanes, 32 at most
     u32 aligned;           // bits of Alignment
+    u32 weighted;          // whether each row is multiplied by its key's weight
+    u32 padding;
 };
 
 // A bag whose pooling stopped at its first missing row: `pooled` rows are added, and `entries` more
@@ -47,6 +51,7 @@ struct OpenBag {
     u32 pooled;
     u32 first;
     u32 entries;
+    u32 weights;           // number of the bag's first weight, if it has weights
 };
 
 enum EntryKind { MISSING, ABSENT, HIT };
@@ -93,6 +98,7 @@ struct Query {
     const Feature* features;
     const u64* keys;       // by feature, with room for the longest bags of `samples`
     const u32* offsets;    // `[features, samples + 1]`
+    const float* weights;  // by feature that has some, as the keys
     MissRing ring;
     RingCounts* counts;    // counts in device memory while the kernel runs; zeros between launches
     u32* blocks_done;      // likewise
@@ -110,11 +116,12 @@ struct FinishBags {
     const OpenBag* bags;
     const u32* slots;      // by entry: the row in `rows`, or NO_SLOT for the default row
     const u32* rows;
+    const float* weights;
     u32 count;
     u32 stride;
 };
 
-static_assert(sizeof(Feature) == 184 && sizeof(Query) == 120 && sizeof(FinishBags) == 40,
+static_assert(sizeof(Feature) == 200 && sizeof(Query) == 128 && sizeof(FinishBags) == 48,
               "kernels/src/gpu/launch.rs has the same structures");
-static_assert(sizeof(OpenBag) == 20 && sizeof(Entry) == 16 && sizeof(RingCounts) == 16,
+static_assert(sizeof(OpenBag) == 24 && sizeof(Entry) == 16 && sizeof(RingCounts) == 16,
               "kernels/src/gpu/launch.rs has the same structures");

@@ -13,10 +13,14 @@ ROWS = {"f32": "LDG.E.128.CONSTANT", "f16": "LDG.E.64.CONSTANT", "u8": "LDG.E.CO
 # The second half of a wide tag; a factor of the 64-bit hash.
 HIGH_TAG, HASH = "LDG.E.STRONG.GPU", "-0x3b314602"
 BITS = {"f32": 32, "f16": 16, "u8": 8, "u4": 4}
+# Pieces of four columns that a lane has of a row (pool.cuh).
+PIECES = {"f32": 1, "f16": 2, "u8": 4, "u4": 4}
 
 # Figures of an H100, for one multiprocessor: instructions a cycle that can be reached, and cycles of a
 # load from memory (0.65 us at 1.755 GHz).
 ISSUE_RATE, LATENCY = 2.4, 1140
+# Shared memory of one multiprocessor, less 1 KiB that each block takes, in KiB.
+SHARED_KIB = {"sm_80": 160, "sm_86": 97, "sm_87": 160, "sm_89": 97, "sm_90": 222}
 WARPS_MAX = {"sm_80": 64, "sm_86": 48, "sm_87": 48, "sm_89": 48, "sm_90": 64}
 
 
@@ -177,7 +181,9 @@ class Path:
     def __init__(self, blocks, loops, codec, group):
         self.codec, self.group = codec, group
         body = loops[group]
-        self.rows = sum(blocks[b].count(ROWS[codec]) for b in body) // (2 if codec == "u8" else 1)
+        # The scale of U8 is a word, as its pieces are.
+        loads = PIECES[codec] + (1 if codec == "u8" else 0)
+        self.rows = sum(blocks[b].count(ROWS[codec]) for b in body) // loads
         self.lists = any("STG.E.128" in blocks[b].ops for b in body)
         nest = sorted((h for h in loops if body <= loops[h]), key=lambda h: len(loops[h]))
         self.costs = {}
@@ -252,7 +258,7 @@ def hot_paths(lines):
 def warps_of(arch, registers, shared, threads):
     """Returns the warps that one multiprocessor runs at the same time."""
     warps = 65536 // (-(-registers // 8) * 8 * 32)
-    blocks = min(min(warps, WARPS_MAX[arch]) // (threads // 32), 100 * 1024 // max(shared, 1))
+    blocks = min(min(warps, WARPS_MAX[arch]) // (threads // 32), SHARED_KIB[arch] * 1024 // max(shared, 1))
     return blocks * (threads // 32)
 
 
@@ -269,9 +275,9 @@ def query_lines(arch, lines, warps):
         kind = "one row a bag" if path.lists else "8 rows a bag"
         for data_bytes in (64, 128, 256, 512):
             dim = data_bytes * 8 // BITS[path.codec]
-            if dim > 128:
+            lanes = max(1 << (-(-dim // (4 * PIECES[path.codec])) - 1).bit_length(), 4)
+            if lanes > 32:
                 continue
-            lanes = min(max(1 << (-(-dim // 4) - 1).bit_length(), 4), 32)
             row_bytes = row_bytes_of(path.codec, dim)
             indexed, hashed = (path.per_key(t, lanes, 8) for t in ("indexed", "hashed"))
             kib = path.in_flight(lanes, 8, row_bytes, warps) / 1024

@@ -1,7 +1,8 @@
 // Pooling: rows are loaded, decoded to the bit as kernels/src/cache/codec.rs does, and added column
-// by column in key order. A lane has four columns of a row: 16 bytes of the output, so that the
-// lanes of a warp write whole lines. The lanes that read one row together are a *team*; a warp has
-// 32 / lanes teams, and rows of more than 128 columns are pooled 128 columns at a time.
+// by column in key order. The lanes that read one row together are a *team*; a warp has 32 / lanes
+// teams. A lane has up to four *pieces* of a row. A piece is four columns, which are 16 bytes of
+// the output; the pieces of a team's lanes are neighbours. So a team writes whole sectors of
+// memory, and a lane reads 16 bytes of a row (8 of U4). Wider rows are pooled in several passes.
 //
 // A sum starts with +0, as on the CPU, so that no sum is -0.
 #pragma once
@@ -19,135 +20,201 @@
         else { constexpr u32 CODEC = F32; __VA_ARGS__ }                          \
     }
 
-// Columns of a lane.
-#define LANE_COLUMNS 4u
+// Columns of a piece.
+#define PIECE_COLUMNS 4u
 
 template <u32 CODEC>
 struct Code {
     static constexpr u32 BITS = CODEC == F32 ? 32 : CODEC == F16 ? 16 : CODEC == U8 ? 8 : 4;
-    // Words of a lane's four columns. Those of U4 are half a word.
+    // Words of a piece. Those of U4 are half a word.
     static constexpr u32 WORDS = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1;
+    // Pieces of a lane.
+    static constexpr u32 PIECES = CODEC == F32 ? 1 : CODEC == F16 ? 2 : 4;
+    // Columns of a lane.
+    static constexpr u32 COLUMNS = PIECES * PIECE_COLUMNS;
     // Whether the last four bytes of a row are its scale and bias.
     static constexpr bool HAS_SCALE = CODEC == U8 || CODEC == U4;
 };
 
-// Rows of one kind in memory, and the lane's columns of them.
+// Rows of one kind in memory, and the lane's first column of them.
 struct Rows {
     const u8* first;
     u32 bytes;      // from one row to the next
     u32 row_bytes;
-    u32 column;     // the lane's first column
+    u32 column;
 
     __device__ __forceinline__ const u8* row(u32 slot) const { return first + (u64)slot * bytes; }
 };
 
-// Rows whose columns and scales are aligned to their loads: where the lane's columns of the first
-// row and its scale are.
-struct AlignedRows {
-    const u8* columns;
-    const u8* scales;
-    u32 bytes;
-
-    __device__ __forceinline__ AlignedRows(const Rows& rows, u32 bits)
-        : columns(base_address(rows.first + rows.column * bits / 8)),
-          scales(base_address(rows.first + rows.row_bytes - 4)), bytes(rows.bytes) {}
-};
-
-// Returns the code `v` of `word` as an f32: an integer in the mantissa of 2^23.
+// Returns the codes of a word of U8 or of half a word of U4, a byte each; those of U4 in the order
+// 0, 2, 1, 3.
 template <u32 CODEC>
-__device__ __forceinline__ float code_of(u32 word, u32 v) {
-    const u32 bits = CODEC == U8 ? __byte_perm(word, 0x4b000000u, 0x7640u + v)
-                                 : 0x4b000000u | (word >> 4 * v & 15);
-    return __uint_as_float(bits) - 8388608.0f;
+__device__ __forceinline__ u32 codes_of(u32 word) {
+    return CODEC == U8 ? word : (word | word << 12) & 0x0f0f0f0f;
 }
 
-// A lane's columns of one row, encoded.
+// Returns code `v` of these as an f32: an integer in the mantissa of 2^23.
+template <u32 CODEC>
+__device__ __forceinline__ float code_of(u32 codes, u32 v) {
+    const u32 byte = CODEC == U8 || v == 0 || v == 3 ? v : 3 - v;
+    return __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7640u + byte)) - 8388608.0f;
+}
+
+// What turns the codes of a row into numbers. The products are exact: see
+// kernels/src/cache/codec.rs.
+struct Scale {
+    float scale;
+    float bias;
+
+    __device__ __forceinline__ Scale(u32 scale_and_bias, float unit)
+        : scale(widen((u16)scale_and_bias) * unit),
+          bias(widen((u16)(scale_and_bias >> 16)) * unit) {}
+};
+
+// Returns column `v` of a piece of a row, of whose codes `scale` makes numbers.
+template <u32 CODEC>
+__device__ __forceinline__ float decode(
+    const u32 (&words)[Code<CODEC>::WORDS], const Scale& scale, u32 v) {
+    if constexpr (CODEC == F32) {
+        return __uint_as_float(words[v]);
+    } else if constexpr (CODEC == F16) {
+        return widen((u16)(words[v / 2] >> 16 * (v % 2)));
+    } else {
+        return code_of<CODEC>(codes_of<CODEC>(words[0]), v) * scale.scale + scale.bias;
+    }
+}
+
+// Rows whose columns and scales are aligned to their loads: where the lane's pieces of a row and
+// its scale are.
+template <u32 CODEC>
+struct AlignedRows {
+    static constexpr u32 PIECES = Code<CODEC>::PIECES;
+    const u8* first;       // the lane's first piece of the first row
+    u32 bytes;
+    u32 after[PIECES];     // bytes from the lane's first piece to the others
+    i32 scale;             // likewise to the scale
+
+    // The pieces of the team's `lanes` lanes are neighbours. For a piece after the row's last
+    // column the lane reads another piece of the row, and uses nothing of it.
+    __device__ __forceinline__ AlignedRows(const Rows& rows, u32 lanes, u32 dim)
+        : bytes(rows.bytes) {
+        const u32 column = rows.column < dim ? rows.column : 0;
+        const u32 from = column * Code<CODEC>::BITS / 8;
+        first = base_address(rows.first + from);
+        scale = rows.row_bytes - 4 - from;
+#pragma unroll
+        for (u32 p = 0; p < PIECES; p++) {
+            const u32 columns = p * PIECE_COLUMNS * lanes;
+            after[p] = column + columns < dim ? columns * Code<CODEC>::BITS / 8 : 0;
+        }
+    }
+};
+
+// A lane's pieces of one row, encoded.
 template <u32 CODEC>
 struct LaneRow {
-    static constexpr u32 WORDS = Code<CODEC>::WORDS;
-    u32 words[WORDS];
+    static constexpr u32 PIECES = Code<CODEC>::PIECES;
+    u32 words[PIECES][Code<CODEC>::WORDS];
     u32 scale_and_bias;
 
-    // Loads the columns of a row whose columns and scale are aligned to their loads; zeros, which
-    // decode to +0, if `!wanted`.
-    __device__ __forceinline__ void load(const AlignedRows& rows, u32 slot, bool wanted) {
-        const u8* at = rows.columns + (u64)slot * rows.bytes;
-        if constexpr (CODEC == U4) {
-            words[0] = load_constant_half(at, wanted);
-        } else {
-            load_constant<WORDS>(words, at, wanted);
+    __device__ __forceinline__ void load(const AlignedRows<CODEC>& rows, u32 slot) {
+        const u8* row = element(rows.first, slot, rows.bytes);
+#pragma unroll
+        for (u32 p = 0; p < PIECES; p++) {
+            const u8* at = row + rows.after[p];
+            if constexpr (CODEC == U4) {
+                words[p][0] = load_constant_half(at);
+            } else {
+                load_constant<Code<CODEC>::WORDS>(words[p], at);
+            }
         }
         scale_and_bias = 0;
         if constexpr (Code<CODEC>::HAS_SCALE) {
             u32 (&scale)[1] = *(u32(*)[1])&scale_and_bias;
-            load_constant<1>(scale, rows.scales + (u64)slot * rows.bytes, wanted);
+            load_constant<1>(scale, row + rows.scale);
         }
     }
 
-    // Loads the columns of any row, word by word. Columns after the row's end are 0.
-    __device__ __forceinline__ void load_words(const Rows& rows, u32 slot, bool wanted) {
-        const u32* row = (const u32*)rows.row(slot);
-        const u32 row_words = (rows.row_bytes + 3) / 4;
-        const u32 at = rows.column * Code<CODEC>::BITS / 32;
-#pragma unroll
-        for (u32 i = 0; i < WORDS; i++) {
-            words[i] = wanted && at + i < row_words ? load_racing(row + at + i) : 0;
-        }
-        if (CODEC == U4 && rows.column % 8) {
-            words[0] >>= 16;
-        }
+    // Returns the scale of the row; with zeros, which make every code +0, if `!wanted`.
+    __device__ __forceinline__ Scale scale(float unit, bool wanted) const {
+        Scale scale(wanted ? scale_and_bias : 0, unit);
+        // With a bias of +0 instead of -0 no number is -0, and no sum changes.
+        scale.bias += 0.0f;
+        return scale;
+    }
 
-        scale_and_bias = 0;
-        if (Code<CODEC>::HAS_SCALE && wanted) {
-            // The last four bytes may begin inside a word.
-            const u32 word = (rows.row_bytes - 4) / 4;
-            const u32 shift = 8 * (rows.row_bytes % 4);
-            u32 low = load_racing(row + word);
-            scale_and_bias = shift ? __funnelshift_r(low, load_racing(row + word + 1), shift) : low;
+    // Adds piece `p` to `sums`, where `wanted`, for which `scale` was made. No sum is -0.
+    __device__ __forceinline__ void add_to(
+        float (&sums)[PIECE_COLUMNS], u32 p, const Scale& scale, bool wanted) const {
+#pragma unroll
+        for (u32 v = 0; v < PIECE_COLUMNS; v++) {
+            const float sum = sums[v] + decode<CODEC>(words[p], scale, v);
+            sums[v] = wanted || Code<CODEC>::HAS_SCALE ? sum : sums[v];
         }
     }
 
-    // Adds the row to `sums`. The products are exact: see kernels/src/cache/codec.rs.
-    __device__ __forceinline__ void add_to(float (&sums)[LANE_COLUMNS], float unit) const {
-        float scale = widen((u16)scale_and_bias) * unit;
-        float bias = widen((u16)(scale_and_bias >> 16)) * unit;
+    // Returns piece `p` in `values`. No value is -0.
+    __device__ __forceinline__ void read(
+        float (&values)[PIECE_COLUMNS], u32 p, const Scale& scale) const {
 #pragma unroll
-        for (u32 v = 0; v < LANE_COLUMNS; v++) {
-            if constexpr (CODEC == F32) {
-                sums[v] += __uint_as_float(words[v]);
-            } else if constexpr (CODEC == F16) {
-                sums[v] += widen((u16)(words[v / 2] >> 16 * (v % 2)));
-            } else {
-                sums[v] += code_of<CODEC>(words[0], v) * scale + bias;
-            }
+        for (u32 v = 0; v < PIECE_COLUMNS; v++) {
+            const float value = decode<CODEC>(words[p], scale, v);
+            values[v] = Code<CODEC>::HAS_SCALE ? value : 0.0f + value;
         }
     }
 };
 
-// Writes the lane's columns to `out`, which points to the lane's first one: `columns` of them.
+// Writes a piece to `out`, which points to its first column: `columns` of it.
 template <bool ALIGNED>
 __device__ __forceinline__ void store_columns(
-    float* out, const float (&values)[LANE_COLUMNS], u32 columns) {
+    float* out, const float (&values)[PIECE_COLUMNS], u32 columns) {
     if constexpr (ALIGNED) {
         store_4(out, values, columns);
     } else {
 #pragma unroll
-        for (u32 v = 0; v < LANE_COLUMNS; v++) {
+        for (u32 v = 0; v < PIECE_COLUMNS; v++) {
             store_1(out + v, values[v], v < columns);
         }
     }
 }
 
-// Divides the sum of `keys` rows by their number, where the feature wants the mean.
+// Returns what the sum of `keys` rows is divided by: 1, or what the feature's pooling wants.
+__device__ __forceinline__ float divisor_of(const Feature& f, u32 keys) {
+    const float count = (float)keys;
+    return keys < 2 ? 1.0f
+        : f.pooling == MEAN  ? count
+        : f.pooling == SQRTN ? __fsqrt_rn(count)
+                             : 1.0f;
+}
+
+// Divides the sum of `keys` rows.
+template <u32 PIECES>
 __device__ __forceinline__ void finish_sums(
-    const Feature& f, float (&sums)[LANE_COLUMNS], u32 keys) {
-    if (f.pooling == MEAN && keys > 1) {
-        float count = (float)keys;
+    const Feature& f, float (&sums)[PIECES][PIECE_COLUMNS], u32 keys) {
+    const u32 pooling = uniform(f.pooling);
+    if (pooling == MEAN || pooling == SQRTN) {
+        const float divisor = divisor_of(f, keys);
 #pragma unroll
-        for (u32 v = 0; v < LANE_COLUMNS; v++) {
-            sums[v] = __fdiv_rn(sums[v], count);
+        for (u32 p = 0; p < PIECES; p++) {
+#pragma unroll
+            for (u32 v = 0; v < PIECE_COLUMNS; v++) {
+                // x / 1 is x.
+                sums[p][v] = __fdiv_rn(sums[p][v], divisor);
+            }
         }
     }
+}
+
+// Bytes of a piece of the output.
+#define PIECE_BYTES (4 * PIECE_COLUMNS)
+
+// Writes the piece that is `after` bytes after `out`. A lane has `bytes` bytes of columns from
+// `out` on, and none if that is negative.
+template <bool ALIGNED>
+__device__ __forceinline__ void store_piece(
+    float* out, const float (&values)[PIECE_COLUMNS], u32 after, i32 bytes) {
+    float* const to = (float*)((u8*)out + after);
+    store_columns<ALIGNED>(to, values, (i32)after < bytes ? PIECE_COLUMNS : 0);
 }
 
 // Writes zeros to the columns of a bag's output from `column` on.
@@ -155,54 +222,4 @@ __device__ __forceinline__ void zero_fill(const Feature& f, float* out, u32 colu
     for (column += lane_number(); column < f.width; column += 32) {
         out[column] = 0.0f;
     }
-}
-
-// Pools rows of one bag with the whole warp, whatever their alignment: lane `i` has in `slot` the
-// row of the lookup at `position + i`, or NO_SLOT for the default row. ROWS rows are in flight.
-// Where the feature does not pool, each row is written at its own position of `out`.
-template <u32 CODEC, u32 ROWS>
-__device__ __forceinline__ void pool_slots(
-    const Feature& f, const Rows& rows, u32 slot, u32 count, u32 position, float* out,
-    float (&sums)[LANE_COLUMNS]) {
-    const u32 columns = f.dim > rows.column ? f.dim - rows.column : 0;
-#pragma unroll 1
-    for (u32 i = 0; i < count; i += ROWS) {
-        LaneRow<CODEC> loaded[ROWS];
-#pragma unroll
-        for (u32 u = 0; u < ROWS; u++) {
-            u32 from = __shfl_sync(ALL_LANES, slot, (i + u) % 32);
-            loaded[u].load_words(rows, from, i + u < count && from != NO_SLOT && columns);
-        }
-#pragma unroll
-        for (u32 u = 0; u < ROWS; u++) {
-            if (i + u >= count) {
-                break;
-            }
-            float value[LANE_COLUMNS] = {};
-            if (__shfl_sync(ALL_LANES, slot, i + u) == NO_SLOT) {
-#pragma unroll
-                for (u32 v = 0; v < LANE_COLUMNS; v++) {
-                    value[v] += v < columns ? f.default_row[rows.column + v] : 0.0f;
-                }
-            } else {
-                loaded[u].add_to(value, f.unit);
-            }
-            if (f.pooling == NONE) {
-                float* to = out + (u64)(position + i + u) * f.dim + rows.column;
-                store_columns<false>(to, value, columns);
-            }
-#pragma unroll
-            for (u32 v = 0; v < LANE_COLUMNS; v++) {
-                sums[v] += value[v];
-            }
-        }
-    }
-}
-
-// `pool_slots` for the feature's codec.
-template <u32 ROWS>
-__device__ __forceinline__ void pool_any_slots(
-    const Feature& f, const Rows& rows, u32 slot, u32 count, u32 position, float* out,
-    float (&sums)[LANE_COLUMNS]) {
-    FOR_CODEC(f, { pool_slots<CODEC, ROWS>(f, rows, slot, count, position, out, sums); })
 }

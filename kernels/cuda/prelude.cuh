@@ -52,35 +52,26 @@ __device__ __forceinline__ uint4 load_racing_4(const u32* at, bool wanted) {
     return v;
 }
 
-// The next functions read memory that no thread writes while the kernel runs. They are predicated
-// instructions, never branches, so that the loads of several rows are in flight together. A load of
-// `!wanted` gives 0.
+// The next functions read memory that no thread writes while the kernel runs. No branch guards a
+// load, so that the loads of several rows are in flight together.
 
 // Reads `WORDS` words (1, 2 or 4) of a row; `at` is a multiple of their size.
 template <u32 WORDS>
-__device__ __forceinline__ void load_constant(u32 (&v)[WORDS], const void* at, bool wanted) {
+__device__ __forceinline__ void load_constant(u32 (&v)[WORDS], const void* at) {
     if constexpr (WORDS == 4) {
-        v[0] = v[1] = v[2] = v[3] = 0;
-        asm("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-            : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3]) : "l"(at), "r"((u32)wanted));
+        asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(at));
     } else if constexpr (WORDS == 2) {
-        u64 both = 0;
-        asm("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u64 %0, [%1]; }"
-            : "+l"(both) : "l"(at), "r"((u32)wanted));
-        v[0] = (u32)both;
-        v[1] = (u32)(both >> 32);
+        asm("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(at));
     } else {
-        v[0] = 0;
-        asm("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u32 %0, [%1]; }"
-            : "+r"(v[0]) : "l"(at), "r"((u32)wanted));
+        asm("ld.global.nc.u32 %0, [%1];" : "=r"(v[0]) : "l"(at));
     }
 }
 
 // Reads half a word of a row; `at` is even.
-__device__ __forceinline__ u32 load_constant_half(const void* at, bool wanted) {
-    u16 v = 0;
-    asm("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u16 %0, [%1]; }"
-        : "+h"(v) : "l"(at), "r"((u32)wanted));
+__device__ __forceinline__ u32 load_constant_half(const void* at) {
+    u16 v;
+    asm("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(at));
     return v;
 }
 
@@ -90,6 +81,13 @@ __device__ __forceinline__ u64 load_key(const u64* at, bool wanted) {
     asm("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u64 %0, [%1]; }"
         : "+l"(v) : "l"(at), "r"((u32)wanted));
     return v;
+}
+
+// Returns where element `index` of an array is, whose elements have `bytes`.
+__device__ __forceinline__ const u8* element(const u8* first, u32 index, u32 bytes) {
+    const u8* at;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(index), "r"(bytes), "l"(first));
+    return at;
 }
 
 // Returns `address` as a value that the compiler knows nothing of: it adds an index to it with one
@@ -146,13 +144,16 @@ inline uint4 load_racing_4(const u32* at, bool wanted) {
 }
 // Through the machine's own loads, so that a row that changes while it is read becomes visible.
 template <u32 WORDS>
-inline void load_constant(u32 (&v)[WORDS], const void* at, bool wanted) {
+inline void load_constant(u32 (&v)[WORDS], const void* at) {
     if ((size_t)at % (4 * WORDS)) sim::fail("a load of %u words is not aligned to them", WORDS);
-    for (u32 i = 0; i < WORDS; i++) v[i] = wanted ? sim::load((const u32*)at + i) : 0;
+    for (u32 i = 0; i < WORDS; i++) v[i] = sim::load((const u32*)at + i);
 }
-inline u32 load_constant_half(const void* at, bool wanted) {
+inline u32 load_constant_half(const void* at) {
     u32 shift = (size_t)at % 4 * 8;
-    return wanted ? sim::load((const u32*)((size_t)at & ~(size_t)3)) >> shift & 0xffff : 0;
+    return sim::load((const u32*)((size_t)at & ~(size_t)3)) >> shift & 0xffff;
+}
+inline const u8* element(const u8* first, u32 index, u32 bytes) {
+    return first + (u64)index * bytes;
 }
 template <class T> inline T* base_address(T* address) { return address; }
 inline u64 load_key(const u64* at, bool wanted) { return wanted ? *at : 0; }

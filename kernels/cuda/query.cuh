@@ -100,6 +100,10 @@ struct Tile {
     u32 samples;
     u32 begin;        // of the first bag
     u32 rare;         // one bit a bag
+    u32 round;        // the first of the bags or keys that the warp works on together
+    u32 listed;       // keys of the round whose rows are written one by one
+    alignas(16) u32 slots[32];  // of 32 keys the slots of the rows to load,
+    alignas(16) u32 outs[32];   // and where their outputs begin; NO_OUT for none
     u32 ends[32];     // of each bag; after the last bag, of the last one
     u32 counted[32];  // keys of a rare bag whose uses are counted already
 
@@ -156,6 +160,16 @@ struct Tile {
     }
 
     __device__ __forceinline__ bool is_rare(u32 bag) const volatile { return rare >> bag & 1; }
+
+    // Returns the bag that the lane's team pools in this round.
+    __device__ __forceinline__ u32 bag_of_team(const Feature& f) const volatile;
+
+    __device__ __forceinline__ void advance(u32 by) volatile {
+        const u32 next = round + by;
+        __syncwarp();
+        round = next;
+        __syncwarp();
+    }
 };
 
 // The lane's place in its team.
@@ -167,7 +181,8 @@ struct Team {
 
     __device__ __forceinline__ explicit Team(const Feature& f) {
         const u32 lane_of_warp = lane_number();
-        const u32 bits = uniform(f.lane_bits);
+        // Volatile, as `Tile` is.
+        const u32 bits = uniform(((const volatile Feature&)f).lane_bits);
         lanes = 1u << bits;
         teams = 32u >> bits;
         number = lane_of_warp >> bits;
@@ -175,63 +190,97 @@ struct Team {
     }
 };
 
+__device__ __forceinline__ u32 Tile::bag_of_team(const Feature& f) const volatile {
+    return min(round + Team(f).number, 31u);
+}
+
 __device__ __forceinline__ Rows rows_of(const Feature& f) {
     return {(const u8*)f.rows, 4 * f.cache.row_words, f.cache.row_bytes, 0};
+}
+
+// Returns a slot for each lane: its own, or, for NO_SLOT, that of another lane, so that all lanes
+// load rows without a branch and no lane loads a row that none wants. At least one lane has a slot.
+// All lanes of the warp call it together.
+__device__ __forceinline__ u32 loaded_slot(u32 slot) {
+    const u32 lanes = __ballot_sync(ALL_LANES, slot != NO_SLOT);
+    const u32 other = __shfl_sync(ALL_LANES, slot, __ffs(lanes) - 1);
+    return slot == NO_SLOT ? other : slot;
 }
 
 // Stands for no place in an output.
 #define NO_OUT NO_SLOT
 
-// Writes the rows of 32 keys to the outputs, one a team at a time. Lane `i` has key `i` of `count`:
-// its row and where the output of the row begins, or NO_SLOT and NO_OUT.
+// Four words of shared memory, which one instruction loads.
+struct Four {
+    u32 word[GROUP_ROWS];
+
+    __device__ __forceinline__ explicit Four(const volatile u32* from) {
+        static_assert(GROUP_ROWS == 4, "a group's words are four");
+        const uint4 four = *(const uint4*)from;
+        word[0] = four.x;
+        word[1] = four.y;
+        word[2] = four.z;
+        word[3] = four.w;
+    }
+};
+
+// Writes the rows of the tile's 32 keys from `round` on to the outputs, one a team at a time.
 template <u32 CODEC, bool ALIGNED>
-__device__ __forceinline__ void write_rows(
-    const Feature& f, u32 slot, u32 out, u32 count) {
+__device__ __forceinline__ void write_rows(const Feature& f, const volatile Tile& tile) {
     constexpr u32 ROWS = GROUP_ROWS;
-    const Team team(f);
-    const u32 dim = uniform(f.dim);
-    const float unit = f.unit;
-    Rows rows = rows_of(f);
+    constexpr u32 PIECES = Code<CODEC>::PIECES;
+    // Volatile, as `Tile` is.
+    const volatile Feature& late = f;
 #pragma unroll 1
-    for (u32 first = 0; first < dim; first += LANE_COLUMNS * team.lanes) {
-        rows.column = first + LANE_COLUMNS * team.lane;
-        const AlignedRows aligned(rows, Code<CODEC>::BITS);
-        float* const column = base_address(f.out + rows.column);
-        // A lane without columns takes no row.
-        const u32 slots_end = rows.column < dim ? NO_SLOT : 0;
+    for (u32 first = 0; first < uniform(late.dim);
+         first += Code<CODEC>::COLUMNS << late.lane_bits) {
+        const Team team(f);
+        Rows rows = rows_of(f);
+        rows.column = first + PIECE_COLUMNS * team.lane;
+        const AlignedRows<CODEC> aligned(rows, team.lanes, late.dim);
+        float* const column = base_address(late.out + rows.column);
+        const i32 bytes = 4 * (late.dim - rows.column);
+        const float unit = late.unit;
 #pragma unroll 1
-        for (u32 i = 0; i < count; i += ROWS * team.teams) {
+        for (u32 i = 0; i < uniform(tile.listed); i += ROWS * team.teams) {
+            const u32 key = i + ROWS * team.number;
+            const Four slots(tile.slots + key);
             LaneRow<CODEC> loaded[ROWS];
 #pragma unroll
             for (u32 u = 0; u < ROWS; u++) {
-                const u32 from = __shfl_sync(ALL_LANES, slot, i + u * team.teams + team.number);
-                loaded[u].load(aligned, from, from < slots_end);
+                loaded[u].load(aligned, slots.word[u]);
             }
+            const Four outs(tile.outs + key);
 #pragma unroll
             for (u32 u = 0; u < ROWS; u++) {
-                const u32 to = __shfl_sync(ALL_LANES, out, i + u * team.teams + team.number);
-                float value[LANE_COLUMNS] = {};
-                loaded[u].add_to(value, unit);
-                store_columns<ALIGNED>(column + to, value, to < slots_end ? LANE_COLUMNS : 0);
+                const u32 to = outs.word[u];
+                const Scale scale = loaded[u].scale(unit, true);
+                float* const at = column + to;
+                const i32 end = to != NO_OUT ? bytes : 0;
+#pragma unroll
+                for (u32 p = 0; p < PIECES; p++) {
+                    float values[PIECE_COLUMNS];
+                    loaded[u].read(values, p, scale);
+                    store_piece<ALIGNED>(at, values, p * PIECE_BYTES * team.lanes, end);
+                }
             }
         }
     }
 }
 
 // `write_rows` for the feature's codec and alignment.
-__device__ __forceinline__ void write_any_rows(
-    const Feature& f, u32 slot, u32 out, u32 count) {
+__device__ __forceinline__ void write_any_rows(const Feature& f, const volatile Tile& tile) {
     const bool aligned = uniform(f.aligned) & ALIGNED_OUT;
     FOR_CODEC(f, {
-        aligned ? write_rows<CODEC, true>(f, slot, out, count)
-                : write_rows<CODEC, false>(f, slot, out, count);
+        aligned ? write_rows<CODEC, true>(f, tile) : write_rows<CODEC, false>(f, tile);
     })
 }
 
 // Writes each row of the tile's bags at its own position: bags of one key, or without pooling.
 __device__ __forceinline__ void list_rows(const Query& q, const Feature& f, volatile Tile& tile) {
 #pragma unroll 1
-    for (u32 at = uniform(tile.begin); at < tile.end(); at += 32) {
+    for (tile.round = tile.begin; uniform(tile.round) < tile.end(); tile.advance(32)) {
+        const u32 at = tile.round;
         const u32 lane = lane_number();
         const bool wanted = at + lane < tile.end();
         const Lookup lookup(q, f, at + lane, wanted);
@@ -243,17 +292,24 @@ __device__ __forceinline__ void list_rows(const Query& q, const Feature& f, vola
         }
 
         const u32 slot = tile.is_rare(bag) ? NO_SLOT : lookup.row.slot;
-        const u32 to = (tile.first + bag) * (u32)f.stride + position * f.dim;
-        write_any_rows(f, slot, slot == NO_SLOT ? NO_OUT : to, min(32u, tile.end() - at));
         if (slot != NO_SLOT && lookup.row.uncounted) {
             count_use(f.cache, slot);
+        }
+        const u32 to = (tile.first + bag) * (u32)f.stride + position * f.dim;
+        if (__any_sync(ALL_LANES, slot != NO_SLOT)) {
+            tile.slots[lane] = loaded_slot(slot);
+            tile.outs[lane] = slot == NO_SLOT ? NO_OUT : to;
+            tile.listed = min(32u, tile.end() - tile.round);
+            __syncwarp();
+            write_any_rows(f, tile);
+            __syncwarp();
         }
     }
 
     // Bags with fewer keys than they have room for.
     const u32 lane = lane_number();
     const u32 filled = (tile.ends[lane] - tile.begin_of(lane)) * f.dim;
-    u32 open = __ballot_sync(ALL_LANES, lane < tile.samples && filled < f.width);
+    u32 open = __ballot_sync(ALL_LANES, (lane < tile.samples) & (filled < f.width));
 #pragma unroll 1
     for (; open; open &= open - 1) {
         const u32 bag = __ffs(open) - 1;
@@ -262,55 +318,56 @@ __device__ __forceinline__ void list_rows(const Query& q, const Feature& f, vola
     }
 }
 
-// Adds the rows of up to `lanes` keys of each team's bag. Lane `i` of a team has key `i` of
-// `count`.
+// Adds the listed rows of each team's bag, up to `lanes` of them, from column `first` on. Row `i`
+// of `count` of a team is in the slot of the team's lane `i`.
 template <u32 CODEC>
 __device__ __forceinline__ void add_rows(
-    const Feature& f, const Rows& rows, u32 slot, u32 count, float (&sums)[LANE_COLUMNS]) {
+    const Feature& f, const volatile Tile& tile, u32 first, u32 count,
+    float (&sums)[Code<CODEC>::PIECES][PIECE_COLUMNS]) {
     constexpr u32 ROWS = GROUP_ROWS;
-    const u32 slots_end = rows.column < f.dim ? NO_SLOT : 0;
-    const u32 first_lane = lane_number() >> f.lane_bits << f.lane_bits;
+    const Team team(f);
+    Rows all = rows_of(f);
+    all.column = first + PIECE_COLUMNS * team.lane;
+    const AlignedRows<CODEC> rows(all, team.lanes, f.dim);
+    const u32 first_lane = team.number * team.lanes;
     const float unit = f.unit;
-    const AlignedRows aligned(rows, Code<CODEC>::BITS);
 #pragma unroll 1
     for (u32 i = 0; __any_sync(ALL_LANES, i < count); i += ROWS) {
+        const Four slots(tile.slots + first_lane + i);
         LaneRow<CODEC> loaded[ROWS];
 #pragma unroll
         for (u32 u = 0; u < ROWS; u++) {
-            const u32 from = __shfl_sync(ALL_LANES, slot, first_lane + i + u);
-            loaded[u].load(aligned, from, from < slots_end);
+            loaded[u].load(rows, slots.word[u]);
         }
 #pragma unroll
         for (u32 u = 0; u < ROWS; u++) {
-            // The +0 of a row that is not wanted changes no sum.
-            loaded[u].add_to(sums, unit);
+            const bool wanted = i + u < count;
+            const Scale scale = loaded[u].scale(unit, wanted);
+#pragma unroll
+            for (u32 p = 0; p < Code<CODEC>::PIECES; p++) {
+                loaded[u].add_to(sums[p], p, scale, wanted);
+            }
         }
     }
 }
 
-// `add_rows` for the feature's codec.
-__device__ __forceinline__ void add_any_rows(
-    const Feature& f, const Rows& rows, u32 slot, u32 count, float (&sums)[LANE_COLUMNS]) {
-    FOR_CODEC(f, { add_rows<CODEC>(f, rows, slot, count, sums); })
-}
-
 // Pools the tile's bags, one a team at a time.
+template <u32 CODEC>
 __device__ __forceinline__ void pool_rows(const Query& q, const Feature& f, volatile Tile& tile) {
+    constexpr u32 PIECES = Code<CODEC>::PIECES;
 #pragma unroll 1
-    for (u32 round = 0; round < uniform(tile.samples); round += 32u >> uniform(f.lane_bits)) {
+    for (tile.round = 0; uniform(tile.round) < tile.samples; tile.advance(32u >> f.lane_bits)) {
         const Team team(f);
-        Rows rows = rows_of(f);
-        const u32 bag = min(round + team.number, 31u);
-        const u32 begin = tile.begin_of(bag);
-        const u32 count = round + team.number < tile.samples ? tile.ends[bag] - begin : 0;
-        // Whether all keys of each bag are found once for all pieces of its rows.
+        const u32 begin = tile.begin_of(tile.bag_of_team(f));
+        const bool has_bag = tile.round + team.number < tile.samples;
+        const u32 count = has_bag ? tile.ends[tile.bag_of_team(f)] - begin : 0;
+        // Whether all keys of each bag are found once for all passes over its rows.
         const bool one_chunk = !__any_sync(ALL_LANES, count > team.lanes);
         u32 slot = NO_SLOT;
 
 #pragma unroll 1
-        for (u32 first = 0; first < uniform(f.dim); first += LANE_COLUMNS * team.lanes) {
-            float sums[LANE_COLUMNS] = {};
-            rows.column = first + LANE_COLUMNS * team.lane;
+        for (u32 first = 0; first < uniform(f.dim); first += Code<CODEC>::COLUMNS * team.lanes) {
+            float sums[PIECES][PIECE_COLUMNS] = {};
 #pragma unroll 1
             for (u32 at = 0; __any_sync(ALL_LANES, at < count); at += team.lanes) {
                 if (!first || !one_chunk) {
@@ -318,25 +375,41 @@ __device__ __forceinline__ void pool_rows(const Query& q, const Feature& f, vola
                     const Lookup lookup(q, f, begin + at + team.lane, wanted);
                     const u32 missing = __ballot_sync(ALL_LANES, wanted && !lookup.hit());
                     if (missing) {
-                        tile.set_rare(missing, bag, begin + at);
+                        tile.set_rare(missing, tile.bag_of_team(f), begin + at);
                     }
                     slot = lookup.row.slot;
-                    if (!first && lookup.row.uncounted && !tile.is_rare(bag)) {
+                    if (!first && lookup.row.uncounted && !tile.is_rare(tile.bag_of_team(f))) {
                         count_use(f.cache, slot);
                     }
                 }
+                // A rare bag's sums are not used, nor are those of a chunk without rows.
                 const u32 rest = count > at ? count - at : 0;
-                add_any_rows(f, rows, slot, min(rest, team.lanes), sums);
+                if (__any_sync(ALL_LANES, slot != NO_SLOT)) {
+                    tile.slots[lane_number()] = loaded_slot(slot);
+                    __syncwarp();
+                    add_rows<CODEC>(f, tile, first, min(rest, team.lanes), sums);
+                    __syncwarp();
+                }
             }
 
+            const Team again(f);
+            const u32 column = first + PIECE_COLUMNS * again.lane;
+            const u32 sample = tile.round + again.number;
+            const bool written = sample < tile.samples && !tile.is_rare(sample);
+            // Read here, and not before the loop, to leave registers for rows.
+            const volatile Feature& late = f;
+            float* out = late.out + (tile.first + sample) * (u32)late.stride + column;
             finish_sums(f, sums, count);
-            const bool has_bag = round + team.number < tile.samples && !tile.is_rare(bag);
-            const u32 columns = has_bag && rows.column < f.dim ? LANE_COLUMNS : 0;
-            float* out = f.out + (tile.first + bag) * f.stride + rows.column;
-            if (uniform(f.aligned) & ALIGNED_OUT) {
-                store_columns<true>(out, sums, columns);
-            } else {
-                store_columns<false>(out, sums, columns);
+            const i32 bytes = written ? 4 * (f.dim - column) : 0;
+            const bool is_aligned = uniform(f.aligned) & ALIGNED_OUT;
+#pragma unroll
+            for (u32 p = 0; p < PIECES; p++) {
+                const u32 after = p * PIECE_BYTES * again.lanes;
+                if (is_aligned) {
+                    store_piece<true>(out, sums[p], after, bytes);
+                } else {
+                    store_piece<false>(out, sums[p], after, bytes);
+                }
             }
         }
     }

@@ -1,8 +1,9 @@
-// The rare path of a query: one bag at a time, with the whole warp, whatever the alignment of its
-// rows. A bag that has only cached rows
+// The rare path of a query: one bag at a time, with the whole warp. A bag that has only cached rows
 // and absent keys is pooled as a whole. Any other bag is left open at its first missing row: the
-// rows before it are pooled, and the lookups from there on go to the ring in host memory.
+// rows before it are pooled, and the lookups from there on go to the ring in host memory. The bags
+// of a feature with weights, with MAX or with unaligned rows all take this path.
 #pragma once
+#include "general.cuh"
 #include "query.cuh"
 
 // The bag in work, in shared memory and volatile as `Tile` is.
@@ -26,7 +27,7 @@ struct RarePath {
     __device__ __forceinline__ Lookup find(u32 position, bool& absent) const {
         const bool wanted = position < bag.count;
         Lookup lookup(q, f, bag.begin + position, wanted);
-        absent = wanted && !lookup.hit() && (f.storage != CACHED || lookup.set == NO_SLOT);
+        absent = wanted & !lookup.hit() & ((f.storage != CACHED) | (lookup.set == NO_SLOT));
         return lookup;
     }
 
@@ -62,7 +63,7 @@ struct RarePath {
         if (lane == 0) {
             bag.entry = first;
             OpenBag* to = q.ring.bags + atomicAdd(&q.counts->bags, 1u);
-            *to = {tile.feature, bag.sample, bag.opened_at, first, entries};
+            *to = {tile.feature, bag.sample, bag.opened_at, first, entries, first_weight()};
         }
         __syncwarp();
         return true;
@@ -118,25 +119,34 @@ struct RarePath {
         return f.out + bag.sample * (u32)f.stride;
     }
 
+    __device__ __forceinline__ u32 first_weight() const {
+        return (u32)f.weights_before * q.samples + bag.begin;
+    }
+
     // Pools the rows before the first missing one.
     __device__ __forceinline__ void pool() const {
 #pragma unroll 1
-        for (u32 first = 0; first < uniform(f.dim); first += 32 * LANE_COLUMNS) {
-            float sums[LANE_COLUMNS] = {};
-            Rows rows = rows_of(f);
-            rows.column = first + LANE_COLUMNS * lane_number();
+        for (u32 first = 0; first < uniform(f.dim); first += WARP_COLUMNS) {
+            const float start = before_first(f);
+            float columns[1][PIECE_COLUMNS] = {{start, start, start, start}};
 #pragma unroll 1
             for (u32 at = 0; at < uniform(bag.opened_at); at += 32) {
                 bool absent;
                 const u32 slot = find(at + lane_number(), absent).row.slot;
                 const u32 some = min(bag.opened_at - at, 32u);
-                pool_any_slots<1>(f, rows, slot, uniform(some), at, out(), sums);
+                const AnyBag any = {out(), f.weighted ? q.weights + first_weight() : nullptr};
+                Rows rows = rows_of(f);
+                rows.column = first + PIECE_COLUMNS * lane_number();
+                pool_any_slots<1>(f, rows, slot, uniform(some), at, any, columns);
             }
-            if (f.pooling != NONE && (bag.opened_at || !bag.count) && rows.column < f.dim) {
-                if (bag.opened_at == bag.count) {
-                    finish_sums(f, sums, bag.count);
-                }
-                store_columns<false>(out() + rows.column, sums, f.dim - rows.column);
+            const u32 column = first + PIECE_COLUMNS * lane_number();
+            if (f.pooling == NONE || column >= f.dim) {
+                continue;
+            }
+            if (bag.opened_at == bag.count) {
+                close_bag(f, columns, bag.count, out() + column, f.dim - column);
+            } else if (bag.opened_at) {
+                store_columns<false>(out() + column, columns[0], f.dim - column);
             }
         }
         if (f.pooling == NONE && bag.opened_at == bag.count) {

@@ -29,7 +29,7 @@ using namespace nvinfer1;
 namespace {
 
 // Version of this interface; shim.rs refuses any other.
-constexpr int32_t INTERFACE = 1;
+constexpr int32_t INTERFACE = 2;
 
 // Return codes; shim.rs has the same list.
 enum Outcome : int32_t {
@@ -115,7 +115,7 @@ struct Build {
     int64_t batch_typical;
     int64_t batch_max;
     uint64_t workspace_bytes_max;
-    int32_t fp16;
+    int32_t types; // 0: F32, 1: FP16, 2: TF32
     int32_t compute_capability; // TensorRT for RTX only: 86 for 8.6; 0 is this machine's GPU
 };
 
@@ -202,12 +202,13 @@ API int32_t hatchback_trt_build(Library* library, Build const* build, IHostMemor
     if (!config) return log.refused("no configuration", problem);
     config->setMemoryPoolLimit(MemoryPoolType::kWORKSPACE, build->workspace_bytes_max);
 #if TYPES_FROM_FILE
-    if (build->fp16) return NO_FP16;
+    if (build->types == 1) return NO_FP16;
 #else
-    if (build->fp16) config->setFlag(BuilderFlag::kFP16);
+    if (build->types == 1) config->setFlag(BuilderFlag::kFP16);
 #endif
 #if !defined(TRT_MAJOR_RTX)
-    config->clearFlag(BuilderFlag::kTF32); // its 10 bits are less than f32
+    // Set by default. Its 11 bits are less than f32.
+    if (build->types != 2) config->clearFlag(BuilderFlag::kTF32);
 #else
     if (build->compute_capability != 0) {
         config->setNbComputeCapabilities(1);

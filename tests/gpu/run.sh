@@ -1,20 +1,24 @@
 #!/bin/sh
 # Tests and measures the GPU path on this machine, which needs only a CUDA driver of 11.4 or later:
-#   ./run.sh [--quick] [FOLDER]
+#   ./run.sh [--quick] [--only PART,...] [FOLDER]
 # It prints the machine, compares every kernel with its CPU twin, runs requests of the demo model, and
 # times lookups and requests. TensorRT runs the dense network where its libraries and headers are
 # installed. FOLDER (default: `report` next to this file, or a new folder under TMPDIR if that cannot be
 # written) receives report.json, report.txt and the log of each part. A failed part does not stop the
 # others; each part reports its result. Exit status 1: a part failed.
+# PART is `suites`, the name of one suite, `demo`, `bench`, `bench_exact` or `shapes`; each takes less
+# than 4 minutes on a GPU. Without --only all of them run.
 # HATCHBACK_STANDIN=.../libcuda.so runs on that stand-in. HATCHBACK_RUN=... runs the programs through
 # another, such as an emulator. HATCHBACK_BENCH="--batch 4" measures only that.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
-quick= to=
+quick= to= only= next=
 for argument; do
+    if [ -n "$next" ]; then only=$argument next=; continue; fi
     case $argument in
     --quick) quick=--quick ;;
-    -*) sed -n '2,11s/^# \?//p' "$0" >&2; exit 2 ;;
+    --only) next=only ;;
+    -*) sed -n '2,13s/^# \?//p' "$0" >&2; exit 2 ;;
     *) to=$argument ;;
     esac
 done
@@ -24,7 +28,7 @@ if [ -z "$to" ]; then
 fi
 mkdir -p "$to/bin" && to=$(cd "$to" && pwd) || exit 1
 cd "$to" || exit 1
-rm -f ./*.log report.json report.txt bench.json bench_exact.json
+rm -f ./*.log report.json report.txt bench.json bench_exact.json shapes.json
 for program in "$here"/bin/*.gz; do
     name=$(basename "$program" .gz)
     { gzip -dc "$program" >"bin/$name" && chmod +x "bin/$name"; } || exit 1
@@ -54,6 +58,8 @@ outcome() { # outcome NAME passed|FAILED|"not run" WHY
     parts="$parts${parts:+,
 }{\"name\": \"$1\", \"result\": \"$2\", \"why\": $(quoted "${3:-}")}"
 }
+# Whether --only names a part, or there is no --only.
+chosen() { case ,$only, in ,, | *,"$1",*) ;; *) return 1 ;; esac; }
 part() { # part NAME COMMAND...: writes its output to a log and its result to the report
     name=$1
     shift
@@ -113,21 +119,24 @@ if part programs run hatchback --version && part gpu facts; then
     fi
 
     say "== every kernel against its CPU twin, and requests on models"
-    for suite in $suites; do part "$suite" run "$suite" --nocapture; done
+    for suite in $suites; do
+        if chosen suites || chosen "$suite"; then part "$suite" run "$suite" --nocapture; fi
+    done
 
     say "== the demo model"
-    part demo demo_requests
+    chosen demo && part demo demo_requests
     rm -f demo.bundle ./*.scores
 
     say "== measured"
     [ -z "${HATCHBACK_STANDIN:-}" ] || say "(on the stand-in: times mean nothing)"
-    part bench run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} $tensorrt --plans "$to" --json bench.json
-    part bench_exact run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} --exact --json bench_exact.json
-    cat bench.log | tee -a report.txt
+    chosen bench && part bench run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} $tensorrt --plans "$to" --json bench.json
+    chosen bench_exact && part bench_exact run hatchback bench gpu $quick ${HATCHBACK_BENCH:-} --precision exact --json bench_exact.json
+    chosen shapes && part shapes run hatchback bench gpu --shapes $quick ${HATCHBACK_BENCH:-} --json shapes.json
+    cat bench.log shapes.log 2>/dev/null | tee -a report.txt
 else
     tensorrt=
     why="nothing can be tested here: $(tail -n 1 gpu.log 2>/dev/null || tail -n 1 programs.log)"
-    not_run "$why" $suites demo bench bench_exact
+    not_run "$why" $suites demo bench bench_exact shapes
 fi
 rm -rf bin
 
@@ -137,6 +146,8 @@ json() { if [ -s "$1" ]; then cat "$1"; else echo null; fi; }
     json bench.json
     printf ',\n"bench_exact":\n'
     json bench_exact.json
+    printf ',\n"shapes":\n'
+    json shapes.json
     echo '}'
 } >report.json
 say "$([ "$failed" = 0 ] && echo passed || echo FAILED): $to/report.json and report.txt have the results, the logs next to them the details"

@@ -106,6 +106,13 @@ impl StandIn {
         Counts { launches, waits, copies, bytes, busy: busy != 0, loaded, blocks }
     }
 
+    /// Makes the calls that [`StandIn::fault`] lets fail return `code`; at first it is
+    /// `CUDA_ERROR_OUT_OF_MEMORY`, which is 2.
+    pub fn fault_code(&self, code: i32) {
+        // SAFETY: the function has this type in tests/standin/libcuda.cpp.
+        unsafe { self.0.get::<extern "C" fn(i32)>(b"standin_fault_code\0").unwrap()(code) };
+    }
+
     /// Makes `times` calls fail after `after` more calls of their kind; the GPU keeps running.
     /// `what` is the name of a kernel that is launched, `graph` for the launch of a graph, `wait`
     /// for a wait for a stream, `wait for all`, or `pinned memory` for its allocation.

@@ -130,8 +130,9 @@ inline T from(const uint64_t* slots, unsigned lane) {
 void barrier();
 // Returns the block's one shared object.
 inline void* shared(size_t bytes) {
-    if (block->shared.empty()) block->shared.resize((bytes + 7) / 8, 0xa5a5a5a5a5a5a5a5);
-    return block->shared.data();
+    if (block->shared.empty()) block->shared.resize((bytes + 23) / 8, 0xa5a5a5a5a5a5a5a5);
+    // Aligned to 16 bytes, as on a GPU.
+    return (void*)(((size_t)block->shared.data() + 15) & ~(size_t)15);
 }
 uint32_t load(const uint32_t* at);
 void store(uint32_t* at, uint32_t value);
@@ -231,6 +232,9 @@ static inline float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); re
 static inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }
 static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fsqrt_rn(float a) { return sqrtf(a); }
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T atomicAdd(T* p, T v) { sim::settle(p); T old = *p; *p = old + v; return old; }
 template <class T> static inline T atomicCAS(T* p, T expected, T v) { sim::settle(p); T old = *p; if (old == expected) *p = v; return old; }

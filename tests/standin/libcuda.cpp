@@ -159,6 +159,7 @@ thread_local void* current;
 // do not, and how many do.
 std::string fault;
 unsigned fault_after, fault_times;
+Result fault_code = OUT_OF_MEMORY;
 bool fails(const char* what) {
     if (fault != what || !fault_times) return false;
     return fault_after ? fault_after--, false : (fault_times--, true);
@@ -170,7 +171,7 @@ Result allocate(Address* p, size_t n, size_t alignment, bool pinned) {
     NOT_WHILE_RECORDING;
     if (!n) return INVALID_VALUE;
     void* memory;
-    if (pinned && fails("pinned memory")) return OUT_OF_MEMORY;
+    if (pinned && fails("pinned memory")) return fault_code;
     if (posix_memalign(&memory, alignment, n)) return OUT_OF_MEMORY;
     memset(memory, 0xa5, n);
     *p = (Address)memory;
@@ -224,6 +225,7 @@ API void standin_device(const char* name) { LOCKED; device() = device_named(name
 API void standin_seed(uint64_t seed) { LOCKED; sim::seed(seed); }
 API void standin_counts(uint64_t* out) { LOCKED; out[0] = launches; out[1] = waits; out[2] = copies; out[3] = live_bytes; out[4] = idle() ? 0 : 1; out[5] = loaded; out[6] = sim::blocks; }
 API void standin_fault(const char* what, unsigned after, unsigned times) { LOCKED; fault = what, fault_after = after, fault_times = times; }
+API void standin_fault_code(int code) { LOCKED; fault_code = (Result)code; }
 
 API Result cuInit(unsigned) { return SUCCESS; }
 API Result cuDriverGetVersion(int* v) { *v = device()->driver; return SUCCESS; }
@@ -262,13 +264,17 @@ API Result cuCtxSynchronize() {
     bool spoiled = false;
     for (Stream* s : streams) spoiled |= spoil(s);
     if (spoiled) return CAPTURE_UNSUPPORTED;
-    if (fails("wait for all")) return OUT_OF_MEMORY;
+    if (fails("wait for all")) return fault_code;
     waits++;
     run(idle);
     return SUCCESS;
 }
 API Result cuMemGetInfo_v2(size_t* left, size_t* all) { *all = 4ull << 30; *left = *all - live_bytes; return SUCCESS; }
-API Result cuGetErrorName(Result, const char** s) { *s = "CUDA_ERROR (stand-in)"; return SUCCESS; }
+API Result cuGetErrorName(Result r, const char** s) {
+    bool known = (unsigned)r < 1000;
+    *s = known ? "CUDA_ERROR (stand-in)" : nullptr;
+    return known ? SUCCESS : INVALID_VALUE;
+}
 API Result cuGetErrorString(Result r, const char** s) {
     *s = r == NO_BINARY ? "no binary for this GPU" : r == NEWER_PTX ? "the PTX is newer than the driver" : r == CAPTURE_UNSUPPORTED ? "not permitted while a stream is captured" : "stand-in error";
     return SUCCESS;
@@ -283,7 +289,7 @@ API Result cuStreamCreate(void** s, unsigned flags) {
 }
 API Result cuStreamCreateWithPriority(void** s, unsigned flags, int) { return cuStreamCreate(s, flags); }
 API Result cuStreamDestroy_v2(void* s) { BOUND_TO_GIVE_BACK; LOCKED; Stream* gone = of(s); run([&] { return gone->ops.empty(); }); streams.erase(gone); delete gone; return SUCCESS; }
-API Result cuStreamSynchronize(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; if (fails("wait")) return OUT_OF_MEMORY; waits++; run([&] { return of(s)->ops.empty(); }); return SUCCESS; }
+API Result cuStreamSynchronize(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; if (fails("wait")) return fault_code; waits++; run([&] { return of(s)->ops.empty(); }); return SUCCESS; }
 API Result cuStreamQuery(void* s) { BOUND; LOCKED; if (spoil(of(s))) return CAPTURE_UNSUPPORTED; advance(); return of(s)->ops.empty() ? SUCCESS : NOT_READY; }
 
 API Result cuEventCreate(void** e, unsigned) { BOUND; *e = new std::shared_ptr<Event>(new Event); return SUCCESS; }
@@ -421,7 +427,7 @@ API Result cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsign
     if (of(s)->captured && !((Function*)f)->ran) return spoil(of(s)), CAPTURE_UNSUPPORTED;
     loaded += !((Function*)f)->ran;
     ((Function*)f)->ran = true;
-    if (fails(kernel.name)) return OUT_OF_MEMORY;
+    if (fails(kernel.name)) return fault_code;
     if (!of(s)->captured) launches++;
     Op op{Op::KERNEL};
     op.run = kernel.bind(arguments);
@@ -461,7 +467,7 @@ API Result cuGraphUpload(void*, void*) { BOUND; return SUCCESS; }
 API Result cuGraphLaunch(void* x, void* s) {
     BOUND;
     LOCKED;
-    if (fails("graph")) return OUT_OF_MEMORY;
+    if (fails("graph")) return fault_code;
     launches++;
     for (Op op : *(Graph*)x) {
         if (op.each_launch) op.number = ++op.event->recorded;

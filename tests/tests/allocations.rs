@@ -142,8 +142,8 @@ fn serving_on(device: &Device, flash: &Flash, change: impl FnOnce(&mut Budget)) 
         ..Budget::default()
     };
     change(&mut budget);
-    let serving =
-        Serving::new(1 << 30, 16, Arc::new(SystemClock::default())).on(device.clone(), None);
+    let serving = Serving::new(1 << 30, 16, Arc::new(SystemClock::default()))
+        .on(device.clone(), Default::default());
     serving.load(NAME, flash, budget).unwrap();
     serving
 }

@@ -115,6 +115,19 @@ fn every_gpu_gets_the_kernels_that_fit_or_a_reason() {
         );
     }
 
+    // Kernels of a folder, for development: never on a Tegra.
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("x.sm_87.cubin"), CAR).unwrap();
+    stand_in.device(c"board");
+    let tried = Gpu::with_kernels(Profile::default(), folder.path()).unwrap();
+    let (other, none) =
+        (Images { name: "y", cubins, ptx: PTX }, Images { name: "x", cubins: &[], ptx: "" });
+    assert!(tried.module(&none).unwrap().kernel("insert_rows").is_ok());
+    let e = tried.module(&other).err().unwrap().to_string();
+    assert!(e.contains("y.ptx"), "{e}");
+    let e = Gpu::with_kernels(Profile { tegra: true }, folder.path()).err().unwrap().to_string();
+    assert!(e.contains("a Tegra runs built-in kernels only"), "{e}");
+
     // Without the Tegra profile the board's driver would compile the PTX, whose version it knows,
     // but no newer version.
     assert!(board.module(&Images { name: "x", cubins: &[], ptx: PTX }).is_err());

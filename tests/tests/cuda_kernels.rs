@@ -156,8 +156,22 @@ struct Table {
     rows: HashMap<u64, Vec<u8>>,
 }
 
+/// The bags of one feature.
+struct TestBags {
+    keys: Vec<u64>,
+    offsets: Vec<u32>,
+    weights: Vec<f32>,
+}
+
+impl TestBags {
+    fn bags(&self) -> Bags<'_> {
+        Bags { keys: &self.keys, offsets: &self.offsets, weights: &self.weights }
+    }
+}
+
 struct Plan {
     pooling: Pooling,
+    weighted: bool,
     table: usize,
     hotness_max: usize,
     input: usize,
@@ -176,11 +190,14 @@ struct World {
     misses_max: usize,
 }
 
+/// Columns of rows: whole pieces and teams, parts of both, and rows of several passes.
+const DIMS: [usize; 20] =
+    [1, 2, 3, 8, 9, 16, 17, 24, 32, 48, 64, 96, 127, 128, 129, 256, 300, 512, 1000, 3000];
+
 fn format(random: &mut Random) -> RowFormat {
     loop {
         let codec = *random.pick(&[Codec::F32, Codec::F16, Codec::U8, Codec::U4]);
-        let dim =
-            *random.pick(&[1, 2, 3, 8, 9, 16, 17, 32, 64, 127, 128, 129, 256, 300, 1000, 3000]);
+        let dim = *random.pick(&DIMS);
         let unit = if codec.is_quantized() { random.below(9) as i8 - 4 } else { 0 };
         match RowFormat::new(codec, dim, unit) {
             Some(format) if format.row_bytes() <= ROW_BYTES_MAX => return format,
@@ -263,7 +280,14 @@ impl World {
     fn add_feature(&mut self, random: &mut Random) {
         let (table, hotness_max) =
             (random.below(self.tables.len() as u64) as usize, 1 + random.below(7) as usize);
-        let pooling = *random.pick(&[Pooling::Sum, Pooling::Mean, Pooling::None]);
+        let pooling = *random.pick(&[
+            Pooling::Sum,
+            Pooling::Mean,
+            Pooling::None,
+            Pooling::Sqrtn,
+            Pooling::Max,
+        ]);
+        let weighted = pooling == Pooling::Sum && random.one_in(2);
         let dim = self.tables[table].format.dim();
         let width = if pooling == Pooling::None { hotness_max * dim } else { dim };
         let input = random.below(2) as usize;
@@ -271,7 +295,8 @@ impl World {
 
         let column = self.strides[input];
         self.strides[input] += width;
-        let plan = Plan { pooling, table, hotness_max, input, column, width, default_row };
+        let plan =
+            Plan { pooling, weighted, table, hotness_max, input, column, width, default_row };
         self.features.push(plan);
     }
 
@@ -289,7 +314,7 @@ impl World {
         widths.iter().enumerate().map(of_width).collect()
     }
 
-    fn bags(&self, feature: &Plan, batch: usize, random: &mut Random) -> (Vec<u64>, Vec<u32>) {
+    fn bags(&self, feature: &Plan, batch: usize, random: &mut Random) -> TestBags {
         let (table, mut keys, mut offsets) = (&self.tables[feature.table], Vec::new(), vec![0]);
         let hot = random.one_in(2);
         for _ in 0..batch {
@@ -304,7 +329,9 @@ impl World {
             }
             offsets.push(keys.len() as u32);
         }
-        (keys, offsets)
+        let weights = if feature.weighted { keys.len() } else { 0 };
+        let weights = (0..weights).map(|_| random.signed()).collect();
+        TestBags { keys, offsets, weights }
     }
 
     /// Returns the features for the CPU's query.
@@ -336,6 +363,7 @@ impl World {
             keys_end: table.indexed.then_some(table.keys.len() as u64),
             default_row: &plan.default_row,
             pooling: plan.pooling,
+            weighted: plan.weighted,
             hotness_max: plan.hotness_max,
             input: inputs[plan.input].address(),
             stride: self.strides[plan.input],
@@ -367,11 +395,7 @@ impl World {
     }
 
     /// Computes the CPU's results, batch after batch on the same caches.
-    fn on_cpu(
-        &self,
-        batch: usize,
-        bags: &[(Vec<u64>, Vec<u32>)],
-    ) -> ([Vec<f32>; 2], Vec<LookupStatus>) {
+    fn on_cpu(&self, batch: usize, bags: &[TestBags]) -> ([Vec<f32>; 2], Vec<LookupStatus>) {
         let mut inputs = self.strides.map(|stride| vec![f32::NAN; batch * stride]);
         let (mut statuses, mut misses) = (
             vec![LookupStatus::default(); batch],
@@ -395,21 +419,20 @@ impl World {
                 let plan = &self.features[usize::from(bag.feature)];
                 let mut into =
                     Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
-                let (keys, offsets) = &bags[usize::from(bag.feature)];
-                let bags = Bags::new(keys, offsets);
+                let bags = bags[usize::from(bag.feature)].bags();
                 self.feature(usize::from(bag.feature))
                     .finish(isa, bag, bags, misses, &mut into, statuses);
             }
 
             misses.clear();
         };
-        for (f, (keys, offsets)) in bags.iter().enumerate() {
+        for (f, of_feature) in bags.iter().enumerate() {
             let mut done = 0;
             while done < batch {
                 let plan = &self.features[f];
                 let mut into =
                     Input { data: &mut inputs[plan.input], stride: self.strides[plan.input] };
-                let bags = Bags::new(keys, offsets);
+                let bags = of_feature.bags();
                 done =
                     self.feature(f).query(isa, bags, done, &mut into, &mut misses, &mut statuses);
                 if done < batch {
@@ -473,11 +496,11 @@ impl OnGpu {
         &mut self,
         world: &World,
         batch: usize,
-        bags: &[(Vec<u64>, Vec<u32>)],
+        bags: &[TestBags],
     ) -> (usize, Vec<LookupStatus>) {
         let mut statuses = vec![LookupStatus::default(); batch];
         self.inputs.iter_mut().for_each(|input| input.fill(f32::NAN));
-        self.lookup.begin(batch, |f| Bags::new(&bags[f].0, &bags[f].1)).unwrap();
+        self.lookup.begin(batch, |f| bags[f].bags()).unwrap();
         let (mut rounds, mut more) =
             (1, self.lookup.collect(&mut self.misses, &mut statuses).unwrap());
         loop {
@@ -607,6 +630,7 @@ fn no_query_sees_a_torn_or_foreign_row() {
             keys_end: Some(keys_end),
             default_row: &default_row,
             pooling: Pooling::Sum,
+            weighted: false,
             hotness_max: 3,
             input: input.address(),
             stride: dim,

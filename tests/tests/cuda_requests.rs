@@ -62,13 +62,7 @@ fn a_model_that_the_lookup_on_a_gpu_cannot_serve_is_refused() {
         }
     };
 
-    let with = |pooling| FeaturePlan { pooling, hotness_max: 3, ..FeaturePlan::one_hot(0) };
-    refused(&plan(with(Pooling::Sqrtn)).pack(), "pooling `sqrtn` of feature `f0`");
-    refused(&plan(with(Pooling::Max)).pack(), "pooling `max` of feature `f0`");
-    let weighted = FeaturePlan { weighted: true, ..with(Pooling::Sum) };
-    refused(&plan(weighted).pack(), "weights, which feature `f0` takes");
-
-    let plain = plan(with(Pooling::Sum));
+    let plain = plan(FeaturePlan { hotness_max: 3, ..FeaturePlan::one_hot(0) });
     let pack_without = |names: &[&str]| {
         let mut spec = plain.spec_with_bag_inputs();
         spec.network.inputs.retain(|input| !names.contains(&input.name.as_str()));
@@ -78,6 +72,13 @@ fn a_model_that_the_lookup_on_a_gpu_cannot_serve_is_refused() {
     refused(&pack_without(&["lengths"]), "masks, which input `masks` takes");
     let twice = "a second input for feature `f0`, which is `again`";
     refused(&pack_without(&["lengths", "masks"]), twice);
+    let weighted = |pooling| {
+        plan(FeaturePlan { hotness_max: 3, weighted: true, pooling, ..FeaturePlan::one_hot(0) })
+    };
+    let lacks = "weights with pooling `mean`, which feature `f0` has";
+    refused(&weighted(Pooling::Mean).pack(), lacks);
+    let lacks = "weights with pooling `sqrtn`, which feature `f0` has";
+    refused(&weighted(Pooling::Sqrtn).pack(), lacks);
 }
 
 fn plan(seed: u64) -> ModelPlan {
@@ -103,10 +104,21 @@ fn plan(seed: u64) -> ModelPlan {
     let tables: Vec<TablePlan> = (0..1 + random.below(5)).map(|_| table(&mut random)).collect();
     let feature = |random: &mut Random| FeaturePlan {
         table: random.below(tables.len() as u64) as usize,
-        pooling: *random.pick(&[Pooling::Sum, Pooling::Mean, Pooling::None]),
+        pooling: *random.pick(&[
+            Pooling::Sum,
+            Pooling::Mean,
+            Pooling::None,
+            Pooling::Sqrtn,
+            Pooling::Max,
+        ]),
         hotness_max: 1 + random.below(6) as u32,
         second_input: random.one_in(2),
         weighted: false,
+    };
+    let feature = |random: &mut Random| {
+        let feature = feature(random);
+        let weighted = feature.pooling == Pooling::Sum && random.one_in(3);
+        FeaturePlan { weighted, ..feature }
     };
 
     let features = (0..1 + random.below(7)).map(|_| feature(&mut random)).collect();
@@ -433,7 +445,9 @@ fn open_for(packed: &Packed, with_dense: bool, seed: u64) -> Arc<Model> {
     let model = open(&flash, Budget { batch_max: BATCH_MAX, ..Budget::default() }, seed);
     let flash = Flash::open(&hatchback::io::disk::system(), &flash).unwrap();
     match with_dense {
-        true => Arc::new(Arc::into_inner(model).unwrap().move_dense_to_gpu(&flash, None).unwrap()),
+        true => Arc::new(
+            Arc::into_inner(model).unwrap().move_dense_to_gpu(&flash, &Default::default()).unwrap(),
+        ),
         false => model,
     }
 }
@@ -600,7 +614,7 @@ fn a_swap_keeps_the_caches_on_the_gpu() {
     let flash = install(&versions.snapshots[0]);
     let budget = Budget { cache_bytes_max: 1 << 20, batch_max: 64, ..Budget::default() };
     let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
-    let serving = serving.on(Device::Cuda(standin::gpu(21)), None);
+    let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
     serving.load("m", &flash, budget).unwrap();
     let schema = serving.schema("m").unwrap();
 
@@ -672,7 +686,7 @@ fn a_swap_asks_the_gpu_for_what_changed() {
         };
         let budget = Budget { cache_bytes_max: 4 << 20, batch_max: 64, ..Budget::default() };
         let serving = Serving::new(1 << 30, 64, Arc::new(SystemClock::default()));
-        let serving = serving.on(Device::Cuda(standin::gpu(21)), None);
+        let serving = serving.on(Device::Cuda(standin::gpu(21)), Default::default());
         serving.load("m", &install(&versions.snapshots[0]), budget).unwrap();
         let mut none = None;
         for delta in &versions.deltas[1..] {

@@ -9,7 +9,7 @@ use hatchback_kernels::cuda::graph::Graphs;
 use hatchback_kernels::cuda::memory::{Buffer, Mapped, View};
 use hatchback_kernels::dense::{Activation, DenseEngine, DenseError, Weights};
 use hatchback_kernels::gpu::{
-    DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDenseError,
+    DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDense, GpuDenseError, Precision,
 };
 use hatchback_tests::models::repository;
 use hatchback_tests::random::Random;
@@ -18,7 +18,10 @@ use hatchback_tools::workload::onnx::{Attribute, Graph, Type, int, ints};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-const OWN: DeviceOptions = DeviceOptions { tensorrt: None, cublas: false, batch_max: 100 };
+const OWN: DeviceOptions = DeviceOptions {
+    dense: GpuDense { tensorrt: None, precision: Precision::Exact },
+    batch_max: 100,
+};
 
 /// A random network: inputs `x` `[batch, 4]` and `y` `[batch, 3, 4]`, some operators on the values
 /// so far, and output `out`, which concatenates all of them. Values stay finite.
@@ -303,6 +306,10 @@ fn the_networks_of_the_tree_give_the_cpus_bits() {
     }
 }
 
+fn with(precision: Precision) -> DeviceOptions {
+    DeviceOptions { dense: GpuDense { tensorrt: None, precision }, ..OWN }
+}
+
 /// cuBLAS adds in another order, so its scores are the CPU's within the bound, recorded or not. A
 /// missing library is reported.
 #[test]
@@ -312,7 +319,7 @@ fn products_by_cublas_are_close_to_the_cpus() {
     let inputs = [("dense", 7), ("emb", 288)];
     let activation = Activation::Sigmoid;
     let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
-    let options = DeviceOptions { cublas: true, ..OWN };
+    let options = with(Precision::F32);
     let load = || DeviceEngine::load(&gpu, &network, &options).unwrap();
     let without = load();
 
@@ -362,6 +369,87 @@ fn products_by_cublas_are_close_to_the_cpus() {
     }
 
     assert!(apart > 0, "sums in another order have other bits");
+}
+
+/// On the stand-in cuBLAS rounds factors as a tensor core does.
+#[test]
+fn each_precision_keeps_its_own_bound() {
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    if !standin::load_cublas() {
+        return println!("SKIPPED: the machine's own cuBLAS is for the benchmark");
+    }
+    let onnx = std::fs::read(repository("tools/demo/coupon/dense.onnx")).unwrap();
+    let inputs = [("dense", 7), ("emb", 288)];
+    let activation = Activation::Sigmoid;
+    let network = DenseNetwork { onnx: &onnx, inputs: &inputs, output: "logit", activation };
+    let cpu = DenseEngine::load(onnx.clone(), &inputs, "logit", activation, Weights::F32).unwrap();
+    let mut random = Random::new(9);
+    let fed =
+        inputs.map(|(_, width)| (0..70 * width).map(|_| random.signed()).collect::<Vec<f32>>());
+    let mut expected = vec![0.0; 70 * cpu.outputs()];
+    cpu.run(70, &fed, &mut expected, &mut cpu.scratch(70)).unwrap();
+
+    let differences =
+        [Precision::Exact, Precision::F32, Precision::Tf32, Precision::F16].map(|p| {
+            let engine = DeviceEngine::load(&gpu, &network, &with(p)).unwrap();
+            assert_eq!(engine.is_exact(), p == Precision::Exact, "{}", engine.runs_on());
+            assert!(p == Precision::Exact || engine.runs_on().ends_with(p.name()));
+            let difference = engine.difference(&fed, &expected).unwrap();
+            assert!(difference <= p.difference_bound(), "{}: {difference}", p.name());
+            difference
+        });
+    assert_eq!(differences[0], 0.0);
+    // Factors of 11 bits are the same in both types here, and far worse than f32.
+    assert!(differences[1] < 1e-5 && differences[2] > 1e-5, "{differences:?}");
+    assert!(differences[3] > 1e-5, "{differences:?}");
+}
+
+/// The products of large factors that nearly cancel each other need more than 11 bits.
+#[test]
+fn a_network_that_needs_more_bits_than_the_precision_has_runs_exactly() {
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    if !standin::load_cublas() {
+        return println!("SKIPPED: the machine's own cuBLAS is for the benchmark");
+    }
+    let mut graph = Graph::default();
+    graph.input("x", Type::Float, &[1]);
+    graph.node("Concat", &["x", "x"], "twice", &[int("axis", 1)]);
+    graph.floats("w", &[2, 1], &[100.1, -100.0]);
+    graph.node("MatMul", &["twice", "w"], "out", &[]);
+    graph.output("out", &[1]);
+    let onnx = graph.file();
+    let network = DenseNetwork {
+        onnx: &onnx,
+        inputs: &[("x", 1)],
+        output: "out",
+        activation: Activation::None,
+    };
+    for (precision, exact) in [(Precision::F32, false), (Precision::Tf32, true)] {
+        let engine = DeviceEngine::load(&gpu, &network, &with(precision)).unwrap();
+        assert_eq!(engine.is_exact(), exact, "{}: {:?}", engine.runs_on(), engine.rejected());
+        assert!(!exact || engine.rejected()[0].contains("tf32"), "{:?}", engine.rejected());
+    }
+}
+
+/// A driver that is newer than this program returns codes that no list has.
+#[test]
+fn an_error_that_no_list_has_is_typed() {
+    let (_alone, gpu) = (alone(), standin::gpu(7));
+    let Some(stand_in) = standin::load() else {
+        return println!("SKIPPED: a real driver returns no such code");
+    };
+    let stream = gpu.stream().unwrap();
+    for (code, text) in [(46, "CUDA_ERROR (stand-in) (46)"), (9999, "error 9999, which the driver")]
+    {
+        stand_in.fault_code(code);
+        stand_in.fault(c"wait", 0, 1);
+        let e = stream.wait().unwrap_err();
+        assert!(matches!(&e, CudaError::Driver { call: "wait for the stream", error }
+            if error.0 == code as u32));
+        assert!(e.to_string().contains(text), "{e}");
+    }
+    stand_in.fault_code(2);
+    stream.wait().unwrap();
 }
 
 #[test]

@@ -29,7 +29,7 @@ fn worker(flash: &Flash, budget: Budget, device: &Device) -> Worker {
         .unwrap()
         .move_to_device(device)
         .unwrap()
-        .move_dense_to_gpu(flash, None)
+        .move_dense_to_gpu(flash, &Default::default())
         .unwrap();
     // A network that runs on the GPU has no copy on the CPU.
     let kept =

@@ -56,7 +56,7 @@ fn only_the_request_whose_score_is_not_a_number_fails() {
     let flash = Flash::open(&disk::system(), &packed.install()).unwrap();
     for device in [Device::Cpu, Device::Cuda(standin::gpu(5))] {
         let clock = Arc::new(SystemClock::default());
-        let serving = Serving::new(1 << 30, 16, clock).on(device, None);
+        let serving = Serving::new(1 << 30, 16, clock).on(device, Default::default());
         let budget = Budget {
             cache_bytes_max: 1 << 20,
             slots: 4,

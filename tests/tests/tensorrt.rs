@@ -15,8 +15,10 @@ use hatchback_kernels::dense::{Activation, DenseEngine, Weights};
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
-use hatchback_kernels::gpu::tensorrt::{Build, Plans, TensorRt, TensorRtError};
-use hatchback_kernels::gpu::{DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions};
+use hatchback_kernels::gpu::tensorrt::{Build, Plans, TensorRt, TensorRtError, Types};
+use hatchback_kernels::gpu::{
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, Precision, TensorRtOptions,
+};
 use hatchback_kernels::lookup::miss_list::{MissList, RowState};
 use hatchback_kernels::lookup::{Bags, LookupStatus, Pooling};
 use hatchback_tests::models::repository;
@@ -103,7 +105,7 @@ fn build<'a>(onnx: &'a [u8], output: &'a str, fp16: bool) -> Build<'a> {
         batch_typical: 8,
         batch_max: 32,
         workspace_bytes_max: 1 << 20,
-        fp16,
+        types: if fp16 { Types::F16 } else { Types::F32 },
         compute_capability: None,
     }
 }
@@ -279,8 +281,10 @@ fn plans_are_kept_for_one_file_release_gpu_and_precision_and_rebuilt_when_damage
 fn options(fp16: bool, plans: &Path) -> DeviceOptions {
     let Twin { shim, library } = twin();
     let (libraries, plans) = (Some((library.clone(), library)), plans.to_owned());
-    let tensorrt = TensorRtOptions { shim, libraries, plans, fp16, workspace_bytes_max: 1 << 20 };
-    DeviceOptions { tensorrt: Some(tensorrt), cublas: true, batch_max: 40 }
+    let tensorrt = TensorRtOptions { shim, libraries, plans, workspace_bytes_max: 1 << 20 };
+    let precision = if fp16 { Precision::F16 } else { Precision::F32 };
+    let dense = GpuDense { tensorrt: Some(tensorrt), precision };
+    DeviceOptions { dense, batch_max: 40 }
 }
 
 #[test]
@@ -387,6 +391,7 @@ fn recorded_requests_run_on_an_engine_for_every_size() {
             keys_end: Some(100),
             default_row: &[0.0; 5],
             pooling: Pooling::Sum,
+            weighted: false,
             hotness_max: 1,
             input: inputs[0],
             stride: 5,
@@ -473,7 +478,7 @@ fn tensorrt_for_rtx_builds_every_network_of_the_tree_and_refuses_the_rest() {
         println!("TensorRT for RTX {}: {path}: a plan of {} bytes", tensorrt.version(), plan.len());
         assert!(plan.len() > onnx.len());
 
-        let said = tensorrt.build(&Build { fp16: true, ..asked.clone() }).unwrap_err();
+        let said = tensorrt.build(&Build { types: Types::F16, ..asked.clone() }).unwrap_err();
         assert!(matches!(said, TensorRtError::NoFp16(_)), "{said}");
         let torn =
             tensorrt.build(&Build { onnx: &onnx[..onnx.len() / 2], ..asked.clone() }).unwrap_err();

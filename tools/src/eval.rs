@@ -295,7 +295,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let model = Arc::new(
         Model::from_flash(&flash, args.serve.budget()?)?
             .move_to_device(&args.serve.device()?)?
-            .move_dense_to_gpu(&flash, None)?,
+            .move_dense_to_gpu(&flash, &Default::default())?,
     );
     let found = evaluate(&model, &samples, args.batch)?;
 

@@ -77,9 +77,9 @@ impl ServeArgs {
     /// The model is refused or does not fit the budget.
     pub fn open(&self) -> Result<Arc<Model>> {
         let flash = self.flash()?;
-        let tensorrt = self.target()?.and_then(|target| target.tensorrt_options);
+        let dense = self.target()?.map(|target| target.gpu_dense()).unwrap_or_default();
         let model = Model::from_flash(&flash, self.budget()?)?.move_to_device(&self.device()?)?;
-        Ok(Arc::new(model.move_dense_to_gpu(&flash, tensorrt.as_ref())?))
+        Ok(Arc::new(model.move_dense_to_gpu(&flash, &dense)?))
     }
 
     /// Opens the device that looks up embeddings.

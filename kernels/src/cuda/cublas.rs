@@ -1,12 +1,13 @@
-//! cuBLAS, fenced: single-precision products on a stream. The products use a workspace that this
-//! crate allocates, so that a graph can record them. The library is loaded if the machine has it,
-//! in any release from 11 on; Hatchback is not linked with it. cuBLAS adds in an order of its own:
-//! its results are within rounding of the kernels', not equal to the bit.
+//! cuBLAS, fenced: products of f32 on a stream, in the precision that the caller names. The
+//! products use a workspace that this crate allocates, so that a graph can record them. The library
+//! is loaded if the machine has it, in any release from 11 on; Hatchback is not linked with it.
+//! cuBLAS adds in an order of its own: its results are within rounding of the kernels', not equal
+//! to the bit.
 
 #![allow(unsafe_code)]
 
 use crate::cuda::driver::{Gpu, Stream};
-use crate::cuda::error::{Call, CudaError, load_problem};
+use crate::cuda::error::{CudaError, load_problem};
 use crate::cuda::matrix::DeviceMatrix;
 use crate::cuda::memory::{Buffer, View};
 use libloading::Library;
@@ -14,9 +15,10 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{Arc, OnceLock};
 
-/// Workspace that NVIDIA recommends for GPUs before Hopper; more only speeds up the largest
-/// products.
-const WORKSPACE_BYTES: usize = 4 << 20;
+/// Workspace that NVIDIA recommends for a GPU of compute capability `sm`: 32 MiB from Hopper on.
+fn workspace_bytes(sm: u32) -> usize {
+    if sm >= 90 { 32 << 20 } else { 4 << 20 }
+}
 
 /// File names of the library: the development link, and those of CUDA 13 to 11.
 const LIBRARY_NAMES: [&str; 4] =
@@ -38,7 +40,7 @@ pub enum CublasError {
 
 type Handle = *mut c_void;
 type Floats = *const f32;
-type Sgemm = unsafe extern "C" fn(
+type Gemm = unsafe extern "C" fn(
     Handle,
     i32,
     i32,
@@ -48,12 +50,39 @@ type Sgemm = unsafe extern "C" fn(
     Floats,
     Floats,
     i32,
+    i32,
     Floats,
+    i32,
     i32,
     Floats,
     *mut f32,
     i32,
+    i32,
+    i32,
+    i32,
 ) -> i32;
+
+/// What the factors of a product are rounded to. Sums are f32 in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Factors {
+    /// f32: not rounded.
+    F32,
+    /// TF32: 11 bits, with the range of f32.
+    Tf32,
+    /// f16: 11 bits.
+    F16,
+}
+
+impl Factors {
+    /// Returns the `cublasComputeType_t`.
+    fn compute_type(self) -> i32 {
+        match self {
+            Self::F32 => 68,
+            Self::F16 => 74,
+            Self::Tf32 => 77,
+        }
+    }
+}
 
 /// The functions that are called. Their types are the same in releases 11 to 13.
 #[derive(Clone, Copy)]
@@ -62,7 +91,7 @@ struct Calls {
     destroy: unsafe extern "C" fn(Handle) -> i32,
     set_stream: unsafe extern "C" fn(Handle, *mut c_void) -> i32,
     set_workspace: unsafe extern "C" fn(Handle, *mut c_void, usize) -> i32,
-    sgemm: Sgemm,
+    gemm: Gemm,
 }
 
 impl Calls {
@@ -93,7 +122,7 @@ impl Calls {
                 destroy: *library.get(b"cublasDestroy_v2\0")?,
                 set_stream: *library.get(b"cublasSetStream_v2\0")?,
                 set_workspace: *library.get(b"cublasSetWorkspace_v2\0")?,
-                sgemm: *library.get(b"cublasSgemm_v2\0")?,
+                gemm: *library.get(b"cublasGemmEx\0")?,
             };
             std::mem::forget(library);
             Ok(calls)
@@ -107,6 +136,7 @@ pub struct Cublas {
     handle: Handle,
     gpu: Arc<Gpu>,
     workspace: Buffer<u8>,
+    factors: Factors,
 }
 
 // SAFETY: a handle may move between threads; `&mut self` admits one thread at a time.
@@ -116,23 +146,19 @@ fn check(call: &'static str, status: i32) -> Result<(), CublasError> {
     if status == 0 { Ok(()) } else { Err(CublasError::Refused { call, status }) }
 }
 
-fn bind(gpu: &Gpu) -> Result<(), CublasError> {
-    Ok(gpu.context().bind_to_thread().call("bind")?)
-}
-
 impl Cublas {
-    /// Loads the library and creates a handle for `gpu`.
+    /// Loads the library and creates a handle for `gpu`, for products of such `factors`.
     ///
     /// # Errors
     /// [`CublasError::NoLibrary`], or another if cuBLAS does not start.
-    pub fn open(gpu: &Arc<Gpu>) -> Result<Self, CublasError> {
+    pub fn open(gpu: &Arc<Gpu>, factors: Factors) -> Result<Self, CublasError> {
         let calls = Calls::load()?;
-        let workspace = gpu.buffer::<u8>(WORKSPACE_BYTES)?;
-        bind(gpu)?;
+        let workspace = gpu.buffer::<u8>(workspace_bytes(gpu.sm()))?;
+        gpu.bind()?;
         let mut handle = null_mut();
         // SAFETY: the call writes one handle, for the context that was bound.
         check("create", unsafe { (calls.create)(&mut handle) })?;
-        Ok(Self { calls, handle, gpu: Arc::clone(gpu), workspace })
+        Ok(Self { calls, handle, gpu: Arc::clone(gpu), workspace, factors })
     }
 
     /// Puts `out[m, n] = a[m, k] x by[k, n]` onto `stream`, without scale, bias and Relu.
@@ -151,21 +177,25 @@ impl Cublas {
         assert!(a.len() >= m * k && out.len() >= m * n && by.weights.len() >= k * n);
         assert!(m < 1 << 31 && k < 1 << 31 && n < 1 << 31);
         const NOT_TRANSPOSED: i32 = 0;
+        /// `CUDA_R_32F`
+        const F32: i32 = 0;
+        /// `CUBLAS_GEMM_DEFAULT`
+        const DEFAULT: i32 = -1;
         let (one, zero) = (1.0f32, 0.0f32);
         let (m, k, n) = (m as i32, k as i32, n as i32);
-        let Self { calls, handle, gpu, workspace } = self;
-        bind(gpu)?;
+        let Self { calls, handle, gpu, workspace, factors } = self;
+        gpu.bind()?;
 
         // SAFETY: handle, stream and workspace are alive, and the sizes were checked. cuBLAS is
         // column-major: there a row-major product is the product of the operands in swapped order.
         unsafe {
-            check("stream", (calls.set_stream)(*handle, stream.raw().cu_stream().cast()))?;
+            check("stream", (calls.set_stream)(*handle, stream.raw().cast()))?;
             // Setting a stream resets cuBLAS to its own workspace, for which it would allocate.
             let place = workspace.address() as *mut c_void;
             check("workspace", (calls.set_workspace)(*handle, place, workspace.len()))?;
             let (w, a, out) = (by.weights.address(), a.address(), out.address());
             let (w, a, out) = (w as Floats, a as Floats, out as *mut f32);
-            let status = (calls.sgemm)(
+            let status = (calls.gemm)(
                 *handle,
                 NOT_TRANSPOSED,
                 NOT_TRANSPOSED,
@@ -174,14 +204,19 @@ impl Cublas {
                 k,
                 &one,
                 w,
+                F32,
                 n,
                 a,
+                F32,
                 k,
                 &zero,
                 out,
+                F32,
                 n,
+                factors.compute_type(),
+                DEFAULT,
             );
-            check("sgemm", status)?;
+            check("product", status)?;
         }
         stream.count_launch();
         Ok(())
@@ -191,7 +226,10 @@ impl Cublas {
 impl Drop for Cublas {
     fn drop(&mut self) {
         // SAFETY: the only owner of the handle is being dropped.
-        let destroyed = bind(&self.gpu)
+        let destroyed = self
+            .gpu
+            .bind()
+            .map_err(CublasError::from)
             .and_then(|()| check("destroy", unsafe { (self.calls.destroy)(self.handle) }));
         if let Err(e) = destroyed {
             log::error!("failed to destroy a cuBLAS handle: {e}");

@@ -9,14 +9,18 @@
 
 #![allow(unsafe_code)]
 
-use crate::cuda::error::{Call, report};
-use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
-use std::ffi::CString;
+use crate::cuda::calls::Calls as DriverCalls;
+use crate::cuda::context::{Context, RawStream};
+use crate::cuda::error::{check, report};
+use cudarc::driver::sys;
+use std::ffi::{CString, c_void};
+use std::path::{Path, PathBuf};
+use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub use crate::cuda::error::CudaError;
 pub(crate) use crate::cuda::error::Result;
+pub use crate::cuda::error::{CudaError, DriverError};
 
 /// How the target lets a GPU be used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -51,16 +55,19 @@ static RECORDING: Mutex<()> = Mutex::new(());
 
 /// A GPU that the kernels can run on. Holding one proves that the driver is present and new enough.
 pub struct Gpu {
-    context: Arc<CudaContext>,
+    /// For work that is waited for immediately and belongs to no caller's stream. Dropped before
+    /// the context.
+    own: RawStream,
+    context: Context,
     profile: Profile,
+    /// A folder whose images are loaded instead of the built-in ones.
+    images: Option<PathBuf>,
     name: String,
     sm: u32,
     processors: u32,
     integrated: bool,
     /// The highest priority of a stream.
     priority: i32,
-    /// For work that is waited for immediately and belongs to no caller's stream.
-    own: Arc<CudaStream>,
     launches: AtomicU64,
     waits: AtomicU64,
 }
@@ -69,17 +76,31 @@ impl Gpu {
     /// Opens the first GPU.
     ///
     /// # Errors
-    /// [`CudaError::NoDriver`], [`CudaError::NoGpu`], [`CudaError::TooOld`], or
-    /// [`CudaError::Driver`] if the driver fails.
+    /// [`CudaError::NoDriver`], [`CudaError::NoGpu`], [`CudaError::TooOld`],
+    /// [`CudaError::Lacks`], or [`CudaError::Driver`] if the driver fails.
     pub fn open(profile: Profile) -> Result<Arc<Self>> {
-        // SAFETY: loads the driver library by its usual name; its initializers are meant to run.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(CudaError::NoDriver);
-        }
+        Self::open_with(profile, None)
+    }
 
+    /// Opens the first GPU with kernels of `folder` instead of the built-in ones: for the
+    /// development of kernels. The folder has NAME.sm_87.cubin or NAME.ptx, as
+    /// `kernels/cuda/built` has.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`], and [`CudaError::NoKernels`] on a Tegra: a car runs built-in kernels only.
+    pub fn with_kernels(profile: Profile, folder: &Path) -> Result<Arc<Self>> {
+        if profile.tegra {
+            let problem = format!("a Tegra runs built-in kernels only, not {}", folder.display());
+            return Err(CudaError::NoKernels { gpu: "a Tegra".to_owned(), problem });
+        }
+        Self::open_with(profile, Some(folder.to_owned()))
+    }
+
+    fn open_with(profile: Profile, images: Option<PathBuf>) -> Result<Arc<Self>> {
+        let calls = DriverCalls::get()?;
         let mut driver = 0;
         // SAFETY: the driver writes one integer.
-        unsafe { sys::cuDriverGetVersion(&mut driver) }.result().call("version")?;
+        check("version", unsafe { (calls.driver_version)(&mut driver) })?;
         let too_old = |what, found, needed| Err(CudaError::TooOld { what, found, needed });
         if driver < 11_040 {
             return too_old(
@@ -89,31 +110,25 @@ impl Gpu {
             );
         }
 
-        wait_by_spinning();
-        let context = CudaContext::new(0).map_err(|error| match error.0 {
-            sys::CUresult::CUDA_ERROR_NO_DEVICE => CudaError::NoGpu,
-            _ => CudaError::Driver { call: "open", error },
-        })?;
-        // SAFETY: this crate orders its streams by its own events and never makes a `CudaSlice`.
-        unsafe { context.disable_event_tracking() };
-
-        let (major, minor) = context.compute_capability().call("compute capability")?;
+        let context = Context::first(calls)?;
+        use sys::CUdevice_attribute as Attribute;
+        let major = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let sm = (10 * major + minor) as u32;
         if sm < 80 {
             return too_old("the GPU's compute capability", format!("{major}.{minor}"), "8.0");
         }
 
-        let count = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-        let processors = context.attribute(count).call("multiprocessors")? as u32;
-        let integrated = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED;
-        let integrated = context.attribute(integrated).call("integrated")? != 0;
-        let name = context.name().call("name")?;
-        let (_, priority) = result::stream::get_priority_range().call("priorities")?;
+        let count = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let processors = context.attribute(count)? as u32;
+        let integrated = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED)? != 0;
+        let (name, priority) = (context.name()?, context.highest_priority()?);
         log::info!("GPU: {name}, compute capability {major}.{minor}, driver {driver}");
         Ok(Arc::new(Self {
-            own: context.new_stream().call("new stream")?,
+            own: context.stream(priority)?,
             context,
             profile,
+            images,
             name,
             sm,
             processors,
@@ -149,7 +164,7 @@ impl Gpu {
     /// # Errors
     /// [`CudaError::Driver`].
     pub fn memory(&self) -> Result<usize> {
-        self.context.total_mem().call("total memory")
+        self.context.memory()
     }
 
     /// Returns the counts of driver calls so far.
@@ -160,16 +175,29 @@ impl Gpu {
         }
     }
 
-    /// Returns the context, for libraries that run beside these kernels.
-    pub fn context(&self) -> &Arc<CudaContext> {
-        &self.context
+    /// Returns an attribute of the GPU.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32> {
+        self.context.attribute(attribute)
+    }
+
+    /// Makes the GPU's context that of the calling thread.
+    pub(super) fn bind(&self) -> Result<()> {
+        self.context.bind()
+    }
+
+    /// Returns the driver's functions.
+    pub(super) fn driver(&self) -> &'static DriverCalls {
+        self.context.calls
     }
 
     fn count_wait(&self) {
         self.waits.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn own_stream(&self) -> &Arc<CudaStream> {
+    pub(super) fn own_stream(&self) -> &RawStream {
         &self.own
     }
 
@@ -179,9 +207,10 @@ impl Gpu {
     }
 
     /// Waits for all streams.
-    pub(super) fn wait_for_all(&self) -> std::result::Result<(), DriverError> {
+    pub(super) fn wait_for_all(&self) -> Result<()> {
         let _no_recording = self.recording();
-        self.context.synchronize()
+        self.context.bind()?;
+        self.context.wait_for_all()
     }
 
     /// Creates a stream of the highest priority: its work runs before that of other programs'
@@ -190,8 +219,7 @@ impl Gpu {
     /// # Errors
     /// [`CudaError::Driver`].
     pub fn stream(self: &Arc<Self>) -> Result<Stream> {
-        let stream = self.context.new_stream_with_priority(self.priority).call("new stream")?;
-        Ok(Stream { stream, gpu: Arc::clone(self) })
+        Ok(Stream { stream: self.context.stream(self.priority)?, gpu: Arc::clone(self) })
     }
 
     /// Creates an event. An event that was never recorded counts as reached.
@@ -199,9 +227,22 @@ impl Gpu {
     /// # Errors
     /// [`CudaError::Driver`].
     pub fn event(self: &Arc<Self>) -> Result<Event> {
-        self.context.bind_to_thread().call("bind")?;
-        let event =
-            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).call("new event")?;
+        self.new_event(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// Creates an event that keeps the time of its recordings, for [`Event::us_since`].
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn timed_event(self: &Arc<Self>) -> Result<Event> {
+        self.new_event(sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn new_event(self: &Arc<Self>, flags: sys::CUevent_flags) -> Result<Event> {
+        self.bind()?;
+        let mut event = null_mut();
+        // SAFETY: the call writes one handle.
+        check("new event", unsafe { (self.driver().new_event)(&mut event, flags as u32) })?;
         Ok(Event { event, gpu: Arc::clone(self) })
     }
 
@@ -211,22 +252,17 @@ impl Gpu {
     /// # Errors
     /// [`CudaError::NoKernels`] if no image fits.
     pub fn module(self: &Arc<Self>, images: &Images) -> Result<Arc<Module>> {
-        self.context.bind_to_thread().call("bind")?;
+        self.bind()?;
+        if let Some(folder) = &self.images {
+            return self.module_of(folder, images.name);
+        }
         let none = |problem| CudaError::NoKernels { gpu: self.name.clone(), problem };
         let mut tried =
             format!("`{}` has no machine code for compute capability {}", images.name, self.sm);
 
         if let Some((_, cubin)) = images.cubins.iter().find(|(sm, _)| *sm == self.sm) {
-            // The driver reads 8-byte words, so the copy is aligned to them.
-            let mut image = vec![0u64; cubin.len().div_ceil(8)];
-            for (word, bytes) in image.iter_mut().zip(cubin.chunks(8)) {
-                let mut eight = [0; 8];
-                eight[..bytes.len()].copy_from_slice(bytes);
-                *word = u64::from_ne_bytes(eight);
-            }
-            // SAFETY: `image` holds a whole image, which the driver copies.
-            match unsafe { result::module::load_data(image.as_ptr().cast()) } {
-                Ok(module) => return Ok(Arc::new(Module { module, gpu: Arc::clone(self) })),
+            match self.load_cubin(cubin) {
+                Ok(module) => return Ok(module),
                 Err(e) => {
                     tried =
                         format!("the driver refused the machine code of `{}`: {e}", images.name);
@@ -243,25 +279,45 @@ impl Gpu {
         let ptx = CString::new(images.ptx)
             .map_err(|_| none(format!("{tried}; its PTX contains a zero byte")))?;
         // SAFETY: `ptx` ends in a zero byte; the driver compiles and copies it.
-        let module = unsafe { result::module::load_data(ptx.as_ptr().cast()) }
+        let module = unsafe { self.load(ptx.as_ptr().cast()) }
             .map_err(|e| none(format!("{tried}; the driver refused its PTX: {e}")))?;
 
         log::warn!("{tried}; the driver compiled its PTX instead");
         Ok(Arc::new(Module { module, gpu: Arc::clone(self) }))
     }
-}
 
-/// Makes a thread that waits for the GPU spin. A request waits once, for far less than a
-/// millisecond. A driver that chooses for itself may put the thread to sleep, as on a Tegra, and
-/// its wake-up takes longer than the request. A driver that refuses keeps its choice.
-fn wait_by_spinning() {
-    let flags = sys::CUctx_flags::CU_CTX_SCHED_SPIN as u32;
-    let set = result::init().and_then(|()| result::device::get(0)).and_then(|device| {
-        // SAFETY: the device exists; the call changes no memory of this process.
-        unsafe { sys::cuDevicePrimaryCtxSetFlags_v2(device, flags) }.result()
-    });
-    if let Err(e) = set {
-        log::debug!("the CUDA driver chooses how to wait: {e}");
+    /// Loads `cubin`, a whole image of machine code.
+    fn load_cubin(self: &Arc<Self>, cubin: &[u8]) -> Result<Arc<Module>> {
+        // The driver reads 8-byte words, so the copy is aligned to them.
+        let mut image = vec![0u64; cubin.len().div_ceil(8) + 1];
+        for (word, bytes) in image.iter_mut().zip(cubin.chunks(8)) {
+            let mut eight = [0; 8];
+            eight[..bytes.len()].copy_from_slice(bytes);
+            *word = u64::from_ne_bytes(eight);
+        }
+        // SAFETY: `image` holds a whole image, which the driver copies, and ends in a zero byte.
+        let module = unsafe { self.load(image.as_ptr().cast()) }?;
+        Ok(Arc::new(Module { module, gpu: Arc::clone(self) }))
+    }
+
+    /// Loads the image `name` of `folder`: its machine code, else its PTX.
+    fn module_of(self: &Arc<Self>, folder: &Path, name: &str) -> Result<Arc<Module>> {
+        let cubin = folder.join(format!("{name}.sm_{}.cubin", self.sm));
+        let path = if cubin.exists() { cubin } else { folder.join(format!("{name}.ptx")) };
+        let none = |problem| CudaError::NoKernels { gpu: self.name.clone(), problem };
+        let image = std::fs::read(&path).map_err(|e| none(format!("{}: {e}", path.display())))?;
+        log::warn!("kernels for development: {}", path.display());
+        self.load_cubin(&image).map_err(|e| none(format!("{}: {e}", path.display())))
+    }
+
+    /// # Safety
+    /// `image` is machine code, or PTX that ends in a zero byte.
+    unsafe fn load(&self, image: *const c_void) -> Result<sys::CUmodule> {
+        let mut module = null_mut();
+        // SAFETY: the caller vouches for the image, which the driver copies; the call writes one
+        // handle.
+        check("load kernels", unsafe { (self.driver().load_module)(&mut module, image) })?;
+        Ok(module)
     }
 }
 
@@ -283,8 +339,12 @@ impl Module {
     /// [`CudaError::Driver`] if the module has no such kernel.
     pub fn kernel(self: &Arc<Self>, name: &'static str) -> Result<Kernel> {
         let c_name = CString::new(name).unwrap_or_default();
-        // SAFETY: the module is loaded for as long as `self` lives, and the kernel keeps it.
-        let function = unsafe { result::module::get_function(self.module, c_name) }.call(name)?;
+        let mut function = null_mut();
+        // SAFETY: the module is loaded for as long as `self` lives, and the kernel keeps it. The
+        // call writes one handle.
+        let result =
+            unsafe { (self.gpu.driver().function)(&mut function, self.module, c_name.as_ptr()) };
+        check(name, result)?;
         Ok(Kernel { function, name, _module: Arc::clone(self) })
     }
 }
@@ -292,11 +352,11 @@ impl Module {
 impl Drop for Module {
     fn drop(&mut self) {
         let unload = || {
-            self.gpu.context.bind_to_thread()?;
+            self.gpu.bind()?;
             // SAFETY: every kernel holds its module, so no kernel of the module is left.
-            unsafe { result::module::unload(self.module) }
+            check("unload kernels", unsafe { (self.gpu.driver().free_module)(self.module) })
         };
-        report("unload kernels", unload());
+        report(unload());
     }
 }
 
@@ -314,7 +374,7 @@ unsafe impl Sync for Kernel {}
 
 /// A queue of work for the device, run in order.
 pub struct Stream {
-    stream: Arc<CudaStream>,
+    stream: RawStream,
     gpu: Arc<Gpu>,
 }
 
@@ -325,12 +385,12 @@ impl Stream {
     }
 
     /// Returns the driver's stream, for libraries and graphs.
-    pub fn raw(&self) -> &Arc<CudaStream> {
-        &self.stream
+    pub fn raw(&self) -> sys::CUstream {
+        self.stream.handle()
     }
 
     pub(super) fn bind(&self) -> Result<()> {
-        self.gpu.context.bind_to_thread().call("bind")
+        self.gpu.bind()
     }
 
     /// Launches `kernel` on `blocks` blocks of `threads` threads, and does not wait. No block
@@ -353,12 +413,14 @@ impl Stream {
             return Ok(());
         }
         self.bind()?;
-        let (function, stream) = (kernel.function, self.stream.cu_stream());
-        let (grid, block) = ((blocks, 1, 1), (threads, 1, 1));
         let parameters = &mut [std::ptr::from_mut(&mut argument).cast()];
         // SAFETY: the caller vouches for the argument; the driver copies it before it returns.
-        unsafe { result::launch_kernel(function, grid, block, 0, stream, parameters) }
-            .call(kernel.name)?;
+        let result = unsafe {
+            let (to, extra) = (parameters.as_mut_ptr(), null_mut());
+            let launch = self.gpu.driver().launch;
+            launch(kernel.function, blocks, 1, 1, threads, 1, 1, 0, self.raw(), to, extra)
+        };
+        check(kernel.name, result)?;
         self.count_launch();
         Ok(())
     }
@@ -374,7 +436,7 @@ impl Stream {
     /// [`CudaError::Driver`] if some of the work failed.
     pub fn wait(&self) -> Result<()> {
         self.gpu.count_wait();
-        self.stream.synchronize().call("wait for the stream")
+        self.stream.wait()
     }
 
     /// Records `event` after all work that was put onto the stream.
@@ -384,8 +446,8 @@ impl Stream {
     pub fn record(&self, event: &Event) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream and the event are alive.
-        unsafe { result::event::record(event.event, self.stream.cu_stream()) }
-            .call("record an event")
+        let result = unsafe { (self.gpu.driver().record_event)(event.event, self.raw()) };
+        check("record an event", result)
     }
 
     /// Records `event` as [`Stream::record`] does. While the stream's work is recorded into a
@@ -395,23 +457,21 @@ impl Stream {
     /// [`CudaError::Driver`].
     pub fn record_each_launch(&self, event: &Event) -> Result<()> {
         self.bind()?;
-        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let (driver, mut status) = (self.gpu.driver(), 0);
         // SAFETY: the stream is alive; the driver writes one status.
-        unsafe { sys::cuStreamIsCapturing(self.stream.cu_stream(), &mut status) }
-            .result()
-            .call("ask whether work is recorded")?;
+        let result = unsafe { (driver.is_recorded)(self.raw(), &mut status) };
+        check("ask whether work is recorded", result)?;
 
         // The driver refuses the flag outside of a recording.
-        let recorded = status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
-        let flags = if recorded {
+        let active = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32;
+        let flags = if status == active {
             sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL
         } else {
             sys::CUevent_record_flags::CU_EVENT_RECORD_DEFAULT
         };
         // SAFETY: the stream and the event are alive; a graph's owner keeps the event.
-        unsafe { sys::cuEventRecordWithFlags(event.event, self.stream.cu_stream(), flags as u32) }
-            .result()
-            .call("record an event")
+        let result = unsafe { (driver.record_event_with)(event.event, self.raw(), flags as u32) };
+        check("record an event", result)
     }
 
     /// Makes all later work on the stream start after `event`; the host does not wait.
@@ -420,10 +480,9 @@ impl Stream {
     /// [`CudaError::Driver`].
     pub fn after(&self, event: &Event) -> Result<()> {
         self.bind()?;
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: the stream and the event are alive.
-        unsafe { result::stream::wait_event(self.stream.cu_stream(), event.event, flags) }
-            .call("wait for an event")
+        let result = unsafe { (self.gpu.driver().stream_after)(self.raw(), event.event, 0) };
+        check("wait for an event", result)
     }
 }
 
@@ -445,20 +504,34 @@ impl Event {
     /// [`CudaError::Driver`] if some of the work failed.
     pub fn wait(&self) -> Result<()> {
         self.gpu.count_wait();
-        self.gpu.context.bind_to_thread().call("bind")?;
+        self.gpu.bind()?;
         // SAFETY: the event is alive.
-        unsafe { result::event::synchronize(self.event) }.call("wait for an event")
+        check("wait for an event", unsafe { (self.gpu.driver().wait_event)(self.event) })
+    }
+
+    /// Returns the µs on the GPU between the last recordings of `start` and of this event, both of
+    /// [`Gpu::timed_event`], after the host has waited for both.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn us_since(&self, start: &Event) -> Result<f64> {
+        self.gpu.bind()?;
+        let mut ms = 0.0f32;
+        // SAFETY: the events are alive; the call writes one number.
+        let result = unsafe { (self.gpu.driver().elapsed)(&mut ms, start.event, self.event) };
+        check("time between events", result)?;
+        Ok(f64::from(ms) * 1e3)
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
         let destroy = || {
-            self.gpu.context.bind_to_thread()?;
+            self.gpu.bind()?;
             // SAFETY: the only owner is being dropped; the driver keeps the event until it is
             // reached.
-            unsafe { result::event::destroy(self.event) }
+            check("destroy an event", unsafe { (self.gpu.driver().free_event)(self.event) })
         };
-        report("destroy an event", destroy());
+        report(destroy());
     }
 }

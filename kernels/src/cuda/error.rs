@@ -1,11 +1,34 @@
 //! Why the GPU cannot be used: the driver's errors, typed, and how errors that no caller can
-//! receive are logged. Never calls the driver.
+//! receive are logged. Never calls the driver, except for the name of an error.
 
-use cudarc::driver::DriverError;
+use crate::cuda::calls::Calls;
 use std::error::Error;
+use std::fmt;
 
-/// Why the GPU cannot be used. `NoDriver`, `NoGpu`, `TooOld` and `NoKernels` mean that this machine
-/// has no GPU for Hatchback: the caller uses the CPU or refuses to start.
+/// The number of an error of the CUDA driver (`CUresult`). Any number may come from a driver that
+/// is newer than this program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DriverError(pub u32);
+
+impl DriverError {
+    pub(super) const OUT_OF_MEMORY: Self = Self(2);
+    pub(super) const NO_DEVICE: Self = Self(100);
+    pub(super) const RECORDING_INVALIDATED: Self = Self(901);
+}
+
+impl fmt::Display for DriverError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match Calls::get().ok().and_then(|calls| calls.name_of(*self)) {
+            Some(name) => write!(f, "{name} ({})", self.0),
+            None => write!(f, "error {}, which the driver does not name", self.0),
+        }
+    }
+}
+
+impl Error for DriverError {}
+
+/// Why the GPU cannot be used. `NoDriver`, `NoGpu`, `TooOld`, `Lacks` and `NoKernels` mean that
+/// this machine has no GPU for Hatchback: the caller uses the CPU or refuses to start.
 #[allow(missing_docs)]
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
@@ -16,6 +39,9 @@ pub enum CudaError {
     /// The driver or the GPU is older than the kernels.
     #[error("{what} is {found}, the kernels need {needed}")]
     TooOld { what: &'static str, found: String, needed: &'static str },
+    /// The driver library has no such function.
+    #[error("the CUDA driver has no function {function}, which drivers from 11.4 on have")]
+    Lacks { function: &'static str },
     /// No image of the kernels runs on this GPU; `problem` says which images were tried.
     #[error("no kernels for {gpu}: {problem}")]
     NoKernels { gpu: String, problem: String },
@@ -26,22 +52,19 @@ pub enum CudaError {
 
 pub(crate) type Result<T> = std::result::Result<T, CudaError>;
 
-/// Adds to a driver's error which call failed.
-pub(super) trait Call<T> {
-    fn call(self, call: &'static str) -> Result<T>;
-}
-
-impl<T> Call<T> for std::result::Result<T, DriverError> {
-    fn call(self, call: &'static str) -> Result<T> {
-        self.map_err(|error| CudaError::Driver { call, error })
+/// Makes a typed error of the number that a call into the driver returned.
+pub(super) fn check(call: &'static str, result: u32) -> Result<()> {
+    match result {
+        0 => Ok(()),
+        number => Err(CudaError::Driver { call, error: DriverError(number) }),
     }
 }
 
 /// Logs the failure to free or destroy something: a destructor has no caller that could receive the
 /// error.
-pub(super) fn report(what: &str, done: std::result::Result<(), DriverError>) {
+pub(super) fn report(done: Result<()>) {
     if let Err(e) = done {
-        log::error!("CUDA: failed to {what}: {e}");
+        log::error!("in a destructor: {e}");
     }
 }
 

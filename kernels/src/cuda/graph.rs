@@ -5,12 +5,27 @@
 #![allow(unsafe_code)]
 
 use crate::cuda::driver::{Gpu, Stream};
-use crate::cuda::error::{Call, CudaError, report};
-use cudarc::driver::{CudaGraph, DriverError, sys};
+use crate::cuda::error::{CudaError, DriverError, check, report};
+use cudarc::driver::sys;
+use std::ptr::null_mut;
 use std::sync::Arc;
 
 /// Attempts to record: code elsewhere in the process that uses the GPU may invalidate a recording.
 const RECORD_ATTEMPTS: usize = 4;
+
+impl Stream {
+    fn begin_recording(&self, mode: sys::CUstreamCaptureMode) -> Result<(), CudaError> {
+        self.bind()?;
+        // SAFETY: the stream is alive.
+        let result = unsafe { (self.gpu().driver().begin_recording)(self.raw(), mode as u32) };
+        check("record a graph", result)
+    }
+}
+
+/// Returns whether other code of the process has spoiled a recording.
+fn is_invalidated(e: &CudaError) -> bool {
+    matches!(e, CudaError::Driver { error: DriverError::RECORDING_INVALIDATED, .. })
+}
 
 /// Graphs, and the resources that they use. The contents of `resources` may change, but the
 /// addresses that were recorded may not.
@@ -20,15 +35,55 @@ pub struct Graphs<T> {
     resources: T,
 }
 
-/// One recorded graph. Dropping it binds the GPU's context to the thread first.
+/// One recorded graph.
 struct Recording {
-    graph: CudaGraph,
+    graph: sys::CUgraphExec,
     gpu: Arc<Gpu>,
+}
+
+impl Recording {
+    /// Ends the recording of `stream`, and makes a graph of it.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`]; code 901 if other code has invalidated the recording.
+    fn end(stream: &Stream) -> Result<Self, CudaError> {
+        let (driver, gpu) = (stream.gpu().driver(), Arc::clone(stream.gpu()));
+        let (mut recorded, mut graph) = (null_mut(), null_mut());
+        // SAFETY: the stream is alive; the calls write one handle each. The graph needs what was
+        // recorded no more once it is made.
+        unsafe {
+            check("end a graph", (driver.end_recording)(stream.raw(), &mut recorded))?;
+            if recorded.is_null() {
+                let error = DriverError::RECORDING_INVALIDATED;
+                return Err(CudaError::Driver { call: "record a graph", error });
+            }
+            let made = check("end a graph", (driver.new_graph)(&mut graph, recorded, 0));
+            report(check("free a recording", (driver.free_recording)(recorded)));
+            made?;
+        }
+        Ok(Self { graph, gpu })
+    }
+
+    fn upload(&self, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: the graph and the stream are alive.
+        let result = unsafe { (self.gpu.driver().upload_graph)(self.graph, stream.raw()) };
+        check("upload a graph", result)
+    }
+
+    fn launch(&self, stream: &Stream) -> Result<(), CudaError> {
+        stream.bind()?;
+        // SAFETY: the graph and the stream are alive.
+        let result = unsafe { (self.gpu.driver().launch_graph)(self.graph, stream.raw()) };
+        check("launch a graph", result)
+    }
 }
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        report("destroy a graph", self.gpu.context().bind_to_thread());
+        // SAFETY: the only owner is being dropped; the driver keeps the graph while it runs.
+        report(self.gpu.bind().and_then(|()| {
+            check("destroy a graph", unsafe { (self.gpu.driver().free_graph)(self.graph) })
+        }));
     }
 }
 
@@ -55,27 +110,24 @@ impl<T> Graphs<T> {
     ) -> Result<usize, E> {
         // Records this thread only: other threads may allocate at the same time.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        let (raw, gpu) =
-            (stream(&self.resources).raw().clone(), Arc::clone(stream(&self.resources).gpu()));
-        let invalid = DriverError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+        let gpu = Arc::clone(stream(&self.resources).gpu());
         let _no_wait = gpu.recording();
 
         let mut attempts = 0..RECORD_ATTEMPTS;
         let graph = loop {
-            raw.begin_capture(mode).call("record a graph")?;
+            stream(&self.resources).begin_recording(mode)?;
             let worked = work(&mut self.resources);
             // The recording must end even if the work failed.
-            let graph = raw.end_capture(sys::CUgraphInstantiate_flags(0));
+            let graph = Recording::end(stream(&self.resources));
             attempts.next();
-            if attempts.is_empty() || graph.as_ref().err() != Some(&invalid) {
+            if attempts.is_empty() || !graph.as_ref().is_err_and(is_invalidated) {
                 worked?;
-                break graph.call("end a graph");
+                break graph?;
             }
         };
 
-        let graph = graph?.ok_or(CudaError::Driver { call: "record a graph", error: invalid })?;
-        graph.upload().call("upload a graph")?;
-        self.graphs.push(Recording { graph, gpu: Arc::clone(&gpu) });
+        graph.upload(stream(&self.resources))?;
+        self.graphs.push(graph);
         Ok(self.graphs.len() - 1)
     }
 
@@ -90,8 +142,8 @@ impl<T> Graphs<T> {
         stream: impl Fn(&T) -> &Stream,
         turn: impl FnOnce(&T, &dyn Fn() -> Result<(), CudaError>) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        let graph = &self.graphs[number].graph;
-        turn(&self.resources, &|| graph.launch().call("launch a graph"))?;
+        let graph = &self.graphs[number];
+        turn(&self.resources, &|| graph.launch(stream(&self.resources)))?;
         stream(&self.resources).count_launch();
         Ok(())
     }

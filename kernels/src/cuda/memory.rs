@@ -5,11 +5,11 @@
 #![allow(unsafe_code)]
 
 use crate::cuda::driver::{Gpu, Stream};
-use crate::cuda::error::{Call, Result, report};
-use cudarc::driver::{DriverError, result, sys};
+use crate::cuda::error::{CudaError, DriverError, Result, check, report};
+use cudarc::driver::sys;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
+use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
 /// Plain values with the same layout in device memory as here; all-zero bytes are a value.
@@ -94,11 +94,11 @@ impl<T> Buffer<T> {
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         let free = || {
-            self.gpu.context().bind_to_thread()?;
+            self.gpu.bind()?;
             // SAFETY: the only owner is being dropped; the driver waits for the device first.
-            unsafe { result::free_sync(self.address) }
+            check("free device memory", unsafe { (self.gpu.driver().free)(self.address) })
         };
-        report("free device memory", free());
+        report(free());
     }
 }
 
@@ -148,13 +148,14 @@ impl<T: DeviceValue> DerefMut for Mapped<T> {
 impl<T> Drop for Mapped<T> {
     fn drop(&mut self) {
         let free = || {
-            self.gpu.context().bind_to_thread()?;
+            self.gpu.bind()?;
             // A kernel may still write to the memory. A GPU that fails this wait runs no kernel.
-            report("wait for the device", self.gpu.wait_for_all());
+            report(self.gpu.wait_for_all());
             // SAFETY: the only owner is being dropped, and the device was waited for.
-            unsafe { result::free_host(self.host.as_ptr().cast()) }
+            let result = unsafe { (self.gpu.driver().free_pinned)(self.host.as_ptr().cast()) };
+            check("free pinned memory", result)
         };
-        report("free pinned memory", free());
+        report(free());
     }
 }
 
@@ -164,20 +165,22 @@ impl Gpu {
     /// # Errors
     /// `CudaError::Driver` if there is not enough memory.
     pub fn buffer<T: DeviceValue>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>> {
-        self.context().bind_to_thread().call("bind")?;
+        self.bind()?;
         // The driver refuses an allocation of nothing.
         let bytes = (len * size_of::<T>()).max(1);
-        // SAFETY: no other code has the address before the memory is zeroed.
-        let address = unsafe { result::malloc_sync(bytes) }.call("allocate device memory")?;
+        let mut address = 0;
+        // SAFETY: the call writes one address. No other code has it before the memory is zeroed.
+        let result = unsafe { (self.driver().allocate)(&mut address, bytes) };
+        check("allocate device memory", result)?;
         let buffer = Buffer { address, len, gpu: Arc::clone(self), of: PhantomData };
 
         // On a stream of this crate, and waited for: the driver's own `memset` returns before it
         // is done and is not ordered with other streams.
         let stream = self.own_stream();
         // SAFETY: `bytes` bytes were just allocated at `address`.
-        unsafe { result::memset_d8_async(address, 0, bytes, stream.cu_stream()) }
-            .call("zero device memory")?;
-        stream.synchronize().call("zero device memory")?;
+        let result = unsafe { (self.driver().set_bytes)(address, 0, bytes, stream.handle()) };
+        check("zero device memory", result)?;
+        stream.wait()?;
         Ok(buffer)
     }
 
@@ -188,22 +191,24 @@ impl Gpu {
     /// # Errors
     /// `CudaError::Driver` if there is not enough memory.
     pub fn mapped<T: DeviceValue>(self: &Arc<Self>, len: usize) -> Result<Mapped<T>> {
-        self.context().bind_to_thread().call("bind")?;
+        self.bind()?;
         let bytes = (len * size_of::<T>()).max(1);
-        // SAFETY: no other code has the address before the memory is zeroed.
-        let host = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP) }
-            .call("allocate pinned memory")?;
-        let out_of_memory = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
-        let host: NonNull<T> =
-            NonNull::new(host.cast()).ok_or(out_of_memory).call("allocate pinned memory")?;
+        let (driver, mut host) = (self.driver(), null_mut());
+        // SAFETY: the call writes one address. No other code has it before the memory is zeroed.
+        let result =
+            unsafe { (driver.allocate_pinned)(&mut host, bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP) };
+        check("allocate pinned memory", result)?;
+        let Some(host) = NonNull::new(host.cast::<T>()) else {
+            let error = DriverError::OUT_OF_MEMORY;
+            return Err(CudaError::Driver { call: "allocate pinned memory", error });
+        };
         let mut mapped = Mapped { host, address: 0, len, gpu: Arc::clone(self) };
         // SAFETY: `bytes` bytes were allocated at `host`; the driver writes one address.
-        unsafe {
+        let result = unsafe {
             mapped.host.as_ptr().cast::<u8>().write_bytes(0, bytes);
-            sys::cuMemHostGetDevicePointer_v2(&mut mapped.address, mapped.host.as_ptr().cast(), 0)
-        }
-        .result()
-        .call("map pinned memory")?;
+            (driver.address_of_pinned)(&mut mapped.address, mapped.host.as_ptr().cast(), 0)
+        };
+        check("map pinned memory", result)?;
         Ok(mapped)
     }
 }
@@ -221,8 +226,11 @@ impl Stream {
         self.bind()?;
         let address = to.address + (at * size_of::<T>()) as u64;
         // SAFETY: the copy fits into `to`, and the host waits before it releases `from`.
-        unsafe { result::memcpy_htod_async(address, from, self.raw().cu_stream()) }
-            .call("copy to the device")?;
+        let result = unsafe {
+            let (from, bytes) = (from.as_ptr().cast(), size_of_val(from));
+            (self.gpu().driver().copy_to_device)(address, from, bytes, self.raw())
+        };
+        check("copy to the device", result)?;
         self.wait()
     }
 
@@ -243,8 +251,11 @@ impl Stream {
         self.bind()?;
         let address = from.address + (at * size_of::<T>()) as u64;
         // SAFETY: the copy fits, any bytes are a value, and the host waits before it releases `to`.
-        unsafe { result::memcpy_dtoh_async(to, address, self.raw().cu_stream()) }
-            .call("copy from the device")?;
+        let result = unsafe {
+            let (to, bytes) = (to.as_mut_ptr().cast(), size_of_val(to));
+            (self.gpu().driver().copy_from_device)(to, address, bytes, self.raw())
+        };
+        check("copy from the device", result)?;
         self.wait()
     }
 
@@ -255,10 +266,12 @@ impl Stream {
     pub fn copy<T: DeviceValue>(&self, from: &Buffer<T>, to: &mut Buffer<T>) -> Result<()> {
         assert!(from.len <= to.len);
         self.bind()?;
-        let (bytes, stream) = (from.len * size_of::<T>(), self.raw().cu_stream());
+        let (bytes, stream) = (from.len * size_of::<T>(), self.raw());
         // SAFETY: the copy fits; both buffers outlive it, because freeing waits for the device.
-        unsafe { result::memcpy_dtod_async(to.address, from.address, bytes, stream) }
-            .call("copy on the device")
+        let result = unsafe {
+            (self.gpu().driver().copy_on_device)(to.address, from.address, bytes, stream)
+        };
+        check("copy on the device", result)
     }
 
     /// Puts a copy of the first `len` values of `from` to `to` onto the stream. The device reads
@@ -276,7 +289,10 @@ impl Stream {
         self.bind()?;
         // SAFETY: the copy fits, any bytes are a value, and both outlive the copy, because freeing
         // waits for the device.
-        unsafe { result::memcpy_htod_async(to.address, &from[..len], self.raw().cu_stream()) }
-            .call("copy to the device")
+        let result = unsafe {
+            let (from, bytes) = (from[..len].as_ptr().cast(), len * size_of::<T>());
+            (self.gpu().driver().copy_to_device)(to.address, from, bytes, self.raw())
+        };
+        check("copy to the device", result)
     }
 }

@@ -3,10 +3,13 @@
 //! * [`driver`]: the GPU, its streams, events and kernels; [`memory`]: device memory and pinned
 //!   host memory; [`graph`]: recorded work.
 //! * [`cublas`]: matrix products by NVIDIA's library, with weights as [`matrix`] holds them.
+//! * `calls`: the driver's functions; `context`: the context on a GPU, and its streams.
 //! * `device`: the choice between CPU and GPU; `error`: why a GPU cannot be used.
 //!
 //! What runs on the GPU for tables and networks is in `gpu`.
 
+mod calls;
+mod context;
 pub mod cublas;
 mod device;
 pub mod driver;

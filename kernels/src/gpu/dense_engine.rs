@@ -1,10 +1,11 @@
 //! The dense network on a GPU. Three backends are tried in this order: TensorRT, the plan of
-//! Hatchback's kernels with cuBLAS for the products, the plan of Hatchback's kernels alone. A
-//! backend is used only if it first gives the CPU's scores on generated samples: equal to the bit
-//! for the kernels alone, within a bound for the others. Never chooses silently: the engine keeps
-//! and logs which backend it uses and why it rejected those before.
+//! Hatchback's kernels with cuBLAS for the products, the plan of Hatchback's kernels alone. The
+//! first two are tried only if the target allows another precision than the CPU's. A backend is
+//! used only if it first gives the CPU's scores on generated samples: equal to the bit for the
+//! kernels alone, within the bound of its precision for the others. Never chooses silently: the
+//! engine keeps and logs which backend it uses and why it rejected those before.
 
-use crate::cuda::cublas::Cublas;
+use crate::cuda::cublas::{Cublas, Factors};
 use crate::cuda::driver::{CudaError, Gpu, Stream};
 use crate::cuda::memory::{Buffer, View};
 use crate::dense::layout::Layout;
@@ -14,6 +15,7 @@ use crate::gpu::dense_error::GpuDenseError;
 use crate::gpu::dense_kernels::{Columns, DenseKernels, ResultShape};
 use crate::gpu::dense_plan::{DevicePlan, DevicePlanScratch};
 use crate::gpu::numbers::MapNumber;
+use crate::gpu::precision::Precision;
 use crate::gpu::tensorrt::{self, Build, Plans, TensorRt};
 use serde::Deserialize;
 use std::path::PathBuf;
@@ -21,11 +23,6 @@ use std::sync::Arc;
 
 /// Samples on which a GPU's scores are compared with the CPU's.
 const CHECK_SAMPLES: usize = 64;
-/// Largest difference of a score from the CPU's where sums are f32 in another order: a part of the
-/// score, or of 1 for scores below 1.
-const F32_DIFFERENCE_BOUND: f32 = 1e-4;
-/// The same bound where layers compute in FP16, whose numbers have 11 bits.
-const F16_DIFFERENCE_BOUND: f32 = 1e-2;
 
 /// A dense network, and its inputs and output as the schema names them.
 #[derive(Clone, Copy, Debug)]
@@ -51,20 +48,24 @@ pub struct TensorRtOptions {
     pub libraries: Option<(PathBuf, PathBuf)>,
     /// The folder that keeps the plans built on this machine.
     pub plans: PathBuf,
-    /// Whether layers may compute in FP16.
-    pub fp16: bool,
     /// Largest device memory that a layer may use while it runs.
     pub workspace_bytes_max: u64,
 }
 
-/// Which backends may run the network.
-#[derive(Clone, Debug)]
-pub struct DeviceOptions {
+/// How a target lets a GPU run dense networks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GpuDense {
     /// TensorRT, which is tried first.
     pub tensorrt: Option<TensorRtOptions>,
-    /// Whether cuBLAS may compute the products: it is faster on large ones, but adds in another
-    /// order.
-    pub cublas: bool,
+    /// How precisely a network is computed. `Exact` allows neither TensorRT nor cuBLAS.
+    pub precision: Precision,
+}
+
+/// Which backends may run a network, for which batches.
+#[derive(Clone, Debug)]
+pub struct DeviceOptions {
+    /// The backends.
+    pub dense: GpuDense,
     /// The largest number of samples in a run.
     pub batch_max: usize,
 }
@@ -84,7 +85,7 @@ pub struct DeviceEngine {
 
 enum Backend {
     TensorRt { engine: tensorrt::Engine, name: String },
-    Plan { plan: Arc<DevicePlan>, cublas: bool },
+    Plan { plan: Arc<DevicePlan>, precision: Precision },
 }
 
 /// The memory and handles of one worker's runs: the GPU's `DenseScratch`.
@@ -127,8 +128,10 @@ impl DeviceEngine {
         };
 
         let mut rejected = Vec::new();
-        if let Some(tensorrt) = &options.tensorrt {
-            match loader.load_tensorrt(tensorrt, inputs.clone()) {
+        let GpuDense { tensorrt, precision } = &options.dense;
+        let precision = *precision;
+        if let Some(tensorrt) = tensorrt.as_ref().filter(|_| precision != Precision::Exact) {
+            match loader.load_tensorrt(tensorrt, precision, inputs.clone()) {
                 Ok(engine) => return Ok(engine),
                 Err(e) => reject(&e, &mut rejected),
             }
@@ -140,14 +143,14 @@ impl DeviceEngine {
             Err(Stop::Unsupported(operator)) => return Err(GpuDenseError::Unsupported(operator)),
         };
         let plan = Arc::new(DevicePlan::new(&layout, gpu)?);
-        if options.cublas {
-            match loader.load_cublas(&plan, &reference) {
+        if let Some(factors) = precision.factors() {
+            match loader.load_cublas(&plan, precision, factors, &reference) {
                 Ok(engine) => return Ok(Self { rejected, ..engine }),
                 Err(e) => reject(&e, &mut rejected),
             }
         }
 
-        let backend = Backend::Plan { plan, cublas: false };
+        let backend = Backend::Plan { plan, precision: Precision::Exact };
         let engine = loader.engine(backend).check(&reference, 0.0)?;
         Ok(Self { rejected, ..engine })
     }
@@ -156,11 +159,11 @@ impl DeviceEngine {
     pub fn runs_on(&self) -> String {
         match &self.backend {
             Backend::TensorRt { name, .. } => name.clone(),
-            Backend::Plan { cublas: true, .. } => {
-                "Hatchback's kernels, products by cuBLAS".to_owned()
-            }
-            Backend::Plan { cublas: false, .. } => {
+            Backend::Plan { precision: Precision::Exact, .. } => {
                 "Hatchback's kernels, equal to the CPU to the bit".to_owned()
+            }
+            Backend::Plan { precision, .. } => {
+                format!("Hatchback's kernels, products by cuBLAS in {}", precision.name())
             }
         }
     }
@@ -172,7 +175,7 @@ impl DeviceEngine {
 
     /// Returns whether the scores are the CPU's to the bit.
     pub fn is_exact(&self) -> bool {
-        matches!(self.backend, Backend::Plan { cublas: false, .. })
+        matches!(self.backend, Backend::Plan { precision: Precision::Exact, .. })
     }
 
     /// Returns whether a graph must own the scratch that it was recorded with, as TensorRT's
@@ -211,9 +214,10 @@ impl DeviceEngine {
         }
         let backend = match &self.backend {
             Backend::TensorRt { engine, .. } => BackendScratch::TensorRt(engine.context()?),
-            Backend::Plan { plan, cublas } => {
+            Backend::Plan { plan, precision } => {
                 let mut scratch = plan.scratch(&self.gpu, batch_max)?;
-                scratch.cublas = cublas.then(|| Cublas::open(&self.gpu)).transpose()?;
+                let cublas = precision.factors().map(|factors| Cublas::open(&self.gpu, factors));
+                scratch.cublas = cublas.transpose()?;
                 BackendScratch::Plan(scratch)
             }
         };
@@ -305,6 +309,35 @@ impl DeviceEngine {
         self.kernels.gather(stream, from, numbers, shape, to)
     }
 
+    /// Returns the largest difference of a score from `expected`, `[samples, outputs]`, for
+    /// `inputs`, `[samples, width]` each: as a part of the score, or of 1 for scores below 1.
+    ///
+    /// # Errors
+    /// [`GpuDenseError`] if the network does not run.
+    pub fn difference(&self, inputs: &[Vec<f32>], expected: &[f32]) -> Result<f32, GpuDenseError> {
+        let all = expected.len() / self.outputs;
+        let (stream, batch_max) = (self.gpu.stream()?, self.batch_max.min(CHECK_SAMPLES));
+        let mut scratch = self.scratch(batch_max)?;
+        let scores = self.gpu.buffer::<f32>(batch_max * self.outputs)?;
+        let mut most = 0.0f32;
+        for first in (0..all).step_by(batch_max.max(1)) {
+            let batch = batch_max.min(all - first);
+            let mut uploaded = Vec::new();
+            for (values, width) in inputs.iter().zip(&self.widths) {
+                let buffer = self.gpu.buffer::<f32>(batch * width)?;
+                stream.upload(&values[first * width..][..batch * width], &buffer, 0)?;
+                uploaded.push(buffer);
+            }
+            self.enqueue(&stream, batch, &uploaded, scores.view(), &mut scratch)?;
+            let mut found = vec![0.0; batch * self.outputs];
+            stream.download(&scores, 0, &mut found)?;
+            let expected = &expected[first * self.outputs..][..found.len()];
+            let differences = found.iter().zip(expected).map(|(gpu, cpu)| difference(*gpu, *cpu));
+            most = differences.fold(most, f32::max);
+        }
+        Ok(most)
+    }
+
     /// Returns the engine if it gives the CPU's scores on generated samples, in a batch of one and
     /// in a batch of many.
     fn check(self, reference: &DenseEngine, bound: f32) -> Result<Self, GpuDenseError> {
@@ -373,18 +406,21 @@ impl Loader<'_> {
     fn load_cublas(
         &self,
         plan: &Arc<DevicePlan>,
+        precision: Precision,
+        factors: Factors,
         reference: &DenseEngine,
     ) -> Result<DeviceEngine, GpuDenseError> {
         // Every scratch opens its own handle; this one shows whether the library is present.
-        Cublas::open(self.gpu)?;
-        let backend = Backend::Plan { plan: Arc::clone(plan), cublas: true };
-        self.engine(backend).check(reference, F32_DIFFERENCE_BOUND)
+        Cublas::open(self.gpu, factors)?;
+        let backend = Backend::Plan { plan: Arc::clone(plan), precision };
+        self.engine(backend).check(reference, precision.difference_bound())
     }
 
     /// Loads the network's kept plan, or builds one and keeps it.
     fn load_tensorrt(
         &self,
         options: &TensorRtOptions,
+        precision: Precision,
         inputs: Vec<(&str, Vec<usize>)>,
     ) -> Result<DeviceEngine, GpuDenseError> {
         let reference = load_on_cpu(self.network)?;
@@ -398,13 +434,10 @@ impl Loader<'_> {
             batch_typical: self.batch_max.min(CHECK_SAMPLES),
             batch_max: self.batch_max,
             workspace_bytes_max: options.workspace_bytes_max,
-            fp16: options.fp16,
+            types: precision.types(),
             compute_capability: None,
         };
-        let (types, bound) = match options.fp16 {
-            true => ("FP16", F16_DIFFERENCE_BOUND),
-            false => ("FP32", F32_DIFFERENCE_BOUND),
-        };
+        let (types, bound) = (precision.name(), precision.difference_bound());
         let load_plan = |plan: &[u8], origin| {
             let name = format!("TensorRT {}, {types}, plan {origin}", tensorrt.version());
             let engine = tensorrt.load(self.gpu, plan, &build)?;

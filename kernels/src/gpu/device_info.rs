@@ -52,7 +52,7 @@ pub fn facts() -> Result<Vec<(String, String)>, CudaError> {
     }
 
     facts.extend(ATTRIBUTES.map(|(name, attribute)| {
-        let value = board.context().attribute(attribute);
+        let value = board.attribute(attribute);
         (name.to_owned(), value.map_or_else(|e| e.to_string(), |value| value.to_string()))
     }));
     Ok(facts)

@@ -94,6 +94,7 @@ pub(crate) struct DeviceFeature {
     pub out: u64,
     pub stride: u64,
     pub keys_before: u64,
+    pub weights_before: u64,
     pub keys_end: u64,
     pub salt: u64,
     pub base: u32,
@@ -108,6 +109,8 @@ pub(crate) struct DeviceFeature {
     pub unit: f32,
     pub lane_bits: u32,
     pub aligned: u32,
+    pub weighted: u32,
+    pub padding: u32,
 }
 
 /// `OpenBag` of `lookup.cuh`: a bag that waits for rows.
@@ -119,6 +122,7 @@ pub(crate) struct DeviceBag {
     pub pooled: u32,
     pub first: u32,
     pub entries: u32,
+    pub weights: u32,
 }
 
 /// `Entry` of `lookup.cuh`: one lookup of a bag that waits; `kind` is an `EntryKind`.
@@ -164,6 +168,7 @@ pub(crate) struct FinishArgument {
     bags: u64,
     slots: u64,
     rows: u64,
+    weights: u64,
     count: u32,
     stride: u32,
 }
@@ -181,11 +186,11 @@ macro_rules! device_values {
 device_values!(DeviceCacheView Change ProbeResult DeviceFeature DeviceBag Entry RingCounts);
 device_values!(AbsentCount BagNumber FinishArgument);
 
-const _: () = assert!(size_of::<DeviceCacheView>() == 48 && size_of::<DeviceFeature>() == 184);
+const _: () = assert!(size_of::<DeviceCacheView>() == 48 && size_of::<DeviceFeature>() == 200);
 const _: () = assert!(size_of::<Change>() == 24 && size_of::<ProbeResult>() == 8);
-const _: () = assert!(size_of::<DeviceBag>() == 20 && size_of::<Entry>() == 16);
+const _: () = assert!(size_of::<DeviceBag>() == 24 && size_of::<Entry>() == 16);
 const _: () = assert!(size_of::<RingCounts>() == 16 && size_of::<AbsentCount>() == 8);
-const _: () = assert!(size_of::<BagNumber>() == 8 && size_of::<FinishArgument>() == 40);
+const _: () = assert!(size_of::<BagNumber>() == 8 && size_of::<FinishArgument>() == 48);
 
 /// `Changes` of `changes.cu`: what `insert_rows`, `update_rows` and `invalidate_rows` take.
 #[repr(C)]
@@ -242,6 +247,7 @@ struct QueryArgument {
     features: u64,
     keys: u64,
     offsets: u64,
+    weights: u64,
     ring: RingArgument,
     counts: u64,
     blocks_done: u64,
@@ -253,7 +259,7 @@ struct QueryArgument {
 }
 
 const _: () = assert!(size_of::<ChangesArgument>() == 88 && size_of::<ProbeArgument>() == 72);
-const _: () = assert!(size_of::<DumpArgument>() == 80 && size_of::<QueryArgument>() == 120);
+const _: () = assert!(size_of::<DumpArgument>() == 80 && size_of::<QueryArgument>() == 128);
 
 /// How a cache changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -354,12 +360,19 @@ impl MissRing {
     }
 }
 
-/// A request's keys and offsets, and the counters that the kernel keeps between launches.
-pub(crate) struct QueryMemory<'a> {
-    pub features: &'a Buffer<DeviceFeature>,
-    /// Device addresses of the keys and of the offsets of `samples` samples.
+/// Device addresses of the keys, the offsets and the weights of a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RequestAddresses {
     pub keys: u64,
     pub offsets: u64,
+    pub weights: u64,
+}
+
+/// A request, and the counters that the kernel keeps between launches.
+pub(crate) struct QueryMemory<'a> {
+    pub features: &'a Buffer<DeviceFeature>,
+    /// Of `samples` samples.
+    pub request: RequestAddresses,
     pub samples: usize,
     pub ring: &'a MissRing,
     /// `RingCounts`, then the count of finished blocks.
@@ -395,7 +408,15 @@ impl OpenBags {
 
     /// Makes the next launch finish the first `count` bags with rows of `staged`. The rows must
     /// stay as they are until the caller has waited for that launch.
-    pub fn set(&mut self, features: &Buffer<DeviceFeature>, count: usize, staged: StagedRows) {
+    ///
+    /// `weights` is the device address of the request's weights, whose numbers the bags have.
+    pub fn set(
+        &mut self,
+        features: &Buffer<DeviceFeature>,
+        count: usize,
+        staged: StagedRows,
+        weights: u64,
+    ) {
         for bag in &self.bags[..count] {
             let slots = &self.slots[bag.first as usize..][..bag.entries as usize];
             assert!(slots.iter().all(|&slot| slot == NO_SLOT || staged.holds(slot)));
@@ -406,6 +427,7 @@ impl OpenBags {
             bags: self.bags.address(),
             slots: self.slots.address(),
             rows: staged.rows.address(),
+            weights,
             count: count as u32,
             stride: staged.stride_words as u32,
         };
@@ -540,7 +562,7 @@ impl Kernels {
     /// Pools bags. The caller has checked the keys and offsets, and the outputs that the features
     /// point to.
     pub fn query(&self, stream: &Stream, memory: &QueryMemory, bags: QueryBags) -> Result<()> {
-        let QueryMemory { features, keys, offsets, samples, ring, counters } = memory;
+        let QueryMemory { features, request, samples, ring, counters } = memory;
         assert!(ring.hit_rows.len() >= 4 * ring.entries.len() * ring.hit_stride);
         assert!(ring.bags.len() >= ring.entries.len() && counters.len() >= 5);
         let (only, tile, tiles_each, tiles) = match bags {
@@ -558,8 +580,9 @@ impl Kernels {
 
         let argument = QueryArgument {
             features: features.address(),
-            keys: *keys,
-            offsets: *offsets,
+            keys: request.keys,
+            offsets: request.offsets,
+            weights: request.weights,
             ring: ring.argument(),
             counts: counters.address(),
             blocks_done: counters.address() + size_of::<RingCounts>() as u64,

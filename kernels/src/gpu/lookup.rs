@@ -11,7 +11,7 @@ use crate::cuda::driver::{Gpu, Result, Stream};
 use crate::cuda::memory::{Buffer, Mapped};
 use crate::gpu::launch::{
     AbsentCount, BagNumber, DeviceBag, DeviceCacheView, DeviceFeature, Entry, MissRing, NO_SLOT,
-    OpenBags, QueryBags, QueryMemory, RingCounts, StagedRows,
+    OpenBags, QueryBags, QueryMemory, RequestAddresses, RingCounts, StagedRows,
 };
 use crate::gpu::numbers::{Alignment, CodecNumber, EntryKind, PoolingNumber, StorageNumber};
 use crate::gpu::tables::{DeviceIndex, DeviceTables, RowChanges, TableStorage};
@@ -32,6 +32,8 @@ pub struct FeatureOnDevice<'a> {
     pub default_row: &'a [f32],
     /// How a bag becomes a vector.
     pub pooling: Pooling,
+    /// Whether each row is multiplied by its key's weight. Only sums have weights.
+    pub weighted: bool,
     /// The largest number of keys in a bag.
     pub hotness_max: usize,
     /// Device address of the network input that the feature fills, `[batch_max, stride]` f32.
@@ -73,34 +75,48 @@ pub struct LookupLimits {
     pub keys: Keys,
 }
 
-/// A request's keys and offsets in one piece, as words: the keys of each feature, with room for the
-/// longest bags, then the offsets of each. The layout depends on the number of samples.
+/// What a request has room for.
+#[derive(Clone, Copy, Debug)]
+pub struct RequestRoom {
+    /// Sparse features.
+    pub features: usize,
+    /// The sum of the longest bags of all features.
+    pub lookups: usize,
+    /// The same sum of the features with weights.
+    pub weights: usize,
+}
+
+impl RequestRoom {
+    fn words(&self, samples: usize) -> usize {
+        (2 * self.lookups + self.weights) * samples + self.features * (samples + 1)
+    }
+}
+
+/// A request's keys, offsets and weights in one piece, as words: the keys of each feature, with
+/// room for the longest bags, then the offsets of each, then the weights of those that have some.
+/// The layout depends on the number of samples.
 struct Request {
     words: Mapped<u32>,
     /// The copy in device memory, with [`Keys::Copied`].
     copy: Option<Buffer<u32>>,
-    /// The sum of the longest bags of all features.
-    lookups: usize,
-    features: usize,
+    room: RequestRoom,
     /// Samples that the current request is laid out for.
     samples: usize,
 }
 
 impl Request {
-    fn words(lookups: usize, features: usize, samples: usize) -> usize {
-        2 * lookups * samples + features * (samples + 1)
-    }
-
-    fn new(gpu: &Arc<Gpu>, lookups: usize, features: usize, limits: LookupLimits) -> Result<Self> {
-        let words = Self::words(lookups, features, limits.batch_max);
+    fn new(gpu: &Arc<Gpu>, room: RequestRoom, limits: LookupLimits) -> Result<Self> {
+        let words = room.words(limits.batch_max);
         let copy = (limits.keys == Keys::Copied).then(|| gpu.buffer(words)).transpose()?;
-        Ok(Self { words: gpu.mapped(words)?, copy, lookups, features, samples: 0 })
+        Ok(Self { words: gpu.mapped(words)?, copy, room, samples: 0 })
     }
 
-    /// Returns the device addresses of the keys and of the offsets of `samples` samples.
-    fn addresses(&self, samples: usize) -> (u64, u64) {
+    /// Returns where the parts of a request of `samples` samples are.
+    fn addresses(&self, samples: usize) -> RequestAddresses {
         let keys = self.copy.as_ref().map_or(self.words.address(), Buffer::address);
-        (keys, keys + 8 * (self.lookups * samples) as u64)
+        let offsets = keys + 8 * (self.room.lookups * samples) as u64;
+        let weights = offsets + 4 * (self.room.features * (samples + 1)) as u64;
+        RequestAddresses { keys, offsets, weights }
     }
 
     fn put_keys(&mut self, keys_before: usize, keys: &[u64]) {
@@ -110,14 +126,21 @@ impl Request {
         }
     }
 
+    fn put_weights(&mut self, weights_before: usize, weights: &[f32]) {
+        let Self { room, samples, .. } = *self;
+        let first = 2 * room.lookups * samples + room.features * (samples + 1);
+        let words = &mut self.words[first + weights_before * samples..][..weights.len()];
+        words.iter_mut().zip(weights).for_each(|(word, weight)| *word = weight.to_bits());
+    }
+
     /// Returns the offsets of a feature, `[samples + 1]`.
     fn offsets(&self, feature: usize) -> &[u32] {
-        &self.words[2 * self.lookups * self.samples + feature * (self.samples + 1)..]
+        &self.words[2 * self.room.lookups * self.samples + feature * (self.samples + 1)..]
             [..=self.samples]
     }
 
     fn offsets_mut(&mut self, feature: usize) -> &mut [u32] {
-        &mut self.words[2 * self.lookups * self.samples + feature * (self.samples + 1)..]
+        &mut self.words[2 * self.room.lookups * self.samples + feature * (self.samples + 1)..]
             [..=self.samples]
     }
 }
@@ -163,15 +186,20 @@ impl GpuLookup {
         let defaults: Vec<f32> = features.iter().flat_map(|f| f.default_row).copied().collect();
         let default_rows = gpu.buffer(defaults.len())?;
         stream.upload(&defaults, &default_rows, 0)?;
-        let (mut lookups, mut default_row) = (0, default_rows.address());
+        let mut room = RequestRoom { features: features.len(), lookups: 0, weights: 0 };
+        let mut default_row = default_rows.address();
         let mut views = Vec::with_capacity(features.len());
         for feature in features {
             let mut view = view_of(tables, feature);
             view.default_row = default_row;
-            view.keys_before = lookups as u64;
+            view.keys_before = room.lookups as u64;
+            view.weights_before = room.weights as u64;
+            // A kernel counts the weights of a request with 32 bits.
+            assert!((room.lookups * limits.batch_max) < u32::MAX as usize);
             // A kernel counts the columns of an input with 32 bits.
             assert!((limits.batch_max as u64).saturating_mul(view.stride) < u64::from(u32::MAX));
-            lookups += feature.hotness_max;
+            room.lookups += feature.hotness_max;
+            room.weights += if feature.weighted { feature.hotness_max } else { 0 };
             default_row += size_of_val(feature.default_row) as u64;
             views.push(view);
         }
@@ -186,7 +214,7 @@ impl GpuLookup {
             _default_rows: default_rows,
             limits,
             batch: 0,
-            request: Request::new(gpu, lookups, features.len(), limits)?,
+            request: Request::new(gpu, room, limits)?,
             ring: ring(gpu, bags, limits)?,
             counters: gpu.buffer(5)?,
             requeries: gpu.mapped(bags)?,
@@ -206,16 +234,15 @@ impl GpuLookup {
         Ok(lookup)
     }
 
-    /// Returns the bytes that a lookup takes without the tables. `lookups_max` is the largest
-    /// number of keys in one sample.
-    pub fn bytes(features: usize, lookups_max: usize, limits: LookupLimits) -> usize {
+    /// Returns the bytes that a lookup takes without the tables.
+    pub fn bytes(room: RequestRoom, limits: LookupLimits) -> usize {
         let LookupLimits { batch_max, misses_max, row_bytes_max, keys } = limits;
         let (copies, misses_max) = (if keys == Keys::Copied { 2 } else { 1 }, misses_max.max(1));
         let bag = size_of::<AbsentCount>() + 2 * size_of::<BagNumber>();
         let miss =
             2 * size_of::<DeviceBag>() + size_of::<Entry>() + row_bytes_max.next_multiple_of(4) + 4;
-        copies * 4 * Request::words(lookups_max, features, batch_max)
-            + batch_max * bag * features
+        copies * 4 * room.words(batch_max)
+            + batch_max * bag * room.features
             + misses_max * miss
             + RowChanges::bytes(misses_max)
     }
@@ -266,7 +293,7 @@ impl GpuLookup {
         self.ring.counts[0] = RingCounts::default();
         self.is_open[..batch].fill(false);
         for (f, view) in self.views.iter().enumerate() {
-            let (Bags { keys, offsets, .. }, hotness_max) = (bags(f), self.hotness_max[f]);
+            let (Bags { keys, offsets, weights }, hotness_max) = (bags(f), self.hotness_max[f]);
             let offsets = &offsets[..=batch];
             let keys = &keys[..offsets[batch] as usize];
             // The kernel relies on it: all keys are in the feature's part of the request, and no
@@ -275,6 +302,9 @@ impl GpuLookup {
             assert!(offsets[0] == 0 && offsets.windows(2).all(fits));
 
             self.request.put_keys(view.keys_before as usize, keys);
+            if view.weighted != 0 {
+                self.request.put_weights(view.weights_before as usize, &weights[..keys.len()]);
+            }
             let to = self.request.offsets_mut(f);
             to[..=batch].copy_from_slice(offsets);
             to[batch..].fill(offsets[batch]);
@@ -287,9 +317,9 @@ impl GpuLookup {
     /// # Errors
     /// `CudaError::Driver`.
     pub fn copy_keys(&self, samples: usize) -> Result<()> {
-        let Request { words, copy, lookups, features, .. } = &self.request;
+        let Request { words, copy, room, .. } = &self.request;
         let Some(copy) = copy else { return Ok(()) };
-        self.stream.upload_async(words, copy, Request::words(*lookups, *features, samples))
+        self.stream.upload_async(words, copy, room.words(samples))
     }
 
     /// Launches the query of a request that is laid out for `samples`. A graph can record it.
@@ -308,8 +338,13 @@ impl GpuLookup {
 
     fn memory(&self, samples: usize) -> QueryMemory<'_> {
         let Self { features, request, ring, counters, .. } = self;
-        let (keys, offsets) = request.addresses(samples);
-        QueryMemory { features, keys, offsets, samples, ring, counters }
+        QueryMemory { features, request: request.addresses(samples), samples, ring, counters }
+    }
+
+    /// Returns the number of a bag's first weight.
+    fn first_weight(&self, feature: usize, sample: usize) -> u32 {
+        let before = self.views[feature].weights_before as usize * self.request.samples;
+        before as u32 + self.request.offsets(feature)[sample]
     }
 
     /// Returns the number of keys in a bag.
@@ -425,9 +460,11 @@ impl GpuLookup {
                 pooled: bag.done,
                 first: first as u32,
                 entries: bag.entries,
+                weights: self.first_weight(bag.feature.into(), bag.sample as usize),
             };
         }
-        self.open.set(&self.features, misses.bags().len(), staged);
+        let weights = self.request.addresses(self.request.samples).weights;
+        self.open.set(&self.features, misses.bags().len(), staged, weights);
         Ok(())
     }
 
@@ -533,11 +570,10 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
     assert!(feature.column + feature.width <= feature.stride);
     let rows_out = if feature.pooling == Pooling::None { feature.hotness_max } else { 1 };
     assert_eq!(feature.width, rows_out * format.dim());
-    // A bag of at most one key is its row.
-    let pooling = if feature.hotness_max == 1 { Pooling::None } else { feature.pooling };
-    // The runtime refuses a model with another pooling before it looks up a row.
-    let number = PoolingNumber::of(pooling);
-    assert!(number.is_some(), "the GPU has no {pooling:?} pooling");
+    assert!(!feature.weighted || feature.pooling == Pooling::Sum);
+    // A bag of at most one key without a weight is its row.
+    let one_row = feature.hotness_max == 1 && !feature.weighted && feature.pooling != Pooling::Max;
+    let pooling = if one_row { Pooling::None } else { feature.pooling };
 
     let view = DeviceFeature {
         out: feature.input + 4 * feature.column as u64,
@@ -549,30 +585,39 @@ fn view_of(tables: &DeviceTables, feature: &FeatureOnDevice<'_>) -> DeviceFeatur
         width: feature.width as u32,
         unit: format.unit(),
         codec: CodecNumber::from(format.codec()) as u32,
-        pooling: number.map_or(0, |number| number as u32),
+        pooling: PoolingNumber::from(pooling) as u32,
+        weighted: feature.weighted.into(),
         ..DeviceFeature::default()
     };
     let view = match tables.storage(feature.table) {
         TableStorage::Cached(number) => view_of_cached(tables, feature, number, view),
         TableStorage::Resident(number) => view_of_resident(tables, feature, number, view),
     };
-    DeviceFeature { lane_bits: lane_bits(format.dim()), aligned: alignment(feature), ..view }
+    DeviceFeature { lane_bits: lane_bits(format), aligned: alignment(feature), ..view }
 }
 
-/// Columns that a lane of a warp reads and writes.
-const LANE_COLUMNS: usize = 4;
+/// Columns of a piece of a row.
+const PIECE_COLUMNS: usize = 4;
 
-/// Returns the base-2 logarithm of the lanes that read one row of `dim` columns together: 4 to 32.
-fn lane_bits(dim: usize) -> u32 {
-    dim.div_ceil(LANE_COLUMNS).next_power_of_two().clamp(4, 32).trailing_zeros()
+/// Returns the base-2 logarithm of the lanes that read one row together: 4 to 32. A lane has up to
+/// four pieces, as `Code` of `pool.cuh` says.
+fn lane_bits(format: RowFormat) -> u32 {
+    let pieces = match format.codec() {
+        Codec::F32 => 1,
+        Codec::F16 => 2,
+        Codec::U8 | Codec::U4 => 4,
+    };
+    let lanes = format.dim().div_ceil(PIECE_COLUMNS * pieces);
+    lanes.next_power_of_two().clamp(4, 32).trailing_zeros()
 }
 
-/// Returns which accesses of `feature` a kernel may make 4 columns at a time: bits of `Alignment`.
+/// Returns which accesses of `feature` a kernel may make a piece at a time: bits of `Alignment`.
 fn alignment(feature: &FeatureOnDevice<'_>) -> u32 {
     let (format, codec) = (feature.format, feature.format.codec());
     let row_bytes = format.row_bytes();
     let stride = row_bytes.next_multiple_of(4);
-    let whole = format.dim().is_multiple_of(LANE_COLUMNS);
+    let whole = format.dim().is_multiple_of(PIECE_COLUMNS);
+    let is_plain = !feature.weighted && feature.pooling != Pooling::Max;
     let is_aligned = match codec {
         Codec::F32 => stride.is_multiple_of(16),
         Codec::F16 => stride.is_multiple_of(8),
@@ -580,9 +625,9 @@ fn alignment(feature: &FeatureOnDevice<'_>) -> u32 {
         Codec::U8 | Codec::U4 => row_bytes.is_multiple_of(4),
     };
     let out = feature.input + 4 * feature.column as u64;
-    let out_is_aligned = out.is_multiple_of(16) && feature.stride.is_multiple_of(LANE_COLUMNS);
+    let out_is_aligned = out.is_multiple_of(16) && feature.stride.is_multiple_of(PIECE_COLUMNS);
     let bit = |is: bool, bit: Alignment| if is { bit as u32 } else { 0 };
-    bit(whole && is_aligned, Alignment::AlignedRows)
+    bit(whole && is_aligned && is_plain, Alignment::AlignedRows)
         | bit(whole && out_is_aligned, Alignment::AlignedOut)
 }
 

@@ -6,22 +6,29 @@
 //!   embedded here.
 //! * [`tables`]: the caches and resident tables in device memory; [`lookup`]: the query of a batch;
 //!   `turns`: the order of queries and changes.
-//! * `dense_plan`, `dense_engine`: the dense network; [`tensorrt`]: the network by TensorRT.
+//! * `dense_plan`, `dense_engine`, `precision`: the dense network; [`tensorrt`]: the network by
+//!   TensorRT.
 //! * [`step`]: a whole request as one CUDA graph.
-//! * [`device_info`]: a report about a GPU and its driver.
+//! * [`device_info`]: a report about a GPU and its driver; [`gather`]: what lookups are compared
+//!   with.
 
 mod dense_engine;
 mod dense_error;
 mod dense_kernels;
 mod dense_plan;
 pub mod device_info;
+pub mod gather;
 mod launch;
 pub mod lookup;
 mod numbers;
+mod precision;
 pub mod step;
 pub mod tables;
 pub mod tensorrt;
 mod turns;
 
-pub use dense_engine::{DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, TensorRtOptions};
+pub use dense_engine::{
+    DenseNetwork, DeviceEngine, DeviceOptions, DeviceScratch, GpuDense, TensorRtOptions,
+};
 pub use dense_error::GpuDenseError;
+pub use precision::Precision;

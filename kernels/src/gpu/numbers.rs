@@ -33,17 +33,19 @@ pub(crate) enum PoolingNumber {
     Sum,
     Mean,
     None,
+    Sqrtn,
+    Max,
 }
 
-impl PoolingNumber {
-    /// Returns the number of `pooling`; `None` if the kernels do not have it.
-    pub fn of(pooling: Pooling) -> Option<Self> {
-        Some(match pooling {
+impl From<Pooling> for PoolingNumber {
+    fn from(pooling: Pooling) -> Self {
+        match pooling {
             Pooling::Sum => Self::Sum,
             Pooling::Mean => Self::Mean,
             Pooling::None => Self::None,
-            Pooling::Sqrtn | Pooling::Max => return None,
-        })
+            Pooling::Sqrtn => Self::Sqrtn,
+            Pooling::Max => Self::Max,
+        }
     }
 }
 

@@ -5,6 +5,7 @@ pub mod error;
 pub(crate) mod negative_cache;
 pub mod open;
 pub mod pipeline;
+pub(crate) mod precision_check;
 pub(crate) mod queue;
 pub mod serving;
 pub(crate) mod successor;

@@ -13,17 +13,17 @@ use crate::model::{Model, OpenError, capacity, preload};
 use crate::request::negative_cache::NegativeCache;
 use crate::request::queue::RequestQueue;
 use crate::request::worker::{TableCounters, lookup_limits};
-use crate::request::{weight_check, weight_choice};
+use crate::request::{precision_check, weight_check, weight_choice};
 use crate::schema::batch::Batch;
 use crate::schema::{Schema, SingleOutput};
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::Gpu;
 use hatchback_kernels::dense::DenseEngine;
-use hatchback_kernels::gpu::lookup::GpuLookup;
+use hatchback_kernels::gpu::lookup::{GpuLookup, RequestRoom};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, TableStorage};
 use hatchback_kernels::gpu::{
-    DenseNetwork, DeviceEngine, DeviceOptions, GpuDenseError, TensorRtOptions,
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, GpuDenseError, Precision,
 };
 use hatchback_kernels::lookup::LookupStatus;
 use hatchback_kernels::lookup::miss_list::{Miss, MissList};
@@ -173,11 +173,12 @@ impl Model {
         if let Some(lacks) = schema.gpu_lacks() {
             return Err(OpenError::GpuLacks(lacks));
         }
-        let bytes = GpuLookup::bytes(
-            schema.features.len(),
-            schema.lookups_max(),
-            lookup_limits(&self, gpu),
-        );
+        let room = RequestRoom {
+            features: schema.features.len(),
+            lookups: schema.lookups_max(),
+            weights: schema.weights_max(),
+        };
+        let bytes = GpuLookup::bytes(room, lookup_limits(&self, gpu));
         let bytes = u64::from(self.budget().workers) * bytes as u64;
         self.memory_mut().add("keys, rings and changes that the GPU shares, all workers", bytes);
         check_total(&self)?;
@@ -203,26 +204,71 @@ impl Model {
     /// # Errors
     /// [`OpenError::Flash`] if the network is not on `flash`, [`OpenError::Cuda`] if the GPU has no
     /// room for it, [`OpenError::Budget`] if the budget has none.
-    pub fn move_dense_to_gpu(
-        mut self,
-        flash: &Flash,
-        tensorrt: Option<&TensorRtOptions>,
-    ) -> Result<Self, OpenError> {
-        let ModelBackend::GpuTables { tables, dense } = self.backend() else { return Ok(self) };
-        let (gpu, freed_bytes) = (Arc::clone(tables.gpu()), dense.bytes() as u64);
-        let Budget { batch_max, workers, .. } = *self.budget();
-        let batch_max = batch_max as usize;
-        let options = DeviceOptions { tensorrt: tensorrt.cloned(), cublas: false, batch_max };
+    pub fn move_dense_to_gpu(self, flash: &Flash, dense: &GpuDense) -> Result<Self, OpenError> {
+        let (ModelBackend::GpuTables { dense: on_cpu, .. }, true) =
+            (self.backend(), dense.precision != Precision::Exact)
+        else {
+            return self.load_dense_to_gpu(flash, dense);
+        };
+        let (on_cpu, model) = (Arc::clone(on_cpu), self);
+        let engine = match model.load_engine(flash, dense)? {
+            Some(engine) if !engine.is_exact() => engine,
+            engine => return model.with_engine(engine),
+        };
+        let (model, keeps) =
+            precision_check::keeps_scores(model, flash, &on_cpu, &engine, dense.precision)?;
+        drop(on_cpu);
+        match keeps {
+            true => model.with_engine(Some(engine)),
+            false => model.load_dense_to_gpu(flash, &GpuDense::default()),
+        }
+    }
 
+    /// Moves the dense network as [`Model::move_dense_to_gpu`] does, without a look at the probe
+    /// set: for a generation that shares its caches with the one that serves.
+    ///
+    /// # Errors
+    /// As [`Model::move_dense_to_gpu`].
+    pub(crate) fn load_dense_to_gpu(
+        self,
+        flash: &Flash,
+        dense: &GpuDense,
+    ) -> Result<Self, OpenError> {
+        let engine = self.load_engine(flash, dense)?;
+        self.with_engine(engine)
+    }
+
+    /// Loads the dense network onto the GPU that has the tables; `None` if they are on the CPU, or
+    /// if nothing on the GPU can run the network.
+    fn load_engine(
+        &self,
+        flash: &Flash,
+        dense: &GpuDense,
+    ) -> Result<Option<DeviceEngine>, OpenError> {
+        let ModelBackend::GpuTables { tables, .. } = self.backend() else { return Ok(None) };
+        let batch_max = self.budget().batch_max as usize;
+        let options = DeviceOptions { dense: dense.clone(), batch_max };
         let onnx = flash.dense()?;
-        let engine = match load_dense_on(self.schema(), &gpu, &onnx, &options) {
-            Ok(engine) => engine,
-            Err(GpuDenseError::Cuda(e)) => return Err(OpenError::Cuda(*e)),
+        match load_dense_on(self.schema(), tables.gpu(), &onnx, &options) {
+            Ok(engine) => Ok(Some(engine)),
+            Err(GpuDenseError::Cuda(e)) => Err(OpenError::Cuda(*e)),
             Err(e) => {
                 log::warn!("the dense network stays on the CPU: {e}");
-                return Ok(self);
+                Ok(None)
             }
+        }
+    }
+
+    /// Runs the dense network on `engine`, if there is one, and no more on the CPU.
+    fn with_engine(mut self, engine: Option<DeviceEngine>) -> Result<Self, OpenError> {
+        let (ModelBackend::GpuTables { dense: on_cpu, .. }, Some(engine)) =
+            (self.backend(), engine)
+        else {
+            return Ok(self);
         };
+        let freed_bytes = on_cpu.bytes() as u64;
+        let Budget { batch_max, workers, .. } = *self.budget();
+        let batch_max = batch_max as usize;
 
         let per_worker = Step::bytes(&engine, self.input_widths().iter().sum(), batch_max);
         self.record_peak(freed_bytes);

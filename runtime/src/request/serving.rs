@@ -16,7 +16,7 @@ use crate::request::worker::TableCounts;
 use crate::schema::Schema;
 use crate::schema::batch::Batch;
 use hatchback_kernels::cuda::Device;
-use hatchback_kernels::gpu::TensorRtOptions;
+use hatchback_kernels::gpu::GpuDense;
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
@@ -70,7 +70,7 @@ pub struct Serving {
     unloaded: Mutex<BTreeSet<String>>,
     read_depth: Arc<DeviceDepth>,
     lookups: Device,
-    tensorrt: Option<TensorRtOptions>,
+    dense: GpuDense,
     clock: Arc<dyn Clock>,
     /// Starts the threads of a pipeline; `None` if the caller takes every step.
     starter: Option<PipelineStarter>,
@@ -89,7 +89,7 @@ impl Serving {
             unloaded: Mutex::default(),
             read_depth: DeviceDepth::new(reads_max as usize),
             lookups: Device::Cpu,
-            tensorrt: None,
+            dense: GpuDense::default(),
             clock,
             starter: Some(PipelineStarter::new()),
         }
@@ -107,9 +107,9 @@ impl Serving {
     }
 
     /// Makes every model look up its rows on `lookups`. On a GPU its dense network runs there too,
-    /// with TensorRT if `tensorrt` is given and the machine has it.
-    pub fn on(self, lookups: Device, tensorrt: Option<TensorRtOptions>) -> Self {
-        Self { lookups, tensorrt, ..self }
+    /// as `dense` says.
+    pub fn on(self, lookups: Device, dense: GpuDense) -> Self {
+        Self { lookups, dense, ..self }
     }
 
     /// Counts `bytes` that the process takes beside the models. The models have what is left.
@@ -175,7 +175,7 @@ impl Serving {
         }
 
         let (budget, taken) = self.budget_beside(budget);
-        let options = OpenOptions { budget, tensorrt: self.tensorrt.as_ref(), yield_now };
+        let options = OpenOptions { budget, dense: &self.dense, yield_now };
         let opened =
             successor::open(&old, flash, &options).map_err(|e| self.refusal(name, e, taken))?;
         check_shape(&old, &opened.model).map_err(|e| e.of(name))?;
@@ -300,7 +300,7 @@ impl Serving {
         let model = Model::open_cold(flash, budget, Arc::clone(&self.read_depth), yield_now)?;
         preload_hot_keys(&model, flash, Some(yield_now));
         let model = model.move_to_device(&self.lookups)?;
-        model.move_dense_to_gpu(flash, self.tensorrt.as_ref())
+        model.move_dense_to_gpu(flash, &self.dense)
     }
 
     /// Submits a request to the model `name`, as [`Pipeline::submit`] does.

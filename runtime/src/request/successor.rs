@@ -13,7 +13,7 @@ use crate::model::served_tables::{ServedTable, Storage, load_resident};
 use crate::model::{Model, OpenError, capacity};
 use crate::request::open::{own_bytes, plan_after};
 use hatchback_kernels::cache::resident::Resident;
-use hatchback_kernels::gpu::TensorRtOptions;
+use hatchback_kernels::gpu::GpuDense;
 use std::sync::Arc;
 
 /// The next generation of a model, ready for its transition.
@@ -29,7 +29,7 @@ pub(crate) struct Opened {
 pub(crate) struct OpenOptions<'a> {
     /// What the new generation may take. Its `memory_bytes_max` is for what it does not share.
     pub budget: Budget,
-    pub tensorrt: Option<&'a TensorRtOptions>,
+    pub dense: &'a GpuDense,
     /// Called between pieces of work.
     pub yield_now: &'a dyn Fn(),
 }
@@ -98,7 +98,7 @@ pub(crate) fn open(
     let backend = share_tables(old.backend(), &model, replaced)?;
     let mut model = model.with_storage(&storage, backend, *old.budget());
     *model.memory_mut() = plan_after(old.memory(), &model);
-    let mut model = model.move_dense_to_gpu(flash, options.tensorrt)?;
+    let mut model = model.load_dense_to_gpu(flash, options.dense)?;
 
     let own = own_bytes(&model, old) + taken;
     model.record_peak(own);

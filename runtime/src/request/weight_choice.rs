@@ -48,17 +48,17 @@ pub(crate) fn choose(model: Model, flash: &Flash) -> Result<Model, OpenError> {
 }
 
 /// What the trained network makes of the probe set.
-struct Probe {
+pub(crate) struct Probe {
     samples: usize,
     /// `[samples, width]` of each input.
-    inputs: Vec<Vec<f32>>,
+    pub inputs: Vec<Vec<f32>>,
     /// `[samples, outputs]`, with f32 weights.
-    scores: Vec<f32>,
+    pub scores: Vec<f32>,
 }
 
 impl Probe {
     /// Looks up the rows of `samples` and scores them with `trained`.
-    fn collect(
+    pub fn collect(
         model: Model,
         trained: &DenseEngine,
         samples: &[Sample],

@@ -419,12 +419,6 @@ impl Schema {
 
     /// Returns what the lookup on a GPU does not have; `None` if a GPU can look up all rows.
     pub fn gpu_lacks(&self) -> Option<String> {
-        let feature = |f: &Feature| match f.pooling {
-            _ if f.weighted => Some(format!("weights, which feature `{}` takes", f.name)),
-            Pooling::Sqrtn => Some(format!("pooling `sqrtn` of feature `{}`", f.name)),
-            Pooling::Max => Some(format!("pooling `max` of feature `{}`", f.name)),
-            Pooling::Sum | Pooling::Mean | Pooling::None => None,
-        };
         let mut is_fed = vec![false; self.features.len()];
         let mut input = |input: &NetworkInput| match &input.source {
             InputSource::Dense => None,
@@ -438,8 +432,23 @@ impl Schema {
                 })
             }),
         };
-        let lacks = self.features.iter().find_map(feature);
-        lacks.or_else(|| self.network.inputs.iter().find_map(&mut input))
+        let weighted = |feature: &Feature| {
+            let divides = matches!(feature.pooling, Pooling::Mean | Pooling::Sqrtn);
+            (feature.weighted && divides).then(|| {
+                let (name, pooling) = (&feature.name, format!("{:?}", feature.pooling));
+                let pooling = pooling.to_lowercase();
+                format!("weights with pooling `{pooling}`, which feature `{name}` has")
+            })
+        };
+        self.features
+            .iter()
+            .find_map(weighted)
+            .or_else(|| self.network.inputs.iter().find_map(&mut input))
+    }
+
+    /// Returns the largest number of weights of one sample.
+    pub fn weights_max(&self) -> usize {
+        self.features.iter().filter(|f| f.weighted).map(|f| f.hotness_max as usize).sum()
     }
 
     /// Returns the largest number of lookups of one sample.

@@ -16,7 +16,7 @@ use crate::update::apply::Policy;
 use crate::update::link::LinkRules;
 use hatchback_kernels::cuda::Device;
 use hatchback_kernels::cuda::driver::{CudaError, Profile};
-use hatchback_kernels::gpu::TensorRtOptions;
+use hatchback_kernels::gpu::{GpuDense, Precision, TensorRtOptions};
 use serde::Deserialize;
 use source::Chain;
 use std::path::{Path, PathBuf};
@@ -123,7 +123,11 @@ pub struct Target {
     /// Whether the GPU is used as on a Tegra: the driver compiles no PTX.
     #[serde(default)]
     pub tegra_profile: bool,
-    /// How TensorRT runs the dense network; `None` for the runtime's own kernels.
+    /// How precisely a GPU computes the dense network.
+    #[serde(default)]
+    pub precision: Precision,
+    /// How TensorRT runs the dense network, where `precision` is not "exact"; `None` for the
+    /// runtime's own kernels.
     pub tensorrt_options: Option<TensorRtOptions>,
     /// The memory, threads and reads that the models may use.
     pub budget: Budget,
@@ -172,6 +176,11 @@ fn check_busy(keys: [&'static str; 2], busy: BusyBounds) -> Result<(), WrongValu
 }
 
 impl Target {
+    /// Returns how a GPU runs dense networks.
+    pub fn gpu_dense(&self) -> GpuDense {
+        GpuDense { tensorrt: self.tensorrt_options.clone(), precision: self.precision }
+    }
+
     /// Reads the target at `path` and the files that it inherits from: `inherits = "base"` means
     /// `base.toml` in the same folder. A key of the file that inherits wins.
     ///

@@ -9,9 +9,10 @@ use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
 /// Keys of earlier versions, dotted, and what they are called now.
-const RENAMED: [(&str, &str); 4] = [
+const RENAMED: [(&str, &str); 5] = [
     ("upkeep", "maintenance"),
     ("budget.gather_us", "budget.batch_delay_us_max"),
+    ("tensorrt_options.fp16", "precision"),
     ("shed.upkeep_celsius", "shed.maintenance_celsius"),
     ("shed.upkeep_watts", "shed.maintenance_watts"),
 ];

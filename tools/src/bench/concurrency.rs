@@ -162,7 +162,7 @@ pub fn run(args: &ConcurrencyArgs) -> Result<()> {
     let model = Arc::new(
         Model::from_flash(&flash, budget)?
             .move_to_device(&serve.device()?)?
-            .move_dense_to_gpu(&flash, None)?,
+            .move_dense_to_gpu(&flash, &Default::default())?,
     );
 
     let pipeline = Pipeline::new(Arc::clone(&model), Arc::new(SystemClock::default()))?;

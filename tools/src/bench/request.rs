@@ -205,7 +205,7 @@ pub fn run(args: &RequestArgs) -> Result<()> {
             serve.cache_mib = Some(cache_mib);
             let model = Model::from_flash(&flash, args.budget(&serve)?)?
                 .move_to_device(&device)?
-                .move_dense_to_gpu(&flash, None)?;
+                .move_dense_to_gpu(&flash, &Default::default())?;
             points.extend(sweep.measure(&Arc::new(model), &workload, &bar)?);
         }
     }

@@ -1,5 +1,17 @@
 //! The description of an engine that TensorRT builds. Never calls TensorRT.
 
+/// The types in which layers may compute, beside f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Types {
+    /// None.
+    F32,
+    /// FP16.
+    F16,
+    /// TF32: f32 with factors of 11 bits.
+    Tf32,
+}
+
 /// What an engine is built from.
 #[derive(Clone, Debug)]
 pub struct Build<'a> {
@@ -15,8 +27,8 @@ pub struct Build<'a> {
     pub batch_max: usize,
     /// Largest device memory that a layer may use while it runs.
     pub workspace_bytes_max: u64,
-    /// Whether layers may compute in FP16.
-    pub fp16: bool,
+    /// The types in which layers may compute.
+    pub types: Types,
     /// TensorRT for RTX only: the compute capability to build for, 86 for 8.6, on a machine without
     /// such a GPU.
     pub compute_capability: Option<i32>,

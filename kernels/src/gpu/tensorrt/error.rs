@@ -32,7 +32,9 @@ pub enum TensorRtError {
     )]
     Version { headers: Version, library: Version },
     /// This release computes in the types of the ONNX file and has no FP16 option.
-    #[error("TensorRT {0} computes in the types of the ONNX file; remove the fp16 option")]
+    #[error(
+        "TensorRT {0} computes in the types of the ONNX file; choose another precision than f16"
+    )]
     NoFp16(Version),
     /// The network's inputs or outputs are not those of the build.
     #[error("TensorRT: {0}")]

@@ -103,7 +103,7 @@ impl Plans {
         {
             take(&number.to_le_bytes());
         }
-        take(&[u8::from(build.fp16)]);
+        take(&[build.types as u8]);
         take(&build.compute_capability.unwrap_or(0).to_le_bytes());
         let name: String = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
         self.folder.join(format!("{name}.plan"))

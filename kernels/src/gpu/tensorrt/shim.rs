@@ -15,7 +15,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Version of the interface between the shim and this file.
-const INTERFACE: i32 = 1;
+const INTERFACE: i32 = 2;
 /// Room for TensorRT's error text.
 const PROBLEM_BYTES: usize = 512;
 
@@ -46,7 +46,7 @@ struct BuildArguments {
     batch_typical: i64,
     batch_max: i64,
     workspace_bytes_max: u64,
-    fp16: i32,
+    types: i32,
     compute_capability: i32,
 }
 
@@ -289,7 +289,7 @@ impl Shim {
             batch_typical: build.batch_typical as i64,
             batch_max: build.batch_max as i64,
             workspace_bytes_max: build.workspace_bytes_max,
-            fp16: i32::from(build.fp16),
+            types: build.types as i32,
             compute_capability: build.compute_capability.unwrap_or(0),
         };
 
@@ -415,7 +415,7 @@ impl Context {
         bind(name, InputShape { name: name.as_ptr(), shape: null(), rank: 0 }, output.address())?;
 
         // SAFETY: every tensor is bound; the stream is alive.
-        let code = unsafe { (calls.enqueue)(self.context.get(), stream.raw().cu_stream().cast()) };
+        let code = unsafe { (calls.enqueue)(self.context.get(), stream.raw().cast()) };
         if code != outcome::DONE {
             return Err(refused(name));
         }

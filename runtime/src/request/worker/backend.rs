@@ -55,11 +55,12 @@ impl WorkerBackend {
         }
     }
 
-    /// Returns the inputs of the dense network after a request on the CPU.
+    /// Returns the inputs of the dense network after a request whose network ran on the CPU.
     pub fn inputs(&self) -> &[HostMemory<f32>] {
         match self {
             Self::Cpu(cpu) => cpu.inputs(),
-            Self::Gpu(_) | Self::Failed(_) => &[],
+            Self::Gpu(GpuBackend::Lookup { dense, .. }) => dense.inputs(),
+            Self::Gpu(GpuBackend::Step(_)) | Self::Failed(_) => &[],
         }
     }
 

@@ -180,6 +180,7 @@ fn features_on_device<'a>(
             keys_end: (declared.keys == KeySpace::Index).then_some(declared.rows),
             default_row: &declared.default_row,
             pooling: feature.pooling,
+            weighted: feature.weighted,
             hotness_max: feature.hotness_max as usize,
             input: addresses[at.input],
             stride: widths[at.input],

@@ -33,6 +33,8 @@ pub struct GpuFigures {
     pub p50_us: f64,
     /// 99th percentile of the time, µs.
     pub p99_us: f64,
+    /// Median time on the GPU, between two events, µs; lookups alone.
+    pub gpu_us_p50: Option<f64>,
     /// Kernels and graphs launched per request.
     pub launches: f64,
     /// Times that the host waited per request.
@@ -71,7 +73,7 @@ pub fn bars(points: &[GpuFigures], copied_gb_per_s: f64) -> Vec<Bar> {
 /// # Errors
 /// Standard output is closed.
 pub fn print_table(points: &[GpuFigures]) -> Result<()> {
-    let heads = ["", "batch", "hit rate", "p50", "p99", "launches", "waits", "GB/s"];
+    let heads = ["", "batch", "hit rate", "p50", "p99", "on the GPU", "launches", "waits", "GB/s"];
     let mut table = report::table(&heads);
     for p in points {
         let time =
@@ -82,6 +84,7 @@ pub fn print_table(points: &[GpuFigures]) -> Result<()> {
             format!("{:.2}", p.hit_rate),
             time(p.p50_us),
             time(p.p99_us),
+            p.gpu_us_p50.map_or(String::new(), time),
             format!("{:.0}", p.launches),
             format!("{:.0}", p.waits),
             p.gb_per_s.map_or(String::new(), |g| format!("{g:.0}")),
@@ -101,6 +104,7 @@ mod tests {
             hit_rate: 1.0,
             p50_us: 1.0,
             p99_us: 1.0,
+            gpu_us_p50: None,
             launches,
             waits: 1.0,
             gb_per_s,

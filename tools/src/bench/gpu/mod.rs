@@ -4,6 +4,7 @@
 
 mod figures;
 mod rig;
+mod shapes;
 
 use super::bars::bars_table;
 use super::results::{BenchReport, HostMachine, prints_tables};
@@ -12,8 +13,10 @@ use anyhow::Result;
 use clap::Args;
 use figures::{GRAPH, GpuFigures, KERNELS};
 use hatchback_kernels::cuda::driver::{Gpu, Profile};
+use hatchback_kernels::gpu::Precision;
 use hatchback_kernels::gpu::device_info::facts;
-use rig::{LaunchMode, MISSES_BATCH, Precision, RequestShape, Rig, RigOptions};
+use rig::{LaunchMode, MISSES_BATCH, RequestShape, Rig, RigOptions};
+use shapes::ShapeOptions;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -39,12 +42,15 @@ pub struct GpuArgs {
     /// Where TensorRT's plans are kept
     #[arg(long, default_value = "plans")]
     plans: PathBuf,
-    /// Lets TensorRT compute in FP16
+    /// How precisely the dense network is computed: exact, f32, tf32 or f16
+    #[arg(long, default_value = "f32", value_parser = parse_precision)]
+    precision: Precision,
+    /// Measures lookups of many shapes beside a plain gather of the same rows, and nothing else
     #[arg(long)]
-    fp16: bool,
-    /// Does without cuBLAS
-    #[arg(long)]
-    exact: bool,
+    shapes: bool,
+    /// Loads the kernels from FOLDER instead of the built-in ones, to try others
+    #[arg(long, value_name = "FOLDER")]
+    kernels: Option<PathBuf>,
     /// Only prints what the driver says of a new board
     #[arg(long)]
     facts: bool,
@@ -63,6 +69,16 @@ impl GpuArgs {
         }
     }
 
+    fn shape_options(&self) -> ShapeOptions {
+        let batches = match (self.batch.is_empty(), self.quick) {
+            (false, _) => self.batch.clone(),
+            (true, true) => vec![4],
+            (true, false) => vec![1, 64, 1024, 8192, 65536],
+        };
+        let rows = self.rows.unwrap_or(if self.quick { 60 } else { 40_000 });
+        ShapeOptions { rows, batches, quick: self.quick, json: self.json.clone() }
+    }
+
     fn rig_options(&self, batch_max: usize) -> RigOptions {
         RigOptions {
             rows: self.rows.unwrap_or(if self.quick { 300 } else { 400_000 }),
@@ -70,9 +86,15 @@ impl GpuArgs {
             quick: self.quick,
             tensorrt: self.tensorrt.clone(),
             plans: self.plans.clone(),
-            precision: Precision { fp16: self.fp16, cublas: !self.exact },
+            precision: self.precision,
         }
     }
+}
+
+fn parse_precision(name: &str) -> Result<Precision, String> {
+    let all = [Precision::Exact, Precision::F32, Precision::Tf32, Precision::F16];
+    let found = all.into_iter().find(|precision| precision.name() == name);
+    found.ok_or_else(|| format!("`{name}` is not exact, f32, tf32 or f16"))
 }
 
 /// Runs the measurement.
@@ -85,7 +107,13 @@ pub fn run(args: &GpuArgs) -> Result<()> {
     }
 
     let tables = prints_tables(args.json.as_ref());
-    let gpu = Gpu::open(Profile::default())?;
+    let gpu = match &args.kernels {
+        None => Gpu::open(Profile::default())?,
+        Some(folder) => Gpu::with_kernels(Profile::default(), folder)?,
+    };
+    if args.shapes {
+        return shapes::run(&gpu, &args.shape_options());
+    }
     let name = format!("{}, compute capability {}.{}", gpu.name(), gpu.sm() / 10, gpu.sm() % 10);
     let batches = args.batches();
     let batch_max = batches.iter().copied().max().unwrap_or(1);

@@ -17,7 +17,9 @@ use hatchback_kernels::cuda::memory::Buffer;
 use hatchback_kernels::gpu::lookup::{FeatureOnDevice, GpuLookup, Keys, LookupLimits};
 use hatchback_kernels::gpu::step::Step;
 use hatchback_kernels::gpu::tables::{DeviceTables, RowChanges, TableStorage};
-use hatchback_kernels::gpu::{DenseNetwork, DeviceEngine, DeviceOptions, TensorRtOptions};
+use hatchback_kernels::gpu::{
+    DenseNetwork, DeviceEngine, DeviceOptions, GpuDense, Precision, TensorRtOptions,
+};
 use hatchback_kernels::lookup::Bags;
 use hatchback_kernels::lookup::miss_list::{MissList, RowState};
 use rand::rngs::StdRng;
@@ -48,16 +50,8 @@ pub struct RigOptions {
     pub tensorrt: Option<PathBuf>,
     /// Directory of TensorRT's plans.
     pub plans: PathBuf,
-    /// Which of the libraries' shortcuts the dense network may take.
+    /// How precisely the dense network is computed.
     pub precision: Precision,
-}
-
-/// Shortcuts of the dense network.
-pub struct Precision {
-    /// Whether TensorRT may compute in FP16.
-    pub fp16: bool,
-    /// Whether cuBLAS multiplies.
-    pub cublas: bool,
 }
 
 /// The network, the width of its rows, and the names of its inputs.
@@ -96,11 +90,10 @@ impl RigNetwork {
             shim,
             libraries: None,
             plans: options.plans.clone(),
-            fp16: options.precision.fp16,
             workspace_bytes_max: WORKSPACE_BYTES,
         });
-        let cublas = options.precision.cublas;
-        let device = DeviceOptions { tensorrt, cublas, batch_max: options.batch_max };
+        let dense = GpuDense { tensorrt, precision: options.precision };
+        let device = DeviceOptions { dense, batch_max: options.batch_max };
         Ok(Arc::new(DeviceEngine::load(gpu, &network, &device)?))
     }
 }
@@ -114,6 +107,7 @@ fn features(format: RowFormat, default_row: &[f32], input: u64) -> Vec<FeatureOn
         keys_end: None,
         default_row,
         pooling: Pooling::Sum,
+        weighted: false,
         hotness_max: 1,
         input,
         stride: TABLES * dim,
@@ -274,6 +268,7 @@ impl Rig {
             hit_rate: shape.hit_rate,
             p50_us: percentile(&mut times, 0.5),
             p99_us: percentile(&mut times, 0.99),
+            gpu_us_p50: None,
             launches: launches as f64 / rounds,
             waits: waits as f64 / rounds,
             gb_per_s: None,
@@ -335,6 +330,8 @@ impl Rig {
         let repeats = if self.rounds < 10 { 1 } else { 20 };
         let hits = RequestShape { batch, hit_rate: 1.0 };
         let mut times = Vec::with_capacity(self.rounds);
+        let mut on_gpu = Vec::with_capacity(self.rounds);
+        let (begun, ended) = (self.gpu.timed_event()?, self.gpu.timed_event()?);
 
         for _ in 0..self.rounds {
             let keys = self.keys(hits);
@@ -348,14 +345,17 @@ impl Rig {
             lookup.stream().wait()?;
 
             let start = Instant::now();
+            lookup.stream().record(&begun)?;
             for _ in 0..repeats {
                 if let KeyTransfer::Copied = transfer {
                     lookup.copy_keys(batch)?;
                 }
                 lookup.launch(batch)?;
             }
+            lookup.stream().record(&ended)?;
             lookup.stream().wait()?;
             times.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(repeats));
+            on_gpu.push(ended.us_since(&begun)? / f64::from(repeats));
         }
 
         let moved = TABLES * (8 + SET_BYTES + self.format.row_bytes() + 4 * self.format.dim());
@@ -366,6 +366,7 @@ impl Rig {
             hit_rate: 1.0,
             p50_us,
             p99_us,
+            gpu_us_p50: Some(percentile(&mut on_gpu, 0.5)),
             launches: 1.0,
             waits: 0.0,
             gb_per_s: Some((batch * moved) as f64 / p50_us / 1e3),
@@ -406,7 +407,7 @@ impl Rig {
 
 /// Fills one cache on `gpu` with `rows` rows of each table. Keys from `rows` up belong to the
 /// tables too and are never cached. Also returns the cached keys of each table.
-fn fill_tables(
+pub fn fill_tables(
     gpu: &Arc<Gpu>,
     format: RowFormat,
     rows: usize,
