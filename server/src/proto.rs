@@ -99,6 +99,10 @@ pub struct InferTensorContents {
     pub uint64_contents: Vec<u64>,
     #[prost(float, repeated, tag = "6")]
     pub fp32_contents: Vec<f32>,
+    #[prost(double, repeated, tag = "7")]
+    pub fp64_contents: Vec<f64>,
+    #[prost(bytes = "bytes", repeated, tag = "8")]
+    pub bytes_contents: Vec<Bytes>,
 }
 
 /// An input of `ModelInfer`.

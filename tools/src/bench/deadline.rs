@@ -43,7 +43,7 @@ const STALL_S: [f64; 2] = [0.010, 2.0];
 /// Shortest and longest time between two stalls, seconds.
 const PAUSE_S: [f64; 2] = [0.050, 0.500];
 /// Shortest and longest deadline, seconds.
-const DEADLINE_S: [f64; 2] = [0.001, 0.050];
+pub(super) const DEADLINE_S: [f64; 2] = [0.001, 0.050];
 /// Shortest and longest sleep of the threads that measure the scheduler, seconds.
 const SLEEP_S: [f64; 2] = [0.001, 0.005];
 /// Deltas that are applied, one row in a hundred each.
@@ -51,7 +51,7 @@ const DELTAS: u64 = 8;
 /// Callers for each request slot while there are too many callers.
 const CALLERS_PER_SLOT: u32 = 4;
 /// Shortest and longest pause of a caller after `Busy`, seconds.
-const BUSY_PAUSE_S: [f64; 2] = [0.001, 0.010];
+pub(super) const BUSY_PAUSE_S: [f64; 2] = [0.001, 0.010];
 /// Share of the bytes of all rows that the cache holds, per cent.
 const CACHE_PERCENT: u64 = 10;
 /// Name of the served model.
@@ -334,14 +334,14 @@ impl Caller<'_> {
 }
 
 /// Returns a time between `bounds` seconds whose logarithm is uniform.
-fn draw(rng: &mut StdRng, bounds: [f64; 2]) -> Duration {
+pub(super) fn draw(rng: &mut StdRng, bounds: [f64; 2]) -> Duration {
     let [low, high] = bounds.map(f64::ln);
     Duration::from_secs_f64(rng.random_range(low..high).exp())
 }
 
 /// What the sleepers share.
 #[derive(Default)]
-struct Bed {
+pub(super) struct Bed {
     lock: Mutex<()>,
     /// Nobody notifies it.
     never: Condvar,
@@ -349,7 +349,7 @@ struct Bed {
 
 /// Sleeps again and again until `stop`, on a condition variable that nobody notifies, and records
 /// how late each sleep ends.
-fn sleep_until(stop: &AtomicBool, seed: u64, bed: &Bed, sleepers: &Timeline) {
+pub(super) fn sleep_until(stop: &AtomicBool, seed: u64, bed: &Bed, sleepers: &Timeline) {
     let mut rng = StdRng::seed_from_u64(seed);
     while !stop.load(Ordering::Relaxed) {
         let time = draw(&mut rng, SLEEP_S);
@@ -363,7 +363,7 @@ fn sleep_until(stop: &AtomicBool, seed: u64, bed: &Bed, sleepers: &Timeline) {
 }
 
 /// Stalls the device again and again until `stop`. Returns the sum of the stalls.
-fn stall_until(stop: &AtomicBool, disk: &StallingDisk) -> Duration {
+pub(super) fn stall_until(stop: &AtomicBool, disk: &StallingDisk) -> Duration {
     let (mut rng, mut sum) = (StdRng::seed_from_u64(0), Duration::ZERO);
     while !stop.load(Ordering::Relaxed) {
         thread::sleep(draw(&mut rng, PAUSE_S));

@@ -3,8 +3,10 @@
 //! one process. The two ways take turns on the same requests. Never draws requests while it
 //! measures.
 
-mod caller;
+pub mod caller;
+mod deadline;
 mod front_door;
+mod hostile;
 mod soak;
 
 use super::bars::Bar;
@@ -14,7 +16,7 @@ use crate::serve::ServeArgs;
 use crate::{report, say};
 use anyhow::{Context, Result};
 use clap::Args;
-use front_door::{Daemon, DaemonStep, MODEL, Requests, WayTotals, call_grpc};
+use front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, WayTotals, call_grpc};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -39,15 +41,18 @@ pub struct DaemonArgs {
     /// Embedding cache, MiB [default: the target's]
     #[arg(long, value_parser = report::args::mib)]
     cache_mib: Option<f64>,
-    /// Measured time of a step [default: 4; quick: 1]
+    /// Measured time of a step, of each way with --deadline [default: 4, 60; quick: 1, 8]
     #[arg(long, value_parser = report::args::seconds)]
     seconds: Option<f64>,
     /// A smaller synthetic model, less time
     #[arg(long)]
     quick: bool,
-    /// Runs load, loads and unloads, and hostile callers for so many minutes instead
-    #[arg(long, value_name = "MINUTES")]
+    /// Runs load, swaps, loads, faults and hostile callers for so many minutes instead
+    #[arg(long, value_name = "MINUTES", conflicts_with_all = ["model", "deadline"])]
     soak: Option<f64>,
+    /// Measures how late answers are while the flash device stalls instead
+    #[arg(long, conflicts_with = "model")]
+    deadline: bool,
     /// A target file that gives the budget
     #[arg(long)]
     target: Option<PathBuf>,
@@ -61,13 +66,33 @@ pub struct DaemonArgs {
     json: Option<PathBuf>,
 }
 
+impl DaemonArgs {
+    /// Returns the rows of the largest tables of the synthetic model.
+    fn rows_max(&self) -> u64 {
+        if self.quick { 40_000 } else { 400_000 }
+    }
+
+    /// Returns the time of a step, which is `whole` or `quick` seconds if the caller gave none.
+    fn time(&self, whole: f64, quick: f64) -> Duration {
+        Duration::from_secs_f64(self.seconds.unwrap_or(if self.quick { quick } else { whole }))
+    }
+}
+
 /// Runs the measurement.
 ///
 /// # Errors
 /// The runtime refuses the model, a request fails, or a file cannot be written.
 pub fn run(args: &DaemonArgs) -> Result<()> {
-    let rows_max = if args.quick { 40_000 } else { 400_000 };
-    let made = if args.model.is_none() { Some(SyntheticModel::pack(rows_max)?) } else { None };
+    if let Some(minutes) = args.soak {
+        let time = Duration::try_from_secs_f64(60.0 * minutes).context("--soak")?;
+        return soak::run(args, time);
+    }
+    if args.deadline {
+        return deadline::run(args, args.time(60.0, 8.0));
+    }
+
+    let is_made = args.model.is_none();
+    let made = is_made.then(|| SyntheticModel::pack(args.rows_max())).transpose()?;
     let serve = ServeArgs {
         model: args
             .model
@@ -88,13 +113,9 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
     let daemon = Daemon::new(&flash, budget)?;
     let requests = Requests::draw(&daemon, &flash, args.batch as usize)?;
     let model = flash.manifest().generation.to_string();
-    if let Some(minutes) = args.soak {
-        let time = Duration::try_from_secs_f64(60.0 * minutes).context("--soak")?;
-        return soak::run(args.json.as_ref(), &daemon, flash.directory(), budget, &requests, time);
-    }
 
-    let points =
-        daemon.serve(Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
+    let points = daemon
+        .serve(RULES, Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
     let bars = bars(&points);
     publish(
         args,
@@ -109,8 +130,7 @@ fn measure(
     requests: &Requests,
     socket: &Path,
 ) -> Result<Vec<DaemonStep>> {
-    let seconds = args.seconds.unwrap_or(if args.quick { 1.0 } else { 4.0 });
-    let time = Duration::from_secs_f64(seconds);
+    let time = args.time(4.0, 1.0);
     let (mut library, mut grpc) = (WayTotals::default(), WayTotals::default());
     for turn in 0..=TURNS {
         let ours = call_library(daemon, requests, time / TURNS)?;
@@ -209,5 +229,18 @@ mod tests {
     #[test]
     fn a_short_soak_has_no_error() {
         run_line("daemon --quick --soak 0.05").unwrap();
+    }
+
+    #[test]
+    fn a_short_run_with_stalls_answers_over_both_ways() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("a.json");
+        let line = "daemon --quick --deadline --seconds 0.4 --json";
+        run_line(&format!("{line} {}", json.display())).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        for step in report["points"].as_array().unwrap() {
+            assert!(step["requests"].as_u64().unwrap() >= 32, "{step}");
+        }
     }
 }
