@@ -1,5 +1,6 @@
 //! The front door's state: the models, the limits, and what is counted. One for each process.
 
+use crate::alarm::Alarm;
 use crate::connections::Connections;
 use crate::facts::{CarFacts, ModelFolder};
 use crate::gate::Gate;
@@ -78,6 +79,8 @@ pub struct Front {
     pub(crate) slowest: Slowest,
     pub(crate) history: History,
     pub(crate) started: Instant,
+    /// Ends the wait of requests with a deadline.
+    pub(crate) alarm: Alarm,
     /// Held while a model is loaded or unloaded: one at a time.
     pub(crate) is_changing: AtomicBool,
     new_facts: Facts,
@@ -122,6 +125,7 @@ impl Front {
             slowest: Slowest::default(),
             history: History::default(),
             started: Instant::now(),
+            alarm: Alarm::default(),
             is_changing: AtomicBool::new(false),
             new_facts: facts,
             facts: latest,

@@ -44,7 +44,7 @@ pub async fn infer(
         submit(call, &order)?
     };
 
-    let scored = submitted.wait().await?;
+    let scored = submitted.wait().await;
     let mut memory = call.front.bytes.reserve(0)?;
     scored.encode(call, request.id, |shown| {
         let bytes = response(&request, shown, &mut memory)?;

@@ -228,7 +228,7 @@ pub async fn infer(
     };
     let submitted = submit(call, &order)?;
 
-    let scored = submitted.wait().await?;
+    let scored = submitted.wait().await;
     let mut memory = call.front.bytes.reserve(ANSWER_BYTES + head.id.len() + target.model.len())?;
     scored.encode(call, &head.id, |shown| {
         memory.grow(2 * NUMBER_BYTES * shown.numbers())?;

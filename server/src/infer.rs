@@ -13,11 +13,12 @@ use crate::problem::{Code, Problem, not_served};
 use crate::tensors::{Layout, Read, fill};
 use crate::trace::{Names, Protocol, Trace};
 use crate::values::Tensor;
-use hatchback::limits::DEADLINE_GRACE_US;
+use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
 use hatchback::request::pipeline::Answer;
 use hatchback::{RequestError, Ticket};
 use hyper::header::HeaderValue;
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -66,6 +67,7 @@ struct View {
 
 /// A request that a worker will score.
 pub struct Submitted<'a> {
+    front: &'a Front,
     ticket: Ticket,
     view: View,
     deadline: Option<Instant>,
@@ -130,6 +132,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     let at = Instant::now();
     let gone = || not_served(order.model);
     Ok(Submitted {
+        front,
         ticket,
         view: view.ok_or_else(gone)?,
         deadline: left.map(|left| call.received + received + left),
@@ -144,30 +147,23 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
 impl Submitted<'_> {
     /// Waits until a worker has answered the request, or until the library's time after its
     /// deadline is over. Dropping the future gives the request up.
-    ///
-    /// # Errors
-    /// The server ends.
-    pub async fn wait(self) -> Result<Scored, Problem> {
-        let Self { mut ticket, view, deadline, at, at_clock, model, .. } = self;
-        let is_done = match deadline {
-            None => {
-                done(&ticket).await;
-                true
+    pub async fn wait(self) -> Scored {
+        let Self { front, ticket, view, deadline, at, at_clock, model, .. } = self;
+        match deadline {
+            None => done(&ticket).await,
+            Some(deadline) => {
+                let mut done = pin!(done(&ticket));
+                let until = deadline + Duration::from_micros(DEADLINE_WAIT_US);
+                let mut over = pin!(front.alarm.sleep_until(until));
+                poll_fn(|context| match done.as_mut().poll(context) {
+                    Poll::Pending => over.as_mut().poll(context),
+                    Poll::Ready(()) => Poll::Ready(()),
+                })
+                .await;
             }
-            Some(deadline) => tokio::time::timeout_at(deadline.into(), done(&ticket)).await.is_ok(),
-        };
-        if !is_done {
-            // The library waits for less than a millisecond more. The timers of the event queue
-            // have whole milliseconds, so a thread that may block does this.
-            let rest = tokio::task::spawn_blocking(move || {
-                let _ = ticket.wait();
-                ticket
-            });
-            let stopping = |_| Problem::new(Code::Unavailable, "the server stops");
-            ticket = rest.await.map_err(stopping)?;
         }
         let done = Instant::now();
-        Ok(Scored { ticket, view, submitted: at, submitted_clock: at_clock, done, model })
+        Scored { ticket, view, submitted: at, submitted_clock: at_clock, done, model }
     }
 }
 

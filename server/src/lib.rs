@@ -12,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+mod alarm;
 mod connections;
 mod control;
 mod describe;

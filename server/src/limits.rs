@@ -50,7 +50,7 @@ pub const SLOWEST_AGE_MAX: Duration = Duration::from_secs(600);
 pub const HISTORY_S_MAX: usize = 300;
 /// Bytes of a caller's own names in a trace: the id of a request, or its trace id.
 pub const TRACE_BYTES_MAX: usize = 128;
-/// Threads that open models, and that wait out the last millisecond of a deadline.
+/// Threads that open models, for each thread that runs connections.
 pub const BLOCKING_THREADS_MAX: usize = 4;
 /// Shortest and longest time after which a refused caller should retry.
 pub const RETRY_MAX: Duration = Duration::from_secs(2);

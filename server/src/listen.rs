@@ -112,8 +112,9 @@ pub fn serve(
     let done = watch::Sender::new(false);
     std::thread::scope(|scope| {
         let served = acceptor.run(scope, &runtimes, listeners, &done);
-        // Without this the threads of the runtimes would not end.
+        // Without these the threads would not end.
         done.send_replace(true);
+        front.alarm.end();
         served
     })?;
 
@@ -164,6 +165,8 @@ impl<'a> Acceptor<'a> {
             std::thread::Builder::new().name(name).spawn_scoped(scope, run)?;
         }
         let ((ending, ended), front) = (channel::<()>(), self.front);
+        let deadlines = move || front.alarm.run();
+        std::thread::Builder::new().name("deadlines".to_owned()).spawn_scoped(scope, deadlines)?;
         std::thread::Builder::new().name("status".to_owned()).spawn_scoped(scope, move || {
             while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
                 status::tick(front);

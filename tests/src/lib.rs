@@ -6,7 +6,6 @@
 #![deny(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-pub mod certificates;
 pub mod client;
 pub mod flash_check;
 pub mod fleet;

@@ -3,12 +3,14 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod certificates;
+
+use certificates::{Authority, Signed};
 use hatchback::TlsRules;
 use hatchback::flash::Flash;
 use hatchback::io::disk;
 use hatchback::model::budget::Budget;
 use hatchback_server::{Listener, Tls};
-use hatchback_tests::certificates::{Authority, Signed};
 use hatchback_tests::front_door::{FrontDoor, serving};
 use hatchback_tests::models::install_spec;
 use rustls::crypto::aws_lc_rs::default_provider;

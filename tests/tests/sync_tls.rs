@@ -3,9 +3,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod certificates;
+
+use certificates::{Authority, Signed};
 use hatchback::update::error::UpdateError;
 use hatchback_link::{HttpLink, LinkOptions};
-use hatchback_tests::certificates::{Authority, Signed};
 use hatchback_tests::fleet::{Car, Fleet, T0};
 use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::server::WebPkiClientVerifier;

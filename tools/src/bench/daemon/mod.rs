@@ -1,7 +1,7 @@
 //! `bench daemon`: gRPC on a Unix socket beside the call of the library, and throughput and latency
 //! under a rising number of callers over gRPC. The front door, the models and the callers are in
-//! one process. The two ways take turns on the same requests. Never draws requests while it
-//! measures.
+//! one process, with a request slot for each caller. The two ways take turns on the same requests.
+//! Never draws requests while it measures.
 
 pub mod caller;
 mod deadline;
@@ -108,7 +108,9 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
     };
     let (flash, mut budget) = (serve.flash()?, serve.budget()?);
     if args.target.is_none() {
-        (budget.workers, budget.slots) = (HostMachine::this().cores as u32, 64);
+        // A slot for each caller: a refusal over gRPC costs as much as a small answer.
+        let callers = args.clients.iter().copied().max().unwrap_or(1);
+        (budget.workers, budget.slots) = (HostMachine::this().cores as u32, callers.max(64));
     }
     let daemon = Daemon::new(&flash, budget)?;
     let requests = Requests::draw(&daemon, &flash, args.batch as usize)?;

@@ -1,5 +1,8 @@
 //! Certificates for tests: an authority, and what it signs, in memory and as files in PEM.
 
+// Each test uses a part of this.
+#![allow(dead_code)]
+
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use std::path::{Path, PathBuf};
