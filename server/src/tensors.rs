@@ -1,6 +1,7 @@
 //! Tensors of a request and the batch that they become. A sparse feature is one tensor of keys,
-//! `[batch, hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key function
-//! takes raw values in place of keys. The dense features are one tensor. Never copies a tensor.
+//! `[batch, hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key
+//! function takes raw values in place of keys. The dense features are one tensor. Never copies a
+//! tensor.
 
 use crate::memory::Reservation;
 use crate::outputs::Outputs;

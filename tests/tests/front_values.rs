@@ -1,5 +1,5 @@
-//! Raw values over gRPC and HTTP: in each form that the protocol has, the values of a feature with a
-//! key function become the keys that `hatchback run` makes of them.
+//! Raw values over gRPC and HTTP: in each form that the protocol has, the values of a feature with
+//! a key function become the keys that `hatchback run` makes of them.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

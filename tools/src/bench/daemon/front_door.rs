@@ -103,8 +103,8 @@ impl Daemon {
         self.folder.path().join("socket")
     }
 
-    /// Runs `work` beside the front door, whose callers may use what `rules` say; `models` are those
-    /// that callers can load.
+    /// Runs `work` beside the front door, whose callers may use what `rules` say; `models` are
+    /// those that callers can load.
     ///
     /// # Errors
     /// The socket cannot be bound, or the work fails.

@@ -40,20 +40,19 @@ fn attacks(message: &[u8]) -> Vec<Vec<u8>> {
     let pings = (0..1000).flat_map(|_| frame(6, 0, 0, &[7; 8]));
     let endless_headers = (0..100).flat_map(|_| frame(9, 0, 1, &[0; 1000]));
     let garbage: Vec<u8> = message.iter().rev().copied().collect();
-    let json = |body: &str| {
-        let length = body.len();
-        format!(
-            "POST /v2/models/bench/infer HTTP/1.1\r\nhost: a\r\ncontent-length: {length}\r\n\r\n{body}"
-        )
+    let post_of = |length: usize, body: &str| {
+        let head = "POST /v2/models/bench/infer HTTP/1.1\r\nhost: a\r\ncontent-length:";
+        format!("{head} {length}\r\n\r\n{body}").into_bytes()
     };
+    let json = |body: &str| post_of(body.len(), body);
+    let wrong = r#"{"inputs": [{"name": "x", "datatype": "FP32", "shape": [-1], "data": [9]}]}"#;
     vec![
         Vec::new(),
         PREFACE.to_vec(),
         format!("GET / HTTP/1.1\r\nx: {}\r\n", "a".repeat(60_000)).into_bytes(),
-        b"POST /v2/models/bench/infer HTTP/1.1\r\nhost: a\r\ncontent-length: 4000000\r\n\r\n{".to_vec(),
-        json(&"[".repeat(20_000)).into_bytes(),
-        json("{\"inputs\": [{\"name\": \"dense\", \"datatype\": \"FP32\", \"shape\": [-1], \"data\": [9]}]}")
-            .into_bytes(),
+        post_of(4_000_000, "{"),
+        json(&"[".repeat(20_000)),
+        json(wrong),
         garbage,
         [opening.clone(), resets.collect()].concat(),
         [opening.clone(), pings.collect()].concat(),
