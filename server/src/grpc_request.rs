@@ -10,14 +10,17 @@ use crate::problem::{Code, Problem};
 use crate::proto::InferTensorContents;
 use crate::values::{Tensor, Values};
 use crate::wire::{Fields, Value, malformed};
+use hyper::body::Bytes;
 use prost::Message;
 use std::time::Duration;
 
 /// Bytes in memory of a tensor beside its typed values.
 const ITEM_BYTES: usize = 384;
-/// Most bytes in memory for a byte of typed values: a varint of one byte becomes eight, in a vector
-/// with twice the room that it needs.
+/// Most bytes in memory for a byte of typed numbers: a varint of one byte becomes eight, in a
+/// vector with twice the room that it needs.
 const GROWTH: usize = 16;
+/// Bytes in memory of a typed text beside its own, in such a vector too.
+const TEXT_BYTES: usize = 2 * size_of::<Bytes>() + 32;
 
 /// Fields of a request.
 const MODEL: u64 = 1;
@@ -27,6 +30,9 @@ const PARAMETERS: u64 = 4;
 const INPUTS: u64 = 5;
 const OUTPUTS: u64 = 6;
 const RAW_CONTENTS: u64 = 7;
+/// The typed values of an input, and the texts among them.
+const CONTENTS: u64 = 5;
+const TEXTS: u64 = 8;
 
 /// A request for scores.
 #[derive(Debug, Default)]
@@ -63,7 +69,7 @@ struct Counts {
     inputs: usize,
     outputs: usize,
     raw: usize,
-    /// Bytes of inputs, which hold typed values.
+    /// Bytes in memory of typed values.
     typed: usize,
 }
 
@@ -75,7 +81,7 @@ impl Counts {
             match field.number {
                 INPUTS => {
                     counts.inputs += 1;
-                    counts.typed += field.bytes()?.len();
+                    counts.typed += typed_bytes(field.bytes()?)?;
                 }
                 OUTPUTS => counts.outputs += 1,
                 RAW_CONTENTS => counts.raw += 1,
@@ -90,6 +96,26 @@ impl Counts {
     }
 }
 
+/// Returns the most bytes that the typed values of `input` take.
+fn typed_bytes(input: &[u8]) -> Result<usize, Problem> {
+    let mut bytes = 0;
+    for field in Fields(input) {
+        let field = field?;
+        if field.number != CONTENTS {
+            continue;
+        }
+        for values in Fields(field.bytes()?) {
+            let values = values?;
+            bytes += match values.value {
+                Value::Number(_) => GROWTH,
+                Value::Bytes(text) if values.number == TEXTS => TEXT_BYTES + text.len(),
+                Value::Bytes(numbers) => GROWTH * numbers.len(),
+            };
+        }
+    }
+    Ok(bytes)
+}
+
 impl<'a> Request<'a> {
     /// Reads `message`. Counts what is kept of it in `memory`.
     ///
@@ -101,7 +127,7 @@ impl<'a> Request<'a> {
             let message = format!("{} tensors are too many", counts.tensors());
             return Err(Problem::new(Code::TooLarge, message));
         }
-        memory.grow(ITEM_BYTES * counts.tensors() + GROWTH * counts.typed)?;
+        memory.grow(ITEM_BYTES * counts.tensors() + counts.typed)?;
 
         let mut request = Self {
             inputs: Vec::with_capacity(counts.inputs),
@@ -200,12 +226,12 @@ fn input(message: &[u8]) -> Result<Input<'_>, Problem> {
                     input.add_side(sides.varint().ok_or_else(malformed)?)?;
                 }
             }
-            (5, Value::Bytes(contents)) => {
+            (CONTENTS, Value::Bytes(contents)) => {
                 let decoded = InferTensorContents::decode(contents);
                 let decoded = decoded.map_err(|e| Problem::invalid(e.to_string()))?;
                 input.contents = Some(Box::new(decoded));
             }
-            (5, Value::Number(_)) => return Err(malformed()),
+            (CONTENTS, Value::Number(_)) => return Err(malformed()),
             _ => {}
         }
     }
@@ -259,7 +285,6 @@ mod tests {
         InferInputTensor, InferParameter, InferRequestedOutputTensor, ModelInferRequest,
         ParameterValue,
     };
-    use hyper::body::Bytes;
 
     fn timeout(value: ParameterValue) -> (String, InferParameter) {
         ("timeout".to_owned(), InferParameter { value: Some(value) })

@@ -10,7 +10,7 @@ use crate::memory::Reservation;
 use crate::metrics::ModelMetrics;
 use crate::outputs::{Asked, Numbers, Output, Want, Wants};
 use crate::problem::{Code, Problem, not_served};
-use crate::tensors::{Layout, Read, fill};
+use crate::tensors::{Layout, fill};
 use crate::trace::{Names, Protocol, Trace};
 use crate::values::Tensor;
 use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
@@ -120,7 +120,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
         let layout = front.layout(order.model, model.schema());
         let wants = Wants::new(&layout.outputs, order.asked, order.every)?;
         let batch_max = model.budget().batch_max as usize;
-        fill(batch, &layout, order.tensors, Read::All, batch_max, memory)?;
+        fill(batch, &layout, order.tensors, batch_max, memory)?;
         view = Some(View { layout, wants });
         Ok::<(), Problem>(())
     });

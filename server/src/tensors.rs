@@ -284,33 +284,12 @@ pub fn fill(
     batch: &mut Batch,
     layout: &Layout,
     tensors: &[Tensor<'_>],
-    read: Read,
     batch_max: usize,
     memory: &mut Reservation,
 ) -> Result<(), Problem> {
     let columns = Columns::of(layout, tensors, memory)?;
-    let schema = &*layout.schema;
-    if columns.dense.is_none() && !schema.dense_features.is_empty() && read == Read::All {
-        return Err(Problem::invalid(format!("input `{}` is missing", layout.dense)));
-    }
-    let size = match columns.size {
-        Some(size) if size > 0 && size <= batch_max => size,
-        Some(size) => {
-            let message = format!("{size} samples; a request has 1 to {batch_max} (batch_max)");
-            return Err(Problem::invalid(message));
-        }
-        None => return Err(Problem::invalid("the request has no input")),
-    };
-
-    let floats = columns.dense.filter(|_| read == Read::All).unwrap_or(Floats::Zeros);
-    let width = schema.dense_features.len();
-    for sample in 0..size {
-        let dense = (sample * width..(sample + 1) * width).map(|at| floats.get(at));
-        batch.push_with(schema, dense, |f, keys, weights| {
-            append_bag(&schema.features[f], &columns.bags[f], sample, keys, weights)
-        })?;
-    }
-    Ok(())
+    let samples = columns.samples(layout, Read::All, batch_max)?;
+    columns.fill(batch, &layout.schema, samples)
 }
 
 /// Returns a batch of its own with the samples of `tensors`, as [`fill`] fills one. Counts the
@@ -325,13 +304,45 @@ pub fn batch_of(
     batch_max: usize,
     memory: &mut Reservation,
 ) -> Result<Batch, Problem> {
-    let rows = |tensor: &Tensor<'_>| tensor.shape.first().copied().unwrap_or(0);
-    let size = tensors.iter().map(rows).max().unwrap_or(0);
-    let size = usize::try_from(size).unwrap_or(0).min(batch_max);
-    memory.grow(Batch::bytes(&layout.schema, size))?;
-    let mut batch = Batch::new(&layout.schema, size);
-    fill(&mut batch, layout, tensors, read, batch_max, memory)?;
+    let mut columns = Columns::of(layout, tensors, memory)?;
+    let samples = columns.samples(layout, read, batch_max)?;
+    columns.dense = columns.dense.filter(|_| read == Read::All);
+    memory.grow(Batch::bytes(&layout.schema, samples))?;
+    let mut batch = Batch::new(&layout.schema, samples);
+    columns.fill(&mut batch, &layout.schema, samples)?;
     Ok(batch)
+}
+
+impl Columns<'_> {
+    /// Returns the number of samples.
+    ///
+    /// # Errors
+    /// There is none, there are more than `batch_max`, or the dense features are missing.
+    fn samples(&self, layout: &Layout, read: Read, batch_max: usize) -> Result<usize, Problem> {
+        let takes_dense = !layout.schema.dense_features.is_empty() && read == Read::All;
+        if self.dense.is_none() && takes_dense {
+            return Err(Problem::invalid(format!("input `{}` is missing", layout.dense)));
+        }
+        match self.size {
+            Some(size) if size > 0 && size <= batch_max => Ok(size),
+            Some(size) => {
+                let message = format!("{size} samples; a request has 1 to {batch_max} (batch_max)");
+                Err(Problem::invalid(message))
+            }
+            None => Err(Problem::invalid("the request has no input")),
+        }
+    }
+
+    fn fill(&self, batch: &mut Batch, schema: &Schema, samples: usize) -> Result<(), Problem> {
+        let (floats, width) = (self.dense.unwrap_or(Floats::Zeros), schema.dense_features.len());
+        for sample in 0..samples {
+            let dense = (sample * width..(sample + 1) * width).map(|at| floats.get(at));
+            batch.push_with(schema, dense, |f, keys, weights| {
+                append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)
+            })?;
+        }
+        Ok(())
+    }
 }
 
 /// Appends the keys of `sample` to `keys`, at most one more than the feature may have, and their

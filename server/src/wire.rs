@@ -114,7 +114,7 @@ fn write_varint(to: &mut Vec<u8>, mut value: u64) {
 
 /// Appends the head of a field with `length` bytes.
 pub fn write_head(to: &mut Vec<u8>, number: u64, length: usize) {
-    write_varint(to, number << 3 | 2);
+    write_varint(to, (number << 3) | 2);
     write_varint(to, length as u64);
 }
 
