@@ -58,7 +58,7 @@ pub fn front(
     };
     Front::new(FrontOptions {
         serving: Arc::clone(serving),
-        rules: car.target.server,
+        rules: car.target.server.clone(),
         budget: car.target.budget,
         gate: Arc::clone(shown.shed.gate()),
         models: model_folders(car),

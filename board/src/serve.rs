@@ -15,7 +15,7 @@ use hatchback::io::disk;
 use hatchback::request::serving::Serving;
 use hatchback::update::Updater;
 use hatchback_link::daemon::now;
-use hatchback_server::{Listener, front_bytes};
+use hatchback_server::{Listener, Tls, front_bytes};
 use std::collections::BTreeSet;
 use std::net::TcpListener;
 use std::path::Path;
@@ -118,12 +118,24 @@ fn serve_until_stopped(
     served.context("the front door")
 }
 
-/// Binds the target's address on the loopback device, if it has one.
+/// Binds the target's address, if it has one. Callers there show certificates if the target has
+/// them, and only this machine's processes are callers if it has not.
 fn tcp_listener(car: &Car<'_>) -> Result<Option<Arc<Listener>>> {
-    let Some(address) = car.target.server.tcp else { return Ok(None) };
+    let rules = &car.target.server;
+    let Some(address) = rules.tcp else { return Ok(None) };
+    let tls = rules.tls.as_ref().map(Tls::open).transpose()?;
     let bound = TcpListener::bind(address).with_context(|| format!("server.tcp = {address}"))?;
-    log::info!("listening on {}", bound.local_addr()?);
-    Ok(Some(Arc::new(Listener::Tcp(bound))))
+    let address = bound.local_addr()?;
+    Ok(Some(Arc::new(match tls {
+        None => {
+            log::info!("listening on {address}");
+            Listener::Tcp(bound)
+        }
+        Some(tls) => {
+            log::info!("listening on {address} for callers with certificates");
+            Listener::Tls(bound, tls)
+        }
+    })))
 }
 
 /// Returns the updates of the models that have a directory in `sync`. `root` is the file of the

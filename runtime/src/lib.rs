@@ -101,7 +101,9 @@ pub use bundle::manifest::{Generation, Manifest};
 pub use schema::{Feature, Schema, Table};
 
 // Configure: target files, from which the daemon and the tools take budgets and rules.
-pub use targets::{DeviceKind, Machine, MachineKind, ServerRules, Shed, Target, TargetError};
+pub use targets::{
+    DeviceKind, Machine, MachineKind, ServerRules, Shed, Target, TargetError, TlsRules,
+};
 
 // For the repository's own crates: parts of `hatchback-kernels` that packing and tests need.
 #[doc(hidden)]

@@ -4,6 +4,7 @@
 
 use crate::log_limit::LogLimit;
 use crate::problem::{Code, Problem};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,6 +21,8 @@ pub enum Peer {
     User(u32),
     /// A process of this machine, on the loopback device.
     Loopback,
+    /// A caller at this address with a certificate of the target's authorities.
+    Certified(SocketAddr),
 }
 
 /// One open connection.

@@ -7,7 +7,8 @@ use crate::proto::{
     InferStatistics, ModelConfig, ModelInput, ModelMetadataResponse, ModelOutput, ModelStatistics,
     ServerMetadataResponse, StatisticDuration, TensorMetadata,
 };
-use crate::tensors::{GENERATION, Layout, SCORE, STATUS, STATUS_FIELDS};
+use crate::tensors::Layout;
+use hatchback::schema::key_function::KeyFunction;
 use serde_json::{Value, json};
 
 /// The extensions of the protocol that the server has.
@@ -27,6 +28,8 @@ fn data_type(datatype: &str) -> DataType {
     match datatype {
         "INT32" => DataType { number: 8, name: "TYPE_INT32" },
         "INT64" => DataType { number: 9, name: "TYPE_INT64" },
+        "FP64" => DataType { number: 12, name: "TYPE_FP64" },
+        "BYTES" => DataType { number: 13, name: "TYPE_STRING" },
         _ => DataType { number: 11, name: "TYPE_FP32" },
     }
 }
@@ -70,20 +73,28 @@ fn inputs(layout: &Layout) -> Vec<TensorMetadata> {
     let features = layout.schema.features.iter();
     let features = features.flat_map(|f| {
         let shape = vec![-1, f.hotness_max.into()];
-        let weights = format!("{}.weights", f.name);
-        let weights = f.weighted.then(|| tensor(&weights, "FP32", shape.clone()));
-        std::iter::once(tensor(&f.name, "INT64", shape)).chain(weights)
+        let keys = match &f.key {
+            KeyFunction::Key => tensor(&f.name, "INT64", shape.clone()),
+            raw => tensor(&format!("{}.values", f.name), raw_type(raw), shape.clone()),
+        };
+        let weights = f.weighted.then(|| tensor(&format!("{}.weights", f.name), "FP32", shape));
+        std::iter::once(keys).chain(weights)
     });
     dense.into_iter().chain(features).collect()
 }
 
-fn outputs(front: &Front, name: &str) -> Vec<TensorMetadata> {
-    let outputs = front.serving.outputs(name).unwrap_or(1);
-    vec![
-        tensor(SCORE, "FP32", vec![-1, outputs as i64]),
-        tensor(STATUS, "INT32", vec![-1, STATUS_FIELDS as i64]),
-        tensor(GENERATION, "INT64", vec![1]),
-    ]
+/// Returns the type of the values that `function` is made for.
+fn raw_type(function: &KeyFunction) -> &'static str {
+    match function {
+        KeyFunction::Key | KeyFunction::Modulo { .. } => "INT64",
+        KeyFunction::Hash { .. } | KeyFunction::Vocabulary { .. } => "BYTES",
+        KeyFunction::Buckets { .. } => "FP64",
+    }
+}
+
+fn outputs(layout: &Layout, width: usize) -> Vec<TensorMetadata> {
+    let outputs = layout.outputs.list().iter();
+    outputs.map(|output| tensor(&output.name, output.datatype(), output.shape(width))).collect()
 }
 
 /// Returns the metadata of the model `name`.
@@ -92,13 +103,14 @@ fn outputs(front: &Front, name: &str) -> Vec<TensorMetadata> {
 /// There is no such model or version.
 pub fn model(front: &Front, name: &str, asked: &str) -> Result<ModelMetadataResponse, Problem> {
     let version = version(front, name, asked)?;
-    let layout = front.layout(name)?;
+    let schema = front.serving.schema(name).ok_or_else(|| not_served(name))?;
+    let layout = front.layout(name, &schema);
     Ok(ModelMetadataResponse {
         name: name.to_owned(),
         versions: vec![version],
         platform: PLATFORM.to_owned(),
         inputs: inputs(&layout),
-        outputs: outputs(front, name),
+        outputs: outputs(&layout, front.serving.outputs(name).unwrap_or(1)),
     })
 }
 
@@ -153,7 +165,7 @@ pub fn config(front: &Front, name: &str, asked: &str) -> Result<ModelConfig, Pro
 /// Returns the configuration of a model as JSON.
 pub fn config_json(config: &ModelConfig) -> Value {
     let type_name = |number: i32| {
-        let types = ["INT32", "INT64", "FP32"].map(data_type);
+        let types = ["INT32", "INT64", "FP32", "FP64", "BYTES"].map(data_type);
         types.iter().find(|t| t.number == number).map_or("TYPE_INVALID", |t| t.name)
     };
     let input = |i: &ModelInput| {

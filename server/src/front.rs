@@ -1,17 +1,18 @@
 //! The front door's state: the models, the limits, and what is counted. One for each process.
 
+use crate::alarm::Alarm;
 use crate::connections::Connections;
 use crate::facts::{CarFacts, ModelFolder};
 use crate::gate::Gate;
 use crate::history::History;
-use crate::limits::{CONNECTION_BYTES_MAX, RETRY_MAX};
+use crate::limits::{CONNECTION_BYTES_MAX, RETRY_MAX, TLS_BYTES_MAX};
 use crate::memory::ByteBudget;
 use crate::metrics::Metrics;
-use crate::problem::{Problem, not_served};
+use crate::problem::Problem;
 use crate::scrape::Scrape;
 use crate::slowest::Slowest;
 use crate::tensors::Layout;
-use hatchback::{Budget, Generation, ServerRules, Serving};
+use hatchback::{Budget, Generation, Schema, ServerRules, Serving};
 use hyper::body::Bytes;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,9 +55,12 @@ pub struct FrontOptions {
 
 /// Returns the bytes of the front door's lines in the budget: connections, and the requests and
 /// answers in flight.
-pub fn front_bytes(rules: &ServerRules) -> [(&'static str, u64); 2] {
-    let connections = u64::from(rules.connections_max) * CONNECTION_BYTES_MAX;
-    [("connections of callers", connections), ("requests and answers of callers", rules.bytes_max)]
+pub fn front_bytes(rules: &ServerRules) -> Vec<(&'static str, u64)> {
+    let of_each = |bytes: u64| u64::from(rules.connections_max) * bytes;
+    let tls = rules.tls.as_ref().map(|_| ("TLS of callers", of_each(TLS_BYTES_MAX)));
+    let connections = ("connections of callers", of_each(CONNECTION_BYTES_MAX));
+    let requests = ("requests and answers of callers", rules.bytes_max);
+    [Some(connections), tls, Some(requests)].into_iter().flatten().collect()
 }
 
 /// The front door.
@@ -75,6 +79,8 @@ pub struct Front {
     pub(crate) slowest: Slowest,
     pub(crate) history: History,
     pub(crate) started: Instant,
+    /// Ends the wait of requests with a deadline.
+    pub(crate) alarm: Alarm,
     /// Held while a model is loaded or unloaded: one at a time.
     pub(crate) is_changing: AtomicBool,
     new_facts: Facts,
@@ -119,6 +125,7 @@ impl Front {
             slowest: Slowest::default(),
             history: History::default(),
             started: Instant::now(),
+            alarm: Alarm::default(),
             is_changing: AtomicBool::new(false),
             new_facts: facts,
             facts: latest,
@@ -154,19 +161,15 @@ impl Front {
         lock(&self.shown_metrics).clone()
     }
 
-    /// Returns the tensors of the model `name`.
-    ///
-    /// # Errors
-    /// There is no such model.
-    pub(crate) fn layout(&self, name: &str) -> Result<Arc<Layout>, Problem> {
-        let schema = self.serving.schema(name).ok_or_else(|| not_served(name))?;
+    /// Returns the tensors of the model `name`, which has `schema`.
+    pub(crate) fn layout(&self, name: &str, schema: &Arc<Schema>) -> Arc<Layout> {
         let mut layouts = lock(&self.layouts);
         match layouts.get(name) {
-            Some(layout) if Arc::ptr_eq(&layout.schema, &schema) => Ok(Arc::clone(layout)),
+            Some(layout) if Arc::ptr_eq(&layout.schema, schema) => Arc::clone(layout),
             _ => {
-                let layout = Arc::new(Layout::new(schema));
+                let layout = Arc::new(Layout::new(Arc::clone(schema)));
                 layouts.insert(name.to_owned(), Arc::clone(&layout));
-                Ok(layout)
+                layout
             }
         }
     }

@@ -76,15 +76,26 @@ pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Problem> {
     }))
 }
 
+/// Returns room for a message of `bytes` bytes, behind its prefix.
+pub fn open_frame(bytes: usize) -> Vec<u8> {
+    let mut frame = Vec::with_capacity(PREFIX_BYTES + bytes);
+    frame.extend([0; PREFIX_BYTES]);
+    frame
+}
+
+/// Writes the length of the message into its prefix.
+pub fn close_frame(mut frame: Vec<u8>) -> Vec<u8> {
+    let length = (frame.len() - PREFIX_BYTES) as u32;
+    frame[1..PREFIX_BYTES].copy_from_slice(&length.to_be_bytes());
+    frame
+}
+
 /// Returns `message` with its prefix.
 pub fn frame(message: &impl Message) -> Vec<u8> {
-    let length = message.encoded_len();
-    let mut bytes = Vec::with_capacity(PREFIX_BYTES + length);
-    bytes.push(0);
-    bytes.extend_from_slice(&(length as u32).to_be_bytes());
+    let mut frame = open_frame(message.encoded_len());
     // A vector has room for every message.
-    let _ = message.encode(&mut bytes);
-    bytes
+    let _ = message.encode(&mut frame);
+    close_frame(frame)
 }
 
 /// Returns the answer with `data`, a framed message.

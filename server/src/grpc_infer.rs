@@ -1,24 +1,24 @@
-//! `ModelInfer` over gRPC: the tensors of the message and the message of the answer.
+//! `ModelInfer` over gRPC: from the message of a request to the message of its answer.
 
 use crate::grpc;
-use crate::http::{Answered, timeout_of};
-use crate::infer::{Call, Order, Wanted, shorter_timeout, status_numbers, submit};
+use crate::grpc_request::Request;
+use crate::http::{Answered, hold};
+use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
 use crate::memory::{ByteBudget, Reservation};
+use crate::outputs::{Want, Wants};
 use crate::problem::Problem;
-use crate::proto::{
-    InferInputTensor, InferOutputTensor, InferParameter, InferTensorContents, ModelInferRequest,
-    ModelInferResponse, ParameterValue,
-};
-use crate::scan::decoded_bytes_max;
-use crate::tensors::{GENERATION, Layout, SCORE, STATUS, STATUS_FIELDS, Tensor, Values, batch_of};
+use crate::tensors::{Layout, Read, batch_of};
+use crate::wire::{write_bytes, write_head, write_packed};
 use hatchback::Schema;
-use hatchback::request::pipeline::Answer;
 use hatchback::schema::batch::Batch;
 use hyper::body::Bytes;
-use prost::Message;
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Bytes of an answer beside its numbers and names, and of each of its outputs.
+const ANSWER_BYTES: usize = 64;
+/// Bytes of a number of an answer, at most.
+const NUMBER_BYTES: usize = 8;
 
 /// Answers `body`, whose call waits for `timeout`.
 ///
@@ -29,22 +29,26 @@ pub async fn infer(
     body: &Bytes,
     timeout: Option<Duration>,
 ) -> Result<Answered, Problem> {
-    let request = parse(body, &mut call.memory)?;
-    let tensors = tensors_of(&request)?;
-    let wanted = wanted_of(&request)?;
-    let timeout = shorter_timeout(timeout_parameter(&request.parameters)?, timeout);
-    let order = Order {
-        model: &request.model_name,
-        version: &request.model_version,
-        timeout,
-        tensors: &tensors,
+    let message = grpc::message_of(body)?;
+    let request = Request::read(&message, &mut call.memory)?;
+    let submitted = {
+        let tensors = request.tensors()?;
+        let order = Order {
+            model: request.model,
+            version: request.version,
+            timeout: shorter_timeout(request.timeout, timeout),
+            tensors: &tensors,
+            asked: &request.asked,
+            every: Want::Binary,
+        };
+        submit(call, &order)?
     };
-    let submitted = submit(call, &order)?;
 
-    let scored = submitted.wait().await?;
-    let memory = call.front.bytes.reserve(0)?;
-    scored.encode(call, &request.id, |answer| {
-        grpc::reply_with(&response(&request, wanted, answer), memory)
+    let scored = submitted.wait().await;
+    let mut memory = call.front.bytes.reserve(0)?;
+    scored.encode(call, request.id, |shown| {
+        let bytes = response(&request, shown, &mut memory)?;
+        Ok(grpc::reply(hold(bytes, memory)))
     })
 }
 
@@ -54,111 +58,39 @@ pub async fn infer(
 /// # Errors
 /// Those of a call.
 pub fn decode(message: &[u8], schema: &Arc<Schema>, batch_max: usize) -> Result<Batch, Problem> {
-    let budget = ByteBudget::new(64 << 20);
-    let mut memory = budget.reserve(2 * message.len())?;
-    let framed = [&[0], &(message.len() as u32).to_be_bytes()[..], message].concat();
-    let request = parse(&framed.into(), &mut memory)?;
-    wanted_of(&request)?;
-    timeout_parameter(&request.parameters)?;
-    batch_of(&Layout::new(Arc::clone(schema)), &tensors_of(&request)?, batch_max, &mut memory)
+    let mut memory = ByteBudget::new(64 << 20).reserve(message.len())?;
+    let request = Request::read(message, &mut memory)?;
+    let layout = Layout::new(Arc::clone(schema));
+    Wants::new(&layout.outputs, &request.asked, Want::Binary)?;
+    batch_of(&layout, &request.tensors()?, Read::All, batch_max, &mut memory)
 }
 
-fn parse(body: &Bytes, memory: &mut Reservation) -> Result<ModelInferRequest, Problem> {
-    let message = grpc::message_of(body)?;
-    memory.grow(decoded_bytes_max(&message)?)?;
-    ModelInferRequest::decode(message).map_err(|e| Problem::invalid(e.to_string()))
-}
-
-fn wanted_of(request: &ModelInferRequest) -> Result<Wanted, Problem> {
-    if request.outputs.is_empty() {
-        return Ok(Wanted::ALL);
-    }
-    let mut wanted = Wanted::NONE;
-    request.outputs.iter().try_for_each(|output| wanted.add(&output.name))?;
-    Ok(wanted)
-}
-
-/// Returns the time in the parameter `timeout`, in microseconds; 0 is no limit.
-fn timeout_parameter(
-    parameters: &HashMap<String, InferParameter>,
-) -> Result<Option<Duration>, Problem> {
-    let value = parameters.get("timeout").and_then(|parameter| parameter.value.as_ref());
-    let us = match value {
-        None => return Ok(None),
-        Some(ParameterValue::Int64(us)) => *us,
-        Some(ParameterValue::Uint64(us)) => i64::try_from(*us).unwrap_or(i64::MAX),
-        Some(other) => return Err(Problem::invalid(format!("timeout: {other:?}"))),
-    };
-    Ok(Some(timeout_of(us)?).filter(|timeout| !timeout.is_zero()))
-}
-
-fn tensors_of(request: &ModelInferRequest) -> Result<Vec<Tensor<'_>>, Problem> {
-    let ModelInferRequest { inputs, raw_input_contents: raw, .. } = request;
-    if !raw.is_empty() && raw.len() != inputs.len() {
-        let (raw, inputs) = (raw.len(), inputs.len());
-        return Err(Problem::invalid(format!("{raw} raw inputs and {inputs} inputs")));
-    }
-    let tensor = |number: usize, input| values_of(input, raw.get(number));
-    inputs.iter().enumerate().map(|(number, input)| tensor(number, input)).collect()
-}
-
-fn values_of<'a>(
-    input: &'a InferInputTensor,
-    raw: Option<&'a Bytes>,
-) -> Result<Tensor<'a>, Problem> {
-    let InferInputTensor { name, datatype, shape, contents, .. } = input;
-    let values = match (raw, contents) {
-        (Some(raw), None) => Values::Bytes(raw),
-        (Some(_), Some(_)) => {
-            let name = name.escape_debug();
-            let message = format!("input `{name}` has raw values and typed values");
-            return Err(Problem::invalid(message));
-        }
-        (None, None) => Values::Bytes(&[]),
-        (None, Some(contents)) => typed(datatype, contents),
-    };
-    Ok(Tensor { name, datatype, shape, values })
-}
-
-fn typed<'a>(datatype: &str, contents: &'a InferTensorContents) -> Values<'a> {
-    match datatype {
-        "FP32" => Values::F32(&contents.fp32_contents),
-        "UINT64" => Values::U64(&contents.uint64_contents),
-        "INT32" => Values::I32(&contents.int_contents),
-        _ => Values::I64(&contents.int64_contents),
-    }
-}
-
+/// Returns the framed message of an answer, a `ModelInferResponse`. Counts it in `memory`.
 fn response(
-    request: &ModelInferRequest,
-    wanted: Wanted,
-    answer: &Answer<'_>,
-) -> ModelInferResponse {
-    let (scores, generation) = (answer.scores(), answer.generation().sequence);
-    let samples = scores.statuses.len();
-    let mut response = ModelInferResponse {
-        model_name: request.model_name.clone(),
-        model_version: generation.to_string(),
-        id: request.id.clone(),
-        ..Default::default()
-    };
-    let mut add = |name: &str, datatype: &str, shape: &[usize], raw: Vec<u8>| {
-        let shape = shape.iter().map(|side| *side as i64).collect();
-        let (name, datatype) = (name.to_owned(), datatype.to_owned());
-        response.outputs.push(InferOutputTensor { name, datatype, shape });
-        response.raw_output_contents.push(raw.into());
-    };
-    if wanted.score {
-        let raw = scores.values.iter().flat_map(|score| score.to_le_bytes()).collect();
-        add(SCORE, "FP32", &[samples, scores.values.len() / samples.max(1)], raw);
+    request: &Request<'_>,
+    shown: &Shown<'_>,
+    memory: &mut Reservation,
+) -> Result<Vec<u8>, Problem> {
+    let outputs = shown.outputs().map(|(output, _, _)| ANSWER_BYTES + output.name.len());
+    let names = request.model.len() + request.id.len() + outputs.sum::<usize>();
+    let bytes_max = ANSWER_BYTES + names + NUMBER_BYTES * shown.numbers();
+    memory.grow(bytes_max)?;
+
+    let mut message = grpc::open_frame(bytes_max);
+    write_bytes(&mut message, 1, request.model.as_bytes());
+    write_bytes(&mut message, 2, shown.sequence().to_string().as_bytes());
+    write_bytes(&mut message, 3, request.id.as_bytes());
+    let mut tensor = Vec::with_capacity(ANSWER_BYTES);
+    for (output, _, numbers) in shown.outputs() {
+        tensor.clear();
+        write_bytes(&mut tensor, 1, output.name.as_bytes());
+        write_bytes(&mut tensor, 2, output.datatype().as_bytes());
+        write_packed(&mut tensor, 3, &numbers.shape());
+        write_bytes(&mut message, 5, &tensor);
     }
-    if wanted.status {
-        let numbers = scores.statuses.iter().flat_map(status_numbers);
-        let raw = numbers.flat_map(i32::to_le_bytes).collect();
-        add(STATUS, "INT32", &[samples, STATUS_FIELDS], raw);
+    for (output, _, numbers) in shown.outputs() {
+        write_head(&mut message, 6, output.number_bytes() * numbers.count());
+        numbers.write(&mut message);
     }
-    if wanted.generation {
-        add(GENERATION, "INT64", &[1], generation.to_le_bytes().to_vec());
-    }
-    response
+    Ok(grpc::close_frame(message))
 }

@@ -3,28 +3,32 @@
 
 use crate::describe;
 use crate::http::{Answered, hold, reply, timeout_of};
-use crate::infer::{Call, Order, Wanted, shorter_timeout, status_numbers, submit};
+use crate::infer::{Call, Order, Shown, shorter_timeout, submit};
 use crate::memory::{ByteBudget, Reservation};
-use crate::problem::Problem;
-use crate::tensors::{
-    GENERATION, Layout, SCORE, STATUS, STATUS_FIELDS, Tensor, Values, batch_of, keys_of,
-};
+use crate::outputs::{Asked, Numbers, Want, Wants};
+use crate::problem::{Problem, not_served};
+use crate::tensors::{Layout, Read, batch_of};
+use crate::values::{Tensor, Values};
 use hatchback::Schema;
-use hatchback::request::pipeline::Answer;
 use hatchback::schema::batch::Batch;
+use hatchback::schema::raw_value::RawValue;
 use hyper::header::{HeaderName, HeaderValue};
 use hyper::{HeaderMap, StatusCode};
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// The header with the length of the JSON before the binary data.
 pub const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
-/// Most bytes in memory for a byte of JSON: a number of one digit with its comma is kept as 16
-/// bytes and converted to 8, in vectors with twice the room that they need.
+/// Most bytes in memory for a byte of JSON: a number of one digit with its comma is kept as 24
+/// bytes and converted to 8, a text of two quotes and a comma has a pointer of 16 bytes. The
+/// vectors have twice the room that they need.
 const GROWTH: usize = 32;
+const _: () = assert!(2 * (size_of::<RawValue<'_>>() + 8) <= 2 * GROWTH, "a digit and a comma");
+const _: () = assert!(2 * (size_of::<RawValue<'_>>() + 16) <= 3 * GROWTH, "an empty text");
 /// Bytes of a number in JSON, with its comma.
 const NUMBER_BYTES: usize = 24;
 /// Bytes of an answer beside its numbers and names.
@@ -32,12 +36,13 @@ const ANSWER_BYTES: usize = 1024;
 
 /// The JSON of a request. Unknown fields are skipped.
 #[derive(Deserialize)]
-struct Head {
+struct Head<'a> {
     #[serde(default)]
     id: String,
     #[serde(default)]
     parameters: HeadParameters,
-    inputs: Vec<HeadInput>,
+    #[serde(borrow)]
+    inputs: Vec<HeadInput<'a>>,
     #[serde(default)]
     outputs: Vec<HeadOutput>,
 }
@@ -51,13 +56,14 @@ struct HeadParameters {
 }
 
 #[derive(Deserialize)]
-struct HeadInput {
+struct HeadInput<'a> {
     name: String,
     datatype: String,
     shape: Vec<i64>,
     #[serde(default)]
     parameters: InputParameters,
-    data: Option<Numbers>,
+    #[serde(borrow)]
+    data: Option<Data<'a>>,
 }
 
 #[derive(Default, Deserialize)]
@@ -78,47 +84,49 @@ struct OutputParameters {
     binary_data: bool,
 }
 
-/// A number of JSON.
-#[derive(Clone, Copy)]
-enum Number {
-    Integer(i64),
-    Large(u64),
-    Real(f64),
-}
+/// The values of a tensor; nested arrays are flattened.
+struct Data<'a>(Vec<RawValue<'a>>);
 
-/// The numbers of a tensor; nested arrays are flattened.
-struct Numbers(Vec<Number>);
-
-impl<'de> Deserialize<'de> for Numbers {
+impl<'de: 'a, 'a> Deserialize<'de> for Data<'a> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        let mut numbers = Vec::new();
-        from.deserialize_any(Flatten(&mut numbers))?;
-        Ok(Self(numbers))
+        let mut values = Vec::new();
+        from.deserialize_any(Flatten(&mut values))?;
+        Ok(Self(values))
     }
 }
 
-/// Adds numbers, and those of arrays in arrays, to a list.
-struct Flatten<'a>(&'a mut Vec<Number>);
+/// Adds values, and those of arrays in arrays, to a list.
+struct Flatten<'v, 'a>(&'v mut Vec<RawValue<'a>>);
 
-impl<'de> Visitor<'de> for Flatten<'_> {
+impl<'de: 'a, 'a> Visitor<'de> for Flatten<'_, 'a> {
     type Value = ();
 
     fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        to.write_str("numbers, or arrays of numbers")
+        to.write_str("numbers or texts, or arrays of them")
     }
 
     fn visit_i64<E>(self, value: i64) -> Result<(), E> {
-        self.0.push(Number::Integer(value));
+        self.0.push(value.into());
         Ok(())
     }
 
     fn visit_u64<E>(self, value: u64) -> Result<(), E> {
-        self.0.push(i64::try_from(value).map_or(Number::Large(value), Number::Integer));
+        self.0.push(value.into());
         Ok(())
     }
 
     fn visit_f64<E>(self, value: f64) -> Result<(), E> {
-        self.0.push(Number::Real(value));
+        self.0.push(value.into());
+        Ok(())
+    }
+
+    fn visit_borrowed_str<E>(self, text: &'de str) -> Result<(), E> {
+        self.0.push(text.into());
+        Ok(())
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<(), E> {
+        self.0.push(RawValue::Text(Cow::Owned(text.to_owned())));
         Ok(())
     }
 
@@ -128,7 +136,7 @@ impl<'de> Visitor<'de> for Flatten<'_> {
     }
 }
 
-impl<'de> serde::de::DeserializeSeed<'de> for Flatten<'_> {
+impl<'de: 'a, 'a> serde::de::DeserializeSeed<'de> for Flatten<'_, 'a> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
@@ -137,48 +145,56 @@ impl<'de> serde::de::DeserializeSeed<'de> for Flatten<'_> {
 }
 
 /// The values of a tensor that the JSON holds.
-enum Held {
+enum Held<'a> {
     I64(Vec<i64>),
     U64(Vec<u64>),
     F32(Vec<f32>),
+    F64(Vec<f64>),
+    Raw(&'a [RawValue<'a>]),
     /// The tensor's values are binary data.
     Binary,
 }
 
-impl Held {
-    fn of(input: &HeadInput) -> Result<Self, Problem> {
-        let Some(Numbers(numbers)) = &input.data else { return Ok(Self::Binary) };
-        let wrong = || {
+impl<'a> Held<'a> {
+    fn of(input: &'a HeadInput<'a>) -> Result<Self, Problem> {
+        let Some(Data(values)) = &input.data else { return Ok(Self::Binary) };
+        let held = match input.datatype.as_str() {
+            "FP32" => each(values, |value| real(value).map(|x| x as f32)).map(Self::F32),
+            "FP64" => each(values, real).map(Self::F64),
+            "BYTES" => Some(Self::Raw(values)),
+            "UINT64" => each(values, |value| match value {
+                RawValue::Unsigned(value) => Some(*value),
+                _ => None,
+            })
+            .map(Self::U64),
+            _ => each(values, |value| match value {
+                RawValue::Unsigned(value) => i64::try_from(*value).ok(),
+                RawValue::Negative(value) => Some(*value),
+                _ => None,
+            })
+            .map(Self::I64),
+        };
+        held.ok_or_else(|| {
             let (name, datatype) = (input.name.escape_debug(), input.datatype.escape_debug());
             Problem::invalid(format!("input `{name}`: its data has values that are no {datatype}"))
-        };
-        let numbers = numbers.iter();
-        Ok(match input.datatype.as_str() {
-            "FP32" => Self::F32(numbers.map(|number| real(*number)).collect()),
-            "UINT64" => {
-                let values = numbers.map(|number| match *number {
-                    Number::Integer(value) => u64::try_from(value).ok(),
-                    Number::Large(value) => Some(value),
-                    Number::Real(_) => None,
-                });
-                Self::U64(values.collect::<Option<_>>().ok_or_else(wrong)?)
-            }
-            _ => {
-                let values = numbers.map(|number| match *number {
-                    Number::Integer(value) => Some(value),
-                    Number::Large(_) | Number::Real(_) => None,
-                });
-                Self::I64(values.collect::<Option<_>>().ok_or_else(wrong)?)
-            }
         })
     }
 }
 
-fn real(number: Number) -> f32 {
-    match number {
-        Number::Integer(value) => value as f32,
-        Number::Large(value) => value as f32,
-        Number::Real(value) => value as f32,
+/// Returns what `convert` makes of each value; `None` if it refuses one.
+fn each<T>(
+    values: &[RawValue<'_>],
+    convert: impl Fn(&RawValue<'_>) -> Option<T>,
+) -> Option<Vec<T>> {
+    values.iter().map(convert).collect()
+}
+
+fn real(value: &RawValue<'_>) -> Option<f64> {
+    match value {
+        RawValue::Text(_) => None,
+        RawValue::Unsigned(value) => Some(*value as f64),
+        RawValue::Negative(value) => Some(*value as f64),
+        RawValue::Float(value) => Some(*value),
     }
 }
 
@@ -199,7 +215,7 @@ pub async fn infer(
     body: &[u8],
 ) -> Result<Answered, Problem> {
     let (head, binary) = parse(headers, body, &mut call.memory)?;
-    let wants = Wants::of(&head)?;
+    let (asked, every) = (asked(&head), how(head.parameters.binary_data_output));
     let held = head.inputs.iter().map(Held::of).collect::<Result<Vec<_>, _>>()?;
     let tensors = tensors_of(&head, &held, binary)?;
     let order = Order {
@@ -207,16 +223,16 @@ pub async fn infer(
         version: target.version,
         timeout: shorter_timeout(timeout_parameter(&head)?, None),
         tensors: &tensors,
+        asked: &asked,
+        every,
     };
     let submitted = submit(call, &order)?;
 
-    let scored = submitted.wait().await?;
+    let scored = submitted.wait().await;
     let mut memory = call.front.bytes.reserve(ANSWER_BYTES + head.id.len() + target.model.len())?;
-    scored.encode(call, &head.id, |answer| {
-        let scores = answer.scores();
-        let numbers = scores.values.len() + scores.statuses.len() * STATUS_FIELDS;
-        memory.grow(2 * NUMBER_BYTES * numbers)?;
-        Ok(response(target.model, &head.id, wants, answer, memory))
+    scored.encode(call, &head.id, |shown| {
+        memory.grow(2 * NUMBER_BYTES * shown.numbers())?;
+        Ok(response(target.model, &head.id, shown, memory))
     })
 }
 
@@ -236,9 +252,10 @@ pub fn prefetch(
     let (head, binary) = parse(headers, body, &mut call.memory)?;
     let held = head.inputs.iter().map(Held::of).collect::<Result<Vec<_>, _>>()?;
     let tensors = tensors_of(&head, &held, binary)?;
-    let layout = front.layout(model)?;
+    let schema = front.serving.schema(model).ok_or_else(|| not_served(model))?;
+    let layout = front.layout(model, &schema);
     let batch_max = front.serving.budget(model).map_or(1, |budget| budget.batch_max as usize);
-    let batch = keys_of(&layout, &tensors, batch_max, &mut call.memory)?;
+    let batch = batch_of(&layout, &tensors, Read::Keys, batch_max, &mut call.memory)?;
     let queue = |f: usize| front.serving.prefetch(model, f, batch.bags(f).keys);
     Ok((0..batch.features()).map(queue).sum())
 }
@@ -259,11 +276,12 @@ pub fn decode(
     let mut headers = HeaderMap::new();
     headers.insert(HEAD_LENGTH, HeaderValue::from(head_bytes));
     let (head, binary) = parse(&headers, body, &mut memory)?;
-    Wants::of(&head)?;
     timeout_parameter(&head)?;
     let held = head.inputs.iter().map(Held::of).collect::<Result<Vec<_>, _>>()?;
     let tensors = tensors_of(&head, &held, binary)?;
-    batch_of(&Layout::new(Arc::clone(schema)), &tensors, batch_max, &mut memory)
+    let layout = Layout::new(Arc::clone(schema));
+    Wants::new(&layout.outputs, &asked(&head), how(head.parameters.binary_data_output))?;
+    batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
 }
 
 /// Returns the JSON of a request, and the binary data behind it.
@@ -271,7 +289,7 @@ fn parse<'a>(
     headers: &HeaderMap,
     body: &'a [u8],
     memory: &mut Reservation,
-) -> Result<(Head, &'a [u8]), Problem> {
+) -> Result<(Head<'a>, &'a [u8]), Problem> {
     let length = match headers.get(HEAD_LENGTH) {
         None => body.len(),
         Some(value) => {
@@ -288,14 +306,14 @@ fn parse<'a>(
     Ok((head, binary))
 }
 
-fn timeout_parameter(head: &Head) -> Result<Option<Duration>, Problem> {
+fn timeout_parameter(head: &Head<'_>) -> Result<Option<Duration>, Problem> {
     let timeout = head.parameters.timeout.map(timeout_of).transpose()?;
     Ok(timeout.filter(|timeout| !timeout.is_zero()))
 }
 
 fn tensors_of<'a>(
-    head: &'a Head,
-    held: &'a [Held],
+    head: &'a Head<'a>,
+    held: &'a [Held<'a>],
     mut binary: &'a [u8],
 ) -> Result<Vec<Tensor<'a>>, Problem> {
     let mut tensors = Vec::with_capacity(held.len());
@@ -313,10 +331,11 @@ fn tensors_of<'a>(
             }
             (Held::Binary, None) => return Err(fault("has no data")),
             (_, Some(_)) => return Err(fault("has data and binary data")),
-            (Held::I64(values), None) if input.datatype == "INT32" => Values::I64(values),
             (Held::I64(values), None) => Values::I64(values),
             (Held::U64(values), None) => Values::U64(values),
             (Held::F32(values), None) => Values::F32(values),
+            (Held::F64(values), None) => Values::F64(values),
+            (Held::Raw(values), None) => Values::Raw(values),
         };
         // JSON has no widths: an INT32 of JSON is an INT64 with the same value.
         let is_wide = matches!(values, Values::I64(_)) && input.datatype == "INT32";
@@ -329,29 +348,17 @@ fn tensors_of<'a>(
     Ok(tensors)
 }
 
-/// Which outputs a request wants, and which of them as binary data.
-#[derive(Clone, Copy)]
-struct Wants {
-    any: Wanted,
-    binary: Wanted,
+fn how(is_binary: bool) -> Want {
+    if is_binary { Want::Binary } else { Want::Text }
 }
 
-impl Wants {
-    fn of(head: &Head) -> Result<Self, Problem> {
-        let is_binary = head.parameters.binary_data_output;
-        if head.outputs.is_empty() {
-            let binary = if is_binary { Wanted::ALL } else { Wanted::NONE };
-            return Ok(Self { any: Wanted::ALL, binary });
-        }
-        let mut wants = Self { any: Wanted::NONE, binary: Wanted::NONE };
-        for HeadOutput { name, parameters } in &head.outputs {
-            wants.any.add(name)?;
-            if parameters.binary_data || is_binary {
-                wants.binary.add(name)?;
-            }
-        }
-        Ok(wants)
-    }
+fn asked<'a>(head: &'a Head<'_>) -> Vec<Asked<'a>> {
+    let is_binary = head.parameters.binary_data_output;
+    let asked = |HeadOutput { name, parameters }: &'a HeadOutput| Asked {
+        name,
+        want: how(parameters.binary_data || is_binary),
+    };
+    head.outputs.iter().map(asked).collect()
 }
 
 /// The JSON of an answer.
@@ -372,7 +379,7 @@ struct AnswerOutput<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     parameters: Option<AnswerParameters>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    data: Option<AnswerData<'a>>,
+    data: Option<Numbers<'a>>,
 }
 
 #[derive(Serialize)]
@@ -380,76 +387,24 @@ struct AnswerParameters {
     binary_data_size: usize,
 }
 
-#[derive(Serialize)]
-#[serde(untagged)]
-enum AnswerData<'a> {
-    Scores(&'a [f32]),
-    Statuses(Vec<i32>),
-    Generation([u64; 1]),
-}
-
-/// Outputs of an answer, and the binary data of those that are wanted so.
-#[derive(Default)]
-struct Outputs<'a> {
-    outputs: Vec<AnswerOutput<'a>>,
-    binary: Vec<u8>,
-}
-
-impl<'a> Outputs<'a> {
-    fn add(&mut self, mut output: AnswerOutput<'a>, is_binary: bool) {
-        if is_binary {
-            let before = self.binary.len();
-            match output.data.take() {
-                Some(AnswerData::Scores(v)) => {
-                    self.binary.extend(v.iter().flat_map(|value| value.to_le_bytes()));
-                }
-                Some(AnswerData::Statuses(v)) => {
-                    self.binary.extend(v.iter().flat_map(|value| value.to_le_bytes()));
-                }
-                Some(AnswerData::Generation([v])) => self.binary.extend(v.to_le_bytes()),
-                None => {}
-            }
-            let binary_data_size = self.binary.len() - before;
-            output.parameters = Some(AnswerParameters { binary_data_size });
+fn response(model_name: &str, id: &str, shown: &Shown<'_>, memory: Reservation) -> Answered {
+    let (mut outputs, mut binary) = (Vec::new(), Vec::new());
+    for (output, want, numbers) in shown.outputs() {
+        let before = binary.len();
+        if want == Want::Binary {
+            numbers.write(&mut binary);
         }
-        self.outputs.push(output);
-    }
-}
-
-fn response(
-    model_name: &str,
-    id: &str,
-    wants: Wants,
-    answer: &Answer<'_>,
-    memory: Reservation,
-) -> Answered {
-    let (scores, generation) = (answer.scores(), answer.generation().sequence);
-    let samples = scores.statuses.len();
-    let mut outputs = Outputs::default();
-    let output = |name, datatype, shape: &[usize], data| AnswerOutput {
-        name,
-        datatype,
-        shape: shape.to_vec(),
-        parameters: None,
-        data: Some(data),
-    };
-    if wants.any.score {
-        let shape = [samples, scores.values.len() / samples.max(1)];
-        let data = AnswerData::Scores(scores.values);
-        outputs.add(output(SCORE, "FP32", &shape, data), wants.binary.score);
-    }
-    if wants.any.status {
-        let numbers = scores.statuses.iter().flat_map(status_numbers).collect();
-        let data = AnswerData::Statuses(numbers);
-        outputs.add(output(STATUS, "INT32", &[samples, STATUS_FIELDS], data), wants.binary.status);
-    }
-    if wants.any.generation {
-        let data = AnswerData::Generation([generation]);
-        outputs.add(output(GENERATION, "INT64", &[1], data), wants.binary.generation);
+        let binary_data_size = binary.len() - before;
+        outputs.push(AnswerOutput {
+            name: &output.name,
+            datatype: output.datatype(),
+            shape: numbers.shape(),
+            parameters: (want == Want::Binary).then_some(AnswerParameters { binary_data_size }),
+            data: (want == Want::Text).then_some(numbers),
+        });
     }
 
-    let Outputs { outputs, binary } = outputs;
-    let model_version = generation.to_string();
+    let model_version = shown.sequence().to_string();
     let head = AnswerHead { model_name, model_version, id, outputs };
     // Numbers and text always serialize.
     let mut bytes = serde_json::to_vec(&head).unwrap_or_default();

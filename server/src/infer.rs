@@ -8,14 +8,17 @@ use crate::gate::Turn;
 use crate::limits::TIMEOUT_MAX;
 use crate::memory::Reservation;
 use crate::metrics::ModelMetrics;
-use crate::problem::{Code, Problem};
-use crate::tensors::{GENERATION, SCORE, STATUS, STATUS_FIELDS, Tensor, batch_of};
+use crate::outputs::{Asked, Numbers, Output, Want, Wants};
+use crate::problem::{Code, Problem, not_served};
+use crate::tensors::{Layout, fill};
 use crate::trace::{Names, Protocol, Trace};
-use hatchback::limits::DEADLINE_GRACE_US;
+use crate::values::Tensor;
+use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
 use hatchback::request::pipeline::Answer;
-use hatchback::{LookupStatus, RequestError, Ticket};
+use hatchback::{RequestError, Ticket};
 use hyper::header::HeaderValue;
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -41,36 +44,10 @@ pub struct Order<'a> {
     /// Time from the arrival of the request to its deadline.
     pub timeout: Option<Duration>,
     pub tensors: &'a [Tensor<'a>],
-}
-
-/// Which outputs a request wants.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wanted {
-    pub score: bool,
-    pub status: bool,
-    pub generation: bool,
-}
-
-impl Wanted {
-    pub const ALL: Self = Self { score: true, status: true, generation: true };
-    pub const NONE: Self = Self { score: false, status: false, generation: false };
-
-    /// Adds the output `name`.
-    ///
-    /// # Errors
-    /// The model has no such output.
-    pub fn add(&mut self, name: &str) -> Result<(), Problem> {
-        match name {
-            SCORE => self.score = true,
-            STATUS => self.status = true,
-            GENERATION => self.generation = true,
-            _ => {
-                let name = name.escape_debug();
-                return Err(Problem::invalid(format!("the model has no output `{name}`")));
-            }
-        }
-        Ok(())
-    }
+    /// The outputs that the request asks for; every output where it asks for none.
+    pub asked: &'a [Asked<'a>],
+    /// How an answer holds every output.
+    pub every: Want,
 }
 
 /// Returns the shorter of the time that a caller gives in the request and that of its call of gRPC.
@@ -82,9 +59,17 @@ pub fn shorter_timeout(parameter: Option<Duration>, call: Option<Duration>) -> O
     [parameter, call].into_iter().flatten().min().map(|time| time.min(TIMEOUT_MAX))
 }
 
+/// What an answer will show.
+struct View {
+    layout: Arc<Layout>,
+    wants: Wants,
+}
+
 /// A request that a worker will score.
 pub struct Submitted<'a> {
+    front: &'a Front,
     ticket: Ticket,
+    view: View,
     deadline: Option<Instant>,
     at: Instant,
     /// The same time by the clock of the pipeline.
@@ -97,6 +82,7 @@ pub struct Submitted<'a> {
 /// A request that a worker has answered.
 pub struct Scored {
     ticket: Ticket,
+    view: View,
     submitted: Instant,
     submitted_clock: Duration,
     done: Instant,
@@ -110,60 +96,74 @@ pub struct Scored {
 /// request.
 pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a>, Problem> {
     let front = call.front;
-    let layout = front.layout(order.model)?;
+    if front.serving.schema(order.model).is_none() {
+        return Err(not_served(order.model));
+    }
     order.model.clone_into(&mut call.model);
     if !order.version.is_empty() {
         describe::version(front, order.model, order.version)?;
     }
-    let batch_max = front.serving.budget(order.model).map_or(1, |budget| budget.batch_max as usize);
-    let batch = batch_of(&layout, order.tensors, batch_max, &mut call.memory)?;
 
     let busy = |message: String| Problem::busy(message, front.retry_after(order.model));
     let closing = || Problem::new(Code::Unavailable, "the connection makes room for another one");
     let work = call.connection.begin_work().ok_or_else(closing)?;
     let turn = front.gate.turn().ok_or_else(|| busy("busy: the car sheds load".to_owned()))?;
 
-    let (at, at_clock) = (Instant::now(), front.serving.now());
-    let left = order.timeout.map(|timeout| timeout.saturating_sub(at - call.received));
+    let (received, at_clock) = (call.received.elapsed(), front.serving.now());
+    let left = order.timeout.map(|timeout| timeout.saturating_sub(received));
     if left == Some(Duration::ZERO) {
         return Err(RequestError::DeadlineExceeded.into());
     }
-    let ticket = front.serving.submit(order.model, &batch, left.map(|left| at_clock + left));
+    let (mut view, memory) = (None, &mut call.memory);
+    let deadline = left.map(|left| at_clock + left);
+    let ticket = front.serving.submit_with(order.model, deadline, |model, batch| {
+        let layout = front.layout(order.model, model.schema());
+        let wants = Wants::new(&layout.outputs, order.asked, order.every)?;
+        let batch_max = model.budget().batch_max as usize;
+        fill(batch, &layout, order.tensors, batch_max, memory)?;
+        view = Some(View { layout, wants });
+        Ok::<(), Problem>(())
+    });
     let ticket = ticket.map_err(|e| match e {
-        RequestError::Busy(_) => busy(e.to_string()),
-        e => e.into(),
+        Problem { code: Code::Busy, retry_after: None, message } => busy(message),
+        e => e,
     })?;
-    let model = front.metrics.model(order.model);
-    let deadline = left.map(|left| at + left);
-    Ok(Submitted { ticket, deadline, at, at_clock, model, _turn: turn, _work: work })
+
+    let at = Instant::now();
+    let gone = || not_served(order.model);
+    Ok(Submitted {
+        front,
+        ticket,
+        view: view.ok_or_else(gone)?,
+        deadline: left.map(|left| call.received + received + left),
+        at,
+        at_clock: front.serving.now(),
+        model: front.metrics.model(order.model),
+        _turn: turn,
+        _work: work,
+    })
 }
 
 impl Submitted<'_> {
     /// Waits until a worker has answered the request, or until the library's time after its
     /// deadline is over. Dropping the future gives the request up.
-    ///
-    /// # Errors
-    /// The server ends.
-    pub async fn wait(self) -> Result<Scored, Problem> {
-        let Self { mut ticket, deadline, at, at_clock, model, .. } = self;
-        let is_done = match deadline {
-            None => {
-                done(&ticket).await;
-                true
+    pub async fn wait(self) -> Scored {
+        let Self { front, ticket, view, deadline, at, at_clock, model, .. } = self;
+        match deadline {
+            None => done(&ticket).await,
+            Some(deadline) => {
+                let mut done = pin!(done(&ticket));
+                let until = deadline + Duration::from_micros(DEADLINE_WAIT_US);
+                let mut over = pin!(front.alarm.sleep_until(until));
+                poll_fn(|context| match done.as_mut().poll(context) {
+                    Poll::Pending => over.as_mut().poll(context),
+                    Poll::Ready(()) => Poll::Ready(()),
+                })
+                .await;
             }
-            Some(deadline) => tokio::time::timeout_at(deadline.into(), done(&ticket)).await.is_ok(),
-        };
-        if !is_done {
-            // The library waits for less than a millisecond more. The timers of the event queue
-            // have whole milliseconds, so a thread that may block does this.
-            let rest = tokio::task::spawn_blocking(move || {
-                let _ = ticket.wait();
-                ticket
-            });
-            let stopping = |_| Problem::new(Code::Unavailable, "the server stops");
-            ticket = rest.await.map_err(stopping)?;
         }
-        Ok(Scored { ticket, submitted: at, submitted_clock: at_clock, done: Instant::now(), model })
+        let done = Instant::now();
+        Scored { ticket, view, submitted: at, submitted_clock: at_clock, done, model }
     }
 }
 
@@ -176,6 +176,31 @@ async fn done(ticket: &Ticket) {
     .await;
 }
 
+/// An answer and what of it the request wants.
+pub struct Shown<'a> {
+    answer: &'a Answer<'a>,
+    view: &'a View,
+}
+
+impl Shown<'_> {
+    /// Returns the sequence of the generation that scored the request.
+    pub fn sequence(&self) -> u64 {
+        self.answer.generation().sequence
+    }
+
+    /// Returns the outputs that the request wants, with how and their numbers.
+    pub fn outputs(&self) -> impl Iterator<Item = (&Output, Want, Numbers<'_>)> {
+        let View { layout, wants } = self.view;
+        let wanted = wants.of(&layout.outputs);
+        wanted.map(|(output, want)| (output, want, Numbers::of(output, self.answer)))
+    }
+
+    /// Returns how many numbers the wanted outputs have.
+    pub fn numbers(&self) -> usize {
+        self.outputs().map(|(_, _, numbers)| numbers.count()).sum()
+    }
+}
+
 impl Scored {
     /// Returns the answer, which `encode` turns into bytes; then notes where the time went.
     ///
@@ -185,10 +210,10 @@ impl Scored {
         self,
         call: &Call<'_>,
         id: &str,
-        encode: impl FnOnce(&Answer<'_>) -> Result<T, Problem>,
+        encode: impl FnOnce(&Shown<'_>) -> Result<T, Problem>,
     ) -> Result<T, Problem> {
         let answer = self.ticket.wait()?;
-        let encoded = encode(&answer)?;
+        let encoded = encode(&Shown { answer: &answer, view: &self.view })?;
 
         let status = answer.scores().status();
         let (samples, late) = (answer.scores().statuses.len(), count_late(&answer));
@@ -221,10 +246,4 @@ impl Scored {
 /// Returns the samples that the deadline cut short.
 fn count_late(answer: &Answer<'_>) -> usize {
     answer.scores().statuses.iter().filter(|status| status.late).count()
-}
-
-/// Returns the numbers of a status, in the order of the output.
-pub fn status_numbers(status: &LookupStatus) -> [i32; STATUS_FIELDS] {
-    let LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
-    [fresh as i32, defaulted as i32, absent as i32, damaged as i32, i32::from(late)]
 }

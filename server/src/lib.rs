@@ -1,9 +1,9 @@
 //! The daemon's front door: the Open Inference Protocol v2 over gRPC and HTTP, Prometheus metrics
-//! and the status page, on Unix sockets and on loopback.
+//! and the status page, on Unix sockets, on loopback, and with certificates beyond it.
 //!
 //! **A request.** `listen` accepts a connection, and `connections` gives it a place. `route` takes
-//! a request to its answer. `infer` decodes it (`grpc_infer`, `http_infer`, `tensors`), submits it
-//! to the runtime, and waits for the worker without blocking a thread.
+//! a request to its answer. `infer` decodes it (`grpc_infer`, `http_infer`, `values`, `tensors`)
+//! straight into a slot of the runtime, and waits for the worker without blocking a thread.
 //!
 //! **Memory.** Every byte that a caller can make this crate keep is part of `ByteBudget` or of a
 //! connection's fixed share. `front_bytes` is the sum, which the daemon counts in its budget.
@@ -12,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+mod alarm;
 mod connections;
 mod control;
 mod describe;
@@ -20,6 +21,7 @@ mod front;
 mod gate;
 mod grpc;
 mod grpc_infer;
+mod grpc_request;
 mod history;
 mod http;
 mod http_infer;
@@ -29,18 +31,21 @@ mod listen;
 mod log_limit;
 mod memory;
 mod metrics;
+mod outputs;
 mod page;
 mod problem;
 #[allow(missing_docs)]
 pub mod proto;
 mod repository;
 mod route;
-mod scan;
 mod scrape;
 mod slowest;
 mod status;
 mod tensors;
+mod tls;
 mod trace;
+mod values;
+mod wire;
 
 pub use facts::{CarFacts, ModelFolder, WearFacts};
 pub use front::{Front, FrontOptions, front_bytes};
@@ -50,3 +55,4 @@ pub use http_infer::decode as decode_http;
 pub use listen::{Listener, Stopping, serve};
 pub use log_limit::LogLimit;
 pub use problem::{Code, Problem};
+pub use tls::{Tls, TlsError};

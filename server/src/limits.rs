@@ -6,6 +6,11 @@ use std::time::Duration;
 /// Bytes that a connection takes beside the bodies of its requests: buffers of the socket's
 /// protocol, window of HTTP/2, and the state of its streams.
 pub const CONNECTION_BYTES_MAX: u64 = 128 << 10;
+/// Bytes that a connection with TLS takes beside that: a handshake of at most 64 KiB as it comes,
+/// and what waits to be encrypted and to be sent.
+pub const TLS_BYTES_MAX: u64 = (64 << 10) + 2 * TLS_BUFFER_BYTES_MAX as u64 + (32 << 10);
+/// Bytes that wait to be encrypted, and bytes that wait to be sent.
+pub const TLS_BUFFER_BYTES_MAX: usize = 16 << 10;
 /// Bytes of the headers of a request.
 pub const HEADER_BYTES_MAX: u32 = 16 << 10;
 /// Bytes of the read buffer of a connection that speaks HTTP/1.1; its headers must fit.
@@ -24,6 +29,8 @@ pub const CONTROL_BYTES_MAX: usize = 64 << 10;
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(10);
 /// Time in which the headers of a request must arrive once its first byte came.
 pub const HEADER_TIME_MAX: Duration = Duration::from_secs(10);
+/// Time in which a caller must show its certificate.
+pub const HANDSHAKE_TIME_MAX: Duration = Duration::from_secs(5);
 /// Time in which requests that were received are answered after SIGTERM.
 pub const STOP_TIME_MAX: Duration = Duration::from_secs(5);
 /// Longest time to wait that a request may ask for.
@@ -31,8 +38,6 @@ pub const TIMEOUT_MAX: Duration = Duration::from_secs(24 * 3600);
 /// Tensors of a request: inputs (keys and offsets of each feature, dense features), their raw
 /// values, and requested outputs.
 pub const TENSORS_MAX: usize = 3 * (2 * FEATURES_MAX + 1);
-/// Parameters of a request, and of each of its tensors.
-pub const PARAMETERS_MAX: usize = 32;
 /// Dimensions of a tensor.
 pub const DIMENSIONS_MAX: usize = 8;
 /// The longest latency of the percentiles, µs; a longer one counts as this.
@@ -45,7 +50,7 @@ pub const SLOWEST_AGE_MAX: Duration = Duration::from_secs(600);
 pub const HISTORY_S_MAX: usize = 300;
 /// Bytes of a caller's own names in a trace: the id of a request, or its trace id.
 pub const TRACE_BYTES_MAX: usize = 128;
-/// Threads that open models, and that wait out the last millisecond of a deadline.
+/// Threads that open models, for each thread that runs connections.
 pub const BLOCKING_THREADS_MAX: usize = 4;
 /// Shortest and longest time after which a refused caller should retry.
 pub const RETRY_MAX: Duration = Duration::from_secs(2);

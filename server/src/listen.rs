@@ -5,10 +5,11 @@
 use crate::connections::{Connection, Peer, Place};
 use crate::front::Front;
 use crate::limits::{
-    BLOCKING_THREADS_MAX, HEADER_BYTES_MAX, HEADER_TIME_MAX, HTTP1_BUFFER_BYTES_MAX,
-    SEND_BYTES_MAX, STOP_TIME_MAX, STREAMS_MAX, WINDOW_BYTES_MAX,
+    BLOCKING_THREADS_MAX, HANDSHAKE_TIME_MAX, HEADER_BYTES_MAX, HEADER_TIME_MAX,
+    HTTP1_BUFFER_BYTES_MAX, SEND_BYTES_MAX, STOP_TIME_MAX, STREAMS_MAX, WINDOW_BYTES_MAX,
 };
 use crate::log_limit::LogLimit;
+use crate::tls::Tls;
 use crate::{route, status};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -44,6 +45,8 @@ pub enum Listener {
     Unix(UnixListener),
     /// A port of the loopback device.
     Tcp(TcpListener),
+    /// A port whose callers show certificates.
+    Tls(TcpListener, Tls),
 }
 
 impl Listener {
@@ -54,7 +57,9 @@ impl Listener {
     pub fn shut_down(&self) -> io::Result<()> {
         match self {
             Self::Unix(listener) => rustix::net::shutdown(listener, Shutdown::Both)?,
-            Self::Tcp(listener) => rustix::net::shutdown(listener, Shutdown::Both)?,
+            Self::Tcp(listener) | Self::Tls(listener, _) => {
+                rustix::net::shutdown(listener, Shutdown::Both)?;
+            }
         }
         Ok(())
     }
@@ -107,8 +112,9 @@ pub fn serve(
     let done = watch::Sender::new(false);
     std::thread::scope(|scope| {
         let served = acceptor.run(scope, &runtimes, listeners, &done);
-        // Without this the threads of the runtimes would not end.
+        // Without these the threads would not end.
         done.send_replace(true);
+        front.alarm.end();
         served
     })?;
 
@@ -159,6 +165,8 @@ impl<'a> Acceptor<'a> {
             std::thread::Builder::new().name(name).spawn_scoped(scope, run)?;
         }
         let ((ending, ended), front) = (channel::<()>(), self.front);
+        let deadlines = move || front.alarm.run();
+        std::thread::Builder::new().name("deadlines".to_owned()).spawn_scoped(scope, deadlines)?;
         std::thread::Builder::new().name("status".to_owned()).spawn_scoped(scope, move || {
             while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
                 status::tick(front);
@@ -185,13 +193,19 @@ impl<'a> Acceptor<'a> {
                 Listener::Unix(listener) => listener.accept().and_then(|(stream, _)| {
                     let user = rustix::net::sockopt::socket_peercred(&stream)?.uid;
                     stream.set_nonblocking(true)?;
-                    self.start(Peer::User(user.as_raw()), move || UnixStream::from_std(stream));
+                    let open = async move || UnixStream::from_std(stream);
+                    self.start(Peer::User(user.as_raw()), open);
                     Ok(())
                 }),
                 Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| {
-                    stream.set_nonblocking(true)?;
-                    stream.set_nodelay(true)?;
-                    self.start(Peer::Loopback, move || TcpStream::from_std(stream));
+                    let stream = prepared(stream)?;
+                    self.start(Peer::Loopback, async move || TcpStream::from_std(stream));
+                    Ok(())
+                }),
+                Listener::Tls(listener, tls) => listener.accept().and_then(|(stream, address)| {
+                    let (stream, tls) = (prepared(stream)?, tls.clone());
+                    let open = async move || tls.accept(TcpStream::from_std(stream)?).await;
+                    self.start(Peer::Certified(address), open);
                     Ok(())
                 }),
             };
@@ -205,10 +219,10 @@ impl<'a> Acceptor<'a> {
     }
 
     /// Gives a connection of `peer` a place and a thread. `open` makes the stream on that thread.
-    fn start<S, F>(&self, peer: Peer, open: F)
+    fn start<S, F>(&self, peer: Peer, open: impl FnOnce() -> F + Send + 'static)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-        F: FnOnce() -> io::Result<S> + Send + 'static,
+        F: Future<Output = io::Result<S>> + Send,
     {
         let Some(place) = self.front.connections.admit(peer) else {
             self.front.metrics.refuse_connection();
@@ -220,7 +234,7 @@ impl<'a> Acceptor<'a> {
         let (front, ended_early) = (Arc::clone(self.front), Arc::clone(self.ended_early));
         let stopping = self.stopping.0.subscribe();
         self.handles[number].spawn(async move {
-            let ended = match open() {
+            let ended = match opened(open(), place.connection()).await {
                 Ok(stream) => run(front, stream, &place, stopping).await,
                 Err(e) => Err(e.into()),
             };
@@ -229,6 +243,29 @@ impl<'a> Acceptor<'a> {
             }
         });
     }
+}
+
+/// Returns an accepted stream, ready for an event queue.
+fn prepared(stream: std::net::TcpStream) -> io::Result<std::net::TcpStream> {
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+/// Waits for the stream of `connection`, until the connection must make room for another one.
+async fn opened<S>(
+    open: impl Future<Output = io::Result<S>>,
+    connection: &Connection,
+) -> io::Result<S> {
+    let mut open = pin!(tokio::time::timeout(HANDSHAKE_TIME_MAX, open));
+    let mut closed = pin!(connection.closed());
+    poll_fn(|context| {
+        if closed.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        open.as_mut().poll(context).map(|open| open?)
+    })
+    .await
 }
 
 type ConnectionError = Box<dyn std::error::Error + Send + Sync>;

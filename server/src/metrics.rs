@@ -43,11 +43,10 @@ fn latency_histogram() -> Histogram {
 impl Metrics {
     /// Counts nothing yet. `scrape` adds what others count.
     pub fn new(scrape: Scrape) -> Self {
-        let mut registry = Registry::with_prefix("hatchback");
         let seconds: Family<Labels<1>, Histogram, fn() -> Histogram> =
             Family::new_with_constructor(latency_histogram);
-        let metrics = Self {
-            registry: Registry::default(),
+        let mut metrics = Self {
+            registry: Registry::with_prefix("hatchback"),
             models: RwLock::default(),
             requests: Family::default(),
             seconds,
@@ -56,6 +55,7 @@ impl Metrics {
             connections: Counter::default(),
             connections_refused: Counter::default(),
         };
+        let registry = &mut metrics.registry;
         registry.register(
             "requests",
             "Requests for scores, by model, protocol and outcome",
@@ -87,7 +87,7 @@ impl Metrics {
             metrics.connections_refused.clone(),
         );
         registry.register_collector(Box::new(scrape));
-        Self { registry, ..metrics }
+        metrics
     }
 
     /// Counts a connection that was given a place.

@@ -40,7 +40,7 @@ pub struct ServerMetadataResponse {
     pub extensions: Vec<String>,
 }
 
-/// A tensor of a model's metadata; -1 in its shape is any size.
+/// A tensor of a model's metadata, where -1 in its shape is any size, or of an answer.
 #[derive(Clone, PartialEq, Message)]
 pub struct TensorMetadata {
     #[prost(string, tag = "1")]
@@ -99,6 +99,10 @@ pub struct InferTensorContents {
     pub uint64_contents: Vec<u64>,
     #[prost(float, repeated, tag = "6")]
     pub fp32_contents: Vec<f32>,
+    #[prost(double, repeated, tag = "7")]
+    pub fp64_contents: Vec<f64>,
+    #[prost(bytes = "bytes", repeated, tag = "8")]
+    pub bytes_contents: Vec<Bytes>,
 }
 
 /// An input of `ModelInfer`.
@@ -144,17 +148,6 @@ pub struct ModelInferRequest {
     pub raw_input_contents: Vec<Bytes>,
 }
 
-/// An output of `ModelInfer`.
-#[derive(Clone, PartialEq, Message)]
-pub struct InferOutputTensor {
-    #[prost(string, tag = "1")]
-    pub name: String,
-    #[prost(string, tag = "2")]
-    pub datatype: String,
-    #[prost(int64, repeated, tag = "3")]
-    pub shape: Vec<i64>,
-}
-
 /// The answer to `ModelInfer`.
 #[derive(Clone, PartialEq, Message)]
 pub struct ModelInferResponse {
@@ -165,7 +158,7 @@ pub struct ModelInferResponse {
     #[prost(string, tag = "3")]
     pub id: String,
     #[prost(message, repeated, tag = "5")]
-    pub outputs: Vec<InferOutputTensor>,
+    pub outputs: Vec<TensorMetadata>,
     #[prost(bytes = "bytes", repeated, tag = "6")]
     pub raw_output_contents: Vec<Bytes>,
 }

@@ -48,9 +48,9 @@ fn us(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Returns the start of a caller's text.
+/// Returns the start of a caller's text, at most `TRACE_BYTES_MAX` bytes.
 fn shortened(text: &str) -> String {
-    text.chars().take(TRACE_BYTES_MAX / 4).collect()
+    text[..text.floor_char_boundary(TRACE_BYTES_MAX)].to_owned()
 }
 
 impl Slowest {
@@ -142,6 +142,14 @@ mod tests {
             age_s: 0,
             at: Some(Instant::now()),
         }
+    }
+
+    #[test]
+    fn a_trace_of_the_w3c_is_kept_whole_and_a_longer_text_is_cut() {
+        let trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+        assert_eq!(shortened(trace), trace);
+        let long = "\u{e4}".repeat(TRACE_BYTES_MAX);
+        assert_eq!(shortened(&format!("a{long}")).len(), TRACE_BYTES_MAX - 1);
     }
 
     #[test]

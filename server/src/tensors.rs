@@ -1,46 +1,18 @@
 //! Tensors of a request and the batch that they become. A sparse feature is one tensor of keys,
-//! `[batch, hotness]` padded with -1, or two: jagged keys and offsets. The dense features are one
-//! tensor. Never copies a tensor.
+//! `[batch, hotness]` padded with -1, or two: jagged keys and offsets. A feature with a key
+//! function takes raw values in place of keys. The dense features are one tensor. Never copies a
+//! tensor.
 
-use crate::limits::DIMENSIONS_MAX;
 use crate::memory::Reservation;
+use crate::outputs::Outputs;
 use crate::problem::Problem;
+use crate::values::{Floats, Integers, Key, RawValues, Tensor};
 use hatchback::schema::batch::Batch;
+use hatchback::schema::key_function::KeyFunction;
 use hatchback::{Feature, Schema};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
-
-/// The key that fills a bag up to the width of its tensor.
-const PADDING: i64 = -1;
-
-/// The output with the scores, FP32 `[batch, n]`.
-pub const SCORE: &str = "score";
-/// The output with the statuses, INT32 `[batch, 5]`: fresh, defaulted, absent, damaged, late.
-pub const STATUS: &str = "status";
-/// The output with the sequence of the generation that scored the request, INT64 `[1]`.
-pub const GENERATION: &str = "generation";
-/// Numbers of a sample's status.
-pub const STATUS_FIELDS: usize = 5;
-
-/// Values of a tensor, as the protocol carried them.
-#[derive(Clone, Copy, Debug)]
-pub enum Values<'a> {
-    /// Little-endian bytes of the tensor's type.
-    Bytes(&'a [u8]),
-    I32(&'a [i32]),
-    I64(&'a [i64]),
-    U64(&'a [u64]),
-    F32(&'a [f32]),
-}
-
-/// A tensor of a request.
-#[derive(Clone, Copy, Debug)]
-pub struct Tensor<'a> {
-    pub name: &'a str,
-    pub datatype: &'a str,
-    pub shape: &'a [i64],
-    pub values: Values<'a>,
-}
 
 /// The part of a sample that a tensor has.
 #[derive(Clone, Copy, Debug)]
@@ -50,8 +22,10 @@ enum Part {
     Padded(usize),
     /// The jagged keys of a feature.
     Keys(usize),
-    /// The offsets of jagged keys.
+    /// The offsets of jagged keys or values.
     Offsets(usize),
+    /// The raw values of a feature with a key function, jagged or as many in each sample.
+    Values(usize),
     /// The weights of the keys of a weighted feature, padded or jagged as the keys are.
     Weights(usize),
 }
@@ -63,6 +37,7 @@ pub struct Layout {
     parts: HashMap<String, Part>,
     /// The name of the tensor of dense features.
     pub dense: String,
+    pub outputs: Outputs,
 }
 
 impl Layout {
@@ -75,6 +50,9 @@ impl Layout {
             if feature.weighted {
                 parts.insert(format!("{}.weights", feature.name), Part::Weights(f));
             }
+            if feature.key != KeyFunction::Key {
+                parts.insert(format!("{}.values", feature.name), Part::Values(f));
+            }
         }
         // A feature's own name wins.
         let named = schema.features.iter().enumerate();
@@ -85,147 +63,62 @@ impl Layout {
         if !schema.dense_features.is_empty() {
             parts.insert(dense.clone(), Part::Dense);
         }
-        Self { schema, parts, dense }
+        let outputs = Outputs::new(&schema);
+        Self { schema, parts, dense, outputs }
     }
 }
 
-/// Integers of a tensor.
-#[derive(Clone, Copy, Debug)]
-enum Integers<'a> {
-    I32Bytes(&'a [u8]),
-    I64Bytes(&'a [u8]),
-    U64Bytes(&'a [u8]),
-    I32(&'a [i32]),
-    I64(&'a [i64]),
-    U64(&'a [u64]),
+/// The keys of a feature, or the values that become its keys.
+#[derive(Clone, Debug)]
+enum Keys<'a> {
+    Are(Integers<'a>),
+    Of(RawValues<'a>),
 }
 
-/// A key of a tensor.
-enum Key {
-    Padding,
-    Is(u64),
-    Negative,
-}
-
-fn bytes_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    let mut value = [0; N];
-    value.copy_from_slice(&bytes[N * at..N * at + N]);
-    value
-}
-
-impl<'a> Integers<'a> {
-    fn of(tensor: &Tensor<'a>) -> Result<Self, Problem> {
-        let elements = elements(tensor)?;
-        let (found, expected, integers) = match (tensor.datatype, tensor.values) {
-            ("INT64", Values::Bytes(b)) => (b.len(), 8 * elements, Self::I64Bytes(b)),
-            ("UINT64", Values::Bytes(b)) => (b.len(), 8 * elements, Self::U64Bytes(b)),
-            ("INT32", Values::Bytes(b)) => (b.len(), 4 * elements, Self::I32Bytes(b)),
-            ("INT64", Values::I64(v)) => (v.len(), elements, Self::I64(v)),
-            ("UINT64", Values::U64(v)) => (v.len(), elements, Self::U64(v)),
-            ("INT32", Values::I32(v)) => (v.len(), elements, Self::I32(v)),
-            ("INT64" | "UINT64" | "INT32", _) => {
-                return Err(fault(tensor, "its values are of another type than it says"));
-            }
-            (other, _) => {
-                let problem = format!("{other}; it takes INT64, UINT64 or INT32");
-                return Err(fault(tensor, &problem));
-            }
-        };
-        check_length(tensor, found, expected)?;
-        Ok(integers)
-    }
-
-    fn key(self, at: usize) -> Key {
-        let value = match self {
-            Self::U64Bytes(b) => return Key::Is(u64::from_le_bytes(bytes_at(b, at))),
-            Self::U64(v) => return Key::Is(v[at]),
-            Self::I32Bytes(b) => i32::from_le_bytes(bytes_at(b, at)).into(),
-            Self::I64Bytes(b) => i64::from_le_bytes(bytes_at(b, at)),
-            Self::I32(v) => v[at].into(),
-            Self::I64(v) => v[at],
-        };
-        match u64::try_from(value) {
-            Ok(key) => Key::Is(key),
-            Err(_) if value == PADDING => Key::Padding,
-            Err(_) => Key::Negative,
-        }
-    }
-
-    /// Returns the value at `at` if it is an offset.
-    fn offset(self, at: usize) -> Option<usize> {
-        match self.key(at) {
-            Key::Is(offset) => usize::try_from(offset).ok(),
-            Key::Padding | Key::Negative => None,
-        }
-    }
-}
-
-/// Numbers of a tensor.
-#[derive(Clone, Copy, Debug)]
-enum Floats<'a> {
-    /// No tensor, where the dense features do not matter.
-    Zeros,
-    Bytes(&'a [u8]),
-    Values(&'a [f32]),
-}
-
-impl<'a> Floats<'a> {
-    fn of(tensor: &Tensor<'a>) -> Result<Self, Problem> {
-        let elements = elements(tensor)?;
-        let (found, expected, floats) = match (tensor.datatype, tensor.values) {
-            ("FP32", Values::Bytes(b)) => (b.len(), 4 * elements, Self::Bytes(b)),
-            ("FP32", Values::F32(v)) => (v.len(), elements, Self::Values(v)),
-            (other, _) => return Err(fault(tensor, &format!("{other}; it takes FP32"))),
-        };
-        check_length(tensor, found, expected)?;
-        Ok(floats)
-    }
-
-    fn get(self, at: usize) -> f32 {
-        match self {
-            Self::Bytes(b) => f32::from_le_bytes(bytes_at(b, at)),
-            Self::Values(v) => v[at],
-            Self::Zeros => 0.0,
-        }
-    }
-}
-
-fn fault(tensor: &Tensor<'_>, problem: &str) -> Problem {
-    Problem::invalid(format!("input `{}`: {problem}", tensor.name.escape_debug()))
-}
-
-fn check_length(tensor: &Tensor<'_>, found: usize, expected: usize) -> Result<(), Problem> {
-    if found == expected {
-        return Ok(());
-    }
-    let what = if matches!(tensor.values, Values::Bytes(_)) { "bytes" } else { "values" };
-    let Tensor { datatype, shape, .. } = tensor;
-    let problem = format!("{found} {what}, and {datatype} {shape:?} has {expected}");
-    Err(fault(tensor, &problem))
-}
-
-/// Returns the values of a tensor, as its shape says.
-fn elements(tensor: &Tensor<'_>) -> Result<usize, Problem> {
-    let shape = tensor.shape;
-    let product = |sum: usize, side: &i64| sum.checked_mul(usize::try_from(*side).ok()?);
-    let elements = shape.iter().try_fold(1, product).filter(|n| *n <= isize::MAX as usize / 8);
-    match elements {
-        Some(elements) if (1..=DIMENSIONS_MAX).contains(&shape.len()) => Ok(elements),
-        _ => Err(fault(tensor, &format!("{shape:?} is no shape"))),
-    }
-}
-
-/// The keys of a feature.
-#[derive(Clone, Copy, Debug, Default)]
+/// The bags of a feature.
+#[derive(Clone, Debug, Default)]
 struct Bags<'a> {
-    keys: Option<Integers<'a>>,
+    keys: Option<Keys<'a>>,
     offsets: Option<Integers<'a>>,
     /// Weights of the keys, and how many there are.
     weights: Option<(Floats<'a>, usize)>,
-    /// Keys of each sample where there are no offsets, padding included.
+    /// Keys of each sample where there are no offsets, padding included; 0 for values.
     width: usize,
     /// Keys in all bags.
     count: usize,
+}
+
+/// A feature's keys came in two tensors.
+struct Twice;
+
+impl<'a> Bags<'a> {
+    /// Takes `keys`, `width` of them in each of `rows` samples.
+    fn fill(&mut self, keys: Keys<'a>, rows: usize, width: usize) -> Result<(), Twice> {
+        if self.keys.is_some() || self.offsets.is_some() {
+            return Err(Twice);
+        }
+        (self.keys, self.width, self.count) = (Some(keys), width, rows * width);
+        Ok(())
+    }
+
+    /// Takes `count` keys, which offsets divide among the samples.
+    fn fill_jagged(&mut self, keys: Keys<'a>, count: usize) -> Result<(), Twice> {
+        if self.keys.is_some() {
+            return Err(Twice);
+        }
+        (self.keys, self.count) = (Some(keys), count);
+        Ok(())
+    }
+
+    /// Returns the positions of the keys of `sample`.
+    fn range(&self, sample: usize) -> Range<usize> {
+        match self.offsets {
+            None => sample * self.width..(sample + 1) * self.width,
+            Some(offsets) => {
+                offsets.offset(sample).unwrap_or(0)..offsets.offset(sample + 1).unwrap_or(0)
+            }
+        }
+    }
 }
 
 /// The columns of a request.
@@ -237,28 +130,38 @@ struct Columns<'a> {
 }
 
 impl<'a> Columns<'a> {
-    fn of(layout: &Layout, tensors: &[Tensor<'a>]) -> Result<Self, Problem> {
+    fn of(
+        layout: &Layout,
+        tensors: &[Tensor<'a>],
+        memory: &mut Reservation,
+    ) -> Result<Self, Problem> {
         let bags = vec![Bags::default(); layout.schema.features.len()];
         let mut columns = Self { size: None, dense: None, bags };
         for tensor in tensors {
             let part = layout.parts.get(tensor.name).copied();
-            let part = part.ok_or_else(|| fault(tensor, "the model has no such input"))?;
-            columns.add(layout, tensor, part)?;
+            let part = part.ok_or_else(|| tensor.fault("the model has no such input"))?;
+            columns.add(layout, tensor, part, memory)?;
         }
         columns.check_offsets(&layout.schema)?;
         columns.check_weights(&layout.schema)?;
         Ok(columns)
     }
 
-    fn add(&mut self, layout: &Layout, tensor: &Tensor<'a>, part: Part) -> Result<(), Problem> {
-        let twice = || fault(tensor, "occurs twice, or beside the feature's other form");
+    fn add(
+        &mut self,
+        layout: &Layout,
+        tensor: &Tensor<'a>,
+        part: Part,
+        memory: &mut Reservation,
+    ) -> Result<(), Problem> {
+        let twice = || tensor.fault("occurs twice, or beside the feature's other form");
         match part {
             Part::Dense => {
-                let (floats, [rows, width]) = (Floats::of(tensor)?, matrix(tensor)?);
+                let (floats, [rows, width]) = (Floats::of(tensor)?, tensor.matrix()?);
                 let expected = layout.schema.dense_features.len();
                 if width != expected {
                     let problem = format!("{width} values a sample, the model takes {expected}");
-                    return Err(fault(tensor, &problem));
+                    return Err(tensor.fault(&problem));
                 }
                 if self.dense.replace(floats).is_some() {
                     return Err(twice());
@@ -266,38 +169,39 @@ impl<'a> Columns<'a> {
                 self.set_size(tensor, rows)
             }
             Part::Padded(f) => {
-                let (keys, [rows, width]) = (Integers::of(tensor)?, matrix(tensor)?);
-                let (weights, count) = (self.bags[f].weights, rows * width);
-                let padded = Bags { keys: Some(keys), offsets: None, weights, width, count };
-                let before = std::mem::replace(&mut self.bags[f], padded);
-                if before.keys.is_some() || before.offsets.is_some() {
-                    return Err(twice());
-                }
+                let (keys, [rows, width]) = (Integers::of(tensor)?, tensor.matrix()?);
+                self.bags[f].fill(Keys::Are(keys), rows, width).map_err(|Twice| twice())?;
                 self.set_size(tensor, rows)
             }
             Part::Keys(f) => {
-                let (keys, count) = (Integers::of(tensor)?, vector(tensor)?);
-                if self.bags[f].keys.replace(keys).is_some() {
-                    return Err(twice());
+                let (keys, count) = (Integers::of(tensor)?, tensor.vector()?);
+                self.bags[f].fill_jagged(Keys::Are(keys), count).map_err(|Twice| twice())
+            }
+            Part::Values(f) => {
+                let values = Keys::Of(RawValues::of(tensor, memory)?);
+                if let [_] = tensor.shape {
+                    let count = tensor.vector()?;
+                    return self.bags[f].fill_jagged(values, count).map_err(|Twice| twice());
                 }
-                self.bags[f].count = count;
-                Ok(())
+                let [rows, width] = tensor.matrix()?;
+                self.bags[f].fill(values, rows, width).map_err(|Twice| twice())?;
+                self.set_size(tensor, rows)
             }
             Part::Weights(f) => {
-                let weights = (Floats::of(tensor)?, elements(tensor)?);
+                let weights = (Floats::of(tensor)?, tensor.elements()?);
                 match self.bags[f].weights.replace(weights) {
                     None => Ok(()),
                     Some(_) => Err(twice()),
                 }
             }
             Part::Offsets(f) => {
-                let (offsets, count) = (Integers::of(tensor)?, vector(tensor)?);
+                let (offsets, count) = (Integers::of(tensor)?, tensor.vector()?);
                 let is_padded = self.bags[f].width > 0;
                 if is_padded || self.bags[f].offsets.replace(offsets).is_some() {
                     return Err(twice());
                 }
                 let rows = count.checked_sub(1);
-                let rows = rows.ok_or_else(|| fault(tensor, "has no offset; it starts with 0"))?;
+                let rows = rows.ok_or_else(|| tensor.fault("has no offset; it starts with 0"))?;
                 self.set_size(tensor, rows)
             }
         }
@@ -307,7 +211,7 @@ impl<'a> Columns<'a> {
         match self.size.replace(rows) {
             Some(before) if before != rows => {
                 let problem = format!("has {rows} samples, and the inputs before it {before}");
-                Err(fault(tensor, &problem))
+                Err(tensor.fault(&problem))
             }
             _ => Ok(()),
         }
@@ -331,7 +235,7 @@ impl<'a> Columns<'a> {
         let jagged = schema.features.iter().zip(&self.bags).filter(|(_, bags)| bags.width == 0);
         for (Feature { name, .. }, bags) in jagged {
             let name = name.escape_debug();
-            match (bags.keys, bags.offsets) {
+            match (&bags.keys, bags.offsets) {
                 (None, None) => {}
                 (None, Some(_)) => {
                     return Err(Problem::invalid(format!("input `{name}.keys` is missing")));
@@ -363,81 +267,81 @@ fn wrong_offset(name: &impl std::fmt::Display, at: usize) -> Problem {
     Problem::invalid(format!("input `{name}.offsets`: offset {at} is wrong: {rule}"))
 }
 
-/// Returns rows and columns of a tensor; a vector has one column.
-fn matrix(tensor: &Tensor<'_>) -> Result<[usize; 2], Problem> {
-    let side = |side: i64| usize::try_from(side).unwrap_or(0);
-    match *tensor.shape {
-        [rows] => Ok([side(rows), 1]),
-        [rows, width] => Ok([side(rows), side(width)]),
-        _ => Err(fault(tensor, &format!("{:?} is not [batch, values]", tensor.shape))),
-    }
+/// Which part of a request is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Read {
+    All,
+    /// The dense features are zeros.
+    Keys,
 }
 
-fn vector(tensor: &Tensor<'_>) -> Result<usize, Problem> {
-    match *tensor.shape {
-        [length] => Ok(usize::try_from(length).unwrap_or(0)),
-        _ => Err(fault(tensor, &format!("{:?} is not one dimension", tensor.shape))),
-    }
-}
-
-/// Makes a batch of `tensors`, which has at most `batch_max` samples. Counts the batch in `memory`.
+/// Fills `batch`, which is empty, with the samples of `tensors`: at most `batch_max`. Counts what
+/// it keeps beside the batch in `memory`.
 ///
 /// # Errors
-/// A tensor does not fit the model, or the budget has no room for the batch.
+/// A tensor does not fit the model, or the budget has no room.
+pub fn fill(
+    batch: &mut Batch,
+    layout: &Layout,
+    tensors: &[Tensor<'_>],
+    batch_max: usize,
+    memory: &mut Reservation,
+) -> Result<(), Problem> {
+    let columns = Columns::of(layout, tensors, memory)?;
+    let samples = columns.samples(layout, Read::All, batch_max)?;
+    columns.fill(batch, &layout.schema, samples)
+}
+
+/// Returns a batch of its own with the samples of `tensors`, as [`fill`] fills one. Counts the
+/// batch in `memory` too.
+///
+/// # Errors
+/// Those of [`fill`].
 pub fn batch_of(
     layout: &Layout,
     tensors: &[Tensor<'_>],
+    read: Read,
     batch_max: usize,
     memory: &mut Reservation,
 ) -> Result<Batch, Problem> {
-    let columns = Columns::of(layout, tensors)?;
-    if columns.dense.is_none() && !layout.schema.dense_features.is_empty() {
-        return Err(Problem::invalid(format!("input `{}` is missing", layout.dense)));
-    }
-    columns.batch(&layout.schema, batch_max, memory)
-}
-
-/// Makes a batch of the keys of `tensors`, as [`batch_of`] does, without dense features.
-///
-/// # Errors
-/// Those of [`batch_of`].
-pub fn keys_of(
-    layout: &Layout,
-    tensors: &[Tensor<'_>],
-    batch_max: usize,
-    memory: &mut Reservation,
-) -> Result<Batch, Problem> {
-    let columns = Columns { dense: Some(Floats::Zeros), ..Columns::of(layout, tensors)? };
-    columns.batch(&layout.schema, batch_max, memory)
+    let mut columns = Columns::of(layout, tensors, memory)?;
+    let samples = columns.samples(layout, read, batch_max)?;
+    columns.dense = columns.dense.filter(|_| read == Read::All);
+    memory.grow(Batch::bytes(&layout.schema, samples))?;
+    let mut batch = Batch::new(&layout.schema, samples);
+    columns.fill(&mut batch, &layout.schema, samples)?;
+    Ok(batch)
 }
 
 impl Columns<'_> {
-    fn batch(
-        &self,
-        schema: &Schema,
-        batch_max: usize,
-        memory: &mut Reservation,
-    ) -> Result<Batch, Problem> {
-        let size = match self.size {
-            Some(size) if size > 0 && size <= batch_max => size,
+    /// Returns the number of samples.
+    ///
+    /// # Errors
+    /// There is none, there are more than `batch_max`, or the dense features are missing.
+    fn samples(&self, layout: &Layout, read: Read, batch_max: usize) -> Result<usize, Problem> {
+        let takes_dense = !layout.schema.dense_features.is_empty() && read == Read::All;
+        if self.dense.is_none() && takes_dense {
+            return Err(Problem::invalid(format!("input `{}` is missing", layout.dense)));
+        }
+        match self.size {
+            Some(size) if size > 0 && size <= batch_max => Ok(size),
             Some(size) => {
                 let message = format!("{size} samples; a request has 1 to {batch_max} (batch_max)");
-                return Err(Problem::invalid(message));
+                Err(Problem::invalid(message))
             }
-            None => return Err(Problem::invalid("the request has no input")),
-        };
+            None => Err(Problem::invalid("the request has no input")),
+        }
+    }
 
-        memory.grow(Batch::bytes(schema, size))?;
-        let (mut batch, width) = (Batch::new(schema, size), schema.dense_features.len());
-        for sample in 0..size {
-            let values = sample * width..(sample + 1) * width;
-            let floats = self.dense.unwrap_or(Floats::Zeros);
-            let dense = values.map(|at| floats.get(at));
+    fn fill(&self, batch: &mut Batch, schema: &Schema, samples: usize) -> Result<(), Problem> {
+        let (floats, width) = (self.dense.unwrap_or(Floats::Zeros), schema.dense_features.len());
+        for sample in 0..samples {
+            let dense = (sample * width..(sample + 1) * width).map(|at| floats.get(at));
             batch.push_with(schema, dense, |f, keys, weights| {
                 append_bag(&schema.features[f], &self.bags[f], sample, keys, weights)
             })?;
         }
-        Ok(batch)
+        Ok(())
     }
 }
 
@@ -450,31 +354,42 @@ fn append_bag(
     keys: &mut Vec<u64>,
     weights: &mut Vec<f32>,
 ) -> Result<(), Problem> {
-    let Some(integers) = bags.keys else { return Ok(()) };
-    let range = match bags.offsets {
-        None if bags.width == 0 => 0..0,
-        None => sample * bags.width..(sample + 1) * bags.width,
-        Some(offsets) => {
-            offsets.offset(sample).unwrap_or(0)..offsets.offset(sample + 1).unwrap_or(0)
-        }
-    };
-
     let full = keys.len() + feature.hotness_max as usize;
-    for at in range {
-        match integers.key(at) {
-            // The batch refuses a bag with one key too many.
-            _ if keys.len() > full => break,
-            Key::Is(key) => {
-                keys.push(key);
-                weights.extend(bags.weights.map(|(weights, _)| weights.get(at)));
-            }
-            Key::Padding if bags.offsets.is_none() => {}
-            Key::Padding | Key::Negative => {
-                let name = feature.name.escape_debug();
-                let message = format!("input `{name}`: sample {sample} has a negative key");
-                return Err(Problem::invalid(message));
-            }
+    for at in bags.range(sample) {
+        // The batch refuses a bag with one key too many.
+        if keys.len() > full {
+            break;
+        }
+        if let Some(key) = key_at(feature, bags, sample, at)? {
+            keys.push(key);
+            weights.extend(bags.weights.map(|(weights, _)| weights.get(at)));
         }
     }
     Ok(())
+}
+
+/// Returns the key of `sample` at the position `at`; `None` for padding.
+fn key_at(
+    feature: &Feature,
+    bags: &Bags<'_>,
+    sample: usize,
+    at: usize,
+) -> Result<Option<u64>, Problem> {
+    let fault = |problem: &dyn std::fmt::Display| {
+        Problem::invalid(format!("input `{}{problem}", feature.name.escape_debug()))
+    };
+    match &bags.keys {
+        None => Ok(None),
+        Some(Keys::Of(values)) => {
+            let key = feature.key.apply(&values.get(at));
+            key.map(Some).map_err(|e| fault(&format_args!(".values`: sample {sample}: {e}")))
+        }
+        Some(Keys::Are(integers)) => match integers.key(at) {
+            Key::Is(key) => Ok(Some(key)),
+            Key::Padding if bags.offsets.is_none() => Ok(None),
+            Key::Padding | Key::Negative => {
+                Err(fault(&format_args!("`: sample {sample} has a negative key")))
+            }
+        },
+    }
 }

@@ -9,6 +9,7 @@
 pub mod client;
 pub mod flash_check;
 pub mod fleet;
+pub mod front_door;
 pub mod goldens;
 pub mod models;
 pub mod mutate;
@@ -19,6 +20,7 @@ pub mod reference;
 pub mod rewrite;
 pub mod rollout;
 pub mod sim_disk;
+pub mod stall;
 pub mod standin;
 pub mod versions;
 pub mod victim;

@@ -4,6 +4,7 @@
 //! all calls and holds no lock. Deterministic: equal seeds and equal calls give equal disks.
 
 use crate::random::Random;
+use crate::stall::Stall;
 use hatchback::clock::Clock;
 use hatchback::io::disk::{Disk, Input, Lock, Output};
 use hatchback::io::page::{AlignedPage, PageBytes};
@@ -27,6 +28,8 @@ pub struct SimDisk {
     process: Option<Arc<SimProcess>>,
     /// Bytes written through this handle and its clones.
     meter: Arc<AtomicU64>,
+    /// Holds back the page reads of this handle, which then are on threads.
+    stall: Option<Arc<Stall>>,
 }
 
 /// One simulated process, as its disk sees it.
@@ -243,7 +246,13 @@ impl SimDisk {
             state: Arc::clone(&self.state),
             process: Some(Arc::new(process)),
             meter: Arc::default(),
+            stall: None,
         }
+    }
+
+    /// Returns a handle whose pages are read on threads, and only while `stall` is off.
+    pub fn stalling(&self, stall: &Arc<Stall>) -> Self {
+        Self { stall: Some(Arc::clone(stall)), ..self.clone() }
     }
 
     /// Returns a handle of the same process that counts its writes separately.
@@ -523,6 +532,9 @@ impl PageFile for SimPages {
     }
 
     fn read_page(&self, number: u32, page: &mut AlignedPage) -> io::Result<()> {
+        if let Some(stall) = &self.disk.stall {
+            stall.wait();
+        }
         let mut state = self.disk.enter_read()?;
         state.take_time();
         if state.files[self.file].unreadable {
@@ -599,7 +611,7 @@ impl Disk for SimDisk {
     }
 
     fn read_method(&self) -> ReadMethod {
-        ReadMethod::InPlace
+        if self.stall.is_some() { ReadMethod::Threads } else { ReadMethod::InPlace }
     }
 
     fn open(&self, path: &Path) -> io::Result<Box<dyn Input>> {

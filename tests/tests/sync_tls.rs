@@ -3,12 +3,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod certificates;
+
+use certificates::{Authority, Signed};
 use hatchback::update::error::UpdateError;
 use hatchback_link::{HttpLink, LinkOptions};
 use hatchback_tests::fleet::{Car, Fleet, T0};
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::crypto::aws_lc_rs::default_provider;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig, ServerConnection, StreamOwned};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -16,40 +17,6 @@ use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// A certificate authority with its PEM file.
-struct Authority {
-    issuer: Issuer<'static, KeyPair>,
-    certificate: CertificateDer<'static>,
-    pem: PathBuf,
-}
-
-impl Authority {
-    fn new(folder: &Path, name: &str) -> Self {
-        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let key = KeyPair::generate().unwrap();
-        let certificate = params.self_signed(&key).unwrap();
-        let pem = folder.join(format!("{name}.pem"));
-        std::fs::write(&pem, certificate.pem()).unwrap();
-        Self { certificate: certificate.der().clone(), issuer: Issuer::new(params, key), pem }
-    }
-
-    /// Signs a certificate for `name`. Returns it with its key, and both as a PEM file.
-    fn signs(
-        &self,
-        folder: &Path,
-        name: &str,
-    ) -> (CertificateDer<'static>, PrivateKeyDer<'static>, PathBuf) {
-        let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
-        let certificate = params.signed_by(&key, &self.issuer).unwrap();
-        let pem = folder.join(format!("{name}.key.pem"));
-        std::fs::write(&pem, certificate.pem() + &key.serialize_pem()).unwrap();
-        let private = PrivatePkcs8KeyDer::from(key.serialize_der());
-        (certificate.der().clone(), private.into(), pem)
-    }
-}
 
 /// Serves `folder` over HTTPS and returns the address. Requires certificates of `clients`, if
 /// given.
@@ -67,8 +34,8 @@ fn serve(folder: PathBuf, own: &Authority, clients: Option<&Authority>, work: &P
         }
     };
 
-    let (certificate, key, _) = own.signs(work, "127.0.0.1");
-    let config = Arc::new(builder.with_single_cert(vec![certificate], key).unwrap());
+    let Signed { der, private, .. } = own.signs(work, "127.0.0.1");
+    let config = Arc::new(builder.with_single_cert(vec![der], private).unwrap());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("https://{}", listener.local_addr().unwrap());
     std::thread::spawn(move || {
@@ -197,11 +164,11 @@ fn a_server_that_requires_a_certificate_gets_the_cars_own() {
         HttpLink::new(&address, &LinkOptions { ca: ca.clone(), ..LinkOptions::default() }).unwrap();
     let refused = car.run(&mut link, T0 + 1).unwrap_err();
     assert!(matches!(refused, UpdateError::LinkBroken { .. }), "{refused:?}");
-    let (_, _, stranger) = server.signs(work.path(), "stranger");
+    let stranger = server.signs(work.path(), "stranger").both;
     let options = LinkOptions { ca: ca.clone(), client: Some(stranger), ..LinkOptions::default() };
     assert!(car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 2).is_err());
     assert_eq!(car.live(), 0);
-    let (_, _, client) = cars.signs(work.path(), "car-7");
+    let client = cars.signs(work.path(), "car-7").both;
     let options = LinkOptions { ca, client: Some(client), ..LinkOptions::default() };
     car.run(&mut HttpLink::new(&address, &options).unwrap(), T0 + 3).unwrap();
     assert_eq!(car.live(), 1);

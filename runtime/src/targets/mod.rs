@@ -6,7 +6,7 @@ mod server_rules;
 mod source;
 
 pub use error::{Position, TargetError};
-pub use server_rules::ServerRules;
+pub use server_rules::{ServerRules, TlsRules};
 
 use crate::limits::{BATCH_MAX, CPUS_MAX, DELTAS_MAX, REALTIME_PRIORITY_MAX, SLOTS_MAX};
 use crate::maintenance::MaintenanceRules;
@@ -355,6 +355,14 @@ mod tests {
             ),
             ("[server]\ntcp = \"0.0.0.0:80\"", ["server.tcp = 0.0.0.0:80", "loopback"]),
             ("[server]\ntcp = \"localhost\"", [":5: ", "tcp"]),
+            (
+                "[server]\ntls = { certificate = \"a\", key = \"b\", client_ca = \"c\" }",
+                ["server.tls = ", "server.tcp is not set"],
+            ),
+            (
+                "[server]\ntcp = \"0.0.0.0:80\"\ntls = { certificate = \"a\", key = \"b\" }",
+                [":6: ", "client_ca"],
+            ),
             ("[machine]\nkind = \"qnx\"", ["machine", "qnx"]),
             ("[machine]\nrealtime_priority = 50", ["machine.realtime_priority = 50", "most 49"]),
             ("[machine]\nrealtime_priority = 300", ["machine", "realtime_priority"]),

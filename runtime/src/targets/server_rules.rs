@@ -1,12 +1,13 @@
-//! What callers of the daemon may use: connections, memory, rates, and a port of the loopback
-//! device.
+//! What callers of the daemon may use: connections, memory, rates, and a port. Callers on other
+//! machines need a certificate.
 
 use crate::targets::{WrongValue, check};
 use serde::Deserialize;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
 /// What callers of the daemon may use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ServerRules {
     /// Threads that run the connections.
@@ -21,12 +22,26 @@ pub struct ServerRules {
     pub requests_per_s_max: u32,
     /// The address on which the daemon listens beside its Unix socket.
     pub tcp: Option<SocketAddr>,
+    /// The certificates that callers at that address and the daemon show each other.
+    pub tls: Option<TlsRules>,
+}
+
+/// Files in PEM, with the certificates that the daemon and its callers show each other.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TlsRules {
+    /// The daemon's certificate, and those between it and its authority.
+    pub certificate: PathBuf,
+    /// The private key of the certificate.
+    pub key: PathBuf,
+    /// The authorities that sign the callers' certificates.
+    pub client_ca: PathBuf,
 }
 
 impl ServerRules {
     /// Finds the first value that is out of its range.
     pub(super) fn check(&self) -> Result<(), WrongValue> {
-        let Self { threads, connections_max, bytes_max, request_bytes_max, tcp, .. } = *self;
+        let Self { threads, connections_max, bytes_max, request_bytes_max, .. } = *self;
         check("server.threads", threads, (1..=64).contains(&threads), "must be 1 to 64")?;
         let are_connections = (1..=65_536).contains(&connections_max);
         let problem = "must be 1 to 65536";
@@ -38,9 +53,16 @@ impl ServerRules {
         let is_room = request_bytes_max <= bytes_max / 2 && request_bytes_max > 0;
         check("server.bytes_max", bytes_max, is_room, problem)?;
 
-        let Some(address) = tcp else { return Ok(()) };
-        let problem = "must be an address of the loopback device: a caller there is of this \
-                       machine. For other callers put a proxy with mutual TLS before it";
-        check("server.tcp", address, address.ip().is_loopback(), problem)
+        match (self.tcp, &self.tls) {
+            (None, Some(_)) => {
+                check("server.tls", "{..}", false, "is for an address, and server.tcp is not set")
+            }
+            (Some(address), None) => {
+                let problem = "is not on the loopback device: a caller there needs a certificate. \
+                               Set server.tls = { certificate, key, client_ca }";
+                check("server.tcp", address, address.ip().is_loopback(), problem)
+            }
+            _ => Ok(()),
+        }
     }
 }

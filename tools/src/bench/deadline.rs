@@ -8,7 +8,7 @@
 
 use super::bars::Bar;
 use super::delta::pack_generations;
-use super::punctuality::{Lateness, Timeline};
+use super::punctuality::{Lateness, Overruns, Sleeper, Timeline};
 use super::results::{BenchReport, HostMachine, prints_tables};
 use super::stalling_disk::StallingDisk;
 use crate::report::metrics::Lookups;
@@ -36,8 +36,8 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde::Serialize;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -46,17 +46,15 @@ const STALL_S: [f64; 2] = [0.010, 2.0];
 /// Shortest and longest time between two stalls, seconds.
 const PAUSE_S: [f64; 2] = [0.050, 0.500];
 /// Shortest and longest deadline, seconds.
-const DEADLINE_S: [f64; 2] = [0.001, 0.050];
+pub(super) const DEADLINE_S: [f64; 2] = [0.001, 0.050];
 /// Deltas that are applied, one row in a hundred each.
 const DELTAS: u64 = 8;
 /// Callers for each request slot while there are too many callers.
 const CALLERS_PER_SLOT: u32 = 4;
 /// Shortest and longest pause of a caller after `Busy`, seconds.
-const BUSY_PAUSE_S: [f64; 2] = [0.001, 0.010];
+pub(super) const BUSY_PAUSE_S: [f64; 2] = [0.001, 0.010];
 /// Share of the bytes of all rows that the cache holds, per cent.
 const CACHE_PERCENT: u64 = 10;
-/// Standard deviations by which chance may exceed the overruns of the controls.
-const DEVIATIONS: f64 = 3.0;
 /// Name of the served model.
 const NAME: &str = "model";
 
@@ -121,10 +119,8 @@ pub struct DeadlineFigures {
     pub sleepers: Lateness,
     /// Threads that slept instead of sending, until a caller without an answer would return.
     pub controls: Lateness,
-    /// Answers that were later than the bound and every sleeper beside them.
-    pub overruns: u64,
-    /// Controls that were.
-    pub control_overruns: u64,
+    /// Answers and controls that were later than the bound and every sleeper beside them.
+    pub overruns: Overruns,
 }
 
 /// Runs the measurement.
@@ -231,9 +227,15 @@ impl Run {
             let each = numbers.flat_map(|number| groups.map(|group| (number, group)));
             let sleeping: Vec<_> = each
                 .map(|(seed, (timeline, oversleep))| {
-                    let (workload, batch) = (workload.with_seed(seed), Batch::new(schema, 1));
-                    let sleeper = Sleeper { workload, batch, seed, oversleep, timeline };
-                    scope.spawn(move || sleeper.sleep_until(stop))
+                    let (mut workload, mut batch) =
+                        (workload.with_seed(seed), Batch::new(schema, 1));
+                    let (sleeper, mut rng) =
+                        (Sleeper { oversleep, timeline }, StdRng::seed_from_u64(seed));
+                    let mut next = move || {
+                        workload.fill(&mut batch, 1)?;
+                        Ok(draw(&mut rng, DEADLINE_S))
+                    };
+                    scope.spawn(move || sleeper.sleep_until(stop, &mut next))
                 })
                 .collect();
             let stalls = scope.spawn(|| stall_until(stop, stalling));
@@ -280,8 +282,7 @@ impl Run {
             answers: answers.lateness(),
             sleepers: sleepers.lateness(),
             controls: controls.lateness(),
-            overruns: answers.overruns_beside(&sleepers),
-            control_overruns: controls.overruns_beside(&sleepers),
+            overruns: Overruns::of(requests, &answers, &controls, &sleepers),
         })
     }
 }
@@ -352,45 +353,13 @@ impl Caller<'_> {
 }
 
 /// Returns a time between `bounds` seconds whose logarithm is uniform.
-fn draw(rng: &mut StdRng, bounds: [f64; 2]) -> Duration {
+pub(super) fn draw(rng: &mut StdRng, bounds: [f64; 2]) -> Duration {
     let [low, high] = bounds.map(f64::ln);
     Duration::from_secs_f64(rng.random_range(low..high).exp())
 }
 
-/// A thread that does what a caller does, but sends nothing.
-struct Sleeper<'a> {
-    workload: Workload,
-    batch: Batch,
-    seed: u64,
-    /// Time after the deadline until which it sleeps.
-    oversleep: Duration,
-    /// How late each sleep ended.
-    timeline: &'a Timeline,
-}
-
-impl Sleeper<'_> {
-    /// Draws a request and sleeps until after its deadline, on a condition variable that nobody
-    /// notifies, again and again until `stop`.
-    fn sleep_until(mut self, stop: &AtomicBool) -> Result<()> {
-        let mut rng = StdRng::seed_from_u64(self.seed);
-        let (lock, never) = (Mutex::new(()), Condvar::new());
-        while !stop.load(Ordering::Relaxed) {
-            self.workload.fill(&mut self.batch, 1)?;
-            let deadline = Instant::now() + draw(&mut rng, DEADLINE_S);
-            let end = deadline + self.oversleep;
-            let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
-            let left = end.saturating_duration_since(Instant::now());
-            let is_early = |(): &mut ()| Instant::now() < end;
-            let woken = never.wait_timeout_while(guard, left, is_early);
-            drop(woken.unwrap_or_else(PoisonError::into_inner));
-            self.timeline.record(deadline);
-        }
-        Ok(())
-    }
-}
-
 /// Stalls the device again and again until `stop`. Returns the sum of the stalls.
-fn stall_until(stop: &AtomicBool, disk: &StallingDisk) -> Duration {
+pub(super) fn stall_until(stop: &AtomicBool, disk: &StallingDisk) -> Duration {
     let (mut rng, mut sum) = (StdRng::seed_from_u64(0), Duration::ZERO);
     while !stop.load(Ordering::Relaxed) {
         thread::sleep(draw(&mut rng, PAUSE_S));
@@ -454,7 +423,7 @@ fn bars(points: &[DeadlineFigures]) -> Vec<Bar> {
     let sum = |of: fn(&DeadlineFigures) -> u64| points.iter().map(of).sum::<u64>();
     let requests = sum(|p| p.requests);
     let name = format!("overruns beyond those of the controls, of {requests} requests");
-    let beyond: f64 = points.iter().map(DeadlineFigures::overruns_beyond_controls).sum();
+    let beyond: f64 = points.iter().map(|p| p.overruns.beyond_chance()).sum();
     vec![
         Bar::at_most(name, beyond, 0.0),
         Bar::at_most("answers with a wrong status", sum(|p| p.wrong_statuses) as f64, 0.0),
@@ -494,14 +463,6 @@ fn publish(args: &DeadlineArgs, report: &BenchReport<DeadlineFigures>) -> Result
 }
 
 impl DeadlineFigures {
-    /// Returns the overruns that neither those of the controls nor chance explains.
-    fn overruns_beyond_controls(&self) -> f64 {
-        let share = self.requests as f64 / self.controls.count.max(1) as f64;
-        let expected = share * self.control_overruns as f64;
-        let variance = expected + share * expected + 1.0;
-        (self.overruns as f64 - expected - DEVIATIONS * variance.sqrt()).max(0.0).floor()
-    }
-
     fn cells(&self) -> [String; 15] {
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         let over = |of: &Lateness| format!("{} of {}", of.over, report::count(of.count));
@@ -525,8 +486,8 @@ impl DeadlineFigures {
             over(&self.controls),
             us(self.answers.latest_us),
             us(self.sleepers.latest_us),
-            self.overruns.to_string(),
-            self.control_overruns.to_string(),
+            self.overruns.answers.to_string(),
+            self.overruns.controls.to_string(),
         ]
     }
 }

@@ -3,7 +3,7 @@
 
 mod bars;
 mod concurrency;
-mod daemon;
+pub mod daemon;
 mod deadline;
 mod delta;
 mod dlrm;

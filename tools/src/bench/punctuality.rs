@@ -1,13 +1,18 @@
-//! How late things happen, over time: answers beside threads that only sleep. Never decides what is
-//! measured.
+//! How late things happen, over time: answers beside threads that send nothing. Never decides what
+//! is measured.
 
+use anyhow::Result;
 use hatchback::limits::DEADLINE_GRACE_US;
 use serde::Serialize;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Time of a window. Answers are compared with the sleepers of the windows around them.
 const WINDOW: Duration = Duration::from_millis(100);
+
+/// Standard deviations by which chance may exceed the overruns of the controls.
+const DEVIATIONS: f64 = 3.0;
 
 /// Events, each with the time at which it was due.
 pub struct Timeline {
@@ -101,9 +106,83 @@ impl Timeline {
     }
 }
 
+/// Answers and controls that were later than the bound and the sleepers beside them. The scheduler
+/// alone makes some, by chance; those of the controls say how many.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Overruns {
+    /// Answers that were.
+    pub answers: u64,
+    /// Controls that were.
+    pub controls: u64,
+    /// Requests for each control.
+    pub requests_a_control: f64,
+}
+
+impl Overruns {
+    /// Judges the answers to `requests` requests, and the controls, by the same sleepers.
+    pub fn of(requests: u64, answers: &Timeline, controls: &Timeline, sleepers: &Timeline) -> Self {
+        Self {
+            answers: answers.overruns_beside(sleepers),
+            controls: controls.overruns_beside(sleepers),
+            requests_a_control: requests as f64 / controls.lateness().count.max(1) as f64,
+        }
+    }
+
+    /// Returns the overruns of answers that neither those of the controls nor chance explains.
+    pub fn beyond_chance(&self) -> f64 {
+        let expected = self.requests_a_control * self.controls as f64;
+        let variance = expected + self.requests_a_control * expected + 1.0;
+        (self.answers as f64 - expected - DEVIATIONS * variance.sqrt()).max(0.0).floor()
+    }
+}
+
+/// A thread that does what a caller does, but sends nothing. A sleeper sleeps until a deadline, a
+/// control until a caller without an answer would return.
+pub struct Sleeper<'a> {
+    /// Time after the deadline until which it sleeps.
+    pub oversleep: Duration,
+    /// How late each sleep ended, relative to its deadline.
+    pub timeline: &'a Timeline,
+}
+
+impl Sleeper<'_> {
+    /// Sleeps until after one deadline after the other, on a condition variable that nobody
+    /// notifies, until `stop`. `next` returns the time to the next deadline.
+    ///
+    /// # Errors
+    /// Those of `next`.
+    pub fn sleep_until(
+        &self,
+        stop: &AtomicBool,
+        next: &mut dyn FnMut() -> Result<Duration>,
+    ) -> Result<()> {
+        let (lock, never) = (Mutex::new(()), Condvar::new());
+        while !stop.load(Ordering::Relaxed) {
+            let deadline = Instant::now() + next()?;
+            let end = deadline + self.oversleep;
+            let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+            let left = end.saturating_duration_since(Instant::now());
+            let is_early = |(): &mut ()| Instant::now() < end;
+            let woken = never.wait_timeout_while(guard, left, is_early);
+            drop(woken.unwrap_or_else(PoisonError::into_inner));
+            self.timeline.record(deadline);
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn overruns_count_beyond_those_of_the_controls_and_chance() {
+        let of = |answers, controls| Overruns { answers, controls, requests_a_control: 1.0 };
+        for (answers, controls, beyond) in [(3, 0, 0.0), (5, 0, 2.0), (12, 4, 0.0), (100, 4, 87.0)]
+        {
+            assert_eq!(of(answers, controls).beyond_chance(), beyond, "{answers}, {controls}");
+        }
+    }
 
     #[test]
     fn an_overrun_is_later_than_the_bound_and_the_sleepers_beside_it() {

@@ -1,6 +1,6 @@
 //! A caller of the daemon's front door: gRPC over HTTP/2 on a Unix socket. Never retries.
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow};
 use hatchback::Schema;
 use hatchback::schema::batch::Batch;
 use hatchback_server::proto::{
@@ -8,9 +8,10 @@ use hatchback_server::proto::{
     SERVICE,
 };
 use http_body_util::{BodyExt, Full};
-use hyper::body::Bytes;
+use hyper::body::{Bytes, Incoming};
 use hyper::client::conn::http2::{SendRequest, handshake};
-use hyper::{HeaderMap, Request};
+use hyper::header::{CONTENT_TYPE, HeaderValue, TE};
+use hyper::{HeaderMap, Method, Request, Uri};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use prost::Message;
 use std::path::Path;
@@ -21,14 +22,46 @@ use tokio::net::UnixStream;
 const RESOURCE_EXHAUSTED: u32 = 8;
 
 /// A connection to the front door.
-pub struct Caller(SendRequest<Full<Bytes>>);
+pub struct Caller {
+    sender: SendRequest<Full<Bytes>>,
+    infer: Uri,
+    headers: HeaderMap,
+}
 
 /// The outcome of a call.
+#[derive(Clone, Debug)]
 pub enum Outcome {
-    /// The call was answered.
-    Answered,
-    /// The front door refused the call; the caller should retry after this time.
-    Busy(Duration),
+    /// The call was answered with this message, which has its prefix.
+    Answered(Bytes),
+    /// The front door refused the call.
+    Refused(Refusal),
+}
+
+/// Why the front door refused a call.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("gRPC status {status}: {message}")]
+pub struct Refusal {
+    /// The number of gRPC.
+    pub status: u32,
+    /// The text.
+    pub message: String,
+    /// The time after which the caller should retry.
+    pub retry_after: Option<Duration>,
+}
+
+impl Refusal {
+    /// Returns the time after which the caller should retry, if the front door was busy.
+    ///
+    /// # Errors
+    /// The front door refused the call for another reason.
+    pub fn busy(self) -> Result<Duration, Self> {
+        let wait = self.retry_after.filter(|_| self.status == RESOURCE_EXHAUSTED);
+        wait.ok_or(self)
+    }
+}
+
+fn path_of(method: &str) -> Result<Uri> {
+    Ok(format!("http://localhost{SERVICE}{method}").parse()?)
 }
 
 impl Caller {
@@ -43,39 +76,84 @@ impl Caller {
             // The caller sees the end of the connection at its next call.
             let _ = connection.await;
         });
-        Ok(Self(sender))
+        let mut headers = HeaderMap::with_capacity(4);
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        headers.insert(TE, HeaderValue::from_static("trailers"));
+        Ok(Self { sender, infer: path_of("ModelInfer")?, headers })
     }
 
     /// Calls `method` with `message`, which has its prefix.
     ///
     /// # Errors
-    /// The connection ends, or the call fails.
-    pub async fn call(&mut self, method: &str, message: Bytes) -> Result<Outcome> {
-        let request = Request::post(format!("http://localhost{SERVICE}{method}"))
-            .header("content-type", "application/grpc")
-            .header("te", "trailers")
-            .body(Full::new(message))?;
-        self.0.ready().await?;
-        let response = self.0.send_request(request).await?;
-        let (head, body) = response.into_parts();
-        let body = body.collect().await?;
-        let trailers = body.trailers().unwrap_or(&head.headers);
-        match number(trailers, "grpc-status") {
-            Some(0) => Ok(Outcome::Answered),
-            Some(RESOURCE_EXHAUSTED) => {
-                let ms = number(trailers, "grpc-retry-pushback-ms").unwrap_or(1);
-                Ok(Outcome::Busy(Duration::from_millis(ms.into())))
-            }
-            status => {
-                let message = trailers.get("grpc-message").map(|m| format!("{m:?}"));
-                bail!("{method}: status {status:?}: {}", message.unwrap_or_default())
-            }
+    /// The connection ends.
+    pub async fn call(
+        &mut self,
+        method: &str,
+        message: Bytes,
+        timeout: Option<Duration>,
+    ) -> Result<Outcome> {
+        self.send(path_of(method)?, message, timeout).await
+    }
+
+    /// Asks for scores with `message`, a request with its prefix.
+    ///
+    /// # Errors
+    /// The connection ends.
+    pub async fn infer(&mut self, message: Bytes, timeout: Option<Duration>) -> Result<Outcome> {
+        self.send(self.infer.clone(), message, timeout).await
+    }
+
+    async fn send(
+        &mut self,
+        path: Uri,
+        message: Bytes,
+        timeout: Option<Duration>,
+    ) -> Result<Outcome> {
+        let mut request = Request::new(Full::new(message));
+        (*request.method_mut(), *request.uri_mut()) = (Method::POST, path);
+        *request.headers_mut() = self.headers.clone();
+        if let Some(timeout) = timeout {
+            let value = HeaderValue::from_str(&format!("{}u", timeout.as_micros()))?;
+            request.headers_mut().insert("grpc-timeout", value);
         }
+        self.sender.ready().await?;
+        let (head, body) = self.sender.send_request(request).await?.into_parts();
+        let Received { message, trailers } = receive(body).await?;
+        Ok(outcome(message, trailers.as_ref().unwrap_or(&head.headers)))
     }
 }
 
-fn number(headers: &HeaderMap, name: &str) -> Option<u32> {
-    headers.get(name)?.to_str().ok()?.parse().ok()
+/// The body of an answer.
+#[derive(Default)]
+struct Received {
+    message: Bytes,
+    trailers: Option<HeaderMap>,
+}
+
+async fn receive(mut body: Incoming) -> Result<Received> {
+    let mut received = Received::default();
+    while let Some(frame) = body.frame().await {
+        match frame?.into_data() {
+            Ok(data) if received.message.is_empty() => received.message = data,
+            Ok(data) => received.message = [&received.message[..], &data].concat().into(),
+            Err(frame) => received.trailers = frame.into_trailers().ok(),
+        }
+    }
+    Ok(received)
+}
+
+fn outcome(message: Bytes, trailers: &HeaderMap) -> Outcome {
+    let text = |name: &str| trailers.get(name).and_then(|value| value.to_str().ok());
+    let number = |name: &str| text(name).and_then(|text| text.parse().ok());
+    match number("grpc-status") {
+        Some(0) => Outcome::Answered(message),
+        status => Outcome::Refused(Refusal {
+            status: status.unwrap_or(u32::MAX),
+            message: text("grpc-message").unwrap_or_default().to_owned(),
+            retry_after: number("grpc-retry-pushback-ms")
+                .map(|ms| Duration::from_millis(ms.into())),
+        }),
+    }
 }
 
 fn framed(message: &impl Message) -> Result<Bytes> {

@@ -1,6 +1,6 @@
 //! A front door with one model in this process, the requests for it, and what callers measure.
 
-use super::caller::{Caller, Outcome, infer_request, on_event_loop};
+use super::caller::{Caller, Outcome, Refusal, infer_request, on_event_loop};
 use crate::report;
 use crate::report::metrics::{Latencies, Percentiles};
 use crate::workload::key_distributions::{ALPHA, BagSizes, Distribution, Workload};
@@ -23,13 +23,14 @@ const REQUESTS: usize = 2048;
 /// The name of the model.
 pub const MODEL: &str = "bench";
 /// What callers of the measurement may use.
-const RULES: ServerRules = ServerRules {
+pub const RULES: ServerRules = ServerRules {
     threads: 2,
     connections_max: 1024,
     bytes_max: 256 << 20,
     request_bytes_max: 16 << 20,
     requests_per_s_max: 0,
     tcp: None,
+    tls: None,
 };
 
 /// The figures of one way with one number of callers.
@@ -47,6 +48,8 @@ pub struct DaemonStep {
     pub latency: Percentiles,
     /// Requests refused as busy.
     pub busy: u64,
+    /// Requests refused or failed for another reason.
+    pub errors: u64,
 }
 
 /// The sums over the turns of a step.
@@ -55,6 +58,7 @@ pub struct WayTotals {
     pub time: Duration,
     pub latencies: Latencies,
     pub busy: u64,
+    pub errors: u64,
 }
 
 impl WayTotals {
@@ -62,13 +66,15 @@ impl WayTotals {
     pub fn add(&mut self, other: &Self) {
         self.latencies.add(&other.latencies);
         self.busy += other.busy;
+        self.errors += other.errors;
     }
 
     /// Returns the figures of `clients` callers.
     pub fn step(&self, way: &'static str, clients: u32) -> DaemonStep {
         let (latency, seconds) = (self.latencies.percentiles(), self.time.as_secs_f64());
         let requests_per_s = latency.requests as f64 / seconds.max(f64::EPSILON);
-        DaemonStep { way, clients, seconds, requests_per_s, latency, busy: self.busy }
+        let Self { busy, errors, .. } = *self;
+        DaemonStep { way, clients, seconds, requests_per_s, latency, busy, errors }
     }
 }
 
@@ -97,19 +103,21 @@ impl Daemon {
         self.folder.path().join("socket")
     }
 
-    /// Runs `work` beside the front door; `models` are those that callers can load.
+    /// Runs `work` beside the front door, whose callers may use what `rules` say; `models` are
+    /// those that callers can load.
     ///
     /// # Errors
     /// The socket cannot be bound, or the work fails.
     pub fn serve<T>(
         &self,
+        rules: ServerRules,
         models: Vec<ModelFolder>,
         budget: Budget,
         work: impl FnOnce(&Path) -> Result<T>,
     ) -> Result<T> {
         let front = Front::new(FrontOptions {
             serving: Arc::clone(&self.serving),
-            rules: RULES,
+            rules,
             budget,
             gate: Arc::new(Gate::default()),
             models: Box::new(move || models.clone()),
@@ -158,10 +166,10 @@ impl Requests {
 }
 
 /// Calls the front door for `time` as `clients` callers on one thread, each with a connection of
-/// its own and one request at a time.
+/// its own and one request at a time. Counts refused requests.
 ///
 /// # Errors
-/// A call fails.
+/// A connection ends.
 pub fn call_grpc(
     socket: &Path,
     messages: &[Bytes],
@@ -172,24 +180,9 @@ pub fn call_grpc(
     let mut sum = on_event_loop(async {
         let mut callers = Vec::new();
         for number in 0..clients as usize {
-            let (mut caller, messages) = (Caller::connect(socket).await?, messages.to_vec());
-            callers.push(tokio::spawn(async move {
-                let mut totals = WayTotals::default();
-                for message in messages.iter().cycle().skip(number * 37) {
-                    let sent = Instant::now();
-                    match caller.call("ModelInfer", message.clone()).await? {
-                        Outcome::Answered => totals.latencies.record(sent.elapsed()),
-                        Outcome::Busy(wait) => {
-                            totals.busy += 1;
-                            tokio::time::sleep(wait).await;
-                        }
-                    }
-                    if start.elapsed() >= time {
-                        break;
-                    }
-                }
-                anyhow::Ok(totals)
-            }));
+            let (caller, messages) = (Caller::connect(socket).await?, messages.to_vec());
+            let first = number * 37 % messages.len();
+            callers.push(tokio::spawn(call_until(caller, messages, first, start + time)));
         }
         let mut sum = WayTotals::default();
         for caller in callers {
@@ -199,6 +192,35 @@ pub fn call_grpc(
     })?;
     sum.time = start.elapsed();
     Ok(sum)
+}
+
+/// Sends `messages` in turn, from the message `first` on, until `until`.
+async fn call_until(
+    mut caller: Caller,
+    messages: Vec<Bytes>,
+    first: usize,
+    until: Instant,
+) -> Result<WayTotals> {
+    let mut totals = WayTotals::default();
+    for message in messages.iter().cycle().skip(first) {
+        let sent = Instant::now();
+        let outcome = caller.infer(message.clone(), None).await?;
+        let now = Instant::now();
+        match outcome {
+            Outcome::Answered(_) => totals.latencies.record(now - sent),
+            Outcome::Refused(refusal) => match Refusal::busy(refusal) {
+                Ok(wait) => {
+                    totals.busy += 1;
+                    tokio::time::sleep(wait).await;
+                }
+                Err(_) => totals.errors += 1,
+            },
+        }
+        if now >= until {
+            break;
+        }
+    }
+    Ok(totals)
 }
 
 impl DaemonStep {

@@ -1,10 +1,13 @@
 //! `bench daemon`: gRPC on a Unix socket beside the call of the library, and throughput and latency
 //! under a rising number of callers over gRPC. The front door, the models and the callers are in
-//! one process. The two ways take turns on the same requests. Then C and Python take turns with the
-//! library, each in a process of its own. Never draws requests while it measures.
+//! one process, with a request slot for each caller. The two ways take turns on the same requests.
+//! Then C and Python take turns with the library, each in a process of its own. Never draws requests
+//! while it measures.
 
-mod caller;
+pub mod caller;
+mod deadline;
 mod front_door;
+mod hostile;
 mod languages;
 mod soak;
 
@@ -15,7 +18,7 @@ use crate::serve::ServeArgs;
 use crate::{report, say};
 use anyhow::{Context, Result};
 use clap::Args;
-use front_door::{Daemon, DaemonStep, MODEL, Requests, WayTotals, call_grpc};
+use front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, WayTotals, call_grpc};
 use languages::{LanguageArgs, LanguagePlan};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -41,15 +44,18 @@ pub struct DaemonArgs {
     /// Embedding cache, MiB [default: the target's]
     #[arg(long, value_parser = report::args::mib)]
     cache_mib: Option<f64>,
-    /// Measured time of a step [default: 4; quick: 1]
+    /// Measured time of a step, of each way with --deadline [default: 4, 60; quick: 1, 8]
     #[arg(long, value_parser = report::args::seconds)]
     seconds: Option<f64>,
     /// A smaller synthetic model, less time
     #[arg(long)]
     quick: bool,
-    /// Runs load, loads and unloads, and hostile callers for so many minutes instead
-    #[arg(long, value_name = "MINUTES")]
+    /// Runs load, swaps, loads, faults and hostile callers for so many minutes instead
+    #[arg(long, value_name = "MINUTES", conflicts_with_all = ["model", "deadline"])]
     soak: Option<f64>,
+    /// Measures how late answers are while the flash device stalls instead
+    #[arg(long, conflicts_with = "model")]
+    deadline: bool,
     /// A target file that gives the budget
     #[arg(long)]
     target: Option<PathBuf>,
@@ -66,9 +72,14 @@ pub struct DaemonArgs {
 }
 
 impl DaemonArgs {
-    /// Returns the measured time of a step.
-    fn time(&self) -> Duration {
-        Duration::from_secs_f64(self.seconds.unwrap_or(if self.quick { 1.0 } else { 4.0 }))
+    /// Returns the rows of the largest tables of the synthetic model.
+    fn rows_max(&self) -> u64 {
+        if self.quick { 40_000 } else { 400_000 }
+    }
+
+    /// Returns the time of a step, which is `whole` or `quick` seconds if the caller gave none.
+    fn time(&self, whole: f64, quick: f64) -> Duration {
+        Duration::from_secs_f64(self.seconds.unwrap_or(if self.quick { quick } else { whole }))
     }
 }
 
@@ -77,8 +88,16 @@ impl DaemonArgs {
 /// # Errors
 /// The runtime refuses the model, a request fails, or a file cannot be written.
 pub fn run(args: &DaemonArgs) -> Result<()> {
-    let rows_max = if args.quick { 40_000 } else { 400_000 };
-    let made = if args.model.is_none() { Some(SyntheticModel::pack(rows_max)?) } else { None };
+    if let Some(minutes) = args.soak {
+        let time = Duration::try_from_secs_f64(60.0 * minutes).context("--soak")?;
+        return soak::run(args, time);
+    }
+    if args.deadline {
+        return deadline::run(args, args.time(60.0, 8.0));
+    }
+
+    let is_made = args.model.is_none();
+    let made = is_made.then(|| SyntheticModel::pack(args.rows_max())).transpose()?;
     let serve = ServeArgs {
         model: args
             .model
@@ -94,18 +113,16 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
     };
     let (flash, mut budget) = (serve.flash()?, serve.budget()?);
     if args.target.is_none() {
-        (budget.workers, budget.slots) = (HostMachine::this().cores as u32, 64);
+        // A slot for each caller: a refusal over gRPC costs as much as a small answer.
+        let callers = args.clients.iter().copied().max().unwrap_or(1);
+        (budget.workers, budget.slots) = (HostMachine::this().cores as u32, callers.max(64));
     }
     let daemon = Daemon::new(&flash, budget)?;
     let requests = Requests::draw(&daemon, &flash, args.batch as usize)?;
     let model = flash.manifest().generation.to_string();
-    if let Some(minutes) = args.soak {
-        let time = Duration::try_from_secs_f64(60.0 * minutes).context("--soak")?;
-        return soak::run(args.json.as_ref(), &daemon, flash.directory(), budget, &requests, time);
-    }
 
-    let mut points =
-        daemon.serve(Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
+    let mut points = daemon
+        .serve(RULES, Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
     let mut bars = bars(&points);
     let languages = languages::measure(
         &args.languages,
@@ -113,7 +130,7 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
             flash: &flash,
             target: args.target.as_deref(),
             batches: &requests.batches,
-            time: args.time(),
+            time: args.time(4.0, 1.0),
         },
     )?;
     points.extend(languages.steps);
@@ -131,7 +148,7 @@ fn measure(
     requests: &Requests,
     socket: &Path,
 ) -> Result<Vec<DaemonStep>> {
-    let time = args.time();
+    let time = args.time(4.0, 1.0);
     let (mut library, mut grpc) = (WayTotals::default(), WayTotals::default());
     for turn in 0..=TURNS {
         let ours = call_library(daemon, requests, time / TURNS)?;
@@ -230,5 +247,18 @@ mod tests {
     #[test]
     fn a_short_soak_has_no_error() {
         run_line("daemon --quick --soak 0.05").unwrap();
+    }
+
+    #[test]
+    fn a_short_run_with_stalls_answers_over_both_ways() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("a.json");
+        let line = "daemon --quick --deadline --seconds 0.4 --json";
+        run_line(&format!("{line} {}", json.display())).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        for step in report["points"].as_array().unwrap() {
+            assert!(step["requests"].as_u64().unwrap() >= 32, "{step}");
+        }
     }
 }

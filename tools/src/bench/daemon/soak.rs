@@ -1,21 +1,27 @@
-//! `bench daemon --soak MINUTES`: good callers, loads and unloads of a second model, and hostile
-//! callers, all at the same time. Reports memory, open files, latency and errors over the run. A
-//! good caller must never see an error.
+//! `bench daemon --soak MINUTES`: good callers, loads and unloads of a second model, updates with
+//! swaps over gRPC, stalls of the flash device and, half of the time, hostile callers. Reports
+//! memory, open files, latency and errors over the run. A good caller must never see an error.
 
+use super::DaemonArgs;
 use super::caller::{Caller, Outcome, on_event_loop, repository_request};
-use super::front_door::{Daemon, DaemonStep, MODEL, Requests, WayTotals, call_grpc};
+use super::front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, call_grpc};
+use super::hostile::attack;
 use crate::bench::bars::Bar;
+use crate::bench::delta::pack_generations;
 use crate::bench::results::{BenchReport, HostMachine, open_files, prints_tables, resident_memory};
+use crate::bench::stalling_disk::StallingDisk;
 use crate::report;
 use crate::say;
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
+use hatchback::bundle::BundleReader;
+use hatchback::io::disk::Disk;
 use hatchback::model::budget::Budget;
+use hatchback::schema::MissPolicy;
+use hatchback::{Flash, ServerRules};
 use hatchback_server::ModelFolder;
-use hyper::body::Bytes;
 use serde::Serialize;
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -26,154 +32,264 @@ const OTHER: &str = "other";
 const CALLERS: u32 = 4;
 /// Parts of the run; the first warms up.
 const PARTS: u32 = 6;
-/// The most that memory may grow from the second part to the last, per cent.
+/// The most that memory and latency may grow from the second part to the last, per cent.
 const GROWTH_PERCENT_MAX: f64 = 2.0;
-/// Hostile callers that are connected at the same time.
-const HOSTILE: usize = 32;
+/// The longest latency under attack, as a multiple of that without: an attacker gets a share of the
+/// processors and no more.
+const ATTACKED_MAX: f64 = 2.0;
+/// Connections of all callers: hostile ones want many more.
+const CONNECTIONS: u32 = 64;
+/// Time between two stalls of the flash device, and of each.
+const STALL_EVERY: Duration = Duration::from_millis(500);
+const STALL: Duration = Duration::from_millis(5);
+/// Time between two looks whether the run is over.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// The figures of one part of the run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct SoakPart {
-    /// The good callers.
-    callers: DaemonStep,
+    /// The good callers without hostile ones.
+    calm: DaemonStep,
+    /// The good callers beside hostile ones.
+    attacked: DaemonStep,
     /// Memory of the process at the end, bytes.
     memory_bytes: u64,
-    /// Open files at the end.
+    /// Open files at the end, without hostile callers.
     open_files: u64,
     /// Loads and unloads until then.
-    changes: u64,
+    loads: u64,
+    /// Swaps until then, each after an update or a rollback.
+    swaps: u64,
     /// Connections of hostile callers until then.
     attacks: u64,
 }
 
 /// What runs beside the good callers.
 #[derive(Default)]
-struct Beside {
-    is_over: AtomicBool,
-    changes: AtomicU64,
-    attacks: AtomicU64,
+pub struct Beside {
+    pub is_over: AtomicBool,
+    pub is_attacked: AtomicBool,
+    pub attacks: AtomicU64,
+    loads: AtomicU64,
+    swaps: AtomicU64,
+}
+
+impl Beside {
+    fn goes_on(&self) -> bool {
+        !self.is_over.load(Ordering::Relaxed)
+    }
+}
+
+/// The model on flash, and the delta that follows it.
+struct Car {
+    disk: Arc<dyn Disk>,
+    stalling: StallingDisk,
+    directory: PathBuf,
+    delta: PathBuf,
 }
 
 /// Runs the soak for `time`.
 ///
 /// # Errors
-/// A good caller sees an error, or a load or unload fails.
-pub fn run(
-    json: Option<&PathBuf>,
-    daemon: &Daemon,
-    directory: &Path,
-    budget: Budget,
-    requests: &Requests,
-    time: Duration,
-) -> Result<()> {
-    let other = ModelFolder { name: OTHER.to_owned(), directory: directory.to_owned() };
-    // The second model gets what the first leaves.
-    let small = Budget { cache_bytes_max: budget.cache_bytes_max / 8, ..budget };
-    let points = daemon.serve(vec![other], small, |socket| soak(socket, requests, time))?;
+/// A good caller loses its connection, or a load, unload, update or swap fails.
+pub fn run(args: &DaemonArgs, time: Duration) -> Result<()> {
+    let folder = tempfile::tempdir().context("a temporary folder")?;
+    let bundles = pack_generations(args.rows_max(), 1, [MissPolicy::Wait; 2], folder.path())?;
+    let stalling = StallingDisk::default();
+    let disk: Arc<dyn Disk> = Arc::new(stalling.clone());
+    let [snapshot, delta] = &bundles[..] else { return Err(anyhow!("a snapshot and a delta")) };
+    let install = |name: &str| {
+        let mut bundle = BundleReader::open(snapshot)?;
+        Flash::install(&disk, &folder.path().join(name), &mut bundle, |_| ())
+    };
+    let (flash, other) = (install(MODEL)?, install(OTHER)?);
+    let directory = flash.directory().to_owned();
+    let car = Car { disk: Arc::clone(&disk), stalling, directory, delta: delta.clone() };
 
-    let first = points.get(1).or(points.first());
-    let growth = first
-        .zip(points.last())
-        .map(|(first, last)| 100.0 * (last.memory_bytes as f64 / first.memory_bytes as f64 - 1.0));
-    let bars =
-        growth.map(|growth| Bar::at_most("growth of memory, per cent", growth, GROWTH_PERCENT_MAX));
-    let model = MODEL.to_owned();
-    let bars = bars.into_iter().collect();
-    publish(json, &BenchReport { bench: "soak", machine: HostMachine::this(), model, bars, points })
+    let rows_bytes: u64 = flash.manifest().schema.tables.iter().map(|t| t.row_bytes_total()).sum();
+    let workers = HostMachine::this().cores as u32;
+    let budget = Budget {
+        memory_bytes_max: 4 << 30,
+        cache_bytes_max: rows_bytes / 4,
+        reads_max: 8 * workers,
+        slots: 64,
+        workers,
+        ..Budget::default()
+    };
+    let daemon = Daemon::new(&flash, budget)?;
+    let requests = Requests::draw(&daemon, &flash, args.batch as usize)?;
+    let folder_of = |name: &str, flash: &Flash| ModelFolder {
+        name: name.to_owned(),
+        directory: flash.directory().to_owned(),
+    };
+    let models = vec![folder_of(MODEL, &flash), folder_of(OTHER, &other)];
+    let rules = ServerRules { connections_max: CONNECTIONS, ..RULES };
+    let points =
+        daemon.serve(rules, models, budget, |socket| soak(&car, socket, &requests, time))?;
+
+    let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
+    let bars = bars(&points);
+    publish(args, &BenchReport { bench: "soak", machine, model, bars, points })
 }
 
 /// Runs everything for `time`; returns the figures of each part.
-fn soak(socket: &Path, requests: &Requests, time: Duration) -> Result<Vec<SoakPart>> {
+fn soak(car: &Car, socket: &Path, requests: &Requests, time: Duration) -> Result<Vec<SoakPart>> {
     let beside = Beside::default();
     thread::scope(|scope| {
-        let changing = scope.spawn(|| change_models(socket, &beside));
-        let attacking = scope.spawn(|| attack(socket, &requests.messages, &beside));
+        let loading = scope.spawn(|| load_models(socket, &beside));
+        let swapping = scope.spawn(|| swap_models(car, socket, &beside));
+        scope.spawn(|| attack(socket, &requests.messages, &beside));
+        scope.spawn(|| {
+            while beside.goes_on() {
+                thread::sleep(STALL_EVERY);
+                car.stalling.stall_until(Instant::now() + STALL);
+            }
+        });
         let measured: Result<Vec<SoakPart>> =
             (0..PARTS).map(|_| part(socket, requests, &beside, time / PARTS)).collect();
         beside.is_over.store(true, Ordering::Relaxed);
-        changing.join().map_err(|_| anyhow!("the caller that loads models panicked"))??;
-        attacking.join().map_err(|_| anyhow!("the hostile caller panicked"))?;
+        loading.join().map_err(|_| anyhow!("the caller that loads models panicked"))??;
+        swapping.join().map_err(|_| anyhow!("the caller that swaps models panicked"))??;
         measured
     })
 }
 
 fn part(socket: &Path, requests: &Requests, beside: &Beside, time: Duration) -> Result<SoakPart> {
-    let totals: WayTotals = call_grpc(socket, &requests.messages, CALLERS, time)?;
+    let half = |is_attacked| -> Result<DaemonStep> {
+        beside.is_attacked.store(is_attacked, Ordering::Relaxed);
+        let totals = call_grpc(socket, &requests.messages, CALLERS, time / 2)?;
+        Ok(totals.step("gRPC", CALLERS))
+    };
+    let (attacked, calm) = (half(true)?, half(false)?);
     Ok(SoakPart {
-        callers: totals.step("gRPC", CALLERS),
+        calm,
+        attacked,
         memory_bytes: resident_memory()?.now,
         open_files: open_files()?,
-        changes: beside.changes.load(Ordering::Relaxed),
+        loads: beside.loads.load(Ordering::Relaxed),
+        swaps: beside.swaps.load(Ordering::Relaxed),
         attacks: beside.attacks.load(Ordering::Relaxed),
     })
 }
 
+/// Calls `method` of the repository, again while another change is in hand.
+async fn change(caller: &mut Caller, method: &str, model: &str) -> Result<()> {
+    let request = repository_request(model)?;
+    loop {
+        match caller.call(method, request.clone(), None).await? {
+            Outcome::Answered(_) => return Ok(()),
+            Outcome::Refused(refusal) => {
+                refusal.busy()?;
+                tokio::time::sleep(LOOK).await;
+            }
+        }
+    }
+}
+
 /// Loads and unloads the second model until the run is over.
-fn change_models(socket: &Path, beside: &Beside) -> Result<()> {
-    let request = repository_request(OTHER)?;
+fn load_models(socket: &Path, beside: &Beside) -> Result<()> {
     on_event_loop(async {
         let mut caller = Caller::connect(socket).await?;
-        while !beside.is_over.load(Ordering::Relaxed) {
+        while beside.goes_on() {
             for method in ["RepositoryModelLoad", "RepositoryModelUnload"] {
-                while let Outcome::Busy(wait) = caller.call(method, request.clone()).await? {
-                    tokio::time::sleep(wait).await;
-                }
-                beside.changes.fetch_add(1, Ordering::Relaxed);
+                change(&mut caller, method, OTHER).await?;
+                beside.loads.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(LOOK).await;
             }
         }
         Ok(())
     })
 }
 
-/// Connects again and again and sends what no good caller sends. Errors are what the front door
-/// owes such a caller.
-fn attack(socket: &Path, messages: &[Bytes], beside: &Beside) {
-    let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-    let headers = format!("GET / HTTP/1.1\r\nx: {}\r\n", "a".repeat(60_000));
-    let endless = b"POST /v2/models/bench/infer HTTP/1.1\r\ncontent-length: 4000000\r\n\r\n{";
-    let garbage: Vec<u8> = messages[0].iter().rev().copied().collect();
-    let kinds: [&[u8]; 6] = [b"", preface, headers.as_bytes(), endless, &garbage, b"{}\n"];
-
-    let mut open: Vec<UnixStream> = Vec::new();
-    let start = Instant::now();
-    for kind in kinds.iter().cycle() {
-        if beside.is_over.load(Ordering::Relaxed) {
-            return;
+/// Applies an update and rolls it back until the run is over. After each the daemon swaps to the
+/// live generation, because a caller asks it to.
+fn swap_models(car: &Car, socket: &Path, beside: &Beside) -> Result<()> {
+    on_event_loop(async {
+        let mut caller = Caller::connect(socket).await?;
+        while beside.goes_on() {
+            let mut bundle = BundleReader::open(&car.delta)?;
+            let flash = Flash::install(&car.disk, &car.directory, &mut bundle, |_| ())?;
+            change(&mut caller, "RepositoryModelLoad", MODEL).await?;
+            flash.rollback()?;
+            change(&mut caller, "RepositoryModelLoad", MODEL).await?;
+            beside.swaps.fetch_add(2, Ordering::Relaxed);
         }
-        if let Ok(mut stream) = UnixStream::connect(socket) {
-            let _ = stream.set_nonblocking(true);
-            let _ = stream.write(kind);
-            let _ = stream.read(&mut [0; 512]);
-            open.push(stream);
-            beside.attacks.fetch_add(1, Ordering::Relaxed);
-        }
-        if open.len() > HOSTILE {
-            open.remove(0);
-        }
-        // Two thousand connections a second at most: the good callers need a processor too.
-        let attacks = beside.attacks.load(Ordering::Relaxed);
-        let due = Duration::from_micros(500 * attacks);
-        thread::sleep(due.saturating_sub(start.elapsed()).min(Duration::from_millis(5)));
-    }
+        Ok(())
+    })
 }
 
-fn publish(json: Option<&PathBuf>, report: &BenchReport<SoakPart>) -> Result<()> {
-    if prints_tables(json) {
+fn bars(points: &[SoakPart]) -> Vec<Bar> {
+    let refused = |step: &DaemonStep| (step.busy + step.errors) as f64;
+    let errors: f64 = points.iter().map(|p| refused(&p.calm) + refused(&p.attacked)).sum();
+    let mut bars = vec![Bar::at_most("requests of good callers refused or failed", errors, 0.0)];
+    let (Some(first), Some(last)) = (points.get(1), points.last()) else { return bars };
+    let growth = |of: &dyn Fn(&SoakPart) -> f64| 100.0 * (of(last) / of(first) - 1.0);
+    let figures: [(&str, &dyn Fn(&SoakPart) -> f64); 3] = [
+        ("growth of memory, per cent", &|part| part.memory_bytes as f64),
+        ("growth of open files, per cent", &|part| part.open_files as f64),
+        ("growth of p50, per cent", &|part| part.calm.latency.p50_us),
+    ];
+    let bar = |(name, of): (&str, &dyn Fn(&SoakPart) -> f64)| {
+        Bar::at_most(name, growth(of), GROWTH_PERCENT_MAX)
+    };
+    bars.extend(figures.map(bar));
+
+    let share = |of: fn(&DaemonStep) -> f64| {
+        let sum = |half: fn(&SoakPart) -> &DaemonStep| -> f64 {
+            points[1..].iter().map(|part| of(half(part))).sum()
+        };
+        sum(|part| &part.attacked) / sum(|part| &part.calm).max(f64::EPSILON)
+    };
+    let attacked = [
+        ("p50 under attack, as a multiple", share(|step| step.latency.p50_us)),
+        ("p99 under attack, as a multiple", share(|step| step.latency.p99_us)),
+    ];
+    bars.extend(attacked.map(|(name, share)| Bar::at_most(name, share, ATTACKED_MAX)));
+    bars
+}
+
+fn publish(args: &DaemonArgs, report: &BenchReport<SoakPart>) -> Result<()> {
+    if prints_tables(args.json.as_ref()) {
+        say!("{}: {CALLERS} good callers", report.model)?;
         say!("{}", report.machine)?;
-        let heads = ["requests/s", "p50", "p99", "busy", "memory", "files", "changes", "attacks"];
+        let heads = [
+            "requests/s",
+            "p50",
+            "p99",
+            "attacked p50",
+            "p99",
+            "refused",
+            "memory",
+            "files",
+            "loads",
+            "swaps",
+            "attacks",
+        ];
         let mut table = report::table(&heads);
         table.add_rows(report.points.iter().map(SoakPart::cells));
         say!("{table}")?;
         report.bars.iter().try_for_each(|bar| say!("{bar}"))?;
     }
-    report.write_to(json)
+    report.write_to(args.json.as_ref())
 }
 
 impl SoakPart {
-    fn cells(&self) -> [String; 8] {
-        let [_, _, rate, p50, p99, _, busy] = self.callers.cells();
-        let counts = [self.open_files, self.changes, self.attacks].map(report::count);
-        let [files, changes, attacks] = counts;
-        [rate, p50, p99, busy, report::bytes(self.memory_bytes), files, changes, attacks]
+    fn cells(&self) -> [String; 11] {
+        let [_, _, rate, p50, p99, ..] = self.calm.cells();
+        let [_, _, _, attacked_p50, attacked_p99, ..] = self.attacked.cells();
+        let refused = [&self.calm, &self.attacked].map(|step| step.busy + step.errors);
+        [
+            rate,
+            p50,
+            p99,
+            attacked_p50,
+            attacked_p99,
+            report::count(refused.iter().sum()),
+            report::bytes(self.memory_bytes),
+            report::count(self.open_files),
+            report::count(self.loads),
+            report::count(self.swaps),
+            report::count(self.attacks),
+        ]
     }
 }

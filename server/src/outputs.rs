@@ -1,0 +1,278 @@
+//! The outputs of a model: their names, which of them a request wants, and the numbers of each in
+//! an answer. Knows no protocol.
+//!
+//! A model with several outputs has its scores twice: side by side in `score`, and one by one under
+//! the names that its network gives them.
+
+use crate::problem::Problem;
+use hatchback::request::pipeline::Answer;
+use hatchback::{LookupStatus, Schema};
+use serde::{Serialize, Serializer};
+use std::collections::HashMap;
+
+/// The output with the scores, FP32 `[batch, n]`.
+pub const SCORE: &str = "score";
+/// The output with the statuses, INT32 `[batch, 5]`: fresh, defaulted, absent, damaged, late.
+const STATUS: &str = "status";
+/// The output with the sequence of the generation that scored the request, INT64 `[1]`.
+const GENERATION: &str = "generation";
+/// Numbers of a sample's status.
+pub const STATUS_FIELDS: usize = 5;
+
+/// What an output holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// All scores.
+    Scores,
+    /// The scores of one of several outputs.
+    Column(usize),
+    Statuses,
+    Generation,
+}
+
+/// An output of a model.
+#[derive(Debug)]
+pub struct Output {
+    pub name: String,
+    pub content: Content,
+}
+
+impl Output {
+    /// Returns the type of its tensor.
+    pub fn datatype(&self) -> &'static str {
+        match self.content {
+            Content::Scores | Content::Column(_) => "FP32",
+            Content::Statuses => "INT32",
+            Content::Generation => "INT64",
+        }
+    }
+
+    /// Returns the bytes of a number.
+    pub fn number_bytes(&self) -> usize {
+        if self.content == Content::Generation { 8 } else { 4 }
+    }
+
+    /// Returns the shape of its tensor for a model with `width` scores a sample; -1 is any size.
+    pub fn shape(&self, width: usize) -> Vec<i64> {
+        match self.content {
+            Content::Scores => vec![-1, width as i64],
+            Content::Column(_) => vec![-1, 1],
+            Content::Statuses => vec![-1, STATUS_FIELDS as i64],
+            Content::Generation => vec![1],
+        }
+    }
+}
+
+/// The outputs of a model, in the order of an answer.
+#[derive(Debug)]
+pub struct Outputs {
+    list: Vec<Output>,
+    numbers: HashMap<String, usize>,
+}
+
+impl Outputs {
+    /// Returns the outputs of a model with `schema`. An output of its network whose name is one of
+    /// the three of every model is in `score` only.
+    pub fn new(schema: &Schema) -> Self {
+        let output = |name: &str, content| Output { name: name.to_owned(), content };
+        let mut list = vec![output(SCORE, Content::Scores)];
+        if let several @ [_, _, ..] = schema.network.outputs.as_slice() {
+            let own = several.iter().enumerate();
+            let own = own.filter(|(_, own)| ![SCORE, STATUS, GENERATION].contains(&&*own.name));
+            list.extend(own.map(|(at, own)| output(&own.name, Content::Column(at))));
+        }
+        list.push(output(STATUS, Content::Statuses));
+        list.push(output(GENERATION, Content::Generation));
+        let numbers = list.iter().enumerate().map(|(at, output)| (output.name.clone(), at));
+        Self { numbers: numbers.collect(), list }
+    }
+
+    /// Returns the outputs.
+    pub fn list(&self) -> &[Output] {
+        &self.list
+    }
+}
+
+/// How an answer holds an output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    No,
+    Text,
+    Binary,
+}
+
+/// An output that a request asks for.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked<'a> {
+    pub name: &'a str,
+    pub want: Want,
+}
+
+/// How an answer holds each output of a model.
+#[derive(Debug)]
+pub struct Wants(Vec<Want>);
+
+impl Wants {
+    /// Returns what a request wants that asks for `asked`; without any it wants `every` output.
+    ///
+    /// # Errors
+    /// The model has no such output.
+    pub fn new(outputs: &Outputs, asked: &[Asked<'_>], every: Want) -> Result<Self, Problem> {
+        let unasked = if asked.is_empty() { every } else { Want::No };
+        let mut wants = vec![unasked; outputs.list.len()];
+        for Asked { name, want } in asked {
+            let Some(&at) = outputs.numbers.get(*name) else {
+                let name = name.escape_debug();
+                return Err(Problem::invalid(format!("the model has no output `{name}`")));
+            };
+            wants[at] = *want;
+        }
+        Ok(Self(wants))
+    }
+
+    /// Returns the wanted outputs of `outputs` with how each is wanted.
+    pub fn of<'a>(&self, outputs: &'a Outputs) -> impl Iterator<Item = (&'a Output, Want)> {
+        outputs.list.iter().zip(self.0.iter().copied()).filter(|(_, want)| *want != Want::No)
+    }
+}
+
+/// The numbers of an output in an answer.
+#[derive(Clone, Copy, Debug)]
+pub enum Numbers<'a> {
+    /// `[samples, width]`; of these, one column if it is given.
+    Scores {
+        values: &'a [f32],
+        samples: usize,
+        column: Option<usize>,
+    },
+    Statuses(&'a [LookupStatus]),
+    Generation(u64),
+}
+
+impl<'a> Numbers<'a> {
+    /// Returns the numbers of `output` in `answer`.
+    pub fn of(output: &Output, answer: &'a Answer<'_>) -> Self {
+        let scores = answer.scores();
+        let (values, samples) = (scores.values, scores.statuses.len());
+        match output.content {
+            Content::Scores => Self::Scores { values, samples, column: None },
+            Content::Column(at) => Self::Scores { values, samples, column: Some(at) },
+            Content::Statuses => Self::Statuses(scores.statuses),
+            Content::Generation => Self::Generation(answer.generation().sequence),
+        }
+    }
+
+    /// Returns the shape.
+    pub fn shape(&self) -> Vec<usize> {
+        match self {
+            Self::Scores { values, samples, column: None } => {
+                vec![*samples, values.len() / (*samples).max(1)]
+            }
+            Self::Scores { samples, .. } => vec![*samples, 1],
+            Self::Statuses(statuses) => vec![statuses.len(), STATUS_FIELDS],
+            Self::Generation(_) => vec![1],
+        }
+    }
+
+    /// Returns how many numbers there are.
+    pub fn count(&self) -> usize {
+        match self {
+            Self::Scores { values, column: None, .. } => values.len(),
+            Self::Scores { samples, .. } => *samples,
+            Self::Statuses(statuses) => statuses.len() * STATUS_FIELDS,
+            Self::Generation(_) => 1,
+        }
+    }
+
+    /// Returns the scores of one column, or all.
+    fn scores(
+        values: &'a [f32],
+        samples: usize,
+        column: Option<usize>,
+    ) -> impl Iterator<Item = f32> {
+        let width = values.len() / samples.max(1);
+        let (first, step) = column.map_or((0, 1), |column| (column, width.max(1)));
+        values.iter().skip(first).step_by(step).copied()
+    }
+
+    /// Appends the numbers as little-endian bytes.
+    pub fn write(&self, to: &mut Vec<u8>) {
+        match *self {
+            Self::Scores { values, samples, column } => {
+                to.extend(Self::scores(values, samples, column).flat_map(f32::to_le_bytes));
+            }
+            Self::Statuses(statuses) => {
+                to.extend(statuses.iter().flat_map(status_numbers).flat_map(i32::to_le_bytes));
+            }
+            Self::Generation(sequence) => to.extend(sequence.to_le_bytes()),
+        }
+    }
+}
+
+impl Serialize for Numbers<'_> {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        match *self {
+            Self::Scores { values, samples, column } => {
+                to.collect_seq(Self::scores(values, samples, column))
+            }
+            Self::Statuses(statuses) => to.collect_seq(statuses.iter().flat_map(status_numbers)),
+            Self::Generation(sequence) => to.collect_seq([sequence]),
+        }
+    }
+}
+
+/// Returns the numbers of a status, in the order of the output.
+fn status_numbers(status: &LookupStatus) -> [i32; STATUS_FIELDS] {
+    let LookupStatus { fresh, defaulted, absent, damaged, late } = *status;
+    [fresh as i32, defaulted as i32, absent as i32, damaged as i32, i32::from(late)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hatchback::Activation;
+    use hatchback::schema::{Network, NetworkOutput};
+
+    fn outputs(names: &[&str]) -> Outputs {
+        let output = |name: &&str| NetworkOutput {
+            name: (*name).to_owned(),
+            activation: Activation::Sigmoid,
+        };
+        let network =
+            Network { inputs: vec![], outputs: names.iter().map(output).collect::<Vec<_>>() };
+        let (dense_features, tables, features) = (vec![], vec![], vec![]);
+        Outputs::new(&Schema { dense_features, tables, features, network })
+    }
+
+    #[test]
+    fn several_outputs_have_their_names_beside_score() {
+        let names = |outputs: &Outputs| -> Vec<String> {
+            outputs.list().iter().map(|output| output.name.clone()).collect()
+        };
+        assert_eq!(names(&outputs(&["ctr"])), ["score", "status", "generation"]);
+        let both = outputs(&["ctr", "status", "cvr"]);
+        assert_eq!(names(&both), ["score", "ctr", "cvr", "status", "generation"]);
+
+        let ask = |names: &[&'static str]| {
+            let asked = |name: &&'static str| Asked { name, want: Want::Binary };
+            Wants::new(&both, &names.iter().map(asked).collect::<Vec<_>>(), Want::Text)
+        };
+        assert!(ask(&["other"]).unwrap_err().message.contains("no output `other`"));
+        assert_eq!(ask(&[]).unwrap().of(&both).count(), 5);
+        let wants = ask(&["cvr", "status", "cvr"]).unwrap();
+        let wanted: Vec<Content> = wants.of(&both).map(|(output, _)| output.content).collect();
+        assert_eq!(wanted, [Content::Column(2), Content::Statuses]);
+    }
+
+    #[test]
+    fn a_column_has_the_scores_of_its_output() {
+        let values = [0.0, 0.1, 0.2, 1.0, 1.1, 1.2];
+        let of = |column| Numbers::Scores { values: &values, samples: 2, column };
+        let json = |numbers| serde_json::to_string(&numbers).unwrap();
+        assert_eq!((json(of(Some(1))), of(Some(1)).shape()), ("[0.1,1.1]".to_owned(), vec![2, 1]));
+        assert_eq!(of(None).shape(), [2, 3]);
+        let mut bytes = Vec::new();
+        of(Some(2)).write(&mut bytes);
+        assert_eq!(bytes, [0.2f32.to_le_bytes(), 1.2f32.to_le_bytes()].concat());
+    }
+}

@@ -1,0 +1,79 @@
+//! A front door in this process: models of a [`Serving`], on a Unix socket or with certificates on
+//! a port. Its models are not loaded or unloaded by callers.
+
+use hatchback::clock::SystemClock;
+use hatchback::model::budget::Budget;
+use hatchback::{ServerRules, Serving};
+use hatchback_server::{CarFacts, Front, FrontOptions, Gate, Listener, Stopping};
+use std::io;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use tempfile::TempDir;
+
+/// What callers of a test may use.
+pub const RULES: ServerRules = ServerRules {
+    threads: 1,
+    connections_max: 16,
+    bytes_max: 16 << 20,
+    request_bytes_max: 4 << 20,
+    requests_per_s_max: 0,
+    tcp: None,
+    tls: None,
+};
+
+/// Returns what serves models with `budget`, by the system's clock.
+pub fn serving(budget: Budget) -> Serving {
+    Serving::new(budget.memory_bytes_max, budget.reads_max, Arc::new(SystemClock::default()))
+}
+
+/// A front door; dropping it stops it.
+pub struct FrontDoor {
+    folder: TempDir,
+    stopping: Arc<Stopping>,
+    listeners: Vec<Arc<Listener>>,
+    server: Option<JoinHandle<io::Result<()>>>,
+}
+
+impl FrontDoor {
+    /// Opens a front door for `serving` on a Unix socket, and on `listener` if there is one.
+    ///
+    /// # Errors
+    /// The socket cannot be bound.
+    pub fn open(serving: Serving, listener: Option<Listener>) -> io::Result<Self> {
+        let front = Front::new(FrontOptions {
+            serving: Arc::new(serving),
+            rules: RULES,
+            budget: Budget::default(),
+            gate: Arc::new(Gate::default()),
+            models: Box::new(Vec::new),
+            on_answer: Box::new(|_, _, _| {}),
+            facts: Box::new(CarFacts::default),
+            act: Box::new(|_, _| Ok(String::new())),
+            token: String::new(),
+        });
+        let (folder, stopping) = (tempfile::tempdir()?, Arc::new(Stopping::default()));
+        let unix = Listener::Unix(UnixListener::bind(folder.path().join("socket"))?);
+        let listeners: Vec<Arc<Listener>> =
+            [Some(unix), listener].into_iter().flatten().map(Arc::new).collect();
+        let (theirs, until) = (listeners.clone(), Arc::clone(&stopping));
+        let server = std::thread::spawn(move || hatchback_server::serve(&front, &theirs, &until));
+        Ok(Self { folder, stopping, listeners, server: Some(server) })
+    }
+
+    /// Returns the path of the Unix socket.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("socket")
+    }
+}
+
+impl Drop for FrontDoor {
+    fn drop(&mut self) {
+        self.stopping.request();
+        self.listeners.iter().for_each(|listener| listener.shut_down().unwrap());
+        if let Some(server) = self.server.take() {
+            server.join().unwrap().unwrap();
+        }
+    }
+}
