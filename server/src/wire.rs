@@ -4,7 +4,7 @@
 use crate::problem::Problem;
 
 /// Bytes of a varint, at most.
-const VARINT_BYTES_MAX: usize = 10;
+const VARINT_BYTES: usize = 10;
 
 /// The value of a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ impl<'a> Fields<'a> {
     /// Takes a varint; `None` if the bytes are none.
     pub fn varint(&mut self) -> Option<u64> {
         let mut value = 0;
-        for shift in (0..7 * VARINT_BYTES_MAX).step_by(7) {
+        for shift in (0..7 * VARINT_BYTES).step_by(7) {
             let (&byte, rest) = self.0.split_first()?;
             self.0 = rest;
             value |= u64::from(byte & 0x7f).checked_shl(shift as u32)?;

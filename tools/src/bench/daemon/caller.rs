@@ -113,14 +113,22 @@ impl Caller {
         (*request.method_mut(), *request.uri_mut()) = (Method::POST, path);
         *request.headers_mut() = self.headers.clone();
         if let Some(timeout) = timeout {
-            let value = HeaderValue::from_str(&format!("{}u", timeout.as_micros()))?;
-            request.headers_mut().insert("grpc-timeout", value);
+            request.headers_mut().insert("grpc-timeout", timeout_value(timeout)?);
         }
         self.sender.ready().await?;
         let (head, body) = self.sender.send_request(request).await?.into_parts();
         let Received { message, trailers } = receive(body).await?;
         Ok(outcome(message, trailers.as_ref().unwrap_or(&head.headers)))
     }
+}
+
+/// Returns the value of `grpc-timeout`, which has at most eight digits.
+fn timeout_value(timeout: Duration) -> Result<HeaderValue> {
+    let text = match timeout.as_micros() {
+        us @ ..100_000_000 => format!("{us}u"),
+        us => format!("{}m", us / 1000),
+    };
+    Ok(HeaderValue::from_str(&text)?)
 }
 
 /// The body of an answer.

@@ -3,7 +3,7 @@
 //! the same deadlines. Sleepers and controls send nothing: how late they wake is what the system's
 //! scheduler costs in the same moment.
 
-use super::DaemonArgs;
+use super::args::DaemonArgs;
 use super::caller::{Caller, Outcome, on_event_loop};
 use super::front_door::{Daemon, MODEL, RULES, Requests};
 use crate::bench::bars::Bar;

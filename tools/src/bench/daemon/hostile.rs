@@ -1,7 +1,7 @@
 //! Hostile callers: many connections that send what no good caller sends, or nothing. What the
 //! front door answers to such a caller does not matter here.
 
-use super::soak::Beside;
+use super::beside::Beside;
 use hyper::body::Bytes;
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -66,7 +66,7 @@ pub fn attack(socket: &Path, messages: &[Bytes], beside: &Beside) {
     let mut held: VecDeque<UnixStream> = VecDeque::new();
     let mut start = Instant::now();
     let mut since = 0;
-    while !beside.is_over.load(Ordering::Relaxed) {
+    while beside.goes_on() {
         if !beside.is_attacked.load(Ordering::Relaxed) {
             held.clear();
             (start, since) = (Instant::now(), 0);

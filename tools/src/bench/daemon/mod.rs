@@ -4,6 +4,8 @@
 //! Then C and Python take turns with the library, each in a process of its own. Never draws requests
 //! while it measures.
 
+mod args;
+mod beside;
 pub mod caller;
 mod deadline;
 mod front_door;
@@ -17,10 +19,10 @@ use super::synthetic_model::SyntheticModel;
 use crate::serve::ServeArgs;
 use crate::{report, say};
 use anyhow::{Context, Result};
-use clap::Args;
+pub use args::DaemonArgs;
 use front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, WayTotals, call_grpc};
-use languages::{LanguageArgs, LanguagePlan};
-use std::path::{Path, PathBuf};
+use languages::LanguagePlan;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Turns of each way.
@@ -29,59 +31,6 @@ const TURNS: u32 = 8;
 const ADDED_US_MAX: f64 = 60.0;
 /// Least throughput with the most callers, as a share of the best step's.
 const SHARE_MIN: f64 = 0.95;
-/// Measures gRPC on a Unix socket beside the call of the library
-#[derive(Args, Debug)]
-pub struct DaemonArgs {
-    /// A bundle or a flash directory [default: a synthetic model in the shape of MLPerf's Criteo]
-    model: Option<PathBuf>,
-    /// Callers at each step, a connection each
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64,128,256",
-          value_parser = clap::value_parser!(u32).range(1..=1000))]
-    clients: Vec<u32>,
-    /// Samples in a request
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
-    batch: u32,
-    /// Embedding cache, MiB [default: the target's]
-    #[arg(long, value_parser = report::args::mib)]
-    cache_mib: Option<f64>,
-    /// Measured time of a step, of each way with --deadline [default: 4, 60; quick: 1, 8]
-    #[arg(long, value_parser = report::args::seconds)]
-    seconds: Option<f64>,
-    /// A smaller synthetic model, less time
-    #[arg(long)]
-    quick: bool,
-    /// Runs load, swaps, loads, faults and hostile callers for so many minutes instead
-    #[arg(long, value_name = "MINUTES", conflicts_with_all = ["model", "deadline"])]
-    soak: Option<f64>,
-    /// Measures how late answers are while the flash device stalls instead
-    #[arg(long, conflicts_with = "model")]
-    deadline: bool,
-    /// A target file that gives the budget
-    #[arg(long)]
-    target: Option<PathBuf>,
-    /// Directory that the model is installed into [default: beside the bundle, or a temporary
-    /// folder]
-    #[arg(long)]
-    flash: Option<PathBuf>,
-    #[command(flatten)]
-    languages: LanguageArgs,
-    /// Writes the report as JSON to FILE; without FILE, to standard output
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-",
-          value_parser = report::json_file)]
-    json: Option<PathBuf>,
-}
-
-impl DaemonArgs {
-    /// Returns the rows of the largest tables of the synthetic model.
-    fn rows_max(&self) -> u64 {
-        if self.quick { 40_000 } else { 400_000 }
-    }
-
-    /// Returns the time of a step, which is `whole` or `quick` seconds if the caller gave none.
-    fn time(&self, whole: f64, quick: f64) -> Duration {
-        Duration::from_secs_f64(self.seconds.unwrap_or(if self.quick { quick } else { whole }))
-    }
-}
 
 /// Runs the measurement.
 ///

@@ -2,7 +2,8 @@
 //! swaps over gRPC, stalls of the flash device and, half of the time, hostile callers. Reports
 //! memory, open files, latency and errors over the run. A good caller must never see an error.
 
-use super::DaemonArgs;
+use super::args::DaemonArgs;
+use super::beside::Beside;
 use super::caller::{Caller, Outcome, on_event_loop, repository_request};
 use super::front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, call_grpc};
 use super::hostile::attack;
@@ -22,7 +23,7 @@ use hatchback_server::ModelFolder;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -62,22 +63,6 @@ struct SoakPart {
     swaps: u64,
     /// Connections of hostile callers until then.
     attacks: u64,
-}
-
-/// What runs beside the good callers.
-#[derive(Default)]
-pub struct Beside {
-    pub is_over: AtomicBool,
-    pub is_attacked: AtomicBool,
-    pub attacks: AtomicU64,
-    loads: AtomicU64,
-    swaps: AtomicU64,
-}
-
-impl Beside {
-    fn goes_on(&self) -> bool {
-        !self.is_over.load(Ordering::Relaxed)
-    }
 }
 
 /// The model on flash, and the delta that follows it.
