@@ -22,8 +22,8 @@ struct AnyRow {
         for (u32 i = 0; i < WORDS; i++) {
             words[i] = wanted && at + i < row_words ? load_racing(row + at + i) : 0;
         }
-        if (CODEC == U4 && rows.column % 8) {
-            words[0] >>= 16;
+        if (CODEC == U4) {
+            words[0] = rows.column % 8 ? words[0] >> 16 : words[0] & 0xffff;
         }
 
         scale_and_bias = 0;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void pool_any_slots(
     FOR_CODEC(f, { pool_slots<CODEC, ROWS>(f, rows, slot, count, position, bag, columns); })
 }
 
-// Writes a pooled piece of a bag of `keys` rows.
+// Writes a pooled piece of a bag of `keys` rows. All lanes of the warp call it together.
 __device__ __forceinline__ void close_bag(
     const Feature& f, float (&columns)[1][PIECE_COLUMNS], u32 keys, float* out, u32 columns_end) {
     finish_sums(f, columns, keys);

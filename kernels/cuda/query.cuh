@@ -161,7 +161,8 @@ struct Tile {
 
     __device__ __forceinline__ bool is_rare(u32 bag) const volatile { return rare >> bag & 1; }
 
-    // Returns the bag that the lane's team pools in this round.
+    // Returns the bag that the lane's team pools in this round. All lanes of the warp call it
+    // together.
     __device__ __forceinline__ u32 bag_of_team(const Feature& f) const volatile;
 
     __device__ __forceinline__ void advance(u32 by) volatile {
@@ -358,9 +359,10 @@ __device__ __forceinline__ void pool_rows(const Query& q, const Feature& f, vola
 #pragma unroll 1
     for (tile.round = 0; uniform(tile.round) < tile.samples; tile.advance(32u >> f.lane_bits)) {
         const Team team(f);
-        const u32 begin = tile.begin_of(tile.bag_of_team(f));
+        const u32 bag = min(tile.round + team.number, 31u);
+        const u32 begin = tile.begin_of(bag);
         const bool has_bag = tile.round + team.number < tile.samples;
-        const u32 count = has_bag ? tile.ends[tile.bag_of_team(f)] - begin : 0;
+        const u32 count = has_bag ? tile.ends[bag] - begin : 0;
         // Whether all keys of each bag are found once for all passes over its rows.
         const bool one_chunk = !__any_sync(ALL_LANES, count > team.lanes);
         u32 slot = NO_SLOT;
@@ -374,11 +376,12 @@ __device__ __forceinline__ void pool_rows(const Query& q, const Feature& f, vola
                     const bool wanted = at + team.lane < count;
                     const Lookup lookup(q, f, begin + at + team.lane, wanted);
                     const u32 missing = __ballot_sync(ALL_LANES, wanted && !lookup.hit());
+                    const u32 own = tile.bag_of_team(f);
                     if (missing) {
-                        tile.set_rare(missing, tile.bag_of_team(f), begin + at);
+                        tile.set_rare(missing, own, begin + at);
                     }
                     slot = lookup.row.slot;
-                    if (!first && lookup.row.uncounted && !tile.is_rare(tile.bag_of_team(f))) {
+                    if (!first && lookup.row.uncounted && !tile.is_rare(own)) {
                         count_use(f.cache, slot);
                     }
                 }

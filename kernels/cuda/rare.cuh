@@ -140,13 +140,14 @@ struct RarePath {
                 pool_any_slots<1>(f, rows, slot, uniform(some), at, any, columns);
             }
             const u32 column = first + PIECE_COLUMNS * lane_number();
-            if (f.pooling == NONE || column >= f.dim) {
+            const u32 columns_end = column < f.dim ? f.dim - column : 0;
+            if (f.pooling == NONE) {
                 continue;
             }
             if (bag.opened_at == bag.count) {
-                close_bag(f, columns, bag.count, out() + column, f.dim - column);
+                close_bag(f, columns, bag.count, out() + column, columns_end);
             } else if (bag.opened_at) {
-                store_columns<false>(out() + column, columns[0], f.dim - column);
+                store_columns<false>(out() + column, columns[0], columns_end);
             }
         }
         if (f.pooling == NONE && bag.opened_at == bag.count) {
