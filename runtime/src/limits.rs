@@ -97,7 +97,7 @@ pub const QUARANTINED_CATALOGS_MAX: usize = 2;
 pub const THROTTLE_STEP_MAX: Duration = Duration::from_millis(20);
 /// Pages of one step of maintenance work.
 pub const THROTTLE_PAGES_MAX: u64 = 256;
-/// Pages that a check of a segment reads at a time; a mebibyte reaches the device's sequential rate.
+/// Pages that a check of a segment reads at a time: a mebibyte, for the device's sequential rate.
 pub const VERIFY_PAGES: usize = 256;
 /// Time that one step of a late clock adds to the wear budget.
 pub const WEAR_STEP_MAX: Duration = Duration::from_secs(60 * 60);

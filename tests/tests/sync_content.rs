@@ -196,15 +196,27 @@ fn keys_beyond_an_index_table() {
     let last = |key: u64| {
         move |p: &mut Parts| {
             p.edit_segment(0, |pages| {
-                let (row, short) =
+                let (row, steps) =
                     (pages.iter().rposition(|page| kind(page) == 2).unwrap(), pages.len() - 2);
-                let (at, entry) =
-                    (16 + 8 * (count(&pages[row]) - 1), 16 + 4 * (count(&pages[short]) - 1));
-                assert_eq!(kind(&pages[short]), 7);
+                let at = 16 + 8 * (count(&pages[row]) - 1);
                 pages[row][at..at + 8].copy_from_slice(&key.to_le_bytes());
-                pages[short][entry..entry + 4].copy_from_slice(&(key as u32).to_le_bytes());
                 reseal(&mut pages[row]);
-                reseal(&mut pages[short]);
+
+                // The key list says the same: its steps are widened to 64 bits.
+                let order = |page: &PageBytes, i: usize| {
+                    u64::from_le_bytes(page[16 + 8 * i..][..8].try_into().unwrap())
+                };
+                let orders: Vec<u64> = pages[..=row]
+                    .iter()
+                    .flat_map(|page| (0..count(page)).map(|i| order(page, i)).collect::<Vec<_>>())
+                    .collect();
+                let list = &mut pages[steps];
+                assert_eq!((kind(list), count(list)), (7, orders.len()), "one page lists all");
+                list[24] = 64;
+                for (i, pair) in orders.windows(2).enumerate() {
+                    list[32 + 8 * i..][..8].copy_from_slice(&(pair[1] - pair[0]).to_le_bytes());
+                }
+                reseal(list);
             });
         }
     };

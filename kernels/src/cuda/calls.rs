@@ -4,12 +4,20 @@
 
 #![allow(unsafe_code)]
 
-use crate::cuda::error::{CudaError, DriverError};
 use cudarc::driver::sys::{
     CUcontext, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream,
 };
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::OnceLock;
+
+/// What keeps the driver's functions from being called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MissingDriver {
+    /// The machine has no driver library.
+    Library,
+    /// The library lacks this function.
+    Function(&'static str),
+}
 
 /// Declares the table of functions: a name here, the driver's symbol, and the arguments' types.
 macro_rules! calls {
@@ -22,7 +30,7 @@ macro_rules! calls {
         impl Calls {
             /// # Safety
             /// `library` is the CUDA driver.
-            unsafe fn load(library: &libloading::Library) -> Result<Self, CudaError> {
+            unsafe fn load(library: &libloading::Library) -> Result<Self, MissingDriver> {
                 // SAFETY: the functions have these types in cuda.h of CUDA 11.4 to 13. They return
                 // an enum, whose values are numbers of 32 bits. They stay valid because the library
                 // is never unloaded.
@@ -30,7 +38,7 @@ macro_rules! calls {
                     Ok(Self {
                         $($name: *library
                             .get(concat!($symbol, "\0").as_bytes())
-                            .map_err(|_| CudaError::Lacks { function: $symbol })?,)*
+                            .map_err(|_| MissingDriver::Function($symbol))?,)*
                     })
                 }
             }
@@ -91,8 +99,8 @@ impl Calls {
     /// Returns the functions of the machine's driver, which is loaded once.
     ///
     /// # Errors
-    /// [`CudaError::NoDriver`], or [`CudaError::Lacks`] if the driver has not all functions.
-    pub fn get() -> Result<&'static Self, CudaError> {
+    /// [`MissingDriver`].
+    pub fn get() -> Result<&'static Self, MissingDriver> {
         static LOADED: OnceLock<Calls> = OnceLock::new();
         if let Some(calls) = LOADED.get() {
             return Ok(calls);
@@ -100,7 +108,7 @@ impl Calls {
         // SAFETY: loads the driver library by its usual names; its initializers are meant to run.
         let calls = unsafe {
             if !cudarc::driver::sys::is_culib_present() {
-                return Err(CudaError::NoDriver);
+                return Err(MissingDriver::Library);
             }
             Self::load(cudarc::driver::sys::culib())?
         };
@@ -108,11 +116,11 @@ impl Calls {
     }
 
     /// Returns the driver's name of an error; `None` if the driver does not know it.
-    pub fn name_of(&self, error: DriverError) -> Option<&'static str> {
+    pub fn name_of(&self, error: u32) -> Option<&'static str> {
         let mut name = std::ptr::null();
         // SAFETY: the driver writes the address of a text that it never frees, or null.
         unsafe {
-            let known = (self.error_name)(error.0, &mut name) == 0 && !name.is_null();
+            let known = (self.error_name)(error, &mut name) == 0 && !name.is_null();
             known.then(|| CStr::from_ptr(name).to_str().ok()).flatten()
         }
     }

@@ -1,7 +1,7 @@
 //! Why the GPU cannot be used: the driver's errors, typed, and how errors that no caller can
 //! receive are logged. Never calls the driver, except for the name of an error.
 
-use crate::cuda::calls::Calls;
+use crate::cuda::calls::{Calls, MissingDriver};
 use std::error::Error;
 use std::fmt;
 
@@ -18,7 +18,7 @@ impl DriverError {
 
 impl fmt::Display for DriverError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match Calls::get().ok().and_then(|calls| calls.name_of(*self)) {
+        match Calls::get().ok().and_then(|calls| calls.name_of(self.0)) {
             Some(name) => write!(f, "{name} ({})", self.0),
             None => write!(f, "error {}, which the driver does not name", self.0),
         }
@@ -48,6 +48,15 @@ pub enum CudaError {
     /// A call into the driver failed; `call` says what it was for.
     #[error("CUDA: {call}: {error}")]
     Driver { call: &'static str, error: DriverError },
+}
+
+impl From<MissingDriver> for CudaError {
+    fn from(missing: MissingDriver) -> Self {
+        match missing {
+            MissingDriver::Library => Self::NoDriver,
+            MissingDriver::Function(function) => Self::Lacks { function },
+        }
+    }
 }
 
 pub(crate) type Result<T> = std::result::Result<T, CudaError>;

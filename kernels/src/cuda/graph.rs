@@ -80,9 +80,10 @@ impl Recording {
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        // SAFETY: the only owner is being dropped; the driver keeps the graph while it runs.
         report(self.gpu.bind().and_then(|()| {
-            check("destroy a graph", unsafe { (self.gpu.driver().free_graph)(self.graph) })
+            // SAFETY: the only owner is being dropped; the driver keeps the graph while it runs.
+            let result = unsafe { (self.gpu.driver().free_graph)(self.graph) };
+            check("destroy a graph", result)
         }));
     }
 }

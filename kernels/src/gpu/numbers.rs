@@ -161,7 +161,8 @@ mod tests {
         let dense = include_str!("../../cuda/dense.cu");
         use {CodecNumber as C, MapNumber as M, PoolingNumber as P, StorageNumber as S};
         assert_same(lookup, "Codec", &[C::F32, C::F16, C::U8, C::U4].map(|c| (c, c as u32)));
-        assert_same(lookup, "Pooling", &[P::Sum, P::Mean, P::None].map(|p| (p, p as u32)));
+        let poolings = [P::Sum, P::Mean, P::None, P::Sqrtn, P::Max];
+        assert_same(lookup, "Pooling", &poolings.map(|p| (p, p as u32)));
         let storages = [S::Cached, S::Resident, S::ResidentHashed];
         assert_same(lookup, "Storage", &storages.map(|s| (s, s as u32)));
         use Alignment::{AlignedOut, AlignedRows, Unaligned};

@@ -344,7 +344,7 @@ mod tests {
     fn poolings(weights: &[f32]) -> impl Iterator<Item = (Pooling, &[f32])> {
         let all = [Pooling::Sum, Pooling::Mean, Pooling::Sqrtn, Pooling::None, Pooling::Max];
         let plain = all.into_iter().map(|pooling| (pooling, &[] as &[f32]));
-        plain.chain(all[..3].to_vec().into_iter().map(move |pooling| (pooling, weights)))
+        plain.chain(all.into_iter().take(3).map(move |pooling| (pooling, weights)))
     }
 
     /// The plain family pools row by row; the others pool bags of hits in the pipeline.

@@ -33,7 +33,7 @@ pub trait PageFile: Send + Sync {
     /// many pages at a time where it can.
     ///
     /// # Errors
-    /// The device refused, or the file ends within a page. The content of `pages` is then undefined.
+    /// The device refused, or the file ends within a page. `pages` then has any content.
     fn read_pages(&self, first: u32, pages: &mut [AlignedPage]) -> io::Result<()> {
         pages.iter_mut().zip(first..).try_for_each(|(page, number)| self.read_page(number, page))
     }

@@ -310,6 +310,61 @@ mod tests {
         );
     }
 
+    /// Fields of a target that are refused, and texts of the error.
+    const WRONG: &[(&str, [&str; 2])] = &[
+        ("[budget]\nslots = 0", [":5: budget.slots = 0", "1 to 1024"]),
+        ("[budget]\nworkers = 9\nreads_max = 8", [":6: budget.reads_max = 8", "9 or more"]),
+        ("[maintenance]\nbusy_percent_max = 0", ["maintenance.busy_percent_max = 0", "100"]),
+        ("[update]\nbusy_percent_max = 101", ["update.busy_percent_max = 101", "1 to 100"]),
+        (
+            "[update]\nbusy_percent_min = 61",
+            ["update.busy_percent_min = 61", "1 to 60, the value of update.busy_percent_max"],
+        ),
+        ("[update]\nbusy_percent_min = 0", [":5: update.busy_percent_min = 0", "1 to 60"]),
+        (
+            "[maintenance]\nbusy_percent_min = 6\nbusy_percent_max = 5",
+            [":5: maintenance.busy_percent_min = 6", "maintenance.busy_percent_max"],
+        ),
+        ("[update]\nprobe_difference_max = -1.0", ["probe_difference_max = -1", "0 or more"]),
+        ("[link]\npoll_minutes = 0", ["link.poll_minutes = 0", "1 or more"]),
+        ("[link]\nhours = [0, 25]", ["link.hours = [0, 25]", "0 to 24"]),
+        ("[maintenance]\ndeltas_max = 64", ["maintenance.deltas_max = 64", "below 64"]),
+        ("[maintenance]\ndeltas_max = -1", [":5: ", "maintenance.deltas_max"]),
+        ("[maintenance]\nscrub_every_hours = \"weekly\"", [":5: ", "scrub_every_hours"]),
+        ("[maintenance]\nscrub_hours = 1", [":5: ", "scrub_hours"]),
+        ("[server]\nthreads = 0", [":5: server.threads = 0", "1 to 64"]),
+        ("[server]\nbytes_max = 9", [":5: server.bytes_max = 9", "request_bytes_max = 4194304"]),
+        ("[server]\ntcp = \"0.0.0.0:80\"", ["server.tcp = 0.0.0.0:80", "loopback"]),
+        ("[server]\ntcp = \"localhost\"", [":5: ", "tcp"]),
+        (
+            "[server]\ntls = { certificate = \"a\", key = \"b\", client_ca = \"c\" }",
+            ["server.tls = ", "server.tcp is not set"],
+        ),
+        (
+            "[server]\ntcp = \"0.0.0.0:80\"\ntls = { certificate = \"a\", key = \"b\" }",
+            [":6: ", "client_ca"],
+        ),
+        ("[machine]\nkind = \"qnx\"", ["machine", "qnx"]),
+        ("[machine]\nrealtime_priority = 50", ["machine.realtime_priority = 50", "most 49"]),
+        ("[machine]\nrealtime_priority = 300", ["machine", "realtime_priority"]),
+        ("[machine]\ncpus = [3, 1024]", ["machine.cpus = [3, 1024]", "below 1024"]),
+        (
+            "[shed]\nmaintenance_celsius = 200",
+            ["shed.maintenance_celsius = 200", "requests_celsius"],
+        ),
+        (
+            "[shed]\nmaintenance_watts = 9\nrequests_watts = 8",
+            [":5: shed.maintenance_watts = 9", "requests_watts = 8"],
+        ),
+        ("[shed]\nmaintenance_kelvin = 9", [":5: ", "maintenance_kelvin"]),
+        // Keys of earlier versions.
+        ("[upkeep]\ndeltas_max = 3", [":4: `upkeep` is now called", "`maintenance`"]),
+        ("[budget]\ngather_us = 3", [":5: `budget.gather_us`", "batch_delay_us_max"]),
+        ("[shed]\nupkeep_celsius = 3", [":5: ", "`shed.maintenance_celsius`"]),
+        ("[shed]\nupkeep_watts = 3", [":5: ", "`shed.maintenance_watts`"]),
+        ("not toml", [":4: ", ""]),
+    ];
+
     #[test]
     fn an_error_names_file_line_key_and_value() {
         let directory = tempfile::tempdir().unwrap();
@@ -327,62 +382,7 @@ mod tests {
             error(&format!("inherits = \"base\"\ntriple = \"x\"\ndevice = \"cpu\"\n{fields}"))
         };
         let at = path.display().to_string();
-        for (fields, texts) in [
-            ("[budget]\nslots = 0", [":5: budget.slots = 0", "1 to 1024"]),
-            ("[budget]\nworkers = 9\nreads_max = 8", [":6: budget.reads_max = 8", "9 or more"]),
-            ("[maintenance]\nbusy_percent_max = 0", ["maintenance.busy_percent_max = 0", "100"]),
-            ("[update]\nbusy_percent_max = 101", ["update.busy_percent_max = 101", "1 to 100"]),
-            (
-                "[update]\nbusy_percent_min = 61",
-                ["update.busy_percent_min = 61", "1 to 60, the value of update.busy_percent_max"],
-            ),
-            ("[update]\nbusy_percent_min = 0", [":5: update.busy_percent_min = 0", "1 to 60"]),
-            (
-                "[maintenance]\nbusy_percent_min = 6\nbusy_percent_max = 5",
-                [":5: maintenance.busy_percent_min = 6", "maintenance.busy_percent_max"],
-            ),
-            ("[update]\nprobe_difference_max = -1.0", ["probe_difference_max = -1", "0 or more"]),
-            ("[link]\npoll_minutes = 0", ["link.poll_minutes = 0", "1 or more"]),
-            ("[link]\nhours = [0, 25]", ["link.hours = [0, 25]", "0 to 24"]),
-            ("[maintenance]\ndeltas_max = 64", ["maintenance.deltas_max = 64", "below 64"]),
-            ("[maintenance]\ndeltas_max = -1", [":5: ", "maintenance.deltas_max"]),
-            ("[maintenance]\nscrub_every_hours = \"weekly\"", [":5: ", "scrub_every_hours"]),
-            ("[maintenance]\nscrub_hours = 1", [":5: ", "scrub_hours"]),
-            ("[server]\nthreads = 0", [":5: server.threads = 0", "1 to 64"]),
-            (
-                "[server]\nbytes_max = 9",
-                [":5: server.bytes_max = 9", "request_bytes_max = 4194304"],
-            ),
-            ("[server]\ntcp = \"0.0.0.0:80\"", ["server.tcp = 0.0.0.0:80", "loopback"]),
-            ("[server]\ntcp = \"localhost\"", [":5: ", "tcp"]),
-            (
-                "[server]\ntls = { certificate = \"a\", key = \"b\", client_ca = \"c\" }",
-                ["server.tls = ", "server.tcp is not set"],
-            ),
-            (
-                "[server]\ntcp = \"0.0.0.0:80\"\ntls = { certificate = \"a\", key = \"b\" }",
-                [":6: ", "client_ca"],
-            ),
-            ("[machine]\nkind = \"qnx\"", ["machine", "qnx"]),
-            ("[machine]\nrealtime_priority = 50", ["machine.realtime_priority = 50", "most 49"]),
-            ("[machine]\nrealtime_priority = 300", ["machine", "realtime_priority"]),
-            ("[machine]\ncpus = [3, 1024]", ["machine.cpus = [3, 1024]", "below 1024"]),
-            (
-                "[shed]\nmaintenance_celsius = 200",
-                ["shed.maintenance_celsius = 200", "requests_celsius"],
-            ),
-            (
-                "[shed]\nmaintenance_watts = 9\nrequests_watts = 8",
-                [":5: shed.maintenance_watts = 9", "requests_watts = 8"],
-            ),
-            ("[shed]\nmaintenance_kelvin = 9", [":5: ", "maintenance_kelvin"]),
-            // Keys of earlier versions.
-            ("[upkeep]\ndeltas_max = 3", [":4: `upkeep` is now called", "`maintenance`"]),
-            ("[budget]\ngather_us = 3", [":5: `budget.gather_us`", "batch_delay_us_max"]),
-            ("[shed]\nupkeep_celsius = 3", [":5: ", "`shed.maintenance_celsius`"]),
-            ("[shed]\nupkeep_watts = 3", [":5: ", "`shed.maintenance_watts`"]),
-            ("not toml", [":4: ", ""]),
-        ] {
+        for (fields, texts) in WRONG {
             let said = with(fields);
             assert!(
                 said.starts_with(&at) && texts.iter().all(|t| said.contains(t)),

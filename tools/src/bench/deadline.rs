@@ -1,9 +1,9 @@
 //! `bench deadline`: answers later than their deadline, while the flash device stalls for 10 ms to
 //! 2 s. Callers send requests with deadlines of 1 to 50 ms, beside updates and merges, with more
 //! callers than request slots, and on busy CPUs. Two groups of as many threads do the same without
-//! sending: sleepers and controls draw a request and sleep until a deadline. An overrun is an answer
-//! that is later than its bound and every sleeper beside it. The scheduler alone makes some of
-//! those, by chance: the controls, judged by the same rule, say how many. One process plays the
+//! sending: sleepers and controls draw a request and sleep until a deadline. An overrun is an
+//! answer that is later than its bound and every sleeper beside it. The scheduler alone makes some
+//! of those, by chance: the controls, judged by the same rule, say how many. One process plays the
 //! daemon.
 
 use super::bars::Bar;
@@ -29,8 +29,8 @@ use hatchback::maintenance::share::BusyBounds;
 use hatchback::model::budget::Budget;
 use hatchback::request::pipeline::RequestError;
 use hatchback::request::serving::Serving;
-use hatchback::schema::MissPolicy;
 use hatchback::schema::batch::Batch;
+use hatchback::schema::{MissPolicy, Schema};
 use indicatif::ProgressBar;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -55,6 +55,8 @@ const CALLERS_PER_SLOT: u32 = 4;
 pub(super) const BUSY_PAUSE_S: [f64; 2] = [0.001, 0.010];
 /// Share of the bytes of all rows that the cache holds, per cent.
 const CACHE_PERCENT: u64 = 10;
+/// Time after its deadline for which a caller waits.
+const RETURNS_AFTER: Duration = Duration::from_micros(DEADLINE_WAIT_US);
 /// Name of the served model.
 const NAME: &str = "model";
 
@@ -221,20 +223,12 @@ impl Run {
                 scope.spawn(move || caller.send(workload, u64::from(seed)))
             };
             let callers: Vec<_> = (0..callers).map(caller).collect();
-            let returns_after = Duration::from_micros(DEADLINE_WAIT_US);
-            let groups = [(&sleepers, Duration::ZERO), (&controls, returns_after)];
-            let numbers = 0..callers.len() as u64;
-            let each = numbers.flat_map(|number| groups.map(|group| (number, group)));
+            let groups = [(&sleepers, Duration::ZERO), (&controls, RETURNS_AFTER)];
+            let each = (0..callers.len() as u64).flat_map(|seed| groups.map(|group| (seed, group)));
             let sleeping: Vec<_> = each
                 .map(|(seed, (timeline, oversleep))| {
-                    let (mut workload, mut batch) =
-                        (workload.with_seed(seed), Batch::new(schema, 1));
-                    let (sleeper, mut rng) =
-                        (Sleeper { oversleep, timeline }, StdRng::seed_from_u64(seed));
-                    let mut next = move || {
-                        workload.fill(&mut batch, 1)?;
-                        Ok(draw(&mut rng, DEADLINE_S))
-                    };
+                    let sleeper = Sleeper { oversleep, timeline };
+                    let mut next = next_deadline(workload.with_seed(seed), schema, seed);
                     scope.spawn(move || sleeper.sleep_until(stop, &mut next))
                 })
                 .collect();
@@ -284,6 +278,19 @@ impl Run {
             controls: controls.lateness(),
             overruns: Overruns::of(requests, &answers, &controls, &sleepers),
         })
+    }
+}
+
+/// Returns a function that draws a request, as a caller does, and returns the time to its deadline.
+fn next_deadline(
+    mut workload: Workload,
+    schema: &Schema,
+    seed: u64,
+) -> impl FnMut() -> Result<Duration> + Send + use<> {
+    let (mut batch, mut rng) = (Batch::new(schema, 1), StdRng::seed_from_u64(seed));
+    move || {
+        workload.fill(&mut batch, 1)?;
+        Ok(draw(&mut rng, DEADLINE_S))
     }
 }
 

@@ -26,7 +26,7 @@ pub struct Partition {
 
 /// What the group gave to this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Share {
+pub struct GroupShare {
     /// Counts the changes. A share that was taken back has another number than a later one.
     pub round: u64,
     /// The partitions; none while the group distributes them.
@@ -41,7 +41,7 @@ pub struct Member {
 
 /// The share after the newest message of the group.
 #[derive(Default)]
-struct NewestShare(Mutex<Share>);
+struct NewestShare(Mutex<GroupShare>);
 
 impl Member {
     /// Joins the group of `config`, which shares the partitions of `topics`. Topics that do not
@@ -59,7 +59,7 @@ impl Member {
     ///
     /// # Errors
     /// The group takes longer than the patience, or the membership is broken for good.
-    pub fn share(&self) -> Result<Share> {
+    pub fn share(&self) -> Result<GroupShare> {
         let start = Instant::now();
         let mut newest_error = None;
         loop {
@@ -83,7 +83,7 @@ impl Member {
     ///
     /// # Errors
     /// The membership is broken for good.
-    pub fn holds(&self, share: &Share) -> Result<bool> {
+    pub fn holds(&self, share: &GroupShare) -> Result<bool> {
         self.poll(Duration::ZERO)?;
         Ok(self.newest().round == share.round)
     }
@@ -100,7 +100,7 @@ impl Member {
         Ok(())
     }
 
-    fn newest(&self) -> Share {
+    fn newest(&self) -> GroupShare {
         self.consumer.context().0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -134,7 +134,7 @@ impl ConsumerContext for NewestShare {
         };
         log::info!("consumer group: this process reads {partitions:?}");
         let mut share = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *share = Share { round: share.round + 1, partitions };
+        *share = GroupShare { round: share.round + 1, partitions };
     }
 }
 

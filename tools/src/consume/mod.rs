@@ -15,7 +15,7 @@ use crate::window::{KafkaOffsets, Window, WindowError};
 use crate::{report, say};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use group::{Member, Partition, Share};
+use group::{GroupShare, Member, Partition};
 use hatchback::bundle::BundleReader;
 use hatchback::flash::Flash;
 use hatchback::io::disk::{self, Lock};
@@ -206,7 +206,7 @@ impl<'a> Consumer<'a> {
     }
 
     /// Returns a window without rows, which begins where the newest window ends.
-    fn begin(&self, share: &Share) -> Result<OpenWindow> {
+    fn begin(&self, share: &GroupShare) -> Result<OpenWindow> {
         let Newest { offsets, .. } = self.newest()?;
         let mut window = OpenWindow {
             tables: self.tables.iter().map(|t| GatheredRows::new(t.dim as usize)).collect(),
@@ -244,7 +244,7 @@ impl<'a> Consumer<'a> {
     }
 
     /// Reads the messages of the window. Returns false if the group took the share back.
-    fn read(&self, share: &Share, window: &mut OpenWindow) -> Result<bool> {
+    fn read(&self, share: &GroupShare, window: &mut OpenWindow) -> Result<bool> {
         let is_open = |bounds: &Bounds| bounds.next < bounds.end;
         let mut open = window.read.clone();
         open.retain(|_, bounds| is_open(bounds));

@@ -51,7 +51,7 @@ pub struct ModelSpec {
 pub struct NetworkSpec {
     /// Path of the ONNX file.
     pub onnx: Option<PathBuf>,
-    /// Whether the ONNX file takes flat inputs, table by table, as Triton's HPS ensembles pass them.
+    /// Whether the ONNX file takes flat inputs, table by table, as Triton's HPS ensembles do.
     #[serde(default)]
     pub table_major: bool,
     /// The graph and the weights of HugeCTR, instead of an ONNX file.

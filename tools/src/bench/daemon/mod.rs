@@ -1,8 +1,8 @@
 //! `bench daemon`: gRPC on a Unix socket beside the call of the library, and throughput and latency
 //! under a rising number of callers over gRPC. The front door, the models and the callers are in
 //! one process, with a request slot for each caller. The two ways take turns on the same requests.
-//! Then C and Python take turns with the library, each in a process of its own. Never draws requests
-//! while it measures.
+//! Then C and Python take turns with the library, each in a process of its own. Never draws
+//! requests while it measures.
 
 mod args;
 mod beside;

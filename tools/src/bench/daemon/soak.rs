@@ -43,6 +43,8 @@ const CONNECTIONS: u32 = 64;
 /// Time between two stalls of the flash device, and of each.
 const STALL_EVERY: Duration = Duration::from_millis(500);
 const STALL: Duration = Duration::from_millis(5);
+/// Connections of one change of the repository: a slow machine may close some before their call.
+const CONNECTIONS_TRIED: u32 = 100;
 /// Time between two looks whether the run is over.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -157,27 +159,30 @@ fn part(socket: &Path, requests: &Requests, beside: &Beside, time: Duration) -> 
     })
 }
 
-/// Calls `method` of the repository, again while another change is in hand.
-async fn change(caller: &mut Caller, method: &str, model: &str) -> Result<()> {
-    let request = repository_request(model)?;
+/// Calls `method` of the repository, again while another change is in hand. Connects for each call:
+/// under attack the daemon closes a connection that was silent for a while.
+async fn change(socket: &Path, method: &str, model: &str) -> Result<()> {
+    let (request, mut connections) = (repository_request(model)?, 0);
     loop {
-        match caller.call(method, request.clone(), None).await? {
-            Outcome::Answered(_) => return Ok(()),
-            Outcome::Refused(refusal) => {
-                refusal.busy()?;
-                tokio::time::sleep(LOOK).await;
-            }
+        connections += 1;
+        let call =
+            async { Caller::connect(socket).await?.call(method, request.clone(), None).await };
+        match call.await {
+            Ok(Outcome::Answered(_)) => return Ok(()),
+            Ok(Outcome::Refused(refusal)) => drop(refusal.busy()?),
+            Err(e) if connections == CONNECTIONS_TRIED => return Err(e),
+            Err(_) => {}
         }
+        tokio::time::sleep(LOOK).await;
     }
 }
 
 /// Loads and unloads the second model until the run is over.
 fn load_models(socket: &Path, beside: &Beside) -> Result<()> {
     on_event_loop(async {
-        let mut caller = Caller::connect(socket).await?;
         while beside.goes_on() {
             for method in ["RepositoryModelLoad", "RepositoryModelUnload"] {
-                change(&mut caller, method, OTHER).await?;
+                change(socket, method, OTHER).await?;
                 beside.loads.fetch_add(1, Ordering::Relaxed);
                 tokio::time::sleep(LOOK).await;
             }
@@ -190,13 +195,12 @@ fn load_models(socket: &Path, beside: &Beside) -> Result<()> {
 /// live generation, because a caller asks it to.
 fn swap_models(car: &Car, socket: &Path, beside: &Beside) -> Result<()> {
     on_event_loop(async {
-        let mut caller = Caller::connect(socket).await?;
         while beside.goes_on() {
             let mut bundle = BundleReader::open(&car.delta)?;
             let flash = Flash::install(&car.disk, &car.directory, &mut bundle, |_| ())?;
-            change(&mut caller, "RepositoryModelLoad", MODEL).await?;
+            change(socket, "RepositoryModelLoad", MODEL).await?;
             flash.rollback()?;
-            change(&mut caller, "RepositoryModelLoad", MODEL).await?;
+            change(socket, "RepositoryModelLoad", MODEL).await?;
             beside.swaps.fetch_add(2, Ordering::Relaxed);
         }
         Ok(())
@@ -208,16 +212,13 @@ fn bars(points: &[SoakPart]) -> Vec<Bar> {
     let errors: f64 = points.iter().map(|p| refused(&p.calm) + refused(&p.attacked)).sum();
     let mut bars = vec![Bar::at_most("requests of good callers refused or failed", errors, 0.0)];
     let (Some(first), Some(last)) = (points.get(1), points.last()) else { return bars };
-    let growth = |of: &dyn Fn(&SoakPart) -> f64| 100.0 * (of(last) / of(first) - 1.0);
-    let figures: [(&str, &dyn Fn(&SoakPart) -> f64); 3] = [
-        ("growth of memory, per cent", &|part| part.memory_bytes as f64),
-        ("growth of open files, per cent", &|part| part.open_files as f64),
-        ("growth of p50, per cent", &|part| part.calm.latency.p50_us),
-    ];
-    let bar = |(name, of): (&str, &dyn Fn(&SoakPart) -> f64)| {
-        Bar::at_most(name, growth(of), GROWTH_PERCENT_MAX)
+    let growth = |name: &str, of: fn(&SoakPart) -> f64| {
+        let percent = 100.0 * (of(last) / of(first) - 1.0);
+        Bar::at_most(format!("growth of {name}, per cent"), percent, GROWTH_PERCENT_MAX)
     };
-    bars.extend(figures.map(bar));
+    bars.push(growth("memory", |part| part.memory_bytes as f64));
+    bars.push(growth("open files", |part| part.open_files as f64));
+    bars.push(growth("p50", |part| part.calm.latency.p50_us));
 
     let share = |of: fn(&DaemonStep) -> f64| {
         let sum = |half: fn(&SoakPart) -> &DaemonStep| -> f64 {

@@ -216,7 +216,10 @@ mod tests {
             .filter(|b| b["not run"].is_string())
             .filter_map(|b| b["name"].as_str())
             .collect();
-        assert_eq!((bars.len(), &not_run[..]), (12, &["cold batch, depth 16 / RocksDB"][..]));
+        assert_eq!(
+            (bars.len(), &not_run[..]),
+            (12, &["cold batch, depth 16 / RocksDB, of what the device allows"][..])
+        );
         assert!(std::fs::read_to_string(&plot).unwrap().contains(OURS));
     }
 }
