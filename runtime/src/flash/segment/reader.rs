@@ -161,8 +161,8 @@ impl Segment {
     }
 
     /// Reads the data and index pages from `first` on into `pages` and checks them. Reads a page
-    /// that cannot be used once more: the transfer may have failed, not the flash. Passes the number
-    /// and the error of each damaged page to `damaged`.
+    /// that cannot be used once more: the transfer may have failed, not the flash. Passes the
+    /// number and the error of each damaged page to `damaged`.
     pub fn verify_pages(
         &self,
         first: u32,
