@@ -103,6 +103,7 @@ class Follower:
     def __init__(self, broker, windows, *words):
         self.errors = open(windows.parent / f"follower-{time.monotonic_ns()}.log", "w+")
         self.process = consume(broker, windows, "--every-s", "0.05", "--json", "-", *words, errors=self.errors)
+        self.saw_restart = False
         self.reports, self.reading = [], threading.Thread(target=self.read, daemon=True)
         self.reading.start()
         atexit.register(self.process.kill)
@@ -129,7 +130,7 @@ class Follower:
     def has_crashed(self):
         """Whether librdkafka ended the process. 2.x reads a topic without a name when a broker comes back with other
         numbers for its topics, as this broker without a disk does. For the windows a crash is a kill."""
-        return self.process.poll() == -signal.SIGSEGV
+        return self.saw_restart and self.process.poll() == -signal.SIGSEGV
 
     def kill(self):
         assert self.has_crashed() or self.process.poll() is None, f"it ended with {self.process.returncode}: {self.said()}"
@@ -280,6 +281,7 @@ def restart(broker, followers):
             broker.partitions[topic] = random.randint(broker.partitions[topic], PARTITIONS_MAX)
     broker.start()
     for one in followers:
+        one.saw_restart = True
         one.process.send_signal(signal.SIGCONT)
 
 
