@@ -152,7 +152,11 @@ class Network:
                 attributes["gamma"] = self.random.uniform(0.5, 1.5)
         if op == "Gelu" and self.random.random() < 0.5:
             attributes["approximate"] = self.random.choice(["tanh", "none"])
-        self.add(self.node(op, [v], **attributes), v.shape, exact=exact)
+        result = self.node(op, [v], **attributes)
+        if op == "Sigmoid" and self.random.random() < 0.5:
+            factors = self.random.sample([v, result], 2)
+            self.add(self.node("Mul", factors), v.shape)
+        self.add(result, v.shape, exact=exact)
 
     def op_jump(self):
         """Functions that jump: on exact values only."""

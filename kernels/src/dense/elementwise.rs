@@ -57,6 +57,7 @@ impl Job for Each<'_> {
         match self.map {
             Map::Relu => each!(Map::Relu),
             Map::Sigmoid => each!(Map::Sigmoid),
+            Map::Silu => each!(Map::Silu),
             Map::Tanh => each!(Map::Tanh),
             Map::Abs => each!(Map::Abs),
             Map::Neg => each!(Map::Neg),

@@ -10,6 +10,8 @@ use std::f32::consts::FRAC_1_SQRT_2;
 pub(crate) enum Map {
     Relu,
     Sigmoid,
+    /// `x * sigmoid(x)`, also called Swish. Only the CPU's layout has this.
+    Silu,
     Tanh,
     Abs,
     Neg,
@@ -107,6 +109,7 @@ impl Map {
         match self {
             Self::Relu => math::relu(x),
             Self::Sigmoid => math::sigmoid(x),
+            Self::Silu => x * math::sigmoid(x),
             Self::Tanh => math::tanh(x),
             Self::Abs => x.abs(),
             Self::Neg => -x,

@@ -30,6 +30,7 @@ impl Layout {
     /// Fuses the nodes of `graph` and assigns buffers, for the CPU.
     pub fn for_cpu(mut graph: Graph) -> Self {
         fuse_pairs(&mut graph);
+        fuse_silu(&mut graph);
         Self::new(graph)
     }
 
@@ -72,6 +73,13 @@ fn fuse(graph: &mut Graph) {
         if fused { kept[at].output = node.output } else { kept.push(node) }
     }
     graph.nodes = kept;
+}
+
+impl Operand {
+    /// Returns whether this is a value of the network, read in order.
+    fn is_whole(&self) -> bool {
+        matches!(self, Self::Value { picks: None, .. })
+    }
 }
 
 impl Node {
@@ -119,6 +127,29 @@ fn fuse_pairs(graph: &mut Graph) {
                     let rows = parts.iter().map(|part| part / k).collect();
                     node.op = Op::Pairs { rows, k: *k };
                     node.inputs.clone_from(inputs);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Replaces the product of a value and its sigmoid by one function, which works in place. The
+/// sigmoid goes if no other node reads it.
+fn fuse_silu(graph: &mut Graph) {
+    let mut sigmoid_of: HashMap<Id, Id> = HashMap::new();
+    for node in &mut graph.nodes {
+        match (&node.op, node.inputs.as_slice()) {
+            (Op::Map(Map::Sigmoid), &[x]) => {
+                sigmoid_of.insert(node.output, x);
+            }
+            (Op::Zip { zip: Zip::Mul, left, right }, &[a, b])
+                if left.is_whole() && right.is_whole() =>
+            {
+                let x = if sigmoid_of.get(&b) == Some(&a) { Some(a) } else { None };
+                let x = x.or((sigmoid_of.get(&a) == Some(&b)).then_some(b));
+                if let Some(x) = x {
+                    (node.op, node.inputs) = (Op::Map(Map::Silu), vec![x]);
                 }
             }
             _ => {}

@@ -14,9 +14,15 @@ use crate::dense::tiling::ProductShape;
 use crate::dense::weights::{DenseLayer, Weights};
 use crate::simd::isa::Isa;
 
-/// Samples that run through the network together. They are enough to use every weight often while
-/// it is in the cache, and few enough that the results stay in the cache too.
-const BLOCK: usize = 96;
+/// Samples that run through the network together, at most. They are enough to use every weight
+/// often while it is in the core's cache, and few enough that the results stay in the cache too.
+const BLOCK_MAX: usize = 96;
+/// The same at least, in networks whose weights stay in the cache.
+const BLOCK_MIN: usize = 4;
+/// Bytes of weights that stay in the second-level cache of a core.
+const WEIGHTS_CACHED: usize = 1 << 20;
+/// Bytes of values that stay in the second-level cache beside such weights.
+const VALUES_CACHED: usize = 512 << 10;
 
 /// A network that is ready to run. It is read-only, so all workers share it.
 pub(super) struct Plan {
@@ -31,6 +37,8 @@ pub(super) struct Plan {
 
 /// The memory of one worker's runs.
 pub(super) struct PlanScratch {
+    /// Samples that the buffers hold.
+    block: usize,
     buffers: Vec<Vec<f32>>,
     gemm: GemmScratch,
     state: Vec<f32>,
@@ -98,18 +106,28 @@ impl Plan {
         })
     }
 
+    /// Returns how many samples run through the network together. Weights that stay in the cache
+    /// need not be used often, so the values of a sequence can stay there too.
+    fn block(&self) -> usize {
+        let values: usize = self.layout.buffers.iter().sum();
+        if self.bytes() > WEIGHTS_CACHED {
+            return BLOCK_MAX;
+        }
+        (VALUES_CACHED / (4 * values).max(1)).clamp(BLOCK_MIN, BLOCK_MAX)
+    }
+
     /// Creates the memory for runs of up to `batch_max` samples.
     pub fn scratch(&self, batch_max: usize) -> PlanScratch {
-        let buffers =
-            self.layout.buffers.iter().map(|w| vec![0.0; w * batch_max.min(BLOCK)]).collect();
-        let state = vec![0.0; self.state_max * batch_max.min(BLOCK)];
-        PlanScratch { buffers, gemm: GemmScratch::new(self.gemm), state }
+        let block = batch_max.min(self.block());
+        let buffers = self.layout.buffers.iter().map(|w| vec![0.0; w * block]).collect();
+        let state = vec![0.0; self.state_max * block];
+        PlanScratch { block, buffers, gemm: GemmScratch::new(self.gemm), state }
     }
 
     /// Returns the bytes of the memory for runs of up to `batch_max` samples.
     pub fn scratch_bytes(&self, batch_max: usize) -> usize {
         let floats = self.layout.buffers.iter().sum::<usize>() + self.state_max;
-        4 * floats * batch_max.min(BLOCK) + GemmScratch::bytes(self.gemm)
+        4 * floats * batch_max.min(self.block()) + GemmScratch::bytes(self.gemm)
     }
 
     /// Runs `batch` samples. `inputs[i]` starts with `[batch, width of input i]`, and `out` is
@@ -121,7 +139,7 @@ impl Plan {
         out: &mut [f32],
         scratch: &mut PlanScratch,
     ) {
-        let blocks = batch.div_ceil(BLOCK);
+        let blocks = batch.div_ceil(scratch.block.max(1));
         for block in 0..blocks {
             let (first, end) = (block * batch / blocks, (block + 1) * batch / blocks);
             for (number, node) in self.layout.nodes.iter().enumerate() {

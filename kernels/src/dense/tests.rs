@@ -175,6 +175,25 @@ fn elementwise() -> Vec<(&'static str, ModelProto)> {
                 vec![ints("one", &[1])],
             ),
         ),
+        (
+            "a value times its sigmoid",
+            network(
+                vec![node("Sigmoid", &["y"], &["s"], &[]), node("Mul", &["s", "y"], &["out"], &[])],
+                vec![],
+            ),
+        ),
+        (
+            "a value times its sigmoid, and the sigmoid",
+            network(
+                vec![
+                    node("Sigmoid", &["x"], &["s"], &[]),
+                    node("Mul", &["x", "s"], &["m"], &[]),
+                    node("Mul", &["s", "s"], &["q"], &[]),
+                    node("Sub", &["m", "q"], &["out"], &[]),
+                ],
+                vec![],
+            ),
+        ),
         ("square", single("Pow", &["y", "two"], &[], vec![floats("two", &[], &[2.0])])),
     ]
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 const WORK_MIN: Duration = Duration::from_micros(200);
 /// Time without any work after which the idle class is left. Time at the least share that the
 /// thread may gain in advance.
-const PATIENCE: Duration = Duration::from_millis(200);
+const PATIENCE: Duration = Duration::from_millis(50);
 /// Time in the ordinary class before the idle class is tried again.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Work that one piece in the idle class counts for at most. A longer piece waited for a device

@@ -60,7 +60,7 @@ impl Default for Policy {
             requests_min: 0,
             faults_max: 0,
             latency_us_p99_max: 0,
-            busy_percent_min: 40,
+            busy_percent_min: 25,
             busy_percent_max: 100,
         }
     }

@@ -400,7 +400,7 @@ impl Updates<'_> {
         stop: &AtomicBool,
         bundles: &mut dyn Iterator<Item = PathBuf>,
     ) -> Result<u64> {
-        let background = Background::enter(BusyBounds { percent_min: 40, percent_max: 60 });
+        let background = Background::enter(BusyBounds { percent_min: 25, percent_max: 60 });
         let (rest, mut applied) = (|| background.yield_now(thread::sleep), 0);
         while !stop.load(Ordering::Relaxed) {
             let Some(path) = bundles.next() else { break };

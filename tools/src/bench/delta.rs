@@ -86,7 +86,7 @@ pub struct DeltaArgs {
     #[arg(long, default_value_t = 2.0, value_parser = report::args::seconds)]
     seconds: f64,
     /// Share of the time that applying gets, as `busy_percent_min` of a target
-    #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..=100))]
+    #[arg(long, default_value_t = 25, value_parser = clap::value_parser!(u64).range(1..=100))]
     busy_percent_min: u64,
     /// Share of the time that applying may take, as `busy_percent_max` of a target
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=100))]

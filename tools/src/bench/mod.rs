@@ -17,6 +17,7 @@ mod peer;
 mod publish;
 mod punctuality;
 mod request;
+mod request_families;
 mod request_peers;
 mod results;
 mod stalling_disk;

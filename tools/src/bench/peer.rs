@@ -30,7 +30,10 @@ pub const LOOKUPS: Program =
     Program { name: "lookups.py", text: include_str!("../../peers/lookups.py") };
 /// A whole DLRM in ONNX Runtime and PyTorch.
 pub const DLRM: Program = Program { name: "dlrm.py", text: include_str!("../../peers/dlrm.py") };
-/// Functions that both programs import.
+/// Eight more model families in ONNX Runtime.
+pub const FAMILIES: Program =
+    Program { name: "families.py", text: include_str!("../../peers/families.py") };
+/// Functions that all programs import.
 const SHARED: Program = Program { name: "peer.py", text: include_str!("../../peers/peer.py") };
 
 /// A program's answer to `setup`.
@@ -47,6 +50,13 @@ pub struct PeerAbout {
 pub struct RoundTimes {
     /// CPU time of each call, µs.
     pub times_us: Vec<f64>,
+}
+
+/// A program's answer to `scores`.
+#[derive(Deserialize)]
+pub struct PeerScores {
+    /// Scores, sample after sample.
+    pub scores: Vec<f32>,
 }
 
 /// The best percentiles over several rounds, each from the round that is best in it, µs.

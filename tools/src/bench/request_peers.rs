@@ -1,11 +1,12 @@
 //! `bench request --peers`: whole requests of a DLRM on one core, with every row in the cache,
-//! beside ONNX Runtime and PyTorch. The engines score the same requests in turn, and the bench
+//! beside ONNX Runtime and PyTorch. Eight more families follow (`request_families`). The engines score the same requests in turn, and the bench
 //! compares their scores. Times are CPU times, so they exclude the work of other processes. Never
 //! reads flash inside a measurement.
 
 use super::bars::{Bar, bars_table};
 use super::dlrm::{self, Dlrm, TABLES};
-use super::peer::{self, BestTimes, Peer, PeerAbout, RoundTimes, cpu_us};
+use super::peer::{self, BestTimes, Peer, PeerAbout, PeerScores, RoundTimes, cpu_us};
+use super::request_families;
 use super::results::{BenchReport, HostMachine, Measurement, PeerNotRun, distinct, prints_tables};
 use crate::report::metrics::largest_difference;
 use crate::report::plot::{self, Axis, Series};
@@ -18,7 +19,7 @@ use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,8 +27,10 @@ use std::time::Duration;
 
 /// Samples in a request.
 const BATCHES: [u32; 5] = [1, 8, 32, 64, 256];
+/// The family that this file measures.
+pub(super) const DLRM: &str = "DLRM";
 /// The peer of the bars.
-const ORT: &str = "ONNX Runtime";
+pub(super) const ORT: &str = "ONNX Runtime";
 /// The same with the weights of the layers quantized to int8 by its own tool.
 const ORT_INT8: &str = "ONNX Runtime, int8";
 /// How much faster than its peer an engine must be from batch 8 on, and int8 at any batch.
@@ -55,9 +58,9 @@ pub struct PeersPlan {
     pub calls_min: usize,
 }
 
-/// Takes a minute and a half.
+/// Takes four minutes.
 pub const FULL: PeersPlan = PeersPlan { rows: 20_000, rounds: 7, samples: 1024, calls_min: 100 };
-/// Takes half a minute, most of it for the setup of the peers.
+/// Takes two minutes, most of them for the setup of the peers.
 pub const QUICK: PeersPlan = PeersPlan { rows: 5000, rounds: 3, samples: 128, calls_min: 16 };
 
 /// The figures of one engine and batch size, or a peer that did not run.
@@ -66,6 +69,8 @@ pub type PeersMeasurement = Measurement<PeersFigures>;
 /// The figures of one engine and batch size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PeersFigures {
+    /// Name of the model family.
+    pub family: String,
     /// Name of the engine.
     pub engine: String,
     /// Samples in a request.
@@ -76,11 +81,6 @@ pub struct PeersFigures {
     pub p99_us: f64,
     /// Largest difference of a score from ONNX Runtime's, if ONNX Runtime ran.
     pub score_difference: Option<f64>,
-}
-
-#[derive(Deserialize)]
-struct PeerScores {
-    scores: Vec<f32>,
 }
 
 /// ONNX Runtime and PyTorch, or the reasons why they do not run.
@@ -123,9 +123,9 @@ impl RequestPeers {
 }
 
 /// One of our engines: a worker with every row cached.
-struct OurWorker {
-    name: &'static str,
-    worker: Worker,
+pub(super) struct OurWorker {
+    pub name: &'static str,
+    pub worker: Worker,
 }
 
 impl OurWorker {
@@ -177,7 +177,8 @@ impl OurWorker {
         Ok(())
     }
 
-    fn times(&mut self, batches: &[Batch]) -> Result<Vec<f64>> {
+    /// Returns the CPU time of each request, after one that warms up, µs.
+    pub fn times(&mut self, batches: &[Batch]) -> Result<Vec<f64>> {
         let mut times = Vec::with_capacity(batches.len());
         batches.first().map_or(Ok(()), |first| self.worker.score(first, None).map(drop))?;
         for batch in batches {
@@ -197,7 +198,7 @@ fn samples_of(plan: &PeersPlan) -> usize {
 
 impl PeersPlan {
     /// Returns the requests of one turn.
-    fn calls(&self, batch: u32) -> usize {
+    pub(super) fn calls(&self, batch: u32) -> usize {
         (self.samples / batch as usize).max(self.calls_min)
     }
 }
@@ -226,9 +227,12 @@ pub fn run(
     let mut ours = OURS.into_iter().map(open).collect::<Result<Vec<_>>>()?;
     let mut points = measure(plan, &model, &mut ours, &mut peers)?;
     points.extend(peers.missing.iter().cloned().map(Measurement::NotRun));
+    let families = request_families::measure(plan, venv, &folder.path().join("families"))?;
+    points.extend(families);
 
     let model = format!("MLPerf DLRM, {TABLES} tables of {} rows of {}", plan.rows, dlrm::DIM);
-    let bars = bars(&points);
+    let mut bars = bars(&points);
+    bars.extend(request_families::bars(&points));
     let report = BenchReport { bench: "request --peers", machine, model, bars, points };
     if let Some(path) = plot {
         chart(path, &report)?;
@@ -284,6 +288,7 @@ fn measure(
 
         for ((engine, difference), best) in names.iter().zip(&differences).zip(best) {
             points.push(Measurement::Measured(PeersFigures {
+                family: DLRM.to_owned(),
                 engine: engine.clone(),
                 batch,
                 p50_us: best.p50_us,
@@ -322,12 +327,21 @@ fn differences(
     Ok(scores.iter().map(|s| reference.as_ref().map(|r| largest_difference(s, r))).collect())
 }
 
-/// Returns the figures of `engine` at `batch`.
+/// Returns the figures of `family` on `engine` at `batch`.
+pub(super) fn figures_at<'a>(
+    points: &'a [PeersMeasurement],
+    family: &str,
+    engine: &str,
+    batch: u32,
+) -> Option<&'a PeersFigures> {
+    let is_wanted =
+        |m: &&PeersFigures| m.family == family && m.engine == engine && m.batch == batch;
+    points.iter().filter_map(Measurement::figures).find(is_wanted)
+}
+
+/// Returns the figures of the DLRM on `engine` at `batch`.
 fn at<'a>(points: &'a [PeersMeasurement], engine: &str, batch: u32) -> Option<&'a PeersFigures> {
-    points
-        .iter()
-        .filter_map(Measurement::figures)
-        .find(|figures| figures.engine == engine && figures.batch == batch)
+    figures_at(points, DLRM, engine, batch)
 }
 
 /// Returns the demanded figures: ONNX Runtime's time over ours, for f32 and for int8, and our error
@@ -371,7 +385,8 @@ fn bars(points: &[PeersMeasurement]) -> Vec<Bar> {
 }
 
 fn engine_names(points: &[PeersMeasurement]) -> Vec<&str> {
-    distinct(points.iter().filter_map(Measurement::figures).map(|m| m.engine.as_str()))
+    let of_dlrm = points.iter().filter_map(Measurement::figures).filter(|m| m.family == DLRM);
+    distinct(of_dlrm.map(|m| m.engine.as_str()))
 }
 
 /// Prints the tables.
@@ -388,6 +403,8 @@ fn print_tables(report: &BenchReport<PeersMeasurement>, about: Option<&str>) -> 
          cached."
     )?;
     say!("score: largest difference from {ORT}'s.")?;
+    say!("{}", request_families::table(&report.points))?;
+    say!("CPU time of a request, p50 of Hatchback with f32 / p50 of {ORT}; the DLRM is above.")?;
     say!("{}", bars_table(&report.bars))
 }
 
@@ -446,7 +463,7 @@ mod tests {
         let report: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         let points = report["points"].as_array().unwrap();
-        assert_eq!(points.len(), BATCHES.len() * OURS.len() + 3);
+        assert_eq!(points.len(), BATCHES.len() * OURS.len() + 4);
         assert!(points[0]["p50_us"].as_f64().unwrap() > 0.0);
         assert_eq!(
             (&points[15]["engine"], &points[15]["command"]),
@@ -461,6 +478,7 @@ mod tests {
         let point = |engine: &str, p50_us, difference| {
             let (engine, score_difference) = (engine.to_owned(), Some(difference));
             Measurement::Measured(PeersFigures {
+                family: DLRM.to_owned(),
                 engine,
                 batch: 1,
                 p50_us,
