@@ -103,18 +103,9 @@ pub struct DeadlineFigures {
     pub stalled: f64,
     /// Updates that were applied.
     pub updates: u64,
-    /// Requests that a slot took.
-    pub requests: u64,
-    /// Requests with every row that their deadline let them wait for.
-    pub whole: u64,
-    /// Requests with scores, of which some rows were late.
-    pub late: u64,
-    /// Requests whose deadline passed before they had scores.
-    pub without_scores: u64,
-    /// Requests that were refused because every slot was taken.
-    pub busy: u64,
-    /// Requests whose status counts other lookups than the request had.
-    pub wrong_statuses: u64,
+    /// What the callers saw.
+    #[serde(flatten)]
+    pub seen: Seen,
     /// Answers, relative to their deadlines.
     pub answers: Lateness,
     /// Threads that slept instead of sending, relative to the ends of their sleeps.
@@ -181,14 +172,20 @@ struct Run {
 }
 
 /// What the callers of a phase saw.
-#[derive(Default)]
-struct Seen {
-    requests: u64,
-    whole: u64,
-    late: u64,
-    without_scores: u64,
-    busy: u64,
-    wrong_statuses: u64,
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Seen {
+    /// Requests that a slot took.
+    pub requests: u64,
+    /// Requests with every row that their deadline let them wait for.
+    pub whole: u64,
+    /// Requests with scores, of which some rows were late.
+    pub late: u64,
+    /// Requests whose deadline passed before they had scores.
+    pub without_scores: u64,
+    /// Requests that were refused because every slot was taken.
+    pub busy: u64,
+    /// Requests whose status counts other lookups than the request had.
+    pub wrong_statuses: u64,
 }
 
 impl Seen {
@@ -261,22 +258,16 @@ impl Run {
         })?;
 
         let seconds = start.elapsed().as_secs_f64();
-        let Seen { requests, whole, late, without_scores, busy, wrong_statuses } = seen;
         Ok(DeadlineFigures {
             phase,
             seconds,
             stalled: stalled.as_secs_f64() / seconds,
             updates,
-            requests,
-            whole,
-            late,
-            without_scores,
-            busy,
-            wrong_statuses,
             answers: answers.lateness(),
             sleepers: sleepers.lateness(),
             controls: controls.lateness(),
-            overruns: Overruns::of(requests, &answers, &controls, &sleepers),
+            overruns: Overruns::of(seen.requests, &answers, &controls, &sleepers),
+            seen,
         })
     }
 }
@@ -428,17 +419,17 @@ impl Updates<'_> {
 
 fn bars(points: &[DeadlineFigures]) -> Vec<Bar> {
     let sum = |of: fn(&DeadlineFigures) -> u64| points.iter().map(of).sum::<u64>();
-    let requests = sum(|p| p.requests);
+    let requests = sum(|p| p.seen.requests);
     let name = format!("overruns beyond those of the controls, of {requests} requests");
     let beyond: f64 = points.iter().map(|p| p.overruns.beyond_chance()).sum();
     vec![
         Bar::at_most(name, beyond, 0.0),
-        Bar::at_most("answers with a wrong status", sum(|p| p.wrong_statuses) as f64, 0.0),
+        Bar::at_most("answers with a wrong status", sum(|p| p.seen.wrong_statuses) as f64, 0.0),
     ]
 }
 
 fn publish(args: &DeadlineArgs, report: &BenchReport<DeadlineFigures>) -> Result<()> {
-    let answered: u64 = report.points.iter().map(|p| p.whole + p.late).sum();
+    let answered: u64 = report.points.iter().map(|p| p.seen.whole + p.seen.late).sum();
     ensure!(answered > 0, "no request had scores; the device stalled all the time");
     if prints_tables(args.json.as_ref()) {
         let bound = Lateness::BOUND.as_micros();
@@ -483,11 +474,11 @@ impl DeadlineFigures {
             .to_owned(),
             report::percent(self.stalled),
             self.updates.to_string(),
-            report::count(self.requests),
-            report::count(self.whole),
-            report::count(self.late),
-            report::count(self.without_scores),
-            report::count(self.busy),
+            report::count(self.seen.requests),
+            report::count(self.seen.whole),
+            report::count(self.seen.late),
+            report::count(self.seen.without_scores),
+            report::count(self.seen.busy),
             over(&self.answers),
             over(&self.sleepers),
             over(&self.controls),
