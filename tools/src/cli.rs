@@ -5,7 +5,7 @@
 use crate::consume;
 use crate::limits::PROBE_DIFFERENCE_MAX;
 use crate::pack::prove::Proof;
-use crate::pack::share::{Share, merge_shares, pack_share};
+use crate::pack::share::{Part, Share, merge_shares, pack_part};
 use crate::pack::spec::CodecChoice;
 use crate::pack::{Overrides, pack_file_onto};
 use crate::repository::{keys, prune, publish};
@@ -16,6 +16,7 @@ use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use hatchback::schema::Placement;
 use hatchback::update::probe::Probed;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 /// Recommendation models with huge embedding tables, from the trainer into the car
@@ -77,6 +78,9 @@ struct PackArgs {
     /// sources
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     min_count: Option<u64>,
+    /// Threads that encode and compress [default: one for each core]
+    #[arg(long, value_name = "N")]
+    threads: Option<NonZeroUsize>,
     /// Largest difference of a probe score from the recorded one, as a target's
     /// `update.probe_difference_max`
     #[arg(long, value_name = "DIFFERENCE", default_value_t = PROBE_DIFFERENCE_MAX)]
@@ -84,8 +88,12 @@ struct PackArgs {
     /// Packs only some tables, such as `2/5`: the second of five shares, into the folder --out
     #[arg(long, value_name = "NUMBER/SHARES", conflicts_with = "parent")]
     share: Option<Share>,
+    /// Packs only this table into the folder --out, and opens the source of no other; once for each
+    /// table
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["parent", "share"])]
+    table: Vec<String>,
     /// Makes the bundle of the shares in this folder; once for each folder
-    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["parent", "share"])]
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["parent", "share", "table"])]
     merge: Vec<PathBuf>,
 }
 
@@ -126,8 +134,8 @@ pub fn run(cli: Cli) -> Result<()> {
 }
 
 fn pack_model(args: &PackArgs) -> Result<()> {
-    let &PackArgs { codec, placement, min_count, .. } = args;
-    let overrides = Overrides { codec, placement, min_count };
+    let &PackArgs { codec, placement, min_count, threads, .. } = args;
+    let overrides = Overrides { codec, placement, min_count, threads };
     let scratch = tempfile::tempdir()?;
     let open = |path: &PathBuf| serve::open_flash(path, scratch.path());
     let parent = args.parent.as_ref().map(open).transpose()?;
@@ -137,8 +145,13 @@ fn pack_model(args: &PackArgs) -> Result<()> {
         bar.set_length(total);
         bar.inc(rows);
     };
-    if let Some(share) = args.share {
-        let tables = pack_share(&args.model, share, &args.out, overrides, progress)?.len();
+    let part = match (args.share, args.table.as_slice()) {
+        (Some(share), _) => Some(Part::Share(share)),
+        (None, []) => None,
+        (None, names) => Some(Part::Tables(names)),
+    };
+    if let Some(part) = part {
+        let tables = pack_part(&args.model, part, &args.out, overrides, progress)?.len();
         bar.finish_and_clear();
         return say!("{}: {tables} tables of the share", args.out.display());
     }

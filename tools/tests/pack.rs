@@ -138,6 +138,48 @@ fn weights_beside_the_onnx_file_are_packed() {
     assert!(error.contains("dense.onnx.data"), "{error}");
 }
 
+/// Packs each table of the coupon model in a folder that has no source of another table, and merges
+/// them in a folder without sources.
+fn tables_by_name(desk: &Desk) {
+    let path = |file: &str| desk.folder.path().join(file);
+    let text = std::fs::read_to_string(path("model.toml")).unwrap();
+    let (head, rest) = text.split_once("[[table]]").unwrap();
+    let own = |number: usize| format!("source{number}.safetensors");
+    let mut parts = rest.split("[[table]]");
+    let mut split = head.to_owned();
+    for number in 0.. {
+        let Some(part) = parts.next() else { break };
+        split += "[[table]]";
+        split += &part.replace("tables.safetensors", &own(number));
+    }
+    std::fs::write(path("split.toml"), &split).unwrap();
+    let run = |words: &[&str], out: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hatchback"));
+        command.arg("pack").arg(path("split.toml")).arg("--out").arg(path(out)).args(words);
+        let output = command.output().unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+
+    let model: toml::Table = toml::from_str(&split).unwrap();
+    let tables = model["table"].as_array().unwrap();
+    for (number, table) in tables.iter().enumerate() {
+        std::fs::copy(path("tables.safetensors"), path(&own(number))).unwrap();
+        let (success, said) = run(&["--table", table["name"].as_str().unwrap()], "named");
+        assert!(success, "{said}");
+        std::fs::remove_file(path(&own(number))).unwrap();
+    }
+    let named = path("named").display().to_string();
+    let (success, said) = run(&["--merge", &named], "named.hatch");
+    assert!(success, "{said}");
+    let (success, said) = run(&["--table", "nobody"], "named");
+    assert!(!success && said.contains("has no table `nobody`"), "{said}");
+
+    std::fs::write(path("split.toml"), &text).unwrap();
+    assert!(run(&[], "whole.hatch").0);
+    let bytes = |file: &str| std::fs::read(path(file)).unwrap();
+    assert!(bytes("named.hatch") == bytes("whole.hatch"));
+}
+
 #[test]
 fn shares_merge_into_the_bundle_of_one_pack() {
     let desk = Desk::new();
@@ -156,6 +198,11 @@ fn shares_merge_into_the_bundle_of_one_pack() {
     };
     for codec in ["u8", "f32"] {
         done(&["--codec", codec], "one.hatch");
+        let threads = ["1", "3"].map(|n| {
+            done(&["--codec", codec, "--threads", n], "threads.hatch");
+            std::fs::read(path("threads.hatch")).unwrap()
+        });
+        assert!(threads.iter().all(|bytes| *bytes == std::fs::read(path("one.hatch")).unwrap()));
         for share in ["1/3", "2/3", "3/3"] {
             let folder = if share == "2/3" { "b" } else { "a" };
             let said = done(&["--codec", codec, "--share", share], folder);
@@ -172,6 +219,8 @@ fn shares_merge_into_the_bundle_of_one_pack() {
         let (success, said) = run(&["--codec", "f16", "--merge", &a, "--merge", &b], "x.hatch");
         assert!(!success && said.contains("of another model.toml, or of other --codec"), "{said}");
     }
+
+    tables_by_name(&desk);
 
     // A worker that is killed leaves no head, and the next one packs that table again.
     let any = |ending: &str| {

@@ -10,6 +10,7 @@ use crate::bundle::manifest::{Blob, Chunk, Manifest, ManifestError, sha256};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Input, Output, SystemDisk};
 use crate::io::field_error::FieldError;
+use crate::io::in_order::{InOrder, Workers};
 use crate::io::page::u64_at;
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use sha2::{Digest, Sha256};
@@ -83,14 +84,42 @@ pub struct BundleWriter {
     /// The hash of the current blob's content so far.
     content: Sha256,
     chunk: Vec<u8>,
+    /// The chunks of the current blob that are not written yet.
+    compressed: InOrder<io::Result<CompressedChunk>>,
+}
+
+/// A chunk that is ready to be written.
+struct CompressedChunk {
+    chunk: Chunk,
+    stored: Vec<u8>,
+}
+
+impl CompressedChunk {
+    fn new(raw: Vec<u8>) -> io::Result<Self> {
+        let compressed = zstd::bulk::compress(&raw, ZSTD_LEVEL)?;
+        // A chunk that compression shortens by less than a sixteenth is stored as it is: reading it
+        // then costs the car no decompression.
+        let raw_bytes = raw.len() as u32;
+        let stored = if compressed.len() < raw.len() / 16 * 15 { compressed } else { raw };
+        let sha256 = sha256(&stored);
+        Ok(Self { chunk: Chunk { stored: stored.len() as u32, raw: raw_bytes, sha256 }, stored })
+    }
 }
 
 impl BundleWriter {
-    /// Starts a bundle that `finish` will rename to `path`.
+    /// Starts a bundle that `finish` will rename to `path`. The caller's thread compresses.
     ///
     /// # Errors
     /// [`BundleError::Io`] if the file cannot be created.
     pub fn create(path: &Path) -> Result<Self, BundleError> {
+        Self::create_on(path, &Workers::default())
+    }
+
+    /// Starts a bundle that `finish` will rename to `path`. The threads of `workers` compress.
+    ///
+    /// # Errors
+    /// [`BundleError::Io`] if the file cannot be created.
+    pub fn create_on(path: &Path, workers: &Workers) -> Result<Self, BundleError> {
         let file = SystemDisk.create(&atomic_write::part_of(path)).map_err(io_error(path))?;
         let chunk = Vec::with_capacity(CHUNK_BYTES);
         let mut writer = Self {
@@ -100,6 +129,7 @@ impl BundleWriter {
             blobs: Vec::new(),
             content: Sha256::new(),
             chunk,
+            compressed: InOrder::new(workers),
         };
         writer.put(&header()).map_err(io_error(path))?;
         Ok(writer)
@@ -120,29 +150,27 @@ impl BundleWriter {
         if self.chunk.is_empty() {
             return Ok(());
         }
-        let compressed = zstd::bulk::compress(&self.chunk, ZSTD_LEVEL)?;
-        // A chunk that compression shortens by less than a sixteenth is stored as it is: reading it
-        // then costs the car no decompression.
-        let stored =
-            if compressed.len() < self.chunk.len() / 16 * 15 { &compressed } else { &self.chunk };
-        self.written += stored.len() as u64;
-        self.file.as_mut().map_or(Ok(()), |file| file.write_all(stored))?;
-        let chunk = Chunk {
-            stored: stored.len() as u32,
-            raw: self.chunk.len() as u32,
-            sha256: sha256(stored),
-        };
-        if let Some(blob) = self.blobs.last_mut() {
-            blob.chunks.push(chunk);
+        let raw = std::mem::replace(&mut self.chunk, Vec::with_capacity(CHUNK_BYTES));
+        self.content.update(&raw);
+        match self.compressed.start(move || CompressedChunk::new(raw)) {
+            Some(compressed) => self.put_chunk(compressed?),
+            None => Ok(()),
         }
+    }
 
-        self.content.update(&self.chunk);
-        self.chunk.clear();
+    fn put_chunk(&mut self, compressed: CompressedChunk) -> io::Result<()> {
+        self.put(&compressed.stored)?;
+        if let Some(blob) = self.blobs.last_mut() {
+            blob.chunks.push(compressed.chunk);
+        }
         Ok(())
     }
 
     fn end_blob(&mut self) -> io::Result<()> {
         self.end_chunk()?;
+        while let Some(compressed) = self.compressed.wait() {
+            self.put_chunk(compressed?)?;
+        }
         if let Some(blob) = self.blobs.last_mut() {
             blob.sha256 = self.content.finalize_reset().into();
         }

@@ -4,6 +4,7 @@
 pub mod atomic_write;
 pub mod disk;
 pub mod field_error;
+pub mod in_order;
 pub mod page;
 pub(crate) mod paired_record;
 pub mod reader;

@@ -20,14 +20,16 @@ use crate::import::{FrequentRows, RowSource};
 use crate::pack::spec::{CodecChoice, DefaultRow, ModelSpec, NamedRow, TableSpec};
 use crate::pack::spec_line::{at_line, line_of};
 use crate::pack::table::{Destination, write_blob, write_table};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Generation, Manifest, TableBlobs};
 use hatchback::flash::Flash;
+use hatchback::io::in_order::{InOrder, Workers};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement, Schema, SchemaError, Table};
 use hatchback::{Weights, choose_unit_exp};
 use std::io::{BufRead, BufReader};
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 /// Choices of the command line that apply to all tables.
@@ -39,6 +41,15 @@ pub struct Overrides {
     pub placement: Option<Placement>,
     /// Leaves out the rows of sparse tables that training used less often.
     pub min_count: Option<u64>,
+    /// Threads that encode and compress; without it as many as the process may use. The bytes of
+    /// the bundle do not depend on it.
+    pub threads: Option<NonZeroUsize>,
+}
+
+impl Overrides {
+    fn workers(self) -> Result<Workers> {
+        Workers::new(self.threads).context("the threads of `pack`")
+    }
 }
 
 /// The bundle that `pack` wrote.
@@ -110,38 +121,58 @@ struct OpenedSources {
     rows_left_out: u64,
 }
 
-/// Opens the files of all tables. With `min_count` leaves out the rare rows of the sparse tables
-/// that have counts. `at` returns the place of a field, for an error.
+/// The rows of one table.
+struct OpenedSource {
+    rows: Box<dyn RowSource>,
+    /// Rows that were left out because they are rare; `None` if the table has no counts for that.
+    left_out: Option<u64>,
+}
+
+/// Opens the files of table `number`. With `min_count` leaves out the rare rows of a sparse table
+/// that has counts. `at` returns the place of a field, for an error.
+fn open_source(
+    spec: &ModelSpec,
+    number: usize,
+    base: &Path,
+    min_count: Option<u64>,
+    at: &dyn Fn(&str) -> String,
+) -> Result<OpenedSource> {
+    let table = &spec.tables[number];
+    let place = || format!("{}: table `{}`", at(&format!("table[{number}].source")), table.name);
+    let rows = table.source.open(base, table.dim).with_context(place)?;
+    match min_count {
+        Some(least) if table.keys == KeySpace::Sparse && rows.has_counts() => {
+            let rows = FrequentRows::new(rows, least).with_context(place)?;
+            let left_out = Some(rows.left_out());
+            Ok(OpenedSource { rows: Box::new(rows), left_out })
+        }
+        _ => Ok(OpenedSource { rows: Box::new(rows), left_out: None }),
+    }
+}
+
+/// Opens the files of all tables, as [`open_source`] does.
 fn open_sources(
     spec: &ModelSpec,
     base: &Path,
     min_count: Option<u64>,
     at: &dyn Fn(&str) -> String,
 ) -> Result<OpenedSources> {
-    let (mut sources, mut counted, mut rows_left_out): (Vec<Box<dyn RowSource>>, _, _) =
-        (Vec::new(), 0, 0);
-    for (number, table) in spec.tables.iter().enumerate() {
-        let place =
-            || format!("{}: table `{}`", at(&format!("table[{number}].source")), table.name);
-        let rows = table.source.open(base, table.dim).with_context(place)?;
-        match min_count {
-            Some(least) if table.keys == KeySpace::Sparse && rows.has_counts() => {
-                let rows = FrequentRows::new(rows, least).with_context(place)?;
-                rows_left_out += rows.left_out();
-                counted += 1;
-                sources.push(Box::new(rows));
-            }
-            _ => sources.push(Box::new(rows)),
-        }
+    let (mut sources, mut left_out) = (Vec::new(), Vec::new());
+    for number in 0..spec.tables.len() {
+        let opened = open_source(spec, number, base, min_count, at)?;
+        sources.push(opened.rows);
+        left_out.push(opened.left_out);
     }
+    Ok(OpenedSources { sources, rows_left_out: sum_left_out(min_count, &left_out)? })
+}
 
-    let least = min_count.filter(|_| counted == 0);
-    ensure!(
-        least.is_none(),
-        "--min-count {}: no sparse table has `counts` in its source",
-        least.unwrap_or_default()
-    );
-    Ok(OpenedSources { sources, rows_left_out })
+/// Returns the sum of the rows that were left out of all tables. `left_out` has one element for
+/// each table.
+fn sum_left_out(min_count: Option<u64>, left_out: &[Option<u64>]) -> Result<u64> {
+    if let (Some(least), true) = (min_count, left_out.iter().all(Option::is_none)) {
+        bail!("--min-count {least}: no sparse table has `counts` in its source");
+    }
+    Ok(left_out.iter().flatten().sum())
 }
 
 /// Packs `spec` as a snapshot with the rows of `sources`, one for each table. `base` is the folder
@@ -188,9 +219,10 @@ pub fn pack_onto(
 
     let total = 2 * sources.iter().map(|s| s.rows()).sum::<u64>();
     let mut advance = |rows: u64| progress(rows, total);
-    let tables = learn_tables(spec, sources, parent, overrides, &mut advance)?;
+    let workers = &overrides.workers()?;
+    let tables = learn_tables(spec, sources, parent, overrides, workers, &mut advance)?;
     let schema = spec.schema(tables, &keys)?;
-    let mut bundle = BundleWriter::create(out)?;
+    let mut bundle = BundleWriter::create_on(out, workers)?;
     let mut tables: Vec<TableBlobs> = Vec::new();
     for (number, source) in sources.iter().enumerate() {
         let destination = Destination {
@@ -199,6 +231,7 @@ pub fn pack_onto(
             number,
             parent,
             requests: &requests,
+            workers,
         };
         let blobs = write_table(&mut bundle, &destination, source.as_ref(), &mut advance);
         tables.push(blobs.with_context(|| format!("table `{}`", schema.tables[number].name))?);
@@ -246,8 +279,7 @@ fn draft_tables(
 ) -> Result<Vec<Table>> {
     let mut tables = Vec::new();
     for (table, source) in spec.tables.iter().zip(sources) {
-        let nothing = Learnt { sums: vec![0.0; table.dim], ..Learnt::default() };
-        tables.push(nothing.table(table, source.rows(), overrides)?);
+        tables.push(Learnt::nothing(table).table(table, source.rows(), overrides)?);
     }
     Ok(tables)
 }
@@ -258,11 +290,12 @@ fn learn_tables(
     sources: &[Box<dyn RowSource>],
     parent: Option<&Flash>,
     overrides: Overrides,
+    workers: &Workers,
     advance: &mut dyn FnMut(u64),
 ) -> Result<Vec<Table>> {
     let mut tables = Vec::new();
     for (number, (table, source)) in spec.tables.iter().zip(sources).enumerate() {
-        let learnt = learn(table, source.as_ref(), advance)
+        let learnt = learn(table, source.as_ref(), workers, advance)
             .with_context(|| format!("table `{}`", table.name))?;
         let mut table = learnt.table(table, source.rows(), overrides)?;
         if let Some(parent) = parent {
@@ -275,45 +308,98 @@ fn learn_tables(
 }
 
 /// The result of the first pass over a table.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Learnt {
-    magnitude_max: f32,
-    range_min: f32,
+    ranges: Ranges,
+    /// The sums of the columns, if the default row is their mean.
     sums: Vec<f64>,
+}
+
+/// The ranges of values in some rows.
+#[derive(Clone, Copy, Debug)]
+struct Ranges {
+    magnitude_max: f32,
+    /// The smallest range of a row that has one.
+    row_range_min: f32,
+}
+
+impl Ranges {
+    const NONE: Self = Self { magnitude_max: 0.0, row_range_min: f32::INFINITY };
+
+    fn of(values: &[f32], dim: usize) -> Self {
+        values.chunks_exact(dim).fold(Self::NONE, |ranges, row| {
+            let (low, high) = row_range(row);
+            let row_range_min = if high > low { high - low } else { f32::INFINITY };
+            ranges.and(Self { magnitude_max: low.abs().max(high.abs()), row_range_min })
+        })
+    }
+
+    fn and(self, other: Self) -> Self {
+        Self {
+            magnitude_max: self.magnitude_max.max(other.magnitude_max),
+            row_range_min: self.row_range_min.min(other.row_range_min),
+        }
+    }
+}
+
+/// Returns the smallest and the largest of finite values.
+fn row_range(row: &[f32]) -> (f32, f32) {
+    /// Values that one vector instruction compares.
+    const LANES: usize = 16;
+    let (mut low, mut high) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    for chunk in chunks {
+        for lane in 0..LANES {
+            low[lane] = if chunk[lane] < low[lane] { chunk[lane] } else { low[lane] };
+            high[lane] = if chunk[lane] > high[lane] { chunk[lane] } else { high[lane] };
+        }
+    }
+    let low = low.iter().chain(rest).fold(f32::INFINITY, |least, value| least.min(*value));
+    let high = high.iter().chain(rest).fold(f32::NEG_INFINITY, |most, value| most.max(*value));
+    (low, high)
 }
 
 fn learn(
     table: &TableSpec,
     source: &dyn RowSource,
+    workers: &Workers,
     advance: &mut dyn FnMut(u64),
 ) -> Result<Learnt> {
-    let mut learnt =
-        Learnt { range_min: f32::INFINITY, sums: vec![0.0; table.dim], ..Learnt::default() };
+    let mut learnt = Learnt::nothing(table);
+    let dim = table.dim;
+    let mean = table.default == DefaultRow::Named(NamedRow::Mean);
+    let mut ranges = InOrder::new(workers);
 
     source.each_block(&mut |keys, values| {
-        for row in values.chunks_exact(table.dim) {
-            let (low, high) = row
-                .iter()
-                .fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &v| (l.min(v), h.max(v)));
-            learnt.magnitude_max = learnt.magnitude_max.max(low.abs()).max(high.abs());
-            if high > low {
-                learnt.range_min = learnt.range_min.min(high - low);
+        if mean {
+            // In row order, on one thread: a sum of floats depends on its order.
+            for row in values.chunks_exact(dim) {
+                learnt.sums.iter_mut().zip(row).for_each(|(s, v)| *s += f64::from(*v));
             }
-            learnt.sums.iter_mut().zip(row).for_each(|(s, v)| *s += f64::from(*v));
+        }
+        let values = values.to_vec();
+        if let Some(block) = ranges.start(move || Ranges::of(&values, dim)) {
+            learnt.ranges = learnt.ranges.and(block);
         }
         advance(keys.len() as u64);
         Ok(())
     })?;
-
-    if learnt.range_min == f32::INFINITY {
-        learnt.range_min = 0.0;
+    while let Some(block) = ranges.wait() {
+        learnt.ranges = learnt.ranges.and(block);
     }
     Ok(learnt)
 }
 
 impl Learnt {
+    /// Returns what is known of `table` before its rows are read.
+    fn nothing(table: &TableSpec) -> Self {
+        Self { ranges: Ranges::NONE, sums: vec![0.0; table.dim] }
+    }
+
     fn table(&self, spec: &TableSpec, rows: u64, overrides: Overrides) -> Result<Table> {
         let codec = overrides.codec.unwrap_or(spec.codec).resolve(rows, spec.dim);
+        let range_min = Some(self.ranges.row_range_min).filter(|range| range.is_finite());
+        let range_min = range_min.unwrap_or_default();
         let default_row = match &spec.default {
             DefaultRow::Zeros | DefaultRow::Named(NamedRow::Zeros) => vec![0.0; spec.dim],
             DefaultRow::Named(NamedRow::Mean) => {
@@ -328,7 +414,7 @@ impl Learnt {
             keys: spec.keys,
             rows,
             codec,
-            unit_exp: choose_unit_exp(codec, self.magnitude_max, self.range_min),
+            unit_exp: choose_unit_exp(codec, self.ranges.magnitude_max, range_min),
             placement: overrides.placement.unwrap_or(spec.placement),
             miss: spec.miss,
             default_row,

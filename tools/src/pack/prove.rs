@@ -18,14 +18,18 @@ pub enum Proof {
     NotScored(String),
 }
 
-/// Installs the snapshot `bundle` and scores its probe set.
+/// Installs the snapshot `bundle` and scores its probe set. Does nothing with a bundle without one.
 ///
 /// # Errors
 /// The bundle is refused, or a score differs from its recorded score by more than `difference_max`.
 pub fn prove(bundle: &Path, difference_max: f32) -> Result<Proof> {
+    let mut reader = BundleReader::open(bundle)?;
+    if reader.manifest().probe.is_none() {
+        return Ok(Proof::Scored(Probed::default()));
+    }
+
     let beside = bundle.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let folder = tempfile::Builder::new().prefix(".pack-").tempdir_in(beside)?;
-    let mut reader = BundleReader::open(bundle)?;
     let flash = Flash::install(&disk::system(), folder.path(), &mut reader, |_| {})
         .context("the bundle cannot be installed")?;
 

@@ -1,14 +1,14 @@
 //! Packs a snapshot by shares: each worker packs some of the tables, and a merge makes the bundle
-//! that one `pack` would make, byte for byte. A worker needs the sources of its own tables only. A
-//! table of a share has two files: its compressed blobs, and a head, which is renamed into place
-//! last. A worker that is killed leaves no head for its table in hand, and runs again.
+//! that one `pack` would make, byte for byte. A worker that packs tables by name opens the sources
+//! of these tables only, and the merge opens none. A table of a share has two files: its compressed
+//! blobs, and a head, which is renamed into place last. A worker that is killed leaves no head for
+//! its table in hand, and runs again.
 
-use super::spec::ModelSpec;
+use super::spec::{ModelSpec, TableSpec};
 use super::spec_line::{at_line, line_of};
 use super::table::{Destination, write_blob, write_table};
-use super::{DenseNetwork, OpenedSources, Overrides, Packed, draft_tables, learn, open_sources};
-use super::{check_name, read_network, read_probe, read_requests};
-use crate::import::RowSource;
+use super::{DenseNetwork, Learnt, OpenedSource, Overrides, Packed, learn, open_source};
+use super::{check_name, read_network, read_probe, read_requests, sum_left_out};
 use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Blob, Generation, Manifest, TableBlobs, sha256};
@@ -16,13 +16,14 @@ use hatchback::io::atomic_write::replace;
 use hatchback::io::disk::SystemDisk;
 use hatchback::schema::Table;
 use hatchback::schema::key_function::KeyFunction;
+use hatchback::schema::sample::Sample;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// The format of the head of a table in a share.
-const HEAD_FORMAT: u32 = 1;
+const HEAD_FORMAT: u32 = 2;
 /// Shares of a model at most.
 const SHARES_MAX: usize = 4096;
 
@@ -45,6 +46,15 @@ impl FromStr for Share {
     }
 }
 
+/// The tables that a worker packs.
+#[derive(Clone, Copy, Debug)]
+pub enum Part<'a> {
+    /// The tables that fall to one of several shares. The worker opens the sources of all tables.
+    Share(Share),
+    /// The tables of these names. The worker opens the sources of these only.
+    Tables(&'a [String]),
+}
+
 /// A packed table of a share.
 #[derive(Serialize, Deserialize)]
 struct Head {
@@ -53,32 +63,32 @@ struct Head {
     model: [u8; 32],
     number: u32,
     table: Table,
+    /// Rows left out because they are rare; `None` if the table has no counts for that.
+    left_out: Option<u64>,
     tables: TableBlobs,
     blobs: Vec<Blob>,
 }
 
-/// A model.toml that is open.
-struct OpenModel {
+/// A model.toml that is read, with none of its tables.
+struct ReadModel {
     spec: ModelSpec,
-    sources: Vec<Box<dyn RowSource>>,
-    rows_left_out: u64,
+    text: String,
     keys: Vec<KeyFunction>,
+    path: PathBuf,
     base: PathBuf,
     hash: [u8; 32],
+    overrides: Overrides,
 }
 
-impl OpenModel {
-    fn open(path: &Path, overrides: Overrides) -> Result<Self> {
-        let shown = || path.display().to_string();
-        let text = std::fs::read_to_string(path).with_context(shown)?;
+impl ReadModel {
+    fn read(path: &Path, overrides: Overrides) -> Result<Self> {
+        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
         let spec = ModelSpec::parse(&text, path)?;
         let base = path.parent().unwrap_or(Path::new(".")).to_owned();
-        let at = |field: &str| at_line(path, line_of(&text, field));
-        let opened = open_sources(&spec, &base, overrides.min_count, &at)?;
-        let OpenedSources { sources, rows_left_out } = opened;
         let keys = spec.key_functions(&base)?;
-        let hash = sha256(format!("{overrides:?}\0{text}").as_bytes());
-        Ok(Self { spec, sources, rows_left_out, keys, base, hash })
+        let chosen = (overrides.codec, overrides.placement, overrides.min_count);
+        let hash = sha256(format!("{chosen:?}\0{text}").as_bytes());
+        Ok(Self { spec, text, keys, path: path.to_owned(), base, hash, overrides })
     }
 
     fn generation(&self) -> Result<Generation> {
@@ -88,13 +98,41 @@ impl OpenModel {
         Ok(generation)
     }
 
-    /// Returns the tables of `share`. The largest table comes first, and each goes to the share
-    /// that has the fewest values.
-    fn tables_of(&self, share: Share) -> Vec<usize> {
+    fn open(&self, number: usize) -> Result<OpenedSource> {
+        let at = |field: &str| at_line(&self.path, line_of(&self.text, field));
+        open_source(&self.spec, number, &self.base, self.overrides.min_count, &at)
+    }
+
+    /// Returns the sources of the tables of `part` by their numbers, in the order of the work.
+    fn open_part(&self, part: Part<'_>) -> Result<Vec<(usize, OpenedSource)>> {
+        match part {
+            Part::Tables(names) => {
+                let mut ours = Vec::new();
+                for name in names {
+                    let number = self.spec.tables.iter().position(|table| table.name == *name);
+                    let shown = || format!("{}: has no table `{name}`", self.path.display());
+                    let number = number.with_context(shown)?;
+                    ours.push((number, self.open(number)?));
+                }
+                Ok(ours)
+            }
+            Part::Share(share) => {
+                let all = (0..self.spec.tables.len()).map(|number| self.open(number));
+                let all: Vec<OpenedSource> = all.collect::<Result<_>>()?;
+                let ours = self.tables_of(share, &all);
+                let all = all.into_iter().enumerate();
+                Ok(all.filter(|(number, _)| ours.contains(number)).collect())
+            }
+        }
+    }
+
+    /// Returns the numbers of the tables of `share`. The largest table comes first, and each goes
+    /// to the share that has the fewest values.
+    fn tables_of(&self, share: Share, sources: &[OpenedSource]) -> Vec<usize> {
         let values = |number: &usize| {
-            self.sources[*number].rows().saturating_mul(self.spec.tables[*number].dim as u64)
+            sources[*number].rows.rows().saturating_mul(self.spec.tables[*number].dim as u64)
         };
-        let mut sorted: Vec<usize> = (0..self.sources.len()).collect();
+        let mut sorted: Vec<usize> = (0..sources.len()).collect();
         sorted.sort_by_key(|number| (std::cmp::Reverse(values(number)), *number));
         let mut loads = vec![0u64; share.of];
         let mut ours = Vec::new();
@@ -107,6 +145,14 @@ impl OpenModel {
         }
         ours
     }
+
+    /// Returns the tables of the schema as far as they are known without a source. The number of
+    /// rows is the largest one, which refuses no key.
+    fn draft_tables(&self) -> Result<Vec<Table>> {
+        let draft =
+            |table: &TableSpec| Learnt::nothing(table).table(table, u64::MAX, self.overrides);
+        self.spec.tables.iter().map(draft).collect()
+    }
 }
 
 fn blobs_path(folder: &Path, number: usize) -> PathBuf {
@@ -117,57 +163,84 @@ fn head_path(folder: &Path, number: usize) -> PathBuf {
     folder.join(format!("t{number:04}.head"))
 }
 
-/// Packs the tables of `share` of the model.toml at `path` into `folder`, which may hold other
-/// shares too. Returns the numbers of the tables. A table that `folder` has already is not packed
+/// Packs the tables of `part` of the model.toml at `path` into `folder`, which may hold other
+/// tables too. Returns the numbers of the tables. A table that `folder` has already is not packed
 /// again.
 ///
 /// # Errors
 /// The model.toml or a source is refused, or a file cannot be written.
-pub fn pack_share(
+pub fn pack_part(
     path: &Path,
-    share: Share,
+    part: Part<'_>,
     folder: &Path,
     overrides: Overrides,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Vec<usize>> {
-    let model = OpenModel::open(path, overrides)?;
-    let generation = model.generation()?;
-    let mut tables = draft_tables(&model.spec, &model.sources, overrides)?;
+    let model = ReadModel::read(path, overrides)?;
+    let ours = model.open_part(part)?;
+    let mut tables = model.draft_tables()?;
+    for (number, source) in &ours {
+        let spec = &model.spec.tables[*number];
+        tables[*number] = Learnt::nothing(spec).table(spec, source.rows.rows(), overrides)?;
+    }
     let draft = model.spec.schema(tables.clone(), &model.keys)?;
     let requests = read_requests(&model.spec, &draft, &model.base)?;
     std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
 
-    let ours = model.tables_of(share);
-    let total = 2 * ours.iter().map(|number| model.sources[*number].rows()).sum::<u64>();
-    for &number in &ours {
-        if read_head(folder, number).is_ok_and(|head| head.model == model.hash) {
+    let total = 2 * ours.iter().map(|(_, source)| source.rows.rows()).sum::<u64>();
+    let mut advance = |rows: u64| progress(rows, total);
+    for (number, source) in &ours {
+        if read_head(folder, *number).is_ok_and(|head| head.model == model.hash) {
             continue;
         }
-        let (spec, source) = (&model.spec.tables[number], model.sources[number].as_ref());
-        let place = || format!("table `{}`", spec.name);
-        let mut advance = |rows: u64| progress(rows, total);
-        let learnt = learn(spec, source, &mut advance).with_context(place)?;
-        tables[number] = learnt.table(spec, source.rows(), overrides)?;
-        let schema = model.spec.schema(tables.clone(), &model.keys)?;
+        let place = || format!("table `{}`", model.spec.tables[*number].name);
+        let mut work = Work { model: &model, tables: &mut tables, requests: &requests, folder };
+        work.pack_table(*number, source, &mut advance).with_context(place)?;
+    }
+    Ok(ours.into_iter().map(|(number, _)| number).collect())
+}
 
-        let mut bundle = BundleWriter::create(&blobs_path(folder, number))?;
-        let generation = &generation;
+/// The work of one worker.
+struct Work<'a> {
+    model: &'a ReadModel,
+    tables: &'a mut Vec<Table>,
+    requests: &'a [Sample],
+    folder: &'a Path,
+}
+
+impl Work<'_> {
+    /// Writes the two files of table `number`.
+    fn pack_table(
+        &mut self,
+        number: usize,
+        source: &OpenedSource,
+        advance: &mut dyn FnMut(u64),
+    ) -> Result<()> {
+        let (model, rows) = (self.model, source.rows.as_ref());
+        let spec = &model.spec.tables[number];
+        let workers = &model.overrides.workers()?;
+        let learnt = learn(spec, rows, workers, advance)?;
+        self.tables[number] = learnt.table(spec, rows.rows(), model.overrides)?;
+        let schema = model.spec.schema(self.tables.clone(), &model.keys)?;
+
+        let mut bundle = BundleWriter::create_on(&blobs_path(self.folder, number), workers)?;
+        let (generation, requests) = (&model.generation()?, self.requests);
         let destination =
-            Destination { generation, schema: &schema, number, parent: None, requests: &requests };
-        let blobs = write_table(&mut bundle, &destination, source, &mut advance);
+            Destination { generation, schema: &schema, number, parent: None, requests, workers };
+        let blobs = write_table(&mut bundle, &destination, rows, advance)?;
         let head = Head {
             format: HEAD_FORMAT,
             model: model.hash,
             number: number as u32,
             table: schema.tables[number].clone(),
-            tables: blobs.with_context(place)?,
+            left_out: source.left_out,
+            tables: blobs,
             blobs: bundle.finish_part()?,
         };
-        let path = head_path(folder, number);
-        let bytes = postcard::to_allocvec(&head).with_context(place)?;
-        replace(&SystemDisk, &path, &bytes).with_context(|| path.display().to_string())?;
+        let path = head_path(self.folder, number);
+        let bytes = postcard::to_allocvec(&head)?;
+        replace(&SystemDisk, &path, &bytes).with_context(|| path.display().to_string())
     }
-    Ok(ours)
 }
 
 fn read_head(folder: &Path, number: usize) -> Result<Head> {
@@ -180,7 +253,8 @@ fn read_head(folder: &Path, number: usize) -> Result<Head> {
     Ok(head)
 }
 
-/// Makes the bundle `out` of the model.toml at `path` from the shares in `folders`.
+/// Makes the bundle `out` of the model.toml at `path` from the shares in `folders`, without the
+/// sources.
 ///
 /// # Errors
 /// A table is in no folder, a share is of another model.toml or damaged, or a file cannot be
@@ -191,7 +265,7 @@ pub fn merge_shares(
     out: &Path,
     overrides: Overrides,
 ) -> Result<Packed> {
-    let model = OpenModel::open(path, overrides)?;
+    let model = ReadModel::read(path, overrides)?;
     let generation = model.generation()?;
     let mut heads = Vec::new();
     for (number, table) in model.spec.tables.iter().enumerate() {
@@ -206,6 +280,8 @@ pub fn merge_shares(
         heads.push((folder, head));
     }
 
+    let left_out: Vec<Option<u64>> = heads.iter().map(|(_, head)| head.left_out).collect();
+    let rows_left_out = sum_left_out(overrides.min_count, &left_out)?;
     let tables = heads.iter().map(|(_, head)| head.table.clone()).collect();
     let schema = model.spec.schema(tables, &model.keys)?;
     let DenseNetwork { onnx, dense_engine } = read_network(&model.spec, &schema, &model.base)?;
@@ -238,6 +314,5 @@ pub fn merge_shares(
         deferral: None,
     };
     let bytes = bundle.finish(manifest)?;
-    let rows_left_out = model.rows_left_out;
     Ok(Packed { generation, schema, bytes, dense_engine, rows_left_out })
 }

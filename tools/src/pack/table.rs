@@ -14,6 +14,7 @@ use hatchback::flash::merge::Merge;
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::flash::{CLUSTERED_SERIAL, Flash, clustered_rows_max};
+use hatchback::io::in_order::{InOrder, Workers};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement, Schema, Table};
 use std::collections::HashMap;
@@ -26,6 +27,7 @@ pub(crate) struct Destination<'a> {
     pub number: usize,
     pub parent: Option<&'a Flash>,
     pub requests: &'a [Sample],
+    pub workers: &'a Workers,
 }
 
 /// Writes the table with the rows of `source`. Reads `source` once more if it has counts.
@@ -49,13 +51,14 @@ pub(crate) fn write_table(
         NewRows { writer: SegmentWriter::new(blob, kind), keys: table.keys, old, count: 0 };
 
     if table.keys == KeySpace::Index && !source.has_keys() {
-        each_row(format, source, advance, |key, row| {
+        each_row(format, source, destination.workers, advance, |key, row| {
             kept.offer(key, row);
             rows.put(key, row)
         })?;
     } else {
         let mut sorter = RowSorter::new(table.keys, table.rows, format.row_bytes())?;
-        each_row(format, source, advance, |key, row| sorter.push(key, row))?;
+        let workers = destination.workers;
+        each_row(format, source, workers, advance, |key, row| sorter.push(key, row))?;
         sorter.finish(|key, row| {
             kept.offer(key, row);
             rows.put(key, row)
@@ -192,20 +195,48 @@ impl<'a> NewRows<'a> {
     }
 }
 
-/// Encodes every row of `source` and passes it to `take`.
+/// The encoded rows of a block.
+struct EncodedBlock {
+    keys: Vec<u64>,
+    rows: Vec<u8>,
+}
+
+impl EncodedBlock {
+    fn new(format: RowFormat, keys: Vec<u64>, values: &[f32]) -> Result<Self> {
+        let mut rows = vec![0; keys.len() * format.row_bytes()];
+        let places = rows.chunks_exact_mut(format.row_bytes());
+        for ((key, row), place) in keys.iter().zip(values.chunks_exact(format.dim())).zip(places) {
+            format.encode(row, place).with_context(|| format!("key {key}"))?;
+        }
+        Ok(Self { keys, rows })
+    }
+}
+
+/// Encodes every row of `source` on the threads of `workers`, and passes it to `take` in the order
+/// of the source.
 fn each_row(
     format: RowFormat,
     source: &dyn RowSource,
+    workers: &Workers,
     advance: &mut dyn FnMut(u64),
     mut take: impl FnMut(u64, &[u8]) -> Result<()>,
 ) -> Result<()> {
-    let mut bytes = vec![0; format.row_bytes()];
+    let mut put = |block: EncodedBlock| {
+        let rows = block.rows.chunks_exact(format.row_bytes());
+        block.keys.iter().zip(rows).try_for_each(|(key, row)| take(*key, row))
+    };
+    let mut under_way = InOrder::new(workers);
+
     source.each_block(&mut |keys, values| {
-        for (&key, row) in keys.iter().zip(values.chunks_exact(format.dim())) {
-            format.encode(row, &mut bytes).with_context(|| format!("key {key}"))?;
-            take(key, &bytes)?;
-        }
         advance(keys.len() as u64);
-        Ok(())
-    })
+        let (keys, values) = (keys.to_vec(), values.to_vec());
+        match under_way.start(move || EncodedBlock::new(format, keys, &values)) {
+            Some(block) => put(block?),
+            None => Ok(()),
+        }
+    })?;
+    while let Some(block) = under_way.wait() {
+        put(block?)?;
+    }
+    Ok(())
 }

@@ -1,10 +1,10 @@
-"""The command line: `python3 -m hatchback_trainer coupon|families|criteo|experiment|live|deployed --out DIR`."""
+"""The command line: `python3 -m hatchback_trainer coupon|families|criteo|experiment|live|deployed|sizes --out DIR`."""
 
 import argparse
 
 import torch
 
-from . import coupon, criteo, criteo_stream, deployed, experiment, families, flights, live
+from . import coupon, criteo, criteo_stream, deployed, experiment, families, flights, live, sizes
 
 
 def arguments():
@@ -35,6 +35,12 @@ def arguments():
     one.add_argument("--repository", required=True, metavar="DIR", help="the repository of deploy.py")
     one.add_argument("--out", required=True, metavar="DIR")
     one.add_argument("--name", default="dlrm", help="the lineage of the model (default: dlrm)")
+    one = commands.add_parser("sizes", help="write a random model of one of the field's sizes, for measurements of scale")
+    one.add_argument("--size", required=True, choices=sizes.NAMES)
+    one.add_argument("--scale", type=float, default=1.0, metavar="SHARE", help="share of the rows of tables over 1,000 rows (default: 1)")
+    one.add_argument("--requests", type=int, default=10_000, metavar="N", help="lines of requests.jsonl (default: 10000)")
+    one.add_argument("--change-one-in", type=int, metavar="N", help="instead change one row in N of the model in DIR: its next generation")
+    one.add_argument("--out", required=True, metavar="DIR")
     return parser.parse_args()
 
 
@@ -50,6 +56,10 @@ def main():
         experiment.run(stream, args.out, args.hatchback, args.windows, args.policy or tuple(experiment.POLICIES))
     elif args.command == "deployed":
         deployed.describe(args.checkpoint, args.repository, args.out, args.name)
+    elif args.command == "sizes" and args.change_one_in:
+        sizes.change(args.out, args.change_one_in)
+    elif args.command == "sizes":
+        sizes.write(args.size, args.scale, args.out, args.requests)
     elif args.command == "live":
         live.run(args.data, args.out, args.hatchback, args.budget_kib, args.weeks)
     else:

@@ -10,6 +10,7 @@ use crate::io::reader::PageFile;
 use crate::limits::{PAGE_BYTES, VERIFY_PAGES};
 use crate::schema::KeySpace;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -118,11 +119,31 @@ impl Segment {
         &self,
         mut take: impl FnMut(PageKind, &Page<'_>) -> Result<(), SegmentError>,
     ) -> Result<(), SegmentError> {
-        let mut page = AlignedPage::zeroed();
-        for number in self.counts.data_pages..self.counts.data_pages + self.counts.index_pages {
-            self.read_page(number, &mut page)?;
-            let (kind, checked) = self.check_index(number, &page.0)?;
-            take(kind, &checked)?;
+        let first = self.counts.data_pages;
+        self.each_page(first..first + self.counts.index_pages, |number, page| {
+            let (kind, checked) = self.check_index(number, page)?;
+            take(kind, &checked)
+        })
+    }
+
+    /// Reads pages in their order, a mebibyte at a time, and passes each to `take`. Reads a page
+    /// alone if the device refused its mebibyte.
+    fn each_page(
+        &self,
+        numbers: Range<u32>,
+        mut take: impl FnMut(u32, &PageBytes) -> Result<(), SegmentError>,
+    ) -> Result<(), SegmentError> {
+        let some = numbers.len().min(VERIFY_PAGES);
+        let mut pages: Vec<_> = (0..some).map(|_| AlignedPage::zeroed()).collect();
+        for first in numbers.clone().step_by(VERIFY_PAGES) {
+            let pages = &mut pages[..((numbers.end - first) as usize).min(some)];
+            let read = self.file.read_pages(first, pages);
+            for (number, page) in (first..).zip(pages) {
+                if read.is_err() {
+                    self.read_page(number, page)?;
+                }
+                take(number, &page.0)?;
+            }
         }
         Ok(())
     }
@@ -375,14 +396,12 @@ impl Segment {
         mut take: impl FnMut(u64, &[u8]),
         mut damaged: impl FnMut(SegmentError),
     ) -> Result<(), SegmentError> {
-        let mut page = AlignedPage::zeroed();
-        for number in 0..self.counts.data_pages {
-            self.read_page(number, &mut page)?;
-            match self.check(number, &page.0) {
+        self.each_page(0..self.counts.data_pages, |number, page| {
+            match self.check(number, page) {
                 Err(e) => damaged(e),
                 Ok(checked) => self.each_row(number, &checked, &mut take),
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 }
