@@ -257,9 +257,8 @@ impl RequestQueue {
     /// Releases `slot` for its caller: frees it if the request is done or no worker took it yet,
     /// else leaves that to the worker.
     pub fn release(&self, slot: u16) {
-        let is_over = self.is_done(slot)
-            || self.withdraw(slot)
-            || self.slots[usize::from(slot)].abandon();
+        let is_over =
+            self.is_done(slot) || self.withdraw(slot) || self.slots[usize::from(slot)].abandon();
         if is_over {
             self.free(slot);
         }
@@ -448,7 +447,10 @@ impl RequestQueue {
 pub enum Next {
     Work,
     /// Nothing until there are more `changes`, or until the time `wait` is over.
-    Nothing { changes: u64, wait: Option<Duration> },
+    Nothing {
+        changes: u64,
+        wait: Option<Duration>,
+    },
     Closed,
 }
 

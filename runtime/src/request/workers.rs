@@ -89,11 +89,7 @@ impl Workers {
     }
 
     /// Returns what `work` returns; `None` if it panicked.
-    fn guard<T>(
-        &self,
-        seat: &mut Seat,
-        work: impl FnOnce(&mut WorkerState) -> T,
-    ) -> Option<T> {
+    fn guard<T>(&self, seat: &mut Seat, work: impl FnOnce(&mut WorkerState) -> T) -> Option<T> {
         let state = seat.get_or_insert_with(|| WorkerState::new(self.queue.new_worker()));
         let done = catch_unwind(AssertUnwindSafe(|| work(state)));
         if done.is_err() {
