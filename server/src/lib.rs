@@ -9,7 +9,8 @@
 //! **Memory.** Every byte that a caller can make this crate keep is part of `ByteBudget` or of a
 //! connection's fixed share. `front_bytes` is the sum, which the daemon counts in its budget.
 //!
-//! The crate has no scoring of its own and never opens a network connection. The runtime has no sockets.
+//! The crate has no scoring of its own and never opens a network connection. The runtime has no
+//! sockets.
 
 #![forbid(unsafe_code)]
 

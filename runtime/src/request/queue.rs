@@ -372,8 +372,8 @@ impl RequestQueue {
     }
 
     /// Moves the first requests to `state`: as many as are expected to take at most
-    /// [`CALLER_SCORE_US_MAX`] on a caller's thread. Returns whether there are any. The thread takes
-    /// no more before a worker has looked at what it left: its own callers wait for it.
+    /// [`CALLER_SCORE_US_MAX`] on a caller's thread. Returns whether there are any. The thread
+    /// takes no more before a worker has looked at what it left: its own callers wait for it.
     pub fn take_short(&self, state: &mut WorkerState) -> bool {
         let mut queue = lock(&self.queue);
         let sample_ns = self.sample_ns.load(Ordering::Relaxed);

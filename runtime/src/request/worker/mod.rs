@@ -217,7 +217,7 @@ impl Worker {
             return None;
         }
         if let Err(e) = check_batch(&seat.model, batch) {
-            return Some(Err(e.into()));
+            return Some(Err(e));
         }
 
         let samples = batch.size();

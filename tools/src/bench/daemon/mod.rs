@@ -208,11 +208,11 @@ mod tests {
     fn swaps_over_grpc_cost_no_request() {
         let folder = tempfile::tempdir().unwrap();
         let json = folder.path().join("a.json");
-        run_line(&format!("daemon --quick --swaps 12 --json {}", json.display())).unwrap();
+        run_line(&format!("daemon --quick --swaps 24 --json {}", json.display())).unwrap();
         let report: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
         assert_eq!(report["bars"][0]["value"], 0.0, "{report}");
-        assert_eq!(report["points"][5]["swaps"], 12, "{report}");
+        assert_eq!(report["points"][23]["swaps"], 24, "{report}");
     }
 
     #[test]

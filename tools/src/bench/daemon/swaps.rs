@@ -9,6 +9,7 @@ use super::front_door::{DaemonStep, WayTotals, call_grpc};
 use super::soak::GROWTH_PERCENT_MAX;
 use super::stage::Stage;
 use crate::bench::bars::Bar;
+use crate::bench::peer::percentile;
 use crate::bench::results::{BenchReport, HostMachine, open_files, prints_tables, resident_memory};
 use crate::report::metrics::{Latencies, Percentiles};
 use crate::{report, say};
@@ -23,7 +24,9 @@ use std::time::Duration;
 /// Good callers.
 const CALLERS: u32 = 2;
 /// Parts of the run; the first warms up.
-const PARTS: u64 = 6;
+const PARTS: u64 = 24;
+/// Parts at each end of the run whose medians are compared.
+const COMPARED: usize = 7;
 /// Time between two looks whether a part's swaps are done.
 const LOOK: Duration = Duration::from_millis(250);
 
@@ -121,9 +124,12 @@ fn bars(points: &[SwapPart]) -> Vec<Bar> {
     let refused = points.iter().map(|part| part.requests.busy + part.requests.errors);
     let name = "requests of good callers refused or failed";
     let mut bars = vec![Bar::at_most(name, refused.sum::<u64>() as f64, 0.0)];
-    let (Some(first), Some(last)) = (points.get(1), points.last()) else { return bars };
+    let median = |parts: &[SwapPart], of: fn(&SwapPart) -> f64| {
+        percentile(&mut parts.iter().map(of).collect::<Vec<f64>>(), 0.5)
+    };
+    let (first, last) = (&points[1..=COMPARED], &points[points.len() - COMPARED..]);
     let growth = |name: &str, of: fn(&SwapPart) -> f64| {
-        let percent = 100.0 * (of(last) / of(first) - 1.0);
+        let percent = 100.0 * (median(last, of) / median(first, of) - 1.0);
         Bar::at_most(format!("growth of {name}, per cent"), percent, GROWTH_PERCENT_MAX)
     };
     bars.push(growth("memory", |part| part.memory_bytes as f64));
