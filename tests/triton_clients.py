@@ -188,6 +188,27 @@ def refuses_beyond_the_budget(programs: pathlib.Path) -> None:
     print("a model beyond the budget is refused with the budget's line")
 
 
+def serving_page(car) -> None:
+    """Runs the code of docs/serving.md as the page shows it, on the socket of `car`."""
+    import json
+    import shutil
+
+    text = (REPOSITORY / "docs" / "serving.md").read_text()
+    block = lambda kind: text.split(f"```{kind}\n")[1].split("```")[0]  # noqa: E731
+    here = lambda code: code.replace("/run/hatchback/socket", str(car.socket))  # noqa: E731
+    names: dict = {}
+    exec(here(block("python")), names)
+    assert names["client"].is_server_ready()
+    if shutil.which("curl") is None:
+        print("SKIPPED: the request of docs/serving.md: curl is not installed")
+        return
+    run = ["sh", "-euc", here(block("sh"))]
+    answer = json.loads(subprocess.run(run, check=True, capture_output=True).stdout)
+    found = {output["name"]: output["data"] for output in answer["outputs"]}
+    assert 0 < found["score"][0] < 1 and found["status"] == [1, 0, 0, 0, 0], answer
+    print("the code of docs/serving.md: passed")
+
+
 def page(car) -> None:
     """Runs the code of docs/triton.md as it stands there, on the port of `car`."""
     text = (REPOSITORY / "docs" / "triton.md").read_text()
@@ -210,6 +231,7 @@ def main() -> None:
         suite(grpc.InferenceServerClient(f"127.0.0.1:{car.port}"), grpc, "grpc", samples, token)
         suite(http.InferenceServerClient(f"127.0.0.1:{car.port}"), http, "http", samples, token)
         page(car)
+        serving_page(car)
 
         # gRPC names a Unix socket by its path, with escapes that an HTTP authority cannot have.
         authority = [("grpc.default_authority", "localhost")]

@@ -1,5 +1,5 @@
 //! `Model`: one model in a process of its own budget, and `Answer`, what a request returns. Arrays
-//! are read where they are. Those of an answer are made when they are first asked for.
+//! are read where they are. Those of an answer are made when the program first reads them.
 
 use crate::buffers::Array;
 use crate::errors;
@@ -19,7 +19,7 @@ use std::time::Duration;
 /// Counts of a status.
 const STATUS_COUNTS: usize = 5;
 
-/// The answer to a request. Its arrays are made when they are first asked for.
+/// The answer to a request. Its arrays are made when the program first reads them.
 #[pyclass(frozen)]
 pub struct Answer {
     scores: Rows<f32>,
@@ -66,7 +66,7 @@ struct Open {
     process: Process,
 }
 
-/// Values in rows, and their array once it was asked for.
+/// Values in rows, and their array once the program has read it.
 struct Rows<T> {
     values: Vec<T>,
     columns: usize,

@@ -75,7 +75,7 @@ pub use model::{CacheUse, Model, OpenError};
 // Submit: requests to one model (`Pipeline`) or to several by name (`Serving`).
 pub use hatchback_kernels::lookup::LookupStatus;
 pub use request::error::NotFinite;
-pub use request::pipeline::{Answer, Pipeline, RequestError, Stats, Ticket};
+pub use request::pipeline::{Answer, Pipeline, Queued, RequestError, Stats, Ticket};
 pub use request::serving::{Serving, ServingError, Swapped};
 pub use request::worker::{Scores, TableCounts};
 pub use schema::batch::{Batch, BatchError};

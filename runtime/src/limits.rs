@@ -178,3 +178,7 @@ pub const DEADLINE_GRACE_US: u64 = 1_000;
 /// Time after its deadline for which a caller waits, µs. The rest of the grace is for its way back.
 pub const DEADLINE_WAIT_US: u64 = 500;
 const _: () = assert!(DEADLINE_WAIT_US < DEADLINE_GRACE_US);
+/// Longest time that requests are expected to take on the thread of a caller that offers it, µs.
+/// Longer ones go to a worker, so that the caller's other requests keep their deadlines.
+pub const CALLER_SCORE_US_MAX: u64 = 200;
+const _: () = assert!(CALLER_SCORE_US_MAX < DEADLINE_GRACE_US - DEADLINE_WAIT_US);

@@ -76,7 +76,7 @@ pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Problem> {
     }))
 }
 
-/// Returns room for a message of `bytes` bytes, behind its prefix.
+/// Returns a prefix to be filled in, with room for a message of `bytes` bytes after it.
 pub fn open_frame(bytes: usize) -> Vec<u8> {
     let mut frame = Vec::with_capacity(PREFIX_BYTES + bytes);
     frame.extend([0; PREFIX_BYTES]);

@@ -1,4 +1,4 @@
-//! Inference over HTTP: a head of JSON, with the tensors in it or as binary data behind it, and an
+//! Inference over HTTP: a head of JSON, with the tensors in it or as binary data after it, and an
 //! answer of the same form.
 
 use crate::describe;
@@ -284,7 +284,7 @@ pub fn decode(
     batch_of(&layout, &tensors, Read::All, batch_max, &mut memory)
 }
 
-/// Returns the JSON of a request, and the binary data behind it.
+/// Returns the JSON of a request, and the binary data after it.
 fn parse<'a>(
     headers: &HeaderMap,
     body: &'a [u8],

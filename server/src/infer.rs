@@ -1,5 +1,6 @@
-//! A request for scores, whatever its protocol: makes a batch of its tensors, submits it, and waits
-//! for the worker without blocking a thread. Notes where the time went.
+//! A request for scores, whatever its protocol: makes a batch of its tensors and queues it. Offers
+//! the runtime its thread for a short request, or waits for the worker without blocking the thread.
+//! Notes where the time went.
 
 use crate::connections::{Connection, Work};
 use crate::describe;
@@ -15,13 +16,14 @@ use crate::trace::{Names, Protocol, Trace};
 use crate::values::Tensor;
 use hatchback::limits::{DEADLINE_GRACE_US, DEADLINE_WAIT_US};
 use hatchback::request::pipeline::Answer;
-use hatchback::{RequestError, Ticket};
+use hatchback::{Queued, RequestError, Ticket};
 use hyper::header::HeaderValue;
 use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
+use tokio::task::yield_now;
 
 /// A request in the server: who asks, since when, and what it holds of the budget.
 pub struct Call<'a> {
@@ -65,10 +67,10 @@ struct View {
     wants: Wants,
 }
 
-/// A request that a worker will score.
+/// A request that waits to be scored.
 pub struct Submitted<'a> {
     front: &'a Front,
-    ticket: Ticket,
+    queued: Queued,
     view: View,
     deadline: Option<Instant>,
     at: Instant,
@@ -116,7 +118,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     }
     let (mut view, memory) = (None, &mut call.memory);
     let deadline = left.map(|left| at_clock + left);
-    let ticket = front.serving.submit_with(order.model, deadline, |model, batch| {
+    let queued = front.serving.queue_with(order.model, deadline, |model, batch| {
         let layout = front.layout(order.model, model.schema());
         let wants = Wants::new(&layout.outputs, order.asked, order.every)?;
         let batch_max = model.budget().batch_max as usize;
@@ -124,7 +126,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
         view = Some(View { layout, wants });
         Ok::<(), Problem>(())
     });
-    let ticket = ticket.map_err(|e| match e {
+    let queued = queued.map_err(|e| match e {
         Problem { code: Code::Busy, retry_after: None, message } => busy(message),
         e => e,
     })?;
@@ -133,7 +135,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     let gone = || not_served(order.model);
     Ok(Submitted {
         front,
-        ticket,
+        queued,
         view: view.ok_or_else(gone)?,
         deadline: left.map(|left| call.received + received + left),
         at,
@@ -145,11 +147,16 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
 }
 
 impl Submitted<'_> {
-    /// Waits until a worker has answered the request, or until the library's time after its
-    /// deadline is over. Dropping the future gives the request up.
+    /// Waits until the request is answered, or until the library's time after its deadline is over.
+    /// A short request is scored on this thread, together with those that its other connections
+    /// have sent by now. Dropping the future gives the request up.
     pub async fn wait(self) -> Scored {
-        let Self { front, ticket, view, deadline, at, at_clock, model, .. } = self;
+        let Self { front, queued, view, deadline, at, at_clock, model, .. } = self;
+        // The thread reads what its other connections have sent, so that one batch has all of it.
+        yield_now().await;
+        let ticket = queued.start();
         match deadline {
+            _ if ticket.is_done() => {}
             None => done(&ticket).await,
             Some(deadline) => {
                 let mut done = pin!(done(&ticket));

@@ -3,12 +3,14 @@
 //!
 //! **A request.** `listen` accepts a connection, and `connections` gives it a place. `route` takes
 //! a request to its answer. `infer` decodes it (`grpc_infer`, `http_infer`, `values`, `tensors`)
-//! straight into a slot of the runtime, and waits for the worker without blocking a thread.
+//! straight into a slot of the runtime. The runtime scores a short request on the thread of its
+//! connection; for others the thread goes on, and a worker wakes the request.
 //!
 //! **Memory.** Every byte that a caller can make this crate keep is part of `ByteBudget` or of a
 //! connection's fixed share. `front_bytes` is the sum, which the daemon counts in its budget.
 //!
-//! The crate never scores and never opens a network connection. The runtime has no sockets.
+//! The crate has no scoring of its own and never opens a network connection. The runtime has no
+//! sockets.
 
 #![forbid(unsafe_code)]
 

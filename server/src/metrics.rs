@@ -73,7 +73,7 @@ impl Metrics {
         );
         registry.register(
             "lookups",
-            "Lookups behind the scores, by model and status; late counts samples",
+            "Lookups of scored requests, by model and status; late counts samples",
             metrics.lookups.clone(),
         );
         registry.register(

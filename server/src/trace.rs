@@ -1,4 +1,4 @@
-//! The trace of an answered request: who asked for what, and where the time went. Plain data.
+//! The trace of an answered request: its caller, its model, and where the time went. Plain data.
 
 use hatchback::LookupStatus;
 use std::time::{Duration, Instant};

@@ -45,6 +45,11 @@ impl Tensor<'_> {
         Problem::invalid(format!("input `{}`: {problem}", self.name.escape_debug()))
     }
 
+    /// Returns the problem that the tensor has none of the types that its input takes.
+    fn wrong_type(&self, taken: &str) -> Problem {
+        self.fault(&format!("{}; it takes {taken}", self.datatype.escape_debug()))
+    }
+
     /// Returns the number of values, as the shape says.
     pub fn elements(&self) -> Result<usize, Problem> {
         let shape = self.shape;
@@ -126,11 +131,7 @@ impl<'a> Integers<'a> {
             ("INT64" | "UINT64" | "INT32", _) => {
                 return Err(tensor.fault("its values are of another type than it says"));
             }
-            (other, _) => {
-                let other = other.escape_debug();
-                let problem = format!("{other}; it takes INT64, UINT64 or INT32");
-                return Err(tensor.fault(&problem));
-            }
+            _ => return Err(tensor.wrong_type("INT64, UINT64 or INT32")),
         };
         tensor.check_length(found, expected)?;
         Ok(integers)
@@ -183,10 +184,7 @@ impl<'a> Floats<'a> {
         let (found, expected, floats) = match (tensor.datatype, tensor.values) {
             ("FP32", Values::Bytes(b)) => (b.len(), 4 * elements, Self::Bytes(b)),
             ("FP32", Values::F32(v)) => (v.len(), elements, Self::Values(v)),
-            (other, _) => {
-                let other = other.escape_debug();
-                return Err(tensor.fault(&format!("{other}; it takes FP32")));
-            }
+            _ => return Err(tensor.wrong_type("FP32")),
         };
         tensor.check_length(found, expected)?;
         Ok(floats)
@@ -229,11 +227,7 @@ impl<'a> RawValues<'a> {
                 let texts = texts(tensor, values, memory)?;
                 (texts.len(), elements, Self::Texts(texts))
             }
-            (other, _) => {
-                let other = other.escape_debug();
-                let problem = format!("{other}; it takes BYTES, integers, FP32 or FP64");
-                return Err(tensor.fault(&problem));
-            }
+            _ => return Err(tensor.wrong_type("BYTES, integers, FP32 or FP64")),
         };
         match &values {
             Self::Texts(_) if found != expected => {

@@ -1,20 +1,24 @@
 //! The pipeline: many callers, one model. A request takes one of a fixed number of slots and waits
 //! in order of arrival. A worker on its own thread scores it, in one batch with others that wait,
-//! and writes the scores into the slot. Never waits for a slot, never grows, never spins: without a
-//! free slot the caller receives [`RequestError::Busy`].
+//! and writes the scores into the slot. A caller may offer its own thread for that instead. Never
+//! waits for a slot, never grows, never spins: without a free slot the caller receives
+//! [`RequestError::Busy`].
 
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
 use crate::model::Model;
 use crate::request::check::check_batch;
-use crate::request::queue::{Request, RequestQueue, SteppedWorker, run_worker};
+use crate::request::queue::RequestQueue;
+use crate::request::slot::Request;
 use crate::request::worker::live_model::LiveModel;
 use crate::request::worker::{Scores, TableCounts, Worker};
+use crate::request::worker_state::WorkerState;
+use crate::request::workers::{Threads, Workers};
 use crate::schema::batch::Batch;
 use std::io;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, MutexGuard};
 use std::task::Waker;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -48,11 +52,9 @@ const LEAVE_POLL: Duration = Duration::from_micros(200);
 /// # }
 /// ```
 pub struct Pipeline {
-    queue: Arc<RequestQueue>,
+    workers: Arc<Workers>,
     live: Arc<LiveModel>,
     threads: Vec<JoinHandle<()>>,
-    /// The worker of a pipeline without threads.
-    stepped: Option<Mutex<SteppedWorker>>,
 }
 
 impl Pipeline {
@@ -61,14 +63,10 @@ impl Pipeline {
     /// # Errors
     /// The system gives no thread, or the GPU has no memory for a worker.
     pub fn new(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
-        let (workers, live) = (model.budget().workers, LiveModel::new(model));
-        let queue = Arc::new(RequestQueue::new(Arc::clone(&live), Arc::clone(&clock)));
-        let mut pipeline = Self { queue, live, threads: Vec::new(), stepped: None };
-        for number in 0..workers {
-            let worker = worker_of(&pipeline.live, &clock)?;
-
-            let (queue, name) = (Arc::clone(&pipeline.queue), format!("worker {number}"));
-            let run = move || run_worker(&queue, worker);
+        let mut pipeline = Self::without_threads(model, clock, Threads::Own)?;
+        for number in 0..pipeline.model().budget().workers as usize {
+            let (workers, name) = (Arc::clone(&pipeline.workers), format!("worker {number}"));
+            let run = move || workers.run(number);
             pipeline.threads.push(std::thread::Builder::new().name(name).spawn(run)?);
         }
         Ok(pipeline)
@@ -79,21 +77,27 @@ impl Pipeline {
     /// # Errors
     /// The GPU has no memory for a worker.
     pub fn stepped(model: Arc<Model>, clock: Arc<dyn Clock>) -> io::Result<Self> {
+        Self::without_threads(model, clock, Threads::Stepped)
+    }
+
+    fn without_threads(
+        model: Arc<Model>,
+        clock: Arc<dyn Clock>,
+        threads: Threads,
+    ) -> io::Result<Self> {
+        let count = if threads == Threads::Own { model.budget().workers } else { 1 };
         let live = LiveModel::new(model);
-        let queue = Arc::new(RequestQueue::new(Arc::clone(&live), Arc::clone(&clock)));
-        let worker = SteppedWorker::new(worker_of(&live, &clock)?);
-        Ok(Self { queue, live, threads: Vec::new(), stepped: Some(Mutex::new(worker)) })
+        let queue = RequestQueue::new(Arc::clone(&live), clock);
+        let state = |_| worker_of(&queue).map(WorkerState::new);
+        let states = (0..count).map(state).collect::<io::Result<_>>()?;
+        let workers = Arc::new(Workers::new(queue, threads, states));
+        Ok(Self { workers, live, threads: Vec::new() })
     }
 
     /// Does one piece of work of a pipeline without threads. Returns false if there is none, if
     /// another caller is amid a step, or if threads do the work.
     pub fn step(&self) -> bool {
-        let worker = self.stepped.as_ref().map(Mutex::try_lock);
-        match worker {
-            None | Some(Err(TryLockError::WouldBlock)) => false,
-            Some(Err(TryLockError::Poisoned(worker))) => worker.into_inner().step(&self.queue),
-            Some(Ok(mut worker)) => worker.step(&self.queue),
-        }
+        self.workers.step_one()
     }
 
     /// Returns the model that is served now.
@@ -109,7 +113,7 @@ impl Pipeline {
     /// Returns when no worker uses the version of `users` any more. Calls `yield_now` while it
     /// waits.
     pub(crate) fn wait_until_left(&self, users: &Arc<()>, yield_now: &dyn Fn()) {
-        self.queue.wake();
+        self.workers.queue.wake();
         while Arc::strong_count(users) > 1 {
             if !self.step() {
                 std::thread::sleep(LEAVE_POLL);
@@ -122,7 +126,7 @@ impl Pipeline {
 
     /// Starts the statistics anew.
     pub(crate) fn reset_stats(&self) {
-        self.queue.reset_stats();
+        self.workers.queue.reset_stats();
     }
 
     /// Copies `batch` into a free slot and queues it. `deadline` is that of [`Worker::score`].
@@ -153,9 +157,24 @@ impl Pipeline {
         deadline: Option<Duration>,
         fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
     ) -> Result<Ticket, E> {
+        let queued = self.queue_with(deadline, fill)?;
+        queued.0.workers.queue.notify();
+        Ok(queued.0)
+    }
+
+    /// Queues a request as [`Pipeline::submit_with`] does, and tells no worker yet. The caller
+    /// queues what else it has, and then calls [`Queued::start`] of each.
+    ///
+    /// # Errors
+    /// Those of [`Pipeline::submit_with`].
+    pub fn queue_with<E: From<RequestError>>(
+        &self,
+        deadline: Option<Duration>,
+        fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
+    ) -> Result<Queued, E> {
         let model = self.live.model();
-        let slot = self.queue.submit(deadline, |batch| fill(&model, batch))?;
-        Ok(Ticket { queue: Arc::clone(&self.queue), slot, deadline })
+        let slot = self.workers.queue.submit(deadline, |batch| fill(&model, batch))?;
+        Ok(Queued(Ticket { workers: Arc::clone(&self.workers), slot, deadline }))
     }
 
     /// Queues keys of feature `feature` that later requests will look up. Workers fetch their rows
@@ -165,7 +184,7 @@ impl Pipeline {
         let model = self.live.model();
         let table = model.schema().features.get(feature).map(|f| f.table);
         let Some(table) = table.filter(|&t| model.is_cached(t)) else { return 0 };
-        self.queue.prefetch(table, keys)
+        self.workers.queue.prefetch(table, keys)
     }
 
     /// Returns what the lookups of each table met, since the model was loaded.
@@ -175,20 +194,20 @@ impl Pipeline {
 
     /// Returns what the pipeline did since the current model was opened or swapped in.
     pub fn stats(&self) -> Stats {
-        self.queue.stats()
+        self.workers.queue.stats()
     }
 }
 
-/// Returns a worker that follows `live`, with all its memory.
-fn worker_of(live: &Arc<LiveModel>, clock: &Arc<dyn Clock>) -> io::Result<Worker> {
-    let worker = Worker::on(Arc::clone(live), Arc::clone(clock));
+/// Returns a worker of the pipeline with `queue`, with all its memory.
+fn worker_of(queue: &RequestQueue) -> io::Result<Worker> {
+    let worker = queue.new_worker();
     worker.failure().map_or(Ok(()), |e| Err(io::Error::other(Arc::clone(e))))?;
     Ok(worker)
 }
 
 impl Drop for Pipeline {
     fn drop(&mut self) {
-        self.queue.close();
+        self.workers.queue.close();
         while self.step() {}
         for thread in self.threads.drain(..) {
             // The requests of a worker that panicked were answered with an error.
@@ -232,9 +251,22 @@ impl PipelineStarter {
     }
 }
 
+/// A request that waits although no worker knows of it yet. Dropping it frees its slot.
+pub struct Queued(Ticket);
+
+impl Queued {
+    /// Scores the waiting requests on this thread, if all their rows are in memory and they are
+    /// expected to take at most `CALLER_SCORE_US_MAX` of `limits`. Else tells a worker. Never reads
+    /// flash and never waits for a device or another thread.
+    pub fn start(self) -> Ticket {
+        self.0.workers.start();
+        self.0
+    }
+}
+
 /// A submitted request. Dropping it frees its slot, immediately or when its worker is done.
 pub struct Ticket {
-    queue: Arc<RequestQueue>,
+    workers: Arc<Workers>,
     slot: u16,
     deadline: Option<Duration>,
 }
@@ -265,14 +297,14 @@ impl Answer<'_> {
 impl Ticket {
     /// Returns whether [`Ticket::wait`] would return without waiting.
     pub fn is_done(&self) -> bool {
-        self.queue.is_done(self.slot)
+        self.workers.queue.is_done(self.slot)
     }
 
     /// Returns whether [`Ticket::wait`] would return without waiting. If it would not, wakes
     /// `waker` when the request is done. For a caller that must not block its thread: it gives a
     /// waker here, and calls [`Ticket::wait`] when it was woken or when the deadline has passed.
     pub fn poll_done(&self, waker: &Waker) -> bool {
-        self.queue.poll_done(self.slot, waker)
+        self.workers.queue.poll_done(self.slot, waker)
     }
 
     /// Waits for the scores. With a deadline the wait ends by `DEADLINE_GRACE_US` of `limits` after
@@ -284,12 +316,12 @@ impl Ticket {
     /// [`RequestError::NotFinite`] if a score of the request is not a number,
     /// [`RequestError::Panicked`] if the worker panicked.
     pub fn wait(&self) -> Result<Answer<'_>, RequestError> {
-        self.queue.wait(self.slot, self.deadline).map(|request| Answer { request })
+        self.workers.queue.wait(self.slot, self.deadline).map(|request| Answer { request })
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        self.queue.release(self.slot);
+        self.workers.queue.release(self.slot);
     }
 }

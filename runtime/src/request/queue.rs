@@ -1,7 +1,6 @@
-//! What callers and workers of a pipeline share: the slots, the request queue, and the loop of a
-//! worker thread. A worker takes the first requests that can be batched, scores them as one batch
-//! and writes each result into its slot. Without a request it fetches deferred and prefetched rows,
-//! a few pages at a time. Never allocates, never reorders requests.
+//! What callers and workers of a pipeline share: the slots and the queue of requests and of keys to
+//! prefetch. A worker takes the first requests that can be batched. Never allocates. Reorders no
+//! requests, but for those that a caller's thread gives back.
 //!
 //! The queue is a `heapless::Deque` behind a lock and not its lock-free `mpmc` queue: a worker must
 //! look at the first request before it takes it (can both be batched? is it ready?), must sleep
@@ -10,23 +9,18 @@
 
 use crate::bundle::manifest::Generation;
 use crate::clock::Clock;
-use crate::limits::{DEADLINE_WAIT_US, PREFETCH_MAX, SLOTS_MAX};
+use crate::limits::{CALLER_SCORE_US_MAX, DEADLINE_WAIT_US, PREFETCH_MAX, SLOTS_MAX};
 use crate::request::error::RequestError;
+use crate::request::slot::{Request, Slot};
 use crate::request::worker::live_model::LiveModel;
-use crate::request::worker::{Counters, ScoreError, Worker};
+use crate::request::worker::{Counters, Worker};
+use crate::request::worker_state::{InFlight, KEYS_PER_STEP, Waiting, WorkerState};
 use crate::schema::batch::Batch;
 use hatchback_kernels::cache::address::RowKey;
-use hatchback_kernels::lookup::LookupStatus;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
-
-/// Deferred pages that a worker reads before it looks for requests again.
-const PAGES_PER_STEP: usize = 8;
-
-/// Keys to prefetch that a worker takes in one step.
-const KEYS_PER_STEP: usize = 32;
 
 /// What a pipeline did since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -61,46 +55,8 @@ pub struct RequestQueue {
     work: Condvar,
     batch_max: usize,
     batch_delay: Duration,
-}
-
-/// The memory of one request.
-struct Slot {
-    request: Mutex<Request>,
-    done: Condvar,
-}
-
-pub struct Request {
-    stage: Stage,
-    pub batch: Batch,
-    /// `[batch_max, outputs]`.
-    pub scores: Vec<f32>,
-    /// `[batch_max]`.
-    pub statuses: Vec<LookupStatus>,
-    pub outputs: usize,
-    /// The generation that scored the request.
-    pub generation: Arc<Generation>,
-    /// When a worker took the request, a time of the queue's clock.
-    pub taken_at: Duration,
-    /// Woken when the request is done, for a caller that must not block.
-    waker: Option<Waker>,
-}
-
-/// How far a request is.
-enum Stage {
-    Waiting,
-    Done(Result<(), RequestError>),
-    /// The caller dropped its ticket before the request was done.
-    Abandoned,
-}
-
-/// A request in the queue.
-#[derive(Clone, Copy)]
-struct Waiting {
-    slot: u16,
-    samples: u32,
-    deadline: Option<Duration>,
-    /// Until this time it waits for other requests to be batched with.
-    ready_at: Duration,
+    /// Time that a sample took lately whose rows were all in memory, ns; 0 if it is not known.
+    sample_ns: AtomicU64,
 }
 
 struct Queue {
@@ -112,6 +68,10 @@ struct Queue {
     /// Keys that one worker prefetches now. The other workers stay free for requests.
     prefetching: usize,
     is_closing: bool,
+    /// Counts what may be work for a worker that found none.
+    changes: u64,
+    /// Whether a caller's thread left requests to a worker that has not looked since.
+    is_left: bool,
     stats: Stats,
 }
 
@@ -123,21 +83,6 @@ impl RequestQueue {
     pub fn new(live: Arc<LiveModel>, clock: Arc<dyn Clock>) -> Self {
         let model = live.model();
         let budget = model.budget();
-        let slot = |_| {
-            let batch_max = budget.batch_max as usize;
-            let request = Request {
-                stage: Stage::Abandoned,
-                batch: model.batch(),
-                scores: vec![0.0; batch_max * model.outputs()],
-                statuses: vec![LookupStatus::default(); batch_max],
-                outputs: model.outputs(),
-                generation: Arc::clone(model.generation()),
-                taken_at: Duration::ZERO,
-                waker: None,
-            };
-            Slot { request: Mutex::new(request), done: Condvar::new() }
-        };
-
         let queue = Queue {
             // The slot freed last is taken first: its memory is still in the processor's caches.
             free: (0..budget.slots as u16).rev().collect(),
@@ -146,21 +91,34 @@ impl RequestQueue {
             prefetch: heapless::Deque::new(),
             prefetching: 0,
             is_closing: false,
+            changes: 0,
+            is_left: false,
             stats: Stats::default(),
         };
         Self {
             clock,
-            slots: (0..budget.slots).map(slot).collect(),
+            slots: (0..budget.slots).map(|_| Slot::new(&model)).collect(),
             queue: Mutex::new(queue),
             work: Condvar::new(),
             batch_max: budget.batch_max as usize,
             batch_delay: Duration::from_micros(budget.batch_delay_us_max.into()),
+            sample_ns: AtomicU64::new(0),
             live,
         }
     }
 
-    /// Queues a request in a free slot, whose empty batch `fill` fills, and returns the slot.
-    /// Returns the error of `fill`; the slot is then free again.
+    /// Returns a worker that follows the live model, with all its memory.
+    pub fn new_worker(&self) -> Worker {
+        Worker::on(Arc::clone(&self.live), Arc::clone(&self.clock))
+    }
+
+    /// Returns the time of the clock that deadlines are times of.
+    pub fn now(&self) -> Duration {
+        self.clock.now()
+    }
+
+    /// Queues a request in a free slot, whose empty batch `fill` fills, and returns the slot. Tells
+    /// no worker. Returns the error of `fill`; the slot is then free again.
     pub fn submit<E: From<RequestError>>(
         &self,
         deadline: Option<Duration>,
@@ -173,12 +131,7 @@ impl RequestQueue {
             taken
         };
         let slot = taken.ok_or(RequestError::Busy(self.slots.len()))?;
-        let filled = {
-            let mut request = lock(&self.slots[usize::from(slot)].request);
-            request.stage = Stage::Waiting;
-            request.batch.clear();
-            fill(&mut request.batch).map(|()| request.batch.size())
-        };
+        let filled = self.slots[usize::from(slot)].begin(fill);
         let samples = filled.inspect_err(|_| self.free(slot))?;
 
         // A request with a deadline has no time to wait for others.
@@ -188,11 +141,16 @@ impl RequestQueue {
         let mut queue = lock(&self.queue);
         queue.samples += samples;
         let samples = samples as u32;
-        let queued = queue.waiting.push_back(Waiting { slot, samples, deadline, ready_at });
-        assert!(queued.is_ok(), "the queue has room for every slot");
-        drop(queue);
-        self.work.notify_one();
+        let needs_thread = false;
+        let request = Waiting { slot, samples, deadline, ready_at, needs_thread };
+        assert!(queue.waiting.push_back(request).is_ok(), "the queue has room for every slot");
         Ok(slot)
+    }
+
+    /// Tells a worker that there may be work.
+    pub fn notify(&self) {
+        lock(&self.queue).changes += 1;
+        self.work.notify_one();
     }
 
     fn free(&self, slot: u16) {
@@ -211,7 +169,7 @@ impl RequestQueue {
         }
         queue.stats.prefetch_dropped += (keys.len() - taken) as u64;
         drop(queue);
-        self.work.notify_one();
+        self.notify();
         taken
     }
 
@@ -229,7 +187,7 @@ impl RequestQueue {
 
     /// Wakes the workers that wait for requests, so that they see the current version of the model.
     pub fn wake(&self) {
-        let _queue = lock(&self.queue);
+        lock(&self.queue).changes += 1;
         self.work.notify_all();
     }
 
@@ -238,29 +196,24 @@ impl RequestQueue {
         lock(&self.queue).stats = Stats::default();
     }
 
-    fn is_current(&self, generation: &Arc<Generation>) -> bool {
+    pub fn is_current(&self, generation: &Arc<Generation>) -> bool {
         Arc::ptr_eq(self.live.model().generation(), generation)
     }
 
     /// Lets the workers end as soon as no request waits.
     pub fn close(&self) {
         lock(&self.queue).is_closing = true;
-        self.work.notify_all();
+        self.wake();
     }
 
     /// Returns whether the request in `slot` is answered.
     pub fn is_done(&self, slot: u16) -> bool {
-        matches!(lock(&self.slots[usize::from(slot)].request).stage, Stage::Done(_))
+        self.slots[usize::from(slot)].is_done()
     }
 
     /// Returns whether the request in `slot` is answered. If it is not, wakes `waker` when it is.
     pub fn poll_done(&self, slot: u16, waker: &Waker) -> bool {
-        let mut request = lock(&self.slots[usize::from(slot)].request);
-        let is_done = matches!(request.stage, Stage::Done(_));
-        if !is_done && !request.waker.as_ref().is_some_and(|before| before.will_wake(waker)) {
-            request.waker = Some(waker.clone());
-        }
-        is_done
+        self.slots[usize::from(slot)].poll_done(waker)
     }
 
     /// Waits for the answer to the request in `slot`, until [`DEADLINE_WAIT_US`] after its
@@ -270,26 +223,7 @@ impl RequestQueue {
         slot: u16,
         deadline: Option<Duration>,
     ) -> Result<MutexGuard<'_, Request>, RequestError> {
-        let slot = &self.slots[usize::from(slot)];
-        let mut request = lock(&slot.request);
-        // From here on the condition variable wakes the caller.
-        request.waker = None;
-        loop {
-            match &request.stage {
-                Stage::Done(Ok(())) => return Ok(request),
-                Stage::Done(Err(e)) => return Err(e.clone()),
-                _ => {}
-            }
-            let left = deadline.map(|deadline| self.left(deadline));
-            request = match left {
-                Some(Duration::ZERO) => return Err(RequestError::DeadlineExceeded),
-                Some(left) => {
-                    let waited = slot.done.wait_timeout(request, left);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => slot.done.wait(request).unwrap_or_else(PoisonError::into_inner),
-            };
-        }
+        self.slots[usize::from(slot)].wait(|| deadline.map(|deadline| self.left(deadline)))
     }
 
     /// Returns for how long a caller still waits for a request with `deadline`.
@@ -301,7 +235,7 @@ impl RequestQueue {
 
     /// Ends a request whose caller has stopped waiting, because its deadline has passed. Returns
     /// whether it has.
-    fn expire(&self, request: &Waiting) -> bool {
+    pub fn expire(&self, request: &Waiting) -> bool {
         let has_expired = self.has_expired(request);
         if has_expired {
             self.exceed(request.slot);
@@ -315,7 +249,7 @@ impl RequestQueue {
 
     /// Ends the request in `slot` without scores, because its deadline has passed. That is no fault
     /// of a generation: the caller chose the deadline.
-    fn exceed(&self, slot: u16) {
+    pub fn exceed(&self, slot: u16) {
         lock(&self.queue).stats.expired += 1;
         self.finish(slot, Err(RequestError::DeadlineExceeded), |_| ());
     }
@@ -323,13 +257,8 @@ impl RequestQueue {
     /// Releases `slot` for its caller: frees it if the request is done or no worker took it yet,
     /// else leaves that to the worker.
     pub fn release(&self, slot: u16) {
-        let is_over = self.is_done(slot) || self.withdraw(slot) || {
-            let mut request = lock(&self.slots[usize::from(slot)].request);
-            let is_done = matches!(request.stage, Stage::Done(_));
-            request.stage = Stage::Abandoned;
-            request.waker = None;
-            is_done
-        };
+        let is_over =
+            self.is_done(slot) || self.withdraw(slot) || self.slots[usize::from(slot)].abandon();
         if is_over {
             self.free(slot);
         }
@@ -361,14 +290,8 @@ impl RequestQueue {
 
     /// Appends the request in `slot`, which a worker took at `now`, to `batch`. If its caller
     /// abandoned it, frees the slot and returns false.
-    fn append_to(&self, slot: u16, batch: &mut Batch, now: Duration) -> bool {
-        let is_wanted = {
-            let mut request = lock(&self.slots[usize::from(slot)].request);
-            request.taken_at = now;
-            let is_wanted = matches!(request.stage, Stage::Waiting);
-            assert!(!is_wanted || batch.append(&request.batch), "requests in flight fit one batch");
-            is_wanted
-        };
+    pub fn append_to(&self, slot: u16, batch: &mut Batch, now: Duration) -> bool {
+        let is_wanted = self.slots[usize::from(slot)].append_to(batch, now);
         if !is_wanted {
             self.free(slot);
         }
@@ -376,32 +299,20 @@ impl RequestQueue {
     }
 
     /// Ends the request in `slot` with `result`; `write` fills in its scores.
-    fn finish(
+    pub fn finish(
         &self,
         slot: u16,
         result: Result<(), RequestError>,
         write: impl FnOnce(&mut Request),
     ) {
-        let at = &self.slots[usize::from(slot)];
-        let (is_abandoned, waker) = {
-            let mut request = lock(&at.request);
-            let is_abandoned = matches!(request.stage, Stage::Abandoned);
-            if !is_abandoned {
-                write(&mut request);
-                request.stage = Stage::Done(result);
-            }
-            (is_abandoned, request.waker.take())
-        };
-        match waker {
-            _ if is_abandoned => self.free(slot),
-            Some(waker) => waker.wake(),
-            None => at.done.notify_all(),
+        if !self.slots[usize::from(slot)].finish(result, write) {
+            self.free(slot);
         }
     }
 
     /// Ends the request in `slot` with `error`. Counts it as failed if the current generation is to
     /// blame.
-    fn fail(&self, slot: u16, error: RequestError, is_current: bool) {
+    pub fn fail(&self, slot: u16, error: RequestError, is_current: bool) {
         lock(&self.queue).stats.failed += u64::from(is_current);
         self.finish(slot, Err(error), |_| ());
     }
@@ -416,59 +327,142 @@ impl RequestQueue {
     }
 
     /// Hands over the next work: requests, keys to prefetch, or the signal that the worker has
-    /// deferred rows to fetch. Without work it waits, or returns `Next::Nothing` if `idle` says so.
-    fn next(&self, work: &mut WorkerState, in_flight: &mut InFlight, idle: Idle) -> Next {
-        let WorkerState { worker, counted, keys, .. } = work;
-        let is_current = self.is_current(worker.model().generation());
+    /// deferred rows to fetch.
+    pub fn next(&self, state: &mut WorkerState) -> Next {
+        let WorkerState { worker, counted, keys, in_flight, .. } = state;
         let mut queue = lock(&self.queue);
-        if is_current {
-            queue.stats.counters.add(&worker.counters().since(counted));
-        }
-        *counted = worker.counters();
+        self.count(&mut queue, worker, counted);
         if in_flight.is_prefetching && worker.deferred_len() == 0 {
             (in_flight.is_prefetching, queue.prefetching) = (false, 0);
         }
 
-        loop {
-            let wait = queue.take(self, in_flight);
-            if !in_flight.requests.is_empty() {
-                let leaves_some = !queue.waiting.is_empty();
-                drop(queue);
-                // Only this worker may have been notified of the requests that it leaves.
-                if leaves_some {
-                    self.work.notify_one();
-                }
-                return Next::Work;
+        queue.is_left = false;
+        let wait = queue.take(self, self.batch_max, in_flight);
+        if !in_flight.requests.is_empty() {
+            let leaves_some = !queue.waiting.is_empty();
+            drop(queue);
+            // Only this worker may have been notified of the requests that it leaves.
+            if leaves_some {
+                self.notify();
             }
-            if queue.is_closing {
-                return Next::Closed;
-            }
-            if worker.deferred_len() > 0 || !worker.is_current() {
-                return Next::Work;
-            }
-            if queue.prefetching == 0 && !queue.prefetch.is_empty() {
-                queue.take_prefetch(keys);
-                in_flight.is_prefetching = true;
-                return Next::Work;
-            }
-            if idle == Idle::Return {
-                return Next::Nothing;
-            }
-
-            queue = match wait {
-                None => self.work.wait(queue).unwrap_or_else(PoisonError::into_inner),
-                Some(wait) => {
-                    self.work.wait_timeout(queue, wait).unwrap_or_else(PoisonError::into_inner).0
-                }
-            };
+            return Next::Work;
         }
+        if queue.is_closing {
+            return Next::Closed;
+        }
+        if worker.deferred_len() > 0 || !worker.is_current() {
+            return Next::Work;
+        }
+        if queue.prefetching == 0 && !queue.prefetch.is_empty() {
+            queue.take_prefetch(keys);
+            in_flight.is_prefetching = true;
+            return Next::Work;
+        }
+        Next::Nothing { changes: queue.changes, wait }
+    }
+
+    /// Waits until there may be work since the count of `changes`, at most for `wait`.
+    pub fn wait_for_work(&self, changes: u64, wait: Option<Duration>) {
+        let (queue, is_same) = (lock(&self.queue), |queue: &mut Queue| queue.changes == changes);
+        // A lock that a panic left is none of this worker's matters.
+        match wait {
+            None => drop(self.work.wait_while(queue, is_same)),
+            Some(wait) => drop(self.work.wait_timeout_while(queue, wait, is_same)),
+        }
+    }
+
+    /// Moves the first requests to `state`: as many as are expected to take at most
+    /// [`CALLER_SCORE_US_MAX`] on a caller's thread. Returns whether there are any. The thread
+    /// takes no more before a worker has looked at what it left: its own callers wait for it.
+    pub fn take_short(&self, state: &mut WorkerState) -> bool {
+        let mut queue = lock(&self.queue);
+        let sample_ns = self.sample_ns.load(Ordering::Relaxed);
+        let samples_max = (CALLER_SCORE_US_MAX * 1000).checked_div(sample_ns).unwrap_or(0);
+        if queue.is_left || queue.waiting.iter().any(|request| request.needs_thread) {
+            return false;
+        }
+        queue.take(self, samples_max as usize, &mut state.in_flight);
+        !state.in_flight.requests.is_empty()
+    }
+
+    /// Leaves the requests that wait, if there are any, to a worker.
+    pub fn leave(&self) {
+        let mut queue = lock(&self.queue);
+        if queue.waiting.is_empty() || queue.is_left {
+            return;
+        }
+        queue.is_left = true;
+        queue.changes += 1;
+        drop(queue);
+        self.work.notify_one();
+    }
+
+    /// Puts requests that a caller's thread cannot score back to the front of the queue.
+    pub fn give_back(&self, in_flight: &mut InFlight) {
+        let mut queue = lock(&self.queue);
+        queue.stats.batches -= 1;
+        queue.stats.requests -= in_flight.requests.len() as u64;
+        while let Some(request) = in_flight.requests.pop() {
+            queue.samples += request.samples as usize;
+            let waiting = queue.waiting.push_front(Waiting { needs_thread: true, ..request });
+            assert!(waiting.is_ok(), "the queue has room for every slot");
+        }
+    }
+
+    /// Adds what the worker of `state` did to the statistics.
+    pub fn count_work(&self, state: &mut WorkerState) {
+        self.count(&mut lock(&self.queue), &state.worker, &mut state.counted);
+    }
+
+    fn count(&self, queue: &mut Queue, worker: &Worker, counted: &mut Counters) {
+        let counters = worker.counters();
+        if self.is_current(worker.model().generation()) {
+            queue.stats.counters.add(&counters.since(counted));
+        }
+        *counted = counters;
+    }
+
+    /// Counts keys to prefetch that a worker has no room for.
+    pub fn drop_prefetch(&self, keys: usize) {
+        lock(&self.queue).stats.prefetch_dropped += keys as u64;
+    }
+
+    /// Ends a prefetch whose worker is gone.
+    pub fn end_prefetch(&self) {
+        lock(&self.queue).prefetching = 0;
+    }
+
+    /// Notes that `samples` samples whose rows were all in memory took `time`.
+    pub fn note_time(&self, samples: usize, time: Duration) {
+        let ns = time.as_nanos() as u64 / samples.max(1) as u64;
+        let before = self.sample_ns.load(Ordering::Relaxed);
+        // One thread that lost its processor must not count for long.
+        let mean = if before == 0 { ns } else { (3 * before + ns) / 4 };
+        self.sample_ns.store(mean.max(1), Ordering::Relaxed);
     }
 }
 
+/// What the queue has for a worker.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    Work,
+    /// Nothing until there are more `changes`, or until the time `wait` is over.
+    Nothing {
+        changes: u64,
+        wait: Option<Duration>,
+    },
+    Closed,
+}
+
 impl Queue {
-    /// Moves the first requests that can be batched to `in_flight`. If the first request still
-    /// waits for others, returns for how long.
-    fn take(&mut self, shared: &RequestQueue, in_flight: &mut InFlight) -> Option<Duration> {
+    /// Moves the first requests that can be batched to `in_flight`, at most `samples_max` samples.
+    /// If the first request still waits for others, returns for how long.
+    fn take(
+        &mut self,
+        shared: &RequestQueue,
+        samples_max: usize,
+        in_flight: &mut InFlight,
+    ) -> Option<Duration> {
         let first = *self.waiting.front()?;
         let may_wait = first.ready_at > Duration::ZERO && self.samples < shared.batch_max;
         if may_wait && !self.is_closing {
@@ -484,7 +478,7 @@ impl Queue {
             samples += next.samples as usize;
             let earliest = in_flight.deadline.min(next.deadline);
             let last = latest.max(next.deadline);
-            if samples > shared.batch_max || !shared.can_batch(earliest, last) {
+            if samples > samples_max.min(shared.batch_max) || !shared.can_batch(earliest, last) {
                 break;
             }
             (in_flight.deadline, latest) = (earliest, last);
@@ -494,7 +488,7 @@ impl Queue {
             assert!(taken, "a worker has room for the requests of every slot");
         }
 
-        self.stats.batches += 1;
+        self.stats.batches += u64::from(!in_flight.requests.is_empty());
         self.stats.requests += in_flight.requests.len() as u64;
         None
     }
@@ -509,161 +503,4 @@ impl Queue {
             assert!(taken, "a step has room for its keys");
         }
     }
-}
-
-/// The requests that one worker serves. Outlives a panic of the worker.
-#[derive(Default)]
-struct InFlight {
-    requests: heapless::Vec<Waiting, SLOTS_MAX>,
-    /// How many of them are answered.
-    answered: usize,
-    deadline: Option<Duration>,
-    /// Whether this worker prefetches the queue's `prefetching` keys.
-    is_prefetching: bool,
-}
-
-/// Runs a worker thread until the pipeline closes. If the worker panics, its requests in flight are
-/// answered with an error and a new worker takes its place.
-pub fn run_worker(queue: &RequestQueue, mut worker: Worker) {
-    let mut in_flight = InFlight::default();
-    while catch_unwind(AssertUnwindSafe(|| serve(queue, worker, &mut in_flight))).is_err() {
-        let lost = &in_flight.requests[in_flight.answered..];
-        log::error!(
-            "a worker panicked, {} requests in flight fail; a new worker takes its place",
-            lost.len()
-        );
-        lost.iter().for_each(|r| queue.fail(r.slot, RequestError::Panicked, true));
-        if in_flight.is_prefetching {
-            lock(&queue.queue).prefetching = 0;
-        }
-        in_flight = InFlight::default();
-        worker = Worker::on(Arc::clone(&queue.live), Arc::clone(&queue.clock));
-    }
-}
-
-/// What a worker does without work.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Idle {
-    Wait,
-    Return,
-}
-
-/// What the queue has for a worker.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Next {
-    Work,
-    Nothing,
-    Closed,
-}
-
-/// A worker and its memory between two steps.
-struct WorkerState {
-    worker: Worker,
-    batch: Batch,
-    /// The counters that the queue's statistics have already.
-    counted: Counters,
-    keys: heapless::Vec<RowKey, KEYS_PER_STEP>,
-}
-
-impl WorkerState {
-    fn new(worker: Worker) -> Self {
-        let batch = worker.model().batch();
-        Self { worker, batch, counted: Counters::default(), keys: heapless::Vec::new() }
-    }
-
-    /// Does the work that the queue handed over: first requests, then rows that were answered with
-    /// defaults, then keys to prefetch.
-    fn work(&mut self, queue: &RequestQueue, in_flight: &mut InFlight) {
-        let Self { worker, batch, keys, .. } = self;
-        worker.follow();
-        score(queue, worker, batch, in_flight);
-
-        // `next` hands out keys only to a worker without deferred rows, so that there is room.
-        let dropped = keys.iter().filter(|&&row| !worker.enqueue_prefetch(row)).count();
-        if dropped > 0 {
-            lock(&queue.queue).stats.prefetch_dropped += dropped as u64;
-        }
-        keys.clear();
-
-        // Deferred rows are fetched after each batch, so that they arrive under steady load too.
-        worker.fetch_deferred(PAGES_PER_STEP);
-    }
-}
-
-/// Serves until the pipeline closes.
-fn serve(queue: &RequestQueue, worker: Worker, in_flight: &mut InFlight) {
-    let mut state = WorkerState::new(worker);
-    while queue.next(&mut state, in_flight, Idle::Wait) == Next::Work {
-        state.work(queue, in_flight);
-    }
-}
-
-/// A worker without a thread: its caller takes each step. For a simulation, which chooses the order
-/// of all steps of a car.
-pub struct SteppedWorker {
-    state: WorkerState,
-    in_flight: InFlight,
-}
-
-impl SteppedWorker {
-    pub fn new(worker: Worker) -> Self {
-        Self { state: WorkerState::new(worker), in_flight: InFlight::default() }
-    }
-
-    /// Does one piece of work. Returns false if there is none.
-    pub fn step(&mut self, queue: &RequestQueue) -> bool {
-        let has_work = queue.next(&mut self.state, &mut self.in_flight, Idle::Return) == Next::Work;
-        if has_work {
-            self.state.work(queue, &mut self.in_flight);
-        }
-        has_work
-    }
-}
-
-/// Scores the requests in flight as one batch and answers each.
-fn score(queue: &RequestQueue, worker: &mut Worker, batch: &mut Batch, in_flight: &mut InFlight) {
-    if in_flight.requests.is_empty() {
-        return;
-    }
-    batch.clear();
-    let now = queue.clock.now();
-    in_flight.requests.retain(|r| !queue.expire(r) && queue.append_to(r.slot, batch, now));
-    if in_flight.requests.is_empty() {
-        return;
-    }
-
-    match worker.score_requests(batch, in_flight.deadline) {
-        Ok(all) => {
-            let mut start = 0;
-            for r in &in_flight.requests {
-                let samples = start..start + r.samples as usize;
-                start = samples.end;
-                match all.request(samples) {
-                    Ok(scores) => queue.finish(r.slot, Ok(()), |request| {
-                        request.generation = Arc::clone(all.generation());
-                        request.scores[..scores.values.len()].copy_from_slice(scores.values);
-                        request.statuses[..scores.statuses.len()].copy_from_slice(scores.statuses);
-                    }),
-                    Err(e) => queue.fail(r.slot, e.into(), queue.is_current(all.generation())),
-                }
-                in_flight.answered += 1;
-            }
-        }
-        Err(ScoreError::DeadlineExceeded) => {
-            for r in &in_flight.requests {
-                queue.exceed(r.slot);
-                in_flight.answered += 1;
-            }
-        }
-        Err(e) => {
-            let (e, is_current) =
-                (RequestError::from(e), queue.is_current(worker.model().generation()));
-            for r in &in_flight.requests {
-                queue.fail(r.slot, e.clone(), is_current);
-                in_flight.answered += 1;
-            }
-        }
-    }
-    in_flight.requests.clear();
-    in_flight.answered = 0;
 }

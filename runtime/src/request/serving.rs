@@ -9,7 +9,7 @@ use crate::io::reader::DeviceDepth;
 use crate::model::budget::{Budget, MemoryPlan};
 use crate::model::preload::preload_hot_keys;
 use crate::model::{CacheUse, Model, OpenError};
-use crate::request::pipeline::{Pipeline, PipelineStarter, RequestError, Stats, Ticket};
+use crate::request::pipeline::{Pipeline, PipelineStarter, Queued, RequestError, Stats, Ticket};
 use crate::request::successor::{self, OpenOptions, can_follow};
 use crate::request::transition;
 use crate::request::worker::TableCounts;
@@ -330,6 +330,20 @@ impl Serving {
     ) -> Result<Ticket, E> {
         let submitted = self.with(name, |p| p.submit_with(deadline, fill));
         submitted.unwrap_or_else(|| Err(RequestError::NotServed.into()))
+    }
+
+    /// Queues a request to the model `name`, as [`Pipeline::queue_with`] does.
+    ///
+    /// # Errors
+    /// Those of [`Serving::submit_with`].
+    pub fn queue_with<E: From<RequestError>>(
+        &self,
+        name: &str,
+        deadline: Option<Duration>,
+        fill: impl FnOnce(&Model, &mut Batch) -> Result<(), E>,
+    ) -> Result<Queued, E> {
+        let queued = self.with(name, |p| p.queue_with(deadline, fill));
+        queued.unwrap_or_else(|| Err(RequestError::NotServed.into()))
     }
 
     /// Returns the time of the clock that deadlines are times of.

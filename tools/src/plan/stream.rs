@@ -1,5 +1,6 @@
-//! The lookups behind a plan: those of a log of samples, or draws from the counts of the files that
-//! a `model.toml` names. Passes each request on once, and keeps only a few samples of a log.
+//! The lookups that a plan rests on: those of a log of samples, or draws from the counts of the
+//! files that a `model.toml` names. Passes each request on once, and keeps only a few samples of a
+//! log.
 
 use crate::pack::spec::ModelSpec;
 use crate::plan::simulate::{Curve, Lookup};

@@ -129,7 +129,7 @@ impl Comparison<'_> {
                     candidate.distance = distance(&buffers.held, &self.table.default_row);
                     true
                 }
-                // A new row behind this place needs a row here first; the default row fills it.
+                // A new row after this place needs a row here first; the default row fills it.
                 RowChange::Delete => grows(self.table, candidate.order),
                 _ => {
                     let source = usize::from(candidate.source);
@@ -171,7 +171,7 @@ impl Comparison<'_> {
 
 /// Makes the new rows at the end of an index table a run without gaps. A key that is missing in the
 /// run becomes a deleted one: the delta fills its place, and the next delta deletes it. Deleted
-/// keys behind the last new row are dropped.
+/// keys after the last new row are dropped.
 fn fill_gaps(table: &Table, candidates: &mut Vec<Candidate>) -> Result<()> {
     let is_idle = |c: &Candidate| c.change == RowChange::Delete && grows(table, c.order);
     while candidates.last().is_some_and(is_idle) {

@@ -60,7 +60,7 @@ impl SelectState {
         Ok(state)
     }
 
-    /// Checks that the fleet did not fall behind the generation that the backlog was compared with.
+    /// Checks that the fleet is not older than the generation that the backlog was compared with.
     fn check_held(&self) -> Result<()> {
         let Some(backlog) = self.recorded() else { return Ok(()) };
         let (held, fleet) = (&backlog.held, self.held());

@@ -73,10 +73,14 @@ impl RowFetcher {
         self.round = self.round.wrapping_add(1);
     }
 
-    /// Clears the miss list and counts the lookups of `batch`.
-    pub fn start_request(&mut self, model: &Model, batch: &Batch) {
+    /// Clears the miss list.
+    pub fn start_request(&mut self) {
         self.misses.clear();
         self.is_overdue = false;
+    }
+
+    /// Counts the lookups of `batch`.
+    pub fn count_lookups(&mut self, model: &Model, batch: &Batch) {
         for (f, feature) in model.schema().features.iter().enumerate() {
             let lookups = batch.bags(f).keys.len() as u64;
             self.counters.lookups += lookups;

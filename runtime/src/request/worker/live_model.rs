@@ -19,7 +19,9 @@ use crate::request::worker::table_counts::{TableCounters, TableCounts};
 use hatchback_kernels::cache::address::RowKey;
 use hatchback_kernels::cuda::driver::CudaError;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
+};
 
 /// The model that is served now.
 pub(crate) struct LiveModel {
@@ -73,6 +75,15 @@ impl LiveModel {
     /// Returns the current model. It stays current while the guard exists.
     pub fn read(&self) -> RwLockReadGuard<'_, Current> {
         self.current.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the current model, unless it is being exchanged or waits for that.
+    pub fn try_read(&self) -> Option<RwLockReadGuard<'_, Current>> {
+        match self.current.try_read() {
+            Ok(current) => Some(current),
+            Err(TryLockError::Poisoned(current)) => Some(current.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Current> {

@@ -193,18 +193,45 @@ impl Worker {
 
         let samples = batch.size();
         seat.statuses[..samples].fill(LookupStatus::default());
-        seat.fetcher.start_request(&seat.model, batch);
+        seat.fetcher.start_request();
+        seat.fetcher.count_lookups(&seat.model, batch);
 
         if let Err(e) = seat.resolve(live, current, batch, deadline) {
             seat.backend.recover();
             return Err(e);
         }
 
-        let outputs = seat.model.outputs();
-        let values = &mut seat.scores[..samples * outputs];
-        seat.backend.run_dense(samples, values)?;
-        let (statuses, generation) = (&seat.statuses[..samples], seat.model.generation());
-        Ok(BatchScores { values, statuses, outputs, generation })
+        seat.run_dense(samples)
+    }
+
+    /// Scores `batch` as [`Worker::score_requests`] does, if every row that it needs is in memory.
+    /// Else returns `None`, and has counted nothing. Never reads flash, never waits for a swap, and
+    /// uses no GPU.
+    pub(crate) fn score_in_memory(
+        &mut self,
+        batch: &Batch,
+    ) -> Option<Result<BatchScores<'_>, ScoreError>> {
+        let Self { live, seat } = self;
+        let current = live.try_read().filter(|current| current.version == seat.version)?;
+        if !matches!(seat.backend, WorkerBackend::Cpu(_)) {
+            return None;
+        }
+        if let Err(e) = check_batch(&seat.model, batch) {
+            return Some(Err(e));
+        }
+
+        let samples = batch.size();
+        seat.statuses[..samples].fill(LookupStatus::default());
+        seat.fetcher.misses.clear();
+        let Seat { backend, model, fetcher, statuses, .. } = seat;
+        match backend.lookup(model, batch, &mut fetcher.misses, &mut statuses[..samples]) {
+            Ok(Progress::Complete) if fetcher.misses.is_empty() => {}
+            Ok(_) => return None,
+            Err(e) => return Some(Err(e)),
+        }
+        drop(current);
+        seat.fetcher.count_lookups(&seat.model, batch);
+        Some(seat.run_dense(samples))
     }
 
     /// Notes a row that a later request will look up, for [`Worker::fetch_deferred`]. Returns false
@@ -278,6 +305,15 @@ impl Seat {
         }
         self.fetcher.forget_generation();
         self.model = Arc::clone(&current.model);
+    }
+
+    /// Runs the dense network for the first `samples` samples of its inputs.
+    fn run_dense(&mut self, samples: usize) -> Result<BatchScores<'_>, ScoreError> {
+        let outputs = self.model.outputs();
+        let values = &mut self.scores[..samples * outputs];
+        self.backend.run_dense(samples, values)?;
+        let (statuses, generation) = (&self.statuses[..samples], self.model.generation());
+        Ok(BatchScores { values, statuses, outputs, generation })
     }
 
     /// Looks the batch up, fetches the missing rows and pools the bags that waited for them, as

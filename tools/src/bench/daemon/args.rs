@@ -30,6 +30,10 @@ pub struct DaemonArgs {
     /// Runs load, swaps, loads, faults and hostile callers for so many minutes instead
     #[arg(long, value_name = "MINUTES", conflicts_with_all = ["model", "deadline"])]
     pub soak: Option<f64>,
+    /// Runs load and so many swaps over gRPC, one right after the other, instead
+    #[arg(long, value_name = "N", conflicts_with_all = ["model", "deadline", "soak"],
+          value_parser = clap::value_parser!(u32).range(24..))]
+    pub swaps: Option<u32>,
     /// Measures how late answers are while the flash device stalls instead
     #[arg(long, conflicts_with = "model")]
     pub deadline: bool,

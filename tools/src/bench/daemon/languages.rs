@@ -1,11 +1,14 @@
 //! The calls of C and Python beside the call of the library: the same model, the same requests, in
-//! turns. A C program and a Python program (`tools/peers/caller.*`) make the calls and time them.
-//! Their scores must be those of the library to the bit. Never builds the library or the package.
+//! turns of some milliseconds. A C program and a Python program (`tools/peers/caller.*`) make the
+//! calls and time them. Their scores must be those of the library to the bit. All three and their
+//! workers share one core: where a system wakes a worker would otherwise cost more than a language.
+//! Never builds the library or the package.
 
 use super::front_door::{DaemonStep, MODEL, WayTotals};
+use super::paired::Pairs;
 use crate::bench::bars::Bar;
-use crate::bench::peer::percentile;
-use anyhow::{Context, Result, bail, ensure};
+use crate::bench::peer::{percentile, stay_on_one_core};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::Args;
 use hatchback::clock::SystemClock;
 use hatchback::schema::batch::Batch;
@@ -16,10 +19,15 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
-/// Measured turns of each language; one more warms up.
-const TURNS: u32 = 32;
+/// Calls of a turn, in some milliseconds.
+const CALLS: usize = 100;
+/// Turns of each language that warm up.
+const WARM_UP: u32 = 3;
+/// Least measured turns of each language.
+const TURNS_MIN: u32 = 8;
 /// The most that a call of C may take over the library's, p50, µs.
 const C_US_MAX: f64 = 1.0;
 /// The most that a call of Python may take over the library's, p50, µs.
@@ -69,13 +77,16 @@ struct Way {
     name: &'static str,
     caller: Caller,
     totals: WayTotals,
-    /// The median of each turn, µs.
-    medians_us: Vec<f64>,
+    /// The median of the last turn, µs.
+    median_us: f64,
+    /// What calls took more than the library's in the turns beside.
+    pairs: Pairs,
 }
 
 impl Way {
     fn new(name: &'static str, caller: Caller) -> Self {
-        Self { name, caller, totals: WayTotals::default(), medians_us: Vec::new() }
+        let (totals, pairs) = (WayTotals::default(), Pairs::default());
+        Self { name, caller, totals, median_us: f64::NAN, pairs }
     }
 }
 
@@ -89,6 +100,15 @@ enum Caller {
 /// # Errors
 /// The target or the model is refused, a call fails, or the scores differ.
 pub fn measure(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageFigures> {
+    // The thread ends, and with it that it stays on one core. Its programs and threads inherit it.
+    let measured = thread::scope(|scope| {
+        let on_one_core = || stay_on_one_core().and_then(|()| measure_here(args, plan));
+        scope.spawn(on_one_core).join()
+    });
+    measured.map_err(|_| anyhow!("the thread that measures languages panicked"))?
+}
+
+fn measure_here(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageFigures> {
     let named = [("C", C_US_MAX), ("Python", PYTHON_US_MAX)];
     let target = plan.target.unwrap_or(Path::new(TARGET));
     if !target.exists() {
@@ -114,47 +134,48 @@ pub fn measure(args: &LanguageArgs, plan: &LanguagePlan<'_>) -> Result<LanguageF
         }
     }
 
-    let calls = (plan.time / TURNS).as_secs_f64() / each.as_secs_f64().max(1e-9);
-    take_turns(&mut ways, plan, (calls as usize).max(1))?;
+    let turn = each.as_secs_f64().max(1e-9) * CALLS as f64;
+    let turns = ((plan.time.as_secs_f64() / turn) as u32).max(TURNS_MIN);
+    take_turns(&mut ways, plan, turns)?;
     let steps: Vec<DaemonStep> = ways.iter().map(|way| way.totals.step(way.name, 1)).collect();
-    let bars = named.map(|(name, bar)| match missing.iter().find(|(way, _)| *way == name) {
-        Some((_, reason)) => Bar::not_run(bar_name(name), bar, reason),
-        None => Bar::at_most(bar_name(name), added_us(&ways, name), bar),
+    let measured = ways.iter().filter_map(|way| {
+        let (_, bar) = named.into_iter().find(|(name, _)| *name == way.name)?;
+        Some(way.pairs.bar(&bar_name(way.name), bar))
     });
-    Ok(LanguageFigures { steps, bars: bars.to_vec() })
+    let missed = missing.iter().filter_map(|(missing, reason)| {
+        let (name, bar) = named.into_iter().find(|(name, _)| name == missing)?;
+        Some(Bar::not_run(bar_name(name), bar, reason.as_str()))
+    });
+    let bars = measured.chain(missed).collect();
+    Ok(LanguageFigures { steps, bars })
 }
 
 fn bar_name(language: &str) -> String {
     format!("{language} over the library call, p50, µs")
 }
 
-/// The median over all turns of what a call of `name` took more than one of Rust in the same turn.
-fn added_us(ways: &[Way], name: &str) -> f64 {
-    let medians = |name| ways.iter().find(|way| way.name == name).map(|way| &way.medians_us);
-    let pairs = medians(name).into_iter().flatten().zip(medians("Rust").into_iter().flatten());
-    percentile(&mut pairs.map(|(theirs, ours)| theirs - ours).collect::<Vec<f64>>(), 0.5)
-}
-
-/// Each turn begins with another language. The first turn warms up.
-fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, calls: usize) -> Result<()> {
-    let mut next = 0;
-    for turn in 0..=TURNS as usize {
-        for number in 0..ways.len() {
-            let at = (turn + number) % ways.len();
-            let Way { caller, totals, medians_us, .. } = &mut ways[at];
+/// Each turn begins with another language.
+fn take_turns(ways: &mut [Way], plan: &LanguagePlan<'_>, turns: u32) -> Result<()> {
+    for turn in 0..WARM_UP + turns {
+        let (first, count) = (turn as usize * CALLS, ways.len());
+        for number in 0..count {
+            let Way { caller, totals, median_us, .. } = &mut ways[(turn as usize + number) % count];
             let start = Instant::now();
             let times = match caller {
-                Caller::Library(serving) => call_library(serving, plan, next, calls)?,
-                Caller::Program(program) => program.call(calls)?,
+                Caller::Library(serving) => call_library(serving, plan, first, CALLS)?,
+                Caller::Program(program) => program.call(CALLS)?,
             };
-            if turn > 0 {
+            let us = |time: &Duration| time.as_secs_f64() * 1e6;
+            *median_us = percentile(&mut times.iter().map(us).collect::<Vec<f64>>(), 0.5);
+            if turn >= WARM_UP {
                 totals.time += start.elapsed();
-                let us = |time: &Duration| time.as_secs_f64() * 1e6;
-                medians_us.push(percentile(&mut times.iter().map(us).collect::<Vec<f64>>(), 0.5));
                 times.into_iter().for_each(|time| totals.latencies.record(time));
             }
         }
-        next += calls;
+        let library_us = ways[0].median_us;
+        if turn >= WARM_UP {
+            ways[1..].iter_mut().for_each(|way| way.pairs.add(way.median_us, library_us));
+        }
     }
     Ok(())
 }

@@ -11,7 +11,10 @@ mod deadline;
 mod front_door;
 mod hostile;
 mod languages;
+mod paired;
 mod soak;
+mod stage;
+mod swaps;
 
 use super::bars::Bar;
 use super::results::{BenchReport, HostMachine, prints_tables};
@@ -22,11 +25,12 @@ use anyhow::{Context, Result};
 pub use args::DaemonArgs;
 use front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, WayTotals, call_grpc};
 use languages::LanguagePlan;
+use paired::Pairs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Turns of each way.
-const TURNS: u32 = 8;
+const TURNS: u32 = 40;
 /// The most that gRPC may add to the call of the library, p50, µs.
 const ADDED_US_MAX: f64 = 60.0;
 /// Least throughput with the most callers, as a share of the best step's.
@@ -40,6 +44,9 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
     if let Some(minutes) = args.soak {
         let time = Duration::try_from_secs_f64(60.0 * minutes).context("--soak")?;
         return soak::run(args, time);
+    }
+    if let Some(swaps) = args.swaps {
+        return swaps::run(args, swaps);
     }
     if args.deadline {
         return deadline::run(args, args.time(60.0, 8.0));
@@ -70,9 +77,9 @@ pub fn run(args: &DaemonArgs) -> Result<()> {
     let requests = Requests::draw(&daemon, &flash, args.batch as usize)?;
     let model = flash.manifest().generation.to_string();
 
-    let mut points = daemon
+    let (mut points, pairs) = daemon
         .serve(RULES, Vec::new(), budget, |socket| measure(args, &daemon, &requests, socket))?;
-    let mut bars = bars(&points);
+    let mut bars = bars(&points, &pairs);
     let languages = languages::measure(
         &args.languages,
         &LanguagePlan {
@@ -96,8 +103,8 @@ fn measure(
     daemon: &Daemon,
     requests: &Requests,
     socket: &Path,
-) -> Result<Vec<DaemonStep>> {
-    let time = args.time(4.0, 1.0);
+) -> Result<(Vec<DaemonStep>, Pairs)> {
+    let (time, mut pairs) = (args.time(4.0, 1.0), Pairs::default());
     let (mut library, mut grpc) = (WayTotals::default(), WayTotals::default());
     for turn in 0..=TURNS {
         let ours = call_library(daemon, requests, time / TURNS)?;
@@ -107,6 +114,8 @@ fn measure(
             grpc.time += theirs.time;
             library.add(&ours);
             grpc.add(&theirs);
+            let p50_us = |way: &WayTotals| way.latencies.percentiles().p50_us;
+            pairs.add(p50_us(&theirs), p50_us(&ours));
         }
     }
 
@@ -116,7 +125,7 @@ fn measure(
         let totals = call_grpc(socket, &requests.messages, clients, time)?;
         steps.push(totals.step("gRPC", clients));
     }
-    Ok(steps)
+    Ok((steps, pairs))
 }
 
 /// Calls the library for `time`, one request after the other.
@@ -134,12 +143,9 @@ fn call_library(daemon: &Daemon, requests: &Requests, time: Duration) -> Result<
     Ok(totals)
 }
 
-fn bars(steps: &[DaemonStep]) -> Vec<Bar> {
-    let one = |way| steps.iter().find(|step| step.way == way && step.clients == 1);
-    let added = one("gRPC").zip(one("library"));
-    let added = added.map(|(grpc, library)| grpc.latency.p50_us - library.latency.p50_us);
+fn bars(steps: &[DaemonStep], pairs: &Pairs) -> Vec<Bar> {
     let name = "gRPC on a Unix socket over the library call, p50, µs";
-    let latency = added.map(|added| Bar::at_most(name, added, ADDED_US_MAX));
+    let latency = pairs.bar(name, ADDED_US_MAX);
 
     let grpc = steps.iter().filter(|step| step.way == "gRPC");
     let best = grpc.clone().map(|step| step.requests_per_s).fold(0.0, f64::max);
@@ -148,7 +154,7 @@ fn bars(steps: &[DaemonStep]) -> Vec<Bar> {
         let name = format!("requests/s with {} callers, share of the best step", last.clients);
         Bar::at_least(name, last.requests_per_s / best, SHARE_MIN)
     });
-    latency.into_iter().chain(throughput).collect()
+    [latency].into_iter().chain(throughput).collect()
 }
 
 fn publish(args: &DaemonArgs, report: &BenchReport<DaemonStep>) -> Result<()> {
@@ -196,6 +202,17 @@ mod tests {
     #[test]
     fn a_short_soak_has_no_error() {
         run_line("daemon --quick --soak 0.05").unwrap();
+    }
+
+    #[test]
+    fn swaps_over_grpc_cost_no_request() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("a.json");
+        run_line(&format!("daemon --quick --swaps 24 --json {}", json.display())).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert_eq!(report["bars"][0]["value"], 0.0, "{report}");
+        assert_eq!(report["points"][23]["swaps"], 24, "{report}");
     }
 
     #[test]

@@ -4,49 +4,33 @@
 
 use super::args::DaemonArgs;
 use super::beside::Beside;
-use super::caller::{Caller, Outcome, on_event_loop, repository_request};
-use super::front_door::{Daemon, DaemonStep, MODEL, RULES, Requests, call_grpc};
+use super::caller::on_event_loop;
+use super::front_door::{DaemonStep, Requests, call_grpc};
 use super::hostile::attack;
+use super::stage::{LOOK, OTHER, Stage, change};
 use crate::bench::bars::Bar;
-use crate::bench::delta::pack_generations;
 use crate::bench::results::{BenchReport, HostMachine, open_files, prints_tables, resident_memory};
-use crate::bench::stalling_disk::StallingDisk;
 use crate::report;
 use crate::say;
-use anyhow::{Context, Result, anyhow};
-use hatchback::bundle::BundleReader;
-use hatchback::io::disk::Disk;
-use hatchback::model::budget::Budget;
-use hatchback::schema::MissPolicy;
-use hatchback::{Flash, ServerRules};
-use hatchback_server::ModelFolder;
+use anyhow::{Result, anyhow};
 use serde::Serialize;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The model that is loaded and unloaded.
-const OTHER: &str = "other";
 /// Good callers.
 const CALLERS: u32 = 4;
 /// Parts of the run; the first warms up.
 const PARTS: u32 = 6;
 /// The most that memory and latency may grow from the second part to the last, per cent.
-const GROWTH_PERCENT_MAX: f64 = 2.0;
+pub const GROWTH_PERCENT_MAX: f64 = 2.0;
 /// The longest latency under attack, as a multiple of that without: an attacker gets a share of the
 /// processors and no more.
 const ATTACKED_MAX: f64 = 2.0;
-/// Connections of all callers: hostile ones want many more.
-const CONNECTIONS: u32 = 64;
 /// Time between two stalls of the flash device, and of each.
 const STALL_EVERY: Duration = Duration::from_millis(500);
 const STALL: Duration = Duration::from_millis(5);
-/// Connections of one change of the repository: a slow machine may close some before their call.
-const CONNECTIONS_TRIED: u32 = 100;
-/// Time between two looks whether the run is over.
-const LOOK: Duration = Duration::from_millis(20);
 
 /// The figures of one part of the run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -67,69 +51,28 @@ struct SoakPart {
     attacks: u64,
 }
 
-/// The model on flash, and the delta that follows it.
-struct Car {
-    disk: Arc<dyn Disk>,
-    stalling: StallingDisk,
-    directory: PathBuf,
-    delta: PathBuf,
-}
-
 /// Runs the soak for `time`.
 ///
 /// # Errors
 /// A good caller loses its connection, or a load, unload, update or swap fails.
 pub fn run(args: &DaemonArgs, time: Duration) -> Result<()> {
-    let folder = tempfile::tempdir().context("a temporary folder")?;
-    let bundles = pack_generations(args.rows_max(), 1, [MissPolicy::Wait; 2], folder.path())?;
-    let stalling = StallingDisk::default();
-    let disk: Arc<dyn Disk> = Arc::new(stalling.clone());
-    let [snapshot, delta] = &bundles[..] else { return Err(anyhow!("a snapshot and a delta")) };
-    let install = |name: &str| {
-        let mut bundle = BundleReader::open(snapshot)?;
-        Flash::install(&disk, &folder.path().join(name), &mut bundle, |_| ())
-    };
-    let (flash, other) = (install(MODEL)?, install(OTHER)?);
-    let directory = flash.directory().to_owned();
-    let car = Car { disk: Arc::clone(&disk), stalling, directory, delta: delta.clone() };
-
-    let rows_bytes: u64 = flash.manifest().schema.tables.iter().map(|t| t.row_bytes_total()).sum();
-    let workers = HostMachine::this().cores as u32;
-    let budget = Budget {
-        memory_bytes_max: 4 << 30,
-        cache_bytes_max: rows_bytes / 4,
-        reads_max: 8 * workers,
-        slots: 64,
-        workers,
-        ..Budget::default()
-    };
-    let daemon = Daemon::new(&flash, budget)?;
-    let requests = Requests::draw(&daemon, &flash, args.batch as usize)?;
-    let folder_of = |name: &str, flash: &Flash| ModelFolder {
-        name: name.to_owned(),
-        directory: flash.directory().to_owned(),
-    };
-    let models = vec![folder_of(MODEL, &flash), folder_of(OTHER, &other)];
-    let rules = ServerRules { connections_max: CONNECTIONS, ..RULES };
-    let points =
-        daemon.serve(rules, models, budget, |socket| soak(&car, socket, &requests, time))?;
-
-    let (machine, model) = (HostMachine::this(), flash.manifest().generation.to_string());
-    let bars = bars(&points);
+    let stage = Stage::new(args)?;
+    let points = stage.serve(|socket| soak(&stage, socket, time))?;
+    let (machine, model, bars) = (HostMachine::this(), stage.model.clone(), bars(&points));
     publish(args, &BenchReport { bench: "soak", machine, model, bars, points })
 }
 
 /// Runs everything for `time`; returns the figures of each part.
-fn soak(car: &Car, socket: &Path, requests: &Requests, time: Duration) -> Result<Vec<SoakPart>> {
-    let beside = Beside::default();
+fn soak(stage: &Stage, socket: &Path, time: Duration) -> Result<Vec<SoakPart>> {
+    let (beside, requests) = (Beside::default(), &stage.requests);
     thread::scope(|scope| {
         let loading = scope.spawn(|| load_models(socket, &beside));
-        let swapping = scope.spawn(|| swap_models(car, socket, &beside));
+        let swapping = scope.spawn(|| swap_models(stage, socket, &beside));
         scope.spawn(|| attack(socket, &requests.messages, &beside));
         scope.spawn(|| {
             while beside.goes_on() {
                 thread::sleep(STALL_EVERY);
-                car.stalling.stall_until(Instant::now() + STALL);
+                stage.stalling.stall_until(Instant::now() + STALL);
             }
         });
         let measured: Result<Vec<SoakPart>> =
@@ -159,24 +102,6 @@ fn part(socket: &Path, requests: &Requests, beside: &Beside, time: Duration) -> 
     })
 }
 
-/// Calls `method` of the repository, again while another change is in hand. Connects for each call:
-/// under attack the daemon closes a connection that was silent for a while.
-async fn change(socket: &Path, method: &str, model: &str) -> Result<()> {
-    let (request, mut connections) = (repository_request(model)?, 0);
-    loop {
-        connections += 1;
-        let call =
-            async { Caller::connect(socket).await?.call(method, request.clone(), None).await };
-        match call.await {
-            Ok(Outcome::Answered(_)) => return Ok(()),
-            Ok(Outcome::Refused(refusal)) => drop(refusal.busy()?),
-            Err(e) if connections == CONNECTIONS_TRIED => return Err(e),
-            Err(_) => {}
-        }
-        tokio::time::sleep(LOOK).await;
-    }
-}
-
 /// Loads and unloads the second model until the run is over.
 fn load_models(socket: &Path, beside: &Beside) -> Result<()> {
     on_event_loop(async {
@@ -193,14 +118,10 @@ fn load_models(socket: &Path, beside: &Beside) -> Result<()> {
 
 /// Applies an update and rolls it back until the run is over. After each the daemon swaps to the
 /// live generation, because a caller asks it to.
-fn swap_models(car: &Car, socket: &Path, beside: &Beside) -> Result<()> {
+fn swap_models(stage: &Stage, socket: &Path, beside: &Beside) -> Result<()> {
     on_event_loop(async {
         while beside.goes_on() {
-            let mut bundle = BundleReader::open(&car.delta)?;
-            let flash = Flash::install(&car.disk, &car.directory, &mut bundle, |_| ())?;
-            change(socket, "RepositoryModelLoad", MODEL).await?;
-            flash.rollback()?;
-            change(socket, "RepositoryModelLoad", MODEL).await?;
+            stage.swap_twice(socket).await?;
             beside.swaps.fetch_add(2, Ordering::Relaxed);
         }
         Ok(())
