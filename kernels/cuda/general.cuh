@@ -115,7 +115,7 @@ __device__ __forceinline__ void pool_any_slots(
 // Writes a pooled piece of a bag of `keys` rows. All lanes of the warp call it together.
 __device__ __forceinline__ void close_bag(
     const Feature& f, float (&columns)[1][PIECE_COLUMNS], u32 keys, float* out, u32 columns_end) {
-    finish_sums(f, columns, keys);
+    finish_sums(f, columns[0], keys);
 #pragma unroll
     for (u32 v = 0; v < PIECE_COLUMNS; v++) {
         columns[0][v] = keys ? columns[0][v] : 0.0f;

@@ -43,8 +43,10 @@ __device__ __forceinline__ void query_tile(
         __syncwarp();
     } else if (uniform(f.pooling) == NONE) {
         list_rows(q, f, tile);
+    } else if (are_together(f, tile)) {
+        pool_together(q, f, tile);
     } else {
-        FOR_CODEC(f, { pool_rows<CODEC>(q, f, tile); })
+        FOR_CODEC(f, { pool_apart<CODEC>(q, f, tile); })
     }
     if (tile.rare) {
         tile.had_rare = 1;

@@ -3,22 +3,24 @@ instructions a warp issues for one key of `query_tables` where every row is cach
 
 The count follows one path through the kernel's control flow: the shortest one that loads the headers,
 loads the rows and, where rows are written one by one, stores them. Whatever only a missing row or an
-unfinished use count needs is not on that path. Predicated instructions count, executed or not."""
+unfinished use count needs is not on that path. Predicated instructions count, executed or not. How often
+a warp waits for rows is counted too: where an instruction reads a register whose load is under way."""
 import re
 
-# Loads that only one part of `query_tables` has (prelude.cuh).
+# What only one part of `query_tables` has (prelude.cuh): loads of headers; the second half of a wide
+# tag; a factor of the 64-bit hash; a mask of the codes of U4.
 HEADER = "LDG.E.128.STRONG.GPU"
-ROWS = {"f32": "LDG.E.128.CONSTANT", "f16": "LDG.E.64.CONSTANT", "u8": "LDG.E.CONSTANT",
-        "u4": "LDG.E.U16.CONSTANT"}
-# The second half of a wide tag; a factor of the 64-bit hash.
-HIGH_TAG, HASH = "LDG.E.STRONG.GPU", "-0x3b314602"
+HIGH_TAG, HASH, MASK = "LDG.E.STRONG.GPU", "-0x3b314602", "0xf0f0f0f"
 BITS = {"f32": 32, "f16": 16, "u8": 8, "u4": 4}
-# Pieces of four columns that a lane has of a row (pool.cuh).
+# Pieces of four columns that a lane has of a row (pool.cuh), and the loads of a lane for one row: of
+# rows that are written one by one, and of rows that are pooled.
 PIECES = {"f32": 1, "f16": 2, "u8": 4, "u4": 4}
+LISTED_LOADS = {"f32": 1, "f16": 2, "u8": 5, "u4": 5}
+POOLED_LOADS = {"f32": 1, "f16": 2, "u8": 5, "u4": 3}
 
-# Figures of an H100, for one multiprocessor: instructions a cycle that can be reached, and cycles of a
-# load from memory (0.65 us at 1.755 GHz).
-ISSUE_RATE, LATENCY = 2.4, 1140
+# Figures of an H100, for one multiprocessor: instructions a cycle that can be reached, cycles of a warp's
+# conversion, cycles of a load from memory (0.65 us at 1.755 GHz), bytes of memory a cycle (3.35 TB/s).
+ISSUE_RATE, CONVERSION, LATENCY, MEMORY = 2.4, 2, 1140, 14.46
 # Shared memory of one multiprocessor, less 1 KiB that each block takes, in KiB.
 SHARED_KIB = {"sm_80": 160, "sm_86": 97, "sm_87": 160, "sm_89": 97, "sm_90": 222}
 WARPS_MAX = {"sm_80": 64, "sm_86": 48, "sm_87": 48, "sm_89": 48, "sm_90": 64}
@@ -175,68 +177,125 @@ def shortest(blocks, loops, header, inner, needed):
     return min(ends)
 
 
+def registers_of(operand, count):
+    """Returns the registers of an operand, `count` from the first on."""
+    found = re.search(r"\bR(\d+)\b", operand)
+    return set(range(int(found.group(1)), int(found.group(1)) + count)) if found else set()
+
+
+def waits_of(texts):
+    """Returns how often the instructions wait for loads: each time, for all that are under way."""
+    waits, loading = 0, set()
+    for text in texts:
+        op, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
+        operands = rest.split(", ")
+        words = 4 if ".128" in op else 2 if ".64" in op else 1
+        stores = op.startswith("ST")
+        read = set()
+        for i, operand in enumerate(operands if stores else operands[1:]):
+            wide = words if stores and i == 1 else 2 if ".64" in operand else 1
+            read |= registers_of(operand, wide)
+        if read & loading:
+            waits += 1
+            loading = set()
+        if op.startswith("LDG"):
+            loading |= registers_of(operands[0], words)
+    return waits
+
+
 class Path:
-    """The hot path of one codec: the costs of its loops, the innermost first."""
+    """The hot path of one codec: the costs of its loops, the innermost first. Its kind is `list` (rows
+    are written one by one), `together` (the warp finds the keys of several bags, then pools them) or
+    `apart` (each team finds the keys of its own bag)."""
 
     def __init__(self, blocks, loops, codec, group):
         self.codec, self.group = codec, group
         body = loops[group]
-        # The scale of U8 is a word, as its pieces are.
-        loads = PIECES[codec] + (1 if codec == "u8" else 0)
-        self.rows = sum(blocks[b].count(ROWS[codec]) for b in body) // loads
-        self.lists = any("STG.E.128" in blocks[b].ops for b in body)
+        loads = {b for b in body if any(is_row_load(op) for op in blocks[b].ops)}
+        lists = any("STG.E.128" in blocks[b].ops for b in body)
+        count = sum(is_row_load(op) for b in body for op in blocks[b].ops)
+        self.rows = count // (LISTED_LOADS if lists else POOLED_LOADS)[codec]
+        texts = [text for b in sorted(body) for text in blocks[b].texts]
+        self.waits = waits_of(texts)
+        self.conversions = sum(operation(text).startswith("I2F") for text in texts)
         nest = sorted((h for h in loops if body <= loops[h]), key=lambda h: len(loops[h]))
-        self.costs = {}
+        self.costs, at = {}, None
         for tags in ("indexed", "hashed"):
-            costs, inner, probed = [], None, False
+            costs, inner = [], None
             for header in nest:
-                needed = [] if probed else self.needed(blocks, loops[header], inner, loops, tags)
-                # The rare path, which is further out, probes too.
-                probed |= inner is not None and bool(needed)
+                needed = [{b} for b in loads]
+                if inner is not None:
+                    own = loops[header] - loops[inner]
+                    probes = at is None and any(HEADER in blocks[b].ops for b in own)
+                    at = len(costs) if probes else at
+                    # The rare path, which is further out, probes too.
+                    needed = self.needed(blocks, own, tags) if at == len(costs) else []
+                elif lists:
+                    needed += [{b} for b in body if "STG.E.128" in blocks[b].ops]
                 costs.append(shortest(blocks, loops, header, inner, needed))
                 inner = header
             self.costs[tags] = costs
+        self.kind = "list" if lists else "apart" if at == 1 else "together"
 
-    def needed(self, blocks, body, inner, loops, tags):
-        """Returns what a way round the loop `body` must pass."""
-        own = body - (loops[inner] if inner is not None else set())
-
+    @staticmethod
+    def needed(blocks, own, tags):
+        """Returns what a way through the blocks `own`, which find rows, must pass."""
         def having(op):
             return {b for b in own if op in blocks[b].ops}
 
-        if inner is None:
-            singles = having(ROWS[self.codec]) | (having("STG.E.128") if self.lists else set())
-            return [{b} for b in singles]
-        headers = having(HEADER)
-        if not headers:
-            return []
         hashes = {b for b in own if any(HASH in t for t in blocks[b].texts)}
-        return [{b} for b in headers] + ([having(HIGH_TAG), hashes] if tags == "hashed" else [])
+        return [{b} for b in having(HEADER)] + ([having(HIGH_TAG), hashes] if tags == "hashed" else [])
+
+    def serves(self, lanes, keys_of_bag):
+        """Whether the kernel pools such bags on this path (`are_together` of query.cuh)."""
+        return self.kind == "list" or (self.kind == "together") == (lanes >= 16 and keys_of_bag <= lanes)
 
     def tile(self, tags, lanes, keys_of_bag):
-        """Returns the instructions, keys and dependent loads of a warp's tile: of 32 keys, or of 32
-        bags. A warp waits for its keys, for their headers, and for each group of rows."""
+        """Returns the instructions, groups of rows, keys and dependent loads of a warp's tile: of 32
+        keys, or of 32 bags. A warp waits for its keys, for their headers, and for groups of rows."""
         costs, teams = self.costs[tags], 32 // lanes
-        if self.lists:
+        if self.kind == "list":
             group, piece, chunk, tile = costs
             groups = -(-32 // (self.rows * teams))
-            return groups * group + piece + chunk + tile, 32, 2 + groups
+            return groups * group + piece + chunk + tile, groups, 32, 2 + groups * self.waits
+        if self.kind == "together":
+            group, piece, step, a_round, tile = costs
+            bags = 32 // keys_of_bag
+            steps = -(-bags // teams)
+            groups = steps * -(-keys_of_bag // self.rows)
+            rounds = -(-32 // bags)
+            instructions = groups * group + steps * (piece + step) + a_round
+            return (rounds * instructions + tile, rounds * groups, 32 * keys_of_bag,
+                    rounds * (2 + groups * self.waits))
         group, chunk, piece, bags, tile = costs
         chunks = -(-keys_of_bag // lanes)
         groups = -(-min(keys_of_bag, lanes) // self.rows)
         a_round = chunks * (groups * group + chunk) + piece + bags
-        return lanes * a_round + tile, 32 * keys_of_bag, lanes * chunks * (2 + groups)
+        return (lanes * a_round + tile, lanes * chunks * groups, 32 * keys_of_bag,
+                lanes * chunks * (2 + groups * self.waits))
 
     def per_key(self, tags, lanes, keys_of_bag):
-        instructions, keys, _ = self.tile(tags, lanes, keys_of_bag)
+        instructions, _, keys, _ = self.tile(tags, lanes, keys_of_bag)
         return instructions / keys
 
-    def in_flight(self, lanes, keys_of_bag, row_bytes, warps):
-        """Returns the mean bytes in flight in one multiprocessor: keys, headers and rows. The warps
-        take turns to issue, and each waits for its loads."""
-        instructions, keys, trips = self.tile("indexed", lanes, keys_of_bag)
-        cycles = trips * LATENCY + instructions * warps / ISSUE_RATE
-        return warps * keys * (8 + 64 + row_bytes) * LATENCY / cycles
+    def keys_a_cycle(self, lanes, keys_of_bag, warps):
+        """Returns the keys that a multiprocessor takes in one cycle, memory aside. The warps take turns
+        to issue and to convert, and each waits for its loads."""
+        instructions, groups, keys, trips = self.tile("indexed", lanes, keys_of_bag)
+        work = max(instructions / ISSUE_RATE, groups * self.conversions * CONVERSION)
+        return warps * keys / (trips * LATENCY + work * warps)
+
+
+def is_row_load(op):
+    return op.startswith("LDG") and op.endswith("CONSTANT") and "NA" not in op
+
+
+def codec_of(blocks, body):
+    """Returns the codec that a loop over rows decodes."""
+    ops = {operation(t).split(".")[0] for b in body for t in blocks[b].texts}
+    if "I2F" in ops:
+        return "u4" if any(MASK in t for b in body for t in blocks[b].texts) else "u8"
+    return "f16" if "HADD2" in ops else "f32"
 
 
 def hot_paths(lines):
@@ -246,13 +305,11 @@ def hot_paths(lines):
     paths = []
     for header, body in loops.items():
         innermost = not any(h != header and h in body for h in loops)
-        # The rows of U8 are words, as are the scales of U4.
-        codecs = [c for c in ("f32", "f16", "u4", "u8") if any(ROWS[c] in blocks[b].ops for b in body)]
-        if innermost and codecs:
+        if innermost and any(is_row_load(op) for b in body for op in blocks[b].ops):
             stores = {op for b in body for op in blocks[b].ops if op.startswith("STG")}
             if stores <= {"STG.E.128"}:
-                paths.append(Path(blocks, loops, codecs[0], header))
-    return sorted(paths, key=lambda p: (list(ROWS).index(p.codec), not p.lists))
+                paths.append(Path(blocks, loops, codec_of(blocks, body), header))
+    return sorted(paths, key=lambda p: (list(BITS).index(p.codec), p.kind))
 
 
 def warps_of(arch, registers, shared, threads):
@@ -269,20 +326,25 @@ def row_bytes_of(codec, dim):
 def query_lines(arch, lines, warps):
     """Yields the report's lines about the hot paths of `query_tables`."""
     paths = hot_paths(lines)
-    if len(paths) != 8:
-        raise ValueError(f"{len(paths)} hot loops of query_tables instead of 8")
+    if len(paths) != 12:
+        raise ValueError(f"{len(paths)} hot loops of query_tables instead of 12")
     for path in paths:
-        kind = "one row a bag" if path.lists else "8 rows a bag"
+        kind = "one row a bag" if path.kind == "list" else "8 rows a bag"
         for data_bytes in (64, 128, 256, 512):
             dim = data_bytes * 8 // BITS[path.codec]
             lanes = max(1 << (-(-dim // (4 * PIECES[path.codec])) - 1).bit_length(), 4)
-            if lanes > 32:
+            if lanes > 32 or not path.serves(lanes, 8):
                 continue
             row_bytes = row_bytes_of(path.codec, dim)
             indexed, hashed = (path.per_key(t, lanes, 8) for t in ("indexed", "hashed"))
-            kib = path.in_flight(lanes, 8, row_bytes, warps) / 1024
+            keys = path.keys_a_cycle(lanes, 8, warps)
+            # A lookup reads a key, a header and a row, and writes its part of the output.
+            read, written = 8 + 64 + row_bytes, 4 * dim / (1 if path.kind == "list" else 8)
+            share = 100 * keys * (read + written) / MEMORY
             yield (f"query_tables {arch} {path.codec} dim {dim} ({row_bytes} bytes) {kind}: "
-                   f"{indexed:.1f} instructions a key, {hashed:.1f} hashed, {kib:.1f} KiB in flight")
+                   f"{indexed:.1f} instructions a key, {hashed:.1f} hashed, "
+                   f"{keys * read * LATENCY / 1024:.1f} KiB in flight, "
+                   f"{share:.0f} % of the memory")
 
 
 def loop_fences(lines):

@@ -23,6 +23,10 @@
 // Columns of a piece.
 #define PIECE_COLUMNS 4u
 
+// Rows of a team that are in flight together. The rows of all teams are never more than the warp's
+// 32 keys, and those of one team never more than its lanes, of which it has 4 at least.
+#define GROUP_ROWS 4u
+
 template <u32 CODEC>
 struct Code {
     static constexpr u32 BITS = CODEC == F32 ? 32 : CODEC == F16 ? 16 : CODEC == U8 ? 8 : 4;
@@ -30,6 +34,13 @@ struct Code {
     static constexpr u32 WORDS = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1;
     // Pieces of a lane.
     static constexpr u32 PIECES = CODEC == F32 ? 1 : CODEC == F16 ? 2 : 4;
+    // Rows of a team that are in flight together where rows are pooled. On compute capability 8.0
+    // the compiler has no registers for four rows of U8 or U4.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+    static constexpr u32 POOLED_ROWS = CODEC == U8 || CODEC == U4 ? 2 : GROUP_ROWS;
+#else
+    static constexpr u32 POOLED_ROWS = GROUP_ROWS;
+#endif
     // Columns of a lane.
     static constexpr u32 COLUMNS = PIECES * PIECE_COLUMNS;
     // Whether the last four bytes of a row are its scale and bias.
@@ -53,11 +64,10 @@ __device__ __forceinline__ u32 codes_of(u32 word) {
     return CODEC == U8 ? word : (word | word << 12) & 0x0f0f0f0f;
 }
 
-// Returns code `v` of these as an f32: an integer in the mantissa of 2^23.
+// Returns code `v` of these as an f32.
 template <u32 CODEC>
 __device__ __forceinline__ float code_of(u32 codes, u32 v) {
-    const u32 byte = CODEC == U8 || v == 0 || v == 3 ? v : 3 - v;
-    return __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7640u + byte)) - 8388608.0f;
+    return byte_as_float(codes, CODEC == U8 || v == 0 || v == 3 ? v : 3 - v);
 }
 
 // What turns the codes of a row into numbers. The products are exact: see
@@ -92,7 +102,7 @@ struct AlignedRows {
     const u8* first;       // the lane's first piece of the first row
     u32 bytes;
     u32 after[PIECES];     // bytes from the lane's first piece to the others
-    i32 scale;             // likewise to the scale
+    u32 scale;             // likewise to the scale
 
     // The pieces of the team's `lanes` lanes are neighbours. For a piece after the row's last
     // column the lane reads another piece of the row, and uses nothing of it.
@@ -135,22 +145,11 @@ struct LaneRow {
         }
     }
 
-    // Returns the scale of the row; with zeros, which make every code +0, if `!wanted`.
-    __device__ __forceinline__ Scale scale(float unit, bool wanted) const {
-        Scale scale(wanted ? scale_and_bias : 0, unit);
-        // With a bias of +0 instead of -0 no number is -0, and no sum changes.
+    __device__ __forceinline__ Scale scale(float unit) const {
+        Scale scale(scale_and_bias, unit);
+        // With a bias of +0 instead of -0 no number is -0.
         scale.bias += 0.0f;
         return scale;
-    }
-
-    // Adds piece `p` to `sums`, where `wanted`, for which `scale` was made. No sum is -0.
-    __device__ __forceinline__ void add_to(
-        float (&sums)[PIECE_COLUMNS], u32 p, const Scale& scale, bool wanted) const {
-#pragma unroll
-        for (u32 v = 0; v < PIECE_COLUMNS; v++) {
-            const float sum = sums[v] + decode<CODEC>(words[p], scale, v);
-            sums[v] = wanted || Code<CODEC>::HAS_SCALE ? sum : sums[v];
-        }
     }
 
     // Returns piece `p` in `values`. No value is -0.
@@ -160,6 +159,77 @@ struct LaneRow {
         for (u32 v = 0; v < PIECE_COLUMNS; v++) {
             const float value = decode<CODEC>(words[p], scale, v);
             values[v] = Code<CODEC>::HAS_SCALE ? value : 0.0f + value;
+        }
+    }
+};
+
+// Aligned rows that are pooled: where the lane's columns and the scale of a row are. Unlike the
+// pieces of `AlignedRows`, the columns of a lane are consecutive, so that every load has the same
+// address but for a constant.
+template <u32 CODEC>
+struct PooledRows {
+    const u8* first;       // the lane's first column of the first row
+    u32 bytes;
+    u32 scale;             // bytes from the lane's first column to the scale
+
+    // A lane without columns reads those of another lane, and uses nothing of them.
+    __device__ __forceinline__ PooledRows(const Rows& rows, u32 dim) : bytes(rows.bytes) {
+        const u32 column = rows.column < dim ? rows.column : 0;
+        const u32 from = column * Code<CODEC>::BITS / 8;
+        first = base_address(rows.first + from);
+        scale = rows.row_bytes - 4 - from;
+    }
+};
+
+// A lane's columns of one row, encoded.
+template <u32 CODEC>
+struct PooledRow {
+    static constexpr u32 WORDS = Code<CODEC>::COLUMNS * Code<CODEC>::BITS / 32;
+    // Words of a load: as many as every row is aligned to.
+    static constexpr u32 LOADED = CODEC == F32 ? 4 : CODEC == F16 ? 2 : 1;
+    u32 words[WORDS / LOADED][LOADED];
+    u32 scale_and_bias;
+
+    // The words of the last columns may reach past the row, up to 12 bytes.
+    __device__ __forceinline__ void load(const PooledRows<CODEC>& rows, u32 slot) {
+        const u8* row = element(rows.first, slot, rows.bytes);
+#pragma unroll
+        for (u32 i = 0; i < WORDS / LOADED; i++) {
+            load_constant<LOADED>(words[i], row + 4 * LOADED * i);
+        }
+        scale_and_bias = 0;
+        if constexpr (Code<CODEC>::HAS_SCALE) {
+            u32 (&scale)[1] = *(u32(*)[1])&scale_and_bias;
+            load_constant<1>(scale, row + rows.scale);
+        }
+    }
+
+    __device__ __forceinline__ u32 word(u32 i) const { return words[i / LOADED][i % LOADED]; }
+
+    // Returns the lane's column `v`.
+    __device__ __forceinline__ float decode(const Scale& scale, u32 v) const {
+        if constexpr (CODEC == F32) {
+            return __uint_as_float(word(v));
+        } else if constexpr (CODEC == F16) {
+            return widen((u16)(word(v / 2) >> 16 * (v % 2)));
+        } else if constexpr (CODEC == U8) {
+            return byte_as_float(word(v / 4), v % 4) * scale.scale + scale.bias;
+        } else {
+            const u32 codes = word(v / 8) >> 4 * (v % 2) & 0x0f0f0f0f;
+            return byte_as_float(codes, v % 8 / 2) * scale.scale + scale.bias;
+        }
+    }
+
+    // Adds the row to `sums`, where `wanted`. No sum is -0.
+    __device__ __forceinline__ void add_to(
+        float (&sums)[Code<CODEC>::COLUMNS], float unit, bool wanted) const {
+        // With zeros every code is +0. With a bias of +0 instead of -0 no number is -0.
+        Scale scale(wanted ? scale_and_bias : 0, unit);
+        scale.bias += 0.0f;
+#pragma unroll
+        for (u32 v = 0; v < Code<CODEC>::COLUMNS; v++) {
+            const float sum = sums[v] + decode(scale, v);
+            sums[v] = wanted || Code<CODEC>::HAS_SCALE ? sum : sums[v];
         }
     }
 };
@@ -188,33 +258,18 @@ __device__ __forceinline__ float divisor_of(const Feature& f, u32 keys) {
 }
 
 // Divides the sum of `keys` rows.
-template <u32 PIECES>
+template <u32 COLUMNS>
 __device__ __forceinline__ void finish_sums(
-    const Feature& f, float (&sums)[PIECES][PIECE_COLUMNS], u32 keys) {
+    const Feature& f, float (&sums)[COLUMNS], u32 keys) {
     const u32 pooling = uniform(f.pooling);
     if (pooling == MEAN || pooling == SQRTN) {
         const float divisor = divisor_of(f, keys);
 #pragma unroll
-        for (u32 p = 0; p < PIECES; p++) {
-#pragma unroll
-            for (u32 v = 0; v < PIECE_COLUMNS; v++) {
-                // x / 1 is x.
-                sums[p][v] = __fdiv_rn(sums[p][v], divisor);
-            }
+        for (u32 v = 0; v < COLUMNS; v++) {
+            // x / 1 is x.
+            sums[v] = __fdiv_rn(sums[v], divisor);
         }
     }
-}
-
-// Bytes of a piece of the output.
-#define PIECE_BYTES (4 * PIECE_COLUMNS)
-
-// Writes the piece that is `after` bytes after `out`. A lane has `bytes` bytes of columns from
-// `out` on, and none if that is negative.
-template <bool ALIGNED>
-__device__ __forceinline__ void store_piece(
-    float* out, const float (&values)[PIECE_COLUMNS], u32 after, i32 bytes) {
-    float* const to = (float*)((u8*)out + after);
-    store_columns<ALIGNED>(to, values, (i32)after < bytes ? PIECE_COLUMNS : 0);
 }
 
 // Writes zeros to the columns of a bag's output from `column` on.

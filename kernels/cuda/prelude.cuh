@@ -83,6 +83,14 @@ __device__ __forceinline__ u64 load_key(const u64* at, bool wanted) {
     return v;
 }
 
+// Returns byte `byte`, a constant, of a word as an f32, with one instruction.
+__device__ __forceinline__ float byte_as_float(u32 word, u32 byte) {
+    float v;
+    asm("{ .reg .u32 t; shr.u32 t, %1, %2; cvt.rn.f32.u8 %0, t; }"
+        : "=f"(v) : "r"(word), "r"(8 * byte));
+    return v;
+}
+
 // Returns where element `index` of an array is, whose elements have `bytes`.
 __device__ __forceinline__ const u8* element(const u8* first, u32 index, u32 bytes) {
     const u8* at;
@@ -152,6 +160,7 @@ inline u32 load_constant_half(const void* at) {
     u32 shift = (size_t)at % 4 * 8;
     return sim::load((const u32*)((size_t)at & ~(size_t)3)) >> shift & 0xffff;
 }
+inline float byte_as_float(u32 word, u32 byte) { return (float)(u8)(word >> 8 * byte); }
 inline const u8* element(const u8* first, u32 index, u32 bytes) {
     return first + (u64)index * bytes;
 }

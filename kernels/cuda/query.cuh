@@ -7,10 +7,6 @@
 #pragma once
 #include "pool.cuh"
 
-// Rows of a team that are in flight together. The rows of all teams are never more than the warp's
-// 32 keys, and those of one team never more than its lanes, of which it has 4 at least.
-#define GROUP_ROWS 4u
-
 __device__ __forceinline__ u32 mix_32(u32 h) {
     h = (h ^ h >> 16) * 0x85ebca6bu;
     h = (h ^ h >> 13) * 0xc2b2ae35u;
@@ -102,7 +98,12 @@ struct Tile {
     u32 rare;         // one bit a bag
     u32 round;        // the first of the bags or keys that the warp works on together
     u32 listed;       // keys of the round whose rows are written one by one
-    alignas(16) u32 slots[32];  // of 32 keys the slots of the rows to load,
+    u32 column;       // the first column of a pass over the rows
+    u32 found;        // whether any key of the round, or of the teams' chunks, has a row
+    u32 step;         // the first of the round's bags that the teams pool together
+    u32 stop;         // the first bag after the round's
+    // Of 32 keys the slots of the rows to load; a group may load four more, and uses none of these;
+    alignas(16) u32 slots[32 + GROUP_ROWS];
     alignas(16) u32 outs[32];   // and where their outputs begin; NO_OUT for none
     u32 ends[32];     // of each bag; after the last bag, of the last one
     u32 counted[32];  // keys of a rare bag whose uses are counted already
@@ -130,6 +131,12 @@ struct Tile {
 
     __device__ __forceinline__ u32 begin_of(u32 bag) const volatile {
         return bag ? ends[bag - 1] : begin;
+    }
+
+    // Returns the number of keys of `bag`; 0 from the bag `stop` on.
+    __device__ __forceinline__ u32 keys_of(u32 bag, u32 stop) const volatile {
+        const u32 at = min(bag, 31u);
+        return bag < stop ? ends[at] - begin_of(at) : 0;
     }
 
     // Returns the bag of the key at `at`, which is before `end()`: how many bags end before.
@@ -161,15 +168,31 @@ struct Tile {
 
     __device__ __forceinline__ bool is_rare(u32 bag) const volatile { return rare >> bag & 1; }
 
+    // Puts the lane's slot where all teams read it, and sets `found`. All lanes of the warp call it
+    // together.
+    __device__ __forceinline__ void share_slot(u32 slot) volatile;
+
     // Returns the bag that the lane's team pools in this round. All lanes of the warp call it
     // together.
     __device__ __forceinline__ u32 bag_of_team(const Feature& f) const volatile;
 
-    __device__ __forceinline__ void advance(u32 by) volatile {
-        const u32 next = round + by;
+    __device__ __forceinline__ void advance(u32 by) volatile { set(round, round + by); }
+
+    // Sets `word` of the tile. All lanes of the warp call it together, with one value.
+    __device__ __forceinline__ void set(volatile u32& word, u32 value) volatile {
         __syncwarp();
-        round = next;
+        word = value;
         __syncwarp();
+    }
+
+    // Begins a round of bags: those that have all their keys among the next 32, but one at least.
+    // All lanes of the warp call it together.
+    __device__ __forceinline__ void start_round() volatile {
+        const u32 lane = lane_number();
+        const bool fits = (lane < samples) & (ends[lane] <= begin_of(round) + 32);
+        const u32 next = __popc(__ballot_sync(ALL_LANES, fits));
+        set(stop, next);
+        set(step, round);
     }
 };
 
@@ -208,6 +231,20 @@ __device__ __forceinline__ u32 loaded_slot(u32 slot) {
     return slot == NO_SLOT ? other : slot;
 }
 
+__device__ __forceinline__ void Tile::share_slot(u32 slot) volatile {
+    const bool any = __any_sync(ALL_LANES, slot != NO_SLOT);
+    if (any) {
+        const u32 lane = lane_number();
+        const u32 loaded = loaded_slot(slot);
+        __syncwarp();
+        slots[lane] = loaded;
+        if (lane < GROUP_ROWS) {
+            slots[32 + lane] = loaded;
+        }
+    }
+    set(found, any);
+}
+
 // Stands for no place in an output.
 #define NO_OUT NO_SLOT
 
@@ -227,24 +264,27 @@ struct Four {
 
 // Writes the rows of the tile's 32 keys from `round` on to the outputs, one a team at a time.
 template <u32 CODEC, bool ALIGNED>
-__device__ __forceinline__ void write_rows(const Feature& f, const volatile Tile& tile) {
+__device__ __forceinline__ void write_rows(const Feature& f, volatile Tile& tile) {
     constexpr u32 ROWS = GROUP_ROWS;
     constexpr u32 PIECES = Code<CODEC>::PIECES;
     // Volatile, as `Tile` is.
     const volatile Feature& late = f;
 #pragma unroll 1
-    for (u32 first = 0; first < uniform(late.dim);
-         first += Code<CODEC>::COLUMNS << late.lane_bits) {
+    for (tile.column = 0; uniform(tile.column) < late.dim;
+         tile.set(tile.column, tile.column + (Code<CODEC>::COLUMNS << late.lane_bits))) {
         const Team team(f);
         Rows rows = rows_of(f);
-        rows.column = first + PIECE_COLUMNS * team.lane;
+        rows.column = tile.column + PIECE_COLUMNS * team.lane;
         const AlignedRows<CODEC> aligned(rows, team.lanes, late.dim);
         float* const column = base_address(late.out + rows.column);
-        const i32 bytes = 4 * (late.dim - rows.column);
+        const u32 step = PIECE_COLUMNS * team.lanes;
+        // Pieces that the lane writes.
+        const u32 columns = rows.column < late.dim ? late.dim - rows.column : 0;
+        const u32 all = (columns + step - 1) >> (late.lane_bits + 2);
         const float unit = late.unit;
 #pragma unroll 1
-        for (u32 i = 0; i < uniform(tile.listed); i += ROWS * team.teams) {
-            const u32 key = i + ROWS * team.number;
+        for (u32 key = ROWS * team.number; __any_sync(ALL_LANES, key < tile.listed);
+             key += ROWS * team.teams) {
             const Four slots(tile.slots + key);
             LaneRow<CODEC> loaded[ROWS];
 #pragma unroll
@@ -255,14 +295,19 @@ __device__ __forceinline__ void write_rows(const Feature& f, const volatile Tile
 #pragma unroll
             for (u32 u = 0; u < ROWS; u++) {
                 const u32 to = outs.word[u];
-                const Scale scale = loaded[u].scale(unit, true);
-                float* const at = column + to;
-                const i32 end = to != NO_OUT ? bytes : 0;
+                const Scale scale = loaded[u].scale(unit);
+                float* at = column + to;
+                const u32 pieces = to != NO_OUT ? all : 0;
 #pragma unroll
                 for (u32 p = 0; p < PIECES; p++) {
                     float values[PIECE_COLUMNS];
                     loaded[u].read(values, p, scale);
-                    store_piece<ALIGNED>(at, values, p * PIECE_BYTES * team.lanes, end);
+                    store_columns<ALIGNED>(at, values, p < pieces ? PIECE_COLUMNS : 0);
+                    at += step;
+                }
+                if constexpr (Code<CODEC>::HAS_SCALE) {
+                    // Keeps the compiler from decoding several rows at a time.
+                    __syncwarp();
                 }
             }
         }
@@ -270,7 +315,7 @@ __device__ __forceinline__ void write_rows(const Feature& f, const volatile Tile
 }
 
 // `write_rows` for the feature's codec and alignment.
-__device__ __forceinline__ void write_any_rows(const Feature& f, const volatile Tile& tile) {
+__device__ __forceinline__ void write_any_rows(const Feature& f, volatile Tile& tile) {
     const bool aligned = uniform(f.aligned) & ALIGNED_OUT;
     FOR_CODEC(f, {
         aligned ? write_rows<CODEC, true>(f, tile) : write_rows<CODEC, false>(f, tile);
@@ -319,101 +364,157 @@ __device__ __forceinline__ void list_rows(const Query& q, const Feature& f, vola
     }
 }
 
-// Adds the listed rows of each team's bag, up to `lanes` of them, from column `first` on. Row `i`
-// of `count` of a team is in the slot of the team's lane `i`.
+// Adds rows of each team's bag, whose slots the tile has from `listed` to `end`.
 template <u32 CODEC>
 __device__ __forceinline__ void add_rows(
-    const Feature& f, const volatile Tile& tile, u32 first, u32 count,
-    float (&sums)[Code<CODEC>::PIECES][PIECE_COLUMNS]) {
-    constexpr u32 ROWS = GROUP_ROWS;
+    const Feature& f, const volatile Tile& tile, u32 listed, u32 end,
+    float (&sums)[Code<CODEC>::COLUMNS]) {
+    constexpr u32 ROWS = Code<CODEC>::POOLED_ROWS;
     const Team team(f);
     Rows all = rows_of(f);
-    all.column = first + PIECE_COLUMNS * team.lane;
-    const AlignedRows<CODEC> rows(all, team.lanes, f.dim);
-    const u32 first_lane = team.number * team.lanes;
-    const float unit = f.unit;
+    all.column = tile.column + Code<CODEC>::COLUMNS * team.lane;
+    const PooledRows<CODEC> rows(all, f.dim);
+    // Volatile, as `Tile` is.
+    const volatile Feature& late = f;
 #pragma unroll 1
-    for (u32 i = 0; __any_sync(ALL_LANES, i < count); i += ROWS) {
-        const Four slots(tile.slots + first_lane + i);
-        LaneRow<CODEC> loaded[ROWS];
+    for (u32 i = listed; __any_sync(ALL_LANES, i < end); i += ROWS) {
+        // A team that has no more rows loads any.
+        const volatile u32* const slots = tile.slots + min(i, 32u);
+        PooledRow<CODEC> loaded[ROWS];
 #pragma unroll
         for (u32 u = 0; u < ROWS; u++) {
-            loaded[u].load(rows, slots.word[u]);
+            loaded[u].load(rows, slots[u]);
         }
+        // Keeps the compiler from taking the first row before it loads the last.
+        __syncwarp();
+        const float unit = late.unit;
 #pragma unroll
         for (u32 u = 0; u < ROWS; u++) {
-            const bool wanted = i + u < count;
-            const Scale scale = loaded[u].scale(unit, wanted);
-#pragma unroll
-            for (u32 p = 0; p < Code<CODEC>::PIECES; p++) {
-                loaded[u].add_to(sums[p], p, scale, wanted);
-            }
+            loaded[u].add_to(sums, unit, i + u < end);
         }
     }
 }
 
-// Pools the tile's bags, one a team at a time.
+// Writes the sums of each team's bag, where `bag` is before `stop`.
 template <u32 CODEC>
-__device__ __forceinline__ void pool_rows(const Query& q, const Feature& f, volatile Tile& tile) {
-    constexpr u32 PIECES = Code<CODEC>::PIECES;
+__device__ __forceinline__ void write_sums(
+    const Feature& f, const volatile Tile& tile, u32 bag, u32 stop,
+    float (&sums)[Code<CODEC>::COLUMNS]) {
+    const u32 column = tile.column + Code<CODEC>::COLUMNS * Team(f).lane;
+    const bool written = bag < stop && !tile.is_rare(bag);
+    // Read here, and not before the rows, to leave registers for them.
+    const volatile Feature& late = f;
+    float* out = late.out + (tile.first + bag) * (u32)late.stride + column;
+    finish_sums(f, sums, tile.keys_of(bag, stop));
+    const i32 columns = written ? late.dim - column : 0;
+    const bool is_aligned = uniform(f.aligned) & ALIGNED_OUT;
+#pragma unroll
+    for (u32 v = 0; v < Code<CODEC>::COLUMNS; v += PIECE_COLUMNS) {
+        float (&piece)[PIECE_COLUMNS] = *(float(*)[PIECE_COLUMNS])(sums + v);
+        const u32 some = (i32)v < columns ? PIECE_COLUMNS : 0;
+        if (is_aligned) {
+            store_columns<true>(out + v, piece, some);
+        } else {
+            store_columns<false>(out + v, piece, some);
+        }
+    }
+}
+
+// Pools the bags of a round, whose slots the tile has, if any key was found.
+template <u32 CODEC>
+__device__ __forceinline__ void pool_round(const Feature& f, volatile Tile& tile) {
+#pragma unroll 1
+    while (uniform(tile.step) < tile.stop) {
+#pragma unroll 1
+        for (tile.set(tile.column, 0); uniform(tile.column) < f.dim;
+             tile.set(tile.column, tile.column + (Code<CODEC>::COLUMNS << f.lane_bits))) {
+            float sums[Code<CODEC>::COLUMNS] = {};
+            if (uniform(tile.found)) {
+                const u32 bag = tile.step + Team(f).number;
+                const u32 listed = tile.begin_of(min(bag, 31u)) - tile.begin_of(tile.round);
+                add_rows<CODEC>(f, tile, listed, listed + tile.keys_of(bag, tile.stop), sums);
+            }
+            write_sums<CODEC>(f, tile, tile.step + Team(f).number, tile.stop, sums);
+        }
+        tile.set(tile.step, tile.step + (32u >> f.lane_bits));
+    }
+}
+
+// Pools the tile's bags, none of which has more than 32 keys. The warp finds the keys of as many
+// bags as it has lanes for, then pools these bags, one a team at a time.
+__device__ __forceinline__ void pool_together(
+    const Query& q, const Feature& f, volatile Tile& tile) {
+#pragma unroll 1
+    for (tile.round = 0; uniform(tile.round) < tile.samples; tile.set(tile.round, tile.stop)) {
+        tile.start_round();
+        const u32 at = tile.begin_of(tile.round);
+        const u32 lane = lane_number();
+        const bool wanted = at + lane < tile.ends[tile.stop - 1];
+        const Lookup lookup(q, f, at + lane, wanted);
+        const u32 bag = tile.bag_of(at + lane);
+        const u32 missing = __ballot_sync(ALL_LANES, wanted && !lookup.hit());
+        if (missing) {
+            tile.set_rare(missing, bag, at);
+        }
+        const u32 slot = lookup.row.slot;
+        if (lookup.row.uncounted && !tile.is_rare(bag)) {
+            count_use(f.cache, slot);
+        }
+        tile.share_slot(slot);
+        FOR_CODEC(f, { pool_round<CODEC>(f, tile); })
+    }
+}
+
+// Pools the tile's bags, one a team at a time. Each team finds the keys of its own bag, as many at
+// a time as it has lanes.
+template <u32 CODEC>
+__device__ __forceinline__ void pool_apart(const Query& q, const Feature& f, volatile Tile& tile) {
 #pragma unroll 1
     for (tile.round = 0; uniform(tile.round) < tile.samples; tile.advance(32u >> f.lane_bits)) {
-        const Team team(f);
-        const u32 bag = min(tile.round + team.number, 31u);
-        const u32 begin = tile.begin_of(bag);
-        const bool has_bag = tile.round + team.number < tile.samples;
-        const u32 count = has_bag ? tile.ends[bag] - begin : 0;
+        const u32 count = tile.keys_of(tile.round + Team(f).number, tile.samples);
         // Whether all keys of each bag are found once for all passes over its rows.
-        const bool one_chunk = !__any_sync(ALL_LANES, count > team.lanes);
-        u32 slot = NO_SLOT;
+        const bool one_chunk = !__any_sync(ALL_LANES, count > 1u << f.lane_bits);
 
 #pragma unroll 1
-        for (u32 first = 0; first < uniform(f.dim); first += Code<CODEC>::COLUMNS * team.lanes) {
-            float sums[PIECES][PIECE_COLUMNS] = {};
+        for (tile.set(tile.column, 0); uniform(tile.column) < f.dim;
+             tile.set(tile.column, tile.column + (Code<CODEC>::COLUMNS << f.lane_bits))) {
+            float sums[Code<CODEC>::COLUMNS] = {};
 #pragma unroll 1
-            for (u32 at = 0; __any_sync(ALL_LANES, at < count); at += team.lanes) {
-                if (!first || !one_chunk) {
+            for (u32 at = 0; __any_sync(ALL_LANES, at < count); at += 1u << f.lane_bits) {
+                if (!uniform(tile.column) || !one_chunk) {
+                    const Team team(f);
+                    const u32 own = tile.bag_of_team(f);
+                    const u32 begin = tile.begin_of(own);
                     const bool wanted = at + team.lane < count;
                     const Lookup lookup(q, f, begin + at + team.lane, wanted);
                     const u32 missing = __ballot_sync(ALL_LANES, wanted && !lookup.hit());
-                    const u32 own = tile.bag_of_team(f);
                     if (missing) {
                         tile.set_rare(missing, own, begin + at);
                     }
-                    slot = lookup.row.slot;
-                    if (!first && lookup.row.uncounted && !tile.is_rare(own)) {
+                    const u32 slot = lookup.row.slot;
+                    if (!tile.column && lookup.row.uncounted && !tile.is_rare(own)) {
                         count_use(f.cache, slot);
                     }
+                    tile.share_slot(slot);
                 }
                 // A rare bag's sums are not used, nor are those of a chunk without rows.
-                const u32 rest = count > at ? count - at : 0;
-                if (__any_sync(ALL_LANES, slot != NO_SLOT)) {
-                    tile.slots[lane_number()] = loaded_slot(slot);
-                    __syncwarp();
-                    add_rows<CODEC>(f, tile, first, min(rest, team.lanes), sums);
-                    __syncwarp();
+                if (uniform(tile.found)) {
+                    const Team team(f);
+                    const u32 rest = count > at ? count - at : 0;
+                    const u32 listed = team.number << f.lane_bits;
+                    add_rows<CODEC>(f, tile, listed, listed + min(rest, team.lanes), sums);
                 }
             }
-
-            const Team again(f);
-            const u32 column = first + PIECE_COLUMNS * again.lane;
-            const u32 sample = tile.round + again.number;
-            const bool written = sample < tile.samples && !tile.is_rare(sample);
-            // Read here, and not before the loop, to leave registers for rows.
-            const volatile Feature& late = f;
-            float* out = late.out + (tile.first + sample) * (u32)late.stride + column;
-            finish_sums(f, sums, count);
-            const i32 bytes = written ? 4 * (f.dim - column) : 0;
-            const bool is_aligned = uniform(f.aligned) & ALIGNED_OUT;
-#pragma unroll
-            for (u32 p = 0; p < PIECES; p++) {
-                const u32 after = p * PIECE_BYTES * again.lanes;
-                if (is_aligned) {
-                    store_piece<true>(out, sums[p], after, bytes);
-                } else {
-                    store_piece<false>(out, sums[p], after, bytes);
-                }
-            }
+            write_sums<CODEC>(f, tile, tile.round + Team(f).number, tile.samples, sums);
         }
     }
+}
+
+// Whether `pool_together` is the faster way: with few teams, one bag each has fewer keys than the
+// warp has lanes. All lanes of the warp call it together.
+__device__ __forceinline__ bool are_together(const Feature& f, const volatile Tile& tile) {
+    const u32 lane = lane_number();
+    const u32 keys = tile.ends[lane] - tile.begin_of(lane);
+    const u32 lanes = 1u << uniform(f.lane_bits);
+    return lanes >= 16 && !__any_sync(ALL_LANES, keys > lanes);
 }

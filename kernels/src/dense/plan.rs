@@ -193,14 +193,10 @@ impl Plan {
                 matrix.multiply(n * rows, read(0), out, self.isa, &mut scratch.gemm);
             }
             Op::Products { count, m, k, n: columns, transposed } => {
-                let (a, b) = (read(0).chunks_exact(m * k), read(1).chunks_exact(k * columns));
-                debug_assert!(a.len() == n * count);
+                debug_assert!(out.len() == n * count * m * columns);
                 let shape = ProductShape { m: *m, k: *k, n: *columns };
-                for ((a, b), out) in a.zip(b).zip(out.chunks_exact_mut(m * columns)) {
-                    let packed = scratch.gemm.packed();
-                    pack_columns(b, *k, *columns, *transposed, packed);
-                    multiply_packed(packed, shape, a, out, self.isa);
-                }
+                let packed = scratch.gemm.packed();
+                products(self.isa, shape, *transposed, [read(0), read(1)], out, packed);
             }
             Op::Pairs { rows, k } => {
                 for (sample, out) in out.chunks_exact_mut(width).enumerate() {
@@ -291,6 +287,23 @@ impl Operand {
             Self::Value { input, picks: Some(picks) } => Side::Picked(read(*input), picks, pattern),
             Self::Constant(values) => Side::Constant(values),
         }
+    }
+}
+
+/// Multiplies pairs of matrices of one `shape`, one pair after the other; `out` has their products.
+fn products(
+    isa: Isa,
+    shape: ProductShape,
+    transposed: bool,
+    [a, b]: [&[f32]; 2],
+    out: &mut [f32],
+    packed: &mut [f32],
+) {
+    let ProductShape { m, k, n } = shape;
+    let pairs = a.chunks_exact(m * k).zip(b.chunks_exact(k * n));
+    for ((a, b), out) in pairs.zip(out.chunks_exact_mut(m * n)) {
+        pack_columns(b, k, n, transposed, packed);
+        multiply_packed(packed, shape, a, out, isa);
     }
 }
 

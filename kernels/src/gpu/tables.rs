@@ -13,6 +13,7 @@ use crate::gpu::launch::{
     CacheChanges, Change, ChangeList, DeviceCacheView, Kernels, SlotRange, StagedRows, Verb,
 };
 use crate::gpu::turns::Turns;
+use crate::simd::OVERREAD_BYTES;
 use crate::simd::atomics::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -133,7 +134,9 @@ impl DeviceResident {
     fn new(stream: &Stream, table: &Resident) -> Result<Self> {
         let (row_bytes, count) = (table.row_bytes(), table.rows_len());
         let row_words = row_bytes.div_ceil(4);
-        let rows = upload(stream, count * row_words, table.words())?;
+        // As in a cache, a lane may load up to 12 bytes after the last row.
+        let after = std::iter::repeat_n(0, OVERREAD_BYTES / 4);
+        let rows = upload(stream, count * row_words + after.len(), table.words().chain(after))?;
         let index = match table.index() {
             None => None,
             Some((hashes, buckets)) => {
