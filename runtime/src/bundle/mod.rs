@@ -10,7 +10,7 @@ use crate::bundle::manifest::{Blob, Chunk, Manifest, ManifestError, sha256};
 use crate::io::atomic_write;
 use crate::io::disk::{Disk, Input, Output, SystemDisk};
 use crate::io::field_error::FieldError;
-use crate::io::in_order::{InOrder, Workers};
+use crate::io::in_order::{InOrder, WorkPool};
 use crate::io::page::u64_at;
 use crate::limits::{CHUNK_BYTES, MANIFEST_BYTES_MAX};
 use sha2::{Digest, Sha256};
@@ -112,14 +112,14 @@ impl BundleWriter {
     /// # Errors
     /// [`BundleError::Io`] if the file cannot be created.
     pub fn create(path: &Path) -> Result<Self, BundleError> {
-        Self::create_on(path, &Workers::default())
+        Self::create_on(path, &WorkPool::default())
     }
 
     /// Starts a bundle that `finish` will rename to `path`. The threads of `workers` compress.
     ///
     /// # Errors
     /// [`BundleError::Io`] if the file cannot be created.
-    pub fn create_on(path: &Path, workers: &Workers) -> Result<Self, BundleError> {
+    pub fn create_on(path: &Path, workers: &WorkPool) -> Result<Self, BundleError> {
         let file = SystemDisk.create(&atomic_write::part_of(path)).map_err(io_error(path))?;
         let chunk = Vec::with_capacity(CHUNK_BYTES);
         let mut writer = Self {

@@ -10,12 +10,12 @@ use std::sync::mpsc::{Receiver, sync_channel};
 
 /// The threads that work runs on.
 #[derive(Clone, Debug, Default)]
-pub struct Workers {
+pub struct WorkPool {
     /// `None` if work runs on the thread that starts it.
     pool: Option<Arc<ThreadPool>>,
 }
 
-impl Workers {
+impl WorkPool {
     /// Returns `threads` threads, or as many as the process may use. With one thread, work runs on
     /// the thread that starts it.
     ///
@@ -40,13 +40,13 @@ impl Workers {
 
 /// Work under way, oldest first.
 pub struct InOrder<R> {
-    workers: Workers,
+    workers: WorkPool,
     results: VecDeque<Receiver<R>>,
 }
 
 impl<R: Send + 'static> InOrder<R> {
     /// Returns a queue without work.
-    pub fn new(workers: &Workers) -> Self {
+    pub fn new(workers: &WorkPool) -> Self {
         Self { workers: workers.clone(), results: VecDeque::new() }
     }
 
@@ -81,7 +81,7 @@ mod tests {
     #[test]
     fn results_come_in_the_order_of_the_work_and_are_bounded() {
         for threads in [1, 3] {
-            let workers = Workers::new(NonZeroUsize::new(threads)).unwrap();
+            let workers = WorkPool::new(NonZeroUsize::new(threads)).unwrap();
             let (mut work, mut done) = (InOrder::new(&workers), Vec::new());
             for number in 0..200u64 {
                 let slow = number % 7 == 0;

@@ -14,6 +14,7 @@ mod hits;
 mod load;
 mod lookup;
 mod peer;
+mod peer_figures;
 mod publish;
 mod punctuality;
 mod request;

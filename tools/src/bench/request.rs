@@ -3,7 +3,8 @@
 //! size. Never compares with another runtime; `--peers` does (`request_peers`).
 
 use super::load::{ClosedLoop, LoadTotals};
-use super::request_peers::{self, PeersPlan};
+use super::peer_figures::PeersPlan;
+use super::request_peers;
 use super::results::{BenchReport, HostMachine, prints_tables};
 use super::synthetic_model::SyntheticModel;
 use crate::report::metrics::{Lookups, Percentiles};

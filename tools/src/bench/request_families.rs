@@ -4,9 +4,7 @@
 
 use super::bars::Bar;
 use super::peer::{self, BestTimes, Peer, PeerAbout, PeerScores, RoundTimes};
-use super::request_peers::{
-    DLRM, ORT, OurWorker, PeersFigures, PeersMeasurement, PeersPlan, figures_at,
-};
+use super::peer_figures::{self, DLRM, ORT, PeersFigures, PeersMeasurement, PeersPlan, figures_at};
 use super::results::{Measurement, PeerNotRun, distinct};
 use crate::pack::{Overrides, pack_file, read_samples};
 use crate::report::metrics::largest_difference;
@@ -14,6 +12,7 @@ use crate::{report, serve};
 use anyhow::{Context, Result, ensure};
 use hatchback::model::Model;
 use hatchback::model::budget::Budget;
+use hatchback::request::worker::Worker;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
 use serde_json::json;
@@ -88,7 +87,7 @@ fn start(venv: &Path, folder: &Path) -> Result<(Peer, PeerAbout)> {
 /// A family on our engine, with every row cached.
 struct Family<'a> {
     name: &'a str,
-    ours: OurWorker,
+    worker: Worker,
     samples: Vec<Sample>,
 }
 
@@ -110,7 +109,7 @@ impl<'a> Family<'a> {
         let samples = read_samples(&folder.join("requests.jsonl"), model.schema())?;
         ensure!(samples.len() == SAMPLES, "{name}: {} samples", samples.len());
         let worker = serve::worker(&model);
-        let mut family = Self { name, ours: OurWorker { name: OURS, worker }, samples };
+        let mut family = Self { name, worker, samples };
         family.read_every_row()?;
         Ok(family)
     }
@@ -118,17 +117,17 @@ impl<'a> Family<'a> {
     /// Scores every sample twice. All rows of the second time must hit.
     fn read_every_row(&mut self) -> Result<()> {
         let batches = self.requests(64, 0, SAMPLES / 64)?;
-        self.ours.times(&batches)?;
-        let before = self.ours.worker.counters();
-        self.ours.times(&batches)?;
-        let misses = self.ours.worker.counters().since(&before).misses;
+        peer_figures::times(&mut self.worker, &batches)?;
+        let before = self.worker.counters();
+        peer_figures::times(&mut self.worker, &batches)?;
+        let misses = self.worker.counters().since(&before).misses;
         ensure!(misses == 0, "{}: {misses} rows do not stay in the cache", self.name);
         Ok(())
     }
 
     /// Returns requests `first` to `first + calls` of `batch` samples. The peer takes the same.
     fn requests(&self, batch: u32, first: usize, calls: usize) -> Result<Vec<Batch>> {
-        let (schema, size) = (self.ours.worker.model().schema(), batch as usize);
+        let (schema, size) = (self.worker.model().schema(), batch as usize);
         let request = |number: usize| {
             let at = number * size % (self.samples.len() - size + 1);
             let mut request = Batch::new(schema, size);
@@ -150,7 +149,8 @@ impl<'a> Family<'a> {
         let calls = plan.calls(batch);
         for round in 0..plan.rounds {
             let first = round * calls;
-            ours.add_round(self.ours.times(&self.requests(batch, first, calls)?)?);
+            let requests = self.requests(batch, first, calls)?;
+            ours.add_round(peer_figures::times(&mut self.worker, &requests)?);
             let options =
                 json!({ "engine": self.name, "batch": batch, "calls": calls, "first": first });
             theirs.add_round(peer.request::<RoundTimes>("round", &options)?.times_us);
@@ -162,7 +162,7 @@ impl<'a> Family<'a> {
     /// Returns the largest difference of a score from ONNX Runtime's.
     fn difference(&mut self, peer: &mut Peer) -> Result<f64> {
         let batch = self.requests(SCORES_COMPARED as u32, 0, 1)?.remove(0);
-        let ours = self.ours.worker.score(&batch, None)?.values.to_vec();
+        let ours = self.worker.score(&batch, None)?.values.to_vec();
         let options = json!({ "engine": self.name, "samples": SCORES_COMPARED });
         let theirs: PeerScores = peer.request("scores", &options)?;
         ensure!(ours.len() == theirs.scores.len(), "{}: {} scores", self.name, ours.len());

@@ -1,11 +1,12 @@
 //! `bench request --peers`: whole requests of a DLRM on one core, with every row in the cache,
-//! beside ONNX Runtime and PyTorch. Eight more families follow (`request_families`). The engines score the same requests in turn, and the bench
-//! compares their scores. Times are CPU times, so they exclude the work of other processes. Never
-//! reads flash inside a measurement.
+//! beside ONNX Runtime and PyTorch. Eight more families follow (`request_families`). The engines
+//! score the same requests in turn, and the bench compares their scores. Never reads flash inside a
+//! measurement.
 
 use super::bars::{Bar, bars_table};
 use super::dlrm::{self, Dlrm, TABLES};
-use super::peer::{self, BestTimes, Peer, PeerAbout, PeerScores, RoundTimes, cpu_us};
+use super::peer::{self, BestTimes, Peer, PeerAbout, PeerScores, RoundTimes};
+use super::peer_figures::{self, DLRM, ORT, PeersFigures, PeersMeasurement, PeersPlan, figures_at};
 use super::request_families;
 use super::results::{BenchReport, HostMachine, Measurement, PeerNotRun, distinct, prints_tables};
 use crate::report::metrics::largest_difference;
@@ -19,7 +20,6 @@ use hatchback::model::budget::Budget;
 use hatchback::request::worker::Worker;
 use hatchback::schema::batch::Batch;
 use hatchback::schema::sample::Sample;
-use serde::Serialize;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,10 +27,6 @@ use std::time::Duration;
 
 /// Samples in a request.
 const BATCHES: [u32; 5] = [1, 8, 32, 64, 256];
-/// The family that this file measures.
-pub(super) const DLRM: &str = "DLRM";
-/// The peer of the bars.
-pub(super) const ORT: &str = "ONNX Runtime";
 /// The same with the weights of the layers quantized to int8 by its own tool.
 const ORT_INT8: &str = "ONNX Runtime, int8";
 /// How much faster than its peer an engine must be from batch 8 on, and int8 at any batch.
@@ -46,42 +42,10 @@ const SCORE_TOLERANCE: f64 = 1e-3;
 /// Samples whose scores the bench compares.
 const SCORES_COMPARED: usize = 256;
 
-/// The sizes of the comparison.
-pub struct PeersPlan {
-    /// Rows of each of the 26 tables.
-    pub rows: usize,
-    /// Turns of each engine at each batch size.
-    pub rounds: usize,
-    /// Samples in one turn, unless `calls_min` requests have more.
-    pub samples: usize,
-    /// Requests in one turn, at least.
-    pub calls_min: usize,
-}
-
 /// Takes four minutes.
 pub const FULL: PeersPlan = PeersPlan { rows: 20_000, rounds: 7, samples: 1024, calls_min: 100 };
 /// Takes two minutes, most of them for the setup of the peers.
 pub const QUICK: PeersPlan = PeersPlan { rows: 5000, rounds: 3, samples: 128, calls_min: 16 };
-
-/// The figures of one engine and batch size, or a peer that did not run.
-pub type PeersMeasurement = Measurement<PeersFigures>;
-
-/// The figures of one engine and batch size.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct PeersFigures {
-    /// Name of the model family.
-    pub family: String,
-    /// Name of the engine.
-    pub engine: String,
-    /// Samples in a request.
-    pub batch: u32,
-    /// CPU time of a request, median of the best turn, µs.
-    pub p50_us: f64,
-    /// CPU time of a request, 99th percentile of the turn that is best in it, µs.
-    pub p99_us: f64,
-    /// Largest difference of a score from ONNX Runtime's, if ONNX Runtime ran.
-    pub score_difference: Option<f64>,
-}
 
 /// ONNX Runtime and PyTorch, or the reasons why they do not run.
 struct RequestPeers {
@@ -123,9 +87,9 @@ impl RequestPeers {
 }
 
 /// One of our engines: a worker with every row cached.
-pub(super) struct OurWorker {
-    pub name: &'static str,
-    pub worker: Worker,
+struct OurWorker {
+    name: &'static str,
+    worker: Worker,
 }
 
 impl OurWorker {
@@ -176,31 +140,12 @@ impl OurWorker {
         ensure!(misses < rows + rows / 1000, "{} rows do not stay in the cache", misses - rows);
         Ok(())
     }
-
-    /// Returns the CPU time of each request, after one that warms up, µs.
-    pub fn times(&mut self, batches: &[Batch]) -> Result<Vec<f64>> {
-        let mut times = Vec::with_capacity(batches.len());
-        batches.first().map_or(Ok(()), |first| self.worker.score(first, None).map(drop))?;
-        for batch in batches {
-            let start = cpu_us();
-            self.worker.score(batch, None)?;
-            times.push(cpu_us() - start);
-        }
-        Ok(times)
-    }
 }
 
 /// Returns the number of samples that all engines share: two turns of the largest batch size.
 fn samples_of(plan: &PeersPlan) -> usize {
     let largest = BATCHES.iter().map(|&b| plan.calls(b) * b as usize).max().unwrap_or(0);
     2 * largest
-}
-
-impl PeersPlan {
-    /// Returns the requests of one turn.
-    pub(super) fn calls(&self, batch: u32) -> usize {
-        (self.samples / batch as usize).max(self.calls_min)
-    }
 }
 
 /// Runs the comparison.
@@ -279,7 +224,9 @@ fn measure(
             let first = round * calls % batches.len();
             for (number, (name, best)) in names.iter().zip(&mut best).enumerate() {
                 best.add_round(match ours.get_mut(number) {
-                    Some(ours) => ours.times(&batches[first..first + calls])?,
+                    Some(ours) => {
+                        peer_figures::times(&mut ours.worker, &batches[first..first + calls])?
+                    }
                     None => peers.times(name, batch, calls, first)?,
                 });
             }
@@ -325,18 +272,6 @@ fn differences(
     }
 
     Ok(scores.iter().map(|s| reference.as_ref().map(|r| largest_difference(s, r))).collect())
-}
-
-/// Returns the figures of `family` on `engine` at `batch`.
-pub(super) fn figures_at<'a>(
-    points: &'a [PeersMeasurement],
-    family: &str,
-    engine: &str,
-    batch: u32,
-) -> Option<&'a PeersFigures> {
-    let is_wanted =
-        |m: &&PeersFigures| m.family == family && m.engine == engine && m.batch == batch;
-    points.iter().filter_map(Measurement::figures).find(is_wanted)
 }
 
 /// Returns the figures of the DLRM on `engine` at `batch`.

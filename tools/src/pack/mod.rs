@@ -24,7 +24,7 @@ use anyhow::{Context, Result, bail, ensure};
 use hatchback::bundle::BundleWriter;
 use hatchback::bundle::manifest::{Generation, Manifest, TableBlobs};
 use hatchback::flash::Flash;
-use hatchback::io::in_order::{InOrder, Workers};
+use hatchback::io::in_order::{InOrder, WorkPool};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement, Schema, SchemaError, Table};
 use hatchback::{Weights, choose_unit_exp};
@@ -47,8 +47,8 @@ pub struct Overrides {
 }
 
 impl Overrides {
-    fn workers(self) -> Result<Workers> {
-        Workers::new(self.threads).context("the threads of `pack`")
+    fn workers(self) -> Result<WorkPool> {
+        WorkPool::new(self.threads).context("the threads of `pack`")
     }
 }
 
@@ -290,7 +290,7 @@ fn learn_tables(
     sources: &[Box<dyn RowSource>],
     parent: Option<&Flash>,
     overrides: Overrides,
-    workers: &Workers,
+    workers: &WorkPool,
     advance: &mut dyn FnMut(u64),
 ) -> Result<Vec<Table>> {
     let mut tables = Vec::new();
@@ -362,7 +362,7 @@ fn row_range(row: &[f32]) -> (f32, f32) {
 fn learn(
     table: &TableSpec,
     source: &dyn RowSource,
-    workers: &Workers,
+    workers: &WorkPool,
     advance: &mut dyn FnMut(u64),
 ) -> Result<Learnt> {
     let mut learnt = Learnt::nothing(table);

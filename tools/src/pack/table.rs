@@ -14,7 +14,7 @@ use hatchback::flash::merge::Merge;
 use hatchback::flash::segment::writer::SegmentWriter;
 use hatchback::flash::segment::{Part, SegmentKind};
 use hatchback::flash::{CLUSTERED_SERIAL, Flash, clustered_rows_max};
-use hatchback::io::in_order::{InOrder, Workers};
+use hatchback::io::in_order::{InOrder, WorkPool};
 use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, Placement, Schema, Table};
 use std::collections::HashMap;
@@ -27,7 +27,7 @@ pub(crate) struct Destination<'a> {
     pub number: usize,
     pub parent: Option<&'a Flash>,
     pub requests: &'a [Sample],
-    pub workers: &'a Workers,
+    pub workers: &'a WorkPool,
 }
 
 /// Writes the table with the rows of `source`. Reads `source` once more if it has counts.
@@ -217,7 +217,7 @@ impl EncodedBlock {
 fn each_row(
     format: RowFormat,
     source: &dyn RowSource,
-    workers: &Workers,
+    workers: &WorkPool,
     advance: &mut dyn FnMut(u64),
     mut take: impl FnMut(u64, &[u8]) -> Result<()>,
 ) -> Result<()> {
