@@ -78,11 +78,12 @@ fn run(command: &str, scratch: &Path) -> Output {
         format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
     // Examples that cargo has built beside this test.
     let examples = program.with_file_name("examples");
+    // First, because the programs may be below /tmp themselves.
+    let command = command.replace("/tmp/", &format!("{}/", scratch.display()));
     let command = match command.strip_prefix(EXAMPLE) {
         Some(rest) => format!("{}/{}", examples.display(), rest.replacen(" -- ", " ", 1)),
         None => command.replace("cargo run --release -- ", "hatchback "),
     };
-    let command = command.replace("/tmp/", &format!("{}/", scratch.display()));
     Command::new("sh")
         .args(["-ec", &command])
         .env("PATH", path)
