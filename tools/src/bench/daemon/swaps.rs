@@ -39,7 +39,7 @@ struct SwapPart {
     swap_calls: Percentiles,
     /// Memory of the process at the end, bytes.
     memory_bytes: u64,
-    /// Open files at the end.
+    /// Least number of open files after a look. During a swap two generations have files open.
     open_files: u64,
     /// Swaps until then.
     swaps: u64,
@@ -101,11 +101,12 @@ fn part(
     calls: &Mutex<Latencies>,
     swaps: u64,
 ) -> Result<SwapPart> {
-    let mut totals = WayTotals::default();
+    let (mut totals, mut files) = (WayTotals::default(), u64::MAX);
     loop {
         let called = call_grpc(socket, &stage.requests.messages, CALLERS, LOOK)?;
         totals.time += called.time;
         totals.add(&called);
+        files = files.min(open_files()?);
         if beside.swaps.load(Ordering::Relaxed) >= swaps || !beside.goes_on() {
             break;
         }
@@ -115,7 +116,7 @@ fn part(
         requests: totals.step("gRPC", CALLERS),
         swap_calls: called.percentiles(),
         memory_bytes: resident_memory()?.now,
-        open_files: open_files()?,
+        open_files: files,
         swaps: beside.swaps.load(Ordering::Relaxed),
     })
 }
