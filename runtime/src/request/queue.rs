@@ -364,7 +364,7 @@ impl RequestQueue {
     /// Waits until there may be work since the count of `changes`, at most for `wait`.
     pub fn wait_for_work(&self, changes: u64, wait: Option<Duration>) {
         let (queue, is_same) = (lock(&self.queue), |queue: &mut Queue| queue.changes == changes);
-        // A lock that a panic left is none of this worker's matters.
+        // A panic poisons the lock but leaves the queue whole, so the result is not needed.
         match wait {
             None => drop(self.work.wait_while(queue, is_same)),
             Some(wait) => drop(self.work.wait_timeout_while(queue, wait, is_same)),

@@ -44,7 +44,7 @@ pub struct WorkerState {
 }
 
 impl WorkerState {
-    /// Returns `worker` with empty hands.
+    /// Returns `worker` without requests and without keys to prefetch.
     pub fn new(worker: Worker) -> Self {
         let (batch, counted) = (worker.model().batch(), Counters::default());
         let (keys, in_flight) = (heapless::Vec::new(), InFlight::default());
