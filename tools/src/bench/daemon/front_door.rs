@@ -62,7 +62,13 @@ pub struct WayTotals {
 }
 
 impl WayTotals {
-    /// Adds a caller or a turn.
+    /// Adds a later turn.
+    pub fn then(&mut self, later: &Self) {
+        self.time += later.time;
+        self.add(later);
+    }
+
+    /// Adds a caller of the same time.
     pub fn add(&mut self, other: &Self) {
         self.latencies.add(&other.latencies);
         self.busy += other.busy;

@@ -7,6 +7,7 @@
 mod args;
 mod beside;
 pub mod caller;
+mod control;
 mod deadline;
 mod front_door;
 mod hostile;
@@ -110,10 +111,8 @@ fn measure(
         let ours = call_library(daemon, requests, time / TURNS)?;
         let theirs = call_grpc(socket, &requests.messages, 1, time / TURNS)?;
         if turn > 0 {
-            library.time += ours.time;
-            grpc.time += theirs.time;
-            library.add(&ours);
-            grpc.add(&theirs);
+            library.then(&ours);
+            grpc.then(&theirs);
             let p50_us = |way: &WayTotals| way.latencies.percentiles().p50_us;
             pairs.add(p50_us(&theirs), p50_us(&ours));
         }

@@ -5,11 +5,12 @@
 use super::args::DaemonArgs;
 use super::beside::Beside;
 use super::caller::on_event_loop;
-use super::front_door::{DaemonStep, Requests, call_grpc};
+use super::control::Sockets;
+use super::front_door::{DaemonStep, call_grpc};
 use super::hostile::attack;
 use super::stage::{LOOK, OTHER, Stage, change};
 use crate::bench::bars::Bar;
-use crate::bench::results::{BenchReport, HostMachine, open_files, prints_tables, resident_memory};
+use crate::bench::results::{BenchReport, HostMachine, open_files, prints_tables};
 use crate::report;
 use crate::say;
 use anyhow::{Result, anyhow};
@@ -37,9 +38,11 @@ const STALL: Duration = Duration::from_millis(5);
 struct SoakPart {
     /// The good callers without hostile ones.
     calm: DaemonStep,
+    /// Their p50 as a multiple of that of a front door whose model never changes.
+    p50_share: f64,
     /// The good callers beside hostile ones.
     attacked: DaemonStep,
-    /// Memory of the process at the end, bytes.
+    /// Memory of the process at the end, without the control's model, bytes.
     memory_bytes: u64,
     /// Open files at the end, without hostile callers.
     open_files: u64,
@@ -57,18 +60,18 @@ struct SoakPart {
 /// A good caller loses its connection, or a load, unload, update or swap fails.
 pub fn run(args: &DaemonArgs, time: Duration) -> Result<()> {
     let stage = Stage::new(args)?;
-    let points = stage.serve(|socket| soak(&stage, socket, time))?;
+    let points = stage.serve(|sockets| soak(&stage, sockets, time))?;
     let (machine, model, bars) = (HostMachine::this(), stage.model.clone(), bars(&points));
     publish(args, &BenchReport { bench: "soak", machine, model, bars, points })
 }
 
 /// Runs everything for `time`; returns the figures of each part.
-fn soak(stage: &Stage, socket: &Path, time: Duration) -> Result<Vec<SoakPart>> {
-    let (beside, requests) = (Beside::default(), &stage.requests);
+fn soak(stage: &Stage, sockets: &Sockets<'_>, time: Duration) -> Result<Vec<SoakPart>> {
+    let (beside, socket) = (Beside::default(), sockets.measured);
     thread::scope(|scope| {
         let loading = scope.spawn(|| load_models(socket, &beside));
         let swapping = scope.spawn(|| swap_models(stage, socket, &beside));
-        scope.spawn(|| attack(socket, &requests.messages, &beside));
+        scope.spawn(|| attack(socket, &stage.requests.messages, &beside));
         scope.spawn(|| {
             while beside.goes_on() {
                 thread::sleep(STALL_EVERY);
@@ -76,7 +79,7 @@ fn soak(stage: &Stage, socket: &Path, time: Duration) -> Result<Vec<SoakPart>> {
             }
         });
         let measured: Result<Vec<SoakPart>> =
-            (0..PARTS).map(|_| part(socket, requests, &beside, time / PARTS)).collect();
+            (0..PARTS).map(|_| part(stage, sockets, &beside, time / PARTS)).collect();
         beside.is_over.store(true, Ordering::Relaxed);
         loading.join().map_err(|_| anyhow!("the caller that loads models panicked"))??;
         swapping.join().map_err(|_| anyhow!("the caller that swaps models panicked"))??;
@@ -84,17 +87,22 @@ fn soak(stage: &Stage, socket: &Path, time: Duration) -> Result<Vec<SoakPart>> {
     })
 }
 
-fn part(socket: &Path, requests: &Requests, beside: &Beside, time: Duration) -> Result<SoakPart> {
-    let half = |is_attacked| -> Result<DaemonStep> {
-        beside.is_attacked.store(is_attacked, Ordering::Relaxed);
-        let totals = call_grpc(socket, &requests.messages, CALLERS, time / 2)?;
-        Ok(totals.step("gRPC", CALLERS))
-    };
-    let (attacked, calm) = (half(true)?, half(false)?);
+fn part(
+    stage: &Stage,
+    sockets: &Sockets<'_>,
+    beside: &Beside,
+    time: Duration,
+) -> Result<SoakPart> {
+    let messages = &stage.requests.messages;
+    beside.is_attacked.store(true, Ordering::Relaxed);
+    let attacked = call_grpc(sockets.measured, messages, CALLERS, time / 2)?;
+    beside.is_attacked.store(false, Ordering::Relaxed);
+    let calm = sockets.call(messages, CALLERS, time / 2)?;
     Ok(SoakPart {
-        calm,
-        attacked,
-        memory_bytes: resident_memory()?.now,
+        calm: calm.measured.step("gRPC", CALLERS),
+        p50_share: calm.p50_share(),
+        attacked: attacked.step("gRPC", CALLERS),
+        memory_bytes: stage.memory_bytes()?,
         open_files: open_files()?,
         loads: beside.loads.load(Ordering::Relaxed),
         swaps: beside.swaps.load(Ordering::Relaxed),
@@ -139,7 +147,7 @@ fn bars(points: &[SoakPart]) -> Vec<Bar> {
     };
     bars.push(growth("memory", |part| part.memory_bytes as f64));
     bars.push(growth("open files", |part| part.open_files as f64));
-    bars.push(growth("p50", |part| part.calm.latency.p50_us));
+    bars.push(growth("p50 beside a control", |part| part.p50_share));
 
     let share = |of: fn(&DaemonStep) -> f64| {
         let sum = |half: fn(&SoakPart) -> &DaemonStep| -> f64 {
@@ -163,6 +171,7 @@ fn publish(args: &DaemonArgs, report: &BenchReport<SoakPart>) -> Result<()> {
             "requests/s",
             "p50",
             "p99",
+            "control",
             "attacked p50",
             "p99",
             "refused",
@@ -181,7 +190,7 @@ fn publish(args: &DaemonArgs, report: &BenchReport<SoakPart>) -> Result<()> {
 }
 
 impl SoakPart {
-    fn cells(&self) -> [String; 11] {
+    fn cells(&self) -> [String; 12] {
         let [_, _, rate, p50, p99, ..] = self.calm.cells();
         let [_, _, _, attacked_p50, attacked_p99, ..] = self.attacked.cells();
         let refused = [&self.calm, &self.attacked].map(|step| step.busy + step.errors);
@@ -189,6 +198,7 @@ impl SoakPart {
             rate,
             p50,
             p99,
+            format!("x {:.3}", self.p50_share),
             attacked_p50,
             attacked_p99,
             report::count(refused.iter().sum()),

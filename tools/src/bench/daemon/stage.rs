@@ -1,11 +1,12 @@
 //! What a soak runs on: a model on flash with the delta that follows it, a second model, the front
-//! door of both, and how callers change what is served. Never measures.
+//! door of both, a control, and how callers change what is served. Never measures.
 
 use super::args::DaemonArgs;
 use super::caller::{Caller, Outcome, repository_request};
+use super::control::{Control, Sockets};
 use super::front_door::{Daemon, MODEL, RULES, Requests};
 use crate::bench::delta::pack_generations;
-use crate::bench::results::HostMachine;
+use crate::bench::results::{HostMachine, resident_memory};
 use crate::bench::stalling_disk::StallingDisk;
 use anyhow::{Context, Result, anyhow};
 use hatchback::bundle::BundleReader;
@@ -34,6 +35,8 @@ pub struct Stage {
     directory: PathBuf,
     delta: PathBuf,
     daemon: Daemon,
+    /// Serves the same snapshot, from files of its own.
+    control: Control,
     budget: Budget,
     models: Vec<ModelFolder>,
     pub requests: Requests,
@@ -57,7 +60,7 @@ impl Stage {
             let mut bundle = BundleReader::open(snapshot)?;
             Flash::install(&disk, &folder.path().join(name), &mut bundle, |_| ())
         };
-        let (flash, other) = (install(MODEL)?, install(OTHER)?);
+        let (flash, other, unchanged) = (install(MODEL)?, install(OTHER)?, install("control")?);
 
         let tables = &flash.manifest().schema.tables;
         let rows_bytes: u64 = tables.iter().map(|table| table.row_bytes_total()).sum();
@@ -84,18 +87,29 @@ impl Stage {
             disk: Arc::clone(&disk),
             stalling,
             daemon,
+            control: Control::new(&unchanged, budget)?,
             budget,
             _folder: folder,
         })
     }
 
-    /// Runs `work` beside the front door.
+    /// Runs `work` beside the front door and the control.
     ///
     /// # Errors
-    /// The socket cannot be bound, or the work fails.
-    pub fn serve<T>(&self, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+    /// A socket cannot be bound, or the work fails.
+    pub fn serve<T>(&self, work: impl FnOnce(&Sockets<'_>) -> Result<T>) -> Result<T> {
         let rules = ServerRules { connections_max: CONNECTIONS, ..RULES };
-        self.daemon.serve(rules, self.models.clone(), self.budget, work)
+        self.daemon.serve(rules, self.models.clone(), self.budget, |measured| {
+            self.control.serve(|control| work(&Sockets { measured, control }))
+        })
+    }
+
+    /// Returns the resident memory of the process without that of the control's model, bytes.
+    ///
+    /// # Errors
+    /// The system does not tell.
+    pub fn memory_bytes(&self) -> Result<u64> {
+        Ok(resident_memory()?.now.saturating_sub(self.control.bytes()))
     }
 
     /// Applies an update and rolls it back. After each, a call of gRPC to `socket` makes the daemon

@@ -5,17 +5,17 @@
 use super::args::DaemonArgs;
 use super::beside::Beside;
 use super::caller::on_event_loop;
-use super::front_door::{DaemonStep, WayTotals, call_grpc};
+use super::control::{Sockets, Turns};
+use super::front_door::DaemonStep;
 use super::soak::GROWTH_PERCENT_MAX;
 use super::stage::Stage;
 use crate::bench::bars::Bar;
 use crate::bench::peer::percentile;
-use crate::bench::results::{BenchReport, HostMachine, open_files, prints_tables, resident_memory};
+use crate::bench::results::{BenchReport, HostMachine, open_files, prints_tables};
 use crate::report::metrics::{Latencies, Percentiles};
 use crate::{report, say};
 use anyhow::{Result, anyhow};
 use serde::Serialize;
-use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -28,16 +28,18 @@ const PARTS: u64 = 24;
 /// Parts at each end of the run whose medians are compared.
 const COMPARED: usize = 7;
 /// Time between two looks whether a part's swaps are done.
-const LOOK: Duration = Duration::from_millis(250);
+const LOOK: Duration = Duration::from_millis(500);
 
 /// The figures of one part of the run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct SwapPart {
     /// The good callers.
     requests: DaemonStep,
+    /// Their p50 as a multiple of that of a front door without swaps.
+    p50_share: f64,
     /// Calls that swap to another generation, as their caller sees them.
     swap_calls: Percentiles,
-    /// Memory of the process at the end, bytes.
+    /// Memory of the process at the end, without the control's model, bytes.
     memory_bytes: u64,
     /// Least number of open files after a look. During a swap two generations have files open.
     open_files: u64,
@@ -51,23 +53,24 @@ struct SwapPart {
 /// A good caller loses its connection, or an update or swap fails.
 pub fn run(args: &DaemonArgs, swaps: u32) -> Result<()> {
     let stage = Stage::new(args)?;
-    let points = stage.serve(|socket| measure(&stage, socket, u64::from(swaps)))?;
+    let points = stage.serve(|sockets| measure(&stage, sockets, u64::from(swaps)))?;
     let (machine, model, bars) = (HostMachine::this(), stage.model.clone(), bars(&points));
     publish(args, &BenchReport { bench: "swaps", machine, model, bars, points })
 }
 
-fn measure(stage: &Stage, socket: &Path, swaps: u64) -> Result<Vec<SwapPart>> {
+fn measure(stage: &Stage, sockets: &Sockets<'_>, swaps: u64) -> Result<Vec<SwapPart>> {
     let (beside, calls) = (Beside::default(), Mutex::new(Latencies::default()));
     thread::scope(|scope| {
         let swapping = scope.spawn(|| {
-            let swapped = swap(stage, socket, &beside, &calls, swaps);
+            let swapped = swap(stage, sockets, &beside, &calls, swaps);
             // A swap that fails ends the run too.
             beside.is_over.store(true, Ordering::Relaxed);
             swapped
         });
         let until = |part: u64| part * swaps / PARTS;
-        let parts: Result<Vec<SwapPart>> =
-            (1..=PARTS).map(|number| part(stage, socket, &beside, &calls, until(number))).collect();
+        let parts: Result<Vec<SwapPart>> = (1..=PARTS)
+            .map(|number| part(stage, sockets, &beside, &calls, until(number)))
+            .collect();
         beside.is_over.store(true, Ordering::Relaxed);
         swapping.join().map_err(|_| anyhow!("the caller that swaps models panicked"))??;
         parts
@@ -77,14 +80,14 @@ fn measure(stage: &Stage, socket: &Path, swaps: u64) -> Result<Vec<SwapPart>> {
 /// Swaps `swaps` times, or until the run is over.
 fn swap(
     stage: &Stage,
-    socket: &Path,
+    sockets: &Sockets<'_>,
     beside: &Beside,
     calls: &Mutex<Latencies>,
     swaps: u64,
 ) -> Result<()> {
     on_event_loop(async {
         while beside.goes_on() && beside.swaps.load(Ordering::Relaxed) < swaps {
-            let times = stage.swap_twice(socket).await?;
+            let times = stage.swap_twice(sockets.measured).await?;
             let mut calls = calls.lock().unwrap_or_else(PoisonError::into_inner);
             times.into_iter().for_each(|time| calls.record(time));
             beside.swaps.fetch_add(2, Ordering::Relaxed);
@@ -96,16 +99,14 @@ fn swap(
 /// Calls the front door until `swaps` swaps are done. Calls at least once.
 fn part(
     stage: &Stage,
-    socket: &Path,
+    sockets: &Sockets<'_>,
     beside: &Beside,
     calls: &Mutex<Latencies>,
     swaps: u64,
 ) -> Result<SwapPart> {
-    let (mut totals, mut files) = (WayTotals::default(), u64::MAX);
+    let (mut turns, mut files) = (Turns::default(), u64::MAX);
     loop {
-        let called = call_grpc(socket, &stage.requests.messages, CALLERS, LOOK)?;
-        totals.time += called.time;
-        totals.add(&called);
+        turns.add(&sockets.call(&stage.requests.messages, CALLERS, LOOK)?);
         files = files.min(open_files()?);
         if beside.swaps.load(Ordering::Relaxed) >= swaps || !beside.goes_on() {
             break;
@@ -113,9 +114,10 @@ fn part(
     }
     let called = std::mem::take(&mut *calls.lock().unwrap_or_else(PoisonError::into_inner));
     Ok(SwapPart {
-        requests: totals.step("gRPC", CALLERS),
+        requests: turns.measured.step("gRPC", CALLERS),
+        p50_share: turns.p50_share(),
         swap_calls: called.percentiles(),
-        memory_bytes: resident_memory()?.now,
+        memory_bytes: stage.memory_bytes()?,
         open_files: files,
         swaps: beside.swaps.load(Ordering::Relaxed),
     })
@@ -135,7 +137,7 @@ fn bars(points: &[SwapPart]) -> Vec<Bar> {
     };
     bars.push(growth("memory", |part| part.memory_bytes as f64));
     bars.push(growth("open files", |part| part.open_files as f64));
-    bars.push(growth("p50 of requests", |part| part.requests.latency.p50_us));
+    bars.push(growth("p50 of requests beside a control", |part| part.p50_share));
     bars.push(growth("p50 of swaps", |part| part.swap_calls.p50_us));
     bars
 }
@@ -144,8 +146,18 @@ fn publish(args: &DaemonArgs, report: &BenchReport<SwapPart>) -> Result<()> {
     if prints_tables(args.json.as_ref()) {
         say!("{}: {CALLERS} good callers", report.model)?;
         say!("{}", report.machine)?;
-        let heads =
-            ["requests/s", "p50", "p99", "swap p50", "p99", "refused", "memory", "files", "swaps"];
+        let heads = [
+            "requests/s",
+            "p50",
+            "p99",
+            "control",
+            "swap p50",
+            "p99",
+            "refused",
+            "memory",
+            "files",
+            "swaps",
+        ];
         let mut table = report::table(&heads);
         table.add_rows(report.points.iter().map(SwapPart::cells));
         say!("{table}")?;
@@ -155,13 +167,14 @@ fn publish(args: &DaemonArgs, report: &BenchReport<SwapPart>) -> Result<()> {
 }
 
 impl SwapPart {
-    fn cells(&self) -> [String; 9] {
+    fn cells(&self) -> [String; 10] {
         let [_, _, rate, p50, p99, ..] = self.requests.cells();
         let us = |us: f64| report::micros(Duration::from_secs_f64(us / 1e6));
         [
             rate,
             p50,
             p99,
+            format!("x {:.3}", self.p50_share),
             us(self.swap_calls.p50_us),
             us(self.swap_calls.p99_us),
             report::count(self.requests.busy + self.requests.errors),
