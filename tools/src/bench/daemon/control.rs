@@ -64,8 +64,7 @@ impl Sockets<'_> {
     pub fn call(&self, messages: &[Bytes], clients: u32, time: Duration) -> Result<Turns> {
         let (mut turns, start) = (Turns::default(), Instant::now());
         loop {
-            let ways =
-                [(self.measured, &mut turns.measured), (self.control, &mut turns.control)];
+            let ways = [(self.measured, &mut turns.measured), (self.control, &mut turns.control)];
             for (socket, totals) in ways {
                 let called = call_grpc(socket, messages, clients, TURN.min(time / 2))?;
                 totals.then(&called);

@@ -87,12 +87,7 @@ fn soak(stage: &Stage, sockets: &Sockets<'_>, time: Duration) -> Result<Vec<Soak
     })
 }
 
-fn part(
-    stage: &Stage,
-    sockets: &Sockets<'_>,
-    beside: &Beside,
-    time: Duration,
-) -> Result<SoakPart> {
+fn part(stage: &Stage, sockets: &Sockets<'_>, beside: &Beside, time: Duration) -> Result<SoakPart> {
     let messages = &stage.requests.messages;
     beside.is_attacked.store(true, Ordering::Relaxed);
     let attacked = call_grpc(sockets.measured, messages, CALLERS, time / 2)?;
