@@ -242,7 +242,8 @@ fn the_example_builds_with_cmake_and_ranks() {
     };
     run(Command::new("cmake")
         .args([Path::new("-S"), &here("example"), Path::new("-B"), &build])
-        .arg(format!("-DCMAKE_PREFIX_PATH={}", prefix.display())));
+        .arg(format!("-DCMAKE_PREFIX_PATH={}", prefix.display()))
+        .args(library_sanitizer().map(|name| format!("-DCMAKE_CXX_FLAGS=-fsanitize={name}"))));
     run(Command::new("cmake").arg("--build").arg(&build));
 
     let (flash, feature) = pack_and_install("../tools/demo/coupon", folder.path());
