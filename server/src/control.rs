@@ -36,20 +36,20 @@ pub fn check_right(call: &Call<'_>, headers: &HeaderMap) -> Result<(), Problem> 
     Err(Problem::new(Code::Denied, message))
 }
 
-/// Compares two words in a time that does not say where they differ.
+/// Compares `given` with `token` in a time that does not depend on where they differ.
 fn is_token(given: &[u8], token: &[u8]) -> bool {
     let differs = given.iter().zip(token).fold(0, |sum, (a, b)| sum | (a ^ b));
     !token.is_empty() && given.len() == token.len() && differs == 0
 }
 
-/// Changes what is served. The work runs on a thread that may block.
+/// Loads or unloads the model `name`, on a thread that may block.
 ///
 /// # Errors
-/// Another change is in hand, or the change fails.
+/// Another load or unload is in progress, or this one fails.
 pub async fn change(front: &Arc<Front>, name: &str, change: Change) -> Result<(), Problem> {
     let (front, name) = (Arc::clone(front), name.to_owned());
     blocking(move || {
-        let busy = || Problem::busy("busy: another load or unload is in hand", RETRY_MAX);
+        let busy = || Problem::busy("busy: another load or unload is in progress", RETRY_MAX);
         let _turn = front.begin_change().ok_or_else(busy)?;
         match change {
             Change::Load => repository::load(&front, &name),
@@ -75,7 +75,7 @@ pub async fn act(front: &Arc<Front>, action: &str, name: &str) -> Result<String,
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<T, Problem> {
-    let failed = |e| Problem::new(Code::Internal, format!("the work did not end: {e}"));
+    let failed = |e| Problem::new(Code::Internal, format!("the task panicked: {e}"));
     tokio::task::spawn_blocking(work).await.map_err(failed)?
 }
 

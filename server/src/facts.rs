@@ -1,5 +1,5 @@
-//! What the rest of the daemon tells the front door: the folders of models, and the facts of the
-//! car. Plain data.
+//! What the rest of the daemon passes to the front door: the folders of models, and the facts of
+//! the car. Plain data.
 
 use hatchback::UpdateStatus;
 use serde::Serialize;
@@ -14,7 +14,7 @@ pub struct ModelFolder {
     pub directory: PathBuf,
 }
 
-/// What a process outside the server knows of the car.
+/// What the daemon knows of the car outside this crate.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CarFacts {
     /// The update of each model that has one, by the model's name.
