@@ -56,7 +56,7 @@ pub enum KeySpec {
         #[serde(default)]
         first: u64,
     },
-    /// The rest of a division.
+    /// The remainder of a division.
     Modulo {
         /// Number of keys.
         divisor: u64,
@@ -64,7 +64,7 @@ pub enum KeySpec {
         #[serde(default)]
         first: u64,
     },
-    /// The number of a word.
+    /// The position of a word in a vocabulary.
     Vocabulary {
         /// A file with one word a line.
         path: PathBuf,
@@ -77,7 +77,7 @@ pub enum KeySpec {
         #[serde(default)]
         unknown: UnknownSpec,
     },
-    /// The number of a bucket of numbers.
+    /// The bucket in which a number is.
     Buckets {
         /// The boundaries, ascending.
         boundaries: Vec<f64>,
@@ -100,7 +100,7 @@ pub enum UnknownSpec {
     Absent,
     /// One key.
     Key(u64),
-    /// One of some keys, by the word's hash.
+    /// One of several keys, by the word's hash.
     Buckets(UnknownBuckets),
 }
 

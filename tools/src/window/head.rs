@@ -131,7 +131,7 @@ impl WindowHead {
     /// Returns the bytes of `window.json`: one line of JSON without blanks.
     ///
     /// # Errors
-    /// None for a head of this type; serde's signature has one.
+    /// Never fails for this type; serde's signature requires the `Result`.
     pub fn encode(&self) -> Result<Vec<u8>, serde_json::Error> {
         let mut text = serde_json::to_vec(self)?;
         text.push(b'\n');
