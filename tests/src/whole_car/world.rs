@@ -168,21 +168,21 @@ pub struct World {
     /// The knobs of this simulation.
     pub knobs: Knobs,
     random: RefCell<Random>,
-    /// The disk, as nobody's process.
+    /// The disk, through a handle of no process.
     pub disk: SimDisk,
     /// The monotonic clock.
     pub clock: SimClock,
     /// The state of each process.
     pub processes: BTreeMap<Process, RefCell<ProcessState>>,
-    /// The memory of the sync process.
+    /// The sync process's state in memory, while it runs.
     pub sync: RefCell<Option<SyncSteps>>,
-    /// The memory of the daemon.
+    /// The daemon's update loop, while it runs.
     pub update: RefCell<Option<UpdateSteps>>,
-    /// The memory of the daemon.
+    /// The daemon's maintenance loop, while it runs.
     pub maintenance: RefCell<Option<MaintenanceSteps>>,
-    /// The handle of maintenance, which counts its writes.
+    /// The disk handle of maintenance, which counts its writes.
     pub maintenance_disk: RefCell<Option<SimDisk>>,
-    /// The memory of the daemon.
+    /// The daemon's served models, while it runs.
     pub serving: RefCell<Option<Arc<Serving>>>,
     /// The requests that wait for an answer.
     pub pending: RefCell<Vec<Pending>>,
@@ -191,13 +191,13 @@ pub struct World {
     stack: RefCell<Vec<Actor>>,
     atomic: Cell<u32>,
     step: Cell<u64>,
-    /// Until this step the link is bad.
+    /// The step until which the link is bad.
     pub link_bad_until: Cell<u64>,
-    /// Until this step a hostile process writes into the sync directory.
+    /// The step until which a hostile process writes into the sync directory.
     pub hostile_until: Cell<u64>,
     /// The faults that last.
     pub lasting: RefCell<Lasting>,
-    /// The faults have ended.
+    /// Whether the faults have ended.
     pub is_healing: Cell<bool>,
     /// What the checks remember.
     pub checks: RefCell<Checks>,
