@@ -16,9 +16,8 @@ import sys
 import tempfile
 import urllib.request
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "tests"))
-from daemon_car import MODEL, Car, heldout  # noqa: E402
+from daemon_car import MODEL, Car, heldout
+from virtual_env import programs
 
 PACKAGE = "perf-analyzer==2.60.0"
 CONCURRENCY = "1:8:7"
@@ -27,18 +26,11 @@ CONCURRENCY = "1:8:7"
 def command() -> list[str]:
     """Returns the command that starts perf_analyzer; installs the package if there is none."""
     given = shlex.split(os.environ.get("PERF_ANALYZER", ""))
-    venv = REPOSITORY / "target" / "perf_analyzer"
-    found = given or [str(venv / "bin" / "perf_analyzer")]
-    try:
-        if not given and not pathlib.Path(found[0]).exists():
-            subprocess.run([sys.executable, "-m", "venv", venv], check=True, capture_output=True)
-            install = [venv / "bin" / "python", "-m", "pip", "install", "-q", PACKAGE]
-            subprocess.run(install, check=True, capture_output=True, timeout=300)
-        print(subprocess.run([*found, "--version"], check=True, capture_output=True, text=True).stdout.strip())
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"SKIPPED: perf_analyzer cannot be installed or started here ({error})")
-        sys.exit(0)
-    return found
+    if not given:
+        check = ["perf_analyzer", "--version"]
+        given = [str(programs("perf_analyzer", [PACKAGE], check) / "perf_analyzer")]
+    print(subprocess.run([*given, "--version"], check=True, capture_output=True, text=True).stdout.strip())
+    return given
 
 
 def input_data(widths: dict[str, int]) -> dict:

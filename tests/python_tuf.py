@@ -17,25 +17,10 @@ import tempfile
 import threading
 from datetime import datetime, timedelta, timezone
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+from daemon_car import REPOSITORY
+from virtual_env import run_inside
+
 PACKAGES = ["tuf==7.0.1", "securesystemslib[crypto]==1.4.0"]
-
-
-def reexec_with_tuf() -> None:
-    """Runs this file again in a virtual environment with python-tuf; creates it if it is missing."""
-    venv = REPOSITORY / "target" / "python-tuf"
-    python = venv / "bin" / "python"
-    try:
-        if not python.exists():
-            subprocess.run([sys.executable, "-m", "venv", venv], check=True, capture_output=True)
-            install = [python, "-m", "pip", "install", "-q", *PACKAGES]
-            subprocess.run(install, check=True, capture_output=True, timeout=300)
-        imports = "import tuf, securesystemslib"
-        subprocess.run([python, "-c", imports], check=True, capture_output=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"SKIPPED: python-tuf cannot be installed here ({error})")
-        sys.exit(0)
-    sys.exit(subprocess.run([python, __file__, *sys.argv[1:], "--inside"]).returncode)
 
 
 def serve(folder: pathlib.Path) -> str:
@@ -149,7 +134,7 @@ def we_read_the_repository_of_python_tuf(hatchback: str, work: pathlib.Path) -> 
 
 def main() -> None:
     if "--inside" not in sys.argv:
-        reexec_with_tuf()
+        run_inside("python-tuf", PACKAGES, "tuf, securesystemslib")
     hatchback = str(pathlib.Path(sys.argv[1]).resolve())
     with tempfile.TemporaryDirectory() as folder:
         python_tuf_reads_our_repository(hatchback, pathlib.Path(folder))

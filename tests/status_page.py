@@ -19,8 +19,7 @@ import threading
 import time
 import urllib.request
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from daemon_car import MODEL, Car, heldout  # noqa: E402
+from daemon_car import MODEL, Car, heldout
 
 WAIT_S = 60
 HISTORY_S = 25

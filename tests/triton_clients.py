@@ -14,28 +14,10 @@ import sys
 import tempfile
 import urllib.request
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "tests"))
-from daemon_car import MODEL, Car, heldout  # noqa: E402
+from daemon_car import MODEL, REPOSITORY, Car, heldout
+from virtual_env import run_inside
 
 PACKAGES = ["tritonclient[grpc,http]==2.73.0"]
-
-
-def reexec_with_clients() -> None:
-    """Runs this file again in a virtual environment with tritonclient; creates it if it is missing."""
-    venv = REPOSITORY / "target" / "tritonclient"
-    python = venv / "bin" / "python"
-    try:
-        if not python.exists():
-            subprocess.run([sys.executable, "-m", "venv", venv], check=True, capture_output=True)
-            install = [python, "-m", "pip", "install", "-q", *PACKAGES]
-            subprocess.run(install, check=True, capture_output=True, timeout=300)
-        imports = "import tritonclient.grpc, tritonclient.http"
-        subprocess.run([python, "-c", imports], check=True, capture_output=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"SKIPPED: tritonclient cannot be installed here ({error})")
-        sys.exit(0)
-    sys.exit(subprocess.run([python, __file__, *sys.argv[1:], "--inside"]).returncode)
 
 
 def arrays(samples: list[dict], metadata: dict) -> dict:
@@ -255,4 +237,4 @@ if __name__ == "__main__":
     if "--inside" in sys.argv:
         main()
     else:
-        reexec_with_clients()
+        run_inside("tritonclient", PACKAGES, "tritonclient.grpc, tritonclient.http")

@@ -2,7 +2,6 @@
 //! caller shows that right by its user on a Unix socket, or by the token.
 
 use crate::connections::Peer;
-use crate::front::Front;
 use crate::infer::Call;
 use crate::limits::RETRY_MAX;
 use crate::problem::{Code, Problem};
@@ -42,12 +41,14 @@ fn is_token(given: &[u8], token: &[u8]) -> bool {
     !token.is_empty() && given.len() == token.len() && differs == 0
 }
 
-/// Loads or unloads the model `name`, on a thread that may block.
+/// Loads or unloads the model `name`, on a thread that may block. The connection of `call` is not
+/// closed for another one until the work has ended.
 ///
 /// # Errors
 /// Another load or unload is in progress, or this one fails.
-pub async fn change(front: &Arc<Front>, name: &str, change: Change) -> Result<(), Problem> {
-    let (front, name) = (Arc::clone(front), name.to_owned());
+pub async fn change(call: &Call<'_>, name: &str, change: Change) -> Result<(), Problem> {
+    let _work = call.begin_work()?;
+    let (front, name) = (Arc::clone(call.front), name.to_owned());
     blocking(move || {
         let busy = || Problem::busy("busy: another load or unload is in progress", RETRY_MAX);
         let _turn = front.begin_change().ok_or_else(busy)?;
@@ -59,16 +60,17 @@ pub async fn change(front: &Arc<Front>, name: &str, change: Change) -> Result<()
     .await
 }
 
-/// Does an action of the status page for the model `name`.
+/// Does an action of the status page for the model `name`, as `call` asks.
 ///
 /// # Errors
 /// There is no such action, or it is not possible now.
-pub async fn act(front: &Arc<Front>, action: &str, name: &str) -> Result<String, Problem> {
+pub async fn act(call: &Call<'_>, action: &str, name: &str) -> Result<String, Problem> {
     if action == "load" {
-        change(front, name, Change::Load).await?;
+        change(call, name, Change::Load).await?;
         return Ok(format!("`{name}` is loaded"));
     }
-    let (front, action, name) = (Arc::clone(front), action.to_owned(), name.to_owned());
+    let _work = call.begin_work()?;
+    let (front, action, name) = (Arc::clone(call.front), action.to_owned(), name.to_owned());
     blocking(move || (front.act)(&action, &name)).await
 }
 

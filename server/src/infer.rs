@@ -38,6 +38,19 @@ pub struct Call<'a> {
     pub trace: Option<HeaderValue>,
 }
 
+impl<'a> Call<'a> {
+    /// Counts the request as in progress: its connection is not closed for another one until the
+    /// result is dropped.
+    ///
+    /// # Errors
+    /// The connection is already closing.
+    pub fn begin_work(&self) -> Result<Work<'a>, Problem> {
+        let closing =
+            || Problem::new(Code::Unavailable, "the connection is being closed for another one");
+        self.connection.begin_work().ok_or_else(closing)
+    }
+}
+
 /// What a request asks for.
 pub struct Order<'a> {
     pub model: &'a str,
@@ -107,8 +120,7 @@ pub fn submit<'a>(call: &mut Call<'a>, order: &Order<'_>) -> Result<Submitted<'a
     }
 
     let busy = |message: String| Problem::busy(message, front.retry_after(order.model));
-    let closing = || Problem::new(Code::Unavailable, "the connection makes room for another one");
-    let work = call.connection.begin_work().ok_or_else(closing)?;
+    let work = call.begin_work()?;
     let turn = front.gate.turn().ok_or_else(|| busy("busy: the car sheds load".to_owned()))?;
 
     let (received, at_clock) = (call.received.elapsed(), front.serving.now());

@@ -292,6 +292,9 @@ async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     let mut is_stopping = false;
     poll_fn(|context| {
         if closed.as_mut().poll(context).is_ready() {
+            // The last poll writes answers that are ready.
+            served.as_mut().graceful_shutdown();
+            let _ = served.as_mut().poll(context);
             return Poll::Ready(Ok(()));
         }
         if !is_stopping && stopped.as_mut().poll(context).is_ready() {

@@ -162,7 +162,7 @@ async fn change_grpc(
             "parameter `{name}`: not supported; a model is loaded from its own files only"
         )));
     }
-    control::change(call.front, &model_name, change).await?;
+    control::change(call, &model_name, change).await?;
     message_reply(call, &Empty {})
 }
 
@@ -196,7 +196,7 @@ async fn answer_http(
         }
         (&Method::POST, ["actions", action, name]) => {
             check_right(call, &parts.headers)?;
-            let done = control::act(call.front, action, name).await?;
+            let done = control::act(call, action, name).await?;
             Ok(json_reply(&json!({"done": done})))
         }
         (&Method::GET, ["v2"]) => Ok(json_reply(&describe::server_json())),
@@ -309,7 +309,7 @@ async fn change_http(
             "parameter `config`: not supported; a model is loaded from its own files only",
         ));
     }
-    control::change(call.front, name, change).await?;
+    control::change(call, name, change).await?;
     Ok(json_reply(&json!({})))
 }
 

@@ -1,5 +1,5 @@
 //! A front door in this process: models of a [`Serving`], on a Unix socket or with certificates on
-//! a port. Its models are not loaded or unloaded by callers.
+//! a port. Callers can unload its models, but load none.
 
 use hatchback::clock::SystemClock;
 use hatchback::model::budget::Budget;
@@ -30,6 +30,8 @@ pub fn serving(budget: Budget) -> Serving {
 
 /// A front door; dropping it stops it.
 pub struct FrontDoor {
+    /// What serves its models.
+    pub serving: Arc<Serving>,
     folder: TempDir,
     stopping: Arc<Stopping>,
     listeners: Vec<Arc<Listener>>,
@@ -42,8 +44,9 @@ impl FrontDoor {
     /// # Errors
     /// The socket cannot be bound.
     pub fn open(serving: Serving, listener: Option<Listener>) -> io::Result<Self> {
+        let serving = Arc::new(serving);
         let front = Front::new(FrontOptions {
-            serving: Arc::new(serving),
+            serving: Arc::clone(&serving),
             rules: RULES,
             budget: Budget::default(),
             gate: Arc::new(Gate::default()),
@@ -59,7 +62,7 @@ impl FrontDoor {
             [Some(unix), listener].into_iter().flatten().map(Arc::new).collect();
         let (theirs, until) = (listeners.clone(), Arc::clone(&stopping));
         let server = std::thread::spawn(move || hatchback_server::serve(&front, &theirs, &until));
-        Ok(Self { folder, stopping, listeners, server: Some(server) })
+        Ok(Self { serving, folder, stopping, listeners, server: Some(server) })
     }
 
     /// Returns the path of the Unix socket.

@@ -1,6 +1,6 @@
-//! What `Containerfile` does, in a plain directory: the files that its last stage copies are there,
-//! and the programs need no library that the base image lacks. The commands of docs/container.md
-//! run. Never builds an image.
+//! What `Containerfile` does, in a plain directory: the workspace has the packages that it builds,
+//! the files that its last stage copies are there, and the programs need no library that the base
+//! image lacks. The commands of docs/container.md run. Never builds an image.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -22,9 +22,27 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
 }
 
+fn recipe() -> String {
+    std::fs::read_to_string(root().join("Containerfile")).unwrap()
+}
+
+/// Cargo knows every package that the recipe builds.
+fn check_packages() {
+    let recipe = recipe();
+    let build = recipe.lines().find(|line| line.starts_with("RUN cargo build")).unwrap();
+    let packages: Vec<&str> = build.split(" -p ").skip(1).collect();
+    assert!(packages.len() >= 3, "{build}");
+    for package in packages {
+        let mut command = Command::new(std::env::var_os("CARGO").unwrap());
+        let output = command.args(["pkgid", "--offline", "--package", package]).current_dir(root());
+        let output = output.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
 /// The instructions of the last stage.
 fn last_stage() -> Vec<String> {
-    let text = std::fs::read_to_string(root().join("Containerfile")).unwrap();
+    let text = recipe();
     let (_, last) = text.rsplit_once("\nFROM ").unwrap();
     last.lines().map(str::to_owned).collect()
 }
@@ -86,6 +104,7 @@ fn commands_of(page: &str) -> Vec<(&'static str, Vec<String>)> {
 
 #[test]
 fn the_container_recipe_works_in_a_plain_directory() {
+    check_packages();
     let folder = tempfile::tempdir().unwrap();
     let (image, work) = (folder.path().join("image"), folder.path().join("work"));
     let programs = copy_into(&image);

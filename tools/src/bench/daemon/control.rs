@@ -3,6 +3,7 @@
 //! both. Never swaps.
 
 use super::front_door::{Daemon, RULES, WayTotals, call_grpc};
+use crate::bench::results::open_files;
 use anyhow::Result;
 use hatchback::Flash;
 use hatchback::model::budget::Budget;
@@ -20,10 +21,18 @@ pub struct Control {
 }
 
 /// What callers measured at both front doors.
-#[derive(Default)]
 pub struct Turns {
     pub measured: WayTotals,
     pub control: WayTotals,
+    /// Least number of open files after a turn. During a swap two generations have files open.
+    pub open_files: u64,
+}
+
+impl Default for Turns {
+    fn default() -> Self {
+        let (measured, control) = (WayTotals::default(), WayTotals::default());
+        Self { measured, control, open_files: u64::MAX }
+    }
 }
 
 impl Control {
@@ -60,16 +69,16 @@ impl Sockets<'_> {
     /// Calls both front doors in turns for `time`, as `clients` callers. Calls each at least once.
     ///
     /// # Errors
-    /// A connection ends.
+    /// A connection ends, or the system does not tell how many files are open.
     pub fn call(&self, messages: &[Bytes], clients: u32, time: Duration) -> Result<Turns> {
         let (mut turns, start) = (Turns::default(), Instant::now());
         loop {
-            let ways =
-                [(self.measured, &mut turns.measured), (self.control, &mut turns.control)];
+            let ways = [(self.measured, &mut turns.measured), (self.control, &mut turns.control)];
             for (socket, totals) in ways {
                 let called = call_grpc(socket, messages, clients, TURN.min(time / 2))?;
                 totals.then(&called);
             }
+            turns.open_files = turns.open_files.min(open_files()?);
             if start.elapsed() >= time {
                 return Ok(turns);
             }
@@ -82,6 +91,7 @@ impl Turns {
     pub fn add(&mut self, later: &Self) {
         self.measured.then(&later.measured);
         self.control.then(&later.control);
+        self.open_files = self.open_files.min(later.open_files);
     }
 
     /// Returns the p50 of the front door that is measured, as a multiple of the control's.

@@ -10,7 +10,7 @@ use super::front_door::{DaemonStep, call_grpc};
 use super::hostile::attack;
 use super::stage::{LOOK, OTHER, Stage, change};
 use crate::bench::bars::Bar;
-use crate::bench::results::{BenchReport, HostMachine, open_files, prints_tables};
+use crate::bench::results::{BenchReport, HostMachine, prints_tables};
 use crate::report;
 use crate::say;
 use anyhow::{Result, anyhow};
@@ -44,7 +44,7 @@ struct SoakPart {
     attacked: DaemonStep,
     /// Memory of the process at the end, without the control's model, bytes.
     memory_bytes: u64,
-    /// Open files at the end, without hostile callers.
+    /// Least number of open files after a turn of the callers without hostile ones.
     open_files: u64,
     /// Loads and unloads until then.
     loads: u64,
@@ -87,12 +87,7 @@ fn soak(stage: &Stage, sockets: &Sockets<'_>, time: Duration) -> Result<Vec<Soak
     })
 }
 
-fn part(
-    stage: &Stage,
-    sockets: &Sockets<'_>,
-    beside: &Beside,
-    time: Duration,
-) -> Result<SoakPart> {
+fn part(stage: &Stage, sockets: &Sockets<'_>, beside: &Beside, time: Duration) -> Result<SoakPart> {
     let messages = &stage.requests.messages;
     beside.is_attacked.store(true, Ordering::Relaxed);
     let attacked = call_grpc(sockets.measured, messages, CALLERS, time / 2)?;
@@ -103,7 +98,7 @@ fn part(
         p50_share: calm.p50_share(),
         attacked: attacked.step("gRPC", CALLERS),
         memory_bytes: stage.memory_bytes()?,
-        open_files: open_files()?,
+        open_files: calm.open_files,
         loads: beside.loads.load(Ordering::Relaxed),
         swaps: beside.swaps.load(Ordering::Relaxed),
         attacks: beside.attacks.load(Ordering::Relaxed),

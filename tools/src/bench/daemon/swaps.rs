@@ -11,7 +11,7 @@ use super::soak::GROWTH_PERCENT_MAX;
 use super::stage::Stage;
 use crate::bench::bars::Bar;
 use crate::bench::peer::percentile;
-use crate::bench::results::{BenchReport, HostMachine, open_files, prints_tables};
+use crate::bench::results::{BenchReport, HostMachine, prints_tables};
 use crate::report::metrics::{Latencies, Percentiles};
 use crate::{report, say};
 use anyhow::{Result, anyhow};
@@ -41,7 +41,7 @@ struct SwapPart {
     swap_calls: Percentiles,
     /// Memory of the process at the end, without the control's model, bytes.
     memory_bytes: u64,
-    /// Least number of open files after a look. During a swap two generations have files open.
+    /// Least number of open files after a turn.
     open_files: u64,
     /// Swaps until then.
     swaps: u64,
@@ -104,10 +104,9 @@ fn part(
     calls: &Mutex<Latencies>,
     swaps: u64,
 ) -> Result<SwapPart> {
-    let (mut turns, mut files) = (Turns::default(), u64::MAX);
+    let mut turns = Turns::default();
     loop {
         turns.add(&sockets.call(&stage.requests.messages, CALLERS, LOOK)?);
-        files = files.min(open_files()?);
         if beside.swaps.load(Ordering::Relaxed) >= swaps || !beside.goes_on() {
             break;
         }
@@ -118,7 +117,7 @@ fn part(
         p50_share: turns.p50_share(),
         swap_calls: called.percentiles(),
         memory_bytes: stage.memory_bytes()?,
-        open_files: files,
+        open_files: turns.open_files,
         swaps: beside.swaps.load(Ordering::Relaxed),
     })
 }

@@ -1,6 +1,6 @@
-//! The deadline over gRPC and HTTP while flash stalls. Every read of the simulated disk waits until
-//! the stall ends, and the stall ends only after the answers: an answer proves that the front door
-//! waited for no read.
+//! The front door while flash stalls: every read of the simulated disk waits until the stall ends.
+//! Requests with a deadline are answered before that. Connections with a request in work stay open
+//! while other callers take every place.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -11,7 +11,7 @@ use hatchback::schema::sample::Sample;
 use hatchback::schema::{KeySpace, MissPolicy, Schema};
 use hatchback_server::proto::ModelInferResponse;
 use hatchback_tests::client::Client;
-use hatchback_tests::front_door::{FrontDoor, serving};
+use hatchback_tests::front_door::{FrontDoor, RULES, serving};
 use hatchback_tests::models::{FeaturePlan, ModelPlan, TablePlan, batch_for};
 use hatchback_tests::sim_disk::SimDisk;
 use hatchback_tests::stall::Stall;
@@ -123,4 +123,33 @@ fn a_table_with_a_deadline_answers_with_default_rows_that_it_counts_as_late() {
     });
     assert_eq!(late, Some([0, 1, 0, 0, 1]));
     assert_eq!(model.ask(2, None), Ok([1, 0, 0, 0, 0]));
+}
+
+#[test]
+fn a_connection_with_a_request_or_an_unload_in_work_makes_no_room() {
+    let model = Stalling::new(MissPolicy::Wait);
+    let (socket, serving) = (model.door.socket(), &model.door.serving);
+    let wait_until = |is_so: &dyn Fn() -> bool| {
+        while !is_so() {
+            std::thread::yield_now();
+        }
+    };
+    model.stall.begin();
+    let mut asking = Client::connect(&socket).unwrap();
+    asking.send_sample("m", r#"{"dense": [0.5], "sparse": {"f0": [3]}}"#).unwrap();
+    wait_until(&|| serving.stats("m").unwrap().requests == 1);
+    let mut unloading = Client::connect(&socket).unwrap();
+    unloading.send("/v2/repository/models/m/unload", Some(b"{}")).unwrap();
+    wait_until(&|| serving.names().is_empty());
+
+    // Each new caller is answered, so that it had a place.
+    let mut crowd = Vec::new();
+    for _ in 0..3 * RULES.connections_max {
+        let mut client = Client::connect(&socket).unwrap();
+        assert_eq!(client.get("/v2/health/live").unwrap().code, 200);
+        crowd.push(client);
+    }
+    model.stall.end();
+    assert!(asking.receive_score().unwrap()["score"].is_array());
+    assert_eq!(unloading.receive().unwrap().code, 200);
 }
