@@ -126,7 +126,7 @@ impl Releases {
         self.folder.path().join(format!("{generation}.delta.hatch"))
     }
 
-    /// Returns the generation that gives the score in `answer` to line `at`, if the status is clean.
+    /// Returns the generation whose score for line `at` is in `answer`, if the status is clean.
     fn generation(&self, at: usize, answer: &Value) -> Option<u64> {
         let (score, status) = (answer["score"][0].as_f64()?, &answer["status"]);
         let is_clean = status["fresh"].as_u64()? > 0
