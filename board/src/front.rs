@@ -1,4 +1,4 @@
-//! What the daemon gives its front door: the models of the car, its facts and its actions. Knows no
+//! The daemon's side of the front door: the models of the car, its facts and its actions. Knows no
 //! protocol.
 
 use crate::car::Car;
@@ -25,7 +25,7 @@ use std::time::Duration;
 /// Bytes of a token, before they are written as hexadecimal digits.
 const TOKEN_BYTES: usize = 16;
 
-/// What the front door shows of other threads of the daemon.
+/// State of other threads of the daemon that the front door shows.
 pub struct Shown {
     pub latencies: Arc<Latencies>,
     pub shed: Arc<Shed>,

@@ -64,7 +64,7 @@ pub struct Status {
     late: u32,
 }
 
-/// What a model did, `hatchback_statistics` in C.
+/// Counters of a model, `hatchback_statistics` in C.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Statistics {

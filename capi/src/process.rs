@@ -1,5 +1,5 @@
-//! What a caller opens: a budget with its models, and a thread that swaps each model to its live
-//! generation. Never touches a pointer.
+//! A process, as a caller opens it: a budget with its models, and a thread that swaps each model to
+//! its live generation. Never touches a pointer.
 
 use crate::outcome::{Refusal, closed, refused, request};
 use hatchback::car::follower::Follower;
@@ -28,7 +28,7 @@ pub struct Process {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What callers and the thread share.
+/// State that callers and the thread share.
 pub struct Shared {
     /// The models.
     pub serving: Serving,

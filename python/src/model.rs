@@ -253,7 +253,7 @@ impl Model {
         served.map(|generation| generation.sequence).ok_or_else(|| errors::of(closed("model")))
     }
 
-    /// What the model did since its generation was loaded or swapped in.
+    /// Counters of the model since its generation was loaded or swapped in.
     fn statistics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let open = self.opened()?;
         let stats = open.model.process.serving.stats(&open.model.name);

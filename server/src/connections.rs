@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 /// other value is the number of its requests in progress.
 const CLOSING: u32 = u32::MAX;
 
-/// Who is at the other end of a connection.
+/// The caller at the other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peer {
     /// A process of this user, on a Unix socket.

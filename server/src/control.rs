@@ -1,4 +1,4 @@
-//! What only the car's owner may do: load and unload models, and the actions of the status page. A
+//! Actions of the car's owner: load and unload models, and the actions of the status page. A
 //! caller shows that right by its user on a Unix socket, or by the token.
 
 use crate::connections::Peer;
@@ -10,7 +10,7 @@ use hyper::HeaderMap;
 use hyper::header::{AUTHORIZATION, HeaderValue};
 use std::sync::Arc;
 
-/// What a caller asks to change.
+/// A change that a caller requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     Load,

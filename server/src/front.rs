@@ -31,11 +31,11 @@ pub type Facts = Box<dyn Fn() -> CarFacts + Send + Sync>;
 /// Does an action for a model, by the action's name. Returns what was done.
 pub type Act = Box<dyn Fn(&str, &str) -> Result<String, Problem> + Send + Sync>;
 
-/// What the daemon gives the front door.
+/// Parameters of the front door, which the daemon supplies.
 pub struct FrontOptions {
     /// The models that are served.
     pub serving: Arc<Serving>,
-    /// What callers may use.
+    /// Limits of the callers.
     pub rules: ServerRules,
     /// The budget of a model that is loaded.
     pub budget: Budget,

@@ -21,7 +21,7 @@ const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// The time to wait before a retry, in milliseconds.
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 const ACCEPTED: HeaderName = HeaderName::from_static("grpc-accept-encoding");
-/// What a status message escapes beside bytes that are not printable ASCII.
+/// ASCII characters that a status message escapes.
 const ESCAPED: &AsciiSet = &CONTROLS.add(b'%');
 
 /// Returns whether `headers` are those of a gRPC call.

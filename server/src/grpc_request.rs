@@ -64,7 +64,7 @@ const _: () = assert!(
     "an item of memory has room for an input and the lists of its typed values"
 );
 
-/// What a message contains, counted before anything is kept.
+/// The counts of a message's parts, made before any part is kept.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Counts {
     inputs: usize,

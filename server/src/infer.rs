@@ -51,7 +51,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// What a request asks for.
+/// The content of a request for scores.
 pub struct Order<'a> {
     pub model: &'a str,
     /// Empty for the version that is served.

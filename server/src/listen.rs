@@ -132,7 +132,7 @@ fn runtime() -> io::Result<Runtime> {
         .build()
 }
 
-/// What the threads that accept connections share.
+/// State that the accepting threads share.
 struct Acceptor<'a> {
     front: &'a Arc<Front>,
     stopping: &'a Stopping,

@@ -11,7 +11,7 @@ const LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// The limit for one kind of event.
 #[derive(Debug)]
 pub struct LogLimit {
-    /// What happened, for the line.
+    /// The kind of event, as the log line names it.
     event: &'static str,
     lines: Mutex<Lines>,
 }

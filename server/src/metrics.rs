@@ -1,4 +1,4 @@
-//! What the server counts, for Prometheus and for the status page. `scrape.rs` adds the runtime's
+//! The server's counters, for Prometheus and for the status page. `scrape.rs` adds the runtime's
 //! own counters when the metrics are read.
 
 use crate::limits::PERCENTILE_US_MAX;
@@ -23,7 +23,7 @@ pub type Labels<const N: usize> = [(&'static str, String); N];
 const BUCKET_S: f64 = 16e-6;
 const BUCKETS: u16 = 20;
 
-/// What the server counts.
+/// The server's counters.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -179,7 +179,7 @@ pub struct Totals {
     pub last_unix_ms: u64,
 }
 
-/// What was counted since the last call of `take_recent`.
+/// Counts since the last call of `take_recent`.
 #[derive(Debug)]
 pub struct Recent {
     pub answered: u64,
@@ -201,7 +201,7 @@ impl Recent {
     }
 }
 
-/// What is counted for one model.
+/// Counters of one model.
 #[derive(Debug)]
 pub struct ModelMetrics {
     answered: [Counter; 2],

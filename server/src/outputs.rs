@@ -19,7 +19,7 @@ const GENERATION: &str = "generation";
 /// Numbers of a sample's status.
 pub const STATUS_FIELDS: usize = 5;
 
-/// What an output holds.
+/// The content of an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// All scores.

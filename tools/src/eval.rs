@@ -43,7 +43,7 @@ pub struct EvalArgs {
 pub struct Evaluation {
     /// The generation of the model.
     pub generation: String,
-    /// What runs the dense network.
+    /// The engine of the dense network.
     pub dense_engine: String,
     /// Number of samples.
     pub samples: usize,

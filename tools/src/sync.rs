@@ -81,7 +81,7 @@ pub fn update_car(args: &SyncArgs) -> Result<()> {
     update(args, &args.car.updater(args.flash.clone()))
 }
 
-/// What a run does.
+/// The action of a run.
 enum Action {
     Update,
     Consent,

@@ -13,7 +13,7 @@ use hatchback::update::status::{UpdateState, UpdateStatus};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What the checks remember from step to step.
+/// State of the checks between steps.
 #[derive(Default)]
 pub struct Checks {
     /// The disk's count of calls at the last check.

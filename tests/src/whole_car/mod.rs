@@ -47,7 +47,7 @@ const CALM_ROUNDS: u64 = 30;
 pub struct Outcome {
     /// Its seed.
     pub seed: u64,
-    /// What went wrong.
+    /// The first failed check, if any.
     pub failure: Option<Failure>,
     /// The hash of its trace.
     pub hash: u64,

@@ -37,7 +37,7 @@ const GENERATIONS: usize = 6;
 /// The rows of one table.
 pub type Rows = BTreeMap<u64, Vec<f32>>;
 
-/// What is wrong with a packed bundle.
+/// A deliberate fault of a packed bundle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Flaw {
     /// Nothing.
@@ -55,7 +55,7 @@ pub struct BundlePlan {
     pub from: Option<u64>,
     /// The sequence of its generation.
     pub to: u64,
-    /// What is wrong with it.
+    /// Its deliberate fault.
     pub flaw: Flaw,
 }
 

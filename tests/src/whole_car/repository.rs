@@ -42,13 +42,13 @@ pub struct Published {
 pub struct Signed {
     /// Its generation's sequence.
     pub sequence: u64,
-    /// What is wrong with it.
+    /// Its deliberate fault.
     pub flaw: Flaw,
 }
 
 /// The life of one fleet.
 pub struct History {
-    /// What happens in it.
+    /// A short description.
     pub name: &'static str,
     /// The fleet's first root.
     pub root: Vec<u8>,
@@ -60,7 +60,7 @@ pub struct History {
     pub last: u64,
 }
 
-/// What the publisher does.
+/// An action of the publisher.
 enum Act {
     /// Publishes bundles for a share of the fleet, per cent.
     Publish(Vec<BundlePlan>, u8),

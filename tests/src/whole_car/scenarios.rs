@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// A defect that was found, and the conditions under which it came.
 pub struct Scenario {
-    /// What happened.
+    /// The defect.
     pub name: &'static str,
     /// The number of the history; `None` for any.
     pub history: Option<usize>,

@@ -24,7 +24,7 @@ pub struct Partition {
     pub number: i32,
 }
 
-/// What the group gave to this process.
+/// The partitions that the group assigned to this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GroupShare {
     /// The number of the distribution. A share that was withdrawn has another number than every

@@ -73,7 +73,7 @@ pub enum KeySpec {
         first: u64,
         /// Least count of a word. Each line then has a tab and the count after the word.
         min_count: Option<u64>,
-        /// What any other word becomes.
+        /// The key of any other word.
         #[serde(default)]
         unknown: UnknownSpec,
     },
@@ -90,7 +90,7 @@ pub enum KeySpec {
     },
 }
 
-/// What a word becomes that is not in the vocabulary.
+/// The key of a word that is not in the vocabulary.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(untagged, expecting = "unknown is a key, or a table with `first` and `buckets`")]
 pub enum UnknownSpec {

@@ -61,7 +61,7 @@ pub struct Packed {
     pub schema: Schema,
     /// Bytes of the bundle file.
     pub bytes: u64,
-    /// What runs the dense network on this machine's CPU.
+    /// The engine of the dense network on this machine's CPU.
     pub dense_engine: String,
     /// Rows of the trainer's files that were left out because they are rare.
     pub rows_left_out: u64,

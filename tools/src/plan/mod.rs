@@ -82,7 +82,7 @@ fn hit_percent(text: &str) -> Result<f64> {
     Ok(percent)
 }
 
-/// What to expect of one size of the caches.
+/// The forecast for one size of the caches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct PlannedSize {
     /// The size and its hit rate.
@@ -214,7 +214,7 @@ fn size_for(points: &[CurvePoint], hit_percent: f64) -> Option<u64> {
     Some((from + share * (to - from)).exp().ceil() as u64)
 }
 
-/// What a worker measured while it served samples.
+/// Measurements of a worker that served samples.
 struct Served {
     hit_p50_us: Option<f64>,
     pages_per_miss: f64,

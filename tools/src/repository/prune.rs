@@ -51,7 +51,7 @@ pub struct PruneArgs {
     json: Option<PathBuf>,
 }
 
-/// What a prune keeps.
+/// The rules by which a prune keeps objects.
 #[derive(Clone, Copy, Debug)]
 pub struct Retention {
     /// Releases of each model that stay listed; `None` for all.

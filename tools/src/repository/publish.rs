@@ -76,7 +76,7 @@ pub struct PublishArgs {
     json: Option<PathBuf>,
 }
 
-/// What a publish changes.
+/// The changes of a publish.
 #[derive(Clone, Debug)]
 pub struct Change {
     /// Bundles to add.

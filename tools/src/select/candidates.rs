@@ -7,7 +7,7 @@ use hatchback::schema::{KeySpace, Table};
 /// Share of the expected traffic that is kept from one window to the next.
 const TRAFFIC_KEPT: f32 = 0.5;
 
-/// What happens to a row of the fleet.
+/// A kind of change of the fleet's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowChange {
     /// The fleet holds another row for the key.
@@ -33,7 +33,7 @@ pub struct Candidate {
     pub row: u32,
     /// The number of the source that has the newest change.
     pub source: u16,
-    /// What happens.
+    /// The kind of change.
     pub change: RowChange,
     /// Whether the distance is below the floor.
     pub is_below_floor: bool,

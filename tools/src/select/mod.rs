@@ -92,7 +92,7 @@ fn floor(text: &str) -> Result<f32> {
     Ok(floor)
 }
 
-/// What a selection did.
+/// The result of a selection.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Selection {
     /// The generation of the delta; none if the fleet lacks nothing.

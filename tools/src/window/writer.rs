@@ -42,7 +42,7 @@ pub struct TableChanges {
     pub hot_traffic: Vec<f32>,
 }
 
-/// What a window says of itself, and its small files.
+/// The fields of a window's `window.json`, and its small files.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WindowContent {
     /// The name of the model.
@@ -57,7 +57,7 @@ pub struct WindowContent {
     pub dense: Option<Vec<u8>>,
     /// Probe lines.
     pub probe: Option<Vec<u8>>,
-    /// What `select` remembers.
+    /// The state of `select`.
     pub backlog: Option<BacklogState>,
     /// Where the next window begins, if the rows came through Kafka.
     pub kafka: Option<KafkaOffsets>,
