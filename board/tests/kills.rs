@@ -75,7 +75,7 @@ impl Journey {
         if self.car.ask().is_none() {
             assert!(
                 self.daemon.is_running(),
-                "the daemon ended without a signal\n{}",
+                "the daemon ended although no test killed it\n{}",
                 self.car.logs()
             );
         }
